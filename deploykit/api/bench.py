@@ -292,8 +292,8 @@ def _time(
         ran = scenarios(setups=right, points=points, feeds=run.inputs, on_progress=on_progress)
     memory = measure_memory(setups, points, run.inputs, on_progress) if count > 1 else ()
     outside = sum_up(watch, before, watch.over(around_s, time.sleep))
-    wanted = (run.asked or (every[0].key,)) if layers else ()
-    layer_times, missing = measure_layers(wanted, right, points, run.inputs, on_progress)
+    wanted = (every[1:] or every[:1]) if layers else ()
+    layer_times, missing = measure_layers(wanted, right, points, run.inputs, ceilings, on_progress)
     on_gpu = {point.device for point in points} - {"cpu"}
     found = {
         "scenarios": tuple(ran),

@@ -4,42 +4,71 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from deploykit.api.artefacts import Progress
+from deploykit.api.bench_columns import Entry
+from deploykit.api.bench_limits import infer_point
 from deploykit.core.apart import run_apart
 from deploykit.core.errors import DeploykitError, Unsupported, first_line
+from deploykit.core.machine import default_threads
 
 if TYPE_CHECKING:
-    from deploykit.measure.layers import LayerKey, LayerTimes
+    import onnx
+
+    from deploykit.measure.layers import LayerKey, LayerTime, LayerTimes
     from deploykit.measure.report.report import NotMeasured
     from deploykit.measure.timing.sweep import Point, Setup
+    from deploykit.planning.predict import Inferred
+    from deploykit.planning.probe import CpuCalibration
     from deploykit.runtimes.engine import Arrays
 
-_KERNEL = "_kernel_time"
+_KERNEL, _CALL = b"_kernel_time", b"model_run"
+_EVENT = re.compile(
+    rb'^\{"cat" : "\w+","pid" :\d+,"tid" :\d+,"dur" :(\d+),"ts" :(\d+),"ph" : "X","name" :"',
+    re.MULTILINE,
+)
+_ARGUMENTS, _END = b'","args" : {', b"]\n"
+_OPERATOR, _NUMBER = re.compile(rb'"op_name" : "(.*?)"'), re.compile(rb'"node_index" : "(\d+)"')
+# what ONNX Runtime adds to the name of a node, or of the tensor that a fused one makes
+_TENSOR = "_nchwc"
+_PLAIN = re.compile(rf"(?:fused )?(.+?)(?:{_TENSOR})?(?:_token_\d+)?(?:/\w+Fusion/?)?", re.DOTALL)
+_INTEGERS = re.compile(r"QLinear|QGemm|Integer")
+_MULTIPLY = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "RNN", "Einsum"))
+_FUSED = 4  # nodes at most in a row that are one layer
+_CLEAR_MS = 0.01  # a shorter layer has no rate: the profiler counts whole microseconds
+_KEPT = 100
 
 
 def measure_layers(
-    wanted: Collection[str],
+    wanted: Sequence[Entry],
     setups: Sequence[Setup],
     points: Sequence[Point],
     feeds: Callable[[int], Arrays],
+    ceilings: Mapping[int, CpuCalibration],
     on_progress: Progress | None = None,
 ) -> tuple[list[LayerTimes], list[NotMeasured]]:
-    """Of each entry in `wanted` (keys), in one session, where that was fastest; and what failed.
+    """Of each of `wanted`, in one session, where that was fastest; and what failed.
 
-    Each in a process of its own.
+    Each in a process of its own. `ceilings`: of this CPU, by number of threads.
     """
     from deploykit.measure.report.report import NotMeasured
 
     found, gaps = [], []
-    for key in wanted:
-        if not (chosen := _fastest([each for each in setups if each.entry == key], points)):
+    for entry in wanted:
+        chosen = _fastest([each for each in setups if each.entry == entry.key], points)
+        if not chosen:
+            why = "no column is one session in the process that measures, or its outputs are wrong"
+            gaps.append(NotMeasured(f"layers of {entry.artefact.name}", why))
             continue
         setup, point = chosen
         if on_progress is not None:
@@ -47,10 +76,79 @@ def measure_layers(
         try:
             if point.device != "cpu" or not point.runtime.startswith("onnxruntime"):
                 raise Unsupported("they are known of ONNX Runtime on CPUs alone")
-            found.append(run_apart("bench: layers", _time_layers, setup, feeds, point.batch))
+            with TemporaryDirectory(prefix="deploykit-layers-") as folder:
+                what = setup, feeds, point.batch, folder
+                times = run_apart("bench: layers", _time_layers, *what)
         except (DeploykitError, OSError) as exc:
             gaps.append(NotMeasured(f"layers of {setup.label}", first_line(exc)))
+            continue
+        inferred = infer_point({}, entry, point)
+        probed = ceilings.get(setup.threads or default_threads())
+        found.append(name_layers(times, inferred, probed.ops_per_s if probed else {}))
     return found, gaps
+
+
+def name_layers(
+    times: LayerTimes, inferred: Inferred | None, ops_per_s: Mapping[str, float]
+) -> LayerTimes:
+    """`times` with the names of the file's nodes and, where these multiply, their rates.
+
+    `ops_per_s`: the ceilings of this CPU, by precision.
+    """
+    nodes = _Nodes(inferred, [each.name for each in times.layers]) if inferred else None
+    layers = [nodes.compare(each) for each in times.layers] if nodes else [*times.layers]
+    reached: dict[str, float] = {}
+    for each in layers:
+        if each.gflops and ops_per_s.get(each.precision):
+            most = reached.get(each.precision, ops_per_s[each.precision] / 1e9)
+            reached[each.precision] = max(most, each.gflops)
+    return replace(times, layers=tuple(layers[:_KEPT]), ceilings=reached)
+
+
+class _Nodes:
+    """The nodes of a file, by what ONNX Runtime calls the layers that it makes of them."""
+
+    def __init__(self, inferred: Inferred, layers: Sequence[str]) -> None:
+        self._named = {node.name: node for node in inferred.known.nodes}
+        self._makers = {name: node for node in inferred.known.nodes for name in node.output}
+        self._flops = {cost.name: cost.flops for cost in inferred.interpreted}
+        self._layers = {*map(_plain, layers)}
+
+    def compare(self, layer: LayerTime) -> LayerTime:
+        name = _plain(layer.name)
+        node = self._named.get(layer.name)
+        if node is None and layer.name != f"{name}{_TENSOR}":
+            node = self._named.get(name)
+        if node is None and name in self._makers:
+            node = self._first(self._makers[name], layer.op)
+        if node is None:
+            return layer
+        flops = self._flops.get(node.name)
+        named = replace(layer, name=node.name)
+        if node.op_type not in _MULTIPLY or not flops or layer.ms < _CLEAR_MS:
+            return named
+        precision = "int8" if _INTEGERS.search(layer.op) else "fp32"
+        return replace(named, gflops=flops / layer.ms / 1e6, precision=precision)
+
+    def _first(self, last: onnx.NodeProto, operator: str) -> onnx.NodeProto | None:
+        """The node of `operator` that `last` is fused with, which no other layer is made of."""
+        nodes = [last]
+        for _ in range(_FUSED):
+            for node in nodes:
+                if node.op_type in operator:
+                    return node
+            nodes = [
+                self._makers[name]
+                for node in nodes
+                for name in node.input
+                if name in self._makers and name not in self._layers
+            ]
+        return None
+
+
+def _plain(name: str) -> str:
+    match = _PLAIN.fullmatch(name)
+    return match[1] if match else name
 
 
 def _fastest(setups: Sequence[Setup], points: Sequence[Point]) -> tuple[Setup, Point] | None:
@@ -67,41 +165,73 @@ def _fastest(setups: Sequence[Setup], points: Sequence[Point]) -> tuple[Setup, P
 
 
 def _time_layers(
-    setup: Setup, feeds: Callable[[int], Arrays], batch: int, _: Progress
+    setup: Setup,
+    feeds: Callable[[int], Arrays],
+    batch: int,
+    folder: str,
+    _: Progress,
 ) -> LayerTimes:
-    """ONNX Runtime's profiler counts whole microseconds, and each node costs it a few more."""
+    """The file of the profile loses its name once it is open: no kill can leave it behind."""
     from deploykit.measure.timing.layers import time_layers
     from deploykit.runtimes.onnxruntime.engine import SPINNING, OnnxRuntimeEngine
 
-    with setup.engines() as engine, TemporaryDirectory(prefix="deploykit-layers-") as folder:
+    with setup.engines() as engine:
         path, spinning = cast("OnnxRuntimeEngine", engine).path, engine.options[SPINNING] == "1"
         place = str(Path(folder, "calls"))
         profiled = OnnxRuntimeEngine(path, "cpu", setup.threads, spinning=spinning, profile=place)
+        written = next(Path(folder).iterdir(), None)
+        if written is None:
+            raise DeploykitError(f"ONNX Runtime cannot write its profile in {folder}")
+        with profiled, written.open("rb") as profile:
+            shutil.rmtree(folder)
 
-        def read() -> list[Counter[LayerKey]]:
-            written = Path(profiled.session.end_profiling())  # type: ignore[union-attr]
-            try:
-                return read_profile(json.loads(written.read_bytes().decode("utf-8", "replace")))
-            except (OSError, ValueError) as exc:
-                raise DeploykitError(
-                    f"its profile is damaged: is the disk of {folder} full?"
-                ) from exc
+            def read() -> list[Counter[LayerKey]]:
+                profiled.session.end_profiling()  # type: ignore[union-attr]
+                return read_profile(profile.read())
 
-        return time_layers((setup.label, batch), (engine, profiled), feeds(batch), read)
+            return time_layers((setup.label, batch), (engine, profiled), feeds(batch), read)
 
 
-def read_profile(events: Sequence[Mapping[str, Any]]) -> list[Counter[LayerKey]]:
-    """Milliseconds by node of each call; nodes inside the body of a loop count as the loop's."""
-    begun = sorted(each["ts"] for each in events if each.get("name") == "model_run")
-    runs: list[Counter[LayerKey]] = [Counter() for _ in begun]
-    kernels = [each for each in events if each.get("name", "").endswith(_KERNEL)]
-    end = -math.inf
-    for each in sorted(kernels, key=lambda event: (event["ts"], -event["dur"])):
-        if each["ts"] < end and each["ts"] + each["dur"] <= end:
+def read_profile(data: bytes) -> list[Counter[LayerKey]]:
+    """Milliseconds by node of each call that ONNX Runtime wrote.
+
+    Older versions do not escape the names of nodes in its JSON. Nodes inside the body of a loop
+    count as the loop's. It keeps a million events: a call not there as a whole is left out.
+    """
+    if not data.endswith(_END):
+        raise DeploykitError("its profile is not whole: is the disk of TMPDIR full?")
+    kernels, calls = list[tuple[int, int, bytes, bytes]](), list[tuple[int, int]]()
+    heads = [*_EVENT.finditer(data)]
+    for head, end in zip(heads, [*(each.start() for each in heads[1:]), len(data)], strict=True):
+        at, us, begun = data.rfind(_ARGUMENTS, head.end(), end), int(head[1]), int(head[2])
+        name = data[head.end() : at]
+        if name.endswith(_KERNEL):
+            kernels.append((begun, us, name.removesuffix(_KERNEL), data[at:end]))
+        elif name == _CALL:
+            calls.append((begun, begun + us))
+    calls.sort()
+    runs: list[Counter[LayerKey]] = [Counter() for _ in calls]
+    ended = -1
+    for begun, us, name, about in sorted(kernels, key=lambda kernel: (kernel[0], -kernel[1])):
+        if begun < ended and begun + us <= ended:
             continue  # inside the one before
-        end = each["ts"] + each["dur"]
-        about, at = each["args"], bisect_right(begun, each["ts"]) - 1
-        key = each["name"].removesuffix(_KERNEL), about["op_name"], str(about.get("node_index"))
-        if at >= 0:
-            runs[at][key] += each["dur"] / 1e3
+        ended = begun + us
+        run = bisect_right(calls, (begun, math.inf)) - 1
+        if run >= 0 and begun <= calls[run][1] + 1:  # both are rounded down
+            key = _name(name), _find(_OPERATOR, about), _find(_NUMBER, about)
+            runs[run][key] += us / 1e3  # type: ignore[assignment]  # a Counter of floats
     return runs
+
+
+def _find(what: re.Pattern[bytes], arguments: bytes) -> str:
+    match = what.search(arguments)
+    return match[1].decode() if match else ""
+
+
+@cache  # each node has many events
+def _name(written: bytes) -> str:
+    text = written.decode("utf-8", "replace")
+    try:
+        return str(json.loads(f'"{text}"', strict=False))
+    except ValueError:
+        return text

@@ -69,7 +69,7 @@ def limits(
         entry = files.get(point.label)
         if entry is None or entry.artefact.format != "onnx" or point.device != "cpu":
             continue
-        inferred = _infer(graphs, entry, point)
+        inferred = infer_point(graphs, entry, point)
         if inferred is None:
             continue
         places.append((point, inferred, sum(each.traffic_bytes for each in inferred.interpreted)))
@@ -82,7 +82,7 @@ def limits(
     return {"predicted": tuple(predicted), "roofline": roofline}
 
 
-def _infer(graphs: dict[str, Graph], entry: Entry, point: Point) -> Inferred | None:
+def infer_point(graphs: dict[str, Graph], entry: Entry, point: Point) -> Inferred | None:
     """The graph at the sizes that were timed; None where these are not known."""
     from deploykit.onnx_graph.graph import Graph
     from deploykit.planning.predict import infer

@@ -24,16 +24,19 @@ def time_layers(
     plain_s, profiled_s = _take_turns(*(partial(engine, feeds) for engine in engines))
     runs = [run for run in read()[-len(profiled_s) :] if run]
     if not runs:
-        raise DeploykitError(f"{what[0]}: its profile holds no call")
-    runs = [runs[at] for at in middle([sum(run.values()) for run in runs])]
-    found = [
-        LayerTime(key[0], key[1], sum(run[key] for run in runs) / len(runs))
+        raise DeploykitError(f"{what[0]}: its profile holds no whole call")
+    found = [  # each for itself: where other work stops a call, it stops it in one layer
+        LayerTime(key[0], key[1], _mean([run[key] for run in runs]))
         for key in dict.fromkeys(key for run in runs for key in run)
     ]
-    call_ms, with_ms = (1e3 * fmean(s[at] for at in middle(s)) for s in (plain_s, profiled_s))
-    top = tuple(sorted(found, key=lambda each: -each.ms)[:100])
+    call_ms, with_ms = (1e3 * _mean(seconds) for seconds in (plain_s, profiled_s))
+    top = tuple(sorted(found, key=lambda each: -each.ms))
     whole = call_ms, with_ms, math.fsum(each.ms for each in found)
     return LayerTimes(*what, engines[0].runtime, len(profiled_s), *whole, len(found), top)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values[at] for at in middle(values))
 
 
 def _take_turns(*sides: Callable[[], object]) -> tuple[list[float], ...]:
