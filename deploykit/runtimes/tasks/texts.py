@@ -52,7 +52,7 @@ class Tokens:
         """Raises BadInput for a text that is empty, not UTF-8 or longer than the model takes."""
         most = self._text.max_length
         try:
-            characters = text if isinstance(text, str) else bytes(text).decode()
+            characters = text if isinstance(text, str) else bytes(text).decode("utf-8-sig")
             characters.encode()  # half of a surrogate pair, which JSON can carry, has no encoding
         except UnicodeError:
             raise BadInput(f"{where}: is not UTF-8") from None

@@ -92,6 +92,7 @@ TEXTS: dict[str, tuple[bytes, str]] = {
     "too long": (b"good " * 100, "has 102 tokens, the model takes 8"),
     "10 MB": (b"good " * 2_000_000, "has 10000000 characters, the model takes 8 tokens"),
     "spaces": (b" \n", "is empty"),
+    "byte order mark": (b"\xef\xbb\xbf", "is empty"),
     "no utf-8": (b"\xff\xfe\0", "is not UTF-8"),
     "utf-16": ("good".encode("utf-16"), "is not UTF-8"),
     "half of a pair": (b"\xed\xa0\x80", "is not UTF-8"),
