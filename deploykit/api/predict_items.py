@@ -46,7 +46,7 @@ def predict_items(
     them. The answers are those of `POST /v2/models/M/predict`. `trust`: see `open_proven`. Raises
     BadInput for a model without a task and for an item that it does not take, naming it.
     """
-    from deploykit.runtimes.tasks.engine import Item, TaskEngine
+    from deploykit.runtimes.tasks.engine import MOST_ROWS, TaskEngine
 
     artefact = Artefact.open(engine)
     task = artefact.task
@@ -58,12 +58,22 @@ def predict_items(
     names = [*(str(file) for each in files for file in _files_of(Path(each))), *text]
     if not names:
         raise BadInput("there is nothing to predict", hint="give image files, or `text`")
-    read = [check_readable(Path(name)).read_bytes() for name in names[: len(names) - len(text)]]
-    items: list[Item] = [*read, *text]
+    count = len(names) - len(text)
+    for name in names[:count]:
+        check_readable(Path(name))
     (opened,) = open_proven(artefact, device, trust=trust, on_note=on_note)
+    answers: list[dict[str, Any]] = []
     with opened:
-        shown = [*names[: len(read)], *(f"text {n + 1}" for n in range(len(text)))]
-        answers = TaskEngine(opened, task).predict(items, names=shown)
+        steps = TaskEngine(opened, task)
+        for at in range(0, len(names), MOST_ROWS):  # the files of one call are in memory at a time
+            some = range(at, min(at + MOST_ROWS, len(names)))
+            answers += steps.predict(
+                [
+                    check_readable(Path(names[n])).read_bytes() if n < count else names[n]
+                    for n in some
+                ],
+                names=[names[n] if n < count else f"text {n - count + 1}" for n in some],
+            )
         return Answered(artefact.path, task.kind, opened.device, tuple(names), tuple(answers))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tests.support.installed import needs
 
 needs("PIL", "tokenizers")
 
+from deploykit.runtimes.tasks.engine import TaskEngine  # noqa: E402
 from tests.support.runtimes.pictures import encoded  # noqa: E402
 from tests.support.serving.task_models import write_task_model  # noqa: E402
 
@@ -41,6 +43,27 @@ def test_several_images_and_those_of_a_folder_are_a_line_each(run: Run, folder: 
     found = ["sky.png: light 80 %", "cave.webp: dark 100 %"]
     assert lines(run, folder, "classify", "sky.png", "cave.webp") == found
     assert lines(run, folder, "classify", ".") == found[::-1]
+
+
+def test_files_are_read_as_they_are_needed(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """70 images, of which 32 are in memory at a time; the one that is damaged comes last."""
+    for number in range(70):
+        level = 255 * (number % 2)
+        (folder / f"{number:02}.png").write_bytes(encoded(np.full((4, 4, 3), level, np.uint8)))
+    found = lines(run, folder, "classify", *(f"{number:02}.png" for number in range(70)))
+    assert found == [f"{n:02}.png: {('dark', 'light')[n % 2]} 100 %" for n in range(70)]
+    calls: list[int] = []
+    real = TaskEngine.predict
+
+    def counted(self: TaskEngine, items: list[bytes], **more: Any) -> Any:
+        calls.append(len(items))
+        return real(self, items, **more)
+
+    monkeypatch.setattr(TaskEngine, "predict", counted)
+    lines(run, folder, "classify", *(f"{number:02}.png" for number in range(70)))
+    assert calls == [32, 32, 6]
 
 
 def test_a_detector_prints_boxes_and_a_segmenter_shares(run: Run, folder: Path) -> None:
