@@ -125,9 +125,16 @@ def test_shapes_that_passed_are_not_checked_again(monkeypatch: pytest.MonkeyPatc
 def test_wrong_feeds_are_refused_every_time_also_after_valid_ones(feeds: Any) -> None:
     check = FeedCheck((ROW,), "m")
     check({"a": np.zeros((3, 4), np.float32)})
-    for _ in range(2):
+    for used in (check, FeedCheck((ROW,), "m"), check):
         with pytest.raises(BadInput):
-            check(feeds)
+            used(feeds)
+
+
+def test_a_repeated_shape_is_known_as_such() -> None:
+    check = FeedCheck((ROW,), "m")
+    rows = 3, 3, 5, 5, 3, 3
+    seen = [check({"a": np.zeros((count, 4), np.float32)}) for count in rows]
+    assert seen == [False, True] * 3
 
 
 def test_a_tensorrt_engine_without_a_gpu_gives_no_hint_to_install_packages(

@@ -161,11 +161,13 @@ class OnnxRuntimeEngine(BaseEngine):
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         if self.session is None:
             raise DeploykitError(f"{self.path.name}: the engine is closed")
-        self._check(feeds)
+        repeated = self._check(feeds)
         try:
             if self._binding is not None:
                 return self._binding(feeds)
-            found = self.session.run(self._names, dict(feeds), self._arena.options(feeds))
+            options = self._arena.options(feeds, repeated)
+            given = feeds if type(feeds) is dict else dict(feeds)
+            found = self.session.run(self._names, given, options)
             return dict(zip(self._names, found, strict=True))
         except Exception:  # each is mapped and raised below; a `with` for every call costs more
             with onnxruntime_errors(self.path, self.device):
