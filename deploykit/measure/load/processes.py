@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
+from io import FileIO
 
 from deploykit.core.apart import run_apart
 from deploykit.core.errors import DeploykitError
@@ -29,6 +30,7 @@ _HEAD_START_S = 0.02  # from the last process that is ready to the first request
 _POLL_S = 0.5  # between two checks for Ctrl-C
 _PATIENCE_S = 60.0  # until the processes are ready
 _COUNT = re.compile(r"[\d,]+")
+_TIME = struct.Struct("d")
 
 
 def share(plan: SendPlan, processes: int) -> list[SendPlan]:
@@ -58,9 +60,10 @@ def run_processes(plans: Sequence[SendPlan], on_progress: Report | None = None) 
         if on_progress is not None and number == len(plans) - 1:
             on_progress(_joined(messages), part)
 
-    pipes = [os.pipe(), os.pipe()]
-    (ready, signal_ready), (start, begin) = pipes
-    with _default_ctrl_c(), ThreadPoolExecutor(len(plans)) as pool:
+    (ready, signal_ready), (start, begin) = _pipe(), _pipe()
+    inherit = signal_ready.fileno(), start.fileno()
+    # the threads, which pass descriptors on, end before these are closed and their numbers reused
+    with _default_ctrl_c(), ready, signal_ready, start, ThreadPoolExecutor(len(plans)) as pool:
         try:
             runs = [
                 pool.submit(
@@ -68,10 +71,9 @@ def run_processes(plans: Sequence[SendPlan], on_progress: Report | None = None) 
                     "the load generator",
                     run_plan,
                     plan,
-                    signal_ready,
-                    start,
+                    *inherit,
                     on_progress=partial(report, number),
-                    inherit=(signal_ready, start),
+                    inherit=inherit,
                 )
                 for number, plan in enumerate(plans)
             ]
@@ -83,35 +85,43 @@ def run_processes(plans: Sequence[SendPlan], on_progress: Report | None = None) 
             stop.set()  # each ends at its next report of progress
             raise
         finally:
-            for pair in pipes:
-                for end in pair:
-                    os.close(end)
+            begin.close()  # those that wait for the start read its end
 
 
 def run_plan(plan: SendPlan, ready: int, start: int, on_progress: Report | None) -> RunRecord:
     """Carry out a plan in this process; `on_progress` last, as `run_apart` gives it.
 
     A byte is written to the pipe `ready`, then the run's start on `time.perf_counter` is read from
-    the pipe `start`: several processes begin at once.
+    the pipe `start`: several processes begin at once. Where that ends instead, nothing is sent.
     """
     client = Client(plan, on_progress)
     gc.collect()
     gc.disable()  # the generator's pauses are no latency
     os.write(ready, b".")
-    return client.run(struct.unpack("d", os.read(start, 8))[0])
+    begins = os.read(start, _TIME.size)
+    return client.run(*_TIME.unpack(begins)) if begins else client.outcome
 
 
-def _start_together(runs: Sequence[Future[RunRecord]], ready: int, begin: int) -> None:
-    """When every process is ready, tell all of them the time at which they begin."""
+def _start_together(runs: Sequence[Future[RunRecord]], ready: FileIO, begin: FileIO) -> None:
+    """When every process is ready, tell all of them the time at which they begin.
+
+    Closes `begin`, also where one has failed: its error is raised with its result.
+    """
     waiting, until_s = len(runs), time.monotonic() + _PATIENCE_S
-    while waiting:
-        if any(run.done() for run in runs):
-            return  # its error is raised with its result
-        if time.monotonic() > until_s:
-            raise DeploykitError(f"the load generator did not start within {_PATIENCE_S:g} s")
-        if select.select([ready], [], [], 0.05)[0]:
-            waiting -= len(os.read(ready, waiting))
-    os.write(begin, struct.pack("d", time.perf_counter() + _HEAD_START_S) * len(runs))
+    with begin:
+        while waiting and not any(run.done() for run in runs):
+            if time.monotonic() > until_s:
+                raise DeploykitError(f"the load generator did not start within {_PATIENCE_S:g} s")
+            if select.select([ready], [], [], 0.05)[0]:
+                waiting -= len(ready.read(waiting))
+        if not waiting:
+            begin.write(_TIME.pack(time.perf_counter() + _HEAD_START_S) * len(runs))
+
+
+def _pipe() -> tuple[FileIO, FileIO]:
+    """The end to read and the end to write."""
+    reads, writes = os.pipe()
+    return FileIO(reads, "r"), FileIO(writes, "w")
 
 
 def _joined(messages: Sequence[str]) -> str:
