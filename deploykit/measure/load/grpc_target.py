@@ -88,10 +88,16 @@ class GrpcQuestions:
         code, message, _ = self.call("ModelStatistics", field(1, model.encode()))
         stats = _values(message).get(1) if code == _OK else None
         inferences = _values(stats).get(6) if isinstance(stats, bytes) else None
-        if not isinstance(inferences, bytes):
+        if not isinstance(stats, bytes) or not isinstance(inferences, bytes):
             return {}
         values = _values(inferences)
-        return stages_of({name: _duration(values.get(at, b"")) for name, at in _DURATIONS.items()})
+        entries = [_values(item) for number, item, _ in message_fields(stats) if number == 9]
+        responses = {
+            _string(each.get(1)): {"compute_infer": _duration(_values(each.get(2, b"")).get(1))}
+            for each in entries
+        }
+        durations = {name: _duration(values.get(at, b"")) for name, at in _DURATIONS.items()}
+        return stages_of(durations, responses)
 
     def call(self, method: str, message: bytes) -> tuple[int | None, bytes, str]:
         """GRPC's status, the answer, and what is wrong. Raises BadInput where there is none."""

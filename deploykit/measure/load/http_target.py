@@ -63,14 +63,13 @@ class HttpQuestions:
         found = _json(body) if status == 200 else None
         stats = found.get("model_stats") if isinstance(found, dict) else None
         first = stats[0] if isinstance(stats, list) and stats else None
-        stages = stages_of(first.get("inference_stats")) if isinstance(first, dict) else {}
-        if stages:
+        if not isinstance(first, dict):
+            return {}
+        stages = stages_of(first.get("inference_stats"), first.get("response_stats"))
+        if "compute" in stages:
             status, body = self._ask("GET", "/metrics")  # of deploykit's servers, with more stages
-            text = body.decode(errors="replace") if status == 200 else ""
-            more = stages_in_metrics(text, model)
-            if more.keys() - {"decode", "encode"}:  # a pipeline, whose stages are all of its time
-                stages.pop("compute")
-            stages |= more
+            if status == 200:
+                stages |= stages_in_metrics(body.decode(errors="replace"), model)
         return stages
 
     def _ask(self, verb: str, path: str) -> tuple[int, bytes]:

@@ -24,7 +24,7 @@ _NO_OPTIONS = {
     "parameters",
 }  # in other fields, or the model's
 _MOST_OPTIONS = 64
-_METRIC = re.compile(r"deploykit_(?:pipeline_)?stage_seconds_(sum|count)\{([^}]*)\} (\S+)")
+_METRIC = re.compile(r"deploykit_stage_seconds_(sum|count)\{([^}]*)\} (\S+)")
 _STAGE = re.compile(r'stage="([^"]*)"')
 
 
@@ -79,8 +79,11 @@ def _flatten(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, st
         yield name, str(value)
 
 
-def stages_of(inference_stats: object) -> dict[str, Stage]:
-    """Of the protocol's statistics; {} where they are not as the protocol says."""
+def stages_of(inference_stats: object, response_stats: object = None) -> dict[str, Stage]:
+    """Of the protocol's statistics; {} where they are not as the protocol says.
+
+    `response_stats`: where deploykit's server has the stages of a pipeline, by name.
+    """
     if not isinstance(inference_stats, Mapping):
         return {}
     names = ("queue", *_COMPUTE)
@@ -88,6 +91,14 @@ def stages_of(inference_stats: object) -> dict[str, Stage]:
     known = {name: stage for name, stage in found.items() if stage is not None}
     if "queue" not in known or "compute_infer" not in known:
         return {}
+    given = response_stats if isinstance(response_stats, Mapping) else {}
+    stages = {
+        one_line(name): _duration(stats.get("compute_infer"))
+        for name, stats in given.items()
+        if isinstance(stats, Mapping) and not name.isdecimal()  # Triton's number of the response
+    }
+    if stages:
+        return {"queue": known["queue"], **{n: each for n, each in stages.items() if each}}
     compute_s = sum(known[name].seconds for name in _COMPUTE if name in known)
     return {"queue": known["queue"], "compute": Stage(known["compute_infer"].requests, compute_s)}
 
@@ -100,15 +111,11 @@ def _duration(value: object) -> Stage | None:
 
 
 def stages_in_metrics(text: str, model: str) -> dict[str, Stage]:
-    """Decode and encode of a model, or all stages of a pipeline.
-
-    `text`: Prometheus' of deploykit's server.
-    """
+    """Decode and encode of a model. `text`: Prometheus' of deploykit's server."""
     found: dict[tuple[str, str], float] = {}
     for kind, labels, value in _METRIC.findall(text):
         stage = _STAGE.search(labels)
-        of_model = f'model="{model}"' in labels and stage and stage[1] in ("decode", "encode")
-        if stage and (of_model or f'pipeline="{model}"' in labels):
+        if f'model="{model}"' in labels and stage and stage[1] in ("decode", "encode"):
             found[stage[1], kind] = found.get((stage[1], kind), 0.0) + _number(value)
     return {
         stage: Stage(int(found[stage, "count"]), found[stage, "sum"])

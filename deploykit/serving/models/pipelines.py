@@ -216,8 +216,14 @@ class ServedPipeline:
             self._total.record("bad_request")
 
     def statistics(self) -> dict[str, Any]:
-        """One entry of `model_stats`."""
-        return {"name": self.name, "version": VERSION, **self._total.statistics()}
+        """One entry of `model_stats`; in `response_stats` what each stage took."""
+        times = {name: each.statistics()["inference_stats"] for name, each in self._stages.items()}
+        stages = {
+            name: {key: stats[key] for key in ("compute_infer", "success", "fail")}
+            for name, stats in times.items()
+        }
+        about = {"name": self.name, "version": VERSION}
+        return {**about, **self._total.statistics(), "response_stats": stages}
 
     @property
     def waiting(self) -> int:

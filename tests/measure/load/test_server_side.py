@@ -153,6 +153,15 @@ def test_statistics_of_another_form_are_none(stats: object) -> None:
     assert stages_of(stats) == {}
 
 
+def test_responses_with_names_are_stages_and_triton_s_with_numbers_are_not() -> None:
+    took = {"count": 4, "ns": 2_000_000_000}
+    stats = dict.fromkeys(("queue", "compute_infer"), took)
+    responses = {"crops": {"compute_infer": took}, "0": {"compute_infer": took}, "wrong": 5}
+    assert stages_of(stats, responses) == {"queue": Stage(4, 2.0), "crops": Stage(4, 2.0)}
+    assert stages_of(stats, {"0": {"compute_infer": took}}).keys() == {"queue", "compute"}
+    assert stages_of(stats, [1]).keys() == {"queue", "compute"}
+
+
 def test_metrics_are_of_the_model_that_was_asked_for() -> None:
     lines = [
         f'deploykit_stage_seconds_{kind}{{model="{model}",version="1",stage="{stage}"}} {value}'

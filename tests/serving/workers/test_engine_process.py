@@ -111,7 +111,10 @@ def test_grpc_streams_answers_too(server: Process) -> None:
     assert found == [2.0 * number + 1 for number in range(8)]
 
 
-def test_tls_and_pipelines_are_with_the_front_ends(tmp_path: Path, pem: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("count", ["2", "shared:2"])
+def test_tls_and_pipelines_are_with_the_workers_and_count_for_all(
+    tmp_path: Path, pem: tuple[Path, Path], count: str
+) -> None:
     from tritonclient import grpc
 
     model(tmp_path / "add.onnx", 1.0)
@@ -121,8 +124,9 @@ def test_tls_and_pipelines_are_with_the_front_ends(tmp_path: Path, pem: tuple[Pa
     options = ("--tls-cert", str(cert), "--tls-key", str(key), "--grpc", "--grpc-port", "0")
     engine = f"m={tmp_path / 'add.onnx'}"
     with Process(
-        tmp_path, *SHARED, *options, "--pipeline", str(steps), command=REAL, engine=engine
-    ) as server:
+        tmp_path, "--workers", count, *options, "--pipeline", str(steps), command=REAL,
+        engine=engine,
+    ) as server:  # fmt: skip
         trusted = ssl.create_default_context(cafile=str(cert))
         port = server.grpc.rpartition(":")[2]
         for number in range(4):
@@ -132,6 +136,12 @@ def test_tls_and_pipelines_are_with_the_front_ends(tmp_path: Path, pem: tuple[Pa
             assert (status, found) == (200, [number + 1.0, 1.0, 1.0, 1.0])
             status, found = ask(client, "GET", "/status")
             assert [each["queue"] for each in found["models"]] == [1024, 1024]
+            (stats,) = ask(client, "GET", "/v2/models/steps/stats")[1]["model_stats"]
+            assert stats["inference_stats"]["success"]["count"] == 2 * number + 1
+            stages = {
+                n: each["compute_infer"]["count"] for n, each in stats["response_stats"].items()
+            }
+            assert stages == dict.fromkeys(["values", "rows", "add", "answer"], 2 * number + 1)
             client.close()
             with grpc.InferenceServerClient(
                 f"localhost:{port}", ssl=True, root_certificates=str(cert)
@@ -139,6 +149,10 @@ def test_tls_and_pipelines_are_with_the_front_ends(tmp_path: Path, pem: tuple[Pa
                 item = grpc.InferInput("x", [1, 4], "FP32")
                 item.set_data_from_numpy(np.full((1, 4), number, np.float32))
                 assert secured.infer("m", [item]).as_numpy("y")[0, 0] == number + 1
+                given = grpc.InferInput("values", [1], "BYTES")
+                given.set_data_from_numpy(np.array([body], object))
+                (answer,) = secured.infer("steps", [given]).as_numpy("answer")
+                assert json.loads(answer) == [number + 1.0, 1.0, 1.0, 1.0]
 
 
 def test_requests_to_both_processes_run_as_one_batch(tmp_path: Path) -> None:
