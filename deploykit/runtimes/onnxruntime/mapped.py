@@ -32,20 +32,38 @@ _NEW_S = 60.0  # a folder without a lock may be that of a server that starts
 def copies_folder() -> Iterator[Path | None]:
     """A folder for copies, removed at the end; None where no temporary file can be written.
 
-    What servers that were killed have left is removed first.
+    What servers have left of which all processes were killed at once is removed first.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # in use, or another user's
+        with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _NEW_S:
-                with _locked(left / _USED, fcntl.LOCK_NB):
-                    shutil.rmtree(left)
+                _remove_unused(left)
     with contextlib.ExitStack() as stack:
         folder = None
         with contextlib.suppress(OSError):
             folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            stack.enter_context(_locked(folder / _USED))
+            stack.enter_context(use_copies(folder))
         yield folder
+
+
+@contextlib.contextmanager
+def use_copies(folder: Path | None) -> Iterator[None]:
+    """Keep the folder of another process until the end, and remove it if no other uses it then.
+
+    So it goes with the last process of a server, whichever was killed before.
+    """
+    with contextlib.ExitStack() as stack:
+        if folder is not None:
+            stack.callback(_remove_unused, folder)
+            with contextlib.suppress(OSError):  # somebody has removed it
+                stack.enter_context(_locked(folder / _USED, fcntl.LOCK_SH))
+        yield
+
+
+def _remove_unused(folder: Path) -> None:
+    with contextlib.suppress(OSError), _locked(folder / _USED, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        shutil.rmtree(folder)
 
 
 def mapped_copy(path: Path, folder: Path, write: Callable[[Path], object]) -> Path:
@@ -59,7 +77,7 @@ def mapped_copy(path: Path, folder: Path, write: Callable[[Path], object]) -> Pa
         hashlib.sha256(repr(each).encode()).hexdigest()[:16] for each in (path, known)
     )
     place = folder / f"{model}-{version}"
-    with _locked(folder / _WRITING):
+    with _locked(folder / _WRITING, fcntl.LOCK_EX):
         if not place.exists():
             new = folder / "new"  # one of a process that was killed may be there
             shutil.rmtree(new, ignore_errors=True)
@@ -96,11 +114,11 @@ def save_at(copy: Path, options: Any) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, flags: int = 0) -> Iterator[None]:
+def _locked(path: Path, flags: int) -> Iterator[None]:
     """Hold the lock of a file; raises OSError where another process holds it and LOCK_NB is set."""
     number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(number, fcntl.LOCK_EX | flags)
+        fcntl.flock(number, flags)
         yield
     finally:
         os.close(number)

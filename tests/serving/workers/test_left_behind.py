@@ -1,0 +1,44 @@
+"""What is left of a server whose processes are killed: nothing, neither files nor memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.installed import needs
+from tests.support.runtimes.large_model import write_model
+from tests.support.serving.faults import REAL, Process, until
+from tests.support.serving.worker_processes import is_running, kill, workers
+
+needs("onnxruntime")
+
+
+def ours(folder: Path) -> set[str]:
+    return {name for name in os.listdir(folder) if "deploykit" in name}  # noqa: PTH208
+
+
+@pytest.mark.parametrize("count", ["2", "shared:2"])
+def test_kill_9_of_every_process_in_turn_and_of_the_parent_leaves_nothing(
+    tmp_path: Path, count: str
+) -> None:
+    memory = Path("/dev/shm")
+    before, path = ours(memory), write_model(tmp_path / "m.onnx")
+    env = {"TMPDIR": str(tmp_path)}
+    with Process(tmp_path, "--workers", count, command=REAL, engine=f"m={path}", env=env) as server:
+        assert len(ours(tmp_path)) == 1
+        pids = workers(server)
+        for victim in pids:
+            kill(server, victim)
+            until(
+                lambda: len(workers(server)) == len(pids) and server.gauge("deploykit_workers") == 2
+            )
+            until(lambda: server.status("/v2/health/ready") == 200)
+        assert len(ours(tmp_path)) == 1
+        pids = workers(server)
+        server.popen.kill()
+        server.wait()
+        until(lambda: not any(map(is_running, pids)))
+    assert ours(tmp_path) == set()
+    assert ours(memory) <= before
