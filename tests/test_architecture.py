@@ -68,18 +68,18 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3750,
-    "runtimes": 9470,
+    "runtimes": 9490,
     "training": 2240,
     "exporters": 2010,
     "onnx_graph+quantization": 5550,
     "builders": 1910,
-    "measure": 10095,
+    "measure": 10120,
     "pipelines": 1820,
     "planning": 800,
-    "serving": 15340,
+    "serving": 15360,
     "bundling": 1680,
     "cluster": 270,
-    "api": 10410,
+    "api": 10510,
     "cli": 2990,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names

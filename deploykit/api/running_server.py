@@ -6,7 +6,10 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from html import escape
+from socket import SHUT_RDWR, socket, socketpair
 from typing import TYPE_CHECKING
+
+from deploykit.core.errors import DeploykitError
 
 if TYPE_CHECKING:
     from deploykit.serving.options import ServeOptions
@@ -22,20 +25,31 @@ class RunningServer:
     `url`: where HTTP answers. `grpc_url`: host:port, None without gRPC. `models`: their names.
     """
 
-    def __init__(self, run: Callable[[OnStart], int], settings: ServeOptions) -> None:
+    def __init__(self, run: Callable[[OnStart, socket], int], settings: ServeOptions) -> None:
+        """`run` ends when the other end of its socket is shut down, or its server is stopped."""
         self._ready = threading.Event()
+        self._stopping = False
+        self._server: Server | None = None
         self._failure: BaseException | None = None
         self._unanswered = 0
         self._scheme = "https" if settings.tls_cert else "http"
         self._thread = threading.Thread(target=self._serve, args=(run,), name="deploykit serve")
+        self._stop, self._stopped = socketpair()
         self._thread.start()
-        self._ready.wait()
+        try:
+            self._ready.wait()
+        except BaseException:  # Ctrl-C
+            self._begin_stop()
+            raise
         if self._failure is not None:
             raise self._failure
 
-    def _serve(self, run: Callable[[OnStart], int]) -> None:
+    def _serve(self, run: Callable[[OnStart, socket], int]) -> None:
         try:
-            self._unanswered = run(self._on_start)
+            with self._stop, self._stopped:
+                self._unanswered = run(self._on_start, self._stopped)
+            if not hasattr(self, "url"):
+                raise DeploykitError("the server was stopped before it was ready")
         except BaseException as exc:  # noqa: BLE001 - raised again where it is waited for
             self._failure = exc
         finally:
@@ -45,12 +59,21 @@ class RunningServer:
         self, server: Server | None, host: str, port: int, grpc_port: int | None, names: list[str]
     ) -> None:
         place = f"[{host}]" if ":" in host else host
-        assert server is not None
         self._server = server
         self.models = tuple(names)
         self.url = f"{self._scheme}://{place}:{port}"
         self.grpc_url = None if grpc_port is None else f"{place}:{grpc_port}"
         self._ready.set()
+        if self._stopping:
+            self._begin_stop()
+
+    def _begin_stop(self) -> None:
+        self._stopping = True
+        with suppress(OSError):  # it has ended of itself
+            self._stop.shutdown(SHUT_RDWR)
+        if self._server is not None:
+            with suppress(RuntimeError):  # likewise
+                self._server.stop()
 
     def wait(self) -> int:
         """Block until the server has ended; the number of accepted requests without an answer.
@@ -64,9 +87,7 @@ class RunningServer:
 
     def close(self) -> int:
         """Answer what was accepted, then end; returns as `wait`. A second call does nothing."""
-        if self._thread.is_alive():
-            with suppress(RuntimeError):  # it has just ended of itself
-                self._server.stop()
+        self._begin_stop()
         return self.wait()
 
     def __enter__(self) -> RunningServer:

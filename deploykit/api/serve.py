@@ -7,9 +7,10 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from socket import socket
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api import serve_processes as multiprocess
@@ -33,6 +34,7 @@ from deploykit.core.paths import StrPath
 
 if TYPE_CHECKING:
     from deploykit.api.running_server import OnStart
+    from deploykit.api.serve_processes import Workers
     from deploykit.runtimes.engine import Engine
     from deploykit.serving.models.reload import Source
     from deploykit.serving.models.repository import ModelRepository
@@ -58,6 +60,7 @@ def serve(
     device: str = "auto",
     threads: int | None = None,
     instances: int = 1,
+    workers: int | str = 1,
     max_batch: int = 32,
     batching: bool = True,
     assume_batched: bool = False,
@@ -88,21 +91,35 @@ def serve(
     """Serve models over HTTP and gRPC from a thread of this process; return when it is ready.
 
     `models`, `pipelines`: a file, several, or files by name. Port 0: a free one; `grpc_port` None:
-    HTTP alone. `instances`: engines per model. `max_batch`: samples in one call; `batching` False:
-    requests are never joined, `assume_batched`: without a trial. `slo_ms`: adapt batch and delay to
-    keep p99 below. `cuda_graphs`, `overlap`: run batches of TensorRT engines as CUDA graphs, and
-    submit the next one before the last is done. `buckets`: pad a dynamic axis to these sizes,
-    {"T": (16, 32)}, with the values of `pad`. `queue`: waiting requests per model. `shadows`: by
-    model, a file that repeats some requests.
+    HTTP alone. `instances`: engines per model. `workers`: how many processes share the ports, each
+    with its engines; "shared:2": two, and one more that runs the engines of both, as for a GPU; or
+    "auto". Several are children of this process, end with it, and log to its stderr. `max_batch`:
+    samples in one call; `batching` False: requests are never joined, `assume_batched`: without a
+    trial. `slo_ms`: adapt batch and delay to keep p99 below. `cuda_graphs`, `overlap`: run batches
+    of TensorRT engines as CUDA graphs, and submit the next one before the last is done. `buckets`:
+    pad a dynamic axis to these sizes, {"T": (16, 32)}, with the values of `pad`. `queue`: waiting
+    requests per model. `shadows`: by model, a file that repeats some requests.
 
     Raises BadInput, NotFound, MissingExtra, Unsupported (no such device), GateFailed (its proof).
     """
     settings = _settings(locals())
     files, steps = _files_by_name(models), _files_by_name(pipelines)
-    references = {name: Path(file) for name, file in (shadows or {}).items()}
+    references = [f"{name}={file}" for name, file in (shadows or {}).items()]
     opening = Opening(device, threads, instances, trust, cpu_fallback)
-    run = partial(_run, files, steps, references, settings, opening, reload)
-    return RunningServer(run, settings)
+    wanted = multiprocess.parse_workers(workers)
+    how = partial(_prepare, files, steps, references, settings, opening, reload, wanted)
+    return RunningServer(partial(_run_here_or_apart, how), settings)
+
+
+def _run_here_or_apart(
+    prepare: Callable[[], tuple[_Service, Workers]], on_start: OnStart, stop: socket
+) -> int:
+    """Serve from this thread, or with several workers from other processes."""
+    service, chosen = prepare()
+    if not chosen.several:
+        return service.run(on_start)
+    start = service.run, service.settings, service.names, on_start
+    return multiprocess.run_workers_apart(chosen, *start, stop)
 
 
 def _settings(given: Mapping[str, Any]) -> ServeOptions:
@@ -171,15 +188,30 @@ def serve_until_stopped(
     with logs.configure(log_format):
         files = name_models(engines() if callable(engines) else engines)
         steps = name_models(pipelines)
-        served = ServedPipelines(steps, files).files
-        references = name_shadows(shadows, list(served))
-        _check(files, steps, references, settings)
-        chosen = multiprocess.choose_workers(wanted, served, opening)
-        opening = replace(opening, threads=multiprocess.threads_each(opening, chosen))
-        run = partial(_run, files, steps, references, settings, opening, reload, on_serve=on_serve)
+        service, chosen = _prepare(files, steps, shadows, settings, opening, reload, wanted)
+        run = partial(service.run, on_serve=on_serve)
         if not chosen.several:
             return run(started)
-    return multiprocess.run_workers(chosen, run, settings, log_format, [*served, *steps], started)
+    return multiprocess.run_workers(chosen, run, settings, log_format, service.names, started)
+
+
+def _prepare(
+    files: Mapping[str, Path],
+    pipelines: Mapping[str, Path],
+    shadows: Sequence[str],
+    settings: ServeOptions,
+    opening: Opening,
+    reload: bool,
+    wanted: Workers,
+) -> tuple[_Service, Workers]:
+    """What to serve, checked, and from how many processes."""
+    served = ServedPipelines(pipelines, files).files
+    references = name_shadows(shadows, list(served))
+    _check(files, pipelines, references, settings)
+    chosen = multiprocess.choose_workers(wanted, served, opening)
+    opening = replace(opening, threads=multiprocess.threads_each(opening, chosen))
+    names = [*served, *pipelines]
+    return _Service(files, pipelines, references, settings, opening, reload, names), chosen
 
 
 def _check(
@@ -206,53 +238,60 @@ def _check(
         check_readable(file)
 
 
-def _run(
-    files: Mapping[str, Path],
-    pipelines: Mapping[str, Path],
-    references: Mapping[str, Path],
-    settings: ServeOptions,
-    opening: Opening,
-    reload: bool,
-    on_start: OnStart,
-    on_serve: Callable[[Server], None] | None = None,
-    group: ServerGroup | None = None,
-    shared: Path | None = None,
-) -> int:
-    """Open the models and serve them until the server is stopped.
+@dataclass(frozen=True)
+class _Service:
+    """What any process of a server runs; can be pickled. `references`: files of shadows."""
 
-    `group`: the processes that share the ports, if there are several; `shared`: see `load`.
-    """
-    from deploykit.serving import server as http
-    from deploykit.serving.workers.group import ServerGroup
+    files: Mapping[str, Path]
+    pipelines: Mapping[str, Path]
+    references: Mapping[str, Path]
+    settings: ServeOptions
+    opening: Opening
+    reload: bool
+    names: list[str]
 
-    _check(files, pipelines, references, settings)
-    steps, opening = ServedPipelines(pipelines, files), replace(opening, shared=shared)
-    group = group or ServerGroup()
-    return_large_blocks()
-    with ExitStack() as stack:
-        if group.engines is not None:  # another process has them, shadows and traces them
-            models: dict[str, Sequence[Engine]] = {
-                name: [engine] * engine.count for name, engine in group.engines.items()
-            }
-            sources: dict[str, Source] = {}
-            references, otlp = {}, None
-        else:
-            models, sources = _open(steps.files, opening, settings, group, stack)
-            otlp = settings.otlp
-        _check_pad(settings, models)
-        shadowing = _shadows(references, models, settings, stack) if references else {}
-        live = {} if group.runs_engines else steps.live(models)
-        server = http.Server(models, settings, group=group, pipelines=live)
-        _watch(server.repository, shadowing, otlp, sources if reload else {}, stack)
-        if on_serve is not None:
-            on_serve(server)
+    def run(
+        self,
+        on_start: OnStart,
+        on_serve: Callable[[Server], None] | None = None,
+        group: ServerGroup | None = None,
+        shared: Path | None = None,
+    ) -> int:
+        """Open the models and serve them until the server is stopped.
 
-        def ready(host: str, port: int, grpc_port: int | None) -> None:
-            on_start(server, host, port, grpc_port, [*models, *pipelines])
+        `group`: the processes that share the ports, if there are several; `shared`: see `load`.
+        """
+        from deploykit.serving import server as http
+        from deploykit.serving.workers.group import ServerGroup
 
-        if threading.current_thread() is threading.main_thread():
-            return http.run_alone(server, ready)
-        return server.run(ready)  # in the process of a user's program
+        settings, references, otlp = self.settings, self.references, self.settings.otlp
+        steps = ServedPipelines(self.pipelines, self.files)
+        group = group or ServerGroup()
+        return_large_blocks()
+        with ExitStack() as stack:
+            if group.engines is not None:  # another process has them, shadows and traces them
+                models: dict[str, Sequence[Engine]] = {
+                    name: [engine] * engine.count for name, engine in group.engines.items()
+                }
+                sources: dict[str, Source] = {}
+                references, otlp = {}, None
+            else:
+                opening = replace(self.opening, shared=shared)
+                models, sources = _open(steps.files, opening, settings, group, stack)
+            _check_pad(settings, models)
+            shadowing = _shadows(references, models, settings, stack) if references else {}
+            live = {} if group.runs_engines else steps.live(models)
+            server = http.Server(models, settings, group=group, pipelines=live)
+            _watch(server.repository, shadowing, otlp, sources if self.reload else {}, stack)
+            if on_serve is not None:
+                on_serve(server)
+
+            def ready(host: str, port: int, grpc_port: int | None) -> None:
+                on_start(server, host, port, grpc_port, self.names)
+
+            if threading.current_thread() is threading.main_thread():
+                return http.run_alone(server, ready)
+            return server.run(ready)  # in the process of a user's program
 
 
 def _open(

@@ -10,11 +10,14 @@ most; where it does not, a lone request would take longer, and one process keeps
 
 from __future__ import annotations
 
+import json
 import logging
+import signal
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from socket import socket
 from typing import TYPE_CHECKING, Any, Protocol
 
 from deploykit.core.apart import run_apart
@@ -116,11 +119,17 @@ def run_workers(
     log_format: str,
     names: list[str],
     on_start: OnStart,
+    *,
+    level: int = logging.INFO,
+    stop: int | None = None,
 ) -> int:
-    """Run `serve(group=...)` in each process; as `serve_until_stopped`."""
+    """Run `serve(group=...)` in each process; as `serve_until_stopped`.
+
+    `level`: of the log. `stop`: see `Parent`.
+    """
     import deploykit.serving.grpc.server
     import deploykit.serving.server
-    from deploykit.runtimes.onnxruntime.mapped import copies_folder
+    from deploykit.runtimes.onnxruntime.mapped import copies_folder, use_copies
     from deploykit.serving.observe import logs
     from deploykit.serving.workers.parent import Parent
 
@@ -128,15 +137,56 @@ def run_workers(
         import deploykit.runtimes.onnxruntime.engine  # noqa: F401
 
     def worker(group: ServerGroup) -> int:
-        return serve(lambda *_: None, group=group, shared=folder)
+        with use_copies(folder):
+            return serve(lambda *_: None, group=group, shared=folder)
 
     def logging_of(number: int | None) -> AbstractContextManager[object]:
-        return logs.configure(log_format, worker=number)
+        return logs.configure(log_format, worker=number, level=level)
 
     count = workers.count or 1
     with copies_folder() as folder:
-        parent = Parent(count, worker, settings, logging_of, shared=workers.shared)
+        parent = Parent(count, worker, settings, logging_of, shared=workers.shared, stop=stop)
         return parent.run(lambda host, port, grpc: on_start(None, host, port, grpc, names))
+
+
+def run_workers_apart(
+    workers: Workers,
+    serve: Callable[..., int],
+    settings: ServeOptions,
+    names: list[str],
+    on_start: OnStart,
+    stop: socket,
+) -> int:
+    """As `run_workers`, from a process of its own: this one may have threads, which no fork copies.
+
+    Ends once the other end of `stop` is shut down. Ctrl-C, which a terminal sends to all processes,
+    is left to this one.
+    """
+
+    def ready(address: str, _part: float) -> None:
+        host, port, grpc_port = json.loads(address)
+        on_start(None, host, port, grpc_port, names)
+
+    level, end = logging.getLogger("deploykit").getEffectiveLevel(), stop.fileno()
+    job = _be_parent, workers, serve, settings, level, end
+    left: int = run_apart("the parent of the workers", *job, on_progress=ready, inherit=(end,))
+    return left
+
+
+def _be_parent(
+    workers: Workers,
+    serve: Callable[..., int],
+    settings: ServeOptions,
+    level: int,
+    stop: int,
+    on_progress: Callable[[str, float], None],
+) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def on_start(_server: object, *address: object) -> None:
+        on_progress(json.dumps(address[:3]), 1.0)
+
+    return run_workers(workers, serve, settings, "text", [], on_start, level=level, stop=stop)
 
 
 def _why_shared(files: Mapping[str, Path], device: str) -> str:

@@ -87,8 +87,10 @@ class _Listener(QueueListener):
             self._source.dropped += 1
 
 
-def configure(kind: str, fd: int = 2, *, worker: int | None = None) -> LogQueue:
-    """Send all log lines of this process to `fd`, ours from INFO on, until `close`.
+def configure(
+    kind: str, fd: int = 2, *, worker: int | None = None, level: int = logging.INFO
+) -> LogQueue:
+    """Send all log lines of this process to `fd`, ours from `level` on, until `close`.
 
     `kind`: text or json. `worker`: its number, which each line then has. Raises BadInput on another
     kind.
@@ -104,7 +106,7 @@ def configure(kind: str, fd: int = 2, *, worker: int | None = None) -> LogQueue:
 
         handler.addFilter(name)
     logging.getLogger().addHandler(handler)
-    logging.getLogger("deploykit").setLevel(logging.INFO)
+    logging.getLogger("deploykit").setLevel(level)
     return handler
 
 

@@ -73,9 +73,14 @@ class Parent:
         logging_of: Logging,
         *,
         shared: bool = False,
+        stop: int | None = None,
     ) -> None:
-        """`shared`: one more process, with the number ENGINE, runs the engines of all workers."""
+        """`shared`: one more process, with the number ENGINE, runs the engines of all workers.
+
+        `stop`: a socket that belongs to another program; its end stops the server, Ctrl-C does not.
+        """
         check_supported()
+        self._stop = stop
         self._count = count
         self._serve = serve
         self._logging_of = logging_of
@@ -103,7 +108,7 @@ class Parent:
         """As `serving.server.run`, and raises what keeps the workers from starting."""
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
-        for each in (signal.SIGTERM, signal.SIGINT):
+        for each in (signal.SIGTERM, *([signal.SIGINT] if self._stop is None else [])):
             self._handlers[each] = signal.signal(each, self._pass_on)
         try:
             self._loop.run_until_complete(self._run(on_ready))
@@ -124,6 +129,8 @@ class Parent:
         return self._dropped
 
     async def _run(self, on_ready: OnReady) -> None:
+        if self._stop is not None:
+            self._loop.add_reader(self._stop, self._on_stop)
         if self._shared:
             self._start([ENGINE])
             await self._until(self._has_engines, math.inf)
@@ -178,6 +185,11 @@ class Parent:
             self._signals += 1
             self._interrupted = self._interrupted or number == signal.SIGINT
             self._stopped.set()
+
+    def _on_stop(self) -> None:
+        assert self._stop is not None
+        self._loop.remove_reader(self._stop)
+        self._stopped.set()
 
     def _drain(self, worker: Forked) -> None:
         if worker.ready and worker.link is not None:

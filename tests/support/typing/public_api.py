@@ -50,7 +50,8 @@ def an_engine_takes_and_returns_arrays() -> None:
 
 
 def a_server_is_a_context_manager() -> None:
-    with dk.serve({"digits": "model.onnx"}, max_batch=8, buckets={"T": [16, 32]}) as server:
+    dk.serve("model.onnx", workers="shared:2").close()
+    with dk.serve({"digits": "model.onnx"}, workers=2, buckets={"T": [16, 32]}) as server:
         assert_type(server, dk.RunningServer)
         assert_type(server.url, str)
         assert_type(server.grpc_url, "str | None")
