@@ -76,7 +76,7 @@ BUDGETS = {
     "measure": 10120,
     "pipelines": 1820,
     "planning": 800,
-    "serving": 15360,
+    "serving": 15380,
     "bundling": 1680,
     "cluster": 270,
     "api": 10510,

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
-from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
+from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported, os_reason
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import reserve, share_address
 from deploykit.serving.workers.front import RemoteEngine
@@ -132,10 +132,10 @@ class Parent:
         if self._stop is not None:
             self._loop.add_reader(self._stop, self._on_stop)
         if self._shared:
-            self._start([ENGINE])
+            self._start_first([ENGINE])
             await self._until(self._has_engines, math.inf)
         if not self._stopped.is_set():
-            self._start(range(1, self._count + 1))
+            self._start_first(range(1, self._count + 1))
         await self._until(self._all_serve, math.inf)
         if not self._stopped.is_set():
             self._started = True
@@ -200,16 +200,26 @@ class Parent:
 
     # -- processes ---------------------------------------------------------------------------------
 
-    def _start(self, numbers: Sequence[int]) -> None:
-        """Fork workers. The log's thread rests meanwhile: a fork copies its locks as they are."""
+    def _start_first(self, numbers: Sequence[int]) -> None:
+        if problem := self._start(numbers):
+            why = f"`workers` {self._count}: a process cannot be started: {problem}"
+            self._end_with(Unsupported(why, hint="fewer `workers`, or more with ulimit -n, -u"))
+
+    def _start(self, numbers: Sequence[int]) -> str:
+        """Fork workers; why not all. The log has no thread meanwhile: a fork copies its locks."""
+        problem = ""
         self._close_log()
         gc.collect()
         gc.freeze()  # else the children's collector writes to the memory that they share
-        for number in numbers:
-            self._fork(number)
+        try:
+            for number in numbers:
+                self._fork(number)
+        except OSError as exc:  # no file descriptor, process or memory left
+            problem = os_reason(exc)
         gc.unfreeze()
         self._log = self._logging_of(None)
         self._log.__enter__()
+        return problem
 
     def _fork(self, number: int) -> None:
         http, grpc = share_address(self._http), self._grpc and share_address(self._grpc)
@@ -265,9 +275,12 @@ class Parent:
             return
         worked = worker.ready if number == ENGINE else worker.serving
         lived = worked and time.monotonic() - worker.begun_s > LIVED_S
-        failures = self._failures[number] = 0 if lived else self._failures[number] + 1
+        self._failures[number] = 0 if lived else self._failures[number] + 1
+        self._replace(number, why, last if isinstance(last, DeploykitError) else _crash(why, code))
+
+    def _replace(self, number: int, why: str, error: DeploykitError) -> None:
+        failures = self._failures[number]
         if self._is_hopeless(number):
-            error = last if isinstance(last, DeploykitError) else _crash(why, code)
             log.error("%s; no worker is left, and %d starts of each failed", why, MOST_FAILURES)
             self._end_with(error)
             return
@@ -284,8 +297,10 @@ class Parent:
         return not self._hub.serving and min(failures) >= MOST_FAILURES
 
     def _restart(self, number: int) -> None:
-        if not self._stopped.is_set():
-            self._start([number])
+        if not self._stopped.is_set() and (problem := self._start([number])):
+            self._failures[number] += 1
+            why = f"process {number} of the server cannot be started: {problem}"
+            self._replace(number, why, Unsupported(why))
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

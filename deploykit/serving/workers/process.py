@@ -65,7 +65,13 @@ def fork(
     last, written = os.pipe()
     kind = EngineMember if number == ENGINE else Member
     member = kind(number, count, theirs, taken, http, grpc, written, engines)
-    parent, pid = os.getpid(), os.fork()
+    parent = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(last)
+        os.close(written)
+        raise
     if pid == 0:
         keep = [each.fileno() for each in (theirs, taken, http, grpc) if each is not None]
         _become_worker(member, serve, logging_of, parent, [*keep, written])
