@@ -1,375 +1,301 @@
-"""Models on an NVIDIA GPU by torch and ONNX Runtime, beside the same on its CPU. No TensorRT.
+"""`deploykit bench` of five models on an NVIDIA GPU against the tuned CPU. Not yet run on a GPU.
 
-In: nothing; models are made here (`tests/zoo`), nothing is downloaded. Out: JSON and Markdown,
-written anew after every batch: rows per second and median latency with their 95 % intervals, from
-the computer's memory and back ("host") and with inputs and outputs on the GPU ("resident"); the
-share of what this GPU was measured to copy and to multiply; the batch from which it beats the CPU.
+    python benchmarks/gpu_zoo.py [--models resnet50,lstm] [--out out/gpu-zoo] [--limit-s 570]
+    python benchmarks/gpu_zoo.py --rehearse     small, the CPU in the GPU's place: no figure counts
 
-    python benchmarks/gpu_zoo.py [--models resnet50,lstm] [--batches 1,8,64] [--out DIR]
-    python benchmarks/gpu_zoo.py --dry      tiny, on a CPU, to see that it runs: no figure counts
+Models are made here with random weights; nothing is downloaded. Each is exported, converted to
+fp16, and timed by `deploykit bench`: ONNX Runtime on the GPU in fp32 and fp16, PyTorch there, and
+the CPU in the fastest settings that a search finds. OUT/MODEL has its report as HTML, Markdown and
+JSON: crossover, roofline with the ceilings that a probe measured, energy by NVML, what `plan` says
+of this GPU; gpu_zoo.md and .json sum them up. They are written after each model, and one that fails
+or hangs stops no other. Exit 0 when no step failed, else 1; 2 for what is wrong in the options, 3
+without a GPU or a runtime for it.
 
-The CPU and all columns of a model take turns in one process. ONNX Runtime needs its CUDA provider.
-A column whose answers differ from the CPU's is not timed.
+Two calls of ten minutes, by estimate: `--models resnet50,vgg16` (8), and the other three (7).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
+import os
+import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))  # tests/zoo
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tests/
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from child import header  # noqa: E402
-from gpu_columns import Arrays, Column, all_columns  # noqa: E402
+from deploykit.core.errors import DeploykitError, GateFailed
+from deploykit.core.files import make_folder, read_json, write_json, write_text
+from deploykit.core.machine import this_machine
+from tests.gpu.run import NOTHING, has_gpu, run_all, use_site
+from tests.gpu.steps import PYTHON, Result, Step
+from tests.support.runtimes.cases import absent
 
-import deploykit as dk  # noqa: E402
-from deploykit.core.errors import DeploykitError, GateFailed, first_line  # noqa: E402
-from deploykit.core.machine import this_machine  # noqa: E402
-from deploykit.measure.evaluate.parity import compare_engines  # noqa: E402
-from deploykit.measure.statistics import Interval, ratio, throughput  # noqa: E402
-from deploykit.measure.timing.crossover import crossover  # noqa: E402
-from deploykit.measure.timing.sweep import Point, Setup, Timing, sweep  # noqa: E402
-from deploykit.onnx_graph.cost import node_costs  # noqa: E402
-from deploykit.onnx_graph.graph import Graph  # noqa: E402
-from tests.support.zoo import models  # noqa: E402
-from tests.support.zoo.members import STEPS, ZOO, Member, prepare  # noqa: E402
+HERE = str(Path(__file__).resolve())
+SAMPLES = 32  # that fp16 is proven on
+MAKE_S, STEPS = 120, 128  # of axis T
+NAME = "gpu_zoo"
 
-MODELS = ("resnet50", "resnet18", "vit-b-16", "bert-tiny", "lstm", "mnist-cnn")
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-SAMPLES = 32
-LEAST_DB = 20.0  # against the CPU's answer; random weights in fp16 keep 30 to 60
-GIB = 1 << 30
+
+@dataclass(frozen=True)
+class Plan:
+    """Batch sizes, and the seconds that one model may take: most of it the search on the CPU."""
+
+    batches: tuple[int, ...]
+    limit_s: float
+    small: tuple[int, ...] = (1, 4)
+
+
+PLANS: Mapping[str, Plan] = {
+    "resnet50": Plan((1, 8, 32), 280, (1,)),
+    "vgg16": Plan((1, 8), 280, (1,)),
+    "mnist-cnn": Plan((1, 32, 512), 150),
+    "lstm": Plan((1, 32, 512), 150),
+    "bert-tiny": Plan((1, 32, 256), 150),
+}
+
+
+def planned(names: Sequence[str], work: Path, out: Path, rehearse: bool) -> Iterator[Step]:
+    """Of each model: make, then bench what was made."""
+    for name in names:
+        plan = PLANS[name]
+        made = f"{name}: make"
+        yield Step(NAME, made, [PYTHON, HERE, "--make", name, str(work)], MAKE_S)
+        program = ["tests.gpu.cpu_as_gpu"] if rehearse else ["deploykit"]
+        words = [PYTHON, "-m", *program, "bench", *_engines(name, work), "--device", "cuda"]
+        batches = plan.small if rehearse else plan.batches
+        words += ["--batches", ",".join(map(str, batches))]
+        words += ["--warmup", "0.1" if rehearse else "0.5"]
+        words += ["--seconds", "1" if rehearse else "1.5"]
+        words += ["-o", str(out / name), "--force"]
+        yield Step(NAME, f"{name}: bench", words, plan.limit_s, after=made)
+
+
+def _engines(name: str, work: Path) -> list[str]:
+    """What there is: a gate may have refused fp16."""
+    fp32, half = work / f"{name}.onnx", work / f"{name}.fp16.onnx"
+    document = read_json(work / f"{name}.json") if (work / f"{name}.json").exists() else {}
+    words = [str(path) for path in (half, work / f"{name}.safetensors") if path.exists()]
+    words += ["--baseline", str(fp32)]
+    if any("T" in spec.rpartition("[")[2] for spec in document.get("inputs", ())):
+        words += ["--axis", f"T={STEPS}"]
+    return words + (["--arch", document["arch"]] if document else [])
+
+
+def make(name: str, folder: Path) -> None:
+    """Write NAME.safetensors, .onnx, .fp16.onnx where its gate passes, and NAME.json."""
+    import deploykit as dk
+    from tests.support.zoo.members import prepare
+
+    files = prepare(member(name), folder, samples=SAMPLES)
+    exported = dk.export(
+        files.model, out=folder / f"{name}.onnx", arch=files.arch, inputs=list(files.inputs)
+    )
+    note = ""
+    try:
+        dk.quantize(exported.path, "fp16", folder / f"{name}.fp16.onnx", calib=files.calib)
+    except GateFailed as exc:
+        note = f"no fp16 file: {exc.message}"
+    found = {"arch": files.arch, "inputs": files.inputs, "parameters": files.parameters}
+    write_json(folder / f"{name}.json", {**found, "note": note})
+    sys.stdout.write(f"{json.dumps({'parameters': files.parameters, 'note': note})}\n")
+
+
+def member(name: str) -> Any:
+    """A member of the zoo; ResNet-50 is ResNet-18's, and the digits' network needs no digits."""
+    import numpy as np
+
+    from tests.support.zoo.members import ZOO
+
+    if name == "resnet50":
+        return replace(ZOO["resnet18"], name=name, arch=f"{HERE}:resnet50")
+    if name != "mnist-cnn":
+        return ZOO[name]
+
+    def sample(count: int, seed: int) -> Mapping[str, np.ndarray]:
+        random = np.random.default_rng(seed)
+        return {"image": random.random((count, 1, 28, 28), np.float32)}
+
+    untrained: Any = lambda *_: None  # noqa: E731 - one expression
+    return replace(ZOO[name], sample=sample, tune=untrained, needs=(), labelled=None)
 
 
 def resnet50() -> Any:
-    models.register_torchvision()
+    from tests.support.zoo.models import register_torchvision
+
+    register_torchvision()
     from torchvision.models import get_model
 
     return get_model("resnet50", weights=None)
 
 
-def member(name: str) -> Member:
-    """A member of the zoo; ResNet-50 is ResNet-18's with another architecture."""
-    if name != "resnet50":
-        return ZOO[name]
-    return replace(ZOO["resnet18"], name=name, arch=f"{Path(__file__).resolve()}:resnet50")
+def collect(out: Path, results: Sequence[Result], rehearse: bool) -> None:
+    """Write gpu_zoo.json and .md of the reports that there are so far."""
+    places = {name: out / name / "report.json" for name in PLANS}
+    reports = {name: read_json(path) for name, path in places.items() if path.is_file()}
+    machine = this_machine()
+    document = {
+        "rehearsal": rehearse,
+        "machine": machine.to_dict(),
+        "models": (models := {name: summary(report) for name, report in reports.items()}),
+        "plan_error": (error := plan_error(models)),
+        "steps": [each.to_dict() for each in results],
+    }
+    write_json(out / f"{NAME}.json", document)
+    gpus = ", ".join(f"{gpu.name} (driver {gpu.driver})" for gpu in machine.gpus) or "no GPU"
+    lines = ["# Models on the GPU against the tuned CPU", ""]
+    if rehearse:
+        lines += ["**A rehearsal: small sizes, the CPU in the GPU's place. No figure counts.**", ""]
+    lines += [f"{gpus}; {machine.usable_cores} cores of {machine.cpu}", ""]
+    for name, found in models.items():
+        lines += markdown(name, found)
+    lines += ["## What `plan` says of this GPU", "", sentence_on(error), ""]
+    lines += ["| part | step | result | s | figures |", "| --- | --- | --- | --: | --- |"]
+    write_text(out / f"{NAME}.md", "\n".join([*lines, *(each.row for each in results)]) + "\n")
 
 
-@dataclass
-class Run:
-    """What was measured so far, and where it is written."""
-
-    out: Path
-    top: str
-    ceilings: dict[str, Interval]
-    models: list[Model] = field(default_factory=list)
-
-    def save(self) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        document = {
-            "ceilings": {name: found.to_dict() for name, found in self.ceilings.items()},
-            "models": [model.to_dict() for model in self.models],
-        }
-        text = json.dumps(document, indent=1)
-        (self.out / "gpu_zoo.json").write_text(f"{text}\n", encoding="utf-8")
-        lines = [self.top, "## Ceilings, measured in this run", ""]
-        lines += [
-            f"- {name}: {shown(found, 1e12)} {'TB/s' if 'copy' in name else 'TFLOP/s'}"
-            for name, found in self.ceilings.items()
-        ]
-        lines += [line for model in self.models for line in model.markdown(self.ceilings)]
-        (self.out / "gpu_zoo.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-@dataclass
-class Model:
-    """One model's points. `flops` and `traffic_bytes`: of one call, by batch, fp32."""
-
-    name: str
-    parameters: int = 0
-    points: list[tuple[str, Point]] = field(default_factory=list)  # with the column's group
-    notes: list[str] = field(default_factory=list)
-    costs: dict[int, tuple[int, int]] = field(default_factory=dict)
-
-    def of(self, group: str, label: str) -> list[Point]:
-        return [point for g, point in self.points if (g, point.label) == (group, label)]
-
-    def keys(self) -> list[tuple[str, str]]:
-        return list(dict.fromkeys((group, point.label) for group, point in self.points))
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "parameters": self.parameters,
-            "notes": self.notes,
-            "costs": {
-                batch: {"flops": flops, "traffic_bytes": traffic}
-                for batch, (flops, traffic) in self.costs.items()
-            },
-            "points": [{"group": group, **point.to_dict()} for group, point in self.points],
-            "wins_from_batch": {
-                f"{label}, {group}": batch for (group, label), batch in self.wins().items()
-            },
-        }
-
-    def wins(self) -> dict[tuple[str, str], int | None]:
-        """The batch from which each GPU column that copies has more rows/s than the CPU."""
-        baseline = [point for group, point in self.points if group == "cpu"]
-        found = {}
-        for group, label in self.keys():
-            if group == "host" and baseline:
-                found[group, label] = crossover(self.of(group, label), baseline)
-        return found
-
-    def markdown(self, ceilings: dict[str, Interval]) -> Iterator[str]:
-        yield f"\n## {self.name}, {self.parameters / 1e6:.1f} M parameters\n"
-        yield from (f"- {note}" for note in self.notes)
-        keys = self.keys()
-        batches = sorted({point.batch for _, point in self.points})
-        for title, cell in (
-            ("Rows per second", lambda p: shown(p.throughput_per_s)),
-            ("Median latency, ms", lambda p: shown(p.latency.p50_ms)),
-        ):
-            yield f"\n{title}; half the width of the 95 % interval in %\n"
-            yield from self.table(batches, keys, cell)
-        yield "\nTimes the CPU's rows per second, rounds in pairs\n"
-        yield from self.table(batches, keys[1:], self.against_cpu)
-        resident = [key for key in keys if key[0] == "resident"]
-        yield (
-            "\nShare of the measured ceilings, multiplying / copying, inputs on the GPU. Copying "
-            "counts every tensor of every node: above 100 % where caches and fusion save it\n"
+def summary(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What a reader compares: of each point its rate, latency and energy; the rest as reported."""
+    energy = {(each["label"], each["batch"]): each["joules"] for each in report["energy"]}
+    said = {(each["label"], each["batch"]): each for each in report["predicted"]}
+    points = []
+    for point in report["points"]:
+        key = point["label"], point["batch"]
+        plan = said.get(key, {})
+        p50 = point["latency"]["p50_ms"]
+        compute = (point["compute"] or {}).get("p50_ms")
+        points.append(
+            {
+                **{name: point[name] for name in ("label", "batch", "device", "runtime", "marks")},
+                "per_s": point["throughput_per_s"],
+                "p50_ms": p50 and p50["value"],
+                "compute_ms": compute and compute["value"],
+                "joules": energy.get(key),
+                "plan_ms": plan.get("predicted_ms"),
+                "plan_error": plan.get("error"),
+            }
         )
-        yield from self.table(batches, resident, lambda point: self.shares(point, ceilings))
-        wins = [f"{label} {batch or 'never'}" for (_, label), batch in self.wins().items()]
-        yield f"\nMore rows/s than the CPU, copies included, from batch: {', '.join(wins)}"
-
-    def table(
-        self,
-        batches: Sequence[int],
-        keys: Sequence[tuple[str, str]],
-        cell: Callable[[Point], str],
-    ) -> Iterator[str]:
-        yield f"| batch | {' | '.join(f'{label}, {group}' for group, label in keys)} |"
-        yield f"| --: {'| --: ' * len(keys)}|"
-        for batch in batches:
-            row = []
-            for key in keys:
-                fitting = [point for point in self.of(*key) if point.batch == batch]
-                row.append(cell(fitting[0]) if fitting else "")
-            yield f"| {batch} | {' | '.join(row)} |"
-
-    def against_cpu(self, point: Point) -> str:
-        baseline = [p for g, p in self.points if g == "cpu" and p.batch == point.batch]
-        return shown(ratio(point.round_rates, baseline[0].round_rates)) if baseline else ""
-
-    def shares(self, point: Point, ceilings: dict[str, Interval]) -> str:
-        """Of arithmetic in the column's precision, and of memory traffic if nothing is fused."""
-        flops, traffic = self.costs.get(point.batch, (0, 0))
-        half = point.precision == "fp16"
-        multiply = ceilings["multiply fp16" if half else "multiply tf32"].value
-        calls_per_s = point.throughput_per_s.value / point.batch
-        moved = traffic / 2 if half else traffic
-        copy = ceilings["copy on the device"].value
-        return f"{calls_per_s * flops / multiply:.1%} / {calls_per_s * moved / copy:.0%}"
+    names = ("verdict", "crossovers", "not_measured", "throttled", "invalid")
+    ceilings = {name: report[name].get("ceilings", {}) for name in ("roofline", "gpu_roofline")}
+    return {**{name: report[name] for name in names}, "ceilings": ceilings, "points": points}
 
 
-def shown(found: Interval | None, unit: float = 1.0) -> str:
-    """The value, and half its interval's width in per cent."""
-    if found is None:
-        return "too few calls"
-    half = (found.high - found.low) / 2 / found.value if found.value else math.inf
-    return f"{found.value / unit:.4g} ±{half:.1%}"
-
-
-def measured_ceilings(device: str, size: int, copy_bytes: int) -> dict[str, Interval]:
-    """Bytes/s of copies (on the device: read and written), operations/s of a square product."""
-    host = torch.empty(copy_bytes, dtype=torch.uint8, pin_memory=device == "cuda")
-    here, there = (torch.empty(copy_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    jobs: list[tuple[str, Callable[[], object], float]] = [
-        ("copy on the device", lambda: there.copy_(here), 2.0 * copy_bytes),
-        ("copy to the device, pinned", lambda: here.copy_(host, non_blocking=True), copy_bytes),
+def left_out(out: Path, names: Sequence[str]) -> list[str]:
+    """Columns on the GPU that are in no report, with the reason; also printed."""
+    found = [
+        f"{name}: {gap['what']}: {gap['why']}"
+        for name in names
+        if (path := out / name / "report.json").is_file()
+        for gap in read_json(path)["not_measured"]
+        if gap["what"].endswith("on the GPU")
     ]
-    for name, dtype, tf32 in (
-        ("multiply fp32", torch.float32, False),
-        ("multiply tf32", torch.float32, True),
-        ("multiply fp16", torch.float16, False),
-    ):
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-
-        def job(a: Any = a, b: Any = b, tf32: bool = tf32) -> object:
-            torch.backends.cuda.matmul.allow_tf32 = tf32
-            return a @ b
-
-        jobs.append((name, job, 2.0 * size**3))
-    found = {name: rate(job, amount, device) for name, job, amount in jobs}
-    torch.backends.cuda.matmul.allow_tf32 = True  # as ONNX Runtime's CUDA provider has it
+    sys.stderr.write("".join(f"error: {each}\n" for each in found))
     return found
 
 
-def rate(job: Callable[[], object], amount: float, device: str, rounds: int = 7) -> Interval:
-    """`amount` per second over `rounds` of ten calls after one that warms up."""
-    seconds = []
-    for number in range(rounds + 1):
-        started = time.perf_counter()
-        for _ in range(10):
-            job()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        if number:
-            seconds.append(time.perf_counter() - started)
-    return throughput([amount * 10] * rounds, seconds)
-
-
-def one_model(name: str, run: Run, folder: Path, options: argparse.Namespace, end: float) -> None:
-    found, device = Model(name), "cpu" if options.dry else "cuda"
-    run.models.append(found)
-    one = member(name)
-    if one.missing:
-        found.notes.append(f"left out: {one.missing}")
-        return
-    files = prepare(one, folder, samples=SAMPLES)
-    found.parameters = files.parameters
-    exported = dk.export(
-        files.model, out=folder / f"{name}.onnx", arch=files.arch, inputs=list(files.inputs)
-    ).path
-    onnx_files = {"fp32": exported}
-    try:
-        half = dk.quantize(exported, "fp16", folder / f"{name}.fp16.onnx", calib=files.calib)
-        onnx_files["fp16"] = half.path
-    except GateFailed as exc:
-        found.notes.append(f"no fp16 file: {exc.message}")
-    graph = Graph.open(exported)
-    samples = one.sample(SAMPLES, 3)
-    columns = all_columns(
-        one.build(),
-        onnx_files,
-        device,
-        compiled=options.compile,
-        cpu_largest=options.cpu_largest,
+def plan_error(models: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Of all points on a GPU that have a prediction; None where there is none."""
+    sizes = sorted(
+        abs(point["plan_error"])
+        for model in models.values()
+        for point in model["points"]
+        if point["device"] != "cpu" and point["plan_error"] is not None
     )
-    columns = [column for column in columns if right(column, columns[0], tiled(samples, 2), found)]
-    timing = Timing(options.warmup, options.seconds, options.rounds)
-    for batch in options.batches:
-        if time.monotonic() > end:
-            found.notes.append(f"stopped before batch {batch}: the time was up")
-            break
-        feeds = tiled(samples, batch)
-        columns = [column for column in columns if fits(column, feeds, batch, found)]
-        costs = node_costs(graph, {"N": batch, "T": STEPS})
-        totals = [sum(cost.flops or 0 for cost in costs), sum(c.traffic_bytes for c in costs)]
-        found.costs[batch] = (totals[0], totals[1])
-        for column, point in timed(columns, batch, feeds, timing):
-            found.points.append((column.group, point))
-        run.save()
-        print(f"{name}: batch {batch} done", flush=True)
+    if not sizes:
+        return None
+    return {"points": len(sizes), "median": statistics.median(sizes), "largest": sizes[-1]}
 
 
-def timed(
-    columns: Sequence[Column], batch: int, feeds: Arrays, timing: Timing
-) -> list[tuple[Column, Point]]:
-    by_key = {f"{column.label}|{column.group}": column for column in columns}
-    setups = [
-        Setup(key, lambda column=column: column, precision=column.precision)
-        for key, column in by_key.items()
-    ]
-    points = sweep(setups, [batch], timing, lambda _: feeds)
-    return [
-        (by_key[point.label], replace(point, label=point.label.partition("|")[0]))
-        for point in points
-    ]
+def sentence_on(error: Mapping[str, Any] | None) -> str:
+    if error is None:
+        return "Not measured: no point on a GPU has a prediction."
+    return (
+        f"Off by a median of {error['median']:.0%} over {error['points']} points, at most "
+        f"{error['largest']:.0%}. A plan is of TensorRT, the points are of ONNX Runtime."
+    )
 
 
-def tiled(samples: Arrays, batch: int) -> Arrays:
-    """`batch` rows of the samples, over and over."""
-    return {name: array[np.arange(batch) % len(array)] for name, array in samples.items()}
+def markdown(name: str, found: Mapping[str, Any]) -> Iterator[str]:
+    said = [each for each in found["verdict"] if not each.startswith("Not measured: ")]
+    yield f"## {name}"
+    yield ""
+    yield f"[The report]({name}/report.html). {' '.join(said)}"
+    yield ""
+    yield "| setup | batch | inferences/s | p50 ms | compute ms | mJ each | plan's error |"
+    yield "| --- | --: | --: | --: | --: | --: | --: |"
+    for point in found["points"]:
+        cells = [
+            point["label"] + (" ✗" if point["marks"] else ""),
+            str(point["batch"]),
+            f"{point['per_s']['value']:,.4g}",
+            shown(point["p50_ms"], ".3g"),
+            shown(point["compute_ms"], ".3g"),
+            shown(point["joules"] and 1e3 * point["joules"], ".3g"),
+            shown(point["plan_error"], "+.0%"),
+        ]
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+    for which, ceilings in found["ceilings"].items():
+        where = "GPU" if which == "gpu_roofline" else "CPU"
+        values = ", ".join(f"{key} {value:,.4g}" for key, value in ceilings.items())
+        yield f"- ceilings of the {where}: {values or 'not measured'}"
+    for gap in found["not_measured"]:
+        yield f"- not measured: {gap['what']}: {gap['why']}"
+    yield ""
 
 
-def right(column: Column, baseline: Column, feeds: Arrays, found: Model) -> bool:
-    """Whether a column answers as the CPU does; those that return nothing share one that does."""
-    name = f"{column.label}, {column.group}"
-    try:
-        if column.group != "host":
-            column(feeds)
-            return True
-        parity = compare_engines(baseline, column, [feeds], max_error=sys.float_info.max)
-    except (DeploykitError, RuntimeError, ValueError) as exc:
-        found.notes.append(f"{name}: not timed: {first_line(exc)}")
-        return False
-    sqnr_db = min(row.sqnr_db for row in parity.rows)
-    if sqnr_db < LEAST_DB:
-        found.notes.append(f"{name}: not timed: {sqnr_db:.1f} dB against the CPU")
-        return False
-    found.notes.append(f"{name}: {sqnr_db:.0f} dB against the CPU")
-    return True
+def shown(value: float | None, form: str) -> str:
+    return "–" if value is None else f"{value:{form}}"
 
 
-def fits(column: Column, feeds: Arrays, batch: int, found: Model) -> bool:
-    """Run once, which compiles too; a column that fails is left out from this batch on."""
-    if column.max_batch is not None and batch > column.max_batch:
-        return False
-    try:
-        column(feeds)
-    except (DeploykitError, RuntimeError) as exc:
-        found.notes.append(f"{column.label}, {column.group}: out at {batch}: {first_line(exc)}")
-        return False
-    return True
-
-
-def numbers(text: str) -> list[int]:
-    return sorted({int(part) for part in text.split(",")})
+def lacking() -> str:
+    """Why nothing can be measured here, or ""."""
+    if not has_gpu():
+        return f"{NOTHING} (--rehearse shows that the command works)"
+    return absent("onnxruntime-cuda")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--batches", type=numbers, default=list(BATCHES))
-    parser.add_argument("--seconds", type=float, default=0.6, help="timed a point")
-    parser.add_argument("--warmup", type=float, default=0.5, help="seconds a point, at most")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--cpu-largest", type=int, default=32, help="batch of the CPU baseline")
-    parser.add_argument("--compile", default="inductor", help="torch.compile's backend, '' without")
-    parser.add_argument("--limit-s", type=float, default=540, help="no batch is begun after it")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "out" / "gpu-zoo")
-    parser.add_argument("--dry", action="store_true", help="tiny, on the CPU")
+    parser.add_argument("--models", default=",".join(PLANS))
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "out"), "gpu-zoo"))
+    parser.add_argument("--limit-s", type=float, default=570, help="for all of it")
+    parser.add_argument("--site", type=Path, help="a folder of packages, before all others")
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--make", nargs=2, metavar=("MODEL", "FOLDER"), help="one step, alone")
     options = parser.parse_args()
-    end = time.monotonic() + options.limit_s
-    if not options.dry and not torch.cuda.is_available():
-        print("no NVIDIA GPU here: nothing was run (--dry tries the script out)", file=sys.stderr)
+    use_site(options.site)
+    if options.make:
+        make(options.make[0], Path(options.make[1]))
+        return 0
+    names = options.models.split(",")
+    if unknown := [name for name in names if name not in PLANS]:
+        parser.error(f"no model {unknown[0]}; one of: {', '.join(PLANS)}")
+    if not options.rehearse and (why := lacking()):
+        sys.stderr.write(f"error: {why}\n")
         return 3
-    if unknown := set(options.models.split(",")) - set(MODELS):
-        print(f"error: no model {unknown.pop()}; one of: {', '.join(MODELS)}", file=sys.stderr)
+    try:
+        out = make_folder(options.out.resolve())
+        logs = make_folder(out / "logs")
+        for name in names:
+            (out / name / "report.json").unlink(missing_ok=True)  # an earlier run's
+        with tempfile.TemporaryDirectory(prefix="gpu-zoo-") as work:
+            results = run_all(
+                planned(names, Path(work), out, options.rehearse),
+                options.limit_s,
+                out,
+                logs,
+                lambda so_far: collect(out, so_far, options.rehearse),
+            )
+    except (DeploykitError, OSError) as exc:
+        sys.stderr.write(f"error: {exc}\n")
         return 2
-    title = "GPU zoo, dry: no figure here means anything" if options.dry else "GPU zoo"
-    device, size, copied = ("cpu", 64, 1 << 16) if options.dry else ("cuda", 8192, 2 * GIB)
-    gpus = "".join(f"\n{gpu.name}, driver {gpu.driver}\n" for gpu in this_machine().gpus)
-    run = Run(options.out, header(title) + gpus, measured_ceilings(device, size, copied))
-    run.save()
-    for name in options.models.split(","):
-        if time.monotonic() > end:
-            print(f"{name}: left out, the time was up", flush=True)
-            continue
-        with tempfile.TemporaryDirectory(prefix="gpu-zoo-") as folder:
-            try:
-                one_model(name, run, Path(folder), options, end)
-            except (DeploykitError, RuntimeError) as exc:
-                run.models[-1].notes.append(f"failed: {first_line(exc)}")
-                print(f"{name}: failed: {first_line(exc)}", flush=True)
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        run.save()
-    print((options.out / "gpu_zoo.md").read_text(encoding="utf-8"))
-    return 0
+    return int(any(each.status == "failed" for each in results) or bool(left_out(out, names)))
 
 
 if __name__ == "__main__":

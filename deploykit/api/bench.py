@@ -19,12 +19,13 @@ from deploykit.api.bench_columns import (
     Columns,
     Entry,
     choose_columns,
+    on_gpu_alone,
     open_entries,
     open_on_cpu,
 )
 from deploykit.api.bench_inputs import BenchInputs, choose_inputs
 from deploykit.api.bench_layers import measure_layers
-from deploykit.api.bench_limits import EnergyLog, cpu_ceilings, limits
+from deploykit.api.bench_limits import EnergyLog, cpu_ceilings, gpu_limits, limits
 from deploykit.api.bench_memory import measure_memory
 from deploykit.api.bench_proofs import Proofs
 from deploykit.api.bench_rivals import find_rivals
@@ -72,6 +73,7 @@ def bench(
     trust: bool = False,
     force: bool = False,
     settings_of: StrPath | None = None,
+    arch: str | None = None,
     command: str = "",
     on_progress: Progress | None = None,
     on_note: Callable[[str], None] = log.warning,
@@ -86,14 +88,13 @@ def bench(
     with `quick` of fewer batches, 2 and 1). `slo_ms`: the wanted p99. `price`: of an hour of the
     machine. `processes`: fresh ones that share the time, 10 for 60 s, else this one. `scenarios`:
     of MLPerf, each for `seconds` more. `layers`: time those of the engines too. `force`: replace
-    files in `out`. `settings_of`: an earlier report, whose settings are taken.
+    files in `out`. `settings_of`: a report whose settings are taken. `arch` builds weights alone.
     """
     from deploykit.measure.report import report as reports
 
     batches = batches if batches is not None else QUICK_BATCHES if quick else BATCHES
     empty = reports.Report("", now(), command, slo_ms=slo_ms, price=price)
-    note = _Once(on_note)
-    every = open_entries(engines, baseline, trust, note)
+    every = open_entries(engines, baseline, trust, note := _Once(on_note), arch)
     timing, count = _timing(quick, warmup_s, seconds, processes)
     after = choose_scenarios(scenarios, timing.seconds, slo_ms), layers, on_progress
     folder = claim_report(out, (*engines, baseline, data, settings_of), force=force)
@@ -211,14 +212,17 @@ def _prepare(
         proofs = Proofs(base, reference, samples, device, note)
         right = [reference, *(each for each in every[1:] if proofs.prove(each).passed)]
         rivals, gaps = find_rivals(right, machine, folder)
+        rivals = [each for each in rivals if not on_gpu_alone(each, device)]
         rivals = [each for each in rivals if proofs.admit(each, gaps)]
-    right += rivals
-    search_s = min(_SEARCH_MAX_S, timing.seconds * _SEARCH_SHARE)
-    search = partial(_search_cpu, right, inputs, search_s, earlier, on_progress)
-    columns = choose_columns(reference, (*every, *rivals), machine, device, batches, search)
+        right += rivals
+        search_s = min(_SEARCH_MAX_S, timing.seconds * _SEARCH_SHARE)
+        search = partial(_search_cpu, right, inputs, search_s, earlier, on_progress)
+        every = (*every, *rivals)
+        what = (machine, device, batches, search, proofs.admit)
+        columns = choose_columns(reference, every, *what)
     if not proofs.accuracy:
         gaps.append(NotMeasured("accuracy", "no labelled data were given (`data`)"))
-    asked = frozenset(each.key for each in every[1:])
+    asked = frozenset(each.key for each in every[1:] if not each.rival)
     return _Run(machine, inputs, proofs.parity, proofs.accuracy, proofs.gates, columns, gaps, asked)
 
 
@@ -277,6 +281,7 @@ def _time(
     from deploykit.runtimes.energy import EnergyMeter
 
     ceilings = cpu_ceilings(run.columns.setups, timing.seconds, on_progress)
+    gpu = gpu_limits(run.columns.gpu, timing.seconds, on_progress)
     watch, around_s = Watch(), min(_AROUND_S, timing.seconds / 10)
     before = watch.over(around_s, time.sleep)
     setups = run.columns.setups
@@ -304,9 +309,9 @@ def _time(
         "outside": outside,
         "invalid": invalid(outside, watch.bound),
         "energy": energy.energy(points),
-        **limits(every, run.columns.setups, points, ceilings),
+        **limits(every, run.columns.setups, points, ceilings, gpu),
     }
-    return points, found, (*energy.gaps(points), *missing)
+    return points, found, (*gpu.gaps, *energy.gaps(points), *missing)
 
 
 def _method(timing: Timing, points: Sequence[Point]) -> str:

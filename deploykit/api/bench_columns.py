@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from deploykit.api.bench_graphs import with_graphs
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.machine import Machine
@@ -51,6 +53,7 @@ class Entry:
     """One artefact in one runtime. `precision`: "fp32", "fp16", "int8", ...
 
     `rival`: the label of one that nobody asked for, which may be faster on this CPU, else "".
+    `options`: what its runtime needs besides to open it.
     """
 
     artefact: Artefact
@@ -59,6 +62,7 @@ class Entry:
     open: Callable[..., Engine]  # (device)
     runtime: str
     rival: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -75,12 +79,23 @@ class Entry:
         }
 
 
-def open_entry(artefact: Artefact, trust: bool, note: Callable[[str], None]) -> Entry:
-    """Of an .onnx file or a built engine; BadInput for any other format."""
+def open_entry(
+    artefact: Artefact,
+    trust: bool,
+    note: Callable[[str], None],
+    bare: Mapping[str, Any] = MappingProxyType({}),
+) -> Entry:
+    """Of an .onnx file, a built engine or a module; BadInput for any other format.
+
+    `bare`: "arch" and "inputs" of a file that holds only weights.
+    """
     from deploykit.onnx_graph.graph import Graph
 
     if not artefact.runtime.builder and not _is_module(artefact):
-        raise wrong_format(artefact, artefact.format, f"an {' or '.join(BUILT)} file")
+        if not bare or artefact.runtime.name != "torch":
+            raise wrong_format(artefact, artefact.format, f"an {' or '.join(BUILT)} file")
+        open_it = partial(open_session, "torch", artefact, "fp32", None, bare)
+        return Entry(artefact, "fp32", {}, open_it, "torch", options=bare)
     built_on: Mapping[str, str] = {}
     if artefact.format == "onnx":
         precision = narrowest(Graph.open(artefact.path).precision)
@@ -109,19 +124,29 @@ def open_entries(
     baseline: ArtefactLike | None,
     trust: bool,
     note: Callable[[str], None],
+    arch: str | None = None,
 ) -> tuple[Entry, ...]:
-    """Each file once, the baseline first: the given one, or as `_find_baseline`."""
-    found = [open_entry(Artefact.open(source), trust, note) for source in sources]
+    """Each file once, the baseline first: the given one, or as `_find_baseline`.
+
+    `arch` builds the module of bare weights, whose inputs are the baseline's.
+    """
+    from deploykit.onnx_graph.graph import Graph
+
+    artefacts = [Artefact.open(source) for source in sources]
     if baseline:
         reference = open_entry(Artefact.open(baseline), trust, note)
     else:
-        reference = _find_baseline(found[0], trust, note)
+        reference = _find_baseline(open_entry(artefacts[0], trust, note), trust, note)
     if reference.artefact.format != "onnx" or reference.precision != "fp32":
         raise BadInput(
             f"{reference.artefact}: is {reference.precision} in {reference.artefact.format}; the "
             "baseline is a float32 model in ONNX",
             hint="`baseline`: the .onnx file that the engine was made from",
         )
+    bare = {"arch": arch, "inputs": Graph.open(reference.artefact.path).inputs} if arch else {}
+    found = [open_entry(each, trust, note, bare) for each in artefacts]
+    if arch and not any(item.options for item in found):
+        raise BadInput(f"`arch` {arch}: none of the engines is a file of weights alone")
     others = {item.artefact.path.resolve(): item for item in found}
     others.pop(reference.artefact.path.resolve(), None)
     return (reference, *others.values())
@@ -151,6 +176,7 @@ class Columns:
     setups: list[Setup]
     searches: list[CpuSearch]
     gaps: list[NotMeasured]
+    gpu: str = ""  # on which columns of ONNX Runtime and PyTorch are
 
 
 def choose_columns(
@@ -160,6 +186,7 @@ def choose_columns(
     device: str,
     batches: Sequence[int],
     search: Callable[[Entry, int], CpuSearch | None],
+    admit: Callable[[Entry, list[NotMeasured], str], bool] = lambda *_: True,
 ) -> Columns:
     """The baseline in one session and in its fastest, and each other artefact in the same ways.
 
@@ -167,26 +194,31 @@ def choose_columns(
     artefact that is faster in other settings than the baseline's has a column more; one that does
     not run on CPUs has its own, on its GPU; one in another runtime the settings of its own. Rivals,
     the last of `every`, have a column where the search found them near the fastest or faster.
+    `admit` says whether the outputs on a GPU are right, which then is a column.
     """
     from deploykit.measure.report.report import NotMeasured
     from deploykit.measure.timing.cpu_search import CpuSettings
 
     gpu, why = _gpu(reference, machine, device)
     gaps = [] if gpu else [NotMeasured("GPU", why)]
-    searches: list[CpuSearch] = []
-    setups: list[Setup] = []
+    searches, setups, on_gpu = list["CpuSearch"](), list["Setup"](), list["Setup"]()
     alike: dict[int, list[CpuSettings]] = {}
     for item in every:
         runtime, stem = item.artefact.runtime, item.artefact.path.stem
         if not runtime.on_cpu:
             setup = _setup(item, f"{stem}, {runtime.title}", device)
-            setups += _ways(setup, batches) if runtime.overlaps else [setup]
+            setups += with_graphs(setup, batches) if runtime.overlaps else [setup]
+            continue
+        label = _label(item, reference)
+        if gpu and not item.rival and "cuda" in runtime.devices and admit(item, gaps, gpu):
+            on_gpu.append(_setup(item, f"{stem if item is reference else label}, GPU", gpu))
+        if gpu and on_gpu_alone(item, device):
+            gaps.append(NotMeasured(f"{item.artefact.name} on the CPU", _ON_GPU_ALONE))
             continue
         if item.runtime not in SEARCHED:  # its settings are not ours to try
             setups.append(_setup(item, stem, "cpu"))
             continue
-        own: dict[int, CpuSettings] = {}
-        behind: list[int] = []
+        own, behind = dict[int, CpuSettings](), list[int]()
         for batch in batches:
             found = search(item, batch)
             if found:
@@ -199,18 +231,32 @@ def choose_columns(
                 best = (found.fastest_of_one, found.fastest) if found else (CpuSettings(),)
                 alike[batch] = list(dict.fromkeys(best))
         if behind:
-            sizes = ", ".join(map(str, behind))
-            what = f"{item.rival} on the CPU at batch {sizes}"
+            what = f"{item.rival} on the CPU at batch {', '.join(map(str, behind))}"
             gaps.append(NotMeasured(what, "far slower than others in the search"))
-        if item.runtime != reference.runtime:
-            label = item.rival or f"{stem} in {runtime.title}"
+        if item.runtime == reference.runtime:
+            setups += _on_cpu(item, label, alike, own)
+        else:
             setups += _placed(item, _by_settings(label, own))
             setups += [] if own or item.rival else [_setup(item, label, "cpu")]
-            continue
-        setups += _on_cpu(item, BASELINE if item is reference else stem, alike, own)
-        if gpu and "cuda" in runtime.devices:
-            setups.append(_setup(item, f"{stem}, GPU", gpu))
-    return Columns(setups, searches, gaps)
+    return Columns([*setups, *on_gpu], searches, gaps, gpu)
+
+
+def _label(item: Entry, reference: Entry) -> str:
+    """Of its columns on the CPU."""
+    stem = item.artefact.path.stem
+    if item is reference:
+        return BASELINE
+    if item.runtime != reference.runtime:
+        return item.rival or f"{stem} in {item.artefact.runtime.title}"
+    return stem
+
+
+def on_gpu_alone(item: Entry, device: str) -> bool:
+    """Where a GPU is asked for, what is never the fastest on a CPU is not searched for there."""
+    return device.startswith("cuda") and (item.precision == "fp16" or item.runtime == "torch")
+
+
+_ON_GPU_ALONE = "the GPU was asked for (`device`)"
 
 
 def _behind(found: CpuSearch, every: Sequence[CpuSearch]) -> bool:
@@ -267,50 +313,28 @@ def open_on_cpu(item: Entry, settings: CpuSettings) -> Engine:
     """One of its sessions."""
     from deploykit.measure.timing.processes import ProcessEngine
 
-    open_it = partial(open_session, item.runtime, item.artefact, item.precision, settings)
+    what = item.runtime, item.artefact, item.precision, settings, item.options
+    open_it = partial(open_session, *what)
     return ProcessEngine(open_it) if settings.processes else open_it()
 
 
 def open_session(
-    runtime: str, artefact: Artefact, precision: str, settings: CpuSettings | None, _: str = "cpu"
+    runtime: str,
+    artefact: Artefact,
+    precision: str,
+    settings: CpuSettings | None,
+    more: Mapping[str, Any],
+    device: str = "cpu",
 ) -> Engine:
     """In this process. `settings`: of the CPU, None for one session with the usual threads."""
-    options: dict[str, Any] = {}
+    options = dict(more)
     if runtime == "onnxruntime" and settings is not None:
         options["spinning"] = bool(settings.spinning)
     if runtime == "torch":
         options["bf16"] = precision == "bf16"
     open_engine = function(RUNTIMES[runtime].engine)
-    engine: Engine = open_engine(artefact, "cpu", settings and settings.threads, **options)
+    engine: Engine = open_engine(artefact, device, settings and settings.threads, **options)
     return engine
-
-
-def _ways(plain: Setup, batches: Sequence[int]) -> list[Setup]:
-    """With and without CUDA graphs, with one call and with two in flight; the weights once."""
-    shared = _Shared(plain)
-    return [
-        replace(
-            plain,
-            label=plain.label + ", CUDA graphs" * bool(graphs) + ", overlap" * (slots > 1),
-            engines=partial(shared.open, slots, graphs),
-            in_flight=slots,
-        )
-        for slots in (1, 2)
-        for graphs in ((), tuple(batches))
-    ]
-
-
-class _Shared:
-    """Engines on the weights of the first one that was opened."""
-
-    def __init__(self, plain: Setup) -> None:
-        self._plain = plain
-        self._opened: list[Engine] = []
-
-    def open(self, slots: int, graphs: Sequence[int]) -> Engine:
-        shared = self._opened[0].share(slots=slots, graphs=graphs) if self._opened else None
-        self._opened.append(shared or self._plain.engines())
-        return self._opened[-1]
 
 
 def _gpu(reference: Entry, machine: Machine, device: str) -> tuple[str, str]:

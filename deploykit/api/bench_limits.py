@@ -12,8 +12,8 @@ from deploykit.api.artefacts import Progress
 from deploykit.api.bench_columns import Entry
 from deploykit.api.plan import probe_cpu
 from deploykit.core.errors import DeploykitError
-from deploykit.core.machine import default_threads
-from deploykit.core.profile import load_profile
+from deploykit.core.machine import default_threads, this_machine
+from deploykit.core.profile import load_profile, recognise
 
 if TYPE_CHECKING:
     from deploykit.measure.report.report import (
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from deploykit.measure.timing.sweep import Point, Setup
     from deploykit.onnx_graph.graph import Graph
     from deploykit.planning.predict import Inferred
-    from deploykit.planning.probe import CpuCalibration
+    from deploykit.planning.probe import CpuCalibration, GpuCeilings
+    from deploykit.planning.targets import Target
     from deploykit.runtimes.energy import EnergyMeter
 
 PROBE_FROM_S = 1.0  # of a point: a shorter run does not wait for the probe of the CPU
@@ -48,38 +49,85 @@ def cpu_ceilings(
     return {threads: each for threads, each in found.items() if each is not None}
 
 
+@dataclass(frozen=True)
+class GpuLimits:
+    """What is known of a GPU before it is timed: `ceilings` by a probe, `target` to plan for.
+
+    `gaps`: why there is none.
+    """
+
+    ceilings: GpuCeilings | None = None
+    target: Target | None = None
+    gaps: tuple[NotMeasured, ...] = ()
+
+
+def gpu_limits(device: str, seconds: float, on_progress: Progress | None) -> GpuLimits:
+    """Of the GPU `device`; nothing where there is none ("") or the run is short."""
+    from deploykit.measure.report.report import NotMeasured
+    from deploykit.planning.probe import measure_gpu
+    from deploykit.planning.targets import target_of
+
+    if not device or seconds < PROBE_FROM_S:
+        return GpuLimits()
+    if on_progress is not None:
+        on_progress("ceilings of the GPU", 0.0)
+    gaps, ceilings = [], None
+    try:
+        ceilings = measure_gpu(device)
+    except DeploykitError as exc:
+        gaps.append(NotMeasured("ceilings of the GPU", exc.message))
+    profile, why = recognise(this_machine())
+    if profile is None or profile.device == "cpu":
+        return GpuLimits(ceilings, None, (*gaps, NotMeasured("plan of the GPU", why)))
+    target = target_of(profile, None)
+    if isinstance(target, str):
+        return GpuLimits(ceilings, None, (*gaps, NotMeasured("plan of the GPU", target)))
+    return GpuLimits(ceilings, target, tuple(gaps))
+
+
 def limits(
     every: Sequence[Entry],
     setups: Sequence[Setup],
     points: Sequence[Point],
     found: Mapping[int, CpuCalibration],
+    gpu: GpuLimits,
 ) -> dict[str, Any]:
-    """The report's `predicted` and `roofline`, of the points on the CPU.
+    """The report's `predicted`, `roofline` of the CPU and `gpu_roofline`.
 
-    `found`: what a probe measured, by number of threads.
+    `found`: what a probe measured of the CPU, by number of threads.
     """
-    if not found:
-        return {}
     entries = {entry.artefact.sha256: entry for entry in every}
     files = {setup.label: entries.get(setup.sha256) for setup in setups}
     graphs: dict[str, Graph] = {}
     predicted: list[PredictedPoint] = []
-    places: list[tuple[Point, Inferred, float]] = []
+    measured: dict[bool, list[CpuCalibration | GpuCeilings]] = {
+        False: [*found.values()],
+        True: [gpu.ceilings] if gpu.ceilings else [],
+    }
+    marks: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    used: dict[bool, set[str]] = {False: set(), True: set()}
     for point in points:
-        entry = files.get(point.label)
-        if entry is None or entry.artefact.format != "onnx" or point.device != "cpu":
+        entry, on_gpu = files.get(point.label), point.device != "cpu"
+        if entry is None or entry.artefact.format != "onnx":
+            continue
+        target = gpu.target if on_gpu else _cpu_target(found, point)
+        if not measured[on_gpu] and target is None:
             continue
         inferred = infer_point(graphs, entry, point)
         if inferred is None:
             continue
-        places.append((point, inferred, sum(each.traffic_bytes for each in inferred.interpreted)))
-        if point.runtime.startswith("onnxruntime"):  # which a plan for the CPU is of
-            predicted += _predicted(point, inferred, found.get(point.threads or default_threads()))
-    marks = [_place(*each) for each in places if each[1].flops and each[2]]
-    used = {point.precision for point, _, _ in places}
-    ceilings = _ceilings(marks, used, [*found.values()])
-    roofline = {"ceilings": ceilings, "points": marks} if marks else {}
-    return {"predicted": tuple(predicted), "roofline": roofline}
+        moved = sum(each.traffic_bytes for each in inferred.interpreted)
+        if measured[on_gpu] and inferred.flops and moved:
+            marks[on_gpu].append(_place(point, inferred, moved))
+            used[on_gpu].add(point.precision)
+        if target is not None and point.runtime.startswith("onnxruntime"):
+            predicted += _predicted(point, inferred, target)
+    rooflines = {
+        name: {"ceilings": _ceilings(marks[of], used[of], measured[of]), "points": marks[of]}
+        for name, of in (("roofline", False), ("gpu_roofline", True))
+        if marks[of]
+    }
+    return {"predicted": tuple(predicted), **rooflines}
 
 
 def infer_point(graphs: dict[str, Graph], entry: Entry, point: Point) -> Inferred | None:
@@ -101,17 +149,21 @@ def infer_point(graphs: dict[str, Graph], entry: Entry, point: Point) -> Inferre
         return None  # its figures stay: a prediction is not what was asked for
 
 
-def _predicted(
-    point: Point, inferred: Inferred, found: CpuCalibration | None
-) -> list[PredictedPoint]:
-    """Of a point in one session; `found` has as many threads."""
-    from deploykit.measure.report.report import PredictedPoint
-    from deploykit.planning.predict import predict_call
+def _cpu_target(found: Mapping[int, CpuCalibration], point: Point) -> Target | None:
+    """With as many threads as the point had."""
     from deploykit.planning.targets import Target, target_of
 
+    target = target_of(load_profile("cpu"), found.get(point.threads or default_threads()))
+    return target if isinstance(target, Target) else None
+
+
+def _predicted(point: Point, inferred: Inferred, target: Target) -> list[PredictedPoint]:
+    """Of a point in one session."""
+    from deploykit.measure.report.report import PredictedPoint
+    from deploykit.planning.predict import predict_call
+
     measured = point.latency.p50_ms
-    target = target_of(load_profile("cpu"), found)
-    if measured is None or point.sessions != 1 or not isinstance(target, Target):
+    if measured is None or point.sessions != 1:
         return []
     ms = predict_call(inferred, target, inferred.stored).latency_ms
     error = ms / measured.value - 1
@@ -130,7 +182,9 @@ def _place(point: Point, inferred: Inferred, moved: float) -> dict[str, Any]:
 
 
 def _ceilings(
-    marks: Sequence[Mapping[str, Any]], used: Collection[str], found: Sequence[CpuCalibration]
+    marks: Sequence[Mapping[str, Any]],
+    used: Collection[str],
+    found: Sequence[CpuCalibration | GpuCeilings],
 ) -> dict[str, float]:
     """The highest that a probe reached in the precisions `used`, or a point did."""
     by_precision: dict[str, float] = {}

@@ -48,8 +48,11 @@ class Proofs:
             row = Accuracy(reference.precision, TOP1, score.n, score.reference, None)
             self.accuracy.append(row)
 
-    def prove(self, item: Entry) -> Gate:
-        """Parity, accuracy and the gate of `item`; those of a wrong rival are not kept."""
+    def prove(self, item: Entry, gpu: str = "") -> Gate:
+        """Parity, accuracy and the gate of `item`; those of a wrong rival are not kept.
+
+        `gpu`: run it there, in place of the CPU.
+        """
         from deploykit.api.verify import outputs_gate
         from deploykit.measure.evaluate.accuracy import TOP1
         from deploykit.measure.evaluate.parity import compare_engines
@@ -60,7 +63,9 @@ class Proofs:
         name = item.artefact.name
         if item.rival:
             name = f"{name} in {item.rival}"
-        device = "cpu" if item.artefact.runtime.on_cpu else self._device
+        if gpu:
+            name = f"{name} on {gpu}"
+        device = gpu or ("cpu" if item.artefact.runtime.on_cpu else self._device)
         with item.open(device) as engine:
             feeds, fewer = comparison_feeds(self._base, engine, samples, reference.artefact.path)
             for text in (*(f"parity: {each}" for each in fewer), *engine.notes):
@@ -74,26 +79,27 @@ class Proofs:
         if item.rival and not gate.passed:
             return gate
         known = item.rival and item.precision in {row.precision for row in self.accuracy}
-        if drop is not None and not known:
+        if drop is not None and not known and not gpu:
             row = Accuracy(item.precision, TOP1, drop.n, drop.candidate, drop.drop)
             self.accuracy.append(row)
         self.parity.append(parity)
         if not item.rival:
-            self.gates[item.key] = gate
+            self.gates[f"{item.key} {gpu}" if gpu else item.key] = gate
         return gate
 
-    def admit(self, rival: Entry, gaps: list[NotMeasured]) -> bool:
+    def admit(self, item: Entry, gaps: list[NotMeasured], gpu: str = "") -> bool:
         """Whether its outputs are right; else `gaps` says why it is not timed."""
         from deploykit.measure.report.report import NotMeasured
 
         try:
-            gate = self.prove(rival)
+            gate = self.prove(item, gpu)
         except DeploykitError as exc:
             why = exc.message
         else:
             why = "" if gate.passed else gate.detail
         if why:
-            gaps.append(NotMeasured(f"{rival.rival} on the CPU", why))
+            what = f"{item.artefact.name} on the GPU" if gpu else f"{item.rival} on the CPU"
+            gaps.append(NotMeasured(what, why))
         return not why
 
     def _top1(self, engine: Engine, feeds: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray | None:

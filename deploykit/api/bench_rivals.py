@@ -5,10 +5,11 @@ A rival is timed only if its outputs are right; nobody asked for it, so its fail
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from deploykit.api.bench_columns import Entry, open_session
 from deploykit.core.artefact import Artefact
@@ -52,7 +53,8 @@ def find_rivals(
             except DeploykitError as exc:
                 gaps[f"{runtime.title} {_HALF}"] = exc.message
     modules = [each for each in every if each.runtime == "torch"]
-    found += [_rival(RUNTIMES["torch"], each.artefact, _HALF, every) for each in modules]
+    torch = RUNTIMES["torch"]
+    found += [_rival(torch, each.artefact, _HALF, every, each.options) for each in modules]
     if not modules:
         gaps["PyTorch"] = "no module was given: add the checkpoint that the model was exported from"
     if not any(item.precision == "int8" and item.artefact.runtime.on_cpu for item in every):
@@ -60,11 +62,17 @@ def find_rivals(
     return found, [NotMeasured(f"{what} on the CPU", why) for what, why in gaps.items()]
 
 
-def _rival(runtime: Runtime, artefact: Artefact, precision: str, every: Sequence[Entry]) -> Entry:
+def _rival(
+    runtime: Runtime,
+    artefact: Artefact,
+    precision: str,
+    every: Sequence[Entry],
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Entry:
     alike = sum(each.precision == precision for each in every) > 1
     label = f"{runtime.title} {precision}" + f" of {artefact.path.stem}" * alike
-    opener = partial(open_session, runtime.name, artefact, precision, None)
-    return Entry(artefact, precision, {}, opener, runtime.name, label)
+    opener = partial(open_session, runtime.name, artefact, precision, None, options)
+    return Entry(artefact, precision, {}, opener, runtime.name, label, options)
 
 
 def _rounded(artefact: Artefact, folder: Path) -> Artefact:

@@ -132,13 +132,14 @@ def predict(
 
 
 @described(f"""
-ENGINE                 {ENGINE}s to measure; a .pt checkpoint too, on the CPU; or a pipeline
+ENGINE                 {ENGINE}s to measure; a .pt checkpoint too; or a pipeline
 --baseline FILE.onnx   The float32 model to compare with [the first ENGINE]
 --batches N,N,...      Batch sizes to measure [1,2,4,8,16,32, or 1,8,32 with --quick]
 -o --out DIR           Folder of the report
 {FORCE}
 --data FILE.npz|DIR    Time these inputs; with labels, measure accuracy too
 --axis NAME=SIZE,...   Sizes of dynamic axes other than the batch [those of the data]
+--arch MODULE:CALLABLE  What builds the module of an ENGINE that holds only weights
 {DEVICE}
 {TRUST}
 Timing:
@@ -164,6 +165,7 @@ def bench(
     force: bool = False,
     data: Path | None = None,
     axis: str | None = None,
+    arch: str | None = None,
     device: str = "auto",
     trust: bool = False,
     quick: bool = False,
@@ -198,8 +200,7 @@ def bench(
             out=out,
             data=data,
             axis=axis_sizes("axis", axis or ""),
-            device=device,
-            quick=quick,
+            **{name: given[name] for name in ("arch", "device", "quick")},
             warmup_s=warmup_s,
             seconds=seconds,
             slo_ms=slo_ms,

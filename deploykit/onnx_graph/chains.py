@@ -80,6 +80,17 @@ def product(rows: int, width: int, *, count: int = 3, precision: str = "fp32") -
     )
 
 
+def repeated(rows: int, width: int, precision: str, *, count: int = 8) -> Chain:
+    """Products of (rows, width) by one stored (width, width), "fp32" or "fp16", to load a GPU."""
+    made = _Builder(precision)
+    name = made.weight((width, width))
+    for _ in range(count):
+        made.plain("MatMul", [made.last, name])
+    flops = 2.0 * rows * width * width
+    graph = made.graph((rows, width))
+    return Chain(kinds.PRODUCT, precision, graph, (rows, width), count, flops, flops)
+
+
 def attention(heads: int, rows: int, *, count: int = 2) -> Chain:
     """Products of activations: (1, heads, rows, rows) by itself."""
     made = _Builder("fp32")
@@ -124,14 +135,16 @@ def passing(kind: str, elements: int, *, count: int = 4) -> Chain:
 
 
 class _Builder:
-    """The nodes so far; `last`: the tensor that the next one reads."""
+    """The nodes so far; `last`: the tensor that the next one reads. In "fp16" between casts."""
 
     def __init__(self, precision: str) -> None:
         self.last = "x"
-        self._int8 = precision == "int8"
+        self._int8, self._half = precision == "int8", precision == "fp16"
         self._nodes: list[onnx.NodeProto] = []
         self._stored: list[onnx.TensorProto] = []
         self._random = np.random.default_rng(_SEED)
+        if self._half:
+            self.plain("Cast", ["x"], to=TensorProto.FLOAT16)
 
     def add(self, operator: str, weight: Sequence[int], **options: Any) -> None:
         """A node with stored weights, in INT8 between pairs of QuantizeLinear and its inverse."""
@@ -147,13 +160,16 @@ class _Builder:
 
     def weight(self, shape: Sequence[int]) -> str:
         scale = np.float32(1 / math.sqrt(max(1, math.prod(shape[1:]))))
-        return self._store(self._random.standard_normal(shape, np.float32) * scale)
+        values = self._random.standard_normal(shape, np.float32) * scale
+        return self._store(values.astype(np.float16) if self._half else values)
 
     def plain(self, operator: str, inputs: Sequence[str], **options: Any) -> None:
         self.last = f"t{len(self._nodes)}"
         self._nodes.append(helper.make_node(operator, inputs, [self.last], **options))
 
     def graph(self, shape: Sequence[int]) -> Graph:
+        if self._half:
+            self.plain("Cast", [self.last], to=TensorProto.FLOAT)
         values = [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)]
         ends = [helper.make_tensor_value_info(self.last, TensorProto.FLOAT, None)]
         body = helper.make_graph(self._nodes, "chain", values, ends, self._stored)

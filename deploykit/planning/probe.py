@@ -1,8 +1,8 @@
-"""Measure what this machine's CPU does at most: one short probe through ONNX Runtime.
+"""Measure what this machine's CPU, or its GPU, does at most: a short probe through ONNX Runtime.
 
 It times chains of equal nodes, a few sizes of each kind, with the session options of every other
 engine. The highest rate that any of them reached is the ceiling of a roofline; the times of a kind
-are the curve that predictions follow.
+are the curve that predictions for the CPU follow.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ _PRODUCTS = ((16, 64), (32, 256), (128, 512), (256, 1024))  # rows, width
 _RECURRENT = ((64, 1), (64, 8), (256, 8))  # width, batch
 _ELEMENTS = (1 << 10, 1 << 15, 1 << 19)
 _MANY = 1 << 22  # 16 MiB a tensor: more than most caches hold
+_GPU_ROWS, _GPU_WIDTH, _GPU_ELEMENTS = 8192, 4096, 1 << 25  # 128 MiB a tensor
 _STREAMED = (128, 512, 2048, 4096)  # widths of weights that one row is multiplied by
 
 
@@ -79,6 +80,44 @@ class CpuCalibration(Record):
             f"the probe of the CPU ran next to other work: calls took {self.spread:.1f} times "
             "their least; measure again when it is quiet (`calibrate`)"
         )
+
+
+@dataclass(frozen=True)
+class GpuCeilings(Record):
+    """The highest rates of chains on a GPU, without the copies there and back.
+
+    `ops_per_s`: of matrix products, by precision; "fp32" as ONNX Runtime multiplies it, in TF32
+    where the GPU has that. `bytes_per_s`: of its memory.
+    """
+
+    device: str
+    runtime: str
+    ops_per_s: Mapping[str, float]
+    bytes_per_s: float
+
+    @property
+    def cache_bytes_per_s(self) -> float:
+        return self.bytes_per_s
+
+
+def measure_gpu(
+    device: str,
+    *,
+    rows: int = _GPU_ROWS,
+    width: int = _GPU_WIDTH,
+    elements: int = _GPU_ELEMENTS,
+    budget_s: float = _BUDGET_S,
+) -> GpuCeilings:
+    """Takes some seconds. Raises as engines do: Unsupported, OutOfMemory."""
+    clock, ops = time.perf_counter_ns, dict[str, float]()
+    with tempfile.TemporaryDirectory(prefix="deploykit-probe-") as folder:
+        for precision in ("fp32", "fp16"):
+            chain = chains.repeated(rows, width, precision)
+            seconds, _ = _time(chain, Path(folder), None, clock, budget_s, device)
+            ops[precision] = chain.flops * chain.count / seconds[0]
+        chain = chains.passing(kinds.SIMPLE, elements)
+        seconds, runtime = _time(chain, Path(folder), None, clock, budget_s, device)
+    return GpuCeilings(device, runtime, ops, chain.work * chain.count / seconds[0])
 
 
 def measure_cpu(
@@ -194,20 +233,26 @@ def _chains() -> Iterator[Callable[[], Chain]]:
 
 
 def _time(
-    chain: Chain, folder: Path, threads: int, clock: Clock, budget_s: float
+    chain: Chain,
+    folder: Path,
+    threads: int | None,
+    clock: Clock,
+    budget_s: float,
+    device: str = "cpu",
 ) -> tuple[list[float], str]:
-    """The seconds of each call, the least first, and what ran it."""
+    """The seconds of each call without its copies, the least first, and what ran it."""
     path = folder / "chain.onnx"
     chain.graph.save(path, temporary=True)
     feeds = {"x": np.random.default_rng(0).standard_normal(chain.shape, np.float32)}
-    with load(path, "cpu", threads=threads) as engine:
+    with load(path, device, threads=threads) as engine:
         engine(feeds)
         engine(feeds)
         seconds: list[float] = []
         while len(seconds) < _LEAST_RUNS or sum(seconds) < budget_s:
             began = clock()
             engine(feeds)
-            seconds.append(max(1e-9, (clock() - began) / 1e9))
+            copies_s = sum(engine.last_copies_us) / 1e6
+            seconds.append(max(1e-9, (clock() - began) / 1e9 - copies_s))
         return sorted(seconds), engine.runtime
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deploykit.core.extras import installed
 from deploykit.core.machine import file_text, natural_number
 from deploykit.runtimes.devices import Devices
 from deploykit.runtimes.engine import Closing
@@ -142,6 +143,10 @@ class EnergyMeter(Closing):
     def _open_gpus(self) -> None:
         states = self._devices.read()
         self._read_gpus(states)
+        if not states:
+            driver = "NVML, the driver's library, reports no GPU"
+            needs = "nvidia-ml-py is not installed, which reads NVML: pip install nvidia-ml-py"
+            self.why["cuda:0"] = driver if installed("pynvml") else needs
         for state in states:
             name = f"cuda:{state.index}"
             if name not in self._gpus:

@@ -5,7 +5,8 @@
 Each step is a process with its own limit, and everything lies in DIR as soon as it is known:
 `summary.json` and `summary.md`, `probe.json`, `cuda_path.json` and `.md`, and `session.log` with
 what all steps wrote. Exit codes as those of `tests.gpu.run`, but for TensorRT, which such a machine
-may lack. Not yet run on a GPU.
+may lack. Not yet run on a GPU. What is measured there has calls of its own: benchmarks/gpu_zoo.py,
+gpu_serve.py and training.py.
 
 What the machine lacks travels before, each part in a call of its own, one right after another, with
 `tests/gpu/carry.py` (sizes in CONTRIBUTING.md). TensorRT does not: its last wheel on PyPI, 8.6.0,

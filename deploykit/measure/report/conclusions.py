@@ -129,9 +129,10 @@ def _bound(report: Report, candidate: Point) -> str:
     if compute and compute.p50_ms and whole and compute.p50_ms.value < whole.value / 2:
         share = 100 * (1 - compute.p50_ms.value / whole.value)
         return f"{at} is bound by copies and launches: {share:.0f}{SPACE}% of a call."
-    for point in report.roofline.get("points", ()):
-        if (point["label"], point["batch"]) == (candidate.label, candidate.batch):
-            return f"{at} {_on_roofline(point, report.roofline['ceilings'])}."
+    for found in (report.roofline, report.gpu_roofline):
+        for point in found.get("points", ()):
+            if (point["label"], point["batch"]) == (candidate.label, candidate.batch):
+                return f"{at} {_on_roofline(point, found['ceilings'])}."
     return ""
 
 

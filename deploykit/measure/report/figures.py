@@ -11,6 +11,7 @@ from deploykit.measure.report.chart import Chart, Figure, Mark, Series
 from deploykit.measure.report.formatting import SPACE, count, number, percent, spread
 from deploykit.measure.report.layer_figures import layers_chart
 from deploykit.measure.report.limit_figures import (
+    GPU_ROOFLINE,
     gpu_charts,
     request_waterfall,
     roofline,
@@ -42,7 +43,8 @@ def charts(document: Json) -> tuple[list[Figure], list[str]]:
         drawn += [_trade_off(document, chosen, index), _sweep(document, chosen, index)]
     others = {make: make(document) for make in _MISSING}
     drawn += [figure for figure in others.values() if figure]
-    drawn += [*layers_chart(document), *gpu_charts(document)]
+    on_gpu = roofline(document, GPU_ROOFLINE)
+    drawn += [*([on_gpu] if on_gpu else []), *layers_chart(document), *gpu_charts(document)]
     missing = [
         _MISSING[make]
         for make, figure in others.items()

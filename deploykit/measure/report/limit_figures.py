@@ -16,6 +16,7 @@ from deploykit.measure.report.rows import (
     value,
 )
 
+GPU_ROOFLINE = "gpu_roofline"
 _TRACES = (
     ("clock_mhz", "GPU clock", "clock (MHz)"),
     ("power_w", "GPU power", "power (W)"),
@@ -83,9 +84,9 @@ def request_waterfall(document: Json) -> Bars | None:
     )
 
 
-def roofline(document: Json) -> Chart | None:
+def roofline(document: Json, name: str = "roofline") -> Chart | None:
     """What each setup reaches under what was measured of the machine (Williams et al., 2009)."""
-    found = document.get("roofline") or {}
+    found = document.get(name) or {}
     points = [p for p in found.get("points") or [] if p["intensity"] > 0 and p["gflops"] > 0]
     ceilings = found.get("ceilings") or {}
     most, fastest = (float(ceilings.get(key, 0)) for key in ("gflops", "gbytes_per_s"))
@@ -109,8 +110,8 @@ def roofline(document: Json) -> Chart | None:
             rows.append((label, mark.text, number(mark.x), number(mark.y), bound, of_it))
     share, label, batch, bound = max(shares)
     return Chart(
-        name="roofline",
-        title="Roofline: what limits the speed",
+        name=name,
+        title="Roofline: what limits the speed" + " on the GPU" * (name == GPU_ROOFLINE),
         finding=f"{label} at batch {batch} comes closest to the limit of its {bound}: "
         f"{100 * share:.0f}{SPACE}% of it. Left of the bend memory is the limit, right of it "
         "arithmetic; far below the line it is neither, but launches and calls. The figures at the "

@@ -86,12 +86,13 @@ def _predicted(document: Json) -> Parts:
             number(float(each["predicted_ms"])),
             number(float(each["measured_ms"])),
             f"{100 * float(each['error']):+.0f}{SPACE}%".replace("-", "−"),
+            str(each["basis"]),
         )
         for each in document.get("predicted") or ()
     )
-    columns = ("setup", "batch", "predicted (ms)", "measured p50 (ms)", "error")
-    note = "Predicted by a plan from one probe of this machine's CPU, before the run."
-    return "Predicted and measured", columns, rows, (0,), note
+    columns = ("setup", "batch", "predicted (ms)", "measured p50 (ms)", "error", "predicted from")
+    note = "Predicted by a plan before the run. A plan for a GPU is of TensorRT."
+    return "Predicted and measured", columns, rows, (0, 5), note
 
 
 def _energy(document: Json) -> Parts:

@@ -155,8 +155,8 @@ class Report:
     `slo_ms`: the latency that was wanted at p99.
     `predicted`: what `plan` says of the points. `roofline`: {"ceilings": {"gflops", "gbytes_per_s",
     "memory_gbytes_per_s"}, "points": [{"label", "batch", "intensity", "gflops"}]}, as measured; the
-    ceilings are the highest that a probe or a point reached. `energy`: of an inference; without a
-    meter the reason is in `not_measured`.
+    ceilings are the highest that a probe or a point reached; `gpu_roofline`: that of a GPU.
+    `energy`: of an inference; without a meter the reason is in `not_measured`.
     `provenance`: commits, host, clocks, CPUs and variables, as `core.provenance` reads them.
     `scenarios`: those of MLPerf that were asked for. `memory`: of each setup, where fresh processes
     were timed. `price`: of an hour of the machine, in any currency. `layers`: of engines, where
@@ -190,6 +190,7 @@ class Report:
     slo_ms: float | None = None
     predicted: tuple[PredictedPoint, ...] = ()
     roofline: Mapping[str, Any] = field(default_factory=dict)
+    gpu_roofline: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     energy: tuple[PointEnergy, ...] = ()
     scenarios: tuple[ScenarioResult, ...] = ()

@@ -53,6 +53,7 @@ _SHAPES: Mapping[str, Any] = {
     "artefacts": _list(_shape("Artefact", {}, _ARTEFACT)),
     "parity": _list(_PARITY),
     "roofline": _shape("Roofline", {}, _ROOFLINE),
+    "gpu_roofline": _shape("Roofline", {}, _ROOFLINE),
     "provenance": _shape("Provenance", {}, _PROVENANCE),
 }
 

@@ -28,17 +28,24 @@ def open_engine(
     threads: int | None = None,
     trust: bool = False,  # noqa: ARG001 - no code of the file runs here
     *,
+    arch: str | None = None,
+    inputs: Sequence[TensorSpec] = (),
+    allow_pickle: bool = False,
     bf16: bool = False,
 ) -> TorchEngine:
-    """A deploykit checkpoint as an Engine. Raises BadInput for a file that does not say enough."""
+    """A deploykit checkpoint as an Engine, or what `load_module` opens with `arch` and `inputs`.
+
+    Raises BadInput for a file that does not say enough.
+    """
     path = Path(source)
-    if not describes_itself(path):
+    if arch is None and not inputs and not describes_itself(path):
         raise BadInput(
             f"{path}: is not a checkpoint of deploykit's: it does not say what the model is, or "
             "would run code of its own",
             hint="export it first: see deploykit export --help, `arch` and `allow_pickle`",
         )
-    return TorchEngine(load_module(path), path.name, device, threads, bf16=bf16)
+    loaded = load_module(path, arch=arch, inputs=inputs, allow_pickle=allow_pickle)
+    return TorchEngine(loaded, path.name, device, threads, bf16=bf16)
 
 
 def describes_itself(path: Path) -> bool:
@@ -47,14 +54,6 @@ def describes_itself(path: Path) -> bool:
         return read(path, allow_pickle=False).source == "checkpoint"
     except RunsCode:
         return False
-
-
-def open_with(
-    path: Path, device: str, inputs: Sequence[TensorSpec], arch: str | None, allow_pickle: bool
-) -> TorchEngine:
-    """A file of any kind that `load_module` opens, as an Engine."""
-    loaded = load_module(path, arch=arch, inputs=inputs, allow_pickle=allow_pickle)
-    return TorchEngine(loaded, path.name, device, None)
 
 
 class TorchEngine(BaseEngine):
