@@ -155,6 +155,7 @@ def _with_image(
     loaded: Loaded, options: TaskOptions, pixels: Preprocess | None, rule: dict[str, Any]
 ) -> Tasked:
     from deploykit.runtimes.torch.loaded import with_preprocess
+    from deploykit.runtimes.torch.presets import switch_resizing_off
 
     if len(loaded.inputs) > 1:
         raise BadInput(
@@ -179,6 +180,9 @@ def _with_image(
             f"`task` {options.kind}: the image {spec} has no fixed height and width",
             hint="images are resized to the model's size: give numbers in `inputs`",
         )
+    resizing: tuple[str, ...] = ()
+    if options.kind == DETECT:
+        resizing = switch_resizing_off(loaded.module, height, width)
     placed = _placed(spec.name, (height, width, channels), options.kind, preset, pixels, rule)
     head = _head(loaded, options, (height, width), preset.classes if preset else None)
     named = preset is not None and options.kind != EMBED
@@ -187,7 +191,7 @@ def _with_image(
     task = Task(options.kind, head.outputs, image=placed, labels=labels, source=source)
     if options.threshold is not None:
         task = replace(task, threshold=options.threshold)
-    return Tasked(head.loaded, task, pixels, None, (*head.notes, *notes))
+    return Tasked(head.loaded, task, pixels, None, (*resizing, *head.notes, *notes))
 
 
 def _takes_bytes(spec: TensorSpec) -> bool:

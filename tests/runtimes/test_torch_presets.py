@@ -71,6 +71,20 @@ def test_a_model_is_built_with_the_classes_of_its_weights(models: Any, tmp_path:
     assert [spec.shape for spec in loaded.outputs] == [("N", 7)]
 
 
+def test_an_image_that_was_placed_for_a_detector_is_not_resized_again(models: Any) -> None:
+    module = models.get_model(
+        "fasterrcnn_mobilenet_v3_large_320_fpn", weights=None, weights_backbone=None
+    ).eval()
+    preset = presets.preset_of(module, "fasterrcnn_mobilenet_v3_large_320_fpn")
+    assert preset is not None
+    height, width = preset.image.height, preset.image.width - 64  # as with `inputs` of another size
+    image = torch.zeros(3, height, width)
+    assert module.transform([image])[0].tensors.shape[2:] != (height, width)
+    assert presets.switch_resizing_off(module, height, width)
+    assert module.transform([image])[0].tensors.shape[2:] == (height, width)
+    assert not presets.switch_resizing_off(torch.nn.Identity(), height, width)
+
+
 def test_timms_configuration_of_a_model_is_its_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     """As timm's own transforms do it: resized to 224 / 0.9, then the middle is cut out."""
     monkeypatch.setattr(presets, "_timm_labels", lambda _module: ("a", "b"))

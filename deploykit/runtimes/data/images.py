@@ -14,7 +14,7 @@ import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from deploykit.core.memory import check_memory
 from deploykit.core.tensors import TensorSpec
 
 Image = require("PIL.Image")
+_JpegImageFile: Any = require("PIL.JpegImagePlugin").JpegImageFile
 
 MAX_PIXELS = 25_000_000  # of one image: a header of 74 bytes can declare 65535 x 65535
 _FORMATS = ("PNG", "JPEG")
@@ -47,7 +48,21 @@ DAMAGED: tuple[type[Exception], ...] = (
     zlib.error,
     Image.DecompressionBombError,
 )
+_EXIF_BYTES = 1 << 20  # of all tags of an image: a camera's preview is in another directory
+_LARGEST_TYPE = 8  # bytes of a value in EXIF: a fraction, or a float64
+_ORIENTATION = 0x0112  # the EXIF tag
 _filters = threading.Lock()  # those of `warnings` are one list for all threads
+
+
+class _Jpeg(_JpegImageFile):  # type: ignore[misc]  # Any: Pillow is optional
+    """A JPEG whose EXIF is not read with its header, for a resolution that nobody here asks for."""
+
+    def _read_dpi_from_exif(self) -> None:
+        pass
+
+
+_OPENS = {"JPEG": "DEPLOYKIT'S JPEG"}
+Image.register_open(_OPENS["JPEG"], _Jpeg)
 
 
 class Images:
@@ -97,6 +112,33 @@ def read_square(file: Path, side: int) -> np.ndarray:
         return pixels
 
 
+def read_orientation(image: Any) -> int:
+    """The EXIF orientation of an open image, 1 to 8; 1 where its EXIF says nothing readable.
+
+    Pillow before 13 copies each tag's bytes, and a file may have tens of thousands of tags that
+    share theirs: a megabyte of EXIF takes gigabytes. Such EXIF is not read.
+    """
+    image.info.pop("Raw profile type exif", None)  # of ImageMagick, in text that may be compressed
+    if _tag_bytes(image.info.get("exif", b"")) > _EXIF_BYTES:
+        return 1
+    with contextlib.suppress(*DAMAGED), no_warnings():
+        return int(image.getexif().get(_ORIENTATION, 1))
+    return 1
+
+
+def _tag_bytes(exif: bytes) -> int:
+    """At most how many bytes the tags of the first directory refer to (TIFF 6.0, section 2)."""
+    while exif.startswith(b"Exif\0\0"):
+        exif = exif[6:]
+    if exif and exif[:4] not in (b"II*\0", b"MM\0*"):
+        return _EXIF_BYTES + 1  # no TIFF, or one of another form
+    order: Literal["big", "little"] = "big" if exif.startswith(b"MM") else "little"
+    at = int.from_bytes(exif[4:8], order)
+    tags = exif[at + 2 : at + 2 + 12 * int.from_bytes(exif[at : at + 2], order)]
+    counts = (int.from_bytes(tags[each + 4 : each + 8], order) for each in range(0, len(tags), 12))
+    return len(tags) + _LARGEST_TYPE * sum(counts)
+
+
 def _takes_bytes(inputs: Sequence[TensorSpec], where: str) -> TensorSpec:
     for spec in inputs if len(inputs) == 1 else ():
         if spec.dtype == "uint8" and len(spec.shape) == 4 and spec.shape[3] in _MODES:
@@ -124,7 +166,7 @@ def open_image(
     """Open an image and read its header. Pillow's errors become BadInput naming `where`."""
     with image_errors(where, formats):
         with no_warnings():  # our limit is below its own
-            image = Image.open(stream, formats=formats)
+            image = Image.open(stream, formats=[_OPENS.get(name, name) for name in formats])
         with image:
             yield image
 

@@ -22,14 +22,13 @@ from deploykit.core.files import check_readable
 from deploykit.core.task import LETTERBOX, RESIZE_RULES, SHORTEST_EDGE, STRETCH, ImageInput
 from deploykit.core.tensors import Bytes
 from deploykit.runtimes.data.images import (
-    DAMAGED,
     MAX_PIXELS,
     Image,
     Images,
     check_pixels,
     check_stored,
-    no_warnings,
     open_image,
+    read_orientation,
 )
 
 FORMATS = ("PNG", "JPEG", "WEBP")
@@ -43,7 +42,6 @@ _FILTERS = {
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
 }
-_ORIENTATION = 0x0112  # the EXIF tag
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -155,10 +153,8 @@ class PlacedImages(Images):
 
 def turn_upright(opened: Any, mode: str) -> Any:
     """The pixels as `mode`, turned as the EXIF orientation says; unreadable EXIF says nothing."""
-    turn = None
     opened.load()
-    with contextlib.suppress(*DAMAGED), no_warnings():
-        turn = _UPRIGHT.get(opened.getexif().get(_ORIENTATION))
+    turn = _UPRIGHT.get(read_orientation(opened))
     opened.info.pop("transparency", None)  # `convert` would look for a colour that stands for it
     found = opened.convert(mode)
     return found if turn is None else found.transpose(turn)

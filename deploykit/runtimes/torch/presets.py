@@ -39,6 +39,7 @@ _NO_NORMALISATION = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))  # the model takes 0..1
 _OWN_NORMALISATION = ("inception_v3", "googlenet")  # `transform_input` of their ImageNet weights
 _PHOTO = 4 / 3  # width to height: what a square must have for a photo to be as large as theirs
 _STRIDE = 32
+_RESIZES = "GeneralizedRCNNTransform"  # of torchvision, which may not be installed
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def _of_torchvision(module: Any, name: str, file: Path | None) -> Preset | None:
 
 
 def _of_detector(module: Any, labels: tuple[str, ...], source: str) -> Preset:
-    """A detector of torchvision: it normalises itself, and its own resizing is switched off."""
+    """A detector of torchvision: it normalises itself."""
     transform = module.transform
     mean, std = _NO_NORMALISATION
     normalise = Preprocess("0..1", mean, std)
@@ -206,6 +207,18 @@ def _of_detector(module: Any, labels: tuple[str, ...], source: str) -> Preset:
     sizes += [getattr(part, "num_columns", None) for part in heads]
     classes = next((size for size in sizes if size), None)
     return Preset(DETECT, (spec,), placed, normalise, labels, classes, source)
+
+
+def switch_resizing_off(module: Any, height: int, width: int) -> tuple[str, ...]:
+    """Have torchvision's detectors take images of this size as they are; a note where they do.
+
+    They resize each image to 800 pixels or so, one that was placed for them a second time.
+    """
+    parts = [each for each in module.modules() if type(each).__name__ == _RESIZES]
+    found = [each for each in parts if each.fixed_size is None]
+    for each in found:
+        each.min_size, each.max_size = (min(height, width),), max(height, width)
+    return ("switched the detector's own resizing of images off",) if found else ()
 
 
 def _image(size: int) -> tuple[TensorSpec, ...]:

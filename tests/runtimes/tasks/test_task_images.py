@@ -18,6 +18,7 @@ needs("PIL")
 
 from PIL import Image  # noqa: E402
 
+from deploykit.runtimes.data.images import open_image, read_orientation  # noqa: E402
 from deploykit.runtimes.tasks.images import check_image_input, read_image  # noqa: E402
 from tests.support.runtimes.pictures import encoded, image_input, noise, photo  # noqa: E402
 
@@ -144,6 +145,36 @@ def test_damaged_exif_leaves_the_image_as_it_is() -> None:
     data = encoded(noise(4, 6), exif=b"Exif\0\0MM\0*\xff\xff\xff\xff" + bytes(range(40)))
     found = read_image(data, image_input(4, 6, interpolation="nearest"))
     np.testing.assert_array_equal(found.pixels, noise(4, 6))
+
+
+def exif_of(tags: int, shared: int) -> bytes:
+    """A resolution of 300, the orientation 6, then tags that all refer to the same bytes."""
+    first = struct.pack("<HHLL", 0x0112, 3, 1, 6) + struct.pack("<HHLL", 0x011A, 5, 1, 8)
+    first += struct.pack("<HHLL", 0x0128, 3, 1, 2)
+    body = b"".join(struct.pack("<HHLL", 0x8000 + n, 1, shared, 16) for n in range(tags))
+    ends = struct.pack("<LLLH", 16, 300, 1, tags + 3)
+    return b"Exif\0\0II*\0" + ends + first + body + bytes(4 + shared)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize(("shared", "turned"), [(10, True), (8000, False)])
+def test_exif_of_many_tags_that_share_their_bytes_is_not_read(
+    kind: str, shared: int, turned: bool
+) -> None:
+    """300 tags of 8 kB; with 60,000 of 400 kB a file of a megabyte took gigabytes."""
+    data = encoded(noise(4, 6), kind, exif=exif_of(300, shared))
+    found = read_image(data, image_input(4, 6))
+    assert (found.height, found.width) == ((6, 4) if turned else (4, 6))
+
+
+def test_opening_a_jpeg_does_not_read_its_exif() -> None:
+    data = encoded(noise(4, 6), "JPEG", exif=exif_of(3, 10))
+    data = data[:2] + data[2 + 18 :] if data[6:10] == b"JFIF" else data  # which says no resolution
+    with Image.open(_file(data)) as opened:
+        assert opened.info["dpi"] == (300, 300)  # Pillow reads it
+    with open_image(_file(data), "the image") as opened:
+        assert "dpi" not in opened.info
+        assert read_orientation(opened) == 6
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
