@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -277,6 +280,25 @@ def test_a_call_that_fails_inside_is_one_line_and_leaves_the_engine_usable(tmp_p
         assert raised.value.message.startswith(f"{path}: OpenVINO failed: [")
         assert "\n" not in raised.value.message
         assert engine({"x": np.ones(4, np.float32)})["y"].shape == (2, 2)
+
+
+def test_a_signal_after_engines_have_closed_ends_no_process(affine_onnx: Path) -> None:
+    code = """
+        import gc, signal, sys
+        from deploykit.runtimes.openvino.engine import open_engine
+        first, second = open_engine(sys.argv[1]), open_engine(sys.argv[1])
+        for engine in (first, second):  # not in the opposite order
+            engine.close()
+        del engine, first, second
+        gc.collect()
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            print("interrupted")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(affine_onnx)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
 
 
 def test_missing_memory_is_named(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ the graph has them, and what each layer runs in is read back.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,16 @@ _DTYPES: Mapping[str, str] = {  # OpenVINO's name of what a layer runs in -> our
 # layers that compute nothing: what holds, moves or converts data
 _NO_WORK = frozenset(("Input", "Output", "Const", "Reorder", "Reshape", "Convert", "Transpose"))
 _WIDE = ("int64", "uint64", "uint32")  # computed as int32
+
+
+@cache
+def _core(_process: int) -> Any:
+    """OpenVINO's own state, once in a process and until its end.
+
+    Each sets the signal stack of its thread and puts back the one before when it goes: where two
+    do not end in the opposite order, that one is gone, and the next signal is a segmentation fault.
+    """
+    return ov.Core()
 
 
 def open_engine(
@@ -80,7 +92,7 @@ class OpenVinoEngine(BaseEngine):
             model = reader.convert(reader.load(str(path), enable_mmap=False))
             exact: dict[str, Any] = {} if adds_exactly() else {"LP_TRANSFORMS_MODE": False}
             config = {**_config(threads), **exact}  # without INT8 kernels that are not
-            self._compiled: Any = ov.Core().compile_model(model, "CPU", config)
+            self._compiled: Any = _core(os.getpid()).compile_model(model, "CPU", config)
             self._request: Any = self._compiled.create_infer_request()
             self.layers = tuple(_layers(self._compiled))
         ports = {name: n for n, port in enumerate(self._compiled.inputs) for name in port.names}
