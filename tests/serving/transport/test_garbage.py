@@ -43,9 +43,10 @@ class Failing(FakeEngine):
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """Fails if a garbage collection finds something that holds many bytes."""
+    """Fails if a garbage collection finds something that holds many bytes, of what began here."""
     gc.collect()
     gc.disable()
+    gc.freeze()  # the server of a test before may be gone only now
     try:
         yield
         gc.set_debug(gc.DEBUG_SAVEALL)
