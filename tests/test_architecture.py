@@ -68,7 +68,7 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3750,
-    "runtimes": 9490,
+    "runtimes": 9560,
     "training": 2240,
     "exporters": 2010,
     "onnx_graph+quantization": 5570,

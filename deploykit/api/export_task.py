@@ -180,9 +180,8 @@ def _with_image(
             f"`task` {options.kind}: the image {spec} has no fixed height and width",
             hint="images are resized to the model's size: give numbers in `inputs`",
         )
-    resizing: tuple[str, ...] = ()
-    if options.kind == DETECT:
-        resizing = switch_resizing_off(loaded.module, height, width)
+    detects = options.kind == DETECT
+    resizing = switch_resizing_off(loaded.module, height, width) if detects else ()
     placed = _placed(spec.name, (height, width, channels), options.kind, preset, pixels, rule)
     head = _head(loaded, options, (height, width), preset.classes if preset else None)
     named = preset is not None and options.kind != EMBED

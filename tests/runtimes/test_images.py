@@ -260,8 +260,8 @@ def test_an_image_with_too_many_pixels_is_refused_before_it_is_decoded(
 def test_more_pixels_than_memory_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         write_image(folder / f"{number}.png")
-    monkeypatch.setattr("deploykit.runtimes.data.images.memory_bytes", lambda: 3 * 4 * 6 * 3 - 1)
-    with pytest.raises(BadInput, match="images: contains 0 GB of pixels, this machine's memory"):
+    monkeypatch.setattr("deploykit.core.memory.memory_bytes", lambda: 3 * 4 * 6 * 3 - 1)
+    with pytest.raises(BadInput, match="images: contains 0 GB of arrays, this machine's memory"):
         read_samples(folder, COLOUR)
 
 
