@@ -125,9 +125,10 @@ def test_the_drawn_set_is_named_as_such_and_balanced() -> None:
 
 @only_in_a_campaign
 def test_cats_dogs_learns_the_drawn_shapes() -> None:
+    """99.5 and 98 % with seeds 0 and 1; the loss stays near ln 2 for 4 to 10 epochs first."""
     splits = of_recipe("cats_dogs", "drawn_splits")(600, 50, 200)
-    options = TrainingOptions(device="cpu", epochs=8, batch_size=30)
-    assert run_training(load_recipe("cats-dogs"), splits, options).scores.mean() >= 0.85
+    options = TrainingOptions(device="cpu", epochs=20, batch_size=30)
+    assert run_training(load_recipe("cats-dogs"), splits, options).scores.mean() >= 0.9
 
 
 class Net(torch.nn.Module):
