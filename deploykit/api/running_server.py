@@ -33,6 +33,7 @@ class RunningServer:
         self._failure: BaseException | None = None
         self._unanswered = 0
         self._scheme = "https" if settings.tls_cert else "http"
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(run,), name="deploykit serve")
         self._stop, self._stopped = socketpair()
         self._thread.start()
@@ -54,6 +55,7 @@ class RunningServer:
             self._failure = exc
         finally:
             self._ready.set()
+            self._ended.set()
 
     def _on_start(
         self, server: Server | None, host: str, port: int, grpc_port: int | None, names: list[str]
@@ -80,6 +82,7 @@ class RunningServer:
 
         Raises what ended it otherwise.
         """
+        self._ended.wait()  # Ctrl-C in `join` would have Python before 3.12 take it for ended
         self._thread.join()
         if self._failure is not None:
             raise self._failure

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import urllib.request
 from pathlib import Path
@@ -115,6 +116,34 @@ def test_all_processes_end_with_the_program_and_leave_nothing(
     until(lambda: not any(map(is_running, started)))
     assert [each.name for each in tmp_path.iterdir()] == ["large.onnx"]
     assert program.returncode == -number
+
+
+def test_ctrl_c_while_it_is_waited_for_does_not_end_the_wait_of_close() -> None:
+    """Python before 3.12 takes a thread whose `join` was interrupted for ended."""
+    code = """
+        import signal, threading
+        from deploykit.api.running_server import RunningServer
+        from deploykit.serving.options import ServeOptions
+
+        def run(on_start, stop):
+            on_start(None, "localhost", 1, None, ["m"])
+            stop.recv(1)  # until it is to stop
+            threading.Event().wait(0.5)
+            print("ended", flush=True)
+            return 0
+
+        server = RunningServer(run, ServeOptions())
+        interrupt = (threading.main_thread().ident, signal.SIGINT)
+        try:
+            threading.Timer(0.3, signal.pthread_kill, interrupt).start()
+            server.wait()
+        except KeyboardInterrupt:
+            server.close()
+            print("closed")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout.splitlines() == ["ended", "closed"], done.stderr
 
 
 def test_a_server_that_is_ended_before_it_is_ready_says_so() -> None:

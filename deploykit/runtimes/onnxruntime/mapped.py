@@ -37,7 +37,7 @@ def copies_folder() -> Iterator[Path | None]:
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _NEW_S:
-                _remove_unused(left)
+                _remove_unused(left, create=True)
     with contextlib.ExitStack() as stack:
         folder = None
         with contextlib.suppress(OSError):
@@ -61,9 +61,11 @@ def use_copies(folder: Path | None) -> Iterator[None]:
         yield
 
 
-def _remove_unused(folder: Path) -> None:
-    with contextlib.suppress(OSError), _locked(folder / _USED, fcntl.LOCK_EX | fcntl.LOCK_NB):
-        shutil.rmtree(folder)
+def _remove_unused(folder: Path, create: bool = False) -> None:
+    """`create`: the file that is locked; while another process removes the folder it would stay."""
+    exclusive = fcntl.LOCK_EX | fcntl.LOCK_NB
+    with contextlib.suppress(OSError), _locked(folder / _USED, exclusive, create):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def mapped_copy(path: Path, folder: Path, write: Callable[[Path], object]) -> Path:
@@ -114,9 +116,9 @@ def save_at(copy: Path, options: Any) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, flags: int) -> Iterator[None]:
+def _locked(path: Path, flags: int, create: bool = True) -> Iterator[None]:
     """Hold the lock of a file; raises OSError where another process holds it and LOCK_NB is set."""
-    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    number = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
     try:
         fcntl.flock(number, flags)
         yield
