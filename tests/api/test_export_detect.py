@@ -92,6 +92,25 @@ class Own(Yolo):
         return [{"boxes": corners, "labels": labels[order], "scores": scores, "masks": masks}]
 
 
+class GeneralizedRCNNTransform(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """What torchvision's detectors resize images with."""
+
+    fixed_size, min_size, max_size = None, (16,), 24
+
+
+class Resizing(Own):
+    """Works on a smaller image, as torchvision's detectors do with one of their input's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform = GeneralizedRCNNTransform()
+
+    def forward(self, image: Any) -> Any:
+        scale = self.transform.min_size[0] / SIDE
+        small = torch.nn.functional.interpolate(image, scale_factor=scale)
+        return super().forward(torch.nn.functional.interpolate(small, size=(SIDE, SIDE)))
+
+
 class Blind(Own):
     """Finds nothing, as a trained detector does in noise."""
 
@@ -189,6 +208,17 @@ def test_a_detector_with_its_own_nms_answers_rows_of_one_number(tmp_path: Path) 
     np.testing.assert_allclose(answers["scores"][0, :40], own["scores"], atol=1e-6)
     assert not answers["boxes"][0, 40:].any()
     assert not answers["scores"][0, 40:].any()
+
+
+def test_a_detector_that_resizes_sees_the_image_as_it_was_placed(tmp_path: Path) -> None:
+    made = exported(Resizing, tmp_path, batch="1")
+    assert "switched the detector's own resizing of images off" in made.notes
+    batch = images(1)
+    with torch.inference_mode():
+        (own,) = built(Own)(torch.from_numpy(batch).permute(0, 3, 1, 2) / 255)
+    with dk.load(made.path, "cpu") as engine:
+        answers = engine({"image": batch})
+    np.testing.assert_allclose(answers["boxes"][0, :40], own["boxes"], atol=1e-4)
 
 
 def test_a_comparison_without_a_box_proves_nothing(tmp_path: Path) -> None:

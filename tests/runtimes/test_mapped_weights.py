@@ -123,6 +123,12 @@ def test_the_folder_of_a_server_that_was_killed_is_removed(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_another_process_is_removing_gets_no_new_file(tmp_path: Path) -> None:
+    mapped._remove_unused(tmp_path)  # whose lock is gone already
+    assert list(tmp_path.iterdir()) == []
+    assert tmp_path.exists()
+
+
 def test_onnx_runtime_reports_its_use_to_nobody() -> None:
     """It would do so from a thread of its own, which also makes forking a server unsafe."""
     code = (

@@ -118,7 +118,10 @@ def read_orientation(image: Any) -> int:
     Pillow before 13 copies each tag's bytes, and a file may have tens of thousands of tags that
     share theirs: a megabyte of EXIF takes gigabytes. Such EXIF is not read.
     """
-    image.info.pop("Raw profile type exif", None)  # of ImageMagick, in text that may be compressed
+    text = image.info.pop("Raw profile type exif", None)  # ImageMagick's, in a PNG
+    with contextlib.suppress(*DAMAGED):
+        if text is not None and "exif" not in image.info:
+            image.info["exif"] = bytes.fromhex("".join(text.split("\n")[3:]))
     if _tag_bytes(image.info.get("exif", b"")) > _EXIF_BYTES:
         return 1
     with contextlib.suppress(*DAMAGED), no_warnings():

@@ -167,6 +167,18 @@ def test_exif_of_many_tags_that_share_their_bytes_is_not_read(
     assert (found.height, found.width) == ((6, 4) if turned else (4, 6))
 
 
+@pytest.mark.parametrize(("shared", "turned"), [(10, True), (8000, False)])
+def test_exif_as_imagemagick_writes_it_into_a_png_has_the_same_bound(
+    shared: int, turned: bool
+) -> None:
+    from PIL.PngImagePlugin import PngInfo
+
+    exif, info = exif_of(300, shared), PngInfo()
+    info.add_text("Raw profile type exif", f"\nexif\n{len(exif):8}\n{exif.hex()}\n", zip=True)
+    found = read_image(encoded(noise(4, 6), pnginfo=info), image_input(4, 6))
+    assert (found.height, found.width) == ((6, 4) if turned else (4, 6))
+
+
 def test_opening_a_jpeg_does_not_read_its_exif() -> None:
     data = encoded(noise(4, 6), "JPEG", exif=exif_of(3, 10))
     data = data[:2] + data[2 + 18 :] if data[6:10] == b"JFIF" else data  # which says no resolution
