@@ -5,10 +5,9 @@ A rival is timed only if its outputs are right; nobody asked for it, so its fail
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api.bench_columns import Entry, open_session
@@ -54,7 +53,7 @@ def find_rivals(
                 gaps[f"{runtime.title} {_HALF}"] = exc.message
     modules = [each for each in every if each.runtime == "torch"]
     torch = RUNTIMES["torch"]
-    found += [_rival(torch, each.artefact, _HALF, every, each.options) for each in modules]
+    found += [_rival(torch, each.artefact, _HALF, every, **each.options) for each in modules]
     if not modules:
         gaps["PyTorch"] = "no module was given: add the checkpoint that the model was exported from"
     if not any(item.precision == "int8" and item.artefact.runtime.on_cpu for item in every):
@@ -67,7 +66,7 @@ def _rival(
     artefact: Artefact,
     precision: str,
     every: Sequence[Entry],
-    options: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
 ) -> Entry:
     alike = sum(each.precision == precision for each in every) > 1
     label = f"{runtime.title} {precision}" + f" of {artefact.path.stem}" * alike

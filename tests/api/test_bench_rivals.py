@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,6 +66,8 @@ def test_each_precision_is_tried_in_openvino_and_bfloat16_where_the_cpu_has_it(
     assert [each.rival for each in found] == ["OpenVINO fp32", "OpenVINO int8", "OpenVINO bf16"]
     assert [each.what for each in gaps] == ["PyTorch on the CPU"]
     assert len({each.key for each in (*every, *found)}) == 5
+    again = pickle.loads(pickle.dumps(found))  # as sessions in processes of their own open them
+    assert [each.key for each in again] == [each.key for each in found]
     found, gaps = bench_rivals.find_rivals(every[:1], machine(), tmp_path)
     assert [each.rival for each in found] == ["OpenVINO fp32"]
     reasons = {each.what: each.why for each in gaps}
