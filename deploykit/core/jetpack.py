@@ -10,26 +10,22 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from deploykit.core.json_value import Record
-
 
 @dataclass(frozen=True)
-class JetPack(Record):
+class JetPack:
     """One release. `l4t` is its first L4T release; it reaches to the next row of the same major."""
 
     version: str
     l4t: str
-    ubuntu: str
     python: str
-    cuda: str
     tensorrt: str
     compute_capabilities: tuple[str, ...]  # of the modules: 7.2 Xavier, 8.7 Orin, 11.0 Thor
 
 
-_5 = ("20.04", "3.8", "11.4", "8.5.2", ("7.2", "8.7"))
-_6 = ("22.04", "3.10", "12.6", "10.3.0", ("8.7",))
-_7_1 = ("24.04", "3.12", "13.0", "10.13.3", ("11.0",))
-_7_2 = ("24.04", "3.12", "13.2", "10.16.2", ("8.7", "11.0"))
+_5 = ("3.8", "8.5.2", ("7.2", "8.7"))
+_6 = ("3.10", "10.3.0", ("8.7",))
+_7_1 = ("3.12", "10.13.3", ("11.0",))
+_7_2 = ("3.12", "10.16.2", ("8.7", "11.0"))
 JETPACKS = (
     JetPack("5.1", "35.2.1", *_5),
     JetPack("5.1.1", "35.3.1", *_5),
@@ -38,7 +34,7 @@ JETPACKS = (
     JetPack("5.1.4", "35.6.0", *_5),
     JetPack("5.1.5", "35.6.1", *_5),
     JetPack("5.1.6", "35.6.4", *_5),
-    JetPack("6.0", "36.2.0", "22.04", "3.10", "12.2", "8.6.2", ("8.7",)),  # 36.2.0: preview
+    JetPack("6.0", "36.2.0", "3.10", "8.6.2", ("8.7",)),  # 36.2.0: preview
     JetPack("6.1", "36.4.0", *_6),
     JetPack("6.2", "36.4.3", *_6),
     JetPack("6.2.1", "36.4.4", *_6),
