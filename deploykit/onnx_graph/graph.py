@@ -116,14 +116,6 @@ class Graph:
         """The values of an initializer; read only."""
         return storage.tensor_array(self.initializers[name], self.path.parent)
 
-    def to_proto(self) -> onnx.ModelProto:
-        """A copy with all weights in memory."""
-        model = onnx.ModelProto()
-        model.CopyFrom(self.model)
-        for tensor in model.graph.initializer:
-            storage.load_data(tensor, self.path.parent)
-        return model
-
     @cached_property
     def initializers(self) -> Mapping[str, onnx.TensorProto]:
         return {tensor.name: tensor for tensor in self.model.graph.initializer}

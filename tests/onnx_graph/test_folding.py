@@ -7,7 +7,7 @@ from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from deploykit.onnx_graph.folding import fold
-from tests.support.graphs.protos import edit
+from tests.support.graphs.protos import edit, to_proto
 from tests.support.onnx_zoo import make
 
 NORM = ["scale", "shift", "mean", "variance"]
@@ -34,7 +34,7 @@ def conv_norm(*, bias: bool = True, epsilon: float = 1e-5, tap: bool = False) ->
 def folded(model: onnx.ModelProto) -> onnx.ModelProto:
     draft = edit(model)
     fold(draft)
-    return draft.finish(list(draft.graph.node)).to_proto()
+    return to_proto(draft.finish(list(draft.graph.node)))
 
 
 def outputs(model: onnx.ModelProto) -> list[np.ndarray]:

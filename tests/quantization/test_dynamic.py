@@ -14,7 +14,7 @@ from deploykit.onnx_graph.graph import Graph
 from deploykit.quantization.dynamic import quantizable, to_dynamic
 from tests.support.exact_sums import needs_exact_sums
 from tests.support.graphs.data import feeds, sqnr_db
-from tests.support.graphs.protos import node_costs, specs, to_pairs
+from tests.support.graphs.protos import node_costs, specs, to_pairs, to_proto
 from tests.support.graphs.qdq_graphs import optimised, quantized, run, stored
 from tests.support.onnx_zoo import conv_relu, int64_ids, linear, make, mnist_like
 
@@ -22,7 +22,7 @@ LEAST_SQNR_DB = 35.0  # a layer whose activations fill all 255 steps; see test_q
 
 
 def written(model: onnx.ModelProto, **options: object) -> onnx.ModelProto:
-    return to_dynamic(Graph(model), **options).to_proto()
+    return to_proto(to_dynamic(Graph(model), **options))
 
 
 def gemm(**attributes: object) -> onnx.ModelProto:

@@ -13,7 +13,7 @@ from deploykit.quantization import qdq
 from deploykit.quantization.half_precision import to_half
 from deploykit.quantization.moving import move_pairs
 from tests.support.graphs.data import feeds, samples
-from tests.support.graphs.protos import calibrate
+from tests.support.graphs.protos import calibrate, to_proto
 from tests.support.graphs.qdq_graphs import ZOO, Make, run
 from tests.support.onnx_zoo import mnist_like, save
 
@@ -33,10 +33,10 @@ def test_moved_pairs_give_what_was_written_for_that_runtime(make: Make, tmp_path
     graphs = written(make, tmp_path)
     moved = move_pairs(graphs["tensorrt"], "onnxruntime")
     assert moved is not None
-    wanted = graphs["onnxruntime"].to_proto()
+    wanted = to_proto(graphs["onnxruntime"])
     inputs = feeds(make(), 16)
     np.testing.assert_allclose(
-        run(moved.to_proto(), inputs, tmp_path / "moved.onnx"),
+        run(to_proto(moved), inputs, tmp_path / "moved.onnx"),
         run(wanted, inputs, tmp_path / "wanted.onnx"),
         rtol=1e-5,
         atol=1e-6,

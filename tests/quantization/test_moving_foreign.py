@@ -14,7 +14,7 @@ from deploykit.onnx_graph.graph import Graph
 from deploykit.quantization.moving import move_foreign_pairs
 from tests.support.graphs.data import feeds, sqnr_db
 from tests.support.graphs.foreign_pairs import written_by_onnxruntime
-from tests.support.graphs.protos import summarise
+from tests.support.graphs.protos import summarise, to_proto
 from tests.support.graphs.qdq_graphs import optimised, run, stored
 from tests.support.onnx_zoo import make, mnist_like, save
 
@@ -89,31 +89,31 @@ CASES: dict[str, Callable[[], onnx.ModelProto]] = {
 def test_onnxruntime_runs_a_foreign_file_in_integers_once_moved(case: str, tmp_path: Path) -> None:
     model = CASES[case]()
     foreign = written_by_onnxruntime(model, tmp_path)
-    before = optimised(foreign.to_proto(), tmp_path)
+    before = optimised(to_proto(foreign), tmp_path)
     assert not [kind for kind in before if kind.startswith("QLinear")], before
     moved = move_foreign_pairs(foreign, "onnxruntime")
     assert moved is not None
-    done = optimised(moved.graph.to_proto(), tmp_path)
+    done = optimised(to_proto(moved.graph), tmp_path)
     convs = sum(node.op_type == "Conv" for node in model.graph.node)
     # all but the last: what it writes is a result or, in float, what a head of float reads
     assert done.count("QLinearConv") >= convs - 1, done
     assert not {"Add", "Concat", "Mul", "Sigmoid"} & set(done), done
     inputs = feeds(model, 32, seed=1)
     wanted = run(model, inputs, tmp_path / "a.onnx")
-    there = sqnr_db(wanted, run(foreign.to_proto(), inputs, tmp_path / "b.onnx"))
+    there = sqnr_db(wanted, run(to_proto(foreign), inputs, tmp_path / "b.onnx"))
     assert (
-        sqnr_db(wanted, run(moved.graph.to_proto(), inputs, tmp_path / "c.onnx"))
+        sqnr_db(wanted, run(to_proto(moved.graph), inputs, tmp_path / "c.onnx"))
         > there - MOST_LOST_DB
     )
-    onnx.checker.check_model(moved.graph.to_proto(), full_check=True)
+    onnx.checker.check_model(to_proto(moved.graph), full_check=True)
 
 
 def test_weights_that_pass_through_a_pair_are_taken_as_int8(tmp_path: Path) -> None:
     foreign = written_by_onnxruntime(blocks(), tmp_path, AddQDQPairToWeight=True)
-    assert stored(foreign.to_proto())["w_stem"].dtype == np.float32
+    assert stored(to_proto(foreign))["w_stem"].dtype == np.float32
     moved = move_foreign_pairs(foreign, "onnxruntime")
     assert moved is not None
-    assert optimised(moved.graph.to_proto(), tmp_path).count("QLinearConv") == 5
+    assert optimised(to_proto(moved.graph), tmp_path).count("QLinearConv") == 5
 
 
 def by_hand(
@@ -160,11 +160,11 @@ def test_weights_are_read_as_their_pairs_mean_them(
     source = by_hand(**options)
     moved = move_foreign_pairs(Graph(source), "onnxruntime")
     assert moved is not None
-    assert summarise(moved.graph.to_proto()).precision.get("int8") == 2
+    assert summarise(to_proto(moved.graph)).precision.get("int8") == 2
     inputs = feeds(source, 64)
     wanted = run(source, inputs, tmp_path / "a.onnx")
     least = 12 if options.get("ends") else 20  # the steps of the last pair, which is gone
-    assert sqnr_db(wanted, run(moved.graph.to_proto(), inputs, tmp_path / "b.onnx")) > least
+    assert sqnr_db(wanted, run(to_proto(moved.graph), inputs, tmp_path / "b.onnx")) > least
 
 
 def test_a_tensor_that_others_read_is_not_clipped_to_what_one_reader_needs(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_tensor_that_others_read_is_not_clipped_to_what_one_reader_needs(tmp_p
     foreign = written_by_onnxruntime(model, tmp_path)
     moved = move_foreign_pairs(foreign, "onnxruntime")
     assert moved is not None
-    path = save(moved.graph.to_proto(), tmp_path / "b.onnx")
+    path = save(to_proto(moved.graph), tmp_path / "b.onnx")
     from deploykit.runtimes.engine import load
 
     with load(path, "cpu") as engine:

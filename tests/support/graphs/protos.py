@@ -13,7 +13,7 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.onnx_graph import cost, probes
 from deploykit.onnx_graph.editor import Editor
 from deploykit.onnx_graph.graph import Graph, Summary
-from deploykit.onnx_graph.storage import MAX_BYTES
+from deploykit.onnx_graph.storage import MAX_BYTES, load_data
 from deploykit.quantization import (
     half_precision,
     preflight,
@@ -28,8 +28,17 @@ from deploykit.runtimes.data.samples import Samples
 Model = onnx.ModelProto
 
 
+def to_proto(graph: Graph) -> Model:
+    """A copy with all weights in memory."""
+    model = Model()
+    model.CopyFrom(graph.model)
+    for tensor in model.graph.initializer:
+        load_data(tensor, graph.path.parent)
+    return model
+
+
 def load_graph(path: Path) -> Model:
-    return Graph.open(path).to_proto()
+    return to_proto(Graph.open(path))
 
 
 def save_graph(model: Model, out: Path, *, limit_bytes: int = MAX_BYTES) -> Graph:
@@ -59,19 +68,19 @@ def calibrate(path: Path, samples: Samples, **options: Any) -> Calibration:
 
 def to_half(model: Model, *args: Any, **options: Any) -> tuple[Model, tuple[str, ...]]:
     half, kept = half_precision.to_half(Graph(model), *args, **options)
-    return half.to_proto(), kept
+    return to_proto(half), kept
 
 
 def to_pairs(model: Model, *args: Any, **options: Any) -> Model:
-    return qdq.to_pairs(Graph(model), *args, **options).to_proto()
+    return to_proto(qdq.to_pairs(Graph(model), *args, **options))
 
 
 def to_weight_only(model: Model, *args: Any, **options: Any) -> Model:
-    return weights.to_weight_only(Graph(model), *args, **options).to_proto()
+    return to_proto(weights.to_weight_only(Graph(model), *args, **options))
 
 
 def simulate(model: Model) -> Model:
-    return simulation.simulate(Graph(model)).to_proto()
+    return to_proto(simulation.simulate(Graph(model)))
 
 
 def quantizable(model: Model) -> tuple[str, ...]:
@@ -80,7 +89,7 @@ def quantizable(model: Model) -> tuple[str, ...]:
 
 def expose(model: Model, names: Sequence[str]) -> tuple[Model, list[str]]:
     graph, shown = probes.expose(Graph(model), names)
-    return graph.to_proto(), shown
+    return to_proto(graph), shown
 
 
 def shared(a: Model, b: Model) -> tuple[probes.Pair, ...]:
