@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from scipy.signal import lfilter
 
-from deploykit.measure.latency import percentile_interval_ms
-from deploykit.measure.statistics import Interval, t_quantile, throughput
+from deploykit.measure.latency import Latency
+from deploykit.measure.statistics import t_quantile, throughput
 
 PERCENTILES = (50, 90, 99)
 SIZES = (
@@ -74,8 +74,8 @@ def truth(name: str) -> list[float]:
 
 def cell(series: Series, rounds: int, size: int, q: int, truth_ms: float, runs: int) -> str:
     random = np.random.default_rng(q)
-    found = [percentile_interval_ms(list(series(random, rounds, size)), q) for _ in range(runs)]
-    given = [each for each in found if isinstance(each, Interval)]
+    found = [getattr(Latency.of(*series(random, rounds, size)), f"p{q}_ms") for _ in range(runs)]
+    given = [each for each in found if each is not None]
     if len(given) < 0.02 * runs:
         return "none"
     held = np.mean([each.low <= truth_ms <= each.high for each in given])

@@ -58,7 +58,7 @@ class Latency(Record):
         rounds = [_calls(each) for each in rounds_s]
         ordered = np.sort(np.concatenate(rounds))
         answered = finite(ordered[ordered < np.inf], "latencies")
-        found = {f"p{q}_ms": _percentile(rounds, ordered, float(q)) for q in (50, 90, 99)}
+        found = {f"p{q}_ms": _percentile(rounds, ordered, q) for q in (50, 90, 99)}
         needs = {name: each for name, each in found.items() if isinstance(each, int)}
         p50, p90, p99 = (
             each if isinstance(each, Interval) and each.high < math.inf else None
@@ -66,16 +66,6 @@ class Latency(Record):
         )
         lost = len(ordered) - len(answered)
         return Latency(len(answered), p50, p90, p99, float(answered[-1]) * 1e3, needs, lost)
-
-
-def percentile_interval_ms(rounds_s: Sequence[Calls], q: float) -> Interval | int:
-    """The q-th percentile (0 < q < 100) in ms with its interval, or how many calls that needs.
-
-    `rounds_s`: as in `Latency.of`. Nearest rank, so that the value is a latency that really
-    happened. Raises BadInput on no latencies.
-    """
-    rounds = [finite(each, "latencies") for each in rounds_s]
-    return _percentile(rounds, np.sort(np.concatenate(rounds)), q)
 
 
 def _calls(calls_s: Calls) -> np.ndarray:
@@ -97,7 +87,7 @@ def fewest_calls(q: float) -> int:
     return math.ceil(math.log(_TAIL) / math.log(max(q, 100 - q) / 100))
 
 
-def _percentile(rounds: list[np.ndarray], ordered: np.ndarray, q: float) -> Interval | int:
+def _percentile(rounds: list[np.ndarray], ordered: np.ndarray, q: int) -> Interval | int:
     n, fewest = len(ordered), fewest_calls(q)
     if n < fewest:
         return fewest
@@ -125,8 +115,8 @@ def _percentile(rounds: list[np.ndarray], ordered: np.ndarray, q: float) -> Inte
 
 
 def _at(ordered: np.ndarray, rank: float) -> float:
-    """The sample of that rank, from 1, rounded up: 0.07 * 100 is a little above 7."""
-    return float(ordered[max(math.ceil(rank - 1e-9), 1) - 1])
+    """The sample of that rank, from 1, rounded up: a latency that really happened."""
+    return float(ordered[math.ceil(rank) - 1])
 
 
 def _shortest(rounds: Sequence[np.ndarray]) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput
-from deploykit.measure.latency import Latency, fewest_calls, percentile_interval_ms
+from deploykit.measure.latency import Latency, fewest_calls
 from deploykit.measure.statistics import Interval
 
 SPREAD = 0.3
@@ -26,21 +26,20 @@ def uneven(n: int) -> np.ndarray:
     return np.random.default_rng(1).permutation(np.arange(1, n + 1)) / 1e3
 
 
-def value_ms(samples: np.ndarray | list[float], q: float) -> float:
-    found = percentile_interval_ms([samples], q)
-    assert isinstance(found, Interval)
-    return found.value
+def percentiles(latency: Latency) -> dict[int, Interval | None]:
+    return {50: latency.p50_ms, 90: latency.p90_ms, 99: latency.p99_ms}
 
 
-@pytest.mark.parametrize(
-    ("q", "expected_ms"), [(50, 500.0), (90, 900.0), (99, 990.0), (7, 70.0), (98.55, 986.0)]
-)
-def test_percentile_is_the_nearest_rank(q: float, expected_ms: float) -> None:
-    assert value_ms(uneven(1000), q) == pytest.approx(expected_ms, rel=1e-12)
+def test_a_percentile_is_the_nearest_rank() -> None:
+    found = percentiles(Latency.of(uneven(1007)))
+    values = {q: each.value for q, each in found.items() if each is not None}
+    assert values == pytest.approx({50: 504.0, 90: 907.0, 99: 997.0}, rel=1e-12)
 
 
-def test_percentile_is_a_latency_that_happened() -> None:
-    assert value_ms([0.001, 0.004] * 50, 50) == 1.0
+def test_a_percentile_is_a_latency_that_happened() -> None:
+    found = Latency.of([0.001, 0.004] * 50).p50_ms
+    assert found is not None
+    assert found.value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -54,14 +53,14 @@ def test_latencies_that_are_none_are_refused(samples: list[float]) -> None:
 @pytest.mark.parametrize("q", [0, 100, -1, math.nan])
 def test_percentile_outside_its_range_is_refused(q: float) -> None:
     with pytest.raises(BadInput, match="between 0 and 100"):
-        percentile_interval_ms([[0.001] * 10], q)
+        fewest_calls(q)
 
 
-@pytest.mark.parametrize(("q", "fewest"), [(50, 6), (90, 36), (99, 368), (10, 36)])
-def test_a_percentile_of_too_few_calls_says_how_many_it_needs(q: float, fewest: int) -> None:
+@pytest.mark.parametrize(("q", "fewest"), [(50, 6), (90, 36), (99, 368)])
+def test_a_percentile_of_too_few_calls_says_how_many_it_needs(q: int, fewest: int) -> None:
     assert fewest_calls(q) == fewest
-    assert (1 - min(q, 100 - q) / 100) ** fewest <= 0.025
-    assert percentile_interval_ms([uneven(fewest - 1)], q) == fewest
+    assert (q / 100) ** fewest <= 0.025 < (q / 100) ** (fewest - 1)
+    assert Latency.of(uneven(fewest - 1)).needs[f"p{q}_ms"] == fewest
 
 
 def calls(random: Random, rounds: int, size: int, correlation: float = 0.0) -> list[np.ndarray]:
@@ -81,7 +80,7 @@ def uneven_rounds(random: Random, rounds: int, size: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("rounds", "spread", "percentiles"),
+    ("rounds", "spread", "known"),
     [
         (lambda random: calls(random, 5, 400), SPREAD, (50, 90, 99)),
         (lambda random: calls(random, 1, 2000), SPREAD, (50, 90, 99)),
@@ -93,14 +92,13 @@ def uneven_rounds(random: Random, rounds: int, size: int) -> list[np.ndarray]:
     ids=["independent", "one series", "0.9", "0.9, one series", "0.99", "rounds differ by 1 %"],
 )
 def test_the_interval_of_a_percentile_holds_the_truth_as_often_as_it_says(
-    rounds: Callable[[Random], list[np.ndarray]], spread: float, percentiles: tuple[int, ...]
+    rounds: Callable[[Random], list[np.ndarray]], spread: float, known: tuple[int, ...]
 ) -> None:
     random = np.random.default_rng(20)
-    runs = [rounds(random) for _ in range(RUNS)]
-    for q in percentiles:
+    runs = [percentiles(Latency.of(*rounds(random))) for _ in range(RUNS)]
+    for q in known:
         truth_ms = 1e3 * math.exp(spread * POINTS[q])
-        found = [percentile_interval_ms(run, q) for run in runs]
-        intervals = [each for each in found if isinstance(each, Interval)]
+        intervals = [each for run in runs if (each := run[q]) is not None]
         assert len(intervals) > 0.95 * RUNS
         held = np.mean([each.low <= truth_ms <= each.high for each in intervals])
         assert COVERED[0] <= held <= COVERED[1], q
@@ -110,20 +108,18 @@ def test_the_interval_of_a_percentile_holds_the_truth_as_often_as_it_says(
     ("size", "correlation", "q"), [(2000, 0.9, 99), (2000, 0.99, 90), (10_000, 0.99, 99)]
 )
 def test_calls_that_depend_on_each_other_are_too_few_for_what_independent_ones_show(
-    size: int, correlation: float, q: float
+    size: int, correlation: float, q: int
 ) -> None:
     random = np.random.default_rng(3)
     for _ in range(20):
-        found = percentile_interval_ms(calls(random, 5, size // 5, correlation), q)
-        assert isinstance(found, int)
-        assert found > size
+        assert Latency.of(*calls(random, 5, size // 5, correlation)).needs[f"p{q}_ms"] > size
 
 
 def test_a_stall_of_many_calls_counts_as_one_event() -> None:
     series = np.exp(0.05 * np.random.default_rng(5).standard_normal(2000))
     for begin in (300, 1100):
         series[begin : begin + 20] *= 3
-    assert isinstance(percentile_interval_ms([series], 99), int)
+    assert Latency.of(series).p99_ms is None
 
 
 def test_latency_reports_what_the_samples_allow() -> None:
