@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.machine import Machine
 from deploykit.core.precision import narrowest
-from deploykit.core.runtime import BUILT, RUNTIMES, function
+from deploykit.core.runtime import BUILT, RUNTIMES
 
 if TYPE_CHECKING:
     from deploykit.measure.report.report import NotMeasured
@@ -332,7 +333,7 @@ def open_session(
         options["spinning"] = bool(settings.spinning)
     if runtime == "torch":
         options["bf16"] = precision == "bf16"
-    open_engine = function(RUNTIMES[runtime].engine)
+    open_engine = resolve_name(RUNTIMES[runtime].engine)
     engine: Engine = open_engine(artefact, device, settings and settings.threads, **options)
     return engine
 

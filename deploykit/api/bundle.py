@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 
 from deploykit.api.artefacts import Progress, no_progress, stage
 from deploykit.api.complete import complete_model
@@ -21,7 +22,7 @@ from deploykit.core.json_value import Record
 from deploykit.core.paths import StrPath
 from deploykit.core.precision import names_of
 from deploykit.core.profile import Profile, load_profile, profile_names
-from deploykit.core.runtime import RUNTIMES, function
+from deploykit.core.runtime import RUNTIMES
 
 WRITERS: Mapping[str, str] = {  # kind -> what fills an empty folder
     "docker": "deploykit.bundling.docker:write",
@@ -128,7 +129,7 @@ def _write(
         _check_precision(source, contents.manifest.precision, contents.profile)
         _check_sizes(contents)
         on_progress("collecting the files", 0.2)
-        function(WRITERS[to])(folder, contents)
+        resolve_name(WRITERS[to])(folder, contents)
         on_progress("checksums", 0.8)
         made = seal(folder, contents, to)
         if tmp is not None:

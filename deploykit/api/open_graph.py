@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from deploykit.core.artefact import Artefact
 from deploykit.core.extras import installed
 from deploykit.core.precision import ALL
-from deploykit.core.runtime import RUNTIMES, function
+from deploykit.core.runtime import RUNTIMES
 
 if TYPE_CHECKING:
     from deploykit.onnx_graph.graph import Graph
@@ -25,7 +26,7 @@ def open_graph(runtime: str, graph: Graph, folder: Path) -> Engine:
     """By the runtime itself where it opens graphs here, else as `open_rounded` does."""
     if not runs_graphs(runtime):
         return open_rounded(graph, folder)
-    open_engine: OpenEngine = function(RUNTIMES[runtime].engine)
+    open_engine: OpenEngine = resolve_name(RUNTIMES[runtime].engine)
     return open_engine(Artefact(graph.path), "cpu", None, False)
 
 

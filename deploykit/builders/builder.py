@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from pkgutil import resolve_name
 
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
@@ -12,7 +13,7 @@ from deploykit.core.evidence import Layer
 from deploykit.core.json_value import Record
 from deploykit.core.paths import StrPath
 from deploykit.core.profile import Profile
-from deploykit.core.runtime import RUNTIMES, function
+from deploykit.core.runtime import RUNTIMES
 
 
 @dataclass(frozen=True)
@@ -87,5 +88,5 @@ def without_options(build: Callable[[Artefact, Path, Profile], BuildResult]) -> 
 
 def find_builder(runtime: str) -> Builder:
     """The builder for a profile's runtime; its module is imported now."""
-    found: Builder = function(RUNTIMES[runtime].builder)
+    found: Builder = resolve_name(RUNTIMES[runtime].builder)
     return found

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -103,9 +101,3 @@ BY_FORMAT: Mapping[str, Runtime] = {name: each for each in reversed(ALL) for nam
 TARGET_RUNTIMES = tuple(each.name for each in ALL if each.builder)  # what a profile may name
 BUILT = tuple(sorted({each.suffix[each.suffix.rindex(".") :] for each in ALL if each.builder}))
 READS = (".pt", ".pth", ".pt2", ".safetensors", *BUILT)
-
-
-def function(reference: str) -> Any:
-    """What "module:function" names; the module is imported now."""
-    module, _, name = reference.partition(":")
-    return getattr(import_module(module), name)

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -19,7 +20,6 @@ from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.extras import installed
 from deploykit.core.machine import this_machine
-from deploykit.core.runtime import function
 from deploykit.core.tensors import TensorSpec, mismatch
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def load(
     artefact.manifest  # noqa: B018 - raises for a file that is not the one it describes
     if not artefact.runtime.on_cpu:
         _check_gpu(artefact)
-    opener = function(artefact.runtime.engine)
+    opener = resolve_name(artefact.runtime.engine)
     if artefact.runtime.overlaps:
         opener = partial(opener, slots=2 if overlap else 1, graphs=cuda_graphs)
     if artefact.runtime.shares and shared is not None:
