@@ -14,6 +14,7 @@ from deploykit.runtimes.engine import Engine
 from deploykit.serving.hosted import Answered, Asked, HostedApp
 from deploykit.serving.options import ServeOptions
 from tests.support.fake_engine import FakeEngine
+from tests.support.serving.running import GatedEngine
 
 OPTIONS = ServeOptions(max_batch=4, max_body_bytes=4096)
 
@@ -102,20 +103,22 @@ def test_nothing_stays_in_the_memory_budget() -> None:
 
 
 def test_a_cancelled_request_leaves_the_queue() -> None:
+    engine = GatedEngine(max_batch=2)
+
     async def act(app: HostedApp) -> tuple[int, int]:
-        model = app.repository.models["m"]
+        engine.warm, model = True, app.repository.models["m"]
         tasks = [asyncio.create_task(app.answer(infer(ROWS))) for _ in range(4)]
-        while model.unanswered < 4:
+        while model.unanswered < 4 or model.waiting > 3:  # the engine has one
             await asyncio.sleep(0)
         before = model.waiting
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        return before, model.waiting
+        after = model.waiting
+        engine.gate.set()
+        return before, after
 
-    before, after = serve(act, [FakeEngine(latency_s=0.2, max_batch=2)])
-    assert before > 0
-    assert after == 0
+    assert serve(act, [engine]) == (3, 0)
 
 
 def test_the_end_closes_the_engines() -> None:

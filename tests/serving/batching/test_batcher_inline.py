@@ -41,7 +41,9 @@ def answers() -> Answers:
 
 @pytest.fixture
 def batcher(engine: Threads, loop: Loop) -> Iterator[Batcher]:
-    with Batcher([engine], BatchPolicy(max_batch=4), call_soon=loop.call_soon) as batcher:
+    """Its clock stands still."""
+    policy = BatchPolicy(max_batch=4)
+    with Batcher([engine], policy, clock_us=Clock(), call_soon=loop.call_soon) as batcher:
         batcher.inline_max_rows = math.inf
         asleep(batcher)
         yield batcher

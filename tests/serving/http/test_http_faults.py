@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -32,6 +33,7 @@ from tests.support.serving.running import (
 )
 
 INFER = "/v2/models/m/infer"
+PATIENT = HttpLimits(header_s=600, body_s=600, idle_s=600, write_s=600)  # this machine may be busy
 GOOD = request("POST", INFER, infer_json([1, 2, 3, 4], [1, 4]))
 
 
@@ -78,8 +80,7 @@ def test_a_body_of_any_size_split_anywhere_arrives_whole(count: int) -> None:
     """From one packet to many; a body after its head is received directly into its buffer."""
     rows = np.random.default_rng(count).random((1, count), dtype=np.float32)
     data = binary_request(rows)
-    patient = HttpLimits(header_s=600, body_s=600, write_s=600)  # this machine may be busy
-    with running({"m": free_axis()}, patient) as server:
+    with running({"m": free_axis()}, PATIENT) as server:
         raw = server.connect()
         raw.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         cuts = sorted(
@@ -168,8 +169,7 @@ def test_answers_keep_the_order_of_requests_after_a_large_json_body() -> None:
 
 def test_slow_clients_do_not_delay_others(eventually: Callable[[Callable[[], bool]], None]) -> None:
     """T4: 300 clients that send nothing, half a head or half a body, and one good client."""
-    limits = HttpLimits(header_s=1.0, body_s=1.0, idle_s=1.0)
-    with running(limits=limits) as server:
+    with running(limits=PATIENT) as server:
         raws = [server.connect() for _ in range(300)]
         for number, raw in enumerate(raws):
             if number % 3:
@@ -177,7 +177,8 @@ def test_slow_clients_do_not_delay_others(eventually: Callable[[Callable[[], boo
         for _ in range(20):
             assert good(server) == 200
         connections = server.server._listener.connections
-        eventually(lambda: len(connections) <= 1)
+        assert len(connections) >= 300
+        eventually(lambda: server.pass_time(700) or not connections)
         assert good(server) == 200
 
 
@@ -186,17 +187,13 @@ def test_sending_byte_by_byte_does_not_extend_the_deadline() -> None:
     with running(limits=HttpLimits(header_s=0.5)) as server:
         raw = server.connect()
         raw.socket.settimeout(0.02)
-        data = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nx: " + b"a" * 2000
+        data = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nx: " + b"a" * 3000
         answer = b""
         for byte in data:
-            try:
+            with contextlib.suppress(ConnectionError):  # the answer may have come before it
                 raw.send(bytes([byte]))
+            with contextlib.suppress(TimeoutError):
                 answer += raw.socket.recv(1000)
-            except TimeoutError:
-                continue
-            except OSError:
-                break
-            if answer:
                 break
         assert b" 408 " in answer
 

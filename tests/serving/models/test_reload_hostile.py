@@ -195,7 +195,7 @@ def test_few_files_at_most_hang_at_once(tmp_path: Path, eventually: Eventually) 
         for number in range(9):
             replace(model(tmp_path / "new", number), serving.path)
             serving.poll_twice()
-        assert len(begun) == 4
+        eventually(lambda: len(begun) == 4)
         assert serving.reloader.error("m") == "4 earlier files are still being loaded"
         release.set()
         serving.source.load = serving.load
@@ -289,7 +289,7 @@ def _bomb(operator: str, path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("operator", "why", "limit_s"),
-    [("ConstantOfShape", "memory", LIMIT_S), ("Loop", "given up: not loaded within", 3.0)],
+    [("ConstantOfShape", "memory", LIMIT_S), ("Loop", "given up: not loaded within", 1.0)],
 )
 def test_a_small_model_that_would_take_all_memory_or_all_time_is_not_run_here(
     tmp_path: Path, operator: str, why: str, limit_s: float

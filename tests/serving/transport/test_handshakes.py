@@ -11,6 +11,7 @@ import pytest
 
 from deploykit.serving.transport import listener
 from deploykit.serving.transport.listener import Acceptor
+from tests.support.serving.running import WAIT_S
 
 
 def test_few_tls_handshakes_begin_in_one_turn_of_the_loop() -> None:
@@ -56,7 +57,7 @@ def test_a_tls_client_that_says_nothing_is_disconnected(leaves: bool) -> None:
         server.setblocking(False)
         if leaves:
             client.close()
-        await asyncio.wait_for(acceptor._handshake(server), 9.0)
+        await asyncio.wait_for(acceptor._handshake(server), WAIT_S)
         assert server.fileno() == -1
         client.close()
         acceptor._socket.close()

@@ -183,8 +183,11 @@ def test_the_server_delivers_batches_in_turns_of_its_loop(
             seen.append(turns[0])
             raise RuntimeError("in a test")
 
-        for _ in range(3):
-            server.server._deliver([pending(done=slow) for _ in range(3)])
+        def deliver() -> None:  # all in one turn
+            for _ in range(3):
+                server.server._deliver_in_turns([pending(done=slow) for _ in range(3)])
+
+        server.server._loop.call_soon_threadsafe(deliver)
         eventually(lambda: len(seen) == 9)
         assert seen[:2] == [0, 0]
         assert max(Counter(seen).values()) == 2

@@ -8,6 +8,7 @@ import ssl
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -214,7 +215,7 @@ def test_tensors_in_shared_memory_count_like_received_ones(
 ) -> None:
     rows = 1 << 18  # 4 MiB
     engine = GatedEngine()
-    key = Path("/dev/shm/test-held")
+    key = Path(f"/dev/shm/test-held-{uuid4().hex}")
     key.write_bytes(bytes(rows * 16))
     region = {"shared_memory_region": "r", "shared_memory_byte_size": rows * 16}
     item = {"name": "x", "datatype": "FP32", "shape": [rows, 4], "parameters": region}
@@ -225,7 +226,7 @@ def test_tensors_in_shared_memory_count_like_received_ones(
     options = {"shared_memory": True, "max_batch": rows, "max_held_bytes": 10 << 20}
     try:
         with running({"m": engine}, **options) as server:
-            spec = json.dumps({"key": "/test-held", "byte_size": rows * 16}).encode()
+            spec = json.dumps({"key": f"/{key.name}", "byte_size": rows * 16}).encode()
             path = "/v2/systemsharedmemory/region/r/register"
             assert server.ask("POST", path, spec).status == 200
             engine.warm = True

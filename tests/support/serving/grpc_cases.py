@@ -28,7 +28,7 @@ from deploykit.serving.transport.security import Guard
 from deploykit.serving.workers.group import ServerGroup
 from tests.support.fake_engine import FakeEngine
 
-WAIT_S = 20  # a limit against hanging, not a measure
+WAIT_S = 60  # a limit against hanging, not a measure
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 SERVICE = INFER.rpartition("/")[0]
 STREAM = f"{SERVICE}/ModelStreamInfer"

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import deploykit as dk
 from tests.support.onnx_zoo import linear, save
 
-WAIT_S = 30  # against hanging
+WAIT_S = 60  # against hanging
 
 
 class Client:

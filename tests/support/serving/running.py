@@ -15,7 +15,7 @@ import numpy as np
 from deploykit.serving.server import HttpLimits, ServeOptions, Server
 from tests.support.fake_engine import FakeEngine
 
-WAIT_S = 20  # a limit against hanging, not a measure
+WAIT_S = 60  # a limit against hanging, not a measure
 
 
 @dataclass
@@ -97,6 +97,17 @@ class Running:
         reply = raw.reply(body=method != "HEAD")
         assert reply is not None
         return reply
+
+    def pass_time(self, seconds: float) -> None:
+        """Let the server check its connections as if it were so much later."""
+        listener, checked = self.server._listener, threading.Event()
+
+        def check() -> None:
+            listener.tick(listener.now_s + seconds)
+            checked.set()
+
+        self.server._loop.call_soon_threadsafe(check)
+        assert checked.wait(WAIT_S)
 
     def stop(self) -> int | None:
         """Shut down and wait for it; returns what `run` returned."""
