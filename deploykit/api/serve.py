@@ -282,7 +282,9 @@ class _Service:
             shadowing = _shadows(references, models, settings, stack) if references else {}
             live = {} if group.runs_engines else steps.live(models)
             server = http.Server(models, settings, group=group, pipelines=live)
-            _watch(server.repository, shadowing, otlp, sources if self.reload else {}, stack)
+            _watch(server.repository, shadowing, otlp, stack)
+            if sources and self.reload:
+                _reload(server.repository, sources, group, stack)
             if on_serve is not None:
                 on_serve(server)
 
@@ -335,11 +337,9 @@ def _watch(
     repository: ModelRepository,
     shadowing: Mapping[str, Shadow],
     otlp: str | None,
-    sources: Mapping[str, Source],
     stack: ExitStack,
 ) -> None:
-    """Add shadows, traces, the logs' figures and the reloading of `sources`."""
-    from deploykit.serving.models.reload import Reloader
+    """Add shadows, traces and the logs' figures."""
     from deploykit.serving.observe import logs
 
     repository.add_metrics(logs.samples)
@@ -353,11 +353,21 @@ def _watch(
         repository.add_metrics(tracer.samples)
         for name, model in repository.models.items():
             model.watch(tracer.watch(name))
-    if sources:
-        reloader = stack.enter_context(Reloader(repository, sources))
-        repository.add_metrics(reloader.samples)
-        for name, model in repository.models.items():
-            model.remark = partial(reloader.error, name)
+
+
+def _reload(
+    repository: ModelRepository,
+    sources: Mapping[str, Source],
+    group: ServerGroup,
+    stack: ExitStack,
+) -> None:
+    """Replace engines whose files change."""
+    from deploykit.serving.models.reload import Reloader
+
+    reloader = stack.enter_context(Reloader(repository, sources, announce=group.announce))
+    repository.add_metrics(reloader.samples)
+    for name, model in repository.models.items():
+        model.remark = partial(reloader.error, name)
 
 
 def _files_by_name(models: Models) -> dict[str, Path]:

@@ -2,7 +2,7 @@
 
 A new file is checked by a process of its own (trial.py), then loaded on a thread of its own; one
 that takes too long is given up. If it cannot be loaded or holds another model, the old engine
-keeps serving; the log and `error` report why. The next attempt follows the next change of the file.
+keeps serving; `announce` and `error` report why. The next attempt follows the file's next change.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ MOST_HANGING = 4  # files of a model that hang while they are loaded here; each 
 
 File = tuple[str, int, int, int]  # name, inode, bytes, modified in ns; zeros where there is none
 Load = Callable[[], Sequence[Engine]]
+Announce = Callable[[str, int, str], None]  # model, level of the log, message
+
+
+def announce(_model: str, level: int, message: str) -> None:
+    """Log what became of a model's new file."""
+    log.log(level, "%s", message)
 
 
 class Replaces(Protocol):
@@ -80,12 +86,13 @@ class Reloader(Closing):
         repository: Replaces,
         sources: Mapping[str, Source],
         *,
+        announce: Announce = announce,
         poll_s: float = POLL_S,
         limit_s: float = LIMIT_S,
     ) -> None:
         self._closing = threading.Event()
         self._watches = {
-            name: _Watch(name, source, repository, self._closing, poll_s, limit_s)
+            name: _Watch(name, source, repository, announce, self._closing, poll_s, limit_s)
             for name, source in sources.items()
         }
         for watch in self._watches.values():
@@ -128,6 +135,7 @@ class _Watch(threading.Thread):
         name: str,
         source: Source,
         repository: Replaces,
+        announce: Announce,
         closing: threading.Event,
         poll_s: float,
         limit_s: float,
@@ -136,6 +144,7 @@ class _Watch(threading.Thread):
         self._model = name
         self._source = source
         self._repository = repository
+        self._announce = announce
         self._closing = closing
         self._poll_s = poll_s
         self._limit_s = limit_s
@@ -195,23 +204,18 @@ class _Watch(threading.Thread):
         if problem is None:
             self.reloads += 1
             self._problem = None
-            log.info(
-                "model '%s': %s was replaced and is in use%s",
-                self._model,
-                source.path.name,
-                digest,
-            )
+            self._say(logging.INFO, f"{source.path.name} was replaced and is in use{digest}")
         else:
             self._reject(problem)
 
     def _reject(self, problem: str) -> None:
         if problem != self._problem:
-            log.error(
-                "model '%s': the new file was rejected, the previous engine stays in use: %s",
-                self._model,
-                problem,
-            )
+            stays = "the new file was rejected, the previous engine stays in use"
+            self._say(logging.ERROR, f"{stays}: {problem}")
         self._problem = problem
+
+    def _say(self, level: int, message: str) -> None:
+        self._announce(self._model, level, f"model '{self._model}': {message}")
 
     def _attempt(self, files: tuple[File, ...]) -> Sequence[Engine] | None:
         """Check and load the file, on a thread that is given up after a time limit.

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from deploykit.core.errors import DeploykitError, first_line
+from deploykit.serving.models import reload
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
@@ -90,6 +91,10 @@ class ServerGroup:
     def report_state(self, not_ready: str | None) -> None:
         """Called often, with the reason why this process alone is not ready."""
 
+    def announce(self, model: str, level: int, message: str) -> None:
+        """Log what all processes find out on their own: once. Any thread may call it."""
+        reload.announce(model, level, message)
+
     def may_close(self) -> bool:
         """Whether a server that has answered all requests may refuse connections from now on."""
         return True
@@ -143,6 +148,7 @@ class Member(ServerGroup):
         self._asked: dict[int, Then] = {}
         self._numbers = itertools.count()
         self._may_open: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._hooks: Hooks | None = None
         self._not_ready: str | None = None
         self._drained = self._closing = self._lost = False
@@ -166,7 +172,7 @@ class Member(ServerGroup):
         """Tell the parent that the models are ready; wait for what the others know already."""
         self._hooks, self._may_open = hooks, asyncio.Event()
         await self._link.connect(self._end)
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         loop.add_reader(self._control.fileno(), self._receive_memory, loop)
         if self.runs_engines:
             self._link.send("engines", self.engines)
@@ -199,6 +205,13 @@ class Member(ServerGroup):
         if not_ready != self._not_ready:
             self._not_ready = not_ready
             self._link.send("state", not_ready)
+
+    def announce(self, model: str, level: int, message: str) -> None:
+        if self._loop is None:  # it opens its models
+            super().announce(model, level, message)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._link.send, "announce", model, level, message)
 
     def may_close(self) -> bool:
         """Not before all have answered theirs: until then a health check gets an answer."""

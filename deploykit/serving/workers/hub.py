@@ -45,6 +45,7 @@ class Hub:
         self._ended: merge.Report | None = None  # what those counted that have ended
         self._regions: dict[str, tuple[str, tuple[Any, ...]]] = {}
         self._asks: list[tuple[Forked, int, str, int]] = []
+        self._announced: dict[str, str] = {}  # the last message about each model
         self._collecting = False
         self._numbers = itertools.count()
         self._history = History()
@@ -59,7 +60,7 @@ class Hub:
         return list(self._regions.values())
 
     def receive(self, worker: Forked, message: Message) -> None:
-        """A message that begins with done, collect or change."""
+        """A message that begins with done, collect, announce or change."""
         kind, *content = message
         if kind == "done":
             worker.missed = 0
@@ -74,6 +75,11 @@ class Hub:
             if not self._collecting:
                 self._collecting = True
                 self._run(self._collect())
+        elif kind == "announce":
+            model, level, text = content
+            if self._announced.get(model) != text:  # another worker has not reported it
+                self._announced[model] = text
+                log.log(level, "%s", text)
         else:
             self._run(self._change(worker, *content))
 

@@ -246,16 +246,6 @@ def test_a_worker_that_hangs_is_replaced_and_the_others_report_meanwhile(tmp_pat
         until(lambda: server.gauge("deploykit_workers") == 2)
 
 
-def test_a_replaced_file_is_in_use_everywhere(tmp_path: Path) -> None:
-    path = model(tmp_path / "m.onnx", 1.0)
-    with Process(tmp_path, *TWO, command=REAL, engine=f"m={path}") as server:
-        replace(model(tmp_path / "new.onnx", 2.0), path)
-        until(lambda: server.gauge("deploykit_model_generation") == 2)
-        with connections(server) as clients:
-            found = [ask(client, "GET", "/v2/models/m")[1]["parameters"] for client in clients]
-        assert {each["generation"] for each in found} == {"2"}
-
-
 def test_large_weights_are_in_memory_once(tmp_path: Path) -> None:
     """Those of a replacing file and of a worker that is started later, too; a stop removes them."""
 
