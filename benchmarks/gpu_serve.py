@@ -24,7 +24,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.error
@@ -42,6 +41,7 @@ from processes import Running, free_port, started
 from deploykit.core.errors import DeploykitError
 from deploykit.core.files import make_folder, read_json, write_json, write_text
 from deploykit.core.machine import this_machine, usable_cores
+from tests.gpu.guard import workplace
 from tests.gpu.run import run_all, use_site
 from tests.gpu.steps import PYTHON, Result, Step
 
@@ -335,8 +335,7 @@ def main() -> int:
     try:
         options.out = make_folder(options.out.resolve())
         logs = make_folder(options.out / "logs")
-        with tempfile.TemporaryDirectory(prefix="gpu-serve-") as folder:
-            work = Path(folder)
+        with workplace("gpu-serve-") as work:
             results = run_all(
                 planned(options, work),
                 options.limit_s,

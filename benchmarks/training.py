@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from deploykit.core.files import write_json, write_text
 from deploykit.core.machine import this_machine
 from deploykit.training.devices import ARTICLES
+from tests.gpu.guard import workplace
 from tests.gpu.run import NOTHING, run_all
 from tests.gpu.steps import PYTHON, Result, Step
 
@@ -175,13 +176,14 @@ def main() -> int:
     logs.mkdir(parents=True, exist_ok=True)
     for name in RUNS:
         place(out, name).unlink(missing_ok=True)  # an earlier run's
-    results = run_all(
-        planned(out, options.rehearse, gpus),
-        options.limit_s,
-        out,
-        logs,
-        lambda so_far: collect(out, so_far, options.rehearse),
-    )
+    with workplace("training-"):
+        results = run_all(
+            planned(out, options.rehearse, gpus),
+            options.limit_s,
+            out,
+            logs,
+            lambda so_far: collect(out, so_far, options.rehearse),
+        )
     return int(any(each.status == "failed" for each in results))
 
 

@@ -22,13 +22,13 @@ import importlib.util
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from deploykit.core.machine import this_machine
 from tests.gpu import builds, zoo
+from tests.gpu.guard import workplace
 from tests.gpu.steps import PYTHON, ROOT, Result, Step, run_step
 from tests.support.runtimes.cases import OPENERS, absent
 
@@ -72,15 +72,15 @@ def main() -> int:
         parser.error(f"no part {sorted(unknown)[0]}; one of: {', '.join(PARTS)}")
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="gpu-test-") as folder:
-        plans = Path(folder, "plans")  # a part takes what another has built
+    with workplace("gpu-test-") as folder:
+        plans = folder / "plans"  # a part takes what another has built
         plans.mkdir()
         os.environ["DEPLOYKIT_GPU_PLANS"] = str(plans)
         members, precisions = (
             list(filter(None, options.members.split(","))),
             options.precisions.split(","),
         )
-        steps = planned(parts, members, precisions, options.calls, Path(folder), options.out)
+        steps = planned(parts, members, precisions, options.calls, folder, options.out)
         results = run_all(steps, options.limit_s, options.out)
     return exit_code(results)
 

@@ -19,11 +19,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.gpu import run, zoo
+from tests.gpu.guard import workplace
 from tests.gpu.steps import PYTHON, Result, Step
 from tests.support.runtimes.cases import absent
 
@@ -84,11 +84,11 @@ def main() -> int:
         return 3
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="gpu-session-") as folder:
-        logs = Path(folder, "logs")
+    with workplace("gpu-session-") as folder:
+        logs = folder / "logs"
         logs.mkdir()
         results = run.run_all(
-            planned(Path(folder), out),
+            planned(folder, out),
             options.limit_s,
             out,
             logs,

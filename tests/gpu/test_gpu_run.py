@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,6 +84,51 @@ def test_step_that_hangs_is_killed_with_what_it_started(tmp_path: Path, own_sess
     result = run_step(step(code), 3, tmp_path)
     assert (result.status, result.why) == ("failed", "killed after 3 s")
     assert result.seconds < 50
+
+
+def test_kill_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
+    """Of a run that is killed with SIGKILL, with a step whose child has a session of its own."""
+    told = tmp_path / "told"
+    child = "import time; time.sleep(60)"
+    code = (
+        "import os, pathlib, subprocess, sys, time\n"
+        f"words = [sys.executable, '-c', {child!r}]\n"
+        "child = subprocess.Popen(words, start_new_session=True)\n"
+        f"told = pathlib.Path({str(told)!r})\n"
+        "place = os.environ['TMPDIR']\n"
+        "told.with_suffix('.part').write_text(f'{os.getpid()} {child.pid} {place}')\n"
+        "told.with_suffix('.part').rename(told)\n"
+        "time.sleep(60)"
+    )
+    whole = (
+        "from pathlib import Path\n"
+        "from tests.gpu.guard import workplace\n"
+        "from tests.gpu.steps import PYTHON, Step, run_step\n"
+        "with workplace('killed-') as work:\n"
+        f"    run_step(Step('p', 't', [PYTHON, '-c', {code!r}], 60), 60, Path({str(tmp_path)!r}))\n"
+    )
+    runner = subprocess.Popen([PYTHON, "-c", whole], cwd=ROOT)
+    try:
+        until(told.is_file)
+    finally:
+        runner.kill()
+        runner.wait()
+    *pids, folder = told.read_text().split()
+    until(lambda: not any(alive(pid) for pid in pids) and not Path(folder).exists())
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 50
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_failure_is_recorded_and_the_other_steps_run(tmp_path: Path) -> None:
