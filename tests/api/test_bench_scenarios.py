@@ -125,5 +125,6 @@ def test_a_wrong_engine_runs_in_no_scenario(affine_onnx: Path, tmp_path: Path) -
     )
     onnx.save(model, other)
     report = timed(other, baseline=affine_onnx, scenarios=["offline"])
-    assert {each.label for each in report.scenarios} <= {"fp32 CPU", "fp32 CPU, 2 sessions"}
+    assert report.scenarios
+    assert all(each.label.startswith("fp32 CPU") for each in report.scenarios)
     assert report.wrong

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import deploykit as dk
 from deploykit.core.errors import DeploykitError, Expired, TooLarge, UnknownEncoding
 from tests.support.fake_engine import FakeEngine
 from tests.support.installed import needs
+from tests.support.serving.faults import until
 from tests.support.serving.running import Running, running
 
 needs("PIL", "tokenizers")
@@ -118,7 +118,7 @@ def test_an_idle_connection_that_the_server_closed_is_opened_again(served: Runni
         assert client.predict(LIGHT, "classify")["label"] == "light"
         for connection in list(served.server._listener.connections):
             served.server._loop.call_soon_threadsafe(connection.close)
-        threading.Event().wait(0.05)
+        until(lambda: not served.server._listener.connections)
         assert client.predict(DARK, "classify")["label"] == "dark"
 
 

@@ -25,7 +25,7 @@ from deploykit.serving import server as http
 from tests.support.onnx_zoo import linear, mnist_like, save
 
 pytest.importorskip("onnxruntime")
-WAIT_S = 30  # against hanging
+WAIT_S = 60  # against hanging
 
 
 class Served:

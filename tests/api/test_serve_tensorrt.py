@@ -49,7 +49,7 @@ def ask(url: str, x: np.ndarray) -> np.ndarray:
     item = {"name": "x", "datatype": "FP32", "shape": x.shape, "data": x.ravel().tolist()}
     body = json.dumps({"inputs": [item]}).encode()
     request = urllib.request.Request(f"{url}/v2/models/m/infer", body)
-    with urllib.request.urlopen(request, timeout=30) as reply:
+    with urllib.request.urlopen(request, timeout=60) as reply:
         (output,) = json.loads(reply.read())["outputs"]
     return np.array(output["data"], np.float32).reshape(output["shape"])
 

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from tests.support.campaign import only_in_a_campaign
 from tests.support.onnx_zoo import mnist_like, save
+from tests.support.serving.faults import until
 
 LIMIT_S = 120.0
 BEFORE = b"what was there before"
@@ -36,31 +36,46 @@ def place(tmp_path: Path, data: Path) -> Path:
     return tmp_path
 
 
-def maps(process: subprocess.Popen[bytes], library: str) -> bool:
-    """Whether the process has loaded a native library: by then the command is at its work."""
-    try:
-        return library in Path(f"/proc/{process.pid}/maps").read_text()
-    except OSError:
-        return False
+MAPPED = "'onnxruntime_pybind11_state' in Path('/proc/self/maps').read_text()"  # it is at work
+INTERRUPTING = """
+import os, runpy, signal, sys, threading, time
+from pathlib import Path
+
+def interrupt():
+    while not ({when}):
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=interrupt, daemon=True).start()
+runpy.run_module("deploykit", run_name="__main__", alter_sys=True)
+"""
 
 
-def interrupted(place: Path, words: list[str], working: Callable[..., bool]) -> tuple[int, str]:
-    """Start a command, send SIGINT once `working(process)` is true; its exit code and stderr."""
+def interrupted(
+    place: Path,
+    words: list[str],
+    when: str = "False",
+    working: Callable[[], bool] | None = None,
+) -> tuple[int, str]:
+    """Run a command that gets SIGINT at its work; its exit code and stderr.
+
+    It sends the signal to itself once the expression `when` is true: seen from here, it might have
+    ended meanwhile. Where it would work for minutes, it gets it from here, once `working()` is.
+    """
     log = place / "stderr.txt"
+    program = INTERRUPTING.format(when=when)
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "deploykit", *words],
+            [sys.executable, "-c", program, *words],
             cwd=place,
             stdout=subprocess.DEVNULL,
             stderr=stream,
         )
         try:
-            end = time.monotonic() + LIMIT_S
-            while not working(process):
+            if working is not None:
+                until(lambda: working() or process.poll() is not None, LIMIT_S)
                 assert process.poll() is None, log.read_text()
-                assert time.monotonic() < end, "it never began"
-                time.sleep(0.02)
-            process.send_signal(signal.SIGINT)
+                process.send_signal(signal.SIGINT)
             code = process.wait(timeout=LIMIT_S)
         finally:
             process.kill()
@@ -68,10 +83,6 @@ def interrupted(place: Path, words: list[str], working: Callable[..., bool]) -> 
     said = log.read_text()
     log.unlink()
     return code, said
-
-
-def says(place: Path, text: str) -> Callable[..., bool]:
-    return lambda _: text in (place / "stderr.txt").read_text()
 
 
 WITH_ONNX = {
@@ -101,9 +112,7 @@ def test_ctrl_c_leaves_nothing_half_done(place: Path, verb: str) -> None:
     if verb != "compare":
         (place / "out").write_bytes(BEFORE)
     before = {path: path.read_bytes() for path in place.iterdir() if path.name != "data.npz"}
-    code, said = interrupted(
-        place, WITH_ONNX[verb], lambda process: maps(process, "onnxruntime_pybind11_state")
-    )
+    code, said = interrupted(place, WITH_ONNX[verb], MAPPED)
     assert (code, "Traceback" in said) == (130, False), said
     parts = place / "out.parts"  # those of `predict`, from which the same command goes on
     files = (
@@ -122,7 +131,7 @@ def test_ctrl_c_while_training(place: Path) -> None:
     pytest.importorskip("sklearn")
     recipe = str(Path(__file__).resolve().parents[2] / "examples/own_recipe.py")  # a quick epoch
     words = ["train", recipe, "--epochs", "100000", "-o", "out.pt", "--force"]
-    code, said = interrupted(place, words, says(place, "epoch 1/"))
+    code, said = interrupted(place, words, "'epoch 1/' in Path('stderr.txt').read_text()")
     assert (code, "Traceback" in said) == (130, False), said
     assert (place / "out.pt").read_bytes() == BEFORE
     assert sorted(path.name for path in place.iterdir()) == ["data.npz", "model.onnx", "out.pt"]
@@ -138,11 +147,8 @@ def test_ctrl_c_while_exporting(place: Path) -> None:
     recipe = load_recipe("mnist-cnn")
     save_checkpoint(place / "m.pt", recipe.build(), "mnist-cnn", recipe.inputs, recipe.outputs)
     (place / "out.onnx").write_bytes(BEFORE)
-    code, said = interrupted(
-        place,
-        ["export", "m.pt", "-o", "out.onnx", "--force"],
-        lambda _: any(place.glob(".out.onnx.*")),
-    )
+    words = ["export", "m.pt", "-o", "out.onnx", "--force"]
+    code, said = interrupted(place, words, "any(Path().glob('.out.onnx.*'))")
     assert (code, "Traceback" in said) == (130, False), said
     assert (place / "out.onnx").read_bytes() == BEFORE
     names = sorted(path.name for path in place.iterdir())
@@ -168,11 +174,8 @@ def test_ctrl_c_ends_a_server_and_a_load_on_it(place: Path) -> None:
     try:
         assert server.stdout is not None
         url = "http://" + json.loads(server.stdout.readline())["http"]
-        code, said = interrupted(
-            place,
-            ["load", url, "--duration", "600"],
-            lambda _: busy(url),
-        )
+        words = ["load", url, "--duration", "600"]
+        code, said = interrupted(place, words, working=lambda: busy(url))
         assert (code, "Traceback" in said) == (130, False), said
         server.send_signal(signal.SIGINT)
         assert server.wait(timeout=LIMIT_S) == 130
@@ -198,7 +201,7 @@ def busy(url: str) -> bool:
     """Whether the server has answered inference requests."""
     import urllib.request
 
-    with urllib.request.urlopen(f"{url}/v2/models/m/stats", timeout=10) as answer:
+    with urllib.request.urlopen(f"{url}/v2/models/m/stats", timeout=LIMIT_S) as answer:
         stats = json.loads(answer.read())["model_stats"][0]
     return stats["inference_count"] > 100
 
@@ -209,7 +212,7 @@ def busy(url: str) -> bool:
 def test_ctrl_c_in_the_demo_leaves_no_process(place: Path) -> None:
     pytest.importorskip("torch")
     code, said = interrupted(
-        place, ["demo", "--quick", "-o", "demo"], lambda _: served_by(place) is not None
+        place, ["demo", "--quick", "-o", "demo"], working=lambda: served_by(place) is not None
     )
     assert (code, "Traceback" in said) == (130, False), said
     assert served_by(place) is None

@@ -3,7 +3,8 @@
     python -m tests.gpu.lock
 
 One thread waits for copies that take a while, this one counts. Prints JSON; exit 1 where this
-thread was held: cuda-bindings below 12.9.1 keep the lock in `cudaEventSynchronize`.
+thread was held: cuda-bindings below 12.9.1 keep the lock in `cudaEventSynchronize`. Other work on
+the machine may hold it, too: one wait in which it was free is enough.
 """
 
 from __future__ import annotations
@@ -17,10 +18,24 @@ from deploykit.runtimes.cuda.driver import CudaDevice
 
 COPIES, NBYTES = 40, 256 << 20
 LEAST = 1000  # turns of an empty loop; 378 to 1 was seen between both, with a sleep in each turn
+WAITS = 10  # at most
 
 
 def main() -> int:
     cuda = CudaDevice(0)
+    for _ in range(WAITS):
+        found = watch(cuda)
+        held = found["waited_s"] > 0.05 and found["turns"] < LEAST
+        if not held:
+            break
+    sys.stdout.write(json.dumps(found) + "\n")
+    if held:
+        sys.stderr.write(f"error: {found['turns']} turns of a loop while another thread waited\n")
+    return int(held)
+
+
+def watch(cuda: CudaDevice) -> dict[str, float]:
+    """The seconds of a wait, and how often this thread went through a loop meanwhile."""
     nbytes = min(NBYTES, cuda.memory()[0] // 4)
     stream, event = cuda.open_stream(), cuda.open_event()
     host, device = cuda.pin(nbytes), cuda.allocate(nbytes)
@@ -45,12 +60,11 @@ def main() -> int:
     while thread.is_alive():
         turns += 1
     thread.join()
-    found = {"waited_s": seconds, "turns": turns, "copied_bytes": COPIES * nbytes}
-    sys.stdout.write(json.dumps(found) + "\n")
-    if seconds > 0.05 and turns < LEAST:
-        sys.stderr.write(f"error: {turns} turns of a loop while another thread waited\n")
-        return 1
-    return 0
+    cuda.unpin(host)
+    cuda.free(device)
+    cuda.close_event(event)
+    cuda.close_stream(stream)
+    return {"waited_s": seconds, "turns": turns, "copied_bytes": COPIES * nbytes}
 
 
 if __name__ == "__main__":

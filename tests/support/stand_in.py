@@ -23,7 +23,8 @@ class StandIn:
     """An Open Inference Protocol server of one model. `infer` decides each inference's answer.
 
     It returns bytes to send, None to close the connection without an answer, or an awaitable of
-    either. `bodies` are the received inference requests: the JSON part and the tensors.
+    either. `bodies` are the received inference requests: the JSON part and the tensors. Each takes
+    `pause_s`, so that a load leaves the cores to others.
     """
 
     def __init__(
@@ -32,7 +33,9 @@ class StandIn:
         models: Sequence[str] = ("m",),
         inputs: Sequence[dict[str, object]] = (IMAGE,),
         other: Callable[[str], bytes | None] = lambda _path: None,
+        pause_s: float = 0.005,
     ) -> None:
+        self.pause_s = pause_s
         self.infer, self.models, self.inputs, self.other = infer, models, inputs, other
         self.bodies: list[tuple[dict[str, object], bytes]] = []
         self.connections = 0
@@ -69,6 +72,7 @@ class StandIn:
             split = int(fields["inference-header-content-length"])
             self.bodies.append((json.loads(body[:split]), body[split:]))
             found = self.infer(self, len(self.bodies) - 1)
+            await asyncio.sleep(self.pause_s)
             return await found if asyncio.iscoroutine(found) else found  # type: ignore[return-value]
         if path == f"/v2/models/{self.models[0]}":
             return reply(200, {"name": self.models[0], "inputs": list(self.inputs), "outputs": []})
@@ -95,12 +99,12 @@ class StandIn:
 
         thread = threading.Thread(target=lambda: asyncio.run(main()))
         thread.start()
-        assert ready.wait(10)
+        assert ready.wait(60)
         try:
             yield f"http://127.0.0.1:{self.port}"
         finally:
             self.loop.call_soon_threadsafe(self.stop.set)
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
     def die(self) -> None:

@@ -15,6 +15,7 @@ from deploykit.api.load_test import load_test
 from deploykit.api.pipeline import predict_files
 from deploykit.measure.load.bodies import BodyCheck
 from tests.support.installed import needs
+from tests.support.measure.loads import at_least, load
 from tests.support.runtimes.tiles import page, png, write_pipeline
 
 needs("onnxruntime", "PIL", "tokenizers", "hpack")
@@ -50,7 +51,7 @@ def urls(server: dk.RunningServer) -> tuple[str, str]:
 
 def test_files_are_sent_to_a_pipeline_and_to_a_task(server: dk.RunningServer, folder: Path) -> None:
     for url, model in [*product(urls(server), ["tiles"]), (urls(server)[1], "classify")]:
-        found = load_test(url, model=model, data=folder / "pages", **QUICK)
+        found = load(url, run=load_test, model=model, data=folder / "pages", **QUICK)
         assert (found.failed, found.ok > 0) == (0, True), found.errors
         assert found.sends.startswith("3 image/png, ")
         assert found.sends.endswith("bytes: 0.png, 1.png, 2.png")
@@ -79,10 +80,11 @@ def test_an_answer_that_is_not_the_expected_one_has_failed(
 ) -> None:
     path = folder / "answers.jsonl"
     predict_files(folder / "tiles.py", [folder / "pages"], path)
-    found = load_test(urls(server)[1], model="tiles", expect=path, **QUICK)
+    found = load(urls(server)[1], run=load_test, model="tiles", expect=path, **QUICK)
     assert (found.failed, found.ok > 0) == (0, True), found.errors
     path.write_text(path.read_text().replace("green", "greem"))
-    found = load_test(server.url, model="tiles", expect=path, **QUICK)
+    enough = at_least(3)  # each file once
+    found = load(server.url, enough=enough, run=load_test, model="tiles", expect=path, **QUICK)
     assert found.failed > 0
     assert found.ok > 0  # of the other two files
     assert found.first_error == "a wrong answer: it differs by more than 0.001"

@@ -17,6 +17,7 @@ from deploykit.measure.load.generator import run_load
 from deploykit.measure.load.grpc import Grpc, call_of, field, infer_request
 from deploykit.measure.load.http1 import NotHttpError
 from deploykit.measure.load.records import WRONG
+from tests.support.measure.loads import at_least, load
 from tests.support.stand_in import StandIn
 
 grpc = pytest.importorskip("grpc")
@@ -72,8 +73,8 @@ def serving(
         server.stop(0).wait()
 
 
-@pytest.mark.parametrize("load", [{"concurrency": 3}, {"rate": 100.0}], ids=str)
-def test_grpc_is_loaded_as_http_is(load: dict[str, float]) -> None:
+@pytest.mark.parametrize("options", [{"concurrency": 3}, {"rate": 100.0}], ids=str)
+def test_grpc_is_loaded_as_http_is(options: dict[str, float]) -> None:
     seen: list[bytes] = []
 
     def infer(request: bytes, _context: object) -> bytes:
@@ -81,7 +82,7 @@ def test_grpc_is_loaded_as_http_is(load: dict[str, float]) -> None:
         return answer()
 
     with serving(infer) as url:
-        result = run_load(url, batch=5, **load, **QUICK)
+        result = load(url, seen, at_least(3), batch=5, **options, **QUICK)
     assert (result.protocol, result.model, result.shapes) == ("grpc", "m", {"x": (5, 3)})
     assert result.sent == result.ok == len(seen) - 1 >= 3  # one more was the probe
     assert result.server == {"server": "native", "version": "7", "platform": "native"}
@@ -119,7 +120,7 @@ def test_large_requests_and_answers_pass_the_windows() -> None:
         return answer(large)
 
     with serving(infer, about=about) as url:
-        result = run_load(url, concurrency=2, **QUICK)
+        result = load(url, concurrency=2, **QUICK)
     assert result.ok == result.sent > 0
     assert min(sizes) > 2 << 20
 
@@ -135,7 +136,7 @@ def test_statuses_are_counted_as_http_s_are() -> None:
         return answer()
 
     with serving(infer) as url:
-        result = run_load(url, concurrency=8, **QUICK)
+        result = load(url, turns, at_least(8), concurrency=8, **QUICK)
     assert result.sent == result.ok + result.refused + result.expired + result.failed >= 8
     for kind, share in ((result.ok, 1), (result.refused, 2), (result.expired, 1)):
         assert kind == pytest.approx(result.sent * share / 5, abs=3)
@@ -166,7 +167,7 @@ def test_a_server_without_an_index_needs_the_model_s_name() -> None:
             run_load(url, concurrency=1)
         with pytest.raises(NotFound, match="no such model: 50 %"):
             run_load(url, model="other", concurrency=1)
-        assert run_load(url, model="m", concurrency=1, **QUICK).ok > 0
+        assert load(url, model="m", concurrency=1, **QUICK).ok > 0
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:

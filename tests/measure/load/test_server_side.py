@@ -12,7 +12,6 @@ import pytest
 
 import deploykit as dk
 from deploykit.measure.load.conditions import apply_conditions, parse_conditions
-from deploykit.measure.load.generator import run_load
 from deploykit.measure.load.result import LoadResult
 from deploykit.measure.load.server_process import server_processes
 from deploykit.measure.load.server_side import (
@@ -27,6 +26,7 @@ from deploykit.measure.load.target import RemoteModel
 from deploykit.measure.report.limit_figures import request_waterfall
 from deploykit.measure.report.report import Report
 from deploykit.measure.report.verdict import verdict
+from tests.support.measure.loads import load
 from tests.support.stand_in import StandIn
 
 PROC = Path("/proc")
@@ -40,7 +40,7 @@ def running(affine_onnx: Path) -> Iterator[dk.RunningServer]:
 
 
 def run(server: dk.RunningServer, grpc: bool) -> LoadResult:
-    return run_load(f"grpc://{server.grpc_url}" if grpc else server.url, **QUICK)
+    return load(f"grpc://{server.grpc_url}" if grpc else server.url, **QUICK)
 
 
 @pytest.mark.parametrize("grpc", [False, True], ids=["http", "grpc"])
@@ -80,7 +80,7 @@ def test_the_load_of_other_processes_is_watched(
 
 def test_a_server_without_options_or_statistics_is_loaded_all_the_same() -> None:
     with StandIn().running() as url:
-        result = run_load(url, **QUICK)
+        result = load(url, **QUICK)
     assert result.ok > 0
     assert (result.options, result.stages_ms, result.notes) == ({}, {}, ())
 

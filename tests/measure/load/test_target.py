@@ -13,6 +13,7 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.measure.load.check import error_text
 from deploykit.measure.load.generator import run_load
 from deploykit.measure.load.target import RemoteModel, make_feeds
+from tests.support.measure.loads import at_least, load
 from tests.support.stand_in import StandIn, reply
 
 QUICK = {"concurrency": 1, "warmup_s": 0.0, "duration_s": 0.3}
@@ -50,7 +51,7 @@ def test_of_several_models_one_must_be_named() -> None:
     with StandIn(models=("cnn", "bert")).running() as url:
         with pytest.raises(BadInput, match="serves 2 models: cnn, bert"):
             run_load(url, **QUICK)
-        assert run_load(url, model="cnn", **QUICK).ok > 0
+        assert load(url, model="cnn", **QUICK).ok > 0
 
 
 def test_a_server_without_an_index_needs_the_model_s_name() -> None:
@@ -62,7 +63,7 @@ def test_a_server_without_an_index_needs_the_model_s_name() -> None:
     with StandIn(other=other).running() as url:
         with pytest.raises(BadInput, match="does not list its models"):
             run_load(url, **QUICK)
-        assert run_load(url, model="m", **QUICK).ok > 0
+        assert load(url, model="m", **QUICK).ok > 0
         with pytest.raises(NotFound, match="no model 'other'"):
             run_load(url, model="other", **QUICK)
 
@@ -153,7 +154,8 @@ def test_a_model_of_several_inputs_of_any_length_is_loaded_with_its_golden_sampl
         with pytest.raises(BadInput, match="axis1 has no size") as caught:
             run_load(url, **QUICK)
         assert "`data`" in str(caught.value.hint)
-        assert run_load(url, batch=3, data=tmp_path / "m.golden.npz", **QUICK).ok > 0
+        data = tmp_path / "m.golden.npz"
+        assert load(url, enough=at_least(8), batch=3, data=data, **QUICK).ok > 0
     sent = {raw[: ids[:3].nbytes] for _, raw in server.bodies}
     rows = [ids.take(range(3 * n, 3 * n + 3), axis=0, mode="wrap") for n in range(8)]
     assert sent <= {each.tobytes() for each in rows}
@@ -219,7 +221,8 @@ def test_answers_are_compared_with_golden_samples(tmp_path: Path, wrong: float) 
         return reply(200, {"outputs": [{**item, "data": rows.ravel().tolist()}]})
 
     with StandIn(infer).running() as url:
-        result = run_load(url, batch=2, expect=tmp_path / "m.golden.npz", **QUICK)
+        golden = tmp_path / "m.golden.npz"
+        result = load(url, enough=at_least(3), batch=2, expect=golden, **QUICK)
         with pytest.raises(BadInput, match="exclude each other"):
             run_load(url, expect=tmp_path / "m", data=tmp_path / "m", **QUICK)
         np.savez(tmp_path / "inputs.npz", image=image)

@@ -104,7 +104,7 @@ def test_the_settling_calls_are_not_counted(engines: int) -> None:
 
 
 def test_sessions_run_at_the_same_time() -> None:
-    meeting = threading.Barrier(3, timeout=10)
+    meeting = threading.Barrier(3, timeout=60)
 
     def latency_s(call: int) -> float:
         if call == 0:
@@ -149,7 +149,7 @@ def test_sessions_that_are_done_keep_the_load_up_for_the_others() -> None:
         return 0.1
 
     def slow(_: int) -> float:
-        seen.append(beyond_its_share.wait(timeout=10))
+        seen.append(beyond_its_share.wait(timeout=60))
         return 0.5
 
     block, _ = run(fast, slow)
@@ -165,11 +165,11 @@ def test_one_failing_session_stops_the_others() -> None:
 
     clock = VirtualTime()
     engines = [Timed(clock, five_ms), Timed(clock, failing)]
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(BadInput, match="stop here"):
         run_block(engines, FEEDS, 4, LONG_S, clock)
     assert len(engines[0].batches) < 1_000_000
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_ctrl_c_stops_the_sessions_and_waits_for_them() -> None:
