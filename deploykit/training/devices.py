@@ -78,8 +78,8 @@ def time_devices(
     compile: bool = False,  # noqa: A002 - torch's own name for it
 ) -> list[DeviceTimes]:
     """A row for each device, precision and batch size. Raises BadInput."""
-    check_labels(recipe.sized_for(splits.build_with), splits)
     recipe = recipe.sized_for(splits.build_with)
+    check_labels(recipe, splits)
     splits = replace(splits, calibration=_first(splits.calibration, 0))
     wanted = [
         (device, precision, compiled, batch)

@@ -19,8 +19,6 @@ from deploykit.training.distributed import Processes
 from deploykit.training.options import MOST_WORKERS, Settings
 
 CPU = torch.device("cpu")
-
-
 LIMITING = 0.1  # the share of the time from which on the loader is called the limit
 
 
@@ -92,12 +90,12 @@ def _faster(on_cpu: Batches, on_gpu: Batches) -> Loader:
     return Loader(batches, note, cpu_ms, gpu_ms)
 
 
-def time_batches(batches: Batches, count: int = 3) -> float:
+def time_batches(batches: Batches) -> float:
     """Milliseconds per batch, after a warm-up; the order of later batches is as before."""
     state, seconds = batches.shuffle.get_state(), 0.0
     for _ in range(2):
         started = time.perf_counter()
-        made = sum(1 for _ in islice(batches, count * max(1, batches.workers)))
+        made = sum(1 for _ in islice(batches, 3 * max(1, batches.workers)))
         if batches.device.type == "cuda":
             torch.cuda.synchronize(batches.device)
         seconds = (time.perf_counter() - started) / made

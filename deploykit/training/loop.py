@@ -192,21 +192,16 @@ class Run:
         start = self._state() if again else None
         skipped = self.stepper.skipped
         loss, seconds, waited_s = self._run_epoch(on_progress)
-        if not math.isfinite(loss):
-            if start is None:
-                raise Unsupported(
-                    f"training diverged: the loss is {loss} in epoch {len(self.history) + 1}",
-                    hint="lower the recipe's learning rate, or limit the gradients (`clip_norm`)",
-                )
+        if start is not None and not math.isfinite(loss):
             self._give_up_half(start, loss)
             loss, more_s, waited_s = self._run_epoch(on_progress)
             seconds += more_s
-            if not math.isfinite(loss):
-                raise Unsupported(
-                    f"training diverged: the loss is {loss} in epoch {len(self.history) + 1}, "
-                    "in mixed precision and in float32",
-                    hint="lower the recipe's learning rate, or limit the gradients (`clip_norm`)",
-                )
+        if not math.isfinite(loss):
+            both = ", in mixed precision and in float32" if start is not None else ""
+            raise Unsupported(
+                f"training diverged: the loss is {loss} in epoch {len(self.history) + 1}{both}",
+                hint="lower the recipe's learning rate, or limit the gradients (`clip_norm`)",
+            )
         self.seconds += seconds
         score = self._validate()
         self.history.append(
@@ -269,12 +264,11 @@ class Run:
         if not len(self.splits.calibration.labels):
             return None
         if self.frozen is not None:
-            inner, features = self.frozen.recipe, self.frozen.calibration
-            score = float(score_module(self.frozen.head, inner, features).mean())
+            found = score_module(self.frozen.head, self.frozen.recipe, self.frozen.calibration)
         else:
             found = score_module(self.module, self.recipe, self.splits.calibration)
-            score = float(found.mean())
-        return float(self.group.share(score))  # statistics of batches differ between processes
+        # statistics of batches differ between processes
+        return float(self.group.share(float(found.mean())))
 
     def _stalled(self) -> bool:
         """Keep the best epoch's weights, and say whether `patience` has run out."""

@@ -11,10 +11,10 @@ from deploykit.runtimes.torch.preprocess import before
 from deploykit.training.batches import tensors
 from deploykit.training.recipes import score_samples
 
+_SAMPLES = 256  # at once
 
-def score_module(
-    module: torch.nn.Module, recipe: Recipe, split: Split, batch_size: int = 256
-) -> np.ndarray:
+
+def score_module(module: torch.nn.Module, recipe: Recipe, split: Split) -> np.ndarray:
     """The recipe's metric for each sample of `split`, shape (samples,), in float32.
 
     Computed on the device that holds `module`, in eval mode; the mode is restored. Raises
@@ -26,9 +26,9 @@ def score_module(
     run.eval()
     inputs, _ = tensors(split, torch.device("cpu"))
     scores = []
-    with torch.inference_mode(), memory_errors(f"{device}: scoring {batch_size} samples at once"):
-        for start in range(0, len(split.labels), batch_size):
-            part = slice(start, start + batch_size)
+    with torch.inference_mode(), memory_errors(f"{device}: scoring {_SAMPLES} samples at once"):
+        for start in range(0, len(split.labels), _SAMPLES):
+            part = slice(start, start + _SAMPLES)
             values = run(*(each[part].to(device) for each in inputs))
             values = values if isinstance(values, tuple) else (values,)
             named = {
