@@ -90,11 +90,9 @@ def test_there_must_be_one_label_per_sample(npz: Path, labels: np.ndarray) -> No
         read_samples(npz, (X,))
 
 
-def test_labels_are_required_only_on_request(npz: Path) -> None:
+def test_data_need_no_labels(npz: Path) -> None:
     write_npz(npz, {"x": rows(3)})
     assert read_samples(npz, (X,)).labels is None
-    with pytest.raises(BadInput, match="no array 'labels'"):
-        read_samples(npz, (X,), labelled=True)
 
 
 @pytest.mark.parametrize(("size", "sizes"), [(1, [1] * 7), (3, [3, 3, 1]), (7, [7]), (9, [7])])

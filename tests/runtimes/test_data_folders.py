@@ -31,7 +31,7 @@ def test_arrays_of_a_folder_are_joined_in_the_order_of_their_names(folder: Path)
     for name, (array, labels) in parts.items():
         write_npz(folder / name, {"x": array, "labels": np.array(labels)})
     (folder / ".DS_Store").write_bytes(b"hidden")
-    samples = read_samples(folder, (X,), labelled=True)
+    samples = read_samples(folder, (X,))
     expected = np.concatenate([parts[name][0] for name in sorted(parts)])
     np.testing.assert_array_equal(samples.inputs["x"], expected)
     assert samples.labels is not None

@@ -72,19 +72,15 @@ class Samples:
 
 
 def read_samples(
-    path: Path,
-    inputs: tuple[TensorSpec, ...],
-    *,
-    labelled: bool = False,
-    task: Task | None = None,
+    path: Path, inputs: tuple[TensorSpec, ...], *, task: Task | None = None
 ) -> Samples:
     """Read `path` for a model with these `inputs`. Raises BadInput when it does not fit them.
 
-    Axis 0 of each array is the samples, even where the model's axis 0 is fixed. `labelled`: labels
-    are required. Files are read in the order of their names; class folders are numbered in theirs.
+    Axis 0 of each array is the samples, even where the model's axis 0 is fixed. Files are read in
+    the order of their names; class folders are numbered in theirs.
     `task`: places images of any size as the server does, and its labels may be the folders' names.
     """
-    source = find_source(path, inputs, labelled=labelled, task=task)
+    source = find_source(path, inputs, task=task)
     wanted = [*source.names.values(), *([LABELS] if LABELS in source.headers else [])]
     if source.images is not None:
         arrays = dict.fromkeys(source.names.values(), source.images.decode_all(source.files))

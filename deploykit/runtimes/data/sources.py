@@ -52,11 +52,7 @@ class DataSource:
 
 
 def find_source(
-    path: Path,
-    inputs: tuple[TensorSpec, ...],
-    *,
-    labelled: bool = False,
-    task: Task | None = None,
+    path: Path, inputs: tuple[TensorSpec, ...], *, task: Task | None = None
 ) -> DataSource:
     """The data of `path` for a model with these `inputs`: see `samples.read_samples`."""
     files, classes, of_images = [path], list[int](), False
@@ -77,11 +73,6 @@ def find_source(
             f"{path}: its arrays have {sorted(counts)} samples; all need the same number, above 0"
         )
     (count,) = counts
-    if labelled and not classes and LABELS not in headers:
-        raise BadInput(
-            f"{path}: no array '{LABELS}'",
-            hint="add an array of labels; in a folder of images, one sub-folder per class",
-        )
     if LABELS in headers and headers[LABELS].shape[:1] != (count,):
         raise BadInput(f"{path}: {count} samples but labels of shape {headers[LABELS].shape}")
     numbers = np.array(classes, np.int64) if classes else None

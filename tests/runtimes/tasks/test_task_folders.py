@@ -35,7 +35,7 @@ def placed(files: list[Path]) -> np.ndarray:
 
 
 def labels_of(folder: Path) -> list[int]:
-    found = read_samples(folder, INPUTS, labelled=True, task=TASK).labels
+    found = read_samples(folder, INPUTS, task=TASK).labels
     assert found is not None
     return list(found)
 
