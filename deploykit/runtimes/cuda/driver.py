@@ -45,16 +45,14 @@ class Device:
 
 
 class CudaDevice:
-    """CUDA on device `number`; `spin`: wait with a busy core (fastest), else asleep."""
+    """CUDA on device `number`; the CPU waits for it with a busy core, which is fastest."""
 
-    def __init__(self, number: int, *, spin: bool = True) -> None:
+    def __init__(self, number: int) -> None:
         self.number, self.device = number, f"cuda:{number}"
         self._handle, self._context = _primary_context(number)
         self.use()
         self.integrated = bool(self._attribute("INTEGRATED"))
-        flags = cuda.CUevent_flags
-        waiting = 0 if spin else int(flags.CU_EVENT_BLOCKING_SYNC)
-        self._event_flags = int(flags.CU_EVENT_DISABLE_TIMING) | waiting
+        self._event_flags = int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         mapped = cuda.CU_MEMHOSTALLOC_DEVICEMAP if self.integrated else 0
         self._host_flags = cuda.CU_MEMHOSTALLOC_PORTABLE | mapped
 
