@@ -59,10 +59,9 @@ class EngineCache:
 
         `on_wait` is called once if another process has it. A kill releases it.
         """
-        if not self.folder.is_dir():
-            with self.errors():
-                make_folder(self.folder)
         with self.errors():
+            if not self.folder.is_dir():
+                make_folder(self.folder)
             handle = self._open_lock()
         try:
             with self.errors():

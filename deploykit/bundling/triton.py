@@ -242,9 +242,8 @@ def _scalar(value: object) -> str:
 def _quote(text: str) -> Iterator[str]:
     """Letters as they are, else as text format escapes them; others byte by byte in octal."""
     for letter in text:
-        if letter.isprintable():
-            yield letter.translate(_ESCAPES)
-        elif (escaped := letter.translate(_ESCAPES)) != letter:
+        escaped = letter.translate(_ESCAPES)
+        if letter.isprintable() or escaped != letter:
             yield escaped
         else:
             yield "".join(f"\\{byte:03o}" for byte in letter.encode())
