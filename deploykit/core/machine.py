@@ -157,8 +157,8 @@ def default_threads(root: Path = Path("/")) -> int:
     return min(usable_cores(root), _physical_cores(file_text(root / "proc/cpuinfo")))
 
 
-def return_large_blocks(nbytes: int = 1 << 20) -> None:
-    """Make malloc return freed blocks of `nbytes` or more to the system, from now on.
+def return_large_blocks() -> None:
+    """Make malloc return freed blocks of 1 MiB or more to the system, from now on.
 
     glibc raises its threshold with each such block, up to 32 MiB (mallopt(3)), and keeps smaller
     ones: a server would keep the memory of its largest batches. Does nothing in another C library.
@@ -166,7 +166,7 @@ def return_large_blocks(nbytes: int = 1 << 20) -> None:
     import ctypes  # costs more than the rest of this file
 
     try:
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, nbytes)
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
     except (AttributeError, OSError):
         return
 

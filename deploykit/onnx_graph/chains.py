@@ -37,7 +37,7 @@ class Chain:
 
 
 def convolution(
-    kind: str, channels: int, size: int, kernel: int, *, count: int = 3, precision: str = "fp32"
+    kind: str, channels: int, size: int, kernel: int, *, precision: str = "fp32"
 ) -> Chain:
     """Convolutions of `channels` to as many, on images of `size` squared; depthwise by `kind`.
 
@@ -45,27 +45,18 @@ def convolution(
     """
     stem, depthwise = kind == kinds.STEM, kind == kinds.DEPTHWISE
     inputs = 3 if stem else channels
-    count, stride = (1, 2) if stem else (count, 1)
-    shape = (channels, 1 if depthwise else inputs, kernel, kernel)
+    count, stride = (1, 2) if stem else (3, 1)
+    weight, shape = (channels, 1 if depthwise else inputs, kernel, kernel), (1, inputs, size, size)
     options = {
         "pads": [kernel // 2] * 4,
         "strides": [stride] * 2,
         "group": channels if depthwise else 1,
     }
-    flops = 2.0 * math.prod(shape) * (size // stride) ** 2
+    flops, nbytes = 2.0 * math.prod(weight) * (size // stride) ** 2, 4.0 * math.prod(weight)
     made = _Builder(precision)
     for _ in range(count):
-        made.add("Conv", shape, **options)
-    return Chain(
-        kind,
-        precision,
-        made.graph((1, inputs, size, size)),
-        (1, inputs, size, size),
-        count,
-        flops,
-        flops,
-        4.0 * math.prod(shape),
-    )
+        made.add("Conv", weight, **options)
+    return Chain(kind, precision, made.graph(shape), shape, count, flops, flops, nbytes)
 
 
 def product(rows: int, width: int, *, count: int = 3, precision: str = "fp32") -> Chain:
@@ -73,27 +64,23 @@ def product(rows: int, width: int, *, count: int = 3, precision: str = "fp32") -
     made = _Builder(precision)
     for _ in range(count):
         made.add("MatMul", (width, width))
-    flops = 2.0 * rows * width * width
-    graph = made.graph((rows, width))
-    return Chain(
-        kinds.PRODUCT, precision, graph, (rows, width), count, flops, flops, 4.0 * width * width
-    )
+    shape, flops, weights = (rows, width), 2.0 * rows * width * width, 4.0 * width * width
+    return Chain(kinds.PRODUCT, precision, made.graph(shape), shape, count, flops, flops, weights)
 
 
-def repeated(rows: int, width: int, precision: str, *, count: int = 8) -> Chain:
+def repeated(rows: int, width: int, precision: str) -> Chain:
     """Products of (rows, width) by one stored (width, width), "fp32" or "fp16", to load a GPU."""
-    made = _Builder(precision)
+    made, count = _Builder(precision), 8
     name = made.weight((width, width))
     for _ in range(count):
         made.plain("MatMul", [made.last, name])
-    flops = 2.0 * rows * width * width
-    graph = made.graph((rows, width))
-    return Chain(kinds.PRODUCT, precision, graph, (rows, width), count, flops, flops)
+    shape, flops = (rows, width), 2.0 * rows * width * width
+    return Chain(kinds.PRODUCT, precision, made.graph(shape), shape, count, flops, flops)
 
 
-def attention(heads: int, rows: int, *, count: int = 2) -> Chain:
+def attention(heads: int, rows: int) -> Chain:
     """Products of activations: (1, heads, rows, rows) by itself."""
-    made = _Builder("fp32")
+    made, count = _Builder("fp32"), 2
     for _ in range(count):
         made.plain("MatMul", [made.last, "x"])
     flops = 2.0 * heads * rows**3

@@ -97,16 +97,14 @@ class Mix:
         return {**figures, "shares": shares, "unknown": list(self.unknown)}
 
 
-def node_costs(
-    graph: Graph, sizes: Mapping[str, int], fusion: Fusion = COMPILED
-) -> tuple[NodeCost, ...]:
+def node_costs(graph: Graph, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
     """One for each node of the main graph, in order; functions are inlined first.
 
     `sizes`: of dynamic axes by name, {"N": 8}; an axis not named is 1. Nodes without a
     name get theirs from `name_nodes`. A node that reads constants only costs nothing, as builders
     fold it. Raises BadInput for a size below 1.
     """
-    return costs_of(fixed_shapes(graph, sizes), fusion)
+    return costs_of(fixed_shapes(graph, sizes))
 
 
 def costs_of(known: TensorShapes, fusion: Fusion = COMPILED) -> tuple[NodeCost, ...]:

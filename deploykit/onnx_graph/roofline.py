@@ -44,16 +44,15 @@ class Curve(Record):
 class Ceilings(Record):
     """What a target does at most: operations/s by "fp32", "fp16", "bf16", "int8", "fp8"; bytes/s.
 
-    A precision that has no peak is taken to run at "fp32". `launch_s`: of a kernel. `efficiency`:
-    the share of a peak that a kind of node reaches, 1 where not named. `curves`: measured nodes by
-    precision and kind, "fp32 convolution"; they replace peak and launch, and of the traffic only
-    the weights then count apart. Raises BadInput without a peak of fp32 or of the memory.
+    A precision that has no peak is taken to run at "fp32". `launch_s`: of a kernel. `curves`:
+    measured nodes by precision and kind, "fp32 convolution"; they replace peak and launch, and of
+    the traffic only the weights then count apart. Raises BadInput without a peak of fp32 or of the
+    memory.
     """
 
     ops_per_s: Mapping[str, float]
     bytes_per_s: float
     launch_s: float = 0.0
-    efficiency: Mapping[str, float] = field(default_factory=dict)
     curves: Mapping[str, Curve] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,8 +98,8 @@ def node_time(cost: NodeCost, ceilings: Ceilings) -> NodeTime:
     launch_s = ceilings.launch_s if traffic else 0.0
     curve = ceilings.curve(cost)
     if curve is None:
-        peak = ceilings.peak(cost.precision) * ceilings.efficiency.get(cost.kind, 1.0)
-        return NodeTime(flops / peak, traffic / ceilings.bytes_per_s, launch_s)
+        compute_s = flops / ceilings.peak(cost.precision)
+        return NodeTime(compute_s, traffic / ceilings.bytes_per_s, launch_s)
     if not traffic:
         return NodeTime(0.0, 0.0, 0.0)
     weights_s = cost.weight_bytes / ceilings.bytes_per_s

@@ -10,8 +10,9 @@ from onnx import helper
 
 from deploykit.onnx_graph import chains, kinds
 from deploykit.onnx_graph.chains import Chain
-from deploykit.onnx_graph.cost import INTERPRETED, node_costs
+from deploykit.onnx_graph.cost import INTERPRETED, costs_of, node_costs
 from deploykit.onnx_graph.graph import Graph
+from deploykit.onnx_graph.shapes import fixed_shapes
 from deploykit.runtimes.engine import load
 from tests.support.onnx_zoo import make
 
@@ -51,7 +52,7 @@ def test_a_chain_holds_equal_nodes_of_its_kind_with_the_work_it_states(
         assert {cost.flops for cost in costs} == {chain.flops}
         assert chain.work == chain.flops / chain.steps
     else:
-        alone = node_costs(chain.graph, {}, INTERPRETED)
+        alone = costs_of(fixed_shapes(chain.graph, {}), INTERPRETED)
         assert {cost.traffic_bytes for cost in alone[1:]} == {chain.work}
     path = tmp_path / "chain.onnx"
     chain.graph.save(path, temporary=True)

@@ -36,12 +36,6 @@ def test_a_node_is_limited_by_what_takes_most_of_its_time(cost: NodeCost, limit:
     assert node_time(cost, PLAIN).limit == limit
 
 
-def test_a_kind_that_reaches_half_of_the_peak_takes_twice_as_long() -> None:
-    half = replace(PLAIN, efficiency={kinds.CONVOLUTION: 0.5})
-    assert node_time(conv(10**6, 1), half).compute_s == pytest.approx(2e-3)
-    assert node_time(conv(10**6, 1, kind=kinds.PRODUCT), half).compute_s == pytest.approx(1e-3)
-
-
 def test_a_node_inside_another_kernel_is_not_launched() -> None:
     assert node_time(conv(100, 0), PLAIN).launch_s == 0
     assert node_time(conv(100, 1), PLAIN).launch_s == 1e-6
