@@ -8,8 +8,7 @@ import socket
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
-
-import pytest
+from typing import Any
 
 from tests.support.serving.faults import (
     LIMIT_S,
@@ -18,38 +17,42 @@ from tests.support.serving.faults import (
     Clients,
     Process,
     binary,
+    leaves_nothing,
     posted,
     request,
     sent,
     until,
 )
 
-BATCHED = {"FAULT_LATENCY_S": "0.05", "FAULT_ROWS": "8"}
-CAPACITY_PER_S = 160.0  # eight rows each 50 ms
-
 
 def test_f3_requests_of_disconnected_clients_are_cancelled_and_freed(tmp_path: Path) -> None:
     data = posted(request(1))
-    with Process(tmp_path, env=BATCHED) as server:
+
+    def leave() -> None:
+        for _ in range(100):
+            sent(server, data).close()
+        until(lambda: server.gauge("deploykit_requests_in_flight") == 1)
+
+    with Process(tmp_path, "--max-batch", "1") as server:
         assert server.infer(1) == (200, [3.0])
-        for _ in range(100):  # warm-up of one-time allocations
-            sent(server, data).close()
+        ran = server.gauge("nv_inference_count")
+        server.hold()
+        with sent(server, data) as first:
+            until(server.in_engine)
+            leave()  # one-time allocations
+            leaves_nothing(server, lambda: [leave() for _ in range(8)], 8 << 20)
+            server.release()
+            assert first.recv(12) == b"HTTP/1.1 200"
         until(lambda: server.gauge("deploykit_requests_in_flight") == 0)
-        descriptors, rss = server.holds(), server.rss_bytes()
-        for _ in range(1500):
-            sent(server, data).close()
-        until(lambda: server.gauge("deploykit_requests_in_flight") == 0)
-        until(lambda: server.holds() <= descriptors)
-        assert server.rss_bytes() - rss < 8 << 20
         cancelled = 'deploykit_requests_total{model="m",outcome="cancelled",version="1"}'
         assert server.ask("GET", "/metrics")[2].decode().count(cancelled) == 1
-        assert server.gauge("nv_inference_count") < 800  # most never reached the engine
+        assert server.gauge("nv_inference_count") == ran + 1  # they never reached the engine
         assert server.infer(2) == (200, [5.0])
 
 
-def load(server: Process, rate: float) -> dict[str, object]:
-    """`deploykit load`, open loop, for three seconds."""
-    words = ("load", f"http://127.0.0.1:{server.port}", "--rate", str(rate), "--duration", "3")
+def load(server: Process, rate: float) -> dict[str, Any]:
+    """`deploykit load`, open loop, for a second."""
+    words = ("load", f"http://127.0.0.1:{server.port}", "--rate", str(rate), "--duration", "1")
     found = subprocess.run(
         [*REAL, *words, "--json"],
         cwd=ROOT,
@@ -58,34 +61,30 @@ def load(server: Process, rate: float) -> dict[str, object]:
         timeout=LIMIT_S,
         check=False,
     )
-    result: dict[str, object] = json.loads(found.stdout)
+    result: dict[str, Any] = json.loads(found.stdout)
     return result
 
 
-@pytest.mark.parametrize(("times", "goodput"), [(2, 0.8), (10, 0.6)])
-def test_f12_an_overloaded_server_keeps_its_goodput(
-    tmp_path: Path, times: int, goodput: float
-) -> None:
-    """Measured on a quiet machine: 95 % and 80 %; the bounds allow for a shared one."""
-    with Process(tmp_path, "--queue", "32", env=BATCHED) as server:
-        result = load(server, times * CAPACITY_PER_S)
+def test_f12_an_overloaded_server_refuses_and_computes_nothing_in_vain(tmp_path: Path) -> None:
+    """20 requests a second is all it can, 400 come; benchmarks/serve measures the goodput."""
+    slow = {"FAULT_LATENCY_S": "0.05"}
+    with Process(tmp_path, "--queue", "4", "--max-batch", "1", env=slow) as server:
+        result = load(server, 400)
         assert result["failed"] == 0, result
         assert result["refused"] > 0, result
-        assert result["ok"] >= goodput * CAPACITY_PER_S * 3, result
-        refused = server.gauge("deploykit_queue_depth")
-        assert refused <= 32
+        assert result["ok"] > 0, result
+        until(lambda: server.gauge("deploykit_requests_in_flight") == 0)
+        text = server.ask("GET", "/metrics")[2].decode()
+        (answered,) = re.findall(r'_requests_total{.*outcome="success".*} (.*)', text)
+        assert float(answered) == server.gauge("nv_inference_count")
         assert server.infer(1) == (200, [3.0])  # back to normal
 
 
 def test_f12_a_refusal_has_a_retry_after_header(tmp_path: Path) -> None:
-    slow = {"FAULT_LATENCY_S": "2"}
-    with (
-        Process(tmp_path, "--queue", "1", "--max-batch", "1", env=slow) as server,
-        ExitStack() as stack,
-    ):
+    with Process(tmp_path, "--queue", "1", "--max-batch", "1") as server, ExitStack() as stack:
+        server.hold()
         stack.enter_context(sent(server, posted(request(1))))
-        until(lambda: server.gauge("deploykit_requests_in_flight") == 1)
-        until(lambda: server.gauge("deploykit_queue_depth") == 0)  # the engine has it
+        until(server.in_engine)
         stack.enter_context(sent(server, posted(request(1))))
         until(lambda: server.gauge("deploykit_queue_depth") == 1)
         status, headers, body = server.ask("POST", "/v2/models/m/infer", request(1))
@@ -100,17 +99,17 @@ def test_f13_clients_that_never_read_are_disconnected_and_freed(tmp_path: Path) 
     body, head = binary(1.0, width)
     with Process(tmp_path, "--max-batch", "1", env=env) as server:
         before = server.holds()[0]
-        for wave in range(3):  # the first wave is a warm-up
+
+        def wave() -> None:
             with ExitStack() as stack:
                 readers = [stack.enter_context(sent(server, head + body)) for _ in range(20)]
                 until(lambda: server.gauge("deploykit_requests_in_flight") == 0)
                 for each in readers:  # the answer has begun: the client does not read on
                     assert each.recv(12) == b"HTTP/1.1 200"
                 until(lambda: server.holds()[0] < before + 5)  # while the sockets are still open
-            if wave == 0:
-                descriptors, rss = server.holds(), server.rss_bytes()
-        assert server.holds()[1] <= descriptors[1]
-        assert server.rss_bytes() - rss < 32 << 20  # two waves of 80 MiB have passed
+
+        wave()  # one-time allocations
+        leaves_nothing(server, wave, 32 << 20)  # of 80 MiB
         assert server.status("/v2/health/ready") == 200
 
 
@@ -141,19 +140,22 @@ def test_f16_bad_requests_leave_no_files_or_memory_behind(tmp_path: Path) -> Non
         request(1).replace(b"FP32", b"INT8"),
     ]
     with Process(tmp_path) as server, Clients(server.port, 2) as clients:
-        for rounds in (100, 300):  # the first round is a warm-up
-            until(lambda: len(clients.outcomes) > 10)
-            descriptors, rss = server.holds(), server.rss_bytes()
-            for _ in range(rounds):
+        asked = 0
+
+        def ask() -> None:
+            nonlocal asked
+            asked += 100
+            for _ in range(100):
                 for body in bad:
                     assert server.ask("POST", "/v2/models/m/infer", body)[0] == 400
+
+        until(lambda: len(clients.outcomes) > 10)
+        ask()  # one-time allocations
+        leaves_nothing(server, ask, 4 << 20)
         assert set(clients.stop()) == {200}
-        until(lambda: server.holds()[0] <= descriptors[0])
-        assert server.holds()[1] == descriptors[1]
-        assert server.rss_bytes() - rss < 8 << 20
         assert server.gauge("deploykit_requests_in_flight") == 0
         text = server.ask("GET", "/metrics")[2].decode()
         counts = dict(re.findall(r'_requests_total{.*outcome="(\w+)".*} (.*)', text))
-        assert float(counts["bad_request"]) == len(bad) * 400
+        assert float(counts["bad_request"]) == len(bad) * asked
         assert float(counts["success"]) == len(clients.outcomes)
         assert float(counts["failed"]) == 0

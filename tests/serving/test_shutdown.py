@@ -16,7 +16,7 @@ from deploykit.core.errors import BadInput
 from deploykit.serving.server import ServeOptions, Server
 from tests.support.campaign import rounds
 from tests.support.fake_engine import FakeEngine
-from tests.support.serving.faults import ROOT, Process
+from tests.support.serving.faults import ROOT, Process, quiet_port
 from tests.support.serving.running import WAIT_S, GatedEngine, Raw, infer_json, request, running
 
 INFER = request("POST", "/v2/models/m/infer", infer_json([1, 2, 3, 4], [1, 4]))
@@ -25,11 +25,13 @@ READY, LIVE = request("GET", "/v2/health/ready"), request("GET", "/v2/health/liv
 
 
 class Served:
-    def __init__(self, release: Path) -> None:
+    def __init__(self, release: Path, echo_s: float) -> None:
         self.release = release
         script = Path(__file__).resolve().parents[1] / "support" / "serving" / "serve_slowly.py"
         self.process = subprocess.Popen(
-            [sys.executable, str(script), str(release)], stdout=subprocess.PIPE, text=True
+            [sys.executable, str(script), str(release), str(echo_s)],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.port = int(self.line())
 
@@ -44,8 +46,8 @@ class Served:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    served = Served(tmp_path / "release")
+def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
+    served = Served(tmp_path / "release", getattr(request, "param", 600.0))
     yield served
     served.process.kill()
     served.process.wait(WAIT_S)
@@ -97,22 +99,25 @@ def test_after_a_signal_accepted_requests_are_answered_and_new_ones_refused(
 
 
 @pytest.mark.parametrize(
-    ("number", "pause_s"), [(signal.SIGINT, 0), (signal.SIGTERM, 1.1)], ids=["Ctrl-C", "SIGTERM"]
+    ("number", "served"),
+    [(signal.SIGINT, 600.0), (signal.SIGTERM, 0.05)],
+    ids=["Ctrl-C", "SIGTERM"],
+    indirect=["served"],
 )
 def test_a_second_signal_ends_the_process_at_once(
-    served: Served, eventually: Eventually, number: signal.Signals, pause_s: float
+    served: Served, eventually: Eventually, number: signal.Signals
 ) -> None:
     accepted = served.ask(INFER)
     assert served.line() == "busy"
     served.process.send_signal(signal.SIGTERM)
     eventually(lambda: status(served, READY) == 503)
-    time.sleep(pause_s)
+    time.sleep(0.1)
     served.process.send_signal(number)
     assert served.process.wait(WAIT_S) == 130
     accepted.close()
 
 
-def test_a_sigterm_sent_twice_within_a_second_counts_once(
+def test_a_sigterm_sent_twice_within_the_echo_counts_once(
     served: Served, eventually: Eventually
 ) -> None:
     """`timeout` sends it to its child and to the child's process group."""
@@ -134,7 +139,7 @@ def test_a_second_sigterm_at_any_moment_of_the_end_does_not_change_the_exit_code
 ) -> None:
     """Python and uvloop put the default handlers back before the process ends."""
     for _ in range(rounds(2, 40)):
-        with Process(tmp_path) as server:
+        with Process(tmp_path, env={"FAULT_ECHO_S": "600"}) as server:
             server.popen.send_signal(signal.SIGTERM)
             while server.popen.poll() is None:
                 server.popen.send_signal(signal.SIGTERM)
@@ -144,17 +149,23 @@ def test_a_second_sigterm_at_any_moment_of_the_end_does_not_change_the_exit_code
 def test_sigterms_while_the_models_are_closed_do_not_change_the_exit_code() -> None:
     """What closes takes longer than a SIGTERM counts as one with the next."""
     code = """
-import os, signal, time
+import os, signal
+from types import SimpleNamespace
 from deploykit.serving import server
 from deploykit.serving.models.repository import ModelRepository
 from tests.support.fake_engine import FakeEngine
+now_s = 100.0
 def stop(*_): os.kill(os.getpid(), signal.SIGTERM)
+def later(seconds):
+    global now_s
+    now_s += seconds; stop()
 def close(self, **options):
-    time.sleep(1.1); stop(); closed(self, **options)
+    later(1.1); closed(self, **options)
+server.time = SimpleNamespace(monotonic=lambda: now_s, monotonic_ns=lambda: int(1e9 * now_s))
 closed, ModelRepository.close = ModelRepository.close, close
 assert server.run({"m": FakeEngine()}, server.ServeOptions(http_port=0), stop) == 0
 for _ in range(5):
-    time.sleep(0.3); stop()
+    later(0.3)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=WAIT_S, check=False)
@@ -163,29 +174,25 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 def test_a_sigterm_after_the_echo_reaches_the_handler_of_the_program() -> None:
     code = """
-import signal, threading, time, os
+import signal, os
+from types import SimpleNamespace
 from deploykit.serving import server
-from tests.support.campaign import rounds
 from tests.support.fake_engine import FakeEngine
-from tests.support.serving.faults import ROOT, Process
-got = []
+got, now_s = [], 100.0
+def stop(*_): os.kill(os.getpid(), signal.SIGTERM)
 signal.signal(signal.SIGTERM, lambda *_: got.append(1))
-server.ECHO_S = 0.5
+server.time = SimpleNamespace(monotonic=lambda: now_s, monotonic_ns=lambda: int(1e9 * now_s))
 options = server.ServeOptions(http_port=0)
-server.run({"m": FakeEngine()}, options, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-ended_s = time.monotonic()
-os.kill(os.getpid(), signal.SIGTERM)
-early = time.monotonic() - ended_s < 0.2
-assert got == [] or not early, got
-time.sleep(0.6)
-os.kill(os.getpid(), signal.SIGTERM)
+server.run({"m": FakeEngine()}, options, stop)
+now_s += 0.9; stop()
+assert got == [], got
+now_s += 1.1; stop()
 assert got == [1], got
-os.kill(os.getpid(), signal.SIGTERM)
+stop()
 assert got == [1, 1], got
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-server.run({"m": FakeEngine()}, options, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-time.sleep(0.6)
-os.kill(os.getpid(), signal.SIGTERM)
+server.run({"m": FakeEngine()}, options, stop)
+now_s += 1.1; stop()
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=WAIT_S, check=False)
     assert done.returncode == -signal.SIGTERM
@@ -228,8 +235,7 @@ def test_a_host_that_cannot_be_bound_is_named(host: str) -> None:
 
 
 def test_a_server_that_cannot_start_releases_its_port() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = quiet_port()
     with pytest.raises(BadInput, match="cannot be the name"):
         Server({"a/b": FakeEngine()}, ServeOptions(http_port=port))
     socket.create_server(("127.0.0.1", port)).close()

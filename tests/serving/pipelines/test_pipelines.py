@@ -150,7 +150,15 @@ def test_a_huge_answer_arrives_whole(words: Client) -> None:
     assert words.predict("words", b"huge") == (200, "x" * (8 << 20))
 
 
-def test_a_stage_that_hangs_is_answered_in_time_and_the_rest_is_not_run(words: Client) -> None:
+@pytest.fixture
+def brief(tmp_path: Path) -> Iterator[Client]:
+    """The stage `brief` has a limit that it may also miss when this machine is busy."""
+    with serving_words(tmp_path, brief_ms=50) as client:
+        yield client
+
+
+def test_a_stage_that_hangs_is_answered_in_time_and_the_rest_is_not_run(brief: Client) -> None:
+    words = brief
     status, error = words.predict("words", b"hang")
     assert (status, error["error"].partition(";")[0]) == (
         504,
@@ -158,23 +166,32 @@ def test_a_stage_that_hangs_is_answered_in_time_and_the_rest_is_not_run(words: C
     )
     assert outcomes(words, "brief", "expired") == 1
     assert outcomes(words, "answer", "success") == 0
-    status, error = words.predict("words", b"wait")
-    assert status == 504
-    assert "stage 'slow': not ended within the request's time limit of 2000 ms" in error["error"]
-    assert words.metric("deploykit_pipeline_in_flight", pipeline="words") == 0
-    assert words.metric("deploykit_pipeline_stage_in_flight", stage="slow") == 1  # it hangs
 
 
-def test_what_a_late_stage_gives_is_not_used(words: Client) -> None:
+def test_a_request_that_hangs_is_answered_in_time(tmp_path: Path) -> None:
+    def hangs_in_slow() -> bool:  # on a busy machine its time may be over before that
+        status, error = words.predict("words", b"wait")
+        assert status == 504
+        assert "not ended within the request's time limit of 200 ms" in error["error"]
+        return "stage 'slow': " in error["error"]
+
+    with serving_words(tmp_path, timeout_ms=200) as words:
+        words.until(hangs_in_slow)
+        assert words.metric("deploykit_pipeline_in_flight", pipeline="words") == 0
+        assert words.metric("deploykit_pipeline_stage_in_flight", stage="slow") == 1  # it hangs
+
+
+def test_what_a_late_stage_gives_is_not_used(brief: Client) -> None:
+    words = brief
     assert words.predict("words", b"hang")[0] == 504
-    assert words.predict("words", b"open") == (200, {"done": ["open"]})
+    words.until(lambda: words.predict("words", b"open") == (200, {"done": ["open"]}))
     name = "deploykit_pipeline_stage_in_flight"
     words.until(lambda: words.metric(name, pipeline="words", stage="brief") == 0)
     assert outcomes(words, "brief", "success") == outcomes(words, "answer", "success") == 1
 
 
-def test_the_time_of_a_stage_ends_with_it(words: Client) -> None:
-    assert words.predict("words", b"late") == (200, {"done": ["late"]})
+def test_the_time_of_a_stage_ends_with_it(brief: Client) -> None:
+    brief.until(lambda: brief.predict("words", b"late") == (200, {"done": ["late"]}))
 
 
 def test_a_full_stage_refuses_at_once(words: Client) -> None:
@@ -185,8 +202,9 @@ def test_a_full_stage_refuses_at_once(words: Client) -> None:
         status, error = words.predict("words", b"third")
         assert status == 503
         assert "stage 'slow' has 2 requests in flight, its limit" in error["error"]
-        assert [each.result()[0] for each in waiting] == [504, 504]
-    assert outcomes(words, "slow", "rejected") == 1
+        assert outcomes(words, "slow", "rejected") == 1
+        words.predict("words", b"free")
+        assert [each.result()[0] for each in waiting] == [200, 200]
 
 
 def test_a_client_that_leaves_ends_its_request_before_the_next_stage(words: Client) -> None:

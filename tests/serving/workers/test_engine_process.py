@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import ssl
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +56,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     options = (*SHARED, "--grpc", "--grpc-port", "0", "--timeout-ms", "60000")
     with Process(folder, *options) as found:
         yield found
+
+
+def ours() -> set[str]:
+    return {each.name for each in Path("/dev/shm").glob("*deploykit*")}
 
 
 def engines(server: Process) -> int:
@@ -200,38 +203,42 @@ def test_a_killed_front_end_loses_its_own_connections_alone(tmp_path: Path) -> N
             counts = clients.stop()
         assert counts.keys() <= {200, BROKEN}
         assert engines(server) == stays
-        assert server.gauge("deploykit_requests_in_flight") == 0  # also of the dead one
+        until(lambda: server.gauge("deploykit_requests_in_flight") == 0)  # also of the dead one
 
 
 def test_sigterm_under_load_loses_nothing(tmp_path: Path) -> None:
-    with Process(tmp_path, *SHARED, env={"FAULT_LATENCY_S": "0.02", "FAULT_ROWS": "4"}) as server:
+    with Process(tmp_path, *SHARED, env={"FAULT_ROWS": "4"}) as server:
         with Clients(server.port, 16) as clients:
             until(lambda: len(clients.outcomes) > 100)
+            server.hold()
+            answered = clients.all_wait(server)
             pids = workers(server)
             server.popen.send_signal(signal.SIGTERM)
-            sent_s = time.monotonic()
             for pid in pids:  # as `timeout` does
                 os.kill(pid, signal.SIGTERM)
+            until(lambda: server.status("/v2/health/ready") == 503)
+            server.release()
             assert server.wait() == 0
             counts = clients.stop()
-        assert {each.status for each in clients.outcomes if each.sent_s < sent_s} == {200}
+        assert clients.next_after(answered) == [200] * 16
         assert counts.keys() <= {200, 503, BROKEN, REFUSED}
         assert not any("not answered" in line for line in server.log_lines())
 
 
 def test_all_end_with_their_parent_and_leave_no_memory(tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))  # noqa: PTH208 - names alone
+    before = ours()
     with Process(tmp_path, *SHARED) as server:
         pids = workers(server)
         assert server.infer(1)[0] == 200
         server.popen.kill()
         server.wait()
         until(lambda: not any(map(is_running, pids)))
-    assert not {each for each in set(os.listdir("/dev/shm")) - before if "deploykit" in each}  # noqa: PTH208
+    until(lambda: ours() <= before)  # other tests may have some for a moment
 
 
 def test_a_stopped_process_of_the_engines_costs_504_and_goes_on(tmp_path: Path) -> None:
-    with Process(tmp_path, *SHARED, "--timeout-ms", "200") as server:
+    env = {"FAULT_MISSED": "1000"}  # nor is it replaced, however long this takes
+    with Process(tmp_path, *SHARED, "--timeout-ms", "200", env=env) as server:
         stopped = engines(server)
         os.kill(stopped, signal.SIGSTOP)
         status, error = server.infer(1)

@@ -41,4 +41,4 @@ def test_kill_9_of_every_process_in_turn_and_of_the_parent_leaves_nothing(
         server.wait()
         until(lambda: not any(map(is_running, pids)))
     assert ours(tmp_path) == set()
-    assert ours(memory) <= before
+    until(lambda: ours(memory) <= before)  # other tests may have some for a moment

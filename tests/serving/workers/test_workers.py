@@ -148,18 +148,15 @@ def test_a_log_line_names_its_worker(server: Process) -> None:
     until(named)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_the_command_may_open_as_many_files_as_the_system_allows(
-    tmp_path: Path, count: int
-) -> None:
-    """Each worker, too: a soft limit of 1024, as many systems have, limited the connections."""
+def test_each_worker_may_open_as_many_files_as_the_system_allows(tmp_path: Path) -> None:
+    """A soft limit of 1024, as many systems have, limited the connections."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
 
-    with Process(tmp_path, "--workers", str(count), before=limit) as server:
-        assert server.gauge("process_max_fds") == count * min(hard, 1 << 14)
+    with Process(tmp_path, *TWO, before=limit) as server:
+        assert server.gauge("process_max_fds") == 2 * min(hard, 1 << 14)
 
 
 def test_a_killed_worker_is_replaced_and_loses_only_its_own_connections(tmp_path: Path) -> None:
@@ -184,22 +181,24 @@ def test_a_killed_worker_is_replaced_and_loses_only_its_own_connections(tmp_path
 
 
 def test_sigterm_under_load_loses_nothing(tmp_path: Path) -> None:
-    with Process(tmp_path, *TWO, env={"FAULT_LATENCY_S": "0.02", "FAULT_ROWS": "4"}) as server:
+    with Process(tmp_path, *TWO, env={"FAULT_ROWS": "4"}) as server:
         with Clients(server.port, 16) as clients:
             until(lambda: len(clients.outcomes) > 100)
+            server.hold()
+            answered = clients.all_wait(server)
             server.popen.send_signal(signal.SIGTERM)
-            sent_s = time.monotonic()
+            until(lambda: server.status("/v2/health/ready") == 503)
+            server.release()
             assert server.wait() == 0
             counts = clients.stop()
-        before = [each for each in clients.outcomes if each.sent_s < sent_s]
-        assert {each.status for each in before} == {200}
+        assert clients.next_after(answered) == [200] * 16
         assert counts.keys() <= {200, 503, BROKEN, REFUSED}
         assert not any("not answered" in line for line in server.log_lines())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_all_at_once(tmp_path: Path, number: signal.Signals) -> None:
-    with Process(tmp_path, *TWO) as server:
+    with Process(tmp_path, *TWO, env={"FAULT_ECHO_S": "0.05"}) as server:
         pids = workers(server)
         with connections(server, 4) as clients:
             for client in clients:
@@ -207,10 +206,10 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path, number: signal.Signals
             until(lambda: server.gauge("deploykit_requests_in_flight") == 4)
             server.popen.send_signal(number)
             until(lambda: server.status("/v2/health/ready") == 503)
-            time.sleep(1.05 if number == signal.SIGTERM else 0)
+            time.sleep(0.1)
             server.popen.send_signal(number)
             assert server.wait() == 130
-        assert not any(map(is_running, pids))
+        until(lambda: not any(map(is_running, pids)))
 
 
 def test_workers_end_with_their_parent(tmp_path: Path) -> None:
@@ -236,11 +235,13 @@ def test_an_engine_that_hangs_in_one_worker_makes_the_server_not_ready(tmp_path:
 
 
 def test_a_worker_that_hangs_is_replaced_and_the_others_report_meanwhile(tmp_path: Path) -> None:
-    with Process(tmp_path, *TWO, env={"FAULT_MISSED": "1"}) as server, connections(server) as found:
+    with Process(tmp_path, *TWO, env={"FAULT_MISSED": "4"}) as server, connections(server) as found:
         assert {ask(client, "GET", "/v2/health/live")[0] for client in found} == {200}
         stopped, other = workers(server)
         os.kill(stopped, signal.SIGSTOP)
-        until(lambda: len(workers(server)) == 2 and stopped not in workers(server))
+        # each look at the metrics is a report that it misses
+        until(lambda: server.gauge("deploykit_workers") and stopped not in workers(server))
+        until(lambda: len(workers(server)) == 2)
         assert other in workers(server)
         assert any("worker 1 does not answer" in line for line in server.log_lines())
         until(lambda: server.gauge("deploykit_workers") == 2)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import operator
 import os
+import random
 import socket
 import struct
 import subprocess
@@ -125,6 +127,41 @@ class Process:
     def wait(self) -> int:
         return self.popen.wait(LIMIT_S)
 
+    def hold(self) -> None:
+        """From now on no call of the stand-in returns."""
+        self.log.with_name("hold").touch()
+
+    def release(self) -> None:
+        self.log.with_name("hold").unlink()
+
+    def in_engine(self) -> bool:
+        """Whether one request is in the engine, and no other waits."""
+        in_flight = self.gauge("deploykit_requests_in_flight")
+        return in_flight == 1 and self.gauge("deploykit_queue_depth") == 0
+
+
+def leaves_nothing(server: Process, act: Callable[[], object], slack_bytes: int) -> None:
+    """`act` leaves files and threads as they were, and memory at least the second or third time.
+
+    A leak grows each time, what allocators keep does not.
+    """
+    grown: list[int] = []
+    while not grown or grown[-1] >= slack_bytes:
+        assert len(grown) < 3, grown
+        held, rss_bytes = server.holds(), server.rss_bytes()
+        act()
+        until(lambda held=held: all(map(operator.le, server.holds(), held)))  # type: ignore[misc]
+        grown.append(server.rss_bytes() - rss_bytes)
+
+
+def quiet_port() -> int:
+    """A free port that the system gives to no other program meanwhile, as it does with port 0."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(min(10_000, first - 1), first)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
 
 def request(*values: float, width: int = 4) -> bytes:
     """A row of `width` equal values for each of `values`."""
@@ -166,11 +203,11 @@ def answer(status: int, body: bytes) -> Any:
 
 
 class Outcome(NamedTuple):
-    """Of one request; `sent_s` on the monotonic clock."""
+    """Of one request of the client of that number."""
 
     status: int
     right: bool
-    sent_s: float
+    client: int
 
 
 class Clients:
@@ -195,7 +232,7 @@ class Clients:
         value = float(number)
         while not self._ended.is_set():
             value += 100
-            status, body, sent_s = BROKEN, b"", time.monotonic()
+            status, body = BROKEN, b""
             try:
                 connection.request("POST", "/v2/models/m/infer", request(value))
                 reply = connection.getresponse()
@@ -205,10 +242,22 @@ class Clients:
                 if isinstance(exc, ConnectionRefusedError):
                     status = REFUSED
             right = status == 200 and answer(status, body) == [2 * value + 1]
-            self.outcomes.append(Outcome(status, right, sent_s))
+            self.outcomes.append(Outcome(status, right, number))
             if status != 200:
                 time.sleep(0.01)
         connection.close()
+
+    def all_wait(self, server: Process) -> int:
+        """Wait until each has a request in a server that is on hold; how many were answered."""
+        until(lambda: server.gauge("deploykit_requests_in_flight") == len(self._threads))
+        return len(self.outcomes)
+
+    def next_after(self, answered: int) -> list[int]:
+        """The status of each client's first request after that."""
+        found: dict[int, int] = {}
+        for outcome in self.outcomes[answered:]:
+            found.setdefault(outcome.client, outcome.status)
+        return list(found.values())
 
     def stop(self) -> dict[int, int]:
         """How many outcomes of each status; asserts that each 200 was right."""

@@ -2,11 +2,13 @@
 
 Everything but the opening of the file is the real command: options, logs, signals, exit codes. The
 engine answers y = 2x + 1; the first value of a row, if it is one of FAULTS, says what goes wrong.
+No call returns while there is a file `hold` in the working folder.
 It takes FAULT_LATENCY_S, and FAULT_PER_ROW_S more for each row; FAULT_ROWS is its largest batch,
 FAULT_WIDTH its numbers in a row. FAULT_LIMITS, in JSON, changes the connections' limits. With
 FAULT_OPENS only so many workers can open the model: they count themselves in the folder. Workers
 that die are replaced FAULT_DELAY_S later, and killed after FAULT_MISSED reports that they miss.
-FAULT_SHARE_BYTES is what a worker and the process of the engines share above the largest body.
+FAULT_ECHO_S is for how long a SIGTERM counts as one with the next. FAULT_SHARE_BYTES is what a
+worker and the process of the engines share above the largest body.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from deploykit.serving.workers import hub, parent
 from tests.support.fake_engine import FakeEngine
 
 POISON, MEMORY, LOST, HANG, SHAPE, DTYPE, FEWER = FAULTS = (-1, -2, -3, -4, -5, -6, -7)
+HOLD = Path("hold")
 WIDTH = int(os.environ.get("FAULT_WIDTH", "4"))
 
 
@@ -47,6 +50,8 @@ class Faulty(FakeEngine):
             raise DeviceLost("cuda:0: the GPU is lost to this process")
         while HANG in asked:
             time.sleep(3600)
+        while HOLD.exists():
+            time.sleep(0.001)
         y = super().__call__(feeds)["y"]
         if SHAPE in asked:
             y = np.repeat(y, 2, axis=1)
@@ -79,6 +84,7 @@ if __name__ == "__main__":
     serve_processes._why_shared = lambda *_: ""
     hub.MOST_MISSED = int(os.environ.get("FAULT_MISSED", hub.MOST_MISSED))
     parent.SHARE_BYTES = int(os.environ.get("FAULT_SHARE_BYTES", parent.SHARE_BYTES))
+    server.ECHO_S = parent.ECHO_S = float(os.environ.get("FAULT_ECHO_S", server.ECHO_S))
     parent.DELAY_S = float(os.environ.get("FAULT_DELAY_S", parent.DELAY_S))
     serve.Opening.__call__ = lambda opening, file, _: open_proven(file, instances=opening.instances)
     if "FAULT_LIMITS" in os.environ:

@@ -1,6 +1,7 @@
 """A server for test_shutdown.py: one FakeEngine, held in each call until a file appears.
 
-Prints the port when ready, and the number of dropped requests at the end.
+Its second argument, if any, is for how long a SIGTERM counts as one with the next. Prints the port
+when ready, and the number of dropped requests at the end.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from deploykit.serving import server
 from deploykit.serving.server import ServeOptions, run
 from tests.support.fake_engine import FakeEngine
 
@@ -36,6 +38,7 @@ def ready(_host: str, port: int, _grpc_port: int | None) -> None:
     say(port)
 
 
+server.ECHO_S = float(sys.argv[2]) if len(sys.argv) > 2 else server.ECHO_S
 engine = Held()
 try:
     dropped = run({"m": engine}, ServeOptions(http_port=0, max_batch=1), ready)
