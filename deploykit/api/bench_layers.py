@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
 
 from deploykit.api.artefacts import Progress
-from deploykit.api.bench_columns import Entry
+from deploykit.api.bench_columns import Entry, open_session
 from deploykit.api.bench_limits import infer_point
 from deploykit.core.apart import run_apart
 from deploykit.core.errors import DeploykitError, Unsupported, first_line
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from deploykit.planning.predict import Inferred
     from deploykit.planning.probe import CpuCalibration
     from deploykit.runtimes.engine import Arrays
+    from deploykit.runtimes.torch.engine import TorchEngine
 
 _KERNEL, _CALL = b"_kernel_time", b"model_run"
 _EVENT = re.compile(
@@ -57,9 +58,10 @@ def measure_layers(
     ceilings: Mapping[int, CpuCalibration],
     on_progress: Progress | None = None,
 ) -> tuple[list[LayerTimes], list[NotMeasured]]:
-    """Of each of `wanted`, in one session, where that was fastest; and what failed.
+    """Of each of `wanted`, in one session, at the batch that was fastest; and what failed.
 
-    Each in a process of its own. `ceilings`: of this CPU, by number of threads.
+    Each in a process of its own, however many sessions PyTorch was fastest in. `ceilings`: of this
+    CPU, by number of threads.
     """
     from deploykit.measure.report.report import NotMeasured
 
@@ -74,11 +76,7 @@ def measure_layers(
         if on_progress is not None:
             on_progress(f"{setup.label}, batch {point.batch}: time of each layer", 1.0)
         try:
-            if point.device != "cpu" or not point.runtime.startswith("onnxruntime"):
-                raise Unsupported("they are known of ONNX Runtime on CPUs alone")
-            with TemporaryDirectory(prefix="deploykit-layers-") as folder:
-                what = setup, feeds, point.batch, folder
-                times = run_apart("bench: layers", _time_layers, *what)
+            times = _time(entry, setup, feeds, point)
         except (DeploykitError, OSError) as exc:
             gaps.append(NotMeasured(f"layers of {setup.label}", first_line(exc)))
             continue
@@ -86,6 +84,16 @@ def measure_layers(
         probed = ceilings.get(setup.threads or default_threads())
         found.append(name_layers(times, inferred, probed.ops_per_s if probed else {}))
     return found, gaps
+
+
+def _time(entry: Entry, setup: Setup, feeds: Callable[[int], Arrays], point: Point) -> LayerTimes:
+    read = _READERS.get(point.runtime.partition(" ")[0])
+    if point.device != "cpu" or read is None:
+        raise Unsupported("they are known of ONNX Runtime and PyTorch on CPUs alone")
+    with TemporaryDirectory(prefix="deploykit-layers-") as folder:
+        what = entry, setup, feeds, point.batch, folder
+        times: LayerTimes = run_apart("bench: layers", read, *what)
+    return times
 
 
 def name_layers(
@@ -152,24 +160,40 @@ def _plain(name: str) -> str:
 
 
 def _fastest(setups: Sequence[Setup], points: Sequence[Point]) -> tuple[Setup, Point] | None:
-    """Of those in one session in this process, with its point."""
+    """Of those in one session in this process, or in PyTorch, with its point."""
     pairs = [
         (setup, point)
         for setup in setups
         for point in points
-        if (setup.label, setup.sessions, setup.in_flight) == (point.label, 1, 1)
-        and not setup.processes
+        if (setup.label, setup.in_flight) == (point.label, 1)
+        and point.sessions == setup.sessions
+        and (point.runtime.startswith("torch") or (setup.sessions == 1 and not setup.processes))
         and point.batch in (setup.batches or (point.batch,))
     ]
     return max(pairs, key=lambda pair: pair[1].throughput_per_s.value, default=None)
 
 
+def _time_modules(
+    entry: Entry, setup: Setup, feeds: Callable[[int], Arrays], batch: int, _: str, __: Progress
+) -> LayerTimes:
+    from deploykit.measure.timing.cpu_search import CpuSettings
+    from deploykit.measure.timing.layers import time_layers
+    from deploykit.runtimes.torch.layers import LayerWatch
+
+    settings = CpuSettings(threads=setup.threads) if setup.threads else None
+    what = entry.runtime, entry.artefact, entry.precision, settings, entry.options
+    with open_session(*what) as engine, open_session(*what) as other:
+        watch = LayerWatch(cast("TorchEngine", other))
+        return time_layers((setup.label, batch), (engine, watch), feeds(batch), lambda: watch.runs)
+
+
 def _time_layers(
+    _: Entry,
     setup: Setup,
     feeds: Callable[[int], Arrays],
     batch: int,
     folder: str,
-    _: Progress,
+    __: Progress,
 ) -> LayerTimes:
     """The file of the profile loses its name once it is open: no kill can leave it behind."""
     from deploykit.measure.timing.layers import time_layers
@@ -190,6 +214,9 @@ def _time_layers(
                 return read_profile(profile.read())
 
             return time_layers((setup.label, batch), (engine, profiled), feeds(batch), read)
+
+
+_READERS = {"onnxruntime": _time_layers, "torch": _time_modules}
 
 
 def read_profile(data: bytes) -> list[Counter[LayerKey]]:

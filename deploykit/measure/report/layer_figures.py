@@ -44,8 +44,8 @@ def layer_note(found: Json) -> str:
     if more_us > 0:
         text += f", {number(more_us)}{SPACE}µs more for each layer"
     if abs(share - 1) > _ADDS_UP:
-        text += f". NOT within 5{SPACE}%, so only the shares say something: the profiler counts "
-        text += "whole microseconds and takes some itself, or other work ran meanwhile"
+        text += f". NOT within 5{SPACE}%, so only the shares say something: the profiler takes "
+        text += "time itself and may count whole microseconds, or other work ran meanwhile"
     return f"{text}.{_ceilings(found)}"
 
 

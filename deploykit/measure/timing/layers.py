@@ -18,7 +18,10 @@ Read = Callable[[], Sequence[Counter[LayerKey]]]
 
 
 def time_layers(
-    what: tuple[str, int], engines: tuple[Engine, Engine], feeds: Arrays, read: Read
+    what: tuple[str, int],
+    engines: tuple[Engine, Callable[[Arrays], object]],
+    feeds: Arrays,
+    read: Read,
 ) -> LayerTimes:
     """`what`: label and batch. `engines`: without and with a profiler; `read`: ms of its calls."""
     plain_s, profiled_s = _take_turns(*(partial(engine, feeds) for engine in engines))

@@ -116,6 +116,12 @@ class TorchEngine(BaseEngine):
             values = [to_numpy(value).copy() for value in self._module(*tensors)]
         return {spec.name: value for spec, value in zip(self.outputs, values, strict=True)}
 
+    def modules(self) -> Iterator[tuple[str, Any]]:
+        """The model and the modules in it, by their names in it; "(model)" is its own."""
+        for name, part in self._module.named_modules():
+            if name:
+                yield name.removeprefix("module").lstrip(".") or "(model)", part
+
     def close(self) -> None:
         self._module = None
 
