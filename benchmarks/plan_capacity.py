@@ -2,24 +2,30 @@
 """How many requests per second one replica carries within a p99: what `plan` says, and a load test.
 
     python benchmarks/plan_capacity.py [--seconds 15] [--steps 7] [--only TEXT] [--onnx]
+    python benchmarks/plan_capacity.py --own [--seconds 2]
 
 Engines that sleep for a known time take no core, so that other work on the machine changes little
 (`chrt -f 20` before the command, and it changes nearly nothing). Each is served in a process of its
 own; `--onnx` adds the MNIST CNN behind `deploykit serve`, with the times that `deploykit bench`
 measures, which needs a quiet machine. The highest rate of an open loop that holds the bound is
 found by bisection, without what `plan` says. Prints Markdown.
+
+`--own` measures the server's own time for a call, which `plan` adds: engines that use the caches
+for a known time on the event loop's thread, in closed loops, so that calls follow each other.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import statistics
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +51,13 @@ from deploykit.measure.load.target import (  # noqa: E402
     make_feeds,
     make_requests,
 )
-from deploykit.planning.capacity import BYTE_S, CALL_S, QUANTILE, REQUEST_S, capacity  # noqa: E402
+from deploykit.planning.capacity import (  # noqa: E402
+    BYTE_S,
+    QUANTILE,
+    REQUEST_S,
+    capacity,
+    served_s,
+)
 
 WARM_UP_S, DRAIN_S, CONNECTIONS = 1.0, 2.0, 512
 CPU = "server's CPU us per request"
@@ -68,6 +80,7 @@ class Case:
     width: int = 64
     overlaps: bool = True
     replicas: int = 1
+    computes: bool = False
 
 
 CASES = (
@@ -81,22 +94,32 @@ CASES = (
 ONNX = Case("the MNIST CNN", 10, 32, width=784, overlaps=False)
 
 
-def serve_sleeping(port: int, max_batch: int, base_ms: float, row_ms: float, width: int) -> None:
-    """Print the times of calls as JSON, then serve."""
+def serve_one(
+    port: int, max_batch: int, base_ms: float, row_ms: float, width: int, computes: bool
+) -> None:
+    """Write the times of calls as JSON, then serve. The engine sleeps or, if asked, computes."""
     from deploykit.core.tensors import TensorSpec
     from deploykit.serving.server import ServeOptions, run
     from tests.support.fake_engine import FakeEngine
 
-    class Sleeping(FakeEngine):
+    memory = np.zeros(1 << 20, np.float32)
+
+    class Timed(FakeEngine):
         steady = True
 
         def __call__(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-            wake_on_time()  # of this thread: its waits then end when they are due
             x = feeds["x"]
-            time.sleep((base_ms + len(x) * row_ms) / 1e3)
+            length_s = (base_ms + len(x) * row_ms) / 1e3
+            if computes:
+                until = time.perf_counter() + length_s
+                while time.perf_counter() < until:
+                    np.add(memory, 1, out=memory)
+            else:
+                wake_on_time()  # of this thread: its waits then end when they are due
+                time.sleep(length_s)
             return {"y": x[:, :10] * np.float32(2)}
 
-    engine = Sleeping(width=width)
+    engine = Timed(width=width)
     engine.outputs = (TensorSpec("y", "float32", ("N", 10)),)
     rows = np.zeros((max_batch, width), np.float32)
     times_s = {}
@@ -131,7 +154,7 @@ def replica(case: Case, folder: Path) -> Iterator[tuple[RemoteModel, Running, di
         words += ["--max-batch", case.max_batch]
     else:
         words = [sys.executable, __file__, "--serve", port, case.max_batch, case.base_ms]
-        words += [case.row_ms, case.width, times]
+        words += [case.row_ms, case.width, int(case.computes), times]
     with started([str(word) for word in words], lambda: is_ready(url)) as running:
         if case.base_ms is None:
             found = benched(folder / "mnist.onnx", folder / "report")
@@ -228,7 +251,7 @@ def row(case: Case, seconds: float, steps: int) -> str:
         found = capacity(
             1.0,
             case.bound_ms / 1e3,
-            {n: each + CALL_S for n, each in times_s.items()},
+            {n: served_s(each) for n, each in times_s.items()},
             request_s=REQUEST_S + BYTE_S * size,
             overlaps=case.overlaps,
         )
@@ -247,17 +270,73 @@ def row(case: Case, seconds: float, steps: int) -> str:
     )
 
 
+def own(seconds: float) -> None:
+    """Print what the server takes for a call besides the engine's time, as it counts that."""
+    print(header("What the server takes for a call, besides the engine"))
+    print("| engine ms | requests a call | server us a call | `plan` | marked |")
+    print("| --: | --: | --: | --: | --- |")
+    for base_ms, most in itertools.product((0, 0.1, 0.4, 1.5), (1, 8)):
+        case = Case("", 0, most, base_ms, computes=True)
+        with tempfile.TemporaryDirectory() as folder, replica(case, Path(folder)) as found:
+            remote = found[0]
+            closed = Load(None, 2 * most, WARM_UP_S, seconds, DRAIN_S)
+            plan = SendPlan(
+                remote.address,
+                remote.port,
+                make_requests(remote, make_feeds(remote, 1, 0)),
+                AnswerCheck(remote.outputs),
+                closed.connections,
+                None,
+                WARM_UP_S,
+                closed.end_s,
+                DRAIN_S,
+            )
+            before = counted(remote)
+            outcomes = run_processes([plan])
+            calls, requests, engine_s = counted(remote) - before
+        all_s = max(end_s for each in outcomes for end_s in each.ends_s)
+        size = requests / calls
+        us = (all_s - engine_s) / calls * 1e6
+        each_s = engine_s / calls
+        said = served_s(each_s) - each_s + size * (REQUEST_S + BYTE_S * 4 * (case.width + 10))
+        marked = "; ".join(summarise(closed, outcomes)["limits"])
+        print(
+            f"| {each_s * 1e3:.2f} | {size:.1f} | {us:.0f} | {said * 1e6:.0f} | {marked} |",
+            flush=True,
+        )
+
+
+def counted(remote: RemoteModel) -> np.ndarray:
+    """Calls, requests and the engine's seconds so far, by the server's statistics."""
+    url = f"http://{remote.address}:{remote.port}/v2/models/m/stats"
+    with urllib.request.urlopen(url) as answer:
+        (model,) = json.load(answer)["model_stats"]
+    found = [(each["batch_size"], each["compute_infer"]) for each in model["batch_stats"]]
+    return np.array(
+        [
+            sum(each["count"] for _, each in found),
+            sum(size * each["count"] for size, each in found),
+            sum(each["ns"] for _, each in found) / 1e9,
+        ]
+    )
+
+
 def main() -> None:
     if sys.argv[1:2] == ["--serve"]:
-        port, max_batch, base_ms, row_ms, width = sys.argv[2:7]
-        serve_sleeping(int(port), int(max_batch), float(base_ms), float(row_ms), int(width))
+        port, max_batch, base_ms, row_ms, width, computes, _ = sys.argv[2:]
+        what = float(base_ms), float(row_ms), int(width), computes == "1"
+        serve_one(int(port), int(max_batch), *what)
         return
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--only", default="")
     parser.add_argument("--onnx", action="store_true")
+    parser.add_argument("--own", action="store_true")
     options = parser.parse_args()
+    if options.own:
+        own(options.seconds)
+        return
     print(header("What `plan` says that a replica carries, against a load test"))
     print(f"| engine | ms by batch | p99 within ms | `plan` | load test | error | {CPU} | marked |")
     print("| --- | --- | --: | --: | --: | --: | --: | --: |")

@@ -312,7 +312,7 @@ def _choose(
     predictions: Sequence[Prediction], target: Target, request: _Request
 ) -> tuple[Prediction | None, Capacity | None]:
     """The prediction that meets the bound with most throughput, and the replicas for the rate."""
-    from deploykit.planning.capacity import BYTE_S, CALL_S, REQUEST_S, capacity
+    from deploykit.planning.capacity import BYTE_S, REQUEST_S, capacity, served_s
     from deploykit.planning.predict import predict_call
 
     slo_ms, rate_per_s, alone = request.slo_ms, request.rate_per_s, request.alone
@@ -325,8 +325,8 @@ def _choose(
         return best, None
     precision = (best or min(fitting, key=lambda p: p.latency_ms)).precision
     joined = [p for p in fitting if p.precision == precision and request.joined]
-    service_s = {p.batch: p.latency_ms / 1e3 + CALL_S for p in joined}
-    service_s[1] = predict_call(alone, target, precision).latency_ms / 1e3 + CALL_S
+    service_s = {p.batch: served_s(p.latency_ms / 1e3) for p in joined}
+    service_s[1] = served_s(predict_call(alone, target, precision).latency_ms / 1e3)
     found = capacity(
         rate_per_s,
         slo_ms / 1e3,

@@ -24,10 +24,11 @@ import numpy as np
 from deploykit.core.json_value import Record
 
 QUEUE = 1024  # requests that may wait: the server's default
-# Processor time of the server for a call, for each request of it, and for each byte of their
-# tensors: sockets, HTTP, JSON, copies. Closed loops of 8 and 32 connections, an engine that does
-# nothing, AMD EPYC, not quiet: 26 and 21 us for a request of 256 bytes, 7 and 27 of them in a call.
-CALL_S, REQUEST_S, BYTE_S = 50e-6, 20e-6, 0.6e-9
+# Processor time of the server for a call after one of no length, for each request of a call and for
+# each byte of their tensors (sockets, HTTP, JSON, copies), and how much longer a call takes after
+# an engine that has used the caches: by its time, up to 2 ms. See benchmarks/plan_capacity.py.
+CALL_S, REQUEST_S, BYTE_S = 40e-6, 20e-6, 0.6e-9
+_COLD, _COLD_UNTIL_S = 0.045, 2e-3
 QUANTILE = 0.99
 
 _ARRIVALS, _WARM_UP, _SEED = 40_000, 4_000, 0
@@ -130,6 +131,11 @@ def capacity(
         max_batch=len(best.service_s),
         server_busy=most * request_s,
     )
+
+
+def served_s(engine_s: float) -> float:
+    """Of a call of the engine, with the server's own work for it."""
+    return engine_s + CALL_S + _COLD * min(engine_s, _COLD_UNTIL_S)
 
 
 def by_batch(service_s: Mapping[int, float]) -> tuple[float, ...]:
