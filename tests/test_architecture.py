@@ -68,7 +68,7 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3750,
-    "runtimes": 9560,
+    "runtimes": 9600,
     "training": 2240,
     "exporters": 2010,
     "onnx_graph+quantization": 5570,
@@ -79,7 +79,7 @@ BUDGETS = {
     "serving": 15440,
     "bundling": 1680,
     "cluster": 270,
-    "api": 10680,
+    "api": 10700,
     "cli": 2990,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names
