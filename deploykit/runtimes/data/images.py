@@ -100,8 +100,7 @@ def read_square(file: Path, side: int) -> np.ndarray:
     Raises NotFound or BadInput naming the file.
     """
     with _open_image(file) as image:
-        if image.width * image.height > MAX_PIXELS:
-            raise BadInput(f"{file}: is {image.width}x{image.height}, too large")
+        check_pixels(image, file)
         edge = min(image.width, image.height)
         left, top = (image.width - edge) // 2, (image.height - edge) // 2
         image.draft("RGB", (side, side))  # a JPEG is decoded at about the size that is needed
@@ -187,16 +186,13 @@ def image_errors(where: object, formats: Sequence[str] = _FORMATS) -> Iterator[N
     try:
         yield
     except DAMAGED as exc:
-        named = [_NAMES[name] for name in formats]
-        reason = f"is neither {', '.join(named[:-1])} nor {named[-1]}"
-        reason = reason if _unknown(exc) else first_line(exc)
+        reason = first_line(exc)
+        if type(exc).__name__ == "UnidentifiedImageError":
+            named = [_NAMES[name] for name in formats]
+            reason = f"is neither {', '.join(named[:-1])} nor {named[-1]}"
         if isinstance(exc, Image.DecompressionBombError):  # whose limit is not ours
             raise BadInput(f"{where}: has more than {MAX_PIXELS / 1e6:.0f} million pixels") from exc
         raise BadInput(f"{where}: is not a readable image: {reason}") from exc
-
-
-def _unknown(exc: BaseException) -> bool:
-    return type(exc).__name__ == "UnidentifiedImageError"
 
 
 def _check_size(

@@ -95,10 +95,10 @@ def image_input(inputs: Sequence[TensorSpec], preprocess: Preprocess) -> tuple[i
 
 
 def _numbers(values: object, where: str) -> tuple[float, ...]:
-    good = isinstance(values, list) and all(
-        isinstance(item, (int, float)) and not isinstance(item, bool) and math.isfinite(item)
-        for item in values
-    )
-    if not isinstance(values, list) or not values or not good:
-        raise BadInput(f"{where}: must be a list of numbers, one per channel")
-    return tuple(float(item) for item in values)
+    if (
+        isinstance(values, list)
+        and values
+        and all(type(item) in (int, float) and math.isfinite(item) for item in values)
+    ):
+        return tuple(map(float, values))
+    raise BadInput(f"{where}: must be a list of numbers, one per channel")
