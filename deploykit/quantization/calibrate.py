@@ -118,7 +118,7 @@ def calibrate(
     Raises BadInput for a wrong method, fewer than 8 samples, samples that are NaN, infinite or
     all the same, and for a model that itself gives NaN.
     """
-    _check_arguments(method, batch_size)
+    _check_method(method)
     check_samples(samples)
     fixed = _fixed_batch(graph.inputs)
     if fixed and len(samples) < fixed:
@@ -151,12 +151,10 @@ def calibrate(
     return replace(found, stopped=stopped, outputs=kept, every_output=every.proven)
 
 
-def _check_arguments(method: str, batch_size: int) -> None:
+def _check_method(method: str) -> None:
     if method not in (AUTO, *METHODS):
         known = ", ".join((AUTO, *METHODS))
         raise BadInput(f"unknown calibration method '{method}'", hint=f"one of: {known}")
-    if batch_size < 1:
-        raise BadInput(f"batch size {batch_size} is below 1")
 
 
 def _check_numbers(graph: Graph, ranges: Mapping[str, Range], samples: Samples) -> None:
@@ -324,12 +322,9 @@ def _batch_that_fits(graph: Graph, names: Sequence[str], samples: Samples, batch
 
 def _fixed_batch(inputs: Sequence[TensorSpec]) -> int | None:
     """The size of axis 0 where no input has a dynamic one."""
-    sizes = [spec.shape[0] for spec in inputs if spec.shape]
-    return (
-        next((n for n in sizes if isinstance(n, int)), None)
-        if all(not spec.batched for spec in inputs)
-        else None
-    )
+    sizes = [size for spec in inputs for size in spec.shape[:1]]
+    fixed = [size for size in sizes if isinstance(size, int)]
+    return fixed[0] if fixed and len(fixed) == len(sizes) else None
 
 
 def _add_reductions(graph: onnx.GraphProto, names: Sequence[str]) -> list[str]:
