@@ -71,6 +71,11 @@ def batch_axes(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(spec.shape[0]) for spec in specs if spec.batched))
 
 
+def axis_name(tensor: str, place: int) -> str:
+    """What a dynamic axis is called that has no name: `N` at place 0, else `TENSOR_PLACE`."""
+    return f"{tensor}_{place}" if place else BATCH
+
+
 def carrier(dtype: str) -> str:
     """The numpy dtype of arrays of `dtype`: numpy lacks bfloat16 (float32) and strings (object)."""
     return _CARRIERS.get(dtype, dtype)

@@ -19,7 +19,7 @@ from onnx import TensorProto
 from deploykit.core import files
 from deploykit.core.errors import BadInput, Unsupported, first_line
 from deploykit.core.json_value import Record
-from deploykit.core.tensors import BATCH, DTYPE_BYTES, TensorSpec
+from deploykit.core.tensors import DTYPE_BYTES, TensorSpec, axis_name
 from deploykit.onnx_graph import storage
 from deploykit.onnx_graph.node_precision import NodePrecision
 from deploykit.onnx_graph.skeleton import (
@@ -248,7 +248,7 @@ def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
         if axis.HasField("dim_value") and axis.dim_value >= 0:
             shape.append(axis.dim_value)
         else:
-            name = axis.dim_param or (BATCH if number == 0 else f"{value.name}_{number}")
+            name = axis.dim_param or axis_name(value.name, number)
             # protobuf gives a name that is not UTF-8 as bytes
             shape.append(name if isinstance(name, str) else name.decode(errors="replace"))
     return TensorSpec(value.name, dtype, tuple(shape))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from deploykit.core.errors import Unsupported
-from deploykit.core.tensors import BATCH, TensorSpec
+from deploykit.core.tensors import TensorSpec, axis_name
 
 _DTYPES = {
     "tensor(bool)": "bool",
@@ -30,7 +30,8 @@ def spec_of(path: Path, node: Any) -> TensorSpec:
             f"{path}: tensor '{node.name}' is a {node.type}, which is not supported",
             hint="export the model with float32 inputs and outputs",
         )
-    sizes = [axis if isinstance(axis, (int, str)) else "" for axis in node.shape]
-    unnamed = [f"{node.name}_{number}" if number else BATCH for number in range(len(sizes))]
-    shape = tuple(n if s == "" else s for s, n in zip(sizes, unnamed, strict=True))
+    shape = tuple(
+        axis if isinstance(axis, int) else axis or axis_name(node.name, place)
+        for place, axis in enumerate(node.shape)
+    )
     return TensorSpec(node.name, dtype, shape)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from deploykit.core.errors import Unsupported
 from deploykit.core.protobuf import Pages, damaged, fields
-from deploykit.core.tensors import BATCH, TensorSpec
+from deploykit.core.tensors import TensorSpec, axis_name
 
 _GRAPH, _INITIALIZER, _INPUT, _OUTPUT = 7, 5, 11, 12  # field numbers of onnx.proto
 _DTYPES: Mapping[int, str] = {  # of TensorProto.DataType
@@ -59,8 +59,7 @@ def read_specs(path: Path) -> tuple[tuple[TensorSpec, ...], list[tuple[str, str,
 
 def name_axes(name: str, shape: Axes) -> tuple[int | str, ...]:
     """`shape` with a name for each axis of unknown size, as ONNX Runtime's engine gives."""
-    unnamed = [f"{name}_{number}" if number else BATCH for number in range(len(shape))]
-    return tuple(n if axis is None else axis for axis, n in zip(shape, unnamed, strict=True))
+    return tuple(axis_name(name, n) if axis is None else axis for n, axis in enumerate(shape))
 
 
 def _dtype(path: Path, name: str, kind: int) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.manifest import Manifest
-from deploykit.core.tensors import BATCH, TensorSpec
+from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.runtimes.cuda.memory import Shape
 from deploykit.runtimes.engine import Arrays
 
@@ -55,7 +55,7 @@ def specs(
         sizes = tuple(engine.get_tensor_shape(name))
         names: Sequence[int | str] = known[name].shape if name in known else ()
         if len(names) != len(sizes):
-            names = [BATCH if axis == 0 else f"{name}_{axis}" for axis in range(len(sizes))]
+            names = [axis_name(name, place) for place in range(len(sizes))]
         shape = tuple(
             size if size >= 0 else own if isinstance(own, str) else f"{name}_{axis}"
             for axis, (size, own) in enumerate(zip(sizes, names, strict=True))
