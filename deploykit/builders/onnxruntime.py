@@ -20,7 +20,7 @@ from deploykit.runtimes.onnxruntime.engine import (
     read_weights,
     session_options,
 )
-from deploykit.runtimes.onnxruntime.file import external_files
+from deploykit.runtimes.onnxruntime.file import onnx_files
 
 ort = require("onnxruntime")
 _MOST_BYTES = (1 << 31) - 1  # of a protobuf message
@@ -72,8 +72,7 @@ def build(path: Path, out: Path, *, threads: int | None = None) -> dict[str, str
 
 def _check_size(path: Path) -> None:
     """Raise Unsupported where the result, which is one file, could not hold the weights."""
-    files = [path, *(path.parent / each for each in external_files(path))]
-    size = sum(file.stat().st_size for file in files if file.is_file())
+    size = sum(file.stat().st_size for file in onnx_files(path) if file.is_file())
     if size > _MOST_BYTES:
         raise Unsupported(
             f"{path}: has {size:,} bytes with its weights; a build for a CPU is one ONNX file, "

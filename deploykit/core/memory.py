@@ -26,7 +26,7 @@ _LARGE_BYTES = 1 << 28  # of an array: only then is the free memory asked for
 # own libraries ("Init builder kernel library: CPU +666 MiB", TensorRT 8.6)
 _COPIES, _BUILDER_BYTES = 3, 1 << 30
 _NUMPY_ASKED = re.compile(r"Unable to allocate ([\d.]+ \w+)")
-_ASKED = re.compile(r"(?:requested buffer of size|smaller than requested bytes of) (\d+)")
+ASKED_BYTES = re.compile(r"(?:requested buffer of size|smaller than requested bytes of) (\d+)")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def free_bytes() -> int | None:
 
 def does_not_fit(where: object, what: str = "", files: Iterable[Path] = ()) -> OutOfMemory:
     """The error for memory that was missing; `where` begins it, `what` a library reported."""
-    asked = _ASKED.search(what)
+    asked = ASKED_BYTES.search(what)
     sizes = [f"{int(asked[1]) / 2**20:,.1f} MiB were needed at once"] if asked else []
     sizes += [f"{size} were needed at once" for size in _NUMPY_ASKED.findall(what)]
     held = sum(each.stat().st_size for each in files if each.is_file())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from deploykit.core.errors import Unsupported
 from deploykit.core.memory import BuildMemory
-from deploykit.runtimes.onnxruntime.file import external_files
+from deploykit.runtimes.onnxruntime.file import onnx_files
 
 LEAST_WORKSPACE = 64 << 20  # with less, TensorRT drops common kernels or finds none
 _ELEMENT_BYTES = 4  # float32, the largest type between layers but for small index tensors
@@ -20,8 +20,7 @@ _ELEMENT_BYTES = 4  # float32, the largest type between layers but for small ind
 
 def weight_bytes(model: Path) -> int:
     """Size of the file and its external data files, which approximates the weights."""
-    files = [model, *(model.parent / name for name in external_files(model))]
-    return sum(file.stat().st_size for file in files)
+    return sum(file.stat().st_size for file in onnx_files(model))
 
 
 def activation_bytes(shapes: Iterable[Sequence[int]], batch: int, others: int) -> int:

@@ -27,7 +27,7 @@ from deploykit.core.errors import (
 )
 from deploykit.core.extras import install_command, require
 from deploykit.core.machine import default_threads
-from deploykit.core.memory import memory_errors
+from deploykit.core.memory import ASKED_BYTES, memory_errors
 from deploykit.core.protobuf import damaged
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.cuda.errors import CODES, USE_LESS_MEMORY, cuda_error
@@ -36,8 +36,8 @@ from deploykit.runtimes.onnxruntime.arena import Arena
 from deploykit.runtimes.onnxruntime.binding import Binding, check_placement
 from deploykit.runtimes.onnxruntime.cuda_libraries import preload
 from deploykit.runtimes.onnxruntime.file import (
-    external_files,
     multiplies_integers,
+    onnx_files,
     slowed_by_values,
     small_floats,
 )
@@ -61,7 +61,6 @@ _CUDA_FAILURE = re.compile(r"CUDA failure (\d+): ([^;\n]*)")
 # Fused, these are slower on a CPU than in parts: a BERT took 1.11 (float32) to 1.24 (INT8) times as
 # long; benchmarks/cpu_int8.py
 SLOWER_ON_CPU = ("SkipLayerNormFusion", "BiasGeluFusion")
-_NO_MEMORY = re.compile(r"(?:requested buffer of size|smaller than requested bytes of) (\d+)")
 
 
 def open_engine(
@@ -343,7 +342,7 @@ def _device_in_use(path: Path, session: Any, asked: str) -> str:
 def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
     """Turn exceptions of ONNX Runtime, and on CUDA those of CUDA, into ours that name the file."""
     try:
-        with memory_errors(path, _files(path)), _cuda_failures(path, device):
+        with memory_errors(path, onnx_files(path)), _cuda_failures(path, device):
             yield
     except (ort_state.InvalidProtobuf, ort_state.NoModel) as exc:
         raise damaged(path) from exc
@@ -358,30 +357,22 @@ def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
         raise error(f"{path}: ONNX Runtime failed: {reason(exc)}", hint=cure(exc)) from exc
 
 
-def _files(path: Path) -> Iterator[Path]:
-    """Those that hold the model; read only if they are asked for."""
-    yield path
-    yield from (path.parent / location for location in external_files(path))
-
-
 @contextlib.contextmanager
 def _cuda_failures(path: Path, device: str) -> Iterator[None]:
     """Turn CUDA's failures, which arrive as many exception classes, into ours by their code."""
     try:
         yield
     except _OF_CUDA as exc:
-        text = str(exc)
-        memory, failure = _NO_MEMORY.search(text), _CUDA_FAILURE.search(text)
-        if device == "cpu" or not (memory or failure):
-            raise
-        if memory:
+        memory, failure = ASKED_BYTES.search(str(exc)), _CUDA_FAILURE.search(str(exc))
+        if memory and device != "cpu":
             need = int(memory[1]) / 2**20
             raise OutOfMemory(
                 f"{path}: {device}: out of memory: {need:,.1f} MiB needed at once",
                 hint=USE_LESS_MEMORY,
             ) from exc
-        number, words = (failure[1], failure[2].strip()) if failure else ("0", "")
-        name = CODES.get(int(number), f"error {number}")
+        if failure is None or device == "cpu":
+            raise
+        name, words = CODES.get(int(failure[1]), f"error {failure[1]}"), failure[2].strip()
         raise cuda_error(f"{path}: {device}", "ONNX Runtime", f"cudaError{name}", words) from exc
 
 

@@ -107,6 +107,12 @@ def stored_twice(path: Path) -> str:
     return ""
 
 
+def onnx_files(path: Path) -> Iterator[Path]:
+    """The file, then those that hold its weights; it is read only if these are asked for."""
+    yield path
+    yield from (path.parent / location for location in external_files(path))
+
+
 def external_files(path: Path) -> list[str]:
     """The locations, relative to the model's folder, that its tensors name for their data."""
     return sorted({location for location, _, _ in external_spans(path)})

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from deploykit.runtimes.onnxruntime.file import external_files
+from deploykit.runtimes.onnxruntime.file import onnx_files
 
 LEAST_BYTES = 4 << 20  # of a model's files: less is not worth a copy
 _LEAST_TENSOR_BYTES = 1024  # smaller ones stay in the graph
@@ -73,7 +73,7 @@ def mapped_copy(path: Path, folder: Path, write: Callable[[Path], object]) -> Pa
 
     Raises OSError, and as `write`.
     """
-    stats = [each.stat() for each in _files(path)]
+    stats = [each.stat() for each in onnx_files(path)]
     known = [(each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for each in stats]
     model, version = (
         hashlib.sha256(repr(each).encode()).hexdigest()[:16] for each in (path, known)
@@ -96,11 +96,7 @@ def mapped_copy(path: Path, folder: Path, write: Callable[[Path], object]) -> Pa
 
 def is_large(path: Path) -> bool:
     """Whether the model's files are worth a copy."""
-    return sum(each.stat().st_size for each in _files(path) if each.is_file()) >= LEAST_BYTES
-
-
-def _files(path: Path) -> list[Path]:
-    return [path, *(path.parent / each for each in external_files(path))]
+    return sum(each.stat().st_size for each in onnx_files(path) if each.is_file()) >= LEAST_BYTES
 
 
 def save_at(copy: Path, options: Any) -> None:
