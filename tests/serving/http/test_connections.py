@@ -81,9 +81,13 @@ def test_without_file_descriptors_idle_connections_are_closed(
             assert raw.reply()
         listener, acceptor = server.server._listener, server.server._acceptor
         with monkeypatch.context() as patch:
-            patch.setattr(listener, "tick", lambda *_: None)
-            patch.setattr(listener, "now_s", listener.now_s + 6)
-            server.server._loop.call_soon_threadsafe(acceptor._pause, OSError(errno.EMFILE, ""))
+
+            def later() -> None:
+                patch.setattr(listener, "tick", lambda *_: None)
+                patch.setattr(listener, "now_s", listener.now_s + 6)
+                acceptor._pause(OSError(errno.EMFILE, ""))
+
+            server.server._loop.call_soon_threadsafe(later)
             assert all(raw.ended() for raw in idle)
         assert server.ask("GET", "/v2/health/live").status == 200
 
@@ -93,7 +97,7 @@ def test_a_health_check_gets_through_despite_any_number_of_idle_connections(
 ) -> None:
     """5,000 connections that sent nothing had each new client refused, for 10 s."""
     monkeypatch.setattr(places, "_IDLE_S", 0.05)
-    with running(limits=HttpLimits(connections=4)) as server:
+    with running(limits=HttpLimits(connections=4, header_s=600)) as server:
         idle = [server.connect() for _ in range(2)]
         half = [server.connect() for _ in range(2)]
         for raw in half:
@@ -116,7 +120,7 @@ def test_a_health_check_gets_through_despite_any_number_of_idle_connections(
 def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Raw]]:
     """Connects to a server with as many connections as it allows, none of them idle for long."""
     monkeypatch.setattr(places, "_IDLE_S", 1e9)
-    with running(limits=HttpLimits(connections=4)) as server:
+    with running(limits=HttpLimits(connections=4, header_s=600)) as server:
         for _ in range(4):
             server.connect()
         while len(server.server._listener.connections) < 4:

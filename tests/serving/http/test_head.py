@@ -1,14 +1,12 @@
-"""HTTP/1.1: order, limits, deadlines and malformed messages, through a real socket."""
+"""HTTP/1.1: order, limits and malformed messages, through a real socket."""
 
 from __future__ import annotations
 
-import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from deploykit.serving.http.state import State
 from deploykit.serving.server import HttpLimits
 from tests.support.serving.running import (
     WAIT_S,
@@ -21,7 +19,6 @@ from tests.support.serving.running import (
 )
 
 INFER = "/v2/models/m/infer"
-Eventually = Callable[[Callable[[], bool]], None]
 LIVE = request("GET", "/v2/health/live")
 
 
@@ -256,86 +253,6 @@ def test_a_connection_above_the_limit_gets_503() -> None:
         above = server.connect()
         above.send(request("GET", "/v2"))
         assert status(above) == 503
-
-
-# -- time
-
-
-HOUR = HttpLimits(header_s=3600, body_s=3600, idle_s=3600)  # which the tests let pass
-
-
-def passed(server: Running, raw: Raw, reached: Callable[[], bool], eventually: Eventually) -> None:
-    """An hour passes once the server has `reached` it; at first not quite."""
-    eventually(reached)
-    server.pass_time(3500)
-    raw.socket.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        raw.socket.recv(1, socket.MSG_PEEK)
-    raw.socket.settimeout(WAIT_S)
-    server.pass_time(3700)
-
-
-@pytest.mark.parametrize(
-    ("data", "state", "expected"),
-    [
-        (b"", State.IDLE, None),
-        (b"GET /v2 HTTP/1.1\r\nHo", State.HEAD, 408),
-        (request("POST", INFER, Content_Length="10") + b"123", State.BODY, 408),
-    ],
-    ids=["nothing", "half a header", "half a body"],
-)
-def test_a_client_that_stops_sending_is_disconnected(
-    data: bytes, state: State, expected: int | None, eventually: Eventually
-) -> None:
-    with running(limits=HOUR) as server:
-        raw = server.connect()
-        raw.send(data)
-        clients = server.server._listener.connections
-        passed(server, raw, lambda: [each._state for each in clients] == [state], eventually)
-        assert status(raw) == expected
-        assert raw.ended()
-
-
-def test_an_idle_connection_is_closed(eventually: Eventually) -> None:
-    with running(limits=HOUR) as server:
-        raw = server.connect()
-        raw.send(LIVE)
-        assert status(raw) == 200
-        passed(server, raw, lambda: True, eventually)
-        assert raw.ended()
-
-
-def test_a_connection_that_waits_for_the_engine_is_not_idle(eventually: Eventually) -> None:
-    engine = GatedEngine()
-    with running({"m": engine}, HOUR) as server:
-        engine.warm = True
-        patient = server.connect()
-        patient.send(numbered(1))
-        assert engine.entered.acquire(timeout=WAIT_S)
-        idle = server.connect()
-        connections = server.server._listener.connections
-        passed(server, idle, lambda: len(connections) == 2, eventually)
-        assert idle.ended()
-        engine.gate.set()
-        assert status(patient) == 200
-
-
-def test_a_client_that_does_not_read_its_answers_is_disconnected(eventually: Eventually) -> None:
-    with running(limits=HttpLimits(write_s=0.01)) as server:
-        raw = server.connect()
-        requests = request("GET", "/metrics") * 100
-        connections = server.server._listener.connections
-
-        def push() -> bool:
-            try:
-                raw.socket.settimeout(0.01)
-                raw.send(requests)
-            except OSError:
-                pass
-            return not connections
-
-        eventually(lambda: bool(connections))
-        eventually(push)
 
 
 # -- the engine is busy

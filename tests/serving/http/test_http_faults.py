@@ -319,7 +319,8 @@ class Lost(GatedEngine):
         return super().__call__(feeds)
 
 
-def test_a_lost_device_stops_the_server_with_exit_code_3() -> None:
+def test_a_lost_device_stops_the_server_with_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploykit.serving.server.DRAIN_S", 3600.0)  # it waits for nothing
     engine = Lost()
     server = Server({"m": engine}, ServeOptions(http_port=0))
     caught: list[BaseException] = []
@@ -342,7 +343,7 @@ def test_a_lost_device_stops_the_server_with_exit_code_3() -> None:
     assert reply.status == 503
     assert "retry-after" in reply.headers
     raw.close()
-    thread.join(5.0)  # the fault list allows five seconds
+    thread.join(WAIT_S)
     assert not thread.is_alive()
     assert len(caught) == 1
     assert getattr(caught[0], "exit_code", None) == 3

@@ -87,25 +87,44 @@ def test_a_large_answer_is_sent_as_the_connection_window_allows(served: Serving)
     assert np.frombuffer(data[-4_000_000:], np.float32).tolist()[::999_999] == [7, 7]
 
 
-def test_clients_that_exceed_a_time_limit_are_disconnected() -> None:
-    quick = Http2Limits(header_s=0.2, body_s=0.2, write_s=0.2, idle_s=1.0)
-    with serving(limits=quick) as running:
+def test_clients_that_exceed_a_time_limit_are_disconnected(eventually: Any) -> None:
+    """All have hours, which pass when the server has seen what they do."""
+    hours = Http2Limits(header_s=3600, body_s=3600, write_s=3600, idle_s=7200)
+    with serving(limits=hours) as running:
+        shared = running.server._shared
+
+        def pass_time(seconds: float = 4000) -> None:
+            clock_s = shared.clock_s
+            shared.clock_s = lambda: clock_s() + seconds
+
+        def links() -> list[Any]:
+            return running.see(lambda: list(shared.connections))
+
         with frames(running.port, greet=False) as silent:
+            eventually(links)
+            pass_time()
             assert silent.closed()
         with frames(running.port) as headers:
             headers.send(1, 0, 1, b"\x83")
+            eventually(lambda: [each.in_header_block for each in links()] == [True])
+            pass_time()
             assert headers.closed()
         with frames(running.port) as body:
             body.open(1)
             body.send(0, 0, 1, b"\0\0")
+            body.settle()
+            pass_time()
             assert body.answer(1).status == DEADLINE_EXCEEDED
             assert body.call(3, infer_bytes()).status == 0
         with frames(running.port, settings=b"\0\4\0\0\0\0") as no_window:
             no_window.open(1)
             no_window.message(1, infer_bytes())
+            no_window.until(lambda: 1 in no_window.answers)
+            pass_time()
             assert no_window.closed()
         with frames(running.port) as idle:
             assert idle.call(1, infer_bytes()).status == 0
+            pass_time(8000)
             assert idle.closed()
             assert idle.goaway == 0
         with frames(running.port) as stream:

