@@ -36,10 +36,12 @@ def test_sigterm_while_the_gpu_is_busy_answers_what_was_accepted(
     command, env = [sys.executable, str(SCRIPT)], {"GPU_TAKES_S": "0.1"}
     options = "--max-batch", "2", "--no-cuda-graphs", overlap
     with Process(tmp_path, *options, command=command, engine="m=m.trt", env=env) as server:
+        (tmp_path / "hold").touch()
         with ThreadPoolExecutor(8) as pool:
             asked = [pool.submit(server.infer, float(n)) for n in range(8)]
             until(lambda: server.gauge("deploykit_requests_in_flight") >= 4)
             server.popen.send_signal(signal.SIGTERM)
+            (tmp_path / "hold").unlink()
             answers = [each.result() for each in asked]
         right = [answers[n] == (200, [2.0 * n + 1]) for n in range(8)]
         assert sum(right) >= 4

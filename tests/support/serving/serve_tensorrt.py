@@ -1,8 +1,9 @@
 """`deploykit` where `m.onnx` was built for a GPU, for test_serve_tensorrt_life.py.
 
-In: the arguments of deploykit, m.onnx in the working folder, and GPU_TAKES_S for each call. The
-GPU, its CUDA and its TensorRT are those of `gpu_machine`. Out: m.trt; a line on standard error for
-each call that the GPU begins, and at the end one with what of CUDA is still held.
+In: the arguments of deploykit, m.onnx in the working folder, and GPU_TAKES_S for each call, which
+does not end while there is a file `hold`. The GPU, its CUDA and its TensorRT are those of
+`gpu_machine`. Out: m.trt; a line on standard error for each call that the GPU begins, and at the
+end one with what of CUDA is still held.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ with pytest.MonkeyPatch.context() as patch:
 
         def wait(self: Cuda, event: int) -> None:
             say("the GPU is busy")
+            while Path("hold").exists():
+                time.sleep(0.01)
             time.sleep(float(os.environ["GPU_TAKES_S"]))
             waited(self, event)
 
