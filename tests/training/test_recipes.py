@@ -258,7 +258,8 @@ def test_a_head_on_cached_features_learns_as_behind_the_backbone(
     slow = run_training(replace(NET, build=Slow), few, replace(CPU, epochs=3))
     with torch.no_grad():
         assert torch.allclose(cached.module(others), slow.module(others), atol=1e-4)
-    assert cached.figures["feature_seconds"] > 0
+    assert "feature_seconds" in cached.figures  # 0.0 where it took less than half a millisecond
+    assert "feature_seconds" not in slow.figures
 
 
 def test_a_module_that_is_not_head_of_backbone_is_refused() -> None:
