@@ -79,6 +79,7 @@ def conditions_of(states: Sequence[GpuState]) -> Conditions:
     last = states[-1]
     clocks = [state.clock_hz / 1e6 for state in states if state.clock_hz is not None]
     watts = [state.power_w for state in states if state.power_w is not None]
+    allowed = [state.clock_max_hz / 1e6 for state in states if state.clock_max_hz]
     heat = [each.temperature_c for each in states if each.temperature_c is not None]
     heat += [degrees for state in states for _, degrees in state.zones]
     modes = dict.fromkeys(state.power_mode for state in states if state.power_mode)
@@ -88,12 +89,12 @@ def conditions_of(states: Sequence[GpuState]) -> Conditions:
         source=last.source,
         samples=len(states),
         power_mode=", ".join(modes) or None,
-        clock_low_mhz=_least(clocks),
-        clock_high_mhz=_most(clocks),
-        clock_max_mhz=_most(each.clock_max_hz / 1e6 for each in states if each.clock_max_hz),
+        clock_low_mhz=min(clocks, default=None),
+        clock_high_mhz=max(clocks, default=None),
+        clock_max_mhz=max(allowed, default=None),
         power_mean_w=sum(watts) / len(watts) if watts else None,
-        power_high_w=_most(watts),
-        temperature_c=_most(heat),
+        power_high_w=max(watts, default=None),
+        temperature_c=max(heat, default=None),
         throttled=in_order(reason for each in known for reason in each) if known else None,
         trace=_trace(states[:: -(-len(states) // _TRACED)]),
     )
@@ -104,7 +105,7 @@ def _trace(states: Sequence[GpuState]) -> dict[str, tuple[float | None, ...]]:
         "clock_mhz": tuple(_mega(state.clock_hz) for state in states),
         "power_w": tuple(state.power_w for state in states),
         "temperature_c": tuple(
-            _most(each for each in (state.temperature_c, *dict(state.zones).values()) if each)
+            max(filter(None, (state.temperature_c, *dict(state.zones).values())), default=None)
             for state in states
         ),
     }
@@ -118,11 +119,3 @@ def in_order(reasons: Iterable[str]) -> tuple[str, ...]:
     """Each reason once, in the order of THROTTLES."""
     found = set(reasons)
     return tuple(name for name in THROTTLES if name in found)
-
-
-def _least(values: Iterable[float]) -> float | None:
-    return min(values, default=None)
-
-
-def _most(values: Iterable[float]) -> float | None:
-    return max(values, default=None)
