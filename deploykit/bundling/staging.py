@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
 import os
 import shutil
 import tempfile
@@ -78,17 +79,13 @@ def _lock(folder: Path, flags: int = 0) -> int:
 
 def _remove_left_behind(out: Path) -> None:
     """Remove the folders of runs that were killed: nobody holds their locks."""
-    for left in out.parent.glob(f"{_escape(_prefix(out))}*"):
+    for left in out.parent.glob(f"{glob.escape(_prefix(out))}*"):
         try:
             held = _lock(left, fcntl.LOCK_NB)
         except OSError:  # another run fills it, or has just removed it
             continue
         shutil.rmtree(left, ignore_errors=True)
         os.close(held)
-
-
-def _escape(name: str) -> str:
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
 
 
 def _put(folder: Path, out: Path) -> None:
