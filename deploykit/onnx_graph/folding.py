@@ -37,20 +37,20 @@ def _fold_constants(editor: Editor) -> None:
         if node.op_type not in _FOLDED or not known or outputs.intersection(node.output):
             kept.append(node)
             continue
-        values = _evaluate(editor, node)
+        feeds = {name: editor.array(name) for name in node.input if name}
+        values = evaluate_node(node, editor.model, feeds)
         constants[node.output[0]] = numpy_helper.from_array(values, node.output[0])
     replace(graph.node, kept)
 
 
-def _evaluate(editor: Editor, node: onnx.NodeProto) -> np.ndarray:
-    names = sorted({name for name in node.input if name})
-    values = [onnx.ValueInfoProto(name=name) for name in (*names, *node.output)]
-    alone = helper.make_model(
-        helper.make_graph([node], "constant", values[: len(names)], values[len(names) :]),
-        opset_imports=editor.model.opset_import,
-        ir_version=editor.model.ir_version,
-    )
-    (found,) = ReferenceEvaluator(alone).run(None, {name: editor.array(name) for name in names})
+def evaluate_node(
+    node: onnx.NodeProto, model: onnx.ModelProto, feeds: dict[str, np.ndarray]
+) -> np.ndarray:
+    """The first output of a node of `model`, which reads `feeds`, by onnx's own evaluator."""
+    inputs = [onnx.ValueInfoProto(name=name) for name in feeds]
+    graph = helper.make_graph([node], "alone", inputs, [onnx.ValueInfoProto(name=node.output[0])])
+    alone = helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
+    (found,) = ReferenceEvaluator(alone).run(None, feeds)
     return np.asarray(found)
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
-from onnx.reference import ReferenceEvaluator
+from onnx import TensorProto, numpy_helper
 
 from deploykit.core.errors import BadInput
-from deploykit.core.tensors import BATCH
+from deploykit.core.tensors import axis_name
+from deploykit.onnx_graph.folding import evaluate_node
 from deploykit.onnx_graph.graph import Graph
 from deploykit.onnx_graph.skeleton import SMALL_BYTES, infer_shapes, stored_bytes, stored_elements
 
@@ -130,25 +130,14 @@ def _evaluate(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> np.ndarray | None:
     """What a node makes of constants, or the shape of a tensor; None if that is not known."""
-    names = list(dict.fromkeys(name for name in node.input if name))
-    feeds: dict[str, np.ndarray] = {}
+    names = [name for name in node.input if name]
     if node.op_type == "Shape" and names[0] in shapes:
         feeds = {names[0]: np.broadcast_to(np.float32(0), shapes[names[0]])}
-    elif not all(name in constants for name in names) or not _small(node, constants):
+    elif all(name in constants for name in names) and _small(node, constants):
+        feeds = {name: numpy_helper.to_array(constants[name]) for name in names}
+    else:
         return None
-    alone = helper.make_model(
-        helper.make_graph(
-            [node],
-            "alone",
-            [onnx.ValueInfoProto(name=name) for name in feeds],
-            [onnx.ValueInfoProto(name=node.output[0])],
-            [constants[name] for name in names if name not in feeds],
-        ),
-        opset_imports=model.opset_import,
-        ir_version=model.ir_version,
-    )
-    (values,) = ReferenceEvaluator(alone).run(None, feeds)
-    return np.asarray(values)
+    return evaluate_node(node, model, feeds)
 
 
 def _fix(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> None:
@@ -157,7 +146,7 @@ def _fix(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> None:
     for value in graph.input:
         for place, axis in enumerate(value.type.tensor_type.shape.dim):
             if axis.dim_value < 0 or not axis.HasField("dim_value"):
-                name = axis.dim_param or (BATCH if place == 0 else f"{value.name}_{place}")
+                name = axis.dim_param or axis_name(value.name, place)
                 axis.dim_value = known[name] = sizes.get(name, 1)
     for value in (*graph.output, *graph.value_info):
         for axis in value.type.tensor_type.shape.dim:

@@ -16,13 +16,12 @@ from onnx import TensorProto, helper
 
 from deploykit.core.errors import BadInput
 from deploykit.onnx_graph.editor import Editor, replace
-from deploykit.onnx_graph.folding import fold
 from deploykit.onnx_graph.graph import Graph
 from deploykit.quantization.formats import channel_axis, int8_steps, transposed, weight_scale
 from deploykit.quantization.qdq_placement import (
-    check_float32,
     check_names,
     check_opset,
+    edit_float32,
     quantizable_nodes,
 )
 
@@ -32,7 +31,7 @@ _RUNTIME = "com.microsoft"  # the domain of the LSTM in integers
 
 def quantizable(source: Graph) -> tuple[str, ...]:
     """Names of the nodes that `to_dynamic` quantizes."""
-    editor = _fold_constants(source)
+    editor = edit_float32(source)
     return tuple(editor.graph.node[n].name for n in _places(editor))
 
 
@@ -44,7 +43,7 @@ def to_dynamic(source: Graph, *, keep_float32: Collection[str] = ()) -> Graph:
     quantized already or of too old an opset, weights that are NaN or infinite, and a name in
     `keep_float32` that no node has.
     """
-    editor = _fold_constants(source)
+    editor = edit_float32(source)
     check_opset(editor.model, "int8-dynamic")
     check_names(editor, keep_float32)
     nodes = editor.graph.node
@@ -62,13 +61,6 @@ def to_dynamic(source: Graph, *, keep_float32: Collection[str] = ()) -> Graph:
         else:
             writer.nodes.append(node)
     return editor.finish(writer.nodes)
-
-
-def _fold_constants(source: Graph) -> Editor:
-    check_float32(source)
-    editor = Editor(source)
-    fold(editor)
-    return editor
 
 
 def _places(editor: Editor) -> list[int]:

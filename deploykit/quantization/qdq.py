@@ -20,7 +20,6 @@ from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME, Precision
 from deploykit.core.runtime import RUNTIMES
 from deploykit.onnx_graph.editor import Editor
-from deploykit.onnx_graph.folding import fold
 from deploykit.onnx_graph.graph import Graph
 from deploykit.onnx_graph.opsets import raise_opset
 from deploykit.quantization.calibrate import Calibration, Range, Stored
@@ -28,8 +27,8 @@ from deploykit.quantization.formats import FP8, channel_axis, fp8_numbers, int8_
 from deploykit.quantization.histograms import TINY
 from deploykit.quantization.qdq_placement import (
     Placement,
-    check_float32,
     check_opset,
+    edit_float32,
     operators,
     place_pairs,
     quantizable_nodes,
@@ -70,7 +69,7 @@ def to_pairs(
     """
     precision = BY_NAME[to]
     float8 = precision.dtype == "float8"
-    editor = _fold_constants(source)
+    editor = edit_float32(source)
     if float8:
         raise_opset(editor.model, precision.min_opset)
     check_opset(editor.model, to)
@@ -97,16 +96,9 @@ def _record_ranges(editor: Editor, calibration: Calibration, keep_float32: Colle
 
 def quantizable(source: Graph, runtime: str, to: str = "int8") -> tuple[str, ...]:
     """Names of the nodes that `to_pairs` quantizes if no value is infinite."""
-    editor = _fold_constants(source)
+    editor = edit_float32(source)
     places = quantizable_nodes(editor, operators(runtime, to))
     return tuple(editor.graph.node[n].name for n in places)
-
-
-def _fold_constants(source: Graph) -> Editor:
-    check_float32(source)
-    editor = Editor(source)
-    fold(editor)
-    return editor
 
 
 def _placement(

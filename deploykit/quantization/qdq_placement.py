@@ -17,6 +17,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME
 from deploykit.core.runtime import RUNTIMES, TARGET_RUNTIMES
 from deploykit.onnx_graph.editor import Editor
+from deploykit.onnx_graph.folding import fold
 from deploykit.onnx_graph.graph import Graph, opset
 from deploykit.onnx_graph.skeleton import all_nodes, read_names
 from deploykit.quantization.boxes import box_nodes
@@ -106,11 +107,14 @@ def place_pairs(
     return Placement(tuple(chosen), scaled, residual)
 
 
-def check_float32(source: Graph) -> None:
-    """Raise BadInput for a graph that computes in 8 bits already."""
+def edit_float32(source: Graph) -> Editor:
+    """An editor with constants folded. Raises BadInput for a graph that has 8 bits already."""
     kinds = {node.op_type for node in all_nodes(source.model.graph)}
     if kinds & _QUANTIZED or any(kind.startswith("QLinear") for kind in kinds):
         raise BadInput("the model is quantized already", hint="quantize the float32 model")
+    editor = Editor(source)
+    fold(editor)
+    return editor
 
 
 def check_opset(model: onnx.ModelProto, to: str) -> None:

@@ -13,7 +13,6 @@ import onnx
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME, Precision
 from deploykit.onnx_graph.editor import Editor
-from deploykit.onnx_graph.folding import fold
 from deploykit.onnx_graph.graph import Graph, opset
 from deploykit.onnx_graph.opsets import raise_opset
 from deploykit.onnx_graph.skeleton import stored_elements
@@ -24,39 +23,29 @@ from deploykit.quantization.formats import (
     int8_steps,
     weight_scale,
 )
-from deploykit.quantization.qdq_placement import check_float32, quantizable_nodes
+from deploykit.quantization.qdq_placement import edit_float32, quantizable_nodes
 
-BLOCKS = (128, 64, 32)  # inputs that share an INT4 scale; those TensorRT was seen to accept
+_BLOCKS = (128, 64, 32)  # inputs that share an INT4 scale; those TensorRT was seen to accept
 LEAST_ELEMENTS = 1 << 16  # below 256 x 256 a file shrinks by less than its other parts weigh
 
 
 def to_weight_only(
-    source: Graph,
-    to: str = "int8-weight-only",
-    *,
-    block: int = 128,
-    least_elements: int = LEAST_ELEMENTS,
+    source: Graph, to: str = "int8-weight-only", *, least_elements: int = LEAST_ELEMENTS
 ) -> Graph:
     """The graph with weights of `to`, "int8-weight-only" or "int4-weight-only".
 
     Only those of its large MatMul and Gemm nodes are stored so.
 
-    INT8: one scale per output, max|w| / 127. INT4: one scale for each `block` inputs of an output,
-    or for 64 or 32 where `block` does not divide their number; a node that none of these fits stays
-    as it is. A weight of fewer than `least_elements` stays too, as does one that other kinds of
-    nodes share. INT4 raises a model to opset 21. `source` is left as it is.
+    INT8: one scale per output, max|w| / 127. INT4: one scale for each 128 inputs of an output, or
+    for 64 or 32 where 128 does not divide their number; a node that none of these fits stays as it
+    is. A weight of fewer than `least_elements` stays too, as does one that other kinds of nodes
+    share. INT4 raises a model to opset 21. `source` is left as it is.
     Raises BadInput for a model that has no such node, is quantized already, or cannot be raised,
-    for another `block`, and for weights that are NaN or infinite.
+    and for weights that are NaN or infinite.
     """
     precision = BY_NAME[to]
-    if block not in BLOCKS:
-        raise BadInput(
-            f"blocks of {block} are not offered", hint="one of: " + ", ".join(map(str, BLOCKS))
-        )
-    check_float32(source)
-    editor = Editor(source)
-    fold(editor)
-    chosen = set(_chosen(editor, precision, block, least_elements))
+    editor = edit_float32(source)
+    chosen = set(_chosen(editor, precision, least_elements))
     if not chosen:
         raise BadInput(
             f"the model has no Gemm or MatMul with constant weights of {least_elements} elements "
@@ -72,7 +61,7 @@ def to_weight_only(
             out_axis = channel_axis(node, 2)
             key = (node.input[1], out_axis or 0)
             if key not in done:
-                made = _WRITERS[precision.dtype](editor, node.input[1], key[1], block)
+                made = _WRITERS[precision.dtype](editor, node.input[1], key[1])
                 nodes.append(made)
                 done[key] = made.output[0]
             node.input[1] = done[key]
@@ -80,7 +69,7 @@ def to_weight_only(
     return editor.finish(nodes)
 
 
-def _chosen(editor: Editor, precision: Precision, block: int, least_elements: int) -> list[int]:
+def _chosen(editor: Editor, precision: Precision, least_elements: int) -> list[int]:
     """Places of the nodes whose weights are to be stored in fewer bits."""
     found = []
     for number in quantizable_nodes(editor, ("Gemm", "MatMul")):
@@ -90,17 +79,17 @@ def _chosen(editor: Editor, precision: Precision, block: int, least_elements: in
             continue
         inputs = weight.dims[1 - (channel_axis(node, 2) or 0)]
         large = stored_elements(weight) >= least_elements
-        if large and (precision.bits == 8 or _block_of(inputs, block)):
+        if large and (precision.bits == 8 or _block_of(inputs)):
             found.append(number)
     return found
 
 
-def _block_of(inputs: int, block: int) -> int | None:
-    """The largest block, `block` at most, that divides the number of inputs."""
-    return next((size for size in BLOCKS if size <= block and inputs % size == 0), None)
+def _block_of(inputs: int) -> int:
+    """The largest block that divides the number of inputs; 0 where none does."""
+    return next((size for size in _BLOCKS if inputs % size == 0), 0)
 
 
-def _int8(editor: Editor, name: str, axis: int, _block: int) -> onnx.NodeProto:
+def _int8(editor: Editor, name: str, axis: int) -> onnx.NodeProto:
     values = editor.array(name)
     scale = weight_scale(values, axis, name)
     stored = editor.store(f"{name}_int8", int8_steps(values, scale, axis))
@@ -109,10 +98,10 @@ def _int8(editor: Editor, name: str, axis: int, _block: int) -> onnx.NodeProto:
     return editor.node("DequantizeLinear", inputs, editor.fresh(f"{name}_dequantized"), axis=axis)
 
 
-def _int4(editor: Editor, name: str, out_axis: int, block: int) -> onnx.NodeProto:
+def _int4(editor: Editor, name: str, out_axis: int) -> onnx.NodeProto:
     """Blocks run along the axis of the inputs."""
     values, axis = editor.array(name), 1 - out_axis
-    size = _block_of(values.shape[axis], block) or block
+    size = _block_of(values.shape[axis])
     steps, scale = int4_steps(values, axis, size, name)
     stored = editor.store(f"{name}_int4", steps.astype(INT4))
     at = editor.store(f"{name}_scale", scale)
@@ -120,4 +109,4 @@ def _int4(editor: Editor, name: str, out_axis: int, block: int) -> onnx.NodeProt
     return editor.node("DequantizeLinear", [stored, at], out, axis=axis, block_size=size)
 
 
-_WRITERS = {"int8": _int8, "int4": _int4}  # of (editor, weight, axis of the outputs, block)
+_WRITERS = {"int8": _int8, "int4": _int4}  # of (editor, weight, axis of the outputs)
