@@ -67,17 +67,17 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3750,
+    "core": 3740,
     "runtimes": 9600,
-    "training": 2240,
+    "training": 2210,
     "exporters": 2010,
-    "onnx_graph+quantization": 5570,
+    "onnx_graph+quantization": 5500,
     "builders": 1910,
     "measure": 10130,
     "pipelines": 1820,
     "planning": 850,
     "serving": 15440,
-    "bundling": 1680,
+    "bundling": 1670,
     "cluster": 270,
     "api": 10700,
     "cli": 2990,
