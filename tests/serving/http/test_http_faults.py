@@ -75,7 +75,7 @@ def good(server: Running) -> int:
 # -- bodies
 
 
-@pytest.mark.parametrize("count", [1, 15_000, 16_384, 100_000, 2_000_000])
+@pytest.mark.parametrize("count", [1, 15_000, 16_384, 100_000, 500_000])
 def test_a_body_of_any_size_split_anywhere_arrives_whole(count: int) -> None:
     """From one packet to many; a body after its head is received directly into its buffer."""
     rows = np.random.default_rng(count).random((1, count), dtype=np.float32)

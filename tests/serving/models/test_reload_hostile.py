@@ -59,8 +59,7 @@ def test_a_file_whose_check_hangs_is_given_up_and_a_good_one_is_served_next(
         assert sample(serving, "reloads_given_up_total") == 1
         assert sample(serving, "reload_failed") == 1
         assert serving.ask() == 2.0
-        serving.source.check = OPENING.check
-        replace(model(tmp_path / "new", 4.0), serving.path)
+        replace(model(tmp_path / "new", 4.0), serving.path)  # which `hangs_on_bad` passes
         serving.reloader._watches["m"]._limit_s = LIMIT_S
         serving.poll_twice()
         assert serving.ask() == 5.0

@@ -100,8 +100,8 @@ def test_stale_samples_are_not_returned(eventually: Eventually) -> None:
     now_s = [100.0]
     with sampling(Sampler(devices, lambda: now_s[0])) as sampler:
         eventually(lambda: sampler.latest() is not None)
-        devices.gate.clear()
         before = devices.reads
+        devices.gate.clear()
         eventually(lambda: devices.reads > before)  # it hangs in the next reading
         now_s[0] += STALE_S + 0.1
         assert sampler.latest() is None
