@@ -25,7 +25,7 @@ _NAMES: Mapping[str, str] = {
 _TYPE_KEYS = ("Format/Datatype", "Datatype", "DataType")  # TensorRT 10; 11
 _MOVES = frozenset(("reformat", "noop", "constant", "shuffle", "slice", "concatenation", "shape"))
 _SEPARATOR = re.compile(r"[\x1e\x1f]|(?<=\])(?=\[ONNX Layer: )")  # TensorRT 8 to 10; 11
-# What the names of kernels tell of their operands, as cuDNN's and CUTLASS's are made. Seen:
+# The operands' types in the names of kernels of cuDNN and CUTLASS. Seen:
 # "ampere_scudnn_128x32_…", "sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_…", "…_FP32NCHW_…".
 _KERNELS: Mapping[str, re.Pattern[str]] = {
     "int8": re.compile(r"i8i8|i8816|imma"),
@@ -141,14 +141,10 @@ def _of_kernel(item: Mapping[str, Any]) -> str | None:
 
 
 def _types(tensors: object) -> list[str]:
-    found = []
-    for tensor in tensors if isinstance(tensors, list) else []:
-        if isinstance(tensor, dict):
-            text = next((str(tensor[key]) for key in _TYPE_KEYS if key in tensor), "")
-            kind = _type(text)
-            if kind is not None:
-                found.append(kind)
-    return found
+    items = tensors if isinstance(tensors, list) else []
+    keyed = [each for each in items if isinstance(each, dict)]
+    strings = (next((str(each[key]) for key in _TYPE_KEYS if key in each), "") for each in keyed)
+    return [kind for kind in map(_type, strings) if kind is not None]
 
 
 def _type(text: str) -> str | None:
