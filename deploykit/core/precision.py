@@ -22,8 +22,7 @@ class Precision:
     `writer`: "cast" (the tensors change their type), "pairs" (QuantizeLinear and DequantizeLinear,
     scaled by calibration data), "weights" (only stored so), "dynamic" (scaled in each call), or ""
     where `quantize` does not offer it. `runtime`: the only one that runs it. `max_stored`: the
-    largest magnitude that is stored. `min_opset`: the first opset that can
-    express what the writer writes.
+    largest magnitude that is stored. `min_opset`: the first that can express what is written.
     """
 
     name: str

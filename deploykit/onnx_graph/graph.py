@@ -161,7 +161,7 @@ class Graph:
         for value in known:
             if value.type.tensor_type.elem_type:
                 types.setdefault(value.name, value.type.tensor_type.elem_type)
-        for node in graph.node:  # after an operator that has no inference, its weights tell
+        for node in graph.node:  # what no inference knows follows from the type of the weights
             if node.op_type == "QuantizeLinear" and types.get("".join(node.input[2:])):
                 types.setdefault(node.output[0], types[node.input[2]])  # in ONNX Runtime's domain
             if node.op_type in _LIKE_WEIGHTS and node.input[1] in self.initializers:

@@ -44,8 +44,7 @@ def expose(graph: Graph, names: Sequence[str]) -> tuple[Graph, list[str]]:
     """A copy that has these tensors as outputs, too, and what they are called there, in order.
 
     Their types must be among those that `shared` compares; one that numpy lacks is shown as
-    float32. Raises BadInput for a name that no node of the main graph
-    makes.
+    float32. Raises BadInput for a name that no node of the main graph makes.
     """
     made = {name for node in graph.model.graph.node for name in node.output if name}
     for name in names:

@@ -47,9 +47,8 @@ class Level(Generic[Model]):
     `nodes`: names of those that can be kept in float32, in graph order. `make`: a model in which
     the named nodes are float32; BadInput or Unsupported mean that it cannot be written. `cost_s`:
     seconds of one call, predicted or measured. `bits`: of its widest common type; only a level of
-    more bits can make one not worth it. `sensitivity`: the error at the
-    outputs with that node alone narrowed, see `noise_share`. `saving_s`: seconds that narrowing
-    one node saves.
+    more bits can make one not worth it. `sensitivity`: the error at the outputs with that node
+    alone narrowed, see `noise_share`. `saving_s`: seconds that narrowing one node saves.
     """
 
     precision: str

@@ -57,9 +57,8 @@ def run_training(
 
     `splits.calibration` scores each epoch. `name`: of the recipe, for its checkpoint. `weights`:
     to start from, read from the file `weights_from`. `group`: the processes that train together;
-    all get the result. Raises
-    BadInput for options out of range, Unsupported for a device that is not there or a loss that
-    is not finite, OutOfMemory.
+    all get the result. Raises BadInput for options out of range, Unsupported for a device that is
+    not there or a loss that is not finite, OutOfMemory.
     """
     recipe = recipe.sized_for(splits.build_with)
     settings = settle(recipe, options)

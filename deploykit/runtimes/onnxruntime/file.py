@@ -25,8 +25,7 @@ def small_floats(path: Path) -> set[str]:
 def multiplies_integers(path: Path, *, scaled_in_each_call: bool = False) -> bool:
     """Whether the file has operators that multiply 8-bit integers, as a built INT8 file has.
 
-    `scaled_in_each_call`: only products of activations whose scale follows
-    from the values of each call.
+    `scaled_in_each_call`: only products of activations whose scale follows from each call's values.
     """
     return has_operator(path, _SCALED_IN_EACH_CALL if scaled_in_each_call else _INTEGER_PRODUCTS)
 

@@ -62,7 +62,11 @@ def use_copies(folder: Path | None) -> Iterator[None]:
 
 
 def _remove_unused(folder: Path, create: bool = False) -> None:
-    """`create`: the file that is locked; while another process removes the folder it would stay."""
+    """Remove a folder whose lock no process holds.
+
+    `create`: make the lock's file where it is missing; in a folder that is being removed it would
+    be left over.
+    """
     exclusive = fcntl.LOCK_EX | fcntl.LOCK_NB
     with contextlib.suppress(OSError), _locked(folder / _USED, exclusive, create):
         shutil.rmtree(folder, ignore_errors=True)

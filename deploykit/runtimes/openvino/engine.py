@@ -168,7 +168,7 @@ def _layers(compiled: Any) -> Iterator[Layer]:
 
 
 def _output(port: Any, name: str, dtype: str, shape: Any) -> TensorSpec:
-    """As the file has it; sizes that it does not tell as OpenVINO found them."""
+    """As the file has it; where it has no size, the one that OpenVINO inferred."""
     inferred = port.partial_shape
     if shape is None or (inferred.rank.is_static and len(shape) != inferred.rank.get_length()):
         count = inferred.rank.get_length() if inferred.rank.is_static else 0

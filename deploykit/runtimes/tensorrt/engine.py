@@ -177,8 +177,8 @@ class TensorRtEngine(BaseEngine):
     def layer_information(self) -> str:
         """The engine inspector's JSON, at the optimum of the first optimisation profile.
 
-        TensorRT 8 to 10 tell no tensor's type of an engine with a dynamic axis before a context has
-        its shapes. Raises as a call does.
+        TensorRT 8 to 10 report no types for an engine with a dynamic axis until a context has its
+        shapes. Raises as a call does.
         """
         engine = self._opened()
         self._driver.use()  # this may be another thread than the one that loaded it
