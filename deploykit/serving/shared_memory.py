@@ -26,7 +26,7 @@ from deploykit.serving.oip.request import Region
 FOLDER = "/dev/shm"  # noqa: S108 - where Linux keeps POSIX shared memory
 MAX_REGIONS = 256  # each keeps a file descriptor open
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
 # semaphores and the objects of servers: never a client's tensor
 _INTERNAL = ("deploykit", "triton_python_backend", "sem.")
 _CREATE_HINT = "create it before registering it, and give its key as in shm_open: /NAME"
@@ -60,7 +60,7 @@ class _OpenRegion:
             try:
                 count = os.pwrite(self.file, left, at)
             except OSError as exc:  # /dev/shm is full, or we may only read
-                raise BadInput(f"region '{name}': {os_reason(exc)}") from exc
+                raise _problem(f"region '{name}'", exc) from exc
             left, at = left[count:], at + count
 
     def close(self) -> None:
@@ -191,10 +191,14 @@ def _open(where: str, name: str) -> int:
         except PermissionError:
             return os.open(path, flags | os.O_RDONLY)
     except OSError as exc:
-        problem = f"{where}: its shared memory cannot be opened: {os_reason(exc)}"
-        if exc.errno in _FULL:  # no fault of the client's
-            raise Overloaded(problem, hint="try again later") from exc
-        raise BadInput(problem, hint=_CREATE_HINT) from exc
+        raise _problem(f"{where}: its shared memory cannot be opened", exc, _CREATE_HINT) from exc
+
+
+def _problem(what: str, exc: OSError, hint: str | None = None) -> BadInput | Overloaded:
+    text = f"{what}: {os_reason(exc)}"
+    if exc.errno in _FULL:  # no fault of the client's
+        return Overloaded(text, hint="try again later")
+    return BadInput(text, hint=hint)
 
 
 def _check_size(where: str, file: int, end: int) -> None:

@@ -89,7 +89,10 @@ class EngineLink:
 
     async def connect(self, end: socket.socket, memory: mmap) -> None:
         """Send requests there from now on."""
+        before = self.connection
         connection = self.connection = _Connection(self, memory)
+        if before is not None:
+            before.close_if_replaced()
         await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=end)
         self.connected.set()
 
@@ -120,7 +123,9 @@ class _Connection(RecordConnection):
         super().__init__(memory, 0, len(memory) // 2)
         self._link = link
         self._open: dict[int, _Sent] = {}
-        self._number = self._read = 0
+        before = link.connection
+        self._number: int = before._number if before is not None else 0  # `cancel` sends it to us
+        self._read = 0
 
     def start(self, batcher: RemoteBatcher, request: Pending) -> int:
         """Pass a request on; returns its number. Raises Overloaded, BadInput."""
@@ -153,6 +158,13 @@ class _Connection(RecordConnection):
         if self._read:
             self.send(exchange.READ, self._read)
             self._read = 0
+        self.close_if_replaced()
+
+    def close_if_replaced(self) -> None:
+        """Close it once another is in use and it waits for no answer."""
+        replaced = self._link.connection is not self
+        if replaced and not self._open and self.transport is not None:
+            self.transport.close()
 
     def take(self, record: Record, more: bytes) -> None:
         kind, number, at, size = record[0], record[3], record[6], record[7]

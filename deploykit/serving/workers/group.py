@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
+import logging
 import math
 import mmap
 import os
@@ -21,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from deploykit.core.errors import DeploykitError, first_line
+from deploykit.core.errors import DeploykitError, first_line, os_reason
 from deploykit.serving.models import reload
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.repository import ModelRepository
@@ -31,9 +33,13 @@ from deploykit.serving.web.history import Samples
 from deploykit.serving.workers.front import EngineLink, RemoteEngine
 from deploykit.serving.workers.link import Message, WorkerLink
 
+log = logging.getLogger(__name__)
+
 Result = Callable[[], Any]  # the value; raises the error
 Then = Callable[[Result], None]
 _LAST_BYTES = 32 << 10
+CONNECT_S = 1.0  # after which a worker asks for its connection to the engines again
+NOT_CONNECTED = "a worker cannot be connected to the process of the engines"
 Makers = Mapping[str, Callable[[], Any]]
 ENGINE = 0  # the number of the process that runs the engines of all others
 
@@ -179,6 +185,7 @@ class Member(ServerGroup):
         self._link.send("ready")
         await self._may_open.wait()
         if self._engine is not None:
+            loop.call_later(CONNECT_S, self._keep_connected, self._engine, loop)
             await self._engine.connected.wait()
 
     async def connect(self, end: socket.socket, memory: mmap.mmap) -> None:
@@ -186,13 +193,28 @@ class Member(ServerGroup):
         if self._engine is not None:
             await self._engine.connect(end, memory)
 
+    def _keep_connected(self, engine: EngineLink, loop: asyncio.AbstractEventLoop) -> None:
+        """Ask for a connection to the engines where one could not be made, or has ended."""
+        if engine.connection is None:
+            self._link.send("connect")
+        loop.call_later(CONNECT_S, self._keep_connected, engine, loop)
+
     def _receive_memory(self, loop: asyncio.AbstractEventLoop) -> None:
-        _, files, _, _ = socket.recv_fds(self._control, 1, 2)
-        if len(files) < 2:  # the parent is gone
+        data, files, _, _ = socket.recv_fds(self._control, 1, 2)
+        if not data:  # the parent is gone
             loop.remove_reader(self._control.fileno())
             return
-        end, memory = socket.socket(fileno=files[0]), mmap.mmap(files[1], 0)
+        try:
+            if len(files) < 2:  # the rest could not be opened
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            memory = mmap.mmap(files[1], 0)
+        except OSError as exc:
+            log.error("%s: %s; it is tried again", NOT_CONNECTED, os_reason(exc))
+            for file in files:
+                os.close(file)
+            return
         os.close(files[1])
+        end = socket.socket(fileno=files[0])
         end.setblocking(False)
         task = loop.create_task(self.connect(end, memory))
         self._connecting.add(task)

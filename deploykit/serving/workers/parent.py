@@ -25,13 +25,14 @@ from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported, os_r
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import reserve, share_address
 from deploykit.serving.workers.front import RemoteEngine
-from deploykit.serving.workers.group import ENGINE
+from deploykit.serving.workers.group import ENGINE, NOT_CONNECTED
 from deploykit.serving.workers.hub import Hub
 from deploykit.serving.workers.link import Message, WorkerLink
 from deploykit.serving.workers.process import (
     Forked,
     Logging,
     Serve,
+    connect_engine,
     fork,
     how_it_ended,
     last_words,
@@ -332,6 +333,8 @@ class Parent:
             for each in self._workers.values():
                 if each.number != ENGINE and each.ready and each.link is not None:
                     each.link.send("engines", self._engines)
+        elif kind == "connect":
+            self._join_engine(worker)
         elif kind == "drained":
             worker.drained = True
             self._let_close()
@@ -355,13 +358,10 @@ class Parent:
             return
         ready = [each for each in self._workers.values() if each.ready and each is not engine]
         for front in ready if worker is engine else [worker]:
-            memory = os.memfd_create("deploykit")  # no name, so nothing is left of it
-            os.ftruncate(memory, self._share_bytes)
-            for each, end in zip((front, engine), socket.socketpair(), strict=True):
-                with contextlib.suppress(OSError):  # it has just ended
-                    socket.send_fds(each.control, [b"m"], [end.fileno(), memory])
-                end.close()
-            os.close(memory)
+            try:
+                connect_engine(front, engine, self._share_bytes)
+            except OSError as exc:  # no file descriptor or memory left; the worker asks again
+                log.error("%s: %s", NOT_CONNECTED, os_reason(exc))
 
     def _let_close(self) -> None:
         """Let workers refuse connections once all have answered what they accepted."""

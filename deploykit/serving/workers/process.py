@@ -84,6 +84,18 @@ def fork(
     return Forked(number, pid, last, control, time.monotonic()), ours
 
 
+def connect_engine(front: Forked, engine: Forked, share_bytes: int) -> None:
+    """Give both processes their ends of a connection, and memory to share. Raises OSError."""
+    with contextlib.ExitStack() as stack:
+        ends = [stack.enter_context(each) for each in socket.socketpair()]
+        memory = os.memfd_create("deploykit")  # no name, so nothing is left of it
+        stack.callback(os.close, memory)
+        os.ftruncate(memory, share_bytes)
+        for each, end in zip((front, engine), ends, strict=True):
+            with contextlib.suppress(ConnectionError):  # it has just ended
+                socket.send_fds(each.control, [b"m"], [end.fileno(), memory])
+
+
 def _become_worker(
     member: Member, serve: Serve, logging_of: Logging, parent: int, keep: Sequence[int]
 ) -> NoReturn:

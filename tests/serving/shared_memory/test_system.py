@@ -301,3 +301,16 @@ def test_a_region_that_finds_no_descriptor_left_is_the_servers_problem(
     with SharedMemory() as memory, pytest.raises(Overloaded, match="Too many open files") as caught:
         memory.register("r", "/some", 0, 4)
     assert caught.value.http_status == 503
+
+
+def test_shared_memory_that_is_full_is_the_servers_problem(
+    memory: SharedMemory, shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    memory.register("r", shared.key, 0, 64)
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(Overloaded, match="region 'r': No space left on device") as caught:
+        memory.write(Region("r", 0, 4), b"abcd")
+    assert caught.value.http_status == 503

@@ -8,7 +8,8 @@ FAULT_WIDTH its numbers in a row. FAULT_LIMITS, in JSON, changes the connections
 FAULT_OPENS only so many workers can open the model: they count themselves in the folder. Workers
 that die are replaced FAULT_DELAY_S later, and killed after FAULT_MISSED reports that they miss.
 FAULT_ECHO_S is for how long a SIGTERM counts as one with the next. FAULT_SHARE_BYTES is what a
-worker and the process of the engines share above the largest body.
+worker and the process of the engines share above the largest body; one that is not connected asks
+again after FAULT_CONNECT_S.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from deploykit.core.errors import BadInput, OutOfMemory
 from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.serving import server
 from deploykit.serving.http import head
-from deploykit.serving.workers import hub, parent
+from deploykit.serving.workers import group, hub, parent
 from tests.support.fake_engine import FakeEngine
 
 POISON, MEMORY, LOST, HANG, SHAPE, DTYPE, FEWER = FAULTS = (-1, -2, -3, -4, -5, -6, -7)
@@ -85,6 +86,7 @@ if __name__ == "__main__":
     hub.MOST_MISSED = int(os.environ.get("FAULT_MISSED", hub.MOST_MISSED))
     parent.SHARE_BYTES = int(os.environ.get("FAULT_SHARE_BYTES", parent.SHARE_BYTES))
     server.ECHO_S = parent.ECHO_S = float(os.environ.get("FAULT_ECHO_S", server.ECHO_S))
+    group.CONNECT_S = float(os.environ.get("FAULT_CONNECT_S", group.CONNECT_S))
     parent.DELAY_S = float(os.environ.get("FAULT_DELAY_S", parent.DELAY_S))
     serve.Opening.__call__ = lambda opening, file, _: open_proven(file, instances=opening.instances)
     if "FAULT_LIMITS" in os.environ:
