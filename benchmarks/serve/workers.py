@@ -1,4 +1,4 @@
-"""Past one core: our worker processes beside mosec's, and how far the server itself scales.
+"""Past one core: our worker processes beside as many of mosec and FastAPI, and how far ours scale.
 
 Rates, latencies and the processor time of one request (all processes of the server, user and
 system, which other programs on the machine cannot hide), as Markdown. Needs wrk and the packages of
@@ -33,7 +33,7 @@ from bodies import ENCODINGS, Ask
 from child import header
 from clients import Sample, wrk
 from graphs import MODELS
-from peer_list import HERE, PEERS, Peer, command_of, environment_of, python_of
+from peer_list import HERE, Peer, command_of, environment_of, python_of
 from peers import asked
 from processes import Running, free_port, started
 from reasons import NotMeasuredError
@@ -102,11 +102,9 @@ def _servers(options: argparse.Namespace, model: Path, reasons: dict[str, str]) 
         stand_in = _command(sys.executable, script, workers=count)
         if "stand-in" in options.only:
             found.append(Server("stand-in", count, "v2 binary", stand_in, {}))
-        for kind in ("deploykit", "mosec"):
+        for kind in ("deploykit", "mosec", "fastapi"):
             if kind in options.only:
                 _add(found, Peer.of(kind, count), model, options, reasons)
-    if "fastapi" in options.only:
-        _add(found, PEERS["fastapi"], model, options, reasons)
     return found
 
 
@@ -198,11 +196,12 @@ def _verdict(loads: Loads) -> str:
     numbers = sorted({workers for _, workers, _ in loads})
     for connections in counts:
         for workers in numbers:
-            ours, theirs = ("deploykit", workers, connections), ("mosec", workers, connections)
-            lines += _times(loads, ours, theirs, f"asked: {BAR_MOSEC}")
-        best = max(numbers)
-        fastapi = ("fastapi", 1, connections)
-        lines += _times(loads, ("deploykit", best, connections), fastapi, f"asked: {BAR_FASTAPI}")
+            ours = ("deploykit", workers, connections)
+            for kind, bar in (("mosec", BAR_MOSEC), ("fastapi", BAR_FASTAPI)):
+                lines += _times(loads, ours, (kind, workers, connections), f"asked: {bar}")
+        best = ("deploykit", max(numbers), connections)
+        if best[1] > 1:
+            lines += _times(loads, best, ("fastapi", 1, connections), "")
         for workers in numbers[1:]:
             one, several = (("deploykit", n, connections) for n in (1, workers))
             lines += _times(loads, several, one, "")
