@@ -1,0 +1,60 @@
+"""Check the arguments of a public function against its annotations, which Python does not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from deploykit.core.errors import BadInput, quote
+
+_WORDS: Mapping[Any, str] = {
+    int: "integer",
+    float: "number",
+    str: "string",
+    bool: "True or False",
+    NoneType: "None",
+    os.PathLike: "path",
+    Sequence: "list",
+    Mapping: "dict",
+}
+_NUMBERS: Mapping[Any, type] = {int: Integral, float: Real}  # those of numpy too
+
+
+def check_arguments(function: Callable[..., object], given: Mapping[str, object]) -> None:
+    """Raise BadInput for the first value of `given` that has another type than its parameter."""
+    kinds = get_type_hints(function)
+    for name, value in given.items():
+        if not _fits(value, kinds[name]):
+            raise BadInput(f"`{name}` must be {_describe(kinds[name])}, got {quote(value)}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    outer, parts = get_origin(kind) or kind, get_args(kind)
+    if outer in (Union, UnionType):
+        return any(_fits(value, part) for part in parts)
+    if outer in _NUMBERS:
+        return isinstance(value, _NUMBERS[outer]) and not isinstance(value, bool)
+    if not isinstance(value, outer):
+        return False
+    if outer is Mapping:
+        return all(_fits(key, parts[0]) and _fits(each, parts[1]) for key, each in value.items())
+    if outer is Sequence:  # a string is one of strings, letter by letter
+        return not isinstance(value, (str, bytes)) and all(_fits(one, parts[0]) for one in value)
+    return True
+
+
+def _describe(kind: Any, *, several: bool = False) -> str:
+    """Such as "an integer or None"; with `several` as "lists of integers"."""
+    outer, parts = get_origin(kind) or kind, get_args(kind)
+    if outer in (Union, UnionType):
+        *first, last = (_describe(part, several=several) for part in parts)
+        return f"{', '.join(first)} or {last}"
+    word = _WORDS.get(outer, outer.__name__)
+    if outer not in (bool, NoneType):
+        article = "an" if word[0] in "aeiouA" else "a"
+        word = f"{word}s" if several else f"{article} {word}"
+    of = parts[-1:] if outer in (Sequence, Mapping) else ()
+    return "".join([word, *(f" of {_describe(part, several=True)}" for part in of)])
