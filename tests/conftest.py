@@ -58,7 +58,11 @@ def affine_onnx(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def onnxruntime_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`bench` tries no other runtime on the CPU: it has the columns that a test asks for."""
+    """`bench` has the columns that a test asks for, in one session; other tests search."""
+    from deploykit.measure.timing import cpu_search
+
+    one = [cpu_search.CpuSettings(1, 1)]
+    monkeypatch.setattr(cpu_search, "choices_for", lambda _runtime, _cores: one)
     monkeypatch.setattr("deploykit.api.bench_rivals.installed", lambda _: False)
 
 
