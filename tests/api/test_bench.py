@@ -220,7 +220,8 @@ def test_a_report_records_the_power_mode_and_the_heat_of_a_jetson(
     assert any("POWER MODE IS NOT KNOWN" in sentence for sentence in unknown.verdict)
     assert not any("POWER MODE" in sentence for sentence in known.verdict)
     (held,) = known.conditions
-    assert (held.power_mode, held.power_mean_w, held.temperature_c) == ("15W", 5.52, 48.0)
+    assert (held.power_mode, held.temperature_c) == ("15W", 48.0)
+    assert held.power_mean_w == pytest.approx(5.52)  # of as many readings as there was time for
     assert held.clock_high_mhz == 624.75
     assert "| power mode | NOT KNOWN |" in (tmp_path / "a" / "report.md").read_text("utf-8")
     assert "| power mode | 15W |" in (tmp_path / "b" / "report.md").read_text("utf-8")
