@@ -159,6 +159,12 @@ def _open_both(
             f"neither {pair[0]} nor {pair[1]} says what its inputs are",
             hint="compare each with an .onnx file, as `deploykit export` makes it",
         )
+    for each in pair:
+        if bare and each.task:
+            raise BadInput(
+                f"{each}: --task is a part of it and not of {bare[0]}, so their outputs differ",
+                hint=f"PyTorch's answers to its golden samples: deploykit compare {each}",
+            )
     opened: dict[Artefact, Engine] = {}
     for each in sorted(pair, key=lambda each: each in bare):
         if each in bare or (each in pytorch and arch is not None and not bare):

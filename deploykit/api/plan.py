@@ -168,7 +168,7 @@ def _check_options(
     prices: Mapping[str, float],
 ) -> None:
     if not batches or any(not 1 <= size <= _MOST_SIZE for size in batches):
-        raise BadInput(f"`batches` must be sizes of 1 or more, got {list(batches)}")
+        raise BadInput(f"`batches` must be from 1 to {_MOST_SIZE}, got {list(batches)}")
     given = [("slo_ms", slo_ms), ("rate_per_s", rate_per_s)]
     given += [("prices", price) for price in prices.values()]
     for name, value in given:

@@ -31,7 +31,8 @@ def import_object(reference: str) -> object:
     optional package that is not installed, BadInput when importing it fails.
     """
     where, separator, attribute = reference.rpartition(":")
-    if not separator or not where or not attribute.isidentifier():
+    named = where.endswith(".py") or "/" not in where
+    if not separator or not where or not named or not attribute.isidentifier():
         raise BadInput(f"'{reference}' is not of the form pkg.mod:name or ./file.py:name")
     try:
         with users_code(f"'{reference}': importing it failed"):

@@ -111,7 +111,8 @@ def edit_float32(source: Graph) -> Editor:
     """An editor with constants folded. Raises BadInput for a graph that has 8 bits already."""
     kinds = {node.op_type for node in all_nodes(source.model.graph)}
     if kinds & _QUANTIZED or any(kind.startswith("QLinear") for kind in kinds):
-        raise BadInput("the model is quantized already", hint="quantize the float32 model")
+        name = source.path.name
+        raise BadInput(f"{name}: is quantized already", hint="quantize the float32 model")
     editor = Editor(source)
     fold(editor)
     return editor

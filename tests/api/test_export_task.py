@@ -15,6 +15,7 @@ needs("onnxscript")
 
 import deploykit as dk  # noqa: E402
 from deploykit.core.artefact import read_manifest  # noqa: E402
+from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.task import ImageInput, Task, TaskOutputs  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -91,6 +92,16 @@ def test_the_manifest_says_what_the_model_takes_and_answers(classifier: Any) -> 
         image=ImageInput("image", 8, 12, "letterbox", padding=7),
         labels=("cat", "dog", "ant hill", "crane", "crane"),
     )
+
+
+def test_bare_weights_are_not_compared_with_a_file_that_has_a_task(
+    classifier: Any, tmp_path: Path
+) -> None:
+    """One answers with probabilities, the other with logits."""
+    torch.save(built(Classifier).state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(BadInput, match=r"c\.onnx: --task is a part of it") as refused:
+        dk.compare(tmp_path / "weights.pt", classifier.path, arch="tests.nothing:asked")
+    assert str(refused.value.hint).endswith(f"deploykit compare {classifier.path}")
 
 
 def test_the_task_survives_quantize_and_build(classifier: Any, folder: Path) -> None:

@@ -59,7 +59,8 @@ def test_classes_of_a_file_can_be_pickled_and_are_dataclasses(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "reference", ["", "json", "json:", ":dumps", "json:dumps.x", "json:du mps", "json:1", "mine.py"]
+    "reference",
+    ["", "json", "json:", ":x", "json:dumps.x", "json:du mps", "json:1", "mine.py", "./m.pt:Net"],
 )
 def test_other_forms_are_refused(reference: str) -> None:
     with pytest.raises(BadInput, match=r"pkg\.mod:name or \./file\.py:name"):

@@ -192,7 +192,7 @@ def _check_options(
 ) -> None:
     if concurrency is not None and rate is not None:
         raise BadInput(
-            "a rate and a concurrency exclude each other",
+            "`rate` and `concurrency` exclude each other",
             hint="a rate is an open loop, a concurrency a closed one: run them one after the other",
         )
     if concurrency is not None and not 1 <= concurrency <= _most_connections():
