@@ -33,13 +33,12 @@ from deploykit.core.files import make_folder, read_json, write_json, write_text
 from deploykit.core.machine import this_machine
 from tests.gpu.guard import workplace
 from tests.gpu.run import NOTHING, has_gpu, run_all, use_site
-from tests.gpu.steps import PYTHON, Result, Step
+from tests.gpu.steps import LOADED_S, PYTHON, Result, Step
 from tests.support.runtimes.cases import absent
 
 HERE = str(Path(__file__).resolve())
 SAMPLES = 32  # that fp16 is proven on
-MAKE_S, LOADED_S = 120, 3600  # of a step; a rehearsal may share its cores
-STEPS = 128  # of axis T
+MAKE_S, STEPS = 120, 128  # of axis T
 NAME = "gpu_zoo"
 
 

@@ -262,7 +262,7 @@ def outputs_gate(artefact: Artefact, parity: Parity, drop: Drop | None) -> Gate:
         return Gate(name, True, parity.why)
     worst = min(parity.rows, key=lambda row: (not row.problem, row.sqnr_db))
     if drop is not None and drop.drop.high <= most:
-        return Gate(name, True, f"{parity.why}; {drop.describe()}")
+        return Gate(name, True, f"by their accuracy: {drop.describe()}; {parity.why}")
     passed = not worst.problem and worst.sqnr_db >= least_db
     detail = f"{parity.why}; SQNR {worst.sqnr_db:.1f} dB, {least_db:g} or more is asked"
     return Gate(name, passed, detail)

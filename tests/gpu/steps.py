@@ -21,6 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHON = sys.executable
+LOADED_S = 3600  # the limit of a rehearsal's step, whose cores others may use
 _SHOWN = 6  # figures of a row
 
 

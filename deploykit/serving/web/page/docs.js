@@ -4,9 +4,9 @@ import { el } from "./dom.js";
 
 const groups = [...document.querySelectorAll(".examples")];
 
-/** Show the example of this title in every group that has one. */
-function choose(title) {
-  for (const group of groups) {
+/** Show the example of this title in each of these groups that has one. */
+function choose(title, among = groups) {
+  for (const group of among) {
     const examples = [...group.querySelectorAll(".example")];
     if (!examples.some((example) => example.dataset.title === title)) continue;
     for (const example of examples) example.hidden = example.dataset.title !== title;
@@ -55,7 +55,4 @@ groups.forEach((group, number) => {
   });
   group.prepend(el("div", { class: "tabs", role: "tablist", "aria-label": "Language" }, ...tabs));
 });
-if (groups.length) choose("curl");
-for (const group of groups) { // one that has no such example shows its first
-  if (!group.querySelector("[aria-selected=true]")) choose(group.querySelector("[role=tab]").textContent);
-}
+for (const group of groups) choose(group.querySelector("[role=tab]").textContent, [group]);
