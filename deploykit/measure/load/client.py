@@ -29,6 +29,7 @@ from deploykit.measure.load.sockets import (
     USUAL_BYTES,
     open_socket,
     read_with_lag,
+    spin_s,
     wake_on_time,
 )
 
@@ -41,7 +42,6 @@ _OPEN_LOOP_START = 32  # connections opened beforehand; more follow when all are
 _MAX_ERRORS = 8  # different error messages that are kept
 _RECENT = 1000  # answers that a report of progress is about
 _WAKING_S = 50e-6  # that any client needs from an answer to its next request
-_SPIN_S = 50e-6  # before a request is due: asleep that short, a thread wakes too late
 _OWN_LIMITS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 
 Wire = Union[Http1, "Grpc"]
@@ -65,6 +65,7 @@ class Client:
             raise Unsupported("load tests need Linux: its event notification, epoll")
         self.plan, self.outcome, self._on_progress = plan, RunRecord(), on_progress
         self._due_s = array("d", plan.due_s or ())
+        self._spin_s = spin_s(len(self._due_s), plan.end_s)
         self._waiting: deque[float] = deque()  # open loop: due, but no connection is free
         self._idle: list[_Connection] = []
         self._connections: dict[int, _Connection] = {}  # by file descriptor
@@ -141,8 +142,8 @@ class Client:
             return self._epoll.poll(max(0.0, until_s - now))
         until_s = min(until_s, self._due_s[self._next_due])
         wait_s = until_s - self.now()
-        if wait_s > _SPIN_S:  # epoll's own timeout is rounded up to whole milliseconds
-            select.select([self._epoll], [], [], wait_s - _SPIN_S)
+        if wait_s > self._spin_s:  # epoll's own timeout is rounded up to whole milliseconds
+            select.select([self._epoll], [], [], wait_s - self._spin_s)
         return self._epoll.poll(0)
 
     def _handle(self, events: list[tuple[int, int]]) -> None:

@@ -11,6 +11,7 @@ import time
 READ_BYTES = 1 << 16  # larger ones would be mapped and unmapped for each answer
 USUAL_BYTES = 1 << 12  # enough for most answers, and sooner allocated
 _TIMESTAMPNS = getattr(socket, "SO_TIMESTAMPNS", 35)  # Linux, asm-generic/socket.h
+_SHORTEST_SPIN_S, _LONGEST_SPIN_S = 50e-6, 200e-6
 _TIMER_SLACK = 29  # prctl(2), PR_SET_TIMERSLACK: by default a wait ends up to 50 us late
 
 
@@ -32,6 +33,14 @@ def read_with_lag(sock: socket.socket) -> tuple[bytes, float]:
         return data, 0.0
     seconds, nanoseconds = struct.unpack("qq", extra[0][2][:16])
     return data, max(0.0, (time.time_ns() - seconds * 1_000_000_000 - nanoseconds) * 1e-9)
+
+
+def spin_s(requests: int, seconds: float) -> float:
+    """How long before a request is due to stay awake: asleep until then, a thread wakes late.
+
+    A tenth of the time between two requests, 50 to 200 us.
+    """
+    return min(max(_SHORTEST_SPIN_S, seconds / max(1, requests) / 10), _LONGEST_SPIN_S)
 
 
 def wake_on_time() -> None:

@@ -19,6 +19,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
 from deploykit.measure.load.generator import run_load
 from deploykit.measure.load.records import NO_ANSWER, UNSENT, RunRecord
+from deploykit.measure.load.sockets import spin_s
 from deploykit.runtimes.data.samples import random_feeds
 from tests.support.measure.loads import TRIES, at_least, client_of, load
 from tests.support.stand_in import ANSWER, StandIn, reply
@@ -377,3 +378,13 @@ def run_here(
 ) -> RunRecord:
     """Carry out a plan in this process."""
     return client_of(url, connections, due_s, end_s, drain_s).run()
+
+
+@pytest.mark.parametrize(
+    ("per_s", "us"), [(1, 200), (500, 200), (1000, 100), (2000, 50), (1e5, 50)]
+)
+def test_the_generator_stays_awake_before_a_sending_for_a_tenth_of_its_time(
+    per_s: float, us: float
+) -> None:
+    assert spin_s(int(3 * per_s), 3.0) * 1e6 == pytest.approx(us)
+    assert spin_s(0, 3.0) <= 200e-6  # a closed loop, or a process without a request
