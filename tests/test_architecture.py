@@ -70,7 +70,7 @@ BUDGETS = {
     "core": 3740,
     "runtimes": 9600,
     "training": 2210,
-    "exporters": 2010,
+    "exporters": 2045,
     "onnx_graph+quantization": 5500,
     "builders": 1910,
     "measure": 10130,

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from deploykit.runtimes.torch.loaded import Loaded
     from deploykit.runtimes.torch.presets import Preset
 
-_ONLY_DETECT = ("threshold", "iou", "boxes")
 _IMAGENET_CROP = 0.875  # torchvision's: 224 of 256
 _MOST_BOXES = 3840  # TensorRT's TopK takes no more
 _NO_LIMIT = 1 << 20  # what a tokenizer's configuration writes for none is far above
@@ -101,7 +100,7 @@ def read_options(
         return None
     if kind not in KINDS:
         raise BadInput(f"`task` {kind}: unknown", hint=f"one of: {', '.join(KINDS)}")
-    for key in _ONLY_DETECT:
+    for key in ("threshold", "iou", "boxes"):
         if key in named and kind != DETECT:
             raise BadInput(f"`{key}` goes with `task` {DETECT}, not with {kind}")
     for key in ("threshold", "iou"):
@@ -183,9 +182,10 @@ def _with_image(
     detects = options.kind == DETECT
     resizing = switch_resizing_off(loaded.module, height, width) if detects else ()
     placed = _placed(spec.name, (height, width, channels), options.kind, preset, pixels, rule)
-    head = _head(loaded, options, (height, width), preset.classes if preset else None)
-    named = preset is not None and options.kind != EMBED
-    labels, notes = _labels(options, head.classes, preset.labels if preset and named else ())
+    config = _config(loaded, None)
+    head = _head(loaded, options, (height, width), preset.classes if preset else None, config)
+    known = preset.labels if preset else _named(config)
+    labels, notes = _labels(options, head.classes, () if options.kind == EMBED else known)
     source = preset.source if preset else ""
     task = Task(options.kind, head.outputs, image=placed, labels=labels, source=source)
     if options.threshold is not None:
@@ -232,16 +232,29 @@ def _placed(
 
 
 def _head(
-    loaded: Loaded, options: TaskOptions, size: tuple[int, int], classes: int | None, **more: bool
+    loaded: Loaded,
+    options: TaskOptions,
+    size: tuple[int, int],
+    classes: int | None,
+    config: dict[str, Any],
 ) -> TaskHead:
     from deploykit.exporters.heads import Boxes, with_head
 
-    boxes = Boxes()
-    if options.iou is not None:
-        boxes = replace(boxes, iou=options.iou)
-    if options.boxes is not None:
-        boxes = replace(boxes, many=options.boxes)
-    return with_head(loaded, options.kind, size, boxes, classes, **more)
+    classifies, problem = options.kind in (CLASSIFY, TEXT_CLASSIFY), config.get("problem_type")
+    if classifies and problem == "regression":
+        raise BadInput(
+            f"`task` {options.kind}: the outputs are numbers, not classes (regression)",
+            hint="without `task` they stay as they are",
+        )
+    if classifies and loaded.preset and loaded.preset.task == EMBED and not options.labels:
+        raise BadInput(
+            f"`task` {options.kind}: by {loaded.preset.source} the outputs are features",
+            hint="`task` embed; where they are classes, `labels` says so",
+        )
+    independent = problem == "multi_label_classification"
+    given: dict[str, Any] = {"iou": options.iou, "many": options.boxes}
+    boxes = Boxes(**{key: value for key, value in given.items() if value is not None})
+    return with_head(loaded, options.kind, size, boxes, classes, independent=independent)
 
 
 # labels
@@ -253,11 +266,9 @@ def _labels(
     """The user's labels, else those of the model where they are as many as its classes."""
     given = options.labels
     if given is None:
-        fits = bool(known) and classes in (None, len(known))
-        none = classes is not None and not fits
-        return (known if fits else ()), (
-            ("its labels have no names: `labels` gives them",) if none else ()
-        )
+        found = known if classes in (None, len(known)) else ()
+        unnamed = classes is not None and not found
+        return found, ("its labels have no names: `labels` gives them",) if unnamed else ()
     if classes is not None and len(given) != classes:
         raise BadInput(
             f"{options.labels_from}: holds {len(given)} labels, the model has {classes} classes",
@@ -302,7 +313,7 @@ def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
             f"`task` {options.kind} needs the model's tokenizer; {where}",
             hint="`tokenizer`: the tokenizer.json that tokenizer.save_pretrained(folder) writes",
         )
-    config = _settings(folder, "config.json")
+    config = _config(loaded, folder)
     positions = _positions(config)
     text = TextInput(
         ids=ids,
@@ -321,8 +332,7 @@ def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
         from deploykit.exporters.pooling import with_pooling
 
         loaded = with_pooling(loaded, options.pooling, folder)
-    independent = config.get("problem_type") == "multi_label_classification"
-    head = _head(loaded, options, (0, 0), None, independent=independent)
+    head = _head(loaded, options, (0, 0), None, config)
     labels, notes = _labels(options, head.classes, _named(config))
     task = Task(
         options.kind,
@@ -332,6 +342,13 @@ def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
         source=str(config.get("model_type") or ""),
     )
     return Tasked(head.loaded, task, None, path, (*head.notes, *notes))
+
+
+def _config(loaded: Loaded, folder: Path | None) -> dict[str, Any]:
+    """The configuration of a transformers model; else what config.json in `folder` holds."""
+    found: list[Any] = [getattr(part, "config", None) for part in loaded.module.modules()]
+    own = [each.to_dict() for each in found if hasattr(each, "problem_type")]
+    return own[0] if own else _settings(folder, "config.json")
 
 
 def _settings(folder: Path | None, name: str) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from typing import Any
 from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
 from deploykit.core.task import CLASSIFY, DETECT, EMBED, SEGMENT, TEXT_CLASSIFY, TaskOutputs
-from deploykit.core.tensors import TensorSpec, concrete
+from deploykit.core.tensors import TensorSpec
 from deploykit.exporters.nms import suppress
-from deploykit.runtimes.torch.files import module_errors
+from deploykit.exporters.probabilities import are_probabilities
 from deploykit.runtimes.torch.loaded import Loaded, by_position
 from deploykit.runtimes.torch.outputs import adapt
 
@@ -22,7 +22,6 @@ torch = require("torch")
 
 _PREFERRED = ("logits", "scores", "out", "output", "output_0")
 _FIRST_IMAGE = "output_0_"  # of the list that detectors of torchvision answer with
-_NOT_ONE = 1e-3  # sums of rows that are probabilities are nearer to 1
 
 
 @dataclass(frozen=True)
@@ -162,32 +161,18 @@ def _classify(job: _Job) -> TaskHead:
     batch, count, *rest = spec.shape
     if not isinstance(count, int) or count < 2 or any(size != 1 for size in rest):
         raise job.misfit("classify needs scores of two classes or more, float [N,classes]")
-    done = not job.independent and _are_probabilities(job, at)
+    done = are_probabilities(job.loaded, at)
     if done:
         notes = (*notes, f"output '{spec.name}' is probabilities already: no softmax was added")
 
     def scores(values: Any) -> Any:
         flat = values.flatten(1).to(torch.float32)
-        if job.independent:
-            return (flat.sigmoid(),)
-        return (flat if done else flat.softmax(1),)
+        if done:
+            return (flat,)
+        return (flat.sigmoid() if job.independent else flat.softmax(1),)
 
     out = TensorSpec("scores", "float32", (batch, count))
     return job.head(_Formula(scores), [at], [out], TaskOutputs(scores="scores"), count, notes)
-
-
-def _are_probabilities(job: _Job, at: int) -> bool:
-    """Whether the rows of an output add up to 1, for random images and for tokens of id 0."""
-    inputs = []
-    random = torch.Generator().manual_seed(0)
-    for spec in job.loaded.inputs:
-        shape = concrete(spec, {axis: low for axis, (low, _) in job.loaded.limits.items()})
-        dtype = getattr(torch, spec.dtype)
-        mask = "mask" in spec.name
-        inputs.append((torch.rand(shape, generator=random) + mask).to(dtype))
-    with module_errors("the model"), torch.inference_mode():
-        values = job.loaded.module(*inputs)[at].flatten(1)
-    return bool((values >= 0).all() and ((values.sum(1) - 1).abs() < _NOT_ONE).all())
 
 
 # pixels

@@ -232,10 +232,19 @@ def test_an_embedding_has_length_1(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
 
 
-def test_probabilities_get_no_second_softmax(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "whole"),
+    [
+        (lambda logits: logits.softmax(1), lambda found: found),
+        (lambda logits: logits.sigmoid()[:, :, None, None], lambda found: found.flatten(1)),
+        (lambda logits: logits.sigmoid() * 4, lambda found: found.softmax(1)),
+    ],
+    ids=["softmax", "sigmoid", "no sigmoid at the end"],
+)
+def test_probabilities_get_no_second_softmax(end: Any, whole: Any, tmp_path: Path) -> None:
     class Done(Classifier):
         def forward(self, image: Any) -> Any:
-            return super().forward(image)["logits"].softmax(1)
+            return end(super().forward(image)["logits"])
 
     given: dict[str, Any] = {"inputs": SPEC, "preprocess": str(tmp_path / "p.toml")}
     (tmp_path / "p.toml").write_text(NORMALISE)
@@ -243,5 +252,5 @@ def test_probabilities_get_no_second_softmax(tmp_path: Path) -> None:
     with dk.load(made.path, "cpu") as engine:
         found = engine({"image": pixels(3)})["scores"]
     with torch.inference_mode():
-        expected = built(Done)(normalised(pixels(3))).numpy()
+        expected = whole(built(Done)(normalised(pixels(3)))).numpy()
     np.testing.assert_allclose(found, expected, atol=2e-6)

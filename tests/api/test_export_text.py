@@ -145,6 +145,42 @@ def test_several_labels_at_once_have_probabilities_of_their_own(bert: Path, tmp_
     assert abs(found.sum() - 1) > 1e-2  # no softmax
 
 
+def test_numbers_of_a_regression_are_no_classes(bert: Path, tmp_path: Path) -> None:
+    config = json.loads((bert / "config.json").read_text()) | {"problem_type": "regression"}
+    folder = folder_with(bert, tmp_path / "bert", config=json.dumps(config))
+    with pytest.raises(dk.BadInput, match="the outputs are numbers, not classes"):
+        dk.export(folder, out=tmp_path / "x.onnx", task="text-classify")
+
+
+def test_a_live_model_and_one_of_images_have_their_own_configuration(tmp_path: Path) -> None:
+    import transformers
+
+    from deploykit.runtimes.torch.operators import with_torchvision
+
+    config = transformers.ViTConfig(
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+        image_size=8,
+        patch_size=8,
+        id2label={0: "indoors", 1: "sunny", 2: "people"},
+        problem_type="multi_label_classification",
+    )
+    model = with_torchvision(lambda: transformers.ViTForImageClassification)(config).eval()
+    inputs, image = ["pixel_values:float32[N,3,8,8]"], np.full((1, 8, 8, 3), 255, np.uint8)
+    (tmp_path / "p.toml").write_text("mean = [0, 0, 0]\nstd = [1, 1, 1]\n")
+    how = {"inputs": inputs, "preprocess": str(tmp_path / "p.toml"), "task": "classify"}
+    made = dk.export(model, out=tmp_path / "v.onnx", **how)
+    with torch.inference_mode():
+        expected = model(torch.ones(1, 3, 8, 8)).logits.sigmoid().numpy()
+    with dk.load(made.path, "cpu") as engine:
+        found = engine({"pixel_values": image})["scores"]
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+    assert made.manifest.task is not None
+    assert made.manifest.task.labels == ("indoors", "sunny", "people")
+
+
 @pytest.fixture(scope="module")
 def sentences(bert: Path) -> Path:
     """As sentence-transformers writes a folder: the encoder, its tokenizer, and how it pools."""

@@ -10,8 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch", reason="torch is not installed")
 
-from deploykit.core.errors import NotFound  # noqa: E402
-from deploykit.core.task import ImageInput  # noqa: E402
+import deploykit as dk  # noqa: E402
+from deploykit.core.errors import BadInput, NotFound  # noqa: E402
+from deploykit.core.task import CLASSIFY, EMBED, ImageInput  # noqa: E402
 from deploykit.runtimes.torch import presets  # noqa: E402
 from deploykit.runtimes.torch.open import load_module  # noqa: E402
 from tests.support.installed import needs  # noqa: E402
@@ -87,6 +88,7 @@ def test_an_image_that_was_placed_for_a_detector_is_not_resized_again(models: An
 
 def test_timms_configuration_of_a_model_is_its_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     """As timm's own transforms do it: resized to 224 / 0.9, then the middle is cut out."""
+    needs("onnxscript")
     monkeypatch.setattr(presets, "_timm_labels", lambda _module: ("a", "b"))
     module = torch.nn.Linear(2, 2)
     module.pretrained_cfg = {
@@ -107,6 +109,12 @@ def test_timms_configuration_of_a_model_is_its_preset(monkeypatch: pytest.Monkey
     squashed = presets.preset_of(module)
     assert squashed is not None
     assert (squashed.image.resize, squashed.image.resize_to) == ("stretch", 248)
+    module.num_classes = 0  # timm's for a model without its classifier
+    assert [each.task for each in (found, presets.preset_of(module)) if each] == [CLASSIFY, EMBED]
+    module.num_classes = module.pretrained_cfg["num_classes"] = 512  # CLIP's size, no classes
+    monkeypatch.setattr(presets, "_timm_labels", lambda _module: ())
+    with pytest.raises(BadInput, match=r"timm's configuration of net\.in1k the outputs are feat"):
+        dk.export(module, inputs=["x:float32[N,3,2,2]"], out="x.onnx", task="classify")
 
 
 def test_a_name_that_nobody_knows_is_refused_with_the_nearest(models: Any) -> None:

@@ -20,6 +20,7 @@ from deploykit.core.preprocess import Preprocess
 from deploykit.core.task import (
     CLASSIFY,
     DETECT,
+    EMBED,
     LETTERBOX,
     SEGMENT,
     SHORTEST_EDGE,
@@ -243,12 +244,14 @@ def _of_timm(module: Any) -> Preset | None:
     filtered = config.get("interpolation") or "bilinear"
     spec = make_spec(INPUT, "float32", ["N", channels, height, width])
     placed = ImageInput(INPUT, height, width, rule, edge, filtered, "RGB" if channels == 3 else "L")
+    labels, count = _timm_labels(module), getattr(module, "num_classes", -1)
+    features = count == 0 or (not labels and count == config.get("num_classes"))  # as CLIP's
     return Preset(
-        CLASSIFY,
+        EMBED if features else CLASSIFY,
         (spec,),
         placed,
         Preprocess(name or "timm", mean, std),
-        _timm_labels(module),
+        () if features else labels,
         source=f"timm's configuration of {name or type(module).__name__}",
     )
 
