@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,24 @@ def test_an_image_that_was_placed_for_a_detector_is_not_resized_again(models: An
     assert presets.switch_resizing_off(module, height, width)
     assert module.transform([image])[0].tensors.shape[2:] == (height, width)
     assert not presets.switch_resizing_off(torch.nn.Identity(), height, width)
+
+
+def test_a_segmentation_of_the_photos_ratio_sees_what_torchvision_shows_it(models: Any) -> None:
+    image = pytest.importorskip("PIL.Image")
+    from deploykit.runtimes.tasks.images import place
+
+    name = "lraspp_mobilenet_v3_large"
+    preset = presets.preset_of(torch.nn.Identity(), name)
+    assert preset is not None
+    photo = image.effect_noise((640, 427), 80).convert("RGB")
+    theirs = models.get_model_weights(name).DEFAULT.transforms()(photo)
+    placed = place(photo, replace(preset.image, height=520, width=779), "photo")
+    ours = torch.from_numpy(placed.pixels).permute(2, 0, 1) / 255
+    mean, std = (
+        torch.tensor(each)[:, None, None]
+        for each in (preset.preprocess.mean, preset.preprocess.std)
+    )
+    torch.testing.assert_close((ours - mean) / std, theirs, atol=1e-6, rtol=0)
 
 
 def test_timms_configuration_of_a_model_is_its_preset(monkeypatch: pytest.MonkeyPatch) -> None:
