@@ -245,7 +245,7 @@ def test_a_pause_of_the_server_is_seen_by_the_open_loop_and_hidden_by_the_closed
         for _ in range(TRIES):  # until a closed loop sent as many in its time
             paused.clear()
             with StandIn(stalling).running() as url:
-                client = client_of(url, 1 if due_s is None else 40, due_s, end_s=1.0)
+                client = client_of(url, 1 if due_s is None else 20, due_s, end_s=1.0)
                 outcome = client.run(time.perf_counter() + 0.01)
             if paused:
                 break
