@@ -18,6 +18,7 @@ needs("onnxscript")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 import deploykit as dk  # noqa: E402
+from deploykit.runtimes.torch.huggingface import load_folder  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -86,6 +87,14 @@ def test_a_bert_folder_takes_ids_and_a_mask_of_any_length(bert: Path) -> None:
     )
     assert made.parity is not None
     assert made.parity.passed
+
+
+def test_transformers_shows_no_progress_of_its_own(
+    transformers: Any, bert: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    load_folder(bert, None, ())
+    assert "Loading weights" not in capfd.readouterr().err
+    assert transformers.utils.logging.is_progress_bar_enabled()  # the caller's own loads show one
 
 
 def test_a_vit_folder_takes_images_of_the_size_in_its_config(vit: Path, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ The model is a class of the installed transformers; code that comes with a folde
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ def load_folder(folder: Path, arch: str | None, inputs: Sequence[TensorSpec]) ->
 
 
 def _load(folder: Path, found: Any) -> Any:
-    with module_errors(f"{folder}: transformers cannot load it"), quiet("transformers"):
+    with module_errors(f"{folder}: transformers cannot load it"), quiet("transformers"), _no_bars():
         module, report = with_torchvision(
             lambda: found.from_pretrained(
                 folder,
@@ -96,6 +97,19 @@ def _load(folder: Path, found: Any) -> Any:
         reasons = [f"{key} {list_names(names)}" for key, names in wrong.items() if names]
         raise BadInput(f"{folder}: weights do not fit the model: {'; '.join(reasons)}")
     return module
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Keep transformers' progress bars off the terminal."""
+    logging = require("transformers.utils.logging")
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _inputs(folder: Path, module: Any) -> tuple[TensorSpec, ...]:
