@@ -304,6 +304,8 @@ class Server:
         for number, handler in self._handlers.items():
             if handler is None:  # it was not set from Python
                 handler = signal.SIG_DFL
+            elif self._group.ends_process:
+                handler = signal.SIG_IGN
             elif number == signal.SIGTERM and self._signals:
                 handler = _without_echoes(handler)
             signal.signal(number, handler)

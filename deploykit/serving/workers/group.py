@@ -59,6 +59,7 @@ class ServerGroup:
 
     count = 1
     runs_engines = False  # of other processes, which are the server's to its clients
+    ends_process = False  # with the server, and no signal is to interrupt what it cleans up
     signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
     engines: Mapping[str, RemoteEngine] | None = None  # of another process
     make_model: Callable[..., ServedModel] = ServedModel
@@ -126,6 +127,7 @@ class Member(ServerGroup):
     ENGINE, says of them; each connection to it comes through `control`, with memory to share.
     """
 
+    ends_process = True
     signals = (signal.SIGTERM,)
 
     def __init__(

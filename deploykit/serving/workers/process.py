@@ -120,7 +120,8 @@ def _become_worker(
         os._exit(code)
 
 
-def _end(_number: int, _frame: FrameType | None) -> NoReturn:
+def _end(number: int, _frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # the end is not interrupted by another
     raise SystemExit(1)
 
 

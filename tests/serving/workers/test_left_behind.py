@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.server import Server
+from deploykit.serving.workers import process
+from deploykit.serving.workers.group import Member, ServerGroup
+from tests.support.fake_engine import FakeEngine
 from tests.support.installed import needs
 from tests.support.runtimes.large_model import write_model
 from tests.support.serving.faults import REAL, Process, until
@@ -42,3 +48,21 @@ def test_kill_9_of_every_process_in_turn_and_of_the_parent_leaves_nothing(
         until(lambda: not any(map(is_running, pids)))
     assert ours(tmp_path) == set()
     until(lambda: ours(memory) <= before)  # other tests may have some for a moment
+
+
+def test_no_signal_interrupts_what_a_worker_cleans_up_once_its_server_has_ended() -> None:
+    """The kernel may deliver that of the parent's end after the worker has seen it and drained."""
+
+    class Leaving(ServerGroup):
+        ends_process = Member.ends_process
+
+    server = Server({"m": FakeEngine()}, ServeOptions(http_port=0, grpc_port=None), None, Leaving())
+    assert server.run(lambda *_: server.stop()) == 0
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+def test_a_second_signal_does_not_interrupt_the_end_of_a_worker() -> None:
+    signal.signal(signal.SIGTERM, process._end)
+    with pytest.raises(SystemExit):
+        signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
