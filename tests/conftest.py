@@ -30,6 +30,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # What else runs on this machine is not to decide what a benchmark's report says.
 os.environ["HOST_PROC"] = os.environ["HOST_SYS"] = "/nonexistent"
 
+DIED = pytest.StashKey[bool]()
+
 EXPORTS = (
     "tests/api/test_export",
     "tests/exporters/",
@@ -37,6 +39,19 @@ EXPORTS = (
     "tests/zoo/test_recipes.py",
     "tests/zoo/test_small.py",
 )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Called where a worker of pytest-xdist ends; `error`: why, if it died."""
+    if error:
+        node.config.stash[DIED] = True
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker that died may leave tests unrun: then the exit code is not "some failed"."""
+    if session.config.stash.get(DIED, False):
+        session.exitstatus = pytest.ExitCode.INTERRUPTED
 
 
 @pytest.fixture(autouse=True)
