@@ -67,7 +67,7 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3740,
+    "core": 3765,
     "runtimes": 9600,
     "training": 2210,
     "exporters": 2045,
@@ -79,7 +79,7 @@ BUDGETS = {
     "serving": 15460,
     "bundling": 1670,
     "cluster": 270,
-    "api": 10781,
+    "api": 10785,
     "cli": 2990,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.api.artefacts import Progress
 from deploykit.api.outputs import claim_report, named_files
-from deploykit.core.files import write_json, write_text
+from deploykit.core.files import write_together
 from deploykit.core.json_value import Record
 from deploykit.core.machine import this_machine
 from deploykit.core.paths import StrPath
@@ -126,9 +127,9 @@ def _write(table: DeviceTable) -> None:
     from deploykit.api.devices_page import devices_html, devices_markdown
 
     document = table.to_dict()
-    write_json(table.folder / "report.json", document)
-    write_text(table.folder / "report.md", devices_markdown(document))
-    write_text(table.folder / "report.html", devices_html(document))
+    files = {"html": devices_html(document), "md": devices_markdown(document)}
+    files["json"] = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    write_together(table.folder, {f"report.{end}": each for end, each in files.items()})
 
 
 def _row(times: DeviceTimes, samples: int) -> DeviceRow:

@@ -94,6 +94,7 @@ def demo(
     from deploykit.measure.report.verdict import verdict
 
     folder = claim_report(out, (), force=force)
+    folder.mkdir(parents=True, exist_ok=True)
     job = _Demo(folder, quick, force, _Steps(on_step, on_progress))
     job.train_and_export()
     job.quantize()

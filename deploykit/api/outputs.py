@@ -15,7 +15,7 @@ from pathlib import Path
 
 from deploykit.core.artefact import Artefact, sniff
 from deploykit.core.errors import BadInput, DeploykitError
-from deploykit.core.files import check_writable, make_folder, manifest_path
+from deploykit.core.files import check_writable, make_folder, manifest_path, new_folder
 from deploykit.core.manifest import load_manifest
 from deploykit.core.paths import StrPath
 from deploykit.core.runtime import RUNTIMES
@@ -76,11 +76,15 @@ def claim_report(
     force: bool = False,
     keys: Collection[str] = ("report", "machine", "verdict"),
 ) -> Path:
-    """The folder of a report, made where it is missing; `keys`: of its JSON. Raises BadInput."""
-    place = make_folder(Path(folder))
-    files = tuple(place / name for name in REPORT)
-    _check_inputs(files, tuple(_paths(inputs)), keeps=False)
-    _check_owned(files, _json_with(files[0], set(keys), REPORT), force)
+    """The folder of a report, which can be made or written to; `keys`: of its JSON.
+
+    It is not there yet where it was missing, so that an interrupted command leaves none. Raises
+    BadInput.
+    """
+    with new_folder(Path(folder)) as place:
+        files = tuple(place / name for name in REPORT)
+        _check_inputs(files, tuple(_paths(inputs)), keeps=False)
+        _check_owned(files, _json_with(files[0], set(keys), REPORT), force)
     return place
 
 

@@ -15,7 +15,7 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -71,6 +71,19 @@ def write_json(out: Path, document: object) -> None:
     write_text(out, json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
+def write_together(folder: Path, contents: Mapping[str, str]) -> None:
+    """Write `contents` into `folder` by name, in UTF-8; none is replaced before all are whole.
+
+    The last one is replaced last. `folder` is made, and is gone again if nothing could be written.
+    """
+    with new_folder(folder), contextlib.ExitStack() as files:
+        for name, text in reversed([*contents.items()]):  # the stack ends with the first
+            out = folder / name
+            tmp = files.enter_context(atomic_write(out))
+            with write_errors(out, tmp):
+                tmp.write_text(text, encoding="utf-8")
+
+
 def check_writable(out: Path) -> None:
     """Raise BadInput unless a file can be written at `out`; call it before long work."""
     folder = out.parent
@@ -96,6 +109,18 @@ def make_folder(folder: Path) -> Path:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise BadInput(f"{folder}: the folder cannot be written to")
     return folder
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """As `make_folder`; what it creates and is empty at the end is removed again."""
+    missing = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
+    try:
+        yield make_folder(folder)
+    finally:
+        for each in missing:
+            with contextlib.suppress(OSError):
+                each.rmdir()
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any], str]:

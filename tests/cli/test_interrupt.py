@@ -121,6 +121,7 @@ def test_ctrl_c_leaves_nothing_half_done(place: Path, verb: str) -> None:
         if path.is_file() and path.name != "data.npz" and parts not in path.parents
     )
     assert {path: path.read_bytes() for path in files} == before
+    assert not (place / "report").exists()
 
 
 @pytest.mark.torch

@@ -19,9 +19,11 @@ from deploykit.core.files import (
     check_readable,
     check_writable,
     make_folder,
+    new_folder,
     sha256,
     write_json,
     write_text,
+    write_together,
 )
 
 
@@ -186,6 +188,56 @@ def test_file_that_cannot_grow_leaves_the_old_one(out: Path) -> None:
     assert said.strip() == f"{out}: cannot be written: File too large"
     assert out.read_text(encoding="utf-8") == "old"
     assert names(out.parent) == ["out.bin"]
+
+
+TOGETHER = """
+import resource, sys
+from pathlib import Path
+from deploykit.core.errors import BadInput
+from deploykit.core.files import write_together
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    write_together(Path(sys.argv[1]), {"a": "new", "b": "new" * 1000, "c": "new"})
+except BadInput as error:
+    print(error.message)
+"""
+
+
+def test_no_file_is_replaced_where_one_of_them_cannot_be_written(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "report")
+    for name in "abc":
+        (folder / name).write_text("old", encoding="utf-8")
+    with run(TOGETHER, folder) as process:
+        said, _ = process.communicate(timeout=60)
+    assert said.strip() == f"{folder / 'b'}: cannot be written: File too large"
+    assert {each.name: each.read_text() for each in folder.iterdir()} == dict.fromkeys("abc", "old")
+
+
+def test_a_folder_for_files_that_cannot_be_written_is_not_left(tmp_path: Path) -> None:
+    with run(TOGETHER, tmp_path / "deep" / "report") as process:
+        said, _ = process.communicate(timeout=60)
+    assert "File too large" in said
+    assert names(tmp_path) == []
+
+
+def test_files_are_written_together(tmp_path: Path) -> None:
+    write_together(tmp_path / "deep" / "report", {"a": "1", "b": "2"})
+    assert {each.name: each.read_text() for each in (tmp_path / "deep/report").iterdir()} == {
+        "a": "1",
+        "b": "2",
+    }
+
+
+def test_a_new_folder_stays_only_with_something_in_it(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    for path in ("old", "old/a/b", "new/c"):
+        with new_folder(tmp_path / path):
+            assert (tmp_path / path).is_dir()
+    assert [each.name for each in tmp_path.rglob("*")] == ["old"]
+    with new_folder(tmp_path / "old" / "a" / "b"):
+        (tmp_path / "old" / "a" / "file").touch()
+    assert sorted(each.name for each in tmp_path.rglob("*")) == ["a", "file", "old"]
 
 
 HALFWAY = """

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from deploykit.core.errors import BadInput
-from deploykit.core.files import make_folder, read_json, write_text
+from deploykit.core.files import read_json, write_together
 from deploykit.core.json_value import Record, json_value
 from deploykit.core.manifest import from_json
 from deploykit.measure.layers import LayerTimes
@@ -284,17 +284,15 @@ def crossovers(points: Sequence[Point], baseline: str) -> tuple[Crossover, ...]:
 def write(report: Report, folder: Path) -> Path:
     """Write report.json, report.md and report.html; returns the path of the last.
 
-    Each is written whole or not at all, the JSON last: where it is, the other two are. Raises
-    BadInput when `folder` cannot be written to.
+    All are whole before the first replaces an earlier one; the JSON is last. Raises BadInput when
+    `folder` cannot be written to, Unsupported when the disk is full.
     """
     document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    make_folder(folder)
-    out = folder / "report.html"
-    write_text(out, report_page(document))
-    write_text(folder / "report.md", markdown(document))
     text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
-    write_text(folder / "report.json", _NUMBERS.sub(_one_line, text))
-    return out
+    files = {"html": report_page(document), "md": markdown(document)}
+    files["json"] = _NUMBERS.sub(_one_line, text)
+    write_together(folder, {f"report.{end}": each for end, each in files.items()})
+    return folder / "report.html"
 
 
 _NUMBERS = re.compile(r"\[\n[-+\d.eE,\s]+\]")  # a line break in JSON is never inside a string
