@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from deploykit.core.errors import DeploykitError, OutOfMemory
 from deploykit.core.memory import does_not_fit
@@ -36,7 +37,8 @@ def run_apart(
     `what` begins a message. `inherit`: file descriptors that stay open there. Raises what the
     function raises, OutOfMemory if the system killed it, DeploykitError if it crashed.
     """
-    with _start(inherit) as process:
+    pipe = subprocess.PIPE
+    with start_blocked(COMMAND, stdin=pipe, stdout=pipe, pass_fds=tuple(inherit)) as process:
         try:
             with contextlib.suppress(BrokenPipeError):
                 _send_job(process, (function, arguments))
@@ -60,12 +62,16 @@ def run_apart(
     raise DeploykitError(f"{what}: its process ended with code {code}")
 
 
-def _start(inherit: Sequence[int]) -> subprocess.Popen[bytes]:
-    """The child, which is not to be interrupted until `main` is ready for that."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def start_blocked(
+    command: Sequence[str], *signals: signal.Signals, **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start a child that neither Ctrl-C nor `signals` end before it says what it does with them.
+
+    A terminal, and many a supervisor, sends them to all processes. `options`: of Popen.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *signals})
     try:
-        pipe = subprocess.PIPE
-        return subprocess.Popen(COMMAND, stdin=pipe, stdout=pipe, pass_fds=tuple(inherit))
+        return subprocess.Popen(command, **options)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -108,8 +114,9 @@ def main() -> None:
 
         kind, content = "error", None
         try:
+            signal.signal(signal.SIGINT, _interrupt)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            function, arguments = pickle.load(sys.stdin.buffer)  # noqa: S301 - of our parent
+            function, arguments = _receive_job()
             content = function(*arguments, lambda what, share: send("progress", what, share))
             kind = "result"
         except MemoryError as exc:
@@ -119,6 +126,19 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is sent makes our parent interrupt us
         with contextlib.suppress(BrokenPipeError):
             send(kind, content)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    """The first; after Ctrl-C in a terminal our parent sends another, in the midst of clean-up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _receive_job() -> Any:
+    try:
+        return pickle.load(sys.stdin.buffer)  # noqa: S301 - of our parent
+    except (EOFError, pickle.UnpicklingError):  # which was ended meanwhile
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

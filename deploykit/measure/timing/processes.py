@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from deploykit.core.apart import start_blocked
 from deploykit.core.errors import DeploykitError
 from deploykit.core.tensors import TensorSpec
 from deploykit.measure.timing.closed_loop import closed_loop, no_garbage_collection
@@ -37,7 +38,7 @@ class ProcessEngine(BaseEngine):
         self._sent: Arrays | None = None
         self._pipe, theirs = Pipe()
         with theirs:
-            self._process = subprocess.Popen(
+            self._process = start_blocked(
                 [sys.executable, "-m", __name__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

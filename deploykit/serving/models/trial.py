@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from deploykit.core.apart import start_blocked
 from deploykit.core.errors import DeploykitError, Overloaded, first_line, os_reason
 from deploykit.core.machine import file_text
 from deploykit.core.memory import available_bytes
@@ -38,8 +39,8 @@ class Trial:
         self._task = pickle.dumps((path, check, limit_s))
         pipe = subprocess.PIPE
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__],
+            self._process = start_blocked(
+                [sys.executable, "-m", __name__], signal.SIGTERM,
                 stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL,
             )  # fmt: skip
         except OSError as exc:  # no file descriptor or memory left
@@ -54,14 +55,13 @@ class Trial:
         with self._process as process:
             assert process.stdin is not None
             assert process.stdout is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # it has ended
                 process.stdin.write(self._task)
                 process.stdin.flush()
                 line = process.stdout.readline()
                 if line:
                     see(json.loads(line))
                 process.stdin.write(b"\n")
-                process.stdin.close()
             line = process.stdout.readline()
             if not line:
                 code = process.wait()

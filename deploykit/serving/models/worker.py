@@ -25,6 +25,7 @@ from typing import IO, Any, Protocol, TypeVar
 
 import numpy as np
 
+from deploykit.core.apart import start_blocked
 from deploykit.core.errors import DeploykitError, Expired, Overloaded, os_reason
 from deploykit.runtimes.engine import Closing
 
@@ -84,10 +85,9 @@ class WorkerProcess(Closing):
         if self._closed:
             raise Overloaded("the server is shutting down", hint="send the request elsewhere")
         if self._process is None:
-            command = [sys.executable, "-m", __name__]
-            pipe = subprocess.PIPE
+            command, pipe = [sys.executable, "-m", __name__], subprocess.PIPE
             try:
-                process = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe)
+                process = start_blocked(command, signal.SIGTERM, bufsize=0, stdin=pipe, stdout=pipe)
             except OSError as exc:  # no file descriptor or memory left
                 log.error("the process for large requests cannot start: %s", os_reason(exc))
                 raise Overloaded("a large request cannot be read now; try again later") from exc
@@ -100,7 +100,8 @@ class WorkerProcess(Closing):
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         self._process = None
         process.kill()
-        process.wait(CLOSE_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # the system frees its memory
+            process.wait(CLOSE_S)
         for stream in (process.stdin, process.stdout):
             if stream is not None:
                 stream.close()

@@ -1,0 +1,92 @@
+"""Children of this process when Ctrl-C or SIGTERM is sent to all of them, at any moment."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deploykit.core.apart import COMMAND, run_apart
+from deploykit.core.errors import DeploykitError
+from deploykit.measure.timing.processes import ProcessEngine
+from deploykit.serving.models.trial import Trial
+from deploykit.serving.models.worker import WorkerProcess
+from tests.support.fake_engine import FakeEngine
+
+INTERRUPTED = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+TERMINATED = "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n"
+
+
+def at_start(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Have children run `code` before their first own line."""
+    (folder / "sitecustomize.py").write_text(code)
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{root}")
+
+
+def clean_up_slowly(mark: Path, on_progress: object) -> None:
+    """Interrupted twice, as by a terminal and then by the parent."""
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.raise_signal(signal.SIGINT)
+        mark.touch()
+
+
+def exists(path: Path) -> None:
+    path.stat()
+
+
+@pytest.mark.parametrize("code", [INTERRUPTED, TERMINATED], ids=["ctrl-c", "sigterm"])
+def test_a_signal_does_not_end_what_a_server_has_just_started(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    code: str,
+) -> None:
+    at_start(tmp_path, monkeypatch, code)
+    with WorkerProcess() as worker:
+        assert worker.run(60, len, b"abc") == 3
+    Trial(tmp_path / "sitecustomize.py", exists, 60).run(lambda _: None)
+    assert capfd.readouterr().err == ""
+
+
+def test_ctrl_c_does_not_end_a_session_that_has_just_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    at_start(tmp_path, monkeypatch, INTERRUPTED)
+    with ProcessEngine(FakeEngine) as engine:
+        assert engine({"x": np.ones((2, 4), np.float32)})["y"].shape == (2, 4)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_process_that_is_killed_before_it_gets_its_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_start(tmp_path, monkeypatch, "import os\nos.kill(os.getpid(), 9)\n")
+    trial = Trial(tmp_path, exists, 60)
+    trial._process.wait()
+    with pytest.raises(DeploykitError, match="the process that checked it"):
+        trial.run(lambda _: None)
+
+
+def test_a_second_interrupt_does_not_break_off_the_clean_up_after_the_first(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run_apart("x", clean_up_slowly, tmp_path / "mark")
+    assert (tmp_path / "mark").exists()
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5], ids=["nothing", "half"])
+def test_a_caller_that_ends_before_its_job_is_sent_leaves_no_traceback(share: float) -> None:
+    job = pickle.dumps((time.sleep, (60,)))
+    done = subprocess.run(COMMAND, input=job[: int(len(job) * share)], capture_output=True)
+    assert done.stderr == b""
