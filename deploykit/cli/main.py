@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
+from collections.abc import Callable
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
@@ -29,6 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 10_000},
 )
 _EXIT_TERMINATED = 128 + signal.SIGTERM
+_ECHO_S = 1.0  # a second signal within it counts as the same one
 
 
 class _Terminated(SystemExit):
@@ -100,23 +104,22 @@ def script() -> NoReturn:
         app(prog_name="deploykit")
     interrupted = threading.Event()
 
-    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    def interrupt() -> NoReturn:
         interrupted.set()  # a native module that is loading turns this into an ImportError
         raise Interrupted
 
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, _without_echoes(_terminate))
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGINT, _without_echoes(interrupt))
     try:
         code = _run(sys.argv[1:])
         sys.stdout.flush()
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Python's end would let it change the code
-        sys.exit(code)
+        _exit(code)
     except KeyboardInterrupt:
         _exit_interrupted()
     except BrokenPipeError:
         _drop_output()  # the reader has gone: `deploykit ... | head`
-        sys.exit(0)
+        _exit(0)
     except Exception as exc:  # noqa: BLE001 - the edge: every error becomes a line and a code
         if "--debug" in sys.argv:
             traceback.print_exc()
@@ -147,7 +150,14 @@ def _drop_output() -> None:
 
 def _exit_interrupted() -> NoReturn:
     output.note("interrupted")
-    sys.exit(EXIT_INTERRUPTED)
+    _exit(EXIT_INTERRUPTED)
+
+
+def _exit(code: int) -> NoReturn:
+    """Exit; a signal at Python's end would change the code, or print a traceback."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)
 
 
 def _exit_with(exc: Exception) -> NoReturn:
@@ -156,17 +166,17 @@ def _exit_with(exc: Exception) -> NoReturn:
         exc = does_not_fit("", str(exc))
     if isinstance(exc, DeploykitError):
         output.error(exc)
-        sys.exit(exc.exit_code)
+        _exit(exc.exit_code)
     message = getattr(exc, "format_message", None)
     if type(exc).__name__ == "NoArgsIsHelpError" and message is not None:
         typer.echo(message(), err=True)
-        sys.exit(BadInput.exit_code)
+        _exit(BadInput.exit_code)
     if message is not None:
         output.error(_usage_error(exc, str(message())))
-        sys.exit(BadInput.exit_code)
+        _exit(BadInput.exit_code)
     output.note(f"error: a bug in deploykit: {type(exc).__name__}: {output.one_line(str(exc))}")
     output.note("hint: run it again with --debug and report what it prints")
-    sys.exit(EXIT_BUG)
+    _exit(EXIT_BUG)
 
 
 def _usage_error(exc: Any, message: str) -> BadInput:
@@ -180,6 +190,19 @@ def _usage_error(exc: Any, message: str) -> BadInput:
     return BadInput(text or "a command is needed", hint=f"see: {command} --help")
 
 
-def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
+def _terminate() -> NoReturn:
     """SIGTERM ends through the same clean-up as Ctrl-C."""
     raise _Terminated(_EXIT_TERMINATED)
+
+
+def _without_echoes(end: Callable[[], NoReturn]) -> Callable[[int, FrameType | None], None]:
+    """A handler that leaves alone what cleans up; `timeout` sends a signal twice."""
+    last_s = -math.inf
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        nonlocal last_s
+        before_s, last_s = last_s, time.monotonic()
+        if last_s - before_s >= _ECHO_S:
+            end()
+
+    return handle

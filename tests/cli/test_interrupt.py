@@ -198,6 +198,55 @@ def test_ctrl_c_while_text_is_executed_is_130_too(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
 
 
+TWICE = """
+import signal
+from pathlib import Path
+from deploykit.cli import main
+
+def run(_words):
+    try:
+        signal.raise_signal({number})
+    finally:  # what cleans up
+        signal.raise_signal({number})
+        Path("cleaned").touch()
+
+main._run = run
+main.script()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_that_is_sent_twice_lets_the_clean_up_end(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    """`timeout` sends it to the process and to its group, which is the same process."""
+    command = [sys.executable, "-c", TWICE.format(number=int(number))]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+    assert (tmp_path / "cleaned").exists()
+
+
+@pytest.mark.parametrize("result", ["0", "raise BadInput('no')"], ids=["success", "error"])
+def test_ctrl_c_at_the_end_of_python_changes_neither_output_nor_code(
+    tmp_path: Path, result: str
+) -> None:
+    (tmp_path / "ending.py").write_text(
+        "import atexit, signal\n"
+        "from deploykit.cli import main\n"
+        "from deploykit.core.errors import BadInput\n"
+        "def run(words):\n"
+        f"    {result}\n"
+        "    return 0\n"
+        "main._run = run\n"
+        "atexit.register(signal.raise_signal, signal.SIGINT)\n"
+        "main.script()\n"
+    )
+    command = [sys.executable, "-m", "ending"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    expected = (0, "") if result == "0" else (2, "error: no\n")
+    assert (done.returncode, done.stderr) == expected
+
+
 def busy(url: str) -> bool:
     """Whether the server has answered inference requests."""
     import urllib.request

@@ -160,7 +160,7 @@ def test_ctrl_c_and_sigterm_pass_through(tmp_path: Path) -> None:
     path = write(tmp_path / "mine.py", "raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
         import_object(f"{path}:x")
-    code = "from deploykit.cli.main import _terminate\n_terminate(15, None)"
+    code = "from deploykit.cli.main import _terminate\n_terminate()"
     with pytest.raises(SystemExit) as ended:
         import_object(f"{write(tmp_path / 'ended.py', code)}:x")
     assert ended.value.code == 143
