@@ -117,6 +117,8 @@ def script() -> NoReturn:
         _exit(code)
     except KeyboardInterrupt:
         _exit_interrupted()
+    except _Terminated:
+        _exit(_EXIT_TERMINATED)
     except BrokenPipeError:
         _drop_output()  # the reader has gone: `deploykit ... | head`
         _exit(0)

@@ -43,6 +43,7 @@ from deploykit.serving.transport.memory import MemoryBudget
 from deploykit.serving.transport.security import AccessControl, Guard, tls_context
 from deploykit.serving.transport.turns import DELIVERY_S, Turns
 from deploykit.serving.web.page import FILES
+from deploykit.serving.workers import signals
 from deploykit.serving.workers.group import Hooks, ServerGroup
 
 if TYPE_CHECKING:
@@ -56,7 +57,6 @@ TICK_S = 0.1  # how late a deadline may be noticed
 DRAIN_S = 30.0  # how long a shutdown waits for an engine
 CLOSE_S = 5.0  # how long it then waits for clients to read their replies
 FATAL_S = 1.0  # replaces these limits once the device is lost: a supervisor should restart us
-ECHO_S = 1.0  # a second SIGTERM within it counts as the same one
 OFFLOAD_THREADS = 2  # for large and compressed bodies
 _OPEN_FILES = 1 << 14  # for the connections of both ports, and more
 _YOUNG = 5000  # new objects start a collection, 700 by default; a request in flight has 10
@@ -278,7 +278,7 @@ class Server:
 
     def _on_signal(self, number: int) -> None:
         now_s = time.monotonic()
-        echo = number == signal.SIGTERM and now_s - self._signalled_s < ECHO_S
+        echo = number == signal.SIGTERM and now_s - self._signalled_s < signals.ECHO_S
         self._signalled_s = now_s
         if echo:  # `timeout` sends it to the process and to its group
             return
@@ -301,14 +301,7 @@ class Server:
 
     def _release(self) -> None:
         self._socket.close()
-        for number, handler in self._handlers.items():
-            if handler is None:  # it was not set from Python
-                handler = signal.SIG_DFL
-            elif self._group.ends_process:
-                handler = signal.SIG_IGN
-            elif number == signal.SIGTERM and self._signals:
-                handler = _without_echoes(handler)
-            signal.signal(number, handler)
+        signals.restore_handlers(self._handlers, self._signals, self._group.ends_process)
         self._loop.close()
 
 
@@ -319,27 +312,6 @@ def _allow_open_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < most:
         with contextlib.suppress(OSError, ValueError):  # the system allows fewer
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def _without_echoes(handler: Any) -> Callable[[int, FrameType | None], None]:
-    """Pass on the first SIGTERM that comes a second or more after the one before, then all.
-
-    The second starts now: while the models were closed, no signal was looked at.
-    """
-    last_s = time.monotonic()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal last_s
-        before_s, last_s = last_s, time.monotonic()
-        if last_s - before_s < ECHO_S:
-            return
-        signal.signal(number, handler)
-        if callable(handler):
-            handler(number, frame)
-        else:  # SIG_DFL or SIG_IGN
-            signal.raise_signal(number)
-
-    return handle
 
 
 def _tls(options: ServeOptions) -> ssl.SSLContext | None:

@@ -134,12 +134,14 @@ def test_a_sigterm_sent_twice_within_the_echo_counts_once(
     assert served.process.wait(WAIT_S) == 0
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_second_sigterm_at_any_moment_of_the_end_does_not_change_the_exit_code(
-    tmp_path: Path,
+    tmp_path: Path, workers: str
 ) -> None:
     """Python and uvloop put the default handlers back before the process ends."""
     for _ in range(rounds(2, 40)):
-        with Process(tmp_path, env={"FAULT_ECHO_S": "600"}) as server:
+        env = {"FAULT_ECHO_S": "600"}
+        with Process(tmp_path, "--workers", workers, env=env) as server:
             server.popen.send_signal(signal.SIGTERM)
             while server.popen.poll() is None:
                 server.popen.send_signal(signal.SIGTERM)
@@ -152,6 +154,7 @@ def test_sigterms_while_the_models_are_closed_do_not_change_the_exit_code() -> N
 import os, signal
 from types import SimpleNamespace
 from deploykit.serving import server
+from deploykit.serving.workers import signals
 from deploykit.serving.models.repository import ModelRepository
 from tests.support.fake_engine import FakeEngine
 now_s = 100.0
@@ -161,7 +164,8 @@ def later(seconds):
     now_s += seconds; stop()
 def close(self, **options):
     later(1.1); closed(self, **options)
-server.time = SimpleNamespace(monotonic=lambda: now_s, monotonic_ns=lambda: int(1e9 * now_s))
+clock = SimpleNamespace(monotonic=lambda: now_s, monotonic_ns=lambda: int(1e9 * now_s))
+server.time = signals.time = clock
 closed, ModelRepository.close = ModelRepository.close, close
 assert server.run({"m": FakeEngine()}, server.ServeOptions(http_port=0), stop) == 0
 for _ in range(5):
@@ -177,11 +181,13 @@ def test_a_sigterm_after_the_echo_reaches_the_handler_of_the_program() -> None:
 import signal, os
 from types import SimpleNamespace
 from deploykit.serving import server
+from deploykit.serving.workers import signals
 from tests.support.fake_engine import FakeEngine
 got, now_s = [], 100.0
 def stop(*_): os.kill(os.getpid(), signal.SIGTERM)
 signal.signal(signal.SIGTERM, lambda *_: got.append(1))
-server.time = SimpleNamespace(monotonic=lambda: now_s, monotonic_ns=lambda: int(1e9 * now_s))
+clock = SimpleNamespace(monotonic=lambda: now_s, monotonic_ns=lambda: int(1e9 * now_s))
+server.time = signals.time = clock
 options = server.ServeOptions(http_port=0)
 server.run({"m": FakeEngine()}, options, stop)
 now_s += 0.9; stop()

@@ -24,6 +24,7 @@ from typing import Any
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported, os_reason
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import reserve, share_address
+from deploykit.serving.workers import signals
 from deploykit.serving.workers.front import RemoteEngine
 from deploykit.serving.workers.group import ENGINE, NOT_CONNECTED
 from deploykit.serving.workers.hub import Hub
@@ -46,7 +47,6 @@ MOST_FAILURES = 5  # in a row, of every worker: then the server ends
 DELAY_S, LONGEST_DELAY_S = 0.25, 30.0  # before a worker is replaced, doubled for each failure
 END_S = 50.0  # for workers to drain, above their own limits
 ABORT_S = 5.0
-ECHO_S = 1.0  # a second SIGTERM within it counts as the same one
 _POLL_S = 0.02
 SHARE_BYTES = 64 << 20  # of each worker for requests, and for answers, above the largest body
 
@@ -119,8 +119,7 @@ class Parent:
                     os.kill(worker.pid, signal.SIGKILL)
                     os.waitpid(worker.pid, 0)
             self._close_log()
-            for number, handler in self._handlers.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signals.restore_handlers(self._handlers, self._signals)
             self._loop.close()
             self._close_sockets()
         if self._signals > 1 or self._interrupted:
@@ -180,7 +179,7 @@ class Parent:
 
     def _on_signal(self, number: int) -> None:
         now_s = time.monotonic()
-        echo = number == signal.SIGTERM and now_s - self._signalled_s < ECHO_S
+        echo = number == signal.SIGTERM and now_s - self._signalled_s < signals.ECHO_S
         self._signalled_s = now_s
         if not echo:
             self._signals += 1

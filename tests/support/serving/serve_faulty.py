@@ -27,7 +27,7 @@ from deploykit.core.errors import BadInput, OutOfMemory
 from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.serving import server
 from deploykit.serving.http import head
-from deploykit.serving.workers import group, hub, parent
+from deploykit.serving.workers import group, hub, parent, signals
 from tests.support.fake_engine import FakeEngine
 
 POISON, MEMORY, LOST, HANG, SHAPE, DTYPE, FEWER = FAULTS = (-1, -2, -3, -4, -5, -6, -7)
@@ -85,7 +85,7 @@ if __name__ == "__main__":
     serve_processes._why_shared = lambda *_: ""
     hub.MOST_MISSED = int(os.environ.get("FAULT_MISSED", hub.MOST_MISSED))
     parent.SHARE_BYTES = int(os.environ.get("FAULT_SHARE_BYTES", parent.SHARE_BYTES))
-    server.ECHO_S = parent.ECHO_S = float(os.environ.get("FAULT_ECHO_S", server.ECHO_S))
+    signals.ECHO_S = float(os.environ.get("FAULT_ECHO_S", signals.ECHO_S))
     group.CONNECT_S = float(os.environ.get("FAULT_CONNECT_S", group.CONNECT_S))
     parent.DELAY_S = float(os.environ.get("FAULT_DELAY_S", parent.DELAY_S))
     serve.Opening.__call__ = lambda opening, file, _: open_proven(file, instances=opening.instances)

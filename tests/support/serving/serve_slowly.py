@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from deploykit.serving import server
 from deploykit.serving.server import ServeOptions, run
+from deploykit.serving.workers import signals
 from tests.support.fake_engine import FakeEngine
 
 
@@ -38,7 +38,7 @@ def ready(_host: str, port: int, _grpc_port: int | None) -> None:
     say(port)
 
 
-server.ECHO_S = float(sys.argv[2]) if len(sys.argv) > 2 else server.ECHO_S
+signals.ECHO_S = float(sys.argv[2]) if len(sys.argv) > 2 else signals.ECHO_S
 engine = Held()
 try:
     dropped = run({"m": engine}, ServeOptions(http_port=0, max_batch=1), ready)
