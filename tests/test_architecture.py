@@ -67,10 +67,10 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3783,
-    "runtimes": 9600,
+    "core": 3785,
+    "runtimes": 9615,
     "training": 2210,
-    "exporters": 2045,
+    "exporters": 2060,
     "onnx_graph+quantization": 5500,
     "builders": 1910,
     "measure": 10130,
@@ -79,7 +79,7 @@ BUDGETS = {
     "serving": 15471,
     "bundling": 1670,
     "cluster": 270,
-    "api": 10785,
+    "api": 10787,
     "cli": 2990,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names

@@ -257,7 +257,7 @@ def _feeds(
     """Inputs to compare on: the examples, and others at every size of the dynamic axes."""
     from deploykit.core.tensors import mismatch
     from deploykit.measure.evaluate.feeds import feeds_at_sizes, parity_sizes
-    from deploykit.runtimes.data.samples import read_samples
+    from deploykit.runtimes.data.samples import random_feeds, read_samples
 
     inputs, limits = source.loaded.inputs, source.loaded.limits
     feeds: list[dict[str, np.ndarray]] = []
@@ -265,6 +265,10 @@ def _feeds(
         example = dict(source.example)
         if not any(mismatch(s, example[s.name].dtype.name, example[s.name].shape) for s in inputs):
             feeds.append(example)  # else the batch is fixed at another size, or it takes bytes
+    if task and task.image and not task.image.height:
+        from deploykit.exporters.heads import sides_of
+
+        feeds.append(random_feeds(inputs, sides_of(inputs[0], task.image.multiple)))
     if samples is None:
         return feeds + feeds_at_sizes(inputs, limits)
     found, sizes = read_samples(samples, inputs, task=task), parity_sizes(inputs, limits)

@@ -21,6 +21,7 @@ from deploykit.core.task import (
     KINDS,
     LETTERBOX,
     MEAN,
+    SEGMENT,
     SHORTEST_EDGE,
     TEXT_CLASSIFY,
     ImageInput,
@@ -50,9 +51,9 @@ class TaskOptions:
     kind: str
     labels: tuple[str, ...] | None = None
     labels_from: str = ""
-    threshold: float | None = None
-    iou: float | None = None
-    boxes: int | None = None
+    threshold: float = 0.25
+    iou: float = 0.7
+    boxes: int = 300
     max_length: int | None = None
     tokenizer: Path | None = None
     pooling: str | None = None
@@ -94,17 +95,15 @@ def read_options(
     named: dict[str, Any] = {key: value for key, value in numbers.items() if value is not None}
     if kind is None:
         others = {"labels": labels, "tokenizer": tokenizer, "pooling": pooling, **named}
-        lost = [key for key, value in others.items() if value is not None]
-        if lost:
-            raise BadInput(f"`{lost[0]}` needs `task`", hint=f"`task`: one of {', '.join(KINDS)}")
+        for key in (key for key, value in others.items() if value is not None):
+            raise BadInput(f"`{key}` needs `task`", hint=f"`task`: one of {', '.join(KINDS)}")
         return None
     if kind not in KINDS:
         raise BadInput(f"`task` {kind}: unknown", hint=f"one of: {', '.join(KINDS)}")
     for key in ("threshold", "iou", "boxes"):
         if key in named and kind != DETECT:
             raise BadInput(f"`{key}` goes with `task` {DETECT}, not with {kind}")
-    for key in ("threshold", "iou"):
-        if key in named and not 0 <= named[key] <= 1:
+        if key != "boxes" and not 0 <= named.get(key, 0) <= 1:
             raise BadInput(f"`{key}` must be from 0 to 1, got {named[key]:g}")
     if not 1 <= named.get("boxes", 1) <= _MOST_BOXES:
         raise BadInput(f"`boxes` must be from 1 to {_MOST_BOXES}, got {named['boxes']}")
@@ -153,43 +152,43 @@ def with_task(
 def _with_image(
     loaded: Loaded, options: TaskOptions, pixels: Preprocess | None, rule: dict[str, Any]
 ) -> Tasked:
+    from deploykit.exporters.heads import size_multiple
     from deploykit.runtimes.torch.loaded import with_preprocess
     from deploykit.runtimes.torch.presets import switch_resizing_off
 
     if len(loaded.inputs) > 1:
         raise BadInput(
-            f"`task` {options.kind} is for one image; "
-            f"the model takes {', '.join(map(str, loaded.inputs))}",
+            f"`task` {options.kind} is for one image; the model takes "
+            + ", ".join(map(str, loaded.inputs)),
             hint="one input is the image; wrap the model in a module that makes the others itself",
         )
-    preset = loaded.preset
+    preset, kind = loaded.preset, options.kind
     spec = next((each for each in loaded.inputs if _takes_bytes(each)), None)
     if spec is None:
         pixels = pixels or (preset.preprocess if preset else None)
         if pixels is None:
             raise BadInput(
-                f"`task` {options.kind}: nothing says how the pixels are normalised",
+                f"`task` {kind}: nothing says how the pixels are normalised",
                 hint="`preprocess`: imagenet, or a TOML file with mean and std",
             )
         loaded = with_preprocess(loaded, pixels)
         spec = next(each for each in loaded.inputs if _takes_bytes(each))
     _, height, width, channels = spec.shape
+    if kind == SEGMENT and {type(height), type(width)} == {str}:
+        height = width = 0
     if not isinstance(height, int) or not isinstance(width, int):
         raise BadInput(
-            f"`task` {options.kind}: the image {spec} has no fixed height and width",
+            f"`task` {kind}: the image {spec} has no fixed height and width",
             hint="images are resized to the model's size: give numbers in `inputs`",
         )
-    detects = options.kind == DETECT
-    resizing = switch_resizing_off(loaded.module, height, width) if detects else ()
-    placed = _placed(spec.name, (height, width, channels), options.kind, preset, pixels, rule)
-    config = _config(loaded, None)
-    head = _head(loaded, options, (height, width), preset.classes if preset else None, config)
-    known = preset.labels if preset else _named(config)
-    labels, notes = _labels(options, head.classes, () if options.kind == EMBED else known)
-    source = preset.source if preset else ""
-    task = Task(options.kind, head.outputs, image=placed, labels=labels, source=source)
-    if options.threshold is not None:
-        task = replace(task, threshold=options.threshold)
+    resizing = switch_resizing_off(loaded.module, height, width) if kind == DETECT else ()
+    placed = _placed(spec.name, (height, width, channels), kind, preset, pixels, rule)
+    config, classes = _config(loaded, None), preset.classes if preset else None
+    head = _head(loaded, options, (height, width), classes, config)
+    placed = replace(placed, multiple=1 if height else size_multiple(loaded))
+    known, source = (preset.labels, preset.source) if preset else (_named(config), "")
+    labels, notes = _labels(options, head.classes, () if kind == EMBED else known)
+    task = Task(kind, head.outputs, placed, None, labels, options.threshold, source=source)
     return Tasked(head.loaded, task, pixels, None, (*resizing, *head.notes, *notes))
 
 
@@ -208,9 +207,11 @@ def _placed(
     """How an image is placed into the input, by the user's file, the preset, or what is usual."""
     height, width, channels = shape
     if preset is not None:
-        known = preset.image
-        edge = known.resize_to * min(height, width) / min(known.height, known.width)
-        placed = replace(known, height=height, width=width, resize_to=round(edge))
+        placed, least = preset.image, min(preset.image.height, preset.image.width)
+        edge = round(placed.resize_to * min(height, width) / least)
+        if not height:
+            placed, edge = replace(placed, resize=SHORTEST_EDGE), least
+        placed = replace(placed, height=height, width=width, resize_to=edge)
     else:
         placed = ImageInput("", height, width, colours="RGB" if channels == 3 else "L")
         if kind == DETECT:
@@ -219,6 +220,11 @@ def _placed(
             edge = round(min(height, width) / _IMAGENET_CROP)
             placed = replace(placed, resize=SHORTEST_EDGE, resize_to=max(edge, height, width))
     placed = replace(placed, tensor=name, **rule)
+    if not height and placed.resize != SHORTEST_EDGE:
+        raise BadInput(
+            f"`task` {kind}: nothing says how large an image of any ratio is made",
+            hint=f'`preprocess`: a TOML file with resize = "{SHORTEST_EDGE}" and resize_to',
+        )
     if placed.resize == SHORTEST_EDGE and placed.resize_to < max(height, width):
         raise BadInput(
             f"`preprocess`: resize_to = {placed.resize_to} is below the model's {height}x{width}",
@@ -252,8 +258,7 @@ def _head(
             hint="`task` embed; where they are classes, `labels` says so",
         )
     independent = problem == "multi_label_classification"
-    given: dict[str, Any] = {"iou": options.iou, "many": options.boxes}
-    boxes = Boxes(**{key: value for key, value in given.items() if value is not None})
+    boxes = Boxes(options.iou, options.boxes)
     return with_head(loaded, options.kind, size, boxes, classes, independent=independent)
 
 
@@ -267,8 +272,8 @@ def _labels(
     given = options.labels
     if given is None:
         found = known if classes in (None, len(known)) else ()
-        unnamed = classes is not None and not found
-        return found, ("its labels have no names: `labels` gives them",) if unnamed else ()
+        named = found or classes is None
+        return found, () if named else ("its labels have no names: `labels` gives them",)
     if classes is not None and len(given) != classes:
         raise BadInput(
             f"{options.labels_from}: holds {len(given)} labels, the model has {classes} classes",
@@ -306,7 +311,7 @@ def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
             hint="the inputs are: " + ", ".join(map(str, loaded.inputs)),
         )
     folder = source.path if source.path is None or source.path.is_dir() else source.path.parent
-    path = options.tokenizer or (folder / "tokenizer.json" if folder else None)
+    path = options.tokenizer or (folder and folder / "tokenizer.json")
     if path is None or not path.is_file():
         where = f"{path}: no such file" if path else "a live module has no folder"
         raise BadInput(
@@ -334,13 +339,8 @@ def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
         loaded = with_pooling(loaded, options.pooling, folder)
     head = _head(loaded, options, (0, 0), None, config)
     labels, notes = _labels(options, head.classes, _named(config))
-    task = Task(
-        options.kind,
-        head.outputs,
-        text=text,
-        labels=labels,
-        source=str(config.get("model_type") or ""),
-    )
+    model_type = str(config.get("model_type") or "")
+    task = Task(options.kind, head.outputs, text=text, labels=labels, source=model_type)
     return Tasked(head.loaded, task, None, path, (*head.notes, *notes))
 
 
@@ -380,8 +380,8 @@ def _max_length(options: TaskOptions, folder: Path, positions: int | None) -> in
         raise BadInput(f"`max_length` {wanted}: the model has {positions} positions")
     stated = _settings(folder, "tokenizer_config.json").get("model_max_length")
     trained = _settings(folder, "sentence_bert_config.json").get("max_seq_length")
-    all_limits = (stated, trained, positions)
-    limits = [each for each in all_limits if isinstance(each, int) and 1 < each < _NO_LIMIT]
+    known = (stated, trained, positions)
+    limits = [each for each in known if isinstance(each, int) and 1 < each < _NO_LIMIT]
     return wanted or min(limits, default=_USUAL_LENGTH)
 
 

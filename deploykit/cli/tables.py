@@ -205,8 +205,8 @@ def purpose(task: Task) -> str:
     if task.image is not None:
         image = task.image
         edge = f" {image.resize_to}" if image.resize_to else ""
-        size = f"{image.width}x{image.height} {image.colours}"
-        taken = f"images to {size} ({image.resize}{edge}, {image.interpolation})"
+        size = f"to {image.width}x{image.height}" if image.height else "of any ratio to"
+        taken = f"images {size} {image.colours} ({image.resize}{edge}, {image.interpolation})"
     elif task.text is not None:
         taken = f"text of up to {task.text.max_length} tokens ({task.text.tokenizer})"
     parts = (task.kind, taken, "" if task.kind == EMBED else count, task.source)

@@ -30,10 +30,11 @@ TOKENIZER = ".tokenizer.json"  # behind the artefact's name
 class ImageInput(Record):
     """How an image becomes the tensor `tensor`, uint8 [N, height, width, channels].
 
+    `height` and `width` 0: those of the resized image, rounded up to a multiple of `multiple`.
     `resize`: one of `RESIZE_RULES`. `resize_to`: pixels of the shorter side, for "shortest-edge";
     for "stretch" too, where it is larger than the model's: the middle is cut out.
     `interpolation`: "bilinear" or "bicubic", with Pillow's antialiasing; "nearest" without.
-    `colours`: "RGB", "BGR", or "L" for grey. `padding`: the byte that "letterbox" fills with.
+    `colours`: "RGB", "BGR", or "L" for grey. `padding`: the byte that the rest is filled with.
     """
 
     tensor: str
@@ -44,6 +45,7 @@ class ImageInput(Record):
     interpolation: str = "bilinear"
     colours: str = "RGB"
     padding: int = 114
+    multiple: int = 1
 
 
 @dataclass(frozen=True)

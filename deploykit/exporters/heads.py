@@ -5,6 +5,7 @@ Each is a torch module, so that the comparison of the graph with PyTorch covers 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
 from deploykit.core.task import CLASSIFY, DETECT, EMBED, SEGMENT, TEXT_CLASSIFY, TaskOutputs
-from deploykit.core.tensors import TensorSpec
+from deploykit.core.tensors import TensorSpec, concrete
 from deploykit.exporters.nms import suppress
 from deploykit.exporters.probabilities import are_probabilities
 from deploykit.runtimes.torch.loaded import Loaded, by_position
@@ -28,8 +29,8 @@ _FIRST_IMAGE = "output_0_"  # of the list that detectors of torchvision answer w
 class Boxes:
     """How boxes are chosen: `iou` from which they are one, and how `many` an image has at most."""
 
-    iou: float = 0.7
-    many: int = 300
+    iou: float
+    many: int
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ def with_head(
 ) -> TaskHead:
     """`loaded` with the outputs of the task `kind`. Raises BadInput where its own do not fit.
 
-    `size`: height and width of the image; `classes`: of a detector whose outputs do not show it.
+    `size`: height and width of the image, 0 where they are dynamic; `classes`: of a detector whose
+    outputs do not show it.
     `independent`: a sample may have several labels, each with a probability of its own.
     """
     add = {
@@ -99,14 +101,14 @@ class _Job:
 
     def head(
         self,
-        module: Any,
+        function: Callable[..., Any],
         places: Sequence[int],
         specs: Sequence[TensorSpec],
         outputs: TaskOutputs,
         classes: int | None,
         notes: tuple[str, ...] = (),
     ) -> TaskHead:
-        behind = _Behind(self.loaded.module, module, tuple(places)).eval()
+        behind = _Behind(self.loaded.module, function, places).eval()
         made = adapt(behind, by_position, len(self.loaded.inputs))
         return TaskHead(
             replace(self.loaded, module=made, outputs=tuple(specs)), outputs, classes, notes
@@ -115,41 +117,30 @@ class _Job:
     def in_parts(
         self,
         made: TaskHead,
-        before: Any,
+        before: Callable[..., Any],
         places: Sequence[int],
         raw: Sequence[TensorSpec],
-        after: Any,
+        after: Callable[..., Any],
     ) -> TaskHead:
         """`made` that also says how it is put together: `after` chooses by `raw` of `before`."""
         first = self.head(before, places, raw, TaskOutputs(), None).loaded
-        module, outputs = adapt(after, by_position, len(raw)), made.loaded.outputs
-        second = replace(first, module=module, inputs=tuple(raw), outputs=outputs)
+        choice = adapt(_Behind(None, after, range(len(raw))).eval(), by_position, len(raw))
+        second = replace(made.loaded, module=choice, inputs=tuple(raw))
         return replace(made, loaded=replace(made.loaded, parts=(first, second)))
 
 
 class _Behind(torch.nn.Module):  # type: ignore[misc, name-defined] # torch comes through require
-    """`head` behind `module`: it gets the outputs at `places`."""
+    """`function` of some of the outputs of `module`, after which its inputs are numbered too."""
 
-    def __init__(self, module: Any, head: Any, places: tuple[int, ...]) -> None:
+    def __init__(self, module: Any, function: Callable[..., Any], places: Sequence[int]) -> None:
         super().__init__()
         self.module = module
-        self.head = head
-        self.places = places
+        self.function = function
+        self.places = tuple(places)
 
     def forward(self, *inputs: Any) -> Any:
-        outputs = self.module(*inputs)
-        return self.head(*(outputs[at] for at in self.places))
-
-
-class _Formula(torch.nn.Module):  # type: ignore[misc, name-defined] # torch comes through require
-    """A function as a module."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *values: Any) -> Any:
-        return self.function(*values)
+        values = (*(self.module(*inputs) if self.module else ()), *inputs)
+        return self.function(*(values[at] for at in self.places))
 
 
 # classes
@@ -172,7 +163,7 @@ def _classify(job: _Job) -> TaskHead:
         return (flat.sigmoid() if job.independent else flat.softmax(1),)
 
     out = TensorSpec("scores", "float32", (batch, count))
-    return job.head(_Formula(scores), [at], [out], TaskOutputs(scores="scores"), count, notes)
+    return job.head(scores, [at], [out], TaskOutputs(scores="scores"), count, notes)
 
 
 # pixels
@@ -184,26 +175,53 @@ def _segment(job: _Job) -> TaskHead:
     batch, count, *sides = job.loaded.outputs[at].shape
     if not isinstance(count, int) or count < 2:
         raise job.misfit(needs)
-    grow = tuple(sides) != job.size
-    if grow:
+    size = job.loaded.inputs[0].shape[1:3]
+    places = [at] if tuple(sides) == size else [at, len(job.loaded.outputs)]
+    if len(places) > 1:
         notes = (*notes, f"its scores of {sides[0]}x{sides[1]} are resized to the image's")
 
-    def grown(values: Any) -> Any:
+    def grown(values: Any, *image_NHWC: Any) -> Any:
         values = values.to(torch.float32)
-        if not grow:
-            return (values,)
-        resize = torch.nn.functional.interpolate
-        return (resize(values, size=job.size, mode="bilinear", align_corners=False),)
+        for image in image_NHWC:
+            shape = job.size if all(job.size) else tuple(image.shape[1:3])
+            resize = torch.nn.functional.interpolate
+            values = resize(values, size=shape, mode="bilinear", align_corners=False)
+        return (values,)
 
     def mask(values: Any) -> Any:
         return (values.argmax(1).to(torch.int32),)
 
-    out = TensorSpec("mask", "int32", (batch, *job.size))
-    made = job.head(
-        _Formula(lambda x: mask(*grown(x))), [at], [out], TaskOutputs(mask="mask"), count, notes
+    out = TensorSpec("mask", "int32", (batch, *size))
+    names = TaskOutputs(mask="mask")
+    made = job.head(lambda *x: mask(*grown(*x)), places, [out], names, count, notes)
+    raw = TensorSpec("pixel_scores", "float32", (batch, count, *size))
+    return job.in_parts(made, grown, places, [raw], mask)
+
+
+def size_multiple(loaded: Loaded) -> int:
+    """What height and width must be multiples of, as for the skip connections of a U-Net.
+
+    `loaded`: its one input is uint8 [N, H, W, C]. Raises BadInput where no power of 2 will do.
+    """
+    (spec,) = loaded.inputs
+    for multiple in (1, 2, 4, 8, 16, 32, 64):
+        shape = concrete(spec, sides_of(spec, multiple))
+        with contextlib.suppress(Exception), torch.inference_mode():  # whatever a module raises
+            loaded.module(torch.zeros(shape, dtype=torch.uint8))
+            return multiple
+    raise BadInput(
+        f"the model takes no image of {shape[1]}x{shape[2]} pixels",
+        hint="give height and width as numbers in `inputs`",
     )
-    raw = TensorSpec("pixel_scores", "float32", (batch, count, *job.size))
-    return job.in_parts(made, _Formula(grown), [at], [raw], _Formula(mask))
+
+
+def sides_of(image: TensorSpec, multiple: int) -> dict[str, int]:
+    """Sizes for H and W of `image` [N, H, W, C], which no larger power of 2 divides.
+
+    One is above a power, one below: halving rounds down in some models, up in others.
+    """
+    height, width = map(str, image.shape[1:3])
+    return {height: 128 + multiple, width: 256 - multiple}
 
 
 # embeddings
@@ -219,7 +237,7 @@ def _embed(job: _Job) -> TaskHead:
         return (torch.nn.functional.normalize(values.flatten(1).to(torch.float32), dim=1),)
 
     out = TensorSpec("embedding", "float32", (batch, size))
-    return job.head(_Formula(unit), [at], [out], TaskOutputs(embedding="embedding"), None, notes)
+    return job.head(unit, [at], [out], TaskOutputs(embedding="embedding"), None, notes)
 
 
 # boxes
@@ -303,7 +321,7 @@ def _suppressed(
         TensorSpec("corners", "float32", (*shape, 4)),
         TensorSpec("by_class", "float32", (*shape, count)),
     )
-    return job.in_parts(made, _Formula(before), places, raw, _Formula(after))
+    return job.in_parts(made, before, places, raw, after)
 
 
 def _final(job: _Job, at: int, shape: Sequence[int | str], notes: tuple[str, ...]) -> TaskHead:
@@ -358,7 +376,7 @@ def _boxes(
         TensorSpec("classes", "int64", tuple(shape)),
     )
     found = TaskOutputs(boxes="boxes", scores="scores", classes="classes")
-    return job.head(_Formula(function), places, specs, found, count, notes)
+    return job.head(function, places, specs, found, count, notes)
 
 
 class _AnyShape:

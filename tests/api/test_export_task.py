@@ -17,6 +17,7 @@ import deploykit as dk  # noqa: E402
 from deploykit.core.artefact import read_manifest  # noqa: E402
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.task import ImageInput, Task, TaskOutputs  # noqa: E402
+from deploykit.runtimes.tasks.engine import TaskEngine  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -150,6 +151,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no preprocess": ({"preprocess": None}, "nothing says how the pixels are normalised"),
     "labels of embed": ({"task": "embed", "labels": ["a"]}, "`labels` does not go with"),
     "any size": ({"inputs": ["image:float32[N,3,H,W]"]}, "has no fixed height and width"),
+    "any height": (
+        {"inputs": ["image:float32[N,3,H,8]"], "task": "segment"},
+        "has no fixed height and width",
+    ),
+    "any ratio": (
+        {"inputs": ["image:float32[N,3,H,W]"], "task": "segment"},
+        "nothing says how large an image of any ratio is made",
+    ),
 }
 
 
@@ -216,6 +225,67 @@ def test_a_segmentation_answers_the_class_of_each_pixel(tmp_path: Path) -> None:
     assert (mask == grown.argmax(1).numpy()).mean() > 0.99
     assert {row.output for row in made.parity.rows} == {"pixel_scores", "mask"}
     assert made.manifest.task.outputs == TaskOutputs(mask="mask")
+
+
+class SkipConnection(torch.nn.Module):  # type: ignore[misc, name-defined] # torch may be absent
+    """Scores of three classes at half the size; takes multiples of 4 alone, as a small U-Net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = torch.nn.Conv2d(3, 3, 2, stride=2)
+        self.across = torch.nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, image: Any) -> Any:
+        skip = self.down(image)
+        deep = self.across(torch.nn.functional.max_pool2d(skip, 2))
+        return skip + torch.nn.functional.interpolate(deep, scale_factor=2)
+
+
+@pytest.mark.parametrize(("kind", "multiple"), [(Segments, 1), (SkipConnection, 4)])
+def test_a_segmentation_of_any_ratio_sees_the_whole_image(
+    kind: type[Any], multiple: int, tmp_path: Path
+) -> None:
+    """Resized to 22 pixels of the shorter side, padded, and the mask cropped: as in PyTorch."""
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "p.toml").write_text(
+        NORMALISE + 'resize = "shortest-edge"\nresize_to = 22\npadding = 9\n'
+    )
+    made = dk.export(
+        built(kind),
+        out=tmp_path / "s.onnx",
+        inputs=["image:float32[N,3,H,W]"],
+        preprocess=str(tmp_path / "p.toml"),
+        task="segment",
+    )
+    task = made.manifest.task
+    assert task.image.multiple == multiple
+    assert [str(spec) for spec in made.manifest.outputs] == ["mask:int32[N,H,W]"]
+    for width, height, size in ((44, 61, (22, 30)), (90, 44, (45, 22))):
+        pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        photo = image.fromarray(pixels)
+        path = tmp_path / f"{width}.png"
+        photo.save(path)
+        seen = np.asarray(photo.resize(size, image.Resampling.BILINEAR))
+        more = [(0, -side % multiple) for side in seen.shape[:2]]
+        filled = np.pad(seen, [*more, (0, 0)], constant_values=9)
+        with torch.inference_mode():
+            scores = built(kind)(normalised(filled[None]))
+        scores = scores["out"] if isinstance(scores, dict) else scores
+        resize = torch.nn.functional.interpolate
+        mask = resize(scores, filled.shape[:2], mode="bilinear").argmax(1)[0].numpy()
+        y, x = (
+            ((np.arange(many) + 0.5) * seen.shape[axis] / many).astype(int)
+            for axis, many in enumerate((height, width))
+        )
+        expected = mask[y[:, None], x]
+        with dk.load(made.path, "cpu") as engine:
+            (found,) = TaskEngine(engine, task).predict([path.read_bytes()])
+        assert (found["width"], found["height"]) == (width, height)
+        counts = {each["index"]: each["pixels"] for each in found["segments"]}
+        assert len(counts) > 1
+        for index in range(3):
+            assert abs(counts.get(index, 0) - int((expected == index).sum())) <= 2  # ties
+        assert sum(counts.values()) == width * height
 
 
 def test_an_embedding_has_length_1(tmp_path: Path) -> None:

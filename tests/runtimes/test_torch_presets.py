@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -96,8 +97,11 @@ def test_a_segmentation_of_the_photos_ratio_sees_what_torchvision_shows_it(model
     assert preset is not None
     photo = image.effect_noise((640, 427), 80).convert("RGB")
     theirs = models.get_model_weights(name).DEFAULT.transforms()(photo)
-    placed = place(photo, replace(preset.image, height=520, width=779), "photo")
-    ours = torch.from_numpy(placed.pixels).permute(2, 0, 1) / 255
+    fixed = replace(preset.image, height=520, width=779)
+    free = ImageInput("image", 0, 0, "shortest-edge", 520)
+    placed, other = (place(photo, rule, "photo") for rule in (fixed, free))
+    np.testing.assert_array_equal(placed.pixels, other.pixels)
+    ours = torch.tensor(placed.pixels).permute(2, 0, 1) / 255
     mean, std = (
         torch.tensor(each)[:, None, None]
         for each in (preset.preprocess.mean, preset.preprocess.std)

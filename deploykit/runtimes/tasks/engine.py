@@ -134,7 +134,7 @@ def _check_image(image: ImageInput, specs: Mapping[str, TensorSpec]) -> None:
     shape = (1, image.height, image.width, 1 if image.colours == "L" else 3)
     spec = specs.get(image.tensor)
     if spec is None or len(specs) > 1 or mismatch(spec, "uint8", shape):
-        wanted = f"uint8[N,{','.join(map(str, shape[1:]))}]"
+        wanted = f"uint8[N,{','.join(str(size or 'any') for size in shape[1:])}]"
         raise BadInput(
             f"the task puts images into '{image.tensor}:{wanted}', the model's inputs are: "
             + ", ".join(map(str, specs.values()))

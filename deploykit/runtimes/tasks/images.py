@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ LARGE_PIXELS = 4_000_000  # larger images are decoded one at a time: 8 bytes for
 _READS, _READ_BYTES = 10_000, 1024  # a PNG is read in pieces of 8 KiB, with some reads for each
 _SCAN, _MOST_SCANS = b"\xff\xda\0", 100  # a JPEG has ten; one of 40 bytes costs as much as others
 _MOST_SIDE = 65_535  # JPEG's; Pillow's table for resizing grows with it
+_MOST_RATIO = 4  # of the sides of an image for a model that takes any: its memory grows with them
+_MOST_MULTIPLE = 1024
 MODES = {"RGB": "RGB", "BGR": "RGB", "L": "L"}
 _FILTERS = {
     "nearest": Image.Resampling.NEAREST,
@@ -104,12 +107,15 @@ def check_image_input(image: ImageInput) -> None:
             raise BadInput(
                 f"the task's image has `{name}` {value!r}", hint=f"one of: {', '.join(choices)}"
             )
-    if min(image.height, image.width) < 1 or image.height * image.width > MAX_PIXELS:
+    free = (image.height, image.width, image.resize) == (0, 0, SHORTEST_EDGE)
+    if min(image.height, image.width) < 1 - free or image.height * image.width > MAX_PIXELS:
         raise BadInput(f"the task's image is {image.width}x{image.height} pixels")
     if image.resize == SHORTEST_EDGE and image.resize_to < 1:
         raise BadInput(f"the task's image has `resize_to` {image.resize_to}, 1 or more is needed")
     if not 0 <= image.padding <= 255:
         raise BadInput(f"the task's image has `padding` {image.padding}, 0 to 255 is possible")
+    if not 1 <= image.multiple <= _MOST_MULTIPLE:
+        raise BadInput(f"the task's image has `multiple` {image.multiple}, 1 to {_MOST_MULTIPLE}")
 
 
 def read_image(
@@ -140,10 +146,16 @@ def read_image(
 
 
 class PlacedImages(Images):
-    """The images of a folder, each placed into the model's input as the server does it."""
+    """The images of a folder, each placed into the model's input as the server does it.
+
+    A model that takes any height and width gets the middle squares.
+    """
 
     def __init__(self, image: ImageInput, where: str) -> None:
         check_image_input(image)
+        side = math.ceil(image.resize_to / image.multiple) * image.multiple
+        if not image.height:  # one size for all, or they are no array
+            image = replace(image, height=side, width=side, resize_to=side)
         self._image, self._where = image, where
         self.shape = (image.height, image.width, 1 if image.colours == "L" else 3)
 
@@ -163,24 +175,28 @@ def turn_upright(opened: Any, mode: str) -> Any:
 def place(upright: Any, image: ImageInput, where: str) -> PlacedImage:
     width, height = upright.size
     size = _resized(width, height, image)
-    if size[0] * size[1] > MAX_PIXELS:
+    most = MAX_PIXELS if image.height else min(MAX_PIXELS, _MOST_RATIO * image.resize_to**2)
+    if size[0] * size[1] > most:
         raise BadInput(
             f"{where}: is {width}x{height}, and {size[0]}x{size[1]} once its shorter side has "
-            f"{image.resize_to} pixels, above the limit of {MAX_PIXELS / 1e6:.0f} million pixels"
+            f"{image.resize_to} pixels, above the limit of {most / 1e6:.3g} million pixels"
         )
     resized = upright.resize(size, _FILTERS[image.interpolation])
+    wide, high = image.width, image.height
     left = top = 0
-    if image.resize != LETTERBOX:
-        left, top = _margin(image.width, size[0]), _margin(image.height, size[1])
-        resized = resized.crop((-left, -top, image.width - left, image.height - top))
+    if not image.height:
+        wide, high = (math.ceil(side / image.multiple) * image.multiple for side in size)
+    elif image.resize == LETTERBOX:  # the odd pixel is on the right and below, as in YOLO's
+        left, top = (wide - size[0]) // 2, (high - size[1]) // 2
+    else:
+        left, top = _margin(wide, size[0]), _margin(high, size[1])
+        resized = resized.crop((-left, -top, wide - left, high - top))
     pixels = np.asarray(resized)
     pixels = pixels.reshape(*pixels.shape[:2], -1)
     if image.colours == "BGR":
         pixels = pixels[:, :, ::-1]
-    if image.resize == LETTERBOX:  # the odd pixel is on the right and below, as in YOLO's
-        left, top = (image.width - size[0]) // 2, (image.height - size[1]) // 2
-        shape = (image.height, image.width, pixels.shape[2])
-        filled = np.full(shape, image.padding, np.uint8)
+    if pixels.shape[:2] != (high, wide):
+        filled = np.full((high, wide, pixels.shape[2]), image.padding, np.uint8)
         filled[top : top + size[1], left : left + size[0]] = pixels
         pixels = filled
     pixels = np.ascontiguousarray(pixels)

@@ -36,7 +36,7 @@ _PACKAGES = (
     "torchvision.models.detection",
     "torchvision.models.segmentation",
 )
-_NO_NORMALISATION = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))  # the model takes 0..1
+_ZERO_TO_ONE = Preprocess("0..1", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 _OWN_NORMALISATION = ("inception_v3", "googlenet")  # `transform_input` of their ImageNet weights
 _PHOTO = 4 / 3  # width to height: what a square must have for a photo to be as large as theirs
 _STRIDE = 32
@@ -189,8 +189,6 @@ def _of_torchvision(module: Any, name: str, file: Path | None) -> Preset | None:
 def _of_detector(module: Any, labels: tuple[str, ...], source: str) -> Preset:
     """A detector of torchvision: it normalises itself."""
     transform = module.transform
-    mean, std = _NO_NORMALISATION
-    normalise = Preprocess("0..1", mean, std)
     if transform.fixed_size:
         width, height = transform.fixed_size
         placed = ImageInput(INPUT, height, width)
@@ -207,7 +205,7 @@ def _of_detector(module: Any, labels: tuple[str, ...], source: str) -> Preset:
     sizes = [getattr(each, key, None) for each in heads for key in ("num_classes", "out_features")]
     sizes += [getattr(part, "num_columns", None) for part in heads]
     classes = next((size for size in sizes if size), None)
-    return Preset(DETECT, (spec,), placed, normalise, labels, classes, source)
+    return Preset(DETECT, (spec,), placed, _ZERO_TO_ONE, labels, classes, source)
 
 
 def switch_resizing_off(module: Any, height: int, width: int) -> tuple[str, ...]:
@@ -269,13 +267,12 @@ def _timm_labels(module: Any) -> tuple[str, ...]:
 def _of_ultralytics(module: Any) -> Preset | None:
     layers = getattr(module, "model", None)
     head = layers[-1] if layers is not None else None
-    kinds = {"Classify": CLASSIFY}
     names = getattr(module, "names", {})
     listed = [names[key] for key in sorted(names)] if isinstance(names, Mapping) else list(names)
     if head is None:
         return None
     head.export = True  # decoded boxes alone, not the raw maps with them
-    kind = kinds.get(type(head).__name__, DETECT)
+    kind = CLASSIFY if type(head).__name__ == "Classify" else DETECT
     if type(head).__name__ in ("OBB", "OBB26", "SemanticSegment"):
         raise BadInput(
             f"{type(module).__name__}: its head {type(head).__name__} is none of the tasks",
@@ -289,12 +286,11 @@ def _of_ultralytics(module: Any) -> Preset | None:
     placed = ImageInput(INPUT, height, width, LETTERBOX)
     if kind == CLASSIFY:
         placed = ImageInput(INPUT, height, width, SHORTEST_EDGE, min(height, width))
-    mean, std = _NO_NORMALISATION
     return Preset(
         kind,
         (spec,),
         placed,
-        Preprocess("0..1", mean, std),
+        _ZERO_TO_ONE,
         tuple(map(str, listed)),
         getattr(head, "nc", None) or len(listed) or None,
         f"the checkpoint of Ultralytics ({type(module).__name__})",

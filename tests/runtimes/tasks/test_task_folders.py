@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,16 @@ def test_photos_of_any_size_are_placed_as_the_server_places_them(tmp_path: Path)
     with SampleStream(source) as stream:
         (batch,) = stream.batches(4)
     np.testing.assert_array_equal(batch.feeds["image"], placed(files))
+
+
+def test_a_model_of_any_size_gets_the_middle_squares_of_a_folder(tmp_path: Path) -> None:
+    files = [photo(tmp_path / "d/a.png", 30, 20, 0), photo(tmp_path / "d/b.png", 15, 19, 1)]
+    free = replace(PLACED, height=0, width=0, resize="shortest-edge", resize_to=6, multiple=8)
+    inputs = (parse_spec("image:uint8[N,H,W,3]"),)
+    found = read_samples(tmp_path / "d", inputs, task=replace(TASK, image=free))
+    square = replace(PLACED, resize="shortest-edge", resize_to=8)
+    expected = np.stack([read_image(file.read_bytes(), square).pixels for file in files])
+    np.testing.assert_array_equal(found.inputs["image"], expected)
 
 
 def test_class_folders_have_the_numbers_of_the_labels_they_are_named_after(tmp_path: Path) -> None:

@@ -104,6 +104,27 @@ def test_letterbox_keeps_the_aspect_ratio_and_fills_the_rest(
     np.testing.assert_array_equal(found.pixels, expected)
 
 
+@pytest.mark.parametrize(("multiple", "shape"), [(1, (20, 57)), (8, (24, 64))])
+def test_an_image_for_a_model_of_any_size_keeps_its_ratio(
+    multiple: int, shape: tuple[int, int]
+) -> None:
+    """Padded below and on the right alone, to the multiple that the model needs."""
+    rule = ImageInput("image", 0, 0, "shortest-edge", 20, padding=7, multiple=multiple)
+    found = read_image(encoded(noise(35, 100)), rule)
+    expected = np.full((*shape, 3), 7, np.uint8)
+    resized = Image.fromarray(noise(35, 100)).resize((57, 20), Image.Resampling.BILINEAR)
+    expected[:20, :57] = np.asarray(resized)
+    np.testing.assert_array_equal(found.pixels, expected)
+    np.testing.assert_allclose(found.to_original(np.array([[0, 0, 57, 20]])), [[0, 0, 100, 35]])
+
+
+def test_an_image_too_long_for_a_model_of_any_size_is_refused() -> None:
+    rule = ImageInput("image", 0, 0, "shortest-edge", 20)
+    assert read_image(encoded(noise(10, 40)), rule).pixels.shape == (20, 80, 3)
+    with pytest.raises(BadInput, match=r"is 41x10, and 82x20 .* limit of 0\.0016 million"):
+        read_image(encoded(noise(10, 41)), rule)
+
+
 @pytest.mark.parametrize(
     ("rule", "box"),
     [
@@ -340,6 +361,8 @@ def test_an_image_above_the_callers_limit_is_too_large() -> None:
         ({"resize": "shortest-edge"}, "`resize_to` 0, 1 or more"),
         ({"padding": 256}, "`padding` 256"),
         ({"height": 0}, "is 6x0 pixels"),
+        ({"height": 0, "width": 0}, "is 0x0 pixels"),
+        ({"multiple": 0}, "`multiple` 0, 1 to 1024"),
         ({"height": 1 << 30}, "is 6x1073741824 pixels"),
     ],
 )
