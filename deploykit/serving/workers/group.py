@@ -39,6 +39,7 @@ Result = Callable[[], Any]  # the value; raises the error
 Then = Callable[[Result], None]
 _LAST_BYTES = 32 << 10
 CONNECT_S = 1.0  # after which a worker asks for its connection to the engines again
+_ENDING_S = 0.01  # between two looks at a parent that ends
 NOT_CONNECTED = "a worker cannot be connected to the process of the engines"
 Makers = Mapping[str, Callable[[], Any]]
 ENGINE = 0  # the number of the process that runs the engines of all others
@@ -160,6 +161,7 @@ class Member(ServerGroup):
         self._hooks: Hooks | None = None
         self._not_ready: str | None = None
         self._drained = self._closing = self._lost = False
+        self._parent = os.getpid()  # which is about to fork
         self._connecting: set[asyncio.Task[None]] = set()
 
     def share_of(self, options: ServeOptions) -> ServeOptions:
@@ -281,6 +283,9 @@ class Member(ServerGroup):
 
     def _on_lost(self) -> None:
         """The parent is gone: answer what was accepted, then end."""
+        if os.getppid() == self._parent:  # it still closes its files, some of them locks
+            asyncio.get_running_loop().call_later(_ENDING_S, self._on_lost)
+            return
         self._lost = True
         self._stop_waiting()
         waiting, self._asked = self._asked, {}

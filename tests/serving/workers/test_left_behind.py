@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
 from deploykit.serving.workers import process
-from deploykit.serving.workers.group import Member, ServerGroup
+from deploykit.serving.workers.group import Hooks, Member, ServerGroup
 from tests.support.fake_engine import FakeEngine
 from tests.support.installed import needs
 from tests.support.runtimes.large_model import write_model
-from tests.support.serving.faults import REAL, Process, until
+from tests.support.serving.faults import LIMIT_S, REAL, Process, until
 from tests.support.serving.worker_processes import is_running, kill, workers
 
 needs("onnxruntime")
@@ -48,6 +51,27 @@ def test_kill_9_of_every_process_in_turn_and_of_the_parent_leaves_nothing(
         until(lambda: not any(map(is_running, pids)))
     assert ours(tmp_path) == set()
     until(lambda: ours(memory) <= before)  # other tests may have some for a moment
+
+
+def test_a_worker_ends_once_its_parent_has_closed_all_its_files() -> None:
+    """The kernel closes them one after another: the link may be before the lock of the weights."""
+
+    async def lose() -> None:
+        ends = [socket.socketpair() for _ in range(2)]
+        member = Member(1, 1, ends[0][0], ends[1][0], ends[0][0], None, 0)
+        drained = asyncio.Event()
+        hooks = Hooks(cast("Any", None), drained.set, drained.set, lambda _: None)
+        joining = asyncio.ensure_future(member.join(hooks))
+        member._parent = os.getppid()  # one that still runs
+        ends[0][1].close()
+        await asyncio.sleep(0.1)
+        assert not drained.is_set()
+        member._parent = 0
+        await asyncio.wait_for(drained.wait(), LIMIT_S)
+        await joining
+        ends[1][1].close()
+
+    asyncio.run(lose())
 
 
 def test_no_signal_interrupts_what_a_worker_cleans_up_once_its_server_has_ended() -> None:
