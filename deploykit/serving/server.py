@@ -12,7 +12,6 @@ import logging
 import math
 import resource
 import signal
-import ssl
 import sys
 import threading
 import time
@@ -72,7 +71,7 @@ def run(
     *,
     limits: HttpLimits | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT; call `on_ready(host, http_port, grpc_port)` when ready.
+    """Serve until SIGTERM, SIGHUP or SIGINT; call `on_ready(host, http_port, grpc_port)` if ready.
 
     Returns how many accepted requests were not answered: 0 unless an engine hangs. A second signal
     raises KeyboardInterrupt at once, except a SIGTERM within a second of another. Raises BadInput
@@ -112,7 +111,8 @@ class Server:
         group = group or ServerGroup()
         options, limits = group.share_of(options), limits or HttpLimits()
         limits = replace(limits, connections=math.ceil(limits.connections / group.count))
-        guard, tls = Guard(options.token), _tls(options)
+        guard, cert, key = Guard(options.token), options.tls_cert, options.tls_key
+        tls = None if cert is None or key is None else tls_context(cert, key)
         self._options = options
         self._group = group
         self._handlers: dict[int, Any] = {}  # the previous signal handlers
@@ -193,9 +193,8 @@ class Server:
 
     async def _serve(self, on_ready: OnReady) -> int:
         if threading.current_thread() is threading.main_thread():
-            for number in self._group.signals:
-                # not the loop's: on its end it puts the default back, which ends the process
-                self._handlers[number] = signal.signal(number, self._pass_on)
+            # not the loop's: on its end it puts the default back, which ends the process
+            self._handlers = signals.handle(self._group.signals, self._pass_on)
         hooks = Hooks(self.repository, self._begin_drain, self._abort, self._set_elsewhere)
         await self._group.join(hooks)
         grpc_port = await self._grpc.start() if self._grpc else None
@@ -278,9 +277,9 @@ class Server:
 
     def _on_signal(self, number: int) -> None:
         now_s = time.monotonic()
-        echo = number == signal.SIGTERM and now_s - self._signalled_s < signals.ECHO_S
+        echo = number in signals.ENDING and now_s - self._signalled_s < signals.ECHO_S
         self._signalled_s = now_s
-        if echo:  # `timeout` sends it to the process and to its group
+        if echo:  # `timeout` and a closing terminal send it to the process and to its group
             return
         self._signals += 1
         self._interrupted = self._interrupted or number == signal.SIGINT
@@ -312,12 +311,6 @@ def _allow_open_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < most:
         with contextlib.suppress(OSError, ValueError):  # the system allows fewer
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def _tls(options: ServeOptions) -> ssl.SSLContext | None:
-    if options.tls_cert is None or options.tls_key is None:
-        return None
-    return tls_context(options.tls_cert, options.tls_key)
 
 
 def _held_samples(memory: MemoryBudget) -> list[Sample]:

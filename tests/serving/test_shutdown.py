@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,9 @@ def status(served: Served, data: bytes) -> int:
     return reply.status
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 0), (signal.SIGHUP, 0), (signal.SIGINT, 130)]
+)
 def test_after_a_signal_accepted_requests_are_answered_and_new_ones_refused(
     served: Served,
     number: signal.Signals,
@@ -117,14 +120,15 @@ def test_a_second_signal_ends_the_process_at_once(
     accepted.close()
 
 
-def test_a_sigterm_sent_twice_within_the_echo_counts_once(
-    served: Served, eventually: Eventually
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_sent_twice_within_the_echo_count_once(
+    served: Served, eventually: Eventually, second: signal.Signals
 ) -> None:
-    """`timeout` sends it to its child and to the child's process group."""
+    """`timeout` sends SIGTERM to its child and to the child's process group; systemd sends both."""
     accepted = served.ask(INFER)
     assert served.line() == "busy"
-    for _ in range(2):
-        served.process.send_signal(signal.SIGTERM)
+    for number in (signal.SIGTERM, second):
+        served.process.send_signal(number)
         eventually(lambda: status(served, READY) == 503)
     served.release.touch()
     reply = accepted.reply()
@@ -132,6 +136,13 @@ def test_a_sigterm_sent_twice_within_the_echo_counts_once(
     assert reply.status == 200
     accepted.close()
     assert served.process.wait(WAIT_S) == 0
+
+
+def test_sighup_stays_ignored_under_nohup(tmp_path: Path) -> None:
+    ignored: Callable[[], object] = partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    with Process(tmp_path, before=ignored) as server:
+        masks = Path(f"/proc/{server.popen.pid}/status").read_text()
+        assert int(masks.split("SigIgn:")[1].split()[0], 16) & 1 << signal.SIGHUP - 1
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

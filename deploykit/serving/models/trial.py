@@ -40,7 +40,7 @@ class Trial:
         pipe = subprocess.PIPE
         try:
             self._process = start_blocked(
-                [sys.executable, "-m", __name__], signal.SIGTERM,
+                [sys.executable, "-m", __name__], signal.SIGTERM, signal.SIGHUP,
                 stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL,
             )  # fmt: skip
         except OSError as exc:  # no file descriptor or memory left
@@ -99,7 +99,7 @@ def _limit(limit_s: float) -> None:
     """Bound what this process can take from the server next to it."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, limit_s + _LATE_S)
-    for number in (signal.SIGINT, signal.SIGTERM):  # the server ends this process
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the server ends this process
         signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError):

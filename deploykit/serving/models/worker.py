@@ -87,7 +87,8 @@ class WorkerProcess(Closing):
         if self._process is None:
             command, pipe = [sys.executable, "-m", __name__], subprocess.PIPE
             try:
-                process = start_blocked(command, signal.SIGTERM, bufsize=0, stdin=pipe, stdout=pipe)
+                pipes = {"stdin": pipe, "stdout": pipe}
+                process = start_blocked(command, signal.SIGTERM, signal.SIGHUP, bufsize=0, **pipes)
             except OSError as exc:  # no file descriptor or memory left
                 log.error("the process for large requests cannot start: %s", os_reason(exc))
                 raise Overloaded("a large request cannot be read now; try again later") from exc
@@ -178,7 +179,7 @@ def _read(stream: Any, size: int) -> memoryview:
 
 def main() -> None:
     """Run functions from standard input, write results to standard output, until it closes."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the server ends this process
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the server ends this process
         signal.signal(number, signal.SIG_IGN)
     copyreg.pickle(memoryview, lambda view: (memoryview, (pickle.PickleBuffer(view),)))
     work, results = sys.stdin.buffer, sys.stdout.buffer

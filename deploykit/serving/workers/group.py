@@ -32,6 +32,7 @@ from deploykit.serving.transport.listener import bind
 from deploykit.serving.web.history import Samples
 from deploykit.serving.workers.front import EngineLink, RemoteEngine
 from deploykit.serving.workers.link import Message, WorkerLink
+from deploykit.serving.workers.signals import ENDING
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class ServerGroup:
     count = 1
     runs_engines = False  # of other processes, which are the server's to its clients
     ends_process = False  # with the server, and no signal is to interrupt what it cleans up
-    signals: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
+    signals: tuple[signal.Signals, ...] = (*ENDING, signal.SIGINT)
     engines: Mapping[str, RemoteEngine] | None = None  # of another process
     make_model: Callable[..., ServedModel] = ServedModel
 

@@ -109,8 +109,8 @@ class Parent:
         """As `serving.server.run`, and raises what keeps the workers from starting."""
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
-        for each in (signal.SIGTERM, *([signal.SIGINT] if self._stop is None else [])):
-            self._handlers[each] = signal.signal(each, self._pass_on)
+        ends = (*signals.ENDING, signal.SIGINT) if self._stop is None else signals.ENDING
+        self._handlers = signals.handle(ends, self._pass_on)
         try:
             self._loop.run_until_complete(self._run(on_ready))
         finally:
@@ -179,7 +179,7 @@ class Parent:
 
     def _on_signal(self, number: int) -> None:
         now_s = time.monotonic()
-        echo = number == signal.SIGTERM and now_s - self._signalled_s < signals.ECHO_S
+        echo = number in signals.ENDING and now_s - self._signalled_s < signals.ECHO_S
         self._signalled_s = now_s
         if not echo:
             self._signals += 1

@@ -103,7 +103,8 @@ def _become_worker(
     code = 1
     try:
         signal.signal(signal.SIGTERM, _end)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal: the parent drains
+            signal.signal(number, signal.SIG_IGN)
         with contextlib.suppress(AttributeError, OSError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:

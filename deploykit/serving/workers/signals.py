@@ -1,14 +1,22 @@
-"""The signal handlers that a server puts back at its end, after which it still cleans up."""
+"""The signal handlers of a server, and what it puts back at its end, after which it cleans up."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
-ECHO_S = 1.0  # a second SIGTERM within it counts as the same one
+ENDING = (signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal has closed
+ECHO_S = 1.0  # a second one of them within it counts as the same one
+
+
+def handle(numbers: Sequence[int], handler: Callable[..., None]) -> dict[int, Any]:
+    """Set the handler of signals, not of a SIGHUP that `nohup` has ignored; those before."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    chosen = [each for each in numbers if each != signal.SIGHUP or not ignored]
+    return {each: signal.signal(each, handler) for each in chosen}
 
 
 def restore_handlers(handlers: Mapping[int, Any], signals: int, ends_process: bool = False) -> None:
@@ -18,13 +26,13 @@ def restore_handlers(handlers: Mapping[int, Any], signals: int, ends_process: bo
             handler = signal.SIG_DFL
         elif ends_process:
             handler = signal.SIG_IGN
-        elif number == signal.SIGTERM and signals:
+        elif number in ENDING and signals:
             handler = _without_echoes(handler)
         signal.signal(number, handler)
 
 
 def _without_echoes(handler: Any) -> Callable[[int, FrameType | None], None]:
-    """Pass on the first SIGTERM that comes a second or more after the one before, then all.
+    """Pass on the first signal that comes a second or more after the one before, then all.
 
     The second starts now: while the models were closed, no signal was looked at.
     """

@@ -10,8 +10,9 @@ import signal
 import struct
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace as replace_fields
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -180,13 +181,18 @@ def test_a_killed_worker_is_replaced_and_loses_only_its_own_connections(tmp_path
         assert server.wait() == 0
 
 
-def test_sigterm_under_load_loses_nothing(tmp_path: Path) -> None:
-    with Process(tmp_path, *TWO, env={"FAULT_ROWS": "4"}) as server:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_end_under_load_loses_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    default: Callable[[], object] = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
+    with Process(tmp_path, *TWO, env={"FAULT_ROWS": "4"}, before=default) as server:
         with Clients(server.port, 16) as clients:
             until(lambda: len(clients.outcomes) > 100)
             server.hold()
             answered = clients.all_wait(server)
-            server.popen.send_signal(signal.SIGTERM)
+            if number == signal.SIGHUP:  # a terminal that closes sends it to all
+                for pid in workers(server):
+                    os.kill(pid, number)
+            server.popen.send_signal(number)
             until(lambda: server.status("/v2/health/ready") == 503)
             server.release()
             assert server.wait() == 0

@@ -46,7 +46,7 @@ class Process:
         engine: str = "m=stand-in",
         port: int = 0,
         env: Mapping[str, str] | None = None,
-        before: Callable[[], None] | None = None,
+        before: Callable[[], object] | None = None,
         stderr: int | None = None,
     ) -> None:
         self.log = folder / "stderr.txt"
