@@ -110,7 +110,7 @@ Monitoring:
 --shadow [NAME=]FILE   Run some live requests again on this model and compare the answers
 --shadow-rate 0-1      Share of the requests to run again
 --shadow-alarm 0-1     Share of different answers that raises an alarm
---log                  Format of the log on stderr; json also prints the ready line as JSON
+--log                  How stderr logs; with json the ready line on stdout is JSON in a terminal too
 --otlp URL             Send OpenTelemetry traces to http(s)://HOST:PORT
 """
 
