@@ -76,7 +76,7 @@ BUDGETS = {
     "measure": 10130,
     "pipelines": 1820,
     "planning": 850,
-    "serving": 15476,
+    "serving": 15479,
     "bundling": 1670,
     "cluster": 270,
     "api": 10787,

@@ -14,9 +14,8 @@ ECHO_S = 1.0  # a second one of them within it counts as the same one
 
 def handle(numbers: Sequence[int], handler: Callable[..., None]) -> dict[int, Any]:
     """Set the handler of signals, not of a SIGHUP that `nohup` has ignored; those before."""
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    chosen = [each for each in numbers if each != signal.SIGHUP or not ignored]
-    return {each: signal.signal(each, handler) for each in chosen}
+    kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    return {each: signal.signal(each, handler) for each in numbers if each not in kept}
 
 
 def restore_handlers(handlers: Mapping[int, Any], signals: int, ends_process: bool = False) -> None:
