@@ -69,7 +69,9 @@ def test_a_worker_ends_once_its_parent_has_closed_all_its_files() -> None:
         member._parent = 0
         await asyncio.wait_for(drained.wait(), LIMIT_S)
         await joining
-        ends[1][1].close()
+        asyncio.get_running_loop().remove_reader(ends[1][0])
+        for each in (ends[0][0], *ends[1]):
+            each.close()
 
     asyncio.run(lose())
 
