@@ -7,8 +7,8 @@ import io
 
 import numpy as np
 
-from deploykit.core.errors import BadInput
 from deploykit.core.task import ImageInput
+from deploykit.pipelines.failures import StageFailed
 from deploykit.runtimes.data.images import Image, check_pixels, check_stored, open_image
 from deploykit.runtimes.tasks.images import (
     FORMATS,
@@ -36,12 +36,12 @@ def read_pixels(data: bytes) -> np.ndarray:
 def place_pixels(pixels: np.ndarray, image: ImageInput) -> PlacedImage:
     """Resize uint8 [height, width, 3], or grey [height, width], as the task says.
 
-    Raises BadInput for other arrays.
+    Raises StageFailed for other arrays: no client, but a stage gave them.
     """
     where = "the image"
     grey = pixels.ndim == 2
     if pixels.dtype != np.uint8 or not (grey or pixels.shape[2:] == (3,)) or not pixels.size:
-        raise BadInput(
+        raise StageFailed(
             f"{where}: is {pixels.dtype}{list(pixels.shape)}, uint8[height,width,3] is needed"
         )
     found = Image.fromarray(np.ascontiguousarray(pixels)).convert(MODES[image.colours])

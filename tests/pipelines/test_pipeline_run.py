@@ -278,7 +278,7 @@ def test_a_model_with_a_task_takes_crops_of_any_size_and_gives_its_answers(tmp_p
     save_with_task(tmp_path)
     pixels = np.concatenate([page(*["red"] * 9, width=3), page(*["blue"] * 9, width=3)], axis=1)
     assert run(tmp_path, TASK, pixels) == ["red", "blue"]
-    with pytest.raises(dk.BadInput, match=r"stage 'names': .* uint8\[height,width,3\] is needed"):
+    with pytest.raises(StageFailed, match=r"stage 'names': .* uint8\[height,width,3\] is needed"):
         run(tmp_path, TASK, pixels.astype(np.float32))
 
 
