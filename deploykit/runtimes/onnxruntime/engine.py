@@ -44,7 +44,13 @@ from deploykit.runtimes.onnxruntime.file import (
 from deploykit.runtimes.onnxruntime.mapped import is_large, mapped_copy, save_at
 from deploykit.runtimes.onnxruntime.messages import cure, reason
 from deploykit.runtimes.onnxruntime.specs import spec_of
-from deploykit.runtimes.onnxruntime.sums import EXACT_INTEGERS, UNSHARED, check_sums
+from deploykit.runtimes.onnxruntime.sums import (
+    EXACT_INTEGERS,
+    UNSHARED,
+    adds_exactly,
+    check_sums,
+    rounds_sums,
+)
 from deploykit.runtimes.onnxruntime.weights import external_weights
 
 ort = require("onnxruntime")
@@ -139,7 +145,7 @@ class OnnxRuntimeEngine(BaseEngine):
             self.notes = (f"{path}: no CUDA graphs: {exc.message}",)
             graphs = ()
             self.session = open_session()
-        if self.session.get_session_options().get_session_config_entry(EXACT_INTEGERS) == "0":
+        if rounds_sums(self.session.get_session_options()):
             self.notes += (f"{path}: nodes share INT8 weights: {UNSHARED}",)
         self.options = describe_options(self.session)
         self.inputs = tuple(spec_of(path, node) for node in self.session.get_inputs())
@@ -206,7 +212,7 @@ def session_options(
     options.intra_op_num_threads = threads or default_threads()
     options.inter_op_num_threads = 1
     options.add_session_config_entry(SPINNING, str(int(spinning)))
-    options.add_session_config_entry(EXACT_INTEGERS, str(int(exact)))
+    options.add_session_config_entry(EXACT_INTEGERS, str(int(exact and not adds_exactly())))
     options.log_severity_level = 4
     level = ort.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_EXTENDED if half else level.ORT_ENABLE_ALL
@@ -309,7 +315,7 @@ def _mapped(path: Path, shared: Path, threads: int | None, spinning: bool) -> An
 def write_copy(path: Path, copy: Path, _on_progress: Callable[[str, float], None]) -> None:
     """Runs in a process of its own: a session leaves holes in the memory of one that goes on."""
     options = _session(path, "cpu", 1, optimise=True, save=copy).get_session_options()
-    if options.get_session_config_entry(EXACT_INTEGERS) == "0":
+    if rounds_sums(options):
         raise Unsupported("nodes share INT8 weights")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from pathlib import Path
+from typing import Any
 
 from deploykit.core.errors import Unsupported
 from deploykit.core.machine import cpu_features, file_text
@@ -12,7 +13,8 @@ from deploykit.runtimes.onnxruntime.file import multiplies_integers
 
 # x86-64 without VNNI or AMX adds pairs of uint8 x int8 products in 16 bits and cuts what does not
 # fit. With this, ONNX Runtime stores the weights as uint8 there when it optimises (seen on AVX2:
-# 17 dB -> exact, 1.35 x the time); elsewhere it changes nothing. Source: its
+# 17 dB -> exact, 1.35 x the time). 1.32.0 does so on CPUs with VNNI too, whose sums are exact
+# without it: there it cost ResNet-18 2.1 x the time for the same bits. Source: its
 # onnxruntime_session_options_config_keys.h and "Quantize ONNX Models", "U8U8".
 EXACT_INTEGERS = "session.x64quantprecision"
 UNSHARED = "ONNX Runtime runs them in float32, or rounds their sums, on a CPU without VNNI"
@@ -24,6 +26,11 @@ def cuts_sums(version: str) -> bool:
     """Whether ONNX Runtime `version`, on this CPU, adds MatMulInteger's products in 16 bits."""
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
     return numbers < _EXACT_FOR_ALL and not adds_exactly()
+
+
+def rounds_sums(options: Any) -> bool:
+    """Whether a session was opened without what exact sums need on this CPU."""
+    return bool(options.get_session_config_entry(EXACT_INTEGERS) == "0") and not adds_exactly()
 
 
 def adds_exactly() -> bool:
