@@ -68,7 +68,7 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3785,
-    "runtimes": 9615,
+    "runtimes": 9630,
     "training": 2210,
     "exporters": 2060,
     "onnx_graph+quantization": 5500,
@@ -79,7 +79,7 @@ BUDGETS = {
     "serving": 15479,
     "bundling": 1670,
     "cluster": 270,
-    "api": 10787,
+    "api": 10810,
     "cli": 2990,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names

@@ -30,6 +30,7 @@ BATCHES = (1, 8, 32)
 _MOST_SIZE = 1 << 31  # of an axis: more elements in one direction than any runtime indexes
 _LEAST, _MOST = 1e-9, 1e15  # of a latency, a rate and a price
 _NAMED = 5  # nodes in a note
+_FACTOR = 1.4  # times: how far predictions for the CPU are off at most (plan-accuracy.md)
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def plan(
         targets=targets,
         hints=_hints(found[0], chosen),
         nodes=found[0].compiled,
-        notes=(*notes, *_left_out(formula, shapeless), *more, *_of_gpus(targets)),
+        notes=(*notes, *_left_out(formula, shapeless), *more, *_of_gpus(targets), *_close(targets)),
     )
 
 
@@ -367,5 +368,24 @@ def _of_gpus(targets: Sequence[TargetPlan]) -> list[str]:
     text = (
         "GPU figures are predictions from vendors' peaks, not yet checked on these GPUs; copies "
         "between host and GPU go over PCIe 4.0 where they share no memory"
+    )
+    return [text]
+
+
+def _close(targets: Sequence[TargetPlan]) -> list[str]:
+    """Precisions of the CPU whose order predictions cannot tell, as they are off by that much."""
+    every = [each for target in targets if target.checked for each in target.predictions]
+    times = {(each.precision, each.batch): each.latency_ms for each in every}
+    close = [
+        f"{precision} at batch {batch}"
+        for (precision, batch), ms in times.items()
+        if precision != "fp32" and ("fp32", batch) in times
+        if 1 / _FACTOR < ms / times["fp32", batch] < _FACTOR
+    ]
+    if not close:
+        return []
+    text = (
+        f"cpu: predictions are off by up to {_FACTOR:g} times, so that {', '.join(close)} may "
+        "be faster or slower than fp32: `bench` of the built file tells"
     )
     return [text]

@@ -13,7 +13,7 @@ import deploykit as dk
 from deploykit.core.errors import BadInput, GateFailed, NotFound
 from deploykit.core.profile import profile_names
 from deploykit.planning.probe import store_calibration
-from tests.support.calibrations import CALL_S, keep_round_calibration
+from tests.support.calibrations import CALL_S, keep_round_calibration, round_calibration
 from tests.support.onnx_zoo import linear, make, mnist_like, save
 
 
@@ -273,3 +273,22 @@ def test_linear_counts(tmp_path: Path) -> None:
     found = dk.plan(save(linear(), tmp_path / "m.onnx"), profiles=["l4"], batches=[1])
     assert (found.flops, found.parameters, found.weight_bytes) == (24, 15, 60)
     assert [node.name for node in found.nodes] == ["gemm"]
+
+
+@pytest.mark.parametrize(("gain", "told"), [(4.0, True), (1.2, False)])
+def test_precisions_that_predictions_cannot_tell_apart_are_named(
+    gain: float, told: bool, tmp_path: Path
+) -> None:
+    """A product so large that all else is nothing, `gain` times as fast in INT8."""
+    weights = {"w": np.ones((512, 512), np.float32)}
+    product = helper.make_node("MatMul", ["x", "w"], ["y"])
+    shape = (1024, 512)
+    path = save(make([product], {"x": shape}, {"y": shape}, weights), tmp_path / "m.onnx")
+    found = round_calibration()
+    slow = found.curves["fp32 matrix product"]
+    fast = replace(slow, seconds=tuple(each / gain for each in slow.seconds))
+    curves = {**found.curves, "int8 matrix product": fast}
+    assert store_calibration(replace(found, curves=curves)) == ""
+    notes = dk.plan(path, profiles=["cpu", "l4"]).notes
+    named = [each for each in notes if "int8 at batch 1024 may be faster or slower" in each]
+    assert len(named) == (not told)
