@@ -4,8 +4,8 @@
 
 In: a machine with an NVIDIA GPU, cuda-bindings, and torch with CUDA or onnxruntime-gpu; what is not
 there is said to be not run. Out: Markdown on stdout; with FOLDER or $OUT also `cuda_path.json` and
-`cuda_path.md` there. What is compared runs in turn, round by round, in one process; each ratio has
-its 95 % interval. Exits 1 when an answer is wrong or memory is lost.
+`cuda_path.md` there, after each part. What is compared runs in turn, round by round, in one
+process; each ratio has its 95 % interval. Exits 1 when an answer is wrong or memory is lost.
 
 The work is torch's, on the stream and the buffers that `runtimes/cuda.py` hands out: this measures
 that file, not TensorRT, and nothing here is a figure for TensorRT.
@@ -18,7 +18,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from cuda_bench import Bench, Model, faster_than, feed
 
 from deploykit.core.errors import DeploykitError
+from deploykit.core.files import write_together
 from deploykit.core.machine import this_machine
 
 LEAK_BYTES = 32 << 20  # of the host's or the GPU's memory: more than that is a leak
@@ -115,8 +116,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def measure(calls: int, rounds: int) -> dict[str, Any]:
-    """Everything that can be run here; under `not run` why the rest is not."""
+def measure(
+    calls: int, rounds: int, save: Callable[[Mapping[str, Any]], None] = lambda _: None
+) -> dict[str, Any]:
+    """Everything that can be run here; under `not run` why the rest is not.
+
+    `save` gets what there is after each part: a machine that is lent may go at any time.
+    """
     found: dict[str, Any] = {
         "command": " ".join(sys.argv),
         "versions": versions(),
@@ -142,6 +148,7 @@ def measure(calls: int, rounds: int) -> dict[str, Any]:
         for name in ("correctness", "leak", "gains", "overhead"):
             print(f"{name} ...", file=sys.stderr, flush=True)
             found[name] = getattr(bench, name)()
+            save(found)
     print("onnxruntime ...", file=sys.stderr, flush=True)
     try:
         found["onnxruntime"] = onnxruntime_rows(bench)
@@ -198,13 +205,16 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=100_000, help="of the leak check")
     parser.add_argument("--rounds", type=int, default=15, help="of each comparison")
     options = parser.parse_args()
-    found = measure(options.calls, options.rounds)
-    text = markdown(found)
-    print(text)
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "cuda_path.json").write_text(json.dumps(found, indent=2), encoding="utf-8")
-        (options.out / "cuda_path.md").write_text(text, encoding="utf-8")
+
+    def save(found: Mapping[str, Any]) -> None:
+        if options.out is not None:
+            document = json.dumps(found, indent=2) + "\n"
+            files = {"cuda_path.md": markdown(found), "cuda_path.json": document}
+            write_together(Path(options.out), files)
+
+    found = measure(options.calls, options.rounds, save)
+    print(markdown(found))
+    save(found)
     return 1 if failures(found) else 0
 
 
