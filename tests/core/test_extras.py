@@ -22,7 +22,8 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     def install(code: str) -> None:
         (tmp_path / "onnxscript.py").write_text(code, encoding="utf-8")
         monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.delitem(sys.modules, "onnxscript", raising=False)
+        monkeypatch.setitem(sys.modules, "onnxscript", None)  # which is undone, imported or not
+        del sys.modules["onnxscript"]
 
     return install
 
