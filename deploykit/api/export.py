@@ -124,7 +124,7 @@ def _export(
 ) -> Made:
     with stage(place) as tmp:
         on_progress("exporting", 0.1)
-        done = _write(source.loaded, tmp, how.opset, how.exporter)
+        done = _write(source.loaded, tmp, how.opset, how.exporter, job.task)
         on_progress("comparing with PyTorch", 0.7)
         with _naming_decisions(done, source.loaded):
             proof = prove_export(source, tmp, feeds, how.max_error, place.name, done)
@@ -282,12 +282,15 @@ def _feeds(
     return feeds
 
 
-def _write(loaded: Loaded, tmp: Path, opset: int, exporter: str) -> Exported:
+def _write(loaded: Loaded, tmp: Path, opset: int, exporter: str, task: Task | None) -> Exported:
     from deploykit.exporters.capture import example_sizes
+    from deploykit.exporters.heads import sides_of
     from deploykit.exporters.onnx import export_module
 
     inputs, outputs, usual = loaded.inputs, loaded.outputs, example_sizes(loaded.inputs)
     sizes = {axis: low + 1 for axis, (low, _) in loaded.limits.items() if low >= usual[axis]}
+    if task and task.image and task.image.multiple > 1:
+        sizes |= sides_of(inputs[0], task.image.multiple)
     return export_module(
         loaded.module, inputs, outputs, tmp, opset=opset, exporter=exporter, sizes=sizes
     )

@@ -241,7 +241,15 @@ class SkipConnection(torch.nn.Module):  # type: ignore[misc, name-defined] # tor
         return skip + torch.nn.functional.interpolate(deep, scale_factor=2)
 
 
-@pytest.mark.parametrize(("kind", "multiple"), [(Segments, 1), (SkipConnection, 4)])
+class Whole(SkipConnection):
+    """Takes even sizes alone, and answers in the image's own: its axes are H and W."""
+
+    def forward(self, image: Any) -> Any:
+        deep = self.across(torch.nn.functional.max_pool2d(image, 2))
+        return image + torch.nn.functional.interpolate(deep, scale_factor=2)
+
+
+@pytest.mark.parametrize(("kind", "multiple"), [(Segments, 1), (SkipConnection, 4), (Whole, 2)])
 def test_a_segmentation_of_any_ratio_sees_the_whole_image(
     kind: type[Any], multiple: int, tmp_path: Path
 ) -> None:
