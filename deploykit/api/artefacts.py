@@ -110,12 +110,14 @@ def destination(
 def stage(out: Path) -> Iterator[Path]:
     """A path in a temporary folder next to `out`, on the same disk: keeping it is a rename.
 
-    An error names the files in it without the folder, which is gone by then.
+    An error names the files in it without the folder, which is gone by then, a full disk `out`.
     """
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
         try:
             yield Path(folder) / out.name
         except DeploykitError as exc:
+            full = re.compile(re.escape(folder) + "/.*(?=: no space left on the disk)")
+            exc.message = full.sub(lambda _: str(out), exc.message)
             gone = re.compile(re.escape(folder) + r"/(?:[^/\s]*/)*")
             exc.message = gone.sub("", exc.message)
             exc.hint = exc.hint and gone.sub("", exc.hint)

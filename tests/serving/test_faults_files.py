@@ -21,8 +21,9 @@ from deploykit.core.artefact import read_manifest
 from deploykit.runtimes.engine import load
 from tests.support.serving.faults import LIMIT_S, REAL, ROOT, until
 
+QUANTIZE = ("quantize", "m.onnx", "--to", "fp16", "-o", "out/m.onnx", "--force")
 BUILD = ("build", "m.onnx", "--profile", "cpu", "-o", "out/m.onnx", "--force")
-FULL = "mount -t tmpfs -o size=1m none out && cp before out/m.onnx && "
+FULL = "mount -t tmpfs -o size={size} none out && cp before out/m.onnx && "
 KEPT = "cat out/m.onnx > after; ls -A out > left; exit $code"
 
 
@@ -55,15 +56,22 @@ def start(place: Path, words: Sequence[str]) -> subprocess.Popen[str]:
     )
 
 
-def test_f6_a_full_disk_exits_with_3_and_keeps_the_old_file(place: Path) -> None:
-    alone = ["unshare", "--mount", "sh", "-c"]
-    if subprocess.run([*alone, FULL + "true"], cwd=place, check=False).returncode:
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [(BUILD, "1m"), (QUANTIZE, "1m"), (QUANTIZE, "2m")],  # 2m: fits, but not the proof's copy too
+    ids=["build", "quantize", "quantize-proof"],
+)
+def test_f6_a_full_disk_exits_with_3_and_keeps_the_old_file(
+    place: Path, words: Sequence[str], size: str
+) -> None:
+    alone, full = ["unshare", "--mount", "sh", "-c"], FULL.format(size=size)
+    if subprocess.run([*alone, full + "true"], cwd=place, check=False).returncode:
         pytest.skip("no file system can be mounted here")
-    script = f'{FULL} {{ "$@"; code=$?; {KEPT}; }}'
-    with start(place, [*alone, script, "sh", *REAL, *BUILD]) as process:
+    script = f'{full} {{ "$@"; code=$?; {KEPT}; }}'
+    with start(place, [*alone, script, "sh", *REAL, *words]) as process:
         _, stderr = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 3, stderr
-    assert "no space left" in stderr
+    assert "error: out/m.onnx: no space left on the disk" in stderr
     assert "Traceback" not in stderr
     assert (place / "after").read_bytes() == b"what was there before"
     assert (place / "left").read_text().split() == ["m.onnx"]
