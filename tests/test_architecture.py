@@ -82,7 +82,7 @@ BUDGETS = {
     "api": 10810,
     "cli": 2990,
 }
-BUDGETS[""] = sum(BUDGETS.values()) + 140  # the whole package, with the list of public names
+BUDGETS[""] = sum(BUDGETS.values()) + 158  # the whole package, with the list of public names
 LONG: set[str] = set()  # functions over 60 lines
 
 # the rooms of serving/, lowest first: a file imports from rooms that stand before its own

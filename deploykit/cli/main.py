@@ -109,7 +109,7 @@ def script() -> NoReturn:
         raise Interrupted
 
     signal.signal(signal.SIGTERM, _without_echoes(_terminate))
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if callable(signal.getsignal(signal.SIGINT)):  # else it is ignored
         signal.signal(signal.SIGINT, _without_echoes(interrupt))
     try:
         code = _run(sys.argv[1:])

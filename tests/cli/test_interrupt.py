@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from deploykit.core.files import read_toml
 from tests.support.campaign import only_in_a_campaign
 from tests.support.onnx_zoo import mnist_like, save
 from tests.support.serving.faults import until
@@ -245,6 +246,26 @@ def test_ctrl_c_at_the_end_of_python_changes_neither_output_nor_code(
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
     expected = (0, "") if result == "0" else (2, "error: no\n")
     assert (done.returncode, done.stderr) == expected
+
+
+def test_ctrl_c_while_the_command_line_itself_loads_prints_one_line() -> None:
+    program = (
+        "import runpy, signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer':\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "runpy.run_module('deploykit', run_name='__main__', alter_sys=True)\n"
+    )
+    command = [sys.executable, "-c", program, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_the_installed_command_starts_where_ctrl_c_is_heeded() -> None:
+    project = read_toml(Path(__file__).parents[2] / "pyproject.toml")[0]["project"]
+    assert project["scripts"] == {"deploykit": "deploykit.__main__:main"}
 
 
 def busy(url: str) -> bool:
