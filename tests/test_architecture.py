@@ -67,7 +67,7 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3785,
+    "core": 3789,
     "runtimes": 9630,
     "training": 2210,
     "exporters": 2060,
@@ -79,7 +79,7 @@ BUDGETS = {
     "serving": 15479,
     "bundling": 1670,
     "cluster": 270,
-    "api": 10810,
+    "api": 10820,
     "cli": 2990,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 158  # the whole package, with the list of public names

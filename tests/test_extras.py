@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,12 @@ from tests.support.stand_in import StandIn
 PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
 SERVE = ("uvloop", "httptools", "hpack", "orjson", "prometheus_client")
-BLOCKED = f"""
+TRAIN = ("torch", "sklearn", "torchvision")
+BLOCKED = """
 import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {SERVE}:
+        if name.partition(".")[0] in {names}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Blocked())
 """
@@ -28,7 +30,15 @@ sys.meta_path.insert(0, Blocked())
 
 def without_serve(code: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run Python where nothing of [serve] is installed, but for protobuf, which onnx needs."""
-    command = [sys.executable, "-c", BLOCKED + code, *map(str, arguments)]
+    return without(SERVE, code, *arguments)
+
+
+def without(
+    names: Sequence[str], code: str, *arguments: str | Path
+) -> subprocess.CompletedProcess[str]:
+    """Run Python where the packages `names` are not installed."""
+    blocked = BLOCKED.format(names=names)
+    command = [sys.executable, "-c", blocked + code, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -61,6 +71,24 @@ def test_what_needs_the_serve_extra_names_it(affine_onnx: Path) -> None:
     assert "is not installed" in done.stderr
     assert install_command("serve") in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_training_without_torch_names_one_command_that_brings_all_it_needs(tmp_path: Path) -> None:
+    done = without(TRAIN, COMMAND, "train", "mnist-cnn", "-o", tmp_path / "model.pt")
+    assert done.returncode == 3, done.stderr
+    assert f"hint: {install_command('export,transfer')}\n" in done.stderr
+    brought = resolved("export", *CLOUD) | resolved("transfer", *CLOUD)
+    assert {"torch", "scikit-learn", "torchvision", "pillow", "onnxscript"} <= brought
+
+
+def test_the_demo_names_all_that_it_lacks_before_it_begins(tmp_path: Path) -> None:
+    done = without((*SERVE, *TRAIN), COMMAND, "demo", "-o", tmp_path / "out")
+    assert done.returncode == 3, done.stderr
+    assert done.stderr == (
+        "error: torch, scikit-learn, httptools are not installed\n"
+        f"hint: {install_command('export,train,serve')}\n"
+    )
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_server_elsewhere_is_loaded_without_the_serve_extra() -> None:

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from deploykit.api import bench, build, compare, export, load_test, predict, quantize, train
 from deploykit.api.artefacts import Made, Progress, no_progress
 from deploykit.api.bench_columns import BASELINE
+from deploykit.api.doctor import NEEDS
 from deploykit.api.outputs import claim_report
 from deploykit.core.errors import GateFailed, Unsupported
-from deploykit.core.extras import require
+from deploykit.core.extras import installed, missing, require
 from deploykit.core.json_value import json_value
 from deploykit.core.paths import StrPath
 
@@ -88,7 +89,9 @@ def demo(
 
     `force`: replace files that deploykit did not write.
     """
-    for module in ("torch", "onnxscript", "sklearn", "onnxruntime"):
+    if absent := [each for each in NEEDS["demo"] if not installed(each)]:
+        raise missing(*absent)
+    for module in NEEDS["demo"]:
         require(module)
     from deploykit.measure.report import report as reports
     from deploykit.measure.report.verdict import verdict

@@ -16,7 +16,7 @@ from deploykit.runtimes.devices import read_gpus
 from deploykit.runtimes.gpu_state import GpuState
 
 # command -> modules that it needs beyond the base
-_NEEDS = {
+NEEDS = {
     "inspect, profiles, load": (),
     "quantize, predict, bench, build --profile cpu": ("onnxruntime",),
     "serve": ("onnxruntime", "httptools"),
@@ -97,7 +97,7 @@ def doctor(root: Path = Path("/")) -> Health:
         warnings.append(
             "a GPU is here, but onnxruntime is the CPU build: " + install_command("gpu")
         )
-    checks = [_check(command, needs) for command, needs in _NEEDS.items()]
+    checks = [_check(command, needs) for command, needs in NEEDS.items()]
     checks += [
         _engines(each, bool(machine.gpus or gpus))
         for each in ALL
@@ -117,5 +117,5 @@ def _engines(runtime: Runtime, gpu: bool) -> Check:
 
 def _check(command: str, needs: tuple[str, ...]) -> Check:
     missing = [name for name in needs if not installed(name)]
-    why = "; ".join(f"{name}: {install_hint(name)}" for name in missing)
+    why = f"{', '.join(missing)}: {install_hint(*missing)}" if missing else ""
     return Check(command, not missing, why)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.api.artefacts import Made, Progress
 from deploykit.api.outputs import SPLIT, claim, claim_run, claim_splits, named_files
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, MissingExtra
 from deploykit.core.evidence import Evidence, TrainingRecord
+from deploykit.core.extras import install_command
 from deploykit.core.files import sha256, write_text
 from deploykit.core.machine import tool_versions
 from deploykit.core.manifest import Manifest, write_manifest
@@ -103,7 +104,11 @@ def _train(
     places = claim_splits(save_splits, read, force=force) if save_splits is not None else []
     files = {name: Path(given[name]) for name in ("checkpoint", "tensorboard") if given[name]}
     claim_run((*read, out, *places), curve=curve, force=force, **files)
-    chosen = load_recipe(recipe)
+    try:
+        chosen = load_recipe(recipe)
+    except MissingExtra as exc:  # torch alone would lack the data and models of most recipes
+        exc.hint = install_command("export,transfer")
+        raise
     from deploykit.runtimes.torch import open as runtime
     from deploykit.training import distributed, loop, recipes
     from deploykit.training.options import TrainingOptions

@@ -37,6 +37,7 @@ EXTRAS: Mapping[str, str] = {
 }
 _PACKAGES: Mapping[str, str] = {
     "PIL": "pillow",
+    "sklearn": "scikit-learn",
     "google": "protobuf",
     "prometheus_client": "prometheus-client",
 }
@@ -69,15 +70,18 @@ def require(module: str) -> ModuleType:
         ) from exc
 
 
-def missing(module: str) -> MissingExtra:
-    """The error for `module`, one of EXTRAS, not being installed."""
-    name = _PACKAGES.get(module, module)
-    return MissingExtra(f"{name} is not installed", hint=install_hint(module))
+def missing(*modules: str) -> MissingExtra:
+    """The error for `modules`, all of EXTRAS, not being installed; one command brings them."""
+    names = ", ".join(_PACKAGES.get(each, each) for each in modules)
+    verb = "is" if len(modules) == 1 else "are"
+    return MissingExtra(f"{names} {verb} not installed", hint=install_hint(*modules))
 
 
-def install_hint(module: str) -> str:
-    note = _NOTES.get(module, "").format(gpu=install_command("gpu"))
-    return install_command(EXTRAS[module]) + note
+def install_hint(*modules: str) -> str:
+    notes = (_NOTES.get(each, "").format(gpu=install_command("gpu")) for each in modules)
+    return install_command(",".join(dict.fromkeys(EXTRAS[each] for each in modules))) + "".join(
+        notes
+    )
 
 
 def install_command(extra: str) -> str:
