@@ -69,12 +69,12 @@ def test_boxes_of_an_answer_are_drawn_over_the_image(
     assert tab.text("#try-title") == "Try found"  # pipelines come first
     assert tab.text("#model-about") == "pipeline: places → answer"
     tab.choose_file("#panel input[type=file]", file)
-    tab.until("document.querySelector('canvas.found').width === 64")
+    tab.until("document.querySelector('canvas.found').width === 480")
     assert json.loads(run(tab)) == [{"box": [8, 40, 16, 48], "label": "<b>tile</b>"}]
     canvas = "document.querySelector('canvas.found').getContext('2d')"
     pixel = "[...%s.getImageData(%d, %d, 1, 1).data]"
-    assert tab.ask(pixel % (canvas, 16, 44)) != [255, 255, 255, 255]  # the edge of the box
-    assert tab.ask(pixel % (canvas, 60, 60)) == [255, 255, 255, 255]
+    assert tab.ask(pixel % (canvas, 120, 330)) != [255, 255, 255, 255]  # the edge of the box
+    assert tab.ask(pixel % (canvas, 450, 450)) == [255, 255, 255, 255]
     assert tab.problems == []
 
 

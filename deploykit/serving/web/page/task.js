@@ -5,6 +5,7 @@ import { el, meter } from "./dom.js";
 import { dropArea } from "./inputs.js";
 
 const SIDE = 960; // pixels of the canvas at most; larger images are shown smaller
+const LEAST = 480; // of its longer side: labels over a small image would cover it
 const READ = { willReadFrequently: true };
 const SHOWN = 20; // boxes and segments that are listed
 const VALUES = 16; // of an embedding
@@ -32,7 +33,8 @@ export function sendImage(model, changed) {
   const notice = el("p", { class: "hint", role: "status" }, "It is sent as it is: JPEG, PNG or WebP.");
 
   function draw() {
-    const scale = Math.min(1, SIDE / Math.max(bitmap.width, bitmap.height));
+    const long = Math.max(bitmap.width, bitmap.height);
+    const scale = Math.min(Math.max(1, LEAST / long), SIDE / long);
     canvas.width = Math.max(1, Math.round(bitmap.width * scale));
     canvas.height = Math.max(1, Math.round(bitmap.height * scale));
     canvas.getContext("2d", READ).drawImage(bitmap, 0, 0, canvas.width, canvas.height);
