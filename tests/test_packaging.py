@@ -208,9 +208,9 @@ def test_doctor_names_what_the_bare_install_lacks(bare: Installed) -> None:
     seen = json.loads(bare.run("doctor", "--json").stdout)
     checks = {check["command"]: check for check in seen["checks"]}
     assert checks["inspect, profiles, load"]["works"]
-    assert "deploykit[serve]" in checks["serve"]["why"]
+    assert "deploykit[cpu,serve]" in checks["serve"]["why"]
     assert not checks["export"]["works"]
-    assert "deploykit[export]" in checks["export"]["why"]
+    assert "deploykit[export,cpu]" in checks["export"]["why"]
     assert seen["providers"] == []
 
 
@@ -222,14 +222,14 @@ def test_the_bare_install_inspects(bare: Installed) -> None:
 
 NEEDS = {
     "export": (("export", "m.pt"), "deploykit[export]"),
-    "train": (("train", "mnist-cnn", "-o", "new.pt"), "deploykit[export]"),
+    "train": (("train", "mnist-cnn", "-o", "new.pt"), "deploykit[export,transfer]"),
     "quantize": (("quantize", "model.onnx", "--to", "fp16"), "deploykit[cpu]"),
     "build": (("build", "model.onnx", "--profile", "cpu"), "deploykit[cpu]"),
     "predict": (("predict", "model.onnx", "data.npz", "-o", "out.npz"), "deploykit[cpu]"),
     "bench": (("bench", "model.onnx"), "deploykit[cpu]"),
     "compare": (("compare", "model.onnx", "model.onnx"), "deploykit[cpu]"),
     "serve": (("serve", "model.onnx"), "deploykit[serve]"),
-    "demo": (("demo",), "deploykit[export]"),
+    "demo": (("demo",), "deploykit[export,cpu,train,serve]"),
 }
 
 

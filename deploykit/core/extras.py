@@ -78,10 +78,11 @@ def missing(*modules: str) -> MissingExtra:
 
 
 def install_hint(*modules: str) -> str:
-    notes = (_NOTES.get(each, "").format(gpu=install_command("gpu")) for each in modules)
-    return install_command(",".join(dict.fromkeys(EXTRAS[each] for each in modules))) + "".join(
-        notes
-    )
+    """One command for all of `modules`, and what to know of each extra."""
+    notes = {EXTRAS[each]: _NOTES.get(each, "") for each in reversed(modules)}  # the first's
+    extras = dict.fromkeys(EXTRAS[each] for each in modules)
+    text = "".join(notes[each] for each in extras).format(gpu=install_command("gpu"))
+    return install_command(",".join(extras)) + text
 
 
 def install_command(extra: str) -> str:

@@ -292,7 +292,9 @@ def test_doctor_says_what_the_demo_and_an_engine_need(
     gpu = Gpu("NVIDIA L4", 24_000_000_000, "580.0", "8.9")
     monkeypatch.setattr(doctor, "this_machine", lambda _root: replace(here, gpus=(gpu,)))
     checks = {each.command: each for each in doctor.doctor().checks}
-    assert "tensorrt: pip install" in checks["build, bench, serve of TensorRT engines"].why
+    why = checks["build, bench, serve of TensorRT engines"].why
+    assert why.startswith("tensorrt, cuda: pip install")
+    assert why.count("[tensorrt-cu12]") == 1  # of both packages
 
 
 @pytest.mark.parametrize("name", ["cpu", "h200", "l4", "t4", "jetson-agx-orin-64gb@MODE_30W"])
