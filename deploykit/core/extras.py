@@ -80,9 +80,8 @@ def missing(*modules: str) -> MissingExtra:
 def install_hint(*modules: str) -> str:
     """One command for all of `modules`, and what to know of each extra."""
     notes = {EXTRAS[each]: _NOTES.get(each, "") for each in reversed(modules)}  # the first's
-    extras = dict.fromkeys(EXTRAS[each] for each in modules)
-    text = "".join(notes[each] for each in extras).format(gpu=install_command("gpu"))
-    return install_command(",".join(extras)) + text
+    command = install_command(",".join(reversed(notes)))
+    return command + "".join(reversed(notes.values())).format(gpu=install_command("gpu"))
 
 
 def install_command(extra: str) -> str:
