@@ -147,7 +147,7 @@ def plan(
         targets=targets,
         hints=_hints(found[0], chosen),
         nodes=found[0].compiled,
-        notes=(*notes, *_left_out(formula, shapeless), *more, *_of_gpus(targets), *_close(targets)),
+        notes=(*notes, *_left_out(formula, shapeless), *more, *_of_targets(targets, found[0])),
     )
 
 
@@ -170,9 +170,8 @@ def _check_options(
 ) -> None:
     if not batches or any(not 1 <= size <= _MOST_SIZE for size in batches):
         raise BadInput(f"`batches` must be from 1 to {_MOST_SIZE}, got {list(batches)}")
-    given = [("slo_ms", slo_ms), ("rate_per_s", rate_per_s)]
-    given += [("prices", price) for price in prices.values()]
-    for name, value in given:
+    costs = [("prices", price) for price in prices.values()]
+    for name, value in (("slo_ms", slo_ms), ("rate_per_s", rate_per_s), *costs):
         if value is not None and not (math.isfinite(value) and value > 0):
             raise BadInput(f"`{name}` must be a number above 0, got {value:g}")
         if value is not None and not _LEAST <= value <= _MOST:
@@ -229,7 +228,6 @@ def _calibration(
     profiles: Sequence[Profile], anew: bool, on_progress: Progress | None
 ) -> tuple[CpuCalibration | None, list[str]]:
     """Of this machine's CPU, if a profile needs it: what is kept, else a probe."""
-
     if not anew and not any(profile.device == "cpu" for profile in profiles):
         return None, []
     return probe_cpu(anew=anew, on_progress=on_progress)
@@ -362,19 +360,22 @@ def _left_out(formula: Sequence[str], shapeless: Sequence[str]) -> list[str]:
     return notes
 
 
-def _of_gpus(targets: Sequence[TargetPlan]) -> list[str]:
-    if not any(target.predictions and not target.checked for target in targets):
-        return []
-    text = (
-        "GPU figures are predictions from vendors' peaks, not yet checked on these GPUs; copies "
-        "between host and GPU go over PCIe 4.0 where they share no memory"
-    )
-    return [text]
+def _of_targets(targets: Sequence[TargetPlan], found: Inferred) -> list[str]:
+    from deploykit.planning.predict import misplaced
+
+    shown = [target for target in targets if target.predictions]
+    notes = []
+    if not all(target.checked for target in shown):
+        notes.append(
+            "GPU figures are predictions from vendors' peaks, not yet checked on these GPUs; "
+            "copies between host and GPU go over PCIe 4.0 where they share no memory"
+        )
+    of_cpu = [each for target in shown if target.checked for each in target.predictions]
+    return [*notes, *_close(of_cpu), *(misplaced(found) if of_cpu else ())]
 
 
-def _close(targets: Sequence[TargetPlan]) -> list[str]:
+def _close(every: Sequence[Prediction]) -> list[str]:
     """Precisions of the CPU whose order predictions cannot tell, as they are off by that much."""
-    every = [each for target in targets if target.checked for each in target.predictions]
     times = {(each.precision, each.batch): each.latency_ms for each in every}
     close = [
         f"{precision} at batch {batch}"
@@ -384,8 +385,5 @@ def _close(targets: Sequence[TargetPlan]) -> list[str]:
     ]
     if not close:
         return []
-    text = (
-        f"cpu: predictions are off by up to {_FACTOR:g} times, so that {', '.join(close)} may "
-        "be faster or slower than fp32: `bench` of the built file tells"
-    )
-    return [text]
+    start = f"cpu: predictions are off by up to {_FACTOR:g} times, so that {', '.join(close)} may "
+    return [start + "be faster or slower than fp32: `bench` of the built file tells"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import onnx
 
+from deploykit.core.precision import FLOATS
 from deploykit.onnx_graph.flops import ELEMENTWISE, GATHERS, flops
 from deploykit.onnx_graph.graph import Graph, dtype_name
 from deploykit.onnx_graph.kinds import OTHER, kind_of, steps_of
@@ -149,10 +150,12 @@ class _Costing:
         types = {name: dtype_name(kind) for name, kind in known.types.items()}
         self.makers = {name: node for node in self.nodes for name in node.output if name}
         self.roots = self._roots()
+        on_cpu = fusion is INTERPRETED
+        self.kinds = NodePrecision(self.nodes, types, known.constants, on_cpu=on_cpu)
+        self.alone = self._left_over() if on_cpu else set()
         self.inside: set[str] = set()  # tensors that never reach memory
         self.firsts: dict[int, int] = {}  # node inside another's kernel -> the first node of it
         self._fuse()
-        self.kinds = NodePrecision(self.nodes, types, known.constants)
 
     def costs(self) -> tuple[NodeCost, ...]:
         traffic = [self._traffic(node) for node in self.nodes]
@@ -170,6 +173,12 @@ class _Costing:
         names = {root for name in node.input for root in self.roots.get(name, ())}
         return [name for name in names if elements_of(self.known.constants[name])]
 
+    def _left_over(self) -> set[str]:
+        """What DequantizeLinear nodes make for nodes in floating point: they run in every call."""
+        floats = (node for node in self.nodes if self.kinds.precision(node) in FLOATS)
+        read = {name for node in floats for name in node.input if name in self.makers}
+        return {name for name in read if self.makers[name].op_type == "DequantizeLinear"}
+
     def _roots(self) -> dict[str, tuple[str, ...]]:
         """The constants that a tensor is made of, for tensors that are made of nothing else."""
         roots: dict[str, tuple[str, ...]] = {name: (name,) for name in self.known.constants}
@@ -185,9 +194,14 @@ class _Costing:
         return all(name in self.roots for name in node.output if name)
 
     def _source(self, name: str) -> str:
-        while name in self.makers and self.makers[name].op_type in _THROUGH:
+        while self._passes(name):
             name = self.makers[name].input[0]
         return name
+
+    def _passes(self, name: str) -> bool:
+        """Whether it is another name, or the dequantized twin, of what its maker reads."""
+        maker = self.makers.get(name)
+        return maker is not None and maker.op_type in _THROUGH and name not in self.alone
 
     def _fuse(self) -> None:
         """Let elementwise nodes run where their input is made, if nothing else reads it."""
@@ -205,9 +219,15 @@ class _Costing:
                     before[readers[name][0]] = name, number
         for number, (name, maker) in sorted(before.items()):
             first = self.firsts.get(maker, maker)
-            if self.fusion.before is None or self.nodes[first].op_type in self.fusion.before:
+            if self._joins(self.nodes[first], self.nodes[number]):
                 self.inside.add(name)
                 self.firsts[number] = first
+
+    def _joins(self, first: onnx.NodeProto, node: onnx.NodeProto) -> bool:
+        if self.fusion.before is None:
+            return True
+        rounds = node.op_type == "QuantizeLinear" and self.kinds.precision(first) in FLOATS
+        return first.op_type in self.fusion.before and not rounds
 
     def _cost(self, node: onnx.NodeProto, read: int | None, written: int | None) -> NodeCost:
         weights = self.weights(node)
@@ -225,6 +245,8 @@ class _Costing:
         )
 
     def _traffic(self, node: onnx.NodeProto) -> tuple[int | None, int | None]:
+        if not self.alone.isdisjoint(node.output):
+            return self.known.bytes(node.input[0]), self.known.bytes(node.output[0])
         if self._folded(node) or node.op_type in _THROUGH | DESCRIBES:
             return 0, 0
         sources = {self._source(name) for name in reads(node) if name not in self.roots}

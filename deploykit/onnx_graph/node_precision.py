@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import onnx
+from onnx import numpy_helper
 
 from deploykit.core.precision import FLOATS
 from deploykit.onnx_graph.validate import RUNTIME_DOMAINS
@@ -20,17 +23,27 @@ _FLOATS = FLOATS | {"float64"}
 
 
 class NodePrecision:
-    """`types`: tensor name to dtype name; `constants`: names of initializers."""
+    """`types`: tensor name to dtype name; `constants`: initializers.
+
+    `on_cpu`: as ONNX Runtime's CPU runs the nodes: few in integers if their results have no scale.
+    """
 
     def __init__(
         self,
         nodes: Sequence[onnx.NodeProto],
         types: Mapping[str, str],
-        constants: Collection[str],
+        constants: Mapping[str, onnx.TensorProto],
+        *,
+        on_cpu: bool = False,
     ) -> None:
         self._types = types
         self._constants = constants
+        self._on_cpu = on_cpu
         self._makers = {name: node for node in nodes for name in node.output if name}
+        self._readers: defaultdict[str, list[onnx.NodeProto]] = defaultdict(list)
+        for node in nodes:
+            for name in node.input:
+                self._readers[name].append(node)
         # what ONNX Runtime could run in integers it has already replaced: a pair left over is float
         self._final = any(
             node.domain.startswith(RUNTIME_DOMAINS) and node.op_type not in CONVERTS
@@ -65,9 +78,32 @@ class NodePrecision:
             if maker.input[0] not in self._constants:
                 stored.add(self._types.get(maker.input[0], "int8"))
         kind = min(stored, default=None)
-        if kind is None:
+        if kind is None or (self._on_cpu and not self._has_kernel(node)):
             return None
         return "float8" if kind.startswith("float8") else kind.removeprefix("u")
+
+    def _has_kernel(self, node: onnx.NodeProto) -> bool:
+        """Whether ONNX Runtime's CPU runs a node that reads dequantized tensors in integers.
+
+        Its result is quantized next, after a ReLU that the zero point makes needless; of products
+        alone the result may stay float, without a ReLU or a float bias. Seen with 1.32.0.
+        """
+        after = self._readers[node.output[0]]
+        cut = len(after) == 1 and after[0].op_type in ("Relu", "Clip")
+        if cut:
+            after = self._readers[after[0].output[0]]
+        if len(after) == 1 and after[0].op_type == "QuantizeLinear":
+            return not cut or self._starts_at_zero(after[0])
+        pairs = all(name not in self._constants for name in node.input)
+        return node.op_type in ("Gemm", "MatMul") and pairs and not cut
+
+    def _starts_at_zero(self, quantize: onnx.NodeProto) -> bool:
+        """Whether its zero point is the lowest value of its type, which cuts what is negative."""
+        point = self._constants.get("".join(quantize.input[2:]))
+        if point is None:
+            return len(quantize.input) < 3  # uint8, from 0
+        values = numpy_helper.to_array(point)
+        return values.dtype.kind in "iu" and bool((values == np.iinfo(values.dtype).min).all())
 
 
 def _in_integers(node: onnx.NodeProto) -> bool:

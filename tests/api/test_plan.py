@@ -14,6 +14,8 @@ from deploykit.core.errors import BadInput, GateFailed, NotFound
 from deploykit.core.profile import profile_names
 from deploykit.planning.probe import store_calibration
 from tests.support.calibrations import CALL_S, keep_round_calibration, round_calibration
+from tests.support.graphs.data import samples
+from tests.support.graphs.protos import calibrate, to_pairs
 from tests.support.onnx_zoo import linear, make, mnist_like, save
 
 
@@ -292,3 +294,15 @@ def test_precisions_that_predictions_cannot_tell_apart_are_named(
     notes = dk.plan(path, profiles=["cpu", "l4"]).notes
     named = [each for each in notes if "int8 at batch 1024 may be faster or slower" in each]
     assert len(named) == (not told)
+
+
+def test_int8_placed_for_tensorrt_is_predicted_as_the_cpu_runs_it(tmp_path: Path) -> None:
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    ranges, latency = calibrate(path, samples(mnist_like())), {}
+    for runtime, noted in (("tensorrt", True), ("onnxruntime", False)):
+        pairs = save(to_pairs(mnist_like(), ranges, runtime=runtime), tmp_path / f"{runtime}.onnx")
+        found = dk.plan(pairs, profiles=["cpu"], batches=[8])
+        assert any("INT8 nodes of this file in float32" in note for note in found.notes) == noted
+        latency[runtime] = found.targets[0].predictions[0].latency_ms
+    float32 = dk.plan(path, profiles=["cpu"], batches=[8]).targets[0].predictions[0].latency_ms
+    assert latency["tensorrt"] > float32 > latency["onnxruntime"]
