@@ -67,7 +67,7 @@ OWNERS = {
 # room -> lines that it may have, sub-folders, docstrings and blank lines included; the reasons are
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
-    "core": 3789,
+    "core": 3795,
     "runtimes": 9630,
     "training": 2210,
     "exporters": 2060,

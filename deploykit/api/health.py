@@ -9,11 +9,12 @@ import ssl
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from deploykit.core.errors import BadInput, GateFailed, first_line
+from deploykit.core.errors import BadInput, GateFailed, first_line, without_secrets
 from deploykit.core.json_value import Record
 
 _MOST_BYTES = 1 << 16  # of an answer
 _LONGEST_S = 3600
+_FORM = "write it as http://HOST:PORT"
 _HOST = re.compile(r"[A-Za-z0-9.:_%-]+")
 
 
@@ -29,8 +30,7 @@ def health(url: str = "http://127.0.0.1:8000", *, timeout_s: float = 5.0) -> Rea
     """Ask the server at `url` for /v2/health/ready, which needs no token.
 
     With https:// the certificate is not checked: it names the server as its clients see it, not
-    as localhost. Raises GateFailed if nobody answers or a model is not ready, BadInput on a wrong
-    URL.
+    as localhost. Raises BadInput on a wrong URL, GateFailed unless all models there are ready.
     """
     connection = connect(url, timeout_s, verify=False)
     try:
@@ -57,10 +57,10 @@ def connect(url: str, timeout_s: float, *, verify: bool = True) -> http.client.H
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
     except ValueError as exc:
-        raise BadInput(f"'{url}' is not a URL: {exc}") from exc
-    named = _HOST.fullmatch(host) and parts.username is None
-    if parts.scheme not in ("http", "https") or not named or parts.path not in ("", "/"):
-        raise BadInput(f"'{url}' is not a server's URL", hint="write it as http://HOST:PORT")
+        raise BadInput(f"'{without_secrets(url)}' is not a URL: {exc}") from exc
+    more = parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None
+    if parts.scheme not in ("http", "https") or not _HOST.fullmatch(host) or more:
+        raise BadInput(f"'{without_secrets(url)}' is not a server's URL", hint=_FORM)
     if not 0 < timeout_s <= _LONGEST_S:
         raise BadInput(f"`timeout_s` must be above 0 and at most {_LONGEST_S}, got {timeout_s:g}")
     if parts.scheme == "http":

@@ -7,6 +7,7 @@ The command line and the server translate them once, at their edge.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -113,6 +114,11 @@ def first_line(exc: BaseException) -> str:
         if line.strip():
             return line.strip()
     return type(exc).__name__
+
+
+def without_secrets(url: str) -> str:
+    """`url` as a message may show it: without user name, password, query and fragment."""
+    return re.split("[?#]", re.sub(r"^(\w+://)?.*@", r"\1", url), maxsplit=1)[0]
 
 
 def causes(exc: BaseException) -> Iterator[BaseException]:

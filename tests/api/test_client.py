@@ -133,6 +133,10 @@ def test_nobody_there_and_nobody_answering(tmp_path: Path) -> None:
             client.predict(LIGHT)
     with pytest.raises(dk.BadInput, match="is not a server's URL"):
         dk.client("127.0.0.1:8000")
+    for url in ("http://me:secret@127.0.0.1:8000", "http://127.0.0.1:8000/?token=secret"):
+        with pytest.raises(dk.BadInput, match="is not a server's URL") as refused:
+            dk.client(url)
+        assert "secret" not in str(refused.value)
 
 
 def test_each_status_has_its_error() -> None:

@@ -54,3 +54,16 @@ def test_first_line_returns_one_printable_line(text: str, line: str) -> None:
 def test_os_reason_omits_number_and_path() -> None:
     assert errors.os_reason(PermissionError(13, "Permission denied", "/x")) == "Permission denied"
     assert errors.os_reason(OSError("odd")) == "odd"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://host:8000", "http://host:8000"),
+        ("http://me:secret@host:8000/v2?token=secret#secret", "http://host:8000/v2"),
+        ("me:secret@host", "host"),
+        ("http://me:sec@r?e#t/secret@host", "http://host"),
+    ],
+)
+def test_no_url_in_a_message_holds_a_secret(url: str, shown: str) -> None:
+    assert errors.without_secrets(url) == shown

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, NotFound, first_line
+from deploykit.core.errors import BadInput, NotFound, first_line, without_secrets
 from deploykit.core.tensors import BATCH, DTYPE_BYTES, PROTOCOL_NAMES, TensorSpec
 from deploykit.measure.load.check import Expected, error_text, one_line
 from deploykit.measure.load.http_target import (
@@ -147,15 +147,15 @@ def _resolve(url: str) -> tuple[str, str, int, bool]:
         grpc = parts.scheme == "grpc"
         name, port = parts.hostname, parts.port or (8001 if grpc else 80)
     except ValueError as exc:
-        raise BadInput(f"'{url}' is not a URL: {exc}", hint=hint) from exc
+        raise BadInput(f"'{without_secrets(url)}' is not a URL: {exc}", hint=hint) from exc
     if (
         parts.scheme not in ("http", "grpc")
         or not name
         or not re.fullmatch(r"[A-Za-z0-9.:_%-]+", name)
     ):
-        raise BadInput(f"'{url}' is not an http:// or grpc:// URL", hint=hint)
+        raise BadInput(f"'{without_secrets(url)}' is not an http:// or grpc:// URL", hint=hint)
     if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
-        raise BadInput(f"'{url}': only a host and a port are allowed", hint=hint)
+        raise BadInput(f"'{without_secrets(url)}': only a host and a port are allowed", hint=hint)
     try:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as exc:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from deploykit import __version__
-from deploykit.core.errors import BadInput, first_line
+from deploykit.core.errors import BadInput, first_line, without_secrets
 from deploykit.core.extras import require
 from deploykit.runtimes.engine import Closing
 from deploykit.serving.batching.delivery import monotonic_us
@@ -66,7 +66,7 @@ class Tracer(Closing):
     def __init__(self, endpoint: str, *, clock_us: Callable[[], int] = monotonic_us) -> None:
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BadInput(f"`otlp` {endpoint}: must be http://HOST:PORT or https://HOST:PORT")
+            raise BadInput(f"`otlp` {without_secrets(endpoint)}: must be http(s)://HOST:PORT")
         self._trace = require("opentelemetry.trace")
         self._make_span = require("opentelemetry.sdk.trace").ReadableSpan
         otlp = require("opentelemetry.exporter.otlp.proto.http.trace_exporter")

@@ -29,6 +29,15 @@ def test_a_server_that_is_not_there_is_named() -> None:
     assert "deploykit serve" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize(
+    "url", ["http://me:secret@localhost", "http://localhost/?token=secret", "ftp://me:secret@h"]
+)
+def test_the_error_of_a_url_does_not_repeat_what_is_secret(url: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        load(url)
+    assert "secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize("page", [reply(404, b"<html>"), reply(200, b"<html>"), b"SSH-2.0\r\n\r\n"])
 def test_another_kind_of_server_is_called_that(page: bytes) -> None:
     with (
