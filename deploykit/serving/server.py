@@ -11,15 +11,13 @@ import gc
 import logging
 import math
 import resource
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -42,8 +40,8 @@ from deploykit.serving.transport.memory import MemoryBudget
 from deploykit.serving.transport.security import AccessControl, Guard, tls_context
 from deploykit.serving.transport.turns import DELIVERY_S, Turns
 from deploykit.serving.web.page import FILES
-from deploykit.serving.workers import signals
 from deploykit.serving.workers.group import Hooks, ServerGroup
+from deploykit.serving.workers.signals import Signals
 
 if TYPE_CHECKING:
     from deploykit.serving.grpc.server import GrpcServer
@@ -115,10 +113,9 @@ class Server:
         tls = None if cert is None or key is None else tls_context(cert, key)
         self._options = options
         self._group = group
-        self._handlers: dict[int, Any] = {}  # the previous signal handlers
-        self._signals, self._signalled_s, self._interrupted = 0, -math.inf, False
         self._socket = group.bind(options.host, options.http_port, "`http_port`")
         self._loop = uvloop.new_event_loop()
+        self._signals = Signals(self._loop, self._begin_drain)
         self._finished = Turns(turn_s=DELIVERY_S)  # what other threads have finished
         try:
             self.host, self.port = self._socket.getsockname()[:2]
@@ -194,7 +191,7 @@ class Server:
     async def _serve(self, on_ready: OnReady) -> int:
         if threading.current_thread() is threading.main_thread():
             # not the loop's: on its end it puts the default back, which ends the process
-            self._handlers = signals.handle(self._group.signals, self._pass_on)
+            self._signals.handle(self._group.signals)
         hooks = Hooks(self.repository, self._begin_drain, self._abort, self._set_elsewhere)
         await self._group.join(hooks)
         grpc_port = await self._grpc.start() if self._grpc else None
@@ -215,14 +212,14 @@ class Server:
             dropped = self._unanswered
             self._listener.close_all()
             if self._grpc:
-                await self._grpc.stop(self._limit_s(CLOSE_S) if self._signals < 2 else 0.0)
+                await self._grpc.stop(self._limit_s(CLOSE_S) if self._signals.count < 2 else 0.0)
             left, acceptor = self._listener.connections, self._acceptor
             await self._until(lambda: not (left or acceptor.handshakes), CLOSE_S)
         finally:
             ticking.cancel()
             for connection in list(self._listener.connections):
                 connection.abort()
-        if self._signals > 1 or self._interrupted:
+        if self._signals.count > 1 or self._signals.interrupted:
             if dropped:
                 log.warning("%d accepted requests were not answered", dropped)
             raise KeyboardInterrupt
@@ -243,7 +240,7 @@ class Server:
     async def _until(self, reached: Callable[[], bool], limit_s: float) -> None:
         """Wait until `reached()`; stops early after a second signal or once the device is lost."""
         begin_s = self._loop.time()
-        while not reached() and self._signals < 2:
+        while not reached() and self._signals.count < 2:
             if self._loop.time() - begin_s > self._limit_s(limit_s):
                 return
             await asyncio.sleep(TICK_S / 5)
@@ -272,19 +269,6 @@ class Server:
         for request in requests:
             self._finished.run(partial(deliver_inline, (request,)))
 
-    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-        self._loop.call_soon_threadsafe(self._on_signal, number)
-
-    def _on_signal(self, number: int) -> None:
-        now_s = time.monotonic()
-        echo = number in signals.ENDING and now_s - self._signalled_s < signals.ECHO_S
-        self._signalled_s = now_s
-        if echo:  # `timeout` and a closing terminal send it to the process and to its group
-            return
-        self._signals += 1
-        self._interrupted = self._interrupted or number == signal.SIGINT
-        self._begin_drain()
-
     def _begin_drain(self) -> None:
         self.repository.drain()
         self._listener.draining = True
@@ -292,7 +276,7 @@ class Server:
 
     def _abort(self) -> None:
         """End at once, as a second signal does."""
-        self._signals = 2
+        self._signals.count = 2
         self._begin_drain()
 
     def _set_elsewhere(self, not_ready: str | None) -> None:
@@ -300,7 +284,7 @@ class Server:
 
     def _release(self) -> None:
         self._socket.close()
-        signals.restore_handlers(self._handlers, self._signals, self._group.ends_process)
+        self._signals.restore(self._group.ends_process)
         self._loop.close()
 
 

@@ -18,13 +18,11 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import FrameType
 from typing import Any
 
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported, os_reason
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import reserve, share_address
-from deploykit.serving.workers import signals
 from deploykit.serving.workers.front import RemoteEngine
 from deploykit.serving.workers.group import ENGINE, NOT_CONNECTED
 from deploykit.serving.workers.hub import Hub
@@ -38,6 +36,7 @@ from deploykit.serving.workers.process import (
     how_it_ended,
     last_words,
 )
+from deploykit.serving.workers.signals import ENDING, Signals
 
 log = logging.getLogger(__name__)
 
@@ -100,17 +99,13 @@ class Parent:
         self._started = False  # once all were ready
         self._tasks: set[asyncio.Task[None]] = set()
         self._dropped = 0
-        self._signals = 0
-        self._signalled_s = -math.inf
-        self._interrupted = False
-        self._handlers: dict[int, Any] = {}
 
     def run(self, on_ready: OnReady) -> int:
         """As `serving.server.run`, and raises what keeps the workers from starting."""
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
-        ends = (*signals.ENDING, signal.SIGINT) if self._stop is None else signals.ENDING
-        self._handlers = signals.handle(ends, self._pass_on)
+        self._signals = Signals(self._loop, self._stopped.set)
+        self._signals.handle((*ENDING, signal.SIGINT) if self._stop is None else ENDING)
         try:
             self._loop.run_until_complete(self._run(on_ready))
         finally:
@@ -119,10 +114,10 @@ class Parent:
                     os.kill(worker.pid, signal.SIGKILL)
                     os.waitpid(worker.pid, 0)
             self._close_log()
-            signals.restore_handlers(self._handlers, self._signals)
+            self._signals.restore()
             self._loop.close()
             self._close_sockets()
-        if self._signals > 1 or self._interrupted:
+        if self._signals.count > 1 or self._signals.interrupted:
             raise KeyboardInterrupt
         if self._failure is not None:
             raise self._failure
@@ -169,22 +164,8 @@ class Parent:
     ) -> None:
         """Wait until `reached()`, or for `limit_s`, or for a second signal."""
         end_s = time.monotonic() + limit_s
-        while not reached() and time.monotonic() < end_s and (whatever or self._signals < 2):
+        while not reached() and time.monotonic() < end_s and (whatever or self._signals.count < 2):
             await asyncio.sleep(_POLL_S)
-
-    # -- signals -----------------------------------------------------------------------------------
-
-    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-        self._loop.call_soon_threadsafe(self._on_signal, number)
-
-    def _on_signal(self, number: int) -> None:
-        now_s = time.monotonic()
-        echo = number in signals.ENDING and now_s - self._signalled_s < signals.ECHO_S
-        self._signalled_s = now_s
-        if not echo:
-            self._signals += 1
-            self._interrupted = self._interrupted or number == signal.SIGINT
-            self._stopped.set()
 
     def _on_stop(self) -> None:
         assert self._stop is not None
@@ -258,7 +239,7 @@ class Parent:
         if isinstance(last, int):
             self._dropped += last
         if self._stopped.is_set():
-            if not isinstance(last, int) and worker.serving and self._signals < 2:
+            if not isinstance(last, int) and worker.serving and self._signals.count < 2:
                 log.error(
                     "worker %d was ended by %s before it had answered", number, how_it_ended(code)
                 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -12,22 +14,50 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal has closed
 ECHO_S = 1.0  # a second one of them within it counts as the same one
 
 
-def handle(numbers: Sequence[int], handler: Callable[..., None]) -> dict[int, Any]:
-    """Set the handler of signals, not of a SIGHUP that `nohup` has ignored; those before."""
-    kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
-    return {each: signal.signal(each, handler) for each in numbers if each not in kept}
+class Signals:
+    """Lets a loop call `act` on each signal that is not an echo of the one before."""
 
+    def __init__(self, loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
+        self.count = 0
+        self.interrupted = False  # by one of them that is Ctrl-C
+        self._loop, self._act = loop, act
+        self._last_s = -math.inf
+        self._waiting: set[int] = set()
+        self._before: dict[int, Any] = {}
 
-def restore_handlers(handlers: Mapping[int, Any], signals: int, ends_process: bool = False) -> None:
-    """Put back `handlers` after so many signals; none is to interrupt what `ends_process`."""
-    for number, handler in handlers.items():
-        if handler is None:  # it was not set from Python
-            handler = signal.SIG_DFL
-        elif ends_process:
-            handler = signal.SIG_IGN
-        elif number in ENDING and signals:
-            handler = _without_echoes(handler)
-        signal.signal(number, handler)
+    def handle(self, numbers: Sequence[int]) -> None:
+        """Take the handlers of `numbers`, not of a SIGHUP that `nohup` has ignored.
+
+        Of the signals that come until the loop looks, one counts: a handler that did more for each
+        would be interrupted by the next, and so on until the stack is full.
+        """
+        kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+        self._before = {n: signal.signal(n, self._receive) for n in numbers if n not in kept}
+
+    def restore(self, ends_process: bool = False) -> None:
+        """Put back the handlers before; no signal is to interrupt what `ends_process`."""
+        for number, handler in self._before.items():
+            if handler is None:  # it was not set from Python
+                handler = signal.SIG_DFL
+            elif ends_process:
+                handler = signal.SIG_IGN
+            elif number in ENDING and self.count:
+                handler = _without_echoes(handler)
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        if number not in self._waiting:
+            self._waiting.add(number)
+            self._loop.call_soon_threadsafe(self._add, number)
+
+    def _add(self, number: int) -> None:
+        self._waiting.discard(number)
+        before_s, self._last_s = self._last_s, time.monotonic()
+        if number in ENDING and self._last_s - before_s < ECHO_S:
+            return  # `timeout` and a closing terminal send it to the process and to its group
+        self.count += 1
+        self.interrupted = self.interrupted or number == signal.SIGINT
+        self._act()
 
 
 def _without_echoes(handler: Any) -> Callable[[int, FrameType | None], None]:
