@@ -319,8 +319,10 @@ def _method(timing: Timing, points: Sequence[Point]) -> str:
     where = f"in {count} fresh processes, over which the intervals are"
     if count == 1:
         where = "in one process, so that what changes from process to process, 1 % or so, is unseen"
+    rounds = sorted({point.rounds for point in points}) or [timing.rounds]
+    number = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else f"{rounds[0]}"
     return (
-        f"each point: {timing.seconds:g} s in {timing.rounds} rounds (5 if calls are long) after "
+        f"each point: {timing.seconds:g} s in {number} rounds after "
         f"about {timing.warmup_s:g} s of warm-up; setups interleaved; in host memory; {where}"
     )
 

@@ -18,8 +18,8 @@ from deploykit.core.json_value import Record
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _OTHERS_CORES, _OTHERS_SHARE = 0.1, 0.01  # of a core, and of all cores, the larger
 _STEAL, _HELD = 0.02, 0.01  # of the time
-_DISTURBED = 0.25  # of the time, in blocks of which each alone is past the bound
-_STEPS_S, _ROW_S = 0.05, 0.5  # less says little: the counters have steps of 0.01 s
+_DISTURBED = 0.25  # of the time, in stretches of which each alone is past the bound
+_ROW_S = 0.5  # less says little: the counters have steps of 0.01 s
 _STOP = "stop them, or move them to other CPUs, and measure again"
 _UNSEEN = "processes that are not visible from here"
 _SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "soc_thermal")
@@ -54,7 +54,8 @@ class Outside(Record):
     """The load of other processes `before` anything was timed, `during` that and `after`.
 
     `mhz` and `celsius` of `during` are the lowest and the highest. `cpus`: that may be used.
-    `disturbed_s`: seconds of the blocks in which others used more than the bound.
+    `disturbed_s`: seconds, in stretches of half a second or more, in which others used more than
+    the bound.
     """
 
     cpus: int
@@ -268,11 +269,14 @@ def invalid(outside: Outside, bound_cores: float) -> tuple[str, ...]:
 
 def sum_up(watch: Watch, before: Window, after: Window) -> Outside:
     """Of a run in whose blocks `watch` had its windows."""
-    disturbed_s = sum(
-        each.seconds
-        for each in watch.windows
-        if (each.others_cores or 0) >= max(watch.bound, _STEPS_S / (each.seconds or 1))
-    )
+    stretch: list[Window] = []
+    disturbed_s = 0.0
+    for window in watch.windows:
+        stretch.append(window)
+        found = join(stretch)
+        if round(found.seconds, 3) >= _ROW_S:
+            disturbed_s += found.seconds if (found.others_cores or 0) >= watch.bound else 0
+            stretch = []
     return Outside(watch.cpus, before, join(watch.windows), after, disturbed_s)
 
 

@@ -245,3 +245,13 @@ def test_half_a_second_is_too_short_to_tell(machine: Machine) -> None:
     window = Window(seconds=0.4, others_cores=1.0, steal=0.5)
     assert marks([window], 0.1) == ()
     assert len(marks([window, window], 0.1)) == 2
+
+
+def test_short_blocks_are_judged_in_stretches_of_half_a_second(machine: Machine) -> None:
+    watch = machine.watch()
+    one_step = [Window(0.05, 0.2 if at % 10 == 0 else 0.0) for at in range(100)]
+    busy = [Window(0.05, 0.6)] * 100
+    for windows, disturbed_s in ((one_step, 0.0), (busy, 5.0), (busy + one_step, 5.0)):
+        watch.windows = windows
+        found = sum_up(watch, Window(), Window())
+        assert found.disturbed_s == pytest.approx(disturbed_s)

@@ -15,7 +15,7 @@ from deploykit.measure.load.records import NO_ANSWER, UNSENT, WRONG, RunRecord
 from deploykit.measure.outside import Outside
 from deploykit.measure.statistics import Interval, throughput
 
-SLICES = 20  # the measured time is cut into these, for the interval of the rate
+SLICES = 60  # the measured time is cut into these, for the interval of the rate
 REFUSED, EXPIRED = (429, 503), 504
 BUSY_CORE = 0.9  # a closed-loop generator that used more of its core was the limit itself
 MOST_LAG_MS, MOST_LAG, SEEN_LAG_MS = 1.0, 0.1, 0.2

@@ -2,8 +2,8 @@
 
 Per batch size the setups take turns in rounds, forwards and backwards, so that drift of clocks and
 other load on the machine affects all of them; every two rounds in another order, so that none has
-always the same one before it. The `ratio` of two points' `round_rates` is paired. A closed
-loop sends the next call when the last has been answered: right for throughput, blind to stalls.
+always the same one before it. The `ratio` of two points' `round_rates` is paired. A closed loop
+sends the next call when the last has been answered: right for throughput, blind to stalls.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from deploykit.measure.timing.warm_up import Warmth, rose, warm_up
 from deploykit.runtimes.engine import Arrays, Engine, check_feeds
 
 CLOSED_LOOP = "closed-loop"
+_ROUNDS, _ROUND_S = 60, 0.05  # the most, and the shortest
 _FEW_ROUNDS = 5  # where calls are long: settling after each switch would take most of the time
 _SETTLE_SHARE, _SETTLE_MAX_S = 0.1, 0.5  # of a block
 
@@ -39,11 +40,11 @@ Progress = Callable[[str, float], None]
 class Setup:
     """One column of a comparison. `engines` opens one Engine; `sessions` of them run at once.
 
-    `in_flight`: calls of the one engine at a time; more than one is another scenario.
-    `threads`: CPU threads of each engine, None where that means nothing. `device`: "" for the
-    engine's own. `file` and `sha256` name the artefact in the report. `settings`: those of
-    the CPU, as text. `batches`: the only sizes to time it at; () for all. `processes`: each session
-    has a process of its own. `entry`: names what is timed, over all its setups.
+    `in_flight`: calls of the one engine at a time; more than one is another scenario. `threads`:
+    CPU threads of each engine, None where that means nothing. `device`: "" for the engine's own.
+    `file`, `sha256`: of the artefact. `settings`: of the CPU, as text. `batches`: the only sizes
+    to time it at; () for all. `processes`: each session has a process of its own. `entry`: names
+    what is timed, over all its setups.
     """
 
     label: str
@@ -68,15 +69,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Timing:
-    """`seconds` are timed per point, over all `rounds`, after a warm-up of about `warmup_s`.
-
-    Calls that still speed up are warmed up for three times that. At batches where a call of any
-    setup is longer than half a round, there are five rounds.
-    """
+    """`seconds` per point in at most `rounds`, after `warmup_s`, three times that if needed."""
 
     warmup_s: float = 10.0
     seconds: float = 60.0
-    rounds: int = FEWEST_DEPENDENT
+    rounds: int = _ROUNDS
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and self.seconds > 0):
@@ -86,20 +83,29 @@ class Timing:
         if self.rounds < 2:
             raise BadInput(f"`rounds` must be 2 or more for an interval, got {self.rounds}")
 
+    def rounds_for(self, longest_s: float) -> int:
+        """For calls of up to `longest_s`: rounds of 0.05 s or longer, with time for two calls.
+
+        20, which show whether rounds depend on each other, may be shorter; else there are five.
+        """
+        if 2 * longest_s * FEWEST_DEPENDENT > self.seconds:
+            return min(self.rounds, _FEW_ROUNDS)
+        fit = int(self.seconds / max(2 * longest_s, _ROUND_S))
+        return min(self.rounds, max(FEWEST_DEPENDENT, fit))
+
 
 @dataclass(frozen=True)
 class Point(Record):
     """What was measured of one setup at one batch size.
 
-    `latency` is of single calls over all rounds (`samples` of them), `throughput_per_s` rows per
-    second with its interval over the rounds, `round_rates` the rows per second of each round in
-    order. `duration_s`: the timed seconds. `note`: a caveat, or "". `histogram`: every call.
-    `shapes`: of the inputs of one call, by name. `marks`: why nothing is concluded from this point.
-    `processes`: how many fresh processes timed it, a share of the rounds each; where there are
-    several, `round_rates` and the intervals are over the processes. `settings`: of the CPU, chosen
-    by a search: "2 sessions of 1 thread". `compute`: latency without the copies to the GPU and
-    back; None on a CPU, and where the engine does not tell. `options`: of its session, as the
-    runtime names them.
+    `latency`: of single calls over all rounds (`samples` of them). `throughput_per_s`: rows per
+    second, with an interval over the rounds. `round_rates`: rows per second of each, in order.
+    `duration_s`: the timed seconds. `note`: a caveat, or "". `histogram`: every call. `shapes`: of
+    the inputs of one call, by name. `marks`: why nothing is concluded from this point. `processes`:
+    how many fresh ones timed it, a share of the rounds each; where there are several, `round_rates`
+    and the intervals are over them. `settings`: of the CPU, as found by a search: "2 sessions of 1
+    thread". `compute`: latency without copies to the GPU and back; None on a CPU, and where the
+    engine does not tell. `options`: of its session, as the runtime names them.
     """
 
     label: str
@@ -154,12 +160,11 @@ def time_setups(
 ) -> list[Measured]:
     """Time every setup at every batch size; they come by batch, then in the setups' order.
 
-    `feeds(batch)` gives the inputs of one call, `batch` rows; all setups get the same arrays, made
-    before it is timed. A setup is left out at batches above its engine's `max_batch`.
-    `on_progress(what, share)` is called before each step, and with 1.0 at the end. `clock`: a
-    monotonic one, in nanoseconds. `watch`: has a window for each block, and marks points that other
-    processes disturbed. `number`: of this process, each of which opens, warms up and times the
-    setups in another order. All engines are open at once and closed at the end.
+    `feeds(batch)`: the inputs of one call, `batch` rows, made once for all setups. A setup is left
+    out at batches above its engine's `max_batch`. `on_progress(what, share)` is called before each
+    step, and with 1.0 at the end. `clock`: monotonic, in nanoseconds. `watch` has a window for each
+    block, and marks points that other processes disturbed. `number`: of this process, each of which
+    opens, warms up and times the setups in another order. All engines are open at once.
 
     Raises BadInput on options that make no sense, or when no engine takes any of the batches.
     """
@@ -309,14 +314,9 @@ class _Turns:
         timing, columns = self.timing, self.columns
         first = [columns[at] for at in order(len(columns), self.number)]
         found = {column.setup.label: self._warm_up(column, feeds) for column in first}
-        rounds = timing.rounds
-        longest_s = max(each.warmth.call_s for each in found.values())
-        if longest_s > timing.seconds / rounds / 2:
-            rounds = min(rounds, _FEW_ROUNDS)
+        rounds = timing.rounds_for(max(each.warmth.call_s for each in found.values()))
         block_s = timing.seconds / rounds
-        settle_s = min(
-            block_s * _SETTLE_SHARE, _SETTLE_MAX_S
-        )  # to refill caches and settle clocks after another engine
+        settle_s = min(block_s * _SETTLE_SHARE, _SETTLE_MAX_S)  # caches and clocks
         for number in range(rounds):
             for at in order(len(columns), self.number * rounds + number):
                 column = columns[at]
@@ -329,7 +329,8 @@ class _Turns:
                 if self.watch is not None:
                     found[label].windows.append(self.watch.close())
         for column in columns:
-            found[column.setup.label].compute_s += _compute_s(column, feeds, block_s, self.clock)
+            more_s = max(block_s, timing.seconds / FEWEST_DEPENDENT)
+            found[column.setup.label].compute_s += _compute_s(column, feeds, more_s, self.clock)
         return [found[column.setup.label] for column in columns]
 
     def _warm_up(self, column: _Column, feeds: Arrays) -> Measured:

@@ -101,7 +101,26 @@ def test_long_calls_are_timed_in_five_rounds(bench: Bench) -> None:
     timing = Timing(1.0, 5.0)
     setups = bench.setup("A", 0.1), bench.setup("B", 0.2)
     assert [point.rounds for point in bench.sweep(*setups, timing=timing)] == [5, 5]
-    assert [point.rounds for point in bench.sweep(setups[0], timing=timing)] == [20]
+    assert [point.rounds for point in bench.sweep(setups[0], timing=timing)] == [25]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "longest_s", "rounds"),
+    [
+        (3.0, 1e-4, 60),
+        (60.0, 1e-4, 60),
+        (2.0, 1e-4, 40),
+        (0.5, 1e-4, 20),
+        (3.0, 0.05, 30),
+        (3.0, 0.075, 20),
+        (3.0, 0.076, 5),
+    ],
+)
+def test_rounds_are_as_many_as_fit_at_most_60(
+    seconds: float, longest_s: float, rounds: int
+) -> None:
+    assert Timing(1.0, seconds).rounds_for(longest_s) == rounds
+    assert Timing(1.0, seconds, rounds=4).rounds_for(longest_s) == 4
 
 
 def test_each_round_starts_untimed_as_the_others_cooled_the_caches(bench: Bench) -> None:
