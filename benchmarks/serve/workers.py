@@ -5,11 +5,13 @@ system, which other programs on the machine cannot hide), as Markdown. Needs wrk
 `make venv`; the peers are installed from PyPI, each into a venv of its own.
 
     python benchmarks/serve/workers.py [--workers 1,2] [--connections 1,32,128] [--rounds 6]
-        [--seconds 2] [--client-threads 1] [--only NAME,...] [--out FILE] [--cache FOLDER]
+        [--seconds 2] [--client-threads 1] [--own-cores] [--only NAME,...] [--out FILE]
+        [--cache FOLDER]
 
 Every server in turn and in fresh processes, the order turned by one each round. `stand-in`: our
-server with an engine of no cost. With as many cores as workers and client threads together, its
-rate shows the scaling of the server; on fewer, the client takes its part of the cores.
+server with an engine of no cost. On fewer cores than workers and client threads together the client
+takes its part of the workers' cores. `--own-cores` gives N workers and their client N cores and the
+client N threads, so that one worker shares its core too, and the rates show how the server scales.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,7 +122,7 @@ def _add(
     except NotMeasuredError as exc:
         reasons[str(peer)] = str(exc)
         return
-    threads = os.cpu_count() or 1
+    threads = peer.workers if options.own_cores else os.cpu_count() or 1
 
     def make(port: int) -> list[str]:
         return command_of(peer, python, model, port, threads, free_port())
@@ -138,30 +140,47 @@ def _measure(
 ) -> None:
     port, ask = free_port(), ENCODINGS[server.encoding](rows)
     ready = lambda: asked(port, ask) is not None  # noqa: E731 - one expression
-    with started(server.make(port), ready, environment=server.environment) as running:
+    threads = server.workers if options.own_cores else options.client_threads
+    with (
+        _cores(server.workers if options.own_cores else None),
+        started(server.make(port), ready, environment=server.environment) as running,
+    ):
         with contextlib.suppress(NotMeasuredError):
-            wrk(port, ask, max(options.connections), WARM_UP_S, threads=options.client_threads)
+            wrk(port, ask, max(options.connections), WARM_UP_S, threads=threads)
         for count in options.connections:
             key = server.kind, server.workers, count
-            load = _load(running, port, ask, count, options)
+            load = _load(running, port, ask, count, options.seconds, threads)
             loads.setdefault(key, {})[turn] = load
 
 
+@contextlib.contextmanager
+def _cores(count: int | None) -> Iterator[None]:
+    """Run on the first `count` cores, with all processes started meanwhile."""
+    all_cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(all_cores)[:count])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, all_cores)
+
+
 def _load(
-    running: Running, port: int, ask: Ask, connections: int, options: argparse.Namespace
+    running: Running, port: int, ask: Ask, connections: int, seconds: int, threads: int
 ) -> Load:
-    threads = min(options.client_threads, connections)
     before_s = running.cpu_s()
-    sample = wrk(port, ask, connections, options.seconds, threads=threads)
+    sample = wrk(port, ask, connections, seconds, threads=min(threads, connections))
     cpu_s = running.cpu_s() - before_s
-    return Load(sample, cpu_s / (sample.per_s * options.seconds) * 1e6)
+    return Load(sample, cpu_s / (sample.per_s * seconds) * 1e6)
 
 
 def _head(options: argparse.Namespace) -> str:
+    cores, threads = os.cpu_count(), options.client_threads
+    where = f"{cores} engine threads in all. HTTP by wrk with {threads} thread(s) on the same cores"
+    if options.own_cores:
+        where = "N cores and engine threads for N workers, and wrk N threads on these cores"
     return (
         f"{header('Worker processes')}\nA small CNN (`tiny`), float32, batches to 32; each server "
-        f"has {os.cpu_count()} engine threads in all. HTTP by wrk with {options.client_threads} "
-        f"thread(s) on the same {os.cpu_count()} cores. {options.rounds} rounds of "
+        f"has {where}. {options.rounds} rounds of "
         f"{options.seconds} s, medians (lowest to highest). CPU: of all processes of the server, "
         "for each request.\n\n"
     )
@@ -236,6 +255,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=int, default=2, help="of each load; whole ones")
     parser.add_argument("--client-threads", type=int, default=1)
+    parser.add_argument("--own-cores", action="store_true", help="N workers and client: N cores")
     parser.add_argument("--only", type=_names, default=_names("deploykit,mosec,fastapi,stand-in"))
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "deploykit-peers")
     parser.add_argument("--out", type=Path, help="write the Markdown here too")
