@@ -3,7 +3,8 @@
     python benchmarks/coverage.py OUT.md [RUNS]
 
 The truth is known, as the series are drawn: independent calls; calls that depend on each other
-(AR(1) under a log-normal); rounds that differ by 1 %; stalls of 20 calls, one in 1,000 calls. A
+(AR(1) under a log-normal); rounds that differ by 1 %, each for itself or drifting (AR(1) with 0.9
+from round to round); stalls of 20 calls, one in 1,000 calls. A
 cell has the share of intervals that hold the truth and, in brackets, of runs without an interval.
 Rates: blocks whose neighbours correlate; in brackets the median width as a share of a t interval's.
 """
@@ -38,15 +39,19 @@ Series = Callable[[Random, int, int], np.ndarray]
 
 
 def dependent(correlation: float, random: Random, rounds: int, size: int) -> np.ndarray:
-    noise = random.standard_normal(rounds * size) * math.sqrt(1 - correlation**2)
+    return np.exp(0.3 * correlated(correlation, random, rounds * size)).reshape(rounds, size)
+
+
+def correlated(correlation: float, random: Random, size: int) -> np.ndarray:
+    noise = random.standard_normal(size) * math.sqrt(1 - correlation**2)
     first = [correlation * random.standard_normal()]
     series, _ = lfilter([1], [1, -correlation], noise, zi=first)
-    return np.exp(0.3 * series).reshape(rounds, size)
+    return np.asarray(series)
 
 
-def uneven(spread: float, random: Random, rounds: int, size: int) -> np.ndarray:
+def uneven(spread: float, drift: float, random: Random, rounds: int, size: int) -> np.ndarray:
     noise = np.exp(spread * random.standard_normal((rounds, size)))
-    return noise * np.exp(0.01 * random.standard_normal((rounds, 1)))
+    return noise * np.exp(0.01 * correlated(drift, random, rounds))[:, None]
 
 
 def stalls(random: Random, rounds: int, size: int) -> np.ndarray:
@@ -60,8 +65,9 @@ SERIES: dict[str, Series] = {
     "independent": partial(dependent, 0.0),
     "correlation 0.9": partial(dependent, 0.9),
     "correlation 0.99": partial(dependent, 0.99),
-    "rounds differ by 1 %, calls by 10 %": partial(uneven, 0.1),
-    "rounds differ by 1 %, calls by 2 %": partial(uneven, 0.02),
+    "rounds differ by 1 %, calls by 10 %": partial(uneven, 0.1, 0.0),
+    "rounds differ by 1 %, calls by 2 %": partial(uneven, 0.02, 0.0),
+    "rounds drift by 1 %, calls differ by 2 %": partial(uneven, 0.02, 0.9),
     "stalls": stalls,
 }
 
@@ -90,8 +96,7 @@ def rates(correlation: float, blocks: int, runs: int) -> str:
     random = np.random.default_rng(blocks)
     held, widths = 0, []
     for _ in range(runs):
-        series = np.log(dependent(correlation, random, 1, blocks)[0]) / 0.3
-        rows = 500 * (1 + 0.02 * series)
+        rows = 500 * (1 + 0.02 * correlated(correlation, random, blocks))
         found = throughput(rows, [1.0] * blocks)
         held += found.low <= 500 <= found.high
         plain = 2 * t_quantile(blocks - 1) * rows.std(ddof=1) / math.sqrt(blocks)

@@ -2,8 +2,9 @@
 
 Calls in a row are alike (a stall slows several) and rounds differ (another clock, another load), so
 the width comes from the spread over rounds: the share of calls at or below the percentile is taken
-of each round, and a t interval of its log-odds gives the ranks of the bounds. Where there are too
-few independent calls for that there is no interval, and so no figure.
+of each round, and the interval of its log-odds gives the ranks of the bounds. It holds for rounds
+that depend on each other, from 20 on. Where there are too few independent calls there is no
+interval, and so no figure.
 
 `benchmarks/coverage.py` simulates how often the intervals hold the truth.
 """
@@ -18,12 +19,17 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
-from deploykit.measure.statistics import Interval, finite, t_quantile
+from deploykit.measure.statistics import (
+    FEWEST_DEPENDENT,
+    Interval,
+    finite,
+    half_width_of_series,
+)
 
 Calls = np.ndarray | Sequence[float]
 
 _TAIL = 0.025  # probability left out on each side
-_SLICES = 20  # of one long series
+_SLICES = 60  # of one long series
 _FEWEST_ROUNDS = 5  # that rounds are joined to
 _INDEPENDENT = 1.3  # calls to one independent call; less is within the error of the estimate
 _MARGIN = 3  # times as many calls where they depend on each other, as that is estimated too
@@ -92,11 +98,13 @@ def _percentile(rounds: list[np.ndarray], ordered: np.ndarray, q: int) -> Interv
     if n < fewest:
         return fewest
     if len(rounds) == 1:
-        rounds = np.array_split(rounds[0], _SLICES if n >= 5 * _SLICES else _FEWEST_ROUNDS)
+        most = min(_SLICES, n // _FEWEST_ROUNDS)
+        rounds = np.array_split(rounds[0], most if most >= FEWEST_DEPENDENT else _FEWEST_ROUNDS)
     value = _at(ordered, n * q / 100)
     if value == math.inf:
         return Interval(value, value, value)
     marks = {value, _at(ordered, n / 2)} if q > 50 else {value}
+    first = rounds
     alike = _calls_per_independent(rounds, marks)
     while len(rounds) >= 2 * _FEWEST_ROUNDS and _shortest(rounds) < _ROUND * alike:
         rounds = [np.concatenate(rounds[at : at + 2]) for at in range(0, len(rounds) - 1, 2)]
@@ -105,7 +113,7 @@ def _percentile(rounds: list[np.ndarray], ordered: np.ndarray, q: int) -> Interv
         least = max(_MARGIN * fewest * alike, _ROUND * alike * len(rounds))
         if n < least:
             return math.ceil(least)
-    ranks = _ranks(rounds, value, n, q / 100)
+    ranks = _ranks((rounds, first), value, n, q / 100)
     if ranks is None:
         return 2 * n
     low, high = (float(ordered[rank - 1]) for rank in ranks)
@@ -148,28 +156,31 @@ def _autocorrelation_time(above: np.ndarray) -> float:
 
 
 def _ranks(
-    rounds: Sequence[np.ndarray], value: float, n: int, share: float
+    cuts: Sequence[Sequence[np.ndarray]], value: float, n: int, share: float
 ) -> tuple[int, int] | None:
     """The ranks (from 1) of the samples that bound the percentile; None: outside the samples.
 
     The share of calls up to `value` has the ratio estimator's variance over rounds, as in
-    `throughput`; its log-odds keep the bounds of a share near 1 apart from it.
+    `throughput`; its log-odds keep the bounds of a share near 1 apart from it. `cuts`: the calls in
+    long rounds and in short ones, of which many show a slow drift; the wider interval counts.
     """
-    sizes = np.array([len(each) for each in rounds])
-    below = np.array([np.count_nonzero(each <= value) for each in rounds])
-    over = (below - below.sum() / n * sizes) / sizes.mean()
-    error = float(over.std(ddof=1)) / math.sqrt(len(rounds))
-    half = t_quantile(len(rounds) - 1) * error / (share * (1 - share))
+    half = max(_half_width_of_share(rounds, value, n) for rounds in cuts) / (share * (1 - share))
     odds = math.log(share / (1 - share))
     low = math.floor(n / (1 + math.exp(min(half - odds, 700.0))))
     high = math.ceil(n / (1 + math.exp(-half - odds)))
     return (low, min(high, n)) if low >= 1 and high <= n else None
 
 
+def _half_width_of_share(rounds: Sequence[np.ndarray], value: float, n: int) -> float:
+    sizes = np.array([len(each) for each in rounds])
+    below = np.array([np.count_nonzero(each <= value) for each in rounds])
+    return half_width_of_series((below - below.sum() / n * sizes) / sizes.mean())
+
+
 def _half_width_of_rounds(
     rounds: Sequence[np.ndarray], value: float, share: float, alike: float
 ) -> float:
-    """Of a t interval over the rounds' own percentiles where rounds differ; else 0."""
+    """Of the interval of the rounds' own percentiles where rounds differ; else 0."""
     below = np.array([np.mean(each <= value) for each in rounds])
     explained = share * (1 - share) * alike / _shortest(rounds)
     if below.var(ddof=1) <= _UNEVEN * explained:
@@ -178,4 +189,4 @@ def _half_width_of_rounds(
         own = np.array([np.quantile(each, share) for each in rounds])
     if not np.isfinite(own).all():
         return math.inf
-    return t_quantile(len(rounds) - 1) * float(own.std(ddof=1)) / math.sqrt(len(rounds))
+    return half_width_of_series(own)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from statistics import NormalDist
 
 import numpy as np
@@ -52,7 +53,7 @@ def throughput(rows_per_block: Sequence[float], seconds_per_block: Sequence[floa
     if (seconds <= 0).any() or (rows < 0).any():
         raise BadInput("a block needs a length above 0 s and no negative number of rows")
     rate = float(rows.sum() / seconds.sum())
-    half = _half_width_of_series((rows - rate * seconds) / seconds.mean())
+    half = half_width_of_series((rows - rate * seconds) / seconds.mean())
     return Interval(rate, max(0.0, rate - half), rate + half)
 
 
@@ -178,7 +179,7 @@ def ratio(
         raise BadInput("a ratio needs as many rates above 0 on either side, paired by round")
     logs = np.log(over) - np.log(under)
     tail = _TAIL / tests
-    half = math.hypot(_half_width_of_series(logs, tail), assumed * t_quantile(_MANY, tail))
+    half = math.hypot(half_width_of_series(logs, tail), assumed * t_quantile(_MANY, tail))
     mean = float(logs.mean())
     return _through(_exp, Interval(mean, mean - half, mean + half))
 
@@ -197,6 +198,7 @@ def difference(times: Interval) -> str:
     return FASTER if times.value > 1 else SLOWER
 
 
+@cache
 def t_quantile(freedom: int, tail: float = _TAIL) -> float:
     """The 1 - `tail` (97.5 %) point of Student's t with `freedom` >= 1 degrees of freedom.
 
@@ -219,17 +221,16 @@ def t_quantile(freedom: int, tail: float = _TAIL) -> float:
     return (low + high) / 2
 
 
-def _t_central(t: float, freedom: int) -> float:
-    """P(-t < T < t)."""
-    angle = math.atan(t / math.sqrt(freedom))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
-    term = cosine if odd else 1.0
-    total = term if freedom > 1 else 0.0
-    for k in range(2 + odd, freedom - 1, 2):
-        term *= cosine**2 * (k - 1) / k
-        total += term
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+def _t_central(t: np.ndarray | float, freedom: int) -> np.ndarray:
+    """P(-t < T < t), of each of `t`."""
+    angle = np.arctan(np.asarray(t) / math.sqrt(freedom))
+    cosine, odd = np.cos(angle)[..., None], freedom % 2
+    k = np.arange(2 + odd, freedom - 1, 2)
+    terms = np.cumprod(cosine**2 * ((k - 1) / k), axis=-1).sum(axis=-1)
+    total = (freedom > 1) * (1 + terms) * (cosine[..., 0] if odd else 1.0)
+    return np.asarray(
+        2 / math.pi * (angle + np.sin(angle) * total) if odd else np.sin(angle) * total
+    )
 
 
 def _rare_difference(differences: np.ndarray, span: float) -> Interval:
@@ -301,7 +302,7 @@ def _half_width(values: np.ndarray, tail: float = _TAIL) -> float:
     return quantile * float(values.std(ddof=1)) / math.sqrt(len(values))
 
 
-def _half_width_of_series(values: np.ndarray, tail: float = _TAIL) -> float:
+def half_width_of_series(values: np.ndarray, tail: float = _TAIL) -> float:
     """Of the interval of the mean of values in order of time, which may depend on each other.
 
     Neighbours are taken to correlate by an unknown amount (a normal AR(1) process; Bayes with a
@@ -330,8 +331,8 @@ def _half_width_of_series(values: np.ndarray, tail: float = _TAIL) -> float:
     low, high = 0.0, float(errors.max()) * t_quantile(n - 1, tail)
     for _ in range(40):
         middle = (low + high) / 2
-        inside = [_t_central(middle / error, n - 1) for error in errors]
-        low, high = (middle, high) if weight @ inside < 1 - 2 * tail else (low, middle)
+        inside = weight @ _t_central(middle / errors, n - 1)
+        low, high = (middle, high) if inside < 1 - 2 * tail else (low, middle)
     return high
 
 
