@@ -55,16 +55,18 @@ class Latency(Record):
     lost: int = 0
 
     @staticmethod
-    def of(*rounds_s: Calls) -> Latency:
+    def of(*rounds_s: Calls, short_s: Sequence[Calls] = ()) -> Latency:
         """From latencies in seconds, in order of time, the warm-up already left out.
 
         Each of `rounds_s` has shape (calls,). A single one is cut into slices. A call without an
-        answer is inf. Raises BadInput where there is no other.
+        answer is inf. `short_s`: the same calls in more rounds, if there are, which show a drift.
+        Raises BadInput where there is no call with an answer.
         """
         rounds = [_calls(each) for each in rounds_s]
+        short = [_calls(each) for each in short_s]
         ordered = np.sort(np.concatenate(rounds))
         answered = finite(ordered[ordered < np.inf], "latencies")
-        found = {f"p{q}_ms": _percentile(rounds, ordered, q) for q in (50, 90, 99)}
+        found = {f"p{q}_ms": _percentile(rounds, short, ordered, q) for q in (50, 90, 99)}
         needs = {name: each for name, each in found.items() if isinstance(each, int)}
         p50, p90, p99 = (
             each if isinstance(each, Interval) and each.high < math.inf else None
@@ -93,7 +95,9 @@ def fewest_calls(q: float) -> int:
     return math.ceil(math.log(_TAIL) / math.log(max(q, 100 - q) / 100))
 
 
-def _percentile(rounds: list[np.ndarray], ordered: np.ndarray, q: int) -> Interval | int:
+def _percentile(
+    rounds: list[np.ndarray], short: list[np.ndarray], ordered: np.ndarray, q: int
+) -> Interval | int:
     n, fewest = len(ordered), fewest_calls(q)
     if n < fewest:
         return fewest
@@ -104,7 +108,7 @@ def _percentile(rounds: list[np.ndarray], ordered: np.ndarray, q: int) -> Interv
     if value == math.inf:
         return Interval(value, value, value)
     marks = {value, _at(ordered, n / 2)} if q > 50 else {value}
-    first = rounds
+    short = short or rounds
     alike = _calls_per_independent(rounds, marks)
     while len(rounds) >= 2 * _FEWEST_ROUNDS and _shortest(rounds) < _ROUND * alike:
         rounds = [np.concatenate(rounds[at : at + 2]) for at in range(0, len(rounds) - 1, 2)]
@@ -113,7 +117,7 @@ def _percentile(rounds: list[np.ndarray], ordered: np.ndarray, q: int) -> Interv
         least = max(_MARGIN * fewest * alike, _ROUND * alike * len(rounds))
         if n < least:
             return math.ceil(least)
-    ranks = _ranks((rounds, first), value, n, q / 100)
+    ranks = _ranks((rounds, short), value, n, q / 100)
     if ranks is None:
         return 2 * n
     low, high = (float(ordered[rank - 1]) for rank in ranks)

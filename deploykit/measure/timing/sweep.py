@@ -2,8 +2,7 @@
 
 Per batch size the setups take turns in rounds, forwards and backwards, so that drift of clocks and
 other load on the machine affects all of them; every two rounds in another order, so that none has
-always the same one before it. The `ratio` of two points' `round_rates` is paired. A closed loop
-sends the next call when the last has been answered: right for throughput, blind to stalls.
+always the same one before it. A closed loop is right for throughput, and blind to stalls.
 """
 
 from __future__ import annotations
@@ -88,10 +87,9 @@ class Timing:
 
         20, which show whether rounds depend on each other, may be shorter; else there are five.
         """
-        if 2 * longest_s * FEWEST_DEPENDENT > self.seconds:
-            return min(self.rounds, _FEW_ROUNDS)
-        fit = int(self.seconds / max(2 * longest_s, _ROUND_S))
-        return min(self.rounds, max(FEWEST_DEPENDENT, fit))
+        few = 2 * longest_s * FEWEST_DEPENDENT > self.seconds
+        fit = max(FEWEST_DEPENDENT, int(self.seconds / max(2 * longest_s, _ROUND_S)))
+        return min(self.rounds, _FEW_ROUNDS if few else fit)
 
 
 @dataclass(frozen=True)
@@ -275,7 +273,6 @@ class _Steps:
     done_s: float = 0.0
 
     def begin(self, what: str, length_s: float) -> None:
-        """Called before a step of `length_s`."""
         if self.on_progress is not None:
             self.on_progress(what, min(1.0, self.done_s / self.total_s))
         self.done_s += length_s
@@ -363,13 +360,17 @@ def _compute_s(column: _Column, feeds: Arrays, length_s: float, clock: Clock) ->
 
 
 def make_point(parts: Sequence[Measured]) -> Point:
-    """Of what one process, or several in order of time, measured of one setup at one batch size."""
+    """Of what one process, or several in order of time, measured of one setup at one batch size.
+
+    Intervals are over processes, or over all their blocks where a drift makes these wider.
+    """
     setup, blocks = parts[0].setup, [block for part in parts for block in part.blocks]
     groups = [[block] for block in blocks] if len(parts) == 1 else [part.blocks for part in parts]
     rows = [sum(block.rows for block in group) for group in groups]
     seconds = [sum(block.seconds for block in group) for group in groups]
     calls_s = [np.concatenate([block.calls_ns for block in group]) / 1e9 for group in groups]
     rates = tuple(amount / length for amount, length in zip(rows, seconds, strict=True))
+    by_block = throughput([each.rows for each in blocks], [each.seconds for each in blocks])
     compute_s = [part.compute_s for part in parts if part.compute_s]
     why = [part.warmth.mark for part in parts] + [rose(rates) if len(parts) == 1 else ""]
     why += marks([window for part in parts for window in part.windows], parts[0].bound_cores)
@@ -385,8 +386,8 @@ def make_point(parts: Sequence[Measured]) -> Point:
         samples=sum(map(len, calls_s)),
         rounds=len(blocks),
         duration_s=sum(seconds),
-        latency=Latency.of(*calls_s),
-        throughput_per_s=throughput(rows, seconds),
+        latency=Latency.of(*calls_s, short_s=[block.calls_ns / 1e9 for block in blocks]),
+        throughput_per_s=max(throughput(rows, seconds), by_block, key=lambda each: each.high),
         round_rates=rates,
         note="; ".join(dict.fromkeys(part.warmth.note for part in parts if part.warmth.note)),
         histogram=CallHistogram.of(np.concatenate(calls_s)),

@@ -102,15 +102,20 @@ def test_the_columns_of_a_benchmark_can_be_sent_to_a_process(affine_onnx: Path) 
             assert engine(feeds(2))["y"].shape == (2, 4)
 
 
-def simulated(random: np.random.Generator, call_ms: float) -> Point:
-    """Five processes that differ by 1 %, of four rounds that differ by 0.5 %."""
+def simulated(
+    random: np.random.Generator, call_ms: float, drift: np.ndarray | None = None
+) -> Point:
+    """Processes that differ by 1 %, of rounds that differ by 0.5 %.
+
+    `drift`: of the logarithms, shape (processes, rounds); five of four rounds without any.
+    """
     parts = []
-    for _ in range(5):
+    for levels in np.zeros((5, 4)) if drift is None else drift:
         own = call_ms * np.exp(0.01 * random.standard_normal())
         blocks = []
-        for _ in range(4):
+        for level in levels:
             calls = own * np.exp(
-                0.005 * random.standard_normal() + 0.02 * random.standard_normal(99)
+                level + 0.005 * random.standard_normal() + 0.02 * random.standard_normal(99)
             )
             calls_ns = (calls * 1e6).astype(np.int64)
             blocks.append(Block(calls_ns, 99, 99 / (calls_ns.sum() / 1e9)))
@@ -130,3 +135,19 @@ def test_processes_that_differ_are_no_difference_and_five_percent_are() -> None:
     assert false <= 5
     assert found >= 95
     assert held >= 90
+
+
+def test_intervals_over_processes_hold_the_truth_where_the_machine_drifts_meanwhile() -> None:
+    random, runs = np.random.default_rng(6), 60
+    rates_held = p50_held = 0
+    for _ in range(runs):
+        drift, level = [], 0.02 * random.standard_normal()
+        for _ in range(60):
+            level = 0.9 * level + 0.02 * np.sqrt(1 - 0.9**2) * random.standard_normal()
+            drift.append(level)
+        found = simulated(random, 5.0, np.reshape(drift, (10, 6)))
+        p50 = found.latency.p50_ms
+        assert p50 is not None
+        rates_held += found.throughput_per_s.low <= 200 <= found.throughput_per_s.high
+        p50_held += p50.low <= 5.0 <= p50.high
+    assert min(rates_held, p50_held) > 0.85 * runs  # 0.7 over the ten processes alone
