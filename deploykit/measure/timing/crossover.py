@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from deploykit.core.errors import BadInput
-from deploykit.measure.statistics import PRACTICAL, Interval
+from deploykit.measure.statistics import PRACTICAL, PROCESS_SPREAD, Interval
 from deploykit.measure.timing.sweep import Point
+
+_SURE = 1.96  # standard deviations
 
 
 def crossover(
@@ -15,8 +18,9 @@ def crossover(
     """The smallest batch measured on both from which a is ahead of b and stays ahead; None: never.
 
     Ahead: the 95 % intervals do not touch, by "throughput" or by "p50" latency, and the figures
-    are not practically equal. Nothing is interpolated. Raises BadInput when no batch was measured
-    on both, or one twice on one side.
+    differ by more than is practically equal, and by more than one process differs from another
+    where the points were timed in one. Nothing is interpolated. Raises BadInput when no batch was
+    measured on both, or one twice on one side.
     """
     side_a, side_b = _by_batch(points_a), _by_batch(points_b)
     common = sorted(side_a.keys() & side_b.keys(), reverse=True)
@@ -54,7 +58,9 @@ def _ahead(a: Point, b: Point, by: str) -> bool:
         return False
     if by == "p50":
         ours, theirs = theirs, ours
-    return ours.low > theirs.high and ours.value >= theirs.value * (1 + PRACTICAL)
+    alone = sum(point.processes == 1 for point in (a, b))
+    least = max(PRACTICAL, _SURE * PROCESS_SPREAD * math.sqrt(alone))
+    return ours.low > theirs.high and ours.value >= theirs.value * (1 + least)
 
 
 def _by_batch(points: Sequence[Point]) -> dict[int, Point]:

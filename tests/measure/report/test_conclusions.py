@@ -84,7 +84,7 @@ def test_a_lead_of_less_than_2_per_cent_is_no_crossover() -> None:
     def at(label: str, rate: float) -> list[Point]:
         point = simulated(label, 1, np.random.default_rng(0))
         exact = Interval(rate, rate * 0.9999, rate * 1.0001)
-        return [replace(point, batch=b, throughput_per_s=exact) for b in BATCHES]
+        return [replace(point, batch=b, throughput_per_s=exact, processes=10) for b in BATCHES]
 
     for times, expected in ((1.019, None), (1.021, 1)):
         points = (*at("base", 100.0), *at("other", 100.0 * times))

@@ -69,6 +69,18 @@ def test_crossover_by_latency_wants_less() -> None:
     assert crossover(CPU, slow_then_fast, by="p50") is None
 
 
+@pytest.mark.parametrize(
+    ("rate", "in_one", "in_ten"), [(101.9, None, None), (102.5, None, 1), (103, 1, 1)]
+)
+def test_ahead_is_more_than_processes_differ_where_only_one_timed_both(
+    rate: float, in_one: int | None, in_ten: int | None
+) -> None:
+    pair = [points(b1=(value - 0.1, value + 0.1)) for value in (rate, 100)]
+    assert crossover(*pair) == in_one
+    ten = [[replace(point, processes=10) for point in side] for side in pair]
+    assert crossover(*ten) == in_ten
+
+
 def test_crossover_needs_a_common_batch_once_each() -> None:
     with pytest.raises(BadInput, match="no batch size was measured on both"):
         crossover(points(b3=(1, 2)), CPU)
