@@ -34,7 +34,6 @@ _FEWEST_ROUNDS = 5  # that rounds are joined to
 _INDEPENDENT = 1.3  # calls to one independent call; less is within the error of the estimate
 _MARGIN = 3  # times as many calls where they depend on each other, as that is estimated too
 _ROUND = 10  # independent calls that a round needs, so that rounds do not depend on each other
-_UNEVEN = 4  # times the variance over rounds that calls alone explain: rounds themselves differ
 
 
 @dataclass(frozen=True)
@@ -121,8 +120,8 @@ def _percentile(
     if ranks is None:
         return 2 * n
     low, high = (float(ordered[rank - 1]) for rank in ranks)
-    half = _half_width_of_rounds(rounds, value, q / 100, alike)
-    low, high = min(low, value - half), max(high, value + half)
+    drift = max(_drift(each, _at(ordered, n * 0.9)) for each in (rounds, short))
+    low, high = min(low, value * (1 - drift)), max(high, value * (1 + drift))
     return Interval(value * 1e3, max(low, 0.0) * 1e3, high * 1e3)
 
 
@@ -181,16 +180,11 @@ def _half_width_of_share(rounds: Sequence[np.ndarray], value: float, n: int) -> 
     return half_width_of_series((below - below.sum() / n * sizes) / sizes.mean())
 
 
-def _half_width_of_rounds(
-    rounds: Sequence[np.ndarray], value: float, share: float, alike: float
-) -> float:
-    """Of the interval of the rounds' own percentiles where rounds differ; else 0."""
-    below = np.array([np.mean(each <= value) for each in rounds])
-    explained = share * (1 - share) * alike / _shortest(rounds)
-    if below.var(ddof=1) <= _UNEVEN * explained:
-        return 0.0
-    with np.errstate(invalid="ignore"):  # between a call with an answer and one without
-        own = np.array([np.quantile(each, share) for each in rounds])
-    if not np.isfinite(own).all():
-        return math.inf
-    return half_width_of_series(own)
+def _drift(rounds: Sequence[np.ndarray], most: float) -> float:
+    """How far the level of all calls is known, as a share: a clock changes all percentiles alike.
+
+    The level of a round is the mean of its calls, each of at most `most`: rare long ones do not
+    count.
+    """
+    levels = np.array([np.minimum(each, most).mean() for each in rounds])
+    return half_width_of_series(levels) / float(levels.mean())

@@ -247,7 +247,7 @@ def test_half_a_second_is_too_short_to_tell(machine: Machine) -> None:
     assert len(marks([window, window], 0.1)) == 2
 
 
-def test_short_blocks_are_judged_in_stretches_of_half_a_second(machine: Machine) -> None:
+def test_short_blocks_are_seen_in_stretches_of_half_a_second(machine: Machine) -> None:
     watch = machine.watch()
     one_step = [Window(0.05, 0.2 if at % 10 == 0 else 0.0) for at in range(100)]
     busy = [Window(0.05, 0.6)] * 100
