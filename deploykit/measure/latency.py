@@ -76,8 +76,8 @@ class Latency(Record):
 
 
 def _calls(calls_s: Calls) -> np.ndarray:
-    """As float64; inf is allowed. Raises BadInput on none and on NaN."""
-    calls = np.asarray(calls_s, np.float64)
+    """In whole nanoseconds, as clocks count; inf is allowed. Raises BadInput on none and on NaN."""
+    calls = np.round(np.asarray(calls_s, np.float64), 9)
     finite(np.minimum(calls, np.finfo(np.float64).max), "latencies")
     return calls
 
