@@ -18,7 +18,6 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 BENCHMARKS = {
     "start": ["start.py"],
-    "http_stacks": ["http_stacks.py", "--rounds", "5"],
     "serve_mnist": ["serve_mnist.py"],
 }
 
