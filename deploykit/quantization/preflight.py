@@ -117,7 +117,7 @@ def _foreign_to_onnxruntime(model: onnx.ModelProto, own: set[tuple[str, str]]) -
 def _opset(model: onnx.ModelProto, version: Version) -> Iterator[Problem]:
     last = next(number for since, number in _LAST_OPSETS if version >= since)
     if opset(model) > last:
-        why = f"the model is of opset {opset(model)}, {_name(version)} is sure to take up to {last}"
+        why = f"the model has opset {opset(model)}, {_name(version)} is sure to take up to {last}"
         yield Problem("", "opset", why)
 
 
