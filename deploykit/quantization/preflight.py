@@ -126,7 +126,7 @@ def _operator(node: onnx.NodeProto, version: Version, own: set[tuple[str, str]])
     if (node.domain, name) in own:
         return ""  # a function of the model's: its nodes are taken in its place
     if node.domain not in _STANDARD:
-        return f"is of the domain '{node.domain}': TensorRT needs a plugin for it"
+        return f"has the domain '{node.domain}': TensorRT needs a plugin for it"
     if name in _NEVER:
         return "no version of TensorRT imports this operator"
     since = _SINCE.get(name)
