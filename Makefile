@@ -93,7 +93,6 @@ containers-test: venv
 	$(BIN)/python -m tests.containers.run $(CONTAINERS)
 
 bench: venv
-	$(BIN)/pip install -qq uvicorn granian  # only for the comparison of HTTP stacks
 	$(BIN)/python benchmarks/run.py
 
 clean:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import http.client
-import io
 import json
 import os
 import statistics
@@ -23,8 +22,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
+from decoders import jpeg
 
 from deploykit.api.open import open_proven
 from deploykit.core.artefact import Artefact
@@ -33,17 +31,6 @@ from deploykit.runtimes.tasks.engine import TaskEngine, TaskSteps
 
 BAR = 0.9  # of the bare loop
 Round = tuple[float, float]  # images per second, CPU ms per image
-
-
-def jpeg(height: int, width: int) -> bytes:
-    """Smooth shapes with some noise, as a photo has: about 1 bit for each pixel."""
-    rng = np.random.default_rng(0)
-    small = Image.fromarray(rng.integers(0, 256, (12, 16, 3), np.uint8))
-    smooth = np.asarray(small.resize((width, height), Image.Resampling.BICUBIC), np.int16)
-    noisy = np.clip(smooth + rng.integers(-6, 7, smooth.shape), 0, 255).astype(np.uint8)
-    data = io.BytesIO()
-    Image.fromarray(noisy).save(data, "JPEG", quality=85)
-    return data.getvalue()
 
 
 def bare(engine: TaskEngine, image: bytes, batch: int, count: int) -> Round:

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from deploykit.core.preprocess import Preprocess
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.core.tensors import TensorSpec
+from deploykit.training.classes import top1_per_sample
 
 SIDE = 128
 DRAWN = (2000, 200, 400)  # to train, to calibrate, to test
@@ -92,19 +93,13 @@ def draw(count: int, random: np.random.RandomState) -> tuple[np.ndarray, np.ndar
     return images, labels
 
 
-def top1(outputs: dict[str, np.ndarray], labels: np.ndarray) -> np.ndarray:
-    """1.0 for each sample whose largest logit is the label, else 0.0."""
-    right: np.ndarray = (outputs["logits"].argmax(1) == labels).astype(np.float64)
-    return right
-
-
 RECIPE = Recipe(
     build=CatsDogs,
     data=data,
     inputs=(TensorSpec("image", "uint8", ("N", SIDE, SIDE, 3)),),
     outputs=(TensorSpec("logits", "float32", ("N", 2)),),
     loss=F.cross_entropy,
-    metric=top1,
+    metric=top1_per_sample,
     metric_name="top-1 accuracy",
     epochs=20,
     batch_size=150,

@@ -21,11 +21,11 @@ hint after it; `--debug` adds the traceback. Results are on stdout, as one JSON 
 Colour, tables and a progress bar are for terminals: a pipe gets plain text, and `NO_COLOR=1` turns
 colour off. `deploykit --install-completion` sets up completion for your shell.
 
-## `serve` and `boot` from a file or from variables
+## `serve` and `boot` from a file or the environment
 
-Each option of `serve` and `boot` is also a key of the file that `--config` names, and a variable
-that begins with `DEPLOYKIT_`. A flag comes before a variable, a variable before the file, the file
-before the default. An unknown key is an error.
+Each option of `serve` and `boot` is also a key of the file that `--config` names, and an
+environment variable that begins with `DEPLOYKIT_`. A flag overrides a
+variable, a variable the file, the file the default. An unknown key is an error.
 
 ```toml
 engine = ["mnist=model.int8.onnx"]

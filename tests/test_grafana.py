@@ -17,9 +17,10 @@ from deploykit.serving.models.pipelines import PipelineCounts
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe import logs
 from deploykit.serving.observe.process import Sampler
-from deploykit.serving.observe.prometheus import METRICS, Sample, exposition
+from deploykit.serving.observe.prometheus import METRICS, Sample
 from deploykit.serving.options import ServeOptions
 from tests.support.fake_engine import FakeEngine
+from tests.support.serving.scrapes import exposition
 
 FILE = Path(__file__).resolve().parent.parent / "examples" / "grafana-dashboard.json"
 DASHBOARD = json.loads(FILE.read_text(encoding="utf-8"))

@@ -147,7 +147,7 @@ def open_entries(
     bare = {"arch": arch, "inputs": Graph.open(reference.artefact.path).inputs} if arch else {}
     found = [open_entry(each, trust, note, bare) for each in artefacts]
     if arch and not any(item.options for item in found):
-        raise BadInput(f"`arch` {arch}: none of the engines is a file of weights alone")
+        raise BadInput(f"`arch` {arch}: none of the engines is a file of weights only")
     others = {item.artefact.path.resolve(): item for item in found}
     others.pop(reference.artefact.path.resolve(), None)
     return (reference, *others.values())

@@ -89,7 +89,7 @@ def measure_layers(
 def _time(entry: Entry, setup: Setup, feeds: Callable[[int], Arrays], point: Point) -> LayerTimes:
     read = _READERS.get(point.runtime.partition(" ")[0])
     if point.device != "cpu" or read is None:
-        raise Unsupported("they are known of ONNX Runtime and PyTorch on CPUs alone")
+        raise Unsupported("only ONNX Runtime and PyTorch on CPUs report them")
     with TemporaryDirectory(prefix="deploykit-layers-") as folder:
         what = entry, setup, feeds, point.batch, folder
         times: LayerTimes = run_apart("bench: layers", read, *what)

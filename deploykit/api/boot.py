@@ -79,7 +79,7 @@ def boot_until_stopped(
     check_device(device)
     found = _read(Path(bundle))
     if Path(cache).resolve().is_relative_to(Path(bundle).resolve()):
-        raise BadInput(f"`cache` {cache}: is inside the bundle, which holds its own files alone")
+        raise BadInput(f"`cache` {cache}: is inside the bundle, which may hold only its own files")
     profile = load_profile(found.profile)
     if profile.device == "cpu" and device == "auto":
         device = "cpu"

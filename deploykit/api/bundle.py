@@ -153,7 +153,7 @@ def _check_asked(to: str, target: Profile, for_docker: Mapping[str, object]) -> 
         )
     if target.name not in profile_names():
         raise BadInput(
-            f"profile '{target.name}': the device knows the profiles of deploykit alone",
+            f"profile '{target.name}': the device knows only deploykit's own profiles",
             hint=did_you_mean(target.name, profile_names(), "deploykit profiles lists them"),
         )
     epoch_s()

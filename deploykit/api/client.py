@@ -113,7 +113,7 @@ class ModelClient:
             takes = metadata.get("parameters", {}).get("takes")
             if takes is None:
                 raise Unsupported(
-                    f"model '{model}' at {self.url} has no task, so it takes tensors alone",
+                    f"model '{model}' at {self.url} has no task, so it takes only tensors",
                     hint="export it with `task`",
                 )
             self._takes[model] = takes, metadata.get("platform") == "deploykit_pipeline"

@@ -162,7 +162,7 @@ def _open_both(
     for each in pair:
         if bare and each.task:
             raise BadInput(
-                f"{each}: --task is a part of it and not of {bare[0]}, so their outputs differ",
+                f"{each}: has a task and {bare[0]} does not, so their outputs differ",
                 hint=f"PyTorch's answers to its golden samples: deploykit compare {each}",
             )
     opened: dict[Artefact, Engine] = {}

@@ -32,7 +32,7 @@ def _jetpack(profile: Profile, machine: Machine) -> Iterator[str]:
         return
     row = find_jetpack(machine.l4t)
     if row is None:
-        yield f"L4T {machine.l4t} is of no JetPack release that deploykit knows"
+        yield f"L4T {machine.l4t} belongs to no JetPack release that deploykit knows"
         return
     what = f"JetPack {row.version} (L4T {machine.l4t})"
     first = first_jetpack(profile)

@@ -204,7 +204,7 @@ def _axes(
     others = [name for name in dict.fromkeys(names) if name not in batch]
     for name, size in given.items():
         if name not in others:
-            known = ", ".join(others) or "none besides the batch"
+            known = ", ".join(others) or "none but the batch"
             hint = "`batches` sets the batch" if name in batch else did_you_mean(name, others)
             raise BadInput(f"{where}: no dynamic axis '{name}'; it has: {known}", hint=hint)
         if not 1 <= size <= _MOST_SIZE:

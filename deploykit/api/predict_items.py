@@ -52,7 +52,7 @@ def predict_items(
     task = artefact.task
     if task is None:
         raise BadInput(
-            f"{artefact}: has no task, so it takes tensors alone",
+            f"{artefact}: has no task, so it takes only tensors",
             hint="export it with `task`; or give its inputs as an .npz file, and `out`",
         )
     names = [*(str(file) for each in files for file in _files_of(Path(each))), *text]

@@ -187,9 +187,7 @@ def check_quantize_options(request: QuantizeRequest) -> None:
         )
     only = "" if to == "auto" else BY_NAME[to].runtime
     if only and runtime != only:
-        raise BadInput(
-            f"`to` {to} runs on {only} alone, not on {runtime}", hint=f"`runtime` {only}"
-        )
+        raise BadInput(f"`to` {to} runs only on {only}, not on {runtime}", hint=f"`runtime` {only}")
     if (
         target
         and to != "auto"

@@ -45,7 +45,7 @@ class Shapes:
             title = RUNTIMES[target.runtime].title
             raise BadInput(
                 f"profile '{target.name}' runs {title}, which takes no build options",
-                hint=f"leave out {names}, for TensorRT alone",
+                hint=f"leave out {names}, for TensorRT only",
             )
 
 

@@ -132,7 +132,7 @@ def read_bundle(folder: Path) -> Bundle:
         if type(version) is not int or version < BUNDLE_VERSION:
             raise BadInput(f"{path}: is not that of a bundle", hint=_WRITER)
         raise BadInput(
-            f"{path}: is of version {quote(version)}, deploykit {__version__} reads version "
+            f"{path}: has version {quote(version)}, deploykit {__version__} reads version "
             f"{BUNDLE_VERSION}",
             hint=f"install deploykit {quote(values.get('deploykit', 'of a later release'))}",
         )
@@ -156,7 +156,7 @@ def _check_names(bundle: Bundle, path: Path) -> None:
             raise BadInput(f"{path}: names a file outside the bundle: {quote(name)}")
         other = seen.setdefault(name.casefold(), name)
         if other != name:
-            raise BadInput(f"{path}: '{name}' and '{other}' differ in case alone")
+            raise BadInput(f"{path}: '{name}' and '{other}' differ only in case")
 
 
 @contextlib.contextmanager

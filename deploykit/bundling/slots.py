@@ -177,7 +177,7 @@ def _read(kind: type[_T], path: Path) -> _T:
     """A JSON document of the cache. Raises BadInput, NotFound."""
     values = read_json(path)
     if not isinstance(values, dict) or values.get("cache") != CACHE_VERSION:
-        raise BadInput(f"{path}: is not of version {CACHE_VERSION}")
+        raise BadInput(f"{path}: does not have version {CACHE_VERSION}")
     found: _T = from_json(kind, values, str(path))
     return found
 

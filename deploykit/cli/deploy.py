@@ -42,7 +42,7 @@ MODEL                  An .onnx file
         model, else random]
 --wheels               Bring the Python packages, for a target without a network
 --timing-cache FILE    TensorRT's measurements of kernels on the same kind of device
---release RELEASE      The host's: jetpack-6.2, cuda-12 [the profile's usual one]
+--release RELEASE      The target's JetPack or CUDA: jetpack-6.2, cuda-12 [the profile's usual one]
 --tar                  Also write DIR.tar
 --force                Replace a bundle that somebody changed
 {JSON}""")
@@ -91,7 +91,7 @@ def _boot_arguments() -> type:
 def _boot_page() -> str:
     own = """
 BUNDLE                 The folder that `deploykit bundle` wrote for this device
---cache DIR            The folder for its engines; it has to last
+--cache DIR            Folder for its engines, kept from one start to the next
 --rollback             Serve the previous engine from now on
 --retry                Build an engine again that failed or was rolled back
 """

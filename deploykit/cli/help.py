@@ -125,8 +125,9 @@ def _unbroken(text: str, width: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """Choices without typer's `<>`, and a default that is a sentence without its `()`."""
-    return _BRACKETS.sub(r"\1", _DEFAULT.sub(r"\1\2", text)).replace("  [", " [")
+    """Choices without typer's `<>`, a default that is a sentence without its `()`, 10 for 10.0."""
+    text = _BRACKETS.sub(r"\1", _DEFAULT.sub(r"\1\2", text)).replace("  [", " [")
+    return text.replace(".0]", "]")
 
 
 def spell(parameter: Any) -> str:

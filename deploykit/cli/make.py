@@ -27,7 +27,7 @@ _ACCURACY = """
 --data FILE.npz|DIR    Labelled data to measure accuracy on
 --metric top1|perplexity|MODULE:FUNCTION  How accuracy is computed; a function of yours is
         pkg.mod:name or ./file.py:name [top1]
---max-drop SHARE       Largest accuracy drop; 0.01 is one percentage point [0.01]
+--max-drop SHARE       Largest accuracy drop, at its upper bound; 0.01 is a percentage point [0.01]
 """
 
 
@@ -38,7 +38,7 @@ RECIPE                 mnist-cnn, cats-dogs, char-lstm, resnet18-transfer, vgg16
 {FORCE}
 --data FILE|DIR        Training data, for a recipe that does not bring its own
 --save-splits DIR      Write calibration.npz and test.npz into this folder
---strict-data          Refuse data with files that cannot be read, which are skipped otherwise
+--strict-data          Refuse data with unreadable files, which are skipped otherwise
 Training:
 --epochs N             Passes over the data [the recipe's]
 --batch-size N         Samples per step [the recipe's]
@@ -46,15 +46,15 @@ Training:
 --clip-norm X          Largest norm of the gradients [the recipe's]
 --patience N           Stop after N epochs without a better score on the validation data, and keep
         the best epoch's weights [never]
---weights FILE         Weights to start from; of the transfer recipes, their backbone's
---unfreeze RATE        Train a backbone too, at this share of the learning rate [frozen]
+--weights FILE         Weights to start from; for the transfer recipes, those of the backbone
+--unfreeze RATE        Train the backbone too, at this share of the learning rate [frozen]
 --augment/--no-augment  Change the images at random as the recipe declares: crop, flip, colour …
         [as the recipe says: mnist-cnn alone does]
---seed N               Seed of the weights, of the order of the data and of their augmentation
+--seed N               Seed for the weights, the order of the data and their augmentation
 Speed:
 --device               Where to train
 --amp/--no-amp         Mixed precision [on a GPU]
---amp-dtype            Its type; auto is bf16 where the device has it, else fp16 with loss scaling
+--amp-dtype            Its type; auto is bf16 if the device has it, else fp16 with loss scaling
 --tf32/--no-tf32       Multiply float32 in TF32 on GPUs that have it
 --channels-last/--no-channels-last  Keep images with their channels last [on a GPU]
 --compile              Compile the model with torch.compile
@@ -63,7 +63,7 @@ Speed:
         the CPU augments, else none]
 --fsdp                 With torchrun: spread the weights over the processes (FSDP2)
 Record:
---checkpoint FILE.ckpt  Save the whole state here after each epoch; the same command goes on from it
+--checkpoint FILE.ckpt  Save the whole state here after each epoch; the same command resumes from it
 --curve FILE.svg       Draw loss and score
 --tensorboard DIR      Write event files for TensorBoard
 --compare-devices      Time training on this machine's CPU and GPU instead
@@ -103,7 +103,7 @@ def train(
 
     --compare-devices trains nothing: it times steps on the CPU and a GPU, in each precision, with
     three batch sizes, and writes report.json, report.md and report.html into the folder that -o
-    names. Only --data, --batch-size, --augment, --compile and --force count then.
+    names. It uses only --data, --batch-size, --augment, --compile and --force.
 
     torchrun --nproc-per-node 2 -m deploykit train … trains with two processes: each batch is
     shared among them, on GPUs one each.
@@ -153,16 +153,16 @@ Task:
 --task                 Put what the model is for into the file: images or text in, labels, boxes,
         a mask or an embedding out
 --labels FILE          Names of the classes, one per line [the model's own]
---threshold X          Least score of a box that is answered [0.25]
---iou X                Overlap from which two boxes of a class are one [0.7]
---boxes N              Most boxes of an image [300]
+--threshold X          Lowest score of a box in the answer [0.25]
+--iou X                Overlap from which two boxes of a class count as one [0.7]
+--boxes N              Largest number of boxes per image [300]
 --tokenizer FILE       A tokenizer.json [the one next to the model]
---max-length N         Tokens of a text at most [the model's]
---pooling mean|cls     How an embedding is made of a text's tokens [sentence-transformers' file]
+--max-length N         Largest number of tokens per text [the model's]
+--pooling mean|cls     How to make an embedding of a text's tokens [as sentence-transformers' file]
 Model:
 --arch NAME|MODULE:CALLABLE  What builds the module when the file holds only weights: a name of
-        torchvision's such as resnet18, timm:NAME, pkg.mod:Net or ./file.py:Net;
-        of a checkpoint the recipe of your own that trained it, ./mine.py
+        torchvision's such as resnet18, timm:NAME, pkg.mod:Net or ./file.py:Net; for
+        a checkpoint of your own recipe, the recipe's file
 --input SPEC           'NAME:DTYPE[AXES]' for each input, such as 'image:float32[N,3,224,224]'.
         A number is a fixed size; a letter is an axis of any size: N is the batch, other
         letters or names (T, H, W) are yours to choose
@@ -215,14 +215,14 @@ MODEL                  An .onnx file
 {FORCE}
 --budget SECONDS       How long auto may search
 Accuracy:{_ACCURACY}
---min-sqnr DB          Without labels: least signal-to-noise ratio of each output [15]
+--min-sqnr DB          Without labels: lowest signal-to-noise ratio of each output [15]
 --calibrator           How scales are computed from the calibration data; auto tries all and
         keeps mixed unless another changes the outputs less [auto]
 --smoothquant          Before int8 or fp8, move outlier channels of LayerNorms into the weights
 Target:
---runtime              What will run the file; they want INT8 nodes at different places
+--runtime              What will run the file; each wants INT8 nodes at other places
         [the profile's, or tensorrt]
---profile PROFILE      The hardware: checks the precision, and auto predicts its latency
+--profile PROFILE      The hardware target: must support the precision; auto predicts its latency
 --other-nodes          Precision of the nodes that are not quantized
 {JSON}""")
 def quantize(
@@ -281,14 +281,14 @@ TensorRT:
 --batch MIN,OPT,MAX    Smallest, usual and largest batch [1,8,32]
 --axis NAME=MIN,OPT,MAX  The same for another dynamic axis; may be repeated
 --level 0-5            Optimisation level [TensorRT's]
---dla CORE             DLA core of a Jetson; the GPU runs what that cannot
+--dla CORE             DLA core of a Jetson; the GPU runs what the DLA cannot
 --version-compatible   The engine also runs in later TensorRT of the same major version, 10's in 11
 --hardware-compatible  The engine also runs on these other GPUs
---allow-wider          Keep it though over 10 % of its operations run in more bits than asked
+--allow-wider          Keep an engine even if over 10 % of its operations run in more bits
 --plugin LIB           Library of TensorRT plugins that the model needs; may be repeated
 --device N             The GPU to build on
 --workspace SIZE       Memory for kernels while they run, such as 512M or 4G [the profile's]
---timing-cache FILE    Measurements of kernels to begin with and to add to [one for each GPU]
+--timing-cache FILE    TensorRT's measurements of kernels, to start from and add to [one per GPU]
 --no-tf32              Multiply float32 in float32, not in TF32
 {JSON}""")
 def build(

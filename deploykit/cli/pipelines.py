@@ -47,7 +47,7 @@ def bench(options: dict[str, Any], as_json: bool) -> None:
 
     engines, batches = options["engines"], sizes("batches", options["batches"] or "1")
     if len(engines) > 1:
-        raise BadInput("a pipeline is measured alone")
+        raise BadInput("a pipeline is measured by itself")
     _refuse(
         options, baseline=None, axis=None, slo_ms=None, price=None, processes=None, scenario=None,
         strict=False, settings_of=None, fail_on_regression=None,

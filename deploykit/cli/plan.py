@@ -26,12 +26,12 @@ _UNKNOWN = "-"
 
 @described(f"""
 MODEL                  A .onnx file; its weights are not read
---profile PROFILE      A hardware target, several times for several [all]
+--profile PROFILE      A hardware target; may be repeated [all]
 --batches N,N,...      Batch sizes
---axis NAME=SIZE       The size of a dynamic axis other than the batch, several times for several
+--axis NAME=SIZE       The size of a dynamic axis other than the batch; may be repeated
 --slo-ms MS            The latency to meet: name the targets that do; exit 1 if none does
---rate N               Requests per second to carry with p99 within --slo-ms: how many replicas
---price [PROFILE=]X    Price of an hour, of a profile or of each: show the cost of a million
+--rate N               Requests per second: show how many replicas carry it with p99 within --slo-ms
+--price [PROFILE=]X    Hourly price of one profile or of all: show the cost of a million inferences
 --calibrate            Measure this machine's CPU again; once is enough, the result is kept
 {JSON}""")
 def plan(

@@ -147,15 +147,15 @@ Timing:
 --warmup SECONDS       Warm-up before each point [10, or 1 with --quick]
 --seconds SECONDS      Length of each point [60, or 2 with --quick]
 --slo-ms MS            The wanted p99: report the highest throughput within it
---price X              Price of an hour of this machine: show the cost of a million
---processes N          Fresh processes that share that time [10 from 60 s on, else 1]
+--price X              Price of an hour of this machine: show the cost of a million inferences
+--processes N          Fresh processes that share the --seconds [10 from 60 s on, else 1]
 --scenario NAME,...    Run scenarios of MLPerf too: offline, single-stream, multi-stream, server
---layers               Show where the time of a call goes, layer by layer, in a run of its own
---strict               Exit 1 if the GPU lowered its clocks meanwhile
+--layers               Show where the time of a call goes, layer by layer, in a separate run
+--strict               Exit 1 if the GPU lowered its clocks during the run
 Compare two reports:
---settings-of REPORT   Take the settings of the CPU from that report instead of a search
+--settings-of REPORT   Take the CPU's settings from this report instead of searching
 --compare A B          Compare report B with report A, files or folders; nothing is measured
---fail-on-regression SHARE%  Exit 1 if a figure of B is certainly slower by more than that
+--fail-on-regression SHARE%  Exit 1 if a figure of B is certainly slower by more than this share
 {JSON}""")
 def bench(
     engines: list[Path] | None = None,

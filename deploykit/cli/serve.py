@@ -67,7 +67,7 @@ _RENAMED = {"engine", "models", "pipeline", "grpc", "pad", "origin", "shadow", "
 _CONVERTED = {*_RENAMED, "config", "grpc_port", "preferred", "buckets"}  # not passed on as they are
 SERVE_PAGE = f"""
 [NAME=]FILE            The {ENGINE}s to serve
---engine [NAME=]FILE   The same as an option; may be repeated
+--engine [NAME=]FILE   The same as [NAME=]FILE, as an option; may be repeated
 --pipeline [NAME=]FILE  A .py or .toml file: models with steps around them; may be repeated
 --config FILE.toml     Read options from this file
 {DEVICE}
@@ -78,9 +78,9 @@ Address:
 --grpc-port PORT       Port for gRPC; 0 picks a free one
 --grpc/--no-grpc       Serve gRPC too
 Batching:
---max-batch N          Most samples in one call
---batching/--no-batching  Join requests where their answers stay the same
---assume-batched       Join requests without testing that first
+--max-batch N          Largest number of samples per call
+--batching/--no-batching  Join requests if a trial shows that answers stay the same
+--assume-batched       Join requests without that trial
 --max-delay-us MICROSECONDS  How long to wait for more requests
 --preferred N,N,...    Batch sizes worth waiting for, within --max-delay-us
 --slo-ms MS            Adapt batch and delay to keep p99 below this
@@ -90,12 +90,13 @@ Limits:
 --queue N              Requests that may wait, per model; more are answered 503
 --timeout-ms MS        Longest wait of a request; then it is answered 504
 --max-body-bytes BYTES  Largest request
---max-held-bytes BYTES  Largest sum of all large requests in memory [a quarter of the memory]
+--max-held-bytes BYTES  Memory for all large requests and answers together [a quarter of the memory]
 Engines:
 --instances N          Engines per model
 --threads N            CPU threads per call [one per core]
---workers N|shared:N|auto  Processes that share the ports, each with its engines;
-                       shared: one more runs those of all, as for a GPU; auto measures
+--workers N|shared:N|auto  Processes behind the same ports, each with its own engines; with
+                       shared:N, or N and a GPU, one more process runs the engines of all;
+                       auto measures and chooses
 --cpu-fallback         Run an ONNX model on the CPU if the GPU cannot
 --cuda-graphs/--no-cuda-graphs  Run batches of TensorRT engines as CUDA graphs
 --overlap/--no-overlap  Submit a batch to a TensorRT engine before the last one is done
@@ -110,7 +111,7 @@ Monitoring:
 --shadow [NAME=]FILE   Run some live requests again on this model and compare the answers
 --shadow-rate 0-1      Share of the requests to run again
 --shadow-alarm 0-1     Share of different answers that raises an alarm
---log                  How stderr logs; with json the ready line on stdout is JSON in a terminal too
+--log                  Format of the log on stderr; json: the ready line on stdout is JSON, too
 --otlp URL             Send OpenTelemetry traces to http(s)://HOST:PORT
 """
 
@@ -140,8 +141,8 @@ def fields_as_options(kind: type) -> Callable[[Callable[[Any], None]], Callable[
 def serve(options: ServeArguments) -> None:
     """Serve models over HTTP and gRPC, with dynamic batching.
 
-    Each option may also be a variable (DEPLOYKIT_HTTP_PORT=9000) or a key of the --config file
-    (http_port = 9000). A flag overrides a variable, a variable the file.
+    Each option may also be an environment variable (DEPLOYKIT_HTTP_PORT=9000) or a key of the
+    --config file (http_port = 9000). A flag overrides a variable, a variable the file.
 
     Example: deploykit serve mnist=model.int8.onnx --http-port 8000
     """
@@ -183,20 +184,19 @@ URL                    The server, http://HOST:PORT or grpc://HOST:PORT
 --model NAME           Which model, if the server has several [the only one]
 --rate N               Open loop: send this many requests per second
                        [half of what 32 connections reach in 2 s]
---concurrency N        Closed loop: this many connections, each waits for its answer
+--concurrency N        Closed loop: this many connections, each of which waits for its answer
 --duration SECONDS     How long to measure
 --batch N              Samples per request
---processes N          Generators that share the load
---slo-ms MS            Also count the answers within so many milliseconds
---fail-on CONDITIONS   Exit with 1 if one of them holds, such as
-                       'p99>20ms,errors>0,throughput<500'
---data FILE|DIR        Inputs to send: an .npz, such as a FILE.golden.npz [random]; to a task or a
-                       pipeline images or other files, each as it is
+--processes N          Processes that share the load
+--slo-ms MS            Also count the answers within this time
+--fail-on CONDITIONS   Exit 1 if one of these holds, such as 'p99>20ms,errors>0,throughput<500'
+--data FILE|DIR        Inputs to send: an .npz, such as FILE.golden.npz; for a task or a
+                       pipeline, images or other files as they are [random]
 --text TEXT            A sentence to send to a task or a pipeline; may be repeated
---expect FILE          Golden samples, or answers.jsonl of a pipeline: send their inputs, compare
+--expect FILE          Golden samples, or answers.jsonl of a pipeline: send their inputs and compare
                        the answers
---max-error X          Largest max |a-b| / max |a| of an expected answer
---axis NAME=SIZE,...   Sizes of axes of any length other than the batch
+--max-error X          Largest max |a-b| / max |a| of an answer, with --expect
+--axis NAME=SIZE,...   Sizes of dynamic axes other than the batch
 -o --out DIR           Write a report into this folder
 {FORCE}
 {JSON}""")

@@ -90,7 +90,7 @@ def fewest_calls(q: float) -> int:
     section 3.2). Raises BadInput outside 0 to 100.
     """
     if not 0 < q < 100:
-        raise BadInput(f"a percentile lies between 0 and 100, got {q:g}")
+        raise BadInput(f"a percentile is between 0 and 100, got {q:g}")
     return math.ceil(math.log(_TAIL) / math.log(max(q, 100 - q) / 100))
 
 

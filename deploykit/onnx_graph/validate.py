@@ -74,12 +74,12 @@ def _check_versions(model: onnx.ModelProto, path: Path) -> None:
     hint = f"the newest that the installed onnx {onnx.__version__} knows is "
     if model.ir_version > onnx.IR_VERSION:
         raise BadInput(
-            f"{path}: is of IR version {model.ir_version}", hint=f"{hint}{onnx.IR_VERSION}"
+            f"{path}: has IR version {model.ir_version}", hint=f"{hint}{onnx.IR_VERSION}"
         )
     for entry in model.opset_import:
         limit = newest.get(entry.domain, (1 << 31) - 1)
         if not 1 <= entry.version <= limit:
-            raise BadInput(f"{path}: is of opset {entry.version}", hint=f"{hint}{limit}")
+            raise BadInput(f"{path}: has opset {entry.version}", hint=f"{hint}{limit}")
 
 
 def _check_operators(model: onnx.ModelProto, path: Path) -> None:
@@ -141,7 +141,7 @@ def _check_types(model: onnx.ModelProto, path: Path) -> None:
         for value in values:
             kind = value.type.tensor_type.elem_type
             if kind not in known or not isinstance(value.name, str):
-                raise BadInput(f"{path}: tensor '{value.name}' is of unknown element type {kind}")
+                raise BadInput(f"{path}: tensor '{value.name}' has an unknown element type {kind}")
 
 
 def _every_node(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
@@ -174,7 +174,7 @@ def _inner_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 def _check_tensor(tensor: onnx.TensorProto, path: Path) -> None:
     where = f"{path}: tensor '{tensor.name}'"
     if tensor.data_type not in TensorProto.DataType.values() or not tensor.data_type:
-        raise BadInput(f"{where}: is of unknown element type {tensor.data_type}")
+        raise BadInput(f"{where}: has an unknown element type {tensor.data_type}")
     if tensor.HasField("segment"):
         raise BadInput(f"{where}: is in segments, which no runtime reads")
     if any(size < 0 for size in tensor.dims):

@@ -95,7 +95,7 @@ def target_of(profile: Profile, calibration: CpuCalibration | None) -> Target | 
     """The target, or why nothing can be predicted for it."""
     if profile.device == "cpu":
         if profile.runtime != "onnxruntime":
-            return "the probe is of ONNX Runtime alone: `deploykit bench` measures others"
+            return "the probe measures only ONNX Runtime: `deploykit bench` measures others"
         if calibration is None:
             return "its ceilings are not measured: onnxruntime is not installed"
         basis = "one probe of this machine's CPU" + ", next to other work" * bool(calibration.doubt)

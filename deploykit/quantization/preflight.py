@@ -117,7 +117,7 @@ def _foreign_to_onnxruntime(model: onnx.ModelProto, own: set[tuple[str, str]]) -
 def _opset(model: onnx.ModelProto, version: Version) -> Iterator[Problem]:
     last = next(number for since, number in _LAST_OPSETS if version >= since)
     if opset(model) > last:
-        why = f"the model is of opset {opset(model)}, {_name(version)} is sure to take up to {last}"
+        why = f"the model has opset {opset(model)}, {_name(version)} is sure to take up to {last}"
         yield Problem("", "opset", why)
 
 
@@ -126,7 +126,7 @@ def _operator(node: onnx.NodeProto, version: Version, own: set[tuple[str, str]])
     if (node.domain, name) in own:
         return ""  # a function of the model's: its nodes are taken in its place
     if node.domain not in _STANDARD:
-        return f"is of the domain '{node.domain}': TensorRT needs a plugin for it"
+        return f"has the domain '{node.domain}': TensorRT needs a plugin for it"
     if name in _NEVER:
         return "no version of TensorRT imports this operator"
     since = _SINCE.get(name)

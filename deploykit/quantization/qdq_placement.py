@@ -124,7 +124,7 @@ def check_opset(model: onnx.ModelProto, to: str) -> None:
     if opset(model) < least:
         name = to.upper().partition("-")[0]
         raise BadInput(
-            f"the model is of opset {opset(model)}; {name} needs {least} or newer",
+            f"the model has opset {opset(model)}; {name} needs {least} or newer",
             hint="export it again with a newer opset",
         )
 

@@ -134,11 +134,9 @@ def search(
     return Outcome(run.best, tuple(run.steps), tuple(run.notes), stopped)
 
 
-def not_worth(
-    narrow: str, narrow_s: float, wider: str, wider_s: float, *, least: float = LEAST_GAIN
-) -> str:
-    """Why `narrow` is not worth it where `wider` passes too; "" if it saves `least`."""
-    figures = _comparison(narrow_s, wider, wider_s, least)
+def not_worth(narrow: str, narrow_s: float, wider: str, wider_s: float) -> str:
+    """Why `narrow` is not worth it where `wider` passes too; "" if it saves LEAST_GAIN."""
+    figures = _comparison(narrow_s, wider, wider_s)
     return f"{narrow.upper()} is not worth it here: {figures}" if figures else ""
 
 
@@ -352,15 +350,15 @@ class _Run(Generic[Model]):
             self.notes.append(f"not tried, for lack of time: {', '.join(missing)}")
 
 
-def _comparison(narrow_s: float, wider: str, wider_s: float, least: float = LEAST_GAIN) -> str:
-    """The figures that speak against `narrow_s`; "" if it is at least `least` below `wider_s`."""
-    if narrow_s <= (1 - least) * wider_s:
+def _comparison(narrow_s: float, wider: str, wider_s: float) -> str:
+    """The figures that speak against `narrow_s`; "" if it is LEAST_GAIN or more below `wider_s`."""
+    if narrow_s <= (1 - LEAST_GAIN) * wider_s:
         return ""
     figures = f"{_ms(narrow_s)} against {_ms(wider_s)} in {wider.upper()}"
     if wider_s > 0:  # else it computes nothing
         share = narrow_s / wider_s - 1
         figures += f", {abs(share):.1%} {'more' if share > 0 else 'less'}"
-    return f"{figures}; {least:.0%} less is asked for"
+    return f"{figures}; {LEAST_GAIN:.0%} less is asked for"
 
 
 def _ms(seconds: float) -> str:

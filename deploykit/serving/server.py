@@ -1,6 +1,6 @@
 """Serve models over HTTP/1.1 and gRPC: one event loop, no task or thread per request.
 
-`benchmarks/http_stacks.py` holds the measurement that chose uvloop with our own use of httptools.
+`benchmarks/README.md` has the measurement that chose uvloop with our own use of httptools.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def test_weights_alone_are_an_engine_with_their_arch(affine_onnx: Path, tmp_path
     with found[1].open("cpu") as engine:
         (found_y,) = engine({"x": np.full((2, 4), 3, np.float32)}).values()
     np.testing.assert_array_equal(found_y, np.full((2, 4), 7))
-    with pytest.raises(BadInput, match=r"`arch` .* none of the engines is a file of weights alone"):
+    with pytest.raises(BadInput, match=r"`arch` .* none of the engines is a file of weights only"):
         open_entries([affine_onnx], None, False, print, f"{arch}:Net")
 
 

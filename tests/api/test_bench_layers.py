@@ -321,4 +321,4 @@ def test_what_onnx_runtime_cannot_tell_is_a_gap(tmp_path: Path) -> None:
     for change in ({"device": "cuda:0"}, {"runtime": "openvino 2026.1"}):
         others = [replace(point, **change) for point in points]
         found, (gap,) = measure_layers([entry], [named(path)], others, feeds, {})
-        assert (found, gap.why) == ([], "they are known of ONNX Runtime and PyTorch on CPUs alone")
+        assert (found, gap.why) == ([], "only ONNX Runtime and PyTorch on CPUs report them")

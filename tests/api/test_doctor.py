@@ -70,8 +70,8 @@ def test_a_jetson_needs_no_nvidia_smi_to_run_engines(tmp_path: Path) -> None:
                 "6.1 or later"
             ),
         ),
-        ("# R32 (release), REVISION: 7.1", "L4T 32.7.1 is of no JetPack release"),
-        ("# R99 (release), REVISION: 1.0", "L4T 99.1.0 is of no JetPack release"),
+        ("# R32 (release), REVISION: 7.1", "L4T 32.7.1 belongs to no JetPack release"),
+        ("# R99 (release), REVISION: 1.0", "L4T 99.1.0 belongs to no JetPack release"),
         ("garbage", "the JetPack release is not known: /etc/nv_tegra_release"),
     ],
 )

@@ -68,7 +68,7 @@ def test_a_gate_that_it_fails_keeps_it_as_rejected(model: Path, tmp_path: Path) 
 
 
 def test_other_runtimes_are_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="int8-dynamic runs on onnxruntime alone, not on tensorrt"):
+    with pytest.raises(BadInput, match="int8-dynamic runs only on onnxruntime, not on tensorrt"):
         dk.quantize(model, "int8-dynamic", tmp_path / "q.onnx", runtime="tensorrt")
     with pytest.raises(BadInput, match="not on tensorrt"):
         dk.quantize(model, "int8-dynamic", tmp_path / "q.onnx", profile="l4")

@@ -100,7 +100,7 @@ def test_bare_weights_are_not_compared_with_a_file_that_has_a_task(
 ) -> None:
     """One answers with probabilities, the other with logits."""
     torch.save(built(Classifier).state_dict(), tmp_path / "weights.pt")
-    with pytest.raises(BadInput, match=r"c\.onnx: --task is a part of it") as refused:
+    with pytest.raises(BadInput, match=r"c\.onnx: has a task") as refused:
         dk.compare(tmp_path / "weights.pt", classifier.path, arch="tests.nothing:asked")
     assert str(refused.value.hint).endswith(f"deploykit compare {classifier.path}")
 

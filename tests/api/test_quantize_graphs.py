@@ -82,6 +82,6 @@ def test_a_model_without_float32_is_refused(tmp_path: Path, graph: str, kind: st
 @pytest.mark.parametrize("opset", [9, 11, 12])
 def test_bfloat16_needs_an_opset_that_has_it(tmp_path: Path, opset: int) -> None:
     model, _ = write(tmp_path, "a product", opset=opset)
-    with pytest.raises(dk.BadInput, match=f"is of opset {opset}; BF16 needs 13 or newer"):
+    with pytest.raises(dk.BadInput, match=f"has opset {opset}; BF16 needs 13 or newer"):
         dk.quantize(model, "bf16")
     assert dk.quantize(model, "fp16").evaluation.passed

@@ -99,7 +99,7 @@ def test_a_dynamic_axis_needs_its_sizes_for_tensorrt(tmp_path: Path) -> None:
 
 def test_a_profile_that_the_device_does_not_have_is_refused(model: Path, tmp_path: Path) -> None:
     shutil.copyfile(ROOT / "profiles" / "l4.toml", tmp_path / "mine.toml")
-    with pytest.raises(dk.BadInput, match="the device knows the profiles of deploykit alone"):
+    with pytest.raises(dk.BadInput, match="the device knows only deploykit's own profiles"):
         dk.bundle(model, str(tmp_path / "mine.toml"), out=tmp_path / "out")
 
 

@@ -137,7 +137,7 @@ def test_a_name_outside_the_folder_is_refused(name: str, folder: Path) -> None:
 def test_names_that_differ_in_case_alone_are_refused(folder: Path) -> None:
     edit(folder / "bundle.json", lambda d: d["files"].update(ReadMe=d["files"]["README.md"]))  # type: ignore[attr-defined,index]
     edit(folder / "bundle.json", lambda d: d["files"].update(README=d["files"]["README.md"]))  # type: ignore[attr-defined,index]
-    with pytest.raises(dk.BadInput, match="'README' and 'ReadMe' differ in case alone"):
+    with pytest.raises(dk.BadInput, match="'README' and 'ReadMe' differ only in case"):
         verify(folder)
 
 

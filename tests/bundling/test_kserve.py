@@ -18,10 +18,10 @@ from deploykit.bundling import kserve
 from deploykit.core.tensors import TensorSpec
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.observe.prometheus import exposition
 from deploykit.serving.options import ServeOptions
 from tests.support.bundling.contents import contents_of
 from tests.support.fake_engine import FakeEngine
+from tests.support.serving.scrapes import exposition
 
 SCHEMAS = json.loads(
     (Path(__file__).parents[1] / "support/bundling/kubernetes.json").read_text("utf-8")

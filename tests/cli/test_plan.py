@@ -74,7 +74,7 @@ def test_a_latency_that_none_meets_is_exit_1_after_the_table(run: Run, model: Pa
         (("--slo-ms", "nan"), "error: --slo-ms must be a number above 0, got nan"),
         (("--rate", "5"), "error: --rate needs the latency"),
         (("--axis", "T"), "error: --axis T: must be names of axes with a size each\nhint: --axis"),
-        (("--axis", "T=3"), "no dynamic axis 'T'; it has: none besides the batch"),
+        (("--axis", "T=3"), "no dynamic axis 'T'; it has: none but the batch"),
         (("--axis", "N=3"), "hint: --batches sets the batch"),
         (("--price", "l4=x"), "error: --price l4=x: is not of the form [PROFILE=]NUMBER"),
         (("--price", "l4=-1"), "error: --price must be"),

@@ -108,4 +108,4 @@ def test_what_cannot_be_answered_is_one_line(run: Run, folder: Path, case: str) 
 def test_a_model_without_a_task_says_so(run: Run, folder: Path, affine_onnx: Path) -> None:
     ran = run("predict", affine_onnx, "sky.png")
     assert ran.code == 2
-    assert "has no task, so it takes tensors alone" in ran.error()
+    assert "has no task, so it takes only tensors" in ran.error()

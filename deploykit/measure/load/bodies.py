@@ -64,7 +64,7 @@ def choose_bodies(
         why = f"{remote.model} is a pipeline: its requests are not made up"
         raise BadInput(f"{remote.url}: {why}", hint="`data` FILE or DIR, or `text`")
     if read is not None and data is None:
-        raise BadInput(f"{remote.url}: {remote.model} has no task, so it takes tensors alone")
+        raise BadInput(f"{remote.url}: {remote.model} has no task, so it takes only tensors")
     return None
 
 

@@ -169,7 +169,6 @@ def run_server(
     slo_ms: float,
     seconds: float,
     *,
-    seed: int = 0,
     serve: Callable[..., np.ndarray] | None = None,
     clock: Clock = time.perf_counter_ns,
 ) -> ScenarioResult:
@@ -184,7 +183,7 @@ def run_server(
         raise BadInput(f"`slo_ms` must be above 0, got {slo_ms}")
     serve, slo_s = serve or replay, slo_ms / 1e3
     fewest = fewest_queries(_PERCENTILE[SERVER])
-    seeds = itertools.count(seed)
+    seeds = itertools.count()
 
     def latencies(rate: float, length_s: float) -> np.ndarray:
         count = max(fewest, math.ceil(rate * length_s))

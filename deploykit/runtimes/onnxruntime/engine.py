@@ -97,12 +97,12 @@ def open_engine(
     return OnnxRuntimeEngine(path, device, threads, graphs=graphs, spinning=spinning, shared=shared)
 
 
-def open_as_written(path: Path, threads: int | None = None) -> OnnxRuntimeEngine:
+def open_as_written(path: Path) -> OnnxRuntimeEngine:
     """Open `path` on the CPU without optimisation: no node is fused, no cast is dropped.
 
     A file with integer products is optimised: only then are they exact on every CPU.
     """
-    return OnnxRuntimeEngine(path, "cpu", threads, optimise=False)
+    return OnnxRuntimeEngine(path, "cpu", None, optimise=False)
 
 
 class OnnxRuntimeEngine(BaseEngine):

@@ -1,6 +1,6 @@
 """One HTTP/2 connection: reads frames and passes their content to the streams.
 
-`benchmarks/grpc_stacks.py` holds the measurement that chose this over grpcio's servers.
+`benchmarks/grpc_stacks.md` has the measurement that chose this over grpcio's servers.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Serving never waits for it: samples are copied into a short bounded queue, or dr
 full.
 
 A row disagrees if, in any output,
-- floats differ by more than `max_error`, relative to the row's largest reference value. What the
+- floats differ by more than MAX_ERROR, relative to the row's largest reference value. What the
   evaluation takes for class scores (`class_axis`) may differ by up to ten times that as long as the
   highest class is the same: quantised ones vary by a few per cent;
 - other values differ at all.
@@ -36,6 +36,7 @@ QUEUE = 64  # sampled requests that may wait for the reference engine
 QUEUE_BYTES = 64 << 20
 WINDOW_ROWS = 2000  # that the alarm considers
 LEAST = 3  # disagreeing rows before there can be an alarm
+MAX_ERROR = 1e-2
 # Share of the time in which the reference may run. A low thread priority would not do: preempted
 # while it holds the GIL, the thread would stall the server (p99 of 10 to 365 ms with nice 19).
 DUTY = 0.25
@@ -62,14 +63,11 @@ class _Sample:
 class Shadow(Watcher, Closing):
     """Samples a `rate` of the requests of one model. The caller closes `reference`."""
 
-    def __init__(
-        self, name: str, reference: Engine, *, rate: float, alarm: float, max_error: float = 1e-2
-    ) -> None:
+    def __init__(self, name: str, reference: Engine, *, rate: float, alarm: float) -> None:
         self._name = name
         self._reference = reference
         self._rate = rate
         self._alarm = alarm
-        self._max_error = max_error
         self._batched = all(spec.batched for spec in (*reference.inputs, *reference.outputs))
         self._count = 0  # requests seen, for the sampling
         self._queue: deque[_Sample] = deque()
@@ -146,11 +144,7 @@ class Shadow(Watcher, Closing):
                 with INSIDE:
                     expected = self._reference(sample.feeds)
                 found = compare_outputs(
-                    sample.outputs,
-                    expected,
-                    sample.feeds,
-                    self._max_error,
-                    batched=self._batched,
+                    sample.outputs, expected, sample.feeds, MAX_ERROR, batched=self._batched
                 )
             except Exception as exc:  # noqa: BLE001 - it must not affect the server
                 text = f"{type(exc).__name__}: {first_line(exc)}"

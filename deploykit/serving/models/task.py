@@ -26,7 +26,7 @@ class ModelTask:
         self.note = ""
         self._steps: TaskSteps | None = None
         self._why: DeploykitError = Unsupported(
-            f"model '{name}' has no task, so it takes tensors alone: POST /v2/models/{name}/infer",
+            f"model '{name}' has no task, so it takes only tensors: POST /v2/models/{name}/infer",
             hint="export it with `task`, so that it takes images or sentences",
         )
         if self.task is None or engine.source is None:
@@ -36,7 +36,7 @@ class ModelTask:
             self._steps = TaskSteps(self.task, engine.inputs, engine.outputs, folder)
         except MissingExtra as exc:
             self._why = exc
-            self.note = f"takes tensors alone: {exc.message}; {exc.hint}"
+            self.note = f"takes only tensors: {exc.message}; {exc.hint}"
             log.warning("model '%s': %s", name, self.note)
 
     @property

@@ -1,8 +1,8 @@
 """A process for decoding and encoding that would block the event loop, on whatever thread it ran.
 
-Decoding 62 MB of JSON stops the event loop for 0.5 s, and for 2 s on a busy machine
-(benchmarks/json_stall.py); four gRPC clients that send 4 million numbers each as typed contents did
-for 2.5 s. The process starts on first use and ends with the server. Arrays and bodies are sent
+Decoding 62 MB of JSON in a thread stops the event loop for 0.5 s, and for 2 s on a busy
+machine (benchmarks/README.md); four gRPC clients that send 4 million numbers each as typed contents
+did for 2.5 s. The process starts on first use and ends with the server. Arrays and bodies are sent
 without a copy; the pipe carries only our own pickles.
 """
 

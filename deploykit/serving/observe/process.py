@@ -117,8 +117,9 @@ class Sampler:
             devices.close()
 
 
-def this_process(root: Path = Path("/proc/self")) -> Process:
+def this_process() -> Process:
     """Read /proc for this process. Raises OSError. Slow with many open files."""
+    root = Path("/proc/self")
     fields = (root / "stat").read_text().rpartition(")")[2].split()
     ticks = os.sysconf("SC_CLK_TCK")
     return Process(

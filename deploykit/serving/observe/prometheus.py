@@ -189,8 +189,3 @@ def expositions(samples: Iterable[Sample], accepts: Iterable[str]) -> dict[str, 
             encoded[content_type] = text
         found[accept] = encoded[content_type], content_type
     return found
-
-
-def exposition(samples: Iterable[Sample], accept: str = "") -> tuple[bytes, str]:
-    """For one Accept header."""
-    return expositions(samples, [accept])[accept]

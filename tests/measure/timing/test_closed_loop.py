@@ -18,33 +18,11 @@ from deploykit.measure.timing.closed_loop import Block, closed_loop, run_block
 from deploykit.runtimes.data.samples import random_feeds
 from deploykit.runtimes.engine import Arrays
 from tests.support.fake_engine import FakeEngine
+from tests.support.measure.virtual_time import Timed, VirtualTime
 
 FEEDS = random_feeds(FakeEngine().inputs, {"N": 4})
 ROOT = Path(__file__).resolve().parents[3]
 LONG_S = 1e4  # two million calls of 5 ms: far more than happen before a stop
-
-
-class VirtualTime(threading.local):
-    """A clock of each thread's own that only engines move, so that every figure is exact."""
-
-    now_ns = 0
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-
-class Timed(FakeEngine):
-    """A fake engine that moves a virtual clock by what `latency_s(number of the call)` says."""
-
-    def __init__(self, clock: VirtualTime, latency_s: Callable[[int], float]) -> None:
-        super().__init__()
-        self.clock = clock
-        self.of_call = latency_s
-
-    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        outputs = super().__call__(feeds)
-        self.clock.now_ns += round(self.of_call(len(self.batches) - 1) * 1e9)
-        return outputs
 
 
 def run(
@@ -52,7 +30,7 @@ def run(
 ) -> tuple[Block, list[Timed]]:
     """One block of engines with these latencies by call; 4 rows a call."""
     clock = VirtualTime()
-    engines = [Timed(clock, latency_s) for latency_s in latencies]
+    engines = [Timed(clock, latency_s, [], "") for latency_s in latencies]
     return run_block(engines, FEEDS, 4, length_s, clock, settle_s=settle_s), engines
 
 
@@ -164,7 +142,7 @@ def test_one_failing_session_stops_the_others() -> None:
         return 0.005
 
     clock = VirtualTime()
-    engines = [Timed(clock, five_ms), Timed(clock, failing)]
+    engines = [Timed(clock, each, [], "") for each in (five_ms, failing)]
     before = set(threading.enumerate())
     with pytest.raises(BadInput, match="stop here"):
         run_block(engines, FEEDS, 4, LONG_S, clock)
@@ -194,7 +172,7 @@ def interrupt_two_sessions() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start jobs without
     clock = VirtualTime()
     engines: list[Timed] = []
-    engines += [Timed(clock, latency_s), Timed(clock, latency_s)]
+    engines += [Timed(clock, latency_s, [], "") for _ in range(2)]
     with pytest.raises(KeyboardInterrupt):
         run_block(engines, FEEDS, 4, LONG_S, clock)
     assert len(workers) == 2

@@ -17,7 +17,6 @@ from deploykit.core.evidence import RowIndependence
 from deploykit.runtimes.batching import prove_rows
 from deploykit.runtimes.engine import load
 from deploykit.serving.models.repository import ModelRepository, ServeOptions
-from deploykit.serving.observe.prometheus import exposition
 from deploykit.serving.oip.request import Request, RequestedOutput
 from deploykit.serving.web import guide
 from deploykit.serving.web.examples import Address
@@ -33,6 +32,7 @@ from tests.support.graphs.batch_graphs import (
 )
 from tests.support.onnx_zoo import linear, make, save
 from tests.support.serving.running import WAIT_S, Raw, infer_json, request, running
+from tests.support.serving.scrapes import exposition
 from tests.support.serving.warming import warmed
 
 Make = Callable[[], onnx.ModelProto]

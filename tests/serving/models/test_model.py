@@ -12,10 +12,10 @@ import pytest
 from deploykit.core.errors import BadInput, Overloaded, Unsupported
 from deploykit.serving.batching.policy import Pending, Watcher
 from deploykit.serving.models.repository import ModelRepository, ServeOptions
-from deploykit.serving.observe.prometheus import exposition
 from deploykit.serving.oip.request import Request, RequestedOutput
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import WAIT_S, GatedEngine
+from tests.support.serving.scrapes import exposition
 from tests.support.serving.warming import Clock, TimedEngine, warmed
 
 

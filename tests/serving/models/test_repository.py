@@ -11,10 +11,11 @@ import pytest
 from deploykit.core.errors import BadInput, NotFound, Overloaded, Unsupported
 from deploykit.runtimes.cuda.errors import DeviceLost
 from deploykit.serving.models.repository import ModelRepository, ServeOptions
-from deploykit.serving.observe.prometheus import Sample, exposition
+from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.oip.request import Request, RequestedOutput
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import WAIT_S, GatedEngine
+from tests.support.serving.scrapes import exposition
 
 
 def ask(rows: int = 1, **more: Any) -> Request:

@@ -16,8 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from deploykit.core.errors import BadInput, Expired
 from deploykit.serving.batching.policy import BatchRun, Pending
 from deploykit.serving.observe.metrics import STAGES, ModelMetrics
-from deploykit.serving.observe.prometheus import Histogram, Sample, exposition
+from deploykit.serving.observe.prometheus import Histogram, Sample
 from tests.support.serving.running import running
+from tests.support.serving.scrapes import exposition
 
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
 

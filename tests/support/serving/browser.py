@@ -172,11 +172,6 @@ class Tab:
             width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
         )  # fmt: skip
 
-    def screenshot(self, path: Path) -> None:
-        """The whole page as a PNG file."""
-        data = self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
-        path.write_bytes(base64.b64decode(data))
-
     def close(self) -> None:
         self._socket.close()
 
