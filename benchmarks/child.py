@@ -5,17 +5,19 @@ The caller imports little: Linux counts what a process held before `exec` as its
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,3 +128,22 @@ except ImportError:
     pass
 print(json.dumps(found))
 """
+
+
+@contextlib.contextmanager
+def listening(command: Sequence[str]) -> Iterator[int]:
+    """A process that `command` and `--port PORT` start; yields its port once it accepts."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen([*command, "--port", str(port)])
+    try:
+        for _ in range(200):
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+        yield port
+    finally:
+        server.kill()
+        server.wait(30)
