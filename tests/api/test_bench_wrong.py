@@ -18,6 +18,7 @@ from deploykit.api.bench import bench
 from deploykit.cli.main import main
 from deploykit.core.errors import BadInput
 from deploykit.measure.report.report import Report
+from deploykit.measure.report.tables import summary
 
 pytestmark = pytest.mark.usefixtures("onnxruntime_alone")
 
@@ -46,9 +47,9 @@ def zeros(tmp_path: Path) -> Path:
     return write(tmp_path / "zeros.onnx", np.zeros((16, 4)))
 
 
-def timed(*engines: Path) -> Report:
+def timed(*engines: Path, data: Path | None = None) -> Report:
     out = engines[0].parent / "report"
-    return bench(engines, out=out, warmup_s=0.0, seconds=0.05, batches=(1, 8))
+    return bench(engines, out=out, warmup_s=0.0, seconds=0.05, batches=(1, 8), data=data)
 
 
 def test_a_wrong_engine_is_timed_and_compared_with_nothing(right: Path, zeros: Path) -> None:
@@ -62,6 +63,19 @@ def test_a_wrong_engine_is_timed_and_compared_with_nothing(right: Path, zeros: P
     assert "1 of 1 gates NOT met: outputs of zeros.onnx" in gate
     assert "SQNR 0.0 dB" in gate
     assert not any("zeros" in each for each in sentences)
+
+
+def test_each_engine_has_its_own_accuracy(right: Path, zeros: Path) -> None:
+    """A wrong engine's took the place of the baseline's: both are float32."""
+    x = np.random.default_rng(2).standard_normal((64, 16)).astype(np.float32)
+    labels = (x @ np.random.default_rng(1).standard_normal((16, 4))).argmax(axis=1)
+    np.savez(right.parent / "data.npz", x=x, labels=labels)
+    report = timed(right, zeros, data=right.parent / "data.npz")
+    scores = {row.label: row.value.value for row in report.accuracy}
+    assert scores["fp32 CPU"] == 1.0
+    assert scores["zeros"] < 0.5
+    (shown,) = [row for row in summary(report.to_dict()).rows if row[0] == "fp32 CPU"]
+    assert shown[2].startswith("100.0")
 
 
 def test_without_another_engine_no_ratio_is_stated(right: Path, zeros: Path) -> None:

@@ -20,6 +20,7 @@ from deploykit.measure.report.limit_figures import (
 from deploykit.measure.report.percentile_figures import calls_chart, served_chart
 from deploykit.measure.report.rows import (
     Json,
+    accuracy_of,
     at_smallest,
     by_label,
     limit_line,
@@ -158,14 +159,14 @@ def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
 def _accuracy(document: Json) -> Chart | None:
     """Accuracy of each precision against the p50 latency of its setups at the smallest batch."""
     look = looks(document)
-    accuracy = {str(row["precision"]): row for row in document["accuracy"]}
     series, rows, sentences = [], [], []
     metric = ""
     points = [p for p in document["points"] if p["scenario"] == document["points"][0]["scenario"]]
     points = at_smallest(points)
     for label, chosen in by_label(points).items():
         point = chosen[0]
-        row, p50 = accuracy.get(str(point["precision"])), point["latency"]["p50_ms"]
+        row = accuracy_of(document["accuracy"], label, str(point["precision"]))
+        p50 = point["latency"]["p50_ms"]
         if row is None or p50 is None or why_not(document, point) == "wrong outputs":
             continue
         share = {key: part * 100 for key, part in row["value"].items()}

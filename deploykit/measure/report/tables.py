@@ -19,7 +19,13 @@ from deploykit.measure.report.formatting import (
     spread,
 )
 from deploykit.measure.report.limit_tables import limit_tables
-from deploykit.measure.report.rows import by_label, load_label, provenance_rows, why_not
+from deploykit.measure.report.rows import (
+    accuracy_of,
+    by_label,
+    load_label,
+    provenance_rows,
+    why_not,
+)
 
 Json = Mapping[str, Any]
 NOT_MEASURED = "not measured"
@@ -39,13 +45,13 @@ class Table:
 
 def summary(document: Json) -> Table:
     """One row for each setup at its best batch, one for each load level; then what is missing."""
-    accuracy = {str(row["precision"]): row for row in document["accuracy"]}
     rows, apart = list[tuple[str, ...]](), list[tuple[str, ...]]()
     for label, measured in by_label(document["points"]).items():
         usable = [point for point in measured if not why_not(document, point)]
         chosen = usable or measured
         best = max(chosen, key=lambda point: float(point["throughput_per_s"]["value"]))
-        first, scored = chosen[0], accuracy.get(str(best["precision"]))
+        first = chosen[0]
+        scored = accuracy_of(document["accuracy"], label, str(best["precision"]))
         at_first = str(first["batch"]) == _first_batch(document)
         (rows if usable else apart).append(
             (
@@ -180,6 +186,7 @@ def _gates(document: Json) -> Table:
 def _accuracy(document: Json) -> Table:
     rows = tuple(
         (
+            row["label"] or row["precision"],
             row["precision"],
             row["metric"],
             count(row["n"]),
@@ -188,8 +195,10 @@ def _accuracy(document: Json) -> Table:
         )
         for row in document["accuracy"]
     )
-    columns = ("precision", "metric", "samples", "value", "drop")
-    return Table("Accuracy", columns, rows, (0, 1), "A drop is paired: the same samples on both.")
+    columns = ("setup", "precision", "metric", "samples", "value", "drop")
+    return Table(
+        "Accuracy", columns, rows, (0, 1, 2), "A drop is paired: the same samples on both."
+    )
 
 
 def _decided_by(document: Json, parity: Json) -> str:

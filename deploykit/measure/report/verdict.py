@@ -13,7 +13,7 @@ from deploykit.measure.load.result import LoadResult
 from deploykit.measure.report.conclusions import conclusions
 from deploykit.measure.report.formatting import SPACE, count, number, points, spread
 from deploykit.measure.report.report import Report
-from deploykit.measure.report.rows import load_label
+from deploykit.measure.report.rows import accuracy_of, load_label
 from deploykit.measure.statistics import NO_DIFFERENCE, PRACTICALLY_EQUAL, difference
 from deploykit.measure.timing.cpu_search import describe_best
 from deploykit.measure.timing.sweep import Point
@@ -108,7 +108,7 @@ def _headline(
     )
     what = _ratio(report, candidate, reference, reference in own)
     notes = dict.fromkeys(point.note for point in (candidate, reference) if point.note)
-    sentences = ["; ".join([what, _accuracy(report, candidate.precision), *notes]) + "."]
+    sentences = ["; ".join([what, _accuracy(report, candidate), *notes]) + "."]
     equals = [each for each in usable if _comparable(each, candidate) and each is not candidate]
     named = {candidate.label, reference.label}
     for title, rivals in (
@@ -195,14 +195,15 @@ def _fastest(found: Sequence[Point]) -> Point:
     return max(found, key=lambda point: point.throughput_per_s.value)
 
 
-def _accuracy(report: Report, precision: str) -> str:
-    for row in report.accuracy:
-        if row.precision == precision and row.drop is not None:
-            drop = points(row.drop.to_dict(), row.n)
-            return f"{row.metric} drop {drop.removesuffix(')')}, n = {row.n})"
-        if row.precision == precision:
-            return f"its accuracy is the reference ({row.metric}, n = {row.n})"
-    return "its accuracy was not measured"
+def _accuracy(report: Report, candidate: Point) -> str:
+    rows = [each.to_dict() for each in report.accuracy]
+    row = accuracy_of(rows, candidate.label, candidate.precision)
+    if row is None:
+        return "its accuracy was not measured"
+    if row["drop"] is None:
+        return f"its accuracy is the reference ({row['metric']}, n = {row['n']})"
+    drop = points(row["drop"], row["n"])
+    return f"{row['metric']} drop {drop.removesuffix(')')}, n = {row['n']})"
 
 
 def _scenario_sentences(report: Report) -> list[str]:
