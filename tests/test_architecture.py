@@ -73,14 +73,14 @@ BUDGETS = {
     "exporters": 2060,
     "onnx_graph+quantization": 5560,
     "builders": 1910,
-    "measure": 10150,
+    "measure": 10190,
     "pipelines": 1820,
     "planning": 865,
     "serving": 15474,
     "bundling": 1670,
     "cluster": 270,
     "api": 10860,
-    "cli": 2990,
+    "cli": 3005,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 158  # the whole package, with the list of public names
 LONG: set[str] = set()  # functions over 60 lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,12 @@ def test_the_command_ends_with_1_and_writes_the_report(
     with pytest.raises(SystemExit) as ended:
         sys.exit(main())
     assert ended.value.code == 1
-    assert "error: outputs of zeros.onnx: against right.onnx" in capfd.readouterr().err
+    printed = capfd.readouterr()
+    assert "error: outputs of zeros.onnx: against right.onnx" in printed.err
+    table, _, _ = printed.out.partition("\n\n")
+    assert re.findall(r"^(.*?)  ", table, re.MULTILINE)[-1].startswith("✗ zeros")
+    assert "✗: no verdict" in table
+    assert re.search(r"needs [\d,]+ calls", table), "a percentile says what it takes"
     document = json.loads((tmp_path / "out" / "report.json").read_text())
     assert document["wrong"]
     assert [gate["passed"] for gate in document["gates"]] == [False]

@@ -35,8 +35,13 @@ _POINT_COLUMNS = ("setup", "batch", "p50 (ms)", "p99 (ms)", "throughput (inferen
 
 
 def charts(document: Json) -> tuple[list[Figure], list[str]]:
-    """The charts that have data, and one sentence for each that has none."""
-    points: list[Json] = document["points"]
+    """The charts that have data, and one sentence for each that has none.
+
+    The speed of wrong outputs is drawn in none.
+    """
+    wrong = document["wrong"]
+    points: list[Json] = [point for point in document["points"] if point["label"] not in wrong]
+    document = {**document, "points": points}
     scenarios = list(dict.fromkeys(str(point["scenario"]) for point in points))
     drawn: list[Figure] = []
     for index, scenario in enumerate(scenarios, 1):  # two scenarios never share a chart
@@ -53,6 +58,8 @@ def charts(document: Json) -> tuple[list[Figure], list[str]]:
     ]
     if not points:
         missing.insert(0, "Latency and throughput of the engines were not measured.")
+    if wrong:
+        missing.insert(0, f"Not drawn, as the outputs are wrong: {'; '.join(wrong)}.")
     if any(why_not(document, point) for point in points):
         missing.insert(0, "✗ in a chart: rows of this setup give no verdict, for reasons below.")
     if not gpu_charts(document):

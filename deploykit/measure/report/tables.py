@@ -5,7 +5,7 @@ What was not measured is marked as such: never a 0 or an empty cell.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,11 @@ from deploykit.measure.report.formatting import (
 from deploykit.measure.report.limit_tables import limit_tables
 from deploykit.measure.report.rows import (
     accuracy_of,
+    at_smallest,
     by_label,
     load_label,
     provenance_rows,
+    sizes_of,
     why_not,
 )
 
@@ -44,7 +46,7 @@ class Table:
 
 
 def summary(document: Json) -> Table:
-    """One row for each setup at its best batch, one for each load level; then what is missing."""
+    """One row for each setup at its best batch, and one for each load level."""
     rows, apart = list[tuple[str, ...]](), list[tuple[str, ...]]()
     for label, measured in by_label(document["points"]).items():
         usable = [point for point in measured if not why_not(document, point)]
@@ -79,8 +81,7 @@ def summary(document: Json) -> Table:
                 MISSING,
             )
         )
-    rows += [(gap["what"], NOT_MEASURED, *[MISSING] * 5) for gap in document["not_measured"]]
-    missing = [f"{gap['what']} not measured: {gap['why']}." for gap in document["not_measured"]]
+    sizes = [each for each in map(sizes_of, at_smallest(document["points"])[:1]) if each]
     return Table(
         "In short",
         (
@@ -94,25 +95,27 @@ def summary(document: Json) -> Table:
         ),
         tuple(rows),
         (0, 1),
-        " ".join(["Brackets hold 95 % intervals.", *missing]),
+        "".join(f"Inputs of the smallest batch: {each}. " for each in sizes)
+        + "Brackets hold 95 % intervals.",
     )
 
 
 def best_by_batch(document: Json) -> Table:
-    """Per batch size the baseline, the best on a CPU and the best on a GPU, of any setup."""
+    """Per batch size the baseline and the best on a CPU and on a GPU, where there is one."""
+    kinds: Mapping[str, Callable[[Json], bool]] = {
+        "baseline": lambda point: point["label"] == document["baseline"],
+        "best CPU": lambda point: point["device"] == "cpu",
+        "best GPU": lambda point: point["device"] != "cpu",
+    }
+    kinds = {name: of for name, of in kinds.items() if any(map(of, document["points"]))}
     rows = []
     for batch in sorted({int(point["batch"]) for point in document["points"]}):
         here = [p for p in document["points"] if int(p["batch"]) == batch]
         here = [point for point in here if not why_not(document, point)]
-        if not here:
-            continue
-        base = [point for point in here if point["label"] == document["baseline"]]
-        cpu = [point for point in here if point["device"] == "cpu"]
-        gpu = [point for point in here if point["device"] != "cpu"]
-        cells = [f(group) for f in (_quickest, _fastest) for group in (base, cpu, gpu)]
-        rows.append((str(batch), *cells))
-    names = ("baseline", "best CPU", "best GPU")
-    columns = [f"{name}, {what}" for what in ("p50 (ms)", "inferences/s") for name in names]
+        groups = [list(filter(of, here)) for of in kinds.values()]
+        cells = [find(group) for find in (_quickest, _fastest) for group in groups]
+        rows += [(str(batch), *cells)] if here else []
+    columns = [f"{name}, {what}" for what in ("p50 (ms)", "inferences/s") for name in kinds]
     return Table("Best at each batch", ("batch", *columns), tuple(rows))
 
 
@@ -160,9 +163,8 @@ def _against(document: Json, label: str, point: Json) -> str:
 
 
 def details(document: Json) -> list[Table]:
-    """Everything else, in the order of the steps from the weights to the served model."""
+    """Everything but the gates, in the order of the steps from the weights to the served model."""
     tables = [
-        _gates(document),
         _accuracy(document),
         *(parity_table(each, _decided_by(document, each)) for each in document["parity"]),
         _points(document, usable=True),
@@ -175,7 +177,7 @@ def details(document: Json) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
-def _gates(document: Json) -> Table:
+def gates(document: Json) -> Table:
     rows = tuple(
         (gate["name"], "met" if gate["passed"] else "NOT met", gate["detail"])
         for gate in document["gates"]
@@ -270,8 +272,7 @@ def _how(point: Json) -> str:
     how = f"{point['scenario']}, {number(point['duration_s'])}{SPACE}s in {point['rounds']} rounds"
     if point["processes"] > 1:
         how += f" of {point['processes']} processes"
-    sizes = [f"{name} {'×'.join(map(str, shape))}" for name, shape in point["shapes"].items()]
-    return "; ".join([how, *sizes, *([point["note"]] if point["note"] else [])])
+    return "; ".join(filter(None, [how, sizes_of(point), point["note"]]))
 
 
 def serving_table(document: Json) -> Table:
