@@ -6,7 +6,7 @@ import datetime
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -164,7 +164,7 @@ class _Run:
     gates: dict[str, Gate]  # by the entry's key
     columns: Columns
     gaps: list[NotMeasured]
-    asked: frozenset[str]  # keys of the engines, without the baseline's
+    asked: Set[str]  # keys of the engines; the baseline's where there is no other
 
     def known(self, points: Sequence[Point], gaps: Sequence[NotMeasured]) -> dict[str, Any]:
         """The fields of the report that depend on the run and its points."""
@@ -222,7 +222,7 @@ def _prepare(
         columns = choose_columns(reference, every, *what)
     if not proofs.accuracy:
         gaps.append(NotMeasured("accuracy", "no labelled data were given (`data`)"))
-    asked = frozenset(each.key for each in every[1:] if not each.rival)
+    asked = frozenset(each.key for each in every[1:] if not each.rival) or {reference.key}
     return _Run(machine, inputs, proofs.parity, proofs.accuracy, proofs.gates, columns, gaps, asked)
 
 

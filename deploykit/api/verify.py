@@ -263,6 +263,9 @@ def outputs_gate(artefact: Artefact, parity: Parity, drop: Drop | None) -> Gate:
     worst = min(parity.rows, key=lambda row: (not row.problem, row.sqnr_db))
     if drop is not None and drop.drop.high <= most:
         return Gate(name, True, f"by their accuracy: {drop.describe()}; {parity.why}")
-    passed = not worst.problem and worst.sqnr_db >= least_db
-    detail = f"{parity.why}; SQNR {worst.sqnr_db:.1f} dB, {least_db:g} or more is asked"
-    return Gate(name, passed, detail)
+    if worst.problem:
+        return Gate(name, False, parity.why)
+    asked = f"SQNR {worst.sqnr_db:.1f} dB, {least_db:g} or more is asked"
+    if worst.sqnr_db >= least_db:
+        return Gate(name, True, f"against {parity.a}: {asked}")
+    return Gate(name, False, f"{parity.why}; {asked}")

@@ -139,7 +139,7 @@ def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
     behind = [c["label"] for c in found if c["batch"] is None]
     if behind:
         sentences.append(
-            f"Not ahead of {document['baseline']} up to batch {batches[-1]}: {', '.join(behind)}"
+            f"Not ahead of {document['baseline']} up to batch {batches[-1]}: {'; '.join(behind)}"
         )
     usable = [point for point in points if not why_not(document, point)]
     best = max(usable or points, key=lambda point: float(point["throughput_per_s"]["value"]))

@@ -27,7 +27,10 @@ def verdict(report: Report) -> tuple[str, ...]:
     sentences = [f"INVALID: {reason.rstrip('.')}." for reason in report.invalid]
     if unmet:
         named = "; ".join(f"{gate.name}: {gate.detail}" for gate in unmet)
-        sentences.append(f"{len(unmet)} of {len(report.gates)} gates NOT met: {named}.")
+        no_speed_up = " Wrong outputs have no speed-up." * bool(report.wrong)
+        sentences.append(
+            f"{len(unmet)} of {len(report.gates)} gates NOT met: {named}.{no_speed_up}"
+        )
     if report.throttled:
         sentences.append(
             f"The GPU was throttled ({', '.join(report.throttled)}): no speed-up is stated. "
@@ -73,7 +76,7 @@ def _power_mode(report: Report) -> list[str]:
 
 
 def _headlines(report: Report) -> list[str]:
-    """One for each engine that was asked for; without such, one of the fastest."""
+    """Of each engine that was asked for, else of the fastest; of one model alone its figures."""
     if not report.points:
         return [] if report.serving else ["No engine was timed."]
     usable = report.usable
@@ -82,18 +85,36 @@ def _headlines(report: Report) -> list[str]:
     others = others or [point for point in own if point.label != report.baseline]
     engines: dict[str, list[Point]] = {}
     for label in report.asked:
-        engines.setdefault(label.partition(", ")[0], []).extend(
-            point for point in others if point.label == label
-        )
-    asked = [found for found in engines.values() if found] or [others]
-    found = [_headline(report, each, usable, own) for each in asked[:_MOST]]
-    sentences = [sentence for each in found for sentence in each]
+        if not f"{label}, ".startswith(f"{report.baseline}, "):
+            engines.setdefault(label.partition(", ")[0], []).extend(
+                point for point in others if point.label == label
+            )
+    sentences = _figures(report, own) if report.baseline in report.asked else []
+    sentences += [
+        f"No row of {name} gives a verdict."
+        for name, found in engines.items()
+        if not found and name not in report.wrong
+    ]
+    asked = [found for found in engines.values() if found] if engines else [others]
+    for found in asked[:_MOST]:
+        sentences += _headline(report, found, usable, own)
     if not sentences and not report.wrong and usable:
         best = _fastest(usable)
         rate = f"{best.label}: {spread(best.throughput_per_s.to_dict())} inferences/s"
         why = "nothing else" if report.baseline else "no baseline"
         return [f"{rate} at batch {best.batch}; {why} was measured to compare it with."]
     return sentences
+
+
+def _figures(report: Report, own: Sequence[Point]) -> list[str]:
+    """What a model reaches that nothing was given to compare with."""
+    if not own:
+        return []
+    first, best = min(own, key=lambda point: point.batch), _fastest(own)
+    p50 = first.latency.p50_ms
+    at = f"p50 {number(p50.value)}{SPACE}ms at batch {first.batch}; " if p50 else ""
+    rate = f"up to {spread(best.throughput_per_s.to_dict())} inferences/s at batch {best.batch}"
+    return [f"{report.artefacts[0]['file']}: {at}{rate}, in {_session_text(best)}."]
 
 
 def _headline(
