@@ -80,7 +80,7 @@ BUDGETS = {
     "bundling": 1670,
     "cluster": 270,
     "api": 10860,
-    "cli": 3005,
+    "cli": 3015,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 158  # the whole package, with the list of public names
 LONG: set[str] = set()  # functions over 60 lines

@@ -280,7 +280,7 @@ def _time(
     from deploykit.runtimes.devices import Devices, GpuWatch
     from deploykit.runtimes.energy import EnergyMeter
 
-    ceilings = cpu_ceilings(run.columns.setups, timing.seconds, on_progress)
+    ceilings, unprobed = cpu_ceilings(run.columns.setups, timing.seconds, on_progress)
     gpu = gpu_limits(run.columns.gpu, timing.seconds, on_progress)
     watch, around_s = Watch(), min(_AROUND_S, timing.seconds / 10)
     before = watch.over(around_s, time.sleep)
@@ -311,7 +311,7 @@ def _time(
         "energy": energy.energy(points),
         **limits(every, run.columns.setups, points, ceilings, gpu),
     }
-    return points, found, (*gpu.gaps, *energy.gaps(points), *missing)
+    return points, found, (*unprobed, *gpu.gaps, *energy.gaps(points), *missing)
 
 
 def _method(timing: Timing, points: Sequence[Point]) -> str:
