@@ -55,6 +55,7 @@ def summary(document: Json) -> Table:
         first = chosen[0]
         scored = accuracy_of(document["accuracy"], label, str(best["precision"]))
         at_first = str(first["batch"]) == _first_batch(document)
+        doubt = "wrong outputs" if label in document["wrong"] else "no verdict"
         (rows if usable else apart).append(
             (
                 label,
@@ -62,7 +63,7 @@ def summary(document: Json) -> Table:
                 NOT_MEASURED if scored is None else percent(scored["value"], scored["n"]),
                 *(_ms(first, key) if at_first else MISSING for key in ("p50_ms", "p99_ms")),
                 f"{spread(best['throughput_per_s'])} batch {best['batch']}",
-                _against(document, label, best) if usable else "no verdict",
+                _against(document, label, best) if usable else doubt,
             )
         )
     rows += apart

@@ -46,8 +46,11 @@ def verdict(report: Report) -> tuple[str, ...]:
     if report.quick:
         sentences.append("Timings are short, so intervals are wider than with 60 s for each point.")
     if report.not_measured:
-        gaps = "; ".join(f"{gap.what} ({gap.why})" for gap in report.not_measured)
-        sentences.append(f"Not measured: {gaps}.")
+        gaps: dict[str, list[str]] = {}
+        for gap in report.not_measured:
+            gaps.setdefault(gap.why, []).append(gap.what)
+        named = "; ".join(f"{' and '.join(what)} ({why})" for why, what in gaps.items())
+        sentences.append(f"Not measured: {named}.")
     return tuple(sentences)
 
 

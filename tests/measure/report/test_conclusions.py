@@ -148,6 +148,7 @@ def test_a_marked_row_is_apart_in_tables_and_charts(report: Report) -> None:
 def test_a_wrong_engine_is_in_no_conclusion(report: Report) -> None:
     wrong = replace(report, wrong=("int8 CPU",), asked=("int8 CPU",))
     assert "int8 CPU is" not in words(wrong)
+    assert summary(wrong.to_dict()).rows[3][-1] == "wrong outputs"
     assert "INT8 pays" not in words(wrong)
 
 
