@@ -75,7 +75,8 @@ class Proofs:
             drop, found = None, self._top1(engine, feeds)
         if found is not None and self._scores is not None:
             drop = paired_drop(self._scores, found, TOP1)
-        gate = replace(outputs_gate(item.artefact, parity, drop), name=f"outputs of {name}")
+        gate = outputs_gate(item.artefact, parity, drop, item.precision)
+        gate = replace(gate, name=f"outputs of {name}")
         if item.rival and not gate.passed:
             return gate
         if drop is not None and not gpu:
