@@ -221,7 +221,7 @@ def _prepare(
         what = (machine, device, batches, search, proofs.admit)
         columns = choose_columns(reference, every, *what)
     if not proofs.accuracy:
-        gaps.append(NotMeasured("accuracy", "no labelled data were given (`data`)"))
+        gaps.append(NotMeasured("accuracy", "no labelled data were given"))
     asked = frozenset(each.key for each in every[1:] if not each.rival) or {reference.key}
     return _Run(machine, inputs, proofs.parity, proofs.accuracy, proofs.gates, columns, gaps, asked)
 
