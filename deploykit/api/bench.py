@@ -6,7 +6,7 @@ import datetime
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -164,7 +164,7 @@ class _Run:
     gates: dict[str, Gate]  # by the entry's key
     columns: Columns
     gaps: list[NotMeasured]
-    asked: frozenset[str]  # keys of the engines, without the baseline's
+    asked: Set[str]  # keys of the engines; the baseline's where there is no other
 
     def known(self, points: Sequence[Point], gaps: Sequence[NotMeasured]) -> dict[str, Any]:
         """The fields of the report that depend on the run and its points."""
@@ -221,8 +221,8 @@ def _prepare(
         what = (machine, device, batches, search, proofs.admit)
         columns = choose_columns(reference, every, *what)
     if not proofs.accuracy:
-        gaps.append(NotMeasured("accuracy", "no labelled data were given (`data`)"))
-    asked = frozenset(each.key for each in every[1:] if not each.rival)
+        gaps.append(NotMeasured("accuracy", "no labelled data were given"))
+    asked = frozenset(each.key for each in every[1:] if not each.rival) or {reference.key}
     return _Run(machine, inputs, proofs.parity, proofs.accuracy, proofs.gates, columns, gaps, asked)
 
 
@@ -280,7 +280,7 @@ def _time(
     from deploykit.runtimes.devices import Devices, GpuWatch
     from deploykit.runtimes.energy import EnergyMeter
 
-    ceilings = cpu_ceilings(run.columns.setups, timing.seconds, on_progress)
+    ceilings, unprobed = cpu_ceilings(run.columns.setups, timing.seconds, on_progress)
     gpu = gpu_limits(run.columns.gpu, timing.seconds, on_progress)
     watch, around_s = Watch(), min(_AROUND_S, timing.seconds / 10)
     before = watch.over(around_s, time.sleep)
@@ -311,7 +311,7 @@ def _time(
         "energy": energy.energy(points),
         **limits(every, run.columns.setups, points, ceilings, gpu),
     }
-    return points, found, (*gpu.gaps, *energy.gaps(points), *missing)
+    return points, found, (*unprobed, *gpu.gaps, *energy.gaps(points), *missing)
 
 
 def _method(timing: Timing, points: Sequence[Point]) -> str:

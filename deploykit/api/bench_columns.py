@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -54,7 +55,7 @@ class Entry:
     """One artefact in one runtime. `precision`: "fp32", "fp16", "int8", ...
 
     `rival`: the label of one that nobody asked for, which may be faster on this CPU, else "".
-    `options`: what its runtime needs besides to open it.
+    `options`: what its runtime needs besides to open it. `label`: of its columns, or their start.
     """
 
     artefact: Artefact
@@ -64,6 +65,7 @@ class Entry:
     runtime: str
     rival: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    label: str = ""
 
     @property
     def key(self) -> str:
@@ -150,7 +152,25 @@ def open_entries(
         raise BadInput(f"`arch` {arch}: none of the engines is a file of weights only")
     others = {item.artefact.path.resolve(): item for item in found}
     others.pop(reference.artefact.path.resolve(), None)
-    return (reference, *others.values())
+    return (replace(reference, label=BASELINE), *_labelled([*others.values()], reference))
+
+
+def _labelled(found: Sequence[Entry], reference: Entry) -> list[Entry]:
+    """Each with a label of its own: its stem, or as much of its path as tells it from others."""
+    names = [_names(item, reference) for item in found]
+    taken = Counter([BASELINE, *(name for each in names for name in each)])
+    free = [next(name for name in each if taken[name] == 1) for each in names]
+    return [replace(item, label=label) for item, label in zip(found, free, strict=True)]
+
+
+def _names(item: Entry, reference: Entry) -> list[str]:
+    """What its columns may be called, the shortest first; no name reads as one of the baseline."""
+    runtime, path = item.artefact.runtime, item.artefact.path.resolve()
+    where = f" in {runtime.title}" if item.runtime != reference.runtime else ""
+    where = where if runtime.on_cpu else f", {runtime.title}"
+    ends = ["/".join(path.parts[-n:]) for n in range(1, len(path.parts) + 1)]
+    names = [end + where for end in dict.fromkeys([path.stem, *ends])]
+    return [name for name in names if not name.startswith(f"{BASELINE}, ")]
 
 
 def _find_baseline(first: Entry, trust: bool, note: Callable[[str], None]) -> Entry:
@@ -205,19 +225,19 @@ def choose_columns(
     searches, setups, on_gpu = list["CpuSearch"](), list["Setup"](), list["Setup"]()
     alike: dict[int, list[CpuSettings]] = {}
     for item in every:
-        runtime, stem = item.artefact.runtime, item.artefact.path.stem
+        runtime, label = item.artefact.runtime, item.label
         if not runtime.on_cpu:
-            setup = _setup(item, f"{stem}, {runtime.title}", device)
+            setup = _setup(item, label, device)
             setups += with_graphs(setup, batches) if runtime.overlaps else [setup]
             continue
-        label = _label(item, reference)
         if gpu and not item.rival and "cuda" in runtime.devices and admit(item, gaps, gpu):
-            on_gpu.append(_setup(item, f"{stem if item is reference else label}, GPU", gpu))
+            name = item.artefact.path.stem if item is reference else label
+            on_gpu.append(_setup(item, f"{name}, GPU", gpu))
         if gpu and on_gpu_alone(item, device):
             gaps.append(NotMeasured(f"{item.artefact.name} on the CPU", _ON_GPU_ALONE))
             continue
         if item.runtime not in SEARCHED:  # its settings are not ours to try
-            setups.append(_setup(item, stem, "cpu"))
+            setups.append(_setup(item, label, "cpu"))
             continue
         own, behind = dict[int, CpuSettings](), list[int]()
         for batch in batches:
@@ -240,16 +260,6 @@ def choose_columns(
             setups += _placed(item, _by_settings(label, own))
             setups += [] if own or item.rival else [_setup(item, label, "cpu")]
     return Columns([*setups, *on_gpu], searches, gaps, gpu)
-
-
-def _label(item: Entry, reference: Entry) -> str:
-    """Of its columns on the CPU."""
-    stem = item.artefact.path.stem
-    if item is reference:
-        return BASELINE
-    if item.runtime != reference.runtime:
-        return item.rival or f"{stem} in {item.artefact.runtime.title}"
-    return stem
 
 
 def on_gpu_alone(item: Entry, device: str) -> bool:

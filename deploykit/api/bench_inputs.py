@@ -95,7 +95,14 @@ def choose_inputs(
         )
     if any(size == 0 for array in (arrays or {}).values() for size in array.shape):
         raise BadInput(f"{artefact}: an input of size 0 cannot be timed")
-    return BenchInputs(specs, {axis: sizes[axis] for axis in free}, source, arrays)
+    found = BenchInputs(specs, {axis: sizes[axis] for axis in free}, source, arrays)
+    if source == RANDOM:
+        try:
+            engine(found(1))
+        except BadInput as exc:
+            hint = "`data`: inputs that the model takes; these were random numbers"
+            raise BadInput(exc.message, hint=exc.hint or hint) from exc
+    return found
 
 
 def _check_axes(axes: Mapping[str, int], free: Sequence[str], specs: Sequence[TensorSpec]) -> None:

@@ -35,18 +35,24 @@ _ROUND = re.compile(r"(.+), batch (\d+): round \d+", re.DOTALL)
 
 def cpu_ceilings(
     setups: Sequence[Setup], seconds: float, on_progress: Progress | None
-) -> dict[int, CpuCalibration]:
+) -> tuple[dict[int, CpuCalibration], list[NotMeasured]]:
     """What a probe measured of this machine's CPU, for each number of threads of one session.
 
-    A short run takes only what is kept.
+    A short run takes only what is kept. Also why there is none: the probe needs room for a file.
     """
+    from deploykit.measure.report.report import NotMeasured
+
     only_kept = seconds < PROBE_FROM_S
     wanted = {default_threads()}
     wanted |= {each.threads for each in setups if each.sessions == 1 and each.threads}
-    found = {
-        n: probe_cpu(threads=n, only_kept=only_kept, on_progress=on_progress)[0] for n in wanted
-    }
-    return {threads: each for threads, each in found.items() if each is not None}
+    found: dict[int, CpuCalibration] = {}
+    try:
+        for threads in wanted:
+            each, _ = probe_cpu(threads=threads, only_kept=only_kept, on_progress=on_progress)
+            found |= {threads: each} if each else {}
+    except DeploykitError as exc:
+        return found, [NotMeasured("ceilings of the CPU", exc.message)]
+    return found, []
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from deploykit.api.bench_columns import Entry
+from deploykit.api.bench_columns import BASELINE, Entry
 from deploykit.api.feeds import comparison_feeds
 from deploykit.core.errors import DeploykitError
 
@@ -45,7 +45,7 @@ class Proofs:
             self._scores = self._top1(base, feeds)
         if self._scores is not None:
             score = paired_drop(self._scores, self._scores, TOP1)
-            row = Accuracy(reference.precision, TOP1, score.n, score.reference, None)
+            row = Accuracy(reference.precision, TOP1, score.n, score.reference, None, BASELINE)
             self.accuracy.append(row)
 
     def prove(self, item: Entry, gpu: str = "") -> Gate:
@@ -75,12 +75,12 @@ class Proofs:
             drop, found = None, self._top1(engine, feeds)
         if found is not None and self._scores is not None:
             drop = paired_drop(self._scores, found, TOP1)
-        gate = replace(outputs_gate(item.artefact, parity, drop), name=f"outputs of {name}")
+        gate = outputs_gate(item.artefact, parity, drop, item.precision)
+        gate = replace(gate, name=f"outputs of {name}")
         if item.rival and not gate.passed:
             return gate
-        known = item.rival and item.precision in {row.precision for row in self.accuracy}
-        if drop is not None and not known and not gpu:
-            row = Accuracy(item.precision, TOP1, drop.n, drop.candidate, drop.drop)
+        if drop is not None and not gpu:
+            row = Accuracy(item.precision, TOP1, drop.n, drop.candidate, drop.drop, item.label)
             self.accuracy.append(row)
         self.parity.append(parity)
         if not item.rival:

@@ -5,12 +5,14 @@ A rival is timed only if its outputs are right; nobody asked for it, so its fail
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from deploykit.api.bench_columns import Entry, open_session
+from deploykit.api.bench_columns import BASELINE, Entry, open_session
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import DeploykitError
 from deploykit.core.extras import install_hint, installed
@@ -43,35 +45,34 @@ def find_rivals(
         if not all(map(installed, runtime.modules)):
             gaps[runtime.title] = f"not installed: {install_hint(runtime.modules[0])}"
             continue
-        found += [_rival(runtime, each.artefact, each.precision, every) for each in graphs]
+        found += [_rival(runtime, each, each.artefact, each.precision) for each in graphs]
         if "avx512_bf16" not in machine.cpu_features:
             gaps[f"{runtime.title} {_HALF}"] = "this CPU has no instructions for it"
         elif every[0].precision == "fp32" and not any(e.precision == _HALF for e in graphs):
             try:
-                found.append(_rival(runtime, _rounded(every[0].artefact, folder), _HALF, every))
+                rounded = _rounded(every[0].artefact, folder)
+                found.append(_rival(runtime, every[0], rounded, _HALF))
             except DeploykitError as exc:
                 gaps[f"{runtime.title} {_HALF}"] = exc.message
     modules = [each for each in every if each.runtime == "torch"]
     torch = RUNTIMES["torch"]
-    found += [_rival(torch, each.artefact, _HALF, every, **each.options) for each in modules]
+    found += [_rival(torch, each, each.artefact, _HALF) for each in modules]
     if not modules:
         gaps["PyTorch"] = "no module was given: add the checkpoint that the model was exported from"
     if not any(item.precision == "int8" and item.artefact.runtime.on_cpu for item in every):
         gaps["INT8"] = "no INT8 file was given; `deploykit quantize --to int8` makes one"
+    alike = Counter(each.rival for each in found)
+    names = [each.rival + f" of {each.label}" * (alike[each.rival] > 1) for each in found]
+    found = [replace(each, rival=n, label=n) for each, n in zip(found, names, strict=True)]
     return found, [NotMeasured(f"{what} on the CPU", why) for what, why in gaps.items()]
 
 
-def _rival(
-    runtime: Runtime,
-    artefact: Artefact,
-    precision: str,
-    every: Sequence[Entry],
-    **options: Any,
-) -> Entry:
-    alike = sum(each.precision == precision for each in every) > 1
-    label = f"{runtime.title} {precision}" + f" of {artefact.path.stem}" * alike
-    opener = partial(open_session, runtime.name, artefact, precision, None, options)
-    return Entry(artefact, precision, {}, opener, runtime.name, label, options)
+def _rival(runtime: Runtime, of: Entry, artefact: Artefact, precision: str) -> Entry:
+    """Of the entry `of`, whose name is its label until all are known."""
+    opener = partial(open_session, runtime.name, artefact, precision, None, of.options)
+    label = artefact.path.stem if of.label == BASELINE else of.label
+    rival = f"{runtime.title} {precision}"
+    return Entry(artefact, precision, {}, opener, runtime.name, rival, of.options, label)
 
 
 def _rounded(artefact: Artefact, folder: Path) -> Artefact:

@@ -248,17 +248,22 @@ def _fastest(report: Report, files: Mapping[str, Path]) -> Path:
 
 def _rows(report: Report) -> tuple[tuple[str, ...], ...]:
     """Setup, accuracy, latency at batch 1, throughput at its best batch."""
+    from deploykit.measure.report.rows import accuracy_of
     from deploykit.measure.timing.crossover import best as fastest
 
-    scores = {row.precision: f"{row.value.value * 100:.2f} %" for row in report.accuracy}
+    def score(point: Point) -> str:
+        found = [row.to_dict() for row in report.accuracy]
+        row = accuracy_of(found, point.label, point.precision)
+        return f"{row['value']['value'] * 100:.2f} %" if row else "-"
+
     rows = []
     for label in dict.fromkeys(point.label for point in report.points):
         points = [point for point in report.points if point.label == label]
-        rows.append(_row(label, scores.get(points[0].precision, "-"), points))
+        rows.append(_row(label, score(points[0]), points))
     cpu = [point for point in report.points if point.device == "cpu"]
     best = max(cpu, key=lambda point: point.throughput_per_s.value)
     quickest = fastest([p for p in cpu if p.batch == min(p.batch for p in cpu)], "p50")
-    rows.append(_row("best CPU", scores.get(best.precision, "-"), [quickest, best]))
+    rows.append(_row("best CPU", score(best), [quickest, best]))
     for gap in report.not_measured:
         if gap.what == "GPU":
             rows.append(("GPU", "-", "not measured", gap.why))

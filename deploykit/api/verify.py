@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from deploykit.onnx_graph.graph import Graph
     from deploykit.runtimes.engine import Engine
 
+_FLOAT32_SQNR_DB = 25.0  # 6 % of the outputs; TF32 has 50 dB and more
+
 
 def asked_of(graph: Graph) -> tuple[AskedNode, ...]:
     """The nodes of a graph that ask for a precision, by the names that TensorRT's parser gives.
@@ -244,11 +246,12 @@ def _write(
         on_note(f"the proof could not be saved and will be made again: {exc.message}")
 
 
-def outputs_gate(artefact: Artefact, parity: Parity, drop: Drop | None) -> Gate:
+def outputs_gate(artefact: Artefact, parity: Parity, drop: Drop | None, precision: str) -> Gate:
     """Whether an artefact computes its model, so that its speed counts.
 
     Within the parity's bound; else by the bounds of its own accuracy gate, or those of `quantize`:
-    on the accuracy where there are labels, or on the signal-to-noise ratio.
+    on the accuracy where there are labels, or on the signal-to-noise ratio, of which float32, that
+    rounds nothing, needs more.
     """
     from deploykit.measure.evaluate.evaluation import MAX_DROP, MIN_SQNR_DB
     from deploykit.measure.report.report import Gate
@@ -256,13 +259,17 @@ def outputs_gate(artefact: Artefact, parity: Parity, drop: Drop | None) -> Gate:
     manifest = artefact.manifest
     gated = manifest.evidence.accuracy if manifest else None
     most = (gated.max_drop if gated else None) or MAX_DROP
-    least_db = gated.min_sqnr_db if gated else MIN_SQNR_DB
+    usual_db = _FLOAT32_SQNR_DB if precision == "fp32" else MIN_SQNR_DB
+    least_db = gated.min_sqnr_db if gated else usual_db
     name = f"outputs of {artefact.name}"
     if parity.passed:
         return Gate(name, True, parity.why)
     worst = min(parity.rows, key=lambda row: (not row.problem, row.sqnr_db))
     if drop is not None and drop.drop.high <= most:
         return Gate(name, True, f"by their accuracy: {drop.describe()}; {parity.why}")
-    passed = not worst.problem and worst.sqnr_db >= least_db
-    detail = f"{parity.why}; SQNR {worst.sqnr_db:.1f} dB, {least_db:g} or more is asked"
-    return Gate(name, passed, detail)
+    if worst.problem:
+        return Gate(name, False, parity.why)
+    asked = f"SQNR {worst.sqnr_db:.1f} dB, {least_db:g} or more is asked"
+    if worst.sqnr_db >= least_db:
+        return Gate(name, True, f"against {parity.a}: {asked}")
+    return Gate(name, False, f"{parity.why}; {asked}")

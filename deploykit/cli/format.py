@@ -32,8 +32,10 @@ def percentiles(value: Latency) -> list[tuple[str, Interval | None]]:
     return [("p50", value.p50_ms), ("p90", value.p90_ms), ("p99", value.p99_ms)]
 
 
-def ms(value: Interval | None) -> str:
-    return "too few" if value is None else f"{figure(value.value)} ms"
+def ms(value: Interval | None, needs: int | None = None) -> str:
+    """`needs`: how many calls a percentile takes that too few were timed for."""
+    few = f"needs {needs:,} calls" if needs else "too few"
+    return few if value is None else f"{figure(value.value)} ms"
 
 
 def figure(value: float | None) -> str:

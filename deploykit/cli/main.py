@@ -19,7 +19,14 @@ import typer
 from deploykit.cli import output
 from deploykit.cli.commands import Group
 from deploykit.cli.help import reword
-from deploykit.core.errors import EXIT_BUG, EXIT_INTERRUPTED, BadInput, DeploykitError
+from deploykit.core.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    BadInput,
+    DeploykitError,
+    Unsupported,
+    os_reason,
+)
 from deploykit.core.memory import does_not_fit
 
 app = typer.Typer(
@@ -166,6 +173,8 @@ def _exit_with(exc: Exception) -> NoReturn:
     """One of our errors, a usage error of typer's (it has `format_message`), or a bug."""
     if isinstance(exc, MemoryError):
         exc = does_not_fit("", str(exc))
+    if isinstance(exc, FileNotFoundError) and "temporary directory" in str(exc):  # tempfile's
+        exc = Unsupported(os_reason(exc), hint="TMPDIR=DIR, a folder that can be written to")
     if isinstance(exc, DeploykitError):
         output.error(exc)
         _exit(exc.exit_code)

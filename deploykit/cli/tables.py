@@ -8,7 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.cli.format import figure, latency, mix, ms, percent, plain, size, versions
+from deploykit.cli.format import (
+    figure,
+    latency,
+    mix,
+    ms,
+    percent,
+    percentiles,
+    plain,
+    size,
+    versions,
+)
 from deploykit.cli.output import Part, TextTable
 from deploykit.core.task import EMBED
 
@@ -285,27 +295,29 @@ def _rate(value: Interval) -> str:
 
 
 def report(result: Report, folder: Path) -> list[Part]:
+    doubtful = [each for each in result.points if each.marks or each.label in result.wrong]
     rows = [
         (
-            point.label,
+            "✗ " * (point in doubtful) + point.label,
             str(point.batch),
-            ms(point.latency.p50_ms),
-            ms(point.latency.p90_ms),
-            ms(point.latency.p99_ms),
+            *(
+                ms(item, point.latency.needs.get(f"{name}_ms"))
+                for name, item in percentiles(point.latency)
+            ),
             f"{point.throughput_per_s.value:,.0f}",
         )
-        for point in result.points
+        for point in sorted(result.points, key=lambda p: (p.label in result.wrong, bool(p.marks)))
     ]
     header = ("setup", "batch", "p50", "p90", "p99", "inferences/s")
-    lines: list[Part] = [
+    return [
         TextTable(header, rows),
+        *["✗: no verdict, for the reason below"] * bool(doubtful),
         "",
         *_layers(result),
         *result.verdict,
         "",
         f"report: {folder / 'report.html'}",
     ]
-    return lines
 
 
 def _layers(result: Report) -> Iterator[Part]:

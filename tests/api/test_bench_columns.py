@@ -27,7 +27,7 @@ ROW = tuple[str, str, int, "int | None", tuple[int, ...]]
 def columns(
     *paths: Path, found: Mapping[tuple[str, int], tuple[CpuSettings, ...]], batches: tuple[int, ...]
 ) -> Columns:
-    entries = [open_entry(Artefact.open(path), False, print) for path in paths]
+    entries = open_entries(paths, None, False, print)
 
     def search(item: Entry, batch: int) -> CpuSearch | None:
         tried = found.get((item.artefact.name, batch))
@@ -114,6 +114,20 @@ def test_each_file_is_timed_once_and_the_baseline_comes_first(affine_onnx: Path)
     assert names(affine_onnx, affine_onnx) == ["affine.onnx"]
     assert names(other, affine_onnx, baseline=affine_onnx) == ["affine.onnx", "copy.onnx"]
     assert names(affine_onnx, other) == ["affine.onnx", "copy.onnx"]
+
+
+def test_each_engine_has_a_label_of_its_own(affine_onnx: Path) -> None:
+    """Two builds of one name are common; columns of one label ended the run after the search."""
+    names = ("a/affine.onnx", "b/affine.onnx", "fp32 CPU.onnx", "fp32 CPU, 2 sessions.onnx")
+    others = [affine_onnx.parent / name for name in names]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(affine_onnx.read_bytes())
+    found = columns(affine_onnx, *others, found={}, batches=(1,))
+    last = f"{affine_onnx.parent.name}/fp32 CPU, 2 sessions.onnx"
+    assert [setup.label for setup in found.setups] == [
+        *("fp32 CPU", "a/affine.onnx", "b/affine.onnx", "fp32 CPU.onnx", last)
+    ]
 
 
 def test_settings_reach_the_session(affine_onnx: Path) -> None:

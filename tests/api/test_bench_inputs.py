@@ -56,6 +56,24 @@ def test_a_batch_axis_of_any_name_is_swept_with_the_sizes_asked_for(sequence: Pa
     assert "inputs: random numbers, T = 7" in report.notes
 
 
+def test_random_numbers_that_a_model_refuses_are_named_before_the_search(tmp_path: Path) -> None:
+    """Token types of two kinds: ONNX Runtime's own words did not say whose numbers these were."""
+    case = Case(
+        "table",
+        ("i:int64[N]",),
+        ("y:float32[N,2]",),
+        (("Gather", ["table", "i"], "y"),),
+        "",
+        lambda feeds: feeds,
+        {"table": np.zeros((1, 2), np.float32)},
+    )
+    path = tmp_path / "table.onnx"
+    path.write_bytes(onnx_model(case).SerializeToString())
+    with pytest.raises(dk.BadInput, match="out of data bounds") as caught:
+        timed(path)
+    assert caught.value.hint == "`data`: inputs that the model takes; these were random numbers"
+
+
 def test_a_size_that_nothing_tells_is_asked_for(sequence: Path) -> None:
     """Sequences of length 1 were timed, and nothing said so."""
     with pytest.raises(dk.BadInput, match="how large is the axis T of its inputs") as caught:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import deploykit as dk
-from deploykit.api.bench_limits import EnergyLog
+from deploykit.api.bench_limits import EnergyLog, cpu_ceilings
+from deploykit.core.errors import Unsupported
 from deploykit.measure.latency import Latency
 from deploykit.measure.report.tables import details
 from deploykit.measure.statistics import Interval
@@ -55,6 +56,19 @@ def test_every_point_lies_under_the_ceilings(report: dk.Report) -> None:
         assert mark["gflops"] <= ceilings["gflops"]
         assert mark["gflops"] / mark["intensity"] <= ceilings["gbytes_per_s"]
     assert ceilings["gflops"] >= ceilings["gflops fp32"]
+
+
+def test_a_probe_that_finds_no_room_is_a_gap_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended the run, after its search, with the name of a file that nobody had asked for."""
+
+    def full(**_: object) -> None:
+        raise Unsupported("/tmp/deploykit-probe/chain.onnx: no space left on the disk")
+
+    monkeypatch.setattr("deploykit.api.bench_limits.probe_cpu", full)
+    found, (gap,) = cpu_ceilings([], 60.0, None)
+    assert found == {}
+    assert gap.what == "ceilings of the CPU"
+    assert gap.why.endswith("no space left on the disk")
 
 
 def test_the_pages_show_the_predictions(report: dk.Report) -> None:

@@ -11,7 +11,14 @@ import pytest
 
 import deploykit as dk
 from deploykit.api import bench_rivals
-from deploykit.api.bench_columns import Columns, Entry, choose_columns, open_entry, open_on_cpu
+from deploykit.api.bench_columns import (
+    Columns,
+    Entry,
+    choose_columns,
+    open_entries,
+    open_entry,
+    open_on_cpu,
+)
 from deploykit.api.bench_proofs import Proofs
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
@@ -82,7 +89,7 @@ def test_two_files_of_one_precision_have_labels_of_their_own_and_copies_none(
     copy, other = tmp_path / "copy.onnx", tmp_path / "other.onnx"
     copy.write_bytes(model.read_bytes())
     other.write_bytes(model.read_bytes() + b"\x32\x01x")  # doc_string
-    every = [entry(model), entry(copy), entry(other)]
+    every = open_entries([model, copy, other], None, False, print)
     found, _ = bench_rivals.find_rivals(every, machine(), tmp_path)
     assert [each.rival for each in found] == ["OpenVINO fp32 of model", "OpenVINO fp32 of other"]
 
@@ -148,8 +155,8 @@ FREE = CpuSettings(1, 2, None)
 def test_a_rival_has_a_column_only_where_the_search_found_it_near_the_fastest(
     affine_onnx: Path, rate: float, batches: tuple[int, ...]
 ) -> None:
-    reference = entry(affine_onnx)
-    rival = replace(reference, runtime="openvino", rival="OpenVINO fp32")
+    reference = open_entries([affine_onnx], None, False, print)[0]
+    rival = replace(reference, runtime="openvino", rival="OpenVINO fp32", label="OpenVINO fp32")
     rates = {"": (100.0, 100.0), "OpenVINO fp32": (rate, 300.0)}
 
     def search(item: Entry, batch: int) -> CpuSearch:
@@ -180,7 +187,7 @@ def test_a_bench_times_openvino_and_names_its_precision_in_the_report(model: Pat
             assert {"fp32": "float32", "bf16": "bfloat16"}[point.precision] in point.options[
                 "layers"
             ]
-    assert report.asked == ()
+    assert all(label.startswith("fp32 CPU") for label in report.asked)
     assert all("OpenVINO" not in gate.name for gate in report.gates)
 
 

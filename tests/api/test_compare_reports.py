@@ -191,6 +191,17 @@ def test_every_difference_is_in_the_message(compare: Compare) -> None:
     assert all(word in message for word in ("cpu:", "usable cores:", "length of the timing:"))
 
 
+def test_what_differs_in_every_row_is_named_for_some(compare: Compare) -> None:
+    other = with_points(lambda point: replace(point, shapes={"x": (point.batch, 9)}))
+    points = [replace(p, label=f"{p.label} {i}") for i in range(3) for p in other.points]
+    same = [replace(p, shapes={"x": (p.batch, 8)}) for p in points]
+    with pytest.raises(BadInput) as caught:
+        compare(replace(A, points=tuple(same)), replace(other, points=tuple(points)))
+    message = caught.value.message
+    assert message.count("sizes of the inputs of") == 3
+    assert message.endswith(f"and {len(points) - 3} more such")
+
+
 def test_packages_that_time_nothing_may_differ(compare: Compare) -> None:
     compare(A, with_machine(packages=MACHINE["packages"] | {"onnx": "1.20.0", "torch": "3"}))
 

@@ -175,3 +175,18 @@ def test_a_name_of_another_kind_of_file_is_refused(
     assert (ran.code, name in ran.error()) == (2, True), ran.err
     assert "hint: --out x." in ran.err
     assert not Path(name).exists()
+
+
+def no_folder() -> str:
+    raise FileNotFoundError(2, "No usable temporary directory found in ['/proc']")
+
+
+def test_a_machine_without_a_folder_for_temporary_files_is_no_bug(run: Run, here: Path) -> None:
+    """A container whose file system is read-only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.tempdir", None)
+        patch.setattr("tempfile._get_default_tempdir", no_folder)
+        ran = run("bench", MODEL, "--batches", "1", "--seconds", "0.05", "-o", "report")
+    assert ran.code == 3
+    assert "No usable temporary directory" in ran.error()
+    assert "hint: TMPDIR=DIR" in ran.err

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from deploykit.cli.format import ms
 from tests.support.cli.command import Run
 from tests.support.cli.terminal import DEPLOYKIT, on_terminal
 from tests.support.onnx_zoo import linear, save
@@ -196,3 +197,8 @@ def test_a_tensors_name_does_not_write_on_the_terminal(
     more = (path,) if words == ("compare",) else ()
     ran = run(words[0], path, *more, *words[1:])
     assert not [c for c in ran.out + ran.err if not c.isprintable() and c != "\n"], ran
+
+
+def test_a_percentile_of_too_few_calls_says_how_many_it_needs() -> None:
+    assert ms(None, 1234) == "needs 1,234 calls"
+    assert ms(None) == "too few"

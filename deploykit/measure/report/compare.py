@@ -32,6 +32,7 @@ _FIGURES: Mapping[str, Callable[[Point], Interval | None]] = {
     "p50": lambda point: point.latency.p50_ms,
     "p99": lambda point: point.latency.p99_ms,
 }
+_MOST = 3  # rows that a message names for what differs in them
 _TAIL = 0.025  # probability left out on each side
 _PROCESS_TAIL = 0.02  # for processes; with 0.025 the rounds' errors on top made 5.7 % of 5 %
 _MANY = 10**6  # degrees of freedom of what is known
@@ -140,11 +141,13 @@ def compare_runs(
     common = [key for key in rows_a if key in rows_b]
     only_a, only_b = ([k for k in rows if k not in common] for rows in (rows_a, rows_b))
     same = [(rows_a[key], rows_b[key]) for key in common]
-    differences += _unlike(same, ("device", "runtime"))
+    unlike = _unlike(same, ("device", "runtime"))
     alike = [(rows_a[x], rows_b[y]) for x in only_a for y in only_b if _is_same_setup(x, y)]
-    differences += _unlike(alike, _KEYS if shapes else _KEYS[:-1])
+    unlike = [*dict.fromkeys(unlike + _unlike(alike, _KEYS if shapes else _KEYS[:-1]))]
+    differences += unlike[:_MOST]
+    differences += [f"and {len(unlike) - _MOST} more such"] * (len(unlike) > _MOST)
     if differences:
-        named = "; ".join(dict.fromkeys(differences))
+        named = "; ".join(differences)
         raise BadInput(
             f"{names[1]} cannot be compared with {names[0]}: {named}",
             hint="measure both on one machine in one state, with the same options, the second with "

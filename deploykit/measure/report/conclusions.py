@@ -152,18 +152,15 @@ def _within(report: Report, usable: Sequence[Point], candidate: Point, reference
         return ""
     parts = []
     for label in dict.fromkeys((candidate.label, reference.label)):
-        inside = [
-            point
-            for point in usable
-            if point.label == label
-            and (p99 := point.latency.p99_ms) is not None
-            and p99.high <= report.slo_ms
-        ]
+        own = [point for point in usable if point.label == label]
+        known = [(point, p99) for point in own if (p99 := point.latency.p99_ms) is not None]
+        inside = [point for point, p99 in known if p99.high <= report.slo_ms]
         if inside:
             most = max(inside, key=_rate)
             parts.append(f"{label} {number(_rate(most))} inferences/s at batch {most.batch}")
         else:
-            parts.append(f"{label} none")
+            why = "none" if len(known) == len(own) else "not known, as calls were too few for a p99"
+            parts.append(f"{label} {why}")
     return f"Within {number(report.slo_ms)}{SPACE}ms at p99: {'; '.join(parts)}."
 
 

@@ -20,6 +20,7 @@ from deploykit.measure.report.limit_figures import (
 from deploykit.measure.report.percentile_figures import calls_chart, served_chart
 from deploykit.measure.report.rows import (
     Json,
+    accuracy_of,
     at_smallest,
     by_label,
     limit_line,
@@ -34,8 +35,13 @@ _POINT_COLUMNS = ("setup", "batch", "p50 (ms)", "p99 (ms)", "throughput (inferen
 
 
 def charts(document: Json) -> tuple[list[Figure], list[str]]:
-    """The charts that have data, and one sentence for each that has none."""
-    points: list[Json] = document["points"]
+    """The charts that have data, and one sentence for each that has none.
+
+    The speed of wrong outputs is drawn in none.
+    """
+    wrong = document["wrong"]
+    points: list[Json] = [point for point in document["points"] if point["label"] not in wrong]
+    document = {**document, "points": points}
     scenarios = list(dict.fromkeys(str(point["scenario"]) for point in points))
     drawn: list[Figure] = []
     for index, scenario in enumerate(scenarios, 1):  # two scenarios never share a chart
@@ -52,6 +58,8 @@ def charts(document: Json) -> tuple[list[Figure], list[str]]:
     ]
     if not points:
         missing.insert(0, "Latency and throughput of the engines were not measured.")
+    if wrong:
+        missing.insert(0, f"Not drawn, as the outputs are wrong: {'; '.join(wrong)}.")
     if any(why_not(document, point) for point in points):
         missing.insert(0, "✗ in a chart: rows of this setup give no verdict, for reasons below.")
     if not gpu_charts(document):
@@ -131,7 +139,7 @@ def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
     behind = [c["label"] for c in found if c["batch"] is None]
     if behind:
         sentences.append(
-            f"Not ahead of {document['baseline']} up to batch {batches[-1]}: {', '.join(behind)}"
+            f"Not ahead of {document['baseline']} up to batch {batches[-1]}: {'; '.join(behind)}"
         )
     usable = [point for point in points if not why_not(document, point)]
     best = max(usable or points, key=lambda point: float(point["throughput_per_s"]["value"]))
@@ -158,14 +166,14 @@ def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
 def _accuracy(document: Json) -> Chart | None:
     """Accuracy of each precision against the p50 latency of its setups at the smallest batch."""
     look = looks(document)
-    accuracy = {str(row["precision"]): row for row in document["accuracy"]}
     series, rows, sentences = [], [], []
     metric = ""
     points = [p for p in document["points"] if p["scenario"] == document["points"][0]["scenario"]]
     points = at_smallest(points)
     for label, chosen in by_label(points).items():
         point = chosen[0]
-        row, p50 = accuracy.get(str(point["precision"])), point["latency"]["p50_ms"]
+        row = accuracy_of(document["accuracy"], label, str(point["precision"]))
+        p50 = point["latency"]["p50_ms"]
         if row is None or p50 is None or why_not(document, point) == "wrong outputs":
             continue
         share = {key: part * 100 for key, part in row["value"].items()}

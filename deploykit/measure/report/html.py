@@ -51,7 +51,8 @@ def report_page(document: Mapping[str, Any]) -> str:
             "Everything",
             "everything",
             "".join(
-                f"<details><summary>{_e(table.title)}</summary>{html_table(table)}</details>"
+                f"<details><summary>{_e(table.title)}</summary>"
+                f"{html_table(table, caption=False)}</details>"
                 for table in details(document)
             )
             + raw_html(document),
@@ -113,7 +114,7 @@ def figure_html(figure: Figure) -> str:
         f'<figure><h2>{_e(figure.title)}</h2><div class="broad">{draw(figure)}</div>'
         f'<div class="slim">{draw(figure, NARROW)}</div>'
         f"<figcaption>{_e(figure.finding)}</figcaption><details><summary>The figures of this chart"
-        f"</summary>{html_table(table)}</details></figure>"
+        f"</summary>{html_table(table, caption=False)}</details></figure>"
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deploykit.measure.report.figures import charts
-from deploykit.measure.report.tables import Table, best_by_batch, details, machine, summary
+from deploykit.measure.report.tables import Table, best_by_batch, details, gates, machine, summary
 
 
 def markdown(document: Mapping[str, Any]) -> str:
@@ -35,7 +35,11 @@ def markdown(document: Mapping[str, Any]) -> str:
         *table_lines(machine(document)),
         "## Everything",
         "",
-        *(line for table in details(document) for line in table_lines(table, level=3)),
+        *(
+            line
+            for table in (gates(document), *details(document))
+            for line in table_lines(table, level=3)
+        ),
     ]
     text = "\n".join(lines).rstrip()
     while "\n\n\n" in text:

@@ -45,13 +45,17 @@ class Gate(Record):
 
 @dataclass(frozen=True)
 class Accuracy(Record):
-    """A score on `n` samples, a fraction; `drop` against the reference, None for itself."""
+    """A score on `n` samples, a fraction; `drop` against the reference, None for itself.
+
+    `label`: of the setups that it is of, or how their labels begin; "": all of that precision.
+    """
 
     precision: str
     metric: str
     n: int
     value: Interval
     drop: Interval | None
+    label: str = ""
 
 
 @dataclass(frozen=True)

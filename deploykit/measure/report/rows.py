@@ -45,6 +45,19 @@ def by_label(points: Sequence[Json]) -> dict[str, list[Json]]:
     }
 
 
+def accuracy_of(rows: Sequence[Json], label: str, precision: str) -> Json | None:
+    """The row of `accuracy` that is a setup's, else the first of its precision."""
+    own = [row for row in rows if row.get("label") and f"{label}, ".startswith(f"{row['label']}, ")]
+    own = own or [row for row in rows if row["precision"] == precision][:1]
+    return max(own, key=lambda row: len(row.get("label", "")), default=None)
+
+
+def sizes_of(point: Json) -> str:
+    """The inputs of one call: "image 8×3×224×224"; "" where a report does not say them."""
+    shapes: Mapping[str, Sequence[int]] = point["shapes"]
+    return "; ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in shapes.items())
+
+
 def at_smallest(points: Sequence[Json]) -> list[Json]:
     """Those of the smallest batch: a setup may have been timed at larger ones only."""
     smallest = min((int(point["batch"]) for point in points), default=1)

@@ -5,7 +5,7 @@ What was not measured is marked as such: never a 0 or an empty cell.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,15 @@ from deploykit.measure.report.formatting import (
     spread,
 )
 from deploykit.measure.report.limit_tables import limit_tables
-from deploykit.measure.report.rows import by_label, load_label, provenance_rows, why_not
+from deploykit.measure.report.rows import (
+    accuracy_of,
+    at_smallest,
+    by_label,
+    load_label,
+    provenance_rows,
+    sizes_of,
+    why_not,
+)
 
 Json = Mapping[str, Any]
 NOT_MEASURED = "not measured"
@@ -38,15 +46,16 @@ class Table:
 
 
 def summary(document: Json) -> Table:
-    """One row for each setup at its best batch, one for each load level; then what is missing."""
-    accuracy = {str(row["precision"]): row for row in document["accuracy"]}
+    """One row for each setup at its best batch, and one for each load level."""
     rows, apart = list[tuple[str, ...]](), list[tuple[str, ...]]()
     for label, measured in by_label(document["points"]).items():
         usable = [point for point in measured if not why_not(document, point)]
         chosen = usable or measured
         best = max(chosen, key=lambda point: float(point["throughput_per_s"]["value"]))
-        first, scored = chosen[0], accuracy.get(str(best["precision"]))
+        first = chosen[0]
+        scored = accuracy_of(document["accuracy"], label, str(best["precision"]))
         at_first = str(first["batch"]) == _first_batch(document)
+        doubt = "wrong outputs" if label in document["wrong"] else "no verdict"
         (rows if usable else apart).append(
             (
                 label,
@@ -54,7 +63,7 @@ def summary(document: Json) -> Table:
                 NOT_MEASURED if scored is None else percent(scored["value"], scored["n"]),
                 *(_ms(first, key) if at_first else MISSING for key in ("p50_ms", "p99_ms")),
                 f"{spread(best['throughput_per_s'])} batch {best['batch']}",
-                _against(document, label, best) if usable else "no verdict",
+                _against(document, label, best) if usable else doubt,
             )
         )
     rows += apart
@@ -73,8 +82,7 @@ def summary(document: Json) -> Table:
                 MISSING,
             )
         )
-    rows += [(gap["what"], NOT_MEASURED, *[MISSING] * 5) for gap in document["not_measured"]]
-    missing = [f"{gap['what']} not measured: {gap['why']}." for gap in document["not_measured"]]
+    sizes = [each for each in map(sizes_of, at_smallest(document["points"])[:1]) if each]
     return Table(
         "In short",
         (
@@ -88,25 +96,27 @@ def summary(document: Json) -> Table:
         ),
         tuple(rows),
         (0, 1),
-        " ".join(["Brackets hold 95 % intervals.", *missing]),
+        "".join(f"Inputs of the smallest batch: {each}. " for each in sizes)
+        + "Brackets hold 95 % intervals.",
     )
 
 
 def best_by_batch(document: Json) -> Table:
-    """Per batch size the baseline, the best on a CPU and the best on a GPU, of any setup."""
+    """Per batch size the baseline and the best on a CPU and on a GPU, where there is one."""
+    kinds: Mapping[str, Callable[[Json], bool]] = {
+        "baseline": lambda point: point["label"] == document["baseline"],
+        "best CPU": lambda point: point["device"] == "cpu",
+        "best GPU": lambda point: point["device"] != "cpu",
+    }
+    kinds = {name: of for name, of in kinds.items() if any(map(of, document["points"]))}
     rows = []
     for batch in sorted({int(point["batch"]) for point in document["points"]}):
         here = [p for p in document["points"] if int(p["batch"]) == batch]
         here = [point for point in here if not why_not(document, point)]
-        if not here:
-            continue
-        base = [point for point in here if point["label"] == document["baseline"]]
-        cpu = [point for point in here if point["device"] == "cpu"]
-        gpu = [point for point in here if point["device"] != "cpu"]
-        cells = [f(group) for f in (_quickest, _fastest) for group in (base, cpu, gpu)]
-        rows.append((str(batch), *cells))
-    names = ("baseline", "best CPU", "best GPU")
-    columns = [f"{name}, {what}" for what in ("p50 (ms)", "inferences/s") for name in names]
+        groups = [list(filter(of, here)) for of in kinds.values()]
+        cells = [find(group) for find in (_quickest, _fastest) for group in groups]
+        rows += [(str(batch), *cells)] if here else []
+    columns = [f"{name}, {what}" for what in ("p50 (ms)", "inferences/s") for name in kinds]
     return Table("Best at each batch", ("batch", *columns), tuple(rows))
 
 
@@ -154,9 +164,8 @@ def _against(document: Json, label: str, point: Json) -> str:
 
 
 def details(document: Json) -> list[Table]:
-    """Everything else, in the order of the steps from the weights to the served model."""
+    """Everything but the gates, in the order of the steps from the weights to the served model."""
     tables = [
-        _gates(document),
         _accuracy(document),
         *(parity_table(each, _decided_by(document, each)) for each in document["parity"]),
         _points(document, usable=True),
@@ -169,7 +178,7 @@ def details(document: Json) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
-def _gates(document: Json) -> Table:
+def gates(document: Json) -> Table:
     rows = tuple(
         (gate["name"], "met" if gate["passed"] else "NOT met", gate["detail"])
         for gate in document["gates"]
@@ -180,6 +189,7 @@ def _gates(document: Json) -> Table:
 def _accuracy(document: Json) -> Table:
     rows = tuple(
         (
+            row["label"] or row["precision"],
             row["precision"],
             row["metric"],
             count(row["n"]),
@@ -188,8 +198,10 @@ def _accuracy(document: Json) -> Table:
         )
         for row in document["accuracy"]
     )
-    columns = ("precision", "metric", "samples", "value", "drop")
-    return Table("Accuracy", columns, rows, (0, 1), "A drop is paired: the same samples on both.")
+    columns = ("setup", "precision", "metric", "samples", "value", "drop")
+    return Table(
+        "Accuracy", columns, rows, (0, 1, 2), "A drop is paired: the same samples on both."
+    )
 
 
 def _decided_by(document: Json, parity: Json) -> str:
@@ -261,8 +273,7 @@ def _how(point: Json) -> str:
     how = f"{point['scenario']}, {number(point['duration_s'])}{SPACE}s in {point['rounds']} rounds"
     if point["processes"] > 1:
         how += f" of {point['processes']} processes"
-    sizes = [f"{name} {'×'.join(map(str, shape))}" for name, shape in point["shapes"].items()]
-    return "; ".join([how, *sizes, *([point["note"]] if point["note"] else [])])
+    return "; ".join(filter(None, [how, sizes_of(point), point["note"]]))
 
 
 def serving_table(document: Json) -> Table:

@@ -13,7 +13,7 @@ from deploykit.measure.load.result import LoadResult
 from deploykit.measure.report.conclusions import conclusions
 from deploykit.measure.report.formatting import SPACE, count, number, points, spread
 from deploykit.measure.report.report import Report
-from deploykit.measure.report.rows import load_label
+from deploykit.measure.report.rows import accuracy_of, load_label
 from deploykit.measure.statistics import NO_DIFFERENCE, PRACTICALLY_EQUAL, difference
 from deploykit.measure.timing.cpu_search import describe_best
 from deploykit.measure.timing.sweep import Point
@@ -27,7 +27,10 @@ def verdict(report: Report) -> tuple[str, ...]:
     sentences = [f"INVALID: {reason.rstrip('.')}." for reason in report.invalid]
     if unmet:
         named = "; ".join(f"{gate.name}: {gate.detail}" for gate in unmet)
-        sentences.append(f"{len(unmet)} of {len(report.gates)} gates NOT met: {named}.")
+        no_speed_up = " Wrong outputs have no speed-up." * bool(report.wrong)
+        sentences.append(
+            f"{len(unmet)} of {len(report.gates)} gates NOT met: {named}.{no_speed_up}"
+        )
     if report.throttled:
         sentences.append(
             f"The GPU was throttled ({', '.join(report.throttled)}): no speed-up is stated. "
@@ -43,8 +46,11 @@ def verdict(report: Report) -> tuple[str, ...]:
     if report.quick:
         sentences.append("Timings are short, so intervals are wider than with 60 s for each point.")
     if report.not_measured:
-        gaps = "; ".join(f"{gap.what} ({gap.why})" for gap in report.not_measured)
-        sentences.append(f"Not measured: {gaps}.")
+        gaps: dict[str, list[str]] = {}
+        for gap in report.not_measured:
+            gaps.setdefault(gap.why, []).append(gap.what)
+        named = "; ".join(f"{' and '.join(what)} ({why})" for why, what in gaps.items())
+        sentences.append(f"Not measured: {named}.")
     return tuple(sentences)
 
 
@@ -73,7 +79,7 @@ def _power_mode(report: Report) -> list[str]:
 
 
 def _headlines(report: Report) -> list[str]:
-    """One for each engine that was asked for; without such, one of the fastest."""
+    """Of each engine that was asked for, else of the fastest; of one model alone its figures."""
     if not report.points:
         return [] if report.serving else ["No engine was timed."]
     usable = report.usable
@@ -82,18 +88,36 @@ def _headlines(report: Report) -> list[str]:
     others = others or [point for point in own if point.label != report.baseline]
     engines: dict[str, list[Point]] = {}
     for label in report.asked:
-        engines.setdefault(label.partition(", ")[0], []).extend(
-            point for point in others if point.label == label
-        )
-    asked = [found for found in engines.values() if found] or [others]
-    found = [_headline(report, each, usable, own) for each in asked[:_MOST]]
-    sentences = [sentence for each in found for sentence in each]
+        if not f"{label}, ".startswith(f"{report.baseline}, "):
+            engines.setdefault(label.partition(", ")[0], []).extend(
+                point for point in others if point.label == label
+            )
+    sentences = _figures(report, own) if report.baseline in report.asked else []
+    sentences += [
+        f"No row of {name} gives a verdict."
+        for name, found in engines.items()
+        if not found and name not in report.wrong
+    ]
+    asked = [found for found in engines.values() if found] if engines else [others]
+    for found in asked[:_MOST]:
+        sentences += _headline(report, found, usable, own)
     if not sentences and not report.wrong and usable:
         best = _fastest(usable)
         rate = f"{best.label}: {spread(best.throughput_per_s.to_dict())} inferences/s"
         why = "nothing else" if report.baseline else "no baseline"
         return [f"{rate} at batch {best.batch}; {why} was measured to compare it with."]
     return sentences
+
+
+def _figures(report: Report, own: Sequence[Point]) -> list[str]:
+    """What a model reaches that nothing was given to compare with."""
+    if not own:
+        return []
+    first, best = min(own, key=lambda point: point.batch), _fastest(own)
+    p50 = first.latency.p50_ms
+    at = f"p50 {number(p50.value)}{SPACE}ms at batch {first.batch}; " if p50 else ""
+    rate = f"up to {spread(best.throughput_per_s.to_dict())} inferences/s at batch {best.batch}"
+    return [f"{report.artefacts[0]['file']}: {at}{rate}, in {_session_text(best)}."]
 
 
 def _headline(
@@ -108,7 +132,7 @@ def _headline(
     )
     what = _ratio(report, candidate, reference, reference in own)
     notes = dict.fromkeys(point.note for point in (candidate, reference) if point.note)
-    sentences = ["; ".join([what, _accuracy(report, candidate.precision), *notes]) + "."]
+    sentences = ["; ".join([what, _accuracy(report, candidate), *notes]) + "."]
     equals = [each for each in usable if _comparable(each, candidate) and each is not candidate]
     named = {candidate.label, reference.label}
     for title, rivals in (
@@ -195,14 +219,15 @@ def _fastest(found: Sequence[Point]) -> Point:
     return max(found, key=lambda point: point.throughput_per_s.value)
 
 
-def _accuracy(report: Report, precision: str) -> str:
-    for row in report.accuracy:
-        if row.precision == precision and row.drop is not None:
-            drop = points(row.drop.to_dict(), row.n)
-            return f"{row.metric} drop {drop.removesuffix(')')}, n = {row.n})"
-        if row.precision == precision:
-            return f"its accuracy is the reference ({row.metric}, n = {row.n})"
-    return "its accuracy was not measured"
+def _accuracy(report: Report, candidate: Point) -> str:
+    rows = [each.to_dict() for each in report.accuracy]
+    row = accuracy_of(rows, candidate.label, candidate.precision)
+    if row is None:
+        return "its accuracy was not measured"
+    if row["drop"] is None:
+        return f"its accuracy is the reference ({row['metric']}, n = {row['n']})"
+    drop = points(row["drop"], row["n"])
+    return f"{row['metric']} drop {drop.removesuffix(')')}, n = {row['n']})"
 
 
 def _scenario_sentences(report: Report) -> list[str]:

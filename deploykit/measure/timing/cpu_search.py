@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from deploykit.core.errors import OutOfMemory
 from deploykit.core.json_value import Record
 from deploykit.core.runtime import RUNTIMES
+from deploykit.measure.report.formatting import number
 from deploykit.measure.statistics import Interval
 from deploykit.measure.timing.closed_loop import Clock, run_block
 from deploykit.measure.timing.sweep import CLOSED_LOOP, Point
@@ -122,7 +123,7 @@ def describe_best(best: Sequence[BestCpu], points: Sequence[Point]) -> list[str]
     found = []
     for each in best:
         if what := known.get((each.label, each.batch)):
-            rate = f"{each.throughput_per_s.value:,.0f} inferences/s"
+            rate = f"{number(each.throughput_per_s.value)} inferences/s"
             found.append(f"at batch {each.batch} {what}, {each.settings or each.label} ({rate})")
     return [f"Fastest on this CPU: {'; '.join(found)}."] if found else []
 

@@ -240,7 +240,7 @@ def _check_inputs(feeds: Arrays, batch: int, columns: Sequence[_Column]) -> Arra
         if not axes and inputs and inputs[0].shape and inputs[0].shape[0] != batch:
             raise BadInput(
                 f"{label}: cannot run batch {batch}: its input is fixed, {inputs[0]}",
-                hint=f"time it at batch {inputs[0].shape[0]}, or export with a dynamic batch",
+                hint=f"`batches` {inputs[0].shape[0]}, or export with a dynamic batch",
             )
         rows = [
             size

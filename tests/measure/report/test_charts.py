@@ -214,7 +214,7 @@ def test_the_crossover_is_marked_where_the_fastest_setup_overtakes(report: Repor
     sweep = charts(document)[0][1]
     assert isinstance(sweep, Chart)
     assert sweep.flag == (4.0, "int8 CPU ahead from batch 4")
-    others = "fp32 CPU, 2 × 1, fp16 CPU"
+    others = "fp32 CPU, 2 × 1; fp16 CPU"
     assert f"Not ahead of fp32 CPU (baseline) up to batch 64: {others}." in sweep.finding
     assert "int8 CPU ahead from batch 4" in draw(sweep)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -147,7 +148,32 @@ def test_a_marked_row_is_apart_in_tables_and_charts(report: Report) -> None:
 def test_a_wrong_engine_is_in_no_conclusion(report: Report) -> None:
     wrong = replace(report, wrong=("int8 CPU",), asked=("int8 CPU",))
     assert "int8 CPU is" not in words(wrong)
+    assert summary(wrong.to_dict()).rows[3][-1] == "wrong outputs"
     assert "INT8 pays" not in words(wrong)
+
+
+def test_an_engine_without_a_usable_row_is_named_and_no_other_takes_its_place(
+    report: Report,
+) -> None:
+    points = tuple(
+        replace(each, marks=("slow",)) if each.label == "int8 CPU" else each
+        for each in report.points
+    )
+    first, second, *_ = verdict(replace(report, points=points, asked=("int8 CPU",)))
+    assert first == "No row of int8 CPU gives a verdict."
+    assert "×" not in first + second
+
+
+def test_a_run_of_one_model_opens_with_its_figures(report: Report) -> None:
+    """It opened with "No difference between" two numbers of sessions of that model."""
+    points = [point for point in report.points if point.label == report.baseline]
+    points += [replace(p, label=f"{p.label}, 2 sessions", sessions=2) for p in points]
+    artefacts = ({"file": "m.onnx", "sha256": "0"},)
+    alone = replace(report, points=tuple(points), artefacts=artefacts, asked=(report.baseline,))
+    first, second, *_ = map(plain, verdict(alone))
+    assert re.match(r"m.onnx: p50 [\d.]+ ms at batch 1; up to 6 630 \[", first)
+    assert first.endswith("inferences/s at batch 64, in 1 session of 2 threads.")
+    assert "2 sessions" in second
 
 
 def test_whether_int8_pays_is_reported_with_the_figures_of_the_end_batches(report: Report) -> None:
@@ -215,6 +241,9 @@ def test_the_throughput_within_the_wanted_latency_is_named(report: Report) -> No
     text = words(replace(report, slo_ms=3.0))
     assert "Within 3.00 ms at p99: int8 CPU 11 800 inferences/s at batch 16; fp32 CPU" in text
     assert "int8 CPU none; fp32 CPU (baseline) none" in words(replace(report, slo_ms=0.01))
+    few = tuple(replace(p, latency=replace(p.latency, p99_ms=None)) for p in report.points)
+    text = words(replace(report, points=few, slo_ms=3.0))
+    assert "int8 CPU not known, as calls were too few for a p99; fp32" in text
     assert "Within" not in words(report)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from deploykit.measure.report.figures import charts
 from deploykit.measure.report.html import CSS, report_page
 from deploykit.measure.report.report import Gate, Report, write
 from deploykit.measure.report.verdict import verdict
@@ -182,10 +183,26 @@ def test_a_gate_that_was_not_met_is_written_out(report: Report) -> None:
     assert '<li class="unmet"><strong>✗ NOT met</strong> parity' in text
 
 
-def test_what_was_not_measured_is_a_row_and_a_sentence(report: Report) -> None:
-    text = report_page(report.to_dict())
-    assert '<tr><th scope="row">GPU</th><td>not measured</td>' in text
-    assert "GPU not measured: no NVIDIA GPU on this machine." in text
+def test_the_page_says_a_thing_once(report: Report) -> None:
+    """What was not measured stood there three times, and each title of a table twice."""
+    shown, _, _ = report_page(report.to_dict()).partition('<script type="application/json"')
+    assert shown.count("no NVIDIA GPU on this machine") == 1
+    assert "best GPU" not in shown
+    assert "<caption>" not in shown
+
+
+def test_the_speed_of_wrong_outputs_is_in_no_chart(report: Report) -> None:
+    """It was the fastest line of each, where a reader looks first."""
+    wrong = report.points[-1].label
+    drawn, sentences = charts(replace(report, wrong=(wrong,)).to_dict())
+    assert not any(wrong in str(figure) for figure in drawn if figure.title != "Roofline")
+    assert f"Not drawn, as the outputs are wrong: {wrong}." in sentences
+
+
+def test_the_sizes_of_the_inputs_are_next_to_the_short_table(report: Report) -> None:
+    sized = [replace(each, shapes={"x": (each.batch, 3, 8)}) for each in report.points]
+    page = report_page(replace(report, points=tuple(sized)).to_dict())
+    assert "Inputs of the smallest batch: x 1×3×8." in page
 
 
 OVERLAPS = """

@@ -7,6 +7,7 @@ from dataclasses import replace
 from deploykit.measure.latency import Latency
 from deploykit.measure.report.report import (
     Gate,
+    NotMeasured,
     Report,
     speedup,
 )
@@ -165,3 +166,11 @@ def test_quick_and_not_measured_are_stated(report: Report) -> None:
     assert sentences[-1] == "Not measured: GPU (no NVIDIA GPU on this machine)."
     assert sentences[-2].startswith("Timings are short")
     assert not any("quick" in s for s in verdict(replace(report, quick=False)))
+
+
+def test_what_was_not_measured_for_one_reason_is_listed_with_it_once(report: Report) -> None:
+    slow = [NotMeasured(f"OpenVINO {name} on the CPU", "far slower") for name in ("fp32", "int8")]
+    last = verdict(replace(report, not_measured=tuple(slow)))[-1]
+    assert last == (
+        "Not measured: OpenVINO fp32 on the CPU and OpenVINO int8 on the CPU (far slower)."
+    )

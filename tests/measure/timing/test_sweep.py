@@ -176,8 +176,11 @@ def test_a_fixed_batch_is_not_timed_as_another(bench: Bench) -> None:
         return engine
 
     setups, eight = [replace(setup, engines=fixed)], random_feeds(FakeEngine().inputs, {"N": 8})
-    with pytest.raises(BadInput, match=r"A: cannot run batch 4: its input is fixed, x:float32\[8"):
+    with pytest.raises(
+        BadInput, match=r"A: cannot run batch 4: its input is fixed, x:float32\[8"
+    ) as e:
         sweep(setups, [4], QUICK, lambda _: eight, clock=bench.clock)
+    assert e.value.hint.startswith("`batches` 8, or export")
     assert sweep(setups, [8], QUICK, lambda _: eight, clock=bench.clock)[0].batch == 8
 
 
