@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import logging
 import math
 import os
@@ -40,13 +41,13 @@ from deploykit.serving.workers.signals import ENDING, Signals
 
 log = logging.getLogger(__name__)
 
-MOST_WORKERS = 256
 LIVED_S = 10.0  # a worker that served for less counts as a failed start
 MOST_FAILURES = 5  # in a row, of every worker: then the server ends
 DELAY_S, LONGEST_DELAY_S = 0.25, 30.0  # before a worker is replaced, doubled for each failure
 END_S = 50.0  # for workers to drain, above their own limits
 ABORT_S = 5.0
 _POLL_S = 0.02
+_END_POLLS = 1000  # 5 s and more: then a worker without its link is killed
 SHARE_BYTES = 64 << 20  # of each worker for requests, and for answers, above the largest body
 
 OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
@@ -219,17 +220,14 @@ class Parent:
 
     async def _reap(self, worker: Forked) -> None:
         """The worker has closed its end: it ends, or has ended."""
-        limit_s = time.monotonic() + ABORT_S
-        while True:
-            pid, status = os.waitpid(worker.pid, os.WNOHANG)
-            if pid:
-                break
-            if time.monotonic() > limit_s:
+        polls = itertools.count()  # not seconds: this process may be stopped with all others
+        while not (ended := os.waitpid(worker.pid, os.WNOHANG))[0]:
+            if next(polls) == _END_POLLS:
                 os.kill(worker.pid, signal.SIGKILL)
             await asyncio.sleep(_POLL_S / 4)
         del self._workers[worker.pid]
         worker.control.close()
-        self._on_end(worker, os.waitstatus_to_exitcode(status), last_words(worker.last))
+        self._on_end(worker, os.waitstatus_to_exitcode(ended[1]), last_words(worker.last))
 
     def _on_end(self, worker: Forked, code: int, last: object) -> None:
         number = worker.number

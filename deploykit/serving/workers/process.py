@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -110,8 +112,10 @@ def _become_worker(
         if os.getppid() != parent:
             os._exit(code)
         _close_files(keep)
+        os.register_at_fork(after_in_child=partial(_release, keep))
         with logging_of(member.number):
             member.report_end(serve(member))
+        _end_children()
         code = 0
     except (KeyboardInterrupt, SystemExit):
         pass
@@ -133,6 +137,26 @@ def _close_files(keep: Sequence[int]) -> None:
         os.closerange(low, each)
         low = each + 1
     os.closerange(low, max(low, os.sysconf("SC_OPEN_MAX")))
+
+
+def _release(files: Sequence[int]) -> None:
+    """In a process that a stage forks: it must outlive neither our sockets nor a SIGTERM.
+
+    Where it had them, it would be given connections, and the parent not see that we have ended.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for each in files:  # the numbers stay in use by the objects that this process inherits
+        os.dup2(nothing, each, inheritable=False)
+    os.close(nothing)
+
+
+def _end_children() -> None:
+    """End what stages have started, such as the processes of a pool, which would stay for ever."""
+    for each in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread has ended
+            for pid in each.read_text().split():
+                os.kill(int(pid), signal.SIGTERM)
 
 
 def last_words(pipe: int) -> object:
