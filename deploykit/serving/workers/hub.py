@@ -21,7 +21,7 @@ from deploykit.serving.workers.process import Forked
 log = logging.getLogger(__name__)
 
 REPORT_S = 1.0  # after which a worker's last report is taken
-MOST_MISSED = 30  # reports in a row, half a minute and more: then its event loop hangs
+MOST_MISSED = 10  # samples in a row, half a minute: then its event loop hangs
 _PAUSE_S = 0.01  # between two collections
 
 
@@ -96,6 +96,8 @@ class Hub:
         """Sample the counters for the dashboard, until it is cancelled."""
         while True:
             await asyncio.sleep(EVERY_US / 1e6)
+            for worker in self._workers.values():
+                worker.missed += worker.ready
             reports = await self._reports("most_waiting")
             self._kill_hanging()
             if not reports:
@@ -162,8 +164,7 @@ class Hub:
         if futures:
             await asyncio.wait(futures, timeout=REPORT_S)
         for worker in self._workers.values():
-            if worker.waiting.pop(number, None) is not None:
-                worker.missed += 1
+            worker.waiting.pop(number, None)
         late = Overloaded("a worker of this server does not answer", hint="try again later")
         return [each.result() if each.done() else late for each in futures]
 

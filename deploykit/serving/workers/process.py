@@ -33,7 +33,7 @@ Logging = Callable[["int | None"], AbstractContextManager[object]]  # of a worke
 
 @dataclass(eq=False)
 class Forked:
-    """One process. `report`: its last figures; `missed`: how many it did not give since.
+    """One process. `report`: its last figures; `missed`: samples since it last answered.
 
     `ready`, `serving`, `drained`: how far it is.
     """
