@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from deploykit.api import serve_processes as multiprocess
 from deploykit.api.arguments import check_arguments
 from deploykit.api.open import open_proven
-from deploykit.api.pipeline import ServedPipelines
+from deploykit.api.pipeline import ServedPipelines, models_to_serve
 from deploykit.api.running_server import RunningServer
 from deploykit.api.serve_opening import Opening
 from deploykit.api.serve_strings import (
@@ -207,7 +207,7 @@ def _prepare(
     wanted: Workers,
 ) -> tuple[_Service, Workers]:
     """What to serve, checked, and from how many processes."""
-    served = ServedPipelines(pipelines, files).files
+    served = models_to_serve(pipelines, files, apart=wanted.several)
     references = name_shadows(shadows, list(served))
     _check(files, pipelines, references, settings)
     chosen = multiprocess.choose_workers(wanted, served, opening)

@@ -1,4 +1,4 @@
-"""Stages of a pipeline that fork: what they leave running holds neither the port nor a worker."""
+"""Pipelines and forks: what a stage forks holds no worker, and a worker is forked from no stage."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ import time
 import numpy as np
 
 add = {"model": "m.onnx", "x": "rows"}
+open(f"read.{os.getpid()}", "w").close()
 
 
 def rows(values: list[float]) -> np.ndarray:
@@ -79,3 +80,9 @@ def test_a_server_ends_at_once_and_what_it_forked_with_it(server: Process) -> No
     assert server.wait() == 0
     assert not any("is killed" in line for line in server.log_lines())
     until(lambda: not any(map(is_running, forked(server))))
+
+
+def test_no_process_that_is_forked_has_read_a_pipeline(server: Process) -> None:
+    """A file that ran PyTorch had each worker wait for ever for threads that no fork has."""
+    readers = {int(each.suffix[1:]) for each in server.log.parent.glob("read.*")}
+    assert server.popen.pid not in readers > set(workers(server))
