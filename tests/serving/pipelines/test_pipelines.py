@@ -235,3 +235,15 @@ def test_every_metric_of_a_stage_is_there(tiles: Client) -> None:
     _, text = tiles.ask("/metrics")
     stages = set(re.findall(r'deploykit_pipeline_stage_seconds_count\{.*stage="(\w+)"', text))
     assert stages == {"page", "crops", "colours", "answer"}
+
+
+@pytest.mark.parametrize("workers", [1, "shared:2"])
+def test_functions_alone_are_served(tmp_path: Path, workers: int | str) -> None:
+    """As `predict` runs them; the server said that there is no model."""
+    path = tmp_path / "louder.py"
+    path.write_text("def louder(text: str) -> str: return text.upper()\n")
+    with served(path, workers=workers) as client:
+        assert client.predict("louder", b"abc") == (200, "ABC")
+        assert client.ask("/v2/health/ready")[0] == 200
+        (stats,) = client.ask("/v2/models/stats")[1]["model_stats"]
+        assert stats["name"] == "louder"
