@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from deploykit.api.artefacts import Progress, no_progress
 from deploykit.api.open import open_proven
 from deploykit.api.outputs import ANSWERS, claim
-from deploykit.core.apart import run_apart
 from deploykit.core.errors import BadInput
 from deploykit.core.files import atomic_write
 from deploykit.core.paths import StrPath
@@ -96,23 +95,9 @@ class ServedPipelines:
 
 
 def models_to_serve(
-    pipelines: Mapping[str, Path], models: Mapping[str, Path], *, apart: bool
-) -> dict[str, Path]:
-    """The `files` of `ServedPipelines`, raising as it does.
-
-    `apart`: where this process is forked later. A library that a pipeline imports may have started
-    threads by then, and would wait for them in each fork, as PyTorch does.
-    """
-    job = dict(pipelines), dict(models)
-    if not apart or not pipelines:
-        return _files(*job)
-    found: dict[str, Path] = run_apart("`pipelines`", _files, *job)
-    return found
-
-
-def _files(
     pipelines: Mapping[str, Path], models: Mapping[str, Path], _on_progress: object = None
 ) -> dict[str, Path]:
+    """The `files` of `ServedPipelines`."""
     return ServedPipelines(pipelines, models).files
 
 

@@ -78,9 +78,7 @@ def share_address(reserved: socket.socket) -> socket.socket:
     return _shared(reserved.family, reserved.getsockname())
 
 
-def _shared(
-    family: int, address: tuple[Any, ...], *, refuse_others: bool = False
-) -> socket.socket:
+def _shared(family: int, address: tuple[Any, ...], *, refuse_others: bool = False) -> socket.socket:
     found = socket.socket(family, socket.SOCK_STREAM)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, not refuse_others)

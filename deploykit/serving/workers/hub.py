@@ -89,8 +89,7 @@ class Hub:
             if not future.done():
                 future.set_result(None)
         if worker.report is not None:
-            ended = merge.counted(worker.report)
-            self._ended = ended if self._ended is None else merge.join_counters(self._ended, ended)
+            self._ended = merge.counters([each for each in (self._ended, worker.report) if each])
 
     async def keep_history(self) -> None:
         """Sample the counters for the dashboard, until it is cancelled."""

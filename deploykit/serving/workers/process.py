@@ -67,7 +67,7 @@ def fork(
     last, written = os.pipe()
     kind = EngineMember if number == ENGINE else Member
     member = kind(number, count, theirs, taken, http, grpc, written, engines)
-    parent = os.getpid()
+    parent, taken_over = os.getpid(), [each for each in (theirs, taken, http, grpc) if each]
     try:
         pid = os.fork()
     except OSError:
@@ -75,12 +75,11 @@ def fork(
         os.close(written)
         raise
     if pid == 0:
-        keep = [each.fileno() for each in (theirs, taken, http, grpc) if each is not None]
-        _become_worker(member, serve, logging_of, parent, [*keep, written])
+        keep = [written, *(each.fileno() for each in taken_over)]
+        _become_worker(member, serve, logging_of, parent, keep)
     os.close(written)
-    for each in (theirs, taken, http, grpc):
-        if each is not None:
-            each.close()
+    for each in taken_over:
+        each.close()
     for each in (ours, control):
         each.setblocking(False)
     return Forked(number, pid, last, control, time.monotonic()), ours
@@ -140,10 +139,7 @@ def _close_files(keep: Sequence[int]) -> None:
 
 
 def _release(files: Sequence[int]) -> None:
-    """In a process that a stage forks: it must outlive neither our sockets nor a SIGTERM.
-
-    Where it had them, it would be given connections, and the parent not see that we have ended.
-    """
+    """A process that a stage forks must not be given connections, nor keep our end from notice."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     nothing = os.open(os.devnull, os.O_RDWR)
     for each in files:  # the numbers stay in use by the objects that this process inherits
