@@ -26,6 +26,11 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("PIL")
 
 FIELD = b'--XX\r\nContent-Disposition: form-data; name="a"\r\n\r\n\r\n'
+SLOW = """
+def {1}({0}: str) -> str:
+    time.sleep(0.1)
+    return {0}
+"""
 TWO_FIELDS = FIELD + FIELD + b"--XX--\r\n"
 
 
@@ -179,6 +184,20 @@ def test_a_request_that_hangs_is_answered_in_time(tmp_path: Path) -> None:
         words.until(hangs_in_slow)
         assert words.metric("deploykit_pipeline_in_flight", pipeline="words") == 0
         assert words.metric("deploykit_pipeline_stage_in_flight", stage="slow") == 1  # it hangs
+
+
+def test_stages_that_are_slow_together_are_answered_in_time(tmp_path: Path) -> None:
+    """None of them takes as long as a request may."""
+    path = tmp_path / "steps.py"
+    steps = [("text", "a"), ("a", "b"), ("b", "c"), ("c", "d")]
+    path.write_text("import time\n" + "".join(SLOW.format(*names) for names in steps))
+    with served(path, timeout_ms=300) as client:
+        status, error = client.predict("steps", b"x")
+        assert status == 504
+        assert "not ended within the request's time limit of 300 ms" in error["error"]
+        name = "deploykit_pipeline_stage_requests_total"
+        assert client.metric(name, stage="d", outcome="success") == 0
+        client.until(lambda: client.metric("deploykit_pipeline_stage_in_flight") == 0)
 
 
 def test_what_a_late_stage_gives_is_not_used(brief: Client) -> None:
