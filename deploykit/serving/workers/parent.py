@@ -47,7 +47,7 @@ DELAY_S, LONGEST_DELAY_S = 0.25, 30.0  # before a worker is replaced, doubled fo
 END_S = 50.0  # for workers to drain, above their own limits
 ABORT_S = 5.0
 _POLL_S = 0.02
-_END_POLLS = 1000  # 5 s and more: then a worker without its link is killed
+_END_POLLS = 6000  # half a minute and more: then a worker without its link is killed
 SHARE_BYTES = 64 << 20  # of each worker for requests, and for answers, above the largest body
 
 OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
