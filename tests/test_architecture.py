@@ -76,7 +76,7 @@ BUDGETS = {
     "measure": 10130,
     "pipelines": 1820,
     "planning": 865,
-    "serving": 15472,
+    "serving": 15468,
     "bundling": 1670,
     "cluster": 270,
     "api": 10817,

@@ -47,7 +47,3 @@ class WorkerLink(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             data = pickle.dumps(message, 5)
             self._transport.write(len(data).to_bytes(_SIZE_BYTES, "little") + data)
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
