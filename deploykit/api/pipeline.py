@@ -94,6 +94,13 @@ class ServedPipelines:
         return found
 
 
+def models_to_serve(
+    pipelines: Mapping[str, Path], models: Mapping[str, Path], _on_progress: object = None
+) -> dict[str, Path]:
+    """The `files` of `ServedPipelines`."""
+    return ServedPipelines(pipelines, models).files
+
+
 def predict_files(
     path: StrPath,
     data: Sequence[StrPath],

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from deploykit.api import serve_processes as multiprocess
 from deploykit.api.arguments import check_arguments
 from deploykit.api.open import open_proven
-from deploykit.api.pipeline import ServedPipelines
+from deploykit.api.pipeline import ServedPipelines, models_to_serve
 from deploykit.api.running_server import RunningServer
 from deploykit.api.serve_opening import Opening
 from deploykit.api.serve_strings import (
@@ -27,6 +27,7 @@ from deploykit.api.serve_strings import (
     name_shadows,
     read_token,
 )
+from deploykit.core.apart import run_apart
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput
 from deploykit.core.files import check_readable
@@ -128,11 +129,10 @@ def _settings(given: Mapping[str, Any]) -> ServeOptions:
     """The options among the arguments of `serve`."""
     from deploykit.serving.options import ServeOptions
 
-    buckets = {axis: tuple(sizes) for axis, sizes in (given["buckets"] or {}).items()}
     converted = {
         **{name: tuple(given[name]) for name in ("preferred", "origins")},
         **{name: given[name] and Path(given[name]) for name in ("tls_cert", "tls_key")},
-        "buckets": buckets,
+        "buckets": {axis: tuple(sizes) for axis, sizes in (given["buckets"] or {}).items()},
         "pad": given["pad"] or {},
     }
     names = {each.name for each in fields(ServeOptions)}
@@ -207,7 +207,9 @@ def _prepare(
     wanted: Workers,
 ) -> tuple[_Service, Workers]:
     """What to serve, checked, and from how many processes."""
-    served = ServedPipelines(pipelines, files).files
+    job = models_to_serve, dict(pipelines), dict(files)
+    apart = pipelines and wanted.several  # they may start threads, for which a fork waits for ever
+    served = run_apart("`pipelines`", *job) if apart else job[0](*job[1:])
     references = name_shadows(shadows, list(served))
     _check(files, pipelines, references, settings)
     chosen = multiprocess.choose_workers(wanted, served, opening)
@@ -374,11 +376,9 @@ def _reload(
 
 def _files_by_name(models: Models) -> dict[str, Path]:
     if isinstance(models, Mapping):
-        files = {name: Path(file) for name, file in models.items()}
-    else:
-        several = [models] if isinstance(models, (str, os.PathLike, Artefact)) else models
-        files = name_models([str(each) for each in several])
-    return files
+        return {name: Path(file) for name, file in models.items()}
+    several = [models] if isinstance(models, (str, os.PathLike, Artefact)) else models
+    return name_models([str(each) for each in several])
 
 
 def _shadows(

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import socket
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from deploykit.core.apart import run_apart
 from deploykit.core.artefact import Artefact
@@ -28,6 +28,7 @@ from deploykit.core.machine import this_machine, usable_cores
 
 if TYPE_CHECKING:
     from deploykit.api.running_server import OnStart
+    from deploykit.api.serve_opening import Opening
     from deploykit.serving.options import ServeOptions
     from deploykit.serving.workers.group import ServerGroup
 
@@ -54,15 +55,6 @@ class Workers:
         return self.shared or self.count != 1
 
 
-class _Opening(Protocol):
-    @property
-    def device(self) -> str: ...
-    @property
-    def threads(self) -> int | None: ...
-    @property
-    def instances(self) -> int: ...
-
-
 def parse_workers(workers: int | str) -> Workers:
     """Raises BadInput."""
     text = str(workers)
@@ -77,7 +69,7 @@ def parse_workers(workers: int | str) -> Workers:
     return Workers(int(number), number != text)
 
 
-def choose_workers(wanted: Workers, files: Mapping[str, Path], opening: _Opening) -> Workers:
+def choose_workers(wanted: Workers, files: Mapping[str, Path], opening: Opening) -> Workers:
     """How many workers to start. Raises Unsupported where the system cannot."""
     if not wanted.several:
         return wanted
@@ -96,7 +88,7 @@ def choose_workers(wanted: Workers, files: Mapping[str, Path], opening: _Opening
     return Workers(count)
 
 
-def threads_each(opening: _Opening, workers: Workers) -> int | None:
+def threads_each(opening: Opening, workers: Workers) -> int | None:
     """CPU threads per call: workers with engines divide the cores, unless the number was given."""
     if workers.shared or workers.count in (None, 1) or opening.threads is not None:
         return opening.threads
@@ -207,7 +199,7 @@ def _takes_cuda(_on_progress: object) -> bool:
     return "CUDAExecutionProvider" in providers()
 
 
-def _measure(files: Mapping[str, Path], opening: _Opening) -> tuple[int, str]:
+def _measure(files: Mapping[str, Path], opening: Opening) -> tuple[int, str]:
     if usable_cores() < 2:
         return 1, "there is one core"
     if opening.threads is not None or opening.instances > 1:
@@ -226,7 +218,7 @@ def decide_workers(timed: Timed, cores: int) -> tuple[int, str]:
             return 1, f"one row of '{name}' takes {one_us} us on 1 thread, {all_us} us on {cores}"
     pairs = [f"'{name}' {one_us} and {all_us} us" for name, (one_us, all_us) in timed.items()]
     why = f"{cores} threads do not compute one row much faster than 1: {', '.join(pairs)}"
-    return min(cores, MOST_AUTO), why
+    return min(cores, MOST_AUTO), why if pairs else "there is no model"
 
 
 def time_threads(

@@ -63,8 +63,6 @@ class ModelRepository:
         processes: int = 1,
         make_model: Callable[..., ServedModel] = ServedModel,
     ) -> None:
-        if not models:
-            raise BadInput("there is no model to serve")
         for name in models:
             _check_name(name)
         self.options = options

@@ -6,6 +6,7 @@ While the process has no file descriptors left, clients wait in the backlog.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import socket
@@ -57,11 +58,16 @@ def bind(host: str, port: int, parameter: str = "`http_port`") -> socket.socket:
 
 
 def reserve(host: str, port: int, parameter: str) -> socket.socket:
-    """A bound socket that does not listen, for `share_address`. Raises as `bind`."""
+    """A bound socket that does not listen, for `share_address`. Raises as `bind`.
+
+    While the models are opened, it refuses the port to another server, which would share it.
+    """
     alone = bind(host, port, parameter)  # fails where another program listens, shared or not
     address = alone.getsockname()
     alone.close()
     try:
+        with contextlib.suppress(OSError):  # the last server's connections are still closing
+            return _shared(alone.family, address, refuse_others=True)
         return _shared(alone.family, address)
     except OSError as exc:
         raise BadInput(f"{parameter} {address[1]}: {os_reason(exc)}") from exc
@@ -72,10 +78,10 @@ def share_address(reserved: socket.socket) -> socket.socket:
     return _shared(reserved.family, reserved.getsockname())
 
 
-def _shared(family: int, address: tuple[Any, ...]) -> socket.socket:
+def _shared(family: int, address: tuple[Any, ...], *, refuse_others: bool = False) -> socket.socket:
     found = socket.socket(family, socket.SOCK_STREAM)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, not refuse_others)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         found.bind(address)
     except OSError:

@@ -21,7 +21,7 @@ from deploykit.serving.workers.process import Forked
 log = logging.getLogger(__name__)
 
 REPORT_S = 1.0  # after which a worker's last report is taken
-MOST_MISSED = 30  # reports in a row, half a minute and more: then its event loop hangs
+MOST_MISSED = 10  # samples in a row, half a minute: then its event loop hangs
 _PAUSE_S = 0.01  # between two collections
 
 
@@ -89,13 +89,14 @@ class Hub:
             if not future.done():
                 future.set_result(None)
         if worker.report is not None:
-            ended = merge.counted(worker.report)
-            self._ended = ended if self._ended is None else merge.join_counters(self._ended, ended)
+            self._ended = merge.counters([each for each in (self._ended, worker.report) if each])
 
     async def keep_history(self) -> None:
         """Sample the counters for the dashboard, until it is cancelled."""
         while True:
             await asyncio.sleep(EVERY_US / 1e6)
+            for worker in self._workers.values():
+                worker.missed += worker.ready
             reports = await self._reports("most_waiting")
             self._kill_hanging()
             if not reports:
@@ -162,8 +163,7 @@ class Hub:
         if futures:
             await asyncio.wait(futures, timeout=REPORT_S)
         for worker in self._workers.values():
-            if worker.waiting.pop(number, None) is not None:
-                worker.missed += 1
+            worker.waiting.pop(number, None)
         late = Overloaded("a worker of this server does not answer", hint="try again later")
         return [each.result() if each.done() else late for each in futures]
 

@@ -13,11 +13,6 @@ _SIZE_BYTES = 4
 Message = tuple[Any, ...]
 
 
-def pack(message: Message) -> bytes:
-    data = pickle.dumps(message, 5)
-    return len(data).to_bytes(_SIZE_BYTES, "little") + data
-
-
 class WorkerLink(asyncio.Protocol):
     """One end of the socket pair, on an event loop. `lost` is called once the other end is gone."""
 
@@ -50,8 +45,5 @@ class WorkerLink(asyncio.Protocol):
     def send(self, *message: Any) -> None:
         """Send a message; nothing happens once the other end is gone."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(pack(message))
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+            data = pickle.dumps(message, 5)
+            self._transport.write(len(data).to_bytes(_SIZE_BYTES, "little") + data)

@@ -37,24 +37,13 @@ _LATEST = ("last_ms", "last_inference", "at_s", "at_us", "loaded_s")
 _SUMS = ("engines", "queue", "waiting", "in_flight")  # of a model's status
 
 
-def counted(report: Report) -> Report:
-    """What remains of a worker that has ended: its counters."""
-    samples = [each for each in report["samples"] if METRICS[each.name][0] != "gauge"]
+def counters(reports: Sequence[Report]) -> Report:
+    """What remains of workers that have ended: what they counted."""
+    samples = merge_samples(reports)
     return {
-        "samples": samples,
-        "statistics": report["statistics"],
-        "counts": report["counts"],
-        "status": None,
-    }
-
-
-def join_counters(a: Report, b: Report) -> Report:
-    """The counters of two workers that have ended."""
-    both = (a, b)
-    return {
-        "samples": merge_samples(both),
-        "statistics": merge_statistics(both),
-        "counts": merge_counts(both),
+        "samples": [each for each in samples if METRICS[each.name][0] != "gauge"],
+        "statistics": merge_statistics(reports),
+        "counts": merge_counts(reports),
         "status": None,
     }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import logging
 import math
 import os
@@ -40,13 +41,13 @@ from deploykit.serving.workers.signals import ENDING, Signals
 
 log = logging.getLogger(__name__)
 
-MOST_WORKERS = 256
 LIVED_S = 10.0  # a worker that served for less counts as a failed start
 MOST_FAILURES = 5  # in a row, of every worker: then the server ends
 DELAY_S, LONGEST_DELAY_S = 0.25, 30.0  # before a worker is replaced, doubled for each failure
 END_S = 50.0  # for workers to drain, above their own limits
 ABORT_S = 5.0
 _POLL_S = 0.02
+_END_POLLS = 6000  # half a minute and more: then a worker without its link is killed
 SHARE_BYTES = 64 << 20  # of each worker for requests, and for answers, above the largest body
 
 OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
@@ -116,7 +117,9 @@ class Parent:
             self._close_log()
             self._signals.restore()
             self._loop.close()
-            self._close_sockets()
+            for each in (self._http, self._grpc):
+                if each is not None:
+                    each.close()
         if self._signals.count > 1 or self._signals.interrupted:
             raise KeyboardInterrupt
         if self._failure is not None:
@@ -128,10 +131,10 @@ class Parent:
             self._loop.add_reader(self._stop, self._on_stop)
         if self._shared:
             self._start_first([ENGINE])
-            await self._until(self._has_engines, math.inf)
+            await self._until(lambda: self._engine is not None)
         if not self._stopped.is_set():
             self._start_first(range(1, self._count + 1))
-        await self._until(self._all_serve, math.inf)
+        await self._until(lambda: self._hub.serving == self._count)
         if not self._stopped.is_set():
             self._started = True
             log.info("%d workers serve", self._count)
@@ -141,30 +144,26 @@ class Parent:
         await self._stopped.wait()
         for worker in self._workers.values():
             self._drain(worker)
-        await self._until(lambda: not self._workers, END_S)
-        if self._workers:
-            for worker in self._workers.values():
-                if worker.link is not None:
-                    worker.link.send("abort")
-            await self._until(lambda: not self._workers, ABORT_S, whatever=True)
+        await self._until_ended(END_S, signals=2)
+        for worker in self._workers.values():
+            if worker.link is not None:
+                worker.link.send("abort")
+        await self._until_ended(ABORT_S)
         for worker in self._workers.values():
             log.error("worker %d does not end and is killed", worker.number)
             os.kill(worker.pid, signal.SIGKILL)
-        await self._until(lambda: not self._workers, ABORT_S, whatever=True)
+        await self._until_ended(ABORT_S)
         ticking.cancel()
 
-    def _has_engines(self) -> bool:
-        return self._stopped.is_set() or self._engine is not None
+    async def _until(self, reached: Callable[[], bool]) -> None:
+        """Wait until `reached()`, or until the server is stopped."""
+        while not (reached() or self._stopped.is_set()):
+            await asyncio.sleep(_POLL_S)
 
-    def _all_serve(self) -> bool:
-        return self._stopped.is_set() or self._hub.serving == self._count
-
-    async def _until(
-        self, reached: Callable[[], bool], limit_s: float, *, whatever: bool = False
-    ) -> None:
-        """Wait until `reached()`, or for `limit_s`, or for a second signal."""
+    async def _until_ended(self, limit_s: float, signals: float = math.inf) -> None:
+        """Wait for all workers, but for `limit_s` at most, or until so many signals came."""
         end_s = time.monotonic() + limit_s
-        while not reached() and time.monotonic() < end_s and (whatever or self._signals.count < 2):
+        while self._workers and time.monotonic() < end_s and self._signals.count < signals:
             await asyncio.sleep(_POLL_S)
 
     def _on_stop(self) -> None:
@@ -202,6 +201,11 @@ class Parent:
         self._log.__enter__()
         return problem
 
+    def _close_log(self) -> None:
+        before, self._log = self._log, None
+        if before is not None:
+            before.__exit__(None, None, None)
+
     def _fork(self, number: int) -> None:
         http, grpc = share_address(self._http), self._grpc and share_address(self._grpc)
         engines = None if number == ENGINE else self._engines
@@ -219,17 +223,14 @@ class Parent:
 
     async def _reap(self, worker: Forked) -> None:
         """The worker has closed its end: it ends, or has ended."""
-        limit_s = time.monotonic() + ABORT_S
-        while True:
-            pid, status = os.waitpid(worker.pid, os.WNOHANG)
-            if pid:
-                break
-            if time.monotonic() > limit_s:
+        polls = itertools.count()  # not seconds: this process may be stopped with all others
+        while not (ended := os.waitpid(worker.pid, os.WNOHANG))[0]:
+            if next(polls) == _END_POLLS:
                 os.kill(worker.pid, signal.SIGKILL)
             await asyncio.sleep(_POLL_S / 4)
         del self._workers[worker.pid]
         worker.control.close()
-        self._on_end(worker, os.waitstatus_to_exitcode(status), last_words(worker.last))
+        self._on_end(worker, os.waitstatus_to_exitcode(ended[1]), last_words(worker.last))
 
     def _on_end(self, worker: Forked, code: int, last: object) -> None:
         number = worker.number
@@ -358,18 +359,6 @@ class Parent:
             others = [each.not_ready for each in self._workers.values() if each is not worker]
             if worker.ready and worker.link is not None:
                 worker.link.send("elsewhere", next((each for each in others if each), None))
-
-    # -- ends --------------------------------------------------------------------------------------
-
-    def _close_log(self) -> None:
-        before, self._log = self._log, None
-        if before is not None:
-            before.__exit__(None, None, None)
-
-    def _close_sockets(self) -> None:
-        for each in (self._http, self._grpc):
-            if each is not None:
-                each.close()
 
 
 def _crash(text: str, code: int) -> DeploykitError:

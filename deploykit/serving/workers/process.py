@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -31,7 +33,7 @@ Logging = Callable[["int | None"], AbstractContextManager[object]]  # of a worke
 
 @dataclass(eq=False)
 class Forked:
-    """One process. `report`: its last figures; `missed`: how many it did not give since.
+    """One process. `report`: its last figures; `missed`: samples since it last answered.
 
     `ready`, `serving`, `drained`: how far it is.
     """
@@ -65,7 +67,7 @@ def fork(
     last, written = os.pipe()
     kind = EngineMember if number == ENGINE else Member
     member = kind(number, count, theirs, taken, http, grpc, written, engines)
-    parent = os.getpid()
+    parent, taken_over = os.getpid(), [each for each in (theirs, taken, http, grpc) if each]
     try:
         pid = os.fork()
     except OSError:
@@ -73,12 +75,11 @@ def fork(
         os.close(written)
         raise
     if pid == 0:
-        keep = [each.fileno() for each in (theirs, taken, http, grpc) if each is not None]
-        _become_worker(member, serve, logging_of, parent, [*keep, written])
+        keep = [written, *(each.fileno() for each in taken_over)]
+        _become_worker(member, serve, logging_of, parent, keep)
     os.close(written)
-    for each in (theirs, taken, http, grpc):
-        if each is not None:
-            each.close()
+    for each in taken_over:
+        each.close()
     for each in (ours, control):
         each.setblocking(False)
     return Forked(number, pid, last, control, time.monotonic()), ours
@@ -110,8 +111,10 @@ def _become_worker(
         if os.getppid() != parent:
             os._exit(code)
         _close_files(keep)
+        os.register_at_fork(after_in_child=partial(_release, keep))
         with logging_of(member.number):
             member.report_end(serve(member))
+        _end_children()
         code = 0
     except (KeyboardInterrupt, SystemExit):
         pass
@@ -133,6 +136,23 @@ def _close_files(keep: Sequence[int]) -> None:
         os.closerange(low, each)
         low = each + 1
     os.closerange(low, max(low, os.sysconf("SC_OPEN_MAX")))
+
+
+def _release(files: Sequence[int]) -> None:
+    """A process that a stage forks must not be given connections, nor keep our end from notice."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for each in files:  # the numbers stay in use by the objects that this process inherits
+        os.dup2(nothing, each, inheritable=False)
+    os.close(nothing)
+
+
+def _end_children() -> None:
+    """End what stages have started, such as the processes of a pool, which would stay for ever."""
+    for each in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread has ended
+            for pid in each.read_text().split():
+                os.kill(int(pid), signal.SIGTERM)
 
 
 def last_words(pipe: int) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 from collections.abc import Callable
 
@@ -56,6 +57,25 @@ def test_a_client_that_stops_sending_is_disconnected(
         reply = raw.reply()
         assert (reply and reply.status) == expected
         assert raw.ended()
+
+
+@pytest.mark.parametrize(
+    "start", [b"GET /v2 HTTP/1.1\r\nHost: ", request("POST", INFER, Content_Length="1000000")]
+)
+def test_a_byte_now_and_then_does_not_lengthen_the_time(
+    start: bytes, eventually: Eventually
+) -> None:
+    with running(limits=HttpLimits(header_s=0.3, body_s=0.3)) as server:
+        raw = server.connect()
+        raw.send(start)
+
+        def send() -> bool:
+            raw.send(b"x")
+            return bool(select.select([raw.socket], [], [], 0)[0])
+
+        eventually(send)
+        reply = raw.reply()
+        assert (reply and reply.status) == 408
 
 
 def test_an_idle_connection_is_closed(eventually: Eventually) -> None:

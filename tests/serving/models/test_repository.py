@@ -44,11 +44,6 @@ def test_a_plain_name_is_accepted(name: str) -> None:
     repository.close()
 
 
-def test_an_empty_repository_is_refused() -> None:
-    with pytest.raises(BadInput, match="no model"):
-        ModelRepository({}, ServeOptions())
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -26,6 +26,11 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("PIL")
 
 FIELD = b'--XX\r\nContent-Disposition: form-data; name="a"\r\n\r\n\r\n'
+SLOW = """
+def {1}({0}: str) -> str:
+    time.sleep(0.1)
+    return {0}
+"""
 TWO_FIELDS = FIELD + FIELD + b"--XX--\r\n"
 
 
@@ -181,6 +186,20 @@ def test_a_request_that_hangs_is_answered_in_time(tmp_path: Path) -> None:
         assert words.metric("deploykit_pipeline_stage_in_flight", stage="slow") == 1  # it hangs
 
 
+def test_stages_that_are_slow_together_are_answered_in_time(tmp_path: Path) -> None:
+    """None of them takes as long as a request may."""
+    path = tmp_path / "steps.py"
+    steps = [("text", "a"), ("a", "b"), ("b", "c"), ("c", "d")]
+    path.write_text("import time\n" + "".join(SLOW.format(*names) for names in steps))
+    with served(path, timeout_ms=300) as client:
+        status, error = client.predict("steps", b"x")
+        assert status == 504
+        assert "not ended within the request's time limit of 300 ms" in error["error"]
+        name = "deploykit_pipeline_stage_requests_total"
+        assert client.metric(name, stage="d", outcome="success") == 0
+        client.until(lambda: client.metric("deploykit_pipeline_stage_in_flight") == 0)
+
+
 def test_what_a_late_stage_gives_is_not_used(brief: Client) -> None:
     words = brief
     assert words.predict("words", b"hang")[0] == 504
@@ -235,3 +254,15 @@ def test_every_metric_of_a_stage_is_there(tiles: Client) -> None:
     _, text = tiles.ask("/metrics")
     stages = set(re.findall(r'deploykit_pipeline_stage_seconds_count\{.*stage="(\w+)"', text))
     assert stages == {"page", "crops", "colours", "answer"}
+
+
+@pytest.mark.parametrize("workers", [1, "shared:2"])
+def test_functions_alone_are_served(tmp_path: Path, workers: int | str) -> None:
+    """As `predict` runs them; the server said that there is no model."""
+    path = tmp_path / "louder.py"
+    path.write_text("def louder(text: str) -> str: return text.upper()\n")
+    with served(path, workers=workers) as client:
+        assert client.predict("louder", b"abc") == (200, "ABC")
+        assert client.ask("/v2/health/ready")[0] == 200
+        (stats,) = client.ask("/v2/models/stats")[1]["model_stats"]
+        assert stats["name"] == "louder"

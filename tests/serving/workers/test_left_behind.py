@@ -53,6 +53,13 @@ def test_kill_9_of_every_process_in_turn_and_of_the_parent_leaves_nothing(
     until(lambda: ours(memory) <= before)  # other tests may have some for a moment
 
 
+def test_a_worker_that_closes_its_engines_for_long_is_not_killed(tmp_path: Path) -> None:
+    """It was after 5 s, and its answered requests counted as lost: exit code 1."""
+    with Process(tmp_path, "--workers", "2", env={"FAULT_CLOSE_S": "6"}) as server:
+        server.popen.terminate()
+        assert server.wait() == 0
+
+
 def test_a_worker_ends_once_its_parent_has_closed_all_its_files() -> None:
     """The kernel closes them one after another: the link may be before the lock of the weights."""
 

@@ -133,9 +133,9 @@ def test_the_status_of_several_has_the_form_of_one() -> None:
 
 @pytest.mark.parametrize("dead", [1, 2])
 def test_a_worker_that_has_ended_leaves_its_counters_alone(dead: int) -> None:
-    ended = merge.counted(report(1))
+    ended = merge.counters([report(1)])
     for _ in range(dead - 1):
-        ended = merge.join_counters(ended, merge.counted(report(1)))
+        ended = merge.counters([ended, report(1)])
     reports = [report(4), ended]
     samples = merge.merge_samples(reports)
     assert value(samples, "deploykit_requests_total", outcome="success") == 1 + dead

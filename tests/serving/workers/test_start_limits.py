@@ -10,6 +10,8 @@ import resource
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.support.serving.faults import LIMIT_S, ROOT, STAND_IN, Process, request, until
 from tests.support.serving.worker_processes import ask, connections, kill, workers
 
@@ -72,10 +74,11 @@ def test_a_worker_that_cannot_be_replaced_is_tried_again_until_it_can(tmp_path: 
         assert server.wait() == 0
 
 
+@pytest.mark.parametrize("left", [0, 1, 2])
 def test_a_connection_to_the_engines_that_no_file_is_left_for_is_made_once_there_is(
-    tmp_path: Path,
+    tmp_path: Path, left: int
 ) -> None:
-    """The parent sends two files; one that arrived without the other stayed open for ever."""
+    """The parent sends two files, and mapping one takes a third; none may stay open for ever."""
 
     options = ("--workers", "shared:2")
     with Process(tmp_path, *options, env={"FAULT_CONNECT_S": "0.05"}) as server:
@@ -83,7 +86,7 @@ def test_a_connection_to_the_engines_that_no_file_is_left_for_is_made_once_there
         before, (soft, _) = len(files(engines)), resource.prlimit(engines, resource.RLIMIT_NOFILE)
         kill(server, victim)
         until(lambda: len(files(engines)) < before)
-        limit_files(engines, lowest_free(engines) + 1)
+        limit_files(engines, lowest_free(engines) + left)
         until(lambda: logged(server, "cannot be connected") > 5)
         assert len(files(engines)) < before
         assert server.status("/v2/health/ready") in (200, 503)

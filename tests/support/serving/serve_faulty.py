@@ -4,7 +4,8 @@ Everything but the opening of the file is the real command: options, logs, signa
 engine answers y = 2x + 1; the first value of a row, if it is one of FAULTS, says what goes wrong.
 No call returns while there is a file `hold` in the working folder.
 It takes FAULT_LATENCY_S, and FAULT_PER_ROW_S more for each row; FAULT_ROWS is its largest batch,
-FAULT_WIDTH its numbers in a row. FAULT_LIMITS, in JSON, changes the connections' limits. With
+FAULT_WIDTH its numbers in a row; closing it takes FAULT_CLOSE_S.
+FAULT_LIMITS, in JSON, changes the connections' limits. With
 FAULT_OPENS only so many workers can open the model: they count themselves in the folder. Workers
 that die are replaced FAULT_DELAY_S later, and killed after FAULT_MISSED reports that they miss.
 FAULT_ECHO_S is for how long a SIGTERM counts as one with the next. FAULT_SHARE_BYTES is what a
@@ -39,6 +40,10 @@ class Faulty(FakeEngine):
     """A FakeEngine with accidents."""
 
     lost = False
+
+    def close(self):
+        time.sleep(float(os.environ.get("FAULT_CLOSE_S", "0")))
+        super().close()
 
     def __call__(self, feeds):
         asked = {int(value) for value in feeds["x"][:, 0]} & set(FAULTS)
