@@ -112,8 +112,9 @@ def test_chunks_a_continue_and_a_body_to_the_end_are_read() -> None:
         body[5:],
     )
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-    for piece in (1, 1 << 20):
-        assert read(b"HTTP/1.1 100 Continue\r\n\r\n" + head + chunks, piece=piece).error is None
+    for piece, early in ((1, 1), (1 << 20, 2000)):
+        interim = b"HTTP/1.1 100 Continue\r\n\r\n" * early
+        assert read(interim + head + chunks, piece=piece).error is None
     wire = Http1([b""], AnswerCheck(["y"]))
     wire.request(0)
     assert wire.feed(b"HTTP/1.0 200 OK\r\n\r\n" + body[:9]) is None
@@ -148,6 +149,8 @@ def test_what_comes_behind_an_answer_ends_its_connection() -> None:
         b"HTTP/1.1 2000 OK\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: %s\r\n\r\n" % (b"9" * 5000),
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9999999999\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nz\r\n",
         b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 20_000,
