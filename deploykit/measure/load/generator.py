@@ -123,7 +123,7 @@ def _capacity(
     found = _run(remote, requests, check, load, processes, 0, 1, report)
     if found.achieved_per_s.value == 0:
         raise BadInput(
-            f"{remote.url}: {remote.model}: no request was answered in {CAPACITY_S:g} s: "
+            f"{remote.url}: {remote.model}: no request had a good answer in {CAPACITY_S:g} s: "
             f"{found.first_error or 'no answer'}",
             hint="choose the load with `rate` or `concurrency`",
         )

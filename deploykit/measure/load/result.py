@@ -50,7 +50,7 @@ class LoadResult(Record):
     warmup_s: float
     duration_s: float
     achieved_per_s: Interval  # requests answered with success
-    latency: Latency | None  # None: no request was answered
+    latency: Latency | None  # None: no good answer
     sent: int
     ok: int
     refused: int  # 503, 429
