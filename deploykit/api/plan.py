@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from deploykit.api.arguments import checked
 from deploykit.api.artefacts import Progress
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, GateFailed, MissingExtra, did_you_mean
@@ -89,6 +90,7 @@ class Planned(Record):
         )
 
 
+@checked
 def plan(
     model: ArtefactLike,
     *,

@@ -18,7 +18,8 @@ def latency(value: Latency | None) -> str:
     parts = []
     for name, item in percentiles(value):
         needs = value.needs.get(f"{name}_ms")
-        why = f"too few, needs {needs:,} calls" if needs else f"none: {lost(value)} had no good answer"
+        none = f"none: {lost(value)} had no good answer"
+        why = f"too few, needs {needs:,} calls" if needs else none
         parts.append(f"{name} {ms(item) if item else why}")
     return ", ".join(parts) + f" (n = {value.samples:,})"
 
