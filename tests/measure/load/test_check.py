@@ -64,6 +64,27 @@ def test_tensors_of_another_size_are_a_failure() -> None:
     assert wire.error == "200 with 8 bytes of tensors, not 4"
 
 
+@pytest.mark.parametrize(
+    ("datatype", "shape", "why"),
+    [
+        ("FP32", [1, 3], "200 with 8 bytes of y, a FP32[1, 3]"),
+        ("FP64", [1, 2], "200 with 8 bytes of y, a FP64[1, 2]"),
+        ("INT64", [], None),
+        ("BYTES", [7], None),
+        ("NEW", [7], None),
+        (["FP32"], [7], None),
+        ("FP32", None, None),
+    ],
+)
+def test_a_tensor_has_as_many_bytes_as_its_shape_says(
+    datatype: object, shape: object, why: str | None
+) -> None:
+    item = {"name": "y", "datatype": datatype, "shape": shape}
+    head = json.dumps({"outputs": [{**item, "parameters": {"binary_data_size": 8}}]}).encode()
+    size = f"Inference-Header-Content-Length: {len(head)}\r\n"
+    assert read(reply(200, head + bytes(8), size)).error == why
+
+
 def test_an_answer_that_begins_as_a_right_one_is_still_looked_at() -> None:
     """The head of the right one is remembered."""
     check = AnswerCheck(["y"])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from deploykit.core.errors import BadInput, NotFound
 from deploykit.measure.load.check import AnswerCheck, Expected, message_fields, read_message
 from deploykit.measure.load.generator import run_load
 from deploykit.measure.load.grpc import Grpc, call_of, encode_varint, field, infer_request
+from deploykit.measure.load.grpc_target import GrpcQuestions, probe_call
 from deploykit.measure.load.http1 import NotHttpError
 from deploykit.measure.load.records import WRONG
+from deploykit.measure.load.target import RemoteModel
 from tests.support.measure.loads import at_least, load
 from tests.support.stand_in import StandIn
 
@@ -155,6 +158,44 @@ def test_what_is_no_server_of_the_protocol_is_named() -> None:
             run_load(url, model="other", concurrency=1)
     with StandIn().running() as url, pytest.raises(BadInput, match="over gRPC"):
         run_load(url.replace("http", "grpc"), concurrency=1)
+
+
+@contextmanager
+def listening(talk: Callable[[socket.socket], None]) -> Iterator[GrpcQuestions]:
+    """A server that says to each connection what `talk` does."""
+
+    def serve(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection, suppress(OSError):
+                    talk(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        pool.submit(serve, listener)
+        host, port = listener.getsockname()
+        try:
+            yield GrpcQuestions(f"grpc://{host}:{port}", host, host, port)
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_server_that_drops_the_first_call_is_loaded_all_the_same() -> None:
+    with listening(lambda connection: connection.close()) as server:
+        probe_call(RemoteModel(server.url, "h", server.address, server.port, "m", ()), b"")
+        with pytest.raises(BadInput, match=r"ModelReady: (it closed|Connection reset)"):
+            server.call("ModelReady", b"")
+
+
+def test_a_server_that_never_stops_talking_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploykit.measure.load.grpc_target.TIMEOUT_S", 0.3)
+
+    def ping(connection: socket.socket) -> None:
+        while True:
+            connection.sendall(frame(6, 1, 0, bytes(8)))
+
+    with listening(ping) as server, pytest.raises(BadInput, match="no answer within"):
+        server.call("ServerMetadata", b"")
 
 
 def test_a_server_without_an_index_needs_the_model_s_name() -> None:
