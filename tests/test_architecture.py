@@ -73,13 +73,13 @@ BUDGETS = {
     "exporters": 2060,
     "onnx_graph+quantization": 5560,
     "builders": 1910,
-    "measure": 10163,
+    "measure": 10191,
     "pipelines": 1820,
     "planning": 865,
     "serving": 15474,
     "bundling": 1670,
     "cluster": 270,
-    "api": 10854,
+    "api": 10856,
     "cli": 2990,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 158  # the whole package, with the list of public names
