@@ -68,7 +68,7 @@ OWNERS = {
 # in docs/architecture.md, and a change that raises one gives its reason there
 BUDGETS = {
     "core": 3795,
-    "runtimes": 9630,
+    "runtimes": 9634,
     "training": 2210,
     "exporters": 2060,
     "onnx_graph+quantization": 5560,

@@ -8,10 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from tests.benchmarks.conftest import FOLDER
 from tests.gpu.guard import marked
 
-SCRIPTS = FOLDER.parent
+SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def test_help_of_the_coverage_simulation_is_no_name_of_a_file(tmp_path: Path) -> None:
