@@ -79,7 +79,7 @@ BUDGETS = {
     "serving": 15474,
     "bundling": 1670,
     "cluster": 270,
-    "api": 10856,
+    "api": 10858,
     "cli": 2990,
 }
 BUDGETS[""] = sum(BUDGETS.values()) + 158  # the whole package, with the list of public names
