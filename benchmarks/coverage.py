@@ -11,8 +11,8 @@ Rates: blocks whose neighbours correlate; in brackets the median width as a shar
 
 from __future__ import annotations
 
+import argparse
 import math
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -105,7 +105,11 @@ def rates(correlation: float, blocks: int, runs: int) -> str:
 
 
 def main() -> None:
-    out, runs = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1000
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("runs", type=int, nargs="?", default=1000)
+    options = parser.parse_args()
+    out, runs = options.out, options.runs
     sizes = [f"{rounds} x {size:,}" for rounds, size in SIZES]
     lines = [
         "# How often intervals hold the truth, in %",

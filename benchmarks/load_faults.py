@@ -37,6 +37,7 @@ from deploykit.measure.load.generator import _poisson
 from deploykit.measure.load.records import RunRecord, SendPlan
 from deploykit.measure.load.result import Load, summarise
 from deploykit.measure.load.target import RemoteModel, find_model, make_feeds, make_requests
+from tests.gpu.guard import workplace
 
 RATE, CONNECTIONS, SERVICE_US = 300.0, 4, 1000
 
@@ -162,15 +163,16 @@ def run(remote: RemoteModel, loop: str, fault: str, seconds: float) -> tuple[str
 
 @contextmanager
 def serving(native: str) -> Iterator[str]:
-    """The native server, stopped at the end."""
+    """The native server, stopped at the end, also where this process is killed."""
     port = free_port()
-    server = subprocess.Popen([native, "serve", str(port), str(SERVICE_US)])
-    time.sleep(0.5)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait()
+    with workplace("load-faults-"):
+        server = subprocess.Popen([native, "serve", str(port), str(SERVICE_US)])
+        time.sleep(0.5)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait()
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -23,7 +23,6 @@ import json
 import math
 import statistics
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,6 +57,7 @@ from deploykit.planning.capacity import (  # noqa: E402
     capacity,
     served_s,
 )
+from tests.gpu.guard import workplace  # noqa: E402
 
 WARM_UP_S, DRAIN_S, CONNECTIONS = 1.0, 2.0, 512
 CPU = "server's CPU us per request"
@@ -243,8 +243,8 @@ def measured(
 
 
 def row(case: Case, seconds: float, steps: int) -> str:
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(replica(case, Path(folder))) for _ in range(case.replicas)]
+    with workplace("plan-capacity-") as folder, contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(replica(case, folder)) for _ in range(case.replicas)]
         remotes = [remote for remote, _, _ in servers]
         size = 4 * (case.width + 10)
         times_s = {n: statistics.fmean(each[n] for _, _, each in servers) for n in servers[0][2]}
@@ -277,7 +277,7 @@ def own(seconds: float) -> None:
     print("| --: | --: | --: | --: | --- |")
     for base_ms, most in itertools.product((0, 0.1, 0.4, 1.5), (1, 8)):
         case = Case("", 0, most, base_ms, computes=True)
-        with tempfile.TemporaryDirectory() as folder, replica(case, Path(folder)) as found:
+        with workplace("plan-capacity-") as folder, replica(case, folder) as found:
             remote = found[0]
             closed = Load(None, 2 * most, WARM_UP_S, seconds, DRAIN_S)
             plan = SendPlan(

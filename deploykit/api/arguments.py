@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from inspect import signature
 from numbers import Integral, Real
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from deploykit.core.errors import BadInput, quote
 
@@ -19,13 +22,32 @@ _WORDS: Mapping[Any, str] = {
     os.PathLike: "path",
     Sequence: "list",
     Mapping: "dict",
+    Callable: "function",
 }
 _NUMBERS: Mapping[Any, type] = {int: Integral, float: Real}  # those of numpy too
+_MOST_BITS = 64  # of a number
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function, which checks its arguments before anything else."""
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        known = signature(function).parameters  # Python itself refuses others
+        given = {**dict(zip(known, args, strict=False)), **kwargs}
+        check_arguments(function, {name: each for name, each in given.items() if name in known})
+        return function(*args, **kwargs)
+
+    return call
 
 
 def check_arguments(function: Callable[..., object], given: Mapping[str, object]) -> None:
     """Raise BadInput for the first value of `given` that has another type than its parameter."""
-    kinds = get_type_hints(function)
+    named = {name: function.__annotations__[name] for name in given}  # its result may be unknown
+    names = vars(sys.modules[function.__module__])
+    kinds = get_type_hints(SimpleNamespace(__annotations__=named), names)
     for name, value in given.items():
         if not _fits(value, kinds[name]):
             raise BadInput(f"`{name}` must be {_describe(kinds[name])}, got {quote(value)}")
@@ -36,7 +58,8 @@ def _fits(value: Any, kind: Any) -> bool:
     if outer in (Union, UnionType):
         return any(_fits(value, part) for part in parts)
     if outer in _NUMBERS:
-        return isinstance(value, _NUMBERS[outer]) and not isinstance(value, bool)
+        huge = isinstance(value, int) and value.bit_length() > _MOST_BITS
+        return isinstance(value, _NUMBERS[outer]) and not (huge or isinstance(value, bool))
     if not isinstance(value, outer):
         return False
     if outer is Mapping:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from deploykit.api.arguments import checked
 from deploykit.api.artefacts import Progress
 from deploykit.api.bench_columns import (
     BASELINE,
@@ -53,6 +54,7 @@ FULL_S = 60.0  # of a point
 _SEARCH_SHARE, _SEARCH_MAX_S = 1 / 30, 1.0  # of a point, for each window of the search on the CPU
 
 
+@checked
 def bench(
     engines: Sequence[ArtefactLike],
     *,

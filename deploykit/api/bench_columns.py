@@ -135,6 +135,8 @@ def open_entries(
     """
     from deploykit.onnx_graph.graph import Graph
 
+    if not sources:
+        raise BadInput("`engines` names no file to time")
     artefacts = [Artefact.open(source) for source in sources]
     if baseline:
         reference = open_entry(Artefact.open(baseline), trust, note)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploykit.api.arguments import checked
 from deploykit.api.artefacts import Progress
 from deploykit.api.bench import now
 from deploykit.api.load_bodies import find_bodies
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from deploykit.measure.load.result import LoadResult
 
 
+@checked
 def load_test(
     url: str,
     *,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from deploykit.api.arguments import checked
 from deploykit.api.artefacts import Progress
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, GateFailed, MissingExtra, did_you_mean
@@ -89,6 +90,7 @@ class Planned(Record):
         )
 
 
+@checked
 def plan(
     model: ArtefactLike,
     *,
@@ -311,7 +313,7 @@ def _choose(
     predictions: Sequence[Prediction], target: Target, request: _Request
 ) -> tuple[Prediction | None, Capacity | None]:
     """The prediction that meets the bound with most throughput, and the replicas for the rate."""
-    from deploykit.planning.capacity import BYTE_S, REQUEST_S, capacity, served_s
+    from deploykit.planning.capacity import BYTE_S, REQUEST_S, Capacity, capacity, served_s
     from deploykit.planning.predict import predict_call
 
     slo_ms, rate_per_s, alone = request.slo_ms, request.rate_per_s, request.alone
@@ -320,8 +322,11 @@ def _choose(
     fitting = [p for p in predictions if p.fits is not False]
     meet = [p for p in fitting if p.latency_ms <= slo_ms]
     best = max(meet, key=lambda p: p.throughput_per_s or 0.0, default=None)
-    if rate_per_s is None or alone is None or not fitting:
+    if rate_per_s is None or alone is None or not predictions:
         return best, None
+    if not fitting:
+        why = "it does not fit into the memory"
+        return best, Capacity(rate_per_s, slo_ms, None, None, None, why)
     precision = (best or min(fitting, key=lambda p: p.latency_ms)).precision
     joined = [p for p in fitting if p.precision == precision and request.joined]
     service_s = {p.batch: served_s(p.latency_ms / 1e3) for p in joined}

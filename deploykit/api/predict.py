@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploykit.api.arguments import checked
 from deploykit.api.artefacts import Progress, no_progress
 from deploykit.api.open import open_proven
 from deploykit.api.outputs import PREDICTIONS, claim
@@ -62,6 +63,7 @@ class Predicted(Record):
         return notebook.facts_html("Predictions", facts)
 
 
+@checked
 def predict(
     engine: ArtefactLike,
     data: StrPath,

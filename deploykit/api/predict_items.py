@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deploykit.api.arguments import checked
 from deploykit.api.open import open_proven
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput
@@ -31,6 +32,7 @@ class Answered(Record):
     answers: tuple[dict[str, Any], ...]
 
 
+@checked
 def predict_items(
     engine: ArtefactLike,
     files: Sequence[StrPath] = (),

@@ -14,7 +14,7 @@ from socket import socket
 from typing import TYPE_CHECKING, Any
 
 from deploykit.api import serve_processes as multiprocess
-from deploykit.api.arguments import check_arguments
+from deploykit.api.arguments import checked
 from deploykit.api.open import open_proven
 from deploykit.api.pipeline import ServedPipelines, models_to_serve
 from deploykit.api.running_server import RunningServer
@@ -52,6 +52,7 @@ _SHADOW_THREADS = 1  # of the reference: it must not take the cores from what se
 Models = ArtefactLike | Sequence[ArtefactLike] | Mapping[str, ArtefactLike]
 
 
+@checked
 def serve(
     models: Models = (),
     *,
@@ -104,7 +105,6 @@ def serve(
 
     Raises BadInput, NotFound, MissingExtra, Unsupported (no such device), GateFailed (its proof).
     """
-    check_arguments(serve, locals())
     settings = _settings(locals())
     files, steps = _files_by_name(models), _files_by_name(pipelines)
     references = [f"{name}={file}" for name, file in (shadows or {}).items()]

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 def latency(value: Latency | None) -> str:
     """p50, p90 and p99 in milliseconds, with how many samples they are of."""
     if value is None:
-        return "not measured: no request was answered"
+        return "not measured: no request had a good answer"
     parts = []
     for name, item in percentiles(value):
         needs = value.needs.get(f"{name}_ms")
-        why = f"too few, needs {needs:,} calls" if needs else f"none: {lost(value)} had no answer"
+        none = f"none: {lost(value)} had no good answer"
+        why = f"too few, needs {needs:,} calls" if needs else none
         parts.append(f"{name} {ms(item) if item else why}")
     return ", ".join(parts) + f" (n = {value.samples:,})"
 

@@ -240,10 +240,9 @@ def shares(value: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def predicted(result: Predicted) -> list[Part]:
-    per_s = (result.samples - result.resumed) / result.seconds if result.seconds else float("inf")
-    lines: list[Part] = [
-        f"wrote {result.path}: {result.samples} samples on {result.device}, {per_s:,.0f} per second"
-    ]
+    now = result.samples - result.resumed
+    rate = f", {now / max(result.seconds, 1e-9):,.0f} per second" * (now > 0)
+    lines: list[Part] = [f"wrote {result.path}: {result.samples} samples on {result.device}{rate}"]
     if result.accuracy:
         lines.append(f"  top-1 accuracy  {percent(result.accuracy)}, n = {result.samples}")
     return lines + [f"note: {result.note}"] * bool(result.note)

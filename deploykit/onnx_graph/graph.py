@@ -137,12 +137,12 @@ class Graph:
         Raises Unsupported for a tensor type that has no numpy dtype, such as a sequence.
         """
         fed = (value for value in self.model.graph.input if value.name not in self.initializers)
-        return tuple(_spec(value) for value in fed)
+        return tuple(_spec(value, self.path) for value in fed)
 
     @cached_property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """Raises as `inputs` does."""
-        return tuple(_spec(value) for value in self.model.graph.output)
+        return tuple(_spec(value, self.path) for value in self.model.graph.output)
 
     @cached_property
     def opset(self) -> int:
@@ -238,11 +238,11 @@ def _quantizes(node: onnx.NodeProto) -> bool:
     return node.op_type in ("QuantizeLinear", "DequantizeLinear")
 
 
-def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
+def _spec(value: onnx.ValueInfoProto, path: Path) -> TensorSpec:
     tensor = value.type.tensor_type
     dtype = dtype_name(tensor.elem_type) if tensor.elem_type else "no tensor"
     if dtype not in DTYPE_BYTES:
-        raise Unsupported(f"tensor '{value.name}' is of type {dtype}, which is not offered")
+        raise Unsupported(f"{path}: tensor '{value.name}' is of type {dtype}, which is not offered")
     shape: list[int | str] = []
     for number, axis in enumerate(tensor.shape.dim):
         if axis.HasField("dim_value") and axis.dim_value >= 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,11 @@ import numpy as np
 import pytest
 
 from deploykit.api.arguments import check_arguments
+from deploykit.api.bench import bench
+from deploykit.api.load_test import load_test
+from deploykit.api.plan import plan
+from deploykit.api.predict import predict
+from deploykit.api.predict_items import predict_items
 from deploykit.api.serve import serve
 from deploykit.core.errors import BadInput
 from deploykit.core.paths import StrPath
@@ -92,3 +97,29 @@ def test_serve_checks_its_arguments_before_it_opens_a_model(given: dict[str, Any
     (name,) = given
     with pytest.raises(BadInput, match=f"^`{name}` must be "):
         serve(**{"models": "missing.onnx", **given})
+
+
+@pytest.mark.parametrize(
+    ("verb", "required", "given"),
+    [
+        (bench, {}, {"engines": "model.onnx"}),
+        (bench, {"engines": ["model.onnx"]}, {"batches": "1,8"}),
+        (bench, {"engines": ["model.onnx"]}, {"axis": "T=8"}),
+        (load_test, {"url": "http://h"}, {"rate": "200"}),
+        (load_test, {"url": "http://h"}, {"batch": 10**400}),
+        (load_test, {"url": "http://h"}, {"text": "a sentence"}),
+        (plan, {"model": "model.onnx"}, {"profiles": "l4"}),
+        (plan, {"model": "model.onnx"}, {"prices": 0.7}),
+        (plan, {"model": "model.onnx"}, {"on_progress": True}),
+        (predict, {"engine": "model.onnx", "out": "out.npz"}, {"data": ["a.npz"]}),
+        (predict, {"engine": "model.onnx", "data": "a.npz", "out": "out.npz"}, {"batch": 1.5}),
+        (predict_items, {"engine": "model.onnx"}, {"files": "cat.jpg"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_verbs_check_their_arguments_before_they_open_anything(
+    verb: Callable[..., object], required: dict[str, Any], given: dict[str, Any]
+) -> None:
+    (name,) = given
+    with pytest.raises(BadInput, match=f"^`{name}` must be "):
+        verb(**required, **given)

@@ -164,6 +164,12 @@ def test_without_a_gpu_an_engine_is_refused(affine_onnx: Path, machine: Machine)
         timed(engine, device="cpu")
 
 
+def test_no_engine_at_all_is_refused(affine_onnx: Path) -> None:
+    for baseline in (None, affine_onnx):
+        with pytest.raises(dk.BadInput, match="`engines` names no file"):
+            dk.bench([], baseline=baseline)
+
+
 def test_other_files_are_refused_with_their_format(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     import torch

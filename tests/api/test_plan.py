@@ -205,9 +205,16 @@ def test_external_weights_are_not_read(tmp_path: Path) -> None:
     )
     with (tmp_path / "w.bin").open("wb") as handle:
         handle.truncate(4 * width**2)
-    found = dk.plan(tmp_path / "m.onnx", profiles=["jetson-orin-nano-4gb"], batches=[1])
+    nano, options = ["jetson-orin-nano-4gb"], {"slo_ms": 1e6, "rate_per_s": 1.0}
+    found = dk.plan(tmp_path / "m.onnx", profiles=nano, batches=[1], **options)
     assert found.weight_bytes == 4 << 30
-    assert [each.fits for each in found.targets[0].predictions] == [False, False, False, False]
+    (target,) = found.targets
+    assert [each.fits for each in target.predictions] == [False, False, False, False]
+    assert target.capacity is not None
+    assert (target.capacity.replicas, target.capacity.why) == (
+        None,
+        "it does not fit into the memory",
+    )
 
 
 @pytest.mark.parametrize(

@@ -307,6 +307,8 @@ def test_nan_is_counted_and_an_accuracy_of_it_fails_with_the_outputs_written(
 @pytest.mark.parametrize(
     "change",
     [
+        {"samples": -5},
+        {"bytes": 12},
         {"bytes": -5},
         {"bytes": 10**15},
         {"bytes": "many"},
@@ -322,7 +324,7 @@ def test_a_state_that_somebody_changed_begins_anew(
     run(model, data, stop=100)
     path = parts(data) / "state.json"
     state = json.loads(path.read_text())
-    state["outputs"]["y"] |= change
+    (state if "samples" in change else state["outputs"]["y"]).update(change)
     path.write_text(json.dumps(state))
     found, notes = run(model, data)
     assert found is not None

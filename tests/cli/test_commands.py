@@ -12,6 +12,8 @@ import onnx
 import pytest
 
 from deploykit import __version__
+from deploykit.api.predict import Predicted
+from deploykit.cli.tables import predicted
 from deploykit.core.artefact import read_manifest
 from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.profile import profile_names
@@ -222,6 +224,12 @@ def test_predict_writes_every_row_and_scores_it(
         name, output = engine.inputs[0].name, engine.outputs[0].name
         whole = engine({name: given[name]})[output]
         np.testing.assert_allclose(answers[output], whole, rtol=1e-4, atol=1e-5)
+
+
+def test_predict_states_a_rate_of_what_it_ran_alone(tmp_path: Path) -> None:
+    done = Predicted(tmp_path / "o.npz", 10, 2.0, "cpu", None, resumed=4)
+    assert predicted(done) == [f"wrote {done.path}: 10 samples on cpu, 3 per second"]
+    assert predicted(replace(done, resumed=10)) == [f"wrote {done.path}: 10 samples on cpu"]
 
 
 @pytest.mark.usefixtures("onnxruntime_alone")

@@ -30,6 +30,7 @@ def workplace(prefix: str) -> Iterator[Path]:
     with (
         subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True),  # no Ctrl-C there
         patch.dict(os.environ, {MARK: folder, "TMPDIR": folder}),
+        patch.object(tempfile, "tempdir", folder),  # which was read before
     ):
         yield Path(folder)
 

@@ -79,7 +79,7 @@ def test_unnamed_dynamic_axes_are_named_as_the_runtime_names_them(tmp_path: Path
 def test_a_string_input_is_unsupported() -> None:
     model = linear()
     model.graph.input[0].type.tensor_type.elem_type = TensorProto.STRING
-    with pytest.raises(Unsupported, match="'x' is of type string"):
+    with pytest.raises(Unsupported, match="model: tensor 'x' is of type string"):
         specs(model)
 
 

@@ -83,6 +83,9 @@ class AnswerCheck:
         names = {name for name, *_ in found}
         if missing := sorted(self.outputs - names):
             return f"200 without the output {', '.join(missing)}"
+        for name, datatype, shape, value in found:
+            if isinstance(value, bytes) and _bytes_of(datatype, shape) not in (None, len(value)):
+                return f"200 with {len(value)} bytes of {name}, a {datatype}{shape}"
         if not names:
             return "200 without outputs"
         if self.expected is not None:
@@ -183,6 +186,15 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
         shift += 7
 
 
+def _bytes_of(datatype: Any, shape: Any) -> int | None:
+    """Of a tensor; None where its elements have no fixed size, or that is not known."""
+    size = DTYPE_BYTES.get(_DTYPES.get(datatype, "") if isinstance(datatype, str) else "")
+    try:
+        return None if size is None else size * math.prod(shape)
+    except TypeError:
+        return None
+
+
 def _difference(expected: Expected, request: int, found: Sequence[Any]) -> str | None:
     """Why an answer is not the expected one."""
     import numpy as np  # late: a generator's process that compares nothing starts sooner
@@ -227,7 +239,7 @@ def error_text(body: bytes) -> str:
     text = found.get("error") if isinstance(found, dict) else None
     if not isinstance(text, str):
         text = body[:200].decode("utf-8", "replace")
-    return one_line(text)
+    return one_line(text) or "no message"
 
 
 def one_line(text: str) -> str:

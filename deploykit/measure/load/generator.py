@@ -21,7 +21,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.measure.load.bodies import Bodies, BodyCheck, choose_bodies
-from deploykit.measure.load.check import AnswerCheck
+from deploykit.measure.load.check import AnswerCheck, short_bound
 from deploykit.measure.load.client import Report
 from deploykit.measure.load.processes import run_processes, share
 from deploykit.measure.load.records import SendPlan
@@ -123,7 +123,7 @@ def _capacity(
     found = _run(remote, requests, check, load, processes, 0, 1, report)
     if found.achieved_per_s.value == 0:
         raise BadInput(
-            f"{remote.url}: {remote.model}: no request was answered in {CAPACITY_S:g} s: "
+            f"{remote.url}: {remote.model}: no request had a good answer in {CAPACITY_S:g} s: "
             f"{found.first_error or 'no answer'}",
             hint="choose the load with `rate` or `concurrency`",
         )
@@ -196,28 +196,29 @@ def _check_options(
             hint="a rate is an open loop, a concurrency a closed one: run them one after the other",
         )
     if concurrency is not None and not 1 <= concurrency <= _most_connections():
-        raise BadInput(f"concurrency must be 1 to {_most_connections()}, got {concurrency}")
-    if not 0 < duration_s < math.inf or not 0 <= warmup_s < math.inf:
         raise BadInput(
-            f"`duration_s` must be above 0, `warmup_s` 0 or more: {duration_s}, {warmup_s}"
+            f"`concurrency` must be 1 to {_most_connections()}, got {concurrency}",
+            hint=f"the limit on open files (ulimit -n) less 64, and {MAX_CONNECTIONS} at most",
         )
-    if rate is not None and not (
-        rate > 0 and rate * duration_s >= 1 and rate * (duration_s + warmup_s) <= MAX_SENDS
-    ):
+    for name, value in (("rate", rate), ("duration_s", duration_s), ("slo_ms", slo_ms)):
+        if value is not None and not 0 < value < math.inf:
+            raise BadInput(f"`{name}` must be above 0, got {value:g}")
+    if not 0 <= warmup_s < math.inf:
+        raise BadInput(f"`warmup_s` must be 0 or more, got {warmup_s:g}")
+    if rate is not None and not 1 <= rate * duration_s <= MAX_SENDS - rate * warmup_s:
         raise BadInput(
-            f"a rate of {rate}/s over {duration_s} s is not 1 to {MAX_SENDS} requests",
+            f"`rate` {short_bound(rate)} for {short_bound(duration_s)} s is not from 1 to "
+            f"{MAX_SENDS:,} requests",
             hint="give a higher rate or a longer duration, or less of both",
         )
     if batch < 1:
-        raise BadInput(f"batch must be 1 or more, got {batch}")
+        raise BadInput(f"`batch` must be 1 or more, got {batch}")
     if not 1 <= processes <= min(MAX_PROCESSES, concurrency or MAX_PROCESSES):
         most = min(MAX_PROCESSES, concurrency or MAX_PROCESSES)
         raise BadInput(
             f"`processes` must be 1 to {most}, got {processes}",
             hint="each has at least one of the connections",
         )
-    if slo_ms is not None and not 0 < slo_ms < math.inf:
-        raise BadInput(f"`slo_ms` must be above 0, got {slo_ms:g}")
 
 
 def _most_connections() -> int:

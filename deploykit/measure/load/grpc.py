@@ -6,6 +6,7 @@ once is known. RFC 9113 (HTTP/2), RFC 7541 (HPACK), "gRPC over HTTP2" of the gRP
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
@@ -13,7 +14,7 @@ from urllib.parse import unquote
 
 from deploykit.core.extras import require
 from deploykit.measure.load.check import AnswerCheck, one_line
-from deploykit.measure.load.http1 import NotHttpError
+from deploykit.measure.load.http1 import MOST_BYTES, MOST_HEAD, TOO_LONG, NotHttpError
 from deploykit.measure.load.records import NO_ANSWER, WRONG
 
 hpack = require("hpack")
@@ -28,6 +29,7 @@ _DATA, _HEADERS, _RST, _SETTINGS, _PUSH, _PING, _GOAWAY, _WINDOW, _CONTINUATION 
 )
 _END_STREAM, _ACK, _END_HEADERS, _PADDED, _PRIORITY = 1, 1, 4, 8, 32
 _WINDOW_BYTES, _FRAME_BYTES = 65535, 16384  # before the server's settings
+_MOST_FRAME_BYTES = (1 << 24) - 1
 _MOST = (1 << 31) - 1  # of a window
 _MOST_BLOCKS = 1024  # that are remembered
 _REFUSED_STREAM = 7
@@ -42,7 +44,7 @@ _GREETING = b"".join(
     (
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
         # no table, no pushes, windows and frames as large as they may be
-        _frame(4, 0, 0, struct.pack(">HIHIHIHI", 1, 0, 2, 0, 4, _MOST, 5, (1 << 24) - 1)),
+        _frame(4, 0, 0, struct.pack(">HIHIHIHI", 1, 0, 2, 0, 4, _MOST, 5, _MOST_FRAME_BYTES)),
         _frame(8, 0, 0, struct.pack(">I", _MOST - _WINDOW_BYTES)),
     )
 )
@@ -162,7 +164,7 @@ class Grpc:
                     self._stream_window += value - self._first_window
                     self._first_window = value
                 elif name == 5:
-                    self._frame_bytes = value
+                    self._frame_bytes = min(max(value, _FRAME_BYTES), _MOST_FRAME_BYTES)
             self.control += _frame(_SETTINGS, _ACK, 0) + self._release()
         elif kind == _PING and not flags & _ACK:
             self.control += _frame(_PING, _ACK, 0, payload)
@@ -200,10 +202,12 @@ class Grpc:
                 self._body += payload
         else:
             self._headers += payload
-            if flags & _END_HEADERS:
-                block, self._headers = bytes(self._headers), bytearray()
-                if stream == self._stream:
-                    self._fields |= self._decode(block)
+        if len(self._body) > MOST_BYTES or len(self._headers) > MOST_HEAD:
+            raise NotHttpError(TOO_LONG)
+        if flags & _END_HEADERS and kind != _DATA:
+            block, self._headers = bytes(self._headers), bytearray()
+            if stream == self._stream:
+                self._fields |= self._decode(block)
         if stream != self._stream:
             return None
         if kind != _CONTINUATION and flags & _END_STREAM:
@@ -227,7 +231,7 @@ class Grpc:
     def _complete(self) -> int:
         """The answer is whole: the status in its trailers decides."""
         code = self._fields.get("grpc-status", "")
-        if not code.isdigit():
+        if not re.fullmatch("[0-9]{1,3}", code):
             status = self._fields.get(":status", "none")
             return self._fail(WRONG, f"an answer without a gRPC status (HTTP status {status})")
         self.code = int(code)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import socket
+import time
 from typing import TYPE_CHECKING, Any
 
-from deploykit.core.errors import BadInput, NotFound, first_line
+from deploykit.core.errors import BadInput, NotFound, os_reason
 from deploykit.measure.load.check import message_fields, varints
 from deploykit.measure.load.grpc import CALLER, Grpc, call_of, field, header_block
 from deploykit.measure.load.http1 import NotHttpError
@@ -101,25 +102,33 @@ class GrpcQuestions:
 
     def call(self, method: str, message: bytes) -> tuple[int | None, bytes, str]:
         """GRPC's status, the answer, and what is wrong. Raises BadInput where there is none."""
-        block = header_block(self.host, method)
-        wire = Grpc(block, [call_of(message)], None)
         try:
-            with socket.create_connection((self.address, self.port), TIMEOUT_S) as connection:
-                connection.sendall(wire.greeting + wire.request(0))
-                while True:
-                    data = connection.recv(1 << 16)
-                    if not data:
-                        raise self._not_oip(f"{method}: it closed the connection")
-                    status = wire.feed(data)
-                    control, wire.control = wire.control, b""
-                    if control:
-                        connection.sendall(control)
-                    if status is not None:
-                        return wire.code, wire.message, wire.error or ""
+            return self.exchange(method, call_of(message))
         except TimeoutError as exc:
             raise BadInput(f"{self.url}: {method}: no answer within {TIMEOUT_S:g} s") from exc
-        except (OSError, NotHttpError) as exc:
-            raise self._not_oip(f"{method}: {first_line(exc)}") from exc
+        except OSError as exc:
+            raise self._not_oip(f"{method}: {os_reason(exc)}") from exc
+        except NotHttpError as exc:
+            raise self._not_oip(f"{method}: it {exc}") from exc
+
+    def exchange(self, method: str, call: bytes) -> tuple[int | None, bytes, str]:
+        """The same. Raises OSError, TimeoutError in time, and NotHttpError."""
+        wire = Grpc(header_block(self.host, method), [call], None)
+        until_s = time.monotonic() + TIMEOUT_S
+        with socket.create_connection((self.address, self.port), TIMEOUT_S) as connection:
+            connection.sendall(wire.greeting + wire.request(0))
+            while True:
+                data = connection.recv(1 << 16)
+                if not data:
+                    raise NotHttpError("closed the connection")
+                status = wire.feed(data)
+                control, wire.control = wire.control, b""
+                if control:
+                    connection.sendall(control)
+                if status is not None:
+                    return wire.code, wire.message, wire.error or ""
+                if time.monotonic() > until_s:
+                    raise TimeoutError
 
     def _not_oip(self, why: str) -> BadInput:
         return BadInput(
@@ -131,7 +140,13 @@ class GrpcQuestions:
 def probe_call(remote: RemoteModel, call: bytes) -> None:
     """Send one call before the run. Raises BadInput when the server blames the request."""
     server = GrpcQuestions(remote.url, remote.host, remote.address, remote.port)
-    code, _, error = server.call("ModelInfer", call[5:])
+    try:
+        code, _, error = server.exchange("ModelInfer", call)
+    except TimeoutError as exc:
+        why = f"no answer to an inference within {TIMEOUT_S:g} s"
+        raise BadInput(f"{remote.url}: {remote.model}: {why}") from exc
+    except (OSError, NotHttpError):
+        return  # the run counts it as a failure, with its message
     if code in CALLER:
         raise BadInput(f"{remote.url}: {remote.model}: answered {error}")
 

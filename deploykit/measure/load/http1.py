@@ -12,14 +12,16 @@ from typing import ClassVar, NamedTuple
 from deploykit.measure.load.check import AnswerCheck, error_text
 from deploykit.measure.load.records import WRONG
 
-_MOST_HEAD = 1 << 16  # bytes
-_MOST_HEADS = 1024  # that are remembered
+MOST_BYTES, MOST_HEAD = 1 << 28, 1 << 16  # of an answer, and of its head
+TOO_LONG = f"is longer than {MOST_BYTES:,} bytes, or its head than {MOST_HEAD:,}"
+MOST_HEADS = 1024  # that are remembered
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-5]\d\d)(?: [^\r\n]*)?")
+_SIZE = re.compile(rb"[0-9]{1,15}")
 _FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n]*?)[ \t]*")
 
 
 class NotHttpError(Exception):
-    """An answer that is not HTTP/1.1, or that nobody could find the end of."""
+    """An answer that is not HTTP, or that nobody could find the end of."""
 
 
 class _Head(NamedTuple):
@@ -63,16 +65,19 @@ class Http1:
             if len(self.buffer) < self._needed:
                 return None
             data = bytes(self.buffer)
-        at = data.find(b"\r\n\r\n")
-        if at < 0:
-            if not b"HTTP/1.".startswith(data[:7]) or len(data) > _MOST_HEAD:
-                raise NotHttpError(f"begins with {data[:20]!r}")
-            return self._wait_for(data, len(data) + 1)
-        head = self._heads.get(data[:at]) or self._parse(data[:at])
-        at += 4
-        if head.status < 200:  # 100: the answer itself follows
+        while (at := data.find(b"\r\n\r\n")) >= 0:
+            head = self._heads.get(data[:at]) or self._parse(data[:at])
+            if head.status >= 200:
+                break
+            data = data[at + 4 :]  # 100: the answer itself follows
             self.buffer.clear()
-            return self.feed(data[at:]) if len(data) > at else None
+        else:
+            if not b"HTTP/1.".startswith(data[:7]):
+                raise NotHttpError(f"begins with {data[:20]!r}")
+            if len(data) > MOST_HEAD:
+                raise NotHttpError(TOO_LONG)
+            return self._wait_for(data, len(data) + 1)
+        at += 4
         if head.length is None:
             if not head.chunked:
                 return self._wait_for(data, len(data) + 1)
@@ -96,6 +101,8 @@ class Http1:
         return self._complete(head, data[at + 4 :], data, -1)
 
     def _wait_for(self, data: bytes, needed: int) -> int | None:
+        if needed > MOST_BYTES:
+            raise NotHttpError(TOO_LONG)
         if not self.buffer:
             self.buffer += data
         self._needed = needed
@@ -125,7 +132,7 @@ class Http1:
         found = {match[1].lower(): match[2] for match in matches if match}
         status, coding = int(start[2]), found.get(b"transfer-encoding", b"").lower()
         sizes = [found.get(b"content-length"), found.get(b"inference-header-content-length")]
-        if any(size is not None and not size.isdigit() for size in sizes) or coding not in (
+        if not all(_SIZE.fullmatch(size or b"0") for size in sizes) or coding not in (
             b"",
             b"chunked",
         ):
@@ -137,7 +144,7 @@ class Http1:
         keep = b"close" not in connection if start[1] == b"1" else b"keep-alive" in connection
         chunked = bool(coding)
         parsed = _Head(status, None if chunked else length, chunked, keep, json_bytes)
-        if len(cls._heads) >= _MOST_HEADS:  # they hold a time or a number
+        if len(cls._heads) >= MOST_HEADS:  # they hold a time or a number
             cls._heads.clear()
         cls._heads[head] = parsed
         return parsed

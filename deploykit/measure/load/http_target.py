@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from deploykit.core.errors import BadInput, NotFound, first_line
-from deploykit.measure.load.check import error_text
+from deploykit.measure.load.check import error_text, one_line
 from deploykit.measure.load.server_side import Stage, stages_in_metrics, stages_of
 
 TIMEOUT_S = 10.0
@@ -35,7 +35,7 @@ class HttpQuestions:
             ready = [item for item in index if item.get("state", "READY") == "READY"]
             return list(dict.fromkeys(str(item.get("name")) for item in ready))
         if "name" not in self.about():
-            raise not_oip(self.url, "/v2 has no name")
+            raise not_oip(self.url, f"/v2/repository/index: {status}: {error_text(body)}")
         return None
 
     def metadata(self, model: str) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class HttpQuestions:
         except TimeoutError as exc:
             raise BadInput(f"{self.url}: {path}: no answer within {TIMEOUT_S:g} s") from exc
         except (OSError, http.client.HTTPException) as exc:
-            raise not_oip(self.url, f"{path}: {first_line(exc)}") from exc
+            raise not_oip(self.url, f"{path}: {one_line(first_line(exc))}") from exc
         finally:
             connection.close()
 

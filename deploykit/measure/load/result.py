@@ -50,7 +50,7 @@ class LoadResult(Record):
     warmup_s: float
     duration_s: float
     achieved_per_s: Interval  # requests answered with success
-    latency: Latency | None  # None: no request was answered
+    latency: Latency | None  # None: no good answer
     sent: int
     ok: int
     refused: int  # 503, 429
@@ -135,7 +135,7 @@ def summarise(load: Load, outcomes: Sequence[RunRecord]) -> dict[str, Any]:
     limits = _limits(load, outcomes, lags_ms, p50_s * 1e3)
     sustained = None
     if load.rate_per_s is not None:
-        sustained = _kept_up(load, start_s, end_s, status)
+        sustained = _kept_up(load, start_s, end_s)
     return {
         "mode": "closed" if load.rate_per_s is None else "open",
         "concurrency": load.connections if load.rate_per_s is None else None,
@@ -238,16 +238,15 @@ def _limits(
     return tuple(found)
 
 
-def _kept_up(load: Load, start_s: np.ndarray, end_s: np.ndarray, status: np.ndarray) -> bool:
+def _kept_up(load: Load, start_s: np.ndarray, end_s: np.ndarray) -> bool:
     """Whether the number of open requests did not grow over the measured time.
 
     Compared are its means over the first and the last fifth; it may grow by 2 % of the requests,
     and by what chance explains.
     """
-    open_until = np.where(np.isin(status, (NO_ANSWER, UNSENT)), np.inf, end_s)
     fifth_s = load.duration_s / 5
     first, last = (
-        _mean_open(start_s, open_until, at_s, at_s + fifth_s)
+        _mean_open(start_s, end_s, at_s, at_s + fifth_s)
         for at_s in (load.warmup_s, load.end_s - fifth_s)
     )
     due = int(((start_s >= load.warmup_s) & (start_s < load.end_s)).sum())

@@ -33,6 +33,7 @@ from deploykit.measure.load.server_side import Questions, answer_or, model_optio
 from deploykit.runtimes.data.samples import Samples, random_feeds, read_npz, read_samples
 
 OUTPUTS = "outputs/"  # before names in golden samples
+REFUSED = 429  # says nothing against the request
 VARIANTS = 8  # different inputs, so that a cache in the server does not answer
 VARIANTS_BYTES = 64 << 20  # together; one is always made
 _DTYPES = {PROTOCOL_NAMES[dtype]: dtype for dtype in DTYPE_BYTES if dtype != "bfloat16"}
@@ -150,6 +151,7 @@ def _resolve(url: str) -> tuple[str, str, int, bool]:
         raise BadInput(f"'{without_secrets(url)}' is not a URL: {exc}", hint=hint) from exc
     if (
         parts.scheme not in ("http", "grpc")
+        or not url.isprintable()
         or not name
         or not re.fullmatch(r"[A-Za-z0-9.:_%-]+", name)
     ):
@@ -344,7 +346,7 @@ def probe(remote: RemoteModel, request: bytes) -> None:
         ) from exc
     except (OSError, http.client.HTTPException):
         return  # the run counts it as a failure, with its message
-    if 400 <= response.status < 500:
+    if 400 <= response.status < 500 and response.status != REFUSED:
         raise BadInput(
             f"{remote.url}: {remote.model}: answered {response.status}: {error_text(body)}"
         )

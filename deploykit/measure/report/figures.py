@@ -203,6 +203,6 @@ _MISSING: Mapping[Callable[[Json], Figure | None], str] = {  # charts, and what 
     waterfall: "Where the time of a call goes is not drawn: compute alone was not timed.",
     roofline: "The roofline is not drawn: the limits of the machine were not measured.",
     _accuracy: "Accuracy against latency is not drawn: one of the two was not measured.",
-    served_chart: "Latency over HTTP was not measured.",
+    served_chart: "The latency of requests was not measured.",
     request_waterfall: "Where the time of a request goes is not drawn: no server reported it.",
 }

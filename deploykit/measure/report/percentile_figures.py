@@ -107,7 +107,7 @@ def served_chart(document: Json) -> Chart | None:
         return None
     return Chart(
         name="served",
-        title="Latency over HTTP, by percentile",
+        title="Latency of requests, by percentile",
         finding="; ".join(sentences) + ". The flatter a line, the steadier the server.",
         x_label="share of requests that were answered by then",
         y_label="latency (ms)",

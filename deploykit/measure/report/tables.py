@@ -296,7 +296,7 @@ def serving_table(document: Json) -> Table:
     first = ("load", "loop", "sent", "ok", "refused", "expired", "failed", "ok/s", *_LATENCY)
     columns = (*first, "generator lag p99 (ms)", "notes")
     note = "Latency is of successes: from the intended time in the open loop, from the sending in "
-    return Table("Load over HTTP", columns, tuple(rows), (0, 1, 13), note + "the closed one.")
+    return Table("Load tests", columns, tuple(rows), (0, 1, 13), note + "the closed one.")
 
 
 def _load_notes(result: Json) -> str:

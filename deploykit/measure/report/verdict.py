@@ -254,7 +254,7 @@ def _serving_sentence(result: LoadResult) -> str:
     if result.marks:
         return f"{load} there is no verdict: {'; '.join(result.marks)}. Measure it again."
     if result.latency is None:
-        return f"{load} no request of {result.sent} was answered: {result.first_error}."
+        return f"{load} no request of {result.sent} had a good answer: {result.first_error}."
     sentence = f"{load}: {spread(result.achieved_per_s.to_dict())} requests/s"
     for name, part in (("p50", result.latency.p50_ms), ("p99", result.latency.p99_ms)):
         sentence += f", {name} "
@@ -263,7 +263,7 @@ def _serving_sentence(result: LoadResult) -> str:
         elif f"{name}_ms" in result.latency.needs:
             sentence += "too few samples"
         else:
-            sentence += f"none, as {count(result.latency.lost)} had no answer"
+            sentence += f"none, as {count(result.latency.lost)} had no good answer"
     counts = {"refused": result.refused, "expired": result.expired, "failed": result.failed}
     counts["never sent"] = result.unsent
     lost = [f"{count(n)} {what}" for what, n in counts.items() if n]

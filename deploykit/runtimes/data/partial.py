@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
+import json
 import math
 import os
 import time
@@ -143,7 +145,8 @@ class PartialOutputs:
             for name, (dtype, row) in self._kinds.items()
         }
         state = {"kind": _KIND, "made_by": self._made_by, "samples": self.done.samples}
-        write_json(self.folder / _STATE, {**state, "digest": self.done.digest, "outputs": outputs})
+        state |= {"digest": self.done.digest, "outputs": outputs}
+        write_json(self.folder / _STATE, {**state, "sha256": _hash(state)})
         self._saved_s = time.monotonic()
 
     def _read_state(self) -> dict[str, Any] | None:
@@ -161,6 +164,8 @@ class PartialOutputs:
 
     def _resume(self, state: Mapping[str, Any]) -> str:
         """Go on with an earlier run; why that cannot be, or ""."""
+        if state.get("sha256") != _hash({n: v for n, v in state.items() if n != "sha256"}):
+            return "its files are damaged"
         made_by = state.get("made_by")
         if not isinstance(made_by, dict) or made_by.keys() != self._made_by.keys():
             return "another version of deploykit made it"
@@ -199,6 +204,10 @@ class PartialOutputs:
             for path in self._ours():
                 path.unlink()
             self.folder.rmdir()
+
+
+def _hash(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def _lock(folder: Path, out: Path, stack: contextlib.ExitStack) -> None:

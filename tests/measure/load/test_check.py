@@ -64,6 +64,27 @@ def test_tensors_of_another_size_are_a_failure() -> None:
     assert wire.error == "200 with 8 bytes of tensors, not 4"
 
 
+@pytest.mark.parametrize(
+    ("datatype", "shape", "why"),
+    [
+        ("FP32", [1, 3], "200 with 8 bytes of y, a FP32[1, 3]"),
+        ("FP64", [1, 2], "200 with 8 bytes of y, a FP64[1, 2]"),
+        ("INT64", [], None),
+        ("BYTES", [7], None),
+        ("NEW", [7], None),
+        (["FP32"], [7], None),
+        ("FP32", None, None),
+    ],
+)
+def test_a_tensor_has_as_many_bytes_as_its_shape_says(
+    datatype: object, shape: object, why: str | None
+) -> None:
+    item = {"name": "y", "datatype": datatype, "shape": shape}
+    head = json.dumps({"outputs": [{**item, "parameters": {"binary_data_size": 8}}]}).encode()
+    size = f"Inference-Header-Content-Length: {len(head)}\r\n"
+    assert read(reply(200, head + bytes(8), size)).error == why
+
+
 def test_an_answer_that_begins_as_a_right_one_is_still_looked_at() -> None:
     """The head of the right one is remembered."""
     check = AnswerCheck(["y"])
@@ -112,8 +133,9 @@ def test_chunks_a_continue_and_a_body_to_the_end_are_read() -> None:
         body[5:],
     )
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-    for piece in (1, 1 << 20):
-        assert read(b"HTTP/1.1 100 Continue\r\n\r\n" + head + chunks, piece=piece).error is None
+    for piece, early in ((1, 1), (1 << 20, 2000)):
+        interim = b"HTTP/1.1 100 Continue\r\n\r\n" * early
+        assert read(interim + head + chunks, piece=piece).error is None
     wire = Http1([b""], AnswerCheck(["y"]))
     wire.request(0)
     assert wire.feed(b"HTTP/1.0 200 OK\r\n\r\n" + body[:9]) is None
@@ -148,6 +170,8 @@ def test_what_comes_behind_an_answer_ends_its_connection() -> None:
         b"HTTP/1.1 2000 OK\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: %s\r\n\r\n" % (b"9" * 5000),
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9999999999\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nz\r\n",
         b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 20_000,

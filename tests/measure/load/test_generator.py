@@ -306,7 +306,7 @@ def test_a_bare_load_is_open_at_half_of_what_a_closed_loop_reaches() -> None:
 def test_a_server_without_capacity_is_refused_with_its_error() -> None:
     with (
         StandIn(lambda _server, _n: reply(500, {"error": "broken"}), pause_s=0.1).running() as url,
-        pytest.raises(BadInput, match="no request was answered in 2 s: 500: broken"),
+        pytest.raises(BadInput, match="no request had a good answer in 2 s: 500: broken"),
     ):
         run_load(url, **QUICK)
 

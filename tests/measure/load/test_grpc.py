@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ import pytest
 from deploykit.core.errors import BadInput, NotFound
 from deploykit.measure.load.check import AnswerCheck, Expected, message_fields, read_message
 from deploykit.measure.load.generator import run_load
-from deploykit.measure.load.grpc import Grpc, call_of, field, infer_request
+from deploykit.measure.load.grpc import Grpc, call_of, encode_varint, field, infer_request
+from deploykit.measure.load.grpc_target import GrpcQuestions, probe_call
 from deploykit.measure.load.http1 import NotHttpError
 from deploykit.measure.load.records import WRONG
+from deploykit.measure.load.target import RemoteModel
 from tests.support.measure.loads import at_least, load
 from tests.support.stand_in import StandIn
 
@@ -157,6 +160,44 @@ def test_what_is_no_server_of_the_protocol_is_named() -> None:
         run_load(url.replace("http", "grpc"), concurrency=1)
 
 
+@contextmanager
+def listening(talk: Callable[[socket.socket], None]) -> Iterator[GrpcQuestions]:
+    """A server that says to each connection what `talk` does."""
+
+    def serve(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection, suppress(OSError):
+                    talk(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        pool.submit(serve, listener)
+        host, port = listener.getsockname()
+        try:
+            yield GrpcQuestions(f"grpc://{host}:{port}", host, host, port)
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_server_that_drops_the_first_call_is_loaded_all_the_same() -> None:
+    with listening(lambda connection: connection.close()) as server:
+        probe_call(RemoteModel(server.url, "h", server.address, server.port, "m", ()), b"")
+        with pytest.raises(BadInput, match=r"ModelReady: (it closed|Connection reset)"):
+            server.call("ModelReady", b"")
+
+
+def test_a_server_that_never_stops_talking_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploykit.measure.load.grpc_target.TIMEOUT_S", 0.3)
+
+    def ping(connection: socket.socket) -> None:
+        while True:
+            connection.sendall(frame(6, 1, 0, bytes(8)))
+
+    with listening(ping) as server, pytest.raises(BadInput, match="no answer within"):
+        server.call("ServerMetadata", b"")
+
+
 def test_a_server_without_an_index_needs_the_model_s_name() -> None:
     def unknown(_request: bytes, context: Any) -> bytes:
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "no index")
@@ -175,7 +216,14 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 HEAD = b"\x88"  # :status 200
-STATUS = b"\x00\x0bgrpc-status\x01"
+STATUS = b"\x00\x0bgrpc-status"
+WITHOUT = "an answer without a gRPC status (HTTP status 200)"
+
+
+def encode_length(value: bytes) -> bytes:
+    """As HPACK writes the length of a string."""
+    size = len(value)
+    return bytes([size]) if size < 127 else b"\x7f" + encode_varint(size - 127)
 
 
 def whole(message: bytes, code: bytes = b"0", stream: int = 1) -> bytes:
@@ -187,7 +235,7 @@ def whole(message: bytes, code: bytes = b"0", stream: int = 1) -> bytes:
         + frame(0, 8, stream, b"\x03" + data[:7] + b"\0\0\0")  # padded
         + frame(0, 0, stream, data[7:])
         + frame(1, 1, stream, STATUS)
-        + frame(9, 4, stream, code)
+        + frame(9, 4, stream, encode_length(code) + code)
     )
 
 
@@ -214,8 +262,9 @@ def test_an_answer_in_any_frames_is_one(piece: int) -> None:
         (frame(3, 0, 1, struct.pack(">I", 7)), 503, "the server reset the call: HTTP/2 code 7"),
         (frame(3, 0, 1, struct.pack(">I", 2)), 0, "the server reset the call: HTTP/2 code 2"),
         (frame(7, 0, 0, bytes(8)), 503, "the server is closing its connections"),
-        (frame(1, 5, 1, HEAD), WRONG, "an answer without a gRPC status (HTTP status 200)"),
-        (frame(1, 5, 1, STATUS + b"0"), WRONG, "OK without one message that is not compressed"),
+        (frame(1, 5, 1, HEAD), WRONG, WITHOUT),
+        *((whole(answer(), code), WRONG, WITHOUT) for code in ("²".encode(), b"9" * 5000)),
+        (frame(1, 5, 1, STATUS + b"\x010"), WRONG, "OK without one message that is not compressed"),
     ],
 )
 def test_answers_that_fail_say_why(data: bytes, status: int, error: str) -> None:
@@ -226,14 +275,27 @@ def test_answers_that_fail_say_why(data: bytes, status: int, error: str) -> None
 
 @pytest.mark.parametrize(
     "data",
-    [b"HTTP/1.1 400 Bad\r\n\r\n", frame(1, 5, 1, b"\xff\xff\xff"), frame(8, 0, 0, b"1")],
-    ids=["HTTP/1.1", "headers", "window"],
+    [
+        b"HTTP/1.1 400 Bad\r\n\r\n",
+        frame(1, 5, 1, b"\xff\xff\xff"),
+        frame(8, 0, 0, b"1"),
+        frame(9, 0, 1, bytes(16_000)) * 20,
+    ],
+    ids=["HTTP/1.1", "headers", "window", "endless headers"],
 )
 def test_what_is_no_http2_is_refused(data: bytes) -> None:
     wire = Grpc(b"", [call_of(b"x")], AnswerCheck(["y"]))
     wire.request(0)
     with pytest.raises(NotHttpError):
         wire.feed(data)
+
+
+@pytest.mark.parametrize("most", [0, 1, (1 << 32) - 1])
+def test_frames_are_no_smaller_and_no_larger_than_http2_has_them(most: int) -> None:
+    wire = Grpc(b"", [call_of(bytes(17 << 20))], AnswerCheck(["y"]))
+    window = struct.pack(">HIHI", 5, most, 4, 1 << 30)
+    wire.feed(frame(4, 0, 0, window) + frame(8, 0, 0, struct.pack(">I", 1 << 30)))
+    assert len(wire.request(0)) > 17 << 20
 
 
 def test_a_call_waits_for_the_server_s_windows() -> None:

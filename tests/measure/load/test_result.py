@@ -154,6 +154,11 @@ def test_an_open_loop_that_piles_up_was_not_sustained(grows_s: float, kept: bool
     assert result(CLOSED, found).sustained is None
 
 
+def test_requests_whose_connection_broke_do_not_pile_up() -> None:
+    found = result(OPEN, finished(dict.fromkeys(range(1000), NO_ANSWER)))
+    assert (found.failed, found.sustained, found.notes) == (1000, True, ())
+
+
 def test_goodput_is_of_answers_in_time() -> None:
     found = finished(taken_s=0.002)
     for i in range(0, 1000, 4):

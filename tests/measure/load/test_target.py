@@ -77,6 +77,21 @@ def test_a_server_without_an_index_needs_the_model_s_name() -> None:
             run_load(url, model="other", **QUICK)
 
 
+def test_a_host_that_the_server_refuses_is_named_with_its_reason() -> None:
+    with (
+        StandIn(other=lambda _path: reply(421, {"error": "no such host here"})).running() as url,
+        pytest.raises(BadInput, match="421: no such host here"),
+    ):
+        run_load(url, **QUICK)
+
+
+def test_a_server_that_refuses_the_first_request_is_loaded_all_the_same() -> None:
+    with StandIn(lambda _server, _n: reply(429, {"error": "slow down"})).running() as url:
+        result = load(url, **QUICK)
+    assert result.refused == result.sent > 0
+    assert result.first_error == "429: slow down"
+
+
 def test_a_request_that_the_server_calls_wrong_ends_the_run_before_it_begins() -> None:
     server = StandIn(lambda _server, _n: reply(400, {"error": "batch 64 is above 8"}))
     with server.running() as url, pytest.raises(BadInput, match="400: batch 64 is above 8"):
@@ -113,6 +128,7 @@ def test_inputs_that_no_request_can_be_made_for_are_named(
         "http://h?x",
         "http://a b",
         "http://[::1",
+        "http://127.0.0.1\n",
         "",
     ],
 )
@@ -136,6 +152,8 @@ def test_what_is_no_url_of_a_host_is_refused(url: str) -> None:
         {"duration_s": float("inf")},
         {"duration_s": float("nan")},
         {"warmup_s": -1.0},
+        {"rate": 1e-5},
+        {"slo_ms": float("inf")},
         {"batch": 0},
     ],
     ids=str,
@@ -144,9 +162,13 @@ def test_options_that_make_no_sense_are_refused_before_anything_is_sent(
     options: dict[str, float],
 ) -> None:
     server = StandIn()
-    with server.running() as url, pytest.raises(BadInput):
+    with server.running() as url, pytest.raises(BadInput) as caught:
         run_load(url, **options)  # type: ignore[arg-type]
     assert server.connections == 0
+    named = [name for name in options if f"`{name}`" in caught.value.message]
+    assert named  # and no other parameter
+    assert named == [part for part in caught.value.message.split("`")[1::2] if part in options]
+    assert "e-" not in caught.value.message
 
 
 @pytest.mark.parametrize("prefix", ["", "inputs/"])
@@ -184,7 +206,7 @@ def test_several_requests_share_a_bound_on_memory() -> None:
         (b'{"error": "two\\nlines\\u001b[31m"}', "two lines [31m"),
         (b"<html>\r\noops", "<html> oops"),
         (b"\xff\xfe", "\ufffd\ufffd"),
-        (b"", ""),
+        (b"", "no message"),
         (b'{"error": 3}', '{"error": 3}'),
     ],
 )

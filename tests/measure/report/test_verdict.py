@@ -144,7 +144,7 @@ def test_losses_and_a_rate_that_was_not_sustained_are_in_the_verdict(report: Rep
     lost = Latency(900, Interval(1, 1, 1), None, None, 5.0, {"p90_ms": 36}, 100)
     bad = replace(report.serving[2], latency=lost, sustained=False, failed=70, unsent=30)
     sentence = plain(verdict(replace(report, serving=(bad,), points=()))[0])
-    assert "p50 1.00 ms, p99 none, as 100 had no answer" in sentence
+    assert "p50 1.00 ms, p99 none, as 100 had no good answer" in sentence
     assert "70 failed, 30 never sent of" in sentence
     assert "THE RATE WAS NOT SUSTAINED" in sentence
 
@@ -158,7 +158,7 @@ def test_what_was_served_names_refusals_and_the_shared_machine(report: Report) -
 def test_a_server_that_answered_nothing_is_reported_with_its_error(report: Report) -> None:
     dead = replace(report.serving[0], latency=None, ok=0, failed=9, sent=9, errors={"boom": 9})
     text = " ".join(verdict(replace(report, serving=(dead,))))
-    assert "no request of 9 was answered: boom" in text
+    assert "no request of 9 had a good answer: boom" in text
 
 
 def test_quick_and_not_measured_are_stated(report: Report) -> None:
