@@ -120,8 +120,8 @@ def _percentile(
     if ranks is None:
         return 2 * n
     low, high = (float(ordered[rank - 1]) for rank in ranks)
-    most = _at(ordered, n * 0.9)  # inf, where more than a tenth is lost
-    drift = max(_drift(each, most if most < math.inf else value) for each in (rounds, short))
+    ninth = _at(ordered, n * 0.9)  # inf, where more than a tenth is lost
+    drift = max(_drift(each, ninth if ninth < math.inf else value) for each in (rounds, short))
     low, high = min(low, value * (1 - drift)), max(high, value * (1 + drift))
     return Interval(value * 1e3, max(low, 0.0) * 1e3, high * 1e3)
 
