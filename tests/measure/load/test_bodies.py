@@ -92,7 +92,7 @@ def test_an_answer_that_is_not_the_expected_one_has_failed(
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a pipeline alone": ({"model": "tiles"}, "its requests are not made up"),
-    "no task": ({"model": "tiles.colours", "text": ["a"]}, "has no task, so it takes tensors"),
+    "no task": ({"model": "tiles.colours", "text": ["a"]}, "has no task, so it takes only tensors"),
     "a batch": ({"model": "tiles", "data": "pages", "batch": 2}, "`batch` is for tensors"),
     "axes": ({"model": "tiles", "data": "pages", "axes": {"T": 2}}, "`axes` is for tensors"),
     "no file": ({"model": "tiles", "data": "nothere.png"}, "nothere.png: no such file"),
