@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deploykit.api.artefacts import Made, Progress, keep_if_equal, no_progress, onnx_manifest, stage
 from deploykit.api.export_proof import Proof, prove_export
@@ -128,26 +128,37 @@ def _export(
         on_progress("comparing with PyTorch", 0.7)
         with _naming_decisions(done, source.loaded):
             proof = prove_export(source, tmp, feeds, how.max_error, place.name, done)
-        _check_found(proof.parity, job.task, place)
+        _check_found(proof.parity, job, place)
         with _naming_decisions(done, source.loaded):
             on_progress("writing the manifest", 0.95)
             made = _record(source, done, place, tmp, proof, how.target, job)
             return keep_if_equal(tmp, made, proof.parity)
 
 
-def _check_found(parity: Parity, task: Task | None, place: Path) -> None:
+def _check_found(parity: Parity, job: Tasked, place: Path) -> None:
     """Raise GateFailed where no box was compared: a detector with a threshold finds none in noise.
 
     Of an untrained one all scores are equal, and a rounding decides which of its boxes are left.
     """
+    task = job.task
     if task is None or task.kind != DETECT:
         return
     if all(row.zero or not row.values for row in parity.rows if row.output == task.outputs.scores):
         raise GateFailed(
             f"{place.name}: in the images of the comparison it finds no box that PyTorch finds, "
             "which shows nothing",
-            hint="`samples`: a folder of images in which the trained model finds some",
+            hint=_hint_of_weights(job.loaded.module)
+            or "`samples`: a folder of images in which the trained model finds some",
         )
+
+
+def _hint_of_weights(module: Any) -> str | None:
+    """That weights are NaN or infinite, as after a training that diverged; None where none is."""
+    weights = list(module.parameters())
+    broken = sum(not bool(each.float().isfinite().all()) for each in weights)
+    if not broken:
+        return None
+    return f"NaN or infinity is in {broken} of its {len(weights)} weights: export an earlier state"
 
 
 @contextlib.contextmanager
@@ -158,7 +169,10 @@ def _naming_decisions(done: Exported, loaded: Loaded) -> Iterator[None]:
     try:
         yield
     except (BadInput, GateFailed, Unsupported) as exc:
-        add_cause(exc, loaded.module, loaded.inputs, done.sizes, done.decided)
+        if isinstance(exc, GateFailed) and (hint := _hint_of_weights(loaded.module)):
+            exc.hint = hint
+        else:
+            add_cause(exc, loaded.module, loaded.inputs, done.sizes, done.decided)
         raise
 
 

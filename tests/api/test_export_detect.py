@@ -117,6 +117,14 @@ class Blind(Own):
     threshold = 2.0
 
 
+class Diverged(Blind):
+    """After a training that went wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(float("nan")))
+
+
 def built(kind: type[Any]) -> Any:
     torch.manual_seed(0)
     return kind().eval()
@@ -226,6 +234,12 @@ def test_a_comparison_without_a_box_proves_nothing(tmp_path: Path) -> None:
         exported(Blind, tmp_path, batch="1")
     assert "`samples`: a folder of images" in str(caught.value.hint)
     assert not (tmp_path / "d.onnx").exists()
+
+
+def test_weights_that_are_no_numbers_are_named_where_no_box_is_found(tmp_path: Path) -> None:
+    with pytest.raises(dk.GateFailed) as caught:
+        exported(Diverged, tmp_path, batch="1")
+    assert "NaN or infinity is in 1 of its 3 weights" in str(caught.value.hint)
 
 
 def test_unused_rows_are_zero(tmp_path: Path) -> None:
