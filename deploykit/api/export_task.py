@@ -260,6 +260,11 @@ def _head(
             f"`task` {options.kind}: the outputs are numbers, not classes (regression)",
             hint="without `task` they stay as they are",
         )
+    if loaded.preset and loaded.preset.task == DETECT != options.kind:
+        raise BadInput(
+            f"`task` {options.kind}: by {loaded.preset.source} the model finds boxes",
+            hint=f"`task` {DETECT}",
+        )
     if classifies and loaded.preset and loaded.preset.task == EMBED and not options.labels:
         raise BadInput(
             f"`task` {options.kind}: by {loaded.preset.source} the outputs are features",

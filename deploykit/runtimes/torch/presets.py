@@ -275,7 +275,7 @@ def _of_ultralytics(module: Any) -> Preset | None:
         return None
     head.export = True  # decoded boxes alone, not the raw maps with them
     kind = CLASSIFY if type(head).__name__ == "Classify" else DETECT
-    if type(head).__name__ in ("OBB", "OBB26", "SemanticSegment"):
+    if type(head).__name__ in ("OBB", "OBB26", "SemanticSegment", "RTDETRDecoder"):
         raise BadInput(
             f"{type(module).__name__}: its head {type(head).__name__} fits none of the tasks",
             hint="export it without `task`, and decode its outputs in the client",
