@@ -15,6 +15,7 @@ from deploykit.core.errors import BadInput, GateFailed, MissingExtra, did_you_me
 from deploykit.core.json_value import Record
 from deploykit.core.machine import this_machine
 from deploykit.core.profile import Profile, load_profile, profile_names
+from deploykit.core.task import Task
 
 if TYPE_CHECKING:
     from deploykit.onnx_graph.cost import NodeCost
@@ -125,7 +126,8 @@ def plan(
     if artefact.format != "onnx":
         raise wrong_format(artefact, artefact.format, "an ONNX file")
     graph = Graph.open(artefact.path)
-    sizes, batch_axes, notes = _axes(graph, str(artefact), axes or {})
+    axes = {**_sizes_of(artefact.task, graph), **(axes or {})}
+    sizes, batch_axes, notes = _axes(graph, str(artefact), axes)
     if not batch_axes:
         batches = [_fixed_batch(graph)]
     found = [infer(graph, n, sizes | dict.fromkeys(batch_axes, n)) for n in dict.fromkeys(batches)]
@@ -218,6 +220,15 @@ def _axes(
         if name not in given
     ]
     return sizes, list(dict.fromkeys(batch)), notes
+
+
+def _sizes_of(task: Task | None, graph: Graph) -> dict[str, int]:
+    """Of an image of any ratio: the square that a folder of them is cut to."""
+    image = task.image if task else None
+    if image is None or image.height:
+        return {}
+    side = math.ceil(image.resize_to / image.multiple) * image.multiple
+    return {axis: side for axis in graph.inputs[0].shape[1:3] if isinstance(axis, str)}
 
 
 def _fixed_batch(graph: Graph) -> int:

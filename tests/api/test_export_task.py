@@ -279,6 +279,8 @@ def test_a_segmentation_of_any_ratio_sees_the_whole_image(
     )
     task = made.manifest.task
     assert task.image.multiple == multiple
+    side = -(-22 // multiple) * multiple
+    assert dk.plan(made.path, profiles=["l4"]).axes == {"H": side, "W": side}
     assert [str(spec) for spec in made.manifest.outputs] == ["mask:int32[N,H,W]"]
     for width, height, size in ((44, 61, (22, 30)), (90, 44, (45, 22))):
         pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
