@@ -126,8 +126,7 @@ def plan(
     if artefact.format != "onnx":
         raise wrong_format(artefact, artefact.format, "an ONNX file")
     graph = Graph.open(artefact.path)
-    axes = {**_sizes_of(artefact.task, graph), **(axes or {})}
-    sizes, batch_axes, notes = _axes(graph, str(artefact), axes)
+    sizes, batch_axes, notes = _axes(graph, artefact, axes or {})
     if not batch_axes:
         batches = [_fixed_batch(graph)]
     found = [infer(graph, n, sizes | dict.fromkeys(batch_axes, n)) for n in dict.fromkeys(batches)]
@@ -198,7 +197,7 @@ def _name(profile: Profile) -> str:
 
 
 def _axes(
-    graph: Graph, where: str, given: Mapping[str, int]
+    graph: Graph, where: Artefact, given: Mapping[str, int]
 ) -> tuple[dict[str, int], list[str], list[str]]:
     """Sizes of the dynamic axes but the batch, the names of the batch axis, and notes."""
     batch = [
@@ -206,6 +205,7 @@ def _axes(
     ]
     names = [axis for spec in graph.inputs for axis in spec.shape if isinstance(axis, str)]
     others = [name for name in dict.fromkeys(names) if name not in batch]
+    given = {**_sizes_of(where.task, graph), **given}
     for name, size in given.items():
         if name not in others:
             known = ", ".join(others) or "none but the batch"

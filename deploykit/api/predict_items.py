@@ -18,7 +18,7 @@ from deploykit.core.paths import StrPath
 
 log = logging.getLogger(__name__)
 
-_IMAGES, _TEXTS = (".jpg", ".jpeg", ".png", ".webp"), (".txt",)  # of a folder's files
+_IMAGE_FILES, _TEXT_FILES = (".jpg", ".jpeg", ".png", ".webp"), (".txt",)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def predict_items(
             f"{artefact}: has no task, so it takes only tensors",
             hint="export it with `task`; or give its inputs as an .npz file, and `out`",
         )
-    suffixes = _IMAGES if task.image else _TEXTS
+    suffixes = _IMAGE_FILES if task.image else _TEXT_FILES
     names = [*(str(file) for each in files for file in _files_of(Path(each), suffixes)), *text]
     if not names:
         raise BadInput("there is nothing to predict", hint="give image files, or `text`")

@@ -102,7 +102,7 @@ def test_an_option_that_does_not_exist_is_an_error(served: Running) -> None:
         client.predict(LIGHT, "classify", **options)
 
 
-def test_the_port_of_grpc_is_told_apart_on_a_terminal(tmp_path: Path) -> None:
+def test_the_port_of_grpc_is_named_on_a_terminal(tmp_path: Path) -> None:
     model = write_task_model(tmp_path, "classify")
     with dk.serve(model, http_port=0, grpc_port=0) as server:
         address = f"http://{server.grpc_url}"
