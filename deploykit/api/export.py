@@ -99,7 +99,7 @@ def export(
     specs = tuple(map(parse_spec, inputs))
     source = open_source(model, example_inputs, specs, dynamic_axes, arch, allow_pickle)
     job = with_task(source, options, pixels, load_placing(preprocess))
-    source = replace(source, loaded=_with_batch(job.loaded, size))
+    source = replace(source, loaded=_batched(job, size))
     feeds = _feeds(source, Path(samples) if samples else None, size, job.task)
     return _export(source, job, feeds, place, how, on_progress)
 
@@ -247,6 +247,16 @@ def _batch_size(batch: str | int) -> int | None:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise BadInput(f"`batch` {batch}: must be 'dynamic' or a size of at least 1")
     return int(text)
+
+
+def _batched(job: Tasked, size: int | None) -> Loaded:
+    """As `_with_batch`. Raises BadInput where a task, whose items come one by one, has several."""
+    loaded = _with_batch(job.loaded, size)
+    if job.task is not None and loaded.inputs[0].shape[0] in range(2, 1 << 31):
+        raise BadInput(
+            "`task`: the batch is a single item, or of any size", hint="`batch`: dynamic or 1"
+        )
+    return loaded
 
 
 def _with_batch(loaded: Loaded, size: int | None) -> Loaded:

@@ -147,6 +147,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "boxes": ({"task": "detect", "boxes": 0}, "`boxes` must be from 1 to 3840, got 0"),
     "tokenizer": ({"tokenizer": "t.json"}, "`tokenizer` is for a text, and the model takes an"),
     "length": ({"max_length": 9}, "`max_length` is for a text, and the model takes an image"),
+    "batch": ({"batch": 4}, "`task`: the batch is a single item, or of any size"),
+    "rows": ({"inputs": ["image:float32[4,3,8,12]"]}, "`task`: the batch is a single item, or"),
     "iou of a classifier": ({"iou": 0.5}, "`iou` goes with `task` detect, not with classify"),
     "detect": ({"task": "detect"}, "`task` detect does not fit the model: its outputs are"),
     "segment": ({"task": "segment"}, "`task` segment does not fit the model: its outputs are"),
