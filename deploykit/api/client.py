@@ -54,25 +54,35 @@ class ModelClient:
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 60.0) -> None:
         self.url = url
         self._connection = connect(url, timeout_s)
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token.strip()}"}
+        if not all(each.isascii() and each.isprintable() for each in self._headers.values()):
+            raise BadInput("`token`: has characters that no header can carry")
         self._takes: dict[str, tuple[str, bool]] = {}
         self._model: str | None = None
 
     def predict(
-        self, item: OneItem | Sequence[OneItem], model: str | None = None, **options: Any
+        self,
+        item: OneItem | Sequence[OneItem],
+        model: str | None = None,
+        *,
+        mask: str | None = None,
+        threshold: float | None = None,
+        top_k: int | None = None,
     ) -> Any:
         """The answer to one item, or a list of them for a list.
 
         An item of a model that takes images is a path, the bytes of an image file or a PIL image;
         of one that takes sentences, a string; of a pipeline that takes JSON or any bytes, those.
-        `model` None: the only one that is served. `options`: `mask` ("rle" or "png"), `threshold`,
-        `top_k`. Raises what the server refused as the errors of deploykit, and NotFound where no
-        server answers.
+        `model` None: the only one that is served. `mask`: "rle" or "png"; `threshold`: the least
+        score of a box; `top_k`: how many labels. Raises what the server refused as the errors of
+        deploykit, and NotFound where no server answers.
         """
+        options = {"mask": mask, "threshold": threshold, "top_k": top_k}
         model = model or self._only_model()
         several = isinstance(item, (list, tuple))
         items: Sequence[Any] = item if isinstance(item, (list, tuple)) else [item]
-        path = f"/v2/models/{escape(model, safe='')}/predict?{urlencode(options)}"
+        query = urlencode({key: value for key, value in options.items() if value is not None})
+        path = f"/v2/models/{escape(model, safe='')}/predict?{query}"
         takes, pipeline = self._what_it_takes(model)
         found: list[Any] = []
         if pipeline:
@@ -168,7 +178,7 @@ class ModelClient:
     def _unreachable(self, exc: Exception) -> DeploykitError:
         if isinstance(exc, TimeoutError):
             return Expired(f"{self.url}: no answer within {self._connection.timeout:g} s")
-        reason = getattr(exc, "strerror", None) or first_line(exc)
+        reason = getattr(exc, "strerror", None) or reason_of(first_line(exc).encode())
         hint = "start one with: deploykit serve model.onnx"
         return NotFound(f"{self.url}: no server answers there: {reason}", hint=hint)
 
@@ -199,6 +209,8 @@ def _image(item: OneItem) -> bytes:
             f"the model takes images, and the item is a {type(item).__name__}",
             hint="give a path, the bytes of an image file or a PIL image",
         )
+    if item.mode[0] in "IF":  # as the server: conversion to bytes would clip
+        raise BadInput(f"the image has more than 8 bits per channel ({item.mode})")
     data = io.BytesIO()
     (item if item.mode in _PNG_MODES else item.convert("RGB")).save(data, "PNG")
     return data.getvalue()

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deploykit.api.artefacts import Made, Progress, keep_if_equal, no_progress, onnx_manifest, stage
 from deploykit.api.export_proof import Proof, prove_export
@@ -99,7 +99,7 @@ def export(
     specs = tuple(map(parse_spec, inputs))
     source = open_source(model, example_inputs, specs, dynamic_axes, arch, allow_pickle)
     job = with_task(source, options, pixels, load_placing(preprocess))
-    source = replace(source, loaded=_with_batch(job.loaded, size))
+    source = replace(source, loaded=_batched(job, size))
     feeds = _feeds(source, Path(samples) if samples else None, size, job.task)
     return _export(source, job, feeds, place, how, on_progress)
 
@@ -128,26 +128,37 @@ def _export(
         on_progress("comparing with PyTorch", 0.7)
         with _naming_decisions(done, source.loaded):
             proof = prove_export(source, tmp, feeds, how.max_error, place.name, done)
-        _check_found(proof.parity, job.task, place)
+        _check_found(proof.parity, job, place)
         with _naming_decisions(done, source.loaded):
             on_progress("writing the manifest", 0.95)
             made = _record(source, done, place, tmp, proof, how.target, job)
             return keep_if_equal(tmp, made, proof.parity)
 
 
-def _check_found(parity: Parity, task: Task | None, place: Path) -> None:
+def _check_found(parity: Parity, job: Tasked, place: Path) -> None:
     """Raise GateFailed where no box was compared: a detector with a threshold finds none in noise.
 
     Of an untrained one all scores are equal, and a rounding decides which of its boxes are left.
     """
+    task = job.task
     if task is None or task.kind != DETECT:
         return
     if all(row.zero or not row.values for row in parity.rows if row.output == task.outputs.scores):
         raise GateFailed(
             f"{place.name}: in the images of the comparison it finds no box that PyTorch finds, "
             "which shows nothing",
-            hint="`samples`: a folder of images in which the trained model finds some",
+            hint=_hint_of_weights(job.loaded.module)
+            or "`samples`: a folder of images in which the trained model finds some",
         )
+
+
+def _hint_of_weights(module: Any) -> str | None:
+    """That weights are NaN or infinite, as after a training that diverged; None where none is."""
+    weights = list(module.parameters())
+    broken = sum(not bool(each.float().isfinite().all()) for each in weights)
+    if not broken:
+        return None
+    return f"NaN or infinity is in {broken} of its {len(weights)} weights: export an earlier state"
 
 
 @contextlib.contextmanager
@@ -158,7 +169,10 @@ def _naming_decisions(done: Exported, loaded: Loaded) -> Iterator[None]:
     try:
         yield
     except (BadInput, GateFailed, Unsupported) as exc:
-        add_cause(exc, loaded.module, loaded.inputs, done.sizes, done.decided)
+        if isinstance(exc, GateFailed) and (hint := _hint_of_weights(loaded.module)):
+            exc.hint = hint
+        else:
+            add_cause(exc, loaded.module, loaded.inputs, done.sizes, done.decided)
         raise
 
 
@@ -233,6 +247,16 @@ def _batch_size(batch: str | int) -> int | None:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise BadInput(f"`batch` {batch}: must be 'dynamic' or a size of at least 1")
     return int(text)
+
+
+def _batched(job: Tasked, size: int | None) -> Loaded:
+    """As `_with_batch`. Raises BadInput where a task, whose items come one by one, has several."""
+    loaded = _with_batch(job.loaded, size)
+    if job.task is not None and loaded.inputs[0].shape[0] in range(2, 1 << 31):
+        raise BadInput(
+            "`task`: the batch is a single item, or of any size", hint="`batch`: dynamic or 1"
+        )
+    return loaded
 
 
 def _with_batch(loaded: Loaded, size: int | None) -> Loaded:

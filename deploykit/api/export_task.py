@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deploykit.api.text_input import describe_text, ids_of, read_settings
 from deploykit.core.errors import BadInput
-from deploykit.core.files import check_readable, read_json, sha256
+from deploykit.core.files import check_readable
 from deploykit.core.paths import StrPath
 from deploykit.core.preprocess import Preprocess
 from deploykit.core.task import (
@@ -26,7 +27,6 @@ from deploykit.core.task import (
     TEXT_CLASSIFY,
     ImageInput,
     Task,
-    TextInput,
     tokenizer_name,
 )
 from deploykit.core.tensors import TensorSpec
@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 
 _IMAGENET_CROP = 0.875  # torchvision's: 224 of 256
 _MOST_BOXES = 3840  # TensorRT's TopK takes no more
-_NO_LIMIT = 1 << 20  # what a tokenizer's configuration writes for none is far above
-_USUAL_LENGTH = 512
-_POSITIONS_AFTER_PADDING = ("roberta", "camembert", "xlm-roberta", "xlm-roberta-xl", "mpnet")
+_JOINERS = {0x200C: "", 0x200D: ""}  # between letters of some scripts, and parts of an emoji
 
 
 @dataclass(frozen=True)
@@ -143,6 +141,8 @@ def with_task(
     takes_images = any(len(spec.shape) == 4 for spec in source.loaded.inputs)
     if options.kind != TEXT_CLASSIFY and (options.kind != EMBED or takes_images):
         return _with_image(source.loaded, options, pixels, rule)
+    if pixels or rule:
+        raise BadInput(f"`preprocess` is for an image; `task` {options.kind} of the model has none")
     return _with_text(source, options)
 
 
@@ -156,12 +156,18 @@ def _with_image(
     from deploykit.runtimes.torch.loaded import with_preprocess
     from deploykit.runtimes.torch.presets import switch_resizing_off
 
-    if len(loaded.inputs) > 1:
+    text = loaded.inputs[0].dtype == "int64" and ids_of([spec.name for spec in loaded.inputs])
+    if text or len(loaded.inputs) > 1:
         raise BadInput(
             f"`task` {options.kind} is for one image; the model takes "
             + ", ".join(map(str, loaded.inputs)),
-            hint="one input is the image; wrap the model in a module that makes the others itself",
+            hint=f"for a text: `task` {TEXT_CLASSIFY} or {EMBED}"
+            if text
+            else "one input is the image; wrap the model in a module that makes the others itself",
         )
+    for key in ("tokenizer", "max_length"):
+        if getattr(options, key) is not None:
+            raise BadInput(f"`{key}` is for a text, and the model takes an image")
     preset, kind = loaded.preset, options.kind
     spec = next((each for each in loaded.inputs if _takes_bytes(each)), None)
     if spec is None:
@@ -188,6 +194,8 @@ def _with_image(
     placed = replace(placed, multiple=1 if height else size_multiple(loaded))
     known, source = (preset.labels, preset.source) if preset else (_named(config), "")
     labels, notes = _labels(options, head.classes, () if kind == EMBED else known)
+    if kind == EMBED and preset and preset.task == CLASSIFY:
+        notes = ("the embedding is a classifier's scores: build it without its last layer",)
     task = Task(kind, head.outputs, placed, None, labels, options.threshold, source=source)
     return Tasked(head.loaded, task, pixels, None, (*resizing, *head.notes, *notes))
 
@@ -252,6 +260,11 @@ def _head(
             f"`task` {options.kind}: the outputs are numbers, not classes (regression)",
             hint="without `task` they stay as they are",
         )
+    if loaded.preset and loaded.preset.task == DETECT != options.kind:
+        raise BadInput(
+            f"`task` {options.kind}: by {loaded.preset.source} the model finds boxes",
+            hint=f"`task` {DETECT}",
+        )
     if classifies and loaded.preset and loaded.preset.task == EMBED and not options.labels:
         raise BadInput(
             f"`task` {options.kind}: by {loaded.preset.source} the outputs are features",
@@ -293,7 +306,7 @@ def _read_labels(path: Path) -> tuple[str, ...]:
         raise BadInput(f"{path}: holds no labels", hint="one label per line")
     if "" in lines:
         raise BadInput(f"{path}: line {lines.index('') + 1} is empty", hint="one label per line")
-    if any(not line.isprintable() for line in lines):
+    if not "".join(lines).translate(_JOINERS).isprintable():
         raise BadInput(f"{path}: is not a text file with one label per line")
     return tuple(lines)
 
@@ -304,7 +317,7 @@ def _read_labels(path: Path) -> tuple[str, ...]:
 def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
     loaded = source.loaded
     names = [spec.name for spec in loaded.inputs]
-    ids = next((name for name in names if name in ("input_ids", "ids", "tokens")), None)
+    ids = ids_of(names)
     if ids is None:
         raise BadInput(
             f"`task` {options.kind}: no input holds token ids, as input_ids:int64[N,T] does",
@@ -319,16 +332,7 @@ def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
             hint="`tokenizer`: the tokenizer.json that tokenizer.save_pretrained(folder) writes",
         )
     config = _config(loaded, folder)
-    positions = _positions(config)
-    text = TextInput(
-        ids=ids,
-        tokenizer=path.name,
-        sha256=sha256(path),
-        max_length=_max_length(options, path.parent, positions),
-        mask=next((name for name in names if "mask" in name), ""),
-        types=next((name for name in names if "type" in name), ""),
-        pad_id=_pad_id(_read_tokenizer(path), config),
-    )
+    text = describe_text(path, names, options.max_length, config)
     axis = next(spec.shape[-1] for spec in loaded.inputs if spec.name == ids)
     if isinstance(axis, str):  # no longer rows are compared
         low, _ = loaded.limits.get(axis, (1, None))
@@ -348,47 +352,7 @@ def _config(loaded: Loaded, folder: Path | None) -> dict[str, Any]:
     """The configuration of a transformers model; else what config.json in `folder` holds."""
     found: list[Any] = [getattr(part, "config", None) for part in loaded.module.modules()]
     own = [each.to_dict() for each in found if hasattr(each, "problem_type")]
-    return own[0] if own else _settings(folder, "config.json")
-
-
-def _settings(folder: Path | None, name: str) -> dict[str, Any]:
-    path = folder / name if folder else None
-    found = read_json(path) if path is not None and path.is_file() else {}
-    return found if isinstance(found, dict) else {}
-
-
-def _read_tokenizer(path: Path) -> dict[str, Any]:
-    found = read_json(path)
-    if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
-        raise BadInput(f"{path}: is not a tokenizer.json of Hugging Face's tokenizers")
-    return found
-
-
-def _positions(config: dict[str, Any]) -> int | None:
-    """The longest row of tokens that the model takes; None where nothing says so."""
-    found = config.get("max_position_embeddings")
-    if type(found) is not int or found < 1:
-        return None
-    padding = config.get("pad_token_id") or 0
-    after = config.get("model_type") in _POSITIONS_AFTER_PADDING
-    return found - (padding + 1 if after else 0)
-
-
-def _max_length(options: TaskOptions, folder: Path, positions: int | None) -> int:
-    wanted = options.max_length
-    if wanted is not None and positions is not None and wanted > positions:
-        raise BadInput(f"`max_length` {wanted}: the model has {positions} positions")
-    stated = _settings(folder, "tokenizer_config.json").get("model_max_length")
-    trained = _settings(folder, "sentence_bert_config.json").get("max_seq_length")
-    known = (stated, trained, positions)
-    limits = [each for each in known if isinstance(each, int) and 1 < each < _NO_LIMIT]
-    return wanted or min(limits, default=_USUAL_LENGTH)
-
-
-def _pad_id(tokenizer: dict[str, Any], config: dict[str, Any]) -> int:
-    padding = tokenizer.get("padding")
-    found = padding.get("pad_id") if isinstance(padding, dict) else config.get("pad_token_id")
-    return found if type(found) is int and found >= 0 else 0
+    return own[0] if own else read_settings(folder, "config.json")
 
 
 def _named(config: dict[str, Any]) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ def health(url: str = "http://127.0.0.1:8000", *, timeout_s: float = 5.0) -> Rea
         with connection.getresponse() as answer:
             status, body = answer.status, answer.read(_MOST_BYTES)
     except (OSError, http.client.HTTPException, UnicodeError) as exc:
-        reason = getattr(exc, "strerror", None) or first_line(exc)
+        reason = getattr(exc, "strerror", None) or reason_of(first_line(exc).encode())
         hint = "start one with: deploykit serve model.onnx"
         raise GateFailed(f"{url}: no server answers there: {reason}", hint=hint) from exc
     finally:

@@ -15,6 +15,7 @@ from deploykit.core.errors import BadInput, GateFailed, MissingExtra, did_you_me
 from deploykit.core.json_value import Record
 from deploykit.core.machine import this_machine
 from deploykit.core.profile import Profile, load_profile, profile_names
+from deploykit.core.task import Task
 
 if TYPE_CHECKING:
     from deploykit.onnx_graph.cost import NodeCost
@@ -125,7 +126,7 @@ def plan(
     if artefact.format != "onnx":
         raise wrong_format(artefact, artefact.format, "an ONNX file")
     graph = Graph.open(artefact.path)
-    sizes, batch_axes, notes = _axes(graph, str(artefact), axes or {})
+    sizes, batch_axes, notes = _axes(graph, artefact, axes or {})
     if not batch_axes:
         batches = [_fixed_batch(graph)]
     found = [infer(graph, n, sizes | dict.fromkeys(batch_axes, n)) for n in dict.fromkeys(batches)]
@@ -196,7 +197,7 @@ def _name(profile: Profile) -> str:
 
 
 def _axes(
-    graph: Graph, where: str, given: Mapping[str, int]
+    graph: Graph, where: Artefact, given: Mapping[str, int]
 ) -> tuple[dict[str, int], list[str], list[str]]:
     """Sizes of the dynamic axes but the batch, the names of the batch axis, and notes."""
     batch = [
@@ -204,6 +205,7 @@ def _axes(
     ]
     names = [axis for spec in graph.inputs for axis in spec.shape if isinstance(axis, str)]
     others = [name for name in dict.fromkeys(names) if name not in batch]
+    given = {**_sizes_of(where.task, graph), **given}
     for name, size in given.items():
         if name not in others:
             known = ", ".join(others) or "none but the batch"
@@ -218,6 +220,15 @@ def _axes(
         if name not in given
     ]
     return sizes, list(dict.fromkeys(batch)), notes
+
+
+def _sizes_of(task: Task | None, graph: Graph) -> dict[str, int]:
+    """Of an image of any ratio: the square that a folder of them is cut to."""
+    image = task.image if task else None
+    if image is None or image.height:
+        return {}
+    side = math.ceil(image.resize_to / image.multiple) * image.multiple
+    return {axis: side for axis in graph.inputs[0].shape[1:3] if isinstance(axis, str)}
 
 
 def _fixed_batch(graph: Graph) -> int:

@@ -18,7 +18,7 @@ from deploykit.core.paths import StrPath
 
 log = logging.getLogger(__name__)
 
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".txt")  # of a folder's files
+_IMAGE_FILES, _TEXT_FILES = (".jpg", ".jpeg", ".png", ".webp"), (".txt",)
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ def predict_items(
 ) -> Answered:
     """Decode `files`, images or text files, run them through `engine` and read its answers.
 
-    A folder stands for the images and text files in it. `text`: sentences, for a model that takes
-    them. The answers are those of `POST /v2/models/M/predict`. `trust`: see `open_proven`. Raises
-    BadInput for a model without a task and for an item that it does not take, naming it.
+    A folder stands for the images in it, or for its text files, as the model takes. `text`:
+    sentences. The answers are those of `POST /v2/models/M/predict`. `trust`: see `open_proven`.
+    Raises BadInput for a model without a task and for an item that it does not take, naming it.
     """
     from deploykit.runtimes.tasks.engine import MOST_ROWS, TaskEngine
 
@@ -57,7 +57,8 @@ def predict_items(
             f"{artefact}: has no task, so it takes only tensors",
             hint="export it with `task`; or give its inputs as an .npz file, and `out`",
         )
-    names = [*(str(file) for each in files for file in _files_of(Path(each))), *text]
+    suffixes = _IMAGE_FILES if task.image else _TEXT_FILES
+    names = [*(str(file) for each in files for file in _files_of(Path(each), suffixes)), *text]
     if not names:
         raise BadInput("there is nothing to predict", hint="give image files, or `text`")
     count = len(names) - len(text)
@@ -79,10 +80,10 @@ def predict_items(
         return Answered(artefact.path, task.kind, opened.device, tuple(names), tuple(answers))
 
 
-def _files_of(path: Path) -> list[Path]:
+def _files_of(path: Path, suffixes: Sequence[str]) -> list[Path]:
     if not path.is_dir():
         return [path]
-    found = sorted(each for each in path.iterdir() if each.suffix.lower() in _SUFFIXES)
+    found = sorted(each for each in path.iterdir() if each.suffix.lower() in suffixes)
     if not found:
-        raise BadInput(f"{path}: holds no file that ends in {', '.join(_SUFFIXES)}")
+        raise BadInput(f"{path}: holds no file that ends in {', '.join(suffixes)}")
     return found

@@ -150,9 +150,8 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
     name, made = made.path.name, reject(tmp, made)
     raise GateFailed(
         f"{name}: {evaluation.describe()}: {evaluation.why}; the file is kept as {made.path}",
-        hint="more labelled samples narrow the interval"
-        if to == "auto"
-        else "precision 'auto' keeps the most sensitive nodes in float32",
+        hint="more samples narrow the interval"
+        + ("" if to == "auto" else "; precision 'auto' keeps the most sensitive nodes in float32"),
         result=made,
     )
 

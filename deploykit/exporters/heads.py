@@ -267,7 +267,8 @@ def _detect(job: _Job) -> TaskHead:
     batch, rows, columns = job.loaded.outputs[at].shape
     if not isinstance(rows, int) or not isinstance(columns, int) or min(rows, columns) < 5:
         raise job.misfit(_DETECTS)
-    if columns == 6 and rows <= 1000 and job.classes != 2:
+    ends = any(getattr(part, "end2end", False) for part in job.loaded.module.modules())
+    if columns == 6 and rows <= 1000 and (job.classes != 2 or ends):  # else 4 and two classes
         return _final(job, at, (batch, rows), notes)
     anchors_last = columns > rows
     width, anchors = (rows, columns) if anchors_last else (columns, rows)

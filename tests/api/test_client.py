@@ -21,6 +21,7 @@ needs("PIL", "tokenizers")
 
 from PIL import Image  # noqa: E402
 
+from deploykit.api.health import health  # noqa: E402
 from deploykit.api.open import open_proven  # noqa: E402
 from tests.support.runtimes.pictures import encoded  # noqa: E402
 from tests.support.serving.task_models import write_task_model  # noqa: E402
@@ -66,6 +67,15 @@ def test_the_only_model_is_asked_with_a_path_bytes_or_an_image(tmp_path: Path) -
             client.predict(LIGHT)
 
 
+def test_a_token_may_end_in_the_newline_of_its_file(tmp_path: Path) -> None:
+    with running({"m": opened(tmp_path, "classify")}, token=TOKEN) as server:
+        with dk.client(url(server), token=f"{TOKEN}\n") as client:
+            assert client.predict(LIGHT)["label"] == "light"
+        for wrong in ("a\nb", "tökén"):
+            with pytest.raises(dk.BadInput, match="`token`"):
+                dk.client(url(server), token=wrong)
+
+
 def test_a_list_is_answered_with_a_list_however_long(served: Running) -> None:
     with dk.client(url(served)) as client:
         assert client.predict([], "classify") == []
@@ -86,12 +96,33 @@ def test_a_mask_may_be_a_png(served: Running) -> None:
         assert set(client.predict(LIGHT, "segment", mask="png")) == {"png", "width", "height"}
 
 
+def test_an_option_that_does_not_exist_is_an_error(served: Running) -> None:
+    options: dict[str, Any] = {"topk": 1}
+    with dk.client(url(served)) as client, pytest.raises(TypeError, match="topk"):
+        client.predict(LIGHT, "classify", **options)
+
+
+def test_the_port_of_grpc_is_named_on_a_terminal(tmp_path: Path) -> None:
+    model = write_task_model(tmp_path, "classify")
+    with dk.serve(model, http_port=0, grpc_port=0) as server:
+        address = f"http://{server.grpc_url}"
+        with dk.client(address) as client, pytest.raises(dk.NotFound) as caught:
+            client.predict(LIGHT)
+        with pytest.raises(dk.GateFailed) as unhealthy:
+            health(address)
+    for each in (caught, unhealthy):
+        assert "gRPC only" in each.value.message
+        assert each.value.message.isprintable()
+
+
 @pytest.mark.parametrize(
     ("item", "model", "kind", "reason"),
     [
         (b"?", "classify", dk.BadInput, "the image: is not a readable image"),
         ("absent.jpg", "classify", dk.NotFound, "absent.jpg: no such file"),
         (5, "classify", dk.BadInput, "the item is a int"),
+        (Image.new("I;16", (4, 4)), "classify", dk.BadInput, "more than 8 bits per channel (I;16)"),
+        (Image.new("F", (4, 4)), "classify", dk.BadInput, "more than 8 bits per channel (F)"),
         (5, "text-classify", dk.BadInput, "the item is a int"),
         (b"\xff", "text-classify", dk.BadInput, "is not UTF-8"),
         (LIGHT, "absent", dk.NotFound, "there is no model 'absent'"),

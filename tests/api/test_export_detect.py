@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -117,6 +117,14 @@ class Blind(Own):
     threshold = 2.0
 
 
+class Diverged(Blind):
+    """After a training that went wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(float("nan")))
+
+
 def built(kind: type[Any]) -> Any:
     torch.manual_seed(0)
     return kind().eval()
@@ -191,6 +199,55 @@ def test_a_model_without_nms_is_sorted_and_cut_off_at_the_image(tmp_path: Path) 
     assert answers["boxes"].max() <= SIDE
 
 
+class Head(Final):
+    """The end of a YOLO of Ultralytics that has no NMS, for two classes."""
+
+    end2end, nc = True, 2
+
+
+class Chosen(torch.nn.Module):  # type: ignore[misc, name-defined] # torch may be absent
+    __module__ = "ultralytics.nn.tasks"
+    names: ClassVar[list[str]] = ["circle", "square"]
+
+    def __init__(self, head: type[Any] = Head) -> None:
+        super().__init__()
+        self.model = torch.nn.ModuleList([head()])
+
+    def forward(self, image: Any) -> Any:
+        return self.model[0](image)
+
+
+def test_a_model_without_nms_may_have_two_classes(tmp_path: Path) -> None:
+    """Its 6 columns are corners, a score and a class, not a box and two scores."""
+    spec = [f"image:float32[N,3,{SIDE},{SIDE}]"]
+    torch.manual_seed(0)
+    made = dk.export(Chosen().eval(), out=tmp_path / "d.onnx", inputs=spec, task="detect")
+    assert made.manifest.task.labels == ("circle", "square")
+    with dk.load(made.path, "cpu") as engine:
+        found = engine({"image": images(2)})
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        rows = built(Head)(torch.from_numpy(images(2)).permute(0, 3, 1, 2) / 255)
+    best = rows[..., 4].sort(1, descending=True).values[:, : found["scores"].shape[1]]
+    np.testing.assert_allclose(found["scores"], best, atol=1e-6)
+
+
+@pytest.mark.parametrize("task", ["segment", "embed", "classify"])
+def test_a_detector_is_exported_for_nothing_else(task: str, tmp_path: Path) -> None:
+    """A YOLO that finds masks too has prototypes of them, which are no scores of classes."""
+    spec = [f"image:float32[N,3,{SIDE},{SIDE}]"]
+    with pytest.raises(dk.BadInput, match="the model finds boxes"):
+        dk.export(Chosen().eval(), out=tmp_path / "d.onnx", inputs=spec, task=task)
+
+
+def test_boxes_in_shares_of_the_image_are_refused(tmp_path: Path) -> None:
+    """Those of RT-DETR: as pixels they would all be in one corner."""
+    decoder = type("RTDETRDecoder", (Head,), {})
+    spec = [f"image:float32[N,3,{SIDE},{SIDE}]"]
+    with pytest.raises(dk.BadInput, match="its head RTDETRDecoder is none of the tasks"):
+        dk.export(Chosen(decoder).eval(), out=tmp_path / "d.onnx", inputs=spec, task="detect")
+
+
 def test_a_detector_with_its_own_nms_answers_rows_of_one_number(tmp_path: Path) -> None:
     made = exported(Own, tmp_path, batch="1", boxes=60)
     assert [str(spec) for spec in made.manifest.outputs] == [
@@ -226,6 +283,12 @@ def test_a_comparison_without_a_box_proves_nothing(tmp_path: Path) -> None:
         exported(Blind, tmp_path, batch="1")
     assert "`samples`: a folder of images" in str(caught.value.hint)
     assert not (tmp_path / "d.onnx").exists()
+
+
+def test_weights_that_are_no_numbers_are_named_where_no_box_is_found(tmp_path: Path) -> None:
+    with pytest.raises(dk.GateFailed) as caught:
+        exported(Diverged, tmp_path, batch="1")
+    assert "NaN or infinity is in 1 of its 3 weights" in str(caught.value.hint)
 
 
 def test_unused_rows_are_zero(tmp_path: Path) -> None:

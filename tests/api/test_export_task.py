@@ -18,6 +18,7 @@ from deploykit.core.artefact import read_manifest  # noqa: E402
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.task import ImageInput, Task, TaskOutputs  # noqa: E402
 from deploykit.runtimes.tasks.engine import TaskEngine  # noqa: E402
+from deploykit.runtimes.torch import presets  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -144,10 +145,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "threshold": ({"task": "detect", "threshold": 1.5}, "`threshold` must be from 0 to 1, got 1.5"),
     "iou": ({"task": "detect", "iou": float("nan")}, "`iou` must be from 0 to 1, got nan"),
     "boxes": ({"task": "detect", "boxes": 0}, "`boxes` must be from 1 to 3840, got 0"),
+    "tokenizer": ({"tokenizer": "t.json"}, "`tokenizer` is for a text, and the model takes an"),
+    "length": ({"max_length": 9}, "`max_length` is for a text, and the model takes an image"),
+    "batch": ({"batch": 4}, "`task`: the batch is a single item, or of any size"),
+    "rows": ({"inputs": ["image:float32[4,3,8,12]"]}, "`task`: the batch is a single item, or"),
     "iou of a classifier": ({"iou": 0.5}, "`iou` goes with `task` detect, not with classify"),
     "detect": ({"task": "detect"}, "`task` detect does not fit the model: its outputs are"),
     "segment": ({"task": "segment"}, "`task` segment does not fit the model: its outputs are"),
-    "text": ({"task": "text-classify"}, "no input holds token ids"),
+    "text": ({"task": "text-classify", "preprocess": None}, "no input holds token ids"),
     "no preprocess": ({"preprocess": None}, "nothing says how the pixels are normalised"),
     "labels of embed": ({"task": "embed", "labels": ["a"]}, "`labels` does not go with"),
     "any size": ({"inputs": ["image:float32[N,3,H,W]"]}, "has no fixed height and width"),
@@ -197,6 +202,15 @@ def test_a_labels_file_that_is_none_is_refused_by_name(
             built(Classifier), out=tmp_path / "m.onnx", inputs=SPEC, task="classify", labels=path
         )
     assert str(path) in caught.value.message
+
+
+def test_labels_may_have_the_joiners_that_scripts_and_emoji_need(tmp_path: Path) -> None:
+    """Persian's "books", and a woman who is a firefighter."""
+    (tmp_path / "labels.txt").write_text("کتاب\u200cها\n👩\u200d🚒\nc\nd\ne\n")
+    given: dict[str, Any] = {"task": "classify", "labels": tmp_path / "labels.txt"}
+    usual = {"inputs": SPEC, "preprocess": "imagenet", "out": tmp_path / "m.onnx"}
+    found = dk.export(built(Classifier), **usual, **given).manifest.task.labels
+    assert found == ("کتاب\u200cها", "👩\u200d🚒", "c", "d", "e")
 
 
 class Segments(torch.nn.Module):  # type: ignore[misc, name-defined] # torch may be absent
@@ -267,6 +281,8 @@ def test_a_segmentation_of_any_ratio_sees_the_whole_image(
     )
     task = made.manifest.task
     assert task.image.multiple == multiple
+    side = -(-22 // multiple) * multiple
+    assert dk.plan(made.path, profiles=["l4"]).axes == {"H": side, "W": side}
     assert [str(spec) for spec in made.manifest.outputs] == ["mask:int32[N,H,W]"]
     for width, height, size in ((44, 61, (22, 30)), (90, 44, (45, 22))):
         pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -308,6 +324,19 @@ def test_an_embedding_has_length_1(tmp_path: Path) -> None:
         found = engine({"image": pixels(3)})["embedding"]
     assert found.shape == (3, 4)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
+
+
+def test_the_scores_of_a_known_classifier_are_named_as_a_poor_embedding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presets, "_timm_labels", lambda _module: tuple("abcde"))
+    model, given = (
+        built(Classifier),
+        {"mean": MEAN.tolist(), "std": STD.tolist(), "input_size": (3, 8, 12), "crop_pct": 0.6},
+    )
+    model.pretrained_cfg = {**given, "num_classes": 5}
+    notes = dk.export(model, out=tmp_path / "e.onnx", task="embed").notes
+    assert any("embedding is a classifier's scores" in note for note in notes), notes
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,8 @@ def folder_with(bert: Path, folder: Path, **files: str | None) -> Path:
         ({}, {"max_length": 1}, "`max_length` must be 2 or more, got 1"),
         ({}, {"labels": ["a"]}, "holds 1 labels, the model has 3 classes"),
         ({}, {"task": "classify"}, "is for one image; the model takes input_ids"),
+        ({}, {"preprocess": "imagenet"}, "`preprocess` is for an image"),
+        ({"tokenizer": '{"model": {"type": "Foo"}}'}, {}, "tokenizer.json: is not a tokenizer: "),
     ],
 )
 def test_what_is_missing_or_wrong_is_named(
@@ -131,6 +133,21 @@ def test_what_is_missing_or_wrong_is_named(
     with pytest.raises(dk.BadInput, match=reason):
         dk.export(folder, out=tmp_path / "x.onnx", **{"task": "text-classify", **given})
     assert not (tmp_path / "x.onnx").exists()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(bert: Path, tmp_path: Path) -> None:
+    """One of them, in a text of any client, would fail in the engine."""
+    tokenizer = json.loads((bert / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["new"] = 32
+    folder = folder_with(bert, tmp_path / "bert", tokenizer=json.dumps(tokenizer))
+    with pytest.raises(dk.BadInput, match="has token 32, the model's tokens are 0 to 31"):
+        dk.export(folder, out=tmp_path / "x.onnx", task="text-classify")
+
+
+def test_a_task_for_images_names_the_one_for_text(bert: Path, tmp_path: Path) -> None:
+    with pytest.raises(dk.BadInput) as caught:
+        dk.export(bert, out=tmp_path / "x.onnx", task="classify")
+    assert caught.value.hint == "for a text: `task` text-classify or embed"
 
 
 def test_several_labels_at_once_have_probabilities_of_their_own(bert: Path, tmp_path: Path) -> None:

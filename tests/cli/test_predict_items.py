@@ -42,6 +42,7 @@ def test_one_image_is_its_label(run: Run, folder: Path) -> None:
 def test_several_images_and_those_of_a_folder_are_a_line_each(run: Run, folder: Path) -> None:
     found = ["sky.png: light 80 %", "cave.webp: dark 100 %"]
     assert lines(run, folder, "classify", "sky.png", "cave.webp") == found
+    (folder / "sky.txt").write_text("0 0.5 0.5 1 1")  # labels as YOLO's data sets have them
     assert lines(run, folder, "classify", ".") == found[::-1]
 
 

@@ -16,6 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.tensors import TensorSpec, parse_spec
 from tests.support.onnx_zoo import make, save
+from tests.support.serving.task_models import write_task_model
 
 ov = pytest.importorskip("openvino", reason="openvino is not installed")
 
@@ -87,6 +88,12 @@ def int8_product(folder: Path) -> tuple[Path, np.ndarray, np.ndarray]:
 
 def precisions(engine: OpenVinoEngine) -> set[str | None]:
     return {layer.precision for layer in engine.layers}
+
+
+def test_bytes_of_an_image_are_not_counted_as_int8(tmp_path: Path) -> None:
+    """OpenVINO names the type of an element-wise layer's inputs, whatever it computes in."""
+    with open_engine(write_task_model(tmp_path, "classify")) as engine:
+        assert precisions(engine) == {"float32"}
 
 
 def test_float32_is_not_rounded_to_bfloat16_and_that_is_read_back(tmp_path: Path) -> None:

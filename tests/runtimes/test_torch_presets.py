@@ -68,10 +68,20 @@ def test_weights_without_labels_are_known_too(
     assert (found.labels, found.source[-8:]) == ((), "FEATURES")
 
 
-def test_a_model_is_built_with_the_classes_of_its_weights(models: Any, tmp_path: Path) -> None:
-    torch.save(models.shufflenet_v2_x0_5(weights=None, num_classes=7).state_dict(), tmp_path / "w")
+@pytest.mark.parametrize("front", ["", "module.", "_orig_mod.module."])
+def test_a_model_is_built_with_the_classes_of_its_weights(
+    models: Any, tmp_path: Path, front: str
+) -> None:
+    weights = models.shufflenet_v2_x0_5(weights=None, num_classes=7).state_dict()
+    torch.save({front + key: value for key, value in weights.items()}, tmp_path / "w")
     loaded = load_module(tmp_path / "w", arch="shufflenet_v2_x0_5")
     assert [spec.shape for spec in loaded.outputs] == [("N", 7)]
+
+
+def test_the_auxiliary_outputs_of_wrapped_weights_are_built_too(models: Any) -> None:
+    assert presets.build_named("fcn_resnet50", {}).aux_classifier is None
+    weights = {"module.aux_classifier.4.bias": torch.zeros(21)}
+    assert presets.build_named("fcn_resnet50", weights).aux_classifier is not None
 
 
 def test_an_image_that_was_placed_for_a_detector_is_not_resized_again(models: Any) -> None:

@@ -123,6 +123,13 @@ def test_a_wrappers_name_prefix_is_removed_with_a_note(prefix: str) -> None:
     assert all("from the front of every name" in note for note in notes)
 
 
+def test_the_weights_of_an_averaged_model_are_taken() -> None:
+    module, source = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+    averaged = torch.optim.swa_utils.AveragedModel(source)
+    assert "AveragedModel" in copy_weights(FILE, module, averaged.state_dict())[0]
+    assert torch.equal(module.weight, source.weight)
+
+
 def test_a_prefix_that_the_model_has_itself_is_kept() -> None:
     class Own(torch.nn.Module):
         def __init__(self) -> None:

@@ -44,6 +44,8 @@ _DTYPES: Mapping[str, str] = {  # OpenVINO's name of what a layer runs in -> our
 }
 # layers that compute nothing: what holds, moves or converts data
 _NO_WORK = frozenset(("Input", "Output", "Const", "Reorder", "Reshape", "Convert", "Transpose"))
+_NO_WORK |= {"ShapeOf", "GatherND"}
+_TYPE_OF_INPUTS = ("Eltwise", "Subgraph")  # what OpenVINO says of these: bytes of an image, a mask
 _WIDE = ("int64", "uint64", "uint32")  # computed as int32
 
 
@@ -157,11 +159,14 @@ def _layers(compiled: Any) -> Iterator[Layer]:
         kind = str(info.get("layerType", ""))
         if kind in _NO_WORK:
             continue
+        runs = str(info.get("runtimePrecision", ""))
+        if kind in _TYPE_OF_INPUTS and runs in ("u8", "i8"):
+            runs = str(info.get("outputPrecisions", "")).partition(",")[0]
         names = tuple(filter(None, str(info.get("originalLayersNames", "")).split(",")))
         yield Layer(
             node.get_friendly_name(),
             kind,
-            _DTYPES.get(str(info.get("runtimePrecision", ""))),
+            _DTYPES.get(runs),
             names,
             str(info.get("primitiveType", "")),
         )

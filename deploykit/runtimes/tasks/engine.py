@@ -152,6 +152,8 @@ def _check_text(text: TextInput, specs: Mapping[str, TensorSpec]) -> int | None:
             f"the task puts tokens into int64[N,T] {', '.join(sorted(names))}, the model's inputs "
             "are: " + ", ".join(map(str, specs.values()))
         )
+    if not 0 <= text.pad_id < 1 << 31:
+        raise BadInput(f"the task fills rows up with the token {text.pad_id}")
     if length is not None and length < text.max_length:
         raise BadInput(f"the task allows {text.max_length} tokens, the model takes {length}")
     if length is not None and not text.mask:
@@ -166,8 +168,9 @@ def _check_outputs(task: Task, specs: Mapping[str, TensorSpec]) -> None:
         SEGMENT: (names.mask,),
         EMBED: (names.embedding,),
     }.get(task.kind, (names.scores,))
+    ranks = {names.boxes: 3, names.mask: 3}
     for name in needed:
-        if name not in specs:
+        if name not in specs or len(specs[name].shape) != ranks.get(name, len(specs[name].shape)):
             raise BadInput(
                 f"the task {task.kind} reads the output '{name}', the model's outputs are: "
                 + ", ".join(map(str, specs.values()))

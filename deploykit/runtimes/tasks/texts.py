@@ -48,6 +48,10 @@ class Tokens:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
+    @property
+    def largest_id(self) -> int:
+        return max(self._tokenizer.get_vocab().values(), default=0)
+
     def encode(self, text: str | Bytes, where: str = "the text") -> Encoded:
         """Raises BadInput for a text that is empty, not UTF-8 or longer than the model takes."""
         most = self._text.max_length

@@ -15,7 +15,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
 from deploykit.core.tensors import BATCH, TensorSpec, make_spec
 from deploykit.runtimes.torch.files import module_errors, quiet
-from deploykit.runtimes.torch.loaded import Loaded, describe_module, undescribed
+from deploykit.runtimes.torch.loaded import Loaded, describe_module
 from deploykit.runtimes.torch.outputs import parameter_names, to_numpy, wrapper_for
 from deploykit.runtimes.torch.presets import preset_of
 
@@ -40,11 +40,10 @@ def load_live(module: Any, inputs: Sequence[TensorSpec]) -> Loaded:
     Weights that are on the CPU already are shared, not copied. Raises BadInput.
     """
     name = name_of(module)
-    if not inputs:
-        raise undescribed(name, inputs=True)
     with module_errors(name):
         copied = _copy(_unwrap(module))
         preset = preset_of(copied)
+        inputs = inputs or (preset.inputs if preset else ())
         return replace(describe_module(name, copied, inputs, "module"), preset=preset)
 
 

@@ -139,7 +139,7 @@ def _build_torchvision(name: str, weights: Mapping[str, Any]) -> Any:
     given: dict[str, Any] = {"weights": None}
     if "weights_backbone" in known:
         given["weights_backbone"] = None  # else they are downloaded
-    auxiliary = any(key.startswith(("aux", "AuxLogits.")) for key in weights)
+    auxiliary = any(".aux" in f".{key.lower()}" for key in weights)
     if "aux_loss" in known:
         given["aux_loss"] = auxiliary
     if name in _OWN_NORMALISATION:
@@ -156,7 +156,9 @@ def _sized(build: Callable[..., Any], weights: Mapping[str, Any]) -> Any:
     parameters = list(module.named_parameters())
     named = [each for each in parameters if each[0].endswith("box_predictor.cls_score.bias")]
     for name, parameter in named or parameters[-1:]:
-        theirs = getattr(weights.get(name), "shape", parameter.shape)
+        # a wrapper may have put its own name in front: the shortest is the model's own
+        found = min((key for key in weights if f".{key}".endswith(f".{name}")), key=len, default="")
+        theirs = getattr(weights.get(found), "shape", parameter.shape)
         if len(theirs) and theirs[0] != parameter.shape[0] and theirs[1:] == parameter.shape[1:]:
             return build(num_classes=int(theirs[0]))
     return module
@@ -273,7 +275,7 @@ def _of_ultralytics(module: Any) -> Preset | None:
         return None
     head.export = True  # decoded boxes alone, not the raw maps with them
     kind = CLASSIFY if type(head).__name__ == "Classify" else DETECT
-    if type(head).__name__ in ("OBB", "OBB26", "SemanticSegment"):
+    if type(head).__name__ in ("OBB", "OBB26", "SemanticSegment", "RTDETRDecoder"):
         raise BadInput(
             f"{type(module).__name__}: its head {type(head).__name__} fits none of the tasks",
             hint="export it without `task`, and decode its outputs in the client",

@@ -25,6 +25,7 @@ torch = require("torch")
 _LISTED = 10
 # left by DataParallel, torch.compile and Lightning in front of every name
 _PREFIXES = ("module.", "_orig_mod.", "model.")
+_AVERAGED = "n_averaged"  # the one name of AveragedModel's own
 
 
 def build_module(
@@ -122,6 +123,9 @@ def copy_weights(
 def _without_prefix(module: Any, weights: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
     """Drop what a wrapper put before every name, if the module has no such names itself."""
     notes = []
+    if _AVERAGED in weights and not hasattr(module, _AVERAGED):
+        weights = {key: value for key, value in weights.items() if key != _AVERAGED}
+        notes.append("took the averaged weights of a torch.optim.swa_utils.AveragedModel")
     own = [name for name, _ in module.named_children()]
     own += [name for name, _ in module.named_parameters(recurse=False)]
     for _ in _PREFIXES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,18 @@ IMAGE, SCORES = "image:uint8[N,4,6,3]", "scores:float32[N,2]"
         (
             IMAGE,
             SCORES,
+            Task("detect", TaskOutputs("scores", "scores", "scores"), image=image_input()),
+            "reads the output 'scores'",
+        ),
+        (
+            IMAGE,
+            "mask:int64[N,1,4,6]",
+            Task("segment", TaskOutputs(mask="mask"), image=image_input()),
+            "reads the output 'mask'",
+        ),
+        (
+            IMAGE,
+            SCORES,
             Task("classify", TaskOutputs("scores"), image=ImageInput("image", 4, 6, "squeeze")),
             "`resize` 'squeeze'",
         ),
@@ -151,6 +164,15 @@ def test_a_text_task_that_does_not_fit_the_model_is_refused(
     with pytest.raises(BadInput) as caught:
         TaskSteps(sentences, [parse_spec(each) for each in inputs], [parse_spec(SCORES)], tmp_path)
     assert reason in caught.value.message
+
+
+def test_a_padding_that_is_no_token_is_refused(sentences: Task, tmp_path: Path) -> None:
+    assert sentences.text is not None
+    specs = [parse_spec("ids:int64[N,T]"), parse_spec("mask:int64[N,T]")]
+    for number in (-1, 1 << 80):
+        task = replace(sentences, text=replace(sentences.text, pad_id=number))
+        with pytest.raises(BadInput, match="fills rows up with the token"):
+            TaskSteps(task, specs, [parse_spec(SCORES)], tmp_path)
 
 
 def test_a_model_of_a_fixed_length_gets_padded_sentences(sentences: Task, tmp_path: Path) -> None:
