@@ -342,13 +342,8 @@ def _choose(
     joined = [p for p in fitting if p.precision == precision and request.joined]
     service_s = {p.batch: served_s(p.latency_ms / 1e3) for p in joined}
     service_s[1] = served_s(predict_call(alone, target, precision).latency_ms / 1e3)
-    found = capacity(
-        rate_per_s,
-        slo_ms / 1e3,
-        service_s,
-        request_s=REQUEST_S + BYTE_S * sum(alone.end_bytes),
-        overlaps=target.profile.device != "cpu",
-    )
+    request_s, overlaps = REQUEST_S + BYTE_S * sum(alone.end_bytes), target.profile.device != "cpu"
+    found = capacity(rate_per_s, slo_ms / 1e3, service_s, request_s=request_s, overlaps=overlaps)
     return best, replace(found, precision=precision)
 
 
@@ -367,12 +362,10 @@ def _left_out(formula: Sequence[str], shapeless: Sequence[str]) -> list[str]:
             "bodies of If, Loop and Scan are not counted"
         )
     if shapeless:
-        count = len(shapeless)
+        count, names = len(shapeless), ", ".join(shapeless[:_NAMED])
         more = f" and {count - _NAMED} more" if count > _NAMED else ""
-        notes.append(
-            f"sizes of {count} node{'s' * (count > 1)} depend on values, and are not counted: "
-            f"{', '.join(shapeless[:_NAMED])}{more}"
-        )
+        sizes = f"sizes of {count} node{'s' * (count > 1)} depend on values"
+        notes.append(f"{sizes}, and are not counted: {names}{more}")
     return notes
 
 
