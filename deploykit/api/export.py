@@ -252,7 +252,8 @@ def _batch_size(batch: str | int) -> int | None:
 def _batched(job: Tasked, size: int | None) -> Loaded:
     """As `_with_batch`. Raises BadInput where a task, whose items come one by one, has several."""
     loaded = _with_batch(job.loaded, size)
-    if job.task is not None and loaded.inputs[0].shape[0] in range(2, 1 << 31):
+    first = loaded.inputs[0].shape[0]
+    if job.task is not None and isinstance(first, int) and first > 1:
         raise BadInput(
             "`task`: the batch is a single item, or of any size", hint="`batch`: dynamic or 1"
         )
