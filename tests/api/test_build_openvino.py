@@ -145,7 +145,7 @@ def test_without_openvino_the_extra_is_named_and_nothing_is_written(model: Path)
 def test_neither_a_plan_nor_a_bundle_claims_what_is_of_onnx_runtime(model: Path) -> None:
     (target,) = dk.plan(model, profiles=["cpu-openvino"], batches=[1]).targets
     assert not target.predictions
-    assert "of ONNX Runtime alone" in target.why
+    assert "only ONNX Runtime" in target.why
     with pytest.raises(BadInput, match="no bundle has OpenVINO's packages"):
         dk.bundle(model, "cpu-openvino", out=model.with_name("bundle"))
     assert not model.with_name("bundle").exists()

@@ -244,7 +244,7 @@ def test_boxes_in_shares_of_the_image_are_refused(tmp_path: Path) -> None:
     """Those of RT-DETR: as pixels they would all be in one corner."""
     decoder = type("RTDETRDecoder", (Head,), {})
     spec = [f"image:float32[N,3,{SIDE},{SIDE}]"]
-    with pytest.raises(dk.BadInput, match="its head RTDETRDecoder is none of the tasks"):
+    with pytest.raises(dk.BadInput, match="its head RTDETRDecoder fits none of the tasks"):
         dk.export(Chosen(decoder).eval(), out=tmp_path / "d.onnx", inputs=spec, task="detect")
 
 
