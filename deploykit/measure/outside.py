@@ -19,7 +19,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _OTHERS_CORES, _OTHERS_SHARE = 0.1, 0.01  # of a core, and of all cores, the larger
 _STEAL, _HELD = 0.02, 0.01  # of the time
 _DISTURBED = 0.25  # of the time, in stretches of which each alone is past the bound
-_ROW_S = 0.5  # less says little: the counters have steps of 0.01 s
+_ROW_S, _STRETCH_S = 0.5, 1.0  # less says little: the counters have steps of 0.01 s
 _STOP = "stop them, or move them to other CPUs, and measure again"
 _UNSEEN = "processes that are not visible from here"
 _SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "soc_thermal")
@@ -30,7 +30,8 @@ _CPUS = 8  # whose clocks are read
 class Window(Record):
     """A stretch of `seconds`. None: not known.
 
-    `others_cores`: CPU seconds per second of other processes, on the CPUs that this one may use.
+    `others_cores`: CPU seconds per second of other processes, on the CPUs that this one may use;
+    a short window's may be below 0, as counters have steps of 0.01 s, which cancel in the mean.
     `steal`: the share of CPU time that the hypervisor gave to others. `held`: of the time in which
     a limit of the control group stopped this process. `throttled`: the CPU lowered its clock for
     heat. `busiest`: the other process that used most, with its number; "" where none is visible.
@@ -54,8 +55,7 @@ class Outside(Record):
     """The load of other processes `before` anything was timed, `during` that and `after`.
 
     `mhz` and `celsius` of `during` are the lowest and the highest. `cpus`: that may be used.
-    `disturbed_s`: seconds, in stretches of half a second or more, in which others used more than
-    the bound.
+    `disturbed_s`: seconds, in stretches of one or more, in which others used more than the bound.
     """
 
     cpus: int
@@ -126,7 +126,7 @@ class Watch:
         """A window of that length in which this process sleeps; not in `windows`."""
         self.begin()
         sleep(length_s)
-        return self._window()
+        return join([self._window()])
 
     def _window(self) -> Window:
         before, self._last = self._last, self._read()
@@ -135,7 +135,7 @@ class Watch:
         if before is None or now is None or now.total_s <= before.total_s:
             return state
         seconds = (now.total_s - before.total_s) / self.cpus
-        others = max(0.0, now.busy_s - before.busy_s - (now.own_s - before.own_s)) / seconds
+        others = (now.busy_s - before.busy_s - (now.own_s - before.own_s)) / seconds
         name, cores = "", None
         if others >= self.bound:
             name, cores = self._busiest(seconds)
@@ -274,7 +274,7 @@ def sum_up(watch: Watch, before: Window, after: Window) -> Outside:
     for window in watch.windows:
         stretch.append(window)
         found = join(stretch)
-        if round(found.seconds, 3) >= _ROW_S:
+        if round(found.seconds, 3) >= _STRETCH_S:
             disturbed_s += found.seconds if (found.others_cores or 0) >= watch.bound else 0
             stretch = []
     return Outside(watch.cpus, before, join(watch.windows), after, disturbed_s)
@@ -289,6 +289,7 @@ def join(windows: Sequence[Window]) -> Window:
         length_s = sum(length for _, length in known)
         return sum(value * length for value, length in known) / length_s if known else None
 
+    others = mean((each.others_cores, each.seconds) for each in windows)
     by_process: dict[str, float] = {}
     for each in windows:
         if each.busiest:
@@ -300,7 +301,7 @@ def join(windows: Sequence[Window]) -> Window:
     loads = [each.load_average for each in windows if each.load_average is not None]
     return Window(
         seconds=seconds,
-        others_cores=mean((each.others_cores, each.seconds) for each in windows),
+        others_cores=None if others is None else max(0.0, others),
         steal=mean((each.steal, each.seconds) for each in windows),
         held=mean((each.held, each.seconds) for each in windows),
         throttled=any(each.throttled for each in windows),
