@@ -87,7 +87,7 @@ def bench(
     is what is timed, else golden samples, else random numbers; with labels, accuracy is measured.
     `axis`: the sizes of dynamic axes other than the batch, such as {"T": 128}, by default those of
     the data. Each point, by default of BATCHES, is timed for `seconds` after `warmup_s` (60 and 10;
-    with `quick` of fewer batches, 2 and 1). `slo_ms`: the wanted p99. `price`: of an hour of the
+    with `quick` of fewer batches, 1.5 and 1). `slo_ms`: the wanted p99. `price`: of an hour of the
     machine. `processes`: fresh ones that share the time, 10 for 60 s, else this one. `scenarios`:
     of MLPerf, each for `seconds` more. `layers`: time those of the engines too. `force`: replace
     files in `out`. `settings_of`: a report whose settings are taken. `arch` builds weights alone.
@@ -137,7 +137,7 @@ def _timing(
         raise BadInput(f"`processes` must be 1 or more, got {processes}")
     timing = Timing(
         warmup_s=(1.0 if quick else 10.0) if warmup_s is None else warmup_s,
-        seconds=(2.0 if quick else FULL_S) if seconds is None else seconds,
+        seconds=(1.5 if quick else FULL_S) if seconds is None else seconds,
     )
     return timing, processes or (PROCESSES if timing.seconds >= FULL_S else 1)
 

@@ -56,7 +56,7 @@ def bench(options: dict[str, Any], as_json: bool) -> None:
         raise BadInput("a pipeline is measured on files", hint="`data` FILE or `data` DIR")
     from deploykit.api.pipeline_bench import bench_pipeline
 
-    usual_s = (1.0, 2.0) if options["quick"] else (10.0, 60.0)
+    usual_s = (1.0, 1.5) if options["quick"] else (10.0, 60.0)
     warmup_s, seconds = options["warmup_s"], options["seconds"]
     with Progress("bench") as progress, redirect_stdout(sys.stderr):  # what stages print
         result = bench_pipeline(

@@ -145,7 +145,7 @@ ENGINE                 {ENGINE}s to measure; a .pt checkpoint too; or a pipeline
 Timing:
 --quick                Measure briefly; a report of less than 60 s for each point says so
 --warmup SECONDS       Warm-up before each point [10, or 1 with --quick]
---seconds SECONDS      Length of each point [60, or 2 with --quick]
+--seconds SECONDS      Length of each point [60, or 1.5 with --quick]
 --slo-ms MS            The wanted p99: report the highest throughput within it
 --price X              Price of an hour of this machine: show the cost of a million inferences
 --processes N          Fresh processes that share the --seconds [10 from 60 s on, else 1]

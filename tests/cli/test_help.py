@@ -76,7 +76,7 @@ def test_a_page_is_as_wide_as_the_terminal(
         ("quantize", "[default: fp32]"),
         ("export", "[default: 20, or what the profile needs]"),
         ("export", "N is the batch"),
-        ("bench", "[default: 60, or 2 with --quick]"),
+        ("bench", "[default: 60, or 1.5 with --quick]"),
         ("serve", "--log text|json"),
         ("train", "--device auto|cpu|cuda "),
     ],
