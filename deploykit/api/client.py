@@ -45,15 +45,22 @@ class PillowImage(Protocol):
     def save(self, file: Any, kind: str) -> None: ...
 
 
+_Idle = list[tuple[int, http.client.HTTPConnection]]  # each with its process
 OneItem = str | os.PathLike[str] | bytes | PillowImage
 
 
 class ModelClient:
-    """A server at `url`, for one thread at a time; close it, or use it in a `with` block."""
+    """A server at `url`; close it, or use it in a `with` block.
+
+    Threads may share it, and a forked process may go on with it: no connection is used by two of
+    them at once. `close` ends all connections of this process: idle ones at once, one that waits
+    for an answer as soon as it has it. A call after `close` opens a new one.
+    """
 
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 60.0) -> None:
         self.url = url
-        self._connection = connect(url, timeout_s)
+        self._timeout_s = timeout_s
+        self._idle: _Idle = [(os.getpid(), connect(url, timeout_s))]  # replaced by `close`
         self._headers = {} if token is None else {"Authorization": f"Bearer {token.strip()}"}
         if not all(each.isascii() and each.isprintable() for each in self._headers.values()):
             raise BadInput("`token`: has characters that no header can carry")
@@ -100,7 +107,8 @@ class ModelClient:
         return found if several else found[0]
 
     def close(self) -> None:
-        self._connection.close()
+        idle, self._idle = self._idle, []
+        _close_all(idle)
 
     def __enter__(self) -> ModelClient:
         return self
@@ -143,18 +151,10 @@ class ModelClient:
         Raises the error of another status than 200.
         """
         headers = {**self._headers, **({"Content-Type": content_type} if content_type else {})}
-        fresh = self._connection.sock is None
         try:
             status, answer = self._exchange(method, path, body, headers)
         except (OSError, http.client.HTTPException) as exc:
-            self._connection.close()
-            if fresh or isinstance(exc, TimeoutError):
-                raise self._unreachable(exc) from exc
-            try:  # an idle connection, which the server has closed meanwhile
-                status, answer = self._exchange(method, path, body, headers)
-            except (OSError, http.client.HTTPException) as again:
-                self._connection.close()
-                raise self._unreachable(again) from again
+            raise self._unreachable(exc) from exc
         if status != 200:
             kind = _ERRORS.get(status, BadInput if 400 <= status < 500 else DeploykitError)
             raise kind(f"{self.url}: {reason_of(answer)}")
@@ -170,14 +170,34 @@ class ModelClient:
     def _exchange(
         self, method: str, path: str, body: bytes, headers: dict[str, str]
     ) -> tuple[int, bytes]:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before its end
-            self._connection.request(method, path, body or None, headers)
-        with self._connection.getresponse() as reply:
-            return reply.status, reply.read()
+        """The status and body of the reply.
+
+        The connection is out of the list until its reply is complete; after any failure it is
+        closed instead. Operations on the list are atomic: a lock could be held during a fork.
+        """
+        idle = self._idle
+        connection = _take(idle) or connect(self.url, self._timeout_s)
+        fresh = connection.sock is None
+        try:
+            try:
+                reply = _send(connection, method, path, body, headers)
+            except (OSError, http.client.HTTPException) as exc:
+                connection.close()
+                if fresh or isinstance(exc, TimeoutError):
+                    raise
+                # it was idle, and the server has closed it meanwhile
+                reply = _send(connection, method, path, body, headers)
+        except BaseException:
+            connection.close()
+            raise
+        idle.append((os.getpid(), connection))
+        if idle is not self._idle:  # `close` was called meanwhile
+            _close_all(idle)
+        return reply
 
     def _unreachable(self, exc: Exception) -> DeploykitError:
         if isinstance(exc, TimeoutError):
-            return Expired(f"{self.url}: no answer within {self._connection.timeout:g} s")
+            return Expired(f"{self.url}: no answer within {self._timeout_s:g} s")
         reason = getattr(exc, "strerror", None) or reason_of(first_line(exc).encode())
         hint = "start one with: deploykit serve model.onnx"
         return NotFound(f"{self.url}: no server answers there: {reason}", hint=hint)
@@ -186,6 +206,36 @@ class ModelClient:
 def client(url: str, *, token: str | None = None, timeout_s: float = 60.0) -> ModelClient:
     """The server at `url`: `client(url).predict("cat.jpg")`. Raises BadInput for a wrong URL."""
     return ModelClient(url, token=token, timeout_s=timeout_s)
+
+
+def _send(
+    connection: http.client.HTTPConnection,
+    method: str,
+    path: str,
+    body: bytes,
+    headers: dict[str, str],
+) -> tuple[int, bytes]:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before its end
+        connection.request(method, path, body or None, headers)
+    with connection.getresponse() as reply:
+        return reply.status, reply.read()
+
+
+def _take(idle: _Idle) -> http.client.HTTPConnection | None:
+    """Remove a connection of this process; close this process's copies of its parent's."""
+    with contextlib.suppress(IndexError):
+        while True:
+            process, connection = idle.pop()
+            if process == os.getpid():
+                return connection
+            connection.close()
+    return None
+
+
+def _close_all(idle: _Idle) -> None:
+    with contextlib.suppress(IndexError):
+        while True:
+            idle.pop()[1].close()
 
 
 def _text(item: OneItem) -> str:
