@@ -23,9 +23,15 @@ from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.precision import max_engine_error, narrowest
 from deploykit.core.profile import Profile, fits
 from deploykit.core.tensors import TensorSpec
+from deploykit.runtimes.tensorrt.origin import record_build
 
 if TYPE_CHECKING:
     from deploykit.builders.tensorrt.build import BuildCheck
+
+_NOT_RECORDED = (
+    "the engine brings code along, and the cache folder cannot record that it was built here: "
+    "opening it needs --trust"
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ def prove_plan(
     labelled data drops; the engine is then kept as NAME.rejected.trt.
     """
     manifest = _manifest(built, source, graph_file, tmp, options)
+    recorded = record_build(manifest)
     evidence, why = _prove(tmp, manifest, graph_file, source, options, place.name)
     read = evidence.precision
     if read is not None and read.known:
@@ -86,7 +93,8 @@ def prove_plan(
     manifest = replace(manifest, evidence=evidence)
     if read is not None and not why and (read.wider or not read.known):
         why = read.why if read.known else f"not verified: {read.why}"
-    made = Made(place, manifest, (*built.notes, *([why] if why else [])))
+    notes = [*built.notes, *([why] if why else []), *([] if recorded else [_NOT_RECORDED])]
+    made = Made(place, manifest, tuple(notes))
     if evidence.wrong:
         made = reject(tmp, made)
         raise GateFailed(
@@ -163,7 +171,8 @@ def _prove(
     read, request = evidence.precision, options.request
     device = f"cuda:{options.shapes.device}"
     try:
-        with load(Artefact.from_manifest(tmp, manifest), device) as opened:
+        # trusted: it was built just now
+        with load(Artefact.from_manifest(tmp, manifest), device, trust=True) as opened:
             engine: Any = opened
             parity, why = verify.prove_engine(engine, tmp, manifest, graph_file.path, name)
             if read is not None:

@@ -37,10 +37,10 @@ def open_proven(
     """Open an artefact `instances` times; the caller closes the engines.
 
     Those of TensorRT share their weights. `cuda_graphs`, `overlap`, `shared`: see `load`.
-    `trust`: open a TensorRT engine without a manifest too, or one that nothing here can prove; one
-    whose outputs are wrong is never opened. `on_note` gets each warning once. Raises GateFailed for
-    an engine whose outputs differ from its graph's, BadInput for one that cannot be proven, and as
-    `load` does.
+    `trust`: open a TensorRT engine without a manifest too, one with code from elsewhere, or one
+    that nothing here can prove; one whose outputs are wrong is never opened. `on_note` gets each
+    warning once. Raises GateFailed for an engine whose outputs differ from its graph's, BadInput
+    for one that cannot be proven, and as `load` does.
     """
     from deploykit.runtimes.engine import load
 

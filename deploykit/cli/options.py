@@ -29,7 +29,10 @@ else:
 
 JSON = f"{GENERAL}:\n--json  Print one JSON document on stdout"
 DEVICE = "--device auto|cpu|cuda|cuda:N  Where the model runs"
-TRUST = "--trust  Also run a TensorRT engine whose results cannot be verified here"
+TRUST = (
+    "--trust  Also run a TensorRT engine whose results cannot be verified here, or one that brings "
+    "code from elsewhere"
+)
 ENGINE = f"{' or '.join(BUILT)} file"
 FORCE = "--force  Replace a file that deploykit did not write"
 OUT = "-o --out FILE  The file to write [next to the model]"

@@ -181,9 +181,10 @@ def load(
     `device`: "cpu", "cuda", "cuda:N", or "auto" for a GPU where the runtime has one. Raises
     Unsupported where the named device is not available; nothing falls back silently. Raises
     BadInput for a file whose manifest has another SHA-256. `trust`: open a TensorRT engine without
-    a manifest too, with a note. Of a TensorRT engine, `cuda_graphs`: batch sizes to run as CUDA
-    graphs; `overlap`: two calls of `submit` may be in flight. Others run without. `shared`: a
-    folder, through which processes have the weights of an ONNX model on a CPU in memory once.
+    a manifest too, with a note, or one with code from elsewhere. Of a TensorRT engine,
+    `cuda_graphs`: batch sizes to run as CUDA graphs; `overlap`: two calls of `submit` may be in
+    flight. Others run without. `shared`: a folder, through which processes have the weights of an
+    ONNX model on a CPU in memory once.
     """
     check_device(device)
     if threads is not None and threads < 1:

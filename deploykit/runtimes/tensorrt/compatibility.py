@@ -1,8 +1,8 @@
 """Decide whether this machine may load a TensorRT plan, before TensorRT reads a byte of it.
 
-TensorRT crashes on some damaged plans and accepts others, and a plan can contain code: only a plan
-that its manifest describes is loaded. An error names each difference and the command that builds
-the plan again.
+TensorRT crashes on some damaged plans and accepts others: only a plan that its manifest describes
+is loaded. A plan can contain code or need plugins: `origin` knows whether it was built here. An
+error names each difference and the command that builds the plan again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from deploykit.core.extras import install_command
 from deploykit.core.files import manifest_path
 from deploykit.core.manifest import Manifest
 from deploykit.core.precision import CALIBRATED
+from deploykit.runtimes.tensorrt.origin import built_here
 
 # a key of `Manifest.built_on`, next to those of `Here.facts`
 HARDWARE_COMPATIBLE = "hardware_compatible"  # "ampere-plus" or "same-compute-capability"
@@ -70,8 +71,9 @@ def open_plan(path: Path, here: Here, trust: bool = False) -> tuple[PlanFile, Ma
 def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = False) -> PlanFile:
     """The plan at `path`, if `manifest` describes it and this machine can run it.
 
-    `trust`: load one without a manifest too, with a note. Raises BadInput for a file that is
-    damaged, not described or not a plan, Unsupported for a plan of another TensorRT, GPU or driver.
+    `trust`: load one without a manifest too, with a note, and one that brings code from elsewhere.
+    Raises BadInput for a file that is damaged, not described or not a plan, or whose code is not
+    trusted, Unsupported for a plan of another TensorRT, GPU or driver.
     """
     check_format(path)
     try:
@@ -87,6 +89,12 @@ def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = 
         raise Unsupported(
             f"{path}: was not built for this machine: {'; '.join(wrong)}",
             hint=f"build it here: {rebuild(path, manifest, here)}",
+        )
+    if not trust and not built_here(manifest):
+        code = "brings plugin libraries" if manifest.plugins else "contains host code"
+        raise BadInput(
+            f"{path}: {code}, and was not built by you on this machine",
+            hint="an engine can run code: build it here, or open your own with `trust`",
         )
     core = manifest.built_on.get("dla", "")
     return PlanFile(

@@ -384,7 +384,7 @@ def _deserialize(nv: Any, plan: PlanFile, log_errors: LogErrors) -> tuple[Any, t
     except (TypeError, RuntimeError) as exc:  # pybind11: the factory returned nullptr
         raise log_errors.refusal(f"Runtime ({first_line(exc)})") from exc
     runtime_errors = log_errors.of(runtime)
-    if plan.host_code:  # `check_plan` has verified whose code it is
+    if plan.host_code:  # `check_plan`: built here, or trusted
         runtime.engine_host_code_allowed = True
     if plan.dla is not None:
         runtime.DLA_core = plan.dla

@@ -39,8 +39,9 @@ def open_engine(
 ) -> TensorRtEngine:
     """Open a plan on "cuda:N" ("auto" and "cuda": the first GPU).
 
-    `trust`: also open one without a manifest. `slots`, `graphs`: see `Pipeline`. Raises BadInput
-    for a plan that is damaged or not described, Unsupported for another machine's, or without GPU.
+    `trust`: also open one without a manifest, or with code from elsewhere. `slots`, `graphs`: see
+    `Pipeline`. Raises BadInput for a plan that is damaged, not described or not trusted,
+    Unsupported for another machine's, or without GPU.
     """
     path = Path(source)
     if device == "cpu":
