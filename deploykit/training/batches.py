@@ -42,6 +42,14 @@ class Batches:
         self.shuffle = torch.Generator().manual_seed(seed)
         self.waited = WaitClock(device)
 
+    @property
+    def copied(self) -> bool:
+        """Whether each batch is copied from the host to the device.
+
+        A tensor on the device "cuda" reports "cuda:0", which is not equal to "cuda".
+        """
+        return self.labels.device.type == "cpu" and self.device.type != "cpu"
+
     def __len__(self) -> int:
         return -(-len(self.labels) // self.batch_size)
 
@@ -56,7 +64,7 @@ class Batches:
         for _ in parts:
             with self.waited:
                 inputs, labels, share = next(batches)
-                if labels.device != self.device:
+                if self.copied:
                     inputs = [each.to(self.device, non_blocking=True) for each in inputs]
                     labels = labels.to(self.device, non_blocking=True)
             yield inputs, labels, share
@@ -73,7 +81,7 @@ class Batches:
         if self.augmentation is not None and draws is not None:
             place = self.augmentation.place
             inputs[place] = self.augmentation(inputs[place], draws[rows])
-        if labels.device != self.device:
+        if self.copied:
             inputs, labels = [each.pin_memory() for each in inputs], labels.pin_memory()
         return inputs, labels, share
 

@@ -105,16 +105,18 @@ def parallel(run: torch.nn.Module, group: Processes, device: torch.device, *, sh
             raise BadInput("`fsdp` needs several processes", hint="start them with torchrun")
         return run
     if shard:
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        mesh = init_device_mesh(device.type, (group.size,))  # torch takes a GPU without it
         for child in run.children():
             if any(each.requires_grad for each in child.parameters()):
-                fully_shard(child)
-        return fully_shard(run)
+                fully_shard(child, mesh=mesh)
+        return fully_shard(run, mesh=mesh)
     from torch.nn.parallel import DistributedDataParallel
 
-    ids = [device.index or group.local] if device.type == "cuda" else None
-    return DistributedDataParallel(run, device_ids=ids)
+    number = group.local if device.index is None else device.index
+    return DistributedDataParallel(run, device_ids=[number] if device.type == "cuda" else None)
 
 
 def whole_state(module: torch.nn.Module) -> dict[str, Any]:
