@@ -8,10 +8,10 @@ is a process of its own with a time limit: one that fails, hangs or crashes is r
 rest goes on. What this machine lacks is recorded as skipped, with the reason. Exit 1 if a step
 failed, 3 without a GPU, 4 where there is one and TensorRT or CUDA was skipped.
 
-The parts: probe (versions, what loads), cuda (the driver API), plans (TensorRT's engines against
-what every runtime promises), faults, path (graphs and overlap), leak, torch, ort, build (the
-options of `deploykit build`), zoo. `--system`: this Python as it is, no venv and no pip; `--site
-DIR`: wheels that were carried there, before all others.
+The parts: probe (versions, what loads), train (`deploykit train`), cuda (the driver API), plans
+(TensorRT's engines against what every runtime promises), faults, path (graphs and overlap), leak,
+torch, ort, build (the options of `deploykit build`), zoo. `--system`: this Python as it is, no venv
+and no pip; `--site DIR`: wheels that were carried there, before all others.
 """
 
 from __future__ import annotations
@@ -35,10 +35,15 @@ from tests.support.runtimes.cases import OPENERS, absent
 NOTHING = "no NVIDIA GPU here: nothing was run"
 LACKING = 4  # exit code: a GPU is here, and what this is for was skipped
 RUNTIMES = tuple(name for name in OPENERS if name.endswith("-cuda") or name == "tensorrt")
-PARTS = ("probe", "cuda", "plans", "faults", "path", "leak", "torch", "ort", "build", "zoo")
+PARTS = ("probe", "train", "cuda", "plans", "faults", "path")
+PARTS += ("leak", "torch", "ort", "build", "zoo")
 ESSENTIAL = {"probe", "cuda", "plans", "build"}  # parts in which nothing may be skipped
 CONFORMANCE = "tests/runtimes/test_conformance.py"
 SUITES = {  # part -> the runtime it needs, and what pytest gets
+    "train": (
+        "torch-cuda",
+        ["tests/training/test_augment.py", "tests/training/test_augmented_runs.py", "-m", "gpu"],
+    ),
     "cuda": ("", ["tests/runtimes/test_cuda_driver.py", "-m", "gpu"]),
     "plans": ("tensorrt", [CONFORMANCE, "-k", "tensorrt and not stand"]),
     "torch": ("torch-cuda", [CONFORMANCE, "-k", "torch-cuda"]),
@@ -46,6 +51,11 @@ SUITES = {  # part -> the runtime it needs, and what pytest gets
         "onnxruntime-cuda",
         [CONFORMANCE, "tests/runtimes/test_onnxruntime_cuda.py", "-k", "cuda", "-m", "gpu"],
     ),
+}
+RECIPE = ROOT / "tests" / "gpu" / "recipe.py"
+TRAINED = {  # title -> options of `deploykit train`
+    "float32, data on the GPU": ["--no-amp", "--no-tf32", "--no-augment"],
+    "mixed precision, augmented": ["--augment", "--augment-on", "auto"],
 }
 PATH = ROOT / "benchmarks" / "cuda_path.py"  # graphs and overlap, on and off
 
@@ -125,6 +135,8 @@ def planned(
     """
     no_pytest = "" if importlib.util.find_spec("pytest") else "pytest is not installed"
     for part in parts:
+        if part == "train":
+            yield from trainings(folder)
         if part in SUITES:
             runtime, words = SUITES[part]
             why = (absent(runtime) if runtime else "") or no_pytest
@@ -147,6 +159,15 @@ def planned(
         elif part == "zoo":
             skips = absent("tensorrt"), absent("onnxruntime-cuda")
             yield from zoo.steps(members, precisions, folder, skips)
+
+
+def trainings(folder: Path) -> Iterator[Step]:
+    """Runs of `deploykit train` on the GPU, whose data need no package."""
+    skip = absent("torch-cuda")
+    for number, (title, options) in enumerate(TRAINED.items()):
+        words = ["train", str(RECIPE), "-o", str(folder / f"trained-{number}.pt"), *options]
+        command = [PYTHON, "-m", "deploykit", *words, "--device", "cuda", "--json"]
+        yield Step("train", title, command, 600, skip=skip)
 
 
 def run_all(

@@ -33,7 +33,8 @@ ZOO = ("encoder", "lstm")
 
 def planned(folder: Path, out: Path) -> Iterator[Step]:
     """In the order of their worth: what comes last may not be reached."""
-    limits = {"probe": 60, "cuda": 60, "path": 120, "torch": 60, "ort": 90, "faults": 90}
+    minute = dict.fromkeys(("probe", "train", "cuda", "torch"), 60)
+    limits = {**minute, "path": 120, "ort": 90, "faults": 90}
 
     def part(name: str) -> Iterator[Step]:
         for step in run.planned([name], [], [], 500, folder, out):
@@ -44,6 +45,7 @@ def planned(folder: Path, out: Path) -> Iterator[Step]:
 
     no_ort, no_torch = absent("onnxruntime-cuda"), absent("torch-cuda")
     yield from part("probe")
+    yield from part("train")
     yield from part("cuda")
     yield module("a waiting thread leaves Python's lock", 30, "tests.gpu.lock")
     yield from part("path")

@@ -195,11 +195,26 @@ def test_parts_are_run_in_the_order_in_which_they_are_named(tmp_path: Path) -> N
     assert run.PATH.is_file()
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("number", range(len(run.TRAINED)), ids=list(run.TRAINED))
+def test_what_a_gpu_trains_first_is_trained_on_the_cpu(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.setattr(run, "absent", lambda _runtime: "")
+    step = planned(["train"], tmp_path)[number]
+    here = ["cpu" if word == "cuda" else word for word in step.command]
+    result = run_step(replace(step, command=here), 300, tmp_path)
+    assert (result.status, result.why) == ("passed", "")
+    assert result.figures["accuracy"] > 0.9
+    assert (tmp_path / f"trained-{number}.pt").is_file()
+
+
 def test_every_suite_selects_tests_of_its_runtime_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no GPU is, each is skipped for its runtime; all they name is in the checkout."""
     monkeypatch.setattr(run, "absent", lambda runtime: f"no {runtime}")
     for part, (runtime, words) in run.SUITES.items():
-        (found,) = planned([part], Path())
+        *_, found = planned([part], Path())
         assert found.skip == (f"no {runtime}" if runtime else "")
         assert all((ROOT / word).is_file() for word in words if word.endswith(".py"))
 
