@@ -106,18 +106,19 @@ class RowComparison:
             _check_shape(name, rows, None if name not in outputs else outputs[name].shape)
             for place in places:
                 if plan[place] in PLACED:
-                    self._check_row(name, plan[place], rows, outputs[name][place])
+                    self._check_row(name, plan[place], rows, outputs[name][place, ...])
 
     def check_joined(self, run: JoinedRun, letters: Mapping[str, int]) -> None:
         """Raises Dependent."""
         for name in self._names:
             _check_shape(name, run.rows, run.shapes.get(name))
             for letter, place in letters.items():
-                self._check_row(name, letter, run.rows, run.outputs[name][place])
+                self._check_row(name, letter, run.rows, run.outputs[name][place, ...])
 
     def _check_row(self, name: str, letter: str, rows: int, got: np.ndarray) -> None:
+        """`got`: an array, of no axes where the output has one: a string has no shape."""
         if letter in self._alone:
-            want = self._alone[letter][name][0]
+            want = self._alone[letter][name][0, ...]
         else:
             want = self._others.setdefault((letter, name), got)
         if got.shape != want.shape:
