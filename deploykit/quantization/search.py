@@ -184,7 +184,7 @@ def noise_share(wanted: Sequence[np.ndarray], got: Sequence[np.ndarray]) -> floa
         if a.shape != b.shape:  # a size that depends on the values, such as the number of boxes
             total += 1.0
             continue
-        if a.dtype.kind in "biu":
+        if a.dtype.kind in "biuO":
             total += float(np.mean(a != b)) if a.size else 0.0
             continue
         there = np.isfinite(a)

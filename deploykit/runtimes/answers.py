@@ -28,7 +28,7 @@ def class_axis(name: str, values: np.ndarray, feeds: Arrays) -> int | None:
     """
     shape, given = values.shape, [array.shape for array in feeds.values()]
     axis = None
-    if values.dtype.kind in "biu" or _NO_CLASSES.search(name.lower()):
+    if values.dtype.kind in "biuO" or _NO_CLASSES.search(name.lower()):
         return None
     if len(shape) == 2:
         axis = None if _unit_vectors(values) else 1

@@ -18,7 +18,7 @@ def same_answers(left: Arrays, right: Arrays, feeds: Arrays, rows: int) -> np.nd
         others = right[name]
         if values.ndim == 0 or len(values) != rows or not (values.any() or others.any()):
             continue
-        if values.dtype.kind in "biu":
+        if values.dtype.kind in "biuO":
             return np.asarray(values == others)
         axis = class_axis(name, values, feeds)
         if axis is not None:

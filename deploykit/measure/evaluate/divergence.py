@@ -17,7 +17,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
-from deploykit.measure.evaluate.parity import check_bound, relative
+from deploykit.measure.evaluate.parity import check_bound, exact_noun, relative
 from deploykit.onnx_graph import probes
 from deploykit.onnx_graph.graph import Graph
 from deploykit.runtimes.engine import Arrays
@@ -173,10 +173,10 @@ def tensor_error(a: np.ndarray, b: np.ndarray) -> tuple[float, str]:
     Max |a-b| / max |a| over the finite places, for arrays of one shape. Values below -1e30
     are masks: any value that masks in float16 equals them.
     """
-    if a.dtype.kind in "biu" and b.dtype.kind in "biu":
+    if a.dtype.kind in "biuO" and b.dtype.kind in "biuO":
         differing = int(np.count_nonzero(a != b))
         if differing:
-            return math.inf, f"{differing} of {a.size} integers or booleans differ"
+            return math.inf, f"{differing} of {a.size} {exact_noun(a)} differ"
         return 0.0, ""
     x, y = a.astype(np.float64), b.astype(np.float64)
     masked = (x <= _MASK) & (y <= _HALF_MASK)

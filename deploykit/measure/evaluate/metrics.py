@@ -122,7 +122,7 @@ def log_likelihood(outputs: Arrays, labels: np.ndarray) -> np.ndarray:
     float64 (samples,). Raises BadInput.
     """
     logits = next(iter(outputs.values()))
-    if labels.dtype.kind not in "iu" or logits.dtype.kind in "biu":
+    if labels.dtype.kind not in "iu" or logits.dtype.kind in "biuO":
         raise BadInput(
             f"{PERPLEXITY}: needs logits and integer labels, got {logits.dtype} and {labels.dtype}"
         )

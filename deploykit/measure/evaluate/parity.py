@@ -78,6 +78,11 @@ def compare_engines(
     return Parity(names[0], names[1], rows, max_error)
 
 
+def exact_noun(array: np.ndarray) -> str:
+    """What the values of an output are that must be equal, in the plural."""
+    return "strings" if array.dtype.hasobject else "integers or booleans"
+
+
 def relative(error: float, scale: float) -> float:
     """`error` as a share of `scale`; 0 where nothing differs, whatever the scale."""
     return error / scale if error else 0.0
@@ -98,7 +103,7 @@ def add_float32_errors(
     for feeds in feeds_list:
         others, values, boxes = pair(other(feeds), reference(feeds))
         for name, array in values.items():
-            if array.dtype.kind in "biu" or array.shape != others[name].shape:
+            if array.dtype.kind in "biuO" or array.shape != others[name].shape:
                 continue
             tally = _Tally()
             tally.add(others[name].astype(np.float64), array.astype(np.float64))
@@ -198,7 +203,7 @@ class _Tally:
         self.other_scale = 0.0
         self.finite = self.places_match = True
         self.mask = False  # the class of each pixel: where scores are equal, either is right
-        self.floating = True
+        self.floating, self.exact = True, ""
         self.answers = ""
         self.boxes: list[Matches] = []
         self.lost = 0  # boxes of one of the two alone
@@ -215,7 +220,7 @@ class _Tally:
     def add(self, a: np.ndarray, b: np.ndarray, axis: int | None = None) -> None:
         """Arrays of one shape and dtype; `axis`: that of the classes, if there is one."""
         self.values += a.size
-        self.floating = a.dtype.kind not in "biu"
+        self.floating, self.exact = a.dtype.kind not in "biuO", exact_noun(a)
         if a.size == 0:
             return
         classes = 1 if axis is None else a.shape[axis]
@@ -230,6 +235,8 @@ class _Tally:
     def _add_rows(self, a: np.ndarray, b: np.ndarray) -> None:
         if not self.floating:
             self.differing += int((a != b).sum())
+        if a.dtype.hasobject:  # 0 and, where another string is, 1
+            a, b = np.zeros(a.shape), a != b
         x, y = a.astype(np.float64), b.astype(np.float64)
         both = np.isfinite(x) & np.isfinite(y)
         self.finite &= bool(both.all())
@@ -300,7 +307,7 @@ class _Tally:
         if not self.places_match:
             return "NaN or infinity in one of the two and not in the other"
         if self.differing and not self.mask:
-            return f"{self.differing} of {self.values} integers or booleans differ"
+            return f"{self.differing} of {self.values} {self.exact} differ"
         if self.values and not self.compared:
             return "no value is finite in either, so nothing could be compared"
         if self.undefined:

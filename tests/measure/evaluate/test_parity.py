@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, GateFailed
-from deploykit.core.tensors import parse_spec
+from deploykit.core.tensors import TensorSpec, parse_spec
 from deploykit.measure.evaluate.parity import (
     Parity,
     add_float32_errors,
@@ -306,6 +306,22 @@ def test_integers_and_booleans_compare_exactly(dtype: str, a: object, b: object)
     with pytest.raises(GateFailed, match="1 of 2 integers or booleans differ"):
         replace(parity, max_error=1e9).raise_if_over()
     assert compare(constant(a, dtype), constant(a, dtype)).worst.error == 0
+
+
+def strings(*values: str, shape: tuple[int, ...]) -> Function:
+    array = np.array(values, object).reshape(shape)
+    engine = Function(lambda _: {"y": array}, "x:float32[N,4]")
+    engine.outputs = (TensorSpec("y", "string", ("N", *shape[1:])),)
+    return engine
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (2, 1, 2), (1, 2, 1, 2)], ids=str)
+def test_strings_compare_exactly(shape: tuple[int, ...]) -> None:
+    a, b = (strings(*"abc", last, shape=shape) for last in "dx")
+    with pytest.raises(GateFailed, match="1 of 4 strings differ"):
+        replace(compare(a, b), max_error=1e9).raise_if_over()
+    same = compare(a, a)
+    assert (same.passed, same.worst.error, same.worst.agreement) == (True, 0, None)
 
 
 def test_integers_have_no_agreement() -> None:
