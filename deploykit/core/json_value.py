@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, ClassVar
+
+ONE_JSON = threading.Lock()  # a parser holds the GIL: several in a row would starve other threads
 
 
 def json_value(obj: object, *properties: str, without: Collection[str] = ()) -> Any:

@@ -10,11 +10,12 @@ from typing import Any, get_origin
 import numpy as np
 
 from deploykit.core.errors import BadInput, first_line
-from deploykit.core.json_value import json_value
+from deploykit.core.json_value import ONE_JSON, json_value
 from deploykit.pipelines.annotations import conforms, describe_value, shown
 from deploykit.pipelines.failures import StageFailed
 
 _JSON_TYPES = (dict, list, int, float, bool)
+_VALUE_BYTES = 80  # of memory, for each comma, colon and opening bracket of JSON
 
 
 def input_kind(takes: Any, where: str) -> str:
@@ -57,12 +58,21 @@ def _text(data: bytes) -> str:
 
 def _from_json(data: bytes, takes: Any) -> Any:
     try:
-        value = json.loads(data)
+        with ONE_JSON:
+            value = json.loads(data)
     except (ValueError, RecursionError) as exc:
         raise BadInput(f"the input is not JSON: {first_line(exc)}") from exc
     if not conforms(value, takes):
         raise BadInput(f"the input is a JSON {describe_value(value)}, {shown(takes)} is needed")
     return value
+
+
+def input_bytes(value: Any, data: bytes | None) -> int:
+    """Return an upper bound of the memory of an input; `data`: the JSON that it was read from."""
+    if data is not None:
+        structure = sum(map(data.count, (b",", b":", b"[", b"{")))
+        return 4 * len(data) + _VALUE_BYTES * structure  # a character may take 4 bytes
+    return value.nbytes if isinstance(value, np.ndarray) else len(value)
 
 
 def answer_json(stage: str, value: Any) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from deploykit.core.errors import Overloaded
 from deploykit.core.machine import usable_cores
 from deploykit.pipelines.connect import StageGraph
+from deploykit.pipelines.formats import input_bytes
 from deploykit.pipelines.host import Counts, Host
 from deploykit.pipelines.threads import StageThreads
 from deploykit.runtimes.engine import Closing
@@ -73,13 +74,15 @@ class LivePipeline(Closing):
         data: Callable[[], Given],
         done: Callable[[Any, bool], None],
         trace: str | None,
+        reserve: Callable[[int], bool],
         timeout_us: int | None = None,
     ) -> Callable[[], None]:
         """Answer one request; returns what cancels it. On the event loop's thread.
 
         `data` gives the request's bytes, or its text or pixels, on another thread. `done` gets the
-        answer, or the error, and whether it is JSON. `timeout_us`: of this request, if less than
-        the host's. Raises Overloaded during a shutdown.
+        answer, or the error, and whether it is JSON. `reserve` counts bytes of memory for the
+        request, on the event loop's thread, and returns whether they fit. `timeout_us`: of this
+        request, if less than the host's. Raises Overloaded during a shutdown.
         """
         from deploykit.pipelines.live_run import LiveRun
 
@@ -87,12 +90,16 @@ class LivePipeline(Closing):
             self.counts.record("rejected")
             raise Overloaded("the server is shutting down", hint="send the request elsewhere")
         run = LiveRun(self, done, trace, timeout_us)
-        run.start(partial(self._read, data))
+        run.start(partial(self._read, data), reserve)
         return run.cancel
 
-    def _read(self, data: Callable[[], Given]) -> Any:
+    def _read(self, data: Callable[[], Given]) -> tuple[Any, int]:
+        """Return the input and its bytes of memory."""
         given = data()
-        return self.graph.read(given) if isinstance(given, bytes) else given
+        if not isinstance(given, bytes):
+            return given, input_bytes(given, None)
+        value = self.graph.read(given)
+        return value, input_bytes(value, given if self.graph.kind == "json" else None)
 
     def why_not_ready(self) -> str | None:
         """The reason in one sentence; None if every stage returns."""

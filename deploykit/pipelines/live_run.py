@@ -52,13 +52,17 @@ class LiveRun:
         self._left = {name: each.after(self._stages) for name, each in self._graph.items()}
         self.over = False
 
-    def start(self, read: Work) -> None:
-        """`read` returns the request's input, on a thread."""
+    def start(self, read: Callable[[], tuple[Any, int]], reserve: Callable[[int], bool]) -> None:
+        """Begin with the input, which `read` returns with its bytes of memory, on a thread.
+
+        `reserve`: as in `LivePipeline.start`.
+        """
         pipeline = self._pipeline
         pipeline.counts.in_flight += 1
         self._started_us = _now_us()
         self._timer = pipeline.host.loop.call_later(self._limit_us / 1e6, self._expire, None)
-        self._begin(pipeline.graph.input, read)
+        stage = self._stages[pipeline.graph.input]
+        self._begin(stage.name, read, partial(self._admit, stage, reserve))
 
     def cancel(self) -> None:
         """The client has gone: stages that have not begun are not run."""
@@ -67,7 +71,21 @@ class LiveRun:
 
     # -- stages ------------------------------------------------------------------------------------
 
-    def _begin(self, name: str, work: Work | None = None) -> None:
+    def _admit(
+        self, stage: LiveStage, reserve: Callable[[int], bool], read: tuple[Any, int]
+    ) -> None:
+        """Go on with the input if its memory fits into the server's budget."""
+        value, size = read
+        if reserve(size):
+            self._finish(stage, value)
+            return
+        self._leave(stage)
+        error = Overloaded("the server holds too many bytes of requests and answers already")
+        self._fail(error, stage)
+
+    def _begin(
+        self, name: str, work: Work | None = None, then: Callable[[Any], None] | None = None
+    ) -> None:
         stage = self._stages[name]
         try:
             stage.enter()
@@ -81,7 +99,7 @@ class LiveRun:
         if work is None and not stage.model:
             work = partial(self._run_function, stage)
         if work is not None:
-            self._offload(stage, work, partial(self._finish, stage))
+            self._offload(stage, work, then or partial(self._finish, stage))
         else:
             self._offload(stage, partial(self._prepare, stage), partial(self._submit, stage))
 
@@ -101,6 +119,8 @@ class LiveRun:
                 self._pipeline.host.loop.call_soon_threadsafe(self._back, stage, then, value, error)
             except RuntimeError:  # the loop is closed
                 log.info("stage '%s' ended after the shutdown", stage.name)
+            finally:  # else the error's traceback, this frame and the request are a cycle
+                del value, error
 
         try:
             stage.threads.submit(job)

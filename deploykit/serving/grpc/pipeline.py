@@ -49,7 +49,9 @@ class PipelineMethod:
             waits_us = [us for us in (request.timeout_us, client.left_us) if us is not None]
             reply = partial(self._reply, client, request._replace(feeds={}))
             timeout_us = max(1, min(waits_us)) if waits_us else None
-            client.cancel = self._pipeline.start(lambda: given, reply, trace, timeout_us)
+            client.cancel = self._pipeline.start(
+                lambda: given, reply, trace, client.reserve, timeout_us
+            )
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             self._pipeline.refuse(exc)
             fail_with(client, exc)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import orjson
 
-from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.errors import BadInput, DeploykitError, TooLarge
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.engine import Arrays
 from deploykit.serving.batching.policy import Pending
@@ -30,6 +30,7 @@ from deploykit.serving.oip.response import Result, collect_results
 from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.shared_memory import SharedMemory
 
+MOST_JSON_BYTES = 1 << 20  # of an input: up to 60 ms in which the event loop cannot run
 _RECENT = 256  # durations, counted together
 
 Ran = Callable[["Arrays | None", "DeploykitError | None"], None]
@@ -46,6 +47,7 @@ class RunsPipeline(Protocol):
         data: Callable[[], Given],
         done: Callable[[Any, bool], None],
         trace: str | None,
+        reserve: Callable[[int], bool],
         timeout_us: int | None = None,
     ) -> Callable[[], None]: ...
     def why_not_ready(self) -> str | None: ...
@@ -185,10 +187,15 @@ class ServedPipeline:
         return replace(found, inputs=slots)
 
     def input_of(self, request: Request) -> Given:
-        """What a decoded request gives to `start`. Raises BadInput for an image without pixels."""
+        """What a decoded request gives to `start`.
+
+        Raises BadInput for an image without pixels, TooLarge for JSON above its limit.
+        """
         (array,) = request.feeds.values()
         if array.dtype.kind == "O":
             given: bytes = array[0]
+            if self.takes == "json" and len(given) > MOST_JSON_BYTES:
+                raise json_too_large()
             return given
         if not array.size:
             raise BadInput(f"'{self.input}' has no pixels")
@@ -256,6 +263,14 @@ class ServedPipeline:
             "in_flight": self._total.in_flight,
             **self.counted(),
         }
+
+
+def json_too_large() -> TooLarge:
+    return TooLarge(
+        f"the JSON is above {MOST_JSON_BYTES} bytes, the limit for JSON to a pipeline",
+        hint="send less at once, or not as JSON: a pipeline whose input is annotated as str takes "
+        "text, as numpy.ndarray an image, and as bytes anything, such as an .npy file",
+    )
 
 
 class PipelineHost:

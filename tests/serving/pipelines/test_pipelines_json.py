@@ -1,0 +1,102 @@
+"""JSON to a pipeline: its limit at every door, its memory in the budget, no cycle after an error."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploykit.serving.models.pipelines import MOST_JSON_BYTES
+from tests.support.serving.pipelines import Client, form, served, serving_words
+
+pytest.importorskip("onnxruntime")
+
+ROW = json.dumps({"row": [1, 2, 3, 4], "id": "a"}).encode()
+LARGE = ROW.ljust(MOST_JSON_BYTES + 1)
+FORM, FORM_TYPE = form("request", LARGE)
+LIMIT_MESSAGE = f"the JSON is above {MOST_JSON_BYTES} bytes"
+WAITING = """
+import threading
+GATE = threading.Event()
+def count(request: list) -> int:
+    if request == ["wait"]:
+        GATE.wait(20)
+    if request == ["open"]:
+        GATE.set()
+    return len(request)
+"""
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Iterator[Client]:
+    with serving_words(tmp_path) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (LARGE, {}),
+        (gzip.compress(LARGE), {"Content_Encoding": "gzip"}),
+        (FORM, {"Content_Type": FORM_TYPE}),
+        (gzip.compress(FORM), {"Content_Type": FORM_TYPE, "Content_Encoding": "gzip"}),
+    ],
+    ids=["plain", "gzip", "form", "form-gzip"],
+)
+def test_json_above_the_limit_is_refused_with_the_other_formats(
+    words: Client, body: bytes, headers: dict[str, str]
+) -> None:
+    status, answer = words.predict("echo", body, **headers)
+    assert status == 413
+    assert answer["error"].startswith(f"stage 'request': {LIMIT_MESSAGE}")
+    assert all(each in answer["error"] for each in ("str", "numpy.ndarray", ".npy"))
+
+
+def test_json_of_the_limit_is_answered(words: Client) -> None:
+    status, answer = words.predict("echo", ROW.ljust(MOST_JSON_BYTES))
+    assert (status, answer["id"]) == (200, "a")
+
+
+def test_gzip_is_not_decompressed_beyond_the_limit_for_json(words: Client) -> None:
+    damaged = gzip.compress(ROW.ljust(8 * MOST_JSON_BYTES))[:-20]  # at its end
+    status, answer = words.predict("echo", damaged, Content_Encoding="gzip")
+    assert (status, LIMIT_MESSAGE in answer["error"]) == (413, True)
+
+
+def test_a_text_has_the_limit_as_json_only(words: Client) -> None:
+    text = b'"' + b"x" * MOST_JSON_BYTES + b'"'
+    status, answer = words.predict("words", text, Content_Type="application/json")
+    assert (status, LIMIT_MESSAGE in answer["error"]) == (413, True)
+    assert words.predict("words", text) == (200, {"done": [text.decode()]})
+
+
+def test_the_values_of_json_count_in_the_memory_budget(tmp_path: Path) -> None:
+    path = tmp_path / "held.py"
+    path.write_text(WAITING)
+    lists = b"[" + b"[]," * 10_000 + b"1]"  # 30 kB, and 20 times as much in memory
+    with served(path, max_held_bytes=500_000) as client:
+        assert client.predict("held", lists) == (200, "10001")  # it is alone
+        waiting = threading.Thread(target=client.predict, args=("held", b'["wait"]'))
+        waiting.start()
+        labels = {"pipeline": "held", "stage": "count"}
+        client.until(lambda: client.metric("deploykit_pipeline_stage_in_flight", **labels))
+        status, answer = client.predict("held", lists)
+        assert (status, "holds too many bytes" in answer["error"]) == (503, True)
+        assert client.predict("held", b'["open"]') == (200, "1")
+        waiting.join()
+        assert client.predict("held", lists) == (200, "10001")
+
+
+def test_a_refused_input_is_freed_without_the_garbage_collector(words: Client) -> None:
+    count = 4321
+    gc.disable()
+    try:
+        assert words.predict("echo", json.dumps([0.5] * count).encode())[0] == 400
+        words.until(lambda: not any(type(x) is list and len(x) == count for x in gc.get_objects()))
+    finally:
+        gc.enable()
