@@ -30,7 +30,7 @@ from deploykit.serving.oip.response import Result, collect_results
 from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.shared_memory import SharedMemory
 
-MOST_JSON_BYTES = 1 << 20  # of an input: up to 60 ms in which the event loop cannot run
+MOST_JSON_BYTES = 1 << 20  # of an input: the event loop cannot run for the 0.1 s of its parsing
 _RECENT = 256  # durations, counted together
 
 Ran = Callable[["Arrays | None", "DeploykitError | None"], None]

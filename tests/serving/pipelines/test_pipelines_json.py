@@ -1,4 +1,4 @@
-"""JSON to a pipeline: its limit at every door, its memory in the budget, no cycle after an error."""
+"""JSON to a pipeline: its limit at every door, its memory in the budget, one parser at a time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from deploykit.core.json_value import ONE_JSON
 from deploykit.serving.models.pipelines import MOST_JSON_BYTES
 from tests.support.serving.pipelines import Client, form, served, serving_words
 
@@ -90,6 +91,15 @@ def test_the_values_of_json_count_in_the_memory_budget(tmp_path: Path) -> None:
         assert client.predict("held", b'["open"]') == (200, "1")
         waiting.join()
         assert client.predict("held", lists) == (200, "10001")
+
+
+def test_one_json_is_parsed_at_a_time(tmp_path: Path) -> None:
+    with serving_words(tmp_path, timeout_ms=500) as words:
+        with ONE_JSON:
+            assert words.predict("echo", ROW)[0] == 504
+            assert words.predict("words", b'"a"', Content_Type="application/json")[0] == 504
+            assert words.ask("/v2/health/live")[0] == 200
+        assert words.predict("echo", ROW)[0] == 200
 
 
 def test_a_refused_input_is_freed_without_the_garbage_collector(words: Client) -> None:
