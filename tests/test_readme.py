@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.blocks import commands
+import pytest
+
+from tests.support.blocks import commands, run
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -41,3 +43,22 @@ def test_every_local_link_and_image_of_the_readme_exists() -> None:
 
 def test_the_readme_has_at_most_150_lines() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+@pytest.mark.nvidia
+def test_nvidias_parser_takes_what_the_readme_bundles(tmp_path: Path) -> None:
+    for module in ("torch", "onnxscript", "sklearn", "onnxruntime"):
+        pytest.importorskip(module)
+    pytest.importorskip("tensorrt", reason="NVIDIA's parser and builder are not here")
+    bundled = 0
+    for command in commands(README):
+        if command[1] in ("train", "export", "quantize", "build", "bundle"):
+            run(command, tmp_path)
+        if command[1] == "bundle":
+            profile, out = (command[command.index(name) + 1] for name in ("--profile", "-o"))
+            (model,) = (tmp_path / out / "model").glob("*.onnx")
+            run(["deploykit", "build", str(model), "--profile", profile, "--check"], tmp_path)
+            bundled += 1
+    assert bundled

@@ -109,5 +109,10 @@ def _server(command: list[str], folder: Path) -> Iterator[str]:
 def _place() -> dict[str, str]:
     """The environment with this interpreter's programs first, and a torchvision that imports."""
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    modules = f"{_ROOT / 'tests' / 'support' / 'site'}{os.pathsep}{_ROOT}"
-    return {**os.environ, "PATH": programs, "PYTHONPATH": modules}
+    given = os.environ.get("PYTHONPATH", "")  # NVIDIA's parser and builder are there
+    modules = [str(_ROOT / "tests" / "support" / "site"), str(_ROOT), given]
+    return {
+        **os.environ,
+        "PATH": programs,
+        "PYTHONPATH": os.pathsep.join(filter(None, modules)),
+    }
