@@ -130,7 +130,7 @@ def _manifest(
         (source.sha256,),
         tools=runtime.packages[:1],
         evidence=evidence,
-        built_on=dict(built.built_on),
+        built_on={**built.built_on, "model": source.name},
     )
     manifest = replace(manifest, task=carry_task(source, tmp))
     if runtime.opens[0] != "onnx":

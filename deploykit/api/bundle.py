@@ -86,8 +86,9 @@ def bundle(
     `force`: replace a bundle that was changed. The same inputs give the same bytes; their time is
     `$SOURCE_DATE_EPOCH`.
 
-    Raises BadInput for an engine, which belongs to one device, for a precision that the target
-    lacks, and for an INT8 or FP8 model without golden samples.
+    Raises BadInput for an engine, which belongs to one device, for a file made for ONNX Runtime
+    where the target runs TensorRT, for a precision that the target lacks, and for an INT8 or FP8
+    model without golden samples.
     """
     source, target = Artefact.open(model), load_profile(profile)
     _check_asked(to, target, {"wheels": wheels, "timing_cache": timing_cache, "release": release})
@@ -202,6 +203,12 @@ def _check(source: Artefact, target: Profile) -> None:
         raise wrong_format(source, source.format, "an ONNX file")
     if source.manifest is not None:
         _check_precision(source, source.manifest.precision, target)
+    if target.runtime == "tensorrt":
+        from deploykit.onnx_graph.graph import Graph
+        from deploykit.quantization.preflight import find_mismatch
+
+        if error := find_mismatch(source, Graph.open(source.path), target):
+            raise error
 
 
 def _check_precision(source: Artefact, precision: Mapping[str, int], target: Profile) -> None:

@@ -79,13 +79,18 @@ def _batching(inputs: _Specs, outputs: _Specs, manifest: Manifest | None) -> str
 def _onnx(artefact: Artefact) -> _Content:
     from deploykit.onnx_graph import cost
     from deploykit.onnx_graph.graph import Graph
+    from deploykit.quantization.preflight import placed_for, why_not_tensorrt
 
     graph = Graph.open(artefact.path)
     summary = graph.summary
     shown = summary.to_dict().items()
     details = {key: value for key, value in shown if key not in ("inputs", "outputs", "precision")}
     details["mix"] = cost.mix(graph, {}).to_dict()
-    fits = _targets(summary.precision, summary.opset)
+    if runtime := placed_for(artefact, graph):
+        details["pairs"] = f"placed for {runtime.title}"
+    if why := why_not_tensorrt(artefact, graph):
+        details["tensorrt"] = f"does not take it: {why}"
+    fits = _targets(summary.precision, summary.opset, tensorrt=not why)
     return summary.inputs, summary.outputs, summary.precision, details, fits
 
 
@@ -119,8 +124,10 @@ def _engine(artefact: Artefact) -> _Content:
     return manifest.inputs, manifest.outputs, manifest.precision, details, fits
 
 
-def _targets(precision: Mapping[str, int], opset: Mapping[str, int]) -> tuple[str, ...]:
-    """Profiles that offer every precision of the graph.
+def _targets(
+    precision: Mapping[str, int], opset: Mapping[str, int], *, tensorrt: bool
+) -> tuple[str, ...]:
+    """Profiles that offer every precision of the graph. `tensorrt`: whether TensorRT takes it.
 
     A graph with operators of another domain than ONNX's own runs on ONNX Runtime alone.
     """
@@ -130,5 +137,7 @@ def _targets(precision: Mapping[str, int], opset: Mapping[str, int]) -> tuple[st
     return tuple(
         profile.name
         for profile in profiles
-        if needed <= set(profile.precisions) and (standard or profile.runtime == "onnxruntime")
+        if needed <= set(profile.precisions)
+        and (standard or profile.runtime == "onnxruntime")
+        and (tensorrt or profile.runtime != "tensorrt")
     )

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from deploykit.api.arguments import checked
 from deploykit.api.artefacts import Progress
+from deploykit.api.plan_axes import MOST_SIZE, fixed_batch, sizes_of_axes
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, GateFailed, MissingExtra, did_you_mean
 from deploykit.core.json_value import Record
 from deploykit.core.machine import this_machine
 from deploykit.core.profile import Profile, load_profile, profile_names
-from deploykit.core.task import Task
 
 if TYPE_CHECKING:
     from deploykit.onnx_graph.cost import NodeCost
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BATCHES = (1, 8, 32)
-_MOST_SIZE = 1 << 31  # of an axis: more elements in one direction than any runtime indexes
 _LEAST, _MOST = 1e-9, 1e15  # of a latency, a rate and a price
 _NAMED = 5  # nodes in a note
 _FACTOR = 1.4  # times: how far predictions for the CPU are off at most (plan-accuracy.md)
@@ -113,7 +112,7 @@ def plan(
 
     The CPU's ceilings are measured by a probe that takes some seconds, once: the result is kept in
     the cache folder. `calibrate`: measure them again. Weights are not read. Raises BadInput for a
-    file that is no ONNX model, for unknown axes and profiles, for values out of range.
+    file that is no ONNX model or that a profile cannot take, for unknown axes, for wrong values.
     """
     from deploykit.onnx_graph.graph import Graph
     from deploykit.planning.predict import infer, unknown_nodes
@@ -126,16 +125,16 @@ def plan(
     if artefact.format != "onnx":
         raise wrong_format(artefact, artefact.format, "an ONNX file")
     graph = Graph.open(artefact.path)
-    sizes, batch_axes, notes = _axes(graph, artefact, axes or {})
-    if not batch_axes:
-        batches = [_fixed_batch(graph)]
+    refused = _refused(artefact, graph, chosen, named=bool(profiles))
+    sizes, batch_axes, notes = sizes_of_axes(graph, artefact, axes or {})
+    batches = batches if batch_axes else [fixed_batch(graph)]
     found = [infer(graph, n, sizes | dict.fromkeys(batch_axes, n)) for n in dict.fromkeys(batches)]
     formula, shapeless = unknown_nodes(found[0].compiled)
     calibration, more = _calibration(chosen, calibrate, on_progress)
     alone = next((each for each in found if each.batch == 1 or not batch_axes), None)
     if alone is None and rate_per_s is not None:
         alone = infer(graph, 1, sizes | dict.fromkeys(batch_axes, 1))
-    request = _Request(slo_ms, rate_per_s, prices or {}, alone, bool(batch_axes))
+    request = _Request(slo_ms, rate_per_s, prices or {}, alone, bool(batch_axes), refused)
     targets = tuple(_target(profile, found, calibration, request) for profile in chosen)
     return Planned(
         model=str(artefact),
@@ -156,13 +155,17 @@ def plan(
 
 @dataclass(frozen=True)
 class _Request:
-    """`alone`: a call for one request. `joined`: requests become a batch."""
+    """`alone`: a call for one request. `joined`: requests become a batch.
+
+    `refused`: the reason for each profile that cannot take the file.
+    """
 
     slo_ms: float | None
     rate_per_s: float | None
     prices: Mapping[str, float]
     alone: Inferred | None
     joined: bool
+    refused: Mapping[str, str]
 
 
 def _check_options(
@@ -171,8 +174,8 @@ def _check_options(
     rate_per_s: float | None,
     prices: Mapping[str, float],
 ) -> None:
-    if not batches or any(not 1 <= size <= _MOST_SIZE for size in batches):
-        raise BadInput(f"`batches` must be from 1 to {_MOST_SIZE}, got {list(batches)}")
+    if not batches or any(not 1 <= size <= MOST_SIZE for size in batches):
+        raise BadInput(f"`batches` must be from 1 to {MOST_SIZE}, got {list(batches)}")
     costs = [("prices", price) for price in prices.values()]
     for name, value in (("slo_ms", slo_ms), ("rate_per_s", rate_per_s), *costs):
         if value is not None and not (math.isfinite(value) and value > 0):
@@ -194,47 +197,6 @@ def _check_prices(prices: Mapping[str, float], profiles: Sequence[Profile]) -> N
 
 def _name(profile: Profile) -> str:
     return profile.name + (f"@{profile.power_mode}" if profile.power_mode else "")
-
-
-def _axes(
-    graph: Graph, where: Artefact, given: Mapping[str, int]
-) -> tuple[dict[str, int], list[str], list[str]]:
-    """Sizes of the dynamic axes but the batch, the names of the batch axis, and notes."""
-    batch = [
-        spec.shape[0] for spec in graph.inputs if spec.shape and isinstance(spec.shape[0], str)
-    ]
-    names = [axis for spec in graph.inputs for axis in spec.shape if isinstance(axis, str)]
-    others = [name for name in dict.fromkeys(names) if name not in batch]
-    given = {**_sizes_of(where.task, graph), **given}
-    for name, size in given.items():
-        if name not in others:
-            known = ", ".join(others) or "none but the batch"
-            hint = "`batches` sets the batch" if name in batch else did_you_mean(name, others)
-            raise BadInput(f"{where}: no dynamic axis '{name}'; it has: {known}", hint=hint)
-        if not 1 <= size <= _MOST_SIZE:
-            raise BadInput(f"`axes` {name}={size}: must be 1 or more, and fit into 31 bits")
-    sizes = {name: given.get(name, 1) for name in others}
-    notes = [
-        f"axis {name} is taken as 1, as no size was given: `axes` {name}=128"
-        for name in others
-        if name not in given
-    ]
-    return sizes, list(dict.fromkeys(batch)), notes
-
-
-def _sizes_of(task: Task | None, graph: Graph) -> dict[str, int]:
-    """Of an image of any ratio: the square that a folder of them is cut to."""
-    image = task.image if task else None
-    if image is None or image.height:
-        return {}
-    side = math.ceil(image.resize_to / image.multiple) * image.multiple
-    return {axis: side for axis in graph.inputs[0].shape[1:3] if isinstance(axis, str)}
-
-
-def _fixed_batch(graph: Graph) -> int:
-    """Of a model without a dynamic axis 0."""
-    fixed = (spec.shape[0] for spec in graph.inputs if spec.shape)
-    return next((size for size in fixed if isinstance(size, int) and size > 0), 1)
 
 
 def _calibration(
@@ -273,6 +235,24 @@ def probe_cpu(
     return found, [text for text in (problem, found.doubt) if text]
 
 
+def _refused(
+    source: Artefact, graph: Graph, profiles: Sequence[Profile], *, named: bool
+) -> dict[str, str]:
+    """Return why each profile that cannot take the file does not.
+
+    Raises the first reason as BadInput if the user `named` the profiles.
+    """
+    from deploykit.quantization.preflight import find_mismatch
+
+    refused = {}
+    for profile in profiles:
+        if error := find_mismatch(source, graph, profile):
+            if named:
+                raise error
+            refused[profile.name] = error.message
+    return refused
+
+
 def _target(
     profile: Profile,
     found: Sequence[Inferred],
@@ -282,7 +262,7 @@ def _target(
     from deploykit.planning.targets import target_of
 
     name = _name(profile)
-    target = target_of(profile, calibration)
+    target = request.refused.get(profile.name) or target_of(profile, calibration)
     if isinstance(target, str):
         return TargetPlan(
             name, profile.summary, profile.memory_bytes, target, "", False, (), None, None

@@ -64,7 +64,7 @@ def bundle(
 ) -> None:
     """Bundle a model with all that a device or a cluster needs.
 
-    Example: deploykit bundle model.int8.onnx --profile jetson-orin-nx-16gb -o bundle
+    Example: deploykit bundle model.fp16.onnx --profile jetson-orin-nx-16gb -o bundle
     """
     given = api_arguments(locals()) | {"axes": axes or ()}
     from deploykit.api import bundle as bundling

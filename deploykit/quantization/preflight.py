@@ -18,8 +18,11 @@ from collections.abc import Iterator, Mapping
 import onnx
 from onnx import numpy_helper
 
+from deploykit.core.artefact import Artefact
+from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Problem
 from deploykit.core.profile import Profile
+from deploykit.core.runtime import RUNTIMES, Runtime
 from deploykit.onnx_graph.graph import Graph, dtype_name, opset
 from deploykit.onnx_graph.skeleton import all_nodes
 from deploykit.onnx_graph.validate import RUNTIME_DOMAINS
@@ -69,6 +72,9 @@ _PLUGINS: Mapping[str, str] = {
 # Types that no layer computes in; uint8 and the quantized types have rules of their own.
 _NO_LAYERS = frozenset(("string", "int16", "uint16", "uint32", "uint64", "complex64", "complex128"))
 _LOW, _HIGH = "QuantizeLinear", "DequantizeLinear"
+_INTEGERS = frozenset(
+    ("ConvInteger", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul")
+)
 
 
 def unsupported(source: Graph, profile: Profile) -> tuple[Problem, ...]:
@@ -94,6 +100,63 @@ def unsupported(source: Graph, profile: Profile) -> tuple[Problem, ...]:
             if why := _operator(node, version, own) or _attributes(node, version):
                 found.append(Problem(node.name, node.op_type, why))
     return tuple(found)
+
+
+def find_mismatch(source: Artefact, graph: Graph, target: Profile) -> BadInput | None:
+    """Return the error if `source` was made for ONNX Runtime and `target` runs TensorRT.
+
+    `graph` is that of `source`. The error names the file to give in its place; None if `target`
+    does not run TensorRT or nothing is known against the file.
+    """
+    why = why_not_tensorrt(source, graph) if target.runtime == "tensorrt" else ""
+    if not why:
+        return None
+    manifest = source.manifest
+    built = bool(manifest and manifest.built_on)
+    before = manifest.built_on.get("model") if manifest else None
+    quantized = manifest.evidence.source_graph if manifest and built else "int8" in graph.precision
+    hint = f"give {before or ('the file' if built else 'the model as it was exported')}"
+    if built:
+        hint += ", which `build` read" if before else " that `build` read"
+    if quantized and "int8" in target.precisions:
+        hint += (
+            "; for INT8 on this target: "
+            f"deploykit quantize {before or 'MODEL'} --to int8 --calib DATA --profile {target.name}"
+        )
+    return BadInput(f"{source}: {why}; profile '{target.name}' runs TensorRT", hint=hint)
+
+
+def why_not_tensorrt(source: Artefact, graph: Graph) -> str:
+    """Return why only another runtime than TensorRT takes `source`; empty if nothing is known.
+
+    Its manifest says what it was built or quantized for. A graph of another tool shows it by its
+    operators and pairs.
+    """
+    if source.manifest and source.manifest.built_on:
+        return "was built for ONNX Runtime on a CPU"  # `build` writes no other .onnx file
+    runtime = placed_for(source, graph)
+    if runtime and runtime.scales_outputs:
+        return f"its INT8 pairs are placed for {runtime.title}"
+    model = graph.model
+    own = {(function.domain, function.name) for function in model.functions}
+    types = {name: dtype_name(kind) for name, kind in graph.element_types.items()}
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in all_nodes(model.graph):
+        foreign = node.domain.startswith(RUNTIME_DOMAINS) and (node.domain, node.op_type) not in own
+        why = "only ONNX Runtime has this operator" if foreign else _pair(node, types, weights)
+        if node.domain in _STANDARD and node.op_type in _INTEGERS:
+            why = "TensorRT computes in INT8 only between Q/DQ pairs"
+        if why:
+            return f"node '{node.name or node.output[0]}' ({node.op_type}): {why}"
+    return ""
+
+
+def placed_for(source: Artefact, graph: Graph) -> Runtime | None:
+    """The runtime that the INT8 pairs of `source` are placed for, if its manifest says so."""
+    record = source.manifest.evidence.quantize if source.manifest else None
+    pairs = any(node.op_type == _LOW for node in all_nodes(graph.model.graph))
+    int8 = pairs and "int8" in graph.precision
+    return RUNTIMES.get(record.runtime) if record and int8 else None
 
 
 def _version(profile: Profile) -> Version:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from deploykit.core.artefact import Artefact
 from deploykit.core.profile import Profile, load_profile
+from deploykit.onnx_graph.graph import Graph
+from deploykit.quantization.preflight import find_mismatch
 from tests.support import onnx_zoo
 from tests.support.graphs.protos import unsupported
 
@@ -234,3 +238,41 @@ def test_the_oldest_tensorrt_of_a_target_decides(newest: Profile) -> None:
     model = graph(node("STFT", "x", "step"))
     assert unsupported(model, replace(newest, tensorrt_min="10.5")) == ()
     assert "TensorRT 10.5" in unsupported(model, replace(newest, tensorrt_min="10.4"))[0].why
+
+
+def one_pair(zero: str) -> tuple[onnx.NodeProto, onnx.NodeProto]:
+    return (
+        node("QuantizeLinear", "x", "scale", zero, out="q"),
+        node("DequantizeLinear", "q", "scale", zero),
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "why"),
+    [
+        (one_pair("zero"), ""),
+        (one_pair("three"), "zero point is not 0"),
+        ((node("DequantizeLinear", "bias", "scale"),), "dequantizes int32"),
+        ((node("MatMulInteger", "steps", "steps"),), "only between Q/DQ pairs"),
+        ((node("Gelu", domain="com.microsoft"),), "only ONNX Runtime has this operator"),
+    ],
+    ids=["symmetric", "asymmetric", "int32 bias", "integers", "foreign operator"],
+)
+def test_a_graph_shows_that_it_was_made_for_onnxruntime(
+    nodes: Sequence[onnx.NodeProto], why: str, orin: Profile, tmp_path: Path
+) -> None:
+    weights = {
+        "scale": np.float32(0.1),
+        "zero": np.int8(0),
+        "three": np.int8(3),
+        "bias": np.ones(4, np.int32),
+        "steps": np.ones((4, 4), np.int8),
+    }
+    arrays = [(name, np.asarray(array)) for name, array in weights.items()]
+    model = graph(*nodes, weights=arrays)
+    path = tmp_path / "m.onnx"
+    onnx.save(model, path)
+    error = find_mismatch(Artefact(path), Graph(model), orin)
+    assert why in str(error)
+    assert (error is None) is (why == "")
+    assert find_mismatch(Artefact(path), Graph(model), load_profile("cpu")) is None
