@@ -5,11 +5,12 @@ batches of 150, 20 epochs; it gives neither the layers nor the size of the image
 convolutions without padding (32, 64, 128, 128), ReLU and max-pooling by 2 after each, dense 384
 and 2, on 128x128 pixels. The softmax is in the loss.
 
-Data: `--data DIR` with one sub-folder of images for each of the two classes; 70, 10 and 20 per
-cent train, calibrate and test. Without it, a procedurally drawn set: round against cornered shapes
-on noisy backgrounds, 2,000 to train, 200 to calibrate and 400 to test. These are drawings, neither
-cats nor dogs: their accuracy says nothing about photographs. `--augment` changes the images that it
-trains on; the article mentions no augmentation, so it is off.
+Data: `--data DIR` with one sub-folder of images for each of the two classes; 70, 10 and 20 per cent
+train, calibrate and test, or folders train, val and test hold those. Without it, a procedurally
+drawn set: round against cornered shapes on noisy backgrounds, 2,000 to train, 200 to calibrate and
+400 to test. These are drawings, neither cats nor dogs: their accuracy says nothing about
+photographs. `--augment` changes the images that it trains on; the article mentions no augmentation,
+so it is off.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from torch.nn import functional as F
 
 from deploykit.core.preprocess import Preprocess
 from deploykit.core.recipe import Recipe, Split, Splits
+from deploykit.core.task import SHORTEST_EDGE, ImageInput
 from deploykit.core.tensors import TensorSpec
 from deploykit.training.classes import top1_per_sample
 
 SIDE = 128
+IMAGE = ImageInput("image", SIDE, SIDE, SHORTEST_EDGE, SIDE)  # the middle square
 DRAWN = (2000, 200, 400)  # to train, to calibrate, to test
 HALF = (0.5, 0.5, 0.5)
 
@@ -55,7 +58,7 @@ def data(path: Path | None) -> Splits:
     if path is not None:
         from deploykit.runtimes.data.folders import class_splits
 
-        return class_splits(path, SIDE, classes=2)
+        return class_splits(path, IMAGE, classes=2)
     return drawn_splits(*DRAWN)
 
 

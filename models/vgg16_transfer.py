@@ -7,9 +7,9 @@ head is trained (`--unfreeze RATE` trains the backbone too).
 
 Weights: `--weights FILE`, torchvision's for VGG-16, or a checkpoint of this recipe.
 
-Data: `--data DIR` with one sub-folder of images per class, split 70, 10 and 20 per cent; without
-it scikit-learn's real handwritten digits, 8x8 pixels enlarged to 224x224: 500 to train, 100 to
-calibrate and 300 to test.
+Data: `--data DIR` with one sub-folder of images per class, split 70, 10 and 20 per cent, or with
+folders train, val and test that hold those; without it scikit-learn's real handwritten digits, 8x8
+pixels enlarged to 224x224: 500 to train, 100 to calibrate and 300 to test.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from torch.nn import functional as F
 from deploykit.core.extras import require
 from deploykit.core.preprocess import IMAGENET
 from deploykit.core.recipe import Recipe, Splits
+from deploykit.core.task import SHORTEST_EDGE, ImageInput
 from deploykit.core.tensors import TensorSpec
 from deploykit.runtimes.data.folders import class_splits
 from deploykit.training.classes import digit_splits, top1_per_sample
 
 SIDE = 224
+IMAGE = ImageInput("image", SIDE, SIDE, SHORTEST_EDGE, SIDE)  # the middle square
 DIGITS = (500, 100, 300)  # to train, to calibrate, to test
 WEIGHTS = (
     'python -c "import torch, torchvision; torch.save(torchvision.models.vgg16('
@@ -51,7 +53,7 @@ class Vgg16Transfer(nn.Module):
 
 def data(path: Path | None) -> Splits:
     """Images uint8 (samples, 224, 224, 3), labels int64 (samples,)."""
-    return digit_splits(SIDE, *DIGITS) if path is None else class_splits(path, SIDE)
+    return digit_splits(SIDE, *DIGITS) if path is None else class_splits(path, IMAGE)
 
 
 RECIPE = Recipe(

@@ -214,7 +214,7 @@ def _placed(
 ) -> ImageInput:
     """How an image is placed into the input, by the user's file, the preset, or what is usual."""
     height, width, channels = shape
-    if preset is not None:
+    if preset is not None and preset.image is not None:
         placed, least = preset.image, min(preset.image.height, preset.image.width)
         edge = round(placed.resize_to * min(height, width) / least)
         if not height:

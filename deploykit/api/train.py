@@ -130,7 +130,7 @@ def _train(
         chosen = chosen.sized_for(splits.build_with)
         if group.first:
             runtime.save_checkpoint(
-                out, trained.module, recipe, chosen.inputs, chosen.outputs, splits.build_with
+                out, trained.module, recipe, chosen.inputs, chosen.outputs, splits
             )
             write_manifest(out, _manifest(out, recipe, chosen, trained, start))
             _save(splits, places)

@@ -17,6 +17,7 @@ from deploykit.core import paths as resources
 from deploykit.core.errors import BadInput, NotFound, did_you_mean
 from deploykit.core.json_value import Record
 from deploykit.core.preprocess import Preprocess
+from deploykit.core.task import ImageInput
 from deploykit.core.tensors import TensorSpec
 
 
@@ -34,7 +35,9 @@ class Splits:
 
     `classes`: the names of the labels 0, 1, … `skipped`: files that could not be read, with the
     reason. `build_with`: sizes that the model takes from the data, arguments of the recipe's
-    `build`; a name in the shape of an output stands for such a size.
+    `build`; a name in the shape of an output stands for such a size. `image`: how image files
+    became the inputs, None where the data were no image files. The checkpoint keeps `classes` and
+    `image`, and `export` hands them to the model's task, so that it is served as it was trained.
     """
 
     train: Split
@@ -44,6 +47,7 @@ class Splits:
     classes: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     build_with: Mapping[str, int] = field(default_factory=dict)
+    image: ImageInput | None = None
 
 
 @dataclass(frozen=True)

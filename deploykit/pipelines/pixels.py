@@ -9,7 +9,13 @@ import numpy as np
 
 from deploykit.core.task import ImageInput
 from deploykit.pipelines.failures import StageFailed
-from deploykit.runtimes.data.images import Image, check_pixels, check_stored, open_image
+from deploykit.runtimes.data.images import (
+    Image,
+    check_pixels,
+    check_stored,
+    open_image,
+    turn_upright,
+)
 from deploykit.runtimes.tasks.images import (
     FORMATS,
     LARGE_PIXELS,
@@ -17,7 +23,6 @@ from deploykit.runtimes.tasks.images import (
     ONE_LARGE,
     PlacedImage,
     place,
-    turn_upright,
 )
 
 

@@ -370,6 +370,8 @@ class Run:
             "final_loss": self.history[-1]["loss"] if self.history else None,
             "data": self.splits.source,
             **({"classes": list(self.splits.classes)} if self.splits.classes else {}),
+            **({"image": self.splits.image.to_dict()} if self.splits.image else {}),
+            **({"preprocess": self.recipe.preprocess.to_dict()} if self.recipe.preprocess else {}),
             **({"feature_seconds": round(self.frozen.seconds, 3)} if self.frozen else {}),
             "history": list(self.history),
         }

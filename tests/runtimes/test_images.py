@@ -268,3 +268,18 @@ def test_images_are_read_for_a_model_of_a_fixed_batch(folder: Path) -> None:
         write_image(folder / f"{number}.png", seed=number)
     spec = TensorSpec("image", "uint8", (1, 4, 6, 3))
     assert len(read_samples(folder, (spec,))) == 3
+
+
+@pytest.mark.parametrize("kind", ["png", "jpg"])
+def test_an_image_of_the_models_size_is_read_upright(folder: Path, kind: str) -> None:
+    """Stored on its side: the model's size is that of the upright image."""
+    from PIL import ImageOps
+
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 4, 3), np.uint8)
+    Image.fromarray(pixels).save(folder / f"a.{kind}", exif=exif)
+    with Image.open(folder / f"a.{kind}") as opened:
+        upright = np.asarray(ImageOps.exif_transpose(opened))
+    for inputs in (COLOUR, ANY):
+        np.testing.assert_array_equal(pixels_of(read_samples(folder, inputs))[0], upright)

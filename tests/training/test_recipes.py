@@ -16,6 +16,7 @@ import deploykit as dk  # noqa: E402
 from deploykit.core.errors import BadInput, NotFound  # noqa: E402
 from deploykit.core.paths import folder, import_object  # noqa: E402
 from deploykit.core.recipe import Split, Splits, list_recipes, load_recipe  # noqa: E402
+from deploykit.core.task import SHORTEST_EDGE, ImageInput  # noqa: E402
 from deploykit.core.tensors import TensorSpec  # noqa: E402
 from deploykit.runtimes.data.folders import class_splits  # noqa: E402
 from deploykit.runtimes.torch.open import load_module  # noqa: E402
@@ -34,6 +35,11 @@ pytestmark = pytest.mark.torch
 CPU = TrainingOptions(device="cpu", epochs=1)
 
 
+def image_of(side: int) -> ImageInput:
+    """The middle square of an image."""
+    return ImageInput("image", side, side, SHORTEST_EDGE, side)
+
+
 def of_recipe(name: str, attribute: str) -> Any:
     return import_object(f"{folder('models') / name}.py:{attribute}")
 
@@ -44,7 +50,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_folder_of_two_classes_is_read(photos: Path) -> None:
-    splits = class_splits(photos, 64)
+    splits = class_splits(photos, image_of(64))
     parts = (splits.train, splits.calibration, splits.test)
     assert [len(part.labels) for part in parts] == [12, 2, 4]
     assert [sorted(set(part.labels.tolist())) for part in parts] == [[0, 1]] * 3
@@ -63,7 +69,7 @@ def test_corrupt_images_are_named_and_skipped(photos: Path, tmp_path: Path) -> N
     whole = (place / "flower" / "1.jpg").read_bytes()
     (place / "flower" / "cut.jpg").write_bytes(whole[: len(whole) // 2])
     (place / "flower" / "empty.png").write_bytes(b"")
-    splits = class_splits(place, 32)
+    splits = class_splits(place, image_of(32))
     assert [each.partition(":")[0] for each in splits.skipped] == [
         str(place / "china" / "a.jpg"),
         str(place / "flower" / "cut.jpg"),
@@ -97,14 +103,14 @@ def test_folders_without_two_classes_of_images_are_refused(
         for number in range(count):
             image.new("RGB", (9, 7), (number, 0, 0)).save(tmp_path / name / f"{number}.png")
     with pytest.raises(BadInput, match=reason):
-        class_splits(tmp_path, 16, classes=2)
+        class_splits(tmp_path, image_of(16), classes=2)
 
 
 def test_a_folder_that_is_not_there_or_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     for name, reason in (("nowhere", "no such folder"), ("file", "is a file, not a folder")):
         with pytest.raises(NotFound, match=f"{name}: {reason}"):
-            class_splits(tmp_path / name, 16)
+            class_splits(tmp_path / name, image_of(16))
 
 
 def test_cats_dogs_is_a_little_over_two_million_parameters() -> None:

@@ -1,89 +1,153 @@
-"""Read a folder with one sub-folder of images per class, to train a classifier on it."""
+"""Read a folder of images with one sub-folder per class, to train a classifier on it.
+
+It holds the class folders, DIR/cat and DIR/dog, or a folder for each split that holds them:
+DIR/train/cat, DIR/val/cat, DIR/test/cat. Other layouts are refused.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, NotFound, os_reason
+from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.memory import check_fits
 from deploykit.core.recipe import Split, Splits
+from deploykit.core.task import ImageInput
+from deploykit.runtimes.data.sources import list_entries
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
-_TEST, _CALIBRATION = 0.2, 0.1  # of each class; the rest trains
+_TRAIN, _CALIBRATION, _TEST = "train", "calibrate", "test"  # what the samples of a split do
+_SPLITS = {
+    "train": _TRAIN,
+    "val": _CALIBRATION,
+    "valid": _CALIBRATION,
+    "validation": _CALIBRATION,
+    "test": _TEST,
+}
+_SHARES = {_TEST: 0.2, _CALIBRATION: 0.1}  # of each class that trains, where no folder holds them
+_Classes: TypeAlias = dict[Path, list[Path]]  # the images of each class folder, in their order
+_Sample: TypeAlias = tuple[np.ndarray, int]  # pixels and label
 
 
-def class_splits(folder: Path, side: int, *, classes: int | None = None) -> Splits:
-    """The images below `folder`, as squares, split within each class: 70, 10 and 20 per cent.
+def class_splits(folder: Path, image: ImageInput, *, classes: int | None = None) -> Splits:
+    """Read the images below `folder`, each placed as `image` says, as splits of labelled samples.
 
-    Inputs: image uint8 (samples, side, side, 3). The sub-folders' sorted names are the classes;
-    `classes`: how many there must be, else a size that the model takes from the data. `skipped`:
-    files that cannot be read. Raises NotFound or BadInput.
+    Inputs: `image.tensor`, uint8 (samples, height, width, channels). The sorted names of the class
+    folders are the classes. Folders train, val (valid, validation) and test are the splits, val
+    the one that calibrates; those that are missing are cut out of each class that trains: 20 per
+    cent to test, 10 to calibrate. `classes`: how many there must be, else a size that the model
+    takes from the data. `skipped`: files that cannot be read. Raises NotFound or BadInput.
     """
     files = _files(folder)
-    wanted = classes or max(2, len(files))
-    if len(files) != wanted:
-        found = ", ".join(files) or "none"
+    names = tuple(each.name for each in files[_TRAIN])
+    wanted = classes or max(2, len(names))
+    if len(names) != wanted:
+        found = ", ".join(names) or "none"
         raise BadInput(
-            f"{folder}: holds {len(files)} classes ({found}), {wanted} are needed",
+            f"{folder}: holds {len(names)} classes ({found}), {wanted} are needed",
             hint="put the images of each class into a sub-folder of its own: DIR/cat, DIR/dog",
         )
-    check_fits(f"{folder}: the images", sum(map(len, files.values())) * side * side * 3)
-    parts: dict[str, list[tuple[np.ndarray, int]]] = {"train": [], "calibration": [], "test": []}
-    skipped: list[str] = []
-    for label, (name, paths) in enumerate(files.items()):
-        images = _read(paths, side, skipped)
-        if len(images) < 3:
-            raise BadInput(
-                f"{folder / name}: holds {len(images)} images that can be read, 3 or more are "
-                "needed: to train, to calibrate and to test",
-                hint=skipped[-1] if skipped else f"images end in {', '.join(SUFFIXES)}",
-            )
-        order = np.random.RandomState(0).permutation(len(images))
-        tests, calibrates = (max(1, round(s * len(images))) for s in (_TEST, _CALIBRATION))
-        for place, index in enumerate(order):
-            to_test, to_calibrate = place < tests, place < tests + calibrates
-            part = "test" if to_test else "calibration" if to_calibrate else "train"
-            parts[part].append((images[index], label))
+    parts, skipped = _read(folder, files, image)
     return Splits(
-        train=_split(parts["train"]),
-        calibration=_split(parts["calibration"]),
-        test=_split(parts["test"]),
+        train=_split(parts[_TRAIN], image),
+        calibration=_split(parts[_CALIBRATION], image),
+        test=_split(parts[_TEST], image),
         source=f"images in {folder}",
-        classes=tuple(files),
+        classes=names,
         skipped=tuple(skipped),
-        build_with={} if classes else {"classes": len(files)},
+        build_with={} if classes else {"classes": len(names)},
+        image=image,
     )
 
 
-def _files(folder: Path) -> dict[str, list[Path]]:
-    """The images of each class by its name."""
+def _files(folder: Path) -> dict[str, _Classes]:
+    """The images by split; all of them train where no folder stands for a split."""
     if not folder.is_dir():
         reason = "is a file, not a folder" if folder.exists() else "no such folder"
         raise NotFound(f"{folder}: {reason}", hint="name a folder with one per class")
-    try:
-        inner = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-        return {
-            each.name: sorted(p for p in each.rglob("*") if p.suffix.lower() in SUFFIXES)
-            for each in inner
-        }
-    except OSError as exc:
-        raise BadInput(f"{folder}: cannot be read: {os_reason(exc)}") from exc
+    _, inner = list_entries(folder)
+    if not inner or not {each.name.lower() for each in inner} <= set(_SPLITS):
+        return {_TRAIN: _classes(inner)}
+    found: dict[str, _Classes] = {}
+    for each in inner:
+        split, kinds = _SPLITS[each.name.lower()], list_entries(each)[1]
+        if not kinds:
+            raise BadInput(
+                f"{each}: holds no class folders, and its name is that of a split, not of a class",
+                hint="put the images of each class into a sub-folder of it: DIR/train/cat, "
+                "DIR/val/cat; or rename the folder if it is a class",
+            )
+        if split in found:
+            raise BadInput(
+                f"{folder}: holds several folders that {split}: {', '.join(x.name for x in inner)}"
+            )
+        found[split] = _classes(kinds)
+    if _TRAIN not in found:
+        raise BadInput(f"{folder}: holds {inner[0].name}, and no folder {_TRAIN}")
+    for one, two in ((a, b) for a in found.values() for b in found.values()):
+        for each in one:
+            if each.name not in {other.name for other in two}:
+                where = next(iter(two)).parent
+                raise BadInput(
+                    f"{each}: the class '{each.name}' is not in {where}",
+                    hint="every split needs a folder for every class",
+                )
+    return found
 
 
-def _read(paths: list[Path], side: int, skipped: list[str]) -> list[np.ndarray]:
-    from deploykit.runtimes.data.images import read_square
+def _classes(folders: Sequence[Path]) -> _Classes:
+    """The images of each class folder. Raises BadInput for one that holds folders."""
+    found = {}
+    for each in folders:
+        files, deeper = list_entries(each)
+        if deeper:
+            raise BadInput(
+                f"{deeper[0]}: is a folder; a class folder contains images only",
+                hint=f"for splits, the folders are {', '.join(_SPLITS)} and no others",
+            )
+        found[each] = [file for file in files if file.suffix.lower() in SUFFIXES]
+    return found
 
-    images = []
-    for path in paths:
-        try:
-            images.append(read_square(path, side))
-        except BadInput as exc:
-            skipped.append(exc.message)
-    return images
+
+def _read(
+    folder: Path, files: Mapping[str, _Classes], image: ImageInput
+) -> tuple[dict[str, list[_Sample]], list[str]]:
+    """The samples of each split, and why the other files could not be read."""
+    from deploykit.runtimes.tasks.images import PlacedImages
+
+    reader, skipped = PlacedImages(image, str(folder)), list[str]()
+    count = sum(len(paths) for classes in files.values() for paths in classes.values())
+    check_fits(f"{folder}: the images", count * math.prod(reader.shape))
+    parts: dict[str, list[_Sample]] = {_TRAIN: [], _CALIBRATION: [], _TEST: []}
+    missing = [split for split in _SHARES if split not in files]
+    for split, classes in files.items():
+        cut = missing if split == _TRAIN else []
+        for label, (kind, paths) in enumerate(classes.items()):
+            images = []
+            for path in paths:
+                try:
+                    images.append(reader.decode(path))
+                except BadInput as exc:
+                    skipped.append(exc.message)
+            if len(images) <= len(cut):
+                raise BadInput(
+                    f"{kind}: holds {len(images)} images that can be read, {len(cut) + 1} or more "
+                    f"are needed: {', '.join(f'to {each}' for each in (split, *cut))}",
+                    hint=skipped[-1] if skipped else f"images end in {', '.join(SUFFIXES)}",
+                )
+            order, start = np.random.RandomState(0).permutation(len(images)), 0
+            for other in cut:
+                end = start + max(1, round(_SHARES[other] * len(images)))
+                parts[other] += [(images[index], label) for index in order[start:end]]
+                start = end
+            parts[split] += [(images[index], label) for index in order[start:]]
+    return parts, skipped
 
 
-def _split(samples: list[tuple[np.ndarray, int]]) -> Split:
-    images = np.stack([image for image, _ in samples])
-    return Split({"image": images}, np.array([label for _, label in samples], np.int64))
+def _split(samples: Sequence[_Sample], image: ImageInput) -> Split:
+    pixels = np.stack([pixels for pixels, _ in samples])
+    return Split({image.tensor: pixels}, np.array([label for _, label in samples], np.int64))

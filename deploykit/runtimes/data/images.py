@@ -1,7 +1,8 @@
 """Decode PNG and JPEG images into a model's input: uint8 [N,H,W,3], or [N,H,W,1] for grey.
 
-Nothing is resized or rotated: an image of another size is an error, as the model would not see what
-its user expects. Sizes are read from the headers and checked before a pixel is decoded.
+Images are turned upright as their EXIF says. `Images` resizes nothing: an image of another size is
+an error, as the model would not see what its user expects. The number of pixels is read from the
+header and checked before a pixel is decoded.
 """
 
 from __future__ import annotations
@@ -51,6 +52,16 @@ DAMAGED: tuple[type[Exception], ...] = (
 _EXIF_BYTES = 1 << 20  # of all tags of an image: a camera's preview is in another directory
 _LARGEST_TYPE = 8  # bytes of a value in EXIF: a fraction, or a float64
 _ORIENTATION = 0x0112  # the EXIF tag
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_SIDEWAYS = (5, 6, 7, 8)  # of them, those that swap width and height
 _filters = threading.Lock()  # those of `warnings` are one list for all threads
 
 
@@ -68,7 +79,7 @@ Image.register_open(_OPENS["JPEG"], _Jpeg)
 class Images:
     """Decodes images into uint8 (height, width, channels), for a model with these `inputs`.
 
-    Converts colour to grey and grey to colour as the input needs; drops transparency; ignores the
+    Converts colour to grey and grey to colour as the input needs; drops transparency; applies the
     EXIF orientation. The image `first` sets a dynamic H or W. Raises NotFound or BadInput naming
     the file; BadInput for a model whose input is not uint8.
     """
@@ -77,13 +88,14 @@ class Images:
         self._first, self._where, self._spec = first, where, _takes_bytes(inputs, where)
         height, width, channels = self._spec.shape[1:]
         with _open_image(first) as image:
-            _check_size(image, [height, width], first, first, self._spec)
-            self.shape = (image.height, image.width, int(channels))
+            size = _check_size(image, [height, width], first, first, self._spec)
+            self.shape = (*size, int(channels))
 
     def decode(self, file: Path) -> np.ndarray:
         with _open_image(file) as image:
             _check_size(image, self.shape[:2], file, self._first, self._spec)
-            return _decode(image, self.shape[2], file)
+            pixels: np.ndarray = np.asarray(turn_upright(image, _MODES[self.shape[2]]))
+            return pixels.reshape(*pixels.shape[:2], self.shape[2])
 
     def decode_all(self, files: Sequence[Path]) -> np.ndarray:
         """Shape (files, height, width, channels). Raises as `decode`."""
@@ -94,21 +106,13 @@ class Images:
         return pixels
 
 
-def read_square(file: Path, side: int) -> np.ndarray:
-    """The middle square of an image of any size, resized: uint8 (side, side, 3), for training.
-
-    Raises NotFound or BadInput naming the file.
-    """
-    with _open_image(file) as image:
-        check_pixels(image, file)
-        edge = min(image.width, image.height)
-        left, top = (image.width - edge) // 2, (image.height - edge) // 2
-        image.draft("RGB", (side, side))  # a JPEG is decoded at about the size that is needed
-        scale = image.width / max(1, 2 * left + edge)
-        box = [value * scale for value in (left, top, left + edge, top + edge)]
-        small = image.convert("RGB").resize((side, side), Image.Resampling.BILINEAR, box=box)
-        pixels: np.ndarray = np.asarray(small)
-        return pixels
+def turn_upright(opened: Any, mode: str) -> Any:
+    """The pixels as `mode`, turned as the EXIF orientation says; unreadable EXIF says nothing."""
+    opened.load()
+    turn = _UPRIGHT.get(read_orientation(opened))
+    opened.info.pop("transparency", None)  # `convert` would look for a colour that stands for it
+    found = opened.convert(mode)
+    return found if turn is None else found.transpose(turn)
 
 
 def read_orientation(image: Any) -> int:
@@ -197,18 +201,20 @@ def image_errors(where: object, formats: Sequence[str] = _FORMATS) -> Iterator[N
 
 def _check_size(
     image: Any, size: Sequence[int | str], file: Path, first: Path, spec: TensorSpec
-) -> None:
-    """`size`: height and width; a name allows any size."""
+) -> tuple[int, int]:
+    """Return height and width of the upright image. `size`: the same; a name allows any size."""
     check_pixels(image, file)
+    check_stored(image, file)  # before the EXIF is read, for which a PNG is decoded
     found = (image.height, image.width)
+    if read_orientation(image) in _SIDEWAYS:
+        found = found[::-1]
     wanted = [own if isinstance(want, str) else want for own, want in zip(found, size, strict=True)]
     if list(found) == wanted:
-        return
+        return found
     fixed = all(isinstance(axis, int) for axis in spec.shape[1:3])
     owner = f"the model's {spec}" if fixed else f"the first image, {first.name},"
     raise BadInput(
-        f"{file}: is {image.width}x{image.height} (width x height), "
-        f"{owner} is {wanted[1]}x{wanted[0]}",
+        f"{file}: is {found[1]}x{found[0]} (width x height), {owner} is {wanted[1]}x{wanted[0]}",
         hint="deploykit does not resize images: resize them as for training",
     )
 
@@ -233,10 +239,3 @@ def check_stored(image: Any, where: object) -> None:
     # a JPEG may hold a second image, of another exposure; the first is the photo
     if image.format in ("PNG", "WEBP") and getattr(image, "n_frames", 1) > 1:
         raise BadInput(f"{where}: has {image.n_frames} frames, one image per file is needed")
-
-
-def _decode(image: Any, channels: int, file: Path) -> np.ndarray:
-    """uint8 (H, W, channels)."""
-    check_stored(image, file)
-    pixels: np.ndarray = np.asarray(image.convert(_MODES[channels]))
-    return pixels.reshape(image.height, image.width, channels)

@@ -143,7 +143,7 @@ def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]
 
     `names`: the model's labels, which may be the names of class folders.
     """
-    files, classes = _entries(folder)
+    files, classes = list_entries(folder)
     if files and classes:
         raise BadInput(
             f"{folder}: contains both files ({files[0].name}) and folders ({classes[0].name})",
@@ -151,9 +151,12 @@ def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]
         )
     labels = []
     for number, kind in zip(_class_numbers(folder, classes, names), classes, strict=True):
-        images, deeper = _entries(kind)
+        images, deeper = list_entries(kind)
         if deeper:
-            raise BadInput(f"{deeper[0]}: is a folder; a class folder contains images only")
+            raise BadInput(
+                f"{deeper[0]}: is a folder; a class folder contains images only",
+                hint=f"for one split of several, name its folder: {kind}",
+            )
         if not images:
             raise BadInput(f"{kind}: the class folder is empty")
         files += images
@@ -191,7 +194,7 @@ def _class_numbers(folder: Path, classes: Sequence[Path], names: Sequence[str]) 
     return [names.index(kind.name) for kind in classes]
 
 
-def _entries(folder: Path) -> tuple[list[Path], list[Path]]:
+def list_entries(folder: Path) -> tuple[list[Path], list[Path]]:
     """The files and the folders in a folder, by name, without hidden ones. Raises BadInput."""
     try:
         found = sorted(path for path in folder.iterdir() if not path.name.startswith("."))

@@ -29,7 +29,7 @@ from deploykit.runtimes.data.images import (
     check_pixels,
     check_stored,
     open_image,
-    read_orientation,
+    turn_upright,
 )
 
 FORMATS = ("PNG", "JPEG", "WEBP")
@@ -44,15 +44,6 @@ _FILTERS = {
     "nearest": Image.Resampling.NEAREST,
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
-}
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
 }
 ONE_LARGE = threading.Lock()
 
@@ -148,6 +139,8 @@ def read_image(
 class PlacedImages(Images):
     """The images of a folder, each placed into the model's input as the server does it.
 
+    Training reads its images with it, and so do calibration and the tests of accuracy.
+
     A model that takes any height and width gets the middle squares.
     """
 
@@ -161,15 +154,6 @@ class PlacedImages(Images):
 
     def decode(self, file: Path) -> np.ndarray:
         return read_image(check_readable(file).read_bytes(), self._image, str(file)).pixels
-
-
-def turn_upright(opened: Any, mode: str) -> Any:
-    """The pixels as `mode`, turned as the EXIF orientation says; unreadable EXIF says nothing."""
-    opened.load()
-    turn = _UPRIGHT.get(read_orientation(opened))
-    opened.info.pop("transparency", None)  # `convert` would look for a colour that stands for it
-    found = opened.convert(mode)
-    return found if turn is None else found.transpose(turn)
 
 
 def place(upright: Any, image: ImageInput, where: str) -> PlacedImage:

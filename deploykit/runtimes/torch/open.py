@@ -16,7 +16,11 @@ from deploykit.core.artefact import sniff, torch_kind
 from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.extras import require
 from deploykit.core.files import atomic_write
-from deploykit.core.recipe import Recipe, find_bundled, load_recipe
+from deploykit.core.json_value import json_value
+from deploykit.core.manifest import from_json
+from deploykit.core.preprocess import Preprocess
+from deploykit.core.recipe import Recipe, Splits, find_bundled, load_recipe
+from deploykit.core.task import ImageInput
 from deploykit.core.tensors import TensorSpec, parse_spec
 from deploykit.runtimes.torch.files import Content, is_state_dict, module_errors, read
 from deploykit.runtimes.torch.loaded import (
@@ -28,7 +32,7 @@ from deploykit.runtimes.torch.loaded import (
 from deploykit.runtimes.torch.operators import with_torchvision
 from deploykit.runtimes.torch.outputs import adapt, binding
 from deploykit.runtimes.torch.preprocess import before
-from deploykit.runtimes.torch.presets import preset_of
+from deploykit.runtimes.torch.presets import Preset, preset_of
 from deploykit.runtimes.torch.programs import open_program
 from deploykit.runtimes.torch.weights import build_module, copy_weights, in_float32
 
@@ -45,18 +49,21 @@ def save_checkpoint(
     recipe: str,
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
-    sizes: Mapping[str, int] | None = None,
+    splits: Splits | None = None,
 ) -> None:
     """Write weights, the recipe's name and the specs: tensors and strings only, no code.
 
-    `sizes`: the arguments that the recipe's model was built with.
+    `splits`: what it was trained on. Of them the checkpoint keeps the arguments that the recipe's
+    model was built with, the names of the classes, and how an image became the input.
     """
     document = {
         "deploykit_checkpoint": CHECKPOINT_VERSION,
         "recipe": recipe,
         "inputs": [str(spec) for spec in inputs],
         "outputs": [str(spec) for spec in outputs],
-        "sizes": dict(sizes or {}),
+        "sizes": dict(splits.build_with) if splits else {},
+        "classes": list(splits.classes) if splits else [],
+        "image": json_value(splits.image) if splits else None,
         "state_dict": module.state_dict(),
     }
     save_whole(document, out)
@@ -219,7 +226,27 @@ def _from_checkpoint(
     if preprocess is not None:
         module, bind, more = before(module, inputs, preprocess), by_position, notes[:0]
     adapter = adapt(module.eval(), bind, len(inputs))
-    return Loaded(adapter, inputs, outputs, content.source, name, notes=(*notes, *more))
+    preset = _preset_of_training(path, document, inputs, preprocess)
+    notes = (*notes, *more)
+    return Loaded(adapter, inputs, outputs, content.source, name, notes=notes, preset=preset)
+
+
+def _preset_of_training(
+    path: Path,
+    document: Mapping[str, Any],
+    inputs: tuple[TensorSpec, ...],
+    preprocess: Preprocess | None,
+) -> Preset | None:
+    """What the checkpoint says of its images and classes; None where it says nothing."""
+    where = f"{path}: is a damaged deploykit checkpoint: its"
+    image = from_json(ImageInput | None, document.get("image"), f"{where} image")
+    classes = from_json(tuple[str, ...], document.get("classes", []), f"{where} classes")
+    if image is not None and min(image.height, image.width) < 1:
+        raise BadInput(f"{where} image has {image.width}x{image.height} pixels")
+    if image is None and not classes:
+        return None
+    source = f"the training of {document['recipe']}"
+    return Preset("", inputs, image, preprocess, classes, source=source)
 
 
 def _recipe_of(path: Path, name: str, arch: str | None) -> Recipe | None:

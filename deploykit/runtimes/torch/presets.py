@@ -49,13 +49,14 @@ class Preset:
 
     `image`: names the uint8 input that `preprocess` gives the graph. `classes`: how many the model
     has, None where that is not known. `labels`: none where they are not those of this model.
-    `source`: where all this was read from, for people.
+    `source`: where all this was read from, for people. A deploykit checkpoint does not say its
+    task (""), has the inputs of its recipe, and may lack `image` or `preprocess`.
     """
 
     task: str
     inputs: tuple[TensorSpec, ...]
-    image: ImageInput
-    preprocess: Preprocess
+    image: ImageInput | None
+    preprocess: Preprocess | None
     labels: tuple[str, ...] = ()
     classes: int | None = None
     source: str = ""

@@ -1,0 +1,272 @@
+"""Folders of images to train on: which layouts are splits, and that serving sees their pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from tests.support.installed import needs  # noqa: E402
+
+needs("PIL", "onnxscript")
+
+import deploykit as dk  # noqa: E402
+from deploykit.core.errors import BadInput  # noqa: E402
+from deploykit.core.task import ImageInput, Task, TaskOutputs  # noqa: E402
+from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
+from deploykit.runtimes.data.folders import class_splits  # noqa: E402
+from deploykit.runtimes.data.samples import read_samples  # noqa: E402
+from deploykit.runtimes.tasks.engine import TaskSteps  # noqa: E402
+from deploykit.runtimes.torch.open import load_module  # noqa: E402
+from tests.support.runtimes.pictures import encoded, noise  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+CLASSES = ("oval", "round")
+RULES = {
+    "middle": ImageInput("photo", 12, 20, "shortest-edge", 22),
+    "letterbox": ImageInput("photo", 12, 20, "letterbox", colours="BGR", padding=9),
+    "grey": ImageInput("photo", 12, 20, "stretch", interpolation="bicubic", colours="L"),
+}
+RECIPE = """
+from torch import nn
+from deploykit.core.preprocess import Preprocess
+from deploykit.core.recipe import Recipe
+from deploykit.core.task import ImageInput
+from deploykit.core.tensors import parse_spec
+from deploykit.runtimes.data.folders import class_splits
+from deploykit.training.classes import top1_per_sample
+
+IMAGE = ImageInput("photo", 12, 20, "letterbox", colours="BGR", padding=9)
+
+RECIPE = Recipe(
+    build=lambda classes: nn.Sequential(nn.Flatten(), nn.Linear(3 * 12 * 20, classes)),
+    data=lambda path: class_splits(path, IMAGE),
+    inputs=(parse_spec("photo:uint8[N,12,20,3]"),),
+    outputs=(parse_spec("logits:float32[N,classes]"),),
+    loss=nn.functional.cross_entropy,
+    metric=top1_per_sample,
+    metric_name="top-1 accuracy",
+    epochs=1,
+    batch_size=16,
+    learning_rate=1e-3,
+    preprocess=Preprocess("mine", (0.5, 0.4, 0.3), (0.2, 0.2, 0.2)),
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of three sizes, with each EXIF orientation, as JPEG and PNG, in two class folders."""
+    from PIL import Image
+
+    where = tmp_path_factory.mktemp("photos")
+    for seed, (height, width) in enumerate([(30, 45), (45, 30), (33, 33)]):
+        for orientation in range(1, 9):
+            exif = Image.Exif()
+            exif[0x0112] = orientation
+            for kind, name in zip(("JPEG", "PNG"), CLASSES, strict=True):
+                data = encoded(noise(height, width, seed=8 * seed + orientation), kind, exif=exif)
+                file = where / name / f"{height}-{orientation}.{kind.lower()}"
+                file.parent.mkdir(exist_ok=True)
+                file.write_bytes(data)
+    return where
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def trained(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a recipe of one's own that was trained on `photos`."""
+    where = tmp_path_factory.mktemp("trained")
+    (where / "mine.py").write_text(RECIPE)
+    dk.train(str(where / "mine.py"), where / "m.pt", data=photos, device="cpu")
+    return where / "m.pt"
+
+
+@pytest.fixture(scope="module")
+def exported(trained: Path) -> Any:
+    return dk.export(trained, arch=str(trained.with_name("mine.py")), task="classify")
+
+
+def served(files: Sequence[Path], task: Task, inputs: Sequence[TensorSpec]) -> np.ndarray:
+    """What a server feeds to the model for these files."""
+    steps = TaskSteps(task, inputs, (parse_spec("scores:float32[N,2]"),), Path())
+    return np.concatenate([steps.read(file.read_bytes()).feeds["photo"] for file in files])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_training_calibration_and_serving_read_the_same_bytes(photos: Path, rule: str) -> None:
+    image = RULES[rule]
+    inputs = (parse_spec(f"photo:uint8[N,12,20,{1 if image.colours == 'L' else 3}]"),)
+    task = Task("classify", TaskOutputs("scores"), image, labels=CLASSES)
+    fed = served(files_of(photos), task, inputs)
+    splits = class_splits(photos, image)
+    parts = (splits.train, splits.calibration, splits.test)
+    labels = {
+        pixels.tobytes(): label
+        for part in parts
+        for pixels, label in zip(part.inputs["photo"], part.labels.tolist(), strict=True)
+    }
+    names = [file.parent.name for file in files_of(photos)]
+    assert [labels[pixels.tobytes()] for pixels in fed] == [CLASSES.index(name) for name in names]
+    assert sum(len(part.labels) for part in parts) == len(fed) == 48
+    np.testing.assert_array_equal(read_samples(photos, inputs, task=task).inputs["photo"], fed)
+
+
+def test_an_exported_checkpoint_is_served_the_pixels_it_was_trained_on(
+    photos: Path, exported: Any
+) -> None:
+    """It is letterboxed and BGR, which no default is."""
+    task = exported.manifest.task
+    assert task.image == RULES["letterbox"]
+    splits = class_splits(photos, task.image)
+    parts = (splits.train, splits.calibration, splits.test)
+    read = {pixels.tobytes() for part in parts for pixels in part.inputs["photo"]}
+    fed = served(files_of(photos), task, exported.manifest.inputs)
+    assert {pixels.tobytes() for pixels in fed} == read
+
+
+def test_answers_name_the_class_folders_without_labels_being_given(
+    photos: Path, exported: Any
+) -> None:
+    assert exported.manifest.task.labels == CLASSES
+    assert not any("labels" in note for note in exported.notes)
+    (answer,) = dk.predict_items(exported.path, files_of(photos)[:1]).answers
+    assert answer["label"] in CLASSES
+
+
+def test_options_of_export_win_over_what_the_checkpoint_says(trained: Path, tmp_path: Path) -> None:
+    rule = tmp_path / "rule.toml"
+    rule.write_text('mean = [0.5, 0.4, 0.3]\nstd = [0.2, 0.2, 0.2]\nresize = "stretch"\n')
+    made = dk.export(
+        trained,
+        out=tmp_path / "m.onnx",
+        arch=str(trained.with_name("mine.py")),
+        task="classify",
+        labels=["egg", "ball"],
+        preprocess=str(rule),
+    )
+    task = made.manifest.task
+    assert task is not None
+    assert task.image is not None
+    assert (task.labels, task.image.resize, task.image.colours) == (
+        ("egg", "ball"),
+        "stretch",
+        "BGR",
+    )
+
+
+def test_the_manifest_of_a_checkpoint_says_what_it_was_trained_on(trained: Path) -> None:
+    from deploykit.core.artefact import read_manifest
+
+    training = read_manifest(trained).evidence.training
+    assert training is not None
+    assert training.figures["classes"] == list(CLASSES)
+    assert training.figures["image"] == RULES["letterbox"].to_dict()
+    assert training.figures["preprocess"]["mean"] == [0.5, 0.4, 0.3]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"image": {"tensor": "x", "height": 0, "width": 8}},
+        {"image": {"tensor": "x", "height": "8", "width": 8}},
+        {"image": {"tensor": "x"}},
+        {"image": [3]},
+        {"classes": [1, 2]},
+        {"classes": "ab"},
+    ],
+    ids=str,
+)
+def test_a_checkpoint_with_an_odd_image_or_odd_classes_is_refused(
+    trained: Path, tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    document = torch.load(trained, weights_only=True) | changed
+    torch.save(document, tmp_path / "m.pt")
+    with pytest.raises(BadInput, match=f"damaged deploykit checkpoint: its {next(iter(changed))}"):
+        load_module(tmp_path / "m.pt", arch=str(trained.with_name("mine.py")))
+
+
+# layouts
+
+SMALL = ImageInput("image", 4, 4)
+
+
+def write(folder: Path, layout: dict[str, int]) -> Path:
+    """Images of one colour each, so many in each of the folders."""
+    from PIL import Image
+
+    for at, (name, count) in enumerate(layout.items()):
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            Image.new("RGB", (9, 7), (at, number, 0)).save(folder / name / f"{number}.png")
+    return folder
+
+
+def samples(folder: Path) -> dict[str, list[tuple[int, int]]]:
+    """By split: the place in the layout of each sample's folder, and its label."""
+    splits, found = class_splits(folder, SMALL), {}
+    for name in ("train", "calibration", "test"):
+        part = getattr(splits, name)
+        places = part.inputs["image"][:, 0, 0, 0].tolist()
+        found[name] = sorted(set(zip(places, part.labels.tolist(), strict=True)))
+    return found
+
+
+@pytest.mark.parametrize("val", ["val", "valid", "validation", "Val"])
+def test_folders_named_after_splits_are_the_splits(tmp_path: Path, val: str) -> None:
+    layout = {f"{split}/{name}": 3 for split in ("train", val, "test") for name in ("cat", "dog")}
+    folder = write(tmp_path, layout)
+    assert class_splits(folder, SMALL).classes == ("cat", "dog")
+    assert samples(folder) == {
+        "train": [(0, 0), (1, 1)],
+        "calibration": [(2, 0), (3, 1)],
+        "test": [(4, 0), (5, 1)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("splits", "counts"),
+    [
+        (["train"], [14, 2, 4]),
+        (["train", "val"], [16, 20, 4]),
+        (["train", "test"], [18, 2, 20]),
+        (["train", "val", "test"], [20, 20, 20]),
+    ],
+    ids=str,
+)
+def test_splits_without_a_folder_are_cut_out_of_train(
+    tmp_path: Path, splits: list[str], counts: list[int]
+) -> None:
+    folder = write(tmp_path, {f"{each}/{name}": 10 for each in splits for name in ("cat", "dog")})
+    found = class_splits(folder, SMALL)
+    assert [len(part.labels) for part in (found.train, found.calibration, found.test)] == counts
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        (["train", "val"], "train: holds no class folders"),
+        (["train/cat", "train/dog", "val"], "val: holds no class folders"),
+        (["val/cat", "val/dog"], "holds val, and no folder train"),
+        (["train/cat", "val/cat", "valid/cat"], "several folders that calibrate: train, val, val"),
+        (["train/cat", "train/dog", "val/cat", "val/bird"], "the class 'dog' is not in .*val"),
+        (["train/cat", "val/cat", "val/bird"], "val/bird: the class 'bird' is not in .*train"),
+        (["train/cat", "train/dog", "cat", "dog"], "train/cat: is a folder; a class folder"),
+        (["cat/big", "cat/small", "dog"], "cat/big: is a folder; a class folder"),
+    ],
+    ids=str,
+)
+def test_a_layout_that_would_have_to_be_guessed_is_refused(
+    tmp_path: Path, layout: list[str], reason: str
+) -> None:
+    with pytest.raises(BadInput, match=reason):
+        class_splits(write(tmp_path, dict.fromkeys(layout, 5)), SMALL)
