@@ -1,8 +1,7 @@
-r"""Your own detector: circles, squares and triangles, found by a network of 160,000 weights.
+"""Your own detector: circles, squares and triangles, found by a network of 160,000 weights.
 
     deploykit train examples/find_shapes.py -o shapes.pt --save-splits shapes
-    printf 'circle\nsquare\ntriangle\n' > shapes.txt
-    deploykit export shapes.pt --arch examples/find_shapes.py --task detect --labels shapes.txt
+    deploykit export shapes.pt --arch examples/find_shapes.py --task detect
     deploykit serve shapes.onnx
 
 It answers as YOLO does, so that `--task detect` adds NMS. Labels are boxes, [samples,M,5]: class,

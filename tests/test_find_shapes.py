@@ -36,9 +36,10 @@ MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
 
 def exported(recipe: Path, folder: Path) -> dk.Made:
     dk.train(str(recipe), folder / "shapes.pt", save_splits=folder / "data")
-    labels = load_py(EXAMPLE).CLASSES
-    given: dict[str, Any] = {"arch": str(recipe), "labels": labels, "threshold": 0.01}
-    return dk.export(folder / "shapes.pt", task="detect", **given)
+    made = dk.export(folder / "shapes.pt", task="detect", arch=str(recipe), threshold=0.01)
+    assert made.manifest.task is not None
+    assert made.manifest.task.labels == load_py(EXAMPLE).CLASSES
+    return made
 
 
 def photos(count: int) -> tuple[list[bytes], np.ndarray]:

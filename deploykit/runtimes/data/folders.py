@@ -17,9 +17,8 @@ from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.memory import check_fits
 from deploykit.core.recipe import Split, Splits
 from deploykit.core.task import ImageInput
-from deploykit.runtimes.data.sources import list_entries
+from deploykit.runtimes.data.sources import IMAGES, list_entries
 
-SUFFIXES = (".jpg", ".jpeg", ".png")
 _TRAIN, _CALIBRATION, _TEST = "train", "calibrate", "test"  # what the samples of a split do
 _SPLITS = {
     "train": _TRAIN,
@@ -109,7 +108,7 @@ def _classes(folders: Sequence[Path]) -> _Classes:
                 f"{deeper[0]}: is a folder; a class folder contains images only",
                 hint=f"for splits, the folders are {', '.join(_SPLITS)} and no others",
             )
-        found[each] = [file for file in files if file.suffix.lower() in SUFFIXES]
+        found[each] = [file for file in files if file.suffix.lower() in IMAGES]
     return found
 
 
@@ -137,7 +136,7 @@ def _read(
                 raise BadInput(
                     f"{kind}: holds {len(images)} images that can be read, {len(cut) + 1} or more "
                     f"are needed: {', '.join(f'to {each}' for each in (split, *cut))}",
-                    hint=skipped[-1] if skipped else f"images end in {', '.join(SUFFIXES)}",
+                    hint=skipped[-1] if skipped else f"images end in {', '.join(IMAGES)}",
                 )
             order, start = np.random.RandomState(0).permutation(len(images)), 0
             for other in cut:
