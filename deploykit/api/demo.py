@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -19,6 +18,7 @@ from deploykit.api.artefacts import Made, Progress, no_progress
 from deploykit.api.bench_columns import BASELINE
 from deploykit.api.doctor import NEEDS
 from deploykit.api.outputs import claim_report
+from deploykit.core.apart import module_command
 from deploykit.core.errors import GateFailed, Unsupported
 from deploykit.core.extras import installed, missing, require
 from deploykit.core.json_value import json_value
@@ -213,7 +213,7 @@ def _worst(made: Made) -> str:
 @contextlib.contextmanager
 def _server(engine: Path) -> Iterator[str]:
     """`deploykit serve` as a process; its URL. Raises Unsupported if it does not start."""
-    command = [sys.executable, "-m", "deploykit", "serve", "--engine", f"{RECIPE}={engine}"]
+    command = module_command("deploykit", "serve", "--engine", f"{RECIPE}={engine}")
     command += ["--http-port", "0", "--grpc-port", "0", "--device", "cpu"]
     with tempfile.TemporaryFile() as log:  # a file: a pipe that nobody reads would fill up
         process = subprocess.Popen(

@@ -10,7 +10,6 @@ import base64
 import hashlib
 import re
 import subprocess
-import sys
 import time
 import zipfile
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from deploykit import __version__
 from deploykit.bundling.folder import epoch_s
 from deploykit.bundling.image import Image
 from deploykit.core import paths
+from deploykit.core.apart import module_command
 from deploykit.core.containers import container_file
 from deploykit.core.errors import Unsupported
 from deploykit.core.files import sha256
@@ -173,7 +173,7 @@ def _pip(place: Path, image: Image, *arguments: str) -> None:
     tags += [f"manylinux2014_{image.machine}", f"linux_{image.machine}"]
     options = [option for tag in tags for option in ("--platform", tag)]
     options += ["--only-binary=:all:", "--python-version", image.python, "--implementation", "cp"]
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    command = module_command("pip", "--disable-pip-version-check", "--no-input")
     command += ["download", "--quiet", "--dest", str(place), *options, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -14,13 +14,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from deploykit.core.errors import DeploykitError, OutOfMemory
 from deploykit.core.memory import does_not_fit
 
-COMMAND = (sys.executable, "-m", "deploykit.core.apart")
+# without it Python 3.13 imports `linecache` from the current folder before a program's first line
+_SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
 _PATIENCE_S = 30  # TensorRT asks between kernels whether to stop
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
@@ -38,7 +40,8 @@ def run_apart(
     function raises, OutOfMemory if the system killed it, DeploykitError if it crashed.
     """
     pipe = subprocess.PIPE
-    with start_blocked(COMMAND, stdin=pipe, stdout=pipe, pass_fds=tuple(inherit)) as process:
+    command = module_command("deploykit.core.apart")
+    with start_blocked(command, stdin=pipe, stdout=pipe, pass_fds=tuple(inherit)) as process:
         try:
             with contextlib.suppress(BrokenPipeError):
                 _send_job(process, (function, arguments))
@@ -60,6 +63,18 @@ def run_apart(
             hint="a smaller `workspace` or batch; stop other programs, the desktop first; add swap",
         )
     raise DeploykitError(f"{what}: its process ended with code {code}")
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that does what `python -m module` does, but imports from where we do.
+
+    `-m` imports from the current folder first: a `types.py` next to a stranger's model would run.
+    """
+    path = [str(folder) for folder in map(Path, sys.path) if folder.is_absolute()]
+    path.append(str(Path(__file__).absolute().parents[2]))  # we may be imported by way of ""
+    program = f"import sys; sys.path[:] = {path!a}; import runpy; "
+    program += f"runpy.run_module({module!a}, run_name='__main__', alter_sys=True)"
+    return [sys.executable, *_SAFE_PATH, "-c", program, *arguments]
 
 
 def start_blocked(

@@ -37,7 +37,8 @@ GIB = 1 << 30
 
 
 def child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
-    monkeypatch.setattr("deploykit.core.apart.COMMAND", (sys.executable, "-c", code))
+    command = [sys.executable, "-c", code]
+    monkeypatch.setattr("deploykit.core.apart.module_command", lambda _module: command)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.core.apart import start_blocked
+from deploykit.core.apart import module_command, start_blocked
 from deploykit.core.errors import DeploykitError
 from deploykit.core.tensors import TensorSpec
 from deploykit.measure.timing.closed_loop import closed_loop, no_garbage_collection
@@ -39,7 +39,7 @@ class ProcessEngine(BaseEngine):
         self._pipe, theirs = Pipe()
         with theirs:
             self._process = start_blocked(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                module_command(__name__, str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from deploykit.core.apart import start_blocked
+from deploykit.core.apart import module_command, start_blocked
 from deploykit.core.errors import DeploykitError, Overloaded, first_line, os_reason
 from deploykit.core.machine import file_text
 from deploykit.core.memory import available_bytes
@@ -40,7 +40,7 @@ class Trial:
         pipe = subprocess.PIPE
         try:
             self._process = start_blocked(
-                [sys.executable, "-m", __name__], signal.SIGTERM, signal.SIGHUP,
+                module_command(__name__), signal.SIGTERM, signal.SIGHUP,
                 stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL,
             )  # fmt: skip
         except OSError as exc:  # no file descriptor or memory left

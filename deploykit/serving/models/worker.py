@@ -25,7 +25,7 @@ from typing import IO, Any, Protocol, TypeVar
 
 import numpy as np
 
-from deploykit.core.apart import start_blocked
+from deploykit.core.apart import module_command, start_blocked
 from deploykit.core.errors import DeploykitError, Expired, Overloaded, os_reason
 from deploykit.runtimes.engine import Closing
 
@@ -85,7 +85,7 @@ class WorkerProcess(Closing):
         if self._closed:
             raise Overloaded("the server is shutting down", hint="send the request elsewhere")
         if self._process is None:
-            command, pipe = [sys.executable, "-m", __name__], subprocess.PIPE
+            command, pipe = module_command(__name__), subprocess.PIPE
             try:
                 pipes = {"stdin": pipe, "stdout": pipe}
                 process = start_blocked(command, signal.SIGTERM, signal.SIGHUP, bufsize=0, **pipes)
