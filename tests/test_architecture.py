@@ -350,6 +350,16 @@ def test_every_output_of_a_verb_passes_one_place() -> None:
     assert found == ["api/outputs.py"]
 
 
+def test_one_place_starts_python() -> None:
+    """`core/apart.py` keeps the current folder off the path, where `python -m` puts it."""
+
+    def names_python(path: Path) -> bool:
+        attributes = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute))
+        return any(ast.unparse(each) == "sys.executable" for each in attributes)
+
+    assert [name_of(path) for path in FILES if names_python(path)] == ["core/apart.py"]
+
+
 def test_only_output_prints() -> None:
     def prints(path: Path) -> bool:
         called = (node.func for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call))

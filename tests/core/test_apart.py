@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -37,6 +38,10 @@ def clean_up_slowly(mark: Path, on_progress: object) -> None:
     finally:
         signal.raise_signal(signal.SIGINT)
         mark.touch()
+
+
+def say_done(_on_progress: object) -> str:
+    return "done"
 
 
 def exists(path: Path) -> None:
@@ -91,3 +96,23 @@ def test_a_caller_that_ends_before_its_job_is_sent_leaves_no_traceback(share: fl
     command = module_command("deploykit.core.apart")
     done = subprocess.run(command, input=job[: int(len(job) * share)], capture_output=True)
     assert done.stderr == b""
+
+
+def test_a_child_imports_from_where_its_parent_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "only_here.py").write_text("import sys\nprint(__name__, sys.argv[1:])\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    command = module_command("only_here", "a b", "c")
+    assert subprocess.check_output(command, text=True) == "__main__ ['a b', 'c']\n"
+
+
+def test_a_child_of_a_python_prompt_imports_nothing_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the path begins with ''."""
+    for name in ("contextlib", "linecache", "numpy", "runpy"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", *sys.path])
+    assert run_apart("x", say_done) == "done"

@@ -1,0 +1,178 @@
+"""Every command, in a folder full of Python files with the names of modules that it imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deploykit.api import demo
+from tests.support.bundles import proven_model
+from tests.support.installed import needs
+from tests.support.serving.faults import ROOT, Process, request, until
+from tests.support.serving.reloading import model
+
+needs("onnxruntime", "orjson")
+
+LIMIT_S = 120  # against hanging, not a measure
+PACKAGES = (
+    "click deploykit google h2 hpack httptools ml_dtypes numpy onnx onnx_ir onnxruntime onnxscript "
+    "openvino orjson PIL pip psutil rich safetensors scipy setuptools sitecustomize sklearn tests "
+    "tokenizers tomli torch torchvision tqdm transformers typer typing_extensions usercustomize "
+    "uvloop yaml"
+)
+HOSTILE = sorted(sys.stdlib_module_names | set(PACKAGES.split()))
+# Python itself imports a few before `python -m deploykit` begins, which nothing here can prevent
+AFTER_THE_START = ("csv", "json", "logging", "numpy", "random", "signal", "subprocess", "tempfile")
+COMMANDS = (
+    "doctor",
+    "profiles",
+    "inspect model.onnx",
+    "plan model.onnx --profile cpu",
+    "compare model.onnx model.onnx",
+    "quantize model.onnx --to fp16 -o half.onnx",
+    "build model.onnx --profile cpu -o built.onnx",
+    "predict model.onnx model.onnx.golden.npz -o predictions.npz",
+    "bench model.onnx --quick --warmup 0 --seconds 0.05 --batches 1 -o report",
+    "bundle model.onnx --profile cpu -o another",
+)
+
+
+class Folder:
+    """A folder of modules that write down their names and raise ImportError, and a `deploykit`.
+
+    The program lies elsewhere, as the one that pip installs: its own folder is on the path.
+    """
+
+    def __init__(self, place: Path, names: Sequence[str] = HOSTILE) -> None:
+        self.path, programs = place / "downloads", place / "bin"
+        self._mark = place / "mark"
+        for folder in (self.path, programs):
+            folder.mkdir()
+        for name in names:
+            code = f"open({str(self._mark)!r}, 'a').write({name!r} + ' ')\nraise ImportError\n"
+            (self.path / f"{name}.py").write_text(code)
+        program = programs / "deploykit"
+        program.write_text("from deploykit.__main__ import main\nmain()\n")
+        self.deploykit = [sys.executable, str(program)]
+
+    def ran(self) -> str:
+        """The names of the modules that ran."""
+        return self._mark.read_text() if self._mark.exists() else ""
+
+    def run(self, *words: str, start: Sequence[str] = (), **variables: str) -> tuple[int, str]:
+        """Run a command in the folder; its exit code and what it printed."""
+        done = subprocess.run(
+            [*(start or self.deploykit), *words],
+            cwd=self.path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert self.ran() == "", done.stdout
+        return done.returncode, done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """One with a model and its bundle."""
+    made = Folder(tmp_path_factory.mktemp("hostile"))
+    proven_model(made.path / "model.onnx")
+    code, out = made.run("bundle", "model.onnx", "--profile", "cpu", "-o", "bundle")
+    assert code == 0, out
+    return made
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_runs_no_file_of_the_current_folder(folder: Folder, command: str) -> None:
+    code, out = folder.run(*command.split())
+    assert code == 0, out
+
+
+def test_pip_runs_no_file_of_the_current_folder(folder: Folder) -> None:
+    words = "bundle model.onnx --profile cpu --wheels -o wheels"
+    code, out = folder.run(*words.split(), PIP_NO_INDEX="1")
+    assert code == 3
+    assert "pip could not download" in out
+    assert "No matching distribution" in out
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_training_and_export_run_no_file_of_the_current_folder_but_the_recipe(
+    folder: Folder,
+) -> None:
+    needs("torch", "onnxscript")
+    (folder.path / "mine.py").write_text("from tests.support.training import LINE as RECIPE\n")
+    train = "train ./mine.py:RECIPE --epochs 1 -o line.pt"
+    export = "export line.pt --arch ./mine.py:RECIPE --exporter torchscript -o line.onnx"
+    for words in (train, export):
+        code, out = folder.run(*words.split())
+        assert code == 0, out
+
+
+def test_a_server_runs_no_file_of_the_current_folder(tmp_path: Path) -> None:
+    """Neither for a large request, nor for a replaced file, nor where another command calls it."""
+    folder = Folder(tmp_path)
+    model(folder.path / "model.onnx", 1)
+    program = {"command": folder.deploykit, "engine": "m=model.onnx"}
+    with Process(folder.path, **program) as server:
+        large = request(1.0) + b" " * (1 << 20)
+        status, _, body = server.ask("POST", "/v2/models/m/infer", large)
+        assert (status, folder.ran()) == (200, ""), body
+        load = ("load", "--concurrency", "2", "--duration", "0.1", "--processes", "2")
+        for words in (("health",), load):
+            code, out = folder.run(*words, f"http://127.0.0.1:{server.port}")
+            assert code == 0, out
+        model(folder.path / "new", 2).replace(folder.path / "model.onnx")
+        until(lambda: folder.ran() or server.infer(1.0) == (200, [3.0]))
+        assert folder.ran() == ""
+
+
+def test_workers_run_no_file_of_the_current_folder(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    model(folder.path / "model.onnx", 1)
+    program = {"command": folder.deploykit, "engine": "m=model.onnx"}
+    with Process(folder.path, "--workers", "2", **program) as server:
+        assert server.infer(1.0)[0] == 200
+    assert folder.ran() == ""
+
+
+def test_boot_runs_no_file_of_the_current_folder(folder: Folder) -> None:
+    words = [*folder.deploykit, "boot", "bundle", "--cache", "cache", "--http-port=0", "--no-grpc"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        words, cwd=folder.path, env=environment, stdout=subprocess.PIPE
+    ) as device:
+        assert device.stdout is not None
+        line = device.stdout.readline()
+        device.terminate()
+    assert folder.ran() == ""
+    assert json.loads(line)["engine"]["source"] == "build"
+
+
+def test_the_server_of_demo_runs_no_file_of_the_current_folder(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.path)
+    with demo._server(Path("model.onnx")) as url:
+        assert url.startswith("http://")
+    assert folder.ran() == ""
+
+
+def test_python_m_deploykit_leaves_the_current_folder(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, AFTER_THE_START)
+    np.savez(folder.path / "data.npz", x=np.zeros((1, 4), np.float32))
+    model(folder.path / "model.onnx", 1)
+    words = "predict model.onnx data.npz -o out.npz"
+    code, out = folder.run(*words.split(), start=(sys.executable, "-m", "deploykit"))
+    assert code == 0, out
