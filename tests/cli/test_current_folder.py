@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from deploykit.api import demo
+from deploykit.measure.timing.processes import ProcessEngine
 from tests.support.bundles import proven_model
+from tests.support.fake_engine import FakeEngine
 from tests.support.installed import needs
 from tests.support.serving.faults import ROOT, Process, request, until
 from tests.support.serving.reloading import model
@@ -39,7 +41,7 @@ COMMANDS = (
     "quantize model.onnx --to fp16 -o half.onnx",
     "build model.onnx --profile cpu -o built.onnx",
     "predict model.onnx model.onnx.golden.npz -o predictions.npz",
-    "bench model.onnx --quick --warmup 0 --seconds 0.05 --batches 1 -o report",
+    "bench model.onnx --warmup 0 --seconds 0.1 --batches 1 --processes 2 -o report",
     "bundle model.onnx --profile cpu -o another",
 )
 
@@ -158,6 +160,15 @@ def test_boot_runs_no_file_of_the_current_folder(folder: Folder) -> None:
         device.terminate()
     assert folder.ran() == ""
     assert json.loads(line)["engine"]["source"] == "build"
+
+
+def test_a_process_of_bench_runs_no_file_of_the_current_folder(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.path)
+    with ProcessEngine(FakeEngine) as engine:
+        assert engine({"x": np.ones((2, 4), np.float32)})["y"].shape == (2, 4)
+    assert folder.ran() == ""
 
 
 def test_the_server_of_demo_runs_no_file_of_the_current_folder(
