@@ -31,7 +31,7 @@ def provenance(folder: Path = Path(), root: Path = Path("/")) -> dict[str, Any]:
     own = package.parent / "pyproject.toml"  # an installed package may lie in another's checkout
     found = {
         "project": _commit(folder),
-        "deploykit": _commit(package) if own.is_file() else {},
+        "deploykit": _commit(package, ours=True) if own.is_file() else {},
         "host": platform.node(),
         "clocks": _clocks(root),
         "affinity": _ranges(_affinity()),
@@ -42,11 +42,15 @@ def provenance(folder: Path = Path(), root: Path = Path("/")) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value}
 
 
-def _commit(folder: Path) -> dict[str, Any]:
-    """The commit and whether files differ from it; {} outside of a checkout or without git."""
+def _commit(folder: Path, *, ours: bool = False) -> dict[str, Any]:
+    """Return the commit, {} without one or without git; of our own checkout, whether files differ.
+
+    `git status` runs the filters that a checkout's own configuration names, so it never runs in a
+    folder that may be a stranger's.
+    """
     commit = _git(folder, "rev-parse", "HEAD")
-    if not commit:
-        return {}
+    if not commit or not ours:
+        return {"commit": commit} if commit else {}
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit} | ({} if changed is None else {"changed": bool(changed)})
 

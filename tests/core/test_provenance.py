@@ -51,18 +51,27 @@ def git(folder: Path, *words: str) -> str:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git on PATH")
-def test_the_commit_of_the_folder_and_changes_since_are_named(tmp_path: Path) -> None:
+def test_the_commit_of_the_folder_is_named(tmp_path: Path) -> None:
     assert "project" not in provenance(tmp_path)
     git(tmp_path, "init", "-q")
     assert "project" not in provenance(tmp_path)  # no commit yet
     (tmp_path / "a.txt").write_text("1")
     git(tmp_path, "add", "a.txt")
     git(tmp_path, "commit", "-qm", "One")
-    commit = git(tmp_path, "rev-parse", "HEAD")
-    (tmp_path / "new.txt").write_text("not tracked: no change of what was measured")
-    assert provenance(tmp_path)["project"] == {"commit": commit, "changed": False}
+    assert provenance(tmp_path)["project"] == {"commit": git(tmp_path, "rev-parse", "HEAD")}
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git on PATH")
+def test_a_filter_that_a_checkout_names_is_not_run(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    (tmp_path / "a.txt").write_text("1")
+    git(tmp_path, "add", "a.txt")
+    git(tmp_path, "commit", "-qm", "One")
+    (tmp_path / ".gitattributes").write_text("*.txt filter=own\n")
+    git(tmp_path, "config", "filter.own.clean", f"touch {tmp_path / 'ran'}; cat")
     (tmp_path / "a.txt").write_text("2")
-    assert provenance(tmp_path)["project"] == {"commit": commit, "changed": True}
+    assert "commit" in provenance(tmp_path)["project"]
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="no git on PATH")
