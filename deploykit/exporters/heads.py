@@ -14,6 +14,12 @@ from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
 from deploykit.core.task import CLASSIFY, DETECT, EMBED, SEGMENT, TEXT_CLASSIFY, TaskOutputs
 from deploykit.core.tensors import TensorSpec, concrete
+from deploykit.exporters.known_outputs import (
+    DETECTOR,
+    find_answer,
+    may_leave_out,
+    misfit,
+)
 from deploykit.exporters.nms import suppress
 from deploykit.exporters.probabilities import are_probabilities
 from deploykit.runtimes.torch.loaded import Loaded, by_position
@@ -21,7 +27,6 @@ from deploykit.runtimes.torch.outputs import adapt
 
 torch = require("torch")
 
-_PREFERRED = ("logits", "scores", "out", "output", "output_0")
 _FIRST_IMAGE = "output_0_"  # of the list that detectors of torchvision answer with
 
 
@@ -78,26 +83,18 @@ class _Job:
     independent: bool
 
     def misfit(self, needs: str) -> BadInput:
-        specs = ", ".join(map(str, self.loaded.outputs))
-        return BadInput(
-            f"`task` {self.kind} does not fit the model: its outputs are {specs}", hint=needs
-        )
+        return misfit(self.loaded, f"`task` {self.kind}", needs)
 
     def one(self, ranks: Sequence[int], needs: str) -> tuple[int, tuple[str, ...]]:
         """The place of the output that counts, a float of one of these ranks, and a note."""
-        outputs = self.loaded.outputs
-        fits = [
-            at
-            for at, spec in enumerate(outputs)
-            if "float" in spec.dtype and len(spec.shape) in ranks
-        ]
-        if not fits:
+        at = find_answer(self.loaded, self.kind, ranks)
+        if at is None:
             raise self.misfit(needs)
-        named = [at for at in fits if outputs[at].name in _PREFERRED]
-        at = (named or fits)[0]
-        others = [spec.name for place, spec in enumerate(outputs) if place != at]
-        left = (f"left out: the outputs {', '.join(others)}",) if others else ()
-        return at, left
+        return at, self.left_out([at])
+
+    def left_out(self, places: Sequence[int]) -> tuple[str, ...]:
+        others = [each.name for at, each in enumerate(self.loaded.outputs) if at not in places]
+        return (f"left out: the outputs {', '.join(others)}",) if others else ()
 
     def head(
         self,
@@ -244,8 +241,8 @@ def _embed(job: _Job) -> TaskHead:
 
 _DETECTS = (
     "detect takes [N,4+classes,boxes] or [N,boxes,5+classes] as YOLO gives them, [N,boxes,6] of a "
-    "model without NMS, 'boxes' [N,boxes,4] of corners with 'scores' [N,boxes,classes], or a "
-    "detector of torchvision"
+    "model without NMS, 'boxes' [N,boxes,4] of corners in pixels with 'scores' [N,boxes,classes], "
+    "or 'boxes', 'scores' and 'labels' of a detector of torchvision"
 )
 
 
@@ -255,20 +252,24 @@ def _detect(job: _Job) -> TaskHead:
         spec.name.removeprefix(_FIRST_IMAGE): (at, spec)
         for at, spec in enumerate(job.loaded.outputs)
     }
-    named = [outputs.get(name) for name in ("boxes", "scores", "labels")]
-    if all(named) and len(named[0][1].shape) == 2:  # type: ignore[index] # all are there
-        return _of_one_image(job, [each[0] for each in named if each])
-    if named[0] and named[1] and len(named[0][1].shape) == len(named[1][1].shape) == 3:
-        (at, boxes), (other, scores) = named[0], named[1]
-        count = scores.shape[2]
-        if boxes.shape[2] == 4 and boxes.shape[1] == scores.shape[1] and isinstance(count, int):
-            return _suppressed(job, [at, other], boxes.shape[:2], count, lambda b, s: (b, s))
+    places = [outputs[name][0] for name in ("boxes", "scores", "labels") if name in outputs]
+    ranks = [len(job.loaded.outputs[at].shape) for at in places]
+    if ranks == [2, 1, 1] and outputs.keys() <= DETECTOR:
+        return _of_one_image(job, places)
+    others = outputs.keys() - {"boxes", "scores"}
+    if ranks == [3, 3] and all(may_leave_out(DETECT, name) for name in others):
+        boxes, scores = (outputs[name][1].shape for name in ("boxes", "scores"))
+        count = scores[2]
+        if boxes[2] == 4 and boxes[1] == scores[1] and isinstance(count, int):
+            notes = job.left_out(places)
+            return _suppressed(job, places, boxes[:2], count, lambda b, s: (b, s), notes)
     at, notes = job.one((3,), _DETECTS)
     batch, rows, columns = job.loaded.outputs[at].shape
     if not isinstance(rows, int) or not isinstance(columns, int) or min(rows, columns) < 5:
         raise job.misfit(_DETECTS)
     ends = any(getattr(part, "end2end", False) for part in job.loaded.module.modules())
-    if columns == 6 and rows <= 1000 and (job.classes != 2 or ends):  # else 4 and two classes
+    final = columns == 6 and job.classes != 2  # else a box and the scores of two classes
+    if rows <= 1000 and (final or (ends and columns >= 6)):  # masks or keypoints come behind
         return _final(job, at, (batch, rows), notes)
     anchors_last = columns > rows
     width, anchors = (rows, columns) if anchors_last else (columns, rows)
@@ -326,7 +327,7 @@ def _suppressed(
 
 
 def _final(job: _Job, at: int, shape: Sequence[int | str], notes: tuple[str, ...]) -> TaskHead:
-    """Rows of corners, score and class, the best ones first or not."""
+    """Rows that begin with corners, score and class, the best ones first or not."""
     many = min(job.boxes.many, int(shape[1]))
 
     def detect(rows: Any) -> Any:
@@ -341,8 +342,6 @@ def _final(job: _Job, at: int, shape: Sequence[int | str], notes: tuple[str, ...
 def _of_one_image(job: _Job, places: Sequence[int]) -> TaskHead:
     """A detector of torchvision, which has its own NMS: as many rows as boxes, the best first."""
     many = job.boxes.many
-    others = [each.name for at, each in enumerate(job.loaded.outputs) if at not in places]
-    notes = (f"left out: the outputs {', '.join(others)}",) if others else ()
 
     def detect(corners: Any, scores: Any, classes: Any) -> Any:
         filled = [
@@ -351,7 +350,7 @@ def _of_one_image(job: _Job, places: Sequence[int]) -> TaskHead:
         ]
         return tuple(each.reshape(1, many, *each.shape[1:]) for each in filled)
 
-    return _boxes(job, places, (1, many), detect, job.classes, notes)
+    return _boxes(job, places, (1, many), detect, job.classes, job.left_out(places))
 
 
 def _in_image(corners: Any, scores: Any, classes: Any, height: int, width: int) -> Any:

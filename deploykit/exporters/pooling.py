@@ -11,6 +11,7 @@ from deploykit.core.extras import require
 from deploykit.core.files import read_json
 from deploykit.core.task import CLS, MEAN
 from deploykit.core.tensors import TensorSpec
+from deploykit.exporters.known_outputs import TOKENS, find_answer, misfit
 from deploykit.runtimes.torch.loaded import Loaded, by_position
 from deploykit.runtimes.torch.outputs import adapt
 
@@ -30,14 +31,10 @@ def with_pooling(loaded: Loaded, pooling: str | None, folder: Path | None) -> Lo
     pooling = pooling or _stated(folder)
     if pooling is None:
         return loaded
-    fits = [len(spec.shape) == 3 and "float" in spec.dtype for spec in loaded.outputs]
-    if True not in fits:
-        specs = ", ".join(map(str, loaded.outputs))
-        raise BadInput(
-            f"`pooling` {pooling} does not fit the model: its outputs are {specs}",
-            hint="a vector of each token is needed, float [N,T,size]",
-        )
-    at = fits.index(True)
+    at = find_answer(loaded, TOKENS, (3,))
+    if at is None:
+        needs = "a vector of each token is needed, float [N,T,size]"
+        raise misfit(loaded, f"`pooling` {pooling}", needs)
     masks = [place for place, spec in enumerate(loaded.inputs) if "mask" in spec.name]
     pooled = _Pooled(loaded.module, at, masks[0] if masks else None, mean=pooling == MEAN)
     batch, _, size = loaded.outputs[at].shape

@@ -55,6 +55,14 @@ class Objectness(Yolo):
         return torch.cat((found[..., :4], found[..., 4:5], found[..., 4:]), -1)
 
 
+class WithMaps(Objectness):
+    """As a YOLOv5 in eval mode answers: the boxes, and the maps that they were decoded from."""
+
+    def forward(self, image: Any) -> Any:
+        found = super().forward(image)
+        return found, [found.reshape(-1, 2, 8, 8, 5 + CLASSES).logit(1e-6)]
+
+
 class Final(Yolo):
     """Without NMS, as YOLOv10 answers: [N,boxes,6], corners, score and class."""
 
@@ -165,7 +173,7 @@ def expected(found: Any, iou: float, most: int) -> list[tuple[np.ndarray, float,
     return [(corners[at].clip(0, SIDE), scores[at].max(), int(best[at])) for at in kept[:most]]
 
 
-@pytest.mark.parametrize("kind", [Yolo, Pair, Objectness])
+@pytest.mark.parametrize("kind", [Yolo, Pair, Objectness, WithMaps])
 def test_the_graph_keeps_the_boxes_that_nms_keeps(kind: type[Any], tmp_path: Path) -> None:
     made = exported(kind, tmp_path, iou=0.45, boxes=20, threshold=0.4)
     assert [str(spec) for spec in made.manifest.outputs] == [
@@ -179,7 +187,7 @@ def test_the_graph_keeps_the_boxes_that_nms_keeps(kind: type[Any], tmp_path: Pat
     batch = images(4)
     with torch.inference_mode():
         raw = built(Pair)(torch.from_numpy(batch).permute(0, 3, 1, 2) / 255)
-    scores = raw["scores"] * (raw["scores"][..., :1] if kind is Objectness else 1)
+    scores = raw["scores"] * (raw["scores"][..., :1] if issubclass(kind, Objectness) else 1)
     with dk.load(made.path, "cpu") as engine:
         answers = engine({"image": batch})
     for row in range(len(batch)):
@@ -229,6 +237,31 @@ def test_a_model_without_nms_may_have_two_classes(tmp_path: Path) -> None:
     with torch.inference_mode():
         rows = built(Head)(torch.from_numpy(images(2)).permute(0, 3, 1, 2) / 255)
     best = rows[..., 4].sort(1, descending=True).values[:, : found["scores"].shape[1]]
+    np.testing.assert_allclose(found["scores"], best, atol=1e-6)
+
+
+class MaskHead(Head):
+    """One that finds masks too: 8 coefficients in each row, and the prototypes."""
+
+    nc = 5
+
+    def forward(self, image: Any) -> Any:
+        rows = super().forward(image)
+        return torch.cat((rows, rows[..., :4].tanh(), rows[..., :4].sin()), -1), self.conv(image)
+
+
+def test_the_rows_of_a_model_without_nms_may_have_a_mask_each(tmp_path: Path) -> None:
+    """Its 14 columns are no scores of classes: the library says that NMS is done."""
+    spec = [f"image:float32[N,3,{SIDE},{SIDE}]"]
+    torch.manual_seed(0)
+    model = Chosen(MaskHead).eval()
+    made = dk.export(model, out=tmp_path / "d.onnx", inputs=spec, task="detect")
+    assert "left out: the outputs output_1" in made.notes
+    with dk.load(made.path, "cpu") as engine:
+        found = engine({"image": images(2)})
+    with torch.inference_mode():
+        rows, _ = model(torch.from_numpy(images(2)).permute(0, 3, 1, 2) / 255)
+    best = rows[..., 4].sort(1, descending=True).values
     np.testing.assert_allclose(found["scores"], best, atol=1e-6)
 
 
