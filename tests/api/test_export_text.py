@@ -261,6 +261,22 @@ def test_what_a_folder_asks_beyond_that_is_refused(
     assert "`pooling`: mean or cls" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize(
+    "given", [{"task": "text-classify"}, {"task": "embed"}, {"task": "embed", "pooling": "mean"}]
+)
+def test_two_heads_of_a_text_model_are_refused(
+    bert: Path, given: dict[str, str], tmp_path: Path
+) -> None:
+    """Whether two sentences follow each other is no label, and words' scores are no embedding."""
+    from tests.support.bert import save_tiny_bert
+
+    folder = save_tiny_bert(tmp_path / "both", "BertForPreTraining")
+    shutil.copy(bert / "tokenizer.json", folder)
+    reason = "does not fit transformers' BertForPreTraining: .*seq_relationship_logits"
+    with pytest.raises(dk.BadInput, match=reason):
+        dk.export(folder, out=tmp_path / "e.onnx", **given)
+
+
 def test_pooling_is_for_embeddings_alone(sentences: Path, tmp_path: Path) -> None:
     for given, reason in (
         ({"task": "text-classify", "pooling": "mean"}, "`pooling` goes with `task` embed"),
