@@ -96,7 +96,7 @@ def run_in_order(
 
 
 def table(figures: Figures) -> str:
-    from deploykit.measure.statistics import ratio
+    from deploykit.evaluation.statistics import ratio
 
     lines = [
         "| | before | after | after / before (95 %) | rounds |",

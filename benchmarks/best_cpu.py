@@ -19,14 +19,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from deploykit.api.bench_columns import BASELINE, Entry, open_entry, open_on_cpu
-from deploykit.api.bench_rivals import find_rivals
+from deploykit.benchmarking.columns import BASELINE, Entry, find_rivals, open_entry, open_on_cpu
+from deploykit.benchmarking.cpu_search import choices_for, search_cpu
+from deploykit.benchmarking.timing import Setup, Timing, sweep
 from deploykit.core.artefact import Artefact
 from deploykit.core.machine import default_threads, this_machine, usable_cores
-from deploykit.measure.timing.cpu_search import CpuSettings, choices_for, search_cpu
-from deploykit.measure.timing.sweep import Setup, Timing, sweep
-from deploykit.runtimes.data.samples import random_feeds
-from deploykit.runtimes.engine import Arrays
+from deploykit.engines.data.samples import random_feeds
+from deploykit.engines.engine import Arrays
+from deploykit.reporting.points import CpuSettings
 
 MOST = 0.05
 WINDOW_S = 0.2

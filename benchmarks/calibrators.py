@@ -32,12 +32,11 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import deploykit as dk
-from deploykit.onnx_graph.editor import Editor
-from deploykit.onnx_graph.folding import fold
-from deploykit.onnx_graph.graph import Graph
+from deploykit.engines.data.samples import Samples
+from deploykit.graph.edit import Editor, fold
+from deploykit.graph.graph import Graph
 from deploykit.quantization.calibrate import AUTO, METHODS, Range, calibrate, importance
 from deploykit.quantization.qdq import to_pairs
-from deploykit.runtimes.data.samples import Samples
 
 TRAIN, CALIBRATE = 1077, 180  # of the 1,797 digits; the other 540 test
 OUTLIERS = (3, 17, 40)  # channels of a LayerNorm that are large, as in trained ViTs and LLMs

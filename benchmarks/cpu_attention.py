@@ -25,9 +25,9 @@ from quantizers import evaluate, quiet
 from slices import cells, main, race, session
 
 import deploykit as dk
-from deploykit.onnx_graph.graph import Graph
+from deploykit.engines.torch.files import with_torchvision
+from deploykit.graph.graph import Graph
 from deploykit.quantization.dynamic import to_dynamic
-from deploykit.runtimes.torch.operators import with_torchvision
 
 SIZES = ((1, 128), (8, 128), (1, 384))
 WORDS = 3000
@@ -121,7 +121,7 @@ def written(folder: Path) -> dict[str, Path]:
     def place() -> Path:
         return folder / f"{next(number)}.onnx"
 
-    with mock.patch("deploykit.exporters.finish.simplify_attention"):
+    with mock.patch("deploykit.exporting.onnx.simplify_attention"):
         paths = {"torch": export(place())}
     paths["deploykit"] = export(place())
     paths["deploykit, fused"] = fuse(paths["deploykit"], place())

@@ -21,12 +21,12 @@ from quantizers import Encoder, Lstm, Reader, embeddings, evaluate, export, imag
 from slices import cells, main, race, session
 from torch import nn
 
-from deploykit.onnx_graph.graph import Graph
+from deploykit.engines.data.samples import Samples
+from deploykit.graph.graph import Graph
 from deploykit.quantization.calibrate import calibrate
 from deploykit.quantization.dynamic import to_dynamic
 from deploykit.quantization.moving import move_foreign_pairs
 from deploykit.quantization.qdq import to_pairs
-from deploykit.runtimes.data.samples import Samples
 
 
 def conv(i: int, o: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Module:

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from deploykit.core.evidence import Interval
 from deploykit.core.tensors import TensorSpec
-from deploykit.measure.statistics import Interval, ratio
-from deploykit.runtimes.cuda.execution import Pipeline
+from deploykit.engines.cuda.execution import Pipeline
+from deploykit.evaluation.statistics import ratio
 
 Shape = tuple[int, ...]
 WARM_UP = 2000  # calls after which everything has its memory

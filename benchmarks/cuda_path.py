@@ -42,7 +42,7 @@ def onnxruntime_rows(bench: Bench) -> list[dict[str, Any]]:
     import onnx
     from onnx import helper, numpy_helper
 
-    from deploykit.runtimes.onnxruntime.engine import open_engine
+    from deploykit.engines.onnxruntime.engine import open_engine
 
     model = Model("50 small layers", 256, 50, True, (1, 8, 32))
     weights = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32) / 16
@@ -132,7 +132,7 @@ def measure(
         "not run": {},
     }
     try:
-        from deploykit.runtimes.cuda.driver import CudaDevice
+        from deploykit.engines.cuda.driver import CudaDevice
 
         cuda = CudaDevice(0)
     except (DeploykitError, KeyError) as exc:  # KeyError: no extra of ours brings it yet

@@ -28,9 +28,9 @@ from torchvision.models import detection
 
 import deploykit as dk
 from deploykit.core.errors import DeploykitError
-from deploykit.measure.evaluate.detections import pair
-from deploykit.measure.evaluate.parity import relative
-from deploykit.runtimes.engine import load
+from deploykit.engines.engine import load
+from deploykit.evaluation.accuracy import pair
+from deploykit.evaluation.parity import relative
 
 SIDES = {
     "fasterrcnn_resnet50_fpn": 256,

@@ -25,10 +25,10 @@ from calibrators import (
 )
 
 import deploykit as dk
-from deploykit.onnx_graph.graph import Graph
+from deploykit.engines.data.samples import Samples
+from deploykit.graph.graph import Graph
 from deploykit.quantization.calibrate import AUTO, METHODS, calibrate
 from deploykit.quantization.qdq import to_pairs
-from deploykit.runtimes.data.samples import Samples
 
 SIZES, SEEDS = (32, 48, 64, 128, 256), (10, 11)
 

@@ -121,8 +121,8 @@ def engine_alone(work: Path, seconds: float, rehearse: bool) -> Iterator[Row]:
     from contextlib import nullcontext
 
     import deploykit as dk
-    from deploykit.measure.timing.closed_loop import run_block
-    from deploykit.runtimes.data.samples import random_feeds
+    from deploykit.benchmarking.timing import run_block
+    from deploykit.engines.data.samples import random_feeds
     from tests.gpu.cpu_as_gpu import cpu_as_gpu
 
     with cpu_as_gpu() if rehearse else nullcontext(), dk.load(work / "m.onnx", "cuda") as engine:
@@ -206,7 +206,7 @@ class GpuSampler:
         self._thread.join()
 
     def _loop(self) -> None:
-        from deploykit.runtimes.devices import Devices
+        from deploykit.engines.devices import Devices
 
         devices = Devices()
         while not self._ended.wait(0.2):

@@ -148,7 +148,7 @@ def started(name: str, model: str) -> AbstractContextManager[int]:
 
 
 def service_for(model: str, deliver: Callable) -> object:
-    from deploykit.runtimes.engine import load as open_engine
+    from deploykit.engines.engine import load as open_engine
     from deploykit.serving.models.repository import ModelRepository
     from deploykit.serving.options import ServeOptions
     from tests.support.fake_engine import FakeEngine
@@ -160,7 +160,7 @@ def service_for(model: str, deliver: Callable) -> object:
 
 
 def deliver_on(loop: asyncio.AbstractEventLoop) -> Callable:
-    from deploykit.serving.batching.delivery import deliver_inline
+    from deploykit.serving.batching.batcher import deliver_inline
 
     return lambda requests: loop.call_soon_threadsafe(deliver_inline, requests)
 
@@ -217,7 +217,7 @@ def serve_aio(model: str, port: int) -> None:
 def serve_threads(model: str, port: int) -> None:
     import grpc
 
-    from deploykit.serving.batching.delivery import deliver_inline
+    from deploykit.serving.batching.batcher import deliver_inline
 
     service = service_for(model, deliver_inline)
 
@@ -298,8 +298,9 @@ def serve_ours(model: str, port: int) -> None:
 
 
 def serve_http(model: str, port: int) -> None:
-    from deploykit.runtimes.engine import load as open_engine
-    from deploykit.serving.server import ServeOptions, run
+    from deploykit.engines.engine import load as open_engine
+    from deploykit.serving.options import ServeOptions
+    from deploykit.serving.server import run
     from tests.support.fake_engine import FakeEngine
 
     engine = FakeEngine(width=784) if model == "fake" else open_engine(Path(model), "cpu")

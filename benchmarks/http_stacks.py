@@ -90,7 +90,7 @@ def started(name: str, model: str) -> AbstractContextManager[int]:
 
 
 def engine_for(model: str):
-    from deploykit.runtimes.engine import load as open_engine
+    from deploykit.engines.engine import load as open_engine
     from tests.support.fake_engine import FakeEngine
 
     return FakeEngine(width=784) if model == "fake" else open_engine(Path(model), "cpu")
@@ -98,9 +98,10 @@ def engine_for(model: str):
 
 def routes_for(model: str, loop: asyncio.AbstractEventLoop):
     """The application, with answers handed to `loop` once per batch: as in serving/http.py."""
-    from deploykit.serving.batching.delivery import deliver_inline
+    from deploykit.serving.batching.batcher import deliver_inline
     from deploykit.serving.http.routes import Routes
-    from deploykit.serving.models.repository import ModelRepository, ServeOptions
+    from deploykit.serving.models.repository import ModelRepository
+    from deploykit.serving.options import ServeOptions
 
     service = ModelRepository(
         {"m": engine_for(model)},
@@ -191,7 +192,8 @@ granian_routes = None
 
 
 def serve_protocol(model: str, port: int) -> None:
-    from deploykit.serving.server import ServeOptions, run
+    from deploykit.serving.options import ServeOptions
+    from deploykit.serving.server import run
 
     options = ServeOptions(http_port=port, max_batch=MAX_BATCH)
     run({"m": engine_for(model)}, options, lambda *_: None)

@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from child import DEPLOYKIT, header, run
 
-from deploykit.api.compare_reports import compare_reports
 from deploykit.core.errors import BadInput
-from deploykit.measure.report.report import Report, read
-from deploykit.measure.statistics import Interval
+from deploykit.core.evidence import Interval
+from deploykit.reporting.compare import compare_reports
+from deploykit.reporting.report import Report, read
 
 
 def measured(model: Path, folder: Path, runs: int, options: list[str]) -> list[Path]:

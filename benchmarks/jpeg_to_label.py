@@ -24,10 +24,10 @@ from pathlib import Path
 
 from decoders import jpeg
 
-from deploykit.api.open import open_proven
 from deploykit.core.artefact import Artefact
-from deploykit.measure.statistics import ratio
-from deploykit.runtimes.tasks.engine import TaskEngine, TaskSteps
+from deploykit.engines.tasks.engine import TaskEngine, TaskSteps
+from deploykit.evaluation.statistics import ratio
+from deploykit.evaluation.verify import open_proven
 
 BAR = 0.9  # of the bare loop
 Round = tuple[float, float]  # images per second, CPU ms per image

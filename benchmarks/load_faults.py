@@ -30,13 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from child import header
 from processes import free_port
 
-from deploykit.core.apart import run_apart
-from deploykit.measure.load.check import AnswerCheck
-from deploykit.measure.load.client import Client
-from deploykit.measure.load.generator import _poisson
-from deploykit.measure.load.records import RunRecord, SendPlan
-from deploykit.measure.load.result import Load, summarise
-from deploykit.measure.load.target import RemoteModel, find_model, make_feeds, make_requests
+from deploykit.core.subprocesses import run_apart
+from deploykit.loadtest.check import AnswerCheck
+from deploykit.loadtest.client import Client
+from deploykit.loadtest.generator import _poisson
+from deploykit.loadtest.result import Load, RunRecord, SendPlan, summarise
+from deploykit.loadtest.target import RemoteModel, find_model, make_feeds, make_requests
 from tests.gpu.guard import workplace
 
 RATE, CONNECTIONS, SERVICE_US = 300.0, 4, 1000

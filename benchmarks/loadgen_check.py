@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.measure.timing import scenarios
-from deploykit.runtimes.engine import Arrays, BaseEngine
+from deploykit.benchmarking import scenarios
+from deploykit.engines.engine import Arrays, BaseEngine
 
 SHORTEST_S, SPREAD, QUERIES = 2e-3, 0.3, 100_000
 FEEDS: Arrays = {}

@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import set_span_in_context
 
-from deploykit.serving.batching.policy import BatchRun, Pending
+from deploykit.serving.batching.queue import BatchRun, Pending
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.logs import configure
 from deploykit.serving.observe.prometheus import expositions

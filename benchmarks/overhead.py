@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from child import header
 
-from deploykit.measure.timing.closed_loop import closed_loop, no_garbage_collection
-from deploykit.runtimes.onnxruntime.engine import OnnxRuntimeEngine
+from deploykit.benchmarking.timing import closed_loop, no_garbage_collection
+from deploykit.engines.onnxruntime.engine import OnnxRuntimeEngine
 
 FEEDS = {"x": np.zeros((1, 1), np.float32)}
 BAR_US = 2.0

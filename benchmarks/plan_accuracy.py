@@ -26,14 +26,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import deploykit as dk  # noqa: E402
+from deploykit.core.files import import_object  # noqa: E402
 from deploykit.core.machine import default_threads, this_machine  # noqa: E402
-from deploykit.core.paths import import_object  # noqa: E402
 from deploykit.core.profile import load_profile  # noqa: E402
-from deploykit.onnx_graph.graph import Graph  # noqa: E402
-from deploykit.planning.predict import infer, predict_call  # noqa: E402
+from deploykit.engines.data.samples import random_feeds  # noqa: E402
+from deploykit.graph.graph import Graph  # noqa: E402
+from deploykit.planning.predict import REACHED, Target, infer, predict_call, target_of  # noqa: E402  # noqa: E402
 from deploykit.planning.probe import CpuCalibration, measure_cpu  # noqa: E402
-from deploykit.planning.targets import REACHED, Target, target_of  # noqa: E402
-from deploykit.runtimes.data.samples import random_feeds  # noqa: E402
 
 MODELS = (
     "mnist-cnn",

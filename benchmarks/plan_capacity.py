@@ -39,12 +39,15 @@ from mnist_graph import write_mnist  # noqa: E402
 from processes import Running, free_port, started  # noqa: E402
 
 from deploykit.core.errors import DeploykitError  # noqa: E402
-from deploykit.measure.load.check import AnswerCheck  # noqa: E402
-from deploykit.measure.load.processes import run_processes  # noqa: E402
-from deploykit.measure.load.records import SendPlan  # noqa: E402
-from deploykit.measure.load.result import Load, summarise  # noqa: E402
-from deploykit.measure.load.sockets import wake_on_time  # noqa: E402
-from deploykit.measure.load.target import (  # noqa: E402
+from deploykit.loadtest.check import AnswerCheck  # noqa: E402
+from deploykit.loadtest.client import wake_on_time  # noqa: E402
+from deploykit.loadtest.generator import run_processes  # noqa: E402
+from deploykit.loadtest.result import (  # noqa: E402
+    Load,
+    SendPlan,
+    summarise,
+)
+from deploykit.loadtest.target import (  # noqa: E402
     RemoteModel,
     find_model,
     make_feeds,
@@ -99,7 +102,8 @@ def serve_one(
 ) -> None:
     """Write the times of calls as JSON, then serve. The engine sleeps or, if asked, computes."""
     from deploykit.core.tensors import TensorSpec
-    from deploykit.serving.server import ServeOptions, run
+    from deploykit.serving.options import ServeOptions
+    from deploykit.serving.server import run
     from tests.support.fake_engine import FakeEngine
 
     memory = np.zeros(1 << 20, np.float32)

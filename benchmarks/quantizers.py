@@ -34,13 +34,13 @@ import onnxruntime as ort
 import torch
 from torch import nn
 
-from deploykit.onnx_graph.graph import Graph
+from deploykit.engines.data.samples import Samples
+from deploykit.engines.onnxruntime.engine import session_options
+from deploykit.evaluation.simulate import simulate
+from deploykit.graph.graph import Graph
 from deploykit.quantization.calibrate import METHODS, calibrate
 from deploykit.quantization.half_precision import to_half
 from deploykit.quantization.qdq import to_pairs
-from deploykit.quantization.simulate import simulate
-from deploykit.runtimes.data.samples import Samples
-from deploykit.runtimes.onnxruntime.engine import session_options
 
 CALIBRATED, EVALUATED = 64, 128
 ORT_METHODS = {"minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}

@@ -17,13 +17,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from deploykit.api.load_test import load_test
+from deploykit.loadtest.load import load_test
 from tests.support.bundling.cluster import slow_bundle, two_nodes
 
 REPLICAS = (1, 2, 4)
 CONNECTIONS = 32
 WAITING = """
-from deploykit.api.ray_serve import ray_application
+from deploykit.deploying.ray import ray_application
 
 
 def replica():

@@ -45,8 +45,9 @@ def main() -> None:
 
 def serve(model: Path, max_batch: int) -> None:
     """The server's process: prints its port when ready."""
-    from deploykit.runtimes.engine import load as open_engine
-    from deploykit.serving.server import ServeOptions, run
+    from deploykit.engines.engine import load as open_engine
+    from deploykit.serving.options import ServeOptions
+    from deploykit.serving.server import run
 
     with open_engine(model, "cpu") as engine:
         options = ServeOptions(http_port=0, max_batch=max_batch)
@@ -56,7 +57,7 @@ def serve(model: Path, max_batch: int) -> None:
 def measure(model: Path, counts: list[int], seconds: float, max_batch: int, folder: Path) -> None:
     from deploykit.core.machine import this_machine
     from deploykit.core.tensors import concrete
-    from deploykit.runtimes.engine import load as open_engine
+    from deploykit.engines.engine import load as open_engine
 
     machine = this_machine()
     with open_engine(model, "cpu") as engine:
@@ -142,8 +143,8 @@ def images_per_s(engine, batch: int, seconds: float) -> float:
 
 def step_costs_us(engine, rows: np.ndarray, max_batch: int) -> dict[str, float]:
     """The product's own functions, each timed alone: a request's cost without contention."""
-    from deploykit.serving.batching.policy import Pending
-    from deploykit.serving.batching.stacking import stack
+    from deploykit.serving.batching.queue import Pending
+    from deploykit.serving.batching.runner import stack
     from deploykit.serving.oip import json as oip
     from deploykit.serving.oip.request import signature
 

@@ -20,7 +20,7 @@ import onnxruntime as ort
 import torch
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
-from deploykit.runtimes.onnxruntime.engine import SLOWER_ON_CPU, session_options
+from deploykit.engines.onnxruntime.engine import SLOWER_ON_CPU, session_options
 
 SLICES, SLICE_S = 21, 0.08
 

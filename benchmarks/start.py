@@ -48,13 +48,13 @@ def start(*arguments: str | Path) -> tuple[float, float, bool]:
 
 def prove(model: Path) -> Path:
     """Give a graph on float32[N,...] the manifest and the golden samples that a bundle needs."""
-    from deploykit.api import golden
-    from deploykit.api.artefacts import onnx_manifest
     from deploykit.core.evidence import Evidence
     from deploykit.core.manifest import write_manifest
-    from deploykit.onnx_graph.graph import Graph
-    from deploykit.runtimes.data.samples import random_feeds
-    from deploykit.runtimes.engine import load
+    from deploykit.engines.data.samples import random_feeds
+    from deploykit.engines.engine import load
+    from deploykit.evaluation import golden
+    from deploykit.evaluation.artefacts import onnx_manifest
+    from deploykit.graph.graph import Graph
 
     with load(model, "cpu") as engine:
         samples = golden.record(engine, random_feeds(engine.inputs, {"N": golden.SAMPLES}), model)

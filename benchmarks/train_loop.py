@@ -32,16 +32,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from deploykit.core.paths import folder, import_object
+from deploykit.core.files import folder, import_object
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe
 from deploykit.core.tensors import TensorSpec
-from deploykit.measure.statistics import t_quantile
-from deploykit.runtimes.torch.preprocess import before
+from deploykit.engines.torch.loaded import before
+from deploykit.evaluation.statistics import t_quantile
+from deploykit.training.data import make_loader
 from deploykit.training.distributed import Processes
-from deploykit.training.loader import make_loader
-from deploykit.training.loop import Run
+from deploykit.training.loop import Run, Stepper
 from deploykit.training.options import TrainingOptions, settle
-from deploykit.training.step import Stepper
 
 
 def cpu_seconds(run: Callable[[], object]) -> float:

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from deploykit.core.files import write_json, write_text
 from deploykit.core.machine import this_machine
-from deploykit.training.devices import ARTICLES
+from deploykit.training.compare_devices import ARTICLES
 from tests.gpu.guard import workplace
 from tests.gpu.run import NOTHING, run_all
 from tests.gpu.steps import LOADED_S, PYTHON, Result, Step
@@ -36,7 +36,7 @@ from tests.gpu.steps import LOADED_S, PYTHON, Result, Step
 HERE = str(Path(__file__).resolve())
 EPOCHS = 20
 GPU = {"device": "cuda", "amp": False, "tf32": False}
-RUNS: Mapping[str, Mapping[str, Any]] = {  # name -> what `deploykit.api.train.train` gets
+RUNS: Mapping[str, Mapping[str, Any]] = {  # name -> what `deploykit.training.train.train` gets
     "gpu float32": GPU,
     "cpu float32": {"device": "cpu"},
     "gpu mixed": {"device": "cuda"},
@@ -45,7 +45,7 @@ RUNS: Mapping[str, Mapping[str, Any]] = {  # name -> what `deploykit.api.train.t
 RECIPES = ("cats-dogs", "mnist-cnn", "char-lstm", "resnet18-transfer")
 SMALL = """
 from dataclasses import replace
-from deploykit.core.paths import folder, import_object
+from deploykit.core.files import folder, import_object
 file = folder("models") / "cats_dogs.py"
 drawn, whole = (import_object(f"{file}:{name}") for name in ("drawn_splits", "RECIPE"))
 RECIPE = replace(whole, epochs=2, batch_size=8, data=lambda _: drawn(24, 4, 8))
@@ -85,7 +85,7 @@ def place(out: Path, name: str) -> Path:
 
 def train_once(recipe: str, options: Mapping[str, Any], out: Path) -> None:
     """Train, and write what is known into `out` after each epoch."""
-    from deploykit.api.train import train
+    from deploykit.training.train import train
 
     started, ends = time.perf_counter(), list[float]()
 

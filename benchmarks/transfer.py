@@ -29,8 +29,8 @@ import torch
 
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe
 from deploykit.core.tensors import TensorSpec
-from deploykit.measure.statistics import t_quantile
-from deploykit.training.classes import enlarged_digits
+from deploykit.evaluation.statistics import t_quantile
+from deploykit.training.data import enlarged_digits
 from deploykit.training.loop import run_training
 from deploykit.training.options import TrainingOptions
 

@@ -26,8 +26,8 @@ from urllib.request import urlopen
 
 import numpy as np
 
-from deploykit.bundling import triton
 from deploykit.core.tensors import TensorSpec
+from deploykit.deploying import triton
 from tests.support.bundling.contents import contents_of
 
 HTTP, GRPC = 18000, 18001

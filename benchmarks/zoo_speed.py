@@ -25,7 +25,7 @@ Measure = Callable[[Path, int], str]
 _EXPORTER_ALONE = """
 import sys, torch
 from safetensors.torch import load_file
-from deploykit.core.paths import import_object
+from deploykit.core.files import import_object
 weights, arch, out = sys.argv[1:]
 module = import_object(arch)()
 module.load_state_dict(load_file(weights))
@@ -55,7 +55,7 @@ numpy.savez(folder / "huge.npz", x=x)
 _RACE = """
 import json, sys, time
 import deploykit as dk
-from deploykit.runtimes.data.samples import random_feeds
+from deploykit.engines.data.samples import random_feeds
 batch, rounds, repeats, *paths = sys.argv[1:]
 engines = [dk.load(path, "cpu") for path in paths]
 feeds = random_feeds(engines[0].inputs, {"N": int(batch)}, 0)
@@ -223,7 +223,7 @@ def _passed(ran: Ran, what: str) -> Ran:
 
 
 def _times(over: Any, under: Any) -> str:
-    from deploykit.measure.statistics import ratio
+    from deploykit.evaluation.statistics import ratio
 
     found = ratio(over, under)
     return f"{found.value:.2f}x ({found.low:.2f} to {found.high:.2f})"

@@ -60,76 +60,58 @@ __all__ = [
 ]
 
 _PUBLIC = {
-    "Answered": "deploykit.api.predict_items:Answered",
+    "Answered": "deploykit.evaluation.predict_items:Answered",
     "Artefact": "deploykit.core.artefact:Artefact",
     "BadInput": "deploykit.core.errors:BadInput",
-    "Bundled": "deploykit.api.bundle:Bundled",
-    "Compared": "deploykit.api.compare:Compared",
-    "DemoResult": "deploykit.api.demo:DemoResult",
+    "Bundled": "deploykit.deploying.bundle:Bundled",
+    "Compared": "deploykit.evaluation.compare:Compared",
+    "DemoResult": "deploykit.demonstration:DemoResult",
     "DeploykitError": "deploykit.core.errors:DeploykitError",
-    "Engine": "deploykit.runtimes.engine:Engine",
+    "Engine": "deploykit.engines.engine:Engine",
     "GateFailed": "deploykit.core.errors:GateFailed",
-    "Health": "deploykit.api.doctor:Health",
-    "Inspection": "deploykit.api.inspect:Inspection",
-    "LoadResult": "deploykit.measure.load.result:LoadResult",
-    "Made": "deploykit.api.artefacts:Made",
+    "Health": "deploykit.evaluation.doctor:Health",
+    "Inspection": "deploykit.evaluation.inspect:Inspection",
+    "LoadResult": "deploykit.reporting.load_result:LoadResult",
+    "Made": "deploykit.evaluation.artefacts:Made",
     "MissingExtra": "deploykit.core.errors:MissingExtra",
-    "ModelClient": "deploykit.api.client:ModelClient",
+    "ModelClient": "deploykit.serving.client:ModelClient",
     "NotFound": "deploykit.core.errors:NotFound",
     "OpenPipeline": "deploykit.pipelines.run:OpenPipeline",
-    "Planned": "deploykit.api.plan:Planned",
-    "Predicted": "deploykit.api.predict:Predicted",
+    "Planned": "deploykit.planning.plan:Planned",
+    "Predicted": "deploykit.evaluation.predict:Predicted",
     "Profile": "deploykit.core.profile:Profile",
-    "Report": "deploykit.measure.report.report:Report",
-    "ReportComparison": "deploykit.measure.report.compare:ReportComparison",
-    "RunningServer": "deploykit.api.running_server:RunningServer",
-    "Shapes": "deploykit.builders.builder:Shapes",
+    "Report": "deploykit.reporting.report:Report",
+    "ReportComparison": "deploykit.reporting.compare:ReportComparison",
+    "RunningServer": "deploykit.serving.running_server:RunningServer",
+    "Shapes": "deploykit.building.builder:Shapes",
     "TensorSpec": "deploykit.core.tensors:TensorSpec",
     "Unsupported": "deploykit.core.errors:Unsupported",
-    "bench": "deploykit.api.bench:bench",
-    "build": "deploykit.api.build:build",
-    "bundle": "deploykit.api.bundle:bundle",
-    "client": "deploykit.api.client:client",
-    "compare": "deploykit.api.compare:compare",
-    "compare_reports": "deploykit.api.compare_reports:compare_reports",
-    "demo": "deploykit.api.demo:demo",
-    "doctor": "deploykit.api.doctor:doctor",
-    "export": "deploykit.api.export:export",
-    "inspect": "deploykit.api.inspect:inspect",
-    "load": "deploykit.runtimes.engine:load",
-    "load_test": "deploykit.api.load_test:load_test",
-    "pipeline": "deploykit.api.pipeline:pipeline",
-    "plan": "deploykit.api.plan:plan",
-    "predict": "deploykit.api.predict:predict",
-    "predict_items": "deploykit.api.predict_items:predict_items",
+    "bench": "deploykit.benchmarking.bench:bench",
+    "build": "deploykit.building.build:build",
+    "bundle": "deploykit.deploying.bundle:bundle",
+    "client": "deploykit.serving.client:client",
+    "compare": "deploykit.evaluation.compare:compare",
+    "compare_reports": "deploykit.reporting.compare:compare_reports",
+    "demo": "deploykit.demonstration:demo",
+    "doctor": "deploykit.evaluation.doctor:doctor",
+    "export": "deploykit.exporting.export:export",
+    "inspect": "deploykit.evaluation.inspect:inspect",
+    "load": "deploykit.engines.engine:load",
+    "load_test": "deploykit.loadtest.load:load_test",
+    "pipeline": "deploykit.pipelines.pipeline:pipeline",
+    "plan": "deploykit.planning.plan:plan",
+    "predict": "deploykit.evaluation.predict:predict",
+    "predict_items": "deploykit.evaluation.predict_items:predict_items",
     "profile": "deploykit.core.profile:load_profile",
-    "quantize": "deploykit.api.quantize:quantize",
-    "serve": "deploykit.api.serve:serve",
-    "train": "deploykit.api.train:train",
+    "quantize": "deploykit.quantization.quantize:quantize",
+    "serve": "deploykit.serving.serve:serve",
+    "train": "deploykit.training.train:train",
 }
 
 if TYPE_CHECKING:
-    from deploykit.api.artefacts import Made
-    from deploykit.api.bench import bench
-    from deploykit.api.build import build
-    from deploykit.api.bundle import Bundled, bundle
-    from deploykit.api.client import ModelClient, client
-    from deploykit.api.compare import Compared, compare
-    from deploykit.api.compare_reports import compare_reports
-    from deploykit.api.demo import DemoResult, demo
-    from deploykit.api.doctor import Health, doctor
-    from deploykit.api.export import export
-    from deploykit.api.inspect import Inspection, inspect
-    from deploykit.api.load_test import load_test
-    from deploykit.api.pipeline import pipeline
-    from deploykit.api.plan import Planned, plan
-    from deploykit.api.predict import Predicted, predict
-    from deploykit.api.predict_items import Answered, predict_items
-    from deploykit.api.quantize import quantize
-    from deploykit.api.running_server import RunningServer
-    from deploykit.api.serve import serve
-    from deploykit.api.train import train
-    from deploykit.builders.builder import Shapes
+    from deploykit.benchmarking.bench import bench
+    from deploykit.building.build import build
+    from deploykit.building.builder import Shapes
     from deploykit.core.artefact import Artefact
     from deploykit.core.errors import (
         BadInput,
@@ -142,11 +124,28 @@ if TYPE_CHECKING:
     from deploykit.core.profile import Profile
     from deploykit.core.profile import load_profile as profile
     from deploykit.core.tensors import TensorSpec
-    from deploykit.measure.load.result import LoadResult
-    from deploykit.measure.report.compare import ReportComparison
-    from deploykit.measure.report.report import Report
+    from deploykit.demonstration import DemoResult, demo
+    from deploykit.deploying.bundle import Bundled, bundle
+    from deploykit.engines.engine import Engine, load
+    from deploykit.evaluation.artefacts import Made
+    from deploykit.evaluation.compare import Compared, compare
+    from deploykit.evaluation.doctor import Health, doctor
+    from deploykit.evaluation.inspect import Inspection, inspect
+    from deploykit.evaluation.predict import Predicted, predict
+    from deploykit.evaluation.predict_items import Answered, predict_items
+    from deploykit.exporting.export import export
+    from deploykit.loadtest.load import load_test
+    from deploykit.pipelines.pipeline import pipeline
     from deploykit.pipelines.run import OpenPipeline
-    from deploykit.runtimes.engine import Engine, load
+    from deploykit.planning.plan import Planned, plan
+    from deploykit.quantization.quantize import quantize
+    from deploykit.reporting.compare import ReportComparison, compare_reports
+    from deploykit.reporting.load_result import LoadResult
+    from deploykit.reporting.report import Report
+    from deploykit.serving.client import ModelClient, client
+    from deploykit.serving.running_server import RunningServer
+    from deploykit.serving.serve import serve
+    from deploykit.training.train import train
 else:
 
     def __getattr__(name: str) -> object:

@@ -18,9 +18,9 @@ import torch
 from PIL import Image, ImageDraw
 from torch import nn
 
-from deploykit.core.paths import load_py
-from deploykit.core.preprocess import IMAGENET
+from deploykit.core.files import load_py
 from deploykit.core.recipe import Recipe, Split, Splits
+from deploykit.core.task import IMAGENET
 from deploykit.core.tensors import parse_spec
 
 metric = load_py(Path(__file__).with_name("average_precision.py"))

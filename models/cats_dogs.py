@@ -23,11 +23,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from deploykit.core.preprocess import Preprocess
 from deploykit.core.recipe import Recipe, Split, Splits
-from deploykit.core.task import SHORTEST_EDGE, ImageInput
+from deploykit.core.task import SHORTEST_EDGE, ImageInput, Preprocess
 from deploykit.core.tensors import TensorSpec
-from deploykit.training.classes import top1_per_sample
+from deploykit.training.data import top1_per_sample
 
 SIDE = 128
 IMAGE = ImageInput("image", SIDE, SIDE, SHORTEST_EDGE, SIDE)  # the middle square
@@ -56,7 +55,7 @@ class CatsDogs(nn.Module):
 def data(path: Path | None) -> Splits:
     """Images uint8 (samples, 128, 128, 3), labels int64 (samples,)."""
     if path is not None:
-        from deploykit.runtimes.data.folders import class_splits
+        from deploykit.engines.data.folders import class_splits
 
         return class_splits(path, IMAGE, classes=2)
     return drawn_splits(*DRAWN)

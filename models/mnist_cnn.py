@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from deploykit.core.errors import BadInput, NotFound, first_line
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.core.tensors import TensorSpec
-from deploykit.training.classes import enlarged_digits, top1_per_sample
+from deploykit.training.data import enlarged_digits, top1_per_sample
 
 SIDE = 28
 DIGITS_TRAIN, DIGITS_CALIBRATION = 1077, 180  # the other 540 test

@@ -21,12 +21,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from deploykit.core.extras import require
-from deploykit.core.preprocess import IMAGENET
 from deploykit.core.recipe import Recipe, Splits
-from deploykit.core.task import SHORTEST_EDGE, ImageInput
+from deploykit.core.task import IMAGENET, SHORTEST_EDGE, ImageInput
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.data.folders import class_splits
-from deploykit.training.classes import digit_splits, top1_per_sample
+from deploykit.engines.data.folders import class_splits
+from deploykit.training.data import digit_splits, top1_per_sample
 
 SIDE = 224
 IMAGE = ImageInput("image", SIDE, SIDE, SHORTEST_EDGE, SIDE)  # the middle square

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from deploykit.core.manifest import Manifest  # noqa: E402
-from deploykit.measure.report.report import VERSION, Report  # noqa: E402
+from deploykit.reporting.report import VERSION, Report  # noqa: E402
 
 PAGES = {ROOT / "docs" / "manifest.md": Manifest, ROOT / "docs" / "report.md": Report}
 SCHEMA = ROOT / "docs" / "report.schema.json"

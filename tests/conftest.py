@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from deploykit.runtimes.engine import Engine
+from deploykit.engines.engine import Engine
 from tests.support.exports import share_the_registry
 from tests.support.runtimes.cases import AFFINE, OPENERS, PRESENT, onnx_model
 
@@ -74,11 +74,11 @@ def affine_onnx(tmp_path: Path) -> Path:
 @pytest.fixture
 def onnxruntime_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """`bench` has the columns that a test asks for, in one session; other tests search."""
-    from deploykit.measure.timing import cpu_search
+    from deploykit.benchmarking import cpu_search
 
     one = [cpu_search.CpuSettings(1, 1)]
     monkeypatch.setattr(cpu_search, "choices_for", lambda _runtime, _cores: one)
-    monkeypatch.setattr("deploykit.api.bench_rivals.installed", lambda _: False)
+    monkeypatch.setattr("deploykit.benchmarking.columns.installed", lambda _: False)
 
 
 @pytest.fixture(params=PRESENT)

@@ -372,7 +372,7 @@ def test_only_output_prints() -> None:
 def test_recipes_are_short_and_know_the_core_and_what_gives_them_data(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 200
     ours = {name for name in imports_of(path) if name.split(".")[0] == "deploykit"}
-    known = ("deploykit.core", "deploykit.runtimes.data", "deploykit.training.classes")
+    known = ("deploykit.core", "deploykit.runtimes.data", "deploykit.training.data")
     assert all(name.startswith(known) for name in ours)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.core.paths import load_py
+from deploykit.core.files import load_py
 
 EXAMPLE = load_py(Path(__file__).resolve().parent.parent / "examples/average_precision.py")
 FoundBoxes, MeanPrecision = EXAMPLE.FoundBoxes, EXAMPLE.MeanPrecision

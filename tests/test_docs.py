@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import deploykit
 from deploykit.cli.main import app
-from deploykit.measure.report.report import Report
+from deploykit.reporting.report import Report
 from scripts.class_tables import PAGES as TABLES
 from scripts.class_tables import SCHEMA, schema, written
 from tests.support.blocks import blocks, commands, run, run_page, unknown_options

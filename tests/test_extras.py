@@ -46,7 +46,7 @@ COMMAND = "from deploykit.cli.main import main; sys.exit(main())"
 
 
 def test_the_api_is_imported_without_the_serve_extra() -> None:
-    done = without_serve("import deploykit.api.serve")
+    done = without_serve("import deploykit.serving.serve")
     assert (done.returncode, done.stderr) == (0, "")
 
 

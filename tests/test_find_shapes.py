@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 needs("onnxscript", "onnxruntime", "PIL")
 
 import deploykit as dk  # noqa: E402
-from deploykit.core.paths import load_py  # noqa: E402
+from deploykit.core.files import load_py  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -25,7 +25,7 @@ METRIC = f"{EXAMPLE.with_name('average_precision.py')}:map_of_each"
 SMALL = f"""
 from dataclasses import replace
 from pathlib import Path
-from deploykit.core.paths import load_py
+from deploykit.core.files import load_py
 
 shapes = load_py({str(EXAMPLE)!r})
 RECIPE = replace(shapes.RECIPE, data=lambda _: shapes.splits(300, 20, 20), epochs=6)

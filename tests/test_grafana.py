@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from deploykit.runtimes.devices import Devices
-from deploykit.runtimes.gpu_state import GpuState
+from deploykit.engines.devices import Devices, GpuState
 from deploykit.serving.models import reload, shadow
 from deploykit.serving.models.pipelines import PipelineCounts
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe import logs
-from deploykit.serving.observe.process import Sampler
+from deploykit.serving.observe.metrics import Sampler
 from deploykit.serving.observe.prometheus import METRICS, Sample
 from deploykit.serving.options import ServeOptions
 from tests.support.fake_engine import FakeEngine

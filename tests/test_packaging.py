@@ -263,7 +263,7 @@ def test_the_cpu_extra_quantizes_builds_predicts_and_measures_without_torch(
 
 
 def test_the_wheel_in_a_bundle_holds_the_same_files(wheel: Path, tmp_path: Path) -> None:
-    from deploykit.bundling.wheels import own_wheel
+    from deploykit.deploying.wheels import own_wheel
 
     with zipfile.ZipFile(wheel) as built, zipfile.ZipFile(own_wheel(tmp_path)) as packed:
         assert set(packed.namelist()) == set(built.namelist())

@@ -10,7 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from deploykit.serving.server import ServeOptions, run
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.server import run
 from tests.support.fake_engine import FakeEngine
 
 port, max_batch, latency_ms, queue = (int(word) for word in sys.argv[1:5])

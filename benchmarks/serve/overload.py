@@ -31,11 +31,11 @@ from child import header
 from processes import free_port, started
 
 from deploykit.core.errors import DeploykitError
-from deploykit.measure.load.check import AnswerCheck
-from deploykit.measure.load.client import Client
-from deploykit.measure.load.generator import run_load
-from deploykit.measure.load.records import SendPlan
-from deploykit.measure.load.target import RemoteModel, find_model, make_feeds, make_requests
+from deploykit.loadtest.check import AnswerCheck
+from deploykit.loadtest.client import Client
+from deploykit.loadtest.generator import run_load
+from deploykit.loadtest.result import SendPlan
+from deploykit.loadtest.target import RemoteModel, find_model, make_feeds, make_requests
 
 HERE = Path(__file__).resolve().parent
 MAX_BATCH, LATENCY_MS, QUEUE = 16, 40, 128

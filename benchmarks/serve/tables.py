@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from clients import Sample
 
-from deploykit.measure.statistics import Interval, ratio
+from deploykit.core.evidence import Interval
+from deploykit.evaluation.statistics import ratio
 
 OURS = "deploykit"
 

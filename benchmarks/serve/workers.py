@@ -40,7 +40,7 @@ from peers import asked
 from processes import Running, free_port, started
 from reasons import NotMeasuredError
 
-from deploykit.measure.statistics import ratio
+from deploykit.evaluation.statistics import ratio
 
 WARM_UP_S = 1
 BAR_CPU_US, BAR_MOSEC, BAR_FASTAPI, BAR_SCALING = 35, 1.25, 7, 0.85

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from deploykit.cli import output, tables
 from deploykit.cli.options import JSON, api_arguments, described
-from deploykit.cli.progress import Progress
+from deploykit.cli.output import Progress
 from deploykit.cli.serve import (
     SERVE_PAGE,
     ServeArguments,
@@ -19,7 +19,7 @@ from deploykit.cli.serve import (
 )
 
 if TYPE_CHECKING:
-    from deploykit.api.boot import Booted
+    from deploykit.deploying.boot import Booted
 
 # `boot` serves the bundle's model alone, from a file that nobody replaces
 _NOT_OF_BOOT = {
@@ -67,7 +67,7 @@ def bundle(
     Example: deploykit bundle model.fp16.onnx --profile jetson-orin-nx-16gb -o bundle
     """
     given = api_arguments(locals()) | {"axes": axes or ()}
-    from deploykit.api import bundle as bundling
+    from deploykit.deploying import bundle as bundling
 
     with Progress(f"bundle for {profile}") as progress:
         result = bundling.bundle(**given, on_progress=progress)
@@ -110,7 +110,7 @@ def boot(options: Any) -> None:
 
     Example: deploykit boot /bundle --cache /engines --host 0.0.0.0
     """
-    from deploykit.api import boot as booting
+    from deploykit.deploying import boot as booting
 
     def ready(host: str, http: int, grpc: int | None, models: list[str], booted: Booted) -> None:
         show_ready(options, host, http, grpc, models, engine=booted.to_dict())

@@ -20,7 +20,7 @@ from deploykit.cli.options import (
     api_arguments,
     described,
 )
-from deploykit.cli.progress import Progress
+from deploykit.cli.output import Progress
 
 _ACCURACY = """
 --calib FILE.npz|DIR   Calibration data, for int8, fp8 and auto
@@ -114,7 +114,7 @@ def train(
     if given.pop("compare_devices"):
         _compare_devices(as_json, **{key: given[key] for key in _TABLE})
         return
-    from deploykit.api import train as training
+    from deploykit.training import train as training
 
     with Progress("train") as progress:
         result = training.train(**given, on_progress=progress)
@@ -127,8 +127,8 @@ _TABLE = ("recipe", "out", "data", "batch_size", "augment", "compile", "force")
 
 
 def _compare_devices(as_json: bool, **given: Any) -> None:
-    from deploykit.api import compare_devices as verb
-    from deploykit.api.devices_page import against
+    from deploykit.training import compare_devices as verb
+    from deploykit.training.compare_devices import against
 
     command = shlex.join(["deploykit", *sys.argv[1:]])
     with Progress("train --compare-devices") as progress:
@@ -201,7 +201,7 @@ def export(
     Example: deploykit export net.pt --arch ./net.py:Net --input 'image:float32[N,3,224,224]'
     """
     given = api_arguments(locals()) | {"inputs": inputs or ()}
-    from deploykit.api import export as exporting
+    from deploykit.exporting import export as exporting
 
     with output.shown_on_failure(as_json, tables.made), Progress("export") as progress:
         result = exporting.export(**given, on_progress=progress)
@@ -248,7 +248,7 @@ def quantize(
     Example: deploykit quantize model.onnx --to int8 --calib train.npz --data test.npz
     """
     given = api_arguments(locals())
-    from deploykit.api import quantize as precision
+    from deploykit.quantization import quantize as precision
 
     with (
         output.shown_on_failure(as_json, tables.made),
@@ -321,10 +321,10 @@ def build(
     Example: deploykit build model.onnx --profile l4 --precision fp16
     """
     given = locals()
-    from deploykit.api import build as making
-    from deploykit.api import build_tensorrt
+    from deploykit.building import build as making
+    from deploykit.building.builder import Shapes
 
-    shapes = build_tensorrt.Shapes(**_shapes(given))
+    shapes = Shapes(**_shapes(given))
     with (
         output.shown_on_failure(as_json, tables.built),
         Progress(f"build for {profile}") as progress,

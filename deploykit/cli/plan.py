@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploykit.cli import output
-from deploykit.cli.format import figure, size
 from deploykit.cli.options import JSON, described
-from deploykit.cli.output import Part, TextTable
-from deploykit.cli.progress import Progress
+from deploykit.cli.output import Part, Progress, TextTable
 from deploykit.cli.prove import axis_sizes, sizes
+from deploykit.cli.tables import figure, size
 from deploykit.core.errors import BadInput
 
 if TYPE_CHECKING:
-    from deploykit.api.plan import Planned, TargetPlan
+    from deploykit.planning.plan import Planned, TargetPlan
     from deploykit.planning.predict import Prediction
 
 _IN_FULL = 3  # targets; of more, each has one line
@@ -49,7 +48,7 @@ def plan(
 
     Example: deploykit plan model.onnx --profile l4 --profile cpu --slo-ms 20
     """
-    from deploykit.api import plan as planning
+    from deploykit.planning import plan as planning
 
     with Progress("plan") as progress:
         result = planning.plan(

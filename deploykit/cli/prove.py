@@ -2,19 +2,97 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from deploykit.cli import answers, output, pipelines, tables
+from deploykit.cli import output, tables
+from deploykit.cli import tables as answers
 from deploykit.cli.options import DEVICE, ENGINE, FORCE, JSON, TRUST, api_arguments, described
-from deploykit.cli.progress import Progress
+from deploykit.cli.output import Part, Progress
+from deploykit.cli.tables import figure
 from deploykit.core.errors import BadInput, GateFailed
 
 if TYPE_CHECKING:
-    from deploykit.measure.report.report import Report
+    from deploykit.pipelines.file import AnsweredFiles
+    from deploykit.reporting.report import Report
+
+
+# `deploykit predict` and `bench` of a pipeline, and what they print.
+
+SUFFIXES = (".py", ".toml")  # of a pipeline, in the place of an engine
+
+
+def predict_pipelines(path: Path, data: list[Path], options: dict[str, Any], as_json: bool) -> None:
+    """Answer files. `options`: of the command; those that are for models alone are refused."""
+    _refuse(options, text=[], restart=False, on="local")
+    from deploykit.pipelines.pipeline import predict_files
+
+    names = ("out", "device", "batch", "trust", "force")
+    with Progress("predict") as progress:
+        result = predict_files(
+            path, data, **{name: options[name] for name in names},
+            on_progress=progress, on_note=_note,
+        )  # fmt: skip
+    output.show(result, answered(result), as_json=as_json)
+
+
+def find_bench(engines: list[Path] | None) -> Callable[[dict[str, Any], bool], None] | None:
+    """What times them, where a pipeline is among them."""
+    return bench_pipelines if any(each.suffix in SUFFIXES for each in engines or ()) else None
+
+
+def bench_pipelines(options: dict[str, Any], as_json: bool) -> None:
+    """Time a pipeline. `options`: of the command."""
+
+    engines, batches = options["engines"], sizes("batches", options["batches"] or "1")
+    if len(engines) > 1:
+        raise BadInput("a pipeline is measured by itself")
+    _refuse(
+        options, baseline=None, axis=None, slo_ms=None, price=None, processes=None, scenario=None,
+        strict=False, settings_of=None, fail_on_regression=None,
+    )  # fmt: skip
+    if options["data"] is None:
+        raise BadInput("a pipeline is measured on files", hint="`data` FILE or `data` DIR")
+    from deploykit.benchmarking.pipeline import bench_pipeline
+
+    usual_s = (1.0, 1.5) if options["quick"] else (10.0, 60.0)
+    warmup_s, seconds = options["warmup_s"], options["seconds"]
+    with Progress("bench") as progress, redirect_stdout(sys.stderr):  # what stages print
+        result = bench_pipeline(
+            engines[0], options["data"], batches=batches, device=options["device"],
+            warmup_s=usual_s[0] if warmup_s is None else warmup_s,
+            seconds=usual_s[1] if seconds is None else seconds,
+            trust=options["trust"], out=options["out"], force=options["force"],
+            command=shlex.join(["deploykit", *sys.argv[1:]]), on_progress=progress, on_note=_note,
+        )  # fmt: skip
+    output.show(result, tables.report(result, options["out"]), as_json=as_json)
+
+
+def _note(text: str) -> None:
+    output.note(f"note: {output.one_line(text)}")
+
+
+def _refuse(options: dict[str, Any], **usual: Any) -> None:
+    wrong = [name for name, value in usual.items() if options[name] not in (value, None)]
+    if wrong:
+        raise BadInput(f"`{wrong[0]}` has no effect on a pipeline")
+
+
+def answered(result: AnsweredFiles) -> list[Part]:
+    """The answers as JSON, with the file's name where there are several."""
+    if result.path is not None:
+        per_s = figure(result.files / result.seconds)
+        what = f"{result.files} files on {result.device}, {per_s} per second"
+        return [f"wrote {result.path}: {what}"]
+    several = len(result.answers) > 1
+    found = {name: json.dumps(each, ensure_ascii=False) for name, each in result.answers.items()}
+    return [f"{name}: {text}" if several else text for name, text in found.items()]
 
 
 @described(f"FILE  A .pt, {ENGINE}\n{JSON}")
@@ -23,7 +101,7 @@ def inspect(path: Path, as_json: bool = False) -> None:
 
     Example: deploykit inspect model.int8.onnx
     """
-    from deploykit.api import inspect as inspecting
+    from deploykit.evaluation import inspect as inspecting
 
     result = inspecting.inspect(path)
     output.show(result, tables.inspection(result), as_json=as_json)
@@ -54,7 +132,7 @@ def compare(
     Example: deploykit compare model.pt model.onnx
     """
     given = api_arguments(locals())
-    from deploykit.api import compare as proof
+    from deploykit.evaluation import compare as proof
 
     result = proof.compare(**given)
     output.show(result, tables.compared(result), as_json=as_json)
@@ -95,17 +173,17 @@ def predict(
     Example: deploykit predict model.onnx cat.jpg
     """
     given = api_arguments(locals())
-    if engine.suffix in pipelines.SUFFIXES:
-        pipelines.predict(engine, data or [], given, as_json)
+    if engine.suffix in SUFFIXES:
+        predict_pipelines(engine, data or [], given, as_json)
         return
-    from deploykit.api import predict as predicting
+    from deploykit.evaluation import predict as predicting
 
     files, sentences = data or [], text or []
     note = lambda message: output.note(f"note: {output.one_line(message)}")  # noqa: E731
     if out is None:
         if any(each.suffix in (".npz", ".npy") for each in files):
             raise BadInput(f"{files[0]}: holds samples; `out` names the file for their outputs")
-        from deploykit.api.predict_items import predict_items
+        from deploykit.evaluation.predict_items import predict_items
 
         answered = predict_items(
             engine, files, text=sentences, device=device, trust=trust, on_note=note
@@ -187,10 +265,10 @@ def bench(
     Example: deploykit bench model.int8.onnx --baseline model.onnx --quick
     """
     given = api_arguments(locals())
-    if other := compare_two if compare is not None else pipelines.find_bench(engines):
+    if other := compare_two if compare is not None else find_bench(engines):
         other(given, as_json)
         return
-    from deploykit.api import bench as figures
+    from deploykit.benchmarking import bench as figures
 
     with Progress("bench") as progress:
         result = figures.bench(
@@ -248,7 +326,7 @@ def compare_two(given: dict[str, Any], as_json: bool) -> None:
     others = [f"`{name}`" for name in given if given[name] not in (usual[name].default, [])]
     if others:
         raise BadInput(f"`compare` measures nothing: it takes no {' and no '.join(others)}")
-    from deploykit.api.compare_reports import compare_reports
+    from deploykit.reporting.compare import compare_reports
 
     result = compare_reports(
         a, b, fail_on_regression=None if bound is None else share("fail_on_regression", bound)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import typer
 
 from deploykit.cli import output, tables
 from deploykit.cli.options import DEVICE, ENGINE, FORCE, JSON, TRUST, api_arguments, described
-from deploykit.cli.progress import Progress
+from deploykit.cli.output import Progress
 from deploykit.cli.prove import axis_sizes, sizes
 
 
@@ -146,7 +147,7 @@ def serve(options: ServeArguments) -> None:
 
     Example: deploykit serve mnist=model.int8.onnx --http-port 8000
     """
-    from deploykit.api import serve as service
+    from deploykit.serving import serve as service
 
     dropped = service.serve_until_stopped(
         [*(options.engine or ()), *(options.models or ())],
@@ -225,7 +226,7 @@ def load(
     """
     given = api_arguments(locals())
     given["axes"] = axis_sizes("axis", given.pop("axis") or "")
-    from deploykit.api import load_test as loading
+    from deploykit.loadtest import load as loading
 
     with Progress("load", bar_only=True) as progress:
         command = shlex.join(["deploykit", *sys.argv[1:]])
@@ -265,3 +266,22 @@ def show_ready(
         "Press Ctrl-C to stop.",
     ]
     output.line("\n".join(lines))
+
+
+# `deploykit health`: the health check of a container.
+
+
+@described(f"""
+URL                    The server; without it 127.0.0.1, port $DEPLOYKIT_HTTP_PORT or 8000
+--timeout SECONDS      Longest wait for its answer
+{JSON}""")
+def health(url: str | None = None, timeout_s: float = 5.0, as_json: bool = False) -> None:
+    """Ask a running server whether it is ready; exit 1 if not.
+
+    Example: deploykit health http://127.0.0.1:8000
+    """
+    from deploykit.serving import health as probe
+
+    port = os.environ.get("DEPLOYKIT_HTTP_PORT", "8000")
+    result = probe.health(url or f"http://127.0.0.1:{port}", timeout_s=timeout_s)
+    output.show(result, [f"{result.url} is ready"], as_json=as_json)

@@ -8,36 +8,95 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.cli.format import (
-    figure,
-    latency,
-    mix,
-    ms,
-    percent,
-    percentiles,
-    plain,
-    size,
-    versions,
-)
 from deploykit.cli.output import Part, TextTable
 from deploykit.core.task import EMBED
+from deploykit.evaluation.formatting import SPACE, number
 
 if TYPE_CHECKING:
-    from deploykit.api.artefacts import Made
-    from deploykit.api.build_tensorrt import CheckResult
-    from deploykit.api.bundle import Bundled
-    from deploykit.api.compare import Compared
-    from deploykit.api.demo import DemoResult
-    from deploykit.api.inspect import Inspection
-    from deploykit.api.predict import Predicted
-    from deploykit.core.evidence import Evidence, SearchRecord
-    from deploykit.core.parity import ParityRow
+    from deploykit.building.tensorrt.prove import CheckResult
+    from deploykit.core.evidence import Evidence, Interval, Parity, ParityRow, SearchRecord
     from deploykit.core.task import Task
-    from deploykit.measure.evaluate.parity import Parity
-    from deploykit.measure.load.result import LoadResult
-    from deploykit.measure.report.compare import ReportComparison
-    from deploykit.measure.report.report import Report
-    from deploykit.measure.statistics import Interval
+    from deploykit.demonstration import DemoResult
+    from deploykit.deploying.bundle import Bundled
+    from deploykit.evaluation.artefacts import Made
+    from deploykit.evaluation.compare import Compared
+    from deploykit.evaluation.inspect import Inspection
+    from deploykit.evaluation.latency import Latency
+    from deploykit.evaluation.predict import Predicted
+    from deploykit.evaluation.predict_items import Answered
+    from deploykit.reporting.compare import ReportComparison
+    from deploykit.reporting.load_result import LoadResult
+    from deploykit.reporting.report import Report
+
+
+# Numbers and lists as short strings: sizes, rates, times, intervals.
+
+
+def latency(value: Latency | None) -> str:
+    """p50, p90 and p99 in milliseconds, with how many samples they are of."""
+    if value is None:
+        return "not measured: no request had a good answer"
+    parts = []
+    for name, item in percentiles(value):
+        needs = value.needs.get(f"{name}_ms")
+        none = f"none: {lost(value)} had no good answer"
+        why = f"too few, needs {needs:,} calls" if needs else none
+        parts.append(f"{name} {ms(item) if item else why}")
+    return ", ".join(parts) + f" (n = {value.samples:,})"
+
+
+def lost(value: Latency) -> str:
+    """The share of calls without an answer."""
+    return f"{figure(100 * value.lost / (value.samples + value.lost))} %"
+
+
+def percentiles(value: Latency) -> list[tuple[str, Interval | None]]:
+    return [("p50", value.p50_ms), ("p90", value.p90_ms), ("p99", value.p99_ms)]
+
+
+def ms(value: Interval | None, needs: int | None = None) -> str:
+    """`needs`: how many calls a percentile takes that too few were timed for."""
+    few = f"needs {needs:,} calls" if needs else "too few"
+    return few if value is None else f"{figure(value.value)} ms"
+
+
+def figure(value: float | None) -> str:
+    """Three digits, and never an exponent; "-" for what is not known."""
+    return "-" if value is None else number(value).replace(SPACE, ",")
+
+
+def percent(value: Interval) -> str:
+    return f"{value.value * 100:.2f} % ({value.low * 100:.2f} to {value.high * 100:.2f})"
+
+
+def plain(value: Interval) -> str:
+    """In its own unit, such as perplexity's."""
+    return f"{value.value:.5g} ({value.low:.5g} to {value.high:.5g})"
+
+
+def mix(values: dict[str, Any] | Any) -> str:
+    return ", ".join(f"{count} {name}" for name, count in values.items()) or "-"
+
+
+def versions(values: dict[str, str] | Any) -> str:
+    return ", ".join(f"{name} {version}" for name, version in values.items()) or "-"
+
+
+def size(count: int) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count} B" if unit == "B" else f"{count:.1f} {unit}"
+        count = count / 1000  # type: ignore[assignment]
+    return ""
+
+
+def memory(count: int | None) -> str:
+    return "-" if count is None else f"{count / 2**30:.0f} GiB"
+
+
+def rate(value: float | None, unit: float, name: str) -> str:
+    return "-" if value is None else f"{value / unit:.4g} {name}"
+
 
 UNKNOWN = "not known"
 _LAYERS, _LONGEST = 10, 48  # shown of a report, and characters of their names
@@ -101,7 +160,7 @@ def calibrated(evidence: Evidence) -> list[str]:
 
 def built(result: Made | CheckResult) -> list[Part]:
     """What a build that failed its gate left."""
-    from deploykit.api.artefacts import Made
+    from deploykit.evaluation.artefacts import Made
 
     return made(result) if isinstance(result, Made) else checked(result)
 
@@ -320,7 +379,7 @@ def report(result: Report, folder: Path) -> list[Part]:
 
 
 def _layers(result: Report) -> Iterator[Part]:
-    from deploykit.measure.report.layer_figures import COLUMNS, layer_note, layer_rows
+    from deploykit.reporting.figures import COLUMNS, layer_note, layer_rows
 
     for each in result.layers:
         found = each.to_dict()
@@ -329,7 +388,7 @@ def _layers(result: Report) -> Iterator[Part]:
 
 
 def report_comparison(result: ReportComparison) -> list[Part]:
-    from deploykit.measure.report.formatting import number, spread
+    from deploykit.evaluation.formatting import number, spread
 
     several = len({row.scenario for row in result.rows}) > 1
     rows = [
@@ -367,3 +426,38 @@ def demo(result: DemoResult) -> list[Part]:
     header = ("", "accuracy", "p50 at batch 1", "throughput")
     verdict = result.report.verdict
     return ["", TextTable(header, result.rows), "", *verdict, "", f"report: {result.page}"]
+
+
+# The answers of a model with a task as lines for people.
+
+_SHOWN_VALUES = 8  # of an embedding
+
+
+def answered(result: Answered) -> list[Part]:
+    """One line for each item, or for each box; with its name where there are several."""
+    several = len(result.items) > 1
+    lines: list[Part] = []
+    for name, answer in zip(result.items, result.answers, strict=True):
+        found = _answer_lines(answer)
+        lines += [f"{name}: {line}" for line in found] if several else found
+    return lines
+
+
+def _answer_lines(answer: dict[str, Any]) -> list[str]:
+    if "label" in answer:
+        return [f"{answer['label']} {_share(answer['score'])}"]
+    if "embedding" in answer:
+        values = answer["embedding"]
+        shown = " ".join(f"{value:.4g}" for value in values[:_SHOWN_VALUES])
+        return [f"{len(values)} numbers: {shown}{' ...' * (len(values) > _SHOWN_VALUES)}"]
+    if "boxes" in answer:
+        named = [(f"{b['label']} {_share(b['score'])}", b["box"]) for b in answer["boxes"]]
+        at = [f"{text} at {x:.0f},{y:.0f} to {u:.0f},{v:.0f}" for text, (x, y, u, v) in named]
+        return at or ["no boxes"]
+    size = answer["width"] * answer["height"]
+    parts = sorted(answer["segments"], key=lambda each: -int(each["pixels"]))
+    return [", ".join(f"{each['label']} {_share(each['pixels'] / size)}" for each in parts)]
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.0f} %"

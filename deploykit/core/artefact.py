@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.core.errors import BadInput, Unsupported
-from deploykit.core.files import check_inside, check_readable, manifest_path, open_readable, sha256
-from deploykit.core.paths import StrPath
+from deploykit.core.files import (
+    StrPath,
+    check_inside,
+    check_readable,
+    manifest_path,
+    open_readable,
+    sha256,
+)
 from deploykit.core.runtime import ALL, BY_FORMAT, READS, Runtime
 
 if TYPE_CHECKING:

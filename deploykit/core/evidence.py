@@ -12,11 +12,170 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from deploykit.core.errors import GateFailed
 from deploykit.core.json_value import Record
-from deploykit.core.parity import Parity as Parity
-from deploykit.core.parity import ParityRow as ParityRow
-from deploykit.core.preprocess import Preprocess
-from deploykit.core.statistics_basic import Drop, Interval
+from deploykit.core.task import Preprocess
+
+# The numeric difference of two engines on the same inputs, and its bound.
+
+# Two float32 programs differ by the rounding of both, and by that of other kernels.
+FLOAT32_MARGIN = 8.0
+MOST = 0.1  # what float32 itself gives allows no more: two different models would pass
+
+
+@dataclass(frozen=True)
+class ParityRow(Record):
+    """Difference of one output between two engines at one batch size; non-finite values left out.
+
+    `error` is what a bound applies to: max |a-b| / max |a|, relative to the output's own `scale`,
+    max |a|; where all of a is 0 and b is not, it is 1. It is infinite where `problem` says that no
+    bound can be met: NaN, infinity on one side only, integers that differ. `float32_error`: what
+    float32 itself gives, that is the same error of a against itself in float64 or in another batch;
+    None where it was not measured.
+    `max_rel`: max |a-b| / max(|a|, 1e-6). `sqnr_db`: signal to noise, infinite when equal.
+    `agreement`: share of equal argmax over the classes, of samples, tokens or pixels, or of boxes
+    that both found; `answers` says of which, and is empty where an output shows neither.
+    `mean_iou`: of the classes of pixels, or of the boxes that both found. Boxes that only one of
+    the two found are an `error` of their share. `finite`: every value of both sides is finite.
+    `places_match`: NaN and the infinities are at the same places on both sides. `floating`: neither
+    integers nor booleans.
+    """
+
+    output: str
+    batch: int
+    values: int
+    max_abs: float
+    max_rel: float
+    rms: float
+    sqnr_db: float
+    agreement: float | None
+    finite: bool
+    error: float
+    problem: str = ""
+    places_match: bool = True
+    floating: bool = True
+    scale: float | None = None
+    float32_error: float | None = None
+    answers: str = ""
+    mean_iou: float | None = None
+
+    @property
+    def zero(self) -> bool:
+        """All of it is 0 on both sides, so that equality shows nothing."""
+        return self.floating and self.values > 0 and self.scale == 0 and self.error == 0
+
+
+@dataclass(frozen=True)
+class Parity(Record):
+    """Outputs of `b` compared with those of `a`, the reference; the bound is on `ParityRow.error`.
+
+    A row's bound is `max_error`, or 8 times its `float32_error` where that is more, up to 0.1.
+    `data_sha256`: of the file with the inputs; empty for seeded random ones.
+    """
+
+    a: str
+    b: str
+    rows: tuple[ParityRow, ...]
+    max_error: float
+    data_sha256: str = ""
+
+    shown: ClassVar[tuple[str, ...]] = ("passed", "why")
+
+    @property
+    def worst(self) -> ParityRow:
+        """The row with the largest error, of those above their bound if any is."""
+        return max(self.rows, key=lambda row: (row.error > self.bound(row), row.error))
+
+    @property
+    def passed(self) -> bool:
+        return all(row.error <= self.bound(row) for row in self.rows)
+
+    def bound(self, row: ParityRow) -> float:
+        """The largest error that `row` may have."""
+        return max(self.max_error, min(MOST, FLOAT32_MARGIN * (row.float32_error or 0.0)))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Outputs on which nothing was shown."""
+        found = []
+        for name in dict.fromkeys(row.output for row in self.rows):
+            rows = [row for row in self.rows if row.output == name]
+            what = "holds no value" if not any(row.values for row in rows) else "is 0 everywhere"
+            if all(row.zero or not row.values for row in rows):
+                found.append(f"output '{name}' {what} on these inputs: that shows nothing")
+        return tuple(found)
+
+    @property
+    def why(self) -> str:
+        """The worst row in one line."""
+        worst = self.worst
+        found = worst.problem or (
+            f"error {worst.error:.3g} is {'within' if self.passed else 'above'} "
+            f"{self.bound(worst):.3g}"
+        )
+        if (worst.float32_error or 0.0) > self.max_error and not worst.problem:
+            found += f"; float32 itself gives {worst.float32_error:.3g}"
+        where = f"against {self.a}: output '{worst.output}' at batch {worst.batch}"
+        return "; ".join((f"{where}: {found}", *self.warnings))
+
+    def raise_if_over(self) -> None:
+        """Raise GateFailed naming the worst row unless every error is within the bound."""
+        if not self.passed:
+            raise GateFailed(
+                f"{self.b} {self.why}",
+                hint=None
+                if self.worst.problem
+                else "error is max |a-b| / max |a|; see the other rows for where it begins",
+            )
+
+
+# A measured value with its 95 % interval, and a drop in a score.
+
+ADJUSTED_WALD = "adjusted Wald for paired proportions"
+
+
+@dataclass(frozen=True)
+class Interval(Record):
+    """A measured value and its 95 % interval; the unit is in the name of what holds it."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Drop(Record):
+    """How much worse a candidate scores than a reference on the same `n` samples.
+
+    `drop` is positive when the candidate is worse. `unit`: "pp", a difference of shares (0.01 is
+    one percentage point); "%", perplexity's relative rise (0.01 is one per cent); "", the score's
+    own unit. `lost` and `gained`: the samples on which the candidate's score is lower, and higher.
+    `method`: how the interval of `drop` was made.
+    """
+
+    metric: str
+    n: int
+    reference: Interval
+    candidate: Interval
+    drop: Interval
+    lost: int
+    gained: int
+    unit: str = "pp"
+    method: str = ADJUSTED_WALD
+
+    def describe(self) -> str:
+        """For people: "drop 0.4 pp, 0.1 to 0.7, n = 540" (pp: percentage points)."""
+        digits, scale = (1 if self.n < 1000 else 2), (100 if self.unit else 1)
+        value, low, high = (
+            f"{round(part * 100, digits) + 0.0:.{digits}f}"  # + 0.0 turns -0.0 into 0.0
+            if self.unit and abs(part) < 1000  # a perplexity can rise without bound
+            else f"{part * scale:.3g}"
+            for part in (self.drop.value, self.drop.low, self.drop.high)
+        )
+        what = f"{self.metric} rise" if self.unit == "%" else "drop"
+        unit = f" {self.unit}" if self.unit else ""
+        return f"{what} {value}{unit}, {low} to {high}, n = {self.n}"
+
 
 LEAST_SEEN = 0.9  # of an engine's operations whose type has to be known
 MOST_WIDER = 0.1  # of them may run wider than asked: a builder takes the fastest kernel that it has
@@ -377,3 +536,12 @@ class Evidence(Record):
         """Its precisions were read back, it ran, and no proof failed."""
         read = self.precision is not None and self.precision.known
         return read and self.parity is not None and not self.wrong
+
+
+@dataclass(frozen=True)
+class Gate(Record):
+    """A bound that the run had to meet."""
+
+    name: str
+    passed: bool
+    detail: str

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from deploykit.core import paths
+from deploykit.core import files as paths
 from deploykit.core.errors import BadInput, NotFound, Unsupported, did_you_mean
 from deploykit.core.extras import installed
 from deploykit.core.files import read_toml

@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deploykit.core import paths as resources
+from deploykit.core import files as resources
 from deploykit.core.errors import BadInput, NotFound, did_you_mean
 from deploykit.core.json_value import Record
-from deploykit.core.preprocess import Preprocess
-from deploykit.core.task import ImageInput
+from deploykit.core.task import ImageInput, Preprocess
 from deploykit.core.tensors import TensorSpec
 
 

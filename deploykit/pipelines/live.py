@@ -2,20 +2,128 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
+import queue
+import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from deploykit.core.errors import Overloaded
+from deploykit.core.errors import BadInput, DeploykitError, Expired, Overloaded
 from deploykit.core.machine import usable_cores
-from deploykit.pipelines.connect import StageGraph
-from deploykit.pipelines.formats import input_bytes
-from deploykit.pipelines.host import Counts, Host
-from deploykit.pipelines.threads import StageThreads
-from deploykit.runtimes.engine import Closing
+from deploykit.core.subprocesses import INSIDE
+from deploykit.engines.engine import Arrays, Closing
+from deploykit.pipelines.connect import StageGraph, input_bytes
+from deploykit.pipelines.failures import StageFailed, failure_reason, stage_error
+from deploykit.pipelines.stages import ModelCalls
+
+# What runs a pipeline for many clients at once: an event loop, models in batches, counters.
+
+Ran = Callable[["Arrays | None", "DeploykitError | None"], None]
+
+
+class Counts(Protocol):
+    """Of a pipeline or of one of its stages. Thread-safe, but for `in_flight`."""
+
+    in_flight: int
+
+    def record(self, outcome: str, us: int = 0) -> None: ...
+
+
+class Host(Protocol):
+    """A server. `limit`: requests at a time in a stage that has no limit of its own.
+
+    `processes`: how many share the limits that a pipeline sets.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    timeout_ms: float
+    limit: int
+    processes: int
+
+    @property
+    def draining(self) -> bool: ...
+
+    def counts(self, labels: Mapping[str, str], waiting: Callable[[], int] | None = None) -> Counts:
+        """New counters, which the server shows; `waiting`: for a thread of the stage."""
+        ...
+
+    def max_rows(self, model: str) -> int:
+        """Of one call; 0 where rows may not be joined."""
+        ...
+
+    def submit(
+        self, model: str, feeds: Arrays, rows: int, left_us: int, trace: str | None, ran: Ran
+    ) -> Callable[[], object]:
+        """Queue a call; returns what cancels it. `ran` gets the outputs or the error, later."""
+        ...
+
+    def encode(self, answer: Any) -> bytes:
+        """JSON values as bytes. Raises TypeError for an integer above 64 bits."""
+        ...
+
+
+# Threads for a stage's own code, which may hang: they never keep the process from ending.
+
+WorkThreads = Callable[[], None]
+
+
+class StageThreads(Closing):
+    """Up to `most` daemon threads, started as they are needed, that run one piece of work each."""
+
+    def __init__(self, name: str, most: int) -> None:
+        self._name = name
+        self._most = most
+        self._queue: queue.SimpleQueue[WorkThreads | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+        self._since: dict[int, float] = {}  # thread -> when its work began
+        self._started = 0
+
+    @property
+    def waiting(self) -> int:
+        return self._queue.qsize()
+
+    def hanging(self, limit_s: float) -> bool:
+        """Whether every thread has been in one piece of work for longer than that."""
+        began = list(self._since.values())
+        end_s = time.monotonic() - limit_s
+        return len(began) == self._most and max(began) < end_s
+
+    def submit(self, work: WorkThreads) -> None:
+        """Raises RuntimeError where the system starts no thread."""
+        with self._lock:
+            if self._idle <= self._queue.qsize() and self._started < self._most:
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                self._started += 1
+        self._queue.put(work)
+
+    def _run(self) -> None:
+        me = threading.get_ident()
+        while True:
+            with self._lock:
+                self._idle += 1
+            work = self._queue.get()
+            with self._lock:
+                self._idle -= 1
+            if work is None:
+                return
+            self._since[me] = time.monotonic()
+            try:
+                work()
+            finally:
+                del self._since[me], work
+
+    def close(self) -> None:
+        """End the threads that have nothing to do; the others end with the process."""
+        for _ in range(self._started):
+            self._queue.put(None)
+
 
 Given = bytes | str | np.ndarray
 
@@ -84,7 +192,6 @@ class LivePipeline(Closing):
         request, on the event loop's thread, and returns whether they fit. `timeout_us`: of this
         request, if less than the host's. Raises Overloaded during a shutdown.
         """
-        from deploykit.pipelines.live_run import LiveRun
 
         if self.host.draining:
             self.counts.record("rejected")
@@ -111,3 +218,264 @@ class LivePipeline(Closing):
     def close(self) -> None:
         for stage in self.stages.values():
             stage.threads.close()
+
+
+# One request on its way through a pipeline: each stage begins once it has its arguments.
+#
+# Functions run on the threads of their stage, models in their batches. All other methods run on
+# the
+# event loop's thread.
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[], Any]
+Answer = bytes | Exception  # JSON, or what a stage gave as bytes
+
+
+class LiveRun:
+    """Calls `done` once with the answer or the error, unless it is cancelled."""
+
+    def __init__(
+        self,
+        pipeline: LivePipeline,
+        done: Callable[[Answer, bool], None],
+        trace: str | None,
+        timeout_us: int | None,
+    ) -> None:
+        self._pipeline = pipeline
+        limit_us = round(pipeline.host.timeout_ms * 1000)
+        self._limit_us = limit_us if timeout_us is None else min(limit_us, timeout_us)
+        self._stages, self._graph = pipeline.stages, pipeline.graph.stages
+        self._answer = pipeline.graph.answer
+        self._done = done
+        self._trace = trace
+        self._values: dict[str, Any] = {}
+        self._began_us: dict[str, int] = {}  # of the stages that have begun
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._calls: dict[
+            LiveStage, list[Callable[[], object]]
+        ] = {}  # of the stages whose model runs
+        self._left = {name: each.after(self._stages) for name, each in self._graph.items()}
+        self.over = False
+
+    def start(self, read: Callable[[], tuple[Any, int]], reserve: Callable[[int], bool]) -> None:
+        """Begin with the input, which `read` returns with its bytes of memory, on a thread.
+
+        `reserve`: as in `LivePipeline.start`.
+        """
+        pipeline = self._pipeline
+        pipeline.counts.in_flight += 1
+        self._started_us = _now_us()
+        self._timer = pipeline.host.loop.call_later(self._limit_us / 1e6, self._expire, None)
+        stage = self._stages[pipeline.graph.input]
+        self._begin(stage.name, read, partial(self._admit, stage, reserve))
+
+    def cancel(self) -> None:
+        """The client has gone: stages that have not begun are not run."""
+        if not self.over:
+            self._end("cancelled")
+
+    # -- stages ------------------------------------------------------------------------------------
+
+    def _admit(
+        self, stage: LiveStage, reserve: Callable[[int], bool], read: tuple[Any, int]
+    ) -> None:
+        """Go on with the input if its memory fits into the server's budget."""
+        value, size = read
+        if reserve(size):
+            self._finish(stage, value)
+            return
+        self._leave(stage)
+        error = Overloaded("the server holds too many bytes of requests and answers already")
+        self._fail(error, stage)
+
+    def _begin(
+        self, name: str, work: Work | None = None, then: Callable[[Any], None] | None = None
+    ) -> None:
+        stage = self._stages[name]
+        try:
+            stage.enter()
+        except Overloaded as exc:  # which is counted
+            self._fail(exc, stage)
+            return
+        self._began_us[name] = _now_us()
+        if stage.timeout_ms is not None:
+            later = self._pipeline.host.loop.call_later
+            self._timers[name] = later(stage.timeout_ms / 1000, self._expire, name)
+        if work is None and not stage.model:
+            work = partial(self._run_function, stage)
+        if work is not None:
+            self._offload(stage, work, then or partial(self._finish, stage))
+        else:
+            self._offload(stage, partial(self._prepare, stage), partial(self._submit, stage))
+
+    def _offload(self, stage: LiveStage, work: Work, then: Callable[[Any], None]) -> None:
+        """Run `work` on a thread of the stage, then `then` on the loop unless the run is over."""
+
+        def job() -> None:
+            error: BaseException | None = None
+            value = None
+            if not self.over:
+                try:
+                    with INSIDE:
+                        value = work()
+                except BaseException as exc:  # noqa: BLE001 - every error is a reply
+                    error = exc
+            try:
+                self._pipeline.host.loop.call_soon_threadsafe(self._back, stage, then, value, error)
+            except RuntimeError:  # the loop is closed
+                log.info("stage '%s' ended after the shutdown", stage.name)
+            finally:  # else the error's traceback, this frame and the request are a cycle
+                del value, error
+
+        try:
+            stage.threads.submit(job)
+        except RuntimeError as exc:
+            self._leave(stage)
+            log.warning("stage '%s': no thread can be started: %s", stage.name, exc)
+            self._fail(Overloaded("no thread can be started; try again later"), stage)
+
+    def _back(self, stage: LiveStage, then: Callable[[Any], None], value: Any, error: Any) -> None:
+        if self.over:  # it was waiting for this thread, or ran too long
+            self._leave(stage)
+        elif error is not None:
+            self._leave(stage)
+            self._fail(error, stage)
+        else:
+            then(value)
+
+    def _leave(self, stage: LiveStage) -> None:
+        stage.counts.in_flight -= 1
+        timer = self._timers.pop(stage.name, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _run_function(self, stage: LiveStage) -> Any:
+        value = self._graph[stage.name].run(self._values)
+        return self._encode(value) if stage.name == self._answer else value
+
+    def _encode(self, value: Any) -> tuple[bytes, bool]:
+        if isinstance(value, (bytes, bytearray)):
+            return bytes(value), False
+        pipeline = self._pipeline
+        return pipeline.host.encode(pipeline.graph.answer_json(value)), True
+
+    def _finish(self, stage: LiveStage, value: Any) -> None:
+        """The stage has given `value`: begin those that have waited for it."""
+        name = stage.name
+        self._leave(stage)
+        stage.counts.record("success", _now_us() - self._began_us.pop(name))
+        if name == self._answer:
+            self._end("success")
+            self._done(*value)
+            return
+        self._values[name] = value
+        for before in self._left.values():
+            before.discard(name)
+        for each in [n for n, before in self._left.items() if not before]:
+            if not self.over:
+                del self._left[each]
+                self._begin(each)
+
+    # -- models ------------------------------------------------------------------------------------
+
+    def _prepare(self, stage: LiveStage) -> ModelCalls:
+        max_rows = self._pipeline.host.max_rows(stage.model)
+        return self._graph[stage.name].prepare([self._values], max_rows)
+
+    def _submit(self, stage: LiveStage, calls: ModelCalls) -> None:
+        """Queue every call of the model; the last that ends goes on."""
+        outputs: list[Any] = [None] * len(calls.calls)
+        left = len(outputs)
+
+        def go_on() -> None:
+            del self._calls[stage]
+            work = partial(self._collect, stage, calls, outputs)
+            self._offload(stage, work, partial(self._finish, stage))
+
+        def ran(at: int, found: Arrays | None, error: DeploykitError | None) -> None:
+            nonlocal left
+            if self.over:
+                return
+            if error is not None:
+                self._fail(error, stage)
+                return
+            outputs[at] = found
+            left -= 1
+            if not left:
+                go_on()
+
+        host, waiting = self._pipeline.host, self._calls.setdefault(stage, [])
+        left_us = self._started_us + self._limit_us - _now_us()
+        try:
+            for at, call in enumerate(calls.calls):
+                run = partial(ran, at)
+                args = stage.model, call.feeds, call.rows, max(1, left_us), self._trace, run
+                waiting.append(host.submit(*args))
+        except DeploykitError as exc:
+            self._fail(exc, stage)
+            return
+        if not outputs:
+            go_on()
+
+    def _collect(self, stage: LiveStage, calls: ModelCalls, outputs: list[Any]) -> Any:
+        found = self._graph[stage.name].collect(calls, outputs)
+        value = found if self._graph[stage.name].each else found[0]
+        return self._encode(value) if stage.name == self._answer else value
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _expire(self, name: str | None) -> None:
+        """The time of one stage is over, or that of the request."""
+        stage = self._stages[name or next(iter(self._began_us))]
+        limit_ms = self._limit_us / 1000 if name is None else stage.timeout_ms
+        of = "the request's" if name is None else "its"
+        error = Expired(
+            f"not ended within {of} time limit of {limit_ms:g} ms",
+            hint="send fewer requests at once, or allow more time (`timeout_ms`)",
+        )
+        self._fail(error, stage)
+
+    def _fail(self, error: BaseException, stage: LiveStage) -> None:
+        """End with an error of this stage."""
+        failed = stage_error(error, stage.name)
+        if isinstance(failed, StageFailed):
+            debug = logging.getLogger().isEnabledFor(logging.DEBUG)
+            trace = failed.__cause__ if debug else None
+            why = failure_reason(failed)
+            log.error("pipeline '%s': %s", self._pipeline.name, why, exc_info=trace)
+        outcome = outcome_of(failed)
+        if self._began_us.pop(stage.name, None) is not None:
+            stage.counts.record(outcome)
+        failed.__traceback__ = failed.__cause__ = failed.__context__ = None  # frees the request
+        self._end(outcome)
+        self._done(failed, True)
+
+    def _end(self, outcome: str) -> None:
+        pipeline, self.over = self._pipeline, True
+        pipeline.counts.in_flight -= 1
+        pipeline.counts.record(outcome, _now_us() - self._started_us)
+        self._timer.cancel()
+        for name in self._began_us:
+            self._stages[name].counts.record("cancelled")
+        for timer in self._timers.values():
+            timer.cancel()
+        running, self._calls = self._calls, {}
+        for stage, waiting in running.items():
+            self._leave(stage)
+            for cancel in waiting:
+                cancel()
+        self._values = {}
+
+
+def _now_us() -> int:
+    return time.monotonic_ns() // 1000
+
+
+def outcome_of(error: DeploykitError) -> str:
+    """How an error is counted."""
+    if isinstance(error, Expired):
+        return "expired"
+    if isinstance(error, Overloaded):
+        return "rejected"
+    return "bad_request" if isinstance(error, BadInput) else "failed"

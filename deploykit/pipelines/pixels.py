@@ -8,15 +8,14 @@ import io
 import numpy as np
 
 from deploykit.core.task import ImageInput
-from deploykit.pipelines.failures import StageFailed
-from deploykit.runtimes.data.images import (
+from deploykit.engines.data.images import (
     Image,
     check_pixels,
     check_stored,
     open_image,
     turn_upright,
 )
-from deploykit.runtimes.tasks.images import (
+from deploykit.engines.tasks.images import (
     FORMATS,
     LARGE_PIXELS,
     MODES,
@@ -24,6 +23,7 @@ from deploykit.runtimes.tasks.images import (
     PlacedImage,
     place,
 )
+from deploykit.pipelines.failures import StageFailed
 
 
 def read_pixels(data: bytes) -> np.ndarray:

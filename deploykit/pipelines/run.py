@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from deploykit.engines.engine import Closing, Engine
 from deploykit.pipelines.connect import StageGraph
 from deploykit.pipelines.failures import named
 from deploykit.pipelines.stages import WiredStage
-from deploykit.runtimes.engine import Closing, Engine
 
 
 def _ignore(_stage: str, _seconds: float) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME, CAST, DYNAMIC, WEIGHTS
-from deploykit.onnx_graph.graph import Graph
+from deploykit.graph.graph import Graph
 from deploykit.quantization import dynamic, half_precision, qdq, weights
 
 if TYPE_CHECKING:  # so that a cast needs no onnxruntime

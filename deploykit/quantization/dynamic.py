@@ -15,8 +15,8 @@ import onnx
 from onnx import TensorProto, helper
 
 from deploykit.core.errors import BadInput
-from deploykit.onnx_graph.editor import Editor, replace
-from deploykit.onnx_graph.graph import Graph
+from deploykit.graph.edit import Editor, replace
+from deploykit.graph.graph import Graph
 from deploykit.quantization.formats import channel_axis, int8_steps, transposed, weight_scale
 from deploykit.quantization.qdq_placement import (
     check_names,

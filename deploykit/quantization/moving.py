@@ -19,10 +19,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from deploykit.onnx_graph.editor import Editor
-from deploykit.onnx_graph.folding import fold
-from deploykit.onnx_graph.graph import Graph
-from deploykit.onnx_graph.skeleton import read_names
+from deploykit.graph.edit import Editor, fold
+from deploykit.graph.graph import Graph
+from deploykit.graph.skeleton import read_names
 from deploykit.quantization.calibrate import Calibration, Range
 from deploykit.quantization.qdq import RANGES_KEY, to_pairs
 from deploykit.quantization.qdq_placement import MOVES, operators, place_pairs, quantizable_nodes

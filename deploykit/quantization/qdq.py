@@ -19,12 +19,17 @@ import onnx
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME, Precision
 from deploykit.core.runtime import RUNTIMES
-from deploykit.onnx_graph.editor import Editor
-from deploykit.onnx_graph.graph import Graph
-from deploykit.onnx_graph.opsets import raise_opset
+from deploykit.graph.edit import Editor, raise_opset
+from deploykit.graph.graph import Graph
 from deploykit.quantization.calibrate import Calibration, Range, Stored
-from deploykit.quantization.formats import FP8, channel_axis, fp8_numbers, int8_steps, weight_scale
-from deploykit.quantization.histograms import TINY
+from deploykit.quantization.formats import (
+    FP8,
+    TINY,
+    channel_axis,
+    fp8_numbers,
+    int8_steps,
+    weight_scale,
+)
 from deploykit.quantization.qdq_placement import (
     Placement,
     check_opset,

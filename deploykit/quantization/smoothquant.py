@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from deploykit.onnx_graph.editor import Editor
-from deploykit.onnx_graph.folding import fold
-from deploykit.onnx_graph.graph import Graph
-from deploykit.onnx_graph.skeleton import read_names
+from deploykit.graph.edit import Editor, fold
+from deploykit.graph.graph import Graph
+from deploykit.graph.skeleton import read_names
 from deploykit.quantization.formats import transposed
 from deploykit.quantization.qdq_placement import quantizable_nodes
 

@@ -12,17 +12,10 @@ import onnx
 
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME, Precision
-from deploykit.onnx_graph.editor import Editor
-from deploykit.onnx_graph.graph import Graph, opset
-from deploykit.onnx_graph.opsets import raise_opset
-from deploykit.onnx_graph.skeleton import stored_elements
-from deploykit.quantization.formats import (
-    INT4,
-    channel_axis,
-    int4_steps,
-    int8_steps,
-    weight_scale,
-)
+from deploykit.graph.edit import Editor, raise_opset
+from deploykit.graph.graph import Graph, opset
+from deploykit.graph.skeleton import stored_elements
+from deploykit.quantization.formats import INT4, channel_axis, int4_steps, int8_steps, weight_scale
 from deploykit.quantization.qdq_placement import edit_float32, quantizable_nodes
 
 _BLOCKS = (128, 64, 32)  # inputs that share an INT4 scale; those TensorRT was seen to accept

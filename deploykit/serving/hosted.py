@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from deploykit.core.errors import Overloaded, TooLarge
 from deploykit.core.tensors import Bytes
-from deploykit.runtimes.engine import Closing, Engine
-from deploykit.serving.batching.delivery import deliver_inline
-from deploykit.serving.batching.policy import Pending
+from deploykit.engines.engine import Closing, Engine
+from deploykit.serving.batching.batcher import deliver_inline
+from deploykit.serving.batching.queue import Pending
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.repository import ModelRepository

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from deploykit.runtimes.cuda.errors import DeviceLost
-from deploykit.runtimes.engine import Engine
-from deploykit.serving.batching.delivery import deliver_inline
-from deploykit.serving.batching.policy import Pending
-from deploykit.serving.http.connection import HttpConnection
+from deploykit.engines.cuda.memory import DeviceLost
+from deploykit.engines.engine import Engine
+from deploykit.serving.batching.batcher import deliver_inline
+from deploykit.serving.batching.queue import Pending
+from deploykit.serving.http.connection import HttpConnection, Listener
 from deploykit.serving.http.head import HttpLimits
-from deploykit.serving.http.listener import Listener
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.pipelines import MakePipeline
@@ -149,7 +148,7 @@ class Server:
         self._grpc: GrpcServer | None = None
         if options.grpc_port is not None and not group.runs_engines:
             from deploykit.serving.grpc.server import GrpcServer
-            from deploykit.serving.http2.shared import Http2Limits
+            from deploykit.serving.http2.flow import Http2Limits
 
             self._grpc = GrpcServer(
                 self.repository, options, guard, memory, self._offload,

@@ -20,7 +20,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, NotFound, Overloaded, TooLarge, os_reason, quote
 from deploykit.core.tensors import Bytes
-from deploykit.runtimes.engine import Closing
+from deploykit.engines.engine import Closing
 from deploykit.serving.oip.request import Region
 
 FOLDER = "/dev/shm"  # noqa: S108 - where Linux keeps POSIX shared memory

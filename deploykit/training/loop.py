@@ -11,32 +11,445 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from deploykit.core.errors import BadInput, Unsupported
-from deploykit.core.recipe import Recipe, Splits
-from deploykit.runtimes.torch.preprocess import before
-from deploykit.training.augment import describe_augment
-from deploykit.training.batches import check_labels
+from deploykit.core.errors import BadInput, Unsupported, first_line
+from deploykit.core.files import check_readable
+from deploykit.core.memory import check_fits, does_not_fit, lacks_memory, memory_errors
+from deploykit.core.recipe import Recipe, Split, Splits
+from deploykit.engines.torch.loaded import before
+from deploykit.engines.torch.open import save_whole
+from deploykit.engines.torch.weights import copy_weights, list_names
 from deploykit.training.curve import EventFile
+from deploykit.training.data import check_labels, describe_augment, make_loader, tensors
 from deploykit.training.distributed import Processes, measure_scaling, parallel, whole_state
-from deploykit.training.features import Frozen, freeze, start_from
-from deploykit.training.loader import make_loader
-from deploykit.training.options import Progress, Settings, Trained, TrainingOptions, settle
-from deploykit.training.recipes import build_from_recipe, report_figures
-from deploykit.training.score import score_module
-from deploykit.training.state import (
-    describe_run,
-    load_state,
-    random_state,
-    save_state,
-    set_random_state,
+from deploykit.training.options import (
+    Progress,
+    Settings,
+    Trained,
+    TrainingOptions,
+    build_from_recipe,
+    report_figures,
+    score_samples,
+    settle,
 )
-from deploykit.training.step import Stepper
+
+# One training step: forward, loss, backward, update; in mixed precision, and in less memory.
+#
+# A batch that does not fit into memory is computed in 2, 4, 8 … parts whose gradients add up to
+# those of the whole, so that the batch size of the run stays what it was.
+
+
+class Stepper:
+    """Updates the weights of `run`, a module on the device, with one batch per call.
+
+    `parts`: how many parts a batch is computed in. `skipped`: steps whose float16 gradients
+    overflowed, so that loss scaling left the weights as they were. `slowly`: the weights that
+    learn at the share `unfreeze` of the rate.
+    """
+
+    def __init__(
+        self,
+        run: torch.nn.Module,
+        recipe: Recipe,
+        settings: Settings,
+        steps: int,
+        slowly: Iterable[torch.nn.Parameter] = (),
+        *,
+        alone: bool = True,
+    ) -> None:
+        self.alone = alone  # else the other processes would wait for the parts of a batch
+        self.run, self.loss, self.settings = run, recipe.loss, settings
+        self.device, slower = settings.device, settings.options.unfreeze or 1.0
+        self.weights = [each for each in run.parameters() if each.requires_grad]
+        slow = {id(each) for each in slowly}
+        groups = [
+            {"params": [p for p in self.weights if (id(p) in slow) == part], "lr": rate}
+            for part, rate in ((False, recipe.learning_rate), (True, recipe.learning_rate * slower))
+        ]
+        groups = [group for group in groups if group["params"]]
+        self.optimiser = torch.optim.Adam(groups, lr=recipe.learning_rate)
+        self.schedule = make_schedule(settings.schedule, self.optimiser, steps)
+        self.parts, self.tried, self.updated = 1, 0, 0
+        self.optimiser.register_step_post_hook(self._count)
+        self.use(settings.amp_dtype)
+
+    def use(self, amp_dtype: torch.dtype | None) -> None:
+        """Compute in this type from now on; None is float32."""
+        self.amp_dtype = amp_dtype
+        half = amp_dtype == torch.float16
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
+
+    @property
+    def skipped(self) -> int:
+        return self.tried - self.updated
+
+    def _count(self, *_: object) -> None:
+        self.updated += 1
+
+    def __call__(
+        self, inputs: Sequence[torch.Tensor], labels: torch.Tensor, weight: float = 1.0
+    ) -> torch.Tensor:
+        """Update the weights; the mean loss of the batch, not yet read from the device.
+
+        `weight`: of the loss, where other processes average their gradients with these.
+        Raises OutOfMemory where not even one sample fits, BadInput where the recipe fails.
+        """
+        while True:
+            try:
+                loss = self.gradients(inputs, labels, weight)
+                break
+            except Exception as exc:
+                if not isinstance(exc, torch.OutOfMemoryError) and not lacks_memory(exc):
+                    what = f"{type(exc).__name__}: {first_line(exc)}"
+                    if type(exc).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                        raise Unsupported(
+                            f"torch.compile failed: {what}", hint="leave `compile` out"
+                        ) from exc
+                    raise BadInput(f"the recipe's model or loss failed: {what}") from exc
+                reason = first_line(exc)
+            # outside of `except`: its traceback would keep the tensors
+            if self.parts >= len(labels) or not self.alone:
+                what = "a single sample" if self.alone else "a process's part of a batch"
+                raise does_not_fit(f"{self.device}: training on {what}", reason)
+            self.parts *= 2
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        self._update()
+        return loss
+
+    def gradients(
+        self, inputs: Sequence[torch.Tensor], labels: torch.Tensor, weight: float = 1.0
+    ) -> torch.Tensor:
+        """Compute the gradients, and leave the weights; the mean loss."""
+        self.optimiser.zero_grad(set_to_none=True)
+        if self.parts == 1:
+            loss = self._loss(inputs, labels)
+            self._backward(loss * weight if weight != 1.0 else loss)
+            return loss.detach()
+        total = torch.zeros((), device=self.device)
+        size = -(-len(labels) // self.parts)
+        for start in range(0, len(labels), size):
+            part = slice(start, start + size)
+            share = len(labels[part]) / len(labels)
+            loss = self._loss([each[part] for each in inputs], labels[part]) * share
+            self._backward(loss)
+            total += loss.detach()
+        return total
+
+    def _loss(self, inputs: Sequence[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+        with self._autocast():
+            loss: torch.Tensor = self.loss(self.run(*inputs), labels)
+        return loss
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        scaled: Any = self.scaler.scale(loss)
+        scaled.backward()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.amp_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.amp_dtype)
+
+    def _update(self) -> None:
+        if self.settings.clip_norm is not None:
+            self.scaler.unscale_(self.optimiser)
+            torch.nn.utils.clip_grad_norm_(self.weights, self.settings.clip_norm)
+        before = self.updated
+        self.tried += 1
+        self.scaler.step(self.optimiser)
+        self.scaler.update()
+        if self.updated > before:
+            self.schedule.step()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "optimiser": self.optimiser.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "amp": self.amp_dtype is not None,
+            "counts": [self.parts, self.tried, self.updated],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if not state["amp"]:  # mixed precision was given up
+            self.use(None)
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.parts, self.tried, self.updated = state["counts"]
+
+
+def make_schedule(
+    name: str, optimiser: torch.optim.Optimizer, steps: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """The learning rate over `steps` updates: one of `SCHEDULES`."""
+    kinds = torch.optim.lr_scheduler
+    if name == "cosine":
+        return kinds.CosineAnnealingLR(optimiser, T_max=steps)
+    if name == "linear":
+        return kinds.LinearLR(optimiser, start_factor=1.0, end_factor=0.0, total_iters=steps)
+    if name == "one-cycle":  # one step more: it is also asked for the rate after the last one
+        highest = [group["lr"] for group in optimiser.param_groups]
+        return kinds.OneCycleLR(optimiser, max_lr=highest, total_steps=steps + 1)
+    return kinds.ConstantLR(optimiser, factor=1.0, total_iters=1)
+
+
+# A recipe's metric for each sample of a split.
+
+_SAMPLES = 256  # at once
+
+
+def score_module(module: torch.nn.Module, recipe: Recipe, split: Split) -> np.ndarray:
+    """The recipe's metric for each sample of `split`, shape (samples,), in float32.
+
+    Computed on the device that holds `module`, in eval mode; the mode is restored. Raises
+    OutOfMemory.
+    """
+    device = next((each.device for each in module.parameters()), torch.device("cpu"))
+    run = before(module, recipe.inputs, recipe.preprocess).to(device)
+    training = module.training
+    run.eval()
+    inputs, _ = tensors(split, torch.device("cpu"))
+    scores = []
+    with torch.inference_mode(), memory_errors(f"{device}: scoring {_SAMPLES} samples at once"):
+        for start in range(0, len(split.labels), _SAMPLES):
+            part = slice(start, start + _SAMPLES)
+            values = run(*(each[part].to(device) for each in inputs))
+            values = values if isinstance(values, tuple) else (values,)
+            named = {
+                spec.name: value.float().cpu().numpy()
+                for spec, value in zip(recipe.outputs, values, strict=True)
+            }
+            scores.append(score_samples(recipe, named, split.labels[part]))
+    run.train(training)
+    return np.concatenate(scores) if scores else np.zeros(0)
+
+
+# The whole state of a run in one file, from which it goes on exactly as if it had not stopped.
+#
+# The file is replaced whole after each epoch: a run that is killed while it writes leaves the
+# state
+# of the epoch before. It holds tensors, numbers and strings; opening it runs no code.
+
+VERSION = 1
+KEY = "deploykit_training_state"
+
+
+def describe_run(recipe: str, splits: Splits, chosen: dict[str, Any]) -> dict[str, Any]:
+    """What a run must have in common with the one whose state it goes on from."""
+    labels = splits.train.labels
+    data = f"{splits.source}, {len(labels)} samples, checksum {zlib.crc32(labels.tobytes()):08x}"
+    return {"recipe": recipe, **chosen, "data": data}
+
+
+def save_state(path: Path, run: dict[str, Any], state: dict[str, Any]) -> None:
+    save_whole({KEY: VERSION, "run": run, **state}, path)
+
+
+def load_state(path: Path, run: dict[str, Any]) -> dict[str, Any] | None:
+    """The state in `path`, None where there is no such file yet.
+
+    Raises BadInput for a file that is no state, or is that of another run, naming the difference.
+    """
+    if not path.exists():
+        return None
+    check_readable(path)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as exc:  # torch's reader of damaged files raises anything
+        raise _no_state(path, first_line(exc)) from exc
+    if not isinstance(state, dict) or KEY not in state:
+        raise _no_state(path, "it was not written by `checkpoint`")
+    if state[KEY] != VERSION:
+        raise BadInput(f"{path}: is a state of version {state[KEY]}, this is {VERSION}")
+    for name, value in run.items():
+        if state["run"].get(name) != value:
+            raise BadInput(
+                f"{path}: is the state of another run: its {name} is "
+                f"{state['run'].get(name)}, here it is {value}",
+                hint="repeat that run's options, or name another `checkpoint`",
+            )
+    return dict(state)
+
+
+def _no_state(path: Path, reason: str) -> BadInput:
+    return BadInput(
+        f"{path}: is not the state of a training run: {reason.rstrip('.')}",
+        hint="name a file that does not exist yet as `checkpoint`",
+    )
+
+
+def random_state(device: torch.device, shuffle: torch.Generator) -> dict[str, Any]:
+    """The state of all generators of random numbers that a run draws from."""
+    states = {"shuffle": shuffle.get_state(), "torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_state(
+    states: dict[str, Any], device: torch.device, shuffle: torch.Generator
+) -> None:
+    shuffle.set_state(states["shuffle"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+# A frozen backbone: its features are computed once, and the head is trained on them.
+#
+# The head learns on standardised features: those of a backbone differ in scale by orders of
+# magnitude, and one step of the optimiser suits them all only when they are alike. The scales are
+# folded into the head's first layer at the end, so that the model stays what the recipe builds.
+
+_BATCH = 32
+_LEAST_DEVIATION = 0.1  # of a feature, as a share of the mean: INT8 weights span less then
+_CLOSE = 1e-3  # relative: the head on features against the whole module, in another batch size
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """The head, and the recipe whose inputs are the backbone's features.
+
+    `mean`, `deviation`: shape (features,), what the features were standardised with; None where the
+    head does not begin with a dense layer.
+    """
+
+    head: torch.nn.Module
+    recipe: Recipe
+    train: Split
+    calibration: Split
+    seconds: float
+    mean: np.ndarray | None = None
+    deviation: np.ndarray | None = None
+
+    def fold(self, head: torch.nn.Module) -> None:
+        """Let a head that was trained on standardised features take those of the backbone."""
+        dense = _first_dense(head)
+        if dense is None or self.mean is None or self.deviation is None:
+            return
+        weight_OD = dense.weight.detach().double().cpu() / torch.from_numpy(self.deviation)
+        shift_O = weight_OD @ torch.from_numpy(self.mean)
+        with torch.no_grad():
+            dense.weight.copy_(weight_OD)
+            dense.bias.sub_(shift_O.to(dense.bias))
+
+
+def start_from(
+    module: torch.nn.Module, recipe: Recipe, weights: dict[str, torch.Tensor], where: Path
+) -> list[str]:
+    """Copy `weights`, read from `where`, into the module or its backbone; returns notes.
+
+    Raises BadInput where they do not fit.
+    """
+    if recipe.backbone is None:
+        return list(copy_weights(where, module, weights))
+    name = recipe.backbone[0]
+    part = module.get_submodule(name)
+    own = part.state_dict()
+    named = {key.removeprefix(f"{name}."): value for key, value in weights.items()}
+    kept = {key: value for key, value in named.items() if key in own}
+    if not kept:
+        raise BadInput(
+            f"{where}: holds no weights of the recipe's backbone, such as {next(iter(own), name)}; "
+            f"it holds {list_names(list(weights))}"
+        )
+    left = [key for key in named if key not in own]
+    notes = list(copy_weights(where, part, kept))
+    if left:
+        notes.append(f"of {where.name}, {len(left)} tensors are not in the backbone: {left[0]}, …")
+    return notes
+
+
+def freeze(
+    module: torch.nn.Module, recipe: Recipe, train: Split, calibration: Split, device: torch.device
+) -> Frozen:
+    """Run the backbone over the data once, in eval mode. Raises BadInput, OutOfMemory."""
+    names = recipe.backbone or ("", "")
+    backbone, head = (module.get_submodule(each) for each in names)
+    backbone.requires_grad_(False)
+    run = before(backbone.eval(), recipe.inputs, recipe.preprocess).to(device)
+    started = time.perf_counter()
+    features = [
+        Split({"features": _run(run, each, device)}, each.labels) for each in (train, calibration)
+    ]
+    seconds = time.perf_counter() - started
+    _check_composition(module, recipe, train, names, device)
+    inner = replace(recipe, preprocess=None, inputs=(), backbone=None)
+    mean, deviation = _standardise([each.inputs["features"] for each in features], head)
+    return Frozen(head, inner, features[0], features[1], seconds, mean, deviation)
+
+
+def _first_dense(head: torch.nn.Module) -> torch.nn.Linear | None:
+    """The dense layer with a bias that the head, a sequence, begins with."""
+    first = next(iter(head.children()), None) if isinstance(head, torch.nn.Sequential) else head
+    return first if isinstance(first, torch.nn.Linear) and first.bias is not None else None
+
+
+def _standardise(
+    features: list[np.ndarray], head: torch.nn.Module
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Standardise the arrays in place by the first one's mean and deviation, and return these."""
+    dense, (train, *_) = _first_dense(head), features
+    if dense is None or train.ndim != 2:
+        return None, None
+    mean: np.ndarray = train.mean(axis=0, dtype=np.float64)
+    deviation: np.ndarray = train.std(axis=0, dtype=np.float64)
+    deviation = np.maximum(deviation, _LEAST_DEVIATION * deviation.mean())
+    deviation[deviation == 0] = 1.0
+    for array in features:
+        if len(array):
+            array -= mean.astype(np.float32)
+            array /= deviation.astype(np.float32)
+    return mean, deviation
+
+
+def _run(run: Any, split: Split, device: torch.device) -> np.ndarray:
+    inputs, _ = tensors(split, torch.device("cpu"))
+    found: np.ndarray | None = None
+    with torch.inference_mode():
+        for start in range(0, len(split.labels), _BATCH):
+            part = slice(start, start + _BATCH)
+            values = run(*(each[part].to(device) for each in inputs)).float().cpu().numpy()
+            if found is None:
+                shape = (len(split.labels), *values.shape[1:])
+                check_fits("the backbone's features", int(np.prod(shape)) * 4)
+                found = np.empty(shape, np.float32)
+            found[part] = values
+    return found if found is not None else np.empty((0, 1), np.float32)
+
+
+def _check_composition(
+    module: torch.nn.Module,
+    recipe: Recipe,
+    split: Split,
+    names: tuple[str, str],
+    device: torch.device,
+) -> None:
+    """Raise BadInput unless the module computes head(backbone(x))."""
+    backbone, head = (module.get_submodule(each) for each in names)
+    inputs, _ = tensors(split, torch.device("cpu"))
+    few = [each[:2].to(device) for each in inputs]
+    module.eval()
+    with torch.inference_mode():
+        whole = before(module, recipe.inputs, recipe.preprocess).to(device)(*few)
+        parts = head(before(backbone, recipe.inputs, recipe.preprocess).to(device)(*few))
+        largest = float(whole.abs().max()) or 1.0
+        if whole.shape != parts.shape or float((whole - parts).abs().max()) > _CLOSE * largest:
+            raise BadInput(
+                f"the recipe's module does not compute {names[1]}({names[0]}(x))",
+                hint="its features cannot be computed once; leave the recipe's `backbone` out",
+            )
+
 
 _REPORT_S = 0.5  # between two reports of progress within an epoch
 _log = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def samples(tmp_path: Path, model: Path) -> Path:
     """Sixty random images, labelled with what the model itself answers: its accuracy is 1."""
-    from deploykit.runtimes.engine import load
+    from deploykit.engines.engine import load
 
     with load(model, "cpu") as engine:
         name, shape = engine.inputs[0].name, (60, *engine.inputs[0].shape[1:])

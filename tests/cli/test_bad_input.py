@@ -134,7 +134,7 @@ DATA = {
 def test_data_that_do_not_fit_the_model_are_exit_2(
     run: Run, case: str, model: Path, tmp_path: Path
 ) -> None:
-    from deploykit.runtimes.engine import load
+    from deploykit.engines.engine import load
 
     with load(model, "cpu") as engine:
         name = engine.inputs[0].name
@@ -264,7 +264,7 @@ def test_a_bug_is_exit_70_with_one_line(
     def broken(*_: object) -> None:
         raise RuntimeError("first\nsecond")
 
-    monkeypatch.setattr("deploykit.api.inspect.inspect", broken)
+    monkeypatch.setattr("deploykit.evaluation.inspect.inspect", broken)
     ran = run("inspect", model)
     assert ran.code == 70
     assert "RuntimeError: first second" in ran.error()

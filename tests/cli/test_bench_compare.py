@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploykit.measure.report import report as reports
+from deploykit.reporting import report as reports
 from tests.support.cli.command import Run
 from tests.support.measure.simulated import simulated
 

@@ -12,11 +12,11 @@ import onnx
 import pytest
 
 from deploykit import __version__
-from deploykit.api.predict import Predicted
 from deploykit.cli.tables import predicted
 from deploykit.core.artefact import read_manifest
 from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.profile import profile_names
+from deploykit.evaluation.predict import Predicted
 from tests.support.cli.command import Run
 
 
@@ -214,7 +214,7 @@ def test_compare_passes_and_fails_by_the_bound(run: Run, model: Path) -> None:
 def test_predict_writes_every_row_and_scores_it(
     run: Run, model: Path, samples: Path, tmp_path: Path
 ) -> None:
-    from deploykit.runtimes.engine import load
+    from deploykit.engines.engine import load
 
     out = tmp_path / "answers.npz"
     ran = run("predict", model, samples, "-o", out, "--batch", 7, "--json")
@@ -288,7 +288,7 @@ def test_doctor_says_what_the_demo_and_an_engine_need(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A demo needs neither TensorRT nor a GPU; an engine needs both."""
-    from deploykit.api import doctor
+    from deploykit.evaluation import doctor
 
     here = replace(this_machine(), gpus=())
     monkeypatch.setattr(doctor, "this_machine", lambda _root: here)

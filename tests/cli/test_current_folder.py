@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploykit.api import demo
-from deploykit.measure.timing.processes import ProcessEngine
+from deploykit import demonstration as demo
+from deploykit.benchmarking.processes import ProcessEngine
 from tests.support.bundles import proven_model
 from tests.support.fake_engine import FakeEngine
 from tests.support.installed import needs

@@ -144,7 +144,7 @@ def test_ctrl_c_while_training(place: Path) -> None:
 def test_ctrl_c_while_exporting(place: Path) -> None:
     pytest.importorskip("torch")
     from deploykit.core.recipe import load_recipe
-    from deploykit.runtimes.torch.open import save_checkpoint
+    from deploykit.engines.torch.open import save_checkpoint
 
     recipe = load_recipe("mnist-cnn")
     save_checkpoint(place / "m.pt", recipe.build(), "mnist-cnn", recipe.inputs, recipe.outputs)

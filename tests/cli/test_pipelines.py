@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploykit.measure.report.report import read
+from deploykit.reporting.report import read
 from tests.support.cli.command import Run
 from tests.support.runtimes.tiles import page, png, write_pipeline
 

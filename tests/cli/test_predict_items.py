@@ -14,7 +14,7 @@ from tests.support.installed import needs
 
 needs("PIL", "tokenizers")
 
-from deploykit.runtimes.tasks.engine import TaskEngine  # noqa: E402
+from deploykit.engines.tasks.engine import TaskEngine  # noqa: E402
 from tests.support.runtimes.pictures import encoded  # noqa: E402
 from tests.support.serving.task_models import write_task_model  # noqa: E402
 

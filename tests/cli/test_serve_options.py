@@ -19,7 +19,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen.update(options, engines=engines)
         return 0
 
-    monkeypatch.setattr("deploykit.api.serve.serve_until_stopped", serve_until_stopped)
+    monkeypatch.setattr("deploykit.serving.serve.serve_until_stopped", serve_until_stopped)
     return seen
 
 

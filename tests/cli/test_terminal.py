@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploykit.cli.format import ms
+from deploykit.cli.tables import ms
 from tests.support.cli.command import Run
 from tests.support.cli.terminal import DEPLOYKIT, on_terminal
 from tests.support.onnx_zoo import linear, save
@@ -172,7 +172,7 @@ def test_a_parameter_in_an_error_is_spelled_as_its_flag(
     def refuse(*_: object, **__: object) -> None:
         raise BadInput("`max_drop` and `budget_s` of `model`: `other`", hint="lower `max_drop`")
 
-    monkeypatch.setattr("deploykit.api.quantize.quantize", refuse)
+    monkeypatch.setattr("deploykit.quantization.quantize.quantize", refuse)
     ran = run("quantize", model, "--to", "fp16")
     assert ran.error() == "error: --max-drop and --budget of MODEL: `other`"
     assert "hint: lower --max-drop" in ran.err

@@ -80,7 +80,7 @@ def lint(results: Results) -> None:
     place = rig.WORK / "compose-spec"
     install = [rig.tool("pip"), "install", "--quiet", "--upgrade", "--target", place]
     subprocess.run([*install, "compose-spec"], check=True)
-    words = ["-m", "pytest", "-q", "-p", "no:randomly", "tests/bundling/test_docker.py"]
+    words = ["-m", "pytest", "-q", "-p", "no:randomly", "tests/deploying/test_docker.py"]
     done = subprocess.run(
         [sys.executable, *words, "-k", "parser_of_the_compose_specification"],
         cwd=rig.ROOT,
@@ -272,7 +272,7 @@ def commands(results: Results, image: rig.Image, model: Path) -> None:
 
 def boot(results: Results, name: str, arch: str, arguments: dict[str, str]) -> None:
     """The image of a bundle: its first start and a second one from the cached engine."""
-    if importlib.util.find_spec("deploykit.api.boot") is None:
+    if importlib.util.find_spec("deploykit.deploying.boot") is None:
         results.add(f"{arch}: first boot of a bundle", "not run: there is no `deploykit boot`")
         return
     with content() as (model, samples):

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import pytest
 
 import deploykit
-from deploykit.core.containers import container_file, pin, read_digests
 from deploykit.core.errors import BadInput
 from deploykit.core.files import read_toml
 from deploykit.core.profile import load_profile, profile_names
+from deploykit.deploying.wheels import container_file, pin, read_digests
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("Dockerfile.x86", "Dockerfile.jetson")
@@ -171,7 +171,7 @@ def test_a_wrong_row_of_the_lock_is_named(tmp_path: Path, row: str) -> None:
 def test_a_digest_of_the_lock_is_appended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "Dockerfile.lock"
     path.write_text(f"a:1 {DIGEST}\nb:1 unpinned\n")
-    monkeypatch.setattr("deploykit.core.containers.container_file", lambda _name: path)
+    monkeypatch.setattr("deploykit.deploying.wheels.container_file", lambda _name: path)
     assert pin("a:1") == f"a:1@{DIGEST}"
     assert pin("b:1") == "b:1"
     assert pin("c:1") == "c:1"

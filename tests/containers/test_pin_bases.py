@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploykit.core.containers import read_digests
+from deploykit.deploying.wheels import read_digests
 from scripts.pin_bases import DOCKERFILES, ROOT, digest_of, main
 from tests.support.http_server import Handler, http_server
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploykit.core.apart import module_command, run_apart
+from deploykit.benchmarking.processes import ProcessEngine
 from deploykit.core.errors import DeploykitError
-from deploykit.measure.timing.processes import ProcessEngine
+from deploykit.core.subprocesses import module_command, run_apart
 from deploykit.serving.models.trial import Trial
 from deploykit.serving.models.worker import WorkerProcess
 from tests.support.fake_engine import FakeEngine
@@ -93,7 +93,7 @@ def test_a_second_interrupt_does_not_break_off_the_clean_up_after_the_first(
 @pytest.mark.parametrize("share", [0.0, 0.5], ids=["nothing", "half"])
 def test_a_caller_that_ends_before_its_job_is_sent_leaves_no_traceback(share: float) -> None:
     job = pickle.dumps((time.sleep, (60,)))
-    command = module_command("deploykit.core.apart")
+    command = module_command("deploykit.core.subprocesses")
     done = subprocess.run(command, input=job[: int(len(job) * share)], capture_output=True)
     assert done.stderr == b""
 

@@ -15,8 +15,8 @@ from deploykit.core import artefact as artefacts
 from deploykit.core.artefact import Artefact, read_manifest, sniff, torch_kind, wrong_format
 from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.evidence import Evidence, GoldenSamples
-from deploykit.core.files import sha256
-from deploykit.core.manifest import Manifest, manifest_path, write_manifest
+from deploykit.core.files import manifest_path, sha256
+from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.tensors import parse_spec
 
 MANIFEST = Manifest(

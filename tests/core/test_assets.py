@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from deploykit.core.assets import FOLDER, NAMES, asset
+from deploykit.core.files import FOLDER, NAMES, asset
 from tests.support.contrast import contrast
 
 LOOK = asset("look.css")

@@ -15,13 +15,13 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import (
     Evaluation,
     Evidence,
+    Interval,
     Layer,
     Parity,
     ParityRow,
     PrecisionReadBack,
 )
 from deploykit.core.manifest import Manifest, load_manifest, write_manifest
-from deploykit.core.statistics_basic import Interval
 from deploykit.core.tensors import parse_spec
 from scripts.manifest_schema import SCHEMA, schema
 

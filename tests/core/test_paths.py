@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deploykit.core.errors import BadInput, MissingExtra, NotFound
-from deploykit.core.paths import folder, import_object
+from deploykit.core.files import folder, import_object
 
 
 @pytest.fixture

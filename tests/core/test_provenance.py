@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploykit.core.provenance import provenance
+from deploykit.core.machine import provenance
 
 
 def cpus(root: Path, **files: str) -> Path:

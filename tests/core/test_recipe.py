@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploykit.core import paths
+from deploykit.core import files as paths
 from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.recipe import Recipe, find_bundled, list_recipes, load_recipe
 

@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
-from deploykit.runtimes.cuda.driver import CudaDevice
-from deploykit.runtimes.cuda.errors import CaptureRefused, DeviceLost
-from deploykit.runtimes.cuda.execution import Pipeline
-from deploykit.runtimes.cuda.memory import Shape, byte_count
+from deploykit.engines.cuda.driver import CudaDevice
+from deploykit.engines.cuda.execution import Pipeline
+from deploykit.engines.cuda.memory import CaptureRefused, DeviceLost, Shape, byte_count
 from tests.support.campaign import rounds
 from tests.support.runtimes.cuda_runs import X, Y, pipeline, right, rows
 from tests.support.runtimes.driver_cuda import DriverCuda, library

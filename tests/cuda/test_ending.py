@@ -31,7 +31,7 @@ def start(work):
     time.sleep(0.05)
 """
 A_PIPELINE = """
-from deploykit.runtimes.cuda.execution import Pipeline
+from deploykit.engines.cuda.execution import Pipeline
 from tests.support.runtimes.cuda_runs import pipeline, rows, FakeCuda
 run = pipeline(FakeCuda())
 run({"x": rows(1)})
@@ -41,7 +41,7 @@ sys.exit(3)
 """
 AN_ENGINE_OF_THE_SERVER = """
 from deploykit.serving.batching.batcher import Batcher
-from deploykit.serving.batching.policy import BatchPolicy, Pending
+from deploykit.serving.batching.queue import BatchPolicy, Pending
 NEVER_US = 1 << 62
 from tests.support.fake_engine import FakeEngine
 from tests.support.runtimes.cuda_runs import rows

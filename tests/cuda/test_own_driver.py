@@ -47,7 +47,7 @@ def test_a_gpu_that_cannot_be_used_is_named_at_the_start(
 ) -> None:
     code = (
         "from deploykit.core.errors import DeploykitError\n"
-        "from deploykit.runtimes.cuda.driver import CudaDevice\n"
+        "from deploykit.engines.cuda.driver import CudaDevice\n"
         "try: CudaDevice(0)\n"
         "except DeploykitError as exc: print(exc.exit_code, exc.message)"
     )

@@ -27,14 +27,14 @@ def cpu_as_gpu(*, torch: bool = False) -> Iterator[None]:
     """`torch`: PyTorch's engines too."""
     from deploykit.planning import probe
 
-    onnxruntime: Any = import_module("deploykit.runtimes.onnxruntime.engine")
+    onnxruntime: Any = import_module("deploykit.engines.onnxruntime.engine")
 
     with ExitStack() as stack:
         small = partial(probe.measure_gpu, rows=64, width=64, elements=1 << 12, budget_s=0.001)
         stack.enter_context(patch.object(probe, "measure_gpu", small))
         modules = [onnxruntime]
         if torch:
-            modules.append(import_module("deploykit.runtimes.torch.engine"))
+            modules.append(import_module("deploykit.engines.torch.engine"))
         for module in modules:
             opening = partial(open_here, module.open_engine)
             stack.enter_context(patch.object(module, "open_engine", opening))
@@ -74,8 +74,7 @@ class OnGpu:
 
 
 def bound(engine: Any) -> Any:
-    from deploykit.runtimes.onnxruntime.binding import Binding
-    from deploykit.runtimes.onnxruntime.engine import ort
+    from deploykit.engines.onnxruntime.engine import Binding, ort
 
     return Binding(ort, engine.session, engine.inputs, engine.outputs, ("cpu", 0))
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 
-from deploykit.runtimes.cuda.driver import CudaDevice
+from deploykit.engines.cuda.driver import CudaDevice
 
 COPIES, NBYTES = 40, 256 << 20
 LEAST = 1000  # turns of an empty loop; 378 to 1 was seen between both, with a sleep in each turn

@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 
 from deploykit.core.errors import DeploykitError
-from deploykit.measure.evaluate.parity import compare_engines
-from deploykit.runtimes.data.samples import random_feeds
-from deploykit.runtimes.engine import load
+from deploykit.engines.data.samples import random_feeds
+from deploykit.engines.engine import load
+from deploykit.evaluation.parity import compare_engines
 
 # What a GPU must keep of the same graph's answer on a CPU. One rounding leaves 6 dB a bit of the
 # mantissa: TF32, in which a GPU multiplies float32, and float16 have 10, bfloat16 7; a network of

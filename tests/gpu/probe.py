@@ -22,7 +22,7 @@ LIMIT_S = 120
 QUESTIONS = {
     "cuda": """
 from importlib.metadata import version
-from deploykit.runtimes.cuda.driver import CudaDevice
+from deploykit.engines.cuda.driver import CudaDevice
 device = CudaDevice(0)
 free, total = device.memory()
 answer = {**vars(device.describe()), "free_bytes": free, "total_bytes": total,
@@ -30,7 +30,7 @@ answer = {**vars(device.describe()), "free_bytes": free, "total_bytes": total,
 """,
     "tensorrt": """
 from deploykit.runtimes.tensorrt import open as opening
-from deploykit.runtimes.tensorrt.log import logger
+from deploykit.engines.tensorrt.log import logger
 trt = opening.trt
 builder = trt.Builder(logger(trt))
 answer = {"version": trt.__version__, "file": trt.__file__, "cuda": opening.tensorrt_cuda(),
@@ -38,7 +38,7 @@ answer = {"version": trt.__version__, "file": trt.__file__, "cuda": opening.tens
 """,
     "onnxruntime": """
 import onnxruntime as ort
-from deploykit.runtimes.onnxruntime.cuda_libraries import preload
+from deploykit.engines.onnxruntime.engine import preload
 preload(ort)
 answer = {"version": ort.__version__, "file": ort.__file__,
           "providers": ort.get_available_providers(), "cuda": getattr(ort, "cuda_version", "")}

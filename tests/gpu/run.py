@@ -38,18 +38,18 @@ RUNTIMES = tuple(name for name in OPENERS if name.endswith("-cuda") or name == "
 PARTS = ("probe", "train", "cuda", "plans", "faults", "path")
 PARTS += ("leak", "torch", "ort", "build", "zoo")
 ESSENTIAL = {"probe", "cuda", "plans", "build"}  # parts in which nothing may be skipped
-CONFORMANCE = "tests/runtimes/test_conformance.py"
+CONFORMANCE = "tests/engines/test_conformance.py"
 SUITES = {  # part -> the runtime it needs, and what pytest gets
     "train": (
         "torch-cuda",
         ["tests/training/test_augment.py", "tests/training/test_augmented_runs.py", "-m", "gpu"],
     ),
-    "cuda": ("", ["tests/runtimes/test_cuda_driver.py", "-m", "gpu"]),
+    "cuda": ("", ["tests/engines/test_cuda_driver.py", "-m", "gpu"]),
     "plans": ("tensorrt", [CONFORMANCE, "-k", "tensorrt and not stand"]),
     "torch": ("torch-cuda", [CONFORMANCE, "-k", "torch-cuda"]),
     "ort": (
         "onnxruntime-cuda",
-        [CONFORMANCE, "tests/runtimes/test_onnxruntime_cuda.py", "-k", "cuda", "-m", "gpu"],
+        [CONFORMANCE, "tests/engines/test_onnxruntime_cuda.py", "-k", "cuda", "-m", "gpu"],
     ),
 }
 RECIPE = ROOT / "tests" / "gpu" / "recipe.py"

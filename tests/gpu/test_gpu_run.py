@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deploykit.builders.tensorrt.shapes import ranges
+from deploykit.building.tensorrt.options import ranges
 from deploykit.core.machine import this_machine
 from tests.gpu import builds, leak, run, zoo
 from tests.gpu.steps import PYTHON, ROOT, Result, Step, figures, reason, run_step

@@ -11,14 +11,14 @@ import pytest
 from onnx import TensorProto, helper
 
 import deploykit as dk
-from deploykit.api.pipeline import predict_files
 from deploykit.core.files import sha256
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.task import CLASSIFY, ImageInput, Task, TaskOutputs
+from deploykit.engines.engine import Arrays, BaseEngine
+from deploykit.pipelines.connect import answer_json
 from deploykit.pipelines.failures import StageFailed
-from deploykit.pipelines.formats import answer_json
+from deploykit.pipelines.pipeline import predict_files
 from deploykit.pipelines.run import OpenPipeline
-from deploykit.runtimes.engine import Arrays, BaseEngine
 from tests.support.onnx_zoo import linear, save, two_inputs
 from tests.support.runtimes.tiles import mean_model, page, png, write_pipeline
 

@@ -20,8 +20,7 @@ from deploykit.planning.capacity import (
     p99_s,
     served_s,
 )
-from deploykit.serving.batching.policy import BatchPolicy, Pending
-from deploykit.serving.batching.queue import RequestQueue
+from deploykit.serving.batching.queue import BatchPolicy, Pending, RequestQueue
 from deploykit.serving.options import ServeOptions
 
 SERVICE_S = 0.01

@@ -7,25 +7,22 @@ import pytest
 from onnx import helper
 
 from deploykit.core.profile import load_profile
-from deploykit.onnx_graph import kinds
-from deploykit.onnx_graph.cost import NodeCost
-from deploykit.onnx_graph.graph import Graph
-from deploykit.onnx_graph.roofline import COMPUTE, LAUNCH, MEMORY
-from deploykit.planning.hints import alignment
+from deploykit.graph import cost as kinds
+from deploykit.graph.cost import COMPUTE, LAUNCH, MEMORY, NodeCost
+from deploykit.graph.graph import Graph
+from deploykit.planning.plan import alignment
 from deploykit.planning.predict import (
     COPIES,
-    Inferred,
-    in_precision,
-    infer,
-    precisions,
-    predict_call,
-)
-from deploykit.planning.targets import (
     COPY_S,
     LAUNCH_S,
     LINK_BYTES_PER_S,
     REACHED,
+    Inferred,
     Target,
+    in_precision,
+    infer,
+    precisions,
+    predict_call,
     target_of,
 )
 from tests.support.calibrations import BYTES_PER_S, CALL_S, OPS_PER_S, round_calibration

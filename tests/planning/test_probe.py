@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deploykit.core.machine import default_threads, this_machine
-from deploykit.onnx_graph import kinds
+from deploykit.graph import cost as kinds
 from deploykit.planning.probe import find_calibration, measure_cpu, store_calibration
 from tests.support.calibrations import keep_round_calibration, round_calibration
 

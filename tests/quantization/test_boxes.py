@@ -7,8 +7,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from deploykit.quantization.boxes import box_nodes
 from deploykit.quantization.calibrate import Range
+from deploykit.quantization.qdq_placement import box_nodes
 from tests.support.graphs.data import calibration
 from tests.support.graphs.protos import element_types, to_half, to_pairs
 from tests.support.onnx_zoo import make

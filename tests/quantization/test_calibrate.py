@@ -9,10 +9,10 @@ import pytest
 from onnx import helper, numpy_helper
 
 from deploykit.core.errors import BadInput
-from deploykit.onnx_graph.editor import Editor
-from deploykit.onnx_graph.graph import Graph
+from deploykit.engines.data.samples import Samples
+from deploykit.graph.edit import Editor
+from deploykit.graph.graph import Graph
 from deploykit.quantization.calibrate import METHODS, MIN_SAMPLES, Range, importance
-from deploykit.runtimes.data.samples import Samples
 from tests.support.graphs.data import feeds, samples
 from tests.support.graphs.protos import calibrate
 from tests.support.onnx_zoo import (

@@ -10,7 +10,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from deploykit.core.errors import BadInput
-from deploykit.onnx_graph.graph import Graph
+from deploykit.graph.graph import Graph
 from deploykit.quantization.dynamic import quantizable, to_dynamic
 from tests.support.exact_sums import needs_exact_sums
 from tests.support.graphs.data import feeds, sqnr_db

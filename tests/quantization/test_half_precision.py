@@ -10,9 +10,9 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from deploykit.core.errors import BadInput
+from deploykit.engines.data.samples import Samples
+from deploykit.engines.engine import load
 from deploykit.quantization.calibrate import Calibration, Range
-from deploykit.runtimes.data.samples import Samples
-from deploykit.runtimes.engine import load
 from tests.support.graphs.data import calibration, feeds, in_true_halves, samples, sqnr_db
 from tests.support.graphs.protos import calibrate, load_graph, specs, summarise, to_half, to_pairs
 from tests.support.onnx_zoo import (

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deploykit.quantization.histograms import TensorHistogram, _divergences
+from deploykit.quantization.formats import TensorHistogram, _divergences
 
 
 def histogram(*batches: np.ndarray) -> TensorHistogram:

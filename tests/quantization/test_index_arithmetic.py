@@ -8,7 +8,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from deploykit.runtimes.engine import load
+from deploykit.engines.engine import load
 from tests.support.graphs.data import in_true_halves
 from tests.support.graphs.protos import summarise, to_half
 from tests.support.onnx_zoo import make, save

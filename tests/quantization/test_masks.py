@@ -7,8 +7,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from deploykit.engines.data.samples import Samples
 from deploykit.quantization.calibrate import Range
-from deploykit.runtimes.data.samples import Samples
 from tests.support.graphs.data import in_true_halves
 from tests.support.graphs.protos import calibrate, to_half
 from tests.support.onnx_zoo import make, save

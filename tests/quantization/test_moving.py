@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploykit.builders.onnxruntime import build
-from deploykit.onnx_graph.graph import Graph
+from deploykit.building.onnxruntime import build
+from deploykit.graph.graph import Graph
 from deploykit.quantization import qdq
 from deploykit.quantization.half_precision import to_half
 from deploykit.quantization.moving import move_pairs

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from deploykit.onnx_graph.graph import Graph
+from deploykit.graph.graph import Graph
 from deploykit.quantization.moving import move_foreign_pairs
 from tests.support.graphs.data import feeds, sqnr_db
 from tests.support.graphs.foreign_pairs import written_by_onnxruntime
@@ -175,7 +175,7 @@ def test_a_tensor_that_others_read_is_not_clipped_to_what_one_reader_needs(tmp_p
     moved = move_foreign_pairs(foreign, "onnxruntime")
     assert moved is not None
     path = save(to_proto(moved.graph), tmp_path / "b.onnx")
-    from deploykit.runtimes.engine import load
+    from deploykit.engines.engine import load
 
     with load(path, "cpu") as engine:
         assert engine(feeds(model, 8))["a_sum"].min() < 0

@@ -17,8 +17,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.artefact import Artefact
 from deploykit.core.profile import Profile, load_profile
-from deploykit.onnx_graph.graph import Graph
-from deploykit.quantization.preflight import find_mismatch
+from deploykit.graph.graph import Graph
+from deploykit.graph.preflight import find_mismatch
 from tests.support import onnx_zoo
 from tests.support.graphs.protos import unsupported
 

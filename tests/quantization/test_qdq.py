@@ -11,8 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import CALIBRATED
 from deploykit.core.runtime import TARGET_RUNTIMES
+from deploykit.engines.data.samples import Samples
 from deploykit.quantization.calibrate import Calibration, Range
-from deploykit.runtimes.data.samples import Samples
 from tests.support.graphs.data import calibration, feeds, samples, sqnr_db
 from tests.support.graphs.protos import calibrate, quantizable, specs, summarise, to_pairs
 from tests.support.graphs.qdq_graphs import (

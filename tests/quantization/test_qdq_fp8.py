@@ -10,8 +10,8 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, numpy_helper
 
+from deploykit.engines.onnxruntime.engine import session_options
 from deploykit.quantization.calibrate import Range
-from deploykit.runtimes.onnxruntime.engine import session_options
 from tests.support.graphs.data import calibration, feeds, samples, sqnr_db
 from tests.support.graphs.protos import calibrate, summarise, to_pairs
 from tests.support.graphs.qdq_graphs import ZOO, Make, pairs, run, stored

@@ -12,11 +12,11 @@ import pytest
 from onnx import helper
 
 import deploykit as dk
-from deploykit.onnx_graph.graph import Graph
+from deploykit.engines.data.samples import Samples
+from deploykit.engines.engine import KnownOutputs
+from deploykit.engines.onnxruntime.engine import OnnxRuntimeEngine
+from deploykit.graph.graph import Graph
 from deploykit.quantization.calibrate import calibrate
-from deploykit.runtimes.data.samples import Samples
-from deploykit.runtimes.onnxruntime.engine import OnnxRuntimeEngine
-from deploykit.runtimes.recorded import KnownOutputs
 from tests.support.fake_engine import FakeEngine
 from tests.support.onnx_zoo import make, mnist_like, save
 
@@ -61,7 +61,7 @@ def test_nor_are_those_of_one_batch_that_no_other_confirms(tmp_path: Path) -> No
 
 
 def test_nor_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploykit.quantization.sample_outputs._EVERY_BYTES", ROWS.nbytes - 1)
+    monkeypatch.setattr("deploykit.quantization.calibrate._EVERY_BYTES", ROWS.nbytes - 1)
     assert every_output(of_rows(RELU), tmp_path) == {}
 
 
@@ -91,7 +91,7 @@ def test_the_float32_model_runs_once_on_each_calibration_sample(
     out, given = tmp_path / "out.onnx", {"calib": tmp_path / "calib.npz", "calibrator": calibrator}
     made = dk.quantize(model, "int8", out, **given)
     assert (rows["model.onnx"], rows["out.onnx"]) == (4, SAMPLES + 4)  # golden samples: 4
-    monkeypatch.setattr("deploykit.quantization.sample_outputs._EVERY_BYTES", 0)
+    monkeypatch.setattr("deploykit.quantization.calibrate._EVERY_BYTES", 0)
     again = dk.quantize(model, "int8", out, **given)
     assert rows["model.onnx"] == 4 + SAMPLES + 4
     both = [each.evaluation for each in (made, again)]

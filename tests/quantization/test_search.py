@@ -7,8 +7,7 @@ import math
 import pytest
 
 from deploykit.core.evidence import SearchStep
-from deploykit.quantization.budget import Budget
-from deploykit.quantization.search import Level, Verdict, not_worth, search
+from deploykit.quantization.search import Budget, Level, Verdict, not_worth, search
 from tests.support.graphs.search_network import FAILS, Network, sensitivities
 
 

@@ -11,9 +11,16 @@ import onnx
 import pytest
 from onnx import helper
 
-from deploykit.onnx_graph.roofline import Ceilings, predicted_s, savings_s
-from deploykit.quantization.budget import Budget
-from deploykit.quantization.search import Level, Verdict, noise_share, rank, search, sensitivities
+from deploykit.graph.cost import Ceilings, predicted_s, savings_s
+from deploykit.quantization.search import (
+    Budget,
+    Level,
+    Verdict,
+    noise_share,
+    rank,
+    search,
+    sensitivities,
+)
 from tests.support.graphs.data import feeds, samples
 from tests.support.graphs.protos import calibrate, node_costs, quantizable, to_pairs
 from tests.support.onnx_zoo import make, save
@@ -75,7 +82,7 @@ def outlier() -> onnx.ModelProto:
 
 def run(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     ort = pytest.importorskip("onnxruntime")
-    from deploykit.runtimes.onnxruntime.engine import session_options
+    from deploykit.engines.onnxruntime.engine import session_options
 
     session = ort.InferenceSession(model.SerializeToString(), session_options(1))
     return list(session.run(None, dict(inputs)))

@@ -8,8 +8,7 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import SearchStep
-from deploykit.quantization.budget import Budget, OutOfTime
-from deploykit.quantization.search import Level, Verdict, search
+from deploykit.quantization.search import Budget, Level, OutOfTime, Verdict, search
 from tests.support.graphs.search_network import FAILS, Made, Network, sensitivities
 
 

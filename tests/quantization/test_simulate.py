@@ -6,8 +6,8 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
 
+from deploykit.engines.onnxruntime.engine import session_options
 from deploykit.quantization.calibrate import Range
-from deploykit.runtimes.onnxruntime.engine import session_options
 from tests.support.graphs.data import calibration, feeds, in_true_halves
 from tests.support.graphs.protos import simulate, specs, to_half, to_pairs
 from tests.support.onnx_zoo import int64_ids, linear, make, mnist_like, overflow

@@ -7,11 +7,11 @@ import numpy as np
 import onnx
 import pytest
 
-from deploykit.onnx_graph.graph import Graph
+from deploykit.engines.engine import load
+from deploykit.graph.graph import Graph
 from deploykit.quantization.calibrate import calibrate
 from deploykit.quantization.qdq import to_pairs
 from deploykit.quantization.smoothquant import smooth
-from deploykit.runtimes.engine import load
 from tests.support.graphs.data import feeds, samples, sqnr_db
 from tests.support.graphs.layer_norm import OUTLIERS, layer_norm
 from tests.support.onnx_zoo import mnist_like, save

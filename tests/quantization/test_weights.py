@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import BadInput
-from deploykit.runtimes.engine import load
+from deploykit.engines.engine import load
 from tests.support.graphs.data import feeds, in_true_halves, sqnr_db
 from tests.support.graphs.protos import summarise, to_half, to_weight_only
 from tests.support.onnx_zoo import conv_relu, make, mnist_like, save

@@ -16,7 +16,7 @@ import pytest
 import deploykit
 from deploykit.serving.http.connection import HttpConnection
 from deploykit.serving.http2.connection import PREFACE, Http2Connection
-from deploykit.serving.http2.frames import (
+from deploykit.serving.http2.flow import (
     DATA,
     END_HEADERS,
     END_STREAM,

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from deploykit.core.errors import DeploykitError, Expired, Overloaded
-from deploykit.runtimes.tensorrt.engine import TensorRtEngine
+from deploykit.engines.tensorrt.engine import TensorRtEngine
 from deploykit.serving.batching.batcher import Batcher
-from deploykit.serving.batching.policy import BatchPolicy, Pending
+from deploykit.serving.batching.queue import BatchPolicy, Pending
 from tests.support.campaign import rounds
 from tests.support.runtimes.fake_cuda import FakeCuda
 from tests.support.runtimes.tensorrt_opened import PROFILE, Opened, X, Y

@@ -18,7 +18,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.artefact import read_manifest
-from deploykit.runtimes.engine import load
+from deploykit.engines.engine import load
 from tests.support.serving.faults import LIMIT_S, REAL, ROOT, until
 
 QUANTIZE = ("quantize", "m.onnx", "--to", "fp16", "-o", "out/m.onnx", "--force")

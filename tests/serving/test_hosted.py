@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.runtimes.engine import Engine
+from deploykit.engines.engine import Engine
 from deploykit.serving.hosted import Answered, Asked, HostedApp
 from deploykit.serving.options import ServeOptions
 from tests.support.fake_engine import FakeEngine

@@ -12,8 +12,8 @@ pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 def test_serving_an_onnx_file_imports_neither_torch_nor_onnx() -> None:
     program = (
-        "import sys, deploykit.serving.server, deploykit.runtimes.engine, "
-        "deploykit.runtimes.onnxruntime.engine\n"
+        "import sys, deploykit.serving.server, deploykit.engines.engine, "
+        "deploykit.engines.onnxruntime.engine\n"
         "heavy = {'torch', 'onnx', 'typer', 'sklearn', 'onnxscript', 'tritonclient'}\n"
         "print(sorted(heavy & {name.partition('.')[0] for name in sys.modules}))"
     )

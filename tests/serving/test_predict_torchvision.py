@@ -16,7 +16,7 @@ needs("PIL", "sklearn", "torch", "torchvision", "onnxscript")
 
 from PIL import Image  # noqa: E402
 
-from deploykit.api.open import open_proven  # noqa: E402
+from deploykit.evaluation.verify import open_proven  # noqa: E402
 from tests.support.runtimes.pictures import photo  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, only_in_a_campaign]

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from deploykit.core.errors import BadInput
-from deploykit.serving.server import ServeOptions, Server
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.server import Server
 from tests.support.campaign import rounds
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.faults import ROOT, Process, quiet_port

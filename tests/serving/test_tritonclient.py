@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.runtimes.engine import load
+from deploykit.engines.engine import load
 from tests.support.serving.running import Running, running
 
 triton = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")

@@ -171,8 +171,8 @@ def any_model(chance: random.Random) -> bytes:
 
 def _serve(path: Path) -> None:
     """What `serve` does before the first request."""
-    from deploykit.api.serve import Opening
     from deploykit.serving.models.repository import ModelRepository
+    from deploykit.serving.opening import Opening
     from deploykit.serving.options import ServeOptions
 
     options = ServeOptions(max_batch=4)

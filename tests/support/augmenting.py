@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from deploykit.training.augment import DRAWS, Augment
+from deploykit.training.data import DRAWS, Augment
 
 EVERYTHING = Augment(2, flip=0.5, rotation_degrees=20, brightness=0.4, contrast=0.4, saturation=0.4)
 _RANDOM = np.random.default_rng(0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import transformers
 
-from deploykit.runtimes.torch.operators import with_torchvision
+from deploykit.engines.torch.files import with_torchvision
 
 
 def save_tiny_bert(folder: Path, kind: str = "BertForSequenceClassification", **more: Any) -> Path:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deploykit.api.boot import Boot, Booted, build_and_prove, prove
-from deploykit.bundling.folder import read_bundle
-from deploykit.bundling.slots import EngineCache
 from deploykit.core.profile import load_profile
+from deploykit.deploying.boot import Boot, Booted, build_and_prove, prove
+from deploykit.deploying.slots import EngineCache
+from deploykit.evaluation.bundle_folder import read_bundle
 
 
 def inline(_what: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

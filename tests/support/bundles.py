@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from deploykit.api import golden
-from deploykit.api.artefacts import onnx_manifest
 from deploykit.core.evidence import Evidence
 from deploykit.core.manifest import write_manifest
-from deploykit.onnx_graph.graph import Graph
-from deploykit.runtimes.engine import load
+from deploykit.engines.engine import load
+from deploykit.evaluation import golden
+from deploykit.evaluation.artefacts import onnx_manifest
+from deploykit.graph.graph import Graph
 from tests.support.onnx_zoo import linear, save
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from deploykit.core.machine import default_threads, this_machine
-from deploykit.onnx_graph import kinds
-from deploykit.onnx_graph.roofline import Curve
+from deploykit.graph import cost as kinds
+from deploykit.graph.cost import Curve
 from deploykit.planning.probe import VERSION, CpuCalibration, store_calibration
 
 OPS_PER_S, BYTES_PER_S, LAUNCH_S, CALL_S = 100e9, 10e9, 1e-6, 5e-6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploykit.runtimes.onnxruntime.sums import cuts_sums
+from deploykit.engines.onnxruntime.file import cuts_sums
 
 try:
     from onnxruntime import __version__ as VERSION

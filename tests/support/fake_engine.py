@@ -10,7 +10,7 @@ import numpy as np
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.tensors import TensorSpec, parse_spec
-from deploykit.runtimes.engine import Arrays, BaseEngine, check_feeds
+from deploykit.engines.engine import Arrays, BaseEngine, check_feeds
 
 
 class FakeEngine(BaseEngine):

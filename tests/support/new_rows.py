@@ -38,7 +38,7 @@ precisions = ["fp32", "int8"]
 
 
 def open_engine(source: Any, _device: str, threads: int | None, _trust: bool) -> Any:
-    from deploykit.runtimes.onnxruntime.engine import OnnxRuntimeEngine
+    from deploykit.engines.onnxruntime.engine import OnnxRuntimeEngine
 
     plain = Path(source).with_name(f".{Path(source).name}.plain")
     plain.write_bytes(Path(source).read_bytes().removeprefix(MAGIC))
@@ -49,7 +49,7 @@ def open_engine(source: Any, _device: str, threads: int | None, _trust: bool) ->
 
 
 def build_engine(model: Any, out: Path, target: Any, _shapes: Any, _on_progress: Any) -> Any:
-    from deploykit.builders.builder import BuildResult
+    from deploykit.building.builder import BuildResult
 
     out.write_bytes(MAGIC + model.path.read_bytes())
     return BuildResult({"runtime": "wrapped 1.0", "device": "cpu", "profile": target.name})

@@ -13,7 +13,7 @@ import torch
 
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.torch.operators import with_torchvision
+from deploykit.engines.torch.files import with_torchvision
 from deploykit.training.distributed import Processes
 from deploykit.training.loop import run_training
 from deploykit.training.options import Trained, TrainingOptions

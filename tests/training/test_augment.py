@@ -14,9 +14,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deploykit.core.errors import BadInput  # noqa: E402
-from deploykit.runtimes.torch.operators import with_torchvision  # noqa: E402
-from deploykit.training import augment  # noqa: E402
-from deploykit.training.augment import DRAWS, Augment  # noqa: E402
+from deploykit.engines.torch.files import with_torchvision  # noqa: E402
+from deploykit.training import data as augment  # noqa: E402
+from deploykit.training.data import DRAWS, Augment  # noqa: E402
 from tests.support.augmenting import BYTES, EVERYTHING, FLOATS, KINDS, random_draws  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -16,9 +16,14 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deploykit.core.errors import BadInput, OutOfMemory  # noqa: E402
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe  # noqa: E402
-from deploykit.training import augment, loader, prefetch  # noqa: E402
-from deploykit.training.augment import Augment, Augmentation  # noqa: E402
-from deploykit.training.batches import Batches  # noqa: E402
+from deploykit.training import data as augment  # noqa: E402
+from deploykit.training import data as loader  # noqa: E402
+from deploykit.training import data as prefetch  # noqa: E402
+from deploykit.training.data import (  # noqa: E402
+    Augment,
+    Augmentation,
+    Batches,
+)
 from deploykit.training.distributed import Processes  # noqa: E402
 from deploykit.training.loop import run_training  # noqa: E402
 from deploykit.training.options import Trained, TrainingOptions  # noqa: E402

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deploykit.core.errors import BadInput  # noqa: E402
-from deploykit.core.paths import folder, import_object  # noqa: E402
+from deploykit.core.files import folder, import_object  # noqa: E402
 from deploykit.core.recipe import load_recipe  # noqa: E402
 from deploykit.training.loop import run_training  # noqa: E402
 from deploykit.training.options import TrainingOptions  # noqa: E402

@@ -15,15 +15,16 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from deploykit.api import compare_devices as verb  # noqa: E402
-from deploykit.api.devices_page import devices_html, devices_markdown  # noqa: E402
 from deploykit.cli.main import main  # noqa: E402
 from deploykit.core.errors import BadInput  # noqa: E402
+from deploykit.core.evidence import Interval  # noqa: E402
 from deploykit.core.recipe import Split  # noqa: E402
-from deploykit.core.statistics_basic import Interval  # noqa: E402
-from deploykit.training import devices  # noqa: E402
-from deploykit.training.devices import (  # noqa: E402
+from deploykit.training import compare_devices as devices  # noqa: E402
+from deploykit.training import compare_devices as verb  # noqa: E402
+from deploykit.training.compare_devices import (  # noqa: E402  # noqa: E402
     NO_GPU,
+    devices_html,
+    devices_markdown,
     find_crossovers,
     time_augmentation,
     time_devices,

@@ -19,10 +19,10 @@ import deploykit as dk  # noqa: E402
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.task import ImageInput, Task, TaskOutputs  # noqa: E402
 from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
-from deploykit.runtimes.data.folders import class_splits  # noqa: E402
-from deploykit.runtimes.data.samples import read_samples  # noqa: E402
-from deploykit.runtimes.tasks.engine import TaskSteps  # noqa: E402
-from deploykit.runtimes.torch.open import load_module  # noqa: E402
+from deploykit.engines.data.folders import class_splits  # noqa: E402
+from deploykit.engines.data.samples import read_samples  # noqa: E402
+from deploykit.engines.tasks.engine import TaskSteps  # noqa: E402
+from deploykit.engines.torch.open import load_module  # noqa: E402
 from tests.support.runtimes.pictures import encoded, noise  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -35,12 +35,12 @@ RULES = {
 }
 RECIPE = """
 from torch import nn
-from deploykit.core.preprocess import Preprocess
+from deploykit.core.task import Preprocess
 from deploykit.core.recipe import Recipe
 from deploykit.core.task import ImageInput
 from deploykit.core.tensors import parse_spec
-from deploykit.runtimes.data.folders import class_splits
-from deploykit.training.classes import top1_per_sample
+from deploykit.engines.data.folders import class_splits
+from deploykit.training.data import top1_per_sample
 
 IMAGE = ImageInput("photo", 12, 20, "letterbox", colours="BGR", padding=9)
 

@@ -14,9 +14,11 @@ import torch.distributed as dist  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from deploykit.core.recipe import Split  # noqa: E402
-from deploykit.training import batches  # noqa: E402
-from deploykit.training.augment import Augmentation  # noqa: E402
-from deploykit.training.batches import Batches  # noqa: E402
+from deploykit.training import data as batches  # noqa: E402
+from deploykit.training.data import (  # noqa: E402
+    Augmentation,
+    Batches,
+)
 from deploykit.training.distributed import Processes, parallel  # noqa: E402
 from deploykit.training.options import choose_device  # noqa: E402
 

@@ -14,15 +14,17 @@ from tests.support.campaign import only_in_a_campaign
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deploykit.core.errors import BadInput, NotFound, Unsupported  # noqa: E402
-from deploykit.core.paths import import_object  # noqa: E402
-from deploykit.core.preprocess import IMAGENET  # noqa: E402
+from deploykit.core.files import import_object  # noqa: E402
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe  # noqa: E402
+from deploykit.core.task import IMAGENET  # noqa: E402
 from deploykit.core.tensors import TensorSpec  # noqa: E402
-from deploykit.measure.statistics import proportion  # noqa: E402
-from deploykit.runtimes.data.preprocess import load_preprocess  # noqa: E402
-from deploykit.training.loop import run_training  # noqa: E402
+from deploykit.engines.data.preprocess import load_preprocess  # noqa: E402
+from deploykit.evaluation.statistics import proportion  # noqa: E402
+from deploykit.training.loop import (  # noqa: E402
+    run_training,
+    score_module,
+)
 from deploykit.training.options import TrainingOptions, choose_device  # noqa: E402
-from deploykit.training.score import score_module  # noqa: E402
 from tests.support.training import LINE, SPLITS  # noqa: E402
 
 pytestmark = pytest.mark.torch

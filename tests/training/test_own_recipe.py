@@ -14,8 +14,10 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import deploykit as dk  # noqa: E402
 from deploykit.core.errors import BadInput, OutOfMemory  # noqa: E402
 from deploykit.training.loop import run_training  # noqa: E402
-from deploykit.training.options import TrainingOptions  # noqa: E402
-from deploykit.training.recipes import read_splits  # noqa: E402
+from deploykit.training.options import (  # noqa: E402
+    TrainingOptions,
+    read_splits,
+)
 from tests.support.training import LINE, SPLITS  # noqa: E402
 
 pytestmark = pytest.mark.torch

@@ -14,12 +14,12 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import deploykit as dk  # noqa: E402
 from deploykit.core.errors import BadInput, NotFound  # noqa: E402
-from deploykit.core.paths import folder, import_object  # noqa: E402
+from deploykit.core.files import folder, import_object  # noqa: E402
 from deploykit.core.recipe import Split, Splits, list_recipes, load_recipe  # noqa: E402
 from deploykit.core.task import SHORTEST_EDGE, ImageInput  # noqa: E402
 from deploykit.core.tensors import TensorSpec  # noqa: E402
-from deploykit.runtimes.data.folders import class_splits  # noqa: E402
-from deploykit.runtimes.torch.open import load_module  # noqa: E402
+from deploykit.engines.data.folders import class_splits  # noqa: E402
+from deploykit.engines.torch.open import load_module  # noqa: E402
 from deploykit.training.loop import run_training  # noqa: E402
 from deploykit.training.options import TrainingOptions  # noqa: E402
 from tests.support.campaign import only_in_a_campaign  # noqa: E402

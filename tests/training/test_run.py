@@ -19,9 +19,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from deploykit.api import train as verb  # noqa: E402
 from deploykit.core.errors import BadInput, OutOfMemory  # noqa: E402
-from deploykit.training import state  # noqa: E402
+from deploykit.training import loop as state  # noqa: E402
+from deploykit.training import train as verb  # noqa: E402
 from deploykit.training.loop import run_training  # noqa: E402
 from deploykit.training.options import SCHEDULES, TrainingOptions  # noqa: E402
 from tests.support.campaign import only_in_a_campaign  # noqa: E402

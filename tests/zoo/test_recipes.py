@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 needs("onnxscript", "sklearn", "PIL", "tritonclient")
 
 import deploykit as dk  # noqa: E402
-from deploykit.core.paths import folder  # noqa: E402
+from deploykit.core.files import folder  # noqa: E402
 from deploykit.core.recipe import list_recipes  # noqa: E402
 from tests.support.campaign import only_in_a_campaign  # noqa: E402
 from tests.support.training import torchvision_weights, write_photos  # noqa: E402

@@ -16,8 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent.parent))
 
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.engine import BaseEngine
-from deploykit.serving.server import ServeOptions, Server, run
+from deploykit.engines.engine import BaseEngine
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.server import Server, run
 from deploykit.serving.workers.group import Member
 from deploykit.serving.workers.parent import Parent
 

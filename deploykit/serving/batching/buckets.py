@@ -15,11 +15,11 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.tensors import InputKey, TensorSpec, carrier
-from deploykit.runtimes.cuda.errors import DeviceLost
-from deploykit.runtimes.data.samples import random_feeds
-from deploykit.runtimes.engine import Arrays, Engine
-from deploykit.serving.batching.policy import Pending
-from deploykit.serving.batching.stacking import align
+from deploykit.engines.cuda.memory import DeviceLost
+from deploykit.engines.data.samples import random_feeds
+from deploykit.engines.engine import Arrays, Engine
+from deploykit.serving.batching.queue import Pending
+from deploykit.serving.batching.runner import align
 
 TOLERANCE = 1e-3  # relative to the largest value of the output
 _CACHED = 4096

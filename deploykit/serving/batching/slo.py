@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from deploykit.serving.batching.policy import BatchPolicy, Pending
+from deploykit.serving.batching.queue import BatchPolicy, Pending
 
 _LATE_SHARE = 0.01
 _QUANTILE = 0.95

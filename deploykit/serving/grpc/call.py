@@ -4,35 +4,216 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+import re
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import quote as percent_encode
 
 from deploykit.core.errors import DeploykitError, UnknownEncoding, quote
 from deploykit.core.tensors import Bytes
-from deploykit.serving.grpc.assembly import PREFIX_BYTES, MessageReader
-from deploykit.serving.grpc.headers import CallHead, Method
-from deploykit.serving.grpc.replies import (
-    FIRST_FRAME,
-    LAST_FRAME,
-    NOT_GRPC,
-    OK,
-    REPLY_END,
-    REPLY_HEADERS,
-    REPLY_START,
-    error_block,
-)
-from deploykit.serving.http2.flow import LEAST_BYTES_S, WAITING_BYTES, Flow
-from deploykit.serving.http2.frames import (
+from deploykit.serving.http2.flow import (
     DATA,
     END_HEADERS,
     END_STREAM,
     HEADERS,
+    LEAST_BYTES_S,
     PROTOCOL_ERROR,
     STREAM_WINDOW,
+    WAITING_BYTES,
+    Flow,
+    Stream,
     frame,
+    literal,
 )
-from deploykit.serving.http2.stream import Stream
-from deploykit.serving.transport.compression import decompress
+from deploykit.serving.models.inference import Receiver
+from deploykit.serving.transport.call import BUG, decompress, refusal_of
+
+# Assemble gRPC messages, which have a prefix of 5 bytes, from the pieces of a stream.
+
+PREFIX_BYTES = 5  # compressed or not, length
+_LENGTH = struct.Struct(">I")
+_SMALL_BYTES_ASSEMBLY = (
+    1024  # pieces below it are joined, as an object of Python costs more than its bytes
+)
+
+
+class MessageReader:
+    """`have`: bytes received and not taken. `need`: of the next message with its prefix."""
+
+    __slots__ = ("_data", "_later", "_start", "have", "need")
+
+    def __init__(self) -> None:
+        self._data = b""
+        self._start = 0  # of the next message in it
+        self._later: list[bytes | bytearray] = []  # the pieces after it
+        self.have = 0
+        self.need = 0  # 0 until the prefix has arrived
+
+    def add(self, piece: bytes) -> None:
+        if self.have:
+            later = self._later
+            if len(piece) >= _SMALL_BYTES_ASSEMBLY:
+                later.append(piece)
+            elif later and type(later[-1]) is bytearray:
+                later[-1] += piece
+            else:
+                later.append(bytearray(piece))
+        else:
+            self._data, self._start = piece, 0
+        self.have += len(piece)
+        if not self.need and self.have >= PREFIX_BYTES:
+            self._read_prefix()
+
+    def take(self) -> bytes:
+        """The next message with its prefix, which must have arrived."""
+        if self._later:
+            self._join()
+        data, start, end = self._data, self._start, self._start + self.need
+        self.have -= self.need
+        self.need = 0
+        if self.have:
+            self._start = end
+            if self.have >= PREFIX_BYTES:
+                self._read_prefix()
+        else:
+            self._data = b""
+        return data[start:end]
+
+    def _read_prefix(self) -> None:
+        if self._later:
+            self._join()
+        self.need = PREFIX_BYTES + _LENGTH.unpack_from(self._data, self._start + 1)[0]
+
+    def _join(self) -> None:
+        self._data = b"".join((self._data[self._start :], *self._later))
+        self._start, self._later = 0, []
+
+
+# Parse the headers of a gRPC call, or say why it is refused.
+
+_CONTENT_TYPE = re.compile(rb"application/grpc(\+proto)?[ \t]*(;.*)?", re.IGNORECASE)
+_TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
+_UNITS_US = {b"H": 3.6e9, b"M": 6e7, b"S": 1e6, b"m": 1e3, b"u": 1.0, b"n": 1e-3}
+
+
+@dataclass(frozen=True)
+class Method:
+    """The handlers of a method. `message(call, data, at)`: the message is `data[at:]`.
+
+    `ended(call)`: for methods with several messages, after the last. `public`: needs no token.
+    `max_bytes`: of a message; the server's limit applies too.
+    """
+
+    message: Callable[[Any, bytes, int], None]  # called with the Call
+    ended: Callable[[Any], None] | None = None
+    public: bool = False
+    max_bytes: int = 1 << 32
+
+
+@dataclass(frozen=True)
+class CallHead:
+    """The parsed headers of a call. `refusal`: status and message of an immediate error reply.
+
+    `speaks_grpc`: the client expects a gRPC status. `length`: the Content-Length, if it was sent.
+    """
+
+    path: str
+    method: Method | None
+    timeout_us: int | None
+    trace: str | None
+    encoding: bytes  # for compressed messages
+    refusal: tuple[str, str] | None
+    speaks_grpc: bool = True
+    length: int | None = None
+
+
+class HeadParser:
+    """Makes a CallHead from a call's headers. `allows`: whether an authorization is valid."""
+
+    def __init__(
+        self,
+        methods: Mapping[str, Method],
+        allows: Callable[[bytes | None], bool],
+        max_headers: int,
+    ) -> None:
+        self._methods = methods
+        self._allows = allows
+        self._max_headers = max_headers
+
+    def __call__(self, pairs: list[tuple[bytes, bytes]]) -> CallHead:
+        values = dict(pairs)
+        content_type = values.get(b"content-type", b"")
+        speaks_grpc = _CONTENT_TYPE.fullmatch(content_type) is not None
+        length = values.get(b"content-length")
+        path = values.get(b":path", b"").decode("latin-1")
+        method = self._methods.get(path)
+        trace = values.get(b"traceparent")
+        timeout = values.get(b"grpc-timeout")
+        match = None if timeout is None else _TIMEOUT.fullmatch(timeout)
+        refusal: tuple[str, str] | None = None
+        if not speaks_grpc:
+            got = quote(content_type.decode("latin-1"))
+            text = f"send 'content-type: application/grpc', not {got}"
+            refusal = ("UNIMPLEMENTED", f"this port speaks gRPC with protobuf only: {text}")
+        elif values.get(b":method") != b"POST":
+            refusal = ("UNIMPLEMENTED", "this port speaks gRPC only: send POST")
+        elif len(pairs) > self._max_headers:
+            refusal = ("RESOURCE_EXHAUSTED", f"there are more than {self._max_headers} headers")
+        elif not (method and method.public) and not self._allows(values.get(b"authorization")):
+            text = "a token is needed: send the metadata 'authorization: Bearer TOKEN'"
+            refusal = ("UNAUTHENTICATED", text)
+        elif method is None:
+            refusal = ("UNIMPLEMENTED", f"there is no method {quote(path)}")
+        elif timeout is not None and match is None:
+            refusal = ("INVALID_ARGUMENT", f"grpc-timeout is {quote(timeout)}")
+        return CallHead(
+            path,
+            method,
+            None if match is None else max(1, int(int(match[1]) * _UNITS_US[match[2]])),
+            None if trace is None else trace.decode("latin-1"),
+            values.get(b"grpc-encoding", b"identity"),
+            refusal,
+            speaks_grpc,
+            None if length is None else int(length),
+        )
+
+
+# The constant parts of gRPC replies, as HTTP/2 frames and HPACK blocks.
+#
+# They do not use HPACK's dynamic table, so they are the same for all connections.
+
+STATUS = {
+    "OK": 0,
+    "CANCELLED": 1,
+    "INVALID_ARGUMENT": 3,
+    "DEADLINE_EXCEEDED": 4,
+    "NOT_FOUND": 5,
+    "RESOURCE_EXHAUSTED": 8,
+    "UNIMPLEMENTED": 12,
+    "INTERNAL": 13,
+    "UNAVAILABLE": 14,
+    "UNAUTHENTICATED": 16,
+}
+NOT_GRPC = b"\x08\x03415" + literal(b"content-type", b"application/grpc")  # index 8: ":status"
+REPLY_HEADERS = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88: ":status: 200"
+REPLY_HEADERS += literal(b"grpc-accept-encoding", b"identity,deflate,gzip")
+OK = literal(b"grpc-status", b"0")
+# FIRST_FRAME, stream, REPLY_HEADERS; length << 8 | DATA, no flag, stream; not compressed, length
+REPLY_START = struct.Struct(f">5sI{len(REPLY_HEADERS)}sIxIxI")
+REPLY_END = struct.Struct(f">5sI{len(OK)}s")  # LAST_FRAME, stream, OK
+FIRST_FRAME = frame(HEADERS, END_HEADERS, 0, REPLY_HEADERS)[:5]  # without its stream
+LAST_FRAME = frame(HEADERS, END_HEADERS | END_STREAM, 0, OK)[:5]
+_SAFE = " !\"#$&'()*+,/:;<=>?@[\\]^_`{|}~"  # characters of a message that need no encoding; not "%"
+_LONGEST_MESSAGE = 1000
+
+
+def error_block(status: str, message: str) -> bytes:
+    """The trailers of a call that failed."""
+    encoded = percent_encode(message[:_LONGEST_MESSAGE], safe=_SAFE).encode()
+    return literal(b"grpc-status", b"%d" % STATUS[status]) + literal(b"grpc-message", encoded)
+
 
 log = logging.getLogger(__name__)
 
@@ -395,3 +576,25 @@ class GrpcCall(Stream):
             self._free_answers()
         if cancel is not None:
             cancel()
+
+
+# Send an error as the reply to one message of gRPC.
+
+
+class Replying(Receiver, Protocol):
+    """The receiver of one reply: a GrpcCall, or a ReplySlot of a streaming call."""
+
+    @property
+    def left_us(self) -> int | None: ...
+    def reserve(self, size: int) -> bool: ...
+    def fail(self, status: str, message: str) -> None: ...
+
+
+def fail_with(reply_to: Replying, error: Exception) -> None:
+    """Send an error as the reply; one that is not a DeploykitError is logged and not sent."""
+    exc = refusal_of(error)
+    if exc is None:
+        log.error("a gRPC call failed", exc_info=error)
+        reply_to.fail("INTERNAL", BUG)
+    else:
+        reply_to.fail(exc.grpc_status, f"{exc.message}; {exc.hint}" if exc.hint else exc.message)

@@ -3,24 +3,147 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from deploykit.core.errors import DeploykitError, quote
-from deploykit.core.tensors import Bytes
-from deploykit.serving.grpc.call import GrpcCall
-from deploykit.serving.grpc.failing import Replying, fail_with
-from deploykit.serving.grpc.pipeline import PipelineMethod
-from deploykit.serving.grpc.predict import TaskMethod
+from deploykit.core.tensors import Bytes, TensorSpec
+from deploykit.serving.grpc.call import GrpcCall, Replying, fail_with
 from deploykit.serving.models.inference import Inference, ModelRoute, array_bytes, over_budget
-from deploykit.serving.models.offload import Offload
-from deploykit.serving.models.repository import VERSION, ModelRepository
+from deploykit.serving.models.offload import Offload, Result
+from deploykit.serving.models.pipelines import ServedPipeline
+from deploykit.serving.models.repository import ModelRepository
+from deploykit.serving.models.task_call import Items, TaskCall
 from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import messages
-from deploykit.serving.oip.request import Request, Signature, fill
+from deploykit.serving.oip.request import Request, RequestedOutput, Signature, fill
+from deploykit.serving.oip.response import Result as ResultPredict
 from deploykit.serving.oip.response import collect_results
+from deploykit.serving.oip.tensors import make_slot
+from deploykit.serving.options import VERSION
+
+# Images or sentences over gRPC: ModelInfer with one BYTES input, answered with BYTES of JSON.
+#
+# The input is "image" or "text", of shape [N]; the output is "answer", of the same shape.
+
+ANSWER = "answer"
+LARGE_BYTES_PREDICT = 256 << 10  # of a message: taken apart on another thread
+
+Message = tuple[bytes, bytes, int, tuple[messages.Span, ...]]  # see `messages.split_request`
+
+
+class TaskMethod:
+    """ModelInfer of one model with images or sentences."""
+
+    def __init__(self, route: ModelRoute, max_bytes: int) -> None:
+        self._route = route
+        names = ("image", "text", ANSWER)
+        slots = {name: make_slot(TensorSpec(name, "string", ("N",))) for name in names}
+        given = {ANSWER: slots.pop(ANSWER)}
+        self._signatures = {
+            name: Signature({name: replace(slot, raw=True)}, given, 0, max_bytes)
+            for name, slot in slots.items()
+        }
+
+    def __call__(self, client: Replying, source: Message, trace: str | None) -> None:
+        try:
+            call = GrpcTaskCall(self._route, client, trace)
+        except DeploykitError as exc:
+            fail_with(client, exc)
+        else:
+            call.split(
+                source, partial(self._items, call), large=len(source[1]) > LARGE_BYTES_PREDICT
+            )
+
+    def _items(self, call: GrpcTaskCall, source: Message) -> Items:
+        head, data, at, spans = source
+        signature = self._signatures[self._route.model.task.parameters["takes"]]
+        planned = messages.plan_request(head, spans, signature)
+        request = fill(planned, data, at, self._route.memory)
+        call.request_id, call.priority = request.id, request.priority
+        waits_us = [us for us in (request.timeout_us, call.client.left_us) if us is not None]
+        call.timeout_us = max(1, min(waits_us)) if waits_us else None
+        return Items([item for array in request.feeds.values() for item in array.tolist()])
+
+
+class GrpcTaskCall(TaskCall):
+    """One message."""
+
+    client: Replying
+
+    def __init__(self, route: ModelRoute, client: Replying, trace: str | None) -> None:
+        super().__init__(route, client, trace)
+        self.request_id: str | None = None
+
+    def reply(self, answers: Sequence[bytes]) -> None:
+        array = np.empty(len(answers), object)
+        array[:] = answers
+        found = ResultPredict(ANSWER, "BYTES", array.shape, array, RequestedOutput(ANSWER, True))
+        name = self.route.model.name
+        self.client.reply(messages.encode(name, VERSION, self.request_id, [found]))
+
+    def refuse(self, error: Exception) -> None:
+        fail_with(self.client, error)
+
+
+# A pipeline over gRPC: ModelInfer with its input as one BYTES element, answered with one of
+# BYTES.
+#
+# Where the input is an image, it may be a UINT8 tensor [height, width, 3] instead.
+
+
+class PipelineMethod:
+    """ModelInfer of one pipeline."""
+
+    def __init__(self, pipeline: ServedPipeline, offload: Offload) -> None:
+        self._pipeline = pipeline
+        self._offload = offload
+
+    def __call__(self, client: Replying, source: Message, trace: str | None) -> None:
+        """Raises Overloaded where a large message cannot be read on another thread."""
+        read, start = partial(self._read, source), partial(self._start, client, trace)
+        if len(source[0]) <= LARGE_BYTES_PREDICT:
+            start(read)
+        else:
+            self._offload(read, start, large=True, limit_s=self._pipeline.options.timeout_ms / 1e3)
+
+    def _read(self, source: Message) -> Request:
+        head, data, at, spans = source
+        pipeline = self._pipeline
+        signature = pipeline.signature if messages.sends_bytes(head) else pipeline.tensors
+        return fill(messages.plan_request(head, spans, signature), data, at, pipeline.memory)
+
+    def _start(self, client: Replying, trace: str | None, result: Result[Request]) -> None:
+        if client.gone:
+            return
+        try:
+            request = result()
+            given = self._pipeline.input_of(request)
+            if not client.reserve(len(given)):
+                raise over_budget()
+            waits_us = [us for us in (request.timeout_us, client.left_us) if us is not None]
+            reply = partial(self._reply, client, request._replace(feeds={}))
+            timeout_us = max(1, min(waits_us)) if waits_us else None
+            client.cancel = self._pipeline.start(
+                lambda: given, reply, trace, client.reserve, timeout_us
+            )
+        except Exception as exc:  # noqa: BLE001 - every error is a reply
+            self._pipeline.refuse(exc)
+            fail_with(client, exc)
+
+    def _reply(
+        self, client: Replying, request: Request, answer: bytes | Exception, _json: bool
+    ) -> None:
+        client.cancel = None
+        try:
+            found = self._pipeline.results(request, answer)
+            client.reply(messages.encode(self._pipeline.name, VERSION, request.id, found))
+        except Exception as exc:  # noqa: BLE001 - every error is a reply
+            fail_with(client, exc)
+
 
 log = logging.getLogger(__name__)
 

@@ -9,16 +9,15 @@ from functools import partial
 from typing import Any
 
 from deploykit.core.errors import BadInput, NotFound, Unsupported, quote
-from deploykit.serving.grpc.call import GrpcCall
-from deploykit.serving.grpc.failing import fail_with
-from deploykit.serving.grpc.headers import Method
+from deploykit.serving.grpc.call import GrpcCall, Method, fail_with
 from deploykit.serving.grpc.infer import InferMethods
 from deploykit.serving.http2.flow import Flow
 from deploykit.serving.models.offload import Offload
-from deploykit.serving.models.repository import VERSION, ModelRepository, Served
+from deploykit.serving.models.repository import ModelRepository, Served
 from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import messages as infer
 from deploykit.serving.oip.protobuf import MESSAGES, Message, message_from
+from deploykit.serving.options import VERSION
 from deploykit.serving.shared_memory import SharedMemory
 from deploykit.serving.workers.group import Result, ServerGroup, of_model
 

@@ -8,11 +8,10 @@ import ssl
 from collections.abc import Callable
 from functools import partial
 
-from deploykit.serving.grpc.call import GrpcCall
-from deploykit.serving.grpc.headers import HeadParser
+from deploykit.serving.grpc.call import GrpcCall, HeadParser
 from deploykit.serving.grpc.methods import Calls
 from deploykit.serving.http2.connection import Http2Connection
-from deploykit.serving.http2.shared import Http2Limits, Shared
+from deploykit.serving.http2.flow import Http2Limits, Shared
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.worker import WorkerProcess

@@ -7,18 +7,292 @@ large body is received directly into its final memory.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from email.utils import formatdate
+from enum import IntEnum
+from http import HTTPStatus
+from socket import SO_ERROR, SOL_SOCKET
+from typing import Protocol, cast
 
-from deploykit.core.errors import DeploykitError
+import numpy as np
+
+from deploykit.core.errors import DeploykitError, Overloaded
 from deploykit.core.tensors import Bytes
-from deploykit.serving.http.chunked import ChunkedBody
-from deploykit.serving.http.exchange import Exchange, body_memory
-from deploykit.serving.http.head import HeadReader
-from deploykit.serving.http.listener import PIECE_BYTES, READ_BYTES, Listener
-from deploykit.serving.http.state import State, is_reset
+from deploykit.serving.http.head import END, ChunkedBody, HeadReader, HttpLimits
 from deploykit.serving.transport.call import RETRY, Head, reply_error
+from deploykit.serving.transport.listener import SPARE as SPARE_LISTENER
+from deploykit.serving.transport.listener import IdleClient, Places
+from deploykit.serving.transport.memory import MemoryBudget
+from deploykit.serving.transport.security import HEALTH, AccessControl
+from deploykit.serving.transport.turns import BUSY_BYTES, Checked, Checks, Turns
+
+# The states of an HTTP/1.1 connection.
+
+
+class State(IntEnum):
+    """What a connection does with received bytes. Below LAST it reads requests."""
+
+    IDLE = 0  # waiting for a request
+    HEAD = 1  # part of a head received
+    BODY = 2  # a head and part of its body received
+    LAST = 3  # reads no more; closes after the last reply
+    REFUSED = 4  # reads no more; the error reply is still to be sent
+    LINGERING = 5  # the client gets time to read the error reply
+    CLOSED = 6
+    SPARE = 7  # above the limit of connections: only health checks are answered
+
+
+def is_reset(transport: asyncio.BaseTransport) -> bool:
+    """Whether the client has refused what was sent; not seen otherwise once it has ended."""
+    error: int = transport.get_extra_info("socket").getsockopt(SOL_SOCKET, SO_ERROR)
+    return error != 0
+
+
+# One HTTP request and its reply, which waits for the replies to the requests before it.
+
+_JOINED_BYTES = 64 << 10  # larger replies are written in parts, without a copy
+
+
+class ExchangeListener(Protocol):
+    """What an exchange needs of the server's listener."""
+
+    memory: MemoryBudget
+    draining: bool
+
+    def line(self, status: int) -> bytes: ...
+
+
+class Connection(Protocol):
+    """What an exchange needs of the connection that it came on."""
+
+    @property
+    def listener(self) -> ExchangeListener: ...
+
+    def is_last(self, exchange: Exchange) -> bool: ...
+
+    def flush(self) -> None: ...
+
+    def release_sent(self) -> None: ...
+
+
+class Exchange:
+    """A request, and its reply until it is sent."""
+
+    __slots__ = (
+        "body",
+        "cancel",
+        "connection",
+        "gone",
+        "head",
+        "held_bytes",
+        "keep_alive",
+        "pending_reply",
+    )
+
+    def __init__(self, connection: Connection, head: Head) -> None:
+        self.connection = connection
+        self.head = head
+        self.body: Bytes = b""
+        self.cancel: Callable[[], object] | None = None
+        self.gone = False  # no reply can be sent any more
+        self.keep_alive = head.keep_alive
+        self.pending_reply: list[Bytes] | None = None
+        self.held_bytes = 0  # bytes counted in the memory budget
+
+    def reserve(self, size: int) -> bool:
+        """Count `size` bytes in the memory budget until the reply; whether they fit."""
+        self.held_bytes += size
+        return self.connection.listener.memory.add(size, self.held_bytes)
+
+    def release(self) -> None:
+        self.connection.listener.memory.release(self.held_bytes)
+        self.held_bytes = 0
+
+    def abandon(self) -> None:
+        """The client has disconnected."""
+        self.gone = True
+        self.release()
+        cancel, self.cancel = self.cancel, None
+        if cancel is not None:
+            cancel()
+
+    def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
+        """Send after the replies before it; does nothing if the client has disconnected.
+
+        Raises Overloaded for a large answer above the memory budget; an error always fits.
+        """
+        connection, head = self.connection, self.head
+        if self.gone:
+            return
+        if self.held_bytes:  # the request is not needed any more
+            self.release()
+        listener = connection.listener
+        length = sum(map(len, parts))
+        if listener.draining and connection.is_last(self):
+            self.keep_alive = False
+        if self.keep_alive:
+            state = b"Connection: keep-alive\r\n" if head.old else b""
+        else:
+            state = b"Connection: close\r\n"
+        size = b"Content-Length: %d\r\n" % length
+        if head.method == "HEAD":
+            parts = ()
+            length = 0
+        if length <= _JOINED_BYTES:
+            line = listener.line(status)
+            self.pending_reply = [
+                b"".join((line, headers, head.cors, size, state, b"\r\n", *parts))
+            ]
+        else:
+            first = (listener.line(status), headers, head.cors, size, state, b"\r\n")
+            self._reserve_answer(status, length)
+            self.pending_reply = [b"".join(first), *parts]
+        connection.flush()
+        if self.pending_reply is not None and not self.held_bytes:  # it waits for those before it
+            self._reserve_answer(status, length)
+
+    def _reserve_answer(self, status: int, size: int) -> None:
+        if status >= 400:
+            return
+        self.connection.release_sent()
+        if not self.reserve(size):
+            raise Overloaded(self.connection.listener.memory.message)
+
+
+def body_memory(length: int, json_bytes: bytes | None) -> memoryview:
+    """Uninitialised memory for a body; the binary part is aligned for numbers.
+
+    The operating system allocates pages on the first write, so a length that a client only claims
+    costs nothing.
+    """
+    json = int(json_bytes) if json_bytes is not None and json_bytes[:18].isdigit() else 0
+    pad = -json % 16
+    return np.empty(pad + length, np.uint8).data[pad:]
+
+
+# What all HTTP/1.1 connections of a server share: limits, known heads, status lines, the clock.
+
+READ_BYTES = 64 << 10
+PIECE_BYTES = 1 << 20  # of a body, received at once: its new memory takes 1 ms
+_HEALTH = (b"GET " + HEALTH.encode(), b"HEAD " + HEALTH.encode())
+_KNOWN_HEADS = 1024
+_KNOWN_HEAD_BYTES = 1024
+
+
+class HttpClient(IdleClient, Checked, Protocol):
+    """What the listener needs of a connection."""
+
+    @property
+    def unanswered(self) -> int: ...
+
+    def close(self) -> None: ...
+
+    def refuse_spare(self) -> None: ...
+
+
+class Listener:
+    """The state shared by all connections of a server. `handle` gets each complete request."""
+
+    def __init__(
+        self,
+        handle: Callable[[Exchange], None],
+        limits: HttpLimits,
+        access: AccessControl,
+        max_body_bytes: int,
+        memory: MemoryBudget,
+    ) -> None:
+        self.handle = handle
+        self.memory = memory
+        self.limits = limits
+        self.access = access
+        self.max_body_bytes = max_body_bytes
+        self.turns = Turns()
+        self.draining = False
+        self.connections: set[HttpClient] = set()
+        self._checks = Checks(self.turns, self.connections)
+        self._places = Places(self.connections, limits.connections)
+        self._spare: deque[HttpClient] = deque()  # clients above the limit, the newest of them
+        self.read_into = bytearray(READ_BYTES)  # shared: only one connection reads at a time
+        self.view = memoryview(self.read_into)
+        self.busy_bytes = BUSY_BYTES
+        self.known_heads: dict[bytes, Head] = {}  # clients repeat theirs
+        self.last_head: tuple[bytes, Head | None] = b"", None  # the last that was found
+        self._lines: dict[int, bytes] = {}
+        self._date = ""
+        self.tick(time.monotonic())
+
+    def tick(self, now_s: float) -> None:
+        """Take the time, and close connections that are past a limit."""
+        self.now_s = now_s
+        date = formatdate(usegmt=True)
+        if date != self._date:
+            self._date = date
+            self._lines.clear()
+        self._checks.begin(now_s)
+
+    def find_head(self, at: int, end: int) -> tuple[bytes, Head | None]:
+        """The head received from `at` on, if it is known; the next one often equals it."""
+        raw = bytes(self.view[at : self.read_into.find(END, at, end) + len(END)])
+        head = self.known_heads.get(raw)
+        if head is not None:
+            self.last_head = raw, head
+        return raw, head
+
+    def keep(self, raw: bytes, head: Head) -> None:
+        """Cache a head; not with a trace id or a boundary, which differ in each request."""
+        form = head.content_type is not None and b"boundary" in head.content_type
+        if len(raw) <= _KNOWN_HEAD_BYTES and head.trace is None and not form:
+            if len(self.known_heads) >= _KNOWN_HEADS:
+                self.known_heads.clear()
+            self.known_heads[raw] = head
+
+    def chunked_body(self) -> ChunkedBody:
+        return ChunkedBody(
+            max_body_bytes=self.max_body_bytes,
+            max_chunks=self.limits.chunks,
+            max_trailer_bytes=self.limits.header_bytes,
+        )
+
+    def is_health_check(self, end: int) -> bool:
+        """Whether the first `end` bytes received are just that: it costs little."""
+        data = self.read_into
+        return data.startswith(_HEALTH, 0, end) and data.find(END, 0, end) == end - len(END)
+
+    def make_room(self, connection: HttpClient) -> bool:
+        """Whether a new connection has a place; otherwise it may ask for the server's health.
+
+        So that a load balancer's check gets through. Of too many such clients the oldest leave.
+        """
+        if self._places.make_room(self.now_s):
+            return True
+        self._spare.append(connection)
+        if len(self._spare) > SPARE_LISTENER:
+            self._spare.popleft().refuse_spare()
+        return False
+
+    def close_idle(self) -> None:
+        """Close idle connections, as there are no file descriptors left."""
+        self._places.close_idle(self.now_s)
+
+    def line(self, status: int) -> bytes:
+        """The status line and the Date of a reply, cached for a second."""
+        found = self._lines.get(status)
+        if found is None:
+            text = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nDate: {self._date}\r\n"
+            self._lines[status] = found = text.encode()
+        return found
+
+    @property
+    def unanswered(self) -> int:
+        """Complete requests whose reply has not been written."""
+        return sum(connection.unanswered for connection in self.connections)
+
+    def close_all(self) -> None:
+        for connection in list(self.connections):
+            connection.close()
+
 
 IDLE, HEAD, BODY, LAST, REFUSED, LINGERING, CLOSED, SPARE = State
 _UNREAD = Head()

@@ -14,10 +14,10 @@ from deploykit.core.errors import BadInput, Overloaded, TooLarge
 from deploykit.core.tensors import Bytes
 from deploykit.serving.models.inference import Inference, ModelRoute, array_bytes, over_budget
 from deploykit.serving.models.offload import Result
-from deploykit.serving.models.repository import VERSION
 from deploykit.serving.oip import json
 from deploykit.serving.oip.request import Request
-from deploykit.serving.transport import compression
+from deploykit.serving.options import VERSION
+from deploykit.serving.transport import call as compression
 from deploykit.serving.transport.call import JSON, Call, reply_exception
 
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"

@@ -9,24 +9,111 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, UnknownEncoding, quote
+from deploykit.core.errors import BadInput, TooLarge, UnknownEncoding, quote
+from deploykit.core.json_value import ONE_JSON
 from deploykit.core.tensors import Bytes
-from deploykit.runtimes.tasks.answers import PNG, RLE
-from deploykit.runtimes.tasks.engine import Item
-from deploykit.serving.http.multipart import check_form, find_boundary, split_parts
+from deploykit.engines.tasks.engine import PNG, RLE, Item
 from deploykit.serving.models.inference import ModelRoute
+from deploykit.serving.models.pipelines import MOST_JSON_BYTES, ServedPipeline, json_too_large
 from deploykit.serving.models.task_call import MOST_ITEMS, Items, TaskCall, too_many
 from deploykit.serving.oip.json import parse_document
-from deploykit.serving.transport import compression
-from deploykit.serving.transport.call import JSON, Call, reply_exception
+from deploykit.serving.transport import call as compression
+from deploykit.serving.transport.call import JSON, Call, Head, reply_exception
+
+# Take the fields out of a multipart/form-data body (RFC 7578), strictly and within limits.
+
+_BOUNDARY = re.compile(rb';\s*boundary=(?:"([^"\r\n]{1,70})"|([^\s;,"]{1,70}))\s*(?:;|$)', re.I)
+_NAME = re.compile(rb';\s*name=(?:"([^"\r\n]*)"|([^\s;"]+))', re.I)
+_HEAD_BYTES = 8 << 10  # of one part
+_WINDOW_BYTES = 1 << 20  # searched at once: one search of it all would keep other threads waiting
+
+
+class FormField(NamedTuple):
+    """One field."""
+
+    name: str
+    content: Bytes
+
+
+def find_boundary(content_type: bytes) -> bytes:
+    """Raises BadInput."""
+    match = _BOUNDARY.search(content_type)
+    if match is None:
+        raise BadInput("the Content-Type multipart/form-data has no boundary")
+    return match[1] or match[2]
+
+
+def split_parts(body: Bytes, boundary: bytes, most: int) -> list[FormField]:
+    """The fields in their order. Raises BadInput, TooLarge above `most` of them."""
+    delimiter = b"\r\n--" + boundary
+    if bytes(body[: len(delimiter) - 2]) != delimiter[2:]:
+        raise BadInput("the body does not begin with the boundary of its Content-Type")
+    found: list[FormField] = []
+    start = len(delimiter) - 2
+    for stop in _places(body, delimiter):
+        if not _ends_line(body, stop + len(delimiter)):
+            continue  # it only begins like the boundary
+        if len(found) == most:
+            raise TooLarge(f"the form has more than {most} fields")
+        found.append(_part(body, start, stop))
+        start = stop + len(delimiter)
+    if bytes(body[start : start + 2]) != b"--":
+        raise BadInput("the form ends before its last boundary")
+    return found
+
+
+def _ends_line(body: Bytes, at: int) -> bool:
+    return bytes(body[at : at + 2]) in (b"\r\n", b"--")
+
+
+def _part(body: Bytes, start: int, stop: int) -> FormField:
+    """The field between two boundaries."""
+    head = bytes(body[start : min(stop + 4, start + _HEAD_BYTES)])  # with the CR LF before a stop
+    end = head.find(b"\r\n\r\n")
+    if end < 0 or start + end + 4 > stop + 4:
+        raise BadInput(f"a field of the form has no end of its headers within {_HEAD_BYTES} bytes")
+    lines = head[:end].split(b"\r\n")
+    fields = {line.partition(b":")[0].strip().lower(): line.partition(b":")[2] for line in lines}
+    match = _NAME.search(fields.get(b"content-disposition", b""))
+    if match is None:
+        raise BadInput("a field of the form has no name")
+    if fields.get(b"content-transfer-encoding", b"binary").strip().lower() not in (
+        b"binary",
+        b"8bit",
+        b"7bit",
+    ):
+        raise BadInput("a field of the form is not binary", hint="send its bytes as they are")
+    name = (match[1] if match[1] is not None else match[2]).decode("utf-8", "replace")
+    return FormField(name, body[start + end + 4 : stop])
+
+
+def _places(body: Bytes, delimiter: bytes) -> Iterator[int]:
+    overlap = len(delimiter) - 1
+    for at in range(0, len(body), _WINDOW_BYTES):
+        window = bytes(body[at : at + _WINDOW_BYTES + overlap])
+        place = window.find(delimiter)
+        while place >= 0:
+            yield at + place
+            place = window.find(delimiter, place + len(delimiter))
+
+
+def check_form(parts: list[FormField], known: tuple[str, ...]) -> None:
+    """Raise BadInput for a field of another name."""
+    for part in parts:
+        if part.name.removesuffix("[]") not in known:
+            raise BadInput(
+                f"the form has a field {quote(part.name)}", hint=f"possible: {', '.join(known)}"
+            )
+
 
 IMAGES = (b"image/jpeg", b"image/png", b"image/webp")
 _IMAGE, _TEXT = ("image", "images"), ("text", "texts")
@@ -165,3 +252,76 @@ def _hint(text: bool) -> str:
         else "send image/jpeg, image/png or image/webp, a form with files in the field image, "
         'or JSON with base64: {"image": ["...", ...]}'
     )
+
+
+# POST /v2/models/NAME/predict of a pipeline: the body becomes its input, its answer the reply.
+
+MOST_FIELDS = 64  # of a form
+_BYTES = b"Content-Type: application/octet-stream\r\n"
+
+
+class PipelineRoute:
+    """The route of one pipeline."""
+
+    def __init__(self, pipeline: ServedPipeline, max_body_bytes: int) -> None:
+        self._pipeline = pipeline
+        self._max_body_bytes = max_body_bytes
+
+    def __call__(self, call: Call) -> None:
+        """Raises Overloaded during the shutdown."""
+        head, body = call.head, call.body
+        call.body = b""
+        trace = None if head.trace is None else head.trace.decode("latin-1")
+        read = partial(self._read, head, body)
+        call.cancel = self._pipeline.start(read, partial(_reply, call), trace, call.reserve)
+
+    def _read(self, head: Head, body: Bytes) -> bytes | str:
+        """What the input is made of, on a thread. Raises BadInput, TooLarge, UnknownEncoding."""
+        kind, name = (head.content_type or b"").lower(), self._pipeline.input
+        takes = self._pipeline.takes
+        json_text = takes == "text" and kind.startswith(b"application/json")
+        most = MOST_JSON_BYTES if json_text or takes == "json" else self._max_body_bytes
+        if head.encoding is not None:
+            body = self._decompress(body, head.encoding, most)
+        if kind.startswith(b"multipart/form-data"):
+            fields = split_parts(body, find_boundary(head.content_type or b""), MOST_FIELDS)
+            chosen = [each for each in fields if each.name == name] or fields
+            if len(chosen) != 1:
+                raise BadInput(f"the form has {len(fields)} fields, one '{name}' is needed")
+            body = chosen[0].content
+        if not len(body):
+            raise BadInput(f"the body is empty; '{name}' is needed")
+        if len(body) > most:
+            raise json_too_large()
+        data = bytes(body)
+        return _text(data, name) if json_text else data
+
+    def _decompress(self, body: Bytes, encoding: bytes, most: int) -> Bytes:
+        """`body` decompressed; JSON, and a form that holds it, up to the limit for JSON."""
+        try:
+            return compression.decompress(body, encoding, min(most, self._max_body_bytes))
+        except TooLarge:
+            if most < self._max_body_bytes:
+                raise json_too_large() from None
+            raise
+
+
+def _text(data: bytes, name: str) -> str:
+    """A text from JSON: an object that holds it, or the string alone."""
+    with ONE_JSON:
+        value = parse_document(data)
+    found = value.get(name) if isinstance(value, dict) else value
+    if not isinstance(found, str):
+        raise BadInput(f"'{name}' must be a JSON string, or an object with it")
+    return found
+
+
+def _reply(call: Call, answer: bytes | Exception, is_json: bool) -> None:
+    call.cancel = None
+    if isinstance(answer, Exception):
+        reply_exception(call, answer)
+        return
+    try:
+        call.reply(200, JSON if is_json else _BYTES, [answer])
+    except Exception as exc:  # noqa: BLE001 - every error is a reply
+        reply_exception(call, exc)

@@ -5,30 +5,116 @@ No name in a target becomes a file path; an unknown one is a plain 404.
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import orjson
 
-from deploykit.core.errors import BadInput, NotFound, Overloaded, TooLarge, Unsupported, quote
+from deploykit.core.errors import (
+    BadInput,
+    DeploykitError,
+    NotFound,
+    Overloaded,
+    TooLarge,
+    Unsupported,
+    quote,
+)
 from deploykit.serving.http.infer import InferRoute
-from deploykit.serving.http.pipeline import PipelineRoute
-from deploykit.serving.http.predict import PredictRoute
-from deploykit.serving.http.scrapes import PAGE_HEADERS, Scrapes
-from deploykit.serving.models.offload import Offload, run_inline
-from deploykit.serving.models.repository import VERSION, ModelRepository
+from deploykit.serving.http.predict import PipelineRoute, PredictRoute
+from deploykit.serving.models.offload import Offload, Result, run_inline
+from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.worker import WorkerProcess
+from deploykit.serving.observe.prometheus import Sample, expositions
 from deploykit.serving.oip.json import parse_json
+from deploykit.serving.options import VERSION
 from deploykit.serving.shared_memory import SharedMemory
 from deploykit.serving.transport.call import JSON, Call, reply_error, reply_exception
 from deploykit.serving.transport.security import PREFLIGHT
 from deploykit.serving.web import openapi
-from deploykit.serving.web.history import with_history
 from deploykit.serving.web.page import FILES
-from deploykit.serving.web.status import Status, since_us
+from deploykit.serving.web.status import Status, since_us, with_history
 from deploykit.serving.workers.group import ServerGroup, of_model
+
+# Reply to GET /metrics, however many clients ask.
+#
+# Writing the metrics takes some ms of Python, on any thread: done for each request, it would keep
+# the
+# event loop from running. So they are written for all that wait, and not again at once.
+
+PAGE_HEADERS = (  # a page loads nothing from other sites and cannot be framed
+    b"Content-Security-Policy: default-src 'self'; frame-ancestors 'none'\r\n"
+    b"X-Content-Type-Options: nosniff\r\nReferrer-Policy: no-referrer\r\nContent-Type: %s\r\n"
+)
+_PAUSE_S = 0.01  # after one, while others wait
+_REPLIES = 100  # in one turn of the event loop
+_ACCEPT_BYTES = 1024  # of a longer header the rest is ignored
+
+Expositions = dict[str, tuple[bytes, str]]
+
+
+class Scrapes:
+    """The route. A reply holds what was counted when its request came, or later."""
+
+    def __init__(
+        self,
+        collect: Callable[[Callable[[Result[Iterable[Sample]]], None]], None],
+        offload: Offload,
+    ) -> None:
+        """`collect` passes the samples, or a function that takes them, to its argument."""
+        self._collect = collect
+        self._offload = offload
+        self._waiting: list[Call] = []
+        self._busy = False
+
+    def __call__(self, call: Call) -> None:
+        self._waiting.append(call)
+        if not self._busy:
+            self._write()
+
+    def _write(self) -> None:
+        calls, self._waiting = self._waiting, []
+        self._busy = bool(calls)
+        if not calls:
+            return
+        self._collect(partial(self._expose, calls))
+
+    def _expose(self, calls: list[Call], samples: Result[Iterable[Sample]]) -> None:
+        accepts = {_accept(call) for call in calls}
+        try:
+            self._offload(
+                lambda: expositions(samples(), accepts), partial(self._reply, deque(calls))
+            )
+        except DeploykitError as exc:
+            self._busy = False
+            for call in calls:
+                reply_exception(call, exc)
+
+    def _reply(self, calls: deque[Call], result: Result[Expositions]) -> None:
+        for _ in range(min(_REPLIES, len(calls))):
+            _answer(calls.popleft(), result)
+        if calls:
+            asyncio.get_running_loop().call_soon(self._reply, calls, result)
+        elif self._waiting:
+            asyncio.get_running_loop().call_later(_PAUSE_S, self._write)
+        else:
+            self._busy = False
+
+
+def _accept(call: Call) -> str:
+    return (call.head.accept or b"")[:_ACCEPT_BYTES].decode("latin-1")
+
+
+def _answer(call: Call, result: Result[Expositions]) -> None:
+    try:
+        text, content_type = result()[_accept(call)]
+        call.reply(200, PAGE_HEADERS % content_type.encode(), [text])
+    except Exception as exc:  # noqa: BLE001 - every error is a reply
+        reply_exception(call, exc)
+
 
 _DOCUMENT_BYTES = 64 << 10
 _REGION = re.compile(
@@ -170,7 +256,9 @@ class Routes:
         self.group.collect("statistics", partial(_reply, call, partial(of_model, name)))
 
     def _guide(self, call: Call) -> None:
-        from deploykit.serving.web import guide  # few ask for it, and none while the server starts
+        from deploykit.serving.web import (  # few ask for it, and none while the server starts
+            examples as guide,
+        )
 
         host = (call.head.host or b"localhost").decode("latin-1")
         token = self._repository.options.token is not None
@@ -214,8 +302,6 @@ def _text(content_type: str, make: Callable[[], bytes]) -> Route:
 
 
 # -- system shared memory: a reply names a client's region, never a file
-
-
 def _regions(memory: SharedMemory, _group: ServerGroup, name: str | None, call: Call) -> None:
     call.reply(200, JSON, [orjson.dumps(memory.status(name))])
 

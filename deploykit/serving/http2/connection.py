@@ -9,8 +9,7 @@ import logging
 
 from hpack import HPACKError
 
-from deploykit.serving.http2.flow import FRAME_BYTES, UPDATE_BYTES, Flow
-from deploykit.serving.http2.frames import (
+from deploykit.serving.http2.flow import (
     ACK,
     COMPRESSION_ERROR,
     CONTINUATION,
@@ -20,6 +19,7 @@ from deploykit.serving.http2.frames import (
     ENHANCE_YOUR_CALM,
     FLOW_CONTROL_ERROR,
     FRAME,
+    FRAME_BYTES,
     FRAME_SIZE_ERROR,
     GOAWAY,
     HEADERS,
@@ -36,12 +36,14 @@ from deploykit.serving.http2.frames import (
     RST_STREAM,
     SETTINGS,
     STREAM_CLOSED,
+    UPDATE_BYTES,
     WINDOW_UPDATE,
     ConnectionFault,
+    Flow,
+    Shared,
     frame,
 )
 from deploykit.serving.http2.headers import HeaderReader, MalformedHeaders, check_fields
-from deploykit.serving.http2.shared import Shared
 
 log = logging.getLogger(__name__)
 

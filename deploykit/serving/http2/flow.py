@@ -7,25 +7,285 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import struct
+import time
+from abc import abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
 
-from deploykit.serving.http2.frames import (
-    END_STREAM,
-    ENHANCE_YOUR_CALM,
-    GOAWAY,
-    NO_ERROR,
-    RST_STREAM,
-    SETTINGS,
-    STREAM_WINDOW,
-    WINDOW_UPDATE,
-    ConnectionFault,
-    frame,
-)
-from deploykit.serving.http2.shared import Shared
-from deploykit.serving.http2.stream import Stream
-from deploykit.serving.transport.turns import BUSY_BYTES
+from deploykit.core.tensors import Bytes
+from deploykit.serving.http2.headers import Pairs
+from deploykit.serving.transport.listener import IdleClient, Places
+from deploykit.serving.transport.memory import MemoryBudget
+from deploykit.serving.transport.turns import BUSY_BYTES, Checked, Checks, Turns
+
+# The frames of HTTP/2 (RFC 9113): types, flags and error codes.
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = 0, 1, 2, 3, 4
+PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 5, 6, 7, 8, 9
+END_STREAM, ACK, END_HEADERS, PADDED, PRIORITIZED = 1, 1, 4, 8, 32
+NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR = 0, 1, 2, 3
+STREAM_CLOSED, FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL = 5, 6, 7, 8
+COMPRESSION_ERROR, ENHANCE_YOUR_CALM = 9, 11
+FRAME = struct.Struct(">BHBBI")  # length (8 + 16 bits), type, flags, stream
+LARGEST_WINDOW = LARGEST_STREAM = (1 << 31) - 1
+STREAM_WINDOW = 1 << 20  # bytes that a client may send on a stream before an update
+
+
+class ConnectionFault(Exception):  # noqa: N818 - RFC 9113 calls it a connection error
+    """The connection must close; `code` is one of HTTP/2's error codes."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return FRAME.pack(len(payload) >> 16, len(payload) & 0xFFFF, kind, flags, stream) + payload
+
+
+def literal(name: bytes, value: bytes) -> bytes:
+    """An HPACK literal that is not added to the client's table; the name is below 127 bytes."""
+    return b"\x00" + bytes([len(name)]) + name + _length(len(value)) + value
+
+
+def _length(size: int) -> bytes:
+    """An HPACK integer with a prefix of 7 bits."""
+    if size < 127:
+        return bytes([size])
+    out = [127]
+    size -= 127
+    while size >= 128:
+        out.append(size % 128 + 128)
+        size //= 128
+    return bytes([*out, size])
+
+
+# One HTTP/2 stream: its windows and its output. A subclass interprets what it receives.
+
+
+class Link(Protocol):
+    """The part of a connection that a stream uses."""
+
+    frame_bytes: int
+    first_window: int
+
+    def sendable(self, stream: Stream) -> int: ...
+    def count_sent(self, stream: Stream, size: int) -> None: ...
+    def write(self, data: bytes) -> None: ...
+    def drop(self, stream: Stream) -> None: ...
+
+
+class Stream:
+    """From its headers to its trailers."""
+
+    __slots__ = (
+        "ended",
+        "gone",
+        "granted_bytes",
+        "id",
+        "link",
+        "receive_window",
+        "requested_bytes",
+        "send_window",
+        "trailers",
+        "unsent",
+    )
+
+    def __init__(self, link: Link, number: int) -> None:
+        self.link = link
+        self.id = number
+        self.send_window = link.first_window  # bytes of DATA that the client accepts
+        self.receive_window = STREAM_WINDOW  # bytes of DATA that the client may still send
+        self.granted_bytes = 0  # added to it for a large message
+        self.requested_bytes = 0  # to be added once the connection's limit allows
+        self.unsent: list[memoryview] = []  # DATA blocked by the windows; few, so no deque
+        self.trailers: bytes | None = None  # the frame that follows `unsent`
+        self.ended = False  # the client sends no more
+        self.gone = False  # it has ended: nothing can be sent
+
+    # -- for subclasses --------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def unanswered(self) -> int:
+        """Requests whose replies have not been written."""
+
+    @abstractmethod
+    def begin(self, ended: bool) -> None:
+        """The headers have been read; `ended`: nothing follows."""
+
+    @abstractmethod
+    def receive(self, piece: bytes, ended: bool) -> None:
+        """The content of a DATA frame; `ended`: it is the last."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """All output was sent; there may be more."""
+
+    @abstractmethod
+    def check(self, now_s: float) -> None:
+        """Fail the stream if it is past a limit; called periodically."""
+
+    # -- output ----------------------------------------------------------------------------------
+
+    def send(self, parts: Iterable[Bytes]) -> None:
+        self.unsent.extend(map(memoryview, parts))
+        self.push()
+
+    def end(self, trailers: bytes) -> None:
+        """Send the last frame once the DATA before it is sent."""
+        self.trailers = trailers
+        self.push()
+
+    def push(self) -> None:
+        """Send what the windows allow."""
+        link, unsent = self.link, self.unsent
+        while unsent:
+            take = min(link.sendable(self), link.frame_bytes)
+            if take <= 0:
+                return
+            pieces = []
+            size = 0
+            while unsent and size < take:
+                piece = unsent.pop(0)
+                if size + len(piece) > take:
+                    unsent.insert(0, piece[take - size :])
+                    piece = piece[: take - size]
+                pieces.append(piece)
+                size += len(piece)
+            link.count_sent(self, size)
+            head = FRAME.pack(size >> 16, size & 0xFFFF, DATA, 0, self.id)
+            link.write(b"".join((head, *pieces)))
+        if self.trailers is None:
+            self.resume()
+        else:
+            link.write(self.trailers)
+            if not self.ended:  # the client need not send more
+                link.write(frame(RST_STREAM, 0, self.id, NO_ERROR.to_bytes(4, "big")))
+            self.finish()
+
+    def reset(self, code: int) -> None:
+        """End the stream with an error code of HTTP/2 instead of an answer."""
+        self.link.write(frame(RST_STREAM, 0, self.id, code.to_bytes(4, "big")))
+        self.finish()
+
+    def finish(self) -> None:
+        """End the stream; unsent output is dropped."""
+        self.gone = True
+        self.trailers = None
+        self.unsent.clear()
+        self.link.drop(self)
+
+
+# What the connections of one server share: limits, counts, and turns of the event loop.
+
+READ_BYTES = 256 << 10
+
+
+class Http2Client(IdleClient, Checked, Protocol):
+    """A connection, as the server sees it."""
+
+    @property
+    def unanswered(self) -> int: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Http2Limits:
+    """What one connection may send and how long it may take."""
+
+    connections: int = 4096
+    streams: int = 512  # concurrent, per connection
+    outstanding: int = 256  # unsent replies of one stream
+    all_streams: int = 16384  # of all connections; each costs memory and time while it is open
+    header_bytes: int = 64 << 10
+    header_frames: int = 128  # of one header block
+    headers: int = 100
+    empty_frames: int = 2000  # a second: pings, resets, refused calls, ...
+    header_s: float = 10.0  # until the settings arrive; until a header block is complete
+    body_s: float = 30.0  # of one message
+    idle_s: float = 75.0  # without a stream
+    write_s: float = 30.0  # for a client that does not read its reply
+    linger_s: float = 2.0  # for reading the reason of a close
+
+    @classmethod
+    def divided(cls, parts: int) -> Http2Limits:
+        """Those of one of `parts` processes, which share the limits of all connections."""
+        limits = cls()
+        connections, streams = limits.connections, limits.all_streams
+        return replace(
+            limits, connections=-(-connections // parts), all_streams=-(-streams // parts)
+        )
+
+
+class Shared:
+    """The state shared by all connections of a server.
+
+    `parse` makes a head from a stream's headers; `open` makes a stream from connection, number and
+    head.
+    """
+
+    def __init__(
+        self,
+        parse: Callable[[Pairs], Any],
+        open: Callable[[Any, int, Any], Stream],  # noqa: A002 - it opens a stream
+        limits: Http2Limits,
+        max_message_bytes: int,
+        memory: MemoryBudget,
+        offload: Callable[[Callable[[], Any], Callable[[Callable[[], Any]], None]], None],
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.parse = parse
+        self.open = open
+        self.limits = limits
+        self.max_message_bytes = max_message_bytes
+        self.memory = memory
+        self.offload = offload  # `offload(work, then)`: work on another thread, then here
+        self.connections: set[Http2Client] = set()
+        self.places = Places(self.connections, limits.connections)
+        self.open_streams = 0  # of all connections
+        self.view = memoryview(bytearray(READ_BYTES))  # only one connection reads at a time
+        self.turns = Turns(clock_s)
+        self._checks = Checks(self.turns, self.connections)
+        self._written: list[Http2Client] = []  # with output for the end of this turn of the loop
+        self.clock_s = clock_s
+        self.now_s = clock_s()
+        self.tick_s = 0.0  # between the last two ticks
+
+    def close_idle(self) -> None:
+        """Close idle connections, as there are no file descriptors left."""
+        self.places.close_idle(self.now_s)
+
+    def flush_soon(self, connection: Http2Client) -> None:
+        """Flush it once what runs in this turn of the loop has written."""
+        if not self._written:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._written.append(connection)
+
+    def _flush(self) -> None:
+        written, self._written = self._written, []
+        for connection in written:
+            try:
+                connection.flush()
+            except Exception:  # the others must not lose their output
+                log.exception("writing to an HTTP/2 connection failed")
+
+    def tick(self) -> None:
+        """Close what took too long, unless this is still being done since the last tick."""
+        if self._checks.running:
+            return
+        now_s = self.clock_s()
+        self.tick_s, self.now_s = now_s - self.now_s, now_s
+        self._checks.begin(now_s)
+
+    @property
+    def unanswered(self) -> int:
+        return sum(connection.unanswered for connection in self.connections)
+
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.engine import Engine
-from deploykit.serving.batching.policy import DEFAULT_LEVEL, LEVELS, BatchPolicy
+from deploykit.engines.engine import Engine
+from deploykit.serving.batching.queue import DEFAULT_LEVEL, LEVELS, BatchPolicy
 from deploykit.serving.oip.request import Signature
 from deploykit.serving.oip.tensors import Slot
 from deploykit.serving.options import VERSION

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from deploykit.core.errors import BadInput, Expired, Overloaded
-from deploykit.serving.batching.delivery import monotonic_us
-from deploykit.serving.batching.policy import Pending
+from deploykit.serving.batching.batcher import monotonic_us
+from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.offload import Offload, Result
 from deploykit.serving.models.repository import ModelRepository

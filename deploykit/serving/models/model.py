@@ -12,33 +12,73 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.evidence import RowIndependence
 from deploykit.core.machine import usable_cores
-from deploykit.runtimes.batching import looks_batched
-from deploykit.runtimes.engine import Engine
-from deploykit.serving.batching.batcher import Batcher, Retired, shutting_down
+from deploykit.core.tensors import TensorSpec
+from deploykit.engines.batching import looks_batched, prove_rows, why_no_batch
+from deploykit.engines.engine import Engine
+from deploykit.serving.batching.batcher import Batcher, CallSoon, Retired, countdown, shutting_down
 from deploykit.serving.batching.buckets import Buckets
-from deploykit.serving.batching.delivery import CallSoon, countdown
-from deploykit.serving.batching.policy import (
-    BatchPolicy,
-    Pending,
-    Watcher,
-    Watchers,
-)
+from deploykit.serving.batching.queue import BatchPolicy, Pending, Watcher, Watchers
 from deploykit.serving.batching.slo import Steering
 from deploykit.serving.models import description
-from deploykit.serving.models.compatibility import (
-    check_compatible,
-    largest_batch,
-    prove_batching,
-    why_not_batched,
-)
 from deploykit.serving.models.task import ModelTask
 from deploykit.serving.models.warmup import AGAIN_US, SHORT_US, WarmUp, short_rows
 from deploykit.serving.observe.metrics import ModelMetrics
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.oip.request import Request, Signature, signature
 from deploykit.serving.options import VERSION, ServeOptions
+
+# Check whether an engine can be served, and whether it can replace another.
+
+
+def why_not_batched(engine: Engine, options: ServeOptions) -> str:
+    """Why requests are not joined, as far as it is known without a run; empty if they may be."""
+    if not engine.inputs or not engine.outputs:
+        raise Unsupported("a model without inputs or without outputs cannot be served")
+    if not options.batching:
+        return "`batching` is off"
+    return why_no_batch(engine.inputs, engine.outputs)
+
+
+def largest_batch(engine: Engine, max_batch: int) -> int:
+    """Rows per batch of a model that is batched."""
+    return min(max_batch, engine.max_batch or max_batch)
+
+
+def prove_batching(
+    engine: Engine, options: ServeOptions, sizes: Mapping[str, int], times_us: dict[int, int]
+) -> RowIndependence:
+    """Whether requests may be joined: by the engine's manifest, else by running it.
+
+    `sizes`: of the axes that have buckets. `times_us` gets what `prove_rows` measured.
+    """
+    rows, known = largest_batch(engine, options.max_batch), engine.batching
+    if options.assume_batched:
+        return RowIndependence(True, "`assume_batched` is on")
+    if known is not None and (not known.passed or rows <= max(known.rows, default=0)):
+        return known
+    return prove_rows(engine, rows, sizes=sizes, samples=engine.examples, times_us=times_us)
+
+
+def check_compatible(name: str, served: Engine, other: Engine) -> None:
+    """Raise BadInput unless both have the same inputs and outputs."""
+    for kind, have, got in (
+        ("input", served.inputs, other.inputs),
+        ("output", served.outputs, other.outputs),
+    ):
+        if tuple(have) != tuple(got):
+            raise BadInput(
+                f"model '{name}': the {kind}s of one engine are {_list_specs(have)}, "
+                f"those of another {_list_specs(got)}",
+                hint="serve another model under another name",
+            )
+
+
+def _list_specs(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(map(str, specs)) or "none"
+
 
 log = logging.getLogger(__name__)
 

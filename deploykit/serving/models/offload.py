@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from deploykit.core.errors import DeploykitError, Expired, Overloaded
-from deploykit.runtimes.engine import Closing
+from deploykit.engines.engine import Closing
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ import orjson
 
 from deploykit.core.errors import BadInput, DeploykitError, TooLarge
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.engine import Arrays
-from deploykit.serving.batching.policy import Pending
+from deploykit.engines.engine import Arrays
+from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.description import describe_pipeline
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.observe.metrics import OUTCOMES, REQUEST_US, US, duration, split_by
@@ -274,7 +274,7 @@ def json_too_large() -> TooLarge:
 
 
 class PipelineHost:
-    """What a pipeline needs of this server; see `deploykit.pipelines.host.Host`."""
+    """What a pipeline needs of this server; see `deploykit.pipelines.live.Host`."""
 
     def __init__(self, repository: Models, loop: asyncio.AbstractEventLoop, processes: int) -> None:
         self.loop = loop

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from deploykit.core.ending import INSIDE
 from deploykit.core.errors import DeploykitError, NotFound, Overloaded, first_line
 from deploykit.core.files import manifest_path
-from deploykit.runtimes.engine import Closing, Engine
-from deploykit.runtimes.onnxruntime.file import external_files
+from deploykit.core.subprocesses import INSIDE
+from deploykit.engines.engine import Closing, Engine
+from deploykit.engines.onnxruntime.file import external_files
 from deploykit.serving.models.trial import Check, Trial
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import VERSION

@@ -9,12 +9,12 @@ from typing import Any
 
 from deploykit import __version__
 from deploykit.core.errors import BadInput, NotFound, quote
-from deploykit.runtimes.engine import Engine
-from deploykit.serving.batching.delivery import CallSoon, countdown, deliver_inline, monotonic_us
-from deploykit.serving.batching.policy import Pending
+from deploykit.engines.engine import Engine
+from deploykit.serving.batching.batcher import CallSoon, countdown, deliver_inline, monotonic_us
+from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.pipelines import MakePipeline, PipelineHost, ServedPipeline
-from deploykit.serving.observe.process import Sampler
+from deploykit.serving.observe.metrics import Sampler
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.shared_memory import SharedMemory

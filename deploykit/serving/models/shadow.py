@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deploykit.core.ending import INSIDE
 from deploykit.core.errors import BadInput, first_line
-from deploykit.runtimes.answers import class_axis
-from deploykit.runtimes.engine import Arrays, Closing, Engine
-from deploykit.serving.batching.policy import BatchRun, Watcher
+from deploykit.core.subprocesses import INSIDE
+from deploykit.engines.answers import class_axis
+from deploykit.engines.engine import Arrays, Closing, Engine
+from deploykit.serving.batching.queue import BatchRun, Watcher
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import VERSION
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from deploykit.core.errors import DeploykitError, MissingExtra, Unsupported
 from deploykit.core.task import Task
-from deploykit.runtimes.engine import Engine
-from deploykit.runtimes.tasks.engine import TaskSteps
+from deploykit.engines.engine import Engine
+from deploykit.engines.tasks.engine import TaskSteps
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,8 @@ import orjson
 
 from deploykit.core.errors import BadInput, Overloaded, TooLarge
 from deploykit.core.task import SEGMENT
-from deploykit.runtimes.tasks.answers import RLE, answer
-from deploykit.runtimes.tasks.engine import Item, TaskSteps
-from deploykit.serving.batching.delivery import monotonic_us
+from deploykit.engines.tasks.engine import RLE, Item, TaskSteps, answer
+from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.models.inference import Inference, ModelRoute, over_budget
 from deploykit.serving.models.offload import Result
 from deploykit.serving.oip.request import Request

@@ -19,11 +19,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from deploykit.core.apart import module_command, start_blocked
 from deploykit.core.errors import DeploykitError, Overloaded, first_line, os_reason
 from deploykit.core.machine import file_text
 from deploykit.core.memory import available_bytes
-from deploykit.runtimes.onnxruntime.file import external_files
+from deploykit.core.subprocesses import module_command, start_blocked
+from deploykit.engines.onnxruntime.file import external_files
 
 Check = Callable[[Path], object]  # can be pickled; raises what is wrong with the file
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported, first_line
 from deploykit.core.tensors import carrier, concrete
-from deploykit.runtimes.cuda.errors import DeviceLost
-from deploykit.runtimes.engine import Arrays, Engine
-from deploykit.serving.batching.stacking import Splitter
+from deploykit.engines.cuda.memory import DeviceLost
+from deploykit.engines.engine import Arrays, Engine
+from deploykit.serving.batching.runner import Splitter
 
 BETWEEN_US = 100_000  # for batch sizes that no option names, together
 AGAIN_US = 50_000  # shorter runs are repeated where times matter: a first run takes longer

@@ -25,9 +25,9 @@ from typing import IO, Any, Protocol, TypeVar
 
 import numpy as np
 
-from deploykit.core.apart import module_command, start_blocked
 from deploykit.core.errors import DeploykitError, Expired, Overloaded, os_reason
-from deploykit.runtimes.engine import Closing
+from deploykit.core.subprocesses import module_command, start_blocked
+from deploykit.engines.engine import Closing
 
 log = logging.getLogger(__name__)
 

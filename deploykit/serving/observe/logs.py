@@ -16,7 +16,7 @@ from logging.handlers import QueueHandler, QueueListener
 from typing import Any
 
 from deploykit.core.errors import BadInput
-from deploykit.runtimes.engine import Closing
+from deploykit.engines.engine import Closing
 from deploykit.serving.observe.prometheus import Sample
 
 QUEUE_RECORDS = 1000  # that may be queued

@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 from deploykit import __version__
 from deploykit.core.errors import BadInput, first_line, without_secrets
 from deploykit.core.extras import require
-from deploykit.runtimes.engine import Closing
-from deploykit.serving.batching.delivery import monotonic_us
-from deploykit.serving.batching.policy import BatchRun, Pending, Watcher
+from deploykit.engines.engine import Closing
+from deploykit.serving.batching.batcher import monotonic_us
+from deploykit.serving.batching.queue import BatchRun, Pending, Watcher
 from deploykit.serving.observe.prometheus import Sample
 
 log = logging.getLogger(__name__)

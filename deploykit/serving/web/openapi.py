@@ -9,7 +9,8 @@ from typing import Any
 import orjson
 
 from deploykit import __version__
-from deploykit.serving.models.repository import ModelRepository, ServedPipeline
+from deploykit.serving.models.pipelines import ServedPipeline
+from deploykit.serving.models.repository import ModelRepository
 
 _TEMPLATE = Path(__file__).with_name("openapi.json")
 _JSON = "application/json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from deploykit.core.assets import FOLDER, NAMES
+from deploykit.core.files import FOLDER, NAMES
 
 _TYPES: Mapping[str, str] = {
     ".html": "text/html; charset=utf-8",

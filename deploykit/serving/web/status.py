@@ -7,13 +7,47 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import parse_qs
 
+import orjson
+
 from deploykit import __version__
-from deploykit.serving.models.repository import ModelRepository, ServedModel, ServedPipeline
+from deploykit.serving.models.model import ServedModel
+from deploykit.serving.models.pipelines import ServedPipeline
+from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.metrics import REQUEST_US
-from deploykit.serving.web.history import EVERY_US, History
+
+# Keep the models' counters of the last ten minutes, so that the charts survive a reload.
+
+KEPT = 300
+EVERY_US = 2_000_000
+
+Samples = list[tuple[int, bytes]]  # the time in us, and the models as JSON
+
+
+class History:
+    """The newest `KEPT` samples. Used on the event loop's thread only."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[int, bytes]] = deque(maxlen=KEPT)
+
+    def add(self, at_us: int, models: Sequence[dict[str, Any]]) -> None:
+        """Add a sample: the counters of each model, by name."""
+        self._samples.append((at_us, orjson.dumps(models)))  # dicts take six times the memory
+
+    def since(self, at_us: int) -> Samples:
+        """The samples after `at_us`, oldest first."""
+        return [sample for sample in self._samples if sample[0] > at_us]
+
+
+def with_history(status: dict[str, Any], samples: Samples) -> dict[str, Any]:
+    """A status with the samples as its `history`, for orjson."""
+    found = [{"at_us": at_us, "models": orjson.Fragment(models)} for at_us, models in samples]
+    return {**status, "history_kept": KEPT, "history": found}
+
 
 _NUMBER = re.compile(r"[0-9]{1,18}").fullmatch
 _NEVER_US = 1 << 60

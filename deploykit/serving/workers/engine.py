@@ -15,12 +15,11 @@ from functools import partial
 from mmap import mmap
 
 from deploykit.core.errors import Overloaded
-from deploykit.serving.batching.policy import Pending
+from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.workers import exchange
-from deploykit.serving.workers.blocks import TensorCodec
-from deploykit.serving.workers.exchange import Record, RecordConnection
+from deploykit.serving.workers import blocks as exchange
+from deploykit.serving.workers.blocks import Record, RecordConnection, TensorCodec
 from deploykit.serving.workers.front import RemoteEngine
 from deploykit.serving.workers.group import Hooks, Member
 

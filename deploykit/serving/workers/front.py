@@ -20,18 +20,16 @@ from deploykit.core.artefact import Artefact
 from deploykit.core.errors import Overloaded, Unsupported
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.engine import Arrays, BaseEngine, Engine
-from deploykit.serving.batching.batcher import Batcher
-from deploykit.serving.batching.delivery import deliver_inline, mark_expired, monotonic_us
-from deploykit.serving.batching.policy import LEVELS, BatchPolicy, Pending, Watcher
+from deploykit.engines.engine import Arrays, BaseEngine, Engine
+from deploykit.serving.batching.batcher import Batcher, deliver_inline, mark_expired, monotonic_us
+from deploykit.serving.batching.queue import LEVELS, BatchPolicy, Pending, Watcher
 from deploykit.serving.models.description import InUse
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.task import ModelTask
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import VERSION
-from deploykit.serving.workers import exchange
-from deploykit.serving.workers.blocks import TensorCodec
-from deploykit.serving.workers.exchange import RECORD, Record, RecordConnection
+from deploykit.serving.workers import blocks as exchange
+from deploykit.serving.workers.blocks import RECORD, Record, RecordConnection, TensorCodec
 
 LATE_US = 500_000  # after which we answer what the engine process should have answered with 504
 _ENDED = "the process of the engines has ended and is being replaced"

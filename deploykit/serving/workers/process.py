@@ -21,8 +21,7 @@ from typing import Any, NoReturn
 from deploykit.core.errors import DeploykitError
 from deploykit.serving.workers.engine import EngineMember
 from deploykit.serving.workers.front import RemoteEngine
-from deploykit.serving.workers.group import ENGINE, Member
-from deploykit.serving.workers.link import WorkerLink
+from deploykit.serving.workers.group import ENGINE, Member, WorkerLink
 from deploykit.serving.workers.merge import Report
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)

@@ -8,8 +8,8 @@ import pytest
 from deploykit.core.errors import Expired, Overloaded
 from deploykit.core.tensors import TensorSpec
 from deploykit.serving.batching.batcher import Batcher
-from deploykit.serving.batching.policy import BatchPolicy, Pending
-from deploykit.serving.batching.stacking import EngineFailed, stack
+from deploykit.serving.batching.queue import BatchPolicy, Pending
+from deploykit.serving.batching.runner import EngineFailed, stack
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.loops import KEY, Answers, Clock, submit
 from tests.support.serving.running import WAIT_S, GatedEngine

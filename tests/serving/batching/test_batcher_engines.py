@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, Expired, OutOfMemory, Overloaded
-from deploykit.runtimes.cuda.errors import DeviceLost
+from deploykit.engines.cuda.memory import DeviceLost
 from deploykit.serving.batching.batcher import Batcher
-from deploykit.serving.batching.policy import BatchPolicy, BatchRun, Pending, Watcher
-from deploykit.serving.batching.stacking import EngineFailed
+from deploykit.serving.batching.queue import BatchPolicy, BatchRun, Pending, Watcher
+from deploykit.serving.batching.runner import EngineFailed
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.loops import KEY, Answers, Clock, submit
 from tests.support.serving.running import WAIT_S, GatedEngine

@@ -14,11 +14,11 @@ import pytest
 
 from deploykit.core.errors import Expired
 from deploykit.serving import server as http
-from deploykit.serving.batching.batcher import Batcher
-from deploykit.serving.batching.inline import GATHER_US
-from deploykit.serving.batching.policy import BatchPolicy, BatchRun, Watcher
-from deploykit.serving.batching.stacking import EngineFailed
-from deploykit.serving.server import ServeOptions, Server
+from deploykit.serving.batching.batcher import GATHER_US, Batcher
+from deploykit.serving.batching.queue import BatchPolicy, BatchRun, Watcher
+from deploykit.serving.batching.runner import EngineFailed
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.server import Server
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.loops import KEY, Answers, Clock, Loop, Threads, asleep, row, submit
 from tests.support.serving.running import WAIT_S, GatedEngine, Running, infer_json

@@ -11,12 +11,13 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.cuda.errors import DeviceLost
-from deploykit.runtimes.engine import Engine, load
+from deploykit.engines.cuda.memory import DeviceLost
+from deploykit.engines.engine import Engine, load
 from deploykit.serving.batching.buckets import Buckets, relative_error
-from deploykit.serving.batching.policy import Pending
-from deploykit.serving.models.repository import ModelRepository, ServeOptions
+from deploykit.serving.batching.queue import Pending
+from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request, RequestedOutput
+from deploykit.serving.options import ServeOptions
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import WAIT_S, GatedEngine
 

@@ -17,11 +17,10 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import Expired, Overloaded
-from deploykit.runtimes.cuda.errors import DeviceLost
-from deploykit.serving.batching.batcher import Batcher
-from deploykit.serving.batching.delivery import deliver_inline, monotonic_us
-from deploykit.serving.batching.policy import BatchPolicy, Pending, Watcher
-from deploykit.serving.models.repository import ServedModel
+from deploykit.engines.cuda.memory import DeviceLost
+from deploykit.serving.batching.batcher import Batcher, deliver_inline, monotonic_us
+from deploykit.serving.batching.queue import BatchPolicy, Pending, Watcher
+from deploykit.serving.models.model import ServedModel
 from deploykit.serving.oip.request import Request
 from deploykit.serving.options import ServeOptions
 from tests.support.fake_engine import FakeEngine

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.serving.batching import inline as inline_executor
-from deploykit.serving.batching.batcher import Batcher
-from deploykit.serving.batching.inline import PAUSE_US, SLOW_US
-from deploykit.serving.batching.policy import BatchPolicy
+from deploykit.serving.batching import batcher as inline_executor
+from deploykit.serving.batching.batcher import PAUSE_US, SLOW_US, Batcher
+from deploykit.serving.batching.queue import BatchPolicy
 from tests.support.serving.loops import KEY, Answers, Clock, Loop, Threads, asleep, row, submit
 
 

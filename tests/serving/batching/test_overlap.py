@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, Expired, OutOfMemory, Overloaded
-from deploykit.runtimes.cuda.errors import DeviceLost
+from deploykit.engines.cuda.memory import DeviceLost
 from deploykit.serving.batching.batcher import Batcher
-from deploykit.serving.batching.policy import BatchPolicy, BatchRun, Pending, Watcher
+from deploykit.serving.batching.queue import BatchPolicy, BatchRun, Pending, Watcher
+from deploykit.serving.batching.runner import EngineFailed
 from deploykit.serving.batching.slo import Steering
-from deploykit.serving.batching.stacking import EngineFailed
 from tests.support.serving.loops import KEY, Answers, Clock, asleep, row, submit
 from tests.support.serving.overlapping import OverlappingEngine
 from tests.support.serving.running import WAIT_S

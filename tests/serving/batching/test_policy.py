@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploykit.serving.batching.policy import BatchPolicy, BatchRun, Pending, Watcher, Watchers, due
+from deploykit.serving.batching.queue import BatchPolicy, BatchRun, Pending, Watcher, Watchers, due
 
 A = (("x", "FP32", (4,)),)
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.tensors import InputKey
-from deploykit.serving.batching.policy import BatchPolicy, Pending
-from deploykit.serving.batching.queue import RequestQueue
+from deploykit.serving.batching.queue import BatchPolicy, Pending, RequestQueue
 
 A: InputKey = (("x", "FP32", (4,)),)
 B: InputKey = (("x", "FP32", (5,)),)

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.serving.batching.policy import BatchPolicy, Pending
-from deploykit.serving.batching.queue import RequestQueue
+from deploykit.serving.batching.queue import BatchPolicy, Pending, RequestQueue
 from deploykit.serving.batching.slo import Steering
 
 SLO_US = 40_000

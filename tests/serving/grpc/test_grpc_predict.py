@@ -20,7 +20,7 @@ needs("PIL", "tokenizers", "grpc", "tritonclient")
 import grpc  # noqa: E402
 import tritonclient.grpc as triton  # noqa: E402
 
-from deploykit.api.open import open_proven  # noqa: E402
+from deploykit.evaluation.verify import open_proven  # noqa: E402
 from tests.support.runtimes.pictures import encoded  # noqa: E402
 from tests.support.serving import hostile_items  # noqa: E402
 from tests.support.serving.task_models import HEIGHT, WIDTH, write_task_model  # noqa: E402

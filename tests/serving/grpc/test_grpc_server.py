@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput
-from deploykit.serving.http2.shared import Http2Limits
+from deploykit.serving.http2.flow import Http2Limits
 from deploykit.serving.oip.protobuf import MESSAGES
 from tests.support.serving.grpc_cases import (
     SERVICE,

@@ -12,11 +12,17 @@ from typing import Any
 import pytest
 
 import deploykit
-from deploykit.serving.grpc.call import GrpcCall
-from deploykit.serving.grpc.headers import Method
+from deploykit.serving.grpc.call import GrpcCall, Method
 from deploykit.serving.http2.connection import PREFACE, Http2Connection
-from deploykit.serving.http2.frames import DATA, HEADERS, RST_STREAM, SETTINGS, frame
-from deploykit.serving.http2.shared import READ_BYTES, Http2Limits
+from deploykit.serving.http2.flow import (
+    DATA,
+    HEADERS,
+    READ_BYTES,
+    RST_STREAM,
+    SETTINGS,
+    Http2Limits,
+    frame,
+)
 from deploykit.serving.transport import turns
 from tests.support.serving import wired
 from tests.support.serving.grpc_cases import CALM, STREAM, Answer, frames, infer_bytes, serving

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from deploykit.serving.http import listener as http_listener
-from deploykit.serving.http.listener import Listener
-from deploykit.serving.server import HttpLimits, ServeOptions, Server
-from deploykit.serving.transport import places
+from deploykit.serving.http import connection as http_listener
+from deploykit.serving.http.connection import Listener
+from deploykit.serving.http.head import HttpLimits
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.server import Server
+from deploykit.serving.transport import listener as places
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import Raw, infer_json, request, running
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from deploykit.serving.http.connection import HttpConnection
-from deploykit.serving.server import ServeOptions, Server
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.server import Server
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.memory import held_bytes, raw_infer
 from tests.support.serving.running import (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploykit.serving.server import HttpLimits
+from deploykit.serving.http.head import HttpLimits
 from tests.support.serving.running import (
     WAIT_S,
     GatedEngine,

@@ -19,8 +19,10 @@ import numpy as np
 import pytest
 
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.cuda.errors import DeviceLost
-from deploykit.serving.server import HttpLimits, ServeOptions, Server, run
+from deploykit.engines.cuda.memory import DeviceLost
+from deploykit.serving.http.head import HttpLimits
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.server import Server, run
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import (
     WAIT_S,

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from deploykit.serving.http.connection import HttpConnection
-from deploykit.serving.http.listener import PIECE_BYTES
-from deploykit.serving.server import ServeOptions, Server
+from deploykit.serving.http.connection import PIECE_BYTES, HttpConnection
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.server import Server
 from deploykit.serving.transport.turns import BUSY_BYTES, TURN_S, Turns
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import request

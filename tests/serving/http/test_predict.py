@@ -19,7 +19,7 @@ from tests.support.serving.running import Running, request, running
 
 needs("PIL", "tokenizers")
 
-from deploykit.api.open import open_proven  # noqa: E402
+from deploykit.evaluation.verify import open_proven  # noqa: E402
 from tests.support.runtimes.pictures import encoded  # noqa: E402
 from tests.support.serving import hostile_items  # noqa: E402
 from tests.support.serving.predict_requests import (  # noqa: E402

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from deploykit.core.errors import Overloaded
-from deploykit.serving.http import scrapes
-from deploykit.serving.http.scrapes import Scrapes
+from deploykit.serving.http import routes as scrapes
+from deploykit.serving.http.routes import Scrapes
 from deploykit.serving.models.offload import Result
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.transport.call import Head

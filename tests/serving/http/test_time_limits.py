@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from deploykit.serving.http.state import State
-from deploykit.serving.server import HttpLimits
+from deploykit.serving.http.connection import State
+from deploykit.serving.http.head import HttpLimits
 from tests.support.serving.running import (
     WAIT_S,
     GatedEngine,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from deploykit.serving.http2.shared import Http2Limits
-from deploykit.serving.transport import places
+from deploykit.serving.http2.flow import Http2Limits
+from deploykit.serving.transport import listener as places
 from tests.support.serving.grpc_cases import (
     CALM,
     COMPRESSION_ERROR,

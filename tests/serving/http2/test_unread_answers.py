@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from deploykit.serving.http2.shared import Http2Limits
+from deploykit.serving.http2.flow import Http2Limits
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     INFER,

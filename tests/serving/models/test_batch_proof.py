@@ -14,11 +14,12 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import RowIndependence
-from deploykit.runtimes.batching import prove_rows
-from deploykit.runtimes.engine import load
-from deploykit.serving.models.repository import ModelRepository, ServeOptions
+from deploykit.engines.batching import prove_rows
+from deploykit.engines.engine import load
+from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request, RequestedOutput
-from deploykit.serving.web import guide
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.web import examples as guide
 from deploykit.serving.web.examples import Address
 from tests.support.fake_engine import FakeEngine
 from tests.support.graphs.batch_graphs import (

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from deploykit.api.serve import Opening
 from deploykit.core.errors import BadInput
 from deploykit.core.files import sha256
 from deploykit.serving.models.reload import Reloader, Source
 from deploykit.serving.oip.protobuf import message_from
+from deploykit.serving.opening import Opening
 from deploykit.serving.options import ServeOptions
 from tests.support.serving.reloading import model, replace
 from tests.support.serving.running import Running, running

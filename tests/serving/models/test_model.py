@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, Overloaded, Unsupported
-from deploykit.serving.batching.policy import Pending, Watcher
-from deploykit.serving.models.repository import ModelRepository, ServeOptions
+from deploykit.serving.batching.queue import Pending, Watcher
+from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request, RequestedOutput
+from deploykit.serving.options import ServeOptions
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import WAIT_S, GatedEngine
 from tests.support.serving.scrapes import exposition

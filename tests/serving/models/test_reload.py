@@ -23,7 +23,7 @@ from onnx import TensorProto, helper, numpy_helper
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.files import sha256
 from deploykit.core.manifest import Manifest, write_manifest
-from deploykit.runtimes.engine import Engine, load
+from deploykit.engines.engine import Engine, load
 from deploykit.serving.models.reload import Reloader, Source
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
@@ -278,7 +278,7 @@ TRUNCATED = """
 import os, sys
 import numpy as np
 from pathlib import Path
-from deploykit.runtimes.engine import load
+from deploykit.engines.engine import load
 
 folder = Path(sys.argv[1])
 engine = load(folder / "m.onnx", "cpu")

@@ -16,13 +16,13 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploykit.api.serve import Opening
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.files import sha256
-from deploykit.runtimes.engine import Engine, load
+from deploykit.engines.engine import Engine, load
 from deploykit.serving.models import trial
 from deploykit.serving.models.reload import Reloader, Source
 from deploykit.serving.models.repository import ModelRepository
+from deploykit.serving.opening import Opening
 from deploykit.serving.options import ServeOptions
 from tests.support.serving import checks
 from tests.support.serving.reloading import LIMIT_S, Serving, model, replace

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, NotFound, Overloaded, Unsupported
-from deploykit.runtimes.cuda.errors import DeviceLost
-from deploykit.serving.models.repository import ModelRepository, ServeOptions
+from deploykit.engines.cuda.memory import DeviceLost
+from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.oip.request import Request, RequestedOutput
+from deploykit.serving.options import ServeOptions
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import WAIT_S, GatedEngine
 from tests.support.serving.scrapes import exposition

@@ -13,8 +13,8 @@ import pytest
 
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.engine import Arrays
-from deploykit.serving.batching.policy import BatchRun, Pending
+from deploykit.engines.engine import Arrays
+from deploykit.serving.batching.queue import BatchRun, Pending
 from deploykit.serving.models import shadow as shadow_module
 from deploykit.serving.models.shadow import (
     QUEUE,

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
-from deploykit.runtimes.engine import load
+from deploykit.engines.engine import load
 from tests.support.serving.grpc_cases import serving
 from tests.support.serving.running import Running, running
 from tests.support.string_labels import labels_of, samples, write_classifier

@@ -10,10 +10,9 @@ import pytest
 
 from deploykit.core.errors import TooLarge, quote
 from deploykit.core.tensors import MOST_STRINGS, TensorSpec
-from deploykit.serving.batching.delivery import monotonic_us
-from deploykit.serving.batching.policy import Pending, Watcher
-from deploykit.serving.batching.runner import Runner
-from deploykit.serving.batching.stacking import Splitter, stack
+from deploykit.serving.batching.batcher import monotonic_us
+from deploykit.serving.batching.queue import Pending, Watcher
+from deploykit.serving.batching.runner import Runner, Splitter, stack
 from deploykit.serving.models.inference import array_bytes
 from deploykit.serving.oip import tensors
 from deploykit.serving.oip.request import Binary, InputData, plan, signature

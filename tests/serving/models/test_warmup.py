@@ -10,9 +10,10 @@ import pytest
 
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.cuda.errors import DeviceLost
-from deploykit.serving.models.repository import ModelRepository, ServeOptions
+from deploykit.engines.cuda.memory import DeviceLost
+from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.warmup import BETWEEN_US, SHORT_US, WarmUp, short_rows
+from deploykit.serving.options import ServeOptions
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.warming import Clock, Lengths, TimedEngine, warmed
 

@@ -14,7 +14,7 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploykit.core.errors import BadInput, Expired
-from deploykit.serving.batching.policy import BatchRun, Pending
+from deploykit.serving.batching.queue import BatchRun, Pending
 from deploykit.serving.observe.metrics import STAGES, ModelMetrics
 from deploykit.serving.observe.prometheus import Histogram, Sample
 from tests.support.serving.running import running

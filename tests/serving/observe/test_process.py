@@ -11,10 +11,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from deploykit.runtimes.devices import Devices
-from deploykit.runtimes.gpu_state import GpuState
-from deploykit.serving.observe import process as process_module
-from deploykit.serving.observe.process import KEEP_ON_S, STALE_S, Sampler, this_process
+from deploykit.engines.devices import Devices, GpuState
+from deploykit.serving.observe import metrics as process_module
+from deploykit.serving.observe.metrics import KEEP_ON_S, STALE_S, Sampler, this_process
 from tests.support.serving.running import WAIT_S
 
 Eventually = Callable[[Callable[[], bool]], None]
@@ -127,7 +126,7 @@ def test_the_thread_sleeps_without_requests_and_wakes_on_the_next(
 def test_the_sampler_survives_a_lack_of_file_descriptors() -> None:
     program = """
 import os, resource, sys, time
-from deploykit.serving.observe.process import Sampler
+from deploykit.serving.observe.metrics import Sampler
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 sampler = Sampler()
 end = time.monotonic() + 100

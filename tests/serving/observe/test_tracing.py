@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deploykit.core.errors import BadInput, Expired
-from deploykit.serving.batching.policy import BatchRun, Pending
+from deploykit.serving.batching.queue import BatchRun, Pending
 from deploykit.serving.observe.tracing import QUEUE_REQUESTS, Tracer
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import WAIT_S, infer_json, running

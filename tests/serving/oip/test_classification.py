@@ -10,7 +10,7 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.serving.oip import json as oip
-from deploykit.serving.oip.classification import classify
+from deploykit.serving.oip.response import classify
 from tests.support.serving.requests import DTYPES, model, one, values
 
 ROWS = np.array([[1, 5, 10, 4], [7, 7, -1, 7]], np.float32)

@@ -13,13 +13,7 @@ from hypothesis.extra import numpy as hnp
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, carrier
 from deploykit.serving.oip import json as oip
-from deploykit.serving.oip.request import (
-    Binary,
-    InputData,
-    Request,
-    Signature,
-    check_parameters,
-)
+from deploykit.serving.oip.request import Binary, InputData, Request, Signature, check_parameters
 from deploykit.serving.oip.request import signature as signature_of
 from deploykit.serving.oip.response import collect_results
 from tests.support.campaign import rounds

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.engine import load
+from deploykit.engines.engine import load
 from deploykit.serving.oip import json as oip
 from deploykit.serving.oip.request import Request, RequestedOutput
 from deploykit.serving.oip.request import signature as signature_of

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
-from deploykit.runtimes.data.samples import random_feeds
+from deploykit.engines.data.samples import random_feeds
 from deploykit.serving.oip import json as oip
 from deploykit.serving.oip.request import Binary, InputData
 from deploykit.serving.oip.request import signature as signature_of
@@ -77,8 +77,8 @@ def test_a_non_contiguous_bfloat16_slice_is_encoded() -> None:
 def test_a_bfloat16_model_in_pytorch_is_served_as_bf16() -> None:
     """bfloat16 in the request, the model and the answer; float32 in numpy."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    from deploykit.runtimes.torch.engine import TorchEngine
-    from deploykit.runtimes.torch.loaded import Loaded
+    from deploykit.engines.torch.engine import TorchEngine
+    from deploykit.engines.torch.loaded import Loaded
 
     class Half(torch.nn.Module):  # type: ignore[misc, name-defined]
         def forward(self, x: Any) -> tuple[Any]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deploykit.core.errors import BadInput, TooLarge, UnknownEncoding
 from deploykit.serving.oip import json
-from deploykit.serving.transport.compression import choose_encoding, compress, decompress
+from deploykit.serving.transport.call import choose_encoding, compress, decompress
 from tests.support.serving.requests import model, one, values
 
 LIMIT = 1 << 20
@@ -118,7 +118,7 @@ BOMB = """
 import re, sys, zlib
 from pathlib import Path
 from deploykit.core.errors import TooLarge
-from deploykit.serving.transport.compression import decompress
+from deploykit.serving.transport.call import decompress
 def peak(): return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 packer = zlib.compressobj(9, zlib.DEFLATED, 31)
 bomb = b"".join([*(packer.compress(bytes(1 << 20)) for _ in range(100)), packer.flush()])

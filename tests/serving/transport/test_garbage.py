@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from deploykit.runtimes.engine import Arrays
+from deploykit.engines.engine import Arrays
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import INFER, STREAM, frames, infer_bytes, serving
 from tests.support.serving.running import Running, infer_json, request, running

@@ -16,8 +16,8 @@ import pytest
 
 from deploykit.core.errors import TooLarge
 from deploykit.core.tensors import Bytes, parse_spec
-from deploykit.serving.batching.policy import Pending
-from deploykit.serving.batching.stacking import Splitter
+from deploykit.serving.batching.queue import Pending
+from deploykit.serving.batching.runner import Splitter
 from deploykit.serving.http.infer import InferRoute
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.worker import WorkerProcess
@@ -25,7 +25,7 @@ from deploykit.serving.oip import response
 from deploykit.serving.oip.protobuf import MESSAGES
 from deploykit.serving.oip.tensors import to_bytes
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport import compression
+from deploykit.serving.transport import call as compression
 from deploykit.serving.transport.call import Head
 from deploykit.serving.transport.turns import DELIVERY_S
 from tests.support.fake_engine import FakeEngine

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.engine import Arrays
-from deploykit.serving.http.connection import HttpConnection
-from deploykit.serving.http.exchange import Exchange
+from deploykit.engines.engine import Arrays
+from deploykit.serving.http.connection import Exchange, HttpConnection
 from deploykit.serving.web.page import FILES
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.memory import held_bytes

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from deploykit.serving.grpc.call import GrpcCall
-from deploykit.serving.http.connection import HttpConnection
-from deploykit.serving.http.exchange import Exchange
+from deploykit.serving.http.connection import Exchange, HttpConnection
 from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.http.infer import InferRoute
-from deploykit.serving.models.repository import ModelRepository, ServeOptions
+from deploykit.serving.models.repository import ModelRepository
+from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.call import Head
 from tests.support.campaign import rounds
 from tests.support.fake_engine import FakeEngine

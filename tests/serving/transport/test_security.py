@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from deploykit.core.errors import BadInput
-from deploykit.serving.server import HttpLimits, ServeOptions, Server
+from deploykit.serving.http.head import HttpLimits
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.server import Server
 from deploykit.serving.transport import listener
 from deploykit.serving.transport.security import Guard, tls_context
 from tests.support.fake_engine import FakeEngine

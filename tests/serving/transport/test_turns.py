@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from deploykit.serving.http.chunked import ChunkedBody
-from deploykit.serving.http.connection import HttpConnection
-from deploykit.serving.http.exchange import Exchange
-from deploykit.serving.http.head import HeadReader
-from deploykit.serving.server import ServeOptions, Server
+from deploykit.serving.http.connection import Exchange, HttpConnection
+from deploykit.serving.http.head import ChunkedBody, HeadReader
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.server import Server
 from deploykit.serving.transport import turns
 from deploykit.serving.transport.turns import Turns
 from tests.support.fake_engine import FakeEngine

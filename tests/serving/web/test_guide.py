@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploykit.api.open import open_proven
 from deploykit.core.tensors import TensorSpec
+from deploykit.evaluation.verify import open_proven
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import Running, running
 

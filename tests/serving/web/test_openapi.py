@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from deploykit.api.open import open_proven
 from deploykit.core.tensors import TensorSpec
+from deploykit.evaluation.verify import open_proven
 from tests.support.campaign import rounds
 from tests.support.fake_engine import FakeEngine
 from tests.support.installed import needs

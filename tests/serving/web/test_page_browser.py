@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from deploykit import __version__
-from deploykit.runtimes.engine import load
+from deploykit.engines.engine import load
 from tests.support.serving.actions import box, choose_model, choose_way, open_page, run, values
 from tests.support.serving.browser import CHROMIUM, NO_CHROMIUM, Tab, chromium
 from tests.support.serving.page_models import HOSTILE, bands, colours, sums
@@ -67,7 +67,7 @@ def test_the_page_loads_without_errors_or_requests_to_other_hosts(
 def test_the_page_shows_power_clock_and_heat_of_a_jetson(
     browser: Tab, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from deploykit.runtimes.devices import Devices
+    from deploykit.engines.devices import Devices
     from tests.support.runtimes.jetson_files import ORIN_NANO, write
 
     hot = {

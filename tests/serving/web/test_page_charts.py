@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
-from deploykit.measure.report.formatting import MISSING, count, number
+from deploykit.evaluation.formatting import MISSING, count, number
 from deploykit.serving.web import page
 from tests.support.measure.drawings import SVG, boxes, overlaps
 from tests.support.node import evaluate, needs_node

@@ -15,7 +15,7 @@ from tests.support.serving.running import Running, running
 
 needs("PIL", "tokenizers", "sklearn")
 
-from deploykit.api.open import open_proven  # noqa: E402
+from deploykit.evaluation.verify import open_proven  # noqa: E402
 from tests.support.runtimes.pictures import photo  # noqa: E402
 from tests.support.serving.task_models import write_task_model  # noqa: E402
 

@@ -9,8 +9,7 @@ import orjson
 
 from deploykit import __version__
 from deploykit.serving.observe.metrics import STAGES
-from deploykit.serving.web.history import EVERY_US, KEPT
-from deploykit.serving.web.status import Status
+from deploykit.serving.web.status import EVERY_US, KEPT, Status
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import GatedEngine, Running, infer_json, request, running
 

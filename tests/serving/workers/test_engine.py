@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, DeploykitError, Expired, Overloaded
-from deploykit.serving.batching.delivery import monotonic_us
-from deploykit.serving.batching.policy import BatchRun, Pending, Watcher
-from deploykit.serving.batching.stacking import EngineFailed
+from deploykit.serving.batching.batcher import monotonic_us
+from deploykit.serving.batching.queue import BatchRun, Pending, Watcher
+from deploykit.serving.batching.runner import EngineFailed
 from deploykit.serving.oip.request import Request
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.workers.front import RemoteEngine

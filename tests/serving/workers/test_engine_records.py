@@ -9,9 +9,9 @@ from mmap import mmap
 import pytest
 
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.workers import exchange
+from deploykit.serving.workers import blocks as exchange
+from deploykit.serving.workers.blocks import RECORD
 from deploykit.serving.workers.engine import FrontEnd
-from deploykit.serving.workers.exchange import RECORD
 from tests.support.serving.linked import Closing, Linked, linked, values
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from deploykit.core.errors import Overloaded
-from deploykit.serving.workers import hub
+from deploykit.serving.workers import parent as hub
 from deploykit.serving.workers.process import Forked
 
 

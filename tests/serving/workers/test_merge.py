@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deploykit.serving.batching.policy import BatchRun, Pending
+from deploykit.serving.batching.queue import BatchRun, Pending
 from deploykit.serving.models import model as served
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.prometheus import METRICS, BucketCounts, Sample

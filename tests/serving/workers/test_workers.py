@@ -18,8 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploykit.api.serve import Opening
-from deploykit.api.serve_processes import (
+from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.machine import usable_cores
+from deploykit.serving.opening import Opening
+from deploykit.serving.processes import (
     Workers,
     check_on_cpu,
     choose_workers,
@@ -28,8 +30,6 @@ from deploykit.api.serve_processes import (
     threads_each,
     time_threads,
 )
-from deploykit.core.errors import BadInput, Unsupported
-from deploykit.core.machine import usable_cores
 from tests.support.runtimes.large_model import write_model
 from tests.support.serving.faults import (
     BROKEN,

@@ -11,9 +11,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from deploykit.builders.tensorrt.build import BuildCheck, check
-from deploykit.builders.tensorrt.options import Options
-from deploykit.builders.tensorrt.shapes import AxisRange
+from deploykit.building.tensorrt.build import BuildCheck, check
+from deploykit.building.tensorrt.options import AxisRange, Options
 from deploykit.core.profile import load_profile
 from tests.support.onnx_zoo import save
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from deploykit.builders.tensorrt.options import Options
-from deploykit.builders.tensorrt.shapes import AxisRange
+from deploykit.building.tensorrt.options import AxisRange, Options
 from deploykit.core.profile import load_profile
 from tests.support.builders.fake_tensorrt import Behaviour, make
 from tests.support.onnx_zoo import linear, save

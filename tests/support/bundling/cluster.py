@@ -16,13 +16,13 @@ import psutil
 import yaml
 from onnx import helper, numpy_helper
 
-from deploykit.bundling import ray as bundles
-from deploykit.bundling.contents import Contents
 from deploykit.core.artefact import Artefact
 from deploykit.core.files import sha256
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.profile import load_profile
 from deploykit.core.tensors import TensorSpec
+from deploykit.deploying import ray as bundles
+from deploykit.evaluation.bundle_folder import Contents
 from tests.support.onnx_zoo import save
 
 WAIT_S = 120

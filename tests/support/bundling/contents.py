@@ -9,14 +9,14 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from deploykit.bundling.contents import Contents
 from deploykit.core.artefact import Artefact
 from deploykit.core.evidence import Evidence, GoldenSamples, RowIndependence
 from deploykit.core.files import sha256
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.profile import load_profile
 from deploykit.core.tensors import TensorSpec, carrier, concrete
-from deploykit.runtimes.data.samples import write_npz
+from deploykit.engines.data.samples import write_npz
+from deploykit.evaluation.bundle_folder import Contents
 
 INDEPENDENT = RowIndependence(True, "the same alone and joined", (1, 2))
 

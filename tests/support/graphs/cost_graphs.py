@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from deploykit.onnx_graph.cost import NodeCost
+from deploykit.graph.cost import NodeCost
 from tests.support.graphs.protos import node_costs
 from tests.support.onnx_zoo import Shape
 

@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 from onnx.reference import ReferenceEvaluator
 
+from deploykit.engines.data.samples import Samples, random_feeds
 from deploykit.quantization.calibrate import Calibration, Range
-from deploykit.runtimes.data.samples import Samples, random_feeds
 from tests.support.graphs.protos import specs
 
 

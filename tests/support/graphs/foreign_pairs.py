@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 
-from deploykit.onnx_graph.graph import Graph
+from deploykit.graph.graph import Graph
 from tests.support.graphs.data import feeds
 from tests.support.onnx_zoo import save
 

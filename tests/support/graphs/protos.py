@@ -10,20 +10,16 @@ import onnx
 
 from deploykit.core.profile import Profile
 from deploykit.core.tensors import TensorSpec
-from deploykit.onnx_graph import cost, probes
-from deploykit.onnx_graph.editor import Editor
-from deploykit.onnx_graph.graph import Graph, Summary
-from deploykit.onnx_graph.storage import MAX_BYTES, load_data
-from deploykit.quantization import (
-    half_precision,
-    preflight,
-    qdq,
-    weights,
-)
-from deploykit.quantization import simulate as simulation
+from deploykit.engines.data.samples import Samples
+from deploykit.evaluation import divergence as probes
+from deploykit.evaluation import simulate as simulation
+from deploykit.graph import cost, preflight
+from deploykit.graph.edit import Editor
+from deploykit.graph.graph import Graph, Summary
+from deploykit.graph.storage import MAX_BYTES, load_data
+from deploykit.quantization import half_precision, qdq, weights
 from deploykit.quantization.calibrate import Calibration
 from deploykit.quantization.calibrate import calibrate as calibrate_graph
-from deploykit.runtimes.data.samples import Samples
 
 Model = onnx.ModelProto
 

@@ -9,9 +9,9 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from deploykit.builders.onnxruntime import build
+from deploykit.building.onnxruntime import build
+from deploykit.engines.engine import load
 from deploykit.quantization.calibrate import Calibration
-from deploykit.runtimes.engine import load
 from tests.support.graphs.data import samples
 from tests.support.graphs.protos import calibrate, to_pairs
 from tests.support.onnx_zoo import conv_relu, int64_ids, linear, mnist_like, save

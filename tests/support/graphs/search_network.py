@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import SearchStep
-from deploykit.quantization.budget import Budget
-from deploykit.quantization.search import Level, Outcome, Verdict, search
+from deploykit.quantization.search import Budget, Level, Outcome, Verdict, search
 
 Made = tuple[str, frozenset[str]]  # precision, nodes kept in float32
 

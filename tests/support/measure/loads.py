@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deploykit.measure.load.check import AnswerCheck
-from deploykit.measure.load.client import Client
-from deploykit.measure.load.generator import run_load
-from deploykit.measure.load.records import SendPlan
-from deploykit.measure.load.result import LoadResult
-from deploykit.measure.load.target import find_model, make_feeds, make_requests
+from deploykit.loadtest.check import AnswerCheck
+from deploykit.loadtest.client import Client
+from deploykit.loadtest.generator import run_load
+from deploykit.loadtest.result import SendPlan
+from deploykit.loadtest.target import find_model, make_feeds, make_requests
+from deploykit.reporting.load_result import LoadResult
 
 TRIES = 5
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from deploykit.measure.latency import Latency
-from deploykit.measure.report.report import Report
-from deploykit.measure.statistics import throughput
-from deploykit.measure.timing.sweep import Point
+from deploykit.evaluation.latency import Latency
+from deploykit.evaluation.statistics import throughput
+from deploykit.reporting.points import Point
+from deploykit.reporting.report import Report
 
 ROUNDS, CALLS, BATCHES = 5, 800, (1, 2, 4)
 MACHINE = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploykit.measure.statistics import Interval
+from deploykit.core.evidence import Interval
 
 RUNS = 1000
 # 95 % nominal; a share of 1000 runs varies by 0.7 %, and whole ranks and counts may add a little

@@ -8,9 +8,10 @@ from itertools import groupby
 
 import numpy as np
 
-from deploykit.measure.timing.sweep import Point, Setup, Timing, sweep
-from deploykit.runtimes.data.samples import random_feeds
-from deploykit.runtimes.engine import Arrays
+from deploykit.benchmarking.timing import Setup, Timing, sweep
+from deploykit.engines.data.samples import random_feeds
+from deploykit.engines.engine import Arrays
+from deploykit.reporting.points import Point
 from tests.support.fake_engine import FakeEngine
 
 QUICK = Timing(warmup_s=0.0, seconds=1.0, rounds=2)

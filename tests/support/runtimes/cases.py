@@ -25,7 +25,7 @@ from onnx import helper, numpy_helper
 
 from deploykit.core.machine import this_machine
 from deploykit.core.tensors import TensorSpec, parse_spec
-from deploykit.runtimes.engine import Arrays, Engine
+from deploykit.engines.engine import Arrays, Engine
 from tests.support.fake_engine import FakeEngine
 
 WIDTH = 4
@@ -175,22 +175,22 @@ def open_fake(folder: Path, case: Case) -> Engine:
 
 
 def open_onnxruntime(folder: Path, case: Case, device: str = "cpu") -> Engine:
-    from deploykit.runtimes.onnxruntime.engine import open_engine
+    from deploykit.engines.onnxruntime.engine import open_engine
 
     return open_engine(_onnx_file(folder, case), device)
 
 
 def open_openvino(folder: Path, case: Case) -> Engine:
-    from deploykit.runtimes.openvino.engine import open_engine
+    from deploykit.engines.openvino import open_engine
 
     return open_engine(_onnx_file(folder, case), "cpu")
 
 
 def open_torch(folder: Path, case: Case, device: str = "cpu") -> Engine:
     """A deploykit checkpoint whose architecture is a file, as with `--arch ./model.py:Model`."""
-    from deploykit.core.paths import import_object
-    from deploykit.runtimes.torch.engine import TorchEngine
-    from deploykit.runtimes.torch.open import load_module, save_checkpoint
+    from deploykit.core.files import import_object
+    from deploykit.engines.torch.engine import TorchEngine
+    from deploykit.engines.torch.open import load_module, save_checkpoint
 
     source = folder / f"{case.name.replace('-', '_')}.py"
     arguments = ", ".join(spec.name for spec in case.input_specs)
@@ -205,8 +205,7 @@ def open_torch(folder: Path, case: Case, device: str = "cpu") -> Engine:
 
 def plan_options(folder: Path, case: Case) -> Any:
     """Batches of 1 to `LARGEST_BATCH`, or the one that the case has."""
-    from deploykit.builders.tensorrt.options import Options
-    from deploykit.builders.tensorrt.shapes import AxisRange
+    from deploykit.building.tensorrt.options import AxisRange, Options
     from deploykit.core.profile import choose_profile
 
     dynamic = any("T" in spec.shape for spec in case.input_specs)
@@ -226,7 +225,7 @@ def plan_of(name: str) -> tuple[bytes, Mapping[str, str]]:
 
     Once for all processes that share the folder DEPLOYKIT_GPU_PLANS.
     """
-    from deploykit.builders.tensorrt import build as builder
+    from deploykit.building.tensorrt import build as builder
 
     case = next(each for each in CASES if each.name == name)
     with tempfile.TemporaryDirectory() as own:
@@ -242,7 +241,7 @@ def open_tensorrt(folder: Path, case: Case) -> Engine:
     """Load the plan that the builder itself made of `case`."""
     from deploykit.core.files import sha256
     from deploykit.core.manifest import Manifest, write_manifest
-    from deploykit.runtimes.engine import load
+    from deploykit.engines.engine import load
 
     content, built_on = plan_of(case.name)
     plan = folder / f"{case.name}.trt"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.cuda.execution import Pipeline
+from deploykit.engines.cuda.execution import Pipeline
 from tests.support.runtimes.fake_cuda import Affine
 
 if TYPE_CHECKING or os.environ.get("DEPLOYKIT_TEST_CUDA") != "driver":

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import DeploykitError
-from deploykit.runtimes.cuda.driver import CudaDevice
-from deploykit.runtimes.cuda.errors import CODES
+from deploykit.engines.cuda.driver import CudaDevice
+from deploykit.engines.cuda.memory import CODES
 from tests.support.runtimes.fake_cuda import CallLog
 
 # a call of ours -> the call of CUDA that does it, and which argument is its stream

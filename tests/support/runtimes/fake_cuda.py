@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from deploykit.core.errors import DeploykitError
-from deploykit.runtimes.cuda.errors import cuda_error, out_of_memory
-from deploykit.runtimes.cuda.memory import Shape
+from deploykit.engines.cuda.memory import Shape, cuda_error, out_of_memory
 
 POISON = 0xA5
 Op = Callable[[], None]

@@ -101,7 +101,7 @@ def gpu_machine(
 
     driver = SimpleNamespace(CudaDevice=device)
     bindings = (
-        replaced("deploykit.runtimes.cuda.driver", driver) if has_cuda else replaced("cuda", None)
+        replaced("deploykit.engines.cuda.driver", driver) if has_cuda else replaced("cuda", None)
     )
     with replaced("tensorrt", module), bindings:
         yield does

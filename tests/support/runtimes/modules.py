@@ -14,8 +14,8 @@ from typing import Any
 
 # a module -> our files with `require` of it at their top, and what is inside it
 HOLDERS = {
-    "tensorrt": ("deploykit.runtimes.tensorrt.open",),
-    "cuda": ("deploykit.runtimes.cuda.driver", "cuda.bindings", "cuda.bindings.driver"),
+    "tensorrt": ("deploykit.engines.tensorrt.open",),
+    "cuda": ("deploykit.engines.cuda.driver", "cuda.bindings", "cuda.bindings.driver"),
 }
 
 

@@ -7,7 +7,7 @@ import hashlib
 from deploykit.core.evidence import BuildRecord, Evidence
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.tensorrt.compatibility import Here
+from deploykit.engines.tensorrt.compatibility import Here
 
 HERE = Here("10.13.3.9", "NVIDIA H200", "9.0", 132, "580.65.06", "13.0")
 CONTENT = b"ptrt" + bytes(range(256)) * 40

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from deploykit.core.manifest import Manifest
-from deploykit.runtimes.engine import Engine
-from deploykit.runtimes.tensorrt.compatibility import PlanFile
-from deploykit.runtimes.tensorrt.engine import TensorRtEngine
+from deploykit.engines.engine import Engine
+from deploykit.engines.tensorrt.compatibility import PlanFile
+from deploykit.engines.tensorrt.engine import TensorRtEngine
 from tests.support.runtimes import fake_tensorrt as fake
 from tests.support.runtimes.cases import LARGEST_BATCH, LARGEST_STEPS, Case
 from tests.support.runtimes.fake_cuda import FakeCuda

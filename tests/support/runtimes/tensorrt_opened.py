@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from deploykit.core.manifest import Manifest
-from deploykit.runtimes.tensorrt.compatibility import PlanFile
-from deploykit.runtimes.tensorrt.engine import TensorRtEngine
+from deploykit.engines.tensorrt.compatibility import PlanFile
+from deploykit.engines.tensorrt.engine import TensorRtEngine
 from tests.support.runtimes.cuda_runs import FakeCuda
 from tests.support.runtimes.fake_tensorrt import FakeTensorRt, plan_bytes, tensor
 

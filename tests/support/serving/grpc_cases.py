@@ -16,10 +16,10 @@ import uvloop
 from hpack import Decoder, Encoder
 
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.engine import BaseEngine
-from deploykit.serving.batching.delivery import deliver_inline
+from deploykit.engines.engine import BaseEngine
+from deploykit.serving.batching.batcher import deliver_inline
 from deploykit.serving.grpc.server import GrpcServer
-from deploykit.serving.http2.shared import Http2Limits
+from deploykit.serving.http2.flow import Http2Limits
 from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions

@@ -12,9 +12,9 @@ import numpy as np
 
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.tensors import TensorSpec
-from deploykit.runtimes.engine import BaseEngine
-from deploykit.serving.batching.delivery import deliver_inline
-from deploykit.serving.batching.policy import Pending
+from deploykit.engines.engine import BaseEngine
+from deploykit.serving.batching.batcher import deliver_inline
+from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request
 from deploykit.serving.options import ServeOptions

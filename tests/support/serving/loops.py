@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from deploykit.core.tensors import InputKey
-from deploykit.runtimes.engine import Arrays
-from deploykit.serving.batching.batcher import Batcher
-from deploykit.serving.batching.delivery import deliver_inline
-from deploykit.serving.batching.dispatch import NEVER_US
-from deploykit.serving.batching.policy import Pending
+from deploykit.engines.engine import Arrays
+from deploykit.serving.batching.batcher import NEVER_US, Batcher, deliver_inline
+from deploykit.serving.batching.queue import Pending
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import WAIT_S
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.runtimes.engine import Arrays
+from deploykit.engines.engine import Arrays
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import WAIT_S
 

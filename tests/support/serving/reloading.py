@@ -10,8 +10,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import DeploykitError
-from deploykit.runtimes.engine import Engine, load
-from deploykit.serving.batching.policy import Pending
+from deploykit.engines.engine import Engine, load
+from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.reload import Reloader, Source
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.trial import Check

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.serving.server import HttpLimits, ServeOptions, Server
+from deploykit.serving.http.head import HttpLimits
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.server import Server
 from tests.support.fake_engine import FakeEngine
 
 WAIT_S = 60  # a limit against hanging, not a measure

@@ -9,7 +9,8 @@ import sys
 import time
 
 from deploykit.serving.batching.batcher import Batcher
-from deploykit.serving.server import ServeOptions, run
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.server import run
 from tests.support.fake_engine import FakeEngine
 
 

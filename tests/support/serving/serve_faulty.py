@@ -22,13 +22,14 @@ from pathlib import Path
 
 import numpy as np
 
-from deploykit.api import serve, serve_processes
 from deploykit.cli.main import script
 from deploykit.core.errors import BadInput, OutOfMemory
-from deploykit.runtimes.cuda.errors import DeviceLost
-from deploykit.serving import server
+from deploykit.engines.cuda.memory import DeviceLost
+from deploykit.serving import processes as serve_processes
+from deploykit.serving import serve, server
 from deploykit.serving.http import head
-from deploykit.serving.workers import group, hub, parent, signals
+from deploykit.serving.workers import group, parent, signals
+from deploykit.serving.workers import parent as hub
 from tests.support.fake_engine import FakeEngine
 
 POISON, MEMORY, LOST, HANG, SHAPE, DTYPE, FEWER = FAULTS = (-1, -2, -3, -4, -5, -6, -7)

@@ -11,7 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-from deploykit.serving.server import ServeOptions, run
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.server import run
 from deploykit.serving.workers import signals
 from tests.support.fake_engine import FakeEngine
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import deploykit as dk
-from deploykit.api.build_tensorrt import Shapes
+from deploykit.building.builder import Shapes
 from deploykit.cli.main import script
 from tests.support.runtimes.gpu_machine import LAYERS, Cuda, gpu_machine, plan
 

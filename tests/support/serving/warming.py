@@ -9,7 +9,8 @@ import numpy as np
 from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
 from deploykit.serving.models.model import ServedModel
-from deploykit.serving.models.repository import ModelRepository, ServeOptions
+from deploykit.serving.models.repository import ModelRepository
+from deploykit.serving.options import ServeOptions
 from tests.support.fake_engine import FakeEngine
 
 

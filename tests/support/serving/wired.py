@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from deploykit.serving.grpc.call import GrpcCall
-from deploykit.serving.grpc.headers import HeadParser, Method
+from deploykit.serving.grpc.call import GrpcCall, HeadParser, Method
 from deploykit.serving.http2.connection import Http2Connection
-from deploykit.serving.http2.shared import Http2Limits, Shared
+from deploykit.serving.http2.flow import Http2Limits, Shared
 from deploykit.serving.transport.memory import MemoryBudget
 from tests.support.serving.grpc_cases import LIVE
 

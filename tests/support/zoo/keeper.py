@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import deploykit as dk
-from deploykit.api.artefacts import Made
 from deploykit.core.errors import DeploykitError
+from deploykit.evaluation.artefacts import Made
 from tests.support.campaign import CAMPAIGN
 from tests.support.zoo.members import ZOO, Files, prepare
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from deploykit.runtimes.data.samples import LABELS, write_npz
+from deploykit.engines.data.samples import LABELS, write_npz
 from tests.support.zoo import data, models, weights
 from tests.support.zoo.data import Labelled
 
@@ -61,7 +61,7 @@ class Member:
 
     def build(self) -> nn.Module:
         """The module with its weights, in eval mode: the same ones each time."""
-        from deploykit.core.paths import import_object
+        from deploykit.core.files import import_object
 
         create = import_object(self.arch)
         assert callable(create)

@@ -1,0 +1,141 @@
+"""Find the fastest settings of a model on the CPU by a short search, on the inputs of the run.
+
+Each choice is timed once, for one window; the best of one session and of several, those also as
+processes, are then timed in turns. So most of the time goes to those that may win.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+from deploykit.benchmarking.timing import Clock, run_block
+from deploykit.core.errors import OutOfMemory
+from deploykit.engines.engine import Arrays, Engine
+from deploykit.reporting.points import (
+    CLOSED_LOOP,
+    BestCpu,
+    CpuSettings,
+    CpuTrial,
+    Point,
+    _runs,
+)
+
+_FINALISTS = 2  # of one session, and of several
+_ROUNDS = 3
+_SETTLE = 0.25  # of a window, before it
+_PROCESSES_FROM_S = 0.05  # windows; shorter ones take less time than a process takes to start
+
+
+def best_cpu(points: Sequence[Point], wrong: Collection[str]) -> tuple[BestCpu, ...]:
+    """By batch size; `wrong`: labels of setups whose outputs are not the model's."""
+    usable = [
+        point
+        for point in points
+        if point.device == "cpu" and point.scenario == CLOSED_LOOP and point.label not in wrong
+    ]
+    found = []
+    for batch in dict.fromkeys(point.batch for point in usable):
+        rivals = [point for point in usable if point.batch == batch]
+        best = max(rivals, key=lambda point: point.throughput_per_s.value)
+        names = ", ".join(dict.fromkeys(map(_runs, rivals)))
+        found.append(
+            BestCpu(
+                batch,
+                best.label,
+                best.precision,
+                best.runtime,
+                best.settings,
+                best.throughput_per_s,
+                f"the fastest of {len(rivals)} columns on the CPU ({names})",
+            )
+        )
+    return tuple(found)
+
+
+def choices_for(runtime: str, cores: Collection[int]) -> list[CpuSettings]:
+    """`choices` that a runtime has: spinning ONNX Runtime alone, and torch one pool per process."""
+    found = choices(cores)
+    if runtime == "onnxruntime":
+        return found
+    apart = runtime == "torch"
+    return list(dict.fromkeys(replace(each, spinning=None, processes=apart) for each in found))
+
+
+def choices(cores: Collection[int]) -> list[CpuSettings]:
+    """Settings that use each of these numbers of cores whole, and one session of fewer threads."""
+    found: dict[CpuSettings, None] = {}
+    for total in cores:
+        for size in (each for each in range(1, total + 1) if total % each == 0):
+            for sessions, threads in ((1, size), (size, total // size)):
+                for spinning in (False, True)[: min(threads, 2)]:  # one thread waits for nobody
+                    found[CpuSettings(sessions, threads, spinning)] = None
+    return list(found)
+
+
+def search_cpu(
+    candidates: Sequence[CpuSettings],
+    open_session: Callable[[CpuSettings], Engine],
+    feeds: Arrays,
+    batch: int,
+    window_s: float,
+    *,
+    clock: Clock = time.perf_counter_ns,
+) -> tuple[CpuTrial, ...]:
+    """Rows per second of `candidates` and of the best in processes; the order of `CpuSearch`.
+
+    One of `candidates` has one session. Those that do not fit into memory are left out.
+    Raises OutOfMemory when none fits, and as the engines do.
+    """
+    first: dict[CpuSettings, float] = {}
+    no_memory = None
+    for each in candidates:
+        try:
+            first |= _race([each], open_session, feeds, batch, window_s, clock)
+        except OutOfMemory as exc:
+            no_memory = exc
+    if not first:
+        raise no_memory or ValueError("no candidates")
+    several = _ranked(first, lambda each: each.sessions > 1)[:_FINALISTS]
+    apart = [replace(each, processes=True) for each in several[: window_s >= _PROCESSES_FROM_S]]
+    alone = _ranked(first, lambda each: each.sessions == 1)[:_FINALISTS]
+    final = list(dict.fromkeys((*alone, *several, *apart)))
+    with contextlib.suppress(OutOfMemory):
+        last = _race(final, open_session, feeds, batch, window_s, clock, _ROUNDS)
+        lost = _ranked(first, lambda each: each not in last)
+        return tuple(CpuTrial(each, (first | last)[each]) for each in (*_ranked(last), *lost))
+    return tuple(CpuTrial(each, first[each]) for each in _ranked(first))
+
+
+def _race(
+    runners: Sequence[CpuSettings],
+    open_session: Callable[[CpuSettings], Engine],
+    feeds: Arrays,
+    batch: int,
+    window_s: float,
+    clock: Clock,
+    rounds: int = 1,
+) -> dict[CpuSettings, float]:
+    """The median of their rows per second, timed in turns."""
+    rates: dict[CpuSettings, list[float]] = {each: [] for each in runners}
+    with contextlib.ExitStack() as stack:
+        engines = {
+            each: [stack.enter_context(open_session(each)) for _ in range(each.sessions)]
+            for each in runners
+        }
+        for number in range(rounds):
+            for each in runners if number % 2 == 0 else reversed(runners):
+                block = run_block(
+                    engines[each], feeds, batch, window_s, clock, settle_s=window_s * _SETTLE
+                )
+                rates[each].append(block.rate)
+    return {each: statistics.median(found) for each, found in rates.items()}
+
+
+def _ranked(
+    rates: Mapping[CpuSettings, float], which: Callable[[CpuSettings], bool] = lambda _: True
+) -> list[CpuSettings]:
+    return sorted(filter(which, rates), key=lambda each: -rates[each])

@@ -1,0 +1,317 @@
+"""Where the time of a call goes, layer by layer, by the profiler of an engine's runtime."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, cast
+
+from deploykit.benchmarking.columns import Entry, open_session
+from deploykit.benchmarking.limits import infer_point
+from deploykit.core.errors import DeploykitError, Unsupported, first_line
+from deploykit.core.machine import default_threads
+from deploykit.core.subprocesses import run_apart
+from deploykit.engines.engine import Arrays, Engine
+from deploykit.evaluation.artefacts import Progress
+from deploykit.reporting.layers import LayerKey, LayerTime, LayerTimes, middle
+
+if TYPE_CHECKING:
+    import onnx
+
+    from deploykit.benchmarking.timing import Setup
+    from deploykit.engines.engine import Arrays
+    from deploykit.engines.torch.engine import TorchEngine
+    from deploykit.planning.predict import Inferred
+    from deploykit.planning.probe import CpuCalibration
+    from deploykit.reporting.points import Point
+    from deploykit.reporting.report import NotMeasured
+
+
+# Where the time of a call of each engine goes, in a run of its own after the timed one.
+
+_KERNEL, _CALL = b"_kernel_time", b"model_run"
+_EVENT = re.compile(
+    rb'^\{"cat" : "\w+","pid" :\d+,"tid" :\d+,"dur" :(\d+),"ts" :(\d+),"ph" : "X","name" :"',
+    re.MULTILINE,
+)
+_ARGUMENTS, _END = b'","args" : {', b"]\n"
+_OPERATOR, _NUMBER = re.compile(rb'"op_name" : "(.*?)"'), re.compile(rb'"node_index" : "(\d+)"')
+# what ONNX Runtime adds to the name of a node, or of the tensor that a fused one makes
+_TENSOR = "_nchwc"
+_PLAIN = re.compile(rf"(?:fused )?(.+?)(?:{_TENSOR})?(?:_token_\d+)?(?:/\w+Fusion/?)?", re.DOTALL)
+_INTEGERS = re.compile(r"QLinear|QGemm|Integer")
+_MULTIPLY = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "RNN", "Einsum"))
+_FUSED = 4  # nodes at most in a row that are one layer
+_CLEAR_MS = 0.01  # a shorter layer has no rate: the profiler counts whole microseconds
+_KEPT = 100
+
+
+def measure_layers(
+    wanted: Sequence[Entry],
+    setups: Sequence[Setup],
+    points: Sequence[Point],
+    feeds: Callable[[int], Arrays],
+    ceilings: Mapping[int, CpuCalibration],
+    on_progress: Progress | None = None,
+) -> tuple[list[LayerTimes], list[NotMeasured]]:
+    """Of each of `wanted`, in one session, at the batch that was fastest; and what failed.
+
+    Each in a process of its own, however many sessions PyTorch was fastest in. `ceilings`: of this
+    CPU, by number of threads.
+    """
+    from deploykit.reporting.report import NotMeasured
+
+    found, gaps = [], []
+    for entry in wanted:
+        chosen = _fastest([each for each in setups if each.entry == entry.key], points)
+        if not chosen:
+            why = "no column is one session in the process that measures, or its outputs are wrong"
+            gaps.append(NotMeasured(f"layers of {entry.artefact.name}", why))
+            continue
+        setup, point = chosen
+        if on_progress is not None:
+            on_progress(f"{setup.label}, batch {point.batch}: time of each layer", 1.0)
+        try:
+            times = _time_bench_layers(entry, setup, feeds, point)
+        except (DeploykitError, OSError) as exc:
+            gaps.append(NotMeasured(f"layers of {setup.label}", first_line(exc)))
+            continue
+        inferred = infer_point({}, entry, point)
+        probed = ceilings.get(setup.threads or default_threads())
+        found.append(name_layers(times, inferred, probed.ops_per_s if probed else {}))
+    return found, gaps
+
+
+def _time_bench_layers(
+    entry: Entry, setup: Setup, feeds: Callable[[int], Arrays], point: Point
+) -> LayerTimes:
+    read = _READERS.get(point.runtime.partition(" ")[0])
+    if point.device != "cpu" or read is None:
+        raise Unsupported("only ONNX Runtime and PyTorch on CPUs report them")
+    with TemporaryDirectory(prefix="deploykit-layers-") as folder:
+        what = entry, setup, feeds, point.batch, folder
+        times: LayerTimes = run_apart("bench: layers", read, *what)
+    return times
+
+
+def name_layers(
+    times: LayerTimes, inferred: Inferred | None, ops_per_s: Mapping[str, float]
+) -> LayerTimes:
+    """`times` with the names of the file's nodes and, where these multiply, their rates.
+
+    `ops_per_s`: the ceilings of this CPU, by precision.
+    """
+    nodes = _Nodes(inferred, [each.name for each in times.layers]) if inferred else None
+    layers = [nodes.compare(each) for each in times.layers] if nodes else [*times.layers]
+    reached: dict[str, float] = {}
+    for each in layers:
+        if each.gflops and ops_per_s.get(each.precision):
+            most = reached.get(each.precision, ops_per_s[each.precision] / 1e9)
+            reached[each.precision] = max(most, each.gflops)
+    return replace(times, layers=tuple(layers[:_KEPT]), ceilings=reached)
+
+
+class _Nodes:
+    """The nodes of a file, by what ONNX Runtime calls the layers that it makes of them."""
+
+    def __init__(self, inferred: Inferred, layers: Sequence[str]) -> None:
+        self._named = {node.name: node for node in inferred.known.nodes}
+        self._makers = {name: node for node in inferred.known.nodes for name in node.output}
+        self._flops = {cost.name: cost.flops for cost in inferred.interpreted}
+        self._layers = {*map(_plain, layers)}
+
+    def compare(self, layer: LayerTime) -> LayerTime:
+        name = _plain(layer.name)
+        node = self._named.get(layer.name)
+        if node is None and layer.name != f"{name}{_TENSOR}":
+            node = self._named.get(name)
+        if node is None and name in self._makers:
+            node = self._first(self._makers[name], layer.op)
+        if node is None:
+            return layer
+        flops = self._flops.get(node.name)
+        named = replace(layer, name=node.name)
+        if node.op_type not in _MULTIPLY or not flops or layer.ms < _CLEAR_MS:
+            return named
+        precision = "int8" if _INTEGERS.search(layer.op) else "fp32"
+        return replace(named, gflops=flops / layer.ms / 1e6, precision=precision)
+
+    def _first(self, last: onnx.NodeProto, operator: str) -> onnx.NodeProto | None:
+        """The node of `operator` that `last` is fused with, which no other layer is made of."""
+        nodes = [last]
+        for _ in range(_FUSED):
+            for node in nodes:
+                if node.op_type in operator:
+                    return node
+            nodes = [
+                self._makers[name]
+                for node in nodes
+                for name in node.input
+                if name in self._makers and name not in self._layers
+            ]
+        return None
+
+
+def _plain(name: str) -> str:
+    match = _PLAIN.fullmatch(name)
+    return match[1] if match else name
+
+
+def _fastest(setups: Sequence[Setup], points: Sequence[Point]) -> tuple[Setup, Point] | None:
+    """Of those in one session in this process, or in PyTorch, with its point."""
+    pairs = [
+        (setup, point)
+        for setup in setups
+        for point in points
+        if (setup.label, setup.in_flight) == (point.label, 1)
+        and point.sessions == setup.sessions
+        and (point.runtime.startswith("torch") or (setup.sessions == 1 and not setup.processes))
+        and point.batch in (setup.batches or (point.batch,))
+    ]
+    return max(pairs, key=lambda pair: pair[1].throughput_per_s.value, default=None)
+
+
+def _time_modules(
+    entry: Entry, setup: Setup, feeds: Callable[[int], Arrays], batch: int, _: str, __: Progress
+) -> LayerTimes:
+    from deploykit.engines.torch.engine import LayerWatch
+    from deploykit.reporting.points import CpuSettings
+
+    settings = CpuSettings(threads=setup.threads) if setup.threads else None
+    what = entry.runtime, entry.artefact, entry.precision, settings, entry.options
+    with open_session(*what) as engine, open_session(*what) as other:
+        watch = LayerWatch(cast("TorchEngine", other))
+        return time_layers((setup.label, batch), (engine, watch), feeds(batch), lambda: watch.runs)
+
+
+def _time_layers(
+    _: Entry,
+    setup: Setup,
+    feeds: Callable[[int], Arrays],
+    batch: int,
+    folder: str,
+    __: Progress,
+) -> LayerTimes:
+    """The file of the profile loses its name once it is open: no kill can leave it behind."""
+    from deploykit.engines.onnxruntime.engine import SPINNING, OnnxRuntimeEngine
+
+    with setup.engines() as engine:
+        path, spinning = cast("OnnxRuntimeEngine", engine).path, engine.options[SPINNING] == "1"
+        place = str(Path(folder, "calls"))
+        profiled = OnnxRuntimeEngine(path, "cpu", setup.threads, spinning=spinning, profile=place)
+        written = next(Path(folder).iterdir(), None)
+        if written is None:
+            raise DeploykitError(f"ONNX Runtime cannot write its profile in {folder}")
+        with profiled, written.open("rb") as profile:
+            shutil.rmtree(folder)
+
+            def read() -> list[Counter[LayerKey]]:
+                profiled.session.end_profiling()  # type: ignore[union-attr]
+                return read_profile(profile.read())
+
+            return time_layers((setup.label, batch), (engine, profiled), feeds(batch), read)
+
+
+_READERS = {"onnxruntime": _time_layers, "torch": _time_modules}
+
+
+def read_profile(data: bytes) -> list[Counter[LayerKey]]:
+    """Milliseconds by node of each call that ONNX Runtime wrote.
+
+    Older versions do not escape the names of nodes in its JSON. Nodes inside the body of a loop
+    count as the loop's. It keeps a million events: a call not there as a whole is left out.
+    """
+    if not data.endswith(_END):
+        raise DeploykitError("its profile is not whole: is the disk of TMPDIR full?")
+    kernels, calls = list[tuple[int, int, bytes, bytes]](), list[tuple[int, int]]()
+    heads = [*_EVENT.finditer(data)]
+    for head, end in zip(heads, [*(each.start() for each in heads[1:]), len(data)], strict=True):
+        at, us, begun = data.rfind(_ARGUMENTS, head.end(), end), int(head[1]), int(head[2])
+        name = data[head.end() : at]
+        if name.endswith(_KERNEL):
+            kernels.append((begun, us, name.removesuffix(_KERNEL), data[at:end]))
+        elif name == _CALL:
+            calls.append((begun, begun + us))
+    calls.sort()
+    runs: list[Counter[LayerKey]] = [Counter() for _ in calls]
+    ended = -1
+    for begun, us, name, about in sorted(kernels, key=lambda kernel: (kernel[0], -kernel[1])):
+        if begun < ended and begun + us <= ended:
+            continue  # inside the one before
+        ended = begun + us
+        run = bisect_right(calls, (begun, math.inf)) - 1
+        if run >= 0 and begun <= calls[run][1] + 1:  # both are rounded down
+            key = _name(name), _find(_OPERATOR, about), _find(_NUMBER, about)
+            runs[run][key] += us / 1e3  # type: ignore[assignment]  # a Counter of floats
+    return runs
+
+
+def _find(what: re.Pattern[bytes], arguments: bytes) -> str:
+    match = what.search(arguments)
+    return match[1].decode() if match else ""
+
+
+@cache  # each node has many events
+def _name(written: bytes) -> str:
+    text = written.decode("utf-8", "replace")
+    try:
+        return str(json.loads(f'"{text}"', strict=False))
+    except ValueError:
+        return text
+
+
+_LENGTH_S, _FEWEST, _MOST, _WARM, _TURNS = 1.0, 8, 200, 3, 4  # of the calls on each side
+Read = Callable[[], Sequence[Counter[LayerKey]]]
+
+
+def time_layers(
+    what: tuple[str, int],
+    engines: tuple[Engine, Callable[[Arrays], object]],
+    feeds: Arrays,
+    read: Read,
+) -> LayerTimes:
+    """`what`: label and batch. `engines`: without and with a profiler; `read`: ms of its calls."""
+    plain_s, profiled_s = _take_turns(*(partial(engine, feeds) for engine in engines))
+    runs = [run for run in read()[-len(profiled_s) :] if run]
+    if not runs:
+        raise DeploykitError(f"{what[0]}: its profile holds no whole call")
+    found = [  # each for itself: where other work stops a call, it stops it in one layer
+        LayerTime(key[0], key[1], _mean([run[key] for run in runs]))
+        for key in dict.fromkeys(key for run in runs for key in run)
+    ]
+    call_ms, with_ms = (1e3 * _mean(seconds) for seconds in (plain_s, profiled_s))
+    top = tuple(sorted(found, key=lambda each: -each.ms))
+    whole = call_ms, with_ms, math.fsum(each.ms for each in found)
+    return LayerTimes(*what, engines[0].runtime, len(profiled_s), *whole, len(found), top)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values[at] for at in middle(values))
+
+
+def _take_turns(*sides: Callable[[], object]) -> tuple[list[float], ...]:
+    """Seconds of calls in turns; of a few each, as threads that spin after one slow the next."""
+    once_s = [max(map(_time, sides)) for _ in range(_WARM)][-1]
+    each = math.ceil(max(_FEWEST, min(_MOST, _LENGTH_S / once_s)) / _TURNS)
+    found: tuple[list[float], ...] = tuple([] for _ in sides)
+    for _ in range(_TURNS):
+        for calls_s, call in zip(found, sides, strict=True):
+            calls_s += [_time(call) for _ in range(each)]
+    return found
+
+
+def _time(call: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun

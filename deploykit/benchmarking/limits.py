@@ -1,0 +1,338 @@
+"""What limits the points of a benchmark: roofline, the plan's predictions, and energy."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploykit.benchmarking.columns import Entry
+from deploykit.core.errors import DeploykitError
+from deploykit.core.machine import default_threads, this_machine
+from deploykit.core.profile import load_profile, recognise
+from deploykit.core.subprocesses import run_apart
+from deploykit.evaluation.artefacts import Progress
+from deploykit.planning.plan import probe_cpu
+
+if TYPE_CHECKING:
+    from deploykit.benchmarking.timing import Setup
+    from deploykit.engines.devices import EnergyMeter
+    from deploykit.engines.engine import Arrays
+    from deploykit.graph.graph import Graph
+    from deploykit.planning.predict import Inferred, Target
+    from deploykit.planning.probe import CpuCalibration, GpuCeilings
+    from deploykit.reporting.points import Point
+    from deploykit.reporting.report import NotMeasured, PeakMemory, PointEnergy, PredictedPoint
+
+
+PROBE_FROM_S = 1.0  # of a point: a shorter run does not wait for the probe of the CPU
+_IDLE_S = 0.5
+_ROUND = re.compile(r"(.+), batch (\d+): round \d+", re.DOTALL)
+
+
+def cpu_ceilings(
+    setups: Sequence[Setup], seconds: float, on_progress: Progress | None
+) -> tuple[dict[int, CpuCalibration], list[NotMeasured]]:
+    """What a probe measured of this machine's CPU, for each number of threads of one session.
+
+    A short run takes only what is kept. Also why there is none: the probe needs room for a file.
+    """
+    from deploykit.reporting.report import NotMeasured
+
+    only_kept = seconds < PROBE_FROM_S
+    wanted = {default_threads()}
+    wanted |= {each.threads for each in setups if each.sessions == 1 and each.threads}
+    found: dict[int, CpuCalibration] = {}
+    try:
+        for threads in wanted:
+            each, _ = probe_cpu(threads=threads, only_kept=only_kept, on_progress=on_progress)
+            found |= {threads: each} if each else {}
+    except DeploykitError as exc:
+        return found, [NotMeasured("ceilings of the CPU", exc.message)]
+    return found, []
+
+
+@dataclass(frozen=True)
+class GpuLimits:
+    """What is known of a GPU before it is timed: `ceilings` by a probe, `target` to plan for.
+
+    `gaps`: why there is none.
+    """
+
+    ceilings: GpuCeilings | None = None
+    target: Target | None = None
+    gaps: tuple[NotMeasured, ...] = ()
+
+
+def gpu_limits(device: str, seconds: float, on_progress: Progress | None) -> GpuLimits:
+    """Of the GPU `device`; nothing where there is none ("") or the run is short."""
+    from deploykit.planning.predict import target_of
+    from deploykit.planning.probe import measure_gpu
+    from deploykit.reporting.report import NotMeasured
+
+    if not device or seconds < PROBE_FROM_S:
+        return GpuLimits()
+    if on_progress is not None:
+        on_progress("ceilings of the GPU", 0.0)
+    gaps, ceilings = [], None
+    try:
+        ceilings = measure_gpu(device)
+    except DeploykitError as exc:
+        gaps.append(NotMeasured("ceilings of the GPU", exc.message))
+    profile, why = recognise(this_machine())
+    if profile is None or profile.device == "cpu":
+        return GpuLimits(ceilings, None, (*gaps, NotMeasured("plan of the GPU", why)))
+    target = target_of(profile, None)
+    if isinstance(target, str):
+        return GpuLimits(ceilings, None, (*gaps, NotMeasured("plan of the GPU", target)))
+    return GpuLimits(ceilings, target, tuple(gaps))
+
+
+def limits(
+    every: Sequence[Entry],
+    setups: Sequence[Setup],
+    points: Sequence[Point],
+    found: Mapping[int, CpuCalibration],
+    gpu: GpuLimits,
+) -> dict[str, Any]:
+    """The report's `predicted`, `roofline` of the CPU and `gpu_roofline`.
+
+    `found`: what a probe measured of the CPU, by number of threads.
+    """
+    entries = {entry.artefact.sha256: entry for entry in every}
+    files = {setup.label: entries.get(setup.sha256) for setup in setups}
+    graphs: dict[str, Graph] = {}
+    predicted: list[PredictedPoint] = []
+    measured: dict[bool, list[CpuCalibration | GpuCeilings]] = {
+        False: [*found.values()],
+        True: [gpu.ceilings] if gpu.ceilings else [],
+    }
+    marks: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    used: dict[bool, set[str]] = {False: set(), True: set()}
+    for point in points:
+        entry, on_gpu = files.get(point.label), point.device != "cpu"
+        if entry is None or entry.artefact.format != "onnx":
+            continue
+        target = gpu.target if on_gpu else _cpu_target(found, point)
+        if not measured[on_gpu] and target is None:
+            continue
+        inferred = infer_point(graphs, entry, point)
+        if inferred is None:
+            continue
+        moved = sum(each.traffic_bytes for each in inferred.interpreted)
+        if measured[on_gpu] and inferred.flops and moved:
+            marks[on_gpu].append(_place(point, inferred, moved))
+            used[on_gpu].add(point.precision)
+        if target is not None and point.runtime.startswith("onnxruntime"):
+            predicted += _predicted(point, inferred, target)
+    rooflines = {
+        name: {"ceilings": _ceilings(marks[of], used[of], measured[of]), "points": marks[of]}
+        for name, of in (("roofline", False), ("gpu_roofline", True))
+        if marks[of]
+    }
+    return {"predicted": tuple(predicted), **rooflines}
+
+
+def infer_point(graphs: dict[str, Graph], entry: Entry, point: Point) -> Inferred | None:
+    """The graph at the sizes that were timed; None where these are not known."""
+    from deploykit.graph.graph import Graph
+    from deploykit.planning.predict import infer
+
+    sha256 = entry.artefact.sha256
+    try:
+        graph = graphs.setdefault(sha256, Graph.open(entry.artefact.path))
+        sizes = {
+            axis: size
+            for spec in graph.inputs
+            for axis, size in zip(spec.shape, point.shapes.get(spec.name, ()), strict=False)
+            if isinstance(axis, str)
+        }
+        return infer(graph, point.batch, sizes) if point.shapes else None
+    except DeploykitError:
+        return None  # its figures stay: a prediction is not what was asked for
+
+
+def _cpu_target(found: Mapping[int, CpuCalibration], point: Point) -> Target | None:
+    """With as many threads as the point had."""
+    from deploykit.planning.predict import Target, target_of
+
+    target = target_of(load_profile("cpu"), found.get(point.threads or default_threads()))
+    return target if isinstance(target, Target) else None
+
+
+def _predicted(point: Point, inferred: Inferred, target: Target) -> list[PredictedPoint]:
+    """Of a point in one session."""
+    from deploykit.planning.predict import predict_call
+    from deploykit.reporting.report import PredictedPoint
+
+    measured = point.latency.p50_ms
+    if measured is None or point.sessions != 1:
+        return []
+    ms = predict_call(inferred, target, inferred.stored).latency_ms
+    error = ms / measured.value - 1
+    return [PredictedPoint(point.label, point.batch, ms, measured.value, error, target.basis)]
+
+
+def _place(point: Point, inferred: Inferred, moved: float) -> dict[str, Any]:
+    """Operations per byte that is moved, and operations per second that were reached."""
+    calls_per_s = point.throughput_per_s.value / point.batch
+    return {
+        "label": point.label,
+        "batch": point.batch,
+        "intensity": inferred.flops / moved,
+        "gflops": inferred.flops * calls_per_s / 1e9,
+    }
+
+
+def _ceilings(
+    marks: Sequence[Mapping[str, Any]],
+    used: Collection[str],
+    found: Sequence[CpuCalibration | GpuCeilings],
+) -> dict[str, float]:
+    """The highest that a probe reached in the precisions `used`, or a point did."""
+    by_precision: dict[str, float] = {}
+    for each in found:
+        for name, rate in each.ops_per_s.items():
+            if name in {*used, "fp32"}:
+                key = f"gflops {name}"
+                by_precision[key] = max(by_precision.get(key, 0.0), rate / 1e9)
+    moved = [mark["gflops"] / mark["intensity"] for mark in marks]
+    return {
+        "gflops": max([*by_precision.values(), *(mark["gflops"] for mark in marks)]),
+        "gbytes_per_s": max([*(each.cache_bytes_per_s / 1e9 for each in found), *moved]),
+        "memory_gbytes_per_s": max(each.bytes_per_s / 1e9 for each in found),
+        **by_precision,
+    }
+
+
+@dataclass
+class EnergyLog:
+    """Reads the meters between the steps of a sweep, and so divides what they count by point."""
+
+    meter: EnergyMeter
+    forward: Progress | None
+    clock: Callable[[], float] = time.perf_counter
+    idle_w: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._spent: dict[tuple[str, int], list[tuple[float, Mapping[str, float]]]] = {}
+        self._step: tuple[str, int] | None = None
+        self._last = (self.clock(), self.meter.joules())
+        if self.meter.sources:
+            time.sleep(_IDLE_S)  # the span that is measured: nothing is waited for
+            seconds, joules = self._since()
+            self.idle_w = {name: used / seconds for name, used in joules.items() if seconds > 0}
+
+    def __call__(self, what: str, share: float) -> None:
+        """A step begins: what was used until now belongs to the one before."""
+        since = self._since()
+        if self._step is not None:
+            self._spent.setdefault(self._step, []).append(since)
+        match = _ROUND.fullmatch(what)
+        self._step = (match[1], int(match[2])) if match else None
+        if self.forward is not None:
+            self.forward(what, share)
+
+    def energy(self, points: Sequence[Point]) -> tuple[PointEnergy, ...]:
+        """Power during a point's rounds by its throughput: joules per inference."""
+        from deploykit.reporting.report import PointEnergy
+
+        found = []
+        for point in points:
+            device = "cuda:0" if point.device == "cuda" else point.device
+            source, steps = self.meter.sources.get(device), self._spent.get(_key(point), [])
+            seconds = sum(each for each, _ in steps)
+            rate = point.throughput_per_s.value
+            if source is None or not seconds or not rate:
+                continue
+            watts = sum(joules.get(device, 0.0) for _, joules in steps) / seconds
+            idle_w = self.idle_w.get(device, 0.0)
+            above = max(0.0, watts - idle_w) / rate
+            found.append(PointEnergy(point.label, point.batch, watts / rate, above, idle_w, source))
+        return tuple(found)
+
+    def gaps(self, points: Sequence[Point]) -> tuple[NotMeasured, ...]:
+        """The devices without a meter, and why."""
+        from deploykit.reporting.report import NotMeasured
+
+        used = {"cuda:0" if point.device == "cuda" else point.device for point in points}
+        return tuple(
+            NotMeasured(f"energy of {name}", why)
+            for name, why in sorted(self.meter.why.items())
+            if name in used
+        )
+
+    def _since(self) -> tuple[float, dict[str, float]]:
+        """Seconds and joules since the last time."""
+        (before_s, before), now = self._last, (self.clock(), self.meter.joules())
+        self._last = now
+        used = {name: value - before.get(name, 0.0) for name, value in now[1].items()}
+        return now[0] - before_s, used
+
+
+def _key(point: Point) -> tuple[str, int]:
+    return point.label, point.batch
+
+
+# How much memory a setup takes: the most that a fresh process of its own had resident.
+
+_CALLS = 3
+_HIGHEST = re.compile(r"^VmHWM:\s*(\d+) kB$", re.MULTILINE)
+
+
+def measure_memory(
+    setups: Sequence[Setup],
+    points: Sequence[Point],
+    feeds: Callable[[int], Arrays],
+    on_progress: Progress | None = None,
+) -> tuple[PeakMemory, ...]:
+    """Of each label at the largest batch that it was timed at; none where the system has no figure.
+
+    `setups` and `feeds` have to be picklable, as for `sweep_apart`.
+    """
+    from deploykit.reporting.report import PeakMemory
+
+    largest: dict[str, int] = {}
+    for point in points:
+        largest[point.label] = max(point.batch, largest.get(point.label, 0))
+    found = []
+    for setup in setups:
+        batch = largest.get(setup.label)
+        if batch is None or (setup.batches and batch not in setup.batches):
+            continue
+        if on_progress is not None:
+            on_progress(f"{setup.label}: memory", 1.0)
+        peak = run_apart("bench: a process whose memory is read", _peak_bytes, setup, feeds, batch)
+        found += [PeakMemory(setup.label, batch, peak)] * bool(peak)
+    return tuple(found)
+
+
+def _peak_bytes(
+    setup: Setup, feeds: Callable[[int], Arrays], batch: int, _on_progress: Progress
+) -> int:
+    """In the process of its own; 0 where /proc does not tell."""
+    inputs = feeds(batch)
+    with contextlib.ExitStack() as stack:
+        engines = [stack.enter_context(setup.engines()) for _ in range(setup.sessions)]
+        for engine in engines:
+            for _ in range(_CALLS):
+                engine(inputs)
+        return sum(map(_highest_bytes, (os.getpid(), *_children())))
+
+
+def _highest_bytes(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        match = _HIGHEST.search(Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
+        return int(match[1]) * 1024 if match else 0
+    return 0
+
+
+def _children() -> Iterator[int]:
+    for task in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            yield from map(int, task.read_text(encoding="utf-8").split())

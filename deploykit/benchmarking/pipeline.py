@@ -1,0 +1,184 @@
+"""Time a pipeline in this process, from end to end and by stage, into an ordinary report.
+
+`sweep` times it as it times an engine: a call is a batch of files, from their bytes to the JSON of
+their answers. What the stages took in the timed calls has intervals over the same rounds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deploykit.benchmarking.bench import FULL_S
+from deploykit.core.files import StrPath, sha256
+from deploykit.core.machine import now, provenance, this_machine
+from deploykit.core.tensors import TensorSpec
+from deploykit.engines.engine import Arrays, BaseEngine
+from deploykit.evaluation.artefacts import Progress, no_progress
+from deploykit.evaluation.outputs import claim_report
+from deploykit.pipelines.pipeline import pipeline
+from deploykit.pipelines.run import OpenPipeline
+
+if TYPE_CHECKING:
+    from deploykit.benchmarking.timing import Measured, Timing
+    from deploykit.reporting.points import Point
+    from deploykit.reporting.report import Report
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Rounds:
+    """Notes how many calls there were when each round of a batch size began."""
+
+    timed: TimedPipeline
+    forward: Progress
+    begins: list[int] = field(default_factory=list)
+
+    def __call__(self, what: str, share: float) -> None:
+        if ": round " in what or what == "done":
+            self.begins.append(len(self.timed.calls))
+        self.forward(what, share)
+
+
+def bench_pipeline(
+    path: StrPath,
+    data: StrPath,
+    *,
+    batches: Sequence[int] = (1,),
+    out: StrPath = "report",
+    warmup_s: float = 1.0,
+    seconds: float = 10.0,
+    device: str = "auto",
+    trust: bool = False,
+    force: bool = False,
+    command: str = "",
+    on_progress: Progress = no_progress,
+    on_note: Callable[[str], None] = log.warning,
+) -> Report:
+    """Answer the files of `data` again and again, `batches` requests in a call, for `seconds`.
+
+    One call after the other, in this process; the points of stages have the scenario "stage of
+    NAME". Raises as `predict_files` does.
+    """
+    from deploykit.benchmarking.timing import Setup, Timing, make_point, time_setups
+    from deploykit.pipelines.file import input_files
+    from deploykit.reporting import report as reports
+    from deploykit.reporting.machine_load import Watch, invalid, sum_up
+    from deploykit.reporting.verdict import verdict
+
+    timing = Timing(warmup_s, seconds)
+    files, folder = input_files([data]), claim_report(out, (path, data), force=force)
+    name, around_s = Path(path).stem, min(0.5, seconds / 10)
+    points: list[Point] = []
+    most = max(batches, default=1)
+    with pipeline(path, device=device, batch=most, trust=trust, on_note=on_note) as opened:
+        timed = TimedPipeline(opened, [each.read_bytes() for each in files])
+        setup = Setup(name, lambda: timed, file=Path(path).name, sha256=sha256(Path(path)))
+        watch = Watch()
+        before = watch.over(around_s, time.sleep)
+        for batch in batches:
+            timed.calls.clear()
+            rounds = _Rounds(timed, on_progress)
+            (found,) = time_setups([setup], [batch], timing, timed.feeds, rounds, watch=watch)
+            points += [make_point([found]), *_stages(found, timed.calls, rounds.begins)]
+        outside = sum_up(watch, before, watch.over(around_s, time.sleep))
+    report = reports.Report(
+        title=f"{name}: a pipeline from end to end and by stage",
+        created=now(),
+        command=command,
+        quick=seconds < FULL_S,
+        machine=this_machine().to_dict(),
+        provenance=provenance(),
+        points=tuple(points),
+        asked=(name,),
+        outside=outside,
+        invalid=invalid(outside, watch.bound),
+        notes=(_method(timing, len(files)),),
+    )
+    report = replace(report, verdict=verdict(report))
+    reports.write(report, folder)
+    return report
+
+
+def _method(timing: Timing, files: int) -> str:
+    return (
+        f"each point: {timing.seconds:g} s in rounds after about {timing.warmup_s:g} s of warm-up, "
+        f"in one process; {files} files in turn, from their bytes to the JSON of the answers"
+    )
+
+
+def _stages(
+    found: Measured, calls: Sequence[Mapping[str, float]], begins: list[int]
+) -> list[Point]:
+    """What each stage took in the timed calls, which are the last of each round."""
+    import numpy as np
+
+    from deploykit.benchmarking.timing import Block, make_point
+
+    ends = [*begins[1:], len(calls)]
+    timed = [
+        calls[end - len(block.calls_ns) : end]
+        for end, block in zip(ends, found.blocks, strict=False)
+    ]
+    points = []
+    for stage in calls[0]:
+        blocks = []
+        for each in timed:
+            took_ns = np.array([max(1, round(call[stage] * 1e9)) for call in each], np.int64)
+            rows = found.batch * len(each)
+            blocks.append(Block(took_ns, rows, rows / (took_ns.sum() / 1e9)))
+        part = replace(found, setup=replace(found.setup, label=stage), blocks=blocks)
+        scenario = f"stage of {found.setup.label}"
+        points.append(replace(make_point([part]), scenario=scenario))
+    return points
+
+
+# A pipeline as an engine, so that it is timed as engines are, and the time of each stage.
+
+
+class TimedPipeline(BaseEngine):
+    """Takes files in turn. `calls`: the seconds of each stage, of each call.
+
+    A call goes from the bytes of files to the JSON values of their answers; both count as stages.
+    """
+
+    runtime = "pipeline"
+    max_batch = None
+
+    def __init__(self, opened: OpenPipeline, files: Sequence[bytes]) -> None:
+        self._opened = opened
+        self._files = itertools.cycle(files)
+        self.inputs = (TensorSpec(opened.graph.input, "string", ("N",)),)
+        self.outputs = (TensorSpec(opened.graph.answer, "string", ("N",)),)
+        self.device = opened.device
+        self.calls: list[dict[str, float]] = []
+
+    def feeds(self, batch: int) -> Arrays:
+        """As many places as files are wanted: the call takes those whose turn it is."""
+        return {self.inputs[0].name: np.full(batch, "", object)}
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        graph, now, stages = self._opened.graph, time.perf_counter, dict[str, float]()
+        count = len(feeds[graph.input])
+        began_s = now()
+        inputs = [graph.read(each) for each in itertools.islice(self._files, count)]
+        stages[graph.input] = now() - began_s
+        found = self._opened.run(inputs, stages.__setitem__)
+        ended_s = now()
+        for each in found:
+            graph.answer_json(each)
+        stages["JSON"] = now() - ended_s
+        self.calls.append(stages)
+        return {}
+
+    def close(self) -> None:
+        """Whoever opened the pipeline closes it."""

@@ -1,0 +1,384 @@
+"""Time an engine in MLPerf's scenarios: single-stream, multi-stream, offline and server.
+
+Queries and metrics are those of MLPerf Inference (mlcommons/inference_policies,
+inference_rules.adoc); the durations are the caller's, so no result is one of MLPerf. Percentiles
+follow LoadGen's early-stopping rule: what is given is, with 99 % confidence, no less than the true
+percentile, and fewer queries than that needs give none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deploykit.benchmarking.timing import Clock, no_garbage_collection, run_block
+from deploykit.core.errors import BadInput
+from deploykit.engines.engine import Arrays, Engine
+from deploykit.evaluation.artefacts import Progress
+from deploykit.evaluation.latency import Latency
+from deploykit.reporting.points import ScenarioResult
+
+if TYPE_CHECKING:
+    from deploykit.benchmarking.timing import Setup
+    from deploykit.engines.engine import Arrays
+    from deploykit.reporting.points import Point
+
+
+OFFLINE, SINGLE, MULTI, SERVER = SCENARIOS = (
+    "offline",
+    "single-stream",
+    "multi-stream",
+    "server",
+)
+SAMPLES = {SINGLE: 1, MULTI: 8, SERVER: 1}  # of a query
+_PERCENTILE = {SINGLE: 90.0, MULTI: 99.0, SERVER: 99.0}
+_CONFIDENCE = 0.99
+_LONGEST = 10  # times the seconds asked for, to reach the queries that a percentile needs
+_WARM_UP = 0.2  # of the seconds asked for, before them
+_CLOSE = 1.02  # the highest rate that holds and the lowest that does not differ by less
+_LOWER = 0.97  # after a rate that held in a short run and not in the whole one
+_SPIN_NS = 100_000  # before a query is due: a sleep ends that late
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What runs: the engines, one for each query at a time, and how the report names them."""
+
+    label: str
+    precision: str
+    settings: str
+    engines: Sequence[Engine]
+
+
+def early_stopping_ms(latencies_s: np.ndarray, q: float) -> float | int:
+    """The bound of the q-th percentile in ms, or how many queries it needs.
+
+    The t-th highest latency, with the most t for which no more than t of n queries above the true
+    percentile have a probability of at most 1 % (LoadGen's rule, early_stopping.cc, tolerance 0).
+    """
+    n = len(latencies_s)
+    discard = most_above(n, q)
+    if discard < 1:
+        return fewest_queries(q)
+    return float(np.sort(latencies_s)[n - discard]) * 1e3
+
+
+def most_above(n: int, q: float) -> int:
+    """The most of `n` queries that may be above a bound that is to hold for the q-th percentile.
+
+    The largest t for which the binomial distribution of n and 1 - q/100 gives t or fewer with a
+    probability of at most 1 %; -1 where n is too small even for none.
+    """
+    share = 1 - q / 100
+    k = np.arange(1, math.ceil(n * share) + 1)
+    steps = np.log((n - k + 1) / k) + math.log(share / (1 - share))
+    logs = n * math.log(1 - share) + np.concatenate(([0.0], np.cumsum(steps)))
+    return int(np.searchsorted(np.cumsum(np.exp(logs)), 1 - _CONFIDENCE, side="right")) - 1
+
+
+def fewest_queries(q: float, above: int = 1) -> int:
+    """The fewest queries of which `above` may be over the bound: 64 for p90, 662 for p99."""
+    n = above + 1
+    while most_above(n, q) < above:
+        n += 1
+    return n
+
+
+def run_stream(
+    scenario: str,
+    subject: Subject,
+    feeds: Arrays,
+    seconds: float,
+    clock: Clock = time.perf_counter_ns,
+) -> ScenarioResult:
+    """Single-stream or multi-stream: the next query begins when the last has ended.
+
+    It lasts `seconds`, or up to ten times as long for the queries that the percentile needs.
+    """
+    q, samples = _PERCENTILE[scenario], SAMPLES[scenario]
+    needs = fewest_queries(q)
+    calls: list[np.ndarray] = []
+    spent_s, count = 0.0, 0
+    run_block(subject.engines[:1], feeds, samples, seconds * _WARM_UP, clock)
+    while spent_s < seconds or (count < needs and spent_s < _LONGEST * seconds):
+        block = run_block(subject.engines[:1], feeds, samples, seconds / 5, clock)
+        calls.append(block.calls_ns / 1e9)
+        spent_s += block.seconds
+        count += len(block.calls_ns)
+    found = early_stopping_ms(np.concatenate(calls), q)
+    known = isinstance(found, float)
+    return _result(
+        scenario,
+        subject,
+        samples,
+        count,
+        spent_s,
+        value=found if known else None,
+        latency=Latency.of(*calls),
+        needs=None if known else needs,
+        why="" if known else f"{count} queries in {spent_s:.3g} s, {needs} are needed",
+    )
+
+
+def run_offline(
+    subject: Subject,
+    feeds: Arrays,
+    batch: int,
+    seconds: float,
+    clock: Clock = time.perf_counter_ns,
+) -> ScenarioResult:
+    """All samples are there at once: each engine takes the next `batch` when it has ended one."""
+    settle_s = seconds * _WARM_UP
+    block = run_block(subject.engines, feeds, batch, seconds, clock, settle_s=settle_s)
+    calls, spent_s = len(block.calls_ns), block.seconds
+    return _result(OFFLINE, subject, batch, calls, spent_s, value=block.rate, latency=None)
+
+
+def run_server(
+    subject: Subject,
+    feeds: Arrays,
+    slo_ms: float,
+    seconds: float,
+    *,
+    serve: Callable[..., np.ndarray] | None = None,
+    clock: Clock = time.perf_counter_ns,
+) -> ScenarioResult:
+    """The highest rate of Poisson arrivals, by bisection, that keeps p99 within `slo_ms`.
+
+    A rate holds where so few queries are late that p99 is within the bound with 99 % confidence.
+    Each rate is tried in a short run, which ends as soon as it has failed; the highest that holds
+    is run for `seconds`, and a little less where that fails. Raises BadInput on no bound.
+    `serve(engines, feeds, due_s, slo_s, most_late)` gives the latencies; `replay` by default.
+    """
+    if not (math.isfinite(slo_ms) and slo_ms > 0):
+        raise BadInput(f"`slo_ms` must be above 0, got {slo_ms}")
+    serve, slo_s = serve or replay, slo_ms / 1e3
+    fewest = fewest_queries(_PERCENTILE[SERVER])
+    seeds = itertools.count()
+
+    def latencies(rate: float, length_s: float) -> np.ndarray:
+        count = max(fewest, math.ceil(rate * length_s))
+        gaps = np.random.default_rng(next(seeds)).exponential(1 / rate, count)
+        most_late = most_above(count, _PERCENTILE[SERVER])
+        return serve(subject.engines, feeds, np.cumsum(gaps), slo_s, most_late)
+
+    def holds(found: np.ndarray) -> bool:
+        return int((found > slo_s).sum()) <= most_above(len(found), _PERCENTILE[SERVER])
+
+    block = run_block(subject.engines, feeds, 1, seconds * _WARM_UP, clock)
+    short_s = seconds / 10
+    lowest = fewest / (_LONGEST * seconds)
+    low, high = 0.0, max(block.rate, lowest)  # no engine answers more than one that never waits
+    if holds(latencies(high, short_s)):
+        low = high
+    while high / max(low, lowest) > _CLOSE:
+        middle = math.sqrt(max(low, lowest) * high)
+        low, high = (middle, high) if holds(latencies(middle, short_s)) else (low, middle)
+    while low >= lowest:
+        found = latencies(low, seconds)
+        if holds(found):
+            span = len(found) / low
+            return _result(
+                SERVER,
+                subject,
+                1,
+                len(found),
+                span,
+                value=low,
+                latency=Latency.of(found),
+                slo_ms=slo_ms,
+            )
+        low *= _LOWER
+    why = f"p99 is not within {slo_ms:g} ms at {lowest:.3g} queries/s, the lowest rate tried"
+    return refused(SERVER, subject, 1, why, slo_ms)
+
+
+def replay(
+    engines: Sequence[Engine], feeds: Arrays, due_s: np.ndarray, slo_s: float, most_late: int
+) -> np.ndarray:
+    """Latencies in s, shape (queries,), of queries due at `due_s` after now, in that order.
+
+    An engine takes the next query when it is free. Latency counts from the time at which the query
+    was due, so a backlog is part of it. Once more than `most_late` took longer than `slo_s`, the
+    rest is given up and its latency is infinite.
+    """
+    clock = time.perf_counter_ns
+    due_ns = clock() + 1_000_000 + (due_s * 1e9).astype(np.int64)
+    ended = np.full(len(due_s), math.inf)
+    numbers, late, failed = itertools.count(), [0], list[BaseException]()
+
+    def work(engine: Engine) -> None:
+        try:
+            for number in numbers:
+                if number >= len(due_ns) or late[0] > most_late or failed:
+                    return
+                due = int(due_ns[number])
+                if (left := due - clock()) > _SPIN_NS:
+                    time.sleep((left - _SPIN_NS) / 1e9)  # until a query is due: no event says so
+                while clock() < due:
+                    time.sleep(0)
+                engine(feeds)
+                ended[number] = took = (clock() - due) / 1e9
+                late[0] += took > slo_s
+        except BaseException as exc:  # noqa: BLE001 - raised in the caller's thread
+            failed.append(exc)
+
+    with no_garbage_collection():
+        threads = [threading.Thread(target=work, args=[each], daemon=True) for each in engines]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException as exc:
+            failed.append(exc)
+            for thread in threads:  # none may use an engine that is closed
+                thread.join()
+            raise
+    if failed:
+        raise failed[0]
+    return ended
+
+
+def refused(
+    scenario: str, subject: Subject, batch: int, why: str, slo_ms: float | None = None
+) -> ScenarioResult:
+    """A result without a value."""
+    return _result(scenario, subject, batch, 0, 0.0, latency=None, slo_ms=slo_ms, why=why)
+
+
+def _result(
+    scenario: str,
+    subject: Subject,
+    batch: int,
+    queries: int,
+    duration_s: float,
+    *,
+    latency: Latency | None,
+    value: float | None = None,
+    slo_ms: float | None = None,
+    needs: int | None = None,
+    why: str = "",
+) -> ScenarioResult:
+    metric = {OFFLINE: "samples/s", SERVER: "queries/s"}.get(scenario)
+    return ScenarioResult(
+        scenario=scenario,
+        label=subject.label,
+        precision=subject.precision,
+        device=subject.engines[0].device,
+        runtime=subject.engines[0].runtime,
+        settings=subject.settings,
+        batch=batch,
+        metric=metric or f"p{_PERCENTILE[scenario]:.0f} ms",
+        value=value,
+        queries=queries,
+        duration_s=duration_s,
+        latency=latency,
+        slo_ms=slo_ms,
+        needs=needs,
+        why=why,
+    )
+
+
+# Run MLPerf's scenarios on the setups that were fastest in the sweep.
+
+
+def choose_scenarios(
+    names: Sequence[str], seconds: float, slo_ms: float | None
+) -> Callable[..., list[ScenarioResult]]:
+    """`run_scenarios` of these; raises BadInput for no such name, a server without its bound."""
+
+    for name in names:
+        if name not in SCENARIOS:
+            raise BadInput(
+                f"`scenario` {name}: no such scenario", hint=f"one of: {', '.join(SCENARIOS)}"
+            )
+    if SERVER in names and slo_ms is None:
+        raise BadInput(
+            "`scenario` server needs `slo_ms`, the bound of p99",
+            hint="`slo_ms` 15",
+        )
+    return partial(run_scenarios, names, seconds=seconds, slo_ms=slo_ms)
+
+
+def run_scenarios(
+    names: Sequence[str],
+    *,
+    setups: Sequence[Setup],
+    points: Sequence[Point],
+    seconds: float,
+    slo_ms: float | None,
+    feeds: Callable[[int], Arrays],
+    on_progress: Progress | None = None,
+) -> list[ScenarioResult]:
+    """Each scenario on each file and device, in the settings that were fastest for it.
+
+    `points`: of `setups`. `feeds(n)`: inputs of n samples. An engine that takes no query of the
+    scenario's size has a result without a value.
+    """
+    return [
+        _run(name, setup, batch, seconds, slo_ms, feeds, on_progress)
+        for name in dict.fromkeys(names)
+        for setup, batch in _fastest(name, setups, points)
+    ]
+
+
+def _fastest(
+    name: str, setups: Sequence[Setup], points: Sequence[Point]
+) -> list[tuple[Setup, int]]:
+    """By file and device, of the setups that fit the scenario, at the batch size nearest to it."""
+
+    one_call = [
+        (point, setup)
+        for point in points
+        for setup in setups
+        if (setup.label, setup.in_flight) == (point.label, 1)
+        and point.batch in (setup.batches or (point.batch,))
+        and (name in (OFFLINE, SERVER) or setup.sessions == 1)
+        and not (name == SERVER and setup.processes)
+    ]
+    found: dict[tuple[str, str], tuple[tuple[int, float], Setup, int]] = {}
+    for point, setup in one_call:
+        away = 0 if name == OFFLINE else abs(point.batch - SAMPLES[name])
+        rank = (away, -point.throughput_per_s.value)
+        key = (setup.file, point.device)
+        if key not in found or rank < found[key][0]:
+            found[key] = (rank, setup, point.batch)
+    return [(setup, SAMPLES.get(name, batch)) for _, setup, batch in found.values()]
+
+
+def _run(
+    name: str,
+    setup: Setup,
+    batch: int,
+    seconds: float,
+    slo_ms: float | None,
+    feeds: Callable[[int], Arrays],
+    on_progress: Progress | None,
+) -> ScenarioResult:
+
+    if on_progress is not None:
+        on_progress(f"{setup.label}: {name}", 1.0)
+    with ExitStack() as stack:
+        engines = [stack.enter_context(setup.engines()) for _ in range(setup.sessions)]
+        subject = Subject(setup.label, setup.precision, setup.settings, engines)
+        inputs, given = engines[0].inputs, feeds(batch)
+        fixed = inputs[0].shape[0] if inputs and inputs[0].shape else batch
+        most = engines[0].max_batch or batch
+        if batch > most or (isinstance(fixed, int) and fixed != batch):
+            why = f"it takes no query of {batch} samples"
+            return refused(name, subject, batch, why)
+        if name == OFFLINE:
+            return run_offline(subject, given, batch, seconds)
+        if slo_ms is not None and name == SERVER:
+            return run_server(subject, given, slo_ms, seconds)
+        return run_stream(name, subject, given, seconds)

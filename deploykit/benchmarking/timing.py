@@ -1,0 +1,701 @@
+"""Call engines in a closed loop for a set time, one or several at once, and time every call.
+
+The garbage collector is off meanwhile, and the clock is the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import os
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from deploykit.core.errors import BadInput
+from deploykit.core.subprocesses import run_apart
+from deploykit.core.tensors import batch_axes
+from deploykit.engines.engine import Arrays, Engine, check_feeds
+from deploykit.evaluation.latency import CallHistogram, Latency
+from deploykit.evaluation.statistics import FEWEST_DEPENDENT, throughput
+from deploykit.reporting.machine_load import Watch, Window, marks
+from deploykit.reporting.points import CLOSED_LOOP, Point
+
+Clock = Callable[[], int]  # nanoseconds, monotonic
+
+_POLL_S = 0.5  # between two checks for Ctrl-C
+
+
+@runtime_checkable
+class RunsLoop(Protocol):
+    """An engine that is called in a loop somewhere else; see `closed_loop`."""
+
+    def run_loop(self, feeds: Arrays, length_ns: int, stop: Callable[[], bool]) -> array[int]: ...
+
+
+@dataclass(frozen=True)
+class Block:
+    """Each call's nanoseconds, shape (calls,), the rows in all of them, and rows per second."""
+
+    calls_ns: np.ndarray
+    rows: int
+    rate: float
+
+    @property
+    def seconds(self) -> float:
+        return self.rows / self.rate
+
+
+def run_block(
+    engines: Sequence[Engine],
+    feeds: Arrays,
+    batch: int,
+    length_s: float,
+    clock: Clock,
+    *,
+    settle_s: float = 0.0,
+    in_flight: int = 1,
+) -> Block:
+    """Call each engine in a loop for `length_s`, all at once if there are several.
+
+    `in_flight` above 1, for one engine: that many calls of `submit` at a time, each timed from its
+    start to its end; those that are not over at the end of the block are not counted.
+
+    A call that has begun is finished, so there is at least one. `settle_s`: an untimed start of at
+    least one call, 0 for none. The rate is the sum of the sessions' own rates, each up to the end
+    of its last call; the others keep calling until then, so that all of it ran under full load.
+    """
+    length_ns, settle_ns = round(length_s * 1e9), round(settle_s * 1e9)
+    with no_garbage_collection():
+        if in_flight > 1:
+            if settle_ns:
+                _loop_overlapping(engines[0], feeds, settle_ns, clock, in_flight)
+            return _loop_overlapping(engines[0], feeds, length_ns, clock, in_flight, batch)
+        if len(engines) == 1:
+            if settle_ns:
+                closed_loop(engines[0], feeds, settle_ns, clock)
+            sessions = [closed_loop(engines[0], feeds, length_ns, clock)]
+        else:
+            sessions = _run_together(engines, feeds, settle_ns, length_ns, clock)
+    calls_ns = [np.frombuffer(calls, dtype=np.int64) for calls in sessions]
+    return Block(
+        calls_ns=np.concatenate(calls_ns),
+        rows=batch * sum(len(calls) for calls in calls_ns),
+        rate=sum(batch * len(calls) / (max(1, int(calls.sum())) / 1e9) for calls in calls_ns),
+    )
+
+
+def closed_loop(
+    engine: Engine,
+    feeds: Arrays,
+    length_ns: int,
+    clock: Clock,
+    stop: Callable[[], bool] | None = None,
+) -> array[int]:
+    """Nanoseconds of each call, from the end of the last: they sum to the time that passed.
+
+    An engine that has a `run_loop` of its own, in another process, runs it there.
+    """
+    if isinstance(engine, RunsLoop):
+        return engine.run_loop(feeds, length_ns, stop or bool)
+    calls = array("q")
+    last = clock()
+    end = last + length_ns
+    while True:
+        engine(feeds)
+        now = clock()
+        calls.append(now - last)
+        last = now
+        if now >= end or (stop is not None and stop()):
+            return calls
+
+
+def _loop_overlapping(
+    engine: Engine, feeds: Arrays, length_ns: int, clock: Clock, in_flight: int, batch: int = 1
+) -> Block:
+    calls, waiting = array("q"), deque((clock(), engine.submit(feeds)) for _ in range(in_flight))
+    begun = waiting[0][0]
+    while True:
+        started, call = waiting.popleft()
+        call.result()
+        now = clock()
+        calls.append(now - started)
+        if now - begun >= length_ns:
+            break
+        waiting.append((now, engine.submit(feeds)))
+    for _, call in waiting:
+        call.result()
+    rows = batch * len(calls)
+    return Block(np.frombuffer(calls, dtype=np.int64), rows, rows / (max(1, now - begun) / 1e9))
+
+
+class _Gate:
+    """Opens for all when the last of `count` has arrived, or when it is forced."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._lock = threading.Lock()
+        self._open = threading.Event()
+        self.is_open = self._open.is_set
+        self.wait = self._open.wait
+        self.force = self._open.set
+
+    def arrive(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                self._open.set()
+
+
+def _run_together(
+    engines: Sequence[Engine], feeds: Arrays, settle_ns: int, length_ns: int, clock: Clock
+) -> list[array[int]]:
+    """One thread per engine; they start together. The first failure stops all and is raised."""
+    # this thread arrives last: after Ctrl-C inside `submit` no session is left waiting
+    ready, done, stop = _Gate(len(engines) + 1), _Gate(len(engines)), threading.Event()
+
+    def give_up() -> None:
+        stop.set()
+        ready.force()
+        done.force()
+
+    def session(engine: Engine) -> array[int]:
+        try:
+            if settle_ns:
+                closed_loop(engine, feeds, settle_ns, clock, stop.is_set)
+            ready.arrive()
+            ready.wait()
+            calls = closed_loop(engine, feeds, length_ns, clock, stop.is_set)
+            done.arrive()
+            while not done.is_open():  # keep the load up until the others' last call ends
+                engine(feeds)
+        except BaseException:
+            give_up()
+            raise
+        return calls
+
+    with ThreadPoolExecutor(len(engines), thread_name_prefix="deploykit-session") as pool:
+        try:
+            futures = [pool.submit(session, engine) for engine in engines]
+            ready.arrive()
+            while wait(futures, timeout=_POLL_S).not_done:
+                pass  # without a timeout a signal just before the wait would go unnoticed
+        except BaseException:
+            give_up()
+            raise
+        return [future.result() for future in futures]
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """No collection inside; afterwards as before.
+
+    No collection before: with torch loaded it takes a third of a second, for every block.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+# Call an engine until its calls no longer speed up, and tell a rate that still rises.
+#
+# The first calls pay for lazy loading, page faults, rising clocks and compilers that run
+# meanwhile.
+
+_WINDOWS = 10  # in the limit
+_LAST = 4  # windows that have to agree, within 10 % as perf_analyzer asks, and without a trend
+_STABLE = 1.10
+_TREND = 0.01  # rise of the rate from window to window
+_MORE = 3  # times the limit for calls that still speed up
+_RISEN, _SURE = 0.05, 6.0  # over the rounds, and in standard errors
+
+
+@dataclass(frozen=True)
+class Warmth:
+    """`call_s`: seconds of the longest call in the last window, 0 without a warm-up.
+
+    `note`: a caveat, or "". `mark`: why the calls after it say nothing for a steady state, or "".
+    """
+
+    note: str = ""
+    mark: str = ""
+    call_s: float = 0.0
+
+
+def warm_up(run: Callable[[float], Block], limit_s: float) -> Warmth:
+    """Run windows until the last four agree within 10 % and do not rise by 1 % a window.
+
+    At most `limit_s`, or three times that where calls speed up. `run` calls the engine for so many
+    seconds.
+    """
+    if limit_s == 0:
+        return Warmth("no warm-up")
+    rates: list[float] = []
+    spent_s = 0.0
+    while True:
+        block = run(limit_s / _WINDOWS)
+        spent_s += block.seconds
+        rates.append(block.rate)
+        call_s = float(block.calls_ns.max()) / 1e9
+        last = rates[-_LAST:]
+        rise = _rise(last)
+        if len(last) == _LAST and max(last) <= _STABLE * min(last) and rise < _TREND:
+            return Warmth(call_s=call_s)
+        if spent_s >= _MORE * limit_s and len(last) == _LAST and rise >= _TREND:
+            still = f"still {rise:.0%} faster every {limit_s / _WINDOWS:g} s after "
+            text = f"{still}{_MORE * limit_s:g} s of warm-up: a longer one is needed"
+            return Warmth(mark=text, call_s=call_s)
+        if spent_s >= limit_s and (len(last) < _LAST or rise < _TREND):
+            return Warmth(f"not yet steady after {limit_s:g} s of warm-up", call_s=call_s)
+
+
+def rose(rates: Sequence[float]) -> str:
+    """Why these rates of rounds, in order of time, are not those of a steady state, or "".
+
+    They rise by 5 % or more, on a line that noise does not explain. Fewer than five say nothing.
+    """
+    n = len(rates)
+    if n < 5:
+        return ""
+    slope, logs = _rise(rates), np.log(rates)
+    place = np.arange(n) - (n - 1) / 2
+    left = logs - logs.mean() - slope * place
+    error = math.sqrt(float((left**2).sum()) / (n - 2) / float((place**2).sum()))
+    risen = math.expm1(slope * (n - 1))
+    if risen < _RISEN or slope < _SURE * error:
+        return ""
+    return f"calls still sped up, by {risen:.0%} over the rounds: a longer warm-up is needed"
+
+
+def _rise(rates: Sequence[float]) -> float:
+    """The slope of the logarithms' least-squares line: 0.03 where each is 3 % above the last."""
+    if len(rates) < 2:
+        return 0.0
+    place = np.arange(len(rates)) - (len(rates) - 1) / 2
+    return float((place * np.log(rates)).sum() / (place**2).sum())
+
+
+# Time engines against each other in a closed loop, over batch sizes.
+#
+# Per batch size the setups take turns in rounds, forwards and backwards, so that drift of clocks
+# and
+# other load on the machine affects all of them; every two rounds in another order, so that none
+# has
+# always the same one before it. A closed loop is right for throughput, and blind to stalls.
+
+_ROUNDS, _ROUND_S = 60, 0.05  # the most, and the shortest
+_FEW_ROUNDS = 5  # where calls are long: settling after each switch would take most of the time
+_SETTLE_SHARE, _SETTLE_MAX_S = 0.1, 0.5  # of a block
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One column of a comparison. `engines` opens one Engine; `sessions` of them run at once.
+
+    `in_flight`: calls of the one engine at a time; more than one is another scenario. `threads`:
+    CPU threads of each engine, None where that means nothing. `device`: "" for the engine's own.
+    `file`, `sha256`: of the artefact. `settings`: of the CPU, as text. `batches`: the only sizes
+    to time it at; () for all. `processes`: each session has a process of its own. `entry`: names
+    what is timed, over all its setups.
+    """
+
+    label: str
+    engines: Callable[[], Engine]
+    sessions: int = 1
+    threads: int | None = None
+    precision: str = ""
+    device: str = ""
+    file: str = ""
+    sha256: str = ""
+    in_flight: int = 1
+    settings: str = ""
+    batches: tuple[int, ...] = ()
+    processes: bool = False
+    entry: str = ""
+
+    @property
+    def scenario(self) -> str:
+        more = f", {self.in_flight} calls in flight" if self.in_flight > 1 else ""
+        return f"{CLOSED_LOOP}{more}"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """`seconds` per point in at most `rounds`, after `warmup_s`, three times that if needed."""
+
+    warmup_s: float = 10.0
+    seconds: float = 60.0
+    rounds: int = _ROUNDS
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise BadInput(f"`seconds` must be above 0, got {self.seconds}")
+        if not (math.isfinite(self.warmup_s) and self.warmup_s >= 0):
+            raise BadInput(f"`warmup_s` must be 0 or more, got {self.warmup_s}")
+        if self.rounds < 2:
+            raise BadInput(f"`rounds` must be 2 or more for an interval, got {self.rounds}")
+
+    def rounds_for(self, longest_s: float) -> int:
+        """For calls of up to `longest_s`: rounds of 0.05 s or longer, with time for two calls.
+
+        20, which show whether rounds depend on each other, may be shorter; else there are five.
+        """
+        few = 2 * longest_s * FEWEST_DEPENDENT > self.seconds
+        fit = max(FEWEST_DEPENDENT, int(self.seconds / max(2 * longest_s, _ROUND_S)))
+        return min(self.rounds, _FEW_ROUNDS if few else fit)
+
+
+def sweep(
+    setups: Sequence[Setup],
+    batches: Sequence[int],
+    timing: Timing,
+    feeds: Callable[[int], Arrays],
+    on_progress: Progress | None = None,
+    *,
+    clock: Clock = time.perf_counter_ns,
+    watch: Watch | None = None,
+) -> list[Point]:
+    """Time every setup at every batch size in this process: `time_setups`, as points."""
+    found = time_setups(setups, batches, timing, feeds, on_progress, clock=clock, watch=watch)
+    return [make_point([each]) for each in found]
+
+
+def time_setups(
+    setups: Sequence[Setup],
+    batches: Sequence[int],
+    timing: Timing,
+    feeds: Callable[[int], Arrays],
+    on_progress: Progress | None = None,
+    *,
+    clock: Clock = time.perf_counter_ns,
+    watch: Watch | None = None,
+    number: int = 0,
+) -> list[Measured]:
+    """Time every setup at every batch size; they come by batch, then in the setups' order.
+
+    `feeds(batch)`: the inputs of one call, `batch` rows, made once for all setups. A setup is left
+    out at batches above its engine's `max_batch`. `on_progress(what, share)` is called before each
+    step, and with 1.0 at the end. `clock`: monotonic, in nanoseconds. `watch` has a window for each
+    block, and marks points that other processes disturbed. `number`: of this process, each of which
+    opens, warms up and times the setups in another order. All engines are open at once.
+
+    Raises BadInput on options that make no sense, or when no engine takes any of the batches.
+    """
+    _check_options(setups, batches)
+    with contextlib.ExitStack() as stack:
+        opened = {at: _open(setups[at], stack) for at in order(len(setups), number)}
+        columns = [opened[at] for at in range(len(setups))]
+        if watch is not None:
+            watch.know_children()
+        plan = [(batch, [column for column in columns if column.takes(batch)]) for batch in batches]
+        if not any(fitting for _, fitting in plan):
+            raise BadInput(
+                f"no engine takes a batch of {min(batches)}",
+                hint=f"the largest is {max(column.max_batch or 0 for column in columns)}",
+            )
+        steps = sum(len(fitting) for _, fitting in plan)
+        progress = _Steps(on_progress, total_s=steps * (timing.warmup_s + timing.seconds))
+        measured = []
+        for batch, fitting in plan:
+            if fitting:
+                turns = _Turns(fitting, batch, timing, progress, clock, watch, number)
+                measured += turns.run(_check_inputs(feeds(batch), batch, fitting))
+        if on_progress is not None:
+            on_progress("done", 1.0)
+    return measured
+
+
+def _check_options(setups: Sequence[Setup], batches: Sequence[int]) -> None:
+    if not batches or min(batches) < 1 or len(set(batches)) != len(batches):
+        raise BadInput(f"`batches` must be different sizes of 1 or more, got {list(batches)}")
+    for batch in batches:
+        labels = [each.label for each in setups if batch in (each.batches or batches)]
+        if len(set(labels)) != max(1, len(labels)):
+            raise BadInput(f"setups need different labels, and there must be one or more: {labels}")
+    for setup in setups:
+        if setup.sessions < 1:
+            raise BadInput(f"{setup.label}: `sessions` must be 1 or more, got {setup.sessions}")
+        if setup.in_flight > 1 and setup.sessions > 1:
+            raise BadInput(f"{setup.label}: several sessions have one call in flight each")
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A setup whose engines are open."""
+
+    setup: Setup
+    engines: list[Engine]
+
+    @property
+    def max_batch(self) -> int | None:
+        return self.engines[0].max_batch
+
+    def run(
+        self, feeds: Arrays, batch: int, length_s: float, clock: Clock, settle_s: float = 0.0
+    ) -> Block:
+        in_flight = self.setup.in_flight
+        return run_block(
+            self.engines, feeds, batch, length_s, clock, settle_s=settle_s, in_flight=in_flight
+        )
+
+    def takes(self, batch: int) -> bool:
+        only = self.setup.batches
+        return (self.max_batch is None or batch <= self.max_batch) and batch in (only or [batch])
+
+
+def _open(setup: Setup, stack: contextlib.ExitStack) -> _Column:
+    return _Column(setup, [stack.enter_context(setup.engines()) for _ in range(setup.sessions)])
+
+
+def _check_inputs(feeds: Arrays, batch: int, columns: Sequence[_Column]) -> Arrays:
+    for column in columns:
+        label, inputs = column.setup.label, column.engines[0].inputs
+        check_feeds(inputs, feeds, label)
+        axes = batch_axes(inputs)
+        if not axes and inputs and inputs[0].shape and inputs[0].shape[0] != batch:
+            raise BadInput(
+                f"{label}: cannot run batch {batch}: its input is fixed, {inputs[0]}",
+                hint=f"`batches` {inputs[0].shape[0]}, or export with a dynamic batch",
+            )
+        rows = [
+            size
+            for spec in inputs
+            for axis, size in zip(spec.shape, feeds[spec.name].shape, strict=True)
+            if axis in axes
+        ]
+        if set(rows) - {batch}:
+            raise BadInput(f"the inputs made for batch {batch} hold {rows[0]} rows")
+    return feeds
+
+
+def order(count: int, turn: int) -> list[int]:
+    """In which order `count` setups take turn number `turn`.
+
+    The next turn goes backwards, and the two after it begin with the next setup, of the rows of
+    Williams' design (Australian J. Sci. Res. A 2, 1949): over `count` pairs of turns each setup is
+    at each place, and after each other one, equally often.
+    """
+    zigzag = [at // 2 if at % 2 == 0 else count - 1 - at // 2 for at in range(count)]
+    return [(at + turn // 2) % count for at in zigzag][:: -1 if turn % 2 else 1]
+
+
+@dataclass
+class _Steps:
+    """Turns steps of known length into a share of the whole."""
+
+    on_progress: Progress | None
+    total_s: float
+    done_s: float = 0.0
+
+    def begin(self, what: str, length_s: float) -> None:
+        if self.on_progress is not None:
+            self.on_progress(what, min(1.0, self.done_s / self.total_s))
+        self.done_s += length_s
+
+
+@dataclass
+class Measured:
+    """What one process measured of one setup at one batch size; `shapes`: of its inputs."""
+
+    setup: Setup
+    batch: int
+    device: str
+    runtime: str
+    options: Mapping[str, str]
+    warmth: Warmth
+    shapes: Mapping[str, tuple[int, ...]]
+    blocks: list[Block] = field(default_factory=list)
+    windows: list[Window] = field(default_factory=list)
+    compute_s: list[float] = field(default_factory=list)
+    bound_cores: float = math.inf  # of other processes, past which they disturb
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """The setups that fit a batch size, which are timed in turns."""
+
+    columns: Sequence[_Column]
+    batch: int
+    timing: Timing
+    progress: _Steps
+    clock: Clock
+    watch: Watch | None
+    number: int
+
+    def run(self, feeds: Arrays) -> list[Measured]:
+        timing, columns = self.timing, self.columns
+        first = [columns[at] for at in order(len(columns), self.number)]
+        found = {column.setup.label: self._warm_up(column, feeds) for column in first}
+        rounds = timing.rounds_for(max(each.warmth.call_s for each in found.values()))
+        block_s = timing.seconds / rounds
+        settle_s = min(block_s * _SETTLE_SHARE, _SETTLE_MAX_S)  # caches and clocks
+        for number in range(rounds):
+            for at in order(len(columns), self.number * rounds + number):
+                column = columns[at]
+                label = column.setup.label
+                self.progress.begin(f"{label}, batch {self.batch}: round {number + 1}", block_s)
+                if self.watch is not None:
+                    self.watch.begin()
+                block = column.run(feeds, self.batch, block_s, self.clock, settle_s)
+                found[label].blocks.append(block)
+                if self.watch is not None:
+                    found[label].windows.append(self.watch.close())
+        for column in columns:
+            more_s = max(block_s, timing.seconds / FEWEST_DEPENDENT)
+            found[column.setup.label].compute_s += _compute_s(column, feeds, more_s, self.clock)
+        return [found[column.setup.label] for column in columns]
+
+    def _warm_up(self, column: _Column, feeds: Arrays) -> Measured:
+        setup, engine, limit_s = column.setup, column.engines[0], self.timing.warmup_s
+        self.progress.begin(f"{setup.label}, batch {self.batch}: warm-up", limit_s)
+        return Measured(
+            setup=setup,
+            batch=self.batch,
+            device=setup.device or engine.device,
+            runtime=engine.runtime,
+            options=dict(engine.options),
+            warmth=warm_up(partial(column.run, feeds, self.batch, clock=self.clock), limit_s),
+            shapes={name: array.shape for name, array in feeds.items()},
+            bound_cores=self.watch.bound if self.watch is not None else math.inf,
+        )
+
+
+def _compute_s(column: _Column, feeds: Arrays, length_s: float, clock: Clock) -> list[float]:
+    """Of further calls, less the copies; none where the engine does not tell of any."""
+    engine = column.engines[0]
+    calls_s: list[float] = []
+    if not sum(engine.last_copies_us) or column.setup.in_flight > 1:
+        return calls_s
+    end = clock() + round(length_s * 1e9)
+    while not calls_s or clock() < end:
+        begun = clock()
+        engine(feeds)
+        calls_s.append((clock() - begun) / 1e9 - sum(engine.last_copies_us) / 1e6)
+    return calls_s
+
+
+def make_point(parts: Sequence[Measured]) -> Point:
+    """Of what one process, or several in order of time, measured of one setup at one batch size.
+
+    Intervals are over processes, or over all their blocks where a drift makes these wider.
+    """
+    setup, blocks = parts[0].setup, [block for part in parts for block in part.blocks]
+    groups = [[block] for block in blocks] if len(parts) == 1 else [part.blocks for part in parts]
+    rows = [sum(block.rows for block in group) for group in groups]
+    seconds = [sum(block.seconds for block in group) for group in groups]
+    calls_s = [np.concatenate([block.calls_ns for block in group]) / 1e9 for group in groups]
+    rates = tuple(amount / length for amount, length in zip(rows, seconds, strict=True))
+    by_block = throughput([each.rows for each in blocks], [each.seconds for each in blocks])
+    compute_s = [part.compute_s for part in parts if part.compute_s]
+    why = [part.warmth.mark for part in parts] + [rose(rates) if len(parts) == 1 else ""]
+    why += marks([window for part in parts for window in part.windows], parts[0].bound_cores)
+    return Point(
+        label=setup.label,
+        precision=setup.precision,
+        device=parts[0].device,
+        runtime=parts[0].runtime,
+        scenario=setup.scenario,
+        batch=parts[0].batch,
+        sessions=setup.sessions,
+        threads=setup.threads,
+        samples=sum(map(len, calls_s)),
+        rounds=len(blocks),
+        duration_s=sum(seconds),
+        latency=Latency.of(*calls_s, short_s=[block.calls_ns / 1e9 for block in blocks]),
+        throughput_per_s=max(throughput(rows, seconds), by_block, key=lambda each: each.high),
+        round_rates=rates,
+        note="; ".join(dict.fromkeys(part.warmth.note for part in parts if part.warmth.note)),
+        histogram=CallHistogram.of(np.concatenate(calls_s)),
+        shapes=parts[0].shapes,
+        marks=tuple(dict.fromkeys(filter(None, why))),
+        processes=len(parts),
+        settings=setup.settings,
+        compute=Latency.of(*compute_s) if compute_s else None,
+        options=parts[0].options,
+    )
+
+
+# Time engines in several fresh processes, one after the other, each with its share of the rounds.
+#
+# Where a process lies in memory, and on which cores its threads begin, changes its speed by a per
+# cent or so for as long as it lives: no number of rounds in one process shows that.
+
+PROCESSES = 10  # even, for the order; five leave several ratios no narrow interval together
+
+
+def sweep_apart(
+    setups: Sequence[Setup],
+    batches: Sequence[int],
+    timing: Timing,
+    feeds: Callable[[int], Arrays],
+    on_progress: Progress | None = None,
+    *,
+    processes: int = PROCESSES,
+    watch: Watch | None = None,
+) -> list[Point]:
+    """As `sweep`, with `seconds` and `rounds` shared among fresh processes.
+
+    Each opens the engines anew, in another order, and warms up. `setups`
+    and `feeds` have to be picklable. Raises also OutOfMemory and DeploykitError, where one ends.
+    """
+    if processes < 2:
+        raise BadInput(f"`processes` must be 2 or more for an interval, got {processes}")
+    share = replace(
+        timing, seconds=timing.seconds / processes, rounds=max(2, timing.rounds // processes)
+    )
+    watch = watch or Watch()
+    parts: dict[tuple[int, str], list[Measured]] = {}
+    for number in range(processes):
+
+        def step(what: str, done: float, number: int = number) -> None:
+            if on_progress is not None:
+                on_progress(what, (number + done) / processes)
+
+        found, windows = run_apart(
+            "bench: a process that measures",
+            _time_here,
+            (setups, batches, share, feeds),
+            (watch.proc, watch.sys),
+            number,
+            os.getpid(),
+            on_progress=step,
+        )
+        watch.windows += windows
+        for each in found:
+            parts.setdefault((each.batch, each.setup.label), []).append(each)
+    return [make_point(part) for part in parts.values()]
+
+
+def _time_here(
+    run: tuple[Sequence[Setup], Sequence[int], Timing, Callable[[int], Arrays]],
+    folders: tuple[Path, Path],
+    number: int,
+    parent: int,
+    on_progress: Progress,
+) -> tuple[list[Measured], list[Window]]:
+    """In the process of its own."""
+    watch = Watch((parent,), *folders)
+    found = time_setups(*run, on_progress, watch=watch, number=number)
+    for each in found:
+        each.setup = replace(each.setup, engines=_closed)  # engines cannot be sent
+    return found, watch.windows
+
+
+def _closed() -> Engine:
+    raise BadInput("the engine was open in another process")

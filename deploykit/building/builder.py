@@ -1,0 +1,92 @@
+"""What each runtime's function that builds an engine from an ONNX graph takes and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from pkgutil import resolve_name
+
+from deploykit.core.artefact import Artefact
+from deploykit.core.errors import BadInput
+from deploykit.core.evidence import Layer
+from deploykit.core.files import StrPath
+from deploykit.core.json_value import Record
+from deploykit.core.profile import Profile
+from deploykit.core.runtime import RUNTIMES
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a TensorRT engine is built for: `dk.build(m, "l4", shapes=dk.Shapes(batch="1,8,32"))`.
+
+    `batch`: the smallest, usual and largest batch, "1,8,32". `axes`: the same for other dynamic
+    axes, ["T=16,128,512"]. None and () stand for the defaults.
+    """
+
+    batch: str | None = None
+    axes: Sequence[str] = ()
+    level: int | None = None  # optimisation level, 0 to 5
+    version_compatible: bool = False
+    hardware_compatible: str | None = None  # "ampere-plus" or "same-compute-capability"
+    dla: int | None = None
+    allow_wider: bool = False  # layers may run in more bits than the graph asks
+    plugins: Sequence[StrPath] = ()  # libraries of TensorRT plugins
+    device: int = 0  # the number of the GPU
+    workspace: str | None = None  # "512M", "4G"
+    timing_cache: StrPath | None = None
+    tf32: bool = True  # float32 products may be rounded to TF32
+
+    def refuse(self, target: Profile) -> None:
+        """Raise BadInput for options that were given: `target` runs another runtime."""
+        given = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
+        if given:
+            names = ", ".join(f"`{key}`" for key in given)
+            title = RUNTIMES[target.runtime].title
+            raise BadInput(
+                f"profile '{target.name}' runs {title}, which takes no build options",
+                hint=f"leave out {names}, for TensorRT only",
+            )
+
+
+@dataclass(frozen=True)
+class BuildResult(Record):
+    """Facts about a built engine. `layers` is None where this machine cannot read them back.
+
+    `flags_used`: names of builder and network flags. `timing_cache_sha256`: of the cache after the
+    build, empty without a cache.
+    """
+
+    built_on: Mapping[str, str]
+    layers: tuple[Layer, ...] | None = None
+    notes: tuple[str, ...] = ()
+    timing_cache_sha256: str = ""
+    flags_used: tuple[str, ...] = ()
+    plugins: Mapping[str, str] = field(default_factory=dict)  # path -> SHA-256
+
+
+Builder = Callable[
+    [Artefact, Path, Profile, Shapes, "Callable[[str, float], None] | None"], BuildResult
+]  # (graph, out, target, shapes, on_progress)
+
+
+def without_options(build: Callable[[Artefact, Path, Profile], BuildResult]) -> Builder:
+    """`build`, which takes seconds, as a Builder: BadInput for options, which are TensorRT's."""
+
+    def build_engine(
+        model: Artefact,
+        out: Path,
+        target: Profile,
+        shapes: Shapes,
+        on_progress: Callable[[str, float], None] | None = None,  # noqa: ARG001 - takes seconds
+    ) -> BuildResult:
+        shapes.refuse(target)
+        return build(model, out, target)
+
+    return build_engine
+
+
+def find_builder(runtime: str) -> Builder:
+    """The builder for a profile's runtime; its module is imported now."""
+    found: Builder = resolve_name(RUNTIMES[runtime].builder)
+    return found

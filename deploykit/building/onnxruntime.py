@@ -1,0 +1,81 @@
+"""Write the graph that ONNX Runtime optimised, so that a server need not do it at each start.
+
+The result has fused nodes and, for an INT8 graph, integer kernels.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from deploykit.building.builder import BuildResult, without_options
+from deploykit.core.artefact import Artefact
+from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.extras import require
+from deploykit.core.files import atomic_write, check_readable
+from deploykit.core.profile import Profile
+from deploykit.engines.onnxruntime.engine import (
+    SLOWER_ON_CPU,
+    onnxruntime_errors,
+    read_weights,
+    session_options,
+)
+from deploykit.engines.onnxruntime.file import onnx_files
+
+ort = require("onnxruntime")
+_MOST_BYTES = (1 << 31) - 1  # of a protobuf message
+
+
+@without_options
+def build_engine(model: Artefact, out: Path, target: Profile) -> BuildResult:
+    """As `build`."""
+    return BuildResult({**build(model.path, out), "profile": target.name})
+
+
+def build(path: Path, out: Path, *, threads: int | None = None) -> dict[str, str]:
+    """Optimise `path` into `out`; returns the facts for the manifest's `built_on`.
+
+    The level is "extended", whose result runs on any CPU. The next level rewrites the memory layout
+    for one machine, so the runtime applies it on loading. `threads`: as in `load`. Raises BadInput
+    or Unsupported for a graph that ONNX Runtime refuses or a full disk, BadInput when `out` cannot
+    be written; `out` is complete or unchanged.
+    """
+    check_readable(path)
+    _check_size(path)
+    options = session_options(threads, exact=False)  # where needed, loading does it
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    weights = read_weights(path, options)  # else the result would look for them next to itself
+    with atomic_write(out) as tmp:
+        options.optimized_model_filepath = str(tmp)
+        try:
+            with onnxruntime_errors(path):
+                ort.InferenceSession(
+                    str(path),
+                    sess_options=options,
+                    providers=["CPUExecutionProvider"],
+                    disabled_optimizers=SLOWER_ON_CPU,
+                )
+        except BadInput as exc:  # ONNX Runtime does not report a full disk as such
+            need, free = path.stat().st_size, shutil.disk_usage(out.parent).free
+            if "serialization failed" not in str(exc.__cause__) or free > need:
+                raise
+            raise Unsupported(
+                f"{out}: no space left on the disk: about {need:,} bytes are needed"
+            ) from exc
+    del weights
+    return {
+        "runtime": f"onnxruntime {ort.__version__}",
+        "device": "cpu",
+        "optimisation": "extended",
+    }
+
+
+def _check_size(path: Path) -> None:
+    """Raise Unsupported where the result, which is one file, could not hold the weights."""
+    size = sum(file.stat().st_size for file in onnx_files(path) if file.is_file())
+    if size > _MOST_BYTES:
+        raise Unsupported(
+            f"{path}: has {size:,} bytes with its weights; a build for a CPU is one ONNX file, "
+            f"which holds at most {_MOST_BYTES:,}",
+            hint="serve, bench and predict need no build; a lower precision is smaller (quantize)",
+        )

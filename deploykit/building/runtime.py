@@ -1,0 +1,429 @@
+"""Build for a runtime that opens the result here, such as ONNX Runtime, and prove the result."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploykit.building.builder import BuildResult, Shapes, find_builder
+from deploykit.core.artefact import Artefact
+from deploykit.core.errors import BadInput
+from deploykit.core.evidence import BuildRecord, Evaluation, Evidence, Layer, PrecisionReadBack
+from deploykit.core.manifest import Manifest
+from deploykit.core.precision import CALIBRATED, FLOATS, max_engine_error
+from deploykit.core.profile import Profile
+from deploykit.core.runtime import RUNTIMES
+from deploykit.evaluation import batching, golden, verify
+from deploykit.evaluation.artefacts import (
+    Made,
+    Progress,
+    carry_task,
+    keep_if_equal,
+    onnx_manifest,
+    span,
+)
+from deploykit.evaluation.parity import first_rows, rows_note, rows_that_fit
+from deploykit.evaluation.simulate import open_rounded
+from deploykit.quantization.evaluate import (
+    Job,
+    QuantizeRequest,
+    accuracy_notes,
+    calibration_record,
+    evaluate_engine,
+    evaluate_engines,
+    golden_samples,
+    prepare,
+    write_graph,
+)
+from deploykit.quantization.quantize import keep_if_passed
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from deploykit.core.evidence import CalibrationRecord
+    from deploykit.engines.batching import JoinedRun
+    from deploykit.engines.engine import Engine
+    from deploykit.graph.graph import Graph
+    from deploykit.quantization.calibrate import Range
+    from deploykit.quantization.moving import Moved
+
+
+# Place the INT8 pairs of a graph where the runtime of a build has kernels for them.
+
+_FOLLOW = (
+    "the INT8 pairs, placed for TensorRT, were placed for the CPU with the ranges that the "
+    "graph records or that follow from its scales"
+)
+_MEASURED = (
+    "the INT8 pairs were placed for the CPU; ranges that the graph does not hold are those of "
+    "the calibration data"
+)
+_PRODUCTS = frozenset(("Conv", "Gemm", "MatMul"))
+# operator in integers -> the place of its weights
+_KERNELS = {"QLinearConv": 3, "QLinearMatMul": 3, "QGemm": 3, "MatMulIntegerToFloat": 1}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The graph to build from, notes on its pairs, and the data that gave them ranges."""
+
+    graph: Graph
+    notes: tuple[str, ...] = ()
+    calibration: CalibrationRecord | None = None
+
+
+def place_for_target(
+    source: Artefact, request: QuantizeRequest, target: Profile, tmp: Path
+) -> Placed:
+    """The graph of `source`; with its pairs at other places where it or `calib` has the ranges.
+
+    Raises BadInput for `calib` with a graph that has no INT8 pairs, or whose pairs cannot be moved.
+    """
+    from deploykit.graph.graph import Graph
+    from deploykit.quantization.moving import move_pairs
+
+    graph = Graph.open(source.path)
+    if request.calib is not None:
+        return _place_by_data(source, graph, request, target, tmp)
+    moved = move_pairs(graph, target.runtime) if RUNTIMES[target.runtime].scales_outputs else None
+    return Placed(moved.save(_move_file(tmp)), (_FOLLOW,)) if moved else Placed(graph)
+
+
+def place_if_better(
+    source: Artefact,
+    target: Profile,
+    placed: Placed,
+    built: Graph,
+    build: Callable[[Graph, Path], Graph],
+) -> tuple[Placed, Graph]:
+    """A foreign graph with its pairs moved, and built anew, where more of it runs in integers."""
+    from deploykit.graph.graph import Graph
+    from deploykit.quantization.moving import move_foreign_pairs
+
+    few = _few(placed.graph, built)
+    if not few and _kernels(built) >= _products(placed.graph):
+        return placed, built
+    moved = move_foreign_pairs(placed.graph, target.runtime)
+    if moved is None:
+        return placed, built
+    graph, trial = moved.graph.save(_move_file(built.path)), built.path.with_name("trial.onnx")
+    if _kernels(build(graph, trial)) <= _kernels(built) and not few:
+        return placed, built
+    trial.replace(built.path)
+    better = Placed(graph, (_FOLLOW, *_unknown(source, target, moved)))
+    return better, Graph.open(built.path)
+
+
+def _place_by_data(
+    source: Artefact, graph: Graph, request: QuantizeRequest, target: Profile, tmp: Path
+) -> Placed:
+    from deploykit.engines.data.samples import check_calibration, read_samples
+    from deploykit.quantization.calibrate import METHODS, Calibration, calibrate
+    from deploykit.quantization.moving import move_foreign_pairs
+
+    if request.calib is None or "int8" not in graph.precision or not _products(graph):
+        raise BadInput(
+            f"{source}: `calib` has no effect: the graph has no INT8 pairs to place",
+            hint="leave it out" if "int8" in graph.precision else "`precision` int8 quantizes it",
+        )
+    samples = read_samples(request.calib, graph.inputs, task=source.task)
+    doubts = tuple(check_calibration(samples, graph.inputs))
+    found: list[Calibration] = []
+
+    def measure(plain: Graph) -> Mapping[str, Range]:
+        found.append(calibrate(plain, samples))
+        return found[0].clipped
+
+    moved = move_foreign_pairs(graph, target.runtime, measure)
+    if moved is None:
+        raise _stuck(source, target, graph, "`calib` cannot help: ")
+    record = calibration_record(request, found[0], METHODS[0], doubts)
+    return Placed(moved.graph.save(_move_file(tmp)), (_MEASURED, *doubts), record)
+
+
+def check_integers(
+    source: Artefact, target: Profile, graph: Graph, built: Graph, *, here: bool
+) -> None:
+    """Raise BadInput where ONNX Runtime runs hardly an INT8 node as such: slower than float32.
+
+    `here`: this build wrote the pairs.
+    """
+    kind = "int8" if graph.precision.get("int8") else "int16"
+    asked, runs = graph.precision.get(kind, 0), built.precision.get(kind, 0)
+    if not asked or (runs and not (graph.path == source.path and _few(graph, built))):
+        return
+    if here:  # to quantize again would change nothing
+        raise BadInput(
+            f"{source}: ONNX Runtime runs none of its {asked} INT8 nodes in integers",
+            hint="build it without `precision`: float32 is faster than that",
+        )
+    start = f"ONNX Runtime runs {runs or 'none'} of its {asked} {kind.upper()} nodes in integers: "
+    raise _stuck(source, target, graph, start)
+
+
+def _stuck(source: Artefact, target: Profile, graph: Graph, start: str) -> BadInput:
+    """The error for pairs that cannot be moved."""
+    halves = sorted({"float16", "bfloat16"} & set(graph.precision))
+    why = "its pairs are placed for TensorRT, and no ranges follow to move them"
+    if halves:
+        why = f"its pairs are placed for TensorRT, and it computes in {halves[0]} between"
+    elif "int16" in graph.precision:
+        why = "it has no kernels for 16 bits"
+    found = verify.find_sources(source.path, source.manifest) if source.manifest else iter(())
+    again = f"{next(found, None) or 'FLOAT32.onnx'} --profile {target.name}"
+    return BadInput(
+        f"{source}: {start}{why}",
+        hint=f"deploykit build {again} --precision int8 --calib FILE.npz",
+    )
+
+
+def _unknown(source: Artefact, target: Profile, moved: Moved) -> tuple[str, ...]:
+    if not moved.unknown:
+        return ()
+    count = len(moved.unknown)
+    note = (
+        f"{count} tensor{'s' * (count > 1)} that INT8 needs a range for stayed in float32, as no "
+        f"range follows from the file's scales ({', '.join(moved.unknown[:3])}); data give it: "
+        f"deploykit build {source} --profile {target.name} --calib FILE.npz"
+    )
+    return (note,)
+
+
+def _few(graph: Graph, built: Graph) -> bool:
+    """Whether less than half of the INT8 nodes run as such."""
+    return 2 * built.precision.get("int8", 0) < graph.precision.get("int8", 0)
+
+
+def _products(graph: Graph) -> int:
+    """Convolutions and matrix products of a dequantized activation with weights."""
+    nodes, stored = graph.model.graph.node, graph.initializers
+    pairs = {node.output[0]: node for node in nodes if node.op_type == "DequantizeLinear"}
+    activations = {name for name, node in pairs.items() if node.input[0] not in stored}
+    return sum(
+        node.op_type in _PRODUCTS
+        and node.input[0] in activations
+        and node.input[1] not in activations
+        for node in nodes
+    )
+
+
+def _kernels(built: Graph) -> int:
+    """Those that run in integers."""
+    places = ((node, _KERNELS.get(node.op_type)) for node in built.model.graph.node)
+    return sum(
+        place is not None and node.input[place] in built.initializers for node, place in places
+    )
+
+
+def _move_file(tmp: Path) -> Path:
+    return tmp.with_name("placed.onnx")
+
+
+_NOT_CHECKED = (
+    "the accuracy of this graph was not checked: give labelled data (`data`), or quantize the "
+    "float32 model for this profile"
+)
+
+
+def build_for_runtime(
+    source: Artefact,
+    request: QuantizeRequest,
+    target: Profile,
+    shapes: Shapes,
+    tmp: Path,
+    place: Path,
+    max_error: float,
+    on_progress: Progress,
+) -> Made:
+    """Build `source` into `tmp`, prove what was built and keep it at `place`.
+
+    Its accuracy is measured once, on the file that is kept: after a change of precision always,
+    else where `request` has labelled data.
+    """
+    from deploykit.graph.graph import Graph
+
+    job, before = None, None
+    if request.to != "fp32":
+        step = span(on_progress, 0.0, 0.6)
+        job = prepare(source, request, step)
+        graph, before = write_graph(job, tmp.with_name("typed.onnx"), place.name, step)
+        placed = Placed(graph)
+        if before.search and before.search.interrupted:
+            raise KeyboardInterrupt
+    else:
+        placed = place_for_target(source, request, target, tmp)
+    step = span(on_progress, 0.6 if job else 0.0, 0.8)
+    step("building", 0.0)
+    builder, runtime = find_builder(target.runtime), RUNTIMES[target.runtime]
+    kind, built = runtime.opens[0], list[BuildResult]()
+
+    def build(graph: Graph, out: Path) -> Graph:
+        built.append(builder(Artefact.open(graph.path), out, target, shapes, step))
+        return Graph.open(out) if kind == "onnx" else graph
+
+    result = build(placed.graph, tmp)
+    if placed.graph.path == source.path and kind == "onnx":
+        placed, result = place_if_better(source, target, placed, result, build)
+    graph = placed.graph
+    check_integers(source, target, graph, result, here=job is not None)
+    on_progress("comparing with the model", 0.8)
+    evidence = _prove(source, job, request, target, placed, tmp, place.name, max_error)
+    evidence = replace(evidence, build=BuildRecord(target.name), source_graph=before)
+    searched = [before.search.why] if before and before.search else []
+    notes = [*searched, *(before.notes if before else ()), *evidence.notes, *built[-1].notes]
+    evidence = replace(evidence, precision=_read_back(built[-1].layers, graph.precision))
+    notes += evidence.precision.wider if evidence.precision else ()
+    manifest = _manifest(source, target, result, tmp, evidence, built[-1])
+    notes += _precision_notes(graph.precision, result.precision, request.to)
+    made = Made(place, manifest, tuple(notes))
+    if made.parity and not made.parity.passed:
+        return keep_if_equal(tmp, made, made.parity)
+    return keep_if_passed(tmp, made, request.to)
+
+
+def _manifest(
+    source: Artefact,
+    target: Profile,
+    result: Graph,
+    tmp: Path,
+    evidence: Evidence,
+    built: BuildResult,
+) -> Manifest:
+    """Of the built file `tmp`; `result`: its graph."""
+    runtime = RUNTIMES[target.runtime]
+    manifest = onnx_manifest(
+        result,
+        (source.sha256,),
+        tools=runtime.packages[:1],
+        evidence=evidence,
+        built_on={**built.built_on, "model": source.name},
+    )
+    manifest = replace(manifest, task=carry_task(source, tmp))
+    if runtime.opens[0] != "onnx":
+        sha256 = Artefact(tmp).sha256
+        manifest = replace(manifest, format=runtime.opens[0], sha256=sha256, evidence=evidence)
+    if built.layers is not None:
+        counts = Counter(layer.precision for layer in built.layers if layer.precision)
+        manifest = replace(manifest, precision=dict(counts))
+    return manifest
+
+
+def _prove(
+    source: Artefact,
+    job: Job | None,
+    request: QuantizeRequest,
+    target: Profile,
+    placed: Placed,
+    tmp: Path,
+    name: str,
+    max_error: float,
+) -> Evidence:
+    """Compare the built `tmp` with the graph `placed`, and evaluate it against `source`.
+
+    Each is opened once, and two at a time.
+    """
+    from deploykit.engines.engine import load
+    from deploykit.evaluation.parity import compare_engines, feeds_at_sizes
+
+    graph = placed.graph
+    moved, bound = job is None and graph.path != source.path, _bound(graph, target, max_error)
+    evaluation: Evaluation | None = None
+    samples = None
+    with load(tmp, RUNTIMES[target.runtime].usable("cpu")) as engine, ExitStack() as stack:
+        reference = stack.enter_context(_open_reference(graph, target, tmp.parent))
+        feeds: Sequence[Mapping[str, np.ndarray]] = feeds_at_sizes(engine.inputs)
+        most = rows_that_fit(feeds, graph.path)
+        feeds, notes = first_rows(feeds, most), [*placed.notes, *rows_note(most)]
+        title = f"{source.name} in {request.to}" if job else source.name
+        joined: list[JoinedRun] = []
+        keep, names = batching.keep_runs(engine, feeds, joined), (title, name)
+        parity = compare_engines(
+            reference, engine, feeds, max_error=bound, names=names, each=keep, random=True
+        )
+        if not parity.passed:
+            return Evidence(parity=parity)
+        if job or (moved and request.data):
+            stack.close()
+            reference = stack.enter_context(load(source, "cpu"))
+        if job:
+            evaluation = evaluate_engines(job, reference, engine, name)
+            samples = golden_samples(job, tmp, reference, engine)
+            notes += accuracy_notes(job, evaluation)
+        else:
+            evaluation = evaluate_engine(reference, engine, request, (source.name, name))
+            samples = golden.carry(source, tmp)
+            if samples is not None and moved:  # recorded with the pairs at other places
+                samples = golden.loosen(samples, tmp, engine)
+        proof = batching.prove_batch(engine, tmp, samples, most, joined)
+        notes += batching.notes(engine, proof)
+    if moved and not evaluation:
+        notes.append(_NOT_CHECKED)
+    return Evidence(
+        parity=parity,
+        accuracy=evaluation,
+        calibration=placed.calibration,
+        golden=samples,
+        batching=proof,
+        notes=tuple(notes),
+    )
+
+
+def _bound(graph: Graph, target: Profile, max_error: float) -> float:
+    """Of the error; another runtime rounds narrow types at other places than the reference."""
+    narrow = set(graph.precision) - {"float32"}
+    if not narrow or RUNTIMES[target.runtime].opens[0] == "onnx":
+        return max_error
+    return max(max_error, max_engine_error(narrow))
+
+
+def _open_reference(graph: Graph, target: Profile, folder: Path) -> Engine:
+    """ONNX Runtime on `graph`; with bfloat16 rounded, which its CPU provider lacks."""
+    from deploykit.engines.engine import load
+
+    if target.runtime != "onnxruntime" and "bfloat16" in graph.precision:
+        return open_rounded(graph, folder)
+    return load(graph.path, "cpu")
+
+
+def _read_back(
+    layers: Sequence[Layer] | None, asked: Mapping[str, int]
+) -> PrecisionReadBack | None:
+    """What the layers run in; `wider` names each precision of the graph that none of them does."""
+    if layers is None:
+        return None
+    executed = Counter(layer.precision for layer in layers if layer.precision)
+    runs = ", ".join(executed)
+    wider = tuple(
+        f"{name}: {count} nodes in the graph, no layer of the engine: they run in {runs} here"
+        for name, count in asked.items()
+        if name in FLOATS | {"int8"} and name not in executed
+    )
+    shares = {name: count / executed.total() for name, count in sorted(executed.items())}
+    return PrecisionReadBack(
+        tuple(layers),
+        wider,
+        shares,
+        seen=1.0,
+        wider_share=float(bool(wider)),
+        allow_wider=True,  # the CPU that it runs on decides, which may be another
+    )
+
+
+def _precision_notes(
+    asked: Mapping[str, int], built: Mapping[str, int], done: str
+) -> tuple[str, ...]:
+    """A note for each precision of which the built engine has fewer nodes than the graph.
+
+    `done`: the precision that this build wrote, which is not recommended once more.
+    """
+    advice = " (INT8 for this target: build the float32 model with `precision` int8)"
+    return tuple(
+        f"{name}: {count} nodes in the graph, {built.get(name, 0)} in the built engine: the others "
+        f"run in float32 here{advice if done not in CALIBRATED else ''}"
+        for name, count in asked.items()
+        if name != "float32" and "float32" in built and built.get(name, 0) < count
+    )

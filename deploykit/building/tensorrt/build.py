@@ -1,0 +1,632 @@
+"""Build a TensorRT plan from an ONNX file, or check that NVIDIA's builder accepts the file.
+
+Networks are strongly typed: the file's types are the precision. TensorRT 10.0 to 10.11 lacks
+strongly typed kernels for some networks; those are built with the older precision flags that the
+types ask for, and a note says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import re
+import stat
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploykit.building.builder import BuildResult
+from deploykit.building.tensorrt.module import (
+    NO_DRIVER,
+    RTX_MAGIC,
+    Reason,
+    build_warnings,
+    collect_log,
+    error_of,
+    maybe,
+    module,
+    refusals,
+    refuses_strong_typing,
+    start,
+    version,
+)
+from deploykit.building.tensorrt.options import (
+    AxisRange,
+    Options,
+    ShapeRange,
+    check_dla,
+    check_graph,
+    check_options,
+    check_target,
+    hardware_level,
+    note_dla,
+    ranges,
+    weakly_typed,
+)
+from deploykit.building.tensorrt.progress import BuildProgress, OnProgress, interruptible, monitor
+from deploykit.core.artefact import sniff
+from deploykit.core.errors import BadInput, DeploykitError, Unsupported, os_reason
+from deploykit.core.evidence import Layer
+from deploykit.core.files import (
+    atomic_write,
+    cache_folder,
+    check_data_file,
+    check_writable,
+    make_folder,
+    open_readable,
+    sha256,
+)
+from deploykit.core.json_value import Record
+from deploykit.core.machine import Machine, this_machine
+from deploykit.core.memory import BuildMemory
+from deploykit.core.precision import ALL, Precision
+from deploykit.core.tensors import TensorSpec
+from deploykit.engines.onnxruntime.file import external_files, onnx_files
+from deploykit.engines.tensorrt.inspector import read_layers
+from deploykit.engines.tensorrt.log import logger
+from deploykit.engines.tensorrt.plugins import load_plugins
+from deploykit.graph.graph import Graph
+
+if TYPE_CHECKING:
+    import tensorrt as trt
+
+
+# Predict how much GPU memory a build needs at least, before it starts.
+#
+# A build that runs out of memory takes minutes to fail, and where CPU and GPU share their memory
+# the
+# system may kill it instead.
+
+LEAST_WORKSPACE = 64 << 20  # with less, TensorRT drops common kernels or finds none
+_ELEMENT_BYTES = 4  # float32, the largest type between layers but for small index tensors
+
+
+def weight_bytes(model: Path) -> int:
+    """Size of the file and its external data files, which approximates the weights."""
+    return sum(file.stat().st_size for file in onnx_files(model))
+
+
+def activation_bytes(shapes: Iterable[Sequence[int]], batch: int, others: int) -> int:
+    """A lower bound: twice the largest tensor, as a layer's input and output exist together.
+
+    `shapes`: of all tensors, -1 where dynamic; such an axis 0 counts as `batch`, any other axis as
+    `others`. Branches keep more tensors alive, and a computed size can be larger.
+    """
+    largest = 0
+    for shape in shapes:
+        sizes = [
+            size if size >= 0 else (batch if place == 0 else others)
+            for place, size in enumerate(shape)
+        ]
+        largest = max(largest, math.prod(sizes))
+    return 2 * largest * _ELEMENT_BYTES
+
+
+def workspace_that_fits(need: BuildMemory, free_bytes: int | None, where: str) -> int:
+    """The workspace of `need`, cut to what `free_bytes` (None if not known) leaves.
+
+    The workspace is a limit: with less, TensorRT chooses among fewer kernels. Raises Unsupported
+    where weights and activations leave less than LEAST_WORKSPACE.
+    """
+    if free_bytes is None or need.total <= free_bytes:
+        return need.workspace
+    left = free_bytes - need.held - need.activations
+    if left >= min(need.workspace, LEAST_WORKSPACE):
+        return left
+    raise Unsupported(
+        f"{where}: building needs {mib(need.held)} of GPU memory for "
+        f"{'the builder and three copies of the weights' if need.shared else 'weights'}, "
+        f"{mib(need.activations)} for activations and {mib(LEAST_WORKSPACE)} of workspace, "
+        f"but only {mib(free_bytes)} are free",
+        hint="stop other programs that use the GPU, or choose a smaller batch",
+    )
+
+
+def mib(size: int) -> str:
+    """1048576 is "1 MiB"."""
+    return f"{size / (1 << 20):,.0f} MiB"
+
+
+# Read a parsed network: its inputs, element types and memory need; add its size ranges.
+
+_BY_TYPE: Mapping[str, Precision] = {each.tensorrt_type: each for each in ALL if each.tensorrt_type}
+
+
+def inputs_of(network: trt.INetworkDefinition, model: Path) -> list[TensorSpec]:
+    """The network's inputs, dynamic axes by the names that the graph has for them.
+
+    Raises Unsupported for an input whose values set a shape: that needs ranges of values.
+    """
+    named = {each.name: each.shape for each in Graph.open(model).inputs}
+    found: list[TensorSpec] = []
+    for number in range(network.num_inputs):
+        tensor = network.get_input(number)
+        if tensor.is_shape_tensor:
+            raise Unsupported(
+                f"{model}: input '{tensor.name}' determines a shape inside the graph by its values",
+                hint="export the model again with that value as a constant",
+            )
+        kind = tensor.dtype.name
+        dtype = _BY_TYPE[kind].dtype if kind in _BY_TYPE else kind.lower()
+        axes = zip(_shape(tensor), named[tensor.name], strict=False)  # () for an unknown rank
+        shape = tuple(size if size >= 0 else name for size, name in axes)
+        found.append(TensorSpec(tensor.name, dtype, shape))
+    return found
+
+
+def element_types(network: trt.INetworkDefinition) -> set[str]:
+    """Names of the TensorRT DataTypes of all tensors, such as {"FLOAT", "HALF"}."""
+    inputs = (network.get_input(number) for number in range(network.num_inputs))
+    return {tensor.dtype.name for tensor in (*inputs, *_tensors(network))}
+
+
+def precision_flags(dtypes: Iterable[str]) -> tuple[str, ...]:
+    """Names of the builder flags that a weakly typed network of these element types needs."""
+    present = set(dtypes)
+    needed = (each for kind, each in _BY_TYPE.items() if kind in present)
+    return tuple(each.builder_flag for each in needed if each.builder_flag)
+
+
+def memory_need(
+    network: trt.INetworkDefinition,
+    model: Path,
+    workspace_bytes: int,
+    batch: AxisRange,
+    axes: Mapping[str, AxisRange],
+    shared: bool = False,
+) -> BuildMemory:
+    """A lower bound of the memory, at the largest sizes of the build."""
+    others = max((axis.maximum for axis in axes.values()), default=1)
+    shapes = (_shape(tensor) for tensor in _tensors(network))
+    activations = activation_bytes(shapes, batch.maximum, others)
+    return BuildMemory(weight_bytes(model), workspace_bytes, activations, shared)
+
+
+def pin_linear(nv: Any, network: trt.INetworkDefinition) -> None:
+    """Inputs and outputs in row-major order, as our buffers are; TensorRT may choose another."""
+    linear = 1 << int(nv.TensorFormat.LINEAR)
+    tensors = [network.get_input(number) for number in range(network.num_inputs)]
+    tensors += [network.get_output(number) for number in range(network.num_outputs)]
+    with contextlib.suppress(NotImplementedError):  # of TensorRT's bindings on the library of RTX
+        for tensor in tensors:
+            tensor.allowed_formats = linear
+
+
+def add_profile(
+    builder: trt.Builder,
+    config: trt.IBuilderConfig,
+    inputs: Sequence[TensorSpec],
+    sizes: Mapping[str, ShapeRange],
+) -> None:
+    """Add an optimisation profile with the sizes of the inputs that have a dynamic axis."""
+    dynamic = [given for given in inputs if any(isinstance(axis, str) for axis in given.shape)]
+    if not dynamic:
+        return
+    profile = builder.create_optimization_profile()
+    for given in dynamic:
+        profile.set_shape(given.name, *sizes[given.name])
+    config.add_optimization_profile(profile)  # a refused one fails the build, with a reason
+
+
+def _tensors(network: trt.INetworkDefinition) -> Iterator[trt.ITensor]:
+    """Outputs of every layer; TensorRT gives None for an unused one."""
+    for number in range(network.num_layers):
+        layer = network.get_layer(number)
+        for place in range(layer.num_outputs):
+            tensor = maybe(layer.get_output(place))
+            if tensor is not None:
+                yield tensor
+
+
+def _shape(tensor: trt.ITensor) -> tuple[int, ...]:
+    """-1 where dynamic; empty for a tensor of unknown rank."""
+    try:
+        return tuple(int(size) for size in tensor.shape)
+    except ValueError:  # the bindings raise it for a rank of -1
+        return ()
+
+
+# Keep TensorRT's timing cache, its measurements of kernels, between builds.
+#
+# Two builds that start from one cache choose the same kernels, unless one meets a kernel that was
+# not
+# timed before.
+
+SUFFIX = ".cache"
+_MOST_BYTES = 256 << 20  # timings of some 10^5 kernels take a few MiB
+
+
+def cache_path(tensorrt: str, here: Machine) -> Path | None:
+    """The cache file of this TensorRT, GPU and driver; None where there is no GPU."""
+    gpu = here.gpus[0] if here.gpus else None
+    name = gpu.name if gpu else here.board  # an older Jetson has no nvidia-smi
+    driver = gpu.driver if gpu else here.l4t
+    if name is None or driver is None:
+        return None
+    parts = (tensorrt, name, driver, here.power_mode or "")
+    file = "_".join(re.sub(r"[^A-Za-z0-9.]+", "-", part).strip("-") for part in parts if part)
+    return cache_folder() / "timing" / f"{file}{SUFFIX}"
+
+
+def use_cache(nv: Any, config: trt.IBuilderConfig, path: Path) -> tuple[bool, str, tuple[str, ...]]:
+    """Set the cache at `path` on `config`, an empty one if there is no file.
+
+    Returns whether to write the cache back after the build, the SHA-256 of the cache in use (empty
+    without one) and notes. A refused file is replaced where its name ends with .cache, unless only
+    the driver is missing. Raises BadInput when the file cannot be read.
+    """
+    content = _read(path)
+    with collect_log(nv) as lines:
+        cache = maybe(config.create_timing_cache(content))
+        taken = cache is not None and config.set_timing_cache(cache, False)
+        if not taken and content:
+            config.set_timing_cache(config.create_timing_cache(b""), False)
+    if not content or (taken and not mentions_cache(lines.errors + lines.warnings)):
+        return True, hashlib.sha256(content).hexdigest() if content else "", ()
+    if any(NO_DRIVER in line for line in lines.errors):
+        return (
+            False,
+            "",
+            (f"{path}: the timing cache is not used: this machine has no NVIDIA driver",),
+        )
+    ours = path.suffix == SUFFIX
+    kept = "" if ours else f", and the file stays as it is: its name does not end with {SUFFIX}"
+    note = (
+        f"{path}: TensorRT refused the timing cache (damaged, or from another TensorRT or GPU); "
+        f"the build starts with an empty one{kept}"
+    )
+    return ours, "", (note,)
+
+
+def _read(path: Path) -> bytes:
+    """The file's bytes, none where there is no file or an empty one. Raises BadInput."""
+    try:
+        info = path.stat() if path.exists() else None
+    except OSError as exc:
+        raise BadInput(f"{path}: the timing cache cannot be read: {os_reason(exc)}") from exc
+    if info is None or (stat.S_ISREG(info.st_mode) and not info.st_size):
+        return b""
+    with open_readable(path) as handle:
+        content = handle.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise BadInput(f"{path}: is above {mib(_MOST_BYTES)}, and no timing cache")
+    return content
+
+
+def mentions_cache(log: Sequence[str]) -> bool:
+    """Whether the log complains about the timing cache, which TensorRT reports nowhere else."""
+    return any("timing cache" in line.lower() for line in log)
+
+
+def keep_cache(config: trt.IBuilderConfig, path: Path) -> tuple[str, tuple[str, ...]]:
+    """Write the timings of the build to `path`; returns their SHA-256 and notes.
+
+    A cache that cannot be written becomes a note, not an error.
+    """
+    cache = maybe(config.get_timing_cache())
+    if cache is None:
+        return "", ()
+    content = bytes(memoryview(cache.serialize()))
+    digest = hashlib.sha256(content).hexdigest()
+    try:
+        make_folder(path.parent)
+        with atomic_write(path) as tmp:
+            tmp.write_bytes(content)
+    except DeploykitError as exc:
+        return digest, (f"the timing cache was not written: {exc.message}",)
+    return digest, ()
+
+
+STRONG = "STRONGLY_TYPED"
+_WEAK_ALLOWED = ((10, 0), (10, 11))  # first and last TensorRT whose strong typing has gaps
+_NOT_PROVEN: Mapping[str, str] = {
+    "tensorrt": "built with this machine's TensorRT: speed, memory and accuracy on the target's "
+    "own GPU and TensorRT are not proven",
+    "rtx": "built with TensorRT for RTX, which accepts the operators, types and shapes: which "
+    "kernels TensorRT has for the target (INT8 above all), their speed and accuracy are not proven",
+}
+
+
+@dataclass(frozen=True)
+class BuildCheck(Record):
+    """Whether TensorRT accepts a file. `problems`: each refusal; empty when accepted.
+
+    `flavour`: "tensorrt" or "rtx", the library that built the plan; without a plan, the requested
+    flavour, as only a plan shows it. `layers`: number of layers in the parsed network.
+    """
+
+    accepted: bool
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    flavour: str
+    layers: int
+    plan_bytes: int
+    build_s: float
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """One attempt at a build: a plan, or the reasons why there is none."""
+
+    plan: bytes | None
+    refusals: tuple[Reason, ...] = ()
+    errors: tuple[str, ...] = ()
+    layers: int = 0
+    notes: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    timing_read_sha256: str = ""
+    timing_sha256: str = ""
+
+
+def build(
+    model: Path, out: Path, options: Options, on_progress: OnProgress | None = None
+) -> BuildResult:
+    """Write the plan of `model` to `out`, completely or not at all. Takes seconds to hours.
+
+    `on_progress(phase, share)`: the share is from 0 to 1. Raises NotFound or BadInput for a damaged
+    file, options that contradict the file, an `out` that cannot be written; Unsupported for what
+    this TensorRT or GPU cannot do, for too little free memory, and for TensorRT for RTX in place of
+    TensorRT; KeyboardInterrupt after Ctrl-C; MissingExtra.
+    """
+    check_writable(out)
+    if out.resolve() == model.resolve():
+        raise BadInput(f"{out}: is the model itself", hint="choose another path for `out`")
+    here = this_machine()
+    nv = module(options.flavour)
+    check_target(nv, options)
+    check_dla(nv, options)
+    progress = BuildProgress(on_progress)
+    attempt = _build_plan(nv, model, options, progress, here, checking=False)
+    if attempt.plan is None:
+        raise error_of(str(model), attempt.refusals)
+    _check_flavour(attempt.plan, out, options)
+    layers, notes = read_back(attempt.plan, options)
+    notes += note_dla(layers, options, str(model))
+    with atomic_write(out) as tmp:
+        tmp.write_bytes(attempt.plan)
+    progress.complete("built")
+    return BuildResult(
+        _built_on(nv, model, options, here, attempt),
+        layers,
+        attempt.notes + notes,
+        attempt.timing_sha256,
+        attempt.flags,
+        {str(library.resolve()): sha256(library) for library in options.plugins},
+    )
+
+
+def check(model: Path, options: Options, on_progress: OnProgress | None = None) -> BuildCheck:
+    """Parse and build `model` with the installed builder, and write nothing.
+
+    A refused graph is a result (`problems` lists every refused node), not an error; a damaged file
+    and contradictory options raise as in `build`.
+    """
+    nv = module(options.flavour)
+    started = time.perf_counter()
+    attempt = _build_plan(
+        nv, model, options, BuildProgress(on_progress), this_machine(), checking=True
+    )
+    taken = time.perf_counter() - started
+    if any(refusal.damaged for refusal in attempt.refusals):
+        raise error_of(str(model), attempt.refusals)
+    flavour = flavour_of(attempt.plan) if attempt.plan is not None else options.flavour
+    return BuildCheck(
+        accepted=attempt.plan is not None,
+        problems=tuple(refusal.text for refusal in attempt.refusals),
+        notes=(*attempt.notes, _NOT_PROVEN[flavour]) if attempt.plan is not None else attempt.notes,
+        flavour=flavour,
+        layers=attempt.layers,
+        plan_bytes=len(attempt.plan or b""),
+        build_s=taken,
+    )
+
+
+def read_back(plan: bytes, options: Options) -> tuple[tuple[Layer, ...] | None, tuple[str, ...]]:
+    """The layers of a plan as TensorRT's engine inspector reports them, or None and why not.
+
+    Loads the plan, which can run code: pass only one that was just built with these options.
+    """
+    nv = module(options.flavour)
+    with collect_log(nv) as lines:
+        try:
+            runtime: trt.Runtime = nv.Runtime(logger(nv))
+            runtime.engine_host_code_allowed = options.version_compatible
+            if options.dla is not None:
+                runtime.DLA_core = options.dla
+            engine = maybe(runtime.deserialize_cuda_engine(plan))
+        except (TypeError, RuntimeError):  # pybind11: the factory returned nullptr
+            engine = None
+        if engine is None:
+            why = refusals(lines)[0].text
+            return None, (f"the plan could not be read back: {why}",)
+        inspector = engine.create_engine_inspector()
+        text = inspector.get_engine_information(nv.LayerInformationFormat.JSON)
+    try:
+        return read_layers(text), ()
+    except ValueError as exc:
+        return None, (f"the engine inspector's JSON cannot be read: {exc}",)
+
+
+def flavour_of(plan: bytes) -> str:
+    """The library that wrote a plan, whatever its module's name: "tensorrt" or "rtx"."""
+    return "rtx" if plan.startswith(RTX_MAGIC) else "tensorrt"
+
+
+def _build_plan(
+    nv: Any, model: Path, options: Options, progress: BuildProgress, here: Machine, checking: bool
+) -> _Attempt:
+    """Build strongly typed; weakly typed only where this TensorRT's log blames strong typing."""
+    _check_model(model)
+    check_options(options)
+    check_graph(options, model)
+    progress.report("parsing")
+    progress.raise_if_stopped()
+    job = _Job(nv, start(nv), model, options, progress, here, checking)
+    load_plugins(nv, options.plugins)
+    if weakly_typed(nv, options):
+        return job.run(strong=False)
+    attempt = job.run(strong=True)
+    first, last = _WEAK_ALLOWED
+    if (
+        attempt.plan is None
+        and first <= version(nv) <= last
+        and refuses_strong_typing(attempt.errors)
+    ):
+        weak = job.run(strong=False)
+        if weak.plan is not None:
+            note = (
+                f"TensorRT {nv.__version__} refused the strongly typed network "
+                f"({attempt.refusals[0].text}): built with {', '.join(weak.flags) or 'no'} flags "
+                "instead, so a layer may run in a higher precision than the file's"
+            )
+            return replace(weak, notes=(note, *weak.notes))
+    return attempt
+
+
+@dataclass(frozen=True)
+class _Job:
+    nv: Any
+    builder: trt.Builder
+    model: Path
+    options: Options
+    progress: BuildProgress
+    here: Machine
+    checking: bool
+
+    def run(self, strong: bool) -> _Attempt:
+        nv, options = self.nv, self.options
+        typed = 1 << int(getattr(nv.NetworkDefinitionCreationFlag, STRONG)) if strong else 0
+        network = self.builder.create_network(typed)
+        parser: trt.OnnxParser = nv.OnnxParser(network, logger(nv))  # owns the weights: keep it
+        with collect_log(nv) as lines:
+            parsed = parser.parse_from_file(str(self.model))
+        if not parsed:
+            return _Attempt(None, refusals(lines, parser), tuple(lines.errors))
+        warnings = lines.warnings
+        pin_linear(nv, network)
+        inputs = inputs_of(network, self.model)
+        sizes = ranges(inputs, options.batch, options.axes)
+        asked = space = options.workspace
+        if asked is not None:
+            shared = options.profile.unified_memory
+            need = memory_need(network, self.model, asked, options.batch, options.axes, shared)
+            space = workspace_that_fits(need, options.free_bytes, str(self.model))
+        config = self.builder.create_builder_config()
+        flags, notes = self._configure(config, space)
+        if asked is not None and space is not None and space < asked:
+            notes.append(
+                f"workspace: {mib(space)} instead of {mib(asked)}, as free memory is short"
+            )
+        precision = () if strong else precision_flags(element_types(network))
+        for name in precision:
+            config.set_flag(getattr(nv.BuilderFlag, name))
+        flags = [STRONG, *flags] if strong else [*precision, *flags]
+        cache = options.timing_cache or cache_path(f"{options.flavour}-{nv.__version__}", self.here)
+        keep, read = False, ""
+        if cache is not None:
+            keep, read, more = use_cache(nv, config, cache)
+            notes += more
+        with collect_log(nv) as lines:
+            add_profile(self.builder, config, inputs, sizes)
+            watch = monitor(nv, self.progress)  # the config does not keep it alive
+            config.progress_monitor = watch
+            with interruptible(self.progress):
+                plan = maybe(self.builder.build_serialized_network(network, config))
+        self.progress.raise_if_stopped()
+        notes += build_warnings([*warnings, *lines.warnings])
+        layers = int(network.num_layers)
+        if plan is None:
+            return _Attempt(None, refusals(lines), tuple(lines.errors), layers, tuple(notes))
+        content, digest = bytes(memoryview(plan)), ""
+        if cache is not None and keep and not self.checking:
+            digest, more = keep_cache(config, cache)
+            notes += more
+        return _Attempt(content, (), (), layers, tuple(notes), tuple(flags), read, digest)
+
+    def _configure(
+        self, config: trt.IBuilderConfig, workspace: int | None
+    ) -> tuple[list[str], list[str]]:
+        """Set the options on `config`; returns the names of the flags set, and notes."""
+        nv, options = self.nv, self.options
+        names = []
+        config.profiling_verbosity = nv.ProfilingVerbosity.DETAILED  # layers are read back
+        if workspace is not None:
+            config.set_memory_pool_limit(nv.MemoryPoolType.WORKSPACE, workspace)
+        if not options.tf32:
+            config.clear_flag(nv.BuilderFlag.TF32)  # set by default
+        if options.level is not None:
+            config.builder_optimization_level = options.level
+        if options.version_compatible:
+            names.append("VERSION_COMPATIBLE")
+        if options.hardware_compatible:
+            level = hardware_level(nv, options.hardware_compatible)
+            config.hardware_compatibility_level = level
+        on_dla, notes = self._dla(config)
+        names += on_dla
+        for name in names:
+            config.set_flag(getattr(nv.BuilderFlag, name))
+        return names, notes
+
+    def _dla(self, config: trt.IBuilderConfig) -> tuple[list[str], list[str]]:
+        wanted, cores = self.options.dla, int(self.builder.num_DLA_cores)
+        if wanted is None:
+            return [], []
+        if 0 <= wanted < cores:
+            config.default_device_type = self.nv.DeviceType.DLA
+            config.DLA_core = wanted
+            return ["GPU_FALLBACK"], []
+        text = f"`dla` {wanted}: TensorRT finds {cores} DLA cores on this machine"
+        if self.checking:
+            return [], [f"{text}: checked for the GPU alone"]
+        raise Unsupported(text)
+
+
+def _check_model(model: Path) -> None:
+    """Raise BadInput for another format, or for weights outside the model's folder."""
+    kind = sniff(model)
+    if kind != "onnx":
+        raise BadInput(f"{model}: expected an ONNX file, got a {kind} file")
+    for location in external_files(model):
+        check_data_file(model, location, str(model))
+
+
+def _check_flavour(plan: bytes, out: Path, options: Options) -> None:
+    found = flavour_of(plan)
+    if found == "rtx" and options.profile.runtime == "tensorrt" and out.suffix == ".trt":
+        raise Unsupported(
+            f"{out}: not written: the installed library is TensorRT for RTX, whose plans the "
+            f"TensorRT of profile {options.profile.name} cannot load",
+            hint="build on the target; on this machine use `check`",
+        )
+    if found != options.flavour:
+        raise Unsupported(
+            f"{out}: not written: `flavour` is {options.flavour}, the installed library is {found}"
+        )
+
+
+def _built_on(
+    nv: Any, model: Path, options: Options, here: Machine, attempt: _Attempt
+) -> dict[str, str]:
+    """The manifest's `built_on`.
+
+    Where `timing_cache_read_sha256` (before the build) equals `timing_cache_sha256` (after it),
+    every kernel was chosen by timings that were already in the cache.
+    """
+    gpu = here.gpus[0] if here.gpus else None
+    facts: dict[str, object] = {
+        "tensorrt": nv.__version__,
+        "gpu": gpu.name if gpu else None,
+        "compute_capability": gpu.compute_capability if gpu else None,
+        "driver": gpu.driver if gpu else None,
+        "power_mode": here.power_mode,
+        "model": model.name,
+        "onnx_sha256": sha256(model),
+        **options.built_on(),
+        "typing": "strong" if STRONG in attempt.flags else "weak",
+        "timing_cache_read_sha256": attempt.timing_read_sha256,
+        "timing_cache_sha256": attempt.timing_sha256,
+    }
+    return {key: str(value) for key, value in facts.items() if value not in (None, "")}

@@ -1,0 +1,288 @@
+"""Import NVIDIA's builder, `tensorrt` or `tensorrt_rtx`, and read what it refuses from its log.
+
+TensorRT keeps the first logger of a process and ignores any other, so one logger serves all: each
+`collect_log` block receives the lines of its time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from deploykit.core.errors import BadInput, DeploykitError, MissingExtra, Unsupported
+from deploykit.core.extras import installed, require
+from deploykit.engines.tensorrt.compatibility import check_version, version_numbers
+from deploykit.engines.tensorrt.log import LogLines, logger
+
+if TYPE_CHECKING:
+    import tensorrt as trt
+
+
+# Turn TensorRT's parser and builder errors into messages that name the culprit and the cure.
+#
+# TensorRT reports the condition that failed in its source ("false") or only writes to its log;
+# the
+# messages matched here were collected by giving it files that it refuses.
+
+NO_DRIVER = "cudaError 35"  # follows every other error of a machine without a driver
+NO_REASON = "TensorRT gave no reason in its log"
+_QUANTIZE = "quantize it with: deploykit quantize MODEL --to int8 --calib DATA"
+_QOPERATORS = re.compile(r"QLinear|QGemm|QAttention|MatMulInteger|ConvInteger")
+
+
+@dataclass(frozen=True)
+class ParserError:
+    """One error of `OnnxParser.get_error`. `code` is the name of its ErrorCode."""
+
+    code: str
+    operator: str
+    node: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why TensorRT refuses a file or a build. `damaged`: invalid, not just unsupported."""
+
+    text: str
+    hint: str | None = None
+    damaged: bool = False
+
+
+# pattern in TensorRT's message -> refusal; the first match wins
+_PARSER: Sequence[tuple[str, Reason]] = (
+    (
+        "Failed to parse the ONNX model",
+        Reason("is a truncated or damaged ONNX file", damaged=True),
+    ),
+    (
+        "Failed to import initializer",
+        Reason("its weights cannot be read: {file}", "keep model and data together", damaged=True),
+    ),
+    (
+        "type Int32 but must have type",
+        Reason("{node} dequantizes an int32 bias, which TensorRT does not support", _QUANTIZE),
+    ),
+    (
+        "Non-zero zero point",
+        Reason(
+            "{node} has a zero point other than 0: TensorRT supports symmetric INT8 only", _QUANTIZE
+        ),
+    ),
+    (
+        "unsupported input type of UINT8",
+        Reason("{node} quantizes to uint8: TensorRT supports symmetric INT8 only", _QUANTIZE),
+    ),
+    (
+        "Failed to convert ONNX date type",
+        Reason("a tensor has a type that TensorRT does not support, such as string"),
+    ),
+    (
+        "must have same input types|must be of same type",
+        Reason(
+            "{node} mixes the types {types}",
+            "write the precision into the file: deploykit quantize MODEL --to fp16",
+            damaged=True,
+        ),
+    ),
+    (
+        "Plugin not found|plugin creator|plugin registry",
+        Reason("{node} needs a plugin that this TensorRT does not have"),
+    ),
+)
+_BUILDER: Sequence[tuple[str, Reason]] = (
+    (
+        "workspace limit|insufficient workspace|increase the .*workspace",
+        Reason("no kernel fits into the workspace", "choose a larger workspace: `workspace_bytes`"),
+    ),
+    (
+        r"libnvinfer_lean|libnvinfer_builder|libnvinfer_dispatch",
+        Reason("a version compatible plan needs TensorRT's lean runtime, which is not installed"),
+    ),
+    (
+        "out of memory|OutOfMemory|Requested amount of GPU memory",
+        Reason(
+            "the GPU ran out of memory while building",
+            "stop other programs that use the GPU, or choose a smaller workspace or batch",
+        ),
+    ),
+    (
+        "Compute capability is invalid|compute capability is not supported|not support SM",
+        Reason("this TensorRT does not build for this GPU's compute capability"),
+    ),
+)
+_TYPES = re.compile(r"types? (?:is )?(\w+) (?:and|but kernel is of type) (\w+)")
+_CAN_FAIL = re.compile(
+    "strongly[ _-]?typed|any supported formats consistent with"
+    "|Could not find any implementation for node",
+    re.IGNORECASE,
+)
+_WARNINGS = 5  # that a note repeats
+
+
+def parser_refusal(error: ParserError, log: Sequence[str] = ()) -> Reason:
+    """Explain one parser error; `log`: the log's error lines, which name a missing data file."""
+    node = f"{error.operator or 'a node'} '{error.node}'" if error.node else error.operator
+    for pattern, refusal in _PARSER:
+        if re.search(pattern, error.text):
+            types = _TYPES.search(error.text)
+            file = re.search(r"Failed to open file: (\S.*)", "\n".join(log))
+            text = refusal.text.format(
+                node=node or "a node",
+                types=f"{types[1]} and {types[2]}" if types else first_sentence(error.text),
+                file=file[1] if file else first_sentence(error.text),
+            )
+            return Reason(text, refusal.hint, refusal.damaged)
+    if _QOPERATORS.match(error.operator):
+        return Reason(
+            f"{node} is an integer operator of ONNX Runtime: TensorRT needs Q/DQ pairs", _QUANTIZE
+        )
+    if error.code == "UNSUPPORTED_NODE" or error.text.strip() in ("", "false"):
+        return Reason(f"operator {node or 'unknown'} is not supported by TensorRT")
+    return Reason(f"{node + ': ' if node else ''}{first_sentence(error.text)}")
+
+
+def build_refusal(errors: Sequence[str]) -> Reason:
+    """Why a build produced no plan, from the error lines of its log, oldest first."""
+    lines = [line for line in errors if NO_DRIVER not in line]
+    for line in lines:
+        for pattern, refusal in _BUILDER:
+            if re.search(pattern, line, re.IGNORECASE):
+                return refusal
+    if lines:
+        return Reason(first_sentence(lines[0]))
+    if errors:
+        return Reason("no NVIDIA driver on this machine", "see: deploykit doctor")
+    return Reason(NO_REASON)
+
+
+def error_of(where: str, refusals: Sequence[Reason]) -> DeploykitError:
+    """One BadInput or Unsupported with every refusal in its message and the first one's hint."""
+    first = refusals[0]
+    text = "; ".join(refusal.text for refusal in refusals)
+    kind = BadInput if first.damaged else Unsupported
+    return kind(f"{where}: {text}", hint=first.hint)
+
+
+def refuses_strong_typing(errors: Sequence[str]) -> bool:
+    """Whether the log blames strong typing, or finds no kernel for the types that it fixes.
+
+    TensorRT 10.0 to 10.11 cannot build some strongly typed networks that build without the flag.
+    """
+    return any(_CAN_FAIL.search(line) for line in errors)
+
+
+def build_warnings(lines: Sequence[str]) -> list[str]:
+    """TensorRT's warnings as notes, each once; those of the timing cache have their own."""
+    found = [first_sentence(line) for line in lines if "timing cache" not in line.lower()]
+    distinct = list(dict.fromkeys(line for line in found if NO_DRIVER not in line))
+    notes = [f"TensorRT warns: {line}" for line in distinct[:_WARNINGS]]
+    if len(distinct) > _WARNINGS:
+        notes.append(f"TensorRT gave {len(distinct) - _WARNINGS} more warnings: see `--debug`")
+    return notes
+
+
+def first_sentence(text: str) -> str:
+    """The first log line without TensorRT's function name, error code and source position."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), NO_REASON)
+    line = re.sub(r"^(\[\S+?\]|\w+::\w+:)\s*", "", line)
+    line = re.sub(r"^Error Code \d+: [\w ]+ \((.*)\)$", r"\1", line)
+    line = re.sub(r"\.? In \w+ at \S+:\d+\)?$", "", line)
+    return re.sub(r"^Assertion failed: ", "", line)
+
+
+FLAVOURS: Mapping[str, str] = {"tensorrt": "tensorrt", "rtx": "tensorrt_rtx"}
+RTX_MAGIC = b"vtrt"  # the first bytes of a plan of TensorRT for RTX, whatever the module's name
+_T = TypeVar("_T")
+
+
+def module(flavour: str = "tensorrt") -> Any:
+    """Import `tensorrt`; for "rtx" `tensorrt_rtx`, else a `tensorrt` that wraps RTX's library.
+
+    Which library `tensorrt` wraps shows only in its plans. Raises MissingExtra when neither is
+    installed, Unsupported when it does not load or is older than TensorRT 10, BadInput for another
+    flavour.
+    """
+    if flavour not in FLAVOURS:
+        raise BadInput(
+            f"`flavour`: unknown value '{flavour}'", hint="one of: " + ", ".join(FLAVOURS)
+        )
+    if flavour == "rtx" and installed(FLAVOURS["rtx"]):
+        return require(FLAVOURS["rtx"])
+    if flavour == "rtx" and not installed(FLAVOURS["tensorrt"]):
+        raise MissingExtra("tensorrt_rtx is not installed", hint="pip install tensorrt-rtx")
+    found = require("tensorrt")
+    check_version(str(found.__version__))
+    return found
+
+
+def version(nv: Any) -> tuple[int, ...]:
+    """Major and minor version of TensorRT."""
+    return version_numbers(str(nv.__version__))[:2]
+
+
+def member(owner: Any, name: str, what: str) -> Any:
+    """`owner.name`, newer than 10.3. Raises Unsupported: `what` needs a newer TensorRT."""
+    try:
+        return getattr(owner, name)
+    except AttributeError as exc:
+        raise Unsupported(
+            f"{what}: needs a newer TensorRT; the installed one has no {name}"
+        ) from exc
+
+
+@contextlib.contextmanager
+def collect_log(nv: Any) -> Iterator[LogLines]:
+    """Collect TensorRT's log lines during the block; one thread at a time."""
+    lines = LogLines()
+    with _busy:
+        log = logger(nv)
+        before, log.sink = log.sink, lines
+        try:
+            yield lines
+        finally:
+            log.sink = before
+
+
+_busy = threading.RLock()
+
+
+def start(nv: Any) -> trt.Builder:
+    """Create a builder. Raises Unsupported where TensorRT cannot start, as without a driver."""
+    with collect_log(nv) as lines:
+        try:
+            builder: trt.Builder = nv.Builder(logger(nv))
+            return builder
+        except (TypeError, RuntimeError) as exc:  # pybind11: the factory returned nullptr
+            refusal = build_refusal(lines.errors or [str(exc)])
+            raise Unsupported(
+                f"TensorRT {nv.__version__} cannot start: {refusal.text}", hint=refusal.hint
+            ) from exc
+
+
+def maybe(value: _T) -> _T | None:
+    """`value`, typed as optional: TensorRT returns None on failure, which its signatures omit."""
+    return value
+
+
+def parser_errors(parser: trt.OnnxParser) -> tuple[ParserError, ...]:
+    """All errors of the last parse; a node without a name is given by its number."""
+    found = []
+    for number in range(parser.num_errors):
+        error = parser.get_error(number)
+        code = re.sub(r".*\.", "", str(error.code()))
+        operator = error.node_operator()
+        node = error.node_name() or (f"#{error.node()}" if operator else "")
+        found.append(ParserError(code, operator, node, error.desc()))
+    return tuple(found)
+
+
+def refusals(lines: LogLines, parser: trt.OnnxParser | None = None) -> tuple[Reason, ...]:
+    """Why TensorRT refused a parse (with its `parser`) or a build: one reason or more."""
+    found = parser_errors(parser) if parser is not None else ()
+    reasons = [parser_refusal(error, lines.errors) for error in found]
+    return tuple(dict.fromkeys(reasons)) or (build_refusal(lines.errors),)

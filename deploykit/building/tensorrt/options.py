@@ -1,0 +1,326 @@
+"""The options of a TensorRT build, checked against the target before anything is parsed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deploykit.building.tensorrt.module import member, version
+from deploykit.core.errors import BadInput, NotFound, Unsupported
+from deploykit.core.evidence import Layer
+from deploykit.core.precision import narrowest
+from deploykit.core.profile import Profile
+from deploykit.core.tensors import BATCH, TensorSpec
+from deploykit.engines.tensorrt.compatibility import version_numbers
+from deploykit.graph.graph import Graph
+
+# Parse and check the size ranges of a plan: smallest, optimum and largest shape of each input.
+#
+# All checks are made here, as TensorRT reports its own late and only in its log.
+
+Shape = tuple[int, ...]
+ShapeRange = tuple[Shape, Shape, Shape]  # smallest, optimum, largest
+
+LARGEST = (1 << 31) - 1  # TensorRT computes a tensor's offsets from 32-bit sizes
+_NUMBER = re.compile(r"[0-9]{1,10}")
+
+
+@dataclass(frozen=True)
+class AxisRange:
+    """Sizes of a dynamic axis: any from `minimum` to `maximum`, fastest at `optimum`."""
+
+    minimum: int
+    optimum: int
+    maximum: int
+
+    def __str__(self) -> str:
+        return f"{self.minimum},{self.optimum},{self.maximum}"
+
+
+def parse_batch(text: str, parameter: str = "`batch`") -> AxisRange:
+    """Parse "MIN,OPT,MAX", or one number for all three. Raises BadInput naming `parameter`."""
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) not in (1, 3) or not all(_NUMBER.fullmatch(part) for part in parts):
+        raise BadInput(
+            f"{parameter}: '{text}' is not a range of sizes",
+            hint="write MIN,OPT,MAX, for example 1,8,32, or one size",
+        )
+    sizes = [int(part) for part in parts]
+    return _check_range(AxisRange(sizes[0], sizes[len(sizes) // 2], sizes[-1]), parameter)
+
+
+def parse_axis(text: str) -> tuple[str, AxisRange]:
+    """Parse "NAME=MIN,OPT,MAX", one of `axes`. Raises BadInput."""
+    name, equals, sizes = text.partition("=")
+    if not equals or not name.strip():
+        raise BadInput(
+            f"`axes`: '{text}' names no axis", hint="write NAME=MIN,OPT,MAX, such as T=16,128,512"
+        )
+    return name.strip(), parse_batch(sizes, f"`axes` {name.strip()}")
+
+
+def _check_range(axis: AxisRange, parameter: str) -> AxisRange:
+    """`axis` if 0 <= minimum <= optimum <= maximum with an optimum of 1 or more; else BadInput."""
+    if not 0 <= axis.minimum <= axis.optimum <= axis.maximum:
+        raise BadInput(
+            f"{parameter}: {axis} is not a range: MIN <= OPT <= MAX is needed, none below 0",
+            hint="OPT is the size to optimise for; an example: 1,8,32",
+        )
+    if axis.optimum < 1 or axis.maximum > LARGEST:
+        raise BadInput(f"{parameter}: {axis}: OPT must be 1 or more and MAX at most {LARGEST}")
+    return axis
+
+
+def ranges(
+    inputs: Sequence[TensorSpec], batch: AxisRange, others: Mapping[str, AxisRange]
+) -> dict[str, ShapeRange]:
+    """Smallest, optimum and largest shape of every input, by name.
+
+    A dynamic axis takes its range from `others` by name, else from `batch` if it is axis 0 of an
+    input or shares its name. Without such an axis `batch` must be 1 or the fixed size of axis 0.
+    Raises BadInput naming the input, the axis and the parameter: a range out of order, a name that
+    no input has, an axis without a range.
+    """
+    _check_range(batch, "`batch`")
+    for name, axis in others.items():
+        _check_range(axis, f"`axes` {name}")
+    dynamic = {axis for spec in inputs for axis in spec.shape if isinstance(axis, str)}
+    for name in others:
+        if name == BATCH:
+            raise BadInput(
+                f"`axes`: {BATCH} is the batch", hint=f"write it as `batch` {others[name]}"
+            )
+        if name not in dynamic:
+            known = ", ".join(sorted(dynamic - {BATCH})) or "none but the batch"
+            raise BadInput(
+                f"`axes`: no input has a dynamic axis '{name}'",
+                hint=f"dynamic axes: {known}",
+            )
+    batches = {str(spec.shape[0]) for spec in inputs if spec.batched} - set(others)
+    if not batches:
+        _check_fixed(inputs, batch)
+    sizes = {**dict.fromkeys(batches | {BATCH}, batch), **others}
+    return {spec.name: _shapes(spec, sizes) for spec in inputs}
+
+
+def _shapes(spec: TensorSpec, sizes: Mapping[str, AxisRange]) -> ShapeRange:
+    for place, axis in enumerate(spec.shape):
+        if isinstance(axis, str) and axis not in sizes:
+            raise BadInput(
+                f"input '{spec.name}': axis {place}, '{axis}', is dynamic and has no range",
+                hint=f"give it one: `axes` {axis}=MIN,OPT,MAX",
+            )
+
+    def at(bound: str) -> Shape:
+        return tuple(
+            getattr(sizes[axis], bound) if isinstance(axis, str) else axis for axis in spec.shape
+        )
+
+    return at("minimum"), at("optimum"), at("maximum")
+
+
+def _check_fixed(inputs: Sequence[TensorSpec], batch: AxisRange) -> None:
+    fixed = [spec for spec in inputs if spec.shape and isinstance(spec.shape[0], int)]
+    sizes = {AxisRange(int(spec.shape[0]), *[int(spec.shape[0])] * 2) for spec in fixed}
+    if batch in sizes | {AxisRange(1, 1, 1)}:
+        return
+    if not fixed:
+        raise BadInput(f"`batch` {batch}: no input has a batch", hint="leave `batch` out")
+    name, size = fixed[0].name, fixed[0].shape[0]
+    raise BadInput(
+        f"`batch` {batch}: axis 0 of input '{name}' is fixed at {size}",
+        hint=f"use `batch` {size}, or export again with a dynamic batch",
+    )
+
+
+LEVELS = range(6)  # builder optimisation levels; TensorRT's own default is 3
+# hardware compatibility level -> the oldest compute capability that it covers
+HARDWARE: Mapping[str, str] = {"ampere-plus": "8.0", "same-compute-capability": "0.0"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of one build. `axes`: ranges of the dynamic axes other than the batch, by name.
+
+    `workspace_bytes`, `level` (0 to 5): None for the profile's and TensorRT's defaults.
+    `timing_cache`: a file to use instead of the one in the cache folder. `version_compatible`: run
+    on later TensorRT of this major version, and 10's on 11. `hardware_compatible`: one of HARDWARE.
+    `dla`: the number of a DLA core; layers that it does not support run on the GPU. `plugins`:
+    libraries to load first. `tf32`: False multiplies float32 in float32. `flavour`: "tensorrt" or
+    "rtx". `free_bytes`: free GPU memory, to which the workspace is cut. `device`: the GPU's number.
+    """
+
+    profile: Profile
+    batch: AxisRange
+    axes: Mapping[str, AxisRange] = field(default_factory=dict)
+    workspace_bytes: int | None = None
+    level: int | None = None
+    timing_cache: Path | None = None
+    version_compatible: bool = False
+    hardware_compatible: str | None = None
+    dla: int | None = None
+    plugins: tuple[Path, ...] = ()
+    tf32: bool = True
+    flavour: str = "tensorrt"
+    free_bytes: int | None = None
+    device: int = 0
+
+    @property
+    def workspace(self) -> int | None:
+        return self.workspace_bytes or self.profile.workspace_bytes
+
+    def built_on(self) -> dict[str, object]:
+        """The manifest's part that loading compares, and that building again needs."""
+        return {
+            "flavour": self.flavour,
+            "profile": self.profile.name,
+            "batch": self.batch,
+            "axes": " ".join(f"{name}={axis}" for name, axis in sorted(self.axes.items())),
+            "workspace_bytes": self.workspace,
+            "optimization_level": self.level,
+            "hardware_compatible": self.hardware_compatible,
+            "dla": self.dla,
+            "tf32": None if self.tf32 else "no",
+        }
+
+
+_UNITS: Mapping[str, int] = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_workspace(text: str) -> int:
+    """Bytes of "512M" or "4G" (1024-based); a number alone is in MiB, as in trtexec."""
+    match = re.fullmatch(r"(\d{1,9})([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    size = int(match[1]) * _UNITS[match[2].upper() or "M"] if match else 0
+    if not size:
+        raise BadInput(f"`workspace`: '{text}' is not a size", hint="write 512M or 4G, for example")
+    return size
+
+
+def check_options(options: Options) -> None:
+    """Raise BadInput or Unsupported for options that the profile's target cannot have."""
+    profile, level, hardware = options.profile, options.level, options.hardware_compatible
+    if level is not None and level not in LEVELS:
+        raise BadInput(f"`level` must be 0 to {LEVELS[-1]}, got {level}")
+    if hardware is not None and hardware not in HARDWARE:
+        raise BadInput(
+            f"`hardware_compatible`: unknown level '{hardware}'",
+            hint="one of: " + ", ".join(HARDWARE),
+        )
+    if options.device < 0:
+        raise BadInput(f"`device` must be the number of a GPU, got {options.device}")
+    for library in options.plugins:
+        if not library.is_file():
+            raise NotFound(f"{library}: no such plugin library")
+    oldest = version_numbers(HARDWARE.get(hardware or "", ""))
+    if (
+        profile.compute_capability is not None
+        and version_numbers(profile.compute_capability) < oldest
+    ):
+        raise Unsupported(
+            f"`hardware_compatible` {hardware}: profile {profile.name} has compute capability "
+            f"{profile.compute_capability}, {HARDWARE[str(hardware)]} or later is needed",
+            hint="use `hardware_compatible` same-compute-capability",
+        )
+    if options.dla is not None and not 0 <= options.dla < profile.dla_cores:
+        cores = profile.dla_cores
+        raise Unsupported(
+            f"`dla` {options.dla}: profile {profile.name} has "
+            + (f"{cores} DLA core{'s'[: cores > 1]}, counted from 0" if cores else "no DLA"),
+            hint="leave out `dla` to run everything on the GPU",
+        )
+
+
+def check_target(nv: Any, options: Options) -> None:
+    """Raise Unsupported when the profile's target does not run this TensorRT."""
+    low, high = options.profile.tensorrt_min, options.profile.tensorrt_max
+    before = low is not None and version(nv) < version_numbers(low)
+    after = high is not None and version(nv) > version_numbers(high)
+    if options.flavour == "tensorrt" and (before or after):
+        raise Unsupported(
+            f"profile {options.profile.name}: runs TensorRT {low or '10.3'} to {high or 'newer'}, "
+            f"the installed one is {nv.__version__}"
+        )
+
+
+def hardware_level(nv: Any, name: str) -> Any:
+    """TensorRT's enum member for one of HARDWARE. Raises Unsupported where it lacks that."""
+    levels = nv.HardwareCompatibilityLevel
+    return member(levels, name.upper().replace("-", "_"), f"`hardware_compatible` {name}")
+
+
+# What a Jetson's deep learning accelerator (DLA) takes, and what of an engine runs on it.
+#
+# Source: NVIDIA's TensorRT documentation 10.7 to 11.4.1, "Working with DLA", "Strongly Typed
+# Networks
+# for DLA". Not yet run on a DLA.
+
+_ABSENT = ((10, 8), (11, 4, 1))  # from the first to before the second
+_PRECISIONS = ("fp16", "int8")
+_ON_GPU = "leave out `dla` to run everything on the GPU"
+
+
+def check_dla(nv: Any, options: Options) -> None:
+    """Raise Unsupported where the installed TensorRT has no DLA."""
+    first, back = _ABSENT
+    if options.dla is not None and first <= version_numbers(str(nv.__version__)) < back:
+        raise Unsupported(
+            f"`dla` {options.dla}: TensorRT {nv.__version__} has no DLA: it exists up to 10.7 "
+            "(JetPack 6) and from 11.4.1 (AGX Orin with JetPack 7.2.2 or later)",
+            hint=_ON_GPU,
+        )
+
+
+def check_graph(options: Options, model: Path) -> None:
+    """Raise BadInput for sizes that vary and Unsupported for a precision that a DLA lacks."""
+    if options.dla is None:
+        return
+    ranges = {"batch": options.batch, **{f"axis {name}": a for name, a in options.axes.items()}}
+    for name, axis in ranges.items():
+        if axis.minimum != axis.maximum:
+            raise BadInput(
+                f"`dla` {options.dla}: a DLA takes no dynamic sizes, and {name} is {axis}",
+                hint=f"build one size: `batch` {axis.optimum}" if name == "batch" else _ON_GPU,
+            )
+    found = narrowest(Graph.open(model).precision)
+    if found not in _PRECISIONS:
+        raise Unsupported(
+            f"{model}: `dla` {options.dla}: a DLA computes in FP16 and INT8 only, the graph "
+            f"is {found}",
+            hint="`precision` fp16",
+        )
+
+
+def weakly_typed(nv: Any, options: Options) -> bool:
+    """Before TensorRT 11 a DLA takes its precision from the builder's flags."""
+    return options.dla is not None and version_numbers(str(nv.__version__)) < (11,)
+
+
+def note_dla(layers: Sequence[Layer] | None, options: Options, where: str) -> tuple[str, ...]:
+    """How many layers run on the DLA. Raises Unsupported where none does.
+
+    TensorRT runs on the GPU what a DLA refuses, and says so in a verbose log only.
+    """
+    if options.dla is None:
+        return ()
+    if layers is None:
+        return ("how many layers run on the DLA is not known: no layers could be read back",)
+    count = sum(map(runs_on_dla, layers))
+    if not count:
+        raise Unsupported(
+            f"{where}: `dla` {options.dla}: none of its {len(layers)} layers runs on the DLA; "
+            "TensorRT put all of them on the GPU",
+            hint=_ON_GPU,
+        )
+    return (
+        f"{count} of {len(layers)} layers run on DLA core {options.dla}, the others on the GPU",
+    )
+
+
+def runs_on_dla(layer: Layer) -> bool:
+    """A DLA's layer is one foreign node (NVIDIA/TensorRT issue 3143), as one of Myelin's is."""
+    kind = layer.kind.lower()
+    foreign = layer.name.startswith("{ForeignNode[") and not kind.startswith(("myelin", "kgen"))
+    return "dla" in kind or foreign

@@ -1,0 +1,363 @@
+"""Prove a TensorRT engine that was built, or check whether one could be built."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploykit.building.builder import BuildResult, Shapes
+from deploykit.building.tensorrt import build as plans
+from deploykit.building.tensorrt.build import BuildCheck
+from deploykit.building.tensorrt.options import (
+    AxisRange,
+    Options,
+    parse_axis,
+    parse_batch,
+    parse_workspace,
+)
+from deploykit.building.tensorrt.progress import OnProgress
+from deploykit.core.artefact import Artefact
+from deploykit.core.errors import DeploykitError, GateFailed, Unsupported
+from deploykit.core.evidence import BuildRecord, Evidence, Layer
+from deploykit.core.extras import install_hint, installed
+from deploykit.core.files import sha256
+from deploykit.core.machine import Machine, this_machine, tool_versions
+from deploykit.core.manifest import Manifest, write_manifest
+from deploykit.core.precision import max_engine_error, narrowest
+from deploykit.core.profile import Profile, fits
+from deploykit.core.subprocesses import run_apart
+from deploykit.core.tensors import TensorSpec
+from deploykit.engines.tensorrt.compatibility import record_build
+from deploykit.evaluation import batching, golden, verify
+from deploykit.evaluation.artefacts import Made, Progress, carry_task, keep, reject
+from deploykit.graph.graph import Graph
+from deploykit.quantization.evaluate import QuantizeRequest, evaluate_engine
+
+if TYPE_CHECKING:
+    from deploykit.building.tensorrt.build import BuildCheck
+
+
+_NOT_RECORDED = (
+    "the engine brings code along, and the cache folder cannot record that it was built here: "
+    "opening it needs --trust"
+)
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a plan was built for, and on which data its accuracy is measured."""
+
+    target: Profile
+    shapes: Shapes
+    request: QuantizeRequest
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What NVIDIA's builder on this machine reports on a file; no engine was kept."""
+
+    path: Path
+    profile: str
+    checked: BuildCheck
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"path": str(self.path), "profile": self.profile, **self.checked.to_dict()}
+
+    def raise_if_refused(self) -> None:
+        """Raise GateFailed naming the first node that was refused."""
+        if not self.checked.accepted:
+            problems = self.checked.problems
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            raise GateFailed(f"{self.path}: refused: {problems[0]}{more}", result=self)
+
+
+def try_build(
+    model: Artefact, target: Profile, shapes: Shapes, on_progress: Progress | None = None
+) -> CheckResult:
+    """Parse and build `model` with whatever NVIDIA builder is here, report, and keep nothing."""
+
+    return CheckResult(model.path, target.name, check(model, target, shapes, on_progress))
+
+
+def prove_plan(
+    built: BuildResult,
+    source: Artefact,
+    graph_file: Artefact,
+    tmp: Path,
+    place: Path,
+    options: PlanOptions,
+) -> Made:
+    """Prove the plan `tmp`, built from `graph_file` (made from `source`), and keep it at `place`.
+
+    Raises GateFailed when too much runs in more bits than asked, the outputs differ, or accuracy on
+    labelled data drops; the engine is then kept as NAME.rejected.trt.
+    """
+    manifest = _manifest(built, source, graph_file, tmp, options)
+    recorded = record_build(manifest)
+    evidence, why = _prove(tmp, manifest, graph_file, source, options, place.name)
+    read = evidence.precision
+    if read is not None and read.known:
+        manifest = replace(manifest, precision=_count(read.layers or ()))
+    manifest = replace(manifest, evidence=evidence)
+    if read is not None and not why and (read.wider or not read.known):
+        why = read.why if read.known else f"not verified: {read.why}"
+    notes = [*built.notes, *([why] if why else []), *([] if recorded else [_NOT_RECORDED])]
+    made = Made(place, manifest, tuple(notes))
+    if evidence.wrong:
+        made = reject(tmp, made)
+        raise GateFailed(
+            f"{place.name}: {evidence.wrong}; the engine is kept as {made.path}",
+            hint="other kernels: `level` 5; wider ones where they are few or fast: `allow_wider`; "
+            "or find the node that differs: deploykit compare",
+            result=made,
+        )
+    return keep(tmp, made)
+
+
+def _manifest(
+    built: BuildResult, source: Artefact, graph_file: Artefact, tmp: Path, options: PlanOptions
+) -> Manifest:
+    """The manifest of a plan that has not run yet, and golden samples next to it."""
+    from deploykit.graph.graph import Graph
+
+    graph, layers, request = Graph.open(graph_file.path), built.layers, options.request
+    samples = golden.carry(graph_file, tmp) or verify.record_on_cpu(
+        graph_file, tmp, _sizes(options, graph.inputs)
+    )
+    asked = verify.asked_of(graph)
+    read = verify.compare_layers(layers, asked, allow_wider=options.shapes.allow_wider)
+    precision = _count(layers or ()) if read.known else graph.precision
+    if samples is not None:
+        bound = max(samples.max_error, max_engine_error(precision))
+        samples = replace(samples, max_error=bound)
+    before = graph_file.manifest.evidence if graph_file.manifest else None
+    quantized = before.quantize if before else None
+    return Manifest(
+        format="tensorrt",
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+        precision=precision,
+        sha256=sha256(tmp),
+        made_from=tuple(dict.fromkeys((source.sha256, graph_file.sha256))),
+        made_with=tool_versions("tensorrt", "onnx"),
+        built_on={
+            **_built_on(built, options.shapes.device),
+            "model": source.name,
+            "precision": quantized.to if quantized else narrowest(graph.precision),
+            **({"calib": request.calib.name} if request.calib else {}),
+        },
+        evidence=Evidence(
+            precision=read,
+            build=BuildRecord(
+                options.target.name,
+                built.flags_used,
+                options.shapes.version_compatible,
+                built.plugins,
+            ),
+            source_graph=before,
+            golden=samples,
+        ),
+        task=carry_task(source, tmp),
+    )
+
+
+def _prove(
+    tmp: Path,
+    manifest: Manifest,
+    graph_file: Artefact,
+    source: Artefact,
+    options: PlanOptions,
+    name: str,
+) -> tuple[Evidence, str]:
+    """Run the staged engine and add to its evidence; the reason where it cannot run here."""
+    from deploykit.engines.engine import load
+    from deploykit.engines.tensorrt import inspector
+    from deploykit.evaluation.parity import feeds_at_sizes
+
+    write_manifest(tmp, manifest)  # an engine is opened with its manifest only
+    evidence, parity, why = manifest.evidence, None, ""
+    read, request = evidence.precision, options.request
+    device = f"cuda:{options.shapes.device}"
+    try:
+        # trusted: it was built just now
+        with load(Artefact.from_manifest(tmp, manifest), device, trust=True) as opened:
+            engine: Any = opened
+            parity, why = verify.prove_engine(engine, tmp, manifest, graph_file.path, name)
+            if read is not None:
+                read = verify.read_engine(engine, read)
+            with contextlib.suppress(DeploykitError):  # a figure for information: no reason to fail
+                times = engine.layer_times_ms(feeds_at_sizes(engine.inputs, engine.limits)[-1])
+                if read is not None and read.layers is not None:
+                    read = replace(read, time_shares=inspector.shares(read.layers, times))
+            evaluation = None
+            if request.data is not None and parity is not None and parity.passed:
+                with load(source, "cpu") as model:
+                    evaluation = evaluate_engine(model, engine, request, (source.name, name))
+            evidence = replace(evidence, parity=parity, precision=read, accuracy=evaluation)
+            if parity is not None and parity.passed:
+                proof = batching.prove_batch(engine, tmp, evidence.golden)
+                evidence = replace(evidence, batching=proof)
+    except Unsupported as exc:
+        why = exc.message
+    if parity is None:
+        why = f"the engine was not run here, so it is not verified: {why}"
+    return evidence, why
+
+
+def _sizes(options: PlanOptions, inputs: Sequence[TensorSpec]) -> dict[str, int]:
+    """Sizes of the dynamic axes to record samples at: a small batch, else the optimum."""
+    from deploykit.building.tensorrt.options import parse_axis, parse_batch
+
+    batch, axes = options.shapes.batch, dict(map(parse_axis, options.shapes.axes))
+    most = parse_batch(batch).maximum if batch else golden.SAMPLES
+    rows = max(1, min(golden.SAMPLES, most))
+    dynamic = {axis for spec in inputs for axis in spec.shape if isinstance(axis, str)}
+    return {axis: axes[axis].optimum if axis in axes else rows for axis in dynamic}
+
+
+def check_asked(model: Artefact, options: PlanOptions) -> None:
+    """Raise BadInput, NotFound or Unsupported for options that are wrong on every machine."""
+    from deploykit.building.tensorrt.options import check_options
+
+    check_options(options_of(options.target, options.shapes, model))
+
+
+def check_here(target: Profile, model: Artefact) -> None:
+    """Raise Unsupported unless this machine is the target and has what it takes to build there."""
+    machine = this_machine()
+    here = machine.gpus[0].name if machine.gpus else machine.l4t and (machine.board or "a Jetson")
+    hint = (
+        f"see whether it could be built: deploykit build {model} --profile {target.name} --check; "
+        f"for this machine's CPU: deploykit build {model} --profile cpu"
+    )
+    if not here or not _is_target(machine, target):
+        raise Unsupported(
+            f"profile '{target.name}' is not this machine, which has "
+            f"{here or 'no NVIDIA GPU'}: a TensorRT engine is built on its target",
+            hint=hint,
+        )
+    if not installed("tensorrt"):
+        raise Unsupported(
+            f"profile '{target.name}' needs TensorRT, which is not installed here",
+            hint=install_hint("tensorrt"),
+        )
+
+
+def _is_target(machine: Machine, target: Profile) -> bool:
+    """As `choose_profile` decides; a profile that names neither board nor GPU fits any.
+
+    So does a Jetson's where the module is not known: a container does not show its device tree.
+    """
+    unknown = bool(target.boards and machine.l4t and not machine.board_ids)
+    return unknown or fits(target, machine) or not (target.boards or target.gpu_names)
+
+
+def _built_on(built: BuildResult, number: int) -> Mapping[str, str]:
+    """What the builder reports, overridden by what the CUDA driver reports of the device.
+
+    `nvidia-smi` counts GPUs that CUDA_VISIBLE_DEVICES hides, and knows no multiprocessors.
+    """
+    try:
+        from deploykit.engines.cuda.driver import CudaDevice
+
+        device = CudaDevice(number)
+    except DeploykitError:
+        return built.built_on
+    from deploykit.engines.tensorrt.open import here
+
+    return {**built.built_on, **here(device).facts()}
+
+
+def _count(layers: Sequence[Layer]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for layer in layers:
+        if layer.precision is not None:
+            counts[layer.precision] = counts.get(layer.precision, 0) + 1
+    return dict(sorted(counts.items()))
+
+
+# Build in this process, or in one of its own whose memory is free again when it has ended.
+#
+# TensorRT keeps what its builder allocated. On a board where CPU and GPU share memory, the engine
+# that is loaded next would lack it.
+
+
+def build_here(
+    model: Path, out: Path, options: Options, on_progress: OnProgress | None = None
+) -> BuildResult:
+    """`plans.build` on the GPU of `options`, within its free memory."""
+    try:
+        from deploykit.engines.cuda.driver import CudaDevice
+
+        driver = CudaDevice(options.device)
+        driver.use()  # TensorRT builds for this thread's GPU
+        options = replace(options, free_bytes=driver.memory()[0])
+    except DeploykitError:  # no CUDA: TensorRT itself reports what is missing
+        pass
+    return plans.build(model, out, options, on_progress)
+
+
+def build_apart(
+    model: Path, out: Path, options: Options, on_progress: OnProgress | None = None
+) -> BuildResult:
+    """`build_here` in a process of its own; raises what it raises, and OutOfMemory if killed."""
+    built: BuildResult = run_apart(
+        str(model), build_here, model, out, options, on_progress=on_progress
+    )
+    return built
+
+
+# Build or check a graph for a TensorRT target, with the user's options parsed.
+
+DEFAULT_BATCH = "1,8,32"
+
+
+def build_engine(
+    model: Artefact,
+    out: Path,
+    target: Profile,
+    shapes: Shapes,
+    on_progress: Callable[[str, float], None] | None = None,
+) -> BuildResult:
+    """Write the plan of `model` to `out`; raises as `plans.build` does.
+
+    Where CPU and GPU share memory, in a process that ends before the engine is run and proven.
+    """
+    options = options_of(target, shapes, model)
+    run = build_apart if target.unified_memory else build_here
+    return run(model.path, out, options, on_progress)
+
+
+def check(
+    model: Artefact,
+    target: Profile,
+    shapes: Shapes,
+    on_progress: Callable[[str, float], None] | None = None,
+) -> BuildCheck:
+    """Parse and build with the installed NVIDIA builder, and write nothing."""
+    flavour = "tensorrt" if installed("tensorrt") or not installed("tensorrt_rtx") else "rtx"
+    options = replace(options_of(target, shapes, model), flavour=flavour)
+    return plans.check(model.path, options, on_progress)
+
+
+def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:
+    """Raises BadInput for invalid sizes."""
+    batched = any(spec.batched for spec in Graph.open(model.path).inputs)
+    text = shapes.batch or (DEFAULT_BATCH if batched else None)
+    return Options(
+        profile=target,
+        batch=parse_batch(text) if text else AxisRange(1, 1, 1),
+        axes=dict(parse_axis(each) for each in shapes.axes),
+        level=shapes.level,
+        version_compatible=shapes.version_compatible,
+        hardware_compatible=shapes.hardware_compatible,
+        dla=shapes.dla,
+        plugins=tuple(map(Path, shapes.plugins)),
+        workspace_bytes=parse_workspace(shapes.workspace) if shapes.workspace else None,
+        timing_cache=Path(shapes.timing_cache) if shapes.timing_cache else None,
+        tf32=shapes.tf32,
+        device=shapes.device,
+    )

@@ -1,0 +1,292 @@
+"""The demo: the whole main job on real data, from training to a report, in one folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploykit.benchmarking import bench
+from deploykit.benchmarking.columns import BASELINE
+from deploykit.building import build
+from deploykit.core.errors import GateFailed, Unsupported
+from deploykit.core.evidence import Gate
+from deploykit.core.extras import installed, missing, require
+from deploykit.core.files import StrPath
+from deploykit.core.json_value import json_value
+from deploykit.core.subprocesses import module_command
+from deploykit.evaluation import compare, predict
+from deploykit.evaluation.artefacts import Made, Progress, no_progress
+from deploykit.evaluation.doctor import NEEDS
+from deploykit.evaluation.outputs import claim_report
+from deploykit.exporting import export
+from deploykit.loadtest import load as load_test
+from deploykit.quantization import quantize
+from deploykit.training import train
+
+if TYPE_CHECKING:
+    from deploykit.reporting.load_result import LoadResult
+    from deploykit.reporting.points import Point
+    from deploykit.reporting.report import Report
+
+RECIPE = "mnist-cnn"
+MAX_DROP = 0.02  # 540 test samples cannot prove less: one changed answer moves the bound 0.6 pp
+CONNECTIONS = 32
+READY_S = 60.0
+STOP_S = 30.0
+_STEPS = 9
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """The demo's report, where it is, and the rows of its closing table."""
+
+    page: Path
+    report: Report
+    rows: tuple[tuple[str, ...], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = json_value(self, without=("rows",))
+        return found
+
+    def _repr_html_(self) -> str:
+        return self.report._repr_html_()
+
+
+class _Steps:
+    """Reports how far the whole demo is, and how long each step took."""
+
+    def __init__(self, on_step: Callable[[str], None], on_progress: Progress) -> None:
+        self.on_step = on_step
+        self.on_progress = on_progress
+        self.name = ""
+        self.taken: list[tuple[str, float]] = []
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self.name = name
+        self.progress("", 0.0)
+        started = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - started
+        self.taken.append((name, round(seconds, 3)))
+        self.on_step(f"  {seconds:6.1f} s  {name}")
+
+    def progress(self, what: str, share: float) -> None:
+        """How far the current step is, 0 to 1."""
+        self.on_progress(f"{self.name}  {what}".rstrip(), (len(self.taken) + share) / _STEPS)
+
+
+def demo(
+    out: StrPath = "out",
+    *,
+    quick: bool = False,
+    force: bool = False,
+    on_progress: Progress = no_progress,
+    on_step: Callable[[str], None] = lambda _: None,
+) -> DemoResult:
+    """Run the main job into the folder `out`. Raises GateFailed when parity or accuracy fail.
+
+    `force`: replace files that deploykit did not write.
+    """
+    if absent := [each for each in NEEDS["demo"] if not installed(each)]:
+        raise missing(*absent)
+    for module in NEEDS["demo"]:
+        require(module)
+    from deploykit.reporting import report as reports
+    from deploykit.reporting.verdict import verdict
+
+    folder = claim_report(out, (), force=force)
+    folder.mkdir(parents=True, exist_ok=True)
+    job = _Demo(folder, quick, force, _Steps(on_step, on_progress))
+    job.train_and_export()
+    job.quantize()
+    job.build()
+    job.compare_and_predict()
+    report = job.measure()
+    serving = job.serve(report)
+    report = replace(
+        report,
+        title=f"deploykit demo: {RECIPE} on handwritten digits",
+        command=f"deploykit demo -o {folder}" + (" --quick" if quick else ""),
+        gates=tuple(Gate(name, True, detail) for name, detail in job.gates),
+        serving=serving,
+        steps=tuple(reports.Step(*step) for step in job.steps.taken),
+    )
+    report = replace(report, verdict=verdict(report))
+    return DemoResult(reports.write(report, folder), report, _rows(report))
+
+
+class _Demo:
+    """The steps of the demo, in order, and the files and gates that they leave."""
+
+    def __init__(self, out: Path, quick: bool, force: bool, steps: _Steps) -> None:
+        self.out, self.quick, self.force, self.steps = out, quick, force, steps
+        self.checkpoint, self.test = out / "model.pt", out / "data" / "test.npz"
+        self.typed = {"fp32": out / "model.onnx"}
+        self.built: dict[str, Path] = {}
+        self.gates: list[tuple[str, str]] = []  # name, detail; a gate that fails ends the demo
+
+    def train_and_export(self) -> None:
+        with self.steps(f"train {RECIPE}"):
+            train.train(
+                RECIPE,
+                self.checkpoint,
+                epochs=8 if self.quick else None,
+                save_splits=self.out / "data",
+                force=self.force,
+                on_progress=self.steps.progress,
+            )
+        with self.steps("export to ONNX, parity with PyTorch"):
+            made = export.export(
+                self.checkpoint,
+                out=self.typed["fp32"],
+                force=self.force,
+                on_progress=self.steps.progress,
+            )
+        self.gates.append(("export", f"error {_worst(made)}"))
+
+    def quantize(self) -> None:
+        for name in ("fp16", "int8"):
+            with self.steps(f"quantise to {name}, accuracy gate"):
+                made = quantize.quantize(
+                    self.typed["fp32"],
+                    name,
+                    self.out / f"model.{name}.onnx",
+                    calib=self.out / "data" / "calibration.npz",
+                    data=self.test,
+                    max_drop=MAX_DROP,
+                    runtime="onnxruntime",
+                    force=self.force,
+                )
+            self.typed[name] = made.path
+            cost = made.evaluation.describe() if made.evaluation else ""
+            self.gates.append((f"{name} accuracy", cost))
+
+    def build(self) -> None:
+        with self.steps("build for this machine's CPU"):
+            for name in ("fp32", "int8"):  # ONNX Runtime's CPU kernels compute float16 in float32
+                out = self.out / f"model.{name}.cpu.onnx"
+                made = build.build(self.typed[name], "cpu", out=out, force=self.force)
+                self.built[name] = made.path
+                self.gates.append((f"build {name}", f"error {_worst(made)}"))
+
+    def compare_and_predict(self) -> None:
+        with self.steps("compare the built engine with PyTorch"):
+            compared = compare.compare(self.checkpoint, self.built["fp32"], data=self.test)
+            compared.raise_if_over()
+        detail = f"error {compared.parity.worst.error:.2g}"
+        self.gates.append(("built engine against PyTorch", detail))
+        with self.steps("predict the test split"):
+            out = self.out / "predictions.npz"
+            predict.predict(self.built["int8"], self.test, out, device="cpu", force=self.force)
+
+    def measure(self) -> Report:
+        quick = self.quick
+        with self.steps("measure against the CPU baseline"):
+            return bench.bench(
+                [self.built["int8"], self.typed["fp16"]],
+                baseline=self.typed["fp32"],
+                batches=(1, 32) if quick else (1, 4, 16, 64),
+                out=self.out,
+                data=self.test,
+                force=self.force,
+                warmup_s=0.2 if quick else 1.0,
+                seconds=0.5 if quick else 3.0,
+                on_progress=self.steps.progress,
+            )
+
+    def serve(self, report: Report) -> tuple[LoadResult, ...]:
+        int8 = self.built["int8"]
+        best = _fastest(report, {BASELINE: self.built["fp32"], int8.stem: int8})
+        seconds = 1.0 if self.quick else 5.0
+        with self.steps(f"serve {best.name} over HTTP, under load"), _server(best) as url:
+            closed = load_test.load_test(url, concurrency=CONNECTIONS, duration_s=seconds)
+            quarter = max(1.0, closed.achieved_per_s.value / 4)
+            return closed, load_test.load_test(url, rate=quarter, duration_s=seconds)
+
+
+def _worst(made: Made) -> str:
+    return f"{made.parity.worst.error:.2g}" if made.parity else "not compared"
+
+
+@contextlib.contextmanager
+def _server(engine: Path) -> Iterator[str]:
+    """`deploykit serve` as a process; its URL. Raises Unsupported if it does not start."""
+    command = module_command("deploykit", "serve", "--engine", f"{RECIPE}={engine}")
+    command += ["--http-port", "0", "--grpc-port", "0", "--device", "cpu"]
+    with tempfile.TemporaryFile() as log:  # a file: a pipe that nobody reads would fill up
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+        limit = threading.Timer(READY_S, process.kill)
+        limit.start()
+        try:
+            ready = process.stdout.readline() if process.stdout else ""
+            limit.cancel()
+            if not ready:
+                log.seek(0)
+                why = log.read().decode(errors="replace").strip()
+                raise Unsupported(f"the server did not start: {why or f'not within {READY_S:g} s'}")
+            yield f"http://{json.loads(ready)['http']}"
+            process.terminate()
+            code = process.wait(timeout=STOP_S)
+            if code != 0:
+                raise GateFailed(f"the server ended with exit code {code} on SIGTERM, not 0")
+        finally:
+            limit.cancel()
+            process.kill()
+            process.communicate()
+
+
+def _fastest(report: Report, files: Mapping[str, Path]) -> Path:
+    """The file behind the highest throughput; `files` by the label of its points."""
+    rates = {point.label: point.throughput_per_s.value for point in report.points}
+    name = {label: label.partition(", ")[0] for label in rates}  # "..., 2 sessions": the same file
+    return files[name[max((each for each in rates if name[each] in files), key=rates.__getitem__)]]
+
+
+def _rows(report: Report) -> tuple[tuple[str, ...], ...]:
+    """Setup, accuracy, latency at batch 1, throughput at its best batch."""
+    from deploykit.reporting.points import best as fastest
+    from deploykit.reporting.tables import accuracy_of
+
+    def score(point: Point) -> str:
+        found = [row.to_dict() for row in report.accuracy]
+        row = accuracy_of(found, point.label, point.precision)
+        return f"{row['value']['value'] * 100:.2f} %" if row else "-"
+
+    rows = []
+    for label in dict.fromkeys(point.label for point in report.points):
+        points = [point for point in report.points if point.label == label]
+        rows.append(_row(label, score(points[0]), points))
+    cpu = [point for point in report.points if point.device == "cpu"]
+    best = max(cpu, key=lambda point: point.throughput_per_s.value)
+    quickest = fastest([p for p in cpu if p.batch == min(p.batch for p in cpu)], "p50")
+    rows.append(_row("best CPU", score(best), [quickest, best]))
+    for gap in report.not_measured:
+        if gap.what == "GPU":
+            rows.append(("GPU", "-", "not measured", gap.why))
+    for result in report.serving:
+        p50 = result.latency.p50_ms if result.latency else None
+        shown = "-" if p50 is None else f"{p50.value:.3g} ms"
+        how = f"{result.concurrency} connections" if result.mode == "closed" else "open loop"
+        rate = f"{result.achieved_per_s.value:,.0f} requests/s"
+        rows.append((f"served, {how}", "", shown, rate))
+    return tuple(rows)
+
+
+def _row(label: str, score: str, points: list[Point]) -> tuple[str, ...]:
+    smallest = min(points, key=lambda point: point.batch)
+    best = max(points, key=lambda point: point.throughput_per_s.value)
+    p50 = smallest.latency.p50_ms
+    shown = "too few" if p50 is None else f"{p50.value:.3g} ms"
+    shown = shown if smallest.batch == 1 else "-"
+    return (label, score, shown, f"{best.throughput_per_s.value:,.0f}/s at {best.batch}")

@@ -1,0 +1,376 @@
+"""Start a bundle on its device: check it, build its engine where needed, prove that, and serve it.
+
+The ports open once the engine that will serve is proven: until then a health check finds nobody, so
+its start period has to be longer than a build. A build runs in a process of its own. If it fails,
+or is killed, the previous engine serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploykit.building.builder import Shapes
+from deploykit.core.artefact import Artefact
+from deploykit.core.errors import BadInput, DeploykitError, GateFailed
+from deploykit.core.files import StrPath
+from deploykit.core.json_value import Record
+from deploykit.core.machine import this_machine
+from deploykit.core.profile import Profile, load_profile
+from deploykit.core.runtime import RUNTIMES
+from deploykit.core.subprocesses import run_apart
+from deploykit.deploying import device as machines
+from deploykit.deploying.slots import (
+    TIMING_FILE,
+    CacheState,
+    Decision,
+    EngineCache,
+    EngineKey,
+    decide,
+)
+from deploykit.evaluation.artefacts import span
+from deploykit.evaluation.bundle_folder import Bundle, read_bundle, verify
+
+if TYPE_CHECKING:
+    from deploykit.serving.models.repository import ModelRepository
+    from deploykit.serving.server import Server
+
+log = logging.getLogger(__name__)
+
+STARTED = ("docker", "kserve")  # the kinds of bundles; others have a server of their own
+_QUIET_S = 10.0  # between two lines on the progress of a build
+
+
+@dataclass(frozen=True)
+class Booted(Record):
+    """Which engine serves. `source`: "cache", "build", or "previous" where a build failed."""
+
+    source: str
+    slot: str
+    why: str
+
+
+OnReady = Callable[[str, int, "int | None", list[str], Booted], None]
+
+
+def boot_until_stopped(
+    bundle: StrPath,
+    cache: StrPath,
+    *,
+    rollback: bool = False,
+    retry: bool = False,
+    device: str = "auto",
+    on_ready: OnReady | None = None,
+    **options: Any,
+) -> int:
+    """Serve a bundle until SIGTERM or Ctrl-C, from an engine that was built on this device.
+
+    `cache`: the folder of its engines. `rollback`: serve the previous engine from now on. `retry`:
+    build again what failed or was rolled back. `options`: those of `serve_until_stopped`. Returns
+    how many accepted requests were left unanswered.
+
+    Raises BadInput for a bundle or a cache that is damaged, Unsupported for another machine than
+    the bundle's, GateFailed for an engine with other outputs, where no earlier one can serve.
+    """
+    from deploykit.engines.engine import check_device
+    from deploykit.serving.serve import serve_until_stopped
+
+    check_device(device)
+    found = _read(Path(bundle))
+    if Path(cache).resolve().is_relative_to(Path(bundle).resolve()):
+        raise BadInput(f"`cache` {cache}: is inside the bundle, which may hold only its own files")
+    profile = load_profile(found.profile)
+    if profile.device == "cpu" and device == "auto":
+        device = "cpu"
+    boot = Boot(
+        Path(bundle), profile, EngineCache(Path(cache)), device, rollback=rollback, retry=retry
+    )
+    with ExitStack() as stack:
+
+        def on_start(
+            _server: Server | None, host: str, port: int, grpc_port: int | None, names: list[str]
+        ) -> None:
+            booted = boot.confirm()
+            stack.close()  # another process may use the cache
+            if on_ready is not None:
+                on_ready(host, port, grpc_port, names, booted)
+
+        def engines() -> list[str]:
+            return [f"{found.name}={stack.enter_context(boot.prepare())}"]
+
+        return serve_until_stopped(
+            engines,
+            device=device,
+            reload=False,
+            on_start=on_start,
+            on_serve=lambda server: _publish(boot.booted, server.repository),
+            **options,
+        )
+
+
+def _read(folder: Path) -> Bundle:
+    if folder.is_file():
+        raise BadInput(f"{folder}: is a file; a bundle is a folder", hint="unpack a .tar: tar -xf")
+    found = read_bundle(folder)
+    if found.kind not in STARTED:
+        raise BadInput(
+            f"{folder}: is a bundle for {found.kind}, which does not start by itself",
+            hint="deploykit bundle MODEL --to docker",
+        )
+    return found
+
+
+def _publish(booted: Booted, repository: ModelRepository) -> None:
+    """Say in the model's notes and the metrics whether the previous engine serves."""
+    from deploykit.serving.observe.prometheus import Sample
+    from deploykit.serving.options import VERSION
+
+    (model,) = repository.models.values()
+    previous, labels = booted.source == "previous", {"model": model.name, "version": VERSION}
+    if previous:
+        model.remark = lambda: f"the previous engine serves: {booted.why}"
+    repository.add_metrics(lambda: [Sample("deploykit_previous_engine", labels, previous)])
+
+
+class Boot:
+    """One start, from the checks to the engine that may be served.
+
+    `run` calls a function that builds or proves, by default in a process of its own.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        profile: Profile,
+        cache: EngineCache,
+        device: str = "cpu",
+        *,
+        rollback: bool = False,
+        retry: bool = False,
+        run: Callable[..., Any] = run_apart,
+    ) -> None:
+        self.folder, self.profile, self.cache, self.device = folder, profile, cache, device
+        self.rollback, self.retry, self._run = rollback, retry, run
+        self._state = CacheState()
+        self._booted: Booted | None = None
+
+    @contextlib.contextmanager
+    def prepare(self) -> Iterator[Path]:
+        """The file of the engine to serve; the cache is locked meanwhile."""
+        bundle = verify(self.folder, whole=False)
+        key = self._check(bundle)
+
+        def waiting() -> None:
+            log.warning("%s: another process uses the cache; waiting for it", self.cache.folder)
+
+        with self.cache.lock(waiting) as lock:
+            yield self._choose(bundle, key, lock)
+
+    @property
+    def booted(self) -> Booted:
+        """What `prepare` chose."""
+        assert self._booted is not None
+        return self._booted
+
+    def confirm(self) -> Booted:
+        """The engine is ready: its key counts as a success."""
+        if self._state.key and self.booted.source != "previous":
+            self._save(self._state.confirm())
+        return self.booted
+
+    def _check(self, bundle: Bundle) -> EngineKey:
+        """Compare bundle and machine. Raises Unsupported, GateFailed, MissingExtra."""
+        machine = this_machine()
+        for note in machines.check_machine(bundle, self.profile, machine):
+            log.warning("%s", note)
+        gpu = None
+        if self.profile.runtime == "tensorrt":
+            gpu = machines.read_gpu(machines.gpu_number(self.device))
+            machines.check_gpu(self.profile, machine, gpu)
+        model = Artefact.open(self.folder / bundle.model)
+        if model.manifest is not None and model.manifest.evidence.wrong:
+            raise GateFailed(f"{model}: did not pass its gate: {model.manifest.evidence.wrong}")
+        check_task(model)
+        return machines.engine_key(bundle, self.profile, machine, gpu)
+
+    def _choose(self, bundle: Bundle, key: EngineKey, lock: int) -> Path:
+        """Follow the steps that `decide` names, until one gives an engine."""
+        self._state, slots = self._begin(key), self.cache.slots()
+        failure: DeploykitError | None = None
+        if self.rollback:
+            self._state = self._state.fail(key.digest, "rolled back")
+            if decide(self._state, key, slots).do != "fall back":
+                raise BadInput(f"{self.cache.folder}: has no earlier engine to roll back to")
+            self._save(self._state)
+        while True:
+            step = decide(self._state, key, slots)
+            if step.do == "build":
+                if failure is not None:
+                    raise failure
+                try:
+                    return self._build(bundle, key, step, lock)
+                except DeploykitError as exc:
+                    log.error("the new engine is not used: %s", exc.message)
+                    failure = exc
+                    continue
+            try:
+                return self._start(step, key, lock)
+            except DeploykitError as exc:
+                log.error("the engine in %s is not used: %s", step.slot, exc.message)
+                del slots[step.slot]
+
+    def _begin(self, key: EngineKey) -> CacheState:
+        state = self.cache.state()
+        if state.name and state.name != key.name:
+            raise BadInput(
+                f"{self.cache.folder}: is the cache of '{state.name}', not of '{key.name}'",
+                hint="give each model a `cache` of its own",
+            )
+        return state.confirm() if self.retry else state
+
+    def _start(self, step: Decision, key: EngineKey, lock: int) -> Path:
+        """Check a cached engine; one of another key has to be proven here first."""
+        engine = self.cache.check(step.slot)
+        if step.do == "fall back":
+            log.error(
+                "SERVING THE PREVIOUS ENGINE (%s): %s; boot --retry builds again",
+                step.slot,
+                step.why,
+            )
+            with self.cache.errors():
+                self._run(str(engine), prove, engine, self.device, inherit=(lock,))
+            self._booted = Booted("previous", step.slot, step.why)
+        else:
+            log.info("starting from the cached engine in %s", step.slot)
+            self._booted = Booted("cache", step.slot, step.why)
+        before = self._state
+        if step.do == "start" and before.key == key.digest:  # it was never ready so far
+            self._state = self._state.begin(key.name, key.digest)
+        self._state = self._state.switch(step.slot)
+        if self._state != before:
+            self._save(self._state)
+        return engine
+
+    def _build(self, bundle: Bundle, key: EngineKey, step: Decision, lock: int) -> Path:
+        """Build, prove and keep an engine; the slot that serves is not touched."""
+        model = self.folder / bundle.model
+        log.info("building the engine in %s: %s", step.slot, step.why)
+        name = f"{key.name}.{RUNTIMES[self.profile.runtime].suffix.rpartition('.')[2]}"
+        out = self.cache.folder / step.slot / name
+        self._state = self._state.begin(key.name, key.digest)
+        try:
+            self.cache.save(self._state)
+            self.cache.empty(step.slot)
+            timing = self.folder / bundle.timing_cache if bundle.timing_cache else None
+            build = (build_and_prove, model, bundle.profile, key.batch, self.device, timing, out)
+            with self.cache.errors():
+                notes = self._run(str(model), *build, on_progress=_Progress(), inherit=(lock,))
+            self.cache.seal(step.slot, name, key)
+            self.cache.save(self._state.switch(step.slot))
+        except DeploykitError as exc:
+            if not isinstance(exc, GateFailed):  # what failed its gate is kept to be looked at
+                self.cache.drop(step.slot)
+            self._state = self._state.fail(key.digest, exc.message)
+            self._save(self._state)
+            raise
+        except BaseException:  # Ctrl-C, SIGTERM
+            self.cache.drop(step.slot)
+            self._save(self._state.interrupt())
+            raise
+        for note in notes:
+            log.info("%s", note)
+        self._state = self._state.switch(step.slot)
+        self._booted = Booted("build", step.slot, step.why)
+        return out
+
+    def _save(self, state: CacheState) -> None:
+        """Save what a later start would rather know; a read-only or full cache can still serve."""
+        try:
+            self.cache.save(state)
+        except DeploykitError as exc:
+            log.warning("the cache's state could not be saved: %s", exc.message)
+
+
+def check_task(model: Artefact) -> None:
+    """Raise MissingExtra where what turns images or sentences into the model's inputs is absent.
+
+    A server would take tensors all the same, and say so to the first client with an image.
+    """
+    manifest = model.manifest
+    if manifest is not None and manifest.task is not None:
+        from deploykit.engines.tasks.engine import TaskSteps
+
+        TaskSteps(manifest.task, manifest.inputs, manifest.outputs, model.path.parent)
+
+
+class _Progress:
+    """Logs a line for each phase of a build, and now and then one within it."""
+
+    def __init__(self) -> None:
+        self._phase, self._last_s = "", 0.0
+
+    def __call__(self, phase: str, share: float) -> None:
+        now_s = time.monotonic()
+        if phase != self._phase or now_s - self._last_s >= _QUIET_S:
+            self._phase, self._last_s = phase, now_s
+            log.info("build: %3.0f %%  %s", share * 100, phase)
+
+
+# What runs in a process of its own
+
+
+def build_and_prove(
+    model: Path,
+    profile: str,
+    batch: str,
+    device: str,
+    timing: Path | None,
+    out: Path,
+    on_progress: Callable[[str, float], None],
+) -> tuple[str, ...]:
+    """Build `model` into `out`, open that and replay its golden samples; the notes of the build.
+
+    `batch`: as in `EngineKey`. `timing`: the bundle's timing cache. The device's own is next to
+    the slots, and is kept.
+    """
+    from deploykit.building.build import build
+
+    source, shapes = Artefact.open(model), Shapes()
+    if load_profile(profile).runtime == "tensorrt":
+        batched = source.manifest is None or any(s.batched for s in source.manifest.inputs)
+        kept = out.parents[1] / TIMING_FILE
+        if timing is not None and not kept.exists():
+            shutil.copyfile(timing, kept)
+        sizes, *axes = batch.split(";")
+        number = machines.gpu_number(device)
+        shapes = Shapes(sizes if batched else None, axes, device=number, timing_cache=kept)
+    made = build(source, profile, shapes=shapes, out=out, on_progress=span(on_progress, 0.0, 0.9))
+    prove(out, device, span(on_progress, 0.9, 1.0))
+    return made.notes
+
+
+def prove(engine: Path, device: str, on_progress: Callable[[str, float], None]) -> None:
+    """Open an engine as the server does, and replay its golden samples. Raises GateFailed."""
+    from deploykit.evaluation.verify import open_proven, prove_engine
+
+    on_progress("replaying the golden samples", 0.0)
+    artefact = Artefact.open(engine)
+    manifest = artefact.manifest
+    if manifest is None:
+        raise BadInput(f"{engine}: has no manifest next to it")
+    if manifest.evidence.wrong:
+        raise GateFailed(f"{engine}: {manifest.evidence.wrong}")
+    (opened,) = open_proven(artefact, device)
+    with opened:
+        parity, why = prove_engine(opened, engine, manifest, None, engine.name)
+    if parity is None:
+        log.warning("%s: its golden samples were not replayed: %s", engine.name, why)
+    else:
+        parity.raise_if_over()

@@ -1,0 +1,296 @@
+"""Bundle a model with all that a device or a cluster needs to run it, with checksums."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
+
+from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
+from deploykit.core.errors import BadInput, did_you_mean, quote
+from deploykit.core.evidence import Evidence
+from deploykit.core.files import StrPath, atomic_write, check_readable
+from deploykit.core.json_value import Record
+from deploykit.core.manifest import write_manifest
+from deploykit.core.precision import CALIBRATED, max_engine_error, names_of
+from deploykit.core.profile import Profile, load_profile, profile_names
+from deploykit.core.runtime import RUNTIMES
+from deploykit.core.tensors import BATCH
+from deploykit.deploying.staging import staged_folder
+from deploykit.evaluation import batching, golden
+from deploykit.evaluation.artefacts import Progress, carry_task, no_progress, onnx_manifest, stage
+from deploykit.evaluation.bundle_folder import (
+    SERVED_NAME,
+    Bundle,
+    Contents,
+    epoch_s,
+    seal,
+    write_tar,
+)
+from deploykit.evaluation.outputs import claim_bundle
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from deploykit.engines.engine import Engine
+
+
+# Give a model of another tool what a bundle needs next to it: a manifest and golden samples.
+
+
+def complete_model(
+    source: Artefact, samples: StrPath | None, out: Path
+) -> tuple[Artefact, tuple[str, ...]]:
+    """`source` if it has manifest and golden samples, else a copy at `out` that has, and a note.
+
+    The samples are run by ONNX Runtime on the CPU. `samples`: inputs as an .npz or a folder, also
+    in place of recorded ones; None for random inputs, which say too little of an INT8 or FP8
+    model: BadInput. Raises what opening and running the model raises.
+    """
+    from deploykit.engines.engine import load
+    from deploykit.graph.graph import Graph
+
+    known = source.manifest
+    if samples is None and known is not None and golden.find_samples(source.path, known):
+        return source, ()
+    graph = Graph.open(source.path)
+    low = names_of(graph.precision) & set(CALIBRATED)
+    if low and samples is None:
+        raise BadInput(
+            f"{source}: has no golden samples, and random inputs say too little of "
+            f"{', '.join(sorted(low))}",
+            hint="`samples`: an .npz or a folder of real inputs",
+        )
+    graph = graph.save(out)
+    with load(out, "cpu") as engine:
+        found = golden.record(engine, _inputs(engine, samples), out)
+        if found is None:
+            raise BadInput(f"{source}: its inputs and outputs are too large for golden samples")
+        proof = known.evidence.batching if known else None
+        proof = proof or batching.prove_batch(engine, out, found)
+    found = replace(found, max_error=max(found.max_error, max_engine_error(graph.precision)))
+    before = known.evidence if known else Evidence()
+    evidence = replace(before, golden=found, batching=proof, weights=None)
+    tools = ("onnx", "onnxruntime")
+    manifest = onnx_manifest(
+        graph, (source.sha256,), tools=tools, evidence=evidence, task=carry_task(source, out)
+    )
+    write_manifest(out, manifest)
+    what = f"inputs of {samples}" if samples else "random inputs"
+    note = f"golden samples recorded here with ONNX Runtime, on {what}"
+    return Artefact.from_manifest(out, manifest), (note,)
+
+
+def _inputs(engine: Engine, samples: StrPath | None) -> dict[str, np.ndarray]:
+    from deploykit.engines.data.samples import random_feeds, read_samples
+    from deploykit.evaluation.parity import parity_sizes
+
+    if samples is None:
+        return random_feeds(
+            engine.inputs, {**parity_sizes(engine.inputs)[0], BATCH: golden.SAMPLES}
+        )
+    read = read_samples(Path(samples), engine.inputs)
+    size, _ = read.batching(golden.SAMPLES, engine.inputs)
+    return next(read.batches(size))
+
+
+WRITERS: Mapping[str, str] = {  # kind -> what fills an empty folder
+    "docker": "deploykit.deploying.docker:write",
+    "triton": "deploykit.deploying.triton:write",
+    "kserve": "deploykit.deploying.kserve:write",
+    "ray": "deploykit.deploying.ray:write",
+}
+
+
+@dataclass(frozen=True)
+class Bundled(Record):
+    """A bundle that was written. `bytes`: of all its files. `tar`: the same as one file."""
+
+    path: Path
+    bundle: Bundle
+    bytes: int
+    tar: Path | None = None
+    notes: tuple[str, ...] = ()
+
+    def _repr_html_(self) -> str:
+        from deploykit.evaluation import html_tables
+
+        facts: dict[str, object] = {
+            "folder": self.path,
+            "tar": self.tar,
+            "kind": self.bundle.kind,
+            "served as": self.bundle.name,
+            "target": self.bundle.profile,
+            "files": len(self.bundle.files),
+            "bytes": f"{self.bytes:,}",
+            "notes": "; ".join(self.notes),
+        }
+        return html_tables.facts_html(self.path.name, facts)
+
+
+def bundle(
+    model: ArtefactLike,
+    profile: str,
+    *,
+    out: StrPath,
+    to: str = "docker",
+    name: str | None = None,
+    batch: str = "1,8,32",
+    axes: Sequence[str] = (),
+    samples: StrPath | None = None,
+    wheels: bool = False,
+    timing_cache: StrPath | None = None,
+    release: str | None = None,
+    tar: bool = False,
+    force: bool = False,
+    on_progress: Progress = no_progress,
+) -> Bundled:
+    """Write a folder with `model` and all that the target needs to serve it.
+
+    `to`: "docker", "triton", "kserve" or "ray". `name`: as the model is served [the file's].
+    `batch`: "MIN,OPT,MAX", and `axes` of other dynamic axes, ["T=16,128,512"], for TensorRT.
+    `samples`: inputs to record golden samples on, for a model of another tool or in place of
+    recorded ones. `wheels`: also what `pip` installs, for a target without a network.
+    `timing_cache`: TensorRT's, made on the same kind of device. `release`: of the target's host,
+    "jetpack-6.2" or "cuda-12" [the profile's usual one]. `tar`: also write `out`.tar.
+    `force`: replace a bundle that was changed. The same inputs give the same bytes; their time is
+    `$SOURCE_DATE_EPOCH`.
+
+    Raises BadInput for an engine, which belongs to one device, for a file made for ONNX Runtime
+    where the target runs TensorRT, for a precision that the target lacks, and for an INT8 or FP8
+    model without golden samples.
+    """
+    source, target = Artefact.open(model), load_profile(profile)
+    _check_asked(to, target, {"wheels": wheels, "timing_cache": timing_cache, "release": release})
+    _check(source, target)
+    contents = Contents(
+        model=source,
+        profile=target,
+        name=_served_name(name, source.path),
+        batch=_batch(batch),
+        wheels=wheels,
+        timing_cache=check_readable(Path(timing_cache)) if timing_cache else None,
+        release=release,
+        axes=tuple(axes),
+    )
+    place = claim_bundle(out, (source, samples, timing_cache), tar=tar, force=force)
+    packed = place.with_name(f"{place.name}.tar") if tar else None
+    made, notes = _write(place, packed, contents, to, samples, on_progress)
+    total = sum(entry.bytes for entry in made.files.values())
+    return Bundled(place, made, total, packed, notes)
+
+
+def _write(
+    place: Path,
+    packed: Path | None,
+    contents: Contents,
+    to: str,
+    samples: StrPath | None,
+    on_progress: Progress,
+) -> tuple[Bundle, tuple[str, ...]]:
+    """Put a bundle at `place`, and as a tar at `packed`, in one step each; and the notes."""
+    source = contents.model
+    with ExitStack() as stack:
+        tmp = stack.enter_context(atomic_write(packed)) if packed else None
+        folder = stack.enter_context(staged_folder(place))
+        on_progress("golden samples", 0.0)
+        copy = stack.enter_context(stage(folder.parent / f"{contents.name}.onnx"))
+        ready, notes = complete_model(source, samples, copy)
+        contents = replace(contents, model=ready)
+        _check_precision(source, contents.manifest.precision, contents.profile)
+        _check_sizes(contents)
+        on_progress("collecting the files", 0.2)
+        resolve_name(WRITERS[to])(folder, contents)
+        on_progress("checksums", 0.8)
+        made = seal(folder, contents, to)
+        if tmp is not None:
+            write_tar(folder, tmp, place.name)
+    return made, notes
+
+
+def _check_asked(to: str, target: Profile, for_docker: Mapping[str, object]) -> None:
+    """Raise BadInput for a kind, profile or option that is not possible."""
+    if to not in WRITERS:
+        raise BadInput(f"`to` {quote(to)}: is not a kind of bundle", hint=did_you_mean(to, WRITERS))
+    for option, value in for_docker.items():
+        if value and to != "docker":
+            raise BadInput(f"`{option}` has no effect with `to` {to}")
+    if for_docker["timing_cache"] and target.runtime != "tensorrt":
+        raise BadInput("`timing_cache` has no effect: the target's runtime times no kernels")
+    if target.runtime not in ("onnxruntime", "tensorrt"):  # whose packages the locks have
+        raise BadInput(
+            f"profile '{target.name}': no bundle has {RUNTIMES[target.runtime].title}'s packages",
+            hint="install them on the device and copy the built file there; or `profile` cpu",
+        )
+    if target.name not in profile_names():
+        raise BadInput(
+            f"profile '{target.name}': the device knows only deploykit's own profiles",
+            hint=did_you_mean(target.name, profile_names(), "deploykit profiles lists them"),
+        )
+    epoch_s()
+
+
+def _served_name(name: str | None, model: Path) -> str:
+    """`name`, else the file's without its suffix, with what no name may hold replaced by '-'."""
+    found = name if name is not None else re.sub(r"[^A-Za-z0-9._-]+", "-", model.stem).strip(".-")
+    if not SERVED_NAME.fullmatch(found):
+        what = f"`name` {quote(name)}: cannot be" if name is not None else f"{model}: does not give"
+        raise BadInput(
+            f"{what} the name of a served model",
+            hint="`name`: 1 to 63 letters, digits, '.', '_' or '-'; '.' and '-' are not the first",
+        )
+    return found
+
+
+def _batch(text: str) -> tuple[int, int, int]:
+    from deploykit.building.tensorrt.options import parse_batch
+
+    found = parse_batch(text)
+    return found.minimum, found.optimum, found.maximum
+
+
+def _check_sizes(contents: Contents) -> None:
+    """Raise BadInput where the device could not build an engine of these sizes."""
+    from deploykit.building.tensorrt.options import AxisRange, parse_axis, ranges
+
+    inputs, given = contents.manifest.inputs, contents.batch
+    if contents.profile.runtime == "tensorrt":
+        batched = any(spec.batched for spec in inputs)
+        batch = AxisRange(*given) if batched else AxisRange(1, 1, 1)
+        ranges(inputs, batch, dict(map(parse_axis, contents.axes)))
+    elif contents.axes:
+        raise BadInput("`axes` has no effect: the target's runtime takes any size")
+
+
+def _check(source: Artefact, target: Profile) -> None:
+    """Raise BadInput for a file that the target would not serve, as far as that is known."""
+    if source.format == "tensorrt":
+        raise BadInput(
+            f"{source}: is a TensorRT engine, which belongs to the device that built it",
+            hint="bundle the .onnx it was built from; the device builds its engine at first boot",
+        )
+    if source.format != "onnx":
+        raise wrong_format(source, source.format, "an ONNX file")
+    if source.manifest is not None:
+        _check_precision(source, source.manifest.precision, target)
+    if target.runtime == "tensorrt":
+        from deploykit.graph.graph import Graph
+        from deploykit.graph.preflight import find_mismatch
+
+        if error := find_mismatch(source, Graph.open(source.path), target):
+            raise error
+
+
+def _check_precision(source: Artefact, precision: Mapping[str, int], target: Profile) -> None:
+    lacking = names_of(precision) - set(target.precisions)
+    if lacking:
+        raise BadInput(
+            f"{source}: computes in {', '.join(sorted(lacking))}, which profile "
+            f"'{target.name}' lacks",
+            hint=f"it has {', '.join(target.precisions)}: deploykit quantize --profile "
+            f"{target.name}",
+        )

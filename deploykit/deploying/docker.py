@@ -1,0 +1,182 @@
+"""A bundle for one machine: a container that builds its engine, proves it and serves it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote as percent
+
+from deploykit import __version__
+from deploykit.core.files import sha256
+from deploykit.core.profile import Profile
+from deploykit.core.tensors import BATCH, PROTOCOL_NAMES
+from deploykit.deploying.samples import raw_bytes, sample_rows
+from deploykit.deploying.wheels import (
+    Image,
+    Locked,
+    choose_image,
+    container_file,
+    dockerfile,
+    lock_text,
+    pin,
+    read_lock,
+    write_requirements,
+)
+from deploykit.evaluation.bundle_folder import TIMING_CACHE, Contents, epoch_s, fill_templates
+
+# A bundle's software bill of materials as CycloneDX 1.6 JSON.
+#
+# What is installed on the target: the lock file's packages for its Python, deploykit, the model
+# and
+# the image that the container starts from. The same bundle gives the same bytes.
+
+
+def sbom(contents: Contents, image: Image, packages: Sequence[Locked], wheel_sha256: str) -> str:
+    """The document. `wheel_sha256`: of deploykit's own wheel."""
+    model = _component(
+        "machine-learning-model", contents.name, contents.manifest.sha256[:12], "model"
+    )
+    model["hashes"] = _hashes(contents.manifest.sha256)
+    own = _package("deploykit", __version__)
+    own |= {"hashes": _hashes(wheel_sha256), "licenses": [{"license": {"id": "Apache-2.0"}}]}
+    listed = [own, *(_package(each.name, each.version) for each in packages)]
+    if image.tensorrt:
+        listed.append(_package(image.lock, image.tensorrt))
+    components = [_base_image(image), *sorted(listed, key=lambda each: str(each["bom-ref"]))]
+    refs = [str(each["bom-ref"]) for each in components]
+    document: dict[str, Any] = {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"component": model},
+        "components": components,
+        "dependencies": [
+            {"ref": model["bom-ref"], "dependsOn": sorted(refs)},
+            *({"ref": ref} for ref in sorted(refs)),
+        ],
+    }
+    if os.environ.get("SOURCE_DATE_EPOCH"):
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(epoch_s()))
+        document["metadata"]["timestamp"] = stamp
+    digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).digest()
+    document["serialNumber"] = f"urn:uuid:{uuid.UUID(bytes=digest[:16], version=4)}"
+    return json.dumps(document, indent=2) + "\n"
+
+
+def _component(kind: str, name: str, version: str, ref: str) -> dict[str, Any]:
+    return {"type": kind, "bom-ref": ref, "name": name, "version": version}
+
+
+def _package(name: str, version: str) -> dict[str, Any]:
+    purl = f"pkg:pypi/{name}@{percent(version)}"
+    return {**_component("library", name, version, purl), "purl": purl}
+
+
+def _base_image(image: Image) -> dict[str, Any]:
+    repository, _, tag = image.base.rpartition(":")
+    digest = pin(image.base).partition("@")[2]
+    version = percent(digest, safe="") if digest else tag
+    name = repository.rpartition("/")[2]
+    purl = f"pkg:docker/{name}@{version}?repository_url={percent(repository, safe='')}"
+    return {**_component("container", repository, tag, purl), "purl": purl}
+
+
+def _hashes(digest: str) -> list[dict[str, str]]:
+    return [{"alg": "SHA-256", "content": digest}]
+
+
+_START_PERIOD = {True: "30m", False: "15m"}  # on a Jetson, elsewhere: as the Dockerfiles have it
+
+
+def write(folder: Path, contents: Contents) -> None:
+    """Fill an empty folder. Raises BadInput for a model that changed meanwhile.
+
+    Raises Unsupported where wheels are asked for and cannot be downloaded.
+    """
+    image = choose_image(contents.profile, contents.release, platform.machine())
+    image = image.with_extras(contents.extras)
+    model = folder / "model" / f"{contents.name}.onnx"
+    model.parent.mkdir()
+    contents.copy_model(model)
+    if contents.timing_cache is not None:
+        shutil.copyfile(contents.timing_cache, folder / TIMING_CACHE)
+    request, header_bytes = smoke_request(contents, model)
+    (folder / "smoke-test.request").write_bytes(request)
+    write_requirements(folder, image, wheels=contents.wheels)
+    own = next((folder / "wheels").glob("deploykit-*.whl"))
+    packages = [each for each in read_lock(lock_text(image)) if each.is_for(image.python)]
+    files = {
+        "Dockerfile": dockerfile(image),
+        ".dockerignore": container_file(".dockerignore").read_text(encoding="utf-8"),
+        "sbom.cdx.json": sbom(contents, image, packages, sha256(own)),
+    }
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    fill_templates("docker", folder, _placeholders(contents, image, header_bytes))
+
+
+def _placeholders(contents: Contents, image: Image, header_bytes: int) -> dict[str, str]:
+    """What the templates name as @KEY@."""
+    profile, digest = contents.profile, contents.manifest.sha256
+    on_gpu = profile.device == "cuda"
+    return {
+        "NAME": contents.name,
+        "PROJECT": project_name(contents.name),
+        "TAG": digest[:12],
+        "SHA256": digest,
+        "TARGET": profile.summary,
+        "PROFILE": profile.name,
+        "POWER_MODE": profile.power_mode or "",
+        "RELEASE": image.release,
+        "BASE": image.base,
+        "PYTHON": image.python,
+        "PRECISION": ", ".join(f"{key} {n}" for key, n in contents.manifest.precision.items()),
+        "BATCH": ",".join(map(str, contents.batch)),
+        "START_PERIOD": _START_PERIOD[image.on_jetson],
+        "HEADER_BYTES": str(header_bytes),
+        "JETSON": "yes" if image.on_jetson else "",
+        "GPU": "yes" if on_gpu and not image.on_jetson else "",
+        "ENGINE": "yes" if profile.runtime == "tensorrt" else "",
+        "ONLINE": "" if contents.wheels else "yes",
+        "OFFLINE": "yes" if contents.wheels else "",
+        "MEMORY": _memory(profile),
+        "IMAGES": "yes" if "images" in image.extras else "",
+        "TEXT": "yes" if "text" in image.extras else "",
+    }
+
+
+def _memory(profile: Profile) -> str:
+    return f"{profile.memory_bytes / 1e9:.0f} GB" if profile.memory_bytes else "its memory"
+
+
+def project_name(name: str) -> str:
+    """A model's name as container images and compose projects are named."""
+    return "deploykit-" + (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "model")
+
+
+def smoke_request(contents: Contents, model: Path) -> tuple[bytes, int]:
+    """The body of one inference over HTTP, with the first golden sample, and its header's length.
+
+    The Open Inference Protocol with binary tensors: JSON, then the bytes of each input.
+    """
+    inputs, blobs = list[dict[str, Any]](), list[bytes]()
+    specs = contents.manifest.inputs
+    joined = all(spec.shape[:1] == (BATCH,) for spec in specs)
+    samples = sample_rows(contents, model, joined=joined)
+    for spec in specs:
+        array = samples[spec.name]
+        blobs.append(raw_bytes(array, spec.dtype))
+        row = {"name": spec.name, "shape": array.shape, "datatype": PROTOCOL_NAMES[spec.dtype]}
+        inputs.append({**row, "parameters": {"binary_data_size": len(blobs[-1])}})
+    document = {"inputs": inputs, "parameters": {"binary_data_output": True}}
+    header = json.dumps(document, separators=(",", ":")).encode()
+    return header + b"".join(blobs), len(header)

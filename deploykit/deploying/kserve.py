@@ -1,0 +1,66 @@
+"""Write manifests for KServe: a ServingRuntime, an InferenceService, and a README.
+
+The folder is also what a pod serves: it is put on a volume, and `deploykit boot` checks every byte,
+builds the engine on the pod's own device, proves it, and only then opens the ports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+from deploykit import __version__
+from deploykit.deploying.wheels import choose_image
+from deploykit.evaluation.bundle_folder import Contents, fill_templates
+
+_NAME_LENGTH = 50  # KServe adds "-predictor" and more; 63 is a label's limit
+_HASH_LENGTH = 6
+_PERIOD_S = 10  # of the probes
+_BUILD_S = {"cuda": 1800, "cpu": 120}  # at most, until the first start is ready
+_MIB = 1 << 20
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+def write(folder: Path, contents: Contents) -> None:
+    """Fill an empty folder. Raises BadInput for a model that changed meanwhile."""
+    (folder / "model").mkdir()
+    contents.copy_model(folder / "model" / f"{contents.name}.onnx")
+    image = choose_image(contents.profile, None, "x86_64").with_extras(contents.extras)
+    gpu, build_s = contents.profile.device == "cuda", _BUILD_S[contents.profile.device]
+    known = {
+        "NAME": contents.name,
+        "LABEL": dns_label(contents.name),
+        "PROFILE": contents.profile.name,
+        "VERSION": __version__,
+        "DOCKERFILE": image.dockerfile,
+        "EXTRAS": image.arguments["EXTRAS"],
+        "ARCHITECTURE": _ARCHITECTURES.get(contents.profile.architecture, ""),
+        "MAX_BATCH": str(contents.batch[2]),
+        "MEMORY": f"{_memory_mib(contents, gpu)}Mi",
+        "BUILD_S": str(build_s),
+        "BUILD_MINUTES": str(build_s // 60),
+        "PERIOD_S": str(_PERIOD_S),
+        "BUILD_PERIODS": str(build_s // _PERIOD_S),
+        "GPU": "yes" if gpu else "",
+        "CPU": "" if gpu else "yes",
+    }
+    fill_templates("kserve", folder, known)
+
+
+def dns_label(name: str) -> str:
+    """A Kubernetes name for a model (RFC 1123); with a hash of the name where that is another."""
+    plain = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
+    plain = plain if plain[:1].isalpha() else f"m-{plain}".rstrip("-")
+    if plain == name and len(plain) <= _NAME_LENGTH:
+        return plain
+    digest = hashlib.sha256(name.encode()).hexdigest()[:_HASH_LENGTH]
+    return f"{plain[: _NAME_LENGTH - _HASH_LENGTH - 1].rstrip('-')}-{digest}"
+
+
+def _memory_mib(contents: Contents, gpu: bool) -> int:
+    """Memory for the model in several forms; a build on a GPU needs the most."""
+    weights = contents.manifest.evidence.weights
+    files = [contents.model.path]
+    files += [contents.model.path.with_name(weights.file)] if weights else []
+    return (4096 if gpu else 1024) + 4 * sum(path.stat().st_size for path in files) // _MIB

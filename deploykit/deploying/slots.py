@@ -1,0 +1,314 @@
+"""The cache of engines on a device: two slots, of which `state.json` names the one that serves.
+
+    DIR/lock            held by the process that decides or builds
+    DIR/state.json      `CacheState`, replaced as a whole
+    DIR/timing.cache    TensorRT's measurements of kernels, for the next build
+    DIR/a-DIGEST/       an engine with its manifest and golden samples
+    DIR/a-DIGEST/slot.json   its key and the SHA-256 of each file, written last
+
+A slot counts once its `slot.json` is there and on the disk; what a kill or a power cut left before
+that is removed by the next build. Nothing depends on the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from deploykit.core.errors import BadInput, DeploykitError, Unsupported, os_reason
+from deploykit.core.files import check_inside, make_folder, read_json, sha256, write_json
+from deploykit.core.json_value import Record
+from deploykit.core.manifest import from_json
+from deploykit.deploying.staging import sync
+
+# Decide how a device starts: from a cached engine, after a build, or from the previous engine.
+#
+# Pure: the cache's files are in slots.py. A cache has two slots, so that a build never touches
+# the
+# engine that serves. A key that was tried `MAX_TRIES` times without success is not tried again
+# while
+# another engine can serve: a build that takes the machine down would otherwise never end.
+
+MAX_TRIES = 3
+_DIGITS = 16  # of the digest in a folder's name
+_ALIKE = ("name", "runtime", "architecture", "compute_capability", "gpu", "sm_count")
+
+
+@dataclass(frozen=True)
+class EngineKey(Record):
+    """All that an engine depends on. Empty or 0: not there, as a GPU on profile `cpu`.
+
+    `model_sha256`: of the ONNX file with its weights, manifest and golden samples. `batch`:
+    "smallest,usual,largest", then ";T=16,128,512" for other axes. `runtime`: with its full
+    version, "tensorrt 10.3.0".
+    """
+
+    name: str
+    model_sha256: str
+    profile: str
+    batch: str
+    runtime: str
+    architecture: str
+    compute_capability: str = ""
+    gpu: str = ""
+    sm_count: int = 0
+    driver: str = ""
+    l4t: str = ""
+    power_mode: str = ""
+    deploykit: str = ""
+
+    @property
+    def digest(self) -> str:
+        """Of all fields; part of the name of the slot's folder."""
+        text = json.dumps(self.to_dict(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+
+    def changes(self, other: EngineKey) -> str:
+        """What differs: "driver 535.1 -> 580.2, power_mode 15W -> 25W"; hashes by name alone."""
+        before, now = self.to_dict(), other.to_dict()
+        return ", ".join(
+            field if field == "model_sha256" else f"{field} {before[field]} -> {value}"
+            for field, value in now.items()
+            if before[field] != value
+        )
+
+    def may_replace(self, other: EngineKey) -> bool:
+        """Whether an engine of this key can run, and be meant, where `other` is wanted."""
+        return all(getattr(self, field) == getattr(other, field) for field in _ALIKE)
+
+
+@dataclass(frozen=True)
+class CacheState(Record):
+    """What a cache remembers between boots.
+
+    `name`: of the model; `active`: the slot that serves. `key`: the digest that was tried `tries`
+    times without becoming ready; `why`: why it is not tried again, if that is known.
+    """
+
+    name: str = ""
+    active: str = ""
+    key: str = ""
+    tries: int = 0
+    why: str = ""
+
+    def given_up(self, digest: str) -> bool:
+        return self.key == digest and self.tries >= MAX_TRIES
+
+    def begin(self, name: str, digest: str) -> CacheState:
+        """Before a build of `digest`."""
+        tries = self.tries if self.key == digest else 0
+        return replace(self, name=name, key=digest, tries=tries + 1, why="")
+
+    def fail(self, digest: str, why: str) -> CacheState:
+        """A build of `digest` failed, or its engine is not wanted: it is not tried again."""
+        return replace(self, key=digest, tries=MAX_TRIES, why=why)
+
+    def interrupt(self) -> CacheState:
+        """The operator ended the build: not its fault."""
+        return replace(self, tries=max(0, self.tries - 1))
+
+    def switch(self, slot: str) -> CacheState:
+        return replace(self, active=slot)
+
+    def confirm(self) -> CacheState:
+        """The active engine is ready."""
+        return replace(self, key="", tries=0, why="")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do next. `slot`: to start from, or to build into. `why`: one line for the log."""
+
+    do: Literal["start", "build", "fall back"]
+    slot: str
+    why: str
+
+
+def decide(state: CacheState, key: EngineKey, slots: Mapping[str, EngineKey]) -> Decision:
+    """The next step towards serving the engine of `key`.
+
+    `slots`: the folders that hold a complete engine, with their keys. A slot that proves damaged is
+    left out of them, and the question asked again.
+    """
+    order = sorted(slots, key=lambda slot: slot != state.active)
+    same = [slot for slot in order if slots[slot] == key]
+    others = [slot for slot in order if slots[slot] != key and slots[slot].may_replace(key)]
+    given_up = state.given_up(key.digest)
+    if given_up and others:
+        why = state.why or f"its build was begun {state.tries} times and did not come to an end"
+        return Decision("fall back", others[0], why)
+    if same:
+        return Decision("start", same[0], "nothing changed")
+    kept = others[0] if others else state.active
+    slot = f"{'b' if kept.startswith('a-') else 'a'}-{key.digest}"
+    before = next((slots[slot] for slot in order), None)
+    return Decision("build", slot, before.changes(key) if before else "the cache has no engine")
+
+
+CACHE_VERSION = 1
+LOCK_FILE, STATE_FILE, SLOT_FILE = "lock", "state.json", "slot.json"
+TIMING_FILE = "timing.cache"
+_SLOT = re.compile(r"[ab]-[0-9a-f]{16}")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class SlotRecord(Record):
+    """What `slot.json` holds: the engine's file, its key, and the SHA-256 of each file by name."""
+
+    engine: str
+    key: EngineKey
+    files: Mapping[str, str]
+
+
+class EngineCache:
+    """The folder of a cache; read it and write it between `lock` and its end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @contextlib.contextmanager
+    def lock(self, on_wait: Callable[[], None]) -> Iterator[int]:
+        """Hold the cache alone; yields the descriptor that does, for a child to inherit.
+
+        `on_wait` is called once if another process has it. A kill releases it.
+        """
+        with self.errors():
+            if not self.folder.is_dir():
+                make_folder(self.folder)
+            handle = self._open_lock()
+        try:
+            with self.errors():
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    on_wait()
+                    fcntl.flock(handle, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):
+                for path in self.folder.glob(f".{STATE_FILE}.*"):  # of a process that was killed
+                    path.unlink()
+            yield handle
+        finally:
+            os.close(handle)
+
+    def _open_lock(self) -> int:
+        path, flags = self.folder / LOCK_FILE, os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o644)
+        except OSError as exc:  # a read-only cache can still be served from
+            if exc.errno == errno.EROFS and not os.path.lexists(path):
+                return os.open(self.folder, os.O_RDONLY | flags)
+            if not path.is_file():
+                raise
+            return os.open(path, os.O_RDONLY | flags)
+
+    def state(self) -> CacheState:
+        """What `state.json` says; an empty state where it is missing or damaged."""
+        path = self.folder / STATE_FILE
+        with contextlib.suppress(DeploykitError):
+            return _read(CacheState, path)
+        return CacheState()
+
+    def save(self, state: CacheState) -> None:
+        """Replace `state.json`: the switch from one slot to the other."""
+        with self.errors():
+            write_json(self.folder / STATE_FILE, {"cache": CACHE_VERSION, **state.to_dict()})
+            sync(self.folder)
+
+    def slots(self) -> dict[str, EngineKey]:
+        """The folders of complete engines, with their keys; their files are not yet checked."""
+        found = {}
+        for name in self._folders():
+            with contextlib.suppress(DeploykitError):
+                found[name] = _read(SlotRecord, self.folder / name / SLOT_FILE).key
+        return found
+
+    def _folders(self) -> list[str]:
+        with self.errors():
+            names = [each.name for each in self.folder.iterdir()]
+        return sorted(name for name in names if _SLOT.fullmatch(name))
+
+    def check(self, slot: str) -> Path:
+        """The engine of a slot. Raises BadInput unless every file is what was built."""
+        folder = self.folder / slot
+        record = _read(SlotRecord, folder / SLOT_FILE)
+        if record.engine not in record.files:
+            raise BadInput(f"{folder / SLOT_FILE}: names no engine")
+        for name, digest in record.files.items():
+            check_inside(folder, name, str(folder))
+            if sha256(folder / name) != digest:
+                raise BadInput(f"{folder / name}: was changed or damaged (SHA-256 differs)")
+        return folder / record.engine
+
+    def empty(self, slot: str) -> Path:
+        """An empty folder for a build into `slot`; what that slot held before is removed."""
+        with self.errors():
+            for path in list(self.folder.iterdir()):
+                if path.name.startswith(f"{slot[0]}-"):
+                    _remove(path)
+            (self.folder / slot).mkdir()
+        return self.folder / slot
+
+    def drop(self, slot: str) -> None:
+        """Remove a slot as far as that can be done."""
+        with contextlib.suppress(OSError):
+            _remove(self.folder / slot)
+
+    def seal(self, slot: str, engine: str, key: EngineKey) -> None:
+        """Record a proven engine as complete, once all that it consists of is on the disk."""
+        folder = self.folder / slot
+        with self.errors():
+            files = sorted(path for path in folder.iterdir() if path.is_file())
+            for path in files:
+                sync(path)
+            sync(folder)
+            record = SlotRecord(engine, key, {path.name: sha256(path) for path in files})
+            write_json(folder / SLOT_FILE, {"cache": CACHE_VERSION, **record.to_dict()})
+            sync(folder)
+            sync(self.folder)
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Errors of the operating system as ours, with what to do about them."""
+        try:
+            yield
+        except OSError as exc:
+            raise self._error_of(exc) from exc
+
+    def _error_of(self, exc: OSError) -> DeploykitError:
+        if exc.errno in _FULL:
+            return Unsupported(
+                f"{self.folder}: no space left on the disk of the cache",
+                hint="free some space, or give another `cache`",
+            )
+        return BadInput(
+            f"{exc.filename or self.folder}: cannot be used: {os_reason(exc)}",
+            hint=f"`cache` has to be a folder that user {os.getuid()} may write to",
+        )
+
+
+def _read(kind: type[_T], path: Path) -> _T:
+    """A JSON document of the cache. Raises BadInput, NotFound."""
+    values = read_json(path)
+    if not isinstance(values, dict) or values.get("cache") != CACHE_VERSION:
+        raise BadInput(f"{path}: does not have version {CACHE_VERSION}")
+    found: _T = from_json(kind, values, str(path))
+    return found
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path)

@@ -1,0 +1,249 @@
+"""Write a model repository for NVIDIA Triton: config.pbtxt, the model, warm-up data, README.
+
+The model is ONNX for Triton's ONNX Runtime backend, with its TensorRT provider on a GPU. An engine
+would load only with the TensorRT and on the GPU that built it, and a Triton image has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deploykit.core.errors import Unsupported
+from deploykit.core.precision import names_of
+from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
+from deploykit.deploying.samples import raw_bytes, sample_rows
+from deploykit.engines.batching import why_no_batch
+from deploykit.evaluation.bundle_folder import Contents, fill_templates
+
+_MODEL = "model.onnx"
+# what a graph may compute in besides float32 for ONNX Runtime's TensorRT provider: the values of
+# Triton's option `precision_mode`
+_MODES: Mapping[str, str] = {"fp16": "FP16", "int8": "INT8"}
+_ESCAPES = str.maketrans({'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"})
+
+
+class Literal(str):
+    """A name of an enumeration, which protobuf's text format writes without quotes."""
+
+    __slots__ = ()
+
+
+def write(folder: Path, contents: Contents) -> None:
+    """Fill `folder` with a model repository. Raises Unsupported for what Triton cannot serve."""
+    home = folder / contents.name
+    (home / "1").mkdir(parents=True)
+    model, joined = home / "1" / _MODEL, not why_not_joined(contents)
+    contents.copy_model(model)
+    samples = sample_rows(contents, model, joined=joined)
+    fields = _config(contents, samples)
+    head = (
+        "# Written by deploykit; https://github.com/triton-inference-server/server has its terms\n"
+    )
+    (home / "config.pbtxt").write_text(head + text_format(fields), encoding="utf-8")
+    (home / "warmup").mkdir()
+    for number, spec in enumerate(contents.manifest.inputs):
+        (home / "warmup" / _warmup_file(number)).write_bytes(
+            raw_bytes(samples[spec.name], spec.dtype)
+        )
+    fill_templates("triton", folder, _placeholders(contents))
+
+
+def why_not_joined(contents: Contents) -> str:
+    """Why Triton may not join requests to the model; empty where it may."""
+    manifest = contents.manifest
+    why = why_no_batch(manifest.inputs, manifest.outputs)
+    proof = manifest.evidence.batching
+    if why or proof is None:
+        return why or "no proof that its rows are independent (its manifest's evidence.batching)"
+    return "" if proof.passed else proof.why
+
+
+# -- config.pbtxt: the fields of Triton's ModelConfig ----------------------------------------------
+
+
+def _config(contents: Contents, samples: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    manifest, (_, usual, largest) = contents.manifest, contents.batch
+    joined = not why_not_joined(contents)
+    preferred = [size for size in dict.fromkeys((usual, largest)) if size > 1]
+    found: dict[str, Any] = {
+        "name": contents.name,
+        "backend": "onnxruntime",
+        "max_batch_size": largest if joined else 0,
+        "input": [_tensor(spec, joined, contents) for spec in manifest.inputs],
+        "output": [_tensor(spec, joined, contents) for spec in manifest.outputs],
+        "version_policy": {"latest": {"num_versions": 1}},
+        "instance_group": [{"count": 1, "kind": Literal(_kind(contents))}],
+    }
+    if joined:
+        found["dynamic_batching"] = {
+            "preferred_batch_size": preferred,
+            "max_queue_delay_microseconds": 0,
+        }
+    accelerator = _tensorrt(contents)
+    if accelerator is not None:
+        found["optimization"] = {
+            "execution_accelerators": {"gpu_execution_accelerator": [accelerator]}
+        }
+    rows = list(dict.fromkeys((1, *preferred))) if joined else [1]
+    found["model_warmup"] = [_warmup(size, manifest.inputs, samples, joined) for size in rows]
+    found["parameters"] = {
+        "deploykit_model_sha256": {"string_value": contents.model.sha256},
+        "deploykit_profile": {"string_value": contents.profile.name},
+    }
+    return found
+
+
+def _kind(contents: Contents) -> str:
+    return "KIND_GPU" if contents.profile.device == "cuda" else "KIND_CPU"
+
+
+def _tensor(spec: TensorSpec, joined: bool, contents: Contents) -> dict[str, Any]:
+    """One input or output; `dims` exclude the batch where there is one.
+
+    Triton has no scalars: it reshapes one value per row, and its backend takes a tensor of one
+    element for one without axes.
+    """
+    axes = spec.shape[1:] if joined else spec.shape
+    if 0 in axes:
+        raise Unsupported(f"{contents.model}: '{spec.name}' is empty, which Triton does not take")
+    if spec.dtype == "bfloat16":
+        raise Unsupported(
+            f"{contents.model}: '{spec.name}' is bfloat16, which Triton's ONNX Runtime backend "
+            "does not take",
+            hint="export the model with float32 inputs and outputs",
+        )
+    dims = [-1 if isinstance(axis, str) else axis for axis in axes] or [1]
+    found = {"name": spec.name, "data_type": _data_type(spec), "dims": dims}
+    return found | ({"reshape": {"shape": []}} if joined and not axes else {})
+
+
+def _data_type(spec: TensorSpec) -> Literal:
+    name = PROTOCOL_NAMES[spec.dtype]
+    return Literal("TYPE_STRING" if name == "BYTES" else f"TYPE_{name}")
+
+
+def _tensorrt(contents: Contents) -> dict[str, Any] | None:
+    """ONNX Runtime's TensorRT provider, where the profile has it and it takes the precisions."""
+    manifest, profile = contents.manifest, contents.profile
+    used = names_of(manifest.precision)
+    if profile.runtime != "tensorrt" or not used <= set(_MODES):
+        return None
+    mode = next((_MODES[name] for name in ("int8", "fp16") if name in used), "FP32")
+    options = {"precision_mode": mode, "trt_engine_cache_enable": "1"}
+    options["trt_engine_cache_path"] = f"/tmp/{contents.name}-engines"  # noqa: S108 - in a container
+    if profile.workspace_bytes:
+        options["max_workspace_size_bytes"] = str(profile.workspace_bytes)
+    return {"name": "tensorrt", "parameters": options | _shapes(contents)}
+
+
+def _shapes(contents: Contents) -> dict[str, str]:
+    """The batches that TensorRT optimises for, where the batch is all that varies.
+
+    Else, and for names that the option's syntax cannot hold, the provider builds again for each
+    larger shape that it sees.
+    """
+    inputs = [spec for spec in contents.manifest.inputs if any(map(_dynamic, spec.shape))]
+    if why_not_joined(contents) or any(map(_dynamic, (a for s in inputs for a in s.shape[1:]))):
+        return {}
+    if any(letter in spec.name for spec in inputs for letter in ",:"):
+        return {}
+    found = {}
+    sizes = (1, *contents.batch[1:])  # a request with one row is valid, whatever the smallest batch
+    for key, rows in zip(("min", "opt", "max"), sizes, strict=True):
+        shapes = (f"{s.name}:{'x'.join(map(str, (rows, *s.shape[1:])))}" for s in inputs)
+        found[f"trt_profile_{key}_shapes"] = ",".join(shapes)
+    return found
+
+
+def _dynamic(axis: int | str) -> bool:
+    return isinstance(axis, str)
+
+
+# -- warm-up ---------------------------------------------------------------------------------------
+
+
+def _warmup(
+    rows: int, specs: Sequence[TensorSpec], samples: Mapping[str, np.ndarray], joined: bool
+) -> dict[str, Any]:
+    """One entry of `model_warmup`: Triton runs the same row `rows` times in one batch."""
+    inputs = {}
+    for number, spec in enumerate(specs):
+        shape = samples[spec.name].shape[1 if joined else 0 :]
+        inputs[spec.name] = {
+            "data_type": _data_type(spec),
+            "dims": list(shape) or [1],
+            "input_data_file": _warmup_file(number),
+        }
+    return {
+        "name": f"batch of {rows}" if joined else "sample",
+        "batch_size": rows,
+        "inputs": inputs,
+    }
+
+
+def _warmup_file(number: int) -> str:
+    return f"input-{number}"
+
+
+# -- README ----------------------------------------------------------------------------------------
+
+
+def _placeholders(contents: Contents) -> dict[str, str]:
+    why, on_gpu = why_not_joined(contents), contents.profile.device == "cuda"
+    tensorrt = on_gpu and _tensorrt(contents) is not None
+    return {
+        "NAME": contents.name,
+        "PROFILE": contents.profile.name,
+        "GPUS": "--gpus all " if on_gpu else "",
+        "WHY_NOT": why,
+        "JOINED": "" if why else "yes",
+        "LARGEST": str(contents.batch[2]),
+        "CPU": "" if on_gpu else "yes",
+        "TENSORRT": "yes" if tensorrt else "",
+        "CUDA": "yes" if on_gpu and not tensorrt else "",
+    }
+
+
+# -- protobuf's text format ------------------------------------------------------------------------
+
+
+def text_format(message: Mapping[str, Any], depth: int = 0) -> str:
+    """A message as text; a list repeats its field, a mapping below an upper-level list is a map."""
+    return "".join(_field(name, value, "  " * depth, depth) for name, value in message.items())
+
+
+def _field(name: str, value: Any, indent: str, depth: int) -> str:
+    if name in ("inputs", "parameters"):  # the maps of ModelConfig
+        entries = [{"key": key, "value": each} for key, each in value.items()]
+        return "".join(f"{indent}{name} {_braces(entry, indent, depth)}" for entry in entries)
+    if isinstance(value, Mapping):
+        return f"{indent}{name} {_braces(value, indent, depth)}"
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        return "".join(f"{indent}{name} {_braces(entry, indent, depth)}" for entry in value)
+    if isinstance(value, list):
+        return f"{indent}{name}: [{', '.join(map(_scalar, value))}]\n"
+    return f"{indent}{name}: {_scalar(value)}\n"
+
+
+def _braces(message: Mapping[str, Any], indent: str, depth: int) -> str:
+    return f"{{\n{text_format(message, depth + 1)}{indent}}}\n"
+
+
+def _scalar(value: object) -> str:
+    if isinstance(value, Literal) or not isinstance(value, str):
+        return str(value)
+    return f'"{"".join(_quote(value))}"'
+
+
+def _quote(text: str) -> Iterator[str]:
+    """Letters as they are, else as text format escapes them; others byte by byte in octal."""
+    for letter in text:
+        escaped = letter.translate(_ESCAPES)
+        if letter.isprintable() or escaped != letter:
+            yield escaped
+        else:
+            yield "".join(f"\\{byte:03o}" for byte in letter.encode())

@@ -1,0 +1,326 @@
+"""The Python packages of a bundle: deploykit's own wheel, the lock file, and all wheels on request.
+
+deploykit's wheel is packed from the installed package, or from the checkout that is installed, and
+its bytes depend on nothing else. `locks/NAME.lock` pins the others with the hashes of their wheels.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import subprocess
+import time
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+
+from deploykit import __version__
+from deploykit.core import files as paths
+from deploykit.core.errors import BadInput, Unsupported, quote
+from deploykit.core.files import sha256
+from deploykit.core.jetpack import jetpack_of, release_numbers
+from deploykit.core.profile import Profile
+from deploykit.core.subprocesses import module_command
+from deploykit.evaluation.bundle_folder import epoch_s
+
+# The Dockerfiles that come with deploykit, and the digests of the images that they start from.
+
+LOCK = "Dockerfile.lock"
+UNPINNED = "unpinned"
+_ROW = re.compile(rf"(?P<image>\S+:\S+) (?P<digest>sha256:[0-9a-f]{{64}}|{UNPINNED})")
+
+
+def container_file(name: str) -> Path:
+    """`Dockerfile.x86`, `Dockerfile.jetson`, `Dockerfile.lock` or `.dockerignore`."""
+    packaged = paths.folder("containers") / name
+    return packaged if packaged.is_file() else Path(paths.__file__).parents[2] / name
+
+
+def read_digests(path: Path) -> dict[str, str | None]:
+    """`repository:tag` of each row -> its digest `sha256:...`; None: nobody has looked it up yet.
+
+    Raises BadInput on a row that is not `IMAGE:TAG DIGEST`, and on a second row for one image.
+    """
+    found: dict[str, str | None] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line or line.startswith("#"):
+            continue
+        row = _ROW.fullmatch(line)
+        if row is None or row["image"] in found:
+            raise BadInput(
+                f"{path.name}: line {number}: '{line}' is not IMAGE:TAG sha256:... of a new image",
+                hint="write it with: python scripts/pin_bases.py",
+            )
+        found[row["image"]] = None if row["digest"] == UNPINNED else row["digest"]
+    return found
+
+
+def pin(image: str) -> str:
+    """`image` with its digest, `repository:tag@sha256:...`, where the lock file has one."""
+    digest = read_digests(container_file(LOCK)).get(image)
+    return f"{image}@{digest}" if digest else image
+
+
+# The container that a bundle builds: Dockerfile, base, Python and packages of a target.
+
+_CPU_BASE = "docker.io/library/debian:bookworm-slim"
+_PYTHONS = {"ubuntu22.04": "3.10", "bookworm": "3.11", "ubuntu24.04": "3.12"}  # of the base images
+_JETPACKS = ("6.1", "6.2", "7.0", "7.1", "7.2")  # the stages of Dockerfile.jetson
+TENSORRT = "10.16.1.11"  # an engine belongs to one version; Dockerfile.x86 has the same
+
+
+@dataclass(frozen=True)
+class Image:
+    """`release`: of the host, "jetpack-6.2" or "cuda-13", empty for a CPU. `lock`: in `locks/`.
+
+    `machine`: "x86_64" or "aarch64", as wheels name it. `tensorrt`: the version that `pip` installs
+    of `tensorrt-cu13`, say; empty where there is none or the base brings it. `arguments`: values of
+    the Dockerfile's. `extras`: of the model's task, each with a lock of its own.
+    """
+
+    dockerfile: str
+    release: str
+    base: str
+    python: str
+    machine: str
+    lock: str
+    tensorrt: str = ""
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    extras: tuple[str, ...] = ()
+
+    @property
+    def on_jetson(self) -> bool:
+        return self.release.startswith("jetpack-")
+
+    def with_extras(self, extras: tuple[str, ...]) -> Image:
+        named = ",".join((self.arguments["EXTRAS"], *extras))
+        return replace(self, extras=extras, arguments={**self.arguments, "EXTRAS": named})
+
+
+def choose_image(profile: Profile, release: str | None, machine: str) -> Image:
+    """The image for a host of `release`, by default the profile's usual one.
+
+    `machine`: what a profile for any architecture is bundled for. Raises BadInput for a release
+    that the profile has no image for.
+    """
+    wanted = release or next(iter(profile.container_base), "")
+    base = profile.base_image(wanted) if wanted else None
+    if wanted and base is None:
+        known = f"those of '{profile.name}' are for {' and '.join(profile.container_base)}"
+        raise BadInput(
+            f"`release` {quote(wanted)}: profile '{profile.name}' has no image for it",
+            hint=known if profile.container_base else "leave it out: this target needs none",
+        )
+    machine = machine if profile.architecture == "any" else profile.architecture
+    kind, _, version = wanted.partition("-")
+    if kind == "jetpack" and base is not None:
+        return _for_jetson(wanted, base, version)
+    common = ("Dockerfile.x86", wanted)
+    if profile.runtime != "tensorrt":
+        base = base or _CPU_BASE
+        arguments = {"BASE": pin(base), "EXTRAS": "cpu,serve", "TENSORRT": ""}
+        return Image(*common, base, python_of(base), machine, "cpu", arguments=arguments)
+    if base is None:
+        raise BadInput(
+            f"profile '{profile.name}': names no container image to start from",
+            hint='add to the file: [container_base] and cuda-13 = "REPOSITORY:TAG"',
+        )
+    lock = "tensorrt-cu12" if version.startswith("12") else "tensorrt-cu13"
+    tensorrt, last = TENSORRT, profile.tensorrt_max
+    if last and release_numbers(last) < release_numbers(TENSORRT):
+        tensorrt = f"{last}.0"
+    arguments = {"BASE": pin(base), "EXTRAS": f"{lock},serve", "TENSORRT": tensorrt}
+    return Image(*common, base, python_of(base), machine, lock, tensorrt, arguments)
+
+
+def _for_jetson(release: str, base: str, version: str) -> Image:
+    stage = ".".join(map(str, release_numbers(version)[:2]))
+    row = jetpack_of(version) or jetpack_of(stage)
+    if stage not in _JETPACKS or row is None:
+        raise BadInput(
+            f"`release` {quote(release)}: is no JetPack that Dockerfile.jetson knows",
+            hint=f"jetpack-{', jetpack-'.join(_JETPACKS)}",
+        )
+    arguments = {"JETPACK": stage, "BASE": pin(base), "EXTRAS": "jetson,serve"}
+    return Image(
+        "Dockerfile.jetson", release, base, row.python, "aarch64", "jetson", arguments=arguments
+    )
+
+
+def python_of(base: str) -> str:
+    """The Python of a base image, by the distribution in its tag; 3.12 for one that names none."""
+    return next((python for name, python in _PYTHONS.items() if name in base), "3.12")
+
+
+def dockerfile(image: Image) -> str:
+    """Our Dockerfile with the arguments of this target as its defaults, ending at `bundle`."""
+    text = container_file(image.dockerfile).read_text(encoding="utf-8")
+    for name, value in image.arguments.items():
+        text, count = re.subn(rf"(?m)^ARG {name}=.*$", f"ARG {name}={value}", text, count=1)
+        if not count:
+            raise AssertionError(f"{image.dockerfile} has no argument {name}")
+    return text + "\nFROM bundle\n"
+
+
+_PACKAGE = Path(paths.__file__).resolve().parents[1]
+_DATA = ("profiles", "models", "locks")  # next to the package in a checkout, in _data/ in a wheel
+_CONTAINERS = ("Dockerfile.x86", "Dockerfile.jetson", "Dockerfile.lock", ".dockerignore")
+_KEPT = re.compile(r"METADATA|entry_points\.txt|licenses/.+")
+_WHEEL = "Wheel-Version: 1.0\nGenerator: deploykit\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+_REQUIREMENT = re.compile(r"(?P<name>[a-z0-9._-]+)==(?P<version>[^\s;\\]+)(?: ; (?P<marker>.+?))?")
+_MARKER = re.compile(r"python_full_version (?P<is><|>=|==) '(?P<version>[0-9.]+?)(?:\.\*)?'")
+_GLIBC = {"3.10": 35, "3.11": 36, "3.12": 39}  # minor version of the glibc of each base's release
+_NVIDIA_INDEX = "https://pypi.nvidia.com"
+
+
+@dataclass(frozen=True)
+class Locked:
+    """One pinned package of a lock file, with the hashes of its wheels."""
+
+    name: str
+    version: str
+    marker: str
+    sha256: tuple[str, ...]
+
+    def is_for(self, python: str) -> bool:
+        """Whether Python MAJOR.MINOR installs it."""
+        for part in filter(None, self.marker.split(" and ")):
+            match = _MARKER.fullmatch(part)
+            if match is None:
+                raise AssertionError(f"{self.name}: marker {part}")
+            here, there = (tuple(map(int, v.split("."))) for v in (python, match["version"]))
+            holds = {"<": here < there, ">=": here >= there, "==": here == there}
+            if not holds[match["is"]]:
+                return False
+        return True
+
+
+def own_wheel(folder: Path) -> Path:
+    """Write deploykit's wheel into `folder`."""
+    name, info = f"deploykit-{__version__}", f"deploykit-{__version__}.dist-info"
+    members = dict(sorted(_members(info)))
+    members[f"{info}/WHEEL"] = _WHEEL.encode()
+    rows = [f"{path},sha256={_urlsafe(data)},{len(data)}" for path, data in members.items()]
+    members[f"{info}/RECORD"] = "\n".join([*rows, f"{info}/RECORD,,", ""]).encode()
+    out = folder / f"{name}-py3-none-any.whl"
+    with zipfile.ZipFile(out, "w") as archive:  # stored: versions of zlib pack differently
+        for path, data in members.items():
+            entry = zipfile.ZipInfo(path, time.gmtime(epoch_s())[:6])
+            entry.external_attr = 0o100644 << 16
+            archive.writestr(entry, data)
+    return out
+
+
+def _members(info: str) -> Iterator[tuple[str, bytes]]:
+    """The files of the wheel, but for WHEEL and RECORD."""
+    for path in _PACKAGE.rglob("*"):
+        inside = path.relative_to(_PACKAGE)
+        if path.is_file() and "__pycache__" not in inside.parts and inside.parts[0] != "_data":
+            yield f"deploykit/{inside.as_posix()}", path.read_bytes()
+    for name in _DATA:
+        folder = paths.folder(name)
+        for path in folder.rglob("*"):
+            inside = path.relative_to(folder)
+            if path.is_file() and "__pycache__" not in inside.parts:
+                yield f"deploykit/_data/{name}/{inside.as_posix()}", path.read_bytes()
+    for name in _CONTAINERS:
+        yield f"deploykit/_data/containers/{name}", container_file(name).read_bytes()
+    for file in _distribution().files or ():
+        inner = re.sub(r"^deploykit-[^/]+\.dist-info/", "", str(file))
+        if inner != str(file) and _KEPT.fullmatch(inner):
+            yield f"{info}/{inner}", Path(str(file.locate())).read_bytes()
+
+
+def _distribution() -> metadata.Distribution:
+    try:
+        return metadata.distribution("deploykit")
+    except metadata.PackageNotFoundError as exc:
+        raise Unsupported(
+            "deploykit is not installed here, so its wheel cannot be packed",
+            hint="pip install . in the checkout",
+        ) from exc
+
+
+def _urlsafe(data: bytes) -> str:
+    digest = hashlib.sha256(data).digest()
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+
+
+def read_lock(text: str) -> list[Locked]:
+    """The packages of a lock file as `scripts/lock_wheels.py` writes them."""
+    found = []
+    for block in re.sub(r"(?m)^#.*\n", "", text).replace(" \\\n    ", " ").splitlines():
+        head, *hashes = block.split(" --hash=sha256:")
+        match = _REQUIREMENT.fullmatch(head.strip())
+        if match is None:
+            raise AssertionError(f"a line of a lock file: {head}")
+        found.append(Locked(match["name"], match["version"], match["marker"] or "", tuple(hashes)))
+    return found
+
+
+def lock_text(image: Image) -> str:
+    """The lock files of an image's packages, without deploykit."""
+    files = [paths.folder("locks") / f"{name}.lock" for name in (image.lock, *image.extras)]
+    return "".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def write_requirements(folder: Path, image: Image, *, wheels: bool) -> None:
+    """Write `requirements.lock` and `wheels/`: deploykit's own, and with `wheels` all others.
+
+    Raises Unsupported where these cannot be downloaded.
+    """
+    place = folder / "wheels"
+    place.mkdir()
+    own, text = own_wheel(place), lock_text(image)
+    if wheels:
+        text += _download(place, image, text)
+    line = f"deploykit=={__version__} \\\n    --hash=sha256:{sha256(own)}\n"
+    (folder / "requirements.lock").write_text(text + line, encoding="utf-8")
+
+
+def _download(place: Path, image: Image, text: str) -> str:
+    """Fetch the wheels for the image's Python; returns lines for those that no lock pins."""
+    pinned = [each for each in read_lock(text) if each.is_for(image.python)]
+    lines = (
+        " ".join([f"{each.name}=={each.version}", *(f"--hash=sha256:{h}" for h in each.sha256)])
+        for each in pinned
+    )
+    listed = place / "listed.txt"
+    listed.write_text("\n".join(lines), encoding="utf-8")
+    _pip(place, image, "--no-deps", "--require-hashes", "--requirement", str(listed))
+    listed.unlink()
+    if not image.tensorrt:
+        return ""
+    before = set(place.iterdir())
+    _pip(place, image, "--extra-index-url", _NVIDIA_INDEX, f"{image.lock}=={image.tensorrt}")
+    known = {each.name for each in pinned}
+    added = []
+    for path in sorted(set(place.iterdir()) - before):
+        name, version = path.name.split("-")[:2]
+        name = name.replace("_", "-").lower()
+        if name not in known:
+            added.append(f"{name}=={version} \\\n    --hash=sha256:{sha256(path)}\n")
+    return "".join(added)
+
+
+def _pip(place: Path, image: Image, *arguments: str) -> None:
+    newest = _GLIBC.get(image.python, 28)
+    tags = [f"manylinux_2_{minor}_{image.machine}" for minor in range(newest, 16, -1)]
+    tags += [f"manylinux2014_{image.machine}", f"linux_{image.machine}"]
+    options = [option for tag in tags for option in ("--platform", tag)]
+    options += ["--only-binary=:all:", "--python-version", image.python, "--implementation", "cp"]
+    command = module_command("pip", "--disable-pip-version-check", "--no-input")
+    command += ["download", "--quiet", "--dest", str(place), *options, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
+        errors = errors or done.stderr.splitlines()[-1:]
+        reason = errors[-1].removeprefix("ERROR: ") if errors else "no message"
+        raise Unsupported(
+            f"`wheels`: pip could not download them for {image.machine}, Python {image.python}: "
+            f"{reason}",
+            hint="it needs a package index; without `wheels` the image's build does instead",
+        )

@@ -1,0 +1,220 @@
+"""Call CUDA's driver through NVIDIA's cuda-bindings: the `Driver` of a real GPU.
+
+The driver API, not the runtime's: it loads no second library and no CUDA of its own version, and
+uses each device's primary context, which torch, TensorRT and ONNX Runtime use too. cuda-bindings
+rather than cuda-core: it has every call used here from 12.6 to 13 and imports faster.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deploykit.core.errors import OutOfMemory, Unsupported
+from deploykit.core.extras import require
+from deploykit.core.machine import file_text
+from deploykit.core.memory import available_bytes
+from deploykit.engines.cuda.memory import CODES, cuda_error, out_of_memory, unless_lost
+
+cuda = require("cuda.bindings.driver")
+
+_SUCCESS = cuda.CUresult.CUDA_SUCCESS
+_NON_BLOCKING = int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)  # waits for no default stream
+_THREAD_LOCAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+_ATTRIBUTES = cuda.CUdevice_attribute
+_MOST_NAME = 256
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU as CUDA describes it."""
+
+    name: str
+    compute_capability: str  # "9.0"
+    sm_count: int
+    integrated: bool
+    driver: str  # "580.65.06"; empty where the kernel does not report it
+    cuda: str  # the newest CUDA that the driver runs, "13.0"
+
+
+class CudaDevice:
+    """CUDA on device `number`; the CPU waits for it with a busy core, which is fastest."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.device = number, f"cuda:{number}"
+        self._handle, self._context = _primary_context(number)
+        self.use()
+        self.integrated = bool(self._attribute("INTEGRATED"))
+        self._event_flags = int(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        mapped = cuda.CU_MEMHOSTALLOC_DEVICEMAP if self.integrated else 0
+        self._host_flags = cuda.CU_MEMHOSTALLOC_PORTABLE | mapped
+
+    def describe(self) -> Device:
+        name = self._of("cuDeviceGetName", _MOST_NAME, self._handle)
+        major = self._attribute("COMPUTE_CAPABILITY_MAJOR")
+        minor = self._attribute("COMPUTE_CAPABILITY_MINOR")
+        return Device(
+            name.partition(b"\0")[0].decode(errors="replace").strip(),
+            f"{major}.{minor}",
+            self._attribute("MULTIPROCESSOR_COUNT"),
+            self.integrated,
+            driver_version(),
+            cuda_version(self._of("cuDriverGetVersion")),
+        )
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes of the device.
+
+        Where CPU and GPU share memory, CUDA counts the system's caches as used (CUDA for Tegra,
+        "Estimating Total Allocatable Device Memory"), so the kernel's figure is used if larger.
+        """
+        free, total = self._all("cuMemGetInfo")
+        return max(free, available_bytes() or 0) if self.integrated else free, total
+
+    def use(self) -> None:
+        self._all("cuCtxSetCurrent", self._context)
+
+    def check(self) -> None:
+        """Copy one byte from the device. Raises DeviceLost where its context is lost, else nothing.
+
+        Other libraries report a lost context as a failure of their own, without CUDA's code.
+        """
+        byte = ctypes.create_string_buffer(1)
+        with unless_lost():  # out of memory, say: the context works
+            address = self.allocate(1)
+            try:
+                self._all("cuMemcpyDtoH", ctypes.addressof(byte), address, 1)
+            finally:
+                self.free(address)
+
+    def allocate(self, nbytes: int) -> int:
+        return self._memory("cuMemAlloc", nbytes)
+
+    def free(self, address: int) -> None:
+        self._all("cuMemFree", address)
+
+    def pin(self, nbytes: int) -> int:
+        return self._memory("cuMemHostAlloc", nbytes, self._host_flags)
+
+    def unpin(self, address: int) -> None:
+        self._all("cuMemFreeHost", address)
+
+    def device_address(self, address: int) -> int:
+        return int(self._of("cuMemHostGetDevicePointer", address, 0))
+
+    def array(self, address: int, nbytes: int) -> np.ndarray:
+        return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(address)), np.uint8)
+
+    def open_stream(self) -> int:
+        return int(self._of("cuStreamCreate", _NON_BLOCKING))
+
+    def close_stream(self, stream: int) -> None:
+        self._all("cuStreamDestroy", stream)
+
+    def wait_stream(self, stream: int) -> None:
+        self._all("cuStreamSynchronize", stream)
+
+    def open_event(self) -> int:
+        return int(self._of("cuEventCreate", self._event_flags))
+
+    def close_event(self, event: int) -> None:
+        self._all("cuEventDestroy", event)
+
+    def record(self, event: int, stream: int) -> None:
+        self._all("cuEventRecord", event, stream)
+
+    def wait(self, event: int) -> None:
+        self._all("cuEventSynchronize", event)
+
+    def copy_in(self, device: int, host: int, nbytes: int, stream: int) -> None:
+        self._all("cuMemcpyHtoDAsync", device, host, nbytes, stream)
+
+    def copy_out(self, host: int, device: int, nbytes: int, stream: int) -> None:
+        self._all("cuMemcpyDtoHAsync", host, device, nbytes, stream)
+
+    def begin_capture(self, stream: int) -> None:
+        # thread-local: other threads may allocate meanwhile
+        self._all("cuStreamBeginCapture", stream, _THREAD_LOCAL)
+
+    def end_capture(self, stream: int) -> int:
+        graph = self._of("cuStreamEndCapture", stream)
+        try:
+            return int(self._of("cuGraphInstantiate", graph, 0))
+        finally:
+            self._all("cuGraphDestroy", graph)
+
+    def launch(self, graph: int, stream: int) -> None:
+        self._all("cuGraphLaunch", graph, stream)
+
+    def drop_graph(self, graph: int) -> None:
+        self._all("cuGraphExecDestroy", graph)
+
+    def _attribute(self, name: str) -> int:
+        attribute = getattr(_ATTRIBUTES, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self._of("cuDeviceGetAttribute", attribute, self._handle))
+
+    def _all(self, call: str, *arguments: Any) -> tuple[Any, ...]:
+        return _call(self.device, call, *arguments)
+
+    def _of(self, call: str, *arguments: Any) -> Any:
+        return _call(self.device, call, *arguments)[0]
+
+    def _memory(self, call: str, nbytes: int, *flags: int) -> int:
+        try:
+            return int(self._of(call, nbytes, *flags))
+        except OutOfMemory as exc:
+            if call != "cuMemAlloc" and not self.integrated:
+                raise  # host memory: the device's figures do not explain it
+            raise out_of_memory(self.device, nbytes, *self.memory()) from exc
+
+
+@functools.cache
+def _primary_context(number: int) -> tuple[Any, Any]:
+    """(device, its primary context), held until the process ends as CUDA's runtime holds it.
+
+    Raises Unsupported where there is no driver or no such device.
+    """
+    device = f"cuda:{number}"
+    try:
+        _call(device, "cuInit", 0)
+    except RuntimeError as exc:  # the bindings find no libcuda
+        raise Unsupported(
+            f"{device}: no NVIDIA driver is loaded",
+            hint="in a container, start it with: docker run --gpus all; see: deploykit doctor",
+        ) from exc
+    (handle,) = _call(device, "cuDeviceGet", number)
+    (context,) = _call(device, "cuDevicePrimaryCtxRetain", handle)
+    return handle, context
+
+
+def _call(device: str, call: str, *arguments: Any) -> tuple[Any, ...]:
+    """The return values of `call`. Raises the error for its code."""
+    try:
+        code, *values = getattr(cuda, call)(*arguments)
+    except (KeyError, ValueError) as exc:  # the number of a code, newer than the bindings
+        name, text = re.sub(r"\D", "", str(exc)), "unknown to the installed cuda-bindings"
+        number = int(name or 0)
+    else:
+        if code == _SUCCESS:
+            return tuple(values)
+        number, name = int(code), code.name
+        text = (cuda.cuGetErrorString(code)[1] or b"").decode(errors="replace")
+    raise cuda_error(device, call, f"cudaError{CODES[number]}" if number in CODES else name, text)
+
+
+def cuda_version(number: int) -> str:
+    """CUDA's 12060 is 12.6."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def driver_version(file: Path = _DRIVER_FILE) -> str:
+    """The kernel module's version, as 580.65.06; empty where it has no such file (Orin)."""
+    match = re.search(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", file_text(file))
+    return match[1] if match else ""

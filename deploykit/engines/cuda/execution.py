@@ -1,0 +1,486 @@
+"""Run calls on a GPU with pinned staging memory, streams and graphs, copies overlapping compute.
+
+Independent of TensorRT: a `Work` is anything that can be enqueued on a stream. Each slot has its
+own stream, buffers and work, so that one slot computes while another one copies; a caller with one
+call at a time only uses one slot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from deploykit.core.errors import DeploykitError
+from deploykit.core.subprocesses import INSIDE
+from deploykit.core.tensors import TensorSpec
+from deploykit.engines.cuda.memory import Buffer, DeviceLost, Driver, Shape, byte_count, unless_lost
+from deploykit.engines.engine import Arrays, Closing
+
+# One slot of a pipeline: its stream, buffers and work, and the CUDA graphs captured from them.
+#
+# A slot stages its inputs in pinned memory, enqueues copies and work on its own stream and
+# returns;
+# `finish` waits. The layout of each combination of shapes is kept.
+
+_MOST_LAYOUTS = 64  # shapes whose views a slot keeps
+_MOST_GRAPHS = 16  # each holds a work of its own, and memory on the GPU
+
+log = logging.getLogger(__name__)
+
+
+class Work(Protocol):
+    """What runs on a slot's stream, as a TensorRT context does. Raises DeploykitError only."""
+
+    def shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape | None]:
+        """Set the inputs' shapes; returns the outputs', None where they depend on the data."""
+        ...
+
+    def bind(self, addresses: Mapping[str, int]) -> None:
+        """Set the device addresses of inputs and outputs, except those of unknown shape."""
+        ...
+
+    def enqueue(self, stream: int) -> None: ...
+
+    def late(self, name: str) -> tuple[int, Shape]:
+        """After `enqueue`: device address and shape of an output that `shapes` did not know."""
+        ...
+
+    def close(self) -> None: ...
+
+
+MakeWork = Callable[[int, int], Work]  # (stream, address of its scratch memory) -> Work
+
+
+class _Layout:
+    """How to run calls of certain shapes: views into the staging memory, and the copies."""
+
+    def __init__(self, work: Work, shapes: Mapping[str, Shape], capture: bool) -> None:
+        self.work, self.shapes, self.capture = work, shapes, capture
+        self.feeds: list[np.ndarray] = []
+        self.answers: dict[str, np.ndarray] = {}
+        self.addresses: dict[str, int] = {}
+        self.copies_in: list[tuple[int, int, int]] = []  # (device, host, bytes)
+        self.copies_out: list[tuple[int, int, int]] = []
+        self.late: list[TensorSpec] = []
+        self.shared = False  # its work runs other shapes too
+        self.graph = 0
+        self.runs = 0
+
+
+class StreamSlot:
+    """A stream, its buffers and its work; idle, or with one call in flight."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        make: MakeWork,
+        inputs: tuple[TensorSpec, ...],
+        outputs: tuple[TensorSpec, ...],
+        scratch_bytes: int,
+    ) -> None:
+        self.driver, self.make, self.inputs, self.outputs = driver, make, inputs, outputs
+        self.notes: list[str] = []  # why a graph was refused
+        self.copies_us = (0, 0)  # of the last call, on the host: into and out of pinned memory
+        self.stream = self.event = self.scratch = 0
+        self._rows: int | None = None
+        self._running: _Layout | None = None
+        self._buffers: dict[str, Buffer] = {}
+        self._works: dict[tuple[Shape, ...] | None, Work] = {}
+        self._layouts: dict[tuple[Shape, ...], _Layout] = {}
+        self._bound: _Layout | None = None  # whose shapes and addresses the shared work has
+        self._late: dict[str, Buffer] = {}
+        try:
+            self.stream = driver.open_stream()
+            self.event = driver.open_event()
+            if scratch_bytes:
+                self.scratch = driver.allocate(scratch_bytes)
+        except DeploykitError:
+            self.release()
+            raise
+
+    def reserve(self, shapes: tuple[Shape, ...]) -> None:
+        """Take the memory for a call of these input shapes that is not a graph."""
+        if shapes not in self._layouts:
+            self._lay_out(shapes, capture=False)
+            del self._layouts[shapes]  # a call may want a graph
+            self._bound = None
+
+    def start(self, arrays: Sequence[np.ndarray], rows: int | None, capture: bool) -> None:
+        """Enqueue a call; with `capture`, as a graph from its second run on.
+
+        `rows`: pad axis 0 of every array with zeros up to this size; None for no padding.
+        """
+        if rows is None:
+            key = tuple(array.shape for array in arrays)
+        else:
+            key = tuple((rows, *array.shape[1:]) for array in arrays)
+        layout = self._layouts.get(key) or self._lay_out(key, capture)
+        before_ns = time.perf_counter_ns()
+        for view, array in zip(layout.feeds, arrays, strict=True):
+            np.copyto(view if rows is None else view[: len(array)], array)
+            if rows is not None:
+                view[len(array) :] = 0
+        self.copies_us = ((time.perf_counter_ns() - before_ns) // 1000, 0)
+        self._rows = None if rows is None else len(arrays[0])
+        self._running = layout
+        if layout.capture and not layout.graph and layout.runs:
+            self._capture(layout)
+        if layout.graph:
+            self.driver.launch(layout.graph, self.stream)
+        else:
+            self._enqueue(layout)
+        layout.runs += 1
+        self.driver.record(self.event, self.stream)
+
+    def finish(self) -> dict[str, np.ndarray] | DeploykitError:
+        """Wait for the call in flight: its outputs in new arrays, or why there are none."""
+        if self._running is None:
+            return DeploykitError(f"{self.driver.device}: no call is in flight")
+        try:
+            self.driver.use()  # this may be another thread than that of `start`
+            self.driver.wait(self.event)
+        except DeploykitError as exc:
+            return exc if isinstance(exc, DeviceLost) else self.settle() or exc
+        before_ns = time.perf_counter_ns()
+        rows = self._rows
+        answers = {
+            name: (view if rows is None else view[:rows]).copy()
+            for name, view in self._running.answers.items()
+        }
+        self.copies_us = (self.copies_us[0], (time.perf_counter_ns() - before_ns) // 1000)
+        return answers
+
+    def settle(self) -> DeviceLost | None:
+        """Wait, after a failure, until nothing reads or writes the buffers.
+
+        Returns the loss of the device where that was the cause: a library that fails because of it
+        may give a reason of its own, or none.
+        """
+        try:
+            with unless_lost():
+                self.driver.wait_stream(self.stream)
+            self.driver.check()
+        except DeviceLost as exc:
+            return exc
+        return None
+
+    def release(self) -> None:
+        self._drop_layouts()
+        for work in self._works.values():
+            work.close()
+        self._works.clear()
+        for buffer in (*self._buffers.values(), *self._late.values()):
+            buffer.release()
+        with contextlib.suppress(DeploykitError):
+            if self.scratch:
+                self.driver.free(self.scratch)
+        with contextlib.suppress(DeploykitError):
+            if self.event:
+                self.driver.close_event(self.event)
+        with contextlib.suppress(DeploykitError):
+            if self.stream:
+                self.driver.close_stream(self.stream)
+        self.stream = self.event = self.scratch = 0
+
+    def _lay_out(self, key: tuple[Shape, ...], capture: bool) -> _Layout:
+        if len(self._layouts) >= _MOST_LAYOUTS:
+            self._layouts = {k: v for k, v in self._layouts.items() if v.graph}
+        inputs, outputs = self.inputs, self.outputs
+        capture = capture and (key in self._works or len(self._works) <= _MOST_GRAPHS)
+        shapes = {spec.name: shape for spec, shape in zip(inputs, key, strict=True)}
+        # TensorRT: a graph is valid while its context is unchanged, so each graph has its own.
+        work = self._work(key if capture else None)
+        layout = _Layout(work, shapes, capture)
+        layout.shared = not capture
+        if layout.shared:
+            self._bound = None
+        found = work.shapes(shapes)
+        sizes = {}
+        for spec in (*inputs, *outputs):
+            shape = shapes.get(spec.name, found.get(spec.name))
+            if shape is None:
+                layout.late.append(spec)
+            else:
+                sizes[spec.name] = (spec, shape, byte_count(spec.dtype, shape))
+        layout.capture = capture and not layout.late
+        self._reserve({name: nbytes for name, (_, _, nbytes) in sizes.items()})
+        layout.answers = {spec.name: np.empty(0) for spec in outputs}  # in their order
+        for name, (spec, shape, nbytes) in sizes.items():
+            buffer = self._buffers[name]
+            view = buffer.view(spec.dtype, shape)
+            layout.addresses[name] = buffer.device
+            copied = nbytes > 0 and not self.driver.integrated
+            if name in shapes:
+                layout.feeds.append(view)
+                layout.copies_in += [(buffer.device, buffer.host, nbytes)] * copied
+            else:
+                layout.answers[name] = view
+                layout.copies_out += [(buffer.host, buffer.device, nbytes)] * copied
+        work.bind(layout.addresses)
+        self._layouts[key] = layout
+        if layout.shared:
+            self._bound = layout
+        return layout
+
+    def _work(self, key: tuple[Shape, ...] | None) -> Work:
+        if key not in self._works:
+            self._works[key] = self.make(self.stream, self.scratch)
+        return self._works[key]
+
+    def _reserve(self, sizes: Mapping[str, int]) -> None:
+        for name in sizes:
+            self._buffers.setdefault(name, Buffer(self.driver))
+        if all(self._buffers[name].fits(nbytes) for name, nbytes in sizes.items()):
+            return
+        self._drop_layouts()  # views and graphs point into the buffers that move
+        for name, nbytes in sizes.items():
+            self._buffers[name].reserve(nbytes)
+
+    def _drop_layouts(self) -> None:
+        for layout in self._layouts.values():
+            with contextlib.suppress(DeploykitError):
+                if layout.graph:
+                    self.driver.drop_graph(layout.graph)
+        self._layouts.clear()
+        self._bound = None
+
+    def _enqueue(self, layout: _Layout) -> None:
+        driver, stream = self.driver, self.stream
+        if layout.shared and self._bound is not layout:
+            layout.work.shapes(layout.shapes)
+            layout.work.bind(layout.addresses)
+            self._bound = layout
+        for device, host, nbytes in layout.copies_in:
+            driver.copy_in(device, host, nbytes, stream)
+        layout.work.enqueue(stream)
+        for host, device, nbytes in layout.copies_out:
+            driver.copy_out(host, device, nbytes, stream)
+        if layout.late:
+            self._fetch_late(layout)
+
+    def _fetch_late(self, layout: _Layout) -> None:
+        """Copy out the outputs of data-dependent shape, into memory of their own."""
+        for spec in layout.late:
+            address, shape = layout.work.late(spec.name)
+            buffer = self._late.setdefault(spec.name, Buffer(self.driver, host_only=True))
+            nbytes = byte_count(spec.dtype, shape)
+            buffer.reserve(nbytes)
+            if nbytes:
+                self.driver.copy_out(buffer.host, address, nbytes, self.stream)
+            layout.answers[spec.name] = buffer.view(spec.dtype, shape)
+
+    def _capture(self, layout: _Layout) -> None:
+        """Capture the whole sequence as a graph, or note why not and run without."""
+        refused: DeploykitError | None = None
+        self.driver.begin_capture(self.stream)
+        try:
+            self._enqueue(layout)
+        except DeploykitError as exc:
+            refused = exc
+        finally:  # always: a stream left capturing silently runs nothing
+            graph = self._end_capture()
+        if isinstance(graph, DeploykitError):
+            refused = refused or graph
+            graph = 0
+        if refused is None:
+            layout.graph = graph
+            return
+        if graph:
+            self.driver.drop_graph(graph)
+        if isinstance(refused, DeviceLost):
+            raise refused
+        layout.capture = False
+        shapes = ", ".join(str(list(shape)) for shape in layout.shapes.values())
+        self.notes.append(f"{self.driver.device}: no CUDA graph for {shapes}: {refused}")
+        log.warning(self.notes[-1])
+
+    def _end_capture(self) -> int | DeploykitError:
+        try:
+            return self.driver.end_capture(self.stream)
+        except DeploykitError as exc:
+            return exc
+
+
+class Ticket:
+    """One call in flight."""
+
+    def __init__(self, pipeline: Pipeline, slot: StreamSlot) -> None:
+        self.pipeline, self.slot = pipeline, slot
+        self.answer: dict[str, np.ndarray] | DeploykitError | None = None
+
+    def result(self) -> dict[str, np.ndarray]:
+        """Wait for the outputs, which the caller owns. Raises DeviceLost and other CUDA errors."""
+        if self.answer is None:
+            self.pipeline.finish(self.slot)
+        if isinstance(self.answer, dict):
+            return self.answer
+        raise self.answer or DeploykitError("the call has no answer")
+
+
+class Pipeline(Closing):
+    """Calls of one model, up to `slots` of them in flight; used by one thread at a time.
+
+    `graphs`: batch sizes captured with their copies as a CUDA graph at their second run; other
+    sizes are enqueued step by step. `pad`: fill a call with zero rows up to the next size of
+    `graphs`, for models whose rows are independent. `scratch_bytes`: device memory for the work of
+    each slot.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        make: MakeWork,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        *,
+        slots: int = 2,
+        graphs: Sequence[int] = (),
+        pad: bool = False,
+        scratch_bytes: int = 0,
+    ) -> None:
+        self.driver, self.make = driver, make
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        self.graphs = tuple(sorted(graphs))
+        first = {spec.shape[:1] for spec in (*inputs, *outputs)}
+        self._paddable = len(first) == 1 and bool(inputs) and inputs[0].batched
+        self.pad = pad and self._paddable
+        self.scratch_bytes = scratch_bytes
+        self._batched = next((n for n, spec in enumerate(self.inputs) if spec.batched), None)
+        self.slots = slots
+        self.last_copies_us = (0, 0)  # of the call that ended last, see `StreamSlot.copies_us`
+        self._all: list[StreamSlot] = []
+        self._free: list[StreamSlot] = []
+        self._busy: dict[StreamSlot, Ticket] = {}  # in the order in which they were started
+        self._lost: DeviceLost | None = None
+        self._closed = False
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        return self.submit(feeds).result()
+
+    def reserve(self, shapes: Sequence[Shape], slots: int = 1) -> None:
+        """Take the memory for `slots` calls of these input shapes now. Raises OutOfMemory."""
+        self.check()
+        found = []
+        try:
+            for _ in range(slots):
+                found.append(self._idle())
+                found[-1].reserve(tuple(shapes))
+        finally:
+            self._free += found
+
+    def prepare(self, calls: Iterable[Arrays], *, pad: bool = False) -> None:
+        """Run each call in every slot, twice if it may become a graph: later it takes no memory.
+
+        The largest first, as a buffer that grows drops the graphs. No other size becomes one any
+        more. `pad`: see above.
+        """
+        self.pad = self.pad or (pad and self._paddable)
+        wanted, self.graphs = self.graphs, ()
+        for feeds in calls:
+            rows = None if self._batched is None else len(feeds[self.inputs[self._batched].name])
+            prepared = wanted if rows is None else [n for n in wanted if n == rows]
+            self.graphs = tuple(sorted({*self.graphs, *prepared}))
+            for _ in range(2 if self.graphs else 1):
+                for ticket in [self.submit(feeds) for _ in range(self.slots)]:
+                    ticket.result()
+
+    def map(self, batches: Iterable[Arrays]) -> Iterator[dict[str, np.ndarray]]:
+        """The outputs in order, with all slots busy."""
+        return run_in_order(self.submit, batches, self.slots)
+
+    def submit(self, feeds: Arrays) -> Ticket:
+        """Copy `feeds`, which fit `inputs`, and start the call; waits only for a slot.
+
+        Raises OutOfMemory, after which a smaller call may do, DeviceLost, or what `Work` raises.
+        """
+        self.check()
+        arrays = [feeds[spec.name] for spec in self.inputs]
+        rows = None if self._batched is None else len(arrays[self._batched])
+        run, capture = self.bucket(rows)
+        slot = self._idle()
+        try:
+            with INSIDE:
+                slot.start(arrays, None if run == rows else run, capture)
+        except BaseException as exc:
+            lost = slot.settle()  # its copies may still be reading the staging memory
+            self._free.append(slot)
+            self._lost = exc if isinstance(exc, DeviceLost) else lost
+            if self._lost in (None, exc) or not isinstance(exc, DeploykitError):
+                raise
+            raise self._lost from exc
+        ticket = self._busy[slot] = Ticket(self, slot)
+        return ticket
+
+    def check(self) -> None:
+        """Make the device this thread's. Raises DeviceLost once it is, and after `close`."""
+        if self._closed:
+            raise DeploykitError(f"{self.driver.device}: the pipeline is closed")
+        if self._lost is not None:
+            raise self._lost
+        self.driver.use()
+
+    def finish(self, slot: StreamSlot) -> None:
+        """Wait for the call in flight in `slot` and store its answer in its ticket."""
+        with INSIDE:
+            answer = slot.finish()
+        self.last_copies_us = slot.copies_us
+        self._busy.pop(slot).answer = answer
+        self._free.append(slot)
+        if isinstance(answer, DeviceLost):
+            self._lost = answer
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why a requested CUDA graph was not captured."""
+        return tuple(note for slot in self._all for note in slot.notes)
+
+    def bucket(self, rows: int | None) -> tuple[int | None, bool]:
+        """(rows to run, whether as a graph) for a call of `rows`, None for a fixed shape."""
+        if rows is None or rows in self.graphs:
+            return rows, bool(self.graphs)
+        larger = [size for size in self.graphs if size >= rows] if self.pad and rows else []
+        return (larger[0], True) if larger else (rows, False)
+
+    def close(self) -> None:
+        """Finish the calls in flight and release all memory."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(DeploykitError):
+            self.driver.use()
+        for slot in list(self._busy):
+            self.finish(slot)
+        for slot in self._all:
+            slot.release()
+
+    def _idle(self) -> StreamSlot:
+        """An idle slot: a used one, else a new one, else the oldest call's once it has finished.
+
+        A second slot takes memory only when two calls are in flight.
+        """
+        if not self._free and len(self._all) < self.slots:
+            slot = StreamSlot(self.driver, self.make, self.inputs, self.outputs, self.scratch_bytes)
+            self._all.append(slot)
+            return slot
+        if not self._free:
+            self.finish(next(iter(self._busy)))
+        return self._free.pop()
+
+
+def run_in_order(
+    submit: Callable[[Arrays], Ticket], batches: Iterable[Arrays], slots: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Each call's outputs in order, with up to `slots` calls in flight."""
+    waiting: deque[Ticket] = deque()
+    for feeds in batches:
+        waiting.append(submit(feeds))
+        if len(waiting) == slots:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()

@@ -1,0 +1,268 @@
+"""The calls that a pipeline makes to CUDA (`Driver`), and pinned plus device memory (`Buffer`)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
+
+Shape = tuple[int, ...]
+
+
+class Driver(Protocol):
+    """CUDA on one device. Addresses and handles are integers.
+
+    Each method raises the error that `cuda_error` makes of CUDA's code.
+    """
+
+    @property
+    def device(self) -> str: ...  # "cuda:0"
+    @property
+    def integrated(self) -> bool: ...  # it shares the host's memory: nothing needs copying
+    def memory(self) -> tuple[int, int]: ...  # (free, total) bytes of the device
+    def use(self) -> None: ...  # make it the calling thread's device
+    def check(self) -> None: ...  # raises DeviceLost where the context is lost, else nothing
+    def allocate(self, nbytes: int) -> int: ...  # device memory
+    def free(self, address: int) -> None: ...
+    def pin(self, nbytes: int) -> int: ...  # page-locked host memory
+    def unpin(self, address: int) -> None: ...
+    def device_address(self, address: int) -> int: ...  # the device's address of pinned memory
+    def array(self, address: int, nbytes: int) -> np.ndarray: ...  # pinned memory as uint8
+    def open_stream(self) -> int: ...
+    def close_stream(self, stream: int) -> None: ...
+    def wait_stream(self, stream: int) -> None: ...
+    def open_event(self) -> int: ...
+    def close_event(self, event: int) -> None: ...
+    def record(self, event: int, stream: int) -> None: ...
+    def wait(self, event: int) -> None: ...
+    def copy_in(self, device: int, host: int, nbytes: int, stream: int) -> None: ...
+    def copy_out(self, host: int, device: int, nbytes: int, stream: int) -> None: ...
+    def begin_capture(self, stream: int) -> None: ...
+    def end_capture(self, stream: int) -> int: ...  # an executable graph
+    def launch(self, graph: int, stream: int) -> None: ...
+    def drop_graph(self, graph: int) -> None: ...
+
+
+class Buffer:
+    """Memory for one tensor of one slot: pinned, and on the device unless `host_only`."""
+
+    def __init__(self, driver: Driver, *, host_only: bool = False) -> None:
+        self.driver, self.host_only = driver, host_only
+        self.host = self.device = self.size = 0
+
+    def fits(self, nbytes: int) -> bool:
+        return 0 < self.size >= nbytes
+
+    def reserve(self, nbytes: int) -> None:
+        """Grow to at least `nbytes`, losing the content. Raises OutOfMemory, and is then empty."""
+        if self.fits(nbytes):
+            return
+        self.release()  # first: the old and the new together may not fit
+        size = round_up(nbytes)
+        try:
+            self.host = self.driver.pin(size)
+            if not self.host_only:
+                zero_copy = self.driver.integrated
+                self.device = (
+                    self.driver.device_address(self.host)
+                    if zero_copy
+                    else self.driver.allocate(size)
+                )
+        except DeploykitError:
+            self.release()
+            raise
+        self.size = size
+
+    def view(self, dtype: str, shape: Shape) -> np.ndarray:
+        nbytes = byte_count(dtype, shape)
+        return self.driver.array(self.host, self.size)[:nbytes].view(dtype).reshape(shape)
+
+    def release(self) -> None:
+        host, device = self.host, self.device
+        self.host = self.device = self.size = 0
+        with contextlib.suppress(DeploykitError):  # a lost device takes its memory with it
+            if device and not self.driver.integrated:
+                self.driver.free(device)
+        with contextlib.suppress(DeploykitError):
+            if host:
+                self.driver.unpin(host)
+
+
+def round_up(nbytes: int) -> int:
+    """A size to allocate, at most a quarter more, so that small growth needs no new block."""
+    step = max(512, 1 << max(0, nbytes.bit_length() - 3))
+    return max(1, -(-nbytes // step)) * step
+
+
+def byte_count(dtype: str, shape: Shape) -> int:
+    return math.prod(shape, start=np.dtype(dtype).itemsize)
+
+
+# Map CUDA's error codes to our errors, without importing CUDA.
+
+
+class DeviceLost(Unsupported):
+    """The CUDA context is lost and every later call in this process fails: end the process."""
+
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+
+
+class CaptureRefused(Unsupported):
+    """The work cannot be captured as a CUDA graph; it can still be run without one."""
+
+
+# CUDA Runtime API, "Data types used by CUDA Runtime", enum cudaError: number, what it means here,
+# name and message; the driver API's CUresult has the same numbers. lost: the process must end, as
+# hardware failed or the context is gone; unusable: the driver, the GPU or a permission; other-gpu:
+# machine code for another GPU, or for a newer driver
+_TABLE = """\
+1 bug InvalidValue invalid argument
+2 memory MemoryAllocation out of memory
+3 unusable InitializationError initialization error
+4 lost CudartUnloading driver shutting down
+31 lacking NotYetImplemented feature not yet implemented
+34 unusable StubLibrary CUDA driver is a stub library
+35 unusable InsufficientDriver CUDA driver version is insufficient for CUDA runtime version
+36 unusable CallRequiresNewerDriver API call is not supported in the installed CUDA driver
+46 unusable DevicesUnavailable CUDA-capable device(s) is/are busy or unavailable
+49 unusable IncompatibleDriverContext incompatible driver context
+53 lost PriorLaunchFailure unspecified launch failure in prior launch
+98 other-gpu InvalidDeviceFunction invalid device function
+100 unusable NoDevice no CUDA-capable device is detected
+101 no-device InvalidDevice invalid device ordinal
+102 unusable DeviceNotLicensed device doesn't have valid Grid license
+103 unusable SoftwareValidityNotEstablished integrity checks failed
+127 unusable StartupFailure startup failure in cuda runtime
+200 other-gpu InvalidKernelImage device kernel image is invalid
+201 unusable DeviceUninitialized invalid device context
+209 other-gpu NoKernelImageForDevice no kernel image is available for execution on the device
+214 lost ECCUncorrectable uncorrectable ECC error encountered
+215 lacking UnsupportedLimit limit is not supported on this architecture
+216 unusable DeviceAlreadyInUse exclusive-thread device already in use by a different thread
+218 other-gpu InvalidPtx a PTX JIT compilation failed
+220 lost NvlinkUncorrectable uncorrectable NVLink error detected during the execution
+221 other-gpu JitCompilerNotFound PTX JIT compiler library not found
+222 other-gpu UnsupportedPtxVersion the provided PTX was compiled with an unsupported toolchain.
+223 other-gpu JitCompilationDisabled PTX JIT compilation was disabled
+224 lacking UnsupportedExecAffinity the provided execution affinity is not supported
+226 lost Contained Invalid access of peer GPU memory over nvlink or a hardware error
+227 unusable InsufficientLoaderVersion Loader version is insufficient for fatbin
+303 unusable SharedObjectInitFailed shared object initialization failed
+304 unusable OperatingSystem OS call failed or operation not supported on this OS
+400 bug InvalidResourceHandle invalid resource handle
+700 lost IllegalAddress an illegal memory access was encountered
+701 lacking LaunchOutOfResources too many resources requested for launch
+702 lost LaunchTimeout the launch timed out and was terminated
+709 lost ContextIsDestroyed context is destroyed
+710 lost Assert device-side assert triggered
+714 lost HardwareStackError hardware stack error
+715 lost IllegalInstruction an illegal instruction was encountered
+716 lost MisalignedAddress misaligned address
+717 lost InvalidAddressSpace operation not supported on global/shared address space
+718 lost InvalidPc invalid program counter
+719 lost LaunchFailure unspecified launch failure
+721 lost TensorMemoryLeak tensor memory not completely freed
+800 unusable NotPermitted operation not permitted
+801 lacking NotSupported operation not supported
+802 unusable SystemNotReady system not yet initialized
+803 unusable SystemDriverMismatch system has unsupported display driver / cuda driver combination
+804 unusable CompatNotSupportedOnDevice forward compatibility was attempted on non supported HW
+805 lost MpsConnectionFailed MPS client failed to connect to the MPS control daemon or the MPS \
+server
+806 lost MpsRpcFailure the remote procedural call between the MPS server and the MPS client failed
+807 unusable MpsServerNotReady MPS server is not ready to accept new MPS client requests
+808 unusable MpsMaxClientsReached the hardware resources required to create MPS client have been \
+exhausted
+809 unusable MpsMaxConnectionsReached the hardware resources required to support device \
+connections have been exhausted
+810 lost MpsClientTerminated the MPS client has been terminated by the server
+811 lacking CdpNotSupported is using CUDA Dynamic Parallelism, but the current configuration, \
+like MPS, does not support it
+900 capture StreamCaptureUnsupported operation not permitted when stream is capturing
+901 capture StreamCaptureInvalidated operation failed due to a previous error during capture
+902 capture StreamCaptureMerge operation would result in a merge of separate capture sequences
+903 capture StreamCaptureUnmatched capture was not ended in the same stream as it began
+904 capture StreamCaptureUnjoined capturing stream has unjoined work
+905 capture StreamCaptureIsolation dependency created on uncaptured work in another stream
+906 capture StreamCaptureImplicit operation would make the legacy stream depend on a capturing \
+blocking stream
+907 capture CapturedEvent operation not permitted on an event last recorded in a capturing stream
+908 capture StreamCaptureWrongThread attempt to terminate a thread-local capture sequence from \
+another thread
+910 capture GraphExecUpdateFailure the graph update was not performed because it included \
+changes which violated constraints specific to instantiated graph update
+911 lost ExternalDevice an async error has occured in external entity outside of CUDA
+917 capture StreamDetached API call not permitted since the green context associated with the \
+stream has been destroyed
+918 capture GraphRecaptureFailure recapturing to the source graph failed and had to be terminated
+919 unusable FabricNotReady GPU fabric is not ready within the probe wait budget; application \
+may retry (see CUDA_FABRIC_INIT_TIMEOUT_MS)
+999 lost Unknown unknown error
+"""
+_ROWS = [line.split(" ", 3) for line in _TABLE.splitlines()]
+_KINDS = {name: kind for _, kind, name, _ in _ROWS}
+CODES: Mapping[int, str] = {int(number): name for number, _, name, _ in _ROWS}
+MESSAGES: Mapping[str, str] = {text: name for _, _, name, text in _ROWS}  # what other libraries log
+
+
+def cuda_error(device: str, call: str, name: str, text: str) -> DeploykitError:
+    """The error for a CUDA `call` that returned the code `name`.
+
+    A code for wrong use of CUDA is a plain DeploykitError: a bug in deploykit.
+    """
+    kind = _KINDS.get(name.removeprefix("cudaError"))
+    message = f"{device}: {call}: {name}: {text}"
+    if kind == "memory":
+        return OutOfMemory(f"{device}: out of memory in {call}", hint=USE_LESS_MEMORY)
+    if kind == "lost":
+        return DeviceLost(
+            f"{device}: the GPU is lost to this process ({name} in {call}: {text})",
+            hint="restart the process; if it happens again: dmesg | grep Xid; deploykit doctor",
+        )
+    if kind == "unusable":
+        fork = "a process that fork() made cannot use CUDA (multiprocessing: use 'spawn'); "
+        hint = f"{fork if name.endswith('InitializationError') else ''}see: deploykit doctor"
+        return Unsupported(f"{device}: no usable GPU: {name}: {text}", hint=hint)
+    if kind == "no-device":
+        return Unsupported(f"{device}: this machine has no such GPU", hint="see: deploykit doctor")
+    if kind == "other-gpu":
+        return Unsupported(
+            message, hint="the file or package was built for another GPU: build it on this machine"
+        )
+    if kind == "capture":
+        return CaptureRefused(message)
+    if kind == "lacking":
+        return Unsupported(message)
+    return DeploykitError(message)
+
+
+@contextlib.contextmanager
+def unless_lost() -> Iterator[None]:
+    """Ignore our errors in the block, except DeviceLost."""
+    try:
+        yield
+    except DeviceLost:
+        raise
+    except DeploykitError:
+        return
+
+
+def out_of_memory(device: str, need_bytes: int, free_bytes: int, total_bytes: int) -> OutOfMemory:
+    return OutOfMemory(
+        f"{device}: out of memory: {_size(need_bytes)} needed, {_size(free_bytes)} free of "
+        f"{_size(total_bytes)}",
+        hint=USE_LESS_MEMORY,
+    )
+
+
+USE_LESS_MEMORY = "use a smaller batch, or stop other programs that use the GPU (see: nvidia-smi)"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"

@@ -1,0 +1,605 @@
+"""Read data: arrays for a model's inputs, and labels.
+
+Formats: an `.npz` with one array per input name and perhaps `labels`; an `.npy` (or an `.npz` with
+one array of any name) for a model with one input; a folder of such files; a folder of images, whose
+sub-folders are the classes. Pickled objects are never loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import zipfile
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, TypeVar
+
+import numpy as np
+from numpy.lib import format as npy
+
+from deploykit.core.errors import BadInput, os_reason
+from deploykit.core.files import atomic_write, sha256
+from deploykit.core.machine import usable_cores
+from deploykit.core.memory import check_fits, check_memory
+from deploykit.core.task import ImageInput, Task
+from deploykit.core.tensors import BATCH, TensorSpec, carrier, concrete, mismatch, steps_counted
+from deploykit.engines.data.archives import (
+    Header,
+    damage,
+    is_npy,
+    open_array,
+    read_arrays,
+    read_headers,
+)
+from deploykit.engines.engine import Closing
+
+if TYPE_CHECKING:
+    from deploykit.engines.data.images import Images
+
+
+# Find what data a path has for a model, by names and headers alone, before anything is read.
+
+LABELS, INPUTS = "labels", "inputs/"  # the second stands before names in golden samples
+IMAGES, ARRAYS = (".png", ".jpg", ".jpeg"), (".npz", ".npy")
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """Data that fit a model, not yet read.
+
+    `names`: by input name, the array that is for it. `headers`: of each array, joined over all
+    files; `parts`: of each file. `images` decodes the files where they are images, and `classes`
+    are the labels of those in class folders. `count`: samples. `unused`: other arrays.
+    """
+
+    where: str
+    files: tuple[Path, ...]
+    names: Mapping[str, str]
+    headers: Mapping[str, Header]
+    parts: tuple[Mapping[str, Header], ...]
+    images: Images | None
+    classes: np.ndarray | None
+    count: int
+    unused: tuple[str, ...]
+
+    def read(self, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """These arrays, whole."""
+        read = [
+            read_arrays(file, {name: part[name] for name in names})
+            for file, part in zip(self.files, self.parts, strict=True)
+        ]
+        if len(read) == 1:
+            return read[0]
+        return {name: np.concatenate([part.pop(name) for part in read]) for name in names}
+
+
+def find_source(
+    path: Path, inputs: tuple[TensorSpec, ...], *, task: Task | None = None
+) -> DataSource:
+    """The data of `path` for a model with these `inputs`: see `samples.read_samples`."""
+    files, classes, of_images = [path], list[int](), False
+    if is_folder(path):
+        files, classes, of_images = _files_of(path, task.labels if task else ())
+    images, parts = None, []
+    if of_images:
+        images = _images(files[0], inputs, str(path), task.image if task else None)
+        shape = (len(files), *images.shape)
+        headers = {"images": Header(shape, np.dtype(np.uint8), in_rows=True, start=0)}
+    else:
+        parts = [read_headers(file) for file in files]
+        headers = _join_headers(files, parts) if is_folder(path) else parts[0]
+    names, unused = _choose(path, inputs, headers)
+    counts = {headers[name].shape[0] for name in names.values()}
+    if len(counts) != 1 or 0 in counts:
+        raise BadInput(
+            f"{path}: its arrays have {sorted(counts)} samples; all need the same number, above 0"
+        )
+    (count,) = counts
+    if LABELS in headers and headers[LABELS].shape[:1] != (count,):
+        raise BadInput(f"{path}: {count} samples but labels of shape {headers[LABELS].shape}")
+    numbers = np.array(classes, np.int64) if classes else None
+    return DataSource(
+        str(path), tuple(files), names, headers, tuple(parts), images, numbers, count, unused
+    )
+
+
+def _images(
+    first: Path, inputs: Sequence[TensorSpec], where: str, placed: ImageInput | None
+) -> Images:
+    """Pillow is imported here: arrays do not need it."""
+    if placed is not None:
+        from deploykit.engines.tasks.images import PlacedImages
+
+        return PlacedImages(placed, where)
+    from deploykit.engines.data.images import Images
+
+    return Images(first, inputs, where)
+
+
+def _choose(
+    path: Path, inputs: tuple[TensorSpec, ...], headers: Mapping[str, Header]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The array for each input, and the arrays that are neither inputs nor labels."""
+    golden = {n.removeprefix(INPUTS): n for n in headers if n.startswith(INPUTS)}
+    arrays = golden or {n: n for n in headers if n != LABELS}  # of golden samples the inputs
+    if len(inputs) == 1 and len(arrays) == 1:
+        arrays = {inputs[0].name: next(iter(arrays.values()))}
+    chosen = {}
+    for spec in inputs:
+        if spec.name not in arrays:
+            has = ", ".join(arrays) or "none"
+            raise BadInput(
+                f"{path}: no array '{spec.name}'; it contains: {has}",
+                hint="the model's inputs are: " + ", ".join(map(str, inputs)),
+            )
+        found = headers[arrays[spec.name]]
+        problem = mismatch(
+            replace(spec, shape=(BATCH, *spec.shape[1:])), found.dtype.name, found.shape
+        )
+        if problem is not None:
+            guess, cure = _cure(spec, found)
+            raise BadInput(f"{path}: {problem}{guess}", hint=cure)
+        chosen[spec.name] = arrays[spec.name]
+    return chosen, tuple(name for name in arrays if name not in chosen)
+
+
+def _cure(spec: TensorSpec, array: Header) -> tuple[str, str | None]:
+    """A guess at what an array that does not fit is, and a hint."""
+    if len(array.shape) == len(spec.shape) == 4:
+        shapes = replace(spec, shape=(BATCH, *spec.shape[1:]))
+        for layout, order in (("NHWC", (0, 3, 1, 2)), ("NCHW", (0, 2, 3, 1))):
+            moved = [array.shape[axis] for axis in order]
+            if mismatch(shapes, spec.dtype, array.shape) and not mismatch(
+                shapes, spec.dtype, moved
+            ):
+                return f"; it looks like {layout}", f"np.transpose(x, {order})"
+    if array.dtype == np.uint8 and spec.dtype.startswith("float"):
+        return "", "normalise as for training, or export with `preprocess`"
+    if array.dtype.name != spec.dtype:
+        return "", f"x.astype('{spec.dtype}')"
+    return "", None
+
+
+def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int], bool]:
+    """The files of a data folder, the class of each where it has classes; whether it is images.
+
+    `names`: the model's labels, which may be the names of class folders.
+    """
+    files, classes = list_entries(folder)
+    if files and classes:
+        raise BadInput(
+            f"{folder}: contains both files ({files[0].name}) and folders ({classes[0].name})",
+            hint="use either files only, or one sub-folder of images per class",
+        )
+    labels = []
+    for number, kind in zip(_class_numbers(folder, classes, names), classes, strict=True):
+        images, deeper = list_entries(kind)
+        if deeper:
+            raise BadInput(
+                f"{deeper[0]}: is a folder; a class folder contains images only",
+                hint=f"for one split of several, name its folder: {kind}",
+            )
+        if not images:
+            raise BadInput(f"{kind}: the class folder is empty")
+        files += images
+        labels += [number] * len(images)
+    if not files:
+        raise BadInput(f"{folder}: the folder is empty")
+    for file in files:
+        if file.suffix.lower() not in IMAGES + (() if classes else ARRAYS):
+            raise BadInput(
+                f"{file}: is not a data file",
+                hint=f"a data folder contains {' '.join(IMAGES)} or {' '.join(ARRAYS)} files and "
+                "nothing else; class folders contain images",
+            )
+    images = [file for file in files if file.suffix.lower() in IMAGES]
+    if images and len(images) < len(files):
+        other = next(file for file in files if file not in images)
+        raise BadInput(
+            f"{folder}: contains both images ({images[0].name}) and arrays ({other.name})"
+        )
+    return files, labels, bool(images)
+
+
+def _class_numbers(folder: Path, classes: Sequence[Path], names: Sequence[str]) -> Sequence[int]:
+    """Those of the labels that class folders are named after; without such, in their own order."""
+    if not {kind.name for kind in classes} & set(names):
+        return range(len(classes))
+    for kind in classes:
+        if names.count(kind.name) != 1:
+            several = "several" if kind.name in names else "none"
+            raise BadInput(
+                f"{folder}: the class folder '{kind.name}' stands for {several} of the model's "
+                "labels",
+                hint="name all class folders after labels; or none of them, in the labels' order",
+            )
+    return [names.index(kind.name) for kind in classes]
+
+
+def list_entries(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The files and the folders in a folder, by name, without hidden ones. Raises BadInput."""
+    try:
+        found = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError as exc:
+        raise BadInput(f"{folder}: cannot be read: {os_reason(exc)}") from exc
+    folders = [path for path in found if is_folder(path)]
+    return [path for path in found if path not in set(folders)], folders
+
+
+def is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        return False  # opening it reports what is wrong
+
+
+def _join_headers(
+    files: Sequence[Path], parts: Sequence[Mapping[str, Header]]
+) -> dict[str, Header]:
+    """The arrays that several files hold together, joined along axis 0."""
+    kinds = [
+        {name: (each.dtype, each.shape[1:], len(each.shape) > 0) for name, each in part.items()}
+        for part in parts
+    ]
+    for file, kind in zip(files, kinds, strict=True):
+        if kind != kinds[0] or not all(joins for _, _, joins in kind.values()):
+            raise BadInput(
+                f"{file}: has {_describe(kind)}; {files[0].name} has {_describe(kinds[0])}",
+                hint="files of one folder are joined: names, dtypes and all axes but the first "
+                "must be equal",
+            )
+    return {
+        name: replace(first, shape=(sum(part[name].shape[0] for part in parts), *first.shape[1:]))
+        for name, first in parts[0].items()
+    }
+
+
+def _describe(kind: Mapping[str, tuple[np.dtype, tuple[int, ...], bool]]) -> str:
+    return ", ".join(
+        f"{name}:{dtype}[{','.join(map(str, ('N', *shape) if joins else ()))}]"
+        for name, (dtype, shape, joins) in sorted(kind.items())
+    )
+
+
+_TURN = 0.6180339887498949  # the golden ratio's fraction: its multiples are evenly spread
+
+
+@dataclass(frozen=True)
+class Samples:
+    """`inputs`: by input name, shape (samples, ...). `labels`: shape (samples,) or None."""
+
+    inputs: Mapping[str, np.ndarray]
+    labels: np.ndarray | None
+    where: str  # the file or folder, for error messages
+    unused: tuple[str, ...] = ()  # arrays that are neither
+
+    def __len__(self) -> int:
+        return len(next(iter(self.inputs.values())))
+
+    def batches(self, size: int, *, spread: bool = False) -> Iterator[dict[str, np.ndarray]]:
+        """The inputs in order, `size` samples at a time; the last batch may be smaller.
+
+        `spread`: in an order of which every beginning is from all over the samples.
+        """
+        starts = range(0, len(self), size)
+        for start in sorted(starts, key=lambda at: at // size * _TURN % 1) if spread else starts:
+            yield {name: array[start : start + size] for name, array in self.inputs.items()}
+
+    def first(self, count: int) -> Samples:
+        """The first `count` samples, without a copy."""
+        inputs = {name: array[:count] for name, array in self.inputs.items()}
+        return Samples(inputs, None if self.labels is None else self.labels[:count], self.where)
+
+    def batching(self, most: int, specs: Sequence[TensorSpec]) -> tuple[int, int]:
+        """The batch size for a model with these inputs, and how many samples fill whole batches.
+
+        A dynamic batch uses `most` and all samples; a fixed one drops the samples that do not fill
+        the last batch. Raises BadInput when they do not fill one batch.
+        """
+        fixed = next((n for spec in specs for n in spec.shape[:1] if isinstance(n, int)), None)
+        if fixed is None:
+            return most, len(self)
+        if not 0 < fixed <= len(self):
+            raise BadInput(
+                f"{self.where}: {len(self)} samples do not fill the model's fixed batch of {fixed}"
+            )
+        return fixed, len(self) // fixed * fixed
+
+
+def read_samples(
+    path: Path, inputs: tuple[TensorSpec, ...], *, task: Task | None = None
+) -> Samples:
+    """Read `path` for a model with these `inputs`. Raises BadInput when it does not fit them.
+
+    Axis 0 of each array is the samples, even where the model's axis 0 is fixed. Files are read in
+    the order of their names; class folders are numbered in theirs.
+    `task`: places images of any size as the server does, and its labels may be the folders' names.
+    """
+    source = find_source(path, inputs, task=task)
+    wanted = [*source.names.values(), *([LABELS] if LABELS in source.headers else [])]
+    if source.images is not None:
+        arrays = dict.fromkeys(source.names.values(), source.images.decode_all(source.files))
+    else:
+        needed = sum(source.headers[name].nbytes for name in wanted)
+        check_memory(source.where, needed * (2 if len(source.files) > 1 else 1))  # parts and whole
+        arrays = source.read(wanted)
+    chosen = {
+        name: arrays[own].astype(arrays[own].dtype.newbyteorder("="), copy=False)
+        for name, own in source.names.items()
+    }
+    return Samples(chosen, arrays.get(LABELS, source.classes), source.where, source.unused)
+
+
+def read_npz(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of an `.npz`; raises BadInput for anything else, and for pickled objects.
+
+    Sizes in the headers are added up first: a small file can declare, or unpack to, any size.
+    """
+    if is_folder(path):
+        raise BadInput(f"{path}: is a folder; an .npz file is needed")
+    if is_npy(path):
+        raise BadInput(f"{path}: is a single .npy array; an .npz is needed")
+    headers = read_headers(path)
+    check_memory(str(path), sum(each.nbytes for each in headers.values()))
+    return read_arrays(path, headers)
+
+
+def write_npz(path: Path, arrays: Mapping[str, np.ndarray], *, kind: str = "arrays") -> None:
+    """Write arrays by name, completely or not at all, and in the archive's comment their `kind`."""
+    with atomic_write(path) as tmp, zipfile.ZipFile(tmp, "w") as archive:
+        archive.comment = f"deploykit {kind}".encode()
+        for name, array in arrays.items():  # np.savez reserves "file", and fails before 1980
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+                npy.write_array(member, np.asarray(array), allow_pickle=False)
+
+
+def random_feeds(
+    specs: tuple[TensorSpec, ...], sizes: Mapping[str, int], seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Seeded inputs for timing and parity.
+
+    Standard normal floats, uint8 from 0 to 255, lengths of rows by their name, the last of a full
+    row, other integers and strings from 0 to 9. Booleans and a mask, by its name, get zeros and
+    ones, with a one first in each row and, as booleans, the other value last; with "pad" in its
+    name the reverse: attention over a fully masked row is undefined. `sizes`: 1 by default.
+    """
+    random, feeds = np.random.default_rng(seed), {}
+    for spec in specs:
+        shape = concrete(spec, sizes)
+        check_fits(f"input '{spec.name}'", 8 * math.prod(shape))
+        if "float" in spec.dtype:
+            feeds[spec.name] = random.standard_normal(shape).astype(carrier(spec.dtype))
+        elif spec.dtype == "string":
+            feeds[spec.name] = random.integers(0, 10, shape).astype(str).astype(object)
+        elif spec.dtype == "bool":
+            feeds[spec.name] = found = random.integers(0, 2, shape).astype(bool)
+            if found.ndim > 1:  # either value may be the one that hides
+                found[..., :1] = "pad" not in spec.name.lower()
+                found[..., -1:] = ~found[..., :1] if shape[-1] > 1 else found[..., :1]
+        elif (steps := steps_counted(spec, specs, sizes)) is not None:
+            feeds[spec.name] = random.integers(1, steps + 1, shape).astype(spec.dtype)
+            feeds[spec.name][-1:] = steps
+        elif "mask" in spec.name.lower():
+            feeds[spec.name] = found = random.integers(0, 2, shape).astype(spec.dtype)
+            found[..., :1] = 1
+        elif spec.dtype == "uint8":  # pixels: ids need a larger type
+            feeds[spec.name] = random.integers(0, 256, shape).astype(np.uint8)
+        else:
+            feeds[spec.name] = random.integers(0, 10, shape).astype(spec.dtype)
+    return feeds
+
+
+# Warn about data that makes a calibration or an evaluation look better than it is.
+
+FEW = 100  # samples; fewer make a calibration depend on chance
+_BLOCK = 64  # samples looked at in one go
+_NORMALISED = 16.0  # pixels scaled to a standard deviation of 1 span some 5, those in 0..1 span 1
+
+
+def check_calibration(samples: Samples, inputs: Sequence[TensorSpec]) -> tuple[str, ...]:
+    """One warning each for few samples, duplicates, pixels not normalised, a constant channel.
+
+    The calibration itself refuses data that cannot calibrate anything: NaN, all samples equal.
+    """
+    count = len(samples)
+    found = []
+    if count < FEW:
+        found.append(f"only {count} samples: a few hundred real ones are better")
+    repeated = count - len(set(_digests(samples)))
+    if repeated * 10 > count:
+        found.append(f"{repeated} of {count} samples are duplicates")
+    for spec in inputs:
+        array = samples.inputs[spec.name]
+        axis = _channel_axis(spec)
+        if axis is None:
+            continue
+        others = tuple(n for n in range(array.ndim) if n != axis)
+        low, high = array.min(others), array.max(others)
+        if spec.dtype.startswith("float") and high.max() - low.min() > _NORMALISED:
+            found.append(
+                f"'{spec.name}' ranges from {low.min():g} to {high.max():g}: its pixels look "
+                "unnormalised; preprocess them as for training"
+            )
+        for channel in np.flatnonzero(low == high):
+            found.append(f"channel {channel} of '{spec.name}' is {low[channel]:g} everywhere")
+    return tuple(f"{samples.where}: {text}" for text in found)
+
+
+def check_finite(samples: Samples) -> None:
+    """Raise BadInput naming the first sample that holds NaN or infinity."""
+    for name, array in samples.inputs.items():
+        if array.dtype.kind != "f":
+            continue
+        for start in range(0, len(array), _BLOCK):
+            block = array[start : start + _BLOCK]
+            odd = ~np.isfinite(block.reshape(len(block), -1)).all(1)
+            if odd.any():
+                raise BadInput(
+                    f"{samples.where}: input '{name}' of sample {start + int(odd.argmax())} holds "
+                    "NaN or infinity, and so do the model's answers",
+                    hint="leave such samples out, or fill the gaps as for training",
+                )
+
+
+def _channel_axis(spec: TensorSpec) -> int | None:
+    """The axis of an image's 1 or 3 channels: for uint8 the last first, else the second first."""
+    if len(spec.shape) != 4:
+        return None
+    order = (3, 1) if spec.dtype == "uint8" else (1, 3)
+    return next((axis for axis in order if spec.shape[axis] in (1, 3)), None)
+
+
+def overlap(calib: Samples, test: Samples) -> int:
+    """How many samples of `test` are also in `calib`, byte for byte."""
+    known = set(_digests(calib))
+    return sum(digest in known for digest in _digests(test))
+
+
+def _digests(samples: Samples) -> Iterator[bytes]:
+    """A hash of each sample: all its inputs' bytes."""
+    names = sorted(samples.inputs)
+    for number in range(len(samples)):
+        digest = hashlib.blake2b(digest_size=16)
+        for name in names:
+            digest.update(samples.inputs[name][number].tobytes())
+        yield digest.digest()
+
+
+# Read samples from beginning to end, a batch at a time, in bounded memory.
+#
+# Archives are unpacked and images decoded as they are needed. A digest of all that was read so
+# far
+# tells later whether the same samples come again.
+
+_DECODERS = 8  # threads at most; each decodes some hundred images per second
+_AHEAD = 2  # batches that are ready before they are asked for
+_SKIPPED = 1024  # samples at a time that are read to be compared only
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs by name, how many `samples` they are, and the digest of all samples up to here."""
+
+    feeds: Mapping[str, np.ndarray]
+    samples: int
+    digest: str
+
+
+class SampleStream(Closing):
+    """The samples of a `source`, from the first to the last, once; closed when they were read."""
+
+    def __init__(self, source: DataSource) -> None:
+        self.source = source
+        self.at = 0  # how many samples were read
+        self._stack = ExitStack()
+        self._digests = {name: hashlib.sha256() for name in source.names}  # by input
+        with ExitStack() as stack:
+            if source.images is None:
+                names = source.names.items()
+                self._rows = {name: _Rows(source, own, stack) for name, own in names}
+            else:
+                workers = min(usable_cores(), _DECODERS)
+                self._decoders = stack.enter_context(ThreadPoolExecutor(workers))
+            self._stack = stack.pop_all()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def batches(self, size: int) -> Iterator[Batch]:
+        """The samples that are left, `size` at a time; the last batch may be smaller.
+
+        Raises BadInput naming the file, where one is damaged.
+        """
+        while count := min(size, self.source.count - self.at):
+            yield Batch(self._read(count), count, self.digest)
+
+    def skip(self, count: int) -> str:
+        """The digest of the next `count` samples, or as many as there are; none is decoded."""
+        while left := min(count - self.at, self.source.count - self.at, _SKIPPED):
+            self._read(left, decode=False)
+        return self.digest
+
+    @property
+    def digest(self) -> str:
+        """Of the samples so far, in their order, however they were cut into batches."""
+        return hashlib.sha256(b"".join(d.digest() for d in self._digests.values())).hexdigest()
+
+    def read_labels(self) -> np.ndarray | None:
+        """All labels: they are small."""
+        if LABELS in self.source.headers:
+            return self.source.read([LABELS])[LABELS]
+        return self.source.classes
+
+    def _read(self, count: int, *, decode: bool = True) -> dict[str, np.ndarray]:
+        begin, self.at = self.at, self.at + count
+        images = self.source.images
+        if images is None:
+            return {
+                name: rows.read(count, self._digests[name]) for name, rows in self._rows.items()
+            }
+        files, (name,) = self.source.files[begin : self.at], self._digests
+        for file, content in zip(files, self._decoders.map(sha256, files), strict=True):
+            self._digests[name].update(f"{file.parent.name}/{file.name} {content}\n".encode())
+        if not decode:
+            return {}
+        return {name: np.stack(list(self._decoders.map(images.decode, files)))}
+
+
+class _Rows:
+    """One array of a source, read in order from all files."""
+
+    def __init__(self, source: DataSource, name: str, stack: ExitStack) -> None:
+        self._left = deque(
+            (f, part[name]) for f, part in zip(source.files, source.parts, strict=True)
+        )
+        self._stack = stack
+        header = source.headers[name]
+        self._shape, self._dtype = header.shape[1:], header.dtype
+        self._row_bytes = math.prod(self._shape) * header.dtype.itemsize
+        self._file, self._handle = self._open_next()
+
+    def read(self, count: int, digest: hashlib._Hash) -> np.ndarray:
+        """The next `count` rows, of which the bytes go into `digest` too."""
+        raw = bytearray(count * self._row_bytes)
+        view = memoryview(raw)
+        while view:
+            with damage(self._file):
+                got = self._handle.readinto(view)  # type: ignore[attr-defined]
+            if not got and not self._left:
+                raise BadInput(f"{self._file}: ends before its last sample")
+            if not got:
+                self._handle.close()
+                self._file, self._handle = self._open_next()
+            view = view[got:]
+        digest.update(raw)
+        if not raw:
+            return np.zeros((count, *self._shape), self._dtype)
+        rows = np.frombuffer(raw, self._dtype).reshape(count, *self._shape)
+        return rows.astype(self._dtype.newbyteorder("="), copy=False)
+
+    def _open_next(self) -> tuple[Path, IO[bytes]]:
+        file, header = self._left.popleft()
+        with damage(file):
+            if not header.in_rows:  # axis 0 is the last in the file, so that all of it is needed
+                check_memory(str(file), 2 * header.nbytes)
+                return file, io.BytesIO(read_arrays(file, {"": header})[""].tobytes())
+            handle = open_array(file, header, self._stack)
+            handle.read(header.start)
+        return file, handle
+
+
+def read_ahead(items: Iterable[Item]) -> Iterator[Item]:
+    """The same items; a thread makes the next ones meanwhile."""
+    rest = iter(items)
+    with ThreadPoolExecutor(1) as thread:
+        ready = deque(thread.submit(next, rest, None) for _ in range(_AHEAD))
+        while (item := ready.popleft().result()) is not None:
+            ready.append(thread.submit(next, rest, None))
+            yield item

@@ -1,0 +1,592 @@
+"""Read the state of this machine's GPUs: from NVML, and on a Jetson from sysfs.
+
+Reading never raises: an unknown value is None. On a Jetson NVML is missing or incomplete (Thor:
+load, but neither memory nor power), so each value comes from the first source that has it. Tests
+pass a `root` in place of `/`.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from deploykit.core.extras import installed
+from deploykit.core.json_value import Record
+from deploykit.core.machine import board_model, file_text, natural_number, power_mode
+from deploykit.engines.engine import Closing
+
+# The state of one GPU, whichever source it was read from.
+
+# bits of nvmlDeviceGetCurrentClocksEventReasons that lower the clocks
+THROTTLES: Mapping[str, int] = {
+    "power_cap": 0x04,
+    "hw_slowdown": 0x08,
+    "sw_thermal": 0x20,
+    "hw_thermal": 0x40,
+    "power_brake": 0x80,
+}
+_TRACED = 120  # states kept of a run, at most
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """The state of one GPU; None where unknown.
+
+    Of a Jetson: `rails`, watts by power rail; `zones`, degrees Celsius by thermal zone, which end
+    in `tj`, the junction; `power_mode`, nvpmodel's name of the mode.
+    """
+
+    uuid: str
+    name: str
+    index: int
+    source: str  # nvml, sysfs or nvml+sysfs
+    utilization: float | None = None  # 0 to 1
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    energy_j: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    clock_hz: int | None = None
+    memory_clock_hz: int | None = None
+    temperature_c: float | None = None
+    throttled: tuple[str, ...] | None = None
+    rails: tuple[tuple[str, float], ...] = ()
+    zones: tuple[tuple[str, float], ...] = ()
+    clock_max_hz: int | None = None
+    power_mode: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "rails": dict(self.rails), "zones": dict(self.zones)}
+
+
+@dataclass(frozen=True)
+class Conditions(Record):
+    """What held for one GPU while it was measured; None where its source does not report it.
+
+    `power_mode`: nvpmodel's name of a Jetson's mode, two with a comma where it changed. Clocks in
+    MHz, lowest and highest seen, and the highest that is allowed. `power_w`: of the GPU, of the
+    whole module on a Jetson. `temperature_c`: the highest of any zone. `throttled`: names of
+    THROTTLES. `trace`: clock_mhz, power_w and temperature_c over the run, at equal intervals.
+    """
+
+    name: str
+    source: str
+    samples: int
+    power_mode: str | None
+    clock_low_mhz: float | None
+    clock_high_mhz: float | None
+    clock_max_mhz: float | None
+    power_mean_w: float | None
+    power_high_w: float | None
+    temperature_c: float | None
+    throttled: tuple[str, ...] | None
+    trace: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+
+
+def conditions_of(states: Sequence[GpuState]) -> Conditions:
+    """Sum up the states of one GPU, at least one, in their order in time."""
+    last = states[-1]
+    clocks = [state.clock_hz / 1e6 for state in states if state.clock_hz is not None]
+    watts = [state.power_w for state in states if state.power_w is not None]
+    allowed = [state.clock_max_hz / 1e6 for state in states if state.clock_max_hz]
+    heat = [each.temperature_c for each in states if each.temperature_c is not None]
+    heat += [degrees for state in states for _, degrees in state.zones]
+    modes = dict.fromkeys(state.power_mode for state in states if state.power_mode)
+    known = [state.throttled for state in states if state.throttled is not None]
+    return Conditions(
+        name=last.name,
+        source=last.source,
+        samples=len(states),
+        power_mode=", ".join(modes) or None,
+        clock_low_mhz=min(clocks, default=None),
+        clock_high_mhz=max(clocks, default=None),
+        clock_max_mhz=max(allowed, default=None),
+        power_mean_w=sum(watts) / len(watts) if watts else None,
+        power_high_w=max(watts, default=None),
+        temperature_c=max(heat, default=None),
+        throttled=in_order(reason for each in known for reason in each) if known else None,
+        trace=_trace(states[:: -(-len(states) // _TRACED)]),
+    )
+
+
+def _trace(states: Sequence[GpuState]) -> dict[str, tuple[float | None, ...]]:
+    return {
+        "clock_mhz": tuple(_mega(state.clock_hz) for state in states),
+        "power_w": tuple(state.power_w for state in states),
+        "temperature_c": tuple(
+            max(filter(None, (state.temperature_c, *dict(state.zones).values())), default=None)
+            for state in states
+        ),
+    }
+
+
+def _mega(value: float | None) -> float | None:
+    return None if value is None else value / 1e6
+
+
+def in_order(reasons: Iterable[str]) -> tuple[str, ...]:
+    """Each reason once, in the order of THROTTLES."""
+    found = set(reasons)
+    return tuple(name for name in THROTTLES if name in found)
+
+
+# Read a Jetson's GPU, power rails, clocks, heat and throttling from files anyone may read.
+#
+# Nothing here runs a program or needs root: containers have /sys too. A file that is missing, not
+# readable, damaged or gone since it was listed gives an unknown value, never an error. Layouts:
+# docs.kernel.org/hwmon/ina3221, and NVIDIA's guide to power and performance of each release.
+
+TOTAL_RAILS = ("VDD_IN", "POM_5V_IN", "VIN")  # of the whole module: all other rails are parts of it
+_SUMMED = {"VDD_GPU_SOC", "VDD_CPU_CV", "VIN_SYS_5V0"}  # AGX Orin's, which measures no total
+_LOADS = ("sys/devices/platform/gpu.0/load", "sys/devices/gpu.0/load")  # per mille
+_GPU = re.compile(r"(^|[.])(gpu|ga10b|gv11b|gp10b|gm20b)$|^gpu-gpc")
+_MOST_WATTS = 1000.0  # a module has 130; more is a damaged reading
+_DEGREES = (-40.0, 150.0)  # a zone that is switched off reports -256
+
+
+class JetsonReader:
+    """The state of a Jetson under `root`; keeps the counters of over-current events."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._events: int | None = None
+
+    def read(self) -> GpuState | None:
+        """The state now; None on a machine that is no Jetson. Takes about a millisecond."""
+        root = self._root
+        clocks = [each for each in _list(root, "sys/class/devfreq/*") if _GPU.search(each.name)]
+        loads = [*(entry / "device/load" for entry in clocks), *(root / path for path in _LOADS)]
+        load = next((value for path in loads if (value := _number(path)) is not None), None)
+        if load is None and not clocks:
+            return None
+        rails, power = read_rails(root)
+        zones = read_zones(root)
+        memory = _meminfo(root)
+        return GpuState(
+            uuid="jetson-gpu.0",
+            name=board_model(root) or "NVIDIA Jetson",
+            index=0,
+            source="sysfs",
+            utilization=load / 1000 if load is not None and 0 <= load <= 1000 else None,
+            power_w=power,
+            memory_used_bytes=memory.get("NvMapMemUsed"),
+            memory_total_bytes=memory.get("MemTotal"),
+            clock_hz=_clock(clocks, "cur_freq"),
+            clock_max_hz=_clock(clocks, "max_freq"),
+            temperature_c=next((value for name, value in zones if name == "gpu"), None),
+            throttled=self._throttled(),
+            power_mode=power_mode(root),
+            rails=rails,
+            zones=zones,
+        )
+
+    def _throttled(self) -> tuple[str, ...] | None:
+        """Why clocks are lowered, with the names of THROTTLES; None where nothing reports it.
+
+        A `*-throttle-alert` cooling device is above 0 while a zone is too hot. The over-current
+        events, under-voltage among them, count from the boot on: new ones lower the clocks.
+        """
+        hot = _cooling(self._root)
+        events = _over_current(self._root)
+        new = events is not None and self._events is not None and events > self._events
+        self._events = events if events is not None else self._events
+        if hot is None and events is None:
+            return None
+        return (*["hw_slowdown"] * new, *["sw_thermal"] * bool(hot))
+
+
+def read_rails(root: Path) -> tuple[tuple[tuple[str, float], ...], float | None]:
+    """Watts by rail, and of the module: its total rail; of an AGX Orin, which has none, the sum.
+
+    The sum is unknown as soon as one of its rails is; no sum replaces a total that is not readable,
+    nor stands for another board's, whose rails may not be all that it takes.
+    """
+    rails = dict(_rails(root))
+    known = {name: watts for name, watts in rails.items() if watts is not None}
+    total = next((name for name in TOTAL_RAILS if name in rails), None)
+    power = rails[total] if total else None
+    if total is None and len(known) == len(rails) and known.keys() >= _SUMMED:
+        power = sum(known.values())
+    return tuple(sorted(known.items())), power
+
+
+def _rails(root: Path) -> Iterator[tuple[str, float | None]]:
+    """Every INA3221 channel that is connected: millivolts times milliamperes."""
+    for chip in _list(root, "sys/bus/i2c/devices/*"):
+        if "ina3221" not in file_text(chip / "name"):
+            continue
+        for entry in _list(chip, "hwmon/hwmon*/in[1-3]_label"):  # in7 is the sum of the shunts
+            name = file_text(entry).strip()
+            if name == "NC":
+                continue
+            if not re.fullmatch(r"[\w .+-]{1,64}", name):
+                yield str(entry), None  # it may be the total
+                continue
+            mv, ma = (
+                _number(entry.with_name(f"{kind}{entry.name[2]}_input")) for kind in ("in", "curr")
+            )
+            watts = None if mv is None or ma is None or mv < 0 else max(0.0, mv * ma / 1e6)
+            yield name, watts if watts is None or watts <= _MOST_WATTS else None
+
+
+def read_zones(root: Path) -> tuple[tuple[str, float], ...]:
+    """Degrees Celsius by thermal zone: `cpu`, `gpu`, `soc0`, `tj`, whatever the release adds."""
+    zones: dict[str, float] = {}
+    for zone in _list(root, "sys/class/thermal/thermal_zone*"):
+        name = file_text(zone / "type").strip().lower()  # GPU-therm, gpu-thermal
+        name = re.sub(r"[-_]therm(al)?$", "", name)
+        milli = _number(zone / "temp")
+        if name and milli is not None and _DEGREES[0] <= milli / 1000 <= _DEGREES[1]:
+            zones.setdefault(name, milli / 1000)
+    return tuple(sorted(zones.items()))
+
+
+def _cooling(root: Path) -> list[str] | None:
+    """The alerts that are on; None where there is none to read."""
+    states = {}
+    for device in _list(root, "sys/class/thermal/cooling_device*"):
+        name = file_text(device / "type").strip()
+        state = _number(device / "cur_state")
+        if name.endswith("throttle-alert") and state is not None:
+            states[name] = state
+    return [name for name, state in states.items() if state > 0] if states else None
+
+
+def _over_current(root: Path) -> int | None:
+    """Over-current and under-voltage events since boot, of all kinds; None where not counted."""
+    counts = [
+        count
+        for chip in _list(root, "sys/class/hwmon/hwmon*")
+        if file_text(chip / "name").strip() == "soctherm_oc"
+        for entry in _list(chip, "oc[1-9]_event_cnt")
+        if (count := _number(entry)) is not None and count >= 0
+    ]
+    return sum(counts) if counts else None
+
+
+def _clock(clocks: list[Path], name: str) -> int | None:
+    found = (_number(entry / name) for entry in clocks)
+    return next((hertz for hertz in found if hertz is not None and hertz >= 0), None)
+
+
+def _list(folder: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(folder.glob(pattern))
+    except OSError:  # out of file descriptors, or a device that is gone meanwhile
+        return []
+
+
+def _number(path: Path) -> int | None:
+    text = file_text(path).strip()
+    return int(text) if re.fullmatch(r"-?[0-9]{1,15}", text) else None
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    text = file_text(root / "proc/meminfo")
+    found = re.findall(r"^(\w+):\s+([0-9]{1,15}) kB", text, re.MULTILINE)
+    return {name: int(kib) * 1024 for name, kib in found}
+
+
+class Devices:
+    """The GPUs of this machine; NVML is opened once and kept."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._jetson = JetsonReader(root)
+        self._nvml: Any = import_module("pynvml") if installed("pynvml") else None
+        self._open = False
+
+    def read(self) -> tuple[GpuState, ...]:
+        """The state of every GPU. Takes about a millisecond each; never raises."""
+        gpus = self._from_nvml()
+        tegra = self._jetson.read()
+        if tegra is None:
+            return gpus
+        if not gpus:
+            return (tegra,)
+        known = {name: value for name, value in vars(gpus[0]).items() if value is not None}
+        more = {name: value for name, value in vars(tegra).items() if name not in known}
+        apart = {"rails": tegra.rails, "zones": tegra.zones, "source": "nvml+sysfs"}
+        merged = replace(gpus[0], **(more | apart))
+        return (merged, *gpus[1:])
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._ask("nvmlShutdown")
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        """One call of NVML; None where the GPU or driver does not support it."""
+        try:
+            return getattr(self._nvml, name)(*args)
+        except (self._nvml.NVMLError, AttributeError):  # AttributeError: an older nvidia-ml-py
+            return None
+
+    def _from_nvml(self) -> tuple[GpuState, ...]:
+        if self._nvml is None:
+            return ()
+        try:
+            if not self._open:  # retried each time: the driver may load later
+                self._nvml.nvmlInit()
+                self._open = True
+            count = self._nvml.nvmlDeviceGetCount()
+        except self._nvml.NVMLError as exc:
+            if self._open and exc.value == self._nvml.NVML_ERROR_UNINITIALIZED:
+                self._open = False
+            return ()
+        handles = [(i, self._ask("nvmlDeviceGetHandleByIndex", i)) for i in range(count)]
+        return tuple(self._gpu(index, handle) for index, handle in handles if handle is not None)
+
+    def _gpu(self, index: int, handle: Any) -> GpuState:
+        nvml = self._nvml
+        busy = self._ask("nvmlDeviceGetUtilizationRates", handle)
+        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
+        reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if reasons is None:  # its name before driver 535
+            reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        throttled = tuple(name for name, bit in THROTTLES.items() if (reasons or 0) & bit)
+        return GpuState(
+            uuid=str(self._ask("nvmlDeviceGetUUID", handle) or f"gpu-{index}"),
+            name=str(self._ask("nvmlDeviceGetName", handle) or "NVIDIA GPU"),
+            index=index,
+            source="nvml",
+            utilization=None if busy is None else busy.gpu / 100,
+            power_w=_scale(self._ask("nvmlDeviceGetPowerUsage", handle), 1e-3),
+            power_limit_w=_scale(self._ask("nvmlDeviceGetEnforcedPowerLimit", handle), 1e-3),
+            energy_j=_scale(self._ask("nvmlDeviceGetTotalEnergyConsumption", handle), 1e-3),
+            memory_used_bytes=None if memory is None else int(memory.used),
+            memory_total_bytes=None if memory is None else int(memory.total),
+            clock_hz=_hertz(self._ask("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM)),
+            memory_clock_hz=_hertz(
+                self._ask("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_MEM)
+            ),
+            temperature_c=self._ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
+            throttled=None if reasons is None else throttled,
+        )
+
+
+def _scale(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def _hertz(mhz: int | None) -> int | None:
+    return None if mhz is None else mhz * 1_000_000
+
+
+def read_gpus(root: Path = Path("/")) -> tuple[GpuState, ...]:
+    """The state of every GPU, once. Takes some 10 ms more than `Devices.read`, which stays open."""
+    devices = Devices(root)
+    try:
+        return devices.read()
+    finally:
+        devices.close()
+
+
+class GpuWatch(Closing):
+    """Reads every GPU each `every_s` in a thread, until `close`."""
+
+    def __init__(self, devices: Devices | None = None, *, every_s: float = 0.5) -> None:
+        self._devices = devices or Devices()
+        self._every_s = every_s
+        self._states: dict[str, list[GpuState]] = {}  # by the GPU's uuid
+        self._ended = threading.Event()
+        self._look()
+        self._thread = threading.Thread(target=self._loop, name="gpu-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def conditions(self) -> tuple[Conditions, ...]:
+        """What held for each GPU so far."""
+        return tuple(map(conditions_of, self._states.values()))
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why any GPU was throttled: names of THROTTLES, in their order there."""
+        return in_order(name for each in self.conditions for name in each.throttled or ())
+
+    def close(self) -> None:
+        if not self._ended.is_set():
+            self._ended.set()
+            self._thread.join()
+            self._look()
+            self._devices.close()
+
+    def _loop(self) -> None:
+        while not self._ended.wait(self._every_s):
+            self._look()
+
+    def _look(self) -> None:
+        for gpu in self._devices.read():
+            self._states.setdefault(gpu.uuid, []).append(gpu)
+
+
+# Read energy meters: NVIDIA's counters, a Jetson's power rails, and RAPL for CPUs.
+#
+# Device energy, not that at the wall: no power supply, no fan. Reading never raises; where there
+# is
+# no meter, `why` has the reason. Sources: nvmlDeviceGetTotalEnergyConsumption (mJ since the
+# driver
+# was loaded); docs.kernel.org/power/powercap. Where a GPU has no counter its power is integrated,
+# ten times a second. Tests pass a `root` in place of `/`.
+
+CPU = "cpu"  # what RAPL measures; a GPU is "cuda:N"
+_POWERCAP = "sys/class/powercap"
+_PACKAGE = re.compile(r"package-[0-9]{1,3}")
+_EVERY_S = 0.1
+
+
+@dataclass
+class _Counter:
+    """One RAPL package: microjoules that begin again at `range_uj`."""
+
+    folder: Path
+    range_uj: int
+    last_uj: int
+    joules: float = 0.0
+
+    def read(self) -> bool:
+        """Add what was used since the last time; whether the counter can still be read.
+
+        It must be read more than once per wrap-around, which takes minutes at full power.
+        """
+        now = natural_number(file_text(self.folder / "energy_uj"))
+        if now is None:
+            return False
+        self.joules += ((now - self.last_uj) % self.range_uj) / 1e6
+        self.last_uj = now
+        return True
+
+
+@dataclass
+class _Gpu:
+    """A GPU's energy since the meter was opened: from its counter, else from its power."""
+
+    source: str
+    first_j: float | None = None
+    joules: float = 0.0
+    last: tuple[float, float] | None = None  # seconds, watts
+
+    def add(self, state: GpuState, now_s: float) -> None:
+        """Take up a new reading."""
+        if state.energy_j is not None:
+            self.first_j = state.energy_j if self.first_j is None else self.first_j
+            self.joules = state.energy_j - self.first_j
+        elif state.power_w is not None:
+            if self.last is not None:
+                since_s, before_w = now_s - self.last[0], self.last[1]
+                self.joules += since_s * (before_w + state.power_w) / 2
+            self.last = (now_s, state.power_w)
+
+
+@dataclass
+class EnergyMeter(Closing):
+    """All meters of this machine, until `close`.
+
+    `sources`: what each device is read from, "cpu" and "cuda:0"; a device that is not in it has
+    no meter, and `why` says the reason. On a Jetson the rails are the whole module's: it is under
+    both names.
+    """
+
+    root: Path = Path("/")
+    devices: Devices | None = None
+    clock: Callable[[], float] = time.perf_counter
+    sources: dict[str, str] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._devices = self.devices or Devices(self.root)
+        self._packages = self._open_packages()
+        self._gpus: dict[str, _Gpu] = {}
+        self._open_gpus()
+        if any(state.last is not None for state in self._gpus.values()):
+            self._thread = threading.Thread(target=self._loop, name="energy", daemon=True)
+            self._thread.start()
+
+    def joules(self) -> Mapping[str, float]:
+        """Joules since the meter was opened, by device."""
+        with self._lock:
+            self._read_gpus()
+            found = {name: gpu.joules for name, gpu in self._gpus.items()}
+            answers = [package.read() for package in self._packages]
+            if not all(answers):
+                self._packages = []
+                self.sources.pop(CPU, None)
+                self.why[CPU] = "the RAPL counters could no longer be read"
+            if self._packages:
+                found[CPU] = sum(package.joules for package in self._packages)
+            return {name: value for name, value in found.items() if name in self.sources}
+
+    def close(self) -> None:
+        if not self._ended.is_set():
+            self._ended.set()
+            if self._thread is not None:
+                self._thread.join()
+            self._devices.close()
+
+    def _open_packages(self) -> list[_Counter]:
+        found, hidden = [], []
+        for folder in _folders(self.root / _POWERCAP):
+            name = file_text(folder / "name").strip()
+            if not _PACKAGE.fullmatch(name):  # psys holds the packages, core and dram are inside
+                continue
+            now = natural_number(file_text(folder / "energy_uj"))
+            highest = natural_number(file_text(folder / "max_energy_range_uj"))
+            if now is None or not highest:
+                hidden.append(name)
+                continue
+            found.append(_Counter(folder, highest + 1, now))
+        if found and not hidden:
+            self.sources[CPU] = f"RAPL, {len(found)} package{'s' * (len(found) > 1)}"
+            return found
+        self.why[CPU] = (
+            f"{', '.join(hidden)} may not be read: most systems allow RAPL to root only"
+            if hidden
+            else f"no RAPL meter in /{_POWERCAP}, as on most virtual machines"
+        )
+        return []
+
+    def _open_gpus(self) -> None:
+        states = self._devices.read()
+        self._read_gpus(states)
+        if not states:
+            driver = "NVML, the driver's library, reports no GPU"
+            needs = "nvidia-ml-py is not installed, which reads NVML: pip install nvidia-ml-py"
+            self.why["cuda:0"] = driver if installed("pynvml") else needs
+        for state in states:
+            name = f"cuda:{state.index}"
+            if name not in self._gpus:
+                self.why[name] = f"{state.name} reports neither energy nor power"
+            elif state.source.endswith("sysfs"):
+                self.sources[name] = self.sources[CPU] = "power rails of the whole module"
+                self.why.pop(CPU, None)
+                self._gpus[CPU] = self._gpus[name]
+            else:
+                self.sources[name] = f"NVML, {self._gpus[name].source} of the GPU"
+
+    def _read_gpus(self, states: tuple[GpuState, ...] | None = None) -> None:
+        now_s = self.clock()
+        for state in self._devices.read() if states is None else states:
+            if state.energy_j is None and state.power_w is None:
+                continue
+            name, kind = f"cuda:{state.index}", "counter" if state.energy_j is not None else "power"
+            self._gpus.setdefault(name, _Gpu(kind)).add(state, now_s)
+
+    def _loop(self) -> None:
+        while not self._ended.wait(_EVERY_S):
+            with self._lock:
+                self._read_gpus()
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        return sorted(each for each in folder.iterdir() if re.fullmatch(r"[\w-]+:\d+", each.name))
+    except OSError:
+        return []

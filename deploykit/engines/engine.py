@@ -1,0 +1,351 @@
+"""Open an artefact as an `Engine`: one callable for every runtime.
+
+The file's content decides which runtime opens it; that runtime is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from pkgutil import resolve_name
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+
+from deploykit.core.artefact import Artefact, ArtefactLike
+from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.extras import installed
+from deploykit.core.machine import this_machine
+from deploykit.core.tensors import TensorSpec, mismatch
+
+if TYPE_CHECKING:
+    from deploykit.core.evidence import RowIndependence
+
+
+Arrays = Mapping[str, np.ndarray]
+
+_MOST_SEEN = 1024
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+class Engine(Protocol):
+    """A loaded artefact. One thread at a time calls it; the caller owns the outputs.
+
+    `max_batch`: the largest axis 0 that it accepts, None for no limit. `limits`: the smallest and
+    largest size by dynamic axis, where there are any. `device`: what runs it ("cpu", "cuda:0").
+    `runtime`: its name and version ("onnxruntime 1.31.1"). `notes`: warnings for the user, such as
+    nodes that run on the CPU. `steady`: a call's time depends on the shapes of its inputs alone, so
+    no values can make it hang. `last_copies_us`: of the last call, to the device and back.
+    `batching`: whether its rows may be joined, as its manifest says. `examples`: inputs that it is
+    known to run. `source`: the file that it was loaded from. `slots`: how many calls it keeps in
+    flight. `options`: how its library was set up, by the library's names. `BaseEngine` has defaults
+    for all but `inputs`, `outputs`, `device` and `runtime`.
+    """
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]: ...
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]: ...
+    @property
+    def max_batch(self) -> int | None: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def runtime(self) -> str: ...
+    @property
+    def limits(self) -> Mapping[str, tuple[int, int | None]]: ...
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+    @property
+    def steady(self) -> bool: ...
+    @property
+    def last_copies_us(self) -> tuple[int, int]: ...
+    @property
+    def batching(self) -> RowIndependence | None: ...
+    @property
+    def examples(self) -> Arrays | None: ...
+    @property
+    def source(self) -> Artefact | None: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def options(self) -> Mapping[str, str]: ...
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        """Run once. Raises BadInput when the feeds do not fit `inputs`."""
+        ...
+
+    def submit(self, feeds: Arrays) -> InFlight:
+        """Start a call without waiting for it, where `slots` is above 1. Raises as a call does."""
+        ...
+
+    def prepare(self, calls: Iterable[Arrays], *, joined: bool) -> None:
+        """Take the memory for calls like these now, the largest first, in every slot.
+
+        `joined`: their rows are independent, so that a smaller call may be padded to one of them.
+        Raises OutOfMemory.
+        """
+        ...
+
+    def share(
+        self, *, slots: int | None = None, graphs: Sequence[int] | None = None
+    ) -> Engine | None:
+        """Another engine on the same weights, for another thread; None where there is none.
+
+        `slots`, `graphs` (batch sizes to run as CUDA graphs): as this one has where None.
+        """
+        ...
+
+    def trim(self) -> bool:
+        """Whether the next call gives back the memory that only larger ones before needed."""
+        ...
+
+    def close(self) -> None: ...
+    def __enter__(self) -> Engine: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+class InFlight(Protocol):
+    """A call that was started."""
+
+    def result(self) -> dict[str, np.ndarray]:
+        """Wait for the outputs. Raises as a call does."""
+        ...
+
+
+_Self = TypeVar("_Self", bound="Closing")
+
+
+class Closing(ABC):
+    """Closed at the end of a `with` block."""
+
+    @abstractmethod
+    def close(self) -> object: ...
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class BaseEngine(Closing):
+    """Defaults for an Engine on a CPU with no limits and nothing to report."""
+
+    max_batch: int | None = None
+    limits: Mapping[str, tuple[int, int | None]] = MappingProxyType({})
+    notes: tuple[str, ...] = ()
+    steady: bool = False
+    last_copies_us: tuple[int, int] = (0, 0)
+    batching: RowIndependence | None = None
+    examples: Arrays | None = None
+    source: Artefact | None = None
+    slots: int = 1
+    options: Mapping[str, str] = MappingProxyType({})
+
+    def submit(self, feeds: Arrays) -> InFlight:  # noqa: ARG002 - of engines with more slots
+        raise Unsupported("this engine runs one call at a time")
+
+    def prepare(self, calls: Iterable[Arrays], *, joined: bool) -> None: ...
+
+    def share(
+        self,
+        *,
+        slots: int | None = None,  # noqa: ARG002 - of engines that share weights
+        graphs: Sequence[int] | None = None,  # noqa: ARG002
+    ) -> Engine | None:
+        return None
+
+    def trim(self) -> bool:
+        return False
+
+
+OpenEngine = Callable[[Artefact, str, "int | None", bool], Engine]  # device, threads, trust
+
+
+def load(
+    source: ArtefactLike,
+    device: str = "auto",
+    *,
+    threads: int | None = None,
+    trust: bool = False,
+    cuda_graphs: Sequence[int] = (),
+    overlap: bool = True,
+    shared: Path | None = None,
+) -> Engine:
+    """Open an artefact. `threads`: CPU threads of one call, None for one per core.
+
+    `device`: "cpu", "cuda", "cuda:N", or "auto" for a GPU where the runtime has one. Raises
+    Unsupported where the named device is not available; nothing falls back silently. Raises
+    BadInput for a file whose manifest has another SHA-256. `trust`: open a TensorRT engine without
+    a manifest too, with a note, or one with code from elsewhere. Of a TensorRT engine,
+    `cuda_graphs`: batch sizes to run as CUDA graphs; `overlap`: two calls of `submit` may be in
+    flight. Others run without. `shared`: a folder, through which processes have the weights of an
+    ONNX model on a CPU in memory once.
+    """
+    check_device(device)
+    if threads is not None and threads < 1:
+        raise BadInput(f"`threads` must be 1 or more, got {threads}")
+    if any(size < 1 for size in cuda_graphs):
+        raise BadInput(f"`cuda_graphs` are batch sizes of 1 or more, got {list(cuda_graphs)}")
+    artefact = Artefact.open(source)
+    artefact.manifest  # noqa: B018 - raises for a file that is not the one it describes
+    if not artefact.runtime.on_cpu:
+        _check_gpu(artefact)
+    opener = resolve_name(artefact.runtime.engine)
+    if artefact.runtime.overlaps:
+        opener = partial(opener, slots=2 if overlap else 1, graphs=cuda_graphs)
+    if artefact.runtime.shares and shared is not None:
+        opener = partial(opener, shared=shared)
+    open_engine: OpenEngine = opener
+    return open_engine(artefact, device, threads, trust)
+
+
+def check_device(device: str) -> None:
+    """Raise BadInput for what is no device."""
+    if not _DEVICE.fullmatch(device):
+        raise BadInput(
+            f"`device`: unknown value '{device}'", hint="one of: auto, cpu, cuda, cuda:N"
+        )
+
+
+def _check_gpu(artefact: Artefact) -> None:
+    """Report a missing GPU before the hint to install gigabytes of packages for it."""
+    if all(map(installed, artefact.runtime.modules)):
+        return
+    machine = this_machine()
+    if not machine.gpus and not machine.l4t:
+        raise Unsupported(
+            f"{artefact}: is a {artefact.runtime.title} engine, and this machine has no NVIDIA GPU",
+            hint="for this machine's CPU: deploykit build MODEL.onnx --profile cpu",
+        )
+
+
+class FeedCheck:
+    """`check_feeds` of one artefact, which skips shapes that it has accepted before."""
+
+    def __init__(self, specs: tuple[TensorSpec, ...], where: str) -> None:
+        self._specs = specs
+        self._where = where
+        self._right: set[tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]] = set()
+        self._last: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...] = ()
+
+    def __call__(self, feeds: Arrays) -> bool:
+        """Whether the shapes are those of the call before. Raises BadInput."""
+        last = self._last
+        if last and len(feeds) == len(last):
+            for name, dtype, shape in last:  # without a hash
+                array = feeds.get(name)
+                if type(array) is not np.ndarray or array.dtype is not dtype:
+                    break
+                if array.shape != shape:
+                    break
+            else:
+                return True
+        seen = []
+        for name, array in feeds.items():
+            if type(array) is not np.ndarray:
+                check_feeds(self._specs, feeds, self._where)
+                return False
+            seen.append((name, array.dtype, array.shape))
+        key = tuple(seen)
+        if key not in self._right:
+            check_feeds(self._specs, feeds, self._where)
+            if len(self._right) >= _MOST_SEEN:
+                self._right.clear()
+            self._right.add(key)
+        self._last = key
+        return False
+
+
+def check_feeds(specs: tuple[TensorSpec, ...], feeds: Arrays, where: str) -> int | None:
+    """Check names, dtypes and shapes before a native library sees them; `where` names the artefact.
+
+    Returns the batch size, None when no input has a dynamic axis 0. Raises BadInput.
+    """
+    expected = {spec.name: spec for spec in specs}
+    unknown = [name for name in feeds if name not in expected]
+    missing = [name for name in expected if name not in feeds]
+    if unknown or missing:
+        got = f"unknown input '{unknown[0]}'" if unknown else f"missing input '{missing[0]}'"
+        raise BadInput(f"{where}: {got}", hint="the inputs are: " + ", ".join(map(str, specs)))
+    sizes: dict[str, int] = {}
+    for name, spec in expected.items():
+        array = feeds[name]
+        if not isinstance(array, np.ndarray):
+            raise BadInput(
+                f"{where}: input '{name}' is a {type(array).__name__}, not a NumPy array"
+            )
+        if not array.dtype.isnative:  # native libraries would misread its bytes
+            raise BadInput(
+                f"{where}: input '{name}' has the other byte order than this machine",
+                hint="array.astype(array.dtype.newbyteorder('='))",
+            )
+        problem = mismatch(spec, array.dtype.name, array.shape)
+        if problem is not None:
+            raise BadInput(f"{where}: {problem}")
+        for axis, size in zip(spec.shape, array.shape, strict=True):
+            if isinstance(axis, str) and sizes.setdefault(axis, size) != size:
+                raise BadInput(f"{where}: axis {axis} is {sizes[axis]} and {size} in the same call")
+    batched = [spec for spec in specs if spec.batched]
+    return int(feeds[batched[0].name].shape[0]) if batched else None
+
+
+# An Engine that returns recorded outputs, computed before by another runtime.
+
+
+class RecordedEngine(BaseEngine):
+    """Returns the recorded outputs for the recorded inputs; refuses any others."""
+
+    device = "recorded"
+
+    def __init__(
+        self,
+        inputs: tuple[TensorSpec, ...],
+        outputs: tuple[TensorSpec, ...],
+        recorded: tuple[Mapping[str, np.ndarray], Mapping[str, np.ndarray]],
+        runtime: str,
+    ) -> None:
+        self.inputs, self.outputs, self.runtime = inputs, outputs, runtime
+        self._feeds, self._values = recorded
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        check_feeds(self.inputs, feeds, self.runtime)
+        for name, array in self._feeds.items():
+            if not np.array_equal(feeds[name], array, equal_nan=array.dtype.kind == "f"):
+                raise BadInput(
+                    f"{self.runtime}: has no recorded outputs for this value of input '{name}'"
+                )
+        return {name: array.copy() for name, array in self._values.items()}
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class KnownOutputs(BaseEngine):
+    """An engine whose outputs for `inputs` are known: asked for these in order, it does not run.
+
+    `inputs`, `outputs`: rows by name. The engine stays open.
+    """
+
+    def __init__(self, engine: Engine, inputs: Arrays, outputs: Arrays) -> None:
+        self.inputs, self.outputs, self.runtime = engine.inputs, engine.outputs, engine.runtime
+        self.device, self.limits, self.max_batch = engine.device, engine.limits, engine.max_batch
+        self._engine, self._feeds, self._values = engine, inputs, outputs
+        self._at = 0
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        rows = slice(self._at, self._at + len(next(iter(feeds.values()))))
+        known = {name: array[rows] for name, array in self._feeds.items()}
+        whole = rows.stop <= len(next(iter(self._values.values())))
+        if not whole or any(not np.array_equal(feeds[name], a) for name, a in known.items()):
+            return self._engine(feeds)
+        self._at = rows.stop
+        return {name: array[rows] for name, array in self._values.items()}
+
+    def close(self) -> None:
+        """Nothing to close."""

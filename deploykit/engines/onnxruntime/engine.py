@@ -1,0 +1,663 @@
+"""Run an `.onnx` file with ONNX Runtime, on its CPU or CUDA provider.
+
+The provider is read back after loading: CPU in place of CUDA is an error here, while ONNX Runtime
+only logs it; single nodes on the CPU become a note. On CUDA, inputs and outputs keep their buffers,
+and batches may be captured as CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deploykit.core.artefact import ArtefactLike
+from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported, first_line
+from deploykit.core.extras import install_command, require
+from deploykit.core.machine import default_threads
+from deploykit.core.memory import ASKED_BYTES, memory_errors
+from deploykit.core.protobuf import damaged
+from deploykit.core.subprocesses import run_apart
+from deploykit.core.tensors import TensorSpec, axis_name
+from deploykit.engines.cuda.memory import CODES, USE_LESS_MEMORY, cuda_error
+from deploykit.engines.engine import Arrays, BaseEngine, FeedCheck
+from deploykit.engines.onnxruntime.file import (
+    EXACT_INTEGERS,
+    UNSHARED,
+    adds_exactly,
+    check_sums,
+    external_weights,
+    is_large,
+    mapped_copy,
+    multiplies_integers,
+    onnx_files,
+    rounds_sums,
+    save_at,
+    slowed_by_values,
+    small_floats,
+)
+
+ort = require("onnxruntime")
+ort_state = require("onnxruntime.capi.onnxruntime_pybind11_state")
+
+
+# The memory that a session on the CPU keeps between runs. The module is passed in, for tests.
+
+SHRINK_S = 10.0
+
+
+class Arena:
+    """When a session on the CPU gives unused memory back, which it would keep for ever.
+
+    A run gives back what earlier ones left: the first one of each SHRINK_S, and one with larger
+    inputs than those before it, which needs larger blocks. It costs the next runs new pages.
+    """
+
+    def __init__(self, ort: Any, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock_s = clock_s
+        self._until_s = -math.inf
+        self._largest_bytes = 0
+        self._shrink = ort.RunOptions()
+        self._shrink.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+
+    def options(self, feeds: Arrays, repeated: bool = False) -> Any:
+        """The options of a run with these inputs; None for the usual ones.
+
+        `repeated`: of the shapes of the run before.
+        """
+        now_s = self._clock_s()
+        if repeated and now_s < self._until_s:
+            return None
+        size = sum([array.nbytes for array in feeds.values()])
+        if size <= self._largest_bytes and now_s < self._until_s:
+            return None
+        self._until_s, self._largest_bytes = now_s + SHRINK_S, size
+        return self._shrink
+
+
+# Call an ONNX Runtime session through buffers that stay on its device.
+#
+# `session.run` allocates on the GPU in every call; here each shape keeps its input buffers, and
+# with
+# a CUDA graph its outputs too. The module is passed in, so that tests can bind a CPU session.
+
+_MOST_SHAPES = 8  # of those without a graph; graphs are kept
+_NO_GRAPH = -1  # ONNX Runtime's gpu_graph_id for a run that is not captured
+
+Key = tuple[tuple[int, ...], ...]
+
+
+class _Bound:
+    """Input buffers of one shape; output buffers once a run has shown their shapes."""
+
+    def __init__(self, io: Any, values: list[Any], graph: int | None) -> None:
+        self.io, self.values, self.graph = io, values, graph
+        self.outputs: list[Any] = []
+        self.options: Any = None
+
+
+class Binding:
+    """One session's calls on `device`, such as ("cuda", 0).
+
+    `graphs`: batch sizes to capture, for a session opened with `enable_cuda_graph`.
+    """
+
+    def __init__(
+        self,
+        ort: Any,
+        session: Any,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        device: tuple[str, int],
+        graphs: Sequence[int] = (),
+    ) -> None:
+        self._ort, self._session, self._device = ort, session, device
+        self._inputs, self._outputs = inputs, outputs
+        self._graphs = frozenset(graphs)
+        self._batched = next((n for n, spec in enumerate(inputs) if spec.batched), None)
+        self._bound: dict[Key, _Bound] = {}
+        self._captured = 0
+        self.last_copies_us = (0, 0)  # of the last call: to the device, and back
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        """Run once; `feeds` fit the inputs. ONNX Runtime's exceptions propagate."""
+        key = tuple(feeds[spec.name].shape for spec in self._inputs)
+        bound = self._bound.get(key) or self._bind(key)
+        started_ns = time.perf_counter_ns()
+        for spec, value in zip(self._inputs, bound.values, strict=True):
+            value.update_inplace(np.ascontiguousarray(feeds[spec.name]))
+        copied_ns = time.perf_counter_ns()
+        self._session.run_with_iobinding(bound.io, bound.options)
+        ran_ns = time.perf_counter_ns()
+        values = bound.outputs or bound.io.get_outputs()
+        answers = {
+            spec.name: value.numpy() for spec, value in zip(self._outputs, values, strict=True)
+        }
+        ended_ns = time.perf_counter_ns()
+        self.last_copies_us = ((copied_ns - started_ns) // 1000, (ended_ns - ran_ns) // 1000)
+        if bound.graph is not None and not bound.outputs:
+            self._keep_outputs(bound, answers)
+        return answers
+
+    def close(self) -> None:
+        self._bound.clear()
+        self._session = None
+
+    def _bind(self, key: Key) -> _Bound:
+        plain = [shapes for shapes, bound in self._bound.items() if bound.graph is None]
+        if len(plain) >= _MOST_SHAPES:
+            del self._bound[plain[0]]
+        io = self._session.io_binding()
+        values = []
+        for spec, shape in zip(self._inputs, key, strict=True):
+            values.append(self._value(shape, spec.dtype))
+            io.bind_ortvalue_input(spec.name, values[-1])
+        for spec in self._outputs:
+            io.bind_output(spec.name, *self._device)
+        bound = self._bound[key] = _Bound(io, values, self._graph(key))
+        if self._graphs:  # a shape's first run shows its output shapes, and is not captured
+            bound.options = self._run_options(_NO_GRAPH)
+        return bound
+
+    def _graph(self, key: Key) -> int | None:
+        """A number for the graph of this shape, or None for no graph."""
+        fixed = self._batched is None
+        if not self._graphs or not (fixed or key[self._batched or 0][0] in self._graphs):
+            return None
+        self._captured += 1
+        return self._captured
+
+    def _keep_outputs(self, bound: _Bound, answers: Mapping[str, np.ndarray]) -> None:
+        """Bind the outputs to fixed memory: a captured graph always writes there."""
+        for spec in self._outputs:
+            value = self._value(answers[spec.name].shape, spec.dtype)
+            bound.io.bind_ortvalue_output(spec.name, value)
+            bound.outputs.append(value)
+        bound.options = self._run_options(bound.graph or 0)
+
+    def _value(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return self._ort.OrtValue.ortvalue_from_shape_and_type(
+            list(shape), np.dtype(dtype).type, *self._device
+        )
+
+    def _run_options(self, graph: int) -> Any:
+        options = self._ort.RunOptions()
+        options.add_run_config_entry("gpu_graph_id", str(graph))
+        return options
+
+
+def placement(session: Any) -> dict[str, list[str]] | None:
+    """Operators by the provider that runs them; None where this ONNX Runtime cannot report them.
+
+    The session was opened with `session.record_ep_graph_assignment_info`, which came with 1.24.
+    """
+    read = getattr(session, "get_provider_graph_assignment_info", None)
+    if read is None:
+        return None
+    found: dict[str, list[str]] = {}
+    for part in read():
+        found.setdefault(part.ep_name, []).extend(node.op_type for node in part.get_nodes())
+    return found
+
+
+def check_placement(path: Path, session: Any, version: str) -> tuple[str, ...]:
+    """A note on nodes that run on the CPU, or that this is unknown.
+
+    Raises Unsupported when all of them do.
+    """
+    placed = placement(session)
+    if placed is None:
+        return (f"{path}: onnxruntime {version} does not report which nodes run on the CPU",)
+    if placed and set(placed) == {"CPUExecutionProvider"}:
+        raise Unsupported(f"{path}: `device` is cuda, but every node runs on the CPU")
+    note = placement_note(placed)
+    return (f"{path}: {note}",) if note else ()
+
+
+def placement_note(placed: Mapping[str, Sequence[str]]) -> str | None:
+    """Which nodes run on the CPU in a CUDA session; None if none does."""
+    kept = placed.get("CPUExecutionProvider", ())
+    if not kept:
+        return None
+    total = sum(map(len, placed.values()))
+    kinds = sorted(set(kept))
+    more = f" and {len(kinds) - 6} kinds more" if len(kinds) > 6 else ""
+    return (
+        f"{len(kept)} of {total} nodes run on the CPU, with copies between: "
+        f"{', '.join(kinds[:6])}{more}"
+    )
+
+
+# Load the CUDA libraries that ONNX Runtime's provider is linked to, from NVIDIA's wheels.
+#
+# `onnxruntime.preload_dlls` looks next to onnxruntime's own folder, then on the loader's path.
+# Wheels
+# in another folder of sys.path (`pip install --target`, a second site-packages) are loaded here.
+
+_OF_MAJOR = ("cudart", "nvrtc", "cublasLt", "cublas")  # their file names end with CUDA's major
+_OTHERS = ("nvJitLink", "curand", "cufft", "cudnn")
+
+
+def preload(
+    ort: Any,
+    folders: Sequence[str] | None = None,
+    load: Callable[[str], object] = ctypes.CDLL,
+) -> None:
+    """Load what is found; what is missing is reported when the provider does not load.
+
+    `folders`: sys.path. Does nothing in an ONNX Runtime without CUDA or older than 1.21.
+    """
+    if not hasattr(ort, "preload_dlls"):
+        return
+    major = str(getattr(ort, "cuda_version", "") or "").partition(".")[0]
+    next_to = Path(ort.__file__).parent.parent
+    for folder in map(Path, sys.path if folders is None else folders):
+        if folder != next_to:
+            for library in _libraries(folder / "nvidia", major):
+                with contextlib.suppress(OSError):  # another one of this name may load
+                    load(str(library))
+    with contextlib.redirect_stdout(sys.stderr):  # it prints what it cannot load
+        ort.preload_dlls()
+
+
+def _libraries(nvidia: Path, major: str) -> list[Path]:
+    """In the order in which they need one another."""
+    found = []
+    for name in (*_OF_MAJOR, *_OTHERS):
+        for path in sorted(nvidia.glob(f"*/lib/lib{name}.so.*")):
+            suffix = re.fullmatch(r"(\d+)", path.name.partition(".so.")[2])
+            if suffix and (name not in _OF_MAJOR or suffix[1] == major):
+                found.append(path)
+    return found
+
+
+# What ONNX Runtime's errors say, without its C++ functions and files.
+
+_NODE = re.compile(r"running (\w+) node. Name:'(.*?)' Status Message: ")
+_MASK_CURE = "ONNX Runtime needs masks of [.., queries, keys]: put an Expand before the Attention"
+
+
+def reason(exc: Exception) -> str:
+    """Its first line; of a node that failed, its name and operator first."""
+    text = first_line(exc)
+    node = _NODE.search(text)
+    _, checked, why = text.rpartition(" was false. ")
+    if not (checked and why):
+        return text
+    return f"node '{node[2]}' ({node[1]}): {why}" if node else why
+
+
+def cure(exc: Exception) -> str | None:
+    """What to change in the model, where that is known."""
+    return _MASK_CURE if "attn_mask" in str(exc) else None
+
+
+# The inputs and outputs of an ONNX Runtime session as our specs.
+
+_DTYPES = {
+    "tensor(bool)": "bool",
+    "tensor(float)": "float32",
+    "tensor(double)": "float64",
+    "tensor(float16)": "float16",
+    "tensor(string)": "string",
+    **{
+        f"tensor({kind}{bits})": f"{kind}{bits}"
+        for kind in ("int", "uint")
+        for bits in (8, 16, 32, 64)
+    },
+}
+
+
+def spec_of(path: Path, node: Any) -> TensorSpec:
+    """The spec of `node`; an unnamed dynamic axis, None in ONNX Runtime, gets a name."""
+    dtype = _DTYPES.get(node.type)
+    if dtype is None:
+        raise Unsupported(
+            f"{path}: tensor '{node.name}' is a {node.type}, which is not supported",
+            hint="export the model with float32 inputs and outputs",
+        )
+    shape = tuple(
+        axis if isinstance(axis, int) else axis or axis_name(node.name, place)
+        for place, axis in enumerate(node.shape)
+    )
+    return TensorSpec(node.name, dtype, shape)
+
+
+_OF_CUDA = (
+    ort_state.Fail,
+    ort_state.InvalidArgument,
+    ort_state.RuntimeException,
+    ort_state.EPFail,
+    RuntimeError,
+)
+_CUDA_FAILURE = re.compile(r"CUDA failure (\d+): ([^;\n]*)")
+# Fused, these are slower on a CPU than in parts: a BERT took 1.11 (float32) to 1.24 (INT8) times as
+# long; benchmarks/cpu_int8.py
+SLOWER_ON_CPU = ("SkipLayerNormFusion", "BiasGeluFusion")
+
+
+def open_engine(
+    source: ArtefactLike,
+    device: str = "auto",
+    threads: int | None = None,
+    trust: bool = False,  # noqa: ARG001 - a graph runs no code of its own
+    *,
+    graphs: Sequence[int] = (),
+    spinning: bool = False,
+    shared: Path | None = None,
+) -> OnnxRuntimeEngine:
+    """Open an ONNX file; raises BadInput for an invalid graph, Unsupported for the device.
+
+    `graphs`: batch sizes to run as CUDA graphs, on CUDA; `notes` names those that cannot.
+    `spinning`: threads that wait for work keep their core busy, as ONNX Runtime's default is.
+    `shared`: a folder; on the CPU, processes that name the same one have large weights once.
+    """
+    path = Path(source)
+    cuda = "CUDAExecutionProvider" in ort.get_available_providers()
+    if device == "auto":
+        device = "cuda" if cuda else "cpu"
+    if device != "cpu" and not cuda:
+        raise Unsupported(
+            f"{path}: `device` is {device}, but this onnxruntime has no CUDA provider",
+            hint=f"pip uninstall onnxruntime; {install_command('gpu')}; see: deploykit doctor",
+        )
+    return OnnxRuntimeEngine(path, device, threads, graphs=graphs, spinning=spinning, shared=shared)
+
+
+def open_as_written(path: Path) -> OnnxRuntimeEngine:
+    """Open `path` on the CPU without optimisation: no node is fused, no cast is dropped.
+
+    A file with integer products is optimised: only then are they exact on every CPU.
+    """
+    return OnnxRuntimeEngine(path, "cpu", None, optimise=False)
+
+
+class OnnxRuntimeEngine(BaseEngine):
+    """One InferenceSession. `session` is open to builders and benchmarks.
+
+    `notes`: nodes that run on the CPU, CUDA graphs that were refused. `profile`: how the file's
+    path begins that `session.end_profiling` writes.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        device: str,
+        threads: int | None,
+        *,
+        optimise: bool = True,
+        graphs: Sequence[int] = (),
+        spinning: bool = False,
+        shared: Path | None = None,
+        profile: str = "",
+    ) -> None:
+        self.path = path
+        self.runtime = f"onnxruntime {ort.__version__}"
+        self.notes: tuple[str, ...] = ()
+        graphs = graphs if device != "cpu" else ()
+        open_session = partial(
+            _session, path, device, threads, optimise=optimise, spinning=spinning, profile=profile
+        )
+        self.session = None
+        if shared is not None and device == "cpu" and is_large(path):
+            try:
+                self.session = _mapped(path, shared, threads, spinning)
+            except (DeploykitError, OSError) as exc:
+                self.notes = (f"{path}: its weights are not shared: {first_line(exc)}",)
+        try:
+            self.session = self.session or open_session(graphs=bool(graphs))
+        except DeploykitError as exc:
+            if not graphs:
+                raise
+            self.notes = (f"{path}: no CUDA graphs: {exc.message}",)
+            graphs = ()
+            self.session = open_session()
+        if rounds_sums(self.session.get_session_options()):
+            self.notes += (f"{path}: nodes share INT8 weights: {UNSHARED}",)
+        self.options = describe_options(self.session)
+        self.inputs = tuple(spec_of(path, node) for node in self.session.get_inputs())
+        self.outputs = tuple(spec_of(path, node) for node in self.session.get_outputs())
+        self._names = [spec.name for spec in self.outputs]
+        self._check = FeedCheck(self.inputs, path.name)
+        self.device = _device_in_use(path, self.session, device)
+        self.steady = self.device == "cpu" and _is_steady(path, self.inputs)
+        self._arena = Arena(ort)
+        self._binding: Binding | None = None
+        dtypes = {spec.dtype for spec in (*self.inputs, *self.outputs)}
+        if self.device != "cpu" and "string" not in dtypes:  # strings are never in GPU memory
+            kind, _, number = self.device.partition(":")
+            placed = (kind, int(number))
+            self.notes += check_placement(path, self.session, ort.__version__)
+            self._binding = Binding(ort, self.session, self.inputs, self.outputs, placed, graphs)
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        if self.session is None:
+            raise DeploykitError(f"{self.path.name}: the engine is closed")
+        repeated = self._check(feeds)
+        try:
+            if self._binding is not None:
+                return self._binding(feeds)
+            options = self._arena.options(feeds, repeated)
+            given = feeds if type(feeds) is dict else dict(feeds)
+            found = self.session.run(self._names, given, options)
+            return dict(zip(self._names, found, strict=True))
+        except Exception:  # each is mapped and raised below; a `with` for every call costs more
+            with onnxruntime_errors(self.path, self.device):
+                raise
+
+    def trim(self) -> bool:
+        self._arena = Arena(ort)  # whose first run gives memory back
+        return self._binding is None
+
+    @property
+    def last_copies_us(self) -> tuple[int, int]:  # type: ignore[override]  # never set
+        """Of the last call, to the GPU and back; (0, 0) on the CPU, where nothing is copied."""
+        return self._binding.last_copies_us if self._binding is not None else (0, 0)
+
+    def close(self) -> None:
+        if self._binding is not None:
+            self._binding.close()
+        self._binding = None
+        self.session = None
+
+
+def _is_steady(path: Path, inputs: Sequence[TensorSpec]) -> bool:
+    """Whether no input value can make a call slow: through a loop, a size or a string."""
+    return all(spec.dtype != "string" for spec in inputs) and not slowed_by_values(path)
+
+
+def session_options(
+    threads: int | None, *, half: bool = False, exact: bool = True, spinning: bool = False
+) -> Any:
+    """Options of every session: no spinning threads if not asked for, no log: errors are raised.
+
+    `exact`: integer sums are exact on every CPU; without it, weights stay as the file has them.
+    `half`: the graph has float16. At its default level ONNX Runtime's CPU provider crashes on some
+    float16 graphs (seen with a transformer encoder, 1.31.1), so the level below is used.
+    """
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads or default_threads()
+    options.inter_op_num_threads = 1
+    options.add_session_config_entry(SPINNING, str(int(spinning)))
+    options.add_session_config_entry(EXACT_INTEGERS, str(int(exact and not adds_exactly())))
+    options.log_severity_level = 4
+    level = ort.GraphOptimizationLevel
+    options.graph_optimization_level = level.ORT_ENABLE_EXTENDED if half else level.ORT_ENABLE_ALL
+    return options
+
+
+SPINNING = "session.intra_op.allow_spinning"
+_OPTIONS = (
+    "intra_op_num_threads",
+    "inter_op_num_threads",
+    "graph_optimization_level",
+    "execution_mode",
+    "enable_cpu_mem_arena",
+    "enable_mem_pattern",
+)
+
+
+def describe_options(session: Any) -> dict[str, str]:
+    """The options that a session was made with, as ONNX Runtime names them."""
+    options = session.get_session_options()
+    found = {name: getattr(options, name, None) for name in _OPTIONS}
+    found |= {name: options.get_session_config_entry(name) for name in (SPINNING, EXACT_INTEGERS)}
+    found["providers"] = ", ".join(session.get_providers())
+    return {name: getattr(value, "name", str(value)) for name, value in found.items()}
+
+
+def _session(
+    path: Path,
+    device: str,
+    threads: int | None,
+    *,
+    optimise: bool,
+    graphs: bool = False,
+    exact: bool = True,
+    spinning: bool = False,
+    save: Path | None = None,
+    profile: str = "",
+) -> Any:
+    """`save`: where to write the optimised model, with its weights apart."""
+    if device == "cpu":
+        check_sums(path, ort.__version__)
+    floats = small_floats(path)
+    options = session_options(threads, half="float16" in floats, exact=exact, spinning=spinning)
+    weights = read_weights(path, options)  # alive until the session has copied them
+    # optimised float8 graphs are wrong in 1.31.1 (accuracy 98.5 % became 75 % on a small CNN)
+    if "float8" in floats or not (optimise or multiplies_integers(path)):
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    elif not exact and not multiplies_integers(path):  # pairs that are not fused are float32
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    if save is not None:
+        save_at(save, options)
+    if profile:
+        options.enable_profiling, options.profile_file_prefix = True, profile
+    providers: list[Any] = ["CPUExecutionProvider"]
+    if device != "cpu":
+        number = int(device.partition(":")[2] or 0)
+        chosen = {"device_id": str(number), **({"enable_cuda_graph": "1"} if graphs else {})}
+        providers.insert(0, ("CUDAExecutionProvider", chosen))
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        preload(ort)
+    with onnxruntime_errors(path, device):
+        try:
+            session = ort.InferenceSession(
+                str(path),
+                sess_options=options,
+                providers=providers,
+                enable_fallback=0,
+                disabled_optimizers=SLOWER_ON_CPU if device == "cpu" else (),
+            )
+        except (ort_state.Fail, ort_state.RuntimeException) as exc:
+            clash = ("replace the existing tensor", "Initializer with same name")  # 1.32, 1.23
+            if not exact or not any(text in str(exc) for text in clash):
+                raise
+            session = _session(
+                path,
+                device,
+                threads,
+                optimise=optimise,
+                graphs=graphs,
+                exact=False,
+                spinning=spinning,
+                save=save,
+                profile=profile,
+            )
+    del weights
+    return session
+
+
+def _mapped(path: Path, shared: Path, threads: int | None, spinning: bool) -> Any:
+    """A session on the copy of `path` in `shared`. Raises as `mapped_copy`."""
+    copy = mapped_copy(path, shared, lambda copy: run_apart(str(path), write_copy, path, copy))
+    options = session_options(threads, spinning=spinning)
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # it is
+    with onnxruntime_errors(path):
+        return ort.InferenceSession(
+            str(copy), options, providers=["CPUExecutionProvider"], enable_fallback=0
+        )
+
+
+def write_copy(path: Path, copy: Path, _on_progress: Callable[[str, float], None]) -> None:
+    """Runs in a process of its own: a session leaves holes in the memory of one that goes on."""
+    options = _session(path, "cpu", 1, optimise=True, save=copy).get_session_options()
+    if rounds_sums(options):
+        raise Unsupported("nodes share INT8 weights")
+
+
+def read_weights(path: Path, options: Any) -> object:
+    """Give a session the content of external weights, which must live until it is made."""
+    with onnxruntime_errors(path):
+        weights = external_weights(path)
+    if weights and hasattr(options, "add_external_initializers_from_files_in_memory"):
+        # 1.23 lacks it: it maps the files, and a truncated one ends the process with SIGBUS
+        sizes = [data.nbytes for data in weights.values()]
+        options.add_external_initializers_from_files_in_memory(
+            [*weights], [*weights.values()], sizes
+        )
+    return weights
+
+
+def _device_in_use(path: Path, session: Any, asked: str) -> str:
+    first = session.get_providers()[0]
+    if asked == "cpu" and first == "CPUExecutionProvider":
+        return "cpu"
+    if asked != "cpu" and first == "CUDAExecutionProvider":
+        return asked if ":" in asked else "cuda:0"
+    raise Unsupported(
+        f"{path}: `device` is {asked}, but ONNX Runtime chose {first}",
+        hint="its CUDA or cuDNN libraries did not load; see: deploykit doctor",
+    )
+
+
+@contextlib.contextmanager
+def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
+    """Turn exceptions of ONNX Runtime, and on CUDA those of CUDA, into ours that name the file."""
+    try:
+        with memory_errors(path, onnx_files(path)), _cuda_failures(path, device):
+            yield
+    except (ort_state.InvalidProtobuf, ort_state.NoModel) as exc:
+        raise damaged(path) from exc
+    except ort_state.NoSuchFile as exc:
+        raise BadInput(f"{path}: {first_line(exc)}") from exc
+    except ort_state.NotImplemented as exc:
+        raise Unsupported(f"{path}: {first_line(exc)}", hint="see: deploykit doctor") from exc
+    except (ort_state.InvalidGraph, ort_state.InvalidArgument, ort_state.Fail) as exc:
+        raise BadInput(f"{path}: ONNX Runtime refused it: {reason(exc)}", hint=cure(exc)) from exc
+    except (ort_state.RuntimeException, ort_state.EPFail, RuntimeError, ValueError) as exc:
+        error = BadInput if "SafeIntOnOverflow" in str(exc) else Unsupported  # the file's sizes
+        raise error(f"{path}: ONNX Runtime failed: {reason(exc)}", hint=cure(exc)) from exc
+
+
+@contextlib.contextmanager
+def _cuda_failures(path: Path, device: str) -> Iterator[None]:
+    """Turn CUDA's failures, which arrive as many exception classes, into ours by their code."""
+    try:
+        yield
+    except _OF_CUDA as exc:
+        memory, failure = ASKED_BYTES.search(str(exc)), _CUDA_FAILURE.search(str(exc))
+        if memory and device != "cpu":
+            need = int(memory[1]) / 2**20
+            raise OutOfMemory(
+                f"{path}: {device}: out of memory: {need:,.1f} MiB needed at once",
+                hint=USE_LESS_MEMORY,
+            ) from exc
+        if failure is None or device == "cpu":
+            raise
+        name, words = CODES.get(int(failure[1]), f"error {failure[1]}"), failure[2].strip()
+        raise cuda_error(f"{path}: {device}", "ONNX Runtime", f"cudaError{name}", words) from exc
+
+
+def providers() -> tuple[str, ...]:
+    """The execution providers of the installed ONNX Runtime, most specific first."""
+    return tuple(ort.get_available_providers())

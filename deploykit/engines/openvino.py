@@ -1,0 +1,342 @@
+"""Run an `.onnx` file on the CPU with OpenVINO.
+
+Its own default rounds a float32 graph to bfloat16 without a word on CPUs that have instructions
+for it. Here the precision is the graph's: float32 is asked for, which leaves bfloat16 and INT8 as
+the graph has them, and what each layer runs in is read back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deploykit.core.artefact import ArtefactLike
+from deploykit.core.errors import BadInput, DeploykitError, Unsupported
+from deploykit.core.evidence import Layer
+from deploykit.core.extras import require
+from deploykit.core.machine import default_threads
+from deploykit.core.memory import memory_errors
+from deploykit.core.protobuf import Pages, damaged, fields
+from deploykit.core.tensors import TensorSpec, axis_name
+from deploykit.engines.engine import Arrays, BaseEngine, FeedCheck
+from deploykit.engines.onnxruntime.file import (
+    adds_exactly,
+    external_weights,
+    has_operator,
+    slowed_by_values,
+)
+
+ov = require("openvino")
+frontend = require("openvino.frontend")
+
+
+# What OpenVINO's errors say, without its C++ files and checks, as ours.
+
+_OF_READERS = [each for name, each in vars(frontend).items() if name.endswith("Failure")]
+_FAILURES = (*_OF_READERS, RuntimeError, TypeError, ValueError)
+_PLACES = re.compile(r"Exception from src/\S+:\d+:\s*|Check '.*?' failed at src/\S+:\d+:\s*")
+_UNKNOWN = re.compile(r"No conversion rule found for operations?: ([^\n]+)")
+_CANNOT = re.compile(r"FrontEnd API failed with \w+:\s*")
+_NOT_READ = ("can't be parsed", "Unable to read the model")
+OTHER_RUNTIME = "ONNX Runtime may run it: build it with the profile 'cpu'"
+
+
+@contextlib.contextmanager
+def openvino_errors(path: Path) -> Iterator[None]:
+    """Turn exceptions of OpenVINO into ours that name the file, in one line."""
+    try:
+        with memory_errors(path, [path]):
+            yield
+    except _FAILURES as exc:
+        raise _error(path, str(exc)) from exc
+
+
+def _error(path: Path, text: str) -> DeploykitError:
+    unknown = _UNKNOWN.search(text)
+    if unknown:
+        names = ", ".join(name.strip() for name in unknown[1].split(","))
+        return Unsupported(f"{path}: OpenVINO has no operator {names}", hint=OTHER_RUNTIME)
+    if any(each in text for each in _NOT_READ):
+        return damaged(path)
+    lines = [line.strip() for line in _CANNOT.sub("", _PLACES.sub("", text)).splitlines()]
+    reason = next((line for line in lines if line), "no reason given")
+    if "externally stored data" in text:
+        return BadInput(f"{path}: its weights cannot be read: {reason}")
+    return Unsupported(f"{path}: OpenVINO failed: {reason}", hint=OTHER_RUNTIME)
+
+
+# Read the inputs and outputs of an `.onnx` file from its protobuf's field headers.
+#
+# OpenVINO forgets the names of dynamic axes and leaves out inputs that no node reads.
+
+_GRAPH, _INITIALIZER, _INPUT, _OUTPUT = 7, 5, 11, 12  # field numbers of onnx.proto
+_DTYPES_SPECS: Mapping[int, str] = {  # of TensorProto.DataType
+    1: "float32",
+    2: "uint8",
+    3: "int8",
+    4: "uint16",
+    5: "int16",
+    6: "int32",
+    7: "int64",
+    9: "bool",
+    10: "float16",
+    11: "float64",
+    12: "uint32",
+    13: "uint64",
+}
+_OTHERS: Mapping[int, str] = {8: "string", 16: "bfloat16"}
+Axes = tuple["int | str | None", ...]  # None: the file does not say
+
+
+def read_specs(path: Path) -> tuple[tuple[TensorSpec, ...], list[tuple[str, str, Axes | None]]]:
+    """The inputs; of each output the name, the dtype, and the shape where the file has one.
+
+    Raises BadInput for what is no ONNX model, Unsupported for tensors that OpenVINO does not take.
+    """
+    try:
+        with Pages(path) as data:
+            graphs = [(at, end) for n, at, end in fields(data, 0, len(data)) if n == _GRAPH]
+            parts = list(fields(data, *graphs[-1]))
+            stored = {_text_specs(data, at, end, 8) for n, at, end in parts if n == _INITIALIZER}
+            values = {
+                kind: [_value(data, at, end) for n, at, end in parts if n == kind]
+                for kind in (_INPUT, _OUTPUT)
+            }
+    except (OSError, ValueError, IndexError) as exc:
+        raise damaged(path) from exc
+    if not values[_OUTPUT]:
+        raise damaged(path)
+    inputs = tuple(
+        TensorSpec(name, _dtype(path, name, kind), name_axes(name, shape or ()))
+        for name, kind, shape in values[_INPUT]
+        if name not in stored
+    )
+    return inputs, [(name, _dtype(path, name, k), shape) for name, k, shape in values[_OUTPUT]]
+
+
+def name_axes(name: str, shape: Axes) -> tuple[int | str, ...]:
+    """`shape` with a name for each axis of unknown size, as ONNX Runtime's engine gives."""
+    return tuple(axis_name(name, n) if axis is None else axis for n, axis in enumerate(shape))
+
+
+def _dtype(path: Path, name: str, kind: int) -> str:
+    if kind not in _DTYPES_SPECS:
+        raise Unsupported(
+            f"{path}: tensor '{name}' is of {_OTHERS.get(kind, f'type {kind}')}, which the engine "
+            "for OpenVINO does not take",
+            hint="run it with ONNX Runtime: build it with the profile 'cpu'",
+        )
+    return _DTYPES_SPECS[kind]
+
+
+def _value(data: Pages, begin: int, end: int) -> tuple[str, int, Axes | None]:
+    """Of a ValueInfoProto: name, element type, shape."""
+    kind, shape = 0, None
+    for at, stop in _inside(data, begin, end, 2, 1):  # type.tensor_type
+        for number, first, last in fields(data, at, stop):
+            if (number, last) == (1, -1):
+                kind = first
+            elif number == 2:
+                dims = [(a, b) for n, a, b in fields(data, first, last) if n == 1]
+                shape = tuple(_axis(data, a, b) for a, b in dims)
+    return _text_specs(data, begin, end, 1), kind, shape
+
+
+def _axis(data: Pages, begin: int, end: int) -> int | str | None:
+    for number, at, stop in fields(data, begin, end):
+        if (number, stop) == (1, -1):
+            return at
+        if number == 2 and stop > at:
+            return data[at:stop].decode(errors="replace")
+    return None
+
+
+def _inside(data: Pages, begin: int, end: int, *path: int) -> Iterator[tuple[int, int]]:
+    """Where the messages are that the field numbers `path` lead to."""
+    if not path:
+        yield begin, end
+        return
+    for number, at, stop in fields(data, begin, end):
+        if number == path[0] and stop != -1:
+            yield from _inside(data, at, stop, *path[1:])
+
+
+def _text_specs(data: Pages, begin: int, end: int, wanted: int) -> str:
+    found = next(_inside(data, begin, end, wanted), (0, 0))
+    return data[found[0] : found[1]].decode(errors="replace")
+
+
+_DTYPES: Mapping[str, str] = {  # OpenVINO's name of what a layer runs in -> ours
+    "f32": "float32",
+    "f64": "float64",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "u8": "int8",
+    "i8": "int8",
+    "u4": "int4",
+    "i4": "int4",
+}
+# layers that compute nothing: what holds, moves or converts data
+_NO_WORK = frozenset(("Input", "Output", "Const", "Reorder", "Reshape", "Convert", "Transpose"))
+_NO_WORK |= {"ShapeOf", "GatherND"}
+_TYPE_OF_INPUTS = ("Eltwise", "Subgraph")  # what OpenVINO says of these: bytes of an image, a mask
+_WIDE = ("int64", "uint64", "uint32")  # computed as int32
+
+
+@cache
+def _core(_process: int) -> Any:
+    """OpenVINO's own state, once in a process and until its end.
+
+    Each sets the signal stack of its thread and puts back the one before when it goes: where two
+    do not end in the opposite order, that one is gone, and the next signal is a segmentation fault.
+    """
+    return ov.Core()
+
+
+def open_engine(
+    source: ArtefactLike,
+    device: str = "auto",
+    threads: int | None = None,
+    trust: bool = False,  # noqa: ARG001 - a graph runs no code of its own
+) -> OpenVinoEngine:
+    """Open an ONNX file; raises BadInput for an invalid graph, Unsupported for the device."""
+    path = Path(source)
+    if device not in ("auto", "cpu"):
+        raise Unsupported(
+            f"{path}: `device` is {device}, but OpenVINO runs on the CPU here",
+            hint="build the model for the GPU: deploykit build MODEL.onnx --profile auto",
+        )
+    return OpenVinoEngine(path, threads)
+
+
+class OpenVinoEngine(BaseEngine):
+    """One compiled model and one request of it. `notes`: what runs otherwise than the graph says.
+
+    `layers`: what the CPU executes, with the precision of each.
+    """
+
+    device = "cpu"
+
+    def __init__(self, path: Path, threads: int | None) -> None:
+        self.path = path
+        self.runtime = f"openvino {str(ov.__version__).partition('-')[0]}"  # without its build
+        self.inputs, outputs = read_specs(path)
+        external_weights(path)  # its checks: the files are inside the folder and long enough
+        with openvino_errors(path):
+            reader = frontend.FrontEndManager().load_by_framework("onnx")
+            # not mapped: truncating a mapped file would end the process
+            model = reader.convert(reader.load(str(path), enable_mmap=False))
+            exact: dict[str, Any] = {} if adds_exactly() else {"LP_TRANSFORMS_MODE": False}
+            config = {**_config(threads), **exact}  # without INT8 kernels that are not
+            self._compiled: Any = _core(os.getpid()).compile_model(model, "CPU", config)
+            self._request: Any = self._compiled.create_infer_request()
+            self.layers = tuple(_layers(self._compiled))
+        ports = {name: n for n, port in enumerate(self._compiled.inputs) for name in port.names}
+        # an input that no node reads has no port
+        self._ports = [(ports[each.name], each.name) for each in self.inputs if each.name in ports]
+        self.outputs = tuple(
+            _output(port, *each) for port, each in zip(self._compiled.outputs, outputs, strict=True)
+        )
+        self._wide = [each.name for each in self.inputs if each.dtype in _WIDE]
+        self._check = FeedCheck(self.inputs, path.name)
+        self.steady = not slowed_by_values(path)
+        executed = Counter(layer.precision for layer in self.layers if layer.precision)
+        self.options = {
+            **{name: _text(self._compiled.get_property(name)) for name in _config(threads)},
+            "layers": ", ".join(f"{count} {name}" for name, count in executed.most_common()),
+        }
+        self.notes = tuple(f"{path}: {note}" for note in self._doubts())
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        if self._request is None:
+            raise DeploykitError(f"{self.path.name}: the engine is closed")
+        self._check(feeds)
+        for name in self._wide:
+            _check_width(self.path.name, name, feeds[name])
+        arrays = {port: feeds[name] for port, name in self._ports}
+        with openvino_errors(self.path):
+            found = self._request.infer(arrays, share_inputs=True)
+        return {spec.name: found[number] for number, spec in enumerate(self.outputs)}
+
+    def _doubts(self) -> Iterator[str]:
+        if "float64" in {each.dtype for each in (*self.inputs, *self.outputs)}:
+            yield "OpenVINO computes float64 in float32"
+        if not adds_exactly() and has_operator(self.path, (b"QuantizeLinear",)):
+            yield "INT8 runs in float32: without VNNI, OpenVINO would cut the sums of its products"
+
+    def trim(self) -> bool:
+        self._compiled.release_memory()
+        return False
+
+    def close(self) -> None:
+        self._request = self._compiled = None
+
+
+def _config(threads: int | None) -> dict[str, Any]:
+    """Options of every engine; each of several has its own threads, on any core."""
+    return {
+        "PERFORMANCE_HINT": "LATENCY",
+        "NUM_STREAMS": 1,
+        "INFERENCE_NUM_THREADS": threads or default_threads(),
+        "INFERENCE_PRECISION_HINT": "f32",
+        "EXECUTION_MODE_HINT": "ACCURACY",
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # no activation is rounded that has no INT8 pair
+        "ENABLE_CPU_PINNING": False,  # engines of two processes would be pinned to the same cores
+        "ENABLE_HYPER_THREADING": True,  # else fewer threads than were asked for
+    }
+
+
+def _layers(compiled: Any) -> Iterator[Layer]:
+    """The layers that compute, as the CPU runs them after fusion."""
+    for node in compiled.get_runtime_model().get_ops():
+        info = {key: value.value for key, value in node.get_rt_info().items()}
+        kind = str(info.get("layerType", ""))
+        if kind in _NO_WORK:
+            continue
+        runs = str(info.get("runtimePrecision", ""))
+        if kind in _TYPE_OF_INPUTS and runs in ("u8", "i8"):
+            runs = str(info.get("outputPrecisions", "")).partition(",")[0]
+        names = tuple(filter(None, str(info.get("originalLayersNames", "")).split(",")))
+        yield Layer(
+            node.get_friendly_name(),
+            kind,
+            _DTYPES.get(runs),
+            names,
+            str(info.get("primitiveType", "")),
+        )
+
+
+def _output(port: Any, name: str, dtype: str, shape: Any) -> TensorSpec:
+    """As the file has it; where it has no size, the one that OpenVINO inferred."""
+    inferred = port.partial_shape
+    if shape is None or (inferred.rank.is_static and len(shape) != inferred.rank.get_length()):
+        count = inferred.rank.get_length() if inferred.rank.is_static else 0
+        shape = (None,) * count
+    sizes = list(inferred) if inferred.rank.is_static else [None] * len(shape)
+    merged = tuple(
+        size.get_length() if size is not None and size.is_static else axis
+        for axis, size in zip(shape, sizes, strict=True)
+    )
+    return TensorSpec(name, dtype, name_axes(name, merged))
+
+
+def _check_width(where: str, name: str, array: np.ndarray) -> None:
+    """Raise BadInput for integers that OpenVINO would cut to 32 bits without a word."""
+    if array.size and (array.max() > 2**31 - 1 or array.min() < -(2**31)):
+        raise BadInput(
+            f"{where}: input '{name}' holds integers beyond 32 bits, which OpenVINO cuts off",
+            hint="ONNX Runtime computes them: build it with the profile 'cpu'",
+        )
+
+
+def _text(value: Any) -> str:
+    named = getattr(value, "get_type_name", None) or getattr(value, "name", None)
+    return str(named() if callable(named) else named if named is not None else value)

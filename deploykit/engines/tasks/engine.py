@@ -1,0 +1,308 @@
+"""Images or sentences in, answers out: the steps of a task around an engine."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deploykit.core.errors import BadInput
+from deploykit.core.task import DETECT, EMBED, SEGMENT, ImageInput, Task, TextInput
+from deploykit.core.tensors import Bytes, TensorSpec, mismatch
+from deploykit.engines.engine import Engine
+
+if TYPE_CHECKING:
+    from deploykit.engines.tasks.images import PlacedImage  # Pillow, which a text does not need
+
+
+# What a model's outputs mean: labels with scores, boxes, a mask, an embedding, as JSON values.
+#
+#     classify, text-classify   {"label", "score", "top": [{"label", "index", "score"}, ...]}
+#     detect    {"boxes": [{"label", "index", "score", "box": [x1, y1, x2, y2]}], "width",
+# "height"}
+#     segment   {"segments": [{"label", "index", "pixels", "rle"}, ...], "width", "height"}, or
+# "png"
+#     embed     {"embedding": [...]}
+#
+# Boxes and masks are in pixels of the image as it was sent, turned upright.
+
+Answer = dict[str, Any]
+
+RLE, PNG = "rle", "png"
+_NO_ANSWER = 255  # in a PNG mask: pixels that the model was not shown
+
+
+def answer(
+    task: Task,
+    outputs: Mapping[str, np.ndarray],
+    placed: Sequence[PlacedImage | None],
+    *,
+    mask: str = RLE,
+) -> list[Answer]:
+    """One answer for each row of `outputs`; `placed` has the image of each, None for a text.
+
+    `mask`: "rle", COCO's run lengths for each label, or "png", one image of label indices.
+    Raises BadInput for scores that are not finite.
+    """
+    names = task.outputs
+    if task.kind == EMBED:
+        return [{"embedding": row} for row in _finite(outputs, names.embedding).tolist()]
+    if task.kind == DETECT:
+        return [_boxes(task, outputs, row, image) for row, image in enumerate(placed) if image]
+    if task.kind == SEGMENT:
+        return [
+            _segments(task, classes, image, mask)
+            for classes, image in zip(outputs[names.mask], placed, strict=True)
+            if image
+        ]
+    return [_labels(task, row) for row in _finite(outputs, names.scores)]
+
+
+def _finite(outputs: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    array = outputs[name]
+    if not np.isfinite(array).all():
+        raise BadInput(f"the model's output '{name}' holds NaN or infinity")
+    return array
+
+
+def _labels(task: Task, scores: np.ndarray) -> Answer:
+    scores = scores.reshape(-1)
+    best = np.argsort(-scores, kind="stable")[: task.top_k].tolist()
+    top = [{"label": task.label(i), "index": i, "score": float(scores[i])} for i in best]
+    return {"label": top[0]["label"], "score": top[0]["score"], "top": top}
+
+
+def _boxes(task: Task, outputs: Mapping[str, np.ndarray], row: int, image: PlacedImage) -> Answer:
+    names = task.outputs
+    scores, boxes = (_finite(outputs, name)[row] for name in (names.scores, names.boxes))
+    classes = outputs[names.classes][row]
+    kept = np.flatnonzero((scores >= task.threshold) & (scores > 0))
+    kept = kept[np.argsort(-scores[kept], kind="stable")]
+    places = image.to_original(boxes[kept]).round(2).tolist()
+    found = [
+        {"label": task.label(int(classes[i])), "index": int(classes[i]), "score": float(scores[i])}
+        for i in kept
+    ]
+    each = [{**one, "box": place} for one, place in zip(found, places, strict=True)]
+    return {"boxes": each, "width": image.width, "height": image.height}
+
+
+def _segments(task: Task, classes: np.ndarray, image: PlacedImage, form: str) -> Answer:
+    mask = _original_mask(classes, image)
+    size = {"width": image.width, "height": image.height}
+    if form == PNG:
+        return {"png": _png(mask), **size}
+    return {"segments": _run_lengths(task, mask), **size}
+
+
+def _original_mask(classes: np.ndarray, image: PlacedImage) -> np.ndarray:
+    """Label indices for each pixel of the original, the nearest one's; -1 where it was cut off."""
+    height, width = classes.shape
+    down, along = height / image.pixels.shape[0], width / image.pixels.shape[1]
+    x = (np.arange(image.width) + 0.5) * image.scale_x + image.left
+    y = (np.arange(image.height) + 0.5) * image.scale_y + image.top
+    x, y = (np.floor(found).astype(int) for found in (x * along, y * down))
+    found: np.ndarray = classes.astype(np.int32)[
+        y.clip(0, height - 1)[:, None], x.clip(0, width - 1)
+    ]
+    found[(y < 0) | (y >= height), :] = -1
+    found[:, (x < 0) | (x >= width)] = -1
+    return found
+
+
+def _run_lengths(task: Task, mask: np.ndarray) -> list[Answer]:
+    """COCO's uncompressed form: counts of 0 and 1 in turn, columns first, beginning with 0."""
+    flat = mask.T.reshape(-1)
+    starts = np.concatenate(([0], np.flatnonzero(flat[1:] != flat[:-1]) + 1))
+    ends, values = np.append(starts[1:], flat.size), flat[starts]
+    found = []
+    for index in sorted({int(value) for value in np.unique(values)} - {-1}):
+        runs = values == index
+        edges = np.stack([starts[runs], ends[runs]], axis=1).reshape(-1)
+        counts = np.diff(np.concatenate(([0], edges, [flat.size])))
+        pixels = int(counts[1::2].sum())
+        if not counts[-1]:
+            counts = counts[:-1]
+        rle = {"size": list(mask.shape), "counts": counts.tolist()}
+        found.append({"label": task.label(index), "index": index, "pixels": pixels, "rle": rle})
+    return found
+
+
+def _png(mask: np.ndarray) -> str:
+    if mask.size and int(mask.max()) >= _NO_ANSWER:
+        raise BadInput(f"a PNG mask has {_NO_ANSWER} labels at most", hint="ask for mask=rle")
+    from deploykit.engines.data.images import Image
+
+    data = io.BytesIO()
+    Image.fromarray(np.where(mask < 0, _NO_ANSWER, mask).astype(np.uint8)).save(data, "PNG")
+    return base64.b64encode(data.getvalue()).decode()
+
+
+Item = str | Bytes  # a text, or the bytes of a text or of an image file
+
+MOST_ROWS = 32  # of one call, where rows may be joined
+
+
+@dataclass(frozen=True, eq=False)
+class ModelRow:
+    """One item as one row of the model's inputs; `placed`: the image, None for a text."""
+
+    feeds: Mapping[str, np.ndarray]
+    placed: PlacedImage | None = None
+
+
+class TaskSteps:
+    """What a task does before and after its model. Any number of threads may call it.
+
+    `folder`: where the task's files are, next to the model. Raises BadInput for a task that does
+    not fit the model, MissingExtra without Pillow or `tokenizers`.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        folder: Path,
+    ) -> None:
+        self.task = task
+        _check_outputs(task, {spec.name: spec for spec in outputs})
+        specs = {spec.name: spec for spec in inputs}
+        if task.image is not None:
+            from deploykit.engines.tasks.images import check_image_input
+
+            check_image_input(task.image)
+            _check_image(task.image, specs)
+        if task.text is not None:
+            from deploykit.engines.tasks.texts import Tokens
+
+            self._length = _check_text(task.text, specs)
+            self._tokens = Tokens(task.text, folder)
+
+    def read(self, item: Item, where: str = "", *, most_pixels: int | None = None) -> ModelRow:
+        """Raises BadInput, which names the item as `where`, and TooLarge above `most_pixels`."""
+        if self.task.image is None:
+            row = self._tokens.encode(item, where or "the text")
+            return ModelRow(self._tokens.feeds([row], self._length))
+        from deploykit.engines.tasks.images import read_image
+
+        if isinstance(item, str):
+            raise BadInput(f"{where or 'the item'}: is a text, and the model takes images")
+        placed = read_image(item, self.task.image, where or "the image", most_pixels=most_pixels)
+        return ModelRow({self.task.image.tensor: placed.pixels[None]}, placed)
+
+    def answer(
+        self,
+        outputs: Mapping[str, np.ndarray],
+        placed: Sequence[PlacedImage | None],
+        *,
+        mask: str = RLE,
+    ) -> list[Answer]:
+        """One answer for each row; see `answers.answer`."""
+        return answer(self.task, outputs, placed, mask=mask)
+
+
+class TaskEngine:
+    """An engine with the steps of its task: `predict` takes images or sentences.
+
+    Rows are joined only where the engine's manifest says that this changes no answer.
+    """
+
+    def __init__(self, engine: Engine, task: Task, folder: Path | None = None) -> None:
+        """`folder` None: that of the file which the engine was loaded from."""
+        if folder is None:
+            folder = engine.source.path.parent if engine.source else Path()
+        self.engine = engine
+        self.steps = TaskSteps(task, engine.inputs, engine.outputs, folder)
+        joined = engine.batching is not None and engine.batching.passed
+        together = joined and engine.inputs[0].batched
+        self._rows = min(MOST_ROWS, engine.max_batch or MOST_ROWS) if together else 1
+
+    def predict(
+        self, items: Sequence[Item], *, names: Sequence[str] = (), mask: str = RLE
+    ) -> list[Answer]:
+        """One answer for each item; `names` stand for the items in errors. Raises BadInput."""
+        found: list[Answer] = []
+        for at in range(0, len(items), self._rows):
+            several = range(at, min(at + self._rows, len(items)))
+            named = [names[n] if names else f"item {n + 1}" for n in several]
+            rows = [self.steps.read(items[n], name) for n, name in zip(several, named, strict=True)]
+            for same in _same_shapes(rows):
+                feeds = {
+                    name: np.concatenate([row.feeds[name] for row in same])
+                    for name in same[0].feeds
+                }
+                outputs = self.engine(feeds)
+                placed = [row.placed for row in same]
+                found += self.steps.answer(outputs, placed, mask=mask)
+        return found
+
+
+def _same_shapes(rows: Sequence[ModelRow]) -> list[list[ModelRow]]:
+    """Neighbours of one shape together: shorter sentences would have to be padded."""
+    found: list[list[ModelRow]] = []
+    for row in rows:
+        shapes = {name: array.shape for name, array in row.feeds.items()}
+        if found and {n: a.shape for n, a in found[-1][0].feeds.items()} == shapes:
+            found[-1].append(row)
+        else:
+            found.append([row])
+    return found
+
+
+def _check_image(image: ImageInput, specs: Mapping[str, TensorSpec]) -> None:
+    shape = (1, image.height, image.width, 1 if image.colours == "L" else 3)
+    spec = specs.get(image.tensor)
+    if spec is None or len(specs) > 1 or mismatch(spec, "uint8", shape):
+        wanted = f"uint8[N,{','.join(str(size or 'any') for size in shape[1:])}]"
+        raise BadInput(
+            f"the task puts images into '{image.tensor}:{wanted}', the model's inputs are: "
+            + ", ".join(map(str, specs.values()))
+        )
+
+
+def _check_text(text: TextInput, specs: Mapping[str, TensorSpec]) -> int | None:
+    """The number of tokens that the model has, None where any number is possible."""
+    names = {text.ids, text.mask, text.types} - {""}
+    lengths = [spec.shape[-1] for spec in specs.values() if spec.shape]
+    length = next((n for n in lengths if isinstance(n, int)), None)
+    shape = (1, text.max_length if length is None else length)
+    if names != set(specs) or any(mismatch(spec, "int64", shape) for spec in specs.values()):
+        raise BadInput(
+            f"the task puts tokens into int64[N,T] {', '.join(sorted(names))}, the model's inputs "
+            "are: " + ", ".join(map(str, specs.values()))
+        )
+    if not 0 <= text.pad_id < 1 << 31:
+        raise BadInput(f"the task fills rows up with the token {text.pad_id}")
+    if length is not None and length < text.max_length:
+        raise BadInput(f"the task allows {text.max_length} tokens, the model takes {length}")
+    if length is not None and not text.mask:
+        raise BadInput(f"the model takes {length} tokens, and has no mask for those of a padding")
+    return length
+
+
+def _check_outputs(task: Task, specs: Mapping[str, TensorSpec]) -> None:
+    names = task.outputs
+    needed = {
+        DETECT: (names.scores, names.boxes, names.classes),
+        SEGMENT: (names.mask,),
+        EMBED: (names.embedding,),
+    }.get(task.kind, (names.scores,))
+    ranks = {names.boxes: 3, names.mask: 3}
+    for name in needed:
+        if name not in specs or len(specs[name].shape) != ranks.get(name, len(specs[name].shape)):
+            raise BadInput(
+                f"the task {task.kind} reads the output '{name}', the model's outputs are: "
+                + ", ".join(map(str, specs.values()))
+            )
+    if needed == (names.scores,) and task.labels:
+        count = specs[names.scores].shape[-1]
+        if isinstance(count, int) and count != len(task.labels):
+            raise BadInput(
+                f"the task has {len(task.labels)} labels, the output '{names.scores}' has {count}"
+            )

@@ -1,0 +1,205 @@
+"""Read an image as clients have it, and place it into a model's input as its training did.
+
+The calls that torchvision's transforms make on PIL images, in their order: decode, convert, resize,
+cut out the middle. Transparency and colour profiles are dropped, as `Image.convert` drops them; the
+EXIF orientation is applied. An animation, and more than 8 bits per channel, is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deploykit.core.errors import BadInput, TooLarge
+from deploykit.core.files import check_readable
+from deploykit.core.task import LETTERBOX, RESIZE_RULES, SHORTEST_EDGE, STRETCH, ImageInput
+from deploykit.core.tensors import Bytes
+from deploykit.engines.data.images import (
+    MAX_PIXELS,
+    Image,
+    Images,
+    check_pixels,
+    check_stored,
+    open_image,
+    turn_upright,
+)
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+LARGE_PIXELS = 4_000_000  # larger images are decoded one at a time: 8 bytes for each pixel
+_READS, _READ_BYTES = 10_000, 1024  # a PNG is read in pieces of 8 KiB, with some reads for each
+_SCAN, _MOST_SCANS = b"\xff\xda\0", 100  # a JPEG has ten; one of 40 bytes costs as much as others
+_MOST_SIDE = 65_535  # JPEG's; Pillow's table for resizing grows with it
+_MOST_RATIO = 4  # of the sides of an image for a model that takes any: its memory grows with them
+_MOST_MULTIPLE = 1024
+MODES = {"RGB": "RGB", "BGR": "RGB", "L": "L"}
+_FILTERS = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+}
+ONE_LARGE = threading.Lock()
+
+
+class _Parts(io.BytesIO):
+    """An image file whose parts are counted: Pillow walks through a million tiny ones in Python."""
+
+    def __init__(self, data: Bytes) -> None:
+        super().__init__(data)
+        self._left = _READS + len(data) // _READ_BYTES
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._left -= 1
+        if self._left < 0:
+            raise OSError("it has too many parts")
+        return super().read(size)
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedImage:
+    """An image as its model takes it: `pixels`, uint8 [height, width, channels].
+
+    `width`, `height`: of the original, upright. A point (x, y) of the original is at
+    (x * scale_x + left, y * scale_y + top) in `pixels`.
+    """
+
+    pixels: np.ndarray
+    width: int
+    height: int
+    scale_x: float
+    scale_y: float
+    left: int
+    top: int
+
+    def to_original(self, boxes: np.ndarray) -> np.ndarray:
+        """Boxes [.., 4], x1 y1 x2 y2 in pixels of `pixels`, in pixels of the original."""
+        offset = np.array([self.left, self.top] * 2, np.float64)
+        scale = np.array([self.scale_x, self.scale_y] * 2, np.float64)
+        found: np.ndarray = (boxes - offset) / scale
+        return found.clip(0, [self.width, self.height] * 2)
+
+
+def check_image_input(image: ImageInput) -> None:
+    """Raise BadInput for a rule that is not known."""
+    known: Mapping[str, tuple[str, Any]] = {
+        "resize": (image.resize, RESIZE_RULES),
+        "interpolation": (image.interpolation, _FILTERS),
+        "colours": (image.colours, MODES),
+    }
+    for name, (value, choices) in known.items():
+        if value not in choices:
+            raise BadInput(
+                f"the task's image has `{name}` {value!r}", hint=f"one of: {', '.join(choices)}"
+            )
+    free = (image.height, image.width, image.resize) == (0, 0, SHORTEST_EDGE)
+    if min(image.height, image.width) < 1 - free or image.height * image.width > MAX_PIXELS:
+        raise BadInput(f"the task's image is {image.width}x{image.height} pixels")
+    if image.resize == SHORTEST_EDGE and image.resize_to < 1:
+        raise BadInput(f"the task's image has `resize_to` {image.resize_to}, 1 or more is needed")
+    if not 0 <= image.padding <= 255:
+        raise BadInput(f"the task's image has `padding` {image.padding}, 0 to 255 is possible")
+    if not 1 <= image.multiple <= _MOST_MULTIPLE:
+        raise BadInput(f"the task's image has `multiple` {image.multiple}, 1 to {_MOST_MULTIPLE}")
+
+
+def read_image(
+    data: Bytes, image: ImageInput, where: str = "the image", *, most_pixels: int | None = None
+) -> PlacedImage:
+    """Decode a JPEG, PNG or WebP and place it as `image` says.
+
+    `where` names it in errors. Raises BadInput for what is no image, is damaged, or is refused;
+    TooLarge above `most_pixels`. Sizes are checked before a pixel is decoded.
+    """
+    if not len(data):
+        raise BadInput(f"{where}: is empty")
+    parts = _Parts(data)
+    with open_image(parts, where, FORMATS) as opened:
+        check_pixels(opened, where)
+        pixels = opened.width * opened.height
+        if max(opened.size) > _MOST_SIDE:
+            raise BadInput(
+                f"{where}: is {opened.width}x{opened.height}, a side has {_MOST_SIDE} at most"
+            )
+        if most_pixels is not None and pixels > most_pixels:
+            raise TooLarge(f"{where}: is {opened.width}x{opened.height}")
+        check_stored(opened, where)
+        if (scans := parts.getvalue().count(_SCAN)) > _MOST_SCANS:
+            raise BadInput(f"{where}: has {scans} scans, a JPEG has {_MOST_SCANS} at most")
+        with ONE_LARGE if pixels > LARGE_PIXELS else contextlib.nullcontext():
+            return place(turn_upright(opened, MODES[image.colours]), image, where)
+
+
+class PlacedImages(Images):
+    """The images of a folder, each placed into the model's input as the server does it.
+
+    Training reads its images with it, and so do calibration and the tests of accuracy.
+
+    A model that takes any height and width gets the middle squares.
+    """
+
+    def __init__(self, image: ImageInput, where: str) -> None:
+        check_image_input(image)
+        side = math.ceil(image.resize_to / image.multiple) * image.multiple
+        if not image.height:  # one size for all, or they are no array
+            image = replace(image, height=side, width=side, resize_to=side)
+        self._image, self._where = image, where
+        self.shape = (image.height, image.width, 1 if image.colours == "L" else 3)
+
+    def decode(self, file: Path) -> np.ndarray:
+        return read_image(check_readable(file).read_bytes(), self._image, str(file)).pixels
+
+
+def place(upright: Any, image: ImageInput, where: str) -> PlacedImage:
+    width, height = upright.size
+    size = _resized(width, height, image)
+    most = MAX_PIXELS if image.height else min(MAX_PIXELS, _MOST_RATIO * image.resize_to**2)
+    if size[0] * size[1] > most:
+        raise BadInput(
+            f"{where}: is {width}x{height}, and {size[0]}x{size[1]} once its shorter side has "
+            f"{image.resize_to} pixels, above the limit of {most / 1e6:.3g} million pixels"
+        )
+    resized = upright.resize(size, _FILTERS[image.interpolation])
+    wide, high = image.width, image.height
+    left = top = 0
+    if not image.height:
+        wide, high = (math.ceil(side / image.multiple) * image.multiple for side in size)
+    elif image.resize == LETTERBOX:  # the odd pixel is on the right and below, as in YOLO's
+        left, top = (wide - size[0]) // 2, (high - size[1]) // 2
+    else:
+        left, top = _margin(wide, size[0]), _margin(high, size[1])
+        resized = resized.crop((-left, -top, wide - left, high - top))
+    pixels = np.asarray(resized)
+    pixels = pixels.reshape(*pixels.shape[:2], -1)
+    if image.colours == "BGR":
+        pixels = pixels[:, :, ::-1]
+    if pixels.shape[:2] != (high, wide):
+        filled = np.full((high, wide, pixels.shape[2]), image.padding, np.uint8)
+        filled[top : top + size[1], left : left + size[0]] = pixels
+        pixels = filled
+    pixels = np.ascontiguousarray(pixels)
+    return PlacedImage(pixels, width, height, size[0] / width, size[1] / height, left, top)
+
+
+def _resized(width: int, height: int, image: ImageInput) -> tuple[int, int]:
+    """Width and height after the resizing, before anything is cut off or filled up."""
+    if image.resize == STRETCH:  # timm's "squash" enlarges both sides, and cuts the middle out
+        least = min(image.width, image.height)
+        edge = max(image.resize_to, least)
+        return image.width * edge // least, image.height * edge // least
+    if image.resize == SHORTEST_EDGE:  # torchvision cuts the longer side's fraction off
+        to = image.resize_to
+        return (to, to * height // width) if width <= height else (to * width // height, to)
+    ratio = min(image.width / width, image.height / height)
+    return max(1, round(width * ratio)), max(1, round(height * ratio))
+
+
+def _margin(wanted: int, found: int) -> int:
+    """The offset of the middle in torchvision's CenterCrop; above 0 where black is added."""
+    return (wanted - found) // 2 if found < wanted else -round((found - wanted) / 2)

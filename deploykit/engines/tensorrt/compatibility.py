@@ -1,0 +1,348 @@
+"""Decide whether this machine may load a TensorRT plan, before TensorRT reads a byte of it.
+
+TensorRT crashes on some damaged plans and accepts others: only a plan that its manifest describes
+is loaded. A plan can contain code or need plugins: `origin` knows whether it was built here. An
+error names each difference and the command that builds the plan again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from deploykit.core.artefact import read_manifest, sniff
+from deploykit.core.errors import BadInput, DeploykitError, Unsupported, os_reason
+from deploykit.core.extras import install_command
+from deploykit.core.files import cache_folder, make_folder, manifest_path
+from deploykit.core.manifest import Manifest
+from deploykit.core.precision import CALIBRATED
+
+# Remember which engines that bring code along this user built or named here.
+#
+# A version compatible plan contains host code and a plugin is a library: opening either runs
+# code.
+# The manifest next to them proves nothing, as whoever made the plan wrote that too. So `build`
+# adds
+# their SHA-256 to a list in the user's cache folder. A signature in the manifest would need a
+# secret
+# in the same folder, and a new signature whenever evidence is added to the manifest.
+
+# a link could lead to any list of hashes that the user has, and opening a FIFO would wait
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def built_here(manifest: Manifest) -> bool:
+    """Whether opening the engine runs no code, or only what `record_build` has recorded."""
+    digests = _digests_of_code(manifest)
+    return not digests or digests <= _read()
+
+
+def record_build(manifest: Manifest) -> bool:
+    """Record an engine that was just built, and its plugins. Returns `built_here` afterwards.
+
+    False where the list cannot be written, or where others can write to it.
+    """
+    if built_here(manifest):
+        return True
+    lines = "\n".join(["", *sorted(_digests_of_code(manifest)), ""])  # ends a line that was cut
+    try:
+        path = list_path()
+        make_folder(path.parent)
+        flags = _FLAGS | os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        with os.fdopen(os.open(path, flags, 0o600), "w", encoding="ascii") as file:
+            file.write(lines)
+    except (OSError, RuntimeError, DeploykitError):  # RuntimeError: the user has no home folder
+        return False
+    return built_here(manifest)
+
+
+def list_path() -> Path:
+    """The list of this user's builds on this machine: one SHA-256 per line."""
+    return cache_folder() / "built-here.sha256"
+
+
+def _digests_of_code(manifest: Manifest) -> set[str]:
+    """The SHA-256 of the plan and its plugins; none where opening them runs no code."""
+    if not (manifest.version_compatible or manifest.plugins):
+        return set()
+    return {manifest.sha256.lower(), *manifest.plugins.values()}
+
+
+def _read() -> set[str]:
+    """The recorded digests; none from a file that another user owns or could have written."""
+    try:
+        with os.fdopen(os.open(list_path(), _FLAGS), encoding="ascii") as file:
+            info = os.fstat(file.fileno())
+            own = info.st_uid == os.geteuid() and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            return set(file.read().split()) if own and stat.S_ISREG(info.st_mode) else set()
+    except (OSError, RuntimeError, ValueError):
+        return set()
+
+
+# a key of `Manifest.built_on`, next to those of `Here.facts`
+HARDWARE_COMPATIBLE = "hardware_compatible"  # "ampere-plus" or "same-compute-capability"
+_OLDEST = (10, 0)  # the first with the API used here; tested from 10.3
+_NO = ("", "no", "false", "none")
+_CROSSED = {(10, 11)}  # NVIDIA's support matrix of 11.4.1, "version compatibility"
+# the oldest driver branch of each CUDA major: CUDA Compatibility, "Minor Version Compatibility"
+LEAST_DRIVERS: Mapping[int, int] = {12: 525, 13: 580}
+
+
+@dataclass(frozen=True)
+class Here:
+    """What a plan depends on here. Empty strings and 0 are unknown, and not compared."""
+
+    tensorrt: str  # "10.13.3.9"
+    gpu: str  # "NVIDIA H200"
+    compute_capability: str  # "9.0"
+    sm_count: int  # those in use: a power mode or a MIG slice leaves some out
+    driver: str  # "580.65.06"
+    cuda: str  # the newest CUDA that this driver runs, "13.0"
+    tensorrt_cuda: str = ""  # the CUDA that TensorRT was made for, "12"
+    architecture: str = ""  # of the CPU, "aarch64"
+
+    def facts(self) -> dict[str, str]:
+        """For the `built_on` of a manifest: there `cuda` is that of the plan's kernels."""
+        facts = {key: str(value) for key, value in vars(self).items() if value}
+        own = facts.pop("tensorrt_cuda", "")
+        return {**facts, "cuda": own} if own else facts
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """The bytes of a plan that may be loaded; `notes` are warnings, one sentence each."""
+
+    content: bytes
+    notes: tuple[str, ...]
+    host_code: bool  # version compatible: it contains its own runtime
+    dla: int | None = None  # the DLA core that some of its layers run on
+
+
+def open_plan(path: Path, here: Here, trust: bool = False) -> tuple[PlanFile, Manifest | None]:
+    """Read the manifest of `path`, then `check_plan`. Raises as both do."""
+    check_format(path)
+    manifest = read_manifest(path)
+    return check_plan(path, manifest, here, trust), manifest
+
+
+def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = False) -> PlanFile:
+    """The plan at `path`, if `manifest` describes it and this machine can run it.
+
+    `trust`: load one without a manifest too, with a note, and one that brings code from elsewhere.
+    Raises BadInput for a file that is damaged, not described or not a plan, or whose code is not
+    trusted, Unsupported for a plan of another TensorRT, GPU or driver.
+    """
+    check_format(path)
+    try:
+        content = path.read_bytes()  # once, so that the hashed bytes are the loaded ones
+    except OSError as exc:
+        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
+    if manifest is None:
+        return _trusted_plan(path, content, trust)
+    _check_content(path, content, manifest)
+    manifest = replace(manifest, built_on=_printable(manifest.built_on))
+    wrong = tuple(differences(manifest.built_on, here, manifest.version_compatible))
+    if wrong:
+        raise Unsupported(
+            f"{path}: was not built for this machine: {'; '.join(wrong)}",
+            hint=f"build it here: {rebuild(path, manifest, here)}",
+        )
+    if not trust and not built_here(manifest):
+        code = "brings plugin libraries" if manifest.plugins else "contains host code"
+        raise BadInput(
+            f"{path}: {code}, and was not built by you on this machine",
+            hint="an engine can run code: build it here, or open your own with `trust`",
+        )
+    core = manifest.built_on.get("dla", "")
+    return PlanFile(
+        content,
+        _notes(path, manifest, here),
+        manifest.version_compatible,
+        int(core) if re.fullmatch("[0-9]", core) else None,
+    )
+
+
+def check_format(path: Path) -> None:
+    """Raise NotFound, BadInput or, for TensorRT for RTX, Unsupported unless this may be a plan."""
+    found = sniff(path)
+    if found != "tensorrt":
+        raise BadInput(
+            f"{path}: is not a TensorRT engine; its format is {found}",
+            hint=f"deploykit build {_quote(path)} -o engine.trt" if found == "onnx" else None,
+        )
+
+
+def _trusted_plan(path: Path, content: bytes, trust: bool) -> PlanFile:
+    if not trust:
+        name = manifest_path(path).name
+        raise BadInput(
+            f"{path}: has no manifest ({name}), so its origin and target are unknown",
+            hint="an engine can run code: build it here, or open your own with `trust`",
+        )
+    note = f"{path}: loaded without a manifest: neither its origin nor its GPU was checked"
+    return PlanFile(content, (note,), host_code=False)
+
+
+def _check_content(path: Path, content: bytes, manifest: Manifest) -> None:
+    name = manifest_path(path).name
+    if manifest.format != "tensorrt":
+        raise BadInput(f"{path}: {name} describes a file of the format {manifest.format}")
+    if manifest.evidence.weights is not None:
+        raise BadInput(f"{path}: {name} names a weights file, which an engine does not have")
+    if not manifest.sha256:
+        raise BadInput(f"{path}: {name} has no SHA-256 for it", hint="build it again")
+    if hashlib.sha256(content).hexdigest() != manifest.sha256.lower():
+        raise BadInput(
+            f"{path}: is not the file that {name} describes (SHA-256 differs): truncated, "
+            "damaged or changed",
+            hint="copy it again, or build it again",
+        )
+
+
+def differences(
+    built: Mapping[str, str], here: Here, version_compatible: bool = False
+) -> Iterator[str]:
+    """Each reason why a plan with these facts in `built_on` cannot run here, as a clause."""
+    yield from _tensorrt(built, here, version_compatible)
+    there = built.get("architecture", "")
+    if there and here.architecture and there != here.architecture:
+        yield f"{here.architecture} here, {there} there"
+    level = built.get(HARDWARE_COMPATIBLE, "").lower()
+    capability = built.get("compute_capability", "")
+    same = not (capability and here.compute_capability) or capability == here.compute_capability
+    if level not in _NO and level != "same-compute-capability":  # Ampere and later
+        if version_numbers(here.compute_capability) < (8, 0) and here.compute_capability:
+            yield (
+                f"compute capability {here.compute_capability}, where the engine needs 8.0 or later"
+            )
+    elif not same:
+        yield (
+            f"compute capability {here.compute_capability} here ({here.gpu}), {capability} there "
+            f"({built.get('gpu', 'unknown GPU')})"
+        )
+    elif level in _NO:
+        yield from _gpu_differences(built, here)
+    yield from _cuda(built, here)
+
+
+def _tensorrt(built: Mapping[str, str], here: Here, version_compatible: bool) -> Iterator[str]:
+    version = built.get("tensorrt", "")
+    there, now = version_numbers(version), version_numbers(here.tensorrt)
+    known = min(len(there), len(now))  # a Jetson's package says 10.3.0, PyPI's 10.3.0.26
+    if known == 0 or there[:known] == now[:known]:
+        return
+    text = f"TensorRT {here.tensorrt} here, {version} there"
+    if not version_compatible:
+        yield text
+    elif there[0] != now[0] and (there[0], now[0]) not in _CROSSED:
+        yield f"{text} (no version compatible engine runs across these major versions)"
+    elif now[:known] < there[:known]:
+        yield f"{text} (a version compatible engine runs on later versions, not on earlier ones)"
+
+
+def _gpu_differences(built: Mapping[str, str], here: Here) -> Iterator[str]:
+    """GPUs of one compute capability differ in what was tuned: memory, multiprocessors."""
+    gpu, count = built.get("gpu", ""), built.get("sm_count", "")
+    if gpu and here.gpu and gpu != here.gpu:
+        yield f"{here.gpu} here, {gpu} there"
+    elif count and here.sm_count and count != str(here.sm_count):
+        yield (
+            f"{here.sm_count} multiprocessors in use here, {count} there (another power mode, or "
+            "a part of the GPU)"
+        )
+
+
+def _cuda(built: Mapping[str, str], here: Here) -> Iterator[str]:
+    """The driver must know the CUDA major of the plan's kernels."""
+    there, now = version_numbers(built.get("cuda", "")), version_numbers(here.cuda)
+    if there and now and now[0] < there[0]:
+        needed = LEAST_DRIVERS.get(there[0])
+        yield (
+            f"the driver{f' {here.driver}' if here.driver else ''} runs CUDA {here.cuda}, the "
+            f"engine needs CUDA {there[0]}{f': driver {needed} or later' if needed else ''}"
+        )
+
+
+def _notes(path: Path, manifest: Manifest, here: Here) -> tuple[str, ...]:
+    built = manifest.built_on
+    missing = [key for key in ("tensorrt", "gpu", "compute_capability") if not built.get(key)]
+    notes = []
+    if missing:
+        notes.append(f"{path}: its manifest does not name its {' and '.join(missing)}")
+    driver = built.get("driver", "")
+    if driver and here.driver and version_numbers(here.driver) < version_numbers(driver):
+        notes.append(
+            f"{path}: was built with driver {driver}; the older {here.driver} here is not tested"
+        )
+    return tuple(notes)
+
+
+def rebuild(path: Path, manifest: Manifest, here: Here) -> str:
+    """The command that builds the plan for this machine, from its manifest.
+
+    A plan made from two files was quantized during the build, so the precision is an option.
+    """
+    built = manifest.built_on
+    source = _name(built, "model")
+    words = ["deploykit build", source or "MODEL.onnx", "--profile"]
+    other = built.get("gpu") not in (None, here.gpu)
+    words.append("auto" if other else shlex.quote(built.get("profile", "auto")))
+    precision = built.get("precision", "") if len(manifest.made_from) > 1 else ""
+    options = {"--precision": precision, "--batch": built.get("batch", "")}
+    options["--level"] = built.get("optimization_level", "")
+    options["--dla"] = "" if other else built.get("dla", "")
+    options["--hardware-compatible"] = built.get(HARDWARE_COMPATIBLE, "")
+    words += [f"{option} {shlex.quote(value)}" for option, value in options.items() if value]
+    if precision in (*CALIBRATED, "auto"):
+        words.append(f"--calib {_name(built, 'calib') or 'DATA'}")
+    words += [f"--axis {shlex.quote(axis)}" for axis in built.get("axes", "").split()]
+    words += [f"--plugin {shlex.quote(library)}" for library in manifest.plugins]
+    words += ["--version-compatible"] * manifest.version_compatible
+    words += ["--no-tf32"] * (built.get("tf32") == "no")
+    words += ["-o", _quote(path)]
+    if manifest.made_from and not source:
+        words.append(f"(MODEL.onnx: SHA-256 {manifest.made_from[0][:12]}...)")
+    return " ".join(words)
+
+
+def _name(built: Mapping[str, str], key: str) -> str:
+    """A file name, quoted; without its folder, as paths in a manifest are not trusted."""
+    name = PurePosixPath(built.get(key, "")).name
+    return shlex.quote(name) if name else ""
+
+
+def _printable(built: Mapping[str, str]) -> dict[str, str]:
+    """Values safe for a terminal: printable characters, at most 80."""
+    return {key: "".join(c for c in text if c.isprintable())[:80] for key, text in built.items()}
+
+
+def _quote(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
+def check_version(version: str, *, full: bool = True) -> None:
+    """Raise Unsupported for a TensorRT before 10, or one without its builder."""
+    if version_numbers(version) < _OLDEST:
+        raise Unsupported(
+            f"TensorRT {version} is installed, 10.3 or later is needed: before 10 a network has no "
+            "types of its own, so the precision that was verified would be lost",
+            hint="JetPack 6.1 brings TensorRT 10.3; elsewhere: " + install_command("tensorrt"),
+        )
+    if not full:
+        raise Unsupported(
+            f"the installed tensorrt module is the lean runtime of {version}; the full one is "
+            "needed",
+            hint=install_command("tensorrt"),
+        )
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """(10, 13, 3) of "10.13.3.post1"; empty for what does not begin with a number."""
+    match = re.match(r"\d{1,6}(\.\d{1,6})*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()

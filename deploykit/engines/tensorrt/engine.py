@@ -1,0 +1,527 @@
+"""A TensorRT engine as an `Engine`, with its optimisation profiles and execution contexts.
+
+Supports TensorRT 10.3 to 11.4. TensorRT returns None or False and gives the reason only in its log,
+so errors are made from the log's lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported, first_line
+from deploykit.core.manifest import Manifest
+from deploykit.core.tensors import TensorSpec, axis_name
+from deploykit.engines.cuda.execution import Pipeline, Ticket, run_in_order
+from deploykit.engines.cuda.memory import Driver, Shape, out_of_memory
+from deploykit.engines.engine import Arrays, BaseEngine, check_feeds
+from deploykit.engines.tensorrt.compatibility import PlanFile
+from deploykit.engines.tensorrt.log import LogErrors, logger
+
+if TYPE_CHECKING:
+    import tensorrt as trt
+
+
+# Read a TensorRT engine's inputs, outputs and optimisation profiles, without running it.
+
+# NumPy has no BF16, FP8, INT4 and FP4
+_DTYPES: Mapping[str, str] = {
+    "FLOAT": "float32",
+    "HALF": "float16",
+    "INT8": "int8",
+    "UINT8": "uint8",
+    "INT32": "int32",
+    "INT64": "int64",
+    "BOOL": "bool",
+}
+
+Ranges = Mapping[str, tuple[Shape, Shape, Shape]]  # input -> smallest, optimum, largest shape
+
+
+def specs(
+    engine: trt.ICudaEngine, path: Path, manifest: Manifest | None
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Inputs and outputs; dynamic axes have their names from the manifest.
+
+    Raises Unsupported for a type that NumPy lacks, or a tensor that is not linear device memory.
+    """
+    known = {spec.name: spec for spec in (*manifest.inputs, *manifest.outputs)} if manifest else {}
+    found: dict[str, list[TensorSpec]] = {"INPUT": [], "OUTPUT": []}
+    for number in range(engine.num_io_tensors):
+        name = engine.get_tensor_name(number)
+        kind = engine.get_tensor_dtype(name).name
+        if kind not in _DTYPES:
+            raise Unsupported(
+                f"{path}: tensor '{name}' is {kind}, which is not supported for inputs and outputs",
+                hint="build it from a model whose inputs and outputs are float32 or float16",
+            )
+        if engine.is_shape_inference_io(name) or engine.get_tensor_location(name).name != "DEVICE":
+            raise Unsupported(f"{path}: tensor '{name}' is a shape tensor, which is not supported")
+        if engine.get_tensor_format(name).name != "LINEAR":
+            raise Unsupported(
+                f"{path}: tensor '{name}' has a vectorised memory format; a linear one is needed"
+            )
+        sizes = tuple(engine.get_tensor_shape(name))
+        names: Sequence[int | str] = known[name].shape if name in known else ()
+        if len(names) != len(sizes):
+            names = [axis_name(name, place) for place in range(len(sizes))]
+        shape = tuple(
+            size if size >= 0 else own if isinstance(own, str) else f"{name}_{axis}"
+            for axis, (size, own) in enumerate(zip(sizes, names, strict=True))
+        )
+        found[engine.get_tensor_mode(name).name].append(TensorSpec(name, _DTYPES[kind], shape))
+    return tuple(found["INPUT"]), tuple(found["OUTPUT"])
+
+
+def optimisation_profiles(
+    engine: trt.ICudaEngine, path: Path, inputs: Sequence[TensorSpec]
+) -> tuple[Ranges, ...]:
+    """Smallest, optimum and largest shape of each input, for each optimisation profile.
+
+    Raises BadInput for shapes that are no range: a damaged plan may be opened on trust.
+    """
+
+    def shapes(spec: TensorSpec, profile: int) -> tuple[Shape, Shape, Shape]:
+        fixed = tuple(size for size in spec.shape if isinstance(size, int))
+        if len(fixed) == len(spec.shape):
+            return fixed, fixed, fixed
+        sizes = [tuple(s) for s in engine.get_tensor_profile_shape(spec.name, profile)]
+        ranks = {len(spec.shape), *map(len, sizes)}
+        if len(sizes) != 3 or len(ranks) > 1 or not all(map(_rises, *sizes)):
+            raise BadInput(
+                f"{path}: input '{spec.name}' has no range of sizes in optimisation profile "
+                f"{profile}: {', '.join(map(str, sizes))}",
+                hint="build the engine again",
+            )
+        low, best, high = sizes
+        return low, best, high
+
+    count = engine.num_optimization_profiles
+    if not count:
+        raise BadInput(f"{path}: has no optimisation profile", hint="build the engine again")
+    return tuple({spec.name: shapes(spec, number) for spec in inputs} for number in range(count))
+
+
+def _rises(low: int, best: int, high: int) -> bool:
+    return 0 <= low <= best <= high
+
+
+def max_batch(profiles: Sequence[Ranges], inputs: Sequence[TensorSpec]) -> int | None:
+    batched = [spec.name for spec in inputs if spec.batched]
+    if not batched:
+        return None
+    return max(min(ranges[name][2][0] for name in batched) for ranges in profiles)
+
+
+def axis_limits(
+    profiles: Sequence[Ranges], inputs: Sequence[TensorSpec]
+) -> dict[str, tuple[int, int]]:
+    """Smallest and largest size of each dynamic axis in the first optimisation profile."""
+    return {
+        axis: (low, high)
+        for spec in inputs
+        for axis, low, high in zip(
+            spec.shape, profiles[0][spec.name][0], profiles[0][spec.name][2], strict=True
+        )
+        if isinstance(axis, str)
+    }
+
+
+def choose_shapes(profiles: Sequence[Ranges], shapes: Mapping[str, Shape]) -> int | None:
+    """The profile that accepts `shapes`; of several, the one tuned for the nearest sizes."""
+    fitting = [
+        (sum(_distance(shape, ranges[name][1]) for name, shape in shapes.items()), number)
+        for number, ranges in enumerate(profiles)
+        if all(_within(shape, ranges[name]) for name, shape in shapes.items())
+    ]
+    return min(fitting)[1] if fitting else None
+
+
+def _distance(shape: Shape, best: Shape) -> int:
+    return sum(abs(n - b) for n, b in zip(shape, best, strict=True))
+
+
+def _within(shape: Shape, span: tuple[Shape, Shape, Shape]) -> bool:
+    low, _, high = span
+    return len(shape) == len(low) and all(
+        a <= n <= b for a, n, b in zip(low, shape, high, strict=True)
+    )
+
+
+def describe_mismatch(
+    profiles: Sequence[Ranges], inputs: Sequence[TensorSpec], feeds: Arrays
+) -> str:
+    """Which axis is out of the range that the engine was built for."""
+    for spec in inputs:
+        for axis, size in enumerate(feeds[spec.name].shape):
+            spans = [(p[spec.name][0][axis], p[spec.name][2][axis]) for p in profiles]
+            if not any(low <= size <= high for low, high in spans):
+                allowed = " or ".join(f"{low} to {high}" for low, high in dict.fromkeys(spans))
+                return (
+                    f"input '{spec.name}': axis {spec.shape[axis]} is {size}, built for {allowed}"
+                )
+    return "the sizes fit none of the engine's optimisation profiles together"
+
+
+class TensorRtEngine(BaseEngine):
+    """One plan on one GPU. `submit` and `map` keep up to `slots` calls in flight.
+
+    `graphs`: batch sizes to capture as CUDA graphs, those above the largest batch as that; each
+    has its own context, as a graph is valid only while its context is unchanged. The memory for a
+    call at the optimum is taken now. Raises BadInput, Unsupported, OutOfMemory.
+    """
+
+    def __init__(
+        self,
+        nv: Any,
+        driver: Driver,
+        path: Path,
+        plan: PlanFile,
+        manifest: Manifest | None,
+        *,
+        slots: int = 2,
+        graphs: Sequence[int] = (),
+    ) -> None:
+        self.path, self.device, self._nv, self._driver = path, driver.device, nv, driver
+        self.runtime = f"tensorrt {nv.__version__}"
+        driver.use()
+        free, total = driver.memory()
+        if len(plan.content) > free:
+            raise out_of_memory(f"{path}: {driver.device}", len(plan.content), free, total)
+        self._log_errors = LogErrors(nv, path, driver.device)
+        self._engine: trt.ICudaEngine | None
+        self._runtime, self._engine = _deserialize(nv, plan, self._log_errors)
+        self.inputs, self.outputs = specs(self._engine, path, manifest)
+        self.profiles = optimisation_profiles(self._engine, path, self.inputs)
+        self.max_batch = max_batch(self.profiles, self.inputs)
+        self.limits = axis_limits(self.profiles, self.inputs)
+        self._plan_notes = plan.notes
+        self._pipeline = self._open_pipeline(slots, graphs)
+
+    def _open_pipeline(self, slots: int, graphs: Sequence[int]) -> Pipeline:
+        scratch_bytes, most = int(self._opened().device_memory_size_v2), self.max_batch
+        pipeline = Pipeline(
+            self._driver,
+            self._context,
+            self.inputs,
+            self.outputs,
+            slots=slots,
+            graphs=sorted({size if most is None else min(size, most) for size in graphs}),
+            scratch_bytes=scratch_bytes,
+        )
+        try:
+            with self._sizes_of_memory():
+                pipeline.reserve(self._optimum())
+        except BaseException:
+            pipeline.close()
+            self._runtime = self._engine = None
+            raise
+        return pipeline
+
+    def share(
+        self, *, slots: int | None = None, graphs: Sequence[int] | None = None
+    ) -> TensorRtEngine:
+        """Another engine on the same weights, with contexts of its own, for another thread.
+
+        Each is closed by its owner; the weights go with the last. Raises as the constructor does.
+        """
+        other, own = copy.copy(self), self._pipeline
+        own.check()
+        other._pipeline = other._open_pipeline(
+            own.slots if slots is None else slots, own.graphs if graphs is None else graphs
+        )
+        return other
+
+    def prepare(self, calls: Iterable[Arrays] = (), *, joined: bool = False) -> None:
+        with self._sizes_of_memory():
+            self._pipeline.reserve(self._optimum(), self.slots)
+            # of several profiles, a padded size may fit none
+            self._pipeline.prepare(calls, pad=joined and len(self.profiles) == 1)
+
+    def _optimum(self) -> list[Shape]:
+        return [self.profiles[0][spec.name][1] for spec in self.inputs]
+
+    @contextlib.contextmanager
+    def _sizes_of_memory(self) -> Iterator[None]:
+        """Name the free memory where TensorRT only reports that it does not suffice."""
+        try:
+            yield
+        except OutOfMemory as exc:
+            traceback.clear_frames(exc.__traceback__)  # they hold the engine, which holds memory
+            hint = f"{exc.hint}; to serve it: fewer `instances`, no `cuda_graphs`, no `overlap`"
+            if "free of" in exc.message:
+                raise OutOfMemory(exc.message, hint=hint) from exc
+            free, total = self._driver.memory()
+            sizes = f"{free / 2**20:,.1f} MiB free of {total / 2**20:,.1f} MiB"
+            raise OutOfMemory(f"{exc.message}: {sizes}", hint=hint) from exc
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        return self.submit(feeds).result()
+
+    def submit(self, feeds: Arrays) -> Ticket:
+        """Start a call; the ticket's `result()` waits for its outputs."""
+        self._opened()
+        check_feeds(self.inputs, feeds, self.path.name)
+        if choose_shapes(self.profiles, {name: a.shape for name, a in feeds.items()}) is None:
+            raise BadInput(
+                f"{self.path.name}: {describe_mismatch(self.profiles, self.inputs, feeds)}"
+            )
+        return self._pipeline.submit(feeds)
+
+    def map(self, batches: Iterable[Arrays]) -> Iterator[dict[str, np.ndarray]]:
+        """The outputs in order; one call's copies overlap another one's compute."""
+        return run_in_order(self.submit, batches, self.slots)
+
+    def layer_times_ms(self, feeds: Arrays) -> dict[str, float]:
+        """Milliseconds by layer name in one call, from TensorRT's profiler.
+
+        Uses its own context, after a warm-up call. Raises as a call does.
+        """
+        times: dict[str, float] = {}
+        profiler = _profiler(self._nv)(times)
+
+        def profiled(stream: int, scratch: int) -> Context:
+            context = self._context(stream, scratch)
+            context.watch(profiler)
+            return context
+
+        pipeline = Pipeline(
+            self._driver,
+            profiled,
+            self.inputs,
+            self.outputs,
+            slots=1,
+            scratch_bytes=self._pipeline.scratch_bytes,
+        )
+        with pipeline:
+            pipeline(feeds)
+            times.clear()
+            pipeline(feeds)
+        return times
+
+    def layer_information(self) -> str:
+        """The engine inspector's JSON, at the optimum of the first optimisation profile.
+
+        TensorRT 8 to 10 report no types for an engine with a dynamic axis until a context has its
+        shapes. Raises as a call does.
+        """
+        engine = self._opened()
+        self._driver.use()  # this may be another thread than the one that loaded it
+        stream = self._driver.open_stream()
+        try:
+            with contextlib.closing(self._context(stream, 0)) as context:
+                context.shapes({name: best for name, (_, best, _) in self.profiles[0].items()})
+                return context.describe(engine.create_engine_inspector())
+        finally:
+            self._driver.close_stream(stream)
+
+    def _opened(self) -> trt.ICudaEngine:
+        if self._engine is None:
+            raise DeploykitError(f"{self.path.name}: the engine is closed")
+        return self._engine
+
+    def _context(self, stream: int, scratch: int) -> Context:
+        return Context(
+            self._nv, self._opened(), self._driver, self.profiles, self._log_errors, stream, scratch
+        )
+
+    @property
+    def slots(self) -> int:  # type: ignore[override]  # never set
+        return self._pipeline.slots
+
+    @property
+    def last_copies_us(self) -> tuple[int, int]:  # type: ignore[override]  # never set
+        """Host time of the last call to stage the inputs and to fetch the outputs."""
+        return self._pipeline.last_copies_us
+
+    @property
+    def notes(self) -> tuple[str, ...]:  # type: ignore[override]  # never set
+        return (*self._plan_notes, *self._pipeline.notes)
+
+    def close(self) -> None:
+        self._pipeline.close()  # contexts before their engine, the engine before its runtime
+        self._engine = None
+        self._runtime = None
+
+
+class Context:
+    """An execution context as `Work`, bound to one stream and to `scratch`."""
+
+    def __init__(
+        self,
+        nv: Any,
+        engine: trt.ICudaEngine,
+        driver: Driver,
+        profiles: Sequence[Ranges],
+        log_errors: LogErrors,
+        stream: int,
+        scratch: int,
+    ) -> None:
+        self._stream, self._profiles = stream, profiles
+        log_errors.forget()
+        strategy = nv.ExecutionContextAllocationStrategy.USER_MANAGED
+        context: trt.IExecutionContext | None = engine.create_execution_context(strategy)
+        if context is None:
+            raise log_errors.refusal("create_execution_context")
+        self._log_errors = log_errors.of(context)
+        if scratch:
+            context.set_device_memory(scratch, engine.device_memory_size_v2)
+        self._context = context
+        self._json = nv.LayerInformationFormat.JSON
+        self._outputs = [
+            name
+            for name in map(engine.get_tensor_name, range(engine.num_io_tensors))
+            if engine.get_tensor_mode(name) == nv.TensorIOMode.OUTPUT
+        ]
+        self._profile = -1  # none: TensorRT sets one for the first context only
+        self._late = {name: _output_allocator(nv)(driver) for name in self._outputs}
+
+    def shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape | None]:
+        profile = choose_shapes(self._profiles, inputs)
+        if profile is None:
+            raise BadInput("the shapes fit none of the engine's optimisation profiles")
+        context = self._context
+        self._log_errors.forget()
+        if profile != self._profile:
+            if not context.set_optimization_profile_async(profile, self._stream):
+                raise self._log_errors.refusal(f"optimisation profile {profile}")
+            self._profile = profile
+        for name, shape in inputs.items():
+            if not context.set_input_shape(name, shape):
+                raise self._log_errors.refusal(f"shape {list(shape)} of input '{name}'")
+        try:
+            missing = context.infer_shapes()
+        except RuntimeError as exc:
+            raise self._log_errors.refusal(f"shapes ({first_line(exc)})") from exc
+        if missing:
+            raise self._log_errors.refusal(f"input '{missing[0]}' is not specified")
+        found: dict[str, Shape | None] = {}
+        for name in self._outputs:
+            shape = tuple(context.get_tensor_shape(name))
+            found[name] = shape if min(shape, default=0) >= 0 else None
+            if found[name] is None and not context.set_output_allocator(name, self._late[name]):
+                raise self._log_errors.refusal(
+                    f"output '{name}' of a shape that depends on the data"
+                )
+        return found
+
+    def bind(self, addresses: Mapping[str, int]) -> None:
+        self._log_errors.forget()
+        for name, address in addresses.items():
+            if not self._context.set_tensor_address(name, address):
+                raise self._log_errors.refusal(f"address of tensor '{name}'")
+
+    def enqueue(self, stream: int) -> None:
+        self._log_errors.forget()
+        if not self._context.execute_async_v3(stream):
+            for memory in self._late.values():
+                if memory.error is not None:
+                    raise memory.error
+            raise self._log_errors.refusal("execute_async_v3")
+
+    def watch(self, profiler: Any) -> None:
+        """Attach an IProfiler, which gets the time of every layer and slows down each call."""
+        self._context.profiler = profiler
+
+    def describe(self, inspector: trt.EngineInspector) -> str:
+        """The layers as JSON, for the shapes that are set."""
+        inspector.execution_context = self._context
+        text: str = inspector.get_engine_information(self._json)
+        return text
+
+    def late(self, name: str) -> tuple[int, Shape]:
+        """The shape is known once `execute_async_v3` returns (reference of IOutputAllocator)."""
+        memory = self._late[name]
+        if memory.shape is None:
+            raise self._log_errors.refusal(f"output '{name}' has no shape")
+        return memory.address, memory.shape
+
+    def close(self) -> None:
+        del self._context  # TensorRT destroys it with its last reference
+        for memory in self._late.values():
+            memory.release()
+
+
+@functools.cache
+def _profiler(nv: Any) -> Any:
+    """The class of a profiler that adds each layer's milliseconds to a dictionary."""
+    base: Any = nv.IProfiler
+
+    class Profiler(base):  # type: ignore[misc]
+        def __init__(self, times_ms: dict[str, float]) -> None:
+            base.__init__(self)
+            self.times_ms = times_ms
+
+        def report_layer_time(self, name: str, ms: float) -> None:
+            self.times_ms[name] = self.times_ms.get(name, 0.0) + ms
+
+    return Profiler
+
+
+@functools.cache
+def _output_allocator(nv: Any) -> Any:
+    """The class of the memory for one output whose shape depends on the data."""
+    base: Any = nv.IOutputAllocator
+
+    class OutputAllocator(base):  # type: ignore[misc]
+        def __init__(self, driver: Driver) -> None:
+            base.__init__(self)
+            self.driver = driver
+            self.address = self.size = 0
+            self.shape: Shape | None = None
+            self.error: DeploykitError | None = None
+
+        def reallocate_output(self, _name: str, _memory: int, size: int, _align: int) -> int:
+            """0 when memory is short: an exception would not propagate."""
+            self.shape, self.error = None, None
+            if 0 < size <= self.size:
+                return self.address
+            self.release()
+            try:
+                self.address = self.driver.allocate(max(size, 1))  # the interface forbids null
+            except DeploykitError as exc:
+                self.error = exc
+                return 0
+            self.size = max(size, 1)
+            return self.address
+
+        def reallocate_output_async(
+            self, name: str, memory: int, size: int, alignment: int, _stream: int
+        ) -> int:
+            return self.reallocate_output(name, memory, size, alignment)
+
+        def notify_shape(self, _name: str, shape: Iterable[int]) -> None:
+            self.shape = tuple(shape)
+
+        def release(self) -> None:
+            with contextlib.suppress(DeploykitError):
+                if self.address:
+                    self.driver.free(self.address)
+            self.address = self.size = 0
+
+    return OutputAllocator
+
+
+def _deserialize(nv: Any, plan: PlanFile, log_errors: LogErrors) -> tuple[Any, trt.ICudaEngine]:
+    log_errors.forget()
+    try:
+        runtime = nv.Runtime(logger(nv))
+    except (TypeError, RuntimeError) as exc:  # pybind11: the factory returned nullptr
+        raise log_errors.refusal(f"Runtime ({first_line(exc)})") from exc
+    runtime_errors = log_errors.of(runtime)
+    if plan.host_code:  # `check_plan`: built here, or trusted
+        runtime.engine_host_code_allowed = True
+    if plan.dla is not None:
+        runtime.DLA_core = plan.dla
+    engine: trt.ICudaEngine | None = runtime.deserialize_cuda_engine(plan.content)
+    if engine is None:
+        raise runtime_errors.refusal("deserialize_cuda_engine")
+    engine.error_recorder = log_errors.recorder
+    return runtime, engine

@@ -1,0 +1,147 @@
+"""What TensorRT reports of its errors: one logger for the process, one recorder for each object.
+
+TensorRT keeps the first logger of a process and ignores any other. An object that has an error
+recorder reports there and no longer to the logger, as TensorRT for RTX 1.7.1 was seen to; what
+cannot have one yet, and libraries below TensorRT, write to the logger.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deploykit.core.errors import DeploykitError, Unsupported, first_line
+from deploykit.engines.cuda.memory import CODES, MESSAGES, cuda_error
+
+_logger = logging.getLogger(__name__)
+_KEPT = 50  # lines
+_CUDA_FAILURE = re.compile(r"Cuda (?:Runtime|Driver)[^(]*\((.+?)\)", re.IGNORECASE)
+# in a layer of Myelin; where TensorRT's CUDA is newer than the driver
+_CUDA_CODE = re.compile(r"\bCUDA (?:error|initialization failure with error:) (\d{1,4})\b")
+_NO_MEMORY = re.compile(r"\bOutOfMemory\b|Requested amount of GPU memory|ALLOC\w*_FAILED")
+_WHERE = re.compile(r"^\[.*?\]|\.?\s*In \w+ at \S+:\d+\)?$")  # in TensorRT's own source
+
+
+@dataclass
+class LogLines:
+    """Errors and warnings that TensorRT logged, oldest first."""
+
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.errors: deque[str] = deque(maxlen=_KEPT)
+
+
+@functools.cache
+def logger(nv: Any) -> Any:
+    """The process's ILogger for `nv`; every line also goes to `logging`, at level debug.
+
+    A build sets `sink` to collect its lines, those of TensorRT's own threads too; otherwise error
+    lines wait in `errors` of the thread that they came from.
+    """
+    base: Any = nv.ILogger
+    severity: Any = base.Severity
+
+    class Log(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            base.__init__(self)
+            self.sink: LogLines | None = None
+            self.mine = _OfThread()
+
+        def log(self, level: Any, text: str) -> None:
+            if level in (severity.INTERNAL_ERROR, severity.ERROR):
+                (self.mine.errors if self.sink is None else self.sink.errors).append(text)
+            elif level == severity.WARNING and self.sink is not None:
+                self.sink.warnings.append(text)
+            _logger.debug("%s: %s", level, text)
+
+    return Log()
+
+
+@functools.cache
+def recorder(nv: Any) -> Any:
+    """The class of the error recorder of one runtime, engine or context.
+
+    TensorRT calls it from any of its threads, and an exception would end the process.
+    """
+    base: Any = nv.IErrorRecorder
+
+    class Recorder(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            base.__init__(self)
+            self.errors: deque[tuple[Any, str]] = deque(maxlen=_KEPT)
+
+        def report_error(self, code: Any, text: str) -> bool:
+            self.errors.append((code, text))
+            _logger.debug("%s: %s", code, text)
+            return True
+
+        def num_errors(self) -> int:
+            return len(self.errors)
+
+        def get_error_code(self, index: int) -> Any:
+            return self.errors[index][0]
+
+        def get_error_desc(self, index: int) -> str:
+            return self.errors[index][1]
+
+        def has_overflowed(self) -> bool:
+            return len(self.errors) == _KEPT
+
+        def clear(self) -> None:
+            self.errors.clear()
+
+    return Recorder
+
+
+class LogErrors:
+    """Makes errors from TensorRT's reports.
+
+    TensorRT reports errors in calls that succeed, too: `forget` them before a call, whose `refusal`
+    then gives its own.
+    """
+
+    def __init__(self, nv: Any, path: Path, device: str) -> None:
+        self.nv, self.path, self.device = nv, path, device
+        self.recorder = recorder(nv)()
+
+    def of(self, owner: Any) -> LogErrors:
+        """The same for `owner`, a runtime, engine or context, with a recorder of its own."""
+        found = LogErrors(self.nv, self.path, self.device)
+        owner.error_recorder = found.recorder
+        return found
+
+    def forget(self) -> None:
+        self.recorder.clear()
+        logger(self.nv).mine.errors.clear()
+
+    def refusal(self, what: str) -> DeploykitError:
+        """The error for the lines since `forget`; CUDA's own failures by their code."""
+        reported = [text for _, text in self.recorder.errors]
+        lines = [*reported, *logger(self.nv).mine.errors]  # the root cause comes first
+        self.forget()
+        for line in lines:
+            name, text = self._cuda_code(line)
+            if name:
+                return cuda_error(f"{self.path}: {self.device}", what, f"cudaError{name}", text)
+        why = _WHERE.sub("", first_line(lines[0])).strip() if lines else "no reason in its log"
+        return Unsupported(f"{self.path}: TensorRT refused it ({what}): {why}")
+
+    def _cuda_code(self, line: str) -> tuple[str, str]:
+        """The CUDA error that a line of the log reports, and its message; empty where none."""
+        match = _CUDA_FAILURE.search(line)
+        if match:
+            return MESSAGES.get(match[1], ""), match[1]
+        number = _CUDA_CODE.search(line)
+        if number:
+            return CODES.get(int(number[1]), ""), number[0]
+        return ("MemoryAllocation", "") if _NO_MEMORY.search(line) else ("", "")

@@ -1,0 +1,86 @@
+"""Open a `.trt` plan with TensorRT, checked first against its manifest and this machine."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploykit.core.artefact import ArtefactLike
+from deploykit.core.errors import Unsupported
+from deploykit.core.extras import install_hint, installed, require
+from deploykit.engines.tensorrt.compatibility import Here, check_version, open_plan
+from deploykit.engines.tensorrt.engine import TensorRtEngine
+from deploykit.engines.tensorrt.plugins import load_plugins, recorded_plugins
+
+if TYPE_CHECKING:
+    from deploykit.engines.cuda.driver import CudaDevice
+
+if installed("tensorrt_lean") and not installed("tensorrt"):
+    raise Unsupported(
+        "tensorrt_lean is installed, which runs version compatible engines only; the full TensorRT "
+        "is needed",
+        hint=install_hint("tensorrt"),
+    )
+trt = require("tensorrt")
+_LIBRARIES = ("tensorrt-cu{}", "tensorrt-cu{}-libs", "tensorrt-cu{}-bindings")  # packages of pip
+
+
+def open_engine(
+    source: ArtefactLike,
+    device: str = "auto",
+    threads: int | None = None,  # noqa: ARG001 - of the CPU, which has nothing to do here
+    trust: bool = False,
+    *,
+    slots: int = 2,
+    graphs: Sequence[int] = (),
+) -> TensorRtEngine:
+    """Open a plan on "cuda:N" ("auto" and "cuda": the first GPU).
+
+    `trust`: also open one without a manifest, or with code from elsewhere. `slots`, `graphs`: see
+    `Pipeline`. Raises BadInput for a plan that is damaged, not described or not trusted,
+    Unsupported for another machine's, or without GPU.
+    """
+    path = Path(source)
+    if device == "cpu":
+        raise Unsupported(
+            f"{path}: a TensorRT engine runs on a GPU only",
+            hint="deploykit build MODEL.onnx --profile cpu makes a file for the CPU",
+        )
+    check_version(str(trt.__version__), full=hasattr(trt, "Builder"))
+    from deploykit.engines.cuda.driver import CudaDevice  # after TensorRT is found
+
+    driver = CudaDevice(int(device.partition(":")[2] or 0))
+    plan, manifest = open_plan(path, here(driver), trust)
+    load_plugins(trt, recorded_plugins(path, manifest.plugins if manifest else {}))
+    return TensorRtEngine(trt, driver, path, plan, manifest, slots=slots, graphs=graphs)
+
+
+def here(driver: CudaDevice) -> Here:
+    """The facts about this device that a plan depends on."""
+    found = driver.describe()
+    return Here(
+        str(trt.__version__),
+        found.name,
+        found.compute_capability,
+        found.sm_count,
+        found.driver,
+        found.cuda,
+        tensorrt_cuda(),
+        platform.machine(),
+    )
+
+
+def tensorrt_cuda() -> str:
+    """The CUDA major that pip's TensorRT was made for; empty for another origin, or for several."""
+    found = {each for each in ("12", "13") for name in _LIBRARIES if _has(name.format(each))}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _has(package: str) -> bool:
+    try:
+        return bool(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return False

@@ -1,0 +1,70 @@
+"""Make plugins known to TensorRT before it parses a graph or loads a plan that needs them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from deploykit.core.errors import BadInput, NotFound, Unsupported, first_line, quote
+from deploykit.core.files import sha256
+from deploykit.engines.tensorrt.log import logger
+
+_CREATORS = ("getCreators", "getPluginCreators")  # a library without them registers itself
+_loaded: dict[Path, ctypes.CDLL] = {}
+
+
+def load_plugins(nv: Any, libraries: Iterable[Path] = ()) -> None:
+    """Register NVIDIA's own plugins, then those of `libraries`, each once a process.
+
+    Loading a library runs its code. Raises NotFound, or Unsupported where one does not load.
+    """
+    if hasattr(nv, "init_libnvinfer_plugins"):  # the lean runtime has none
+        nv.init_libnvinfer_plugins(logger(nv), "")
+    for library in libraries:
+        path = library.resolve()
+        if path in _loaded:
+            continue
+        if not path.is_file():
+            raise NotFound(f"{library}: no such plugin library")
+        try:
+            found = ctypes.CDLL(str(path))
+        except OSError as exc:
+            raise Unsupported(f"{library}: cannot be loaded: {first_line(exc)}") from exc
+        if any(hasattr(found, name) for name in _CREATORS):
+            handle = nv.get_plugin_registry().load_library(str(path))
+            if handle is None:
+                raise Unsupported(f"{library}: TensorRT refused this plugin library")
+        _loaded[path] = found  # alive with the process: plans that run keep its code
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a manifest may hold names that no file can have
+        return False
+
+
+def recorded_plugins(plan: Path, recorded: Mapping[str, str]) -> list[Path]:
+    """The libraries that a plan needs: next to it, else where they were when it was built.
+
+    `recorded`: path -> SHA-256. Raises NotFound for a missing one, BadInput for another file.
+    """
+    found = []
+    for name, digest in recorded.items():
+        places = (plan.parent / Path(name).name, Path(name))
+        path = next(filter(_is_file, places), None)
+        if path is None:
+            raise NotFound(
+                f"{plan}: needs the plugin library {quote(Path(name).name)}",
+                hint=f"put it next to {plan.name}, or build the engine again",
+            )
+        if sha256(path) != digest:
+            raise BadInput(
+                f"{path}: is not the plugin library that {plan.name} was built with (SHA-256 "
+                "differs)",
+                hint="copy it again, or build the engine again",
+            )
+        found.append(path)
+    return found

@@ -1,0 +1,184 @@
+"""Run a PyTorch module as the reference Engine: eager, float32."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+
+from deploykit.core.artefact import ArtefactLike
+from deploykit.core.errors import BadInput, DeploykitError, Unsupported
+from deploykit.core.extras import require
+from deploykit.core.tensors import TensorSpec
+from deploykit.engines.engine import Arrays, BaseEngine, check_feeds
+from deploykit.engines.torch.files import RunsCode, module_errors, read
+from deploykit.engines.torch.loaded import Loaded
+from deploykit.engines.torch.open import load_module
+from deploykit.engines.torch.outputs import to_numpy
+
+torch = require("torch")
+
+
+def open_engine(
+    source: ArtefactLike,
+    device: str = "auto",
+    threads: int | None = None,
+    trust: bool = False,  # noqa: ARG001 - no code of the file runs here
+    *,
+    arch: str | None = None,
+    inputs: Sequence[TensorSpec] = (),
+    allow_pickle: bool = False,
+    bf16: bool = False,
+) -> TorchEngine:
+    """A deploykit checkpoint as an Engine, or what `load_module` opens with `arch` and `inputs`.
+
+    Raises BadInput for a file that does not say enough.
+    """
+    path = Path(source)
+    if arch is None and not inputs and not describes_itself(path):
+        raise BadInput(
+            f"{path}: is not a checkpoint of deploykit's: it does not say what the model is, or "
+            "would run code of its own",
+            hint="export it first: see deploykit export --help, `arch` and `allow_pickle`",
+        )
+    loaded = load_module(path, arch=arch, inputs=inputs, allow_pickle=allow_pickle)
+    return TorchEngine(loaded, path.name, device, threads, bf16=bf16)
+
+
+def describes_itself(path: Path) -> bool:
+    """Whether a file is a deploykit checkpoint. Raises BadInput for one that is damaged."""
+    try:
+        return read(path, allow_pickle=False).source == "checkpoint"
+    except RunsCode:
+        return False
+
+
+class TorchEngine(BaseEngine):
+    """The reference: PyTorch eager, float32; `bf16`: weights and float inputs rounded to that."""
+
+    def __init__(
+        self, loaded: Loaded, where: str, device: str, threads: int | None, *, bf16: bool = False
+    ) -> None:
+        cuda = torch.cuda.is_available()
+        chosen = ("cuda:0" if cuda else "cpu") if device == "auto" else device
+        if chosen != "cpu" and not cuda:
+            raise Unsupported(
+                f"{where}: device '{device}' was asked for, but torch sees no GPU",
+                hint="see: deploykit doctor",
+            )
+        self.inputs, self.outputs = loaded.inputs, loaded.outputs
+        self.runtime = f"torch {torch.__version__}"
+        self.device = chosen
+        self._where = where
+        with module_errors(f"{where}: moving it to {chosen}"):
+            self._module = loaded.module.to(chosen)
+            self._floats = torch.bfloat16 if bf16 else None
+            if bf16:
+                self._module = self._module.to(torch.bfloat16)
+        if threads is not None:
+            torch.set_num_threads(threads)  # torch keeps one number for the whole process
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        if self._module is None:
+            raise DeploykitError(f"{self._where}: the engine is closed")
+        check_feeds(self.inputs, feeds, self._where)
+        arrays = [np.require(feeds[spec.name], requirements=["C", "W"]) for spec in self.inputs]
+        with module_errors(f"{self._where}: the model failed"), torch.inference_mode():
+            tensors = [  # copied: a module may write to its inputs; bfloat16 has no array
+                torch.from_numpy(array).to(self.device, self._dtype(spec), copy=True)
+                for array, spec in zip(arrays, self.inputs, strict=True)
+            ]
+            values = [to_numpy(value).copy() for value in self._module(*tensors)]
+        if len(values) != len(self.outputs):
+            raise BadInput(
+                f"{self._where}: the model returned {len(values)} tensors, "
+                f"{len(self.outputs)} were announced: {', '.join(map(str, self.outputs))}"
+            )
+        return {spec.name: value for spec, value in zip(self.outputs, values, strict=True)}
+
+    def _dtype(self, spec: TensorSpec) -> Any:
+        dtype = getattr(torch, spec.dtype)
+        return self._floats if self._floats and dtype.is_floating_point else dtype
+
+    def in_float64(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        """The outputs for `feeds`, computed in float64. Raises BadInput where the model cannot."""
+        arrays = [np.require(feeds[spec.name], requirements=["C", "W"]) for spec in self.inputs]
+        failed = module_errors(f"{self._where}: in float64 the model failed")
+        with failed, torch.inference_mode(), _in_double(self._module):
+            tensors = [torch.from_numpy(array).to(self.device) for array in arrays]
+            tensors = [
+                each.to(torch.float64 if each.is_floating_point() else each.dtype, copy=True)
+                for each in tensors
+            ]
+            values = [to_numpy(value).copy() for value in self._module(*tensors)]
+        return {spec.name: value for spec, value in zip(self.outputs, values, strict=True)}
+
+    def modules(self) -> Iterator[tuple[str, Any]]:
+        """The model and the modules in it, by their names in it; "(model)" is its own."""
+        for name, part in self._module.named_modules():
+            if name:
+                yield name.removeprefix("module").lstrip(".") or "(model)", part
+
+    def close(self) -> None:
+        self._module = None
+
+
+@contextlib.contextmanager
+def _in_double(module: Any) -> Iterator[None]:
+    """The weights and buffers of `module` in float64; afterwards the same memory as before."""
+    held = [*module.parameters(), *module.buffers()]
+    before = [(each, each.data) for each in held if each.is_floating_point()]
+    try:
+        for tensor, data in before:
+            tensor.data = data.double()
+        yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
+
+
+# The time of each module of a PyTorch model in a call, without that of the modules inside it.
+
+Key = tuple[str, str, str]
+_COPIES = "inputs and outputs", "Engine", ""  # from arrays to tensors and back
+
+
+class LayerWatch:
+    """Calls `engine`, whose modules it changes; `runs`: milliseconds by module of each call.
+
+    What runs in no module, such as an addition, counts as the module's whose `forward` it is in. On
+    a GPU calls are queued, and so are no times of these.
+    """
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self.runs: list[Counter[Key]] = []
+        self._inner_ns: list[int] = []  # of the modules inside each that runs
+        self._call = self._timed(_COPIES, engine.__call__)
+        for name, part in engine.modules():
+            # `forward`, as hooks would keep nn.TransformerEncoderLayer from its fast path
+            if not isinstance(part, torch.jit.ScriptModule):
+                part.forward = self._timed((name, type(part).__name__, ""), part.forward)
+
+    def __call__(self, feeds: Arrays) -> Any:
+        self.runs.append(Counter())
+        self._inner_ns = [0]
+        return self._call(feeds)
+
+    def _timed(self, key: Key, run: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **more: Any) -> Any:
+            begun = perf_counter_ns()
+            self._inner_ns.append(0)
+            try:
+                return run(*args, **more)
+            finally:
+                taken_ns = perf_counter_ns() - begun
+                own_ns = taken_ns - self._inner_ns.pop()
+                self._inner_ns[-1] += taken_ns
+                self.runs[-1][key] += own_ns / 1e6  # type: ignore[assignment]  # of floats
+
+        return timed

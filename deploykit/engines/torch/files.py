@@ -1,0 +1,327 @@
+"""Read a PyTorch file of any kind, without running code in it unless that is allowed.
+
+Weights are read by torch's restricted unpickler, which knows tensors and plain values only; `.pt2`,
+TorchScript and everything else that a pickle can hold is opened when `allow_pickle` says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from deploykit.core import errors
+from deploykit.core.artefact import sniff, torch_kind, wrong_format
+from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, causes, first_line
+from deploykit.core.extras import require
+from deploykit.core.memory import does_not_fit, lacks_memory, memory_errors
+from deploykit.engines.torch.advice import advise
+
+torch = require("torch")
+
+
+# Operators that a model needs from another library: torchvision's are provided, others named.
+
+_T = TypeVar("_T")
+_ABSENT = re.compile(
+    r"operator (\w+)::(\w+) does not exist"  # its library is not imported, or does not load
+    r"|Unknown builtin op: (\w+)::(\w+)"  # TorchScript says it so
+    r"|Could not run '(\w+)::(\w+)'"  # declared without a kernel
+)
+_NO_KERNELS = "Couldn't load custom C++ ops"  # torchvision's own words
+_TORCHVISION_OPERATORS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    (
+        "roi_align(Tensor input, Tensor rois, float spatial_scale, int pooled_height, "
+        "int pooled_width, int sampling_ratio, bool aligned) -> Tensor"
+    ),
+)
+
+
+def with_torchvision(run: Callable[[], _T]) -> _T:
+    """`run()`, once more if it lacked torchvision's operators.
+
+    A torchvision that was built for another torch (its usual wheel next to a CPU build of torch)
+    fails at its first operator, though most of its networks need none of them; with the operators
+    declared it imports.
+    """
+    try:
+        return run()
+    except Exception as exc:  # only looked at: what it is not for goes on
+        found = absent(exc)
+        if found is None or not found.startswith("torchvision::"):
+            raise
+        _provide_torchvision()
+        return run()
+
+
+def absent(exc: BaseException) -> str | None:
+    """The operator, as "torchvision::nms", that `exc` says is not there; None for other errors."""
+    for each in causes(exc):
+        if match := _ABSENT.search(str(each)):
+            return "::".join(filter(None, match.groups()))
+        if _NO_KERNELS in str(each):
+            return "torchvision::nms"
+    return None
+
+
+def lacks(where: object, operator: str) -> BadInput:
+    """The error for a model that needs an operator of a library that is not here."""
+    library = operator.partition("::")[0]
+    return BadInput(
+        f"{where}: needs the operator {operator} of the library {library}, which is not installed, "
+        f"or was built for another torch than {torch.__version__}",
+        hint=f"install {library} from the same place as torch: both for CPUs, or both for CUDA",
+    )
+
+
+@cache
+def _provide_torchvision() -> Any:
+    """Import torchvision's operators; declare them where it is not the one for this torch."""
+    try:
+        return import_module("torchvision")
+    except ImportError:
+        return None
+    except RuntimeError as exc:
+        if absent(exc) is None:
+            raise
+    library = torch.library.Library("torchvision", "DEF")  # torch forgets them without the object
+    for schema in _TORCHVISION_OPERATORS:
+        library.define(schema)
+    return library
+
+
+# where training scripts put the weights next to epoch, optimizer and so on; the first is taken
+_WEIGHT_KEYS = (
+    "state_dict",
+    "model_state_dict",
+    "model",
+    "module",
+    "net",
+    "network",
+    "weights",
+    "ema",
+)
+_PICKLE_AND_INPUTS = "`allow_pickle`, and `inputs` for each input, as 'x:float32[N,3,224,224]'"
+_REFUSED = re.compile(r"GLOBAL (\S+)")  # in torch's message: the object that the pickle asks for
+_VERBOSE = (  # they log a traceback for a damaged .pt2 before they raise it
+    "torch.export",
+    "torch.export.pt2_archive._package",
+    "torch._export.serde.serialize",
+)
+
+
+# Lightning keeps hyper_parameters in an AttributeDict: read as a dict, without Lightning
+_LIGHTNING_DICTS = [
+    (dict, f"{package}.AttributeDict")
+    for package in (
+        "lightning.fabric.utilities.data",
+        "lightning.pytorch.utilities.parsing",
+        "lightning_fabric.utilities.data",
+        "pytorch_lightning.utilities.parsing",
+    )
+]
+
+
+class RunsCode(BadInput):
+    """Loading the file would run code in it, which was not allowed."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a file holds.
+
+    `source` is "checkpoint" (`value`: its dict), "state_dict", "safetensors" or "Lightning"
+    (tensors by name), "torch.export" (an ExportedProgram), "TorchScript" or "pickle" (a module).
+    `notes`: what was picked out of the file or done to it, one sentence each. `arguments`: the
+    hyper_parameters that Lightning saved.
+    """
+
+    source: str
+    value: Any
+    ran_pickle: bool
+    notes: tuple[str, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read(path: Path, *, allow_pickle: bool, described: bool = True) -> Content:
+    """Open `path` by its content. Raises NotFound, BadInput; MissingExtra for `.safetensors`.
+
+    `described`: whether the inputs are known; else a refusal asks for them too.
+    """
+    kind = sniff(path)
+    if kind == "safetensors":
+        from deploykit.engines.torch import safetensors
+
+        return Content(kind, safetensors.read(path), ran_pickle=False)
+    if kind != "torch":
+        raise wrong_format(path, kind, "a PyTorch file")
+    form = torch_kind(path)
+    if form == "pickle":
+        return _classify(path, *_unpickle(path, allow_pickle=allow_pickle))
+    if not allow_pickle:
+        needed = "`allow_pickle`" if described or form == "torch.export" else _PICKLE_AND_INPUTS
+        raise RunsCode(
+            f"{path}: is a {form} file, and loading it may run code stored in it, so it was not "
+            "loaded",
+            hint=f"if you trust whoever made the file: {needed}; else ask for the weights "
+            "alone and name what builds the model with `arch`",
+        )
+    with module_errors(f"{path}: cannot be loaded as {form}"), quiet(*_VERBOSE):
+        if form == "torch.export":
+            value = with_torchvision(lambda: _load_program(path))
+        else:
+            value = with_torchvision(lambda: torch.jit.load(str(path), map_location="cpu"))
+    return Content(form, value, ran_pickle=True)
+
+
+def _load_program(path: Path) -> Any:
+    with path.open("rb") as handle:  # by its path, it insists on a name ending in .pt2
+        return torch.export.load(handle)
+
+
+@contextmanager
+def module_errors(where: object) -> Iterator[None]:
+    """As `core.errors.users_code`, with the line of the user's code.
+
+    Too little memory is OutOfMemory: no fault of the code.
+    """
+    with _advising(), errors.users_code(where), memory_errors(where):
+        try:
+            yield
+        except torch.OutOfMemoryError as exc:
+            raise OutOfMemory(f"{where}: the GPU's memory is full: {first_line(exc)}") from exc
+        except Exception as exc:
+            if operator := absent(exc):
+                raise lacks(where, operator) from exc
+            raise
+
+
+@contextmanager
+def _advising() -> Iterator[None]:
+    try:
+        yield
+    except BadInput as exc:
+        if exc.__cause__ is not None:
+            advise(exc, exc.__cause__)
+        raise
+
+
+@contextmanager
+def quiet(*names: str) -> Iterator[None]:
+    """Keep warnings, and what these loggers say below an error, off the terminal."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def is_state_dict(content: Any) -> bool:
+    """Whether `content` is tensors by name; a module may add `_extra_state` of any type."""
+    return (
+        isinstance(content, Mapping)
+        and all(isinstance(key, str) for key in content)
+        and any(isinstance(value, torch.Tensor) for value in content.values())
+        and all(
+            isinstance(value, torch.Tensor) or key.endswith("_extra_state")
+            for key, value in content.items()
+        )
+    )
+
+
+def _classify(path: Path, value: Any, ran_pickle: bool) -> Content:
+    """Tell a checkpoint, weights and a module apart; look one level down for the last two."""
+    if isinstance(value, Mapping) and "deploykit_checkpoint" in value:
+        return Content("checkpoint", value, ran_pickle)
+    if _is_lightning(value):
+        arguments = value.get("hyper_parameters")
+        arguments = dict(arguments) if isinstance(arguments, Mapping) else {}
+        return Content("Lightning", value["state_dict"], ran_pickle, arguments=arguments)
+    found, notes = value, []
+    if isinstance(value, Mapping) and not is_state_dict(value):
+        for key in _WEIGHT_KEYS:
+            if is_state_dict(value.get(key)) or isinstance(value.get(key), torch.nn.Module):
+                left = ", ".join(str(other) for other in list(value)[:10] if other != key)
+                notes.append(f"took '{key}' out of the file; not used: {left or 'nothing else'}")
+                found = value[key]
+                break
+    if isinstance(found, torch.nn.Module):
+        return Content("pickle", found, ran_pickle, tuple(notes))
+    if is_state_dict(found):
+        return Content("state_dict", found, ran_pickle, tuple(notes))
+    raise BadInput(
+        f"{path}: holds a {type(value).__name__}, neither a checkpoint nor a state_dict",
+        hint="save it with: torch.save(model.state_dict(), path)",
+    )
+
+
+def _is_lightning(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and is_state_dict(value.get("state_dict"))
+        and ("hyper_parameters" in value or "pytorch-lightning_version" in value)
+    )
+
+
+def _unpickle(path: Path, *, allow_pickle: bool) -> tuple[Any, bool]:
+    """What the pickle at `path` holds, and whether it was allowed to run code for that."""
+    mmap = zipfile.is_zipfile(path)  # weights are then copied into the module straight from disk
+    try:
+        with quiet(*_VERBOSE), torch.serialization.safe_globals(_LIGHTNING_DICTS):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap), False
+    except pickle.UnpicklingError as exc:
+        refusal = exc
+    except Exception as exc:  # torch trips over a damaged file in any of its lines
+        raise _damage_error(path, exc) from exc
+    if not allow_pickle:
+        asked = _REFUSED.search(str(refusal))
+        what = f" ({asked[1]})" if asked else ""
+        raise RunsCode(
+            f"{path}: loading it would run Python code stored in the file{what}, so it was not "
+            "loaded",
+            hint="save the weights alone: torch.save(model.state_dict(), path); or, if you trust "
+            "whoever made the file: `allow_pickle`",
+        ) from refusal
+    try:
+        with quiet(*_VERBOSE):
+            load = partial(torch.load, path, map_location="cpu", weights_only=False, mmap=mmap)
+            return with_torchvision(load), True
+    except (ImportError, AttributeError) as exc:  # a pickle holds the names of classes, not classes
+        raise BadInput(
+            f"{path}: cannot be unpickled: {_reason(exc)}",
+            hint="it needs the code that it was saved with: put that on PYTHONPATH, or save the "
+            "weights alone and use `arch`",
+        ) from exc
+    except Exception as exc:  # code of the file may raise anything
+        raise _damage_error(path, exc) from exc
+
+
+def _damage_error(path: Path, exc: Exception) -> DeploykitError:
+    if lacks_memory(exc):
+        return does_not_fit(path, str(exc), [path])
+    if operator := absent(exc):
+        return lacks(path, operator)
+    return BadInput(
+        f"{path}: is not a readable PyTorch file (truncated or damaged?): {_reason(exc)}"
+    )
+
+
+def _reason(exc: Exception) -> str:
+    return f"{type(exc).__name__}: {first_line(exc)}"

@@ -1,0 +1,309 @@
+"""A PyTorch module that is ready to export or run, and what is known of where it came from."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from deploykit.core.errors import BadInput
+from deploykit.core.extras import require
+from deploykit.core.task import Preprocess
+from deploykit.core.tensors import BATCH, TensorSpec, make_spec
+from deploykit.engines.data.preprocess import image_input
+from deploykit.engines.torch.files import module_errors, quiet
+from deploykit.engines.torch.outputs import (
+    adapt,
+    binding,
+    describe,
+    parameter_names,
+    to_numpy,
+    wrapper_for,
+)
+from deploykit.engines.torch.presets import Preset, preset_of
+
+torch = require("torch")
+
+
+# Put `Preprocess` in front of a torch module: the one implementation, for training and export.
+
+
+class FromBytes(torch.nn.Module):  # type: ignore[misc, name-defined] # torch is imported through require
+    """image_NHWC: uint8 (N, H, W, C) -> normalised float32 (N, C, H, W) -> `module`.
+
+    `place`: which of the inputs is the image; the others go to `module` as they are.
+    """
+
+    def __init__(self, module: Any, preprocess: Preprocess, place: int = 0) -> None:
+        super().__init__()
+        self.module = module
+        self.place = place
+        mean, std = (
+            torch.tensor(v, dtype=torch.float64) for v in (preprocess.mean, preprocess.std)
+        )
+        # (byte * scale - mean) / std as one multiplication and one addition
+        for name, values in (("scale", preprocess.scale / std), ("shift", -mean / std)):
+            self.register_buffer(f"byte_{name}", _per_channel(values), persistent=False)
+
+    def forward(self, *inputs: Any) -> Any:
+        # the cast comes first: TensorRT takes uint8 only there
+        image_NHWC = inputs[self.place].to(torch.float32)
+        image_NCHW = image_NHWC.permute(0, 3, 1, 2)
+        image_NCHW = image_NCHW * self.byte_scale + self.byte_shift
+        return self.module(*inputs[: self.place], image_NCHW, *inputs[self.place + 1 :])
+
+
+def before(module: Any, inputs: Sequence[TensorSpec], preprocess: Preprocess | None) -> Any:
+    """`module` as a recipe's data meet it: behind `preprocess`, if the recipe has one.
+
+    `inputs`: the recipe's, one of them uint8 (N, H, W, C); else BadInput.
+    """
+    if preprocess is None:
+        return module
+    for place, spec in enumerate(inputs):
+        if spec.dtype == "uint8" and spec.shape[3:] == (preprocess.channels,):
+            return FromBytes(module, preprocess, place)
+    raise BadInput(
+        f"the recipe has a preprocess of {preprocess.channels} channels, but no input "
+        f"uint8[N,H,W,{preprocess.channels}]",
+        hint="its inputs are: " + ", ".join(map(str, inputs)),
+    )
+
+
+def _per_channel(values_C: Any) -> Any:
+    return values_C.to(torch.float32).reshape(1, -1, 1, 1)
+
+
+NAME_THE_ARCHITECTURE = "`arch` builds the model: pkg.mod:callable or ./file.py:callable"
+NAME_THE_INPUTS = "`inputs` describes each input, for example 'x:float32[N,3,224,224]'"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A torch module in eval mode on the CPU, its specs and its origin.
+
+    `module`: takes the inputs by position in the order of `inputs`, returns a tuple in the order of
+    `outputs`; the names of its weights begin with "module.". `source`: "checkpoint", "state_dict",
+    "safetensors", "Lightning", "Hugging Face", "torch.export", "TorchScript", "pickle" or "module".
+    `ran_pickle`: code in the file could run. `notes`: what was picked, dropped or converted on the
+    way, a sentence each. `limits`: the smallest and largest size (None: any) of those dynamic axes
+    for which they are known. `model_class`: of transformers, where a folder names it.
+    `preset`: what its library says of it. `parts`: the same model as two in a row, the second of
+    which chooses by values that may be equal, as NMS does.
+    """
+
+    module: Any
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    source: str
+    recipe: str | None = None
+    ran_pickle: bool = False
+    notes: tuple[str, ...] = ()
+    limits: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
+    model_class: str | None = None
+    preset: Preset | None = None
+    parts: tuple[Loaded, Loaded] | None = None
+
+
+def undescribed(where: object, *, arch: bool = False, inputs: bool = False) -> BadInput:
+    """One error for all that `where` does not contain: the architecture, the inputs or both."""
+    parts = {"what the model is": arch, "what its inputs are": inputs}
+    hints = {NAME_THE_ARCHITECTURE: arch, NAME_THE_INPUTS: inputs}
+    return BadInput(
+        f"{where}: does not say {' or '.join(part for part, lacks in parts.items() if lacks)}",
+        hint="; ".join(hint for hint, lacks in hints.items() if lacks),
+    )
+
+
+def describe_module(
+    where: object,
+    module: Any,
+    inputs: Sequence[TensorSpec],
+    source: str,
+    *,
+    ran_pickle: bool = False,
+    notes: Sequence[str] = (),
+) -> Loaded:
+    """Find the outputs of a module that came without specs, by running it. Raises BadInput."""
+    if not inputs:
+        raise undescribed(where, inputs=True)
+    cached = _without_cache(module)
+    bind, more = binding(module, [spec.name for spec in inputs])
+    adapter = adapt(module.eval(), bind, len(inputs))
+    outputs, feeds, limits = describe(str(where), adapter, inputs)
+    if isinstance(module, torch.jit.ScriptModule):
+        adapter = _trace(where, adapter, feeds)
+    least = [f"the model takes axis {axis} from {low} on" for axis, (low, _) in limits.items()]
+    notes = (*notes, *cached, *more, *least)
+    return Loaded(
+        adapter, tuple(inputs), outputs, source, ran_pickle=ran_pickle, notes=notes, limits=limits
+    )
+
+
+def with_preprocess(loaded: Loaded, preprocess: Preprocess) -> Loaded:
+    """`loaded` taking bytes. Raises BadInput unless one input is an image of these channels."""
+    if loaded.source == "TorchScript":
+        raise BadInput(
+            "`preprocess` does not go with TorchScript, whose graph is fixed",
+            hint="export the state_dict with `arch` instead",
+        )
+    place, spec = image_input(loaded.inputs, preprocess)
+    inputs = (*loaded.inputs[:place], spec, *loaded.inputs[place + 1 :])
+    module = FromBytes(loaded.module, preprocess, place).eval()
+    return replace(loaded, module=adapt(module, by_position, len(inputs)), inputs=inputs)
+
+
+def by_position(inputs: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    return inputs, {}
+
+
+def _without_cache(module: Any) -> tuple[str, ...]:
+    """Switch off transformers' key/value cache: an object that no graph can return."""
+    configs: list[Any] = [getattr(part, "config", None) for part in module.modules()]
+    using = [config for config in configs if getattr(config, "use_cache", None) is True]
+    for config in using:
+        config.use_cache = False
+    return ("switched use_cache off in the model's config",) if using else ()
+
+
+def _trace(where: object, adapter: Any, feeds: Sequence[Any]) -> Any:
+    """The adapter as TorchScript too: an exporter cannot follow from Python into TorchScript.
+
+    The control flow inside is kept; only the adapter's own picking of outputs is traced.
+    """
+    with module_errors(where), warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # deprecated, and the only way into this format
+        return torch.jit.trace(adapter, tuple(feeds), check_trace=False, strict=False)
+
+
+# Take a live `nn.Module` and example inputs: the specs follow from the examples.
+
+DynamicAxes = Mapping[str, Mapping[int, str]]
+
+
+def is_module(obj: object) -> bool:
+    return isinstance(obj, torch.nn.Module)
+
+
+def name_of(module: Any) -> str:
+    """The module's class with its package: "torchvision.models.resnet.ResNet"."""
+    kind = type(_unwrap(module))
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def load_live(module: Any, inputs: Sequence[TensorSpec]) -> Loaded:
+    """`module` in eval mode on the CPU; the caller's own module stays as it is.
+
+    Weights that are on the CPU already are shared, not copied. Raises BadInput.
+    """
+    name = name_of(module)
+    with module_errors(name):
+        copied = _copy(_unwrap(module))
+        preset = preset_of(copied)
+        inputs = inputs or (preset.inputs if preset else ())
+        return replace(describe_module(name, copied, inputs, "module"), preset=preset)
+
+
+def hash_weights(module: Any) -> str:
+    """SHA-256 over the names, dtypes, shapes and bytes of the state_dict, in its order."""
+    digest = hashlib.sha256()
+    for name, value in _unwrap(module).state_dict().items():
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{name}:{value.dtype}{tuple(value.shape)}".encode())
+            plain = value.detach().cpu().contiguous().reshape(-1)
+            digest.update(plain.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def specs_from(
+    module: Any, example: object, dynamic_axes: DynamicAxes | None = None
+) -> tuple[tuple[TensorSpec, ...], dict[str, np.ndarray]]:
+    """The specs that `example` shows, and its arrays by name.
+
+    `example`: a tensor, a tuple of tensors by position, or a dict of tensors by name. Axis 0 is the
+    batch N of every input whose axis 0 is as long as the first input's. `dynamic_axes`: names of
+    further axes, {"input_ids": {1: "T"}}. Raises BadInput.
+    """
+    tensors = _name_tensors(module, example)
+    named = dict(dynamic_axes or {})
+    unknown = [name for name in named if name not in tensors]
+    if unknown:
+        raise BadInput(
+            f"`dynamic_axes` names '{unknown[0]}', which is not an input",
+            hint="the inputs are: " + ", ".join(tensors),
+        )
+    batch = next((len(tensor) for tensor in tensors.values() if tensor.ndim), None)
+    specs = []
+    for name, tensor in tensors.items():
+        axes: list[int | str] = list(tensor.shape)
+        if axes and axes[0] == batch:
+            axes[0] = BATCH
+        for at, axis in named.get(name, {}).items():
+            if not -len(axes) <= at < len(axes):
+                raise BadInput(f"`dynamic_axes`: input '{name}' has no axis {at}")
+            axes[at] = axis
+        specs.append(make_spec(name, str(tensor.dtype).removeprefix("torch."), axes))
+    return tuple(specs), {name: to_numpy(tensor) for name, tensor in tensors.items()}
+
+
+def _name_tensors(module: Any, example: object) -> dict[str, Any]:
+    if isinstance(example, Mapping):
+        found = {str(name): value for name, value in example.items()}
+    else:
+        values = list(example) if isinstance(example, (tuple, list)) else [example]
+        names = parameter_names(_unwrap(module)) if is_module(module) else []
+        names += [f"input_{number}" for number in range(len(names), len(values))]
+        found = dict(zip(names, values, strict=False))
+    for name, value in found.items():
+        if isinstance(value, np.ndarray):
+            found[name] = value = torch.from_numpy(value)
+        if not isinstance(value, torch.Tensor):
+            packs = isinstance(value, (Mapping, tuple, list))
+            raise BadInput(
+                f"`example_inputs`: '{name}' is a {type(value).__name__}, not a tensor",
+                hint=wrapper_for(name, value)
+                if packs
+                else "give a tensor, a tuple of tensors, or a dict of tensors by parameter name",
+            )
+    if not found:
+        raise BadInput("`example_inputs` holds no tensor")
+    return found
+
+
+def _unwrap(module: Any) -> Any:
+    """What torch.compile or DataParallel wraps."""
+    while True:
+        if isinstance(module, torch.nn.DataParallel):
+            module = module.module
+        elif hasattr(module, "_orig_mod"):
+            module = module._orig_mod
+        else:
+            return module
+
+
+def _copy(module: Any) -> Any:
+    """A copy on the CPU; weights that are there already share their memory, but TorchScript's."""
+    if isinstance(module, torch.jit.ScriptModule):
+        stored = io.BytesIO()
+        with quiet():  # deprecated, and the only way to copy one
+            torch.jit.save(module, stored)
+            stored.seek(0)
+            return torch.jit.load(stored, map_location="cpu")
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        own = [
+            *vars(part).get("_parameters", {}).values(),
+            *vars(part).get("_buffers", {}).values(),
+        ]
+        for value in (*own, *vars(part).values()):
+            if isinstance(value, torch.nn.Parameter):
+                memo[id(value)] = torch.nn.Parameter(value.detach().cpu(), value.requires_grad)
+            elif isinstance(value, torch.Tensor):
+                memo[id(value)] = value.detach().cpu()
+    return copy.deepcopy(module, memo).cpu()

@@ -1,0 +1,539 @@
+"""Open a PyTorch file or a Hugging Face folder as a module in eval mode with its specs.
+
+Nothing in a file runs as code unless `allow_pickle` says so: a checkpoint names a recipe that comes
+with deploykit, and no other Python object.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from deploykit.core.artefact import sniff, torch_kind
+from deploykit.core.errors import BadInput, NotFound, first_line
+from deploykit.core.extras import require
+from deploykit.core.files import atomic_write, check_readable
+from deploykit.core.json_value import json_value
+from deploykit.core.manifest import from_json
+from deploykit.core.recipe import Recipe, Splits, find_bundled, load_recipe
+from deploykit.core.task import ImageInput, Preprocess
+from deploykit.core.tensors import BATCH, TensorSpec, make_spec, parse_spec
+from deploykit.engines.torch.files import (
+    Content,
+    is_state_dict,
+    module_errors,
+    quiet,
+    read,
+    with_torchvision,
+)
+from deploykit.engines.torch.loaded import Loaded, before, by_position, describe_module, undescribed
+from deploykit.engines.torch.outputs import (
+    Adapter,
+    adapt,
+    binding,
+    flatten_outputs,
+    output_names,
+    parameter_names,
+)
+from deploykit.engines.torch.presets import Preset, preset_of
+from deploykit.engines.torch.weights import build_module, copy_weights, in_float32, list_names
+
+pytree = require("torch.utils._pytree")  # the only reader of the structures in a program
+torch = require("torch")
+
+
+# What a torch.export file (`.pt2`) says of itself: it holds its inputs, ranges and outputs.
+#
+# The program is not run: each output's shape is written in it, in the symbols of the inputs'
+# axes.
+
+_SYMBOL = re.compile(r"\bs\d+\b")  # torch numbers them as it likes
+
+AxisLimits = dict[str, tuple[int, "int | None"]]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program as a module.
+
+    `limits`: smallest and largest size (None: any) of its dynamic axes. `notes`: the axes that take
+    only some sizes in between.
+    """
+
+    module: Adapter
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    limits: AxisLimits
+    notes: tuple[str, ...]
+
+
+def open_program(where: str, program: Any, wanted: Sequence[TensorSpec]) -> Program:
+    """Raises BadInput when `wanted` are not the program's inputs, or it holds no tensors."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    arguments = list(program.graph_signature.user_inputs)  # names of tensors, or constants
+    names = [name for name in arguments if isinstance(values.get(name), torch.Tensor)]
+    tensors = [values[name] for name in names]
+    inputs, axes = _inputs_programs(where, names, tensors, wanted)
+
+    def bind(feeds: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        fed = dict(zip(names, feeds, strict=True))
+        leaves = [fed.get(item, item) for item in arguments]
+        args, kwargs = pytree.tree_unflatten(leaves, program.call_spec.in_spec)
+        return args, kwargs
+
+    answers = [values.get(name, name) for name in program.graph_signature.user_outputs]
+    found = flatten_outputs(pytree.tree_unflatten(answers, program.call_spec.out_spec))
+    if not found:
+        raise BadInput(f"{where}: the model returns no tensor")
+    outputs = [
+        make_spec(
+            name,
+            _dtype(tensor),
+            [_output_axis(size, axes, f"{name}_{at}") for at, size in enumerate(tensor.shape)],
+        )
+        for name, (_, tensor) in zip(
+            output_names([place for place, _ in found], {spec.name for spec in inputs}),
+            found,
+            strict=True,
+        )
+    ]
+    module = adapt(program.module(), bind, len(names))
+    notes = tuple(
+        f"axis {axis} takes only sizes of the form {_SYMBOL.sub('k', str(expression))}"
+        for expression, axis in axes.items()
+        if isinstance(axis, str) and not expression.is_Symbol
+    )
+    limits = _limits(where, program, axes)
+    return Program(module, tuple(inputs), tuple(outputs), limits, notes)
+
+
+def _inputs_programs(
+    where: str, names: Sequence[str], tensors: Sequence[Any], wanted: Sequence[TensorSpec]
+) -> tuple[list[TensorSpec], dict[Any, int | str]]:
+    """The inputs' specs, and what each symbol of the program is called in them."""
+    axes: dict[Any, int | str] = {}
+    own = []
+    for name, tensor in zip(names, tensors, strict=True):
+        for at, size in enumerate(tensor.shape):
+            batch = at == 0 and BATCH not in axes.values()
+            if not isinstance(size, int):
+                axes.setdefault(size.node.expr, BATCH if batch else f"{name}_{at}")
+        shape = [size if isinstance(size, int) else axes[size.node.expr] for size in tensor.shape]
+        own.append(make_spec(name, _dtype(tensor), shape))
+    if not wanted:
+        return own, axes
+    hint = f"the file's own are {', '.join(map(str, own)) or 'none'}"
+    if [(len(s.shape), s.dtype) for s in wanted] != [(len(s.shape), s.dtype) for s in own]:
+        raise BadInput(f"{where}: does not take {', '.join(map(str, wanted))}", hint=hint)
+    named: dict[Any, int | str] = {}
+    for spec, tensor in zip(wanted, tensors, strict=True):
+        for at, (axis, size) in enumerate(zip(spec.shape, tensor.shape, strict=True)):
+            fixed = isinstance(size, int)
+            if axis != (size if fixed else named.setdefault(size.node.expr, axis)):
+                raise BadInput(f"{where}: axis {at} of input {spec} differs", hint=hint)
+    return list(wanted), named
+
+
+def _output_axis(size: Any, axes: Mapping[Any, int | str], own_name: str) -> int | str:
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    if expression in axes:
+        return axes[expression]
+    fixed = {symbol: value for symbol, value in axes.items() if isinstance(value, int)}
+    left = expression.subs(fixed)
+    return int(left) if left.is_Integer else own_name
+
+
+def _limits(where: str, program: Any, axes: Mapping[Any, int | str]) -> AxisLimits:
+    """Raises BadInput for a fixed size that the program does not allow."""
+    limits: AxisLimits = {}
+    for symbol, span in program.range_constraints.items():
+        axis = axes.get(symbol)
+        low = max(1, int(span.lower))
+        high = int(span.upper) if span.upper.is_Integer else None
+        if isinstance(axis, int) and not low <= axis <= (high or axis):
+            raise BadInput(
+                f"{where}: an axis has size {axis}, but the file takes {low} to {high or 'any'}"
+            )
+        if isinstance(axis, str):
+            limits[axis] = (low, high)
+    return limits
+
+
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+CHECKPOINT_VERSION = 1
+_LARGEST_SIZE = 1_000_000  # of what a checkpoint lets its recipe build, such as classes
+_WHOLE_MODELS = ("torch.export", "TorchScript", "pickle")
+
+
+def save_checkpoint(
+    out: Path,
+    module: Any,
+    recipe: str,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    splits: Splits | None = None,
+) -> None:
+    """Write weights, the recipe's name and the specs: tensors and strings only, no code.
+
+    `splits`: what it was trained on. Of them the checkpoint keeps the arguments that the recipe's
+    model was built with, the names of the classes, and how an image became the input.
+    """
+    document = {
+        "deploykit_checkpoint": CHECKPOINT_VERSION,
+        "recipe": recipe,
+        "inputs": [str(spec) for spec in inputs],
+        "outputs": [str(spec) for spec in outputs],
+        "sizes": dict(splits.build_with) if splits else {},
+        "classes": list(splits.classes) if splits else [],
+        "image": json_value(splits.image) if splits else None,
+        "state_dict": module.state_dict(),
+    }
+    save_whole(document, out)
+
+
+def save_whole(document: Mapping[str, Any], out: Path) -> None:
+    """`torch.save` through `atomic_write`: torch hides a full disk behind an error of its own."""
+    with atomic_write(out) as tmp, tmp.open("wb") as file:
+        try:
+            torch.save(document, file)
+        except RuntimeError as exc:
+            if isinstance(exc.__context__, OSError):
+                raise exc.__context__ from None
+            raise
+
+
+def load_weights(path: Path) -> dict[str, Any]:
+    """The tensors by name in a checkpoint or in a file of bare weights. Raises BadInput."""
+    return dict(_weights_of(path, read(path, allow_pickle=False)))
+
+
+def load_module(
+    path: Path,
+    *,
+    arch: str | None = None,
+    inputs: Sequence[TensorSpec] = (),
+    allow_pickle: bool = False,
+) -> Loaded:
+    """Open `path`, a file or a folder with config.json and model.safetensors.
+
+    `arch`: `pkg.mod:callable` that builds the module of bare weights; `inputs`: its specs; both are
+    needed where the file does not hold them. Raises NotFound, BadInput, MissingExtra.
+    """
+    if path.is_dir():
+        return load_folder(path, arch, inputs)
+    content = read(path, allow_pickle=allow_pickle, described=bool(inputs))
+    if content.source == "checkpoint":
+        return _from_checkpoint(path, content, arch, inputs)
+    if content.source in _WHOLE_MODELS:
+        if arch is not None:
+            raise BadInput(f"{path}: holds a whole model, so `arch` {arch} has nothing to build")
+        return _from_whole_model(path, content, inputs)
+    if arch is None:
+        raise undescribed(path, arch=True, inputs=not inputs)
+    module, built_with = build_module(arch, content.arguments, content.value)
+    preset = preset_of(module, arch, path)
+    inputs = tuple(inputs) or (preset.inputs if preset else ())
+    if not inputs:
+        raise undescribed(path, inputs=True)
+    notes = (
+        *content.notes,
+        *built_with,
+        *copy_weights(path, module, content.value, content.source),
+    )
+    with module_errors(path):
+        loaded = describe_module(path, module, inputs, content.source, notes=notes)
+    return replace(loaded, preset=preset)
+
+
+def model_files(path: Path) -> list[Path]:
+    """The files that hold the model's weights: `path`, or those in the folder."""
+    if not path.is_dir():
+        return [path]
+
+    return weight_files(path)
+
+
+def look(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], dict[str, Any]]:
+    """Inputs and outputs, as far as the file says, and what it holds; no code of it runs.
+
+    Raises NotFound, BadInput, MissingExtra.
+    """
+    if sniff(path) == "torch" and (form := torch_kind(path)) != "pickle":
+        return (), (), {"kind": form, "contents": "not opened, as that may run code of the file"}
+    content = read(path, allow_pickle=False)
+    weights = _weights_of(path, content)
+    details: dict[str, Any] = {
+        "kind": content.source,
+        "tensors": len(weights),
+        "parameters": sum(tensor.numel() for tensor in weights.values()),
+        "weight_bytes": sum(t.numel() * t.element_size() for t in weights.values()),
+        "types": dict(Counter(str(t.dtype).removeprefix("torch.") for t in weights.values())),
+    }
+    if content.source != "checkpoint":
+        return (), (), details
+    loaded = load_module(path)
+    return loaded.inputs, loaded.outputs, {**details, "recipe": loaded.recipe}
+
+
+def _from_whole_model(path: Path, content: Content, inputs: Sequence[TensorSpec]) -> Loaded:
+    with module_errors(path):
+        if content.source != "torch.export":
+            module, notes = in_float32(content.value.cpu())
+            preset = preset_of(module)
+            loaded = describe_module(
+                path,
+                module,
+                inputs or (preset.inputs if preset else ()),
+                content.source,
+                ran_pickle=content.ran_pickle,
+                notes=(*content.notes, *notes),
+            )
+            return replace(loaded, preset=preset)
+        program = open_program(str(path), content.value, inputs)
+    return Loaded(
+        program.module,
+        program.inputs,
+        program.outputs,
+        content.source,
+        ran_pickle=content.ran_pickle,
+        notes=program.notes,
+        limits=program.limits,
+    )
+
+
+def _weights_of(path: Path, content: Content) -> Mapping[str, Any]:
+    found = content.value
+    weights: Any = found.get("state_dict") if content.source == "checkpoint" else found
+    if not is_state_dict(weights):
+        raise BadInput(f"{path}: holds no state_dict")
+    tensors: Mapping[str, Any] = weights
+    return tensors
+
+
+def _from_checkpoint(
+    path: Path, content: Content, arch: str | None, wanted: Sequence[TensorSpec]
+) -> Loaded:
+    document = content.value
+    name, version = document.get("recipe"), document["deploykit_checkpoint"]
+    listed = [document.get("inputs"), document.get("outputs")]
+    if version != CHECKPOINT_VERSION:
+        raise BadInput(
+            f"{path}: is a checkpoint of version {version}, this is {CHECKPOINT_VERSION}"
+        )
+    if not isinstance(name, str) or not all(isinstance(item, list) for item in listed):
+        raise BadInput(f"{path}: is a damaged deploykit checkpoint")
+    sizes = document.get("sizes", {})
+    if not isinstance(sizes, dict) or not all(
+        isinstance(key, str) and type(size) is int and 0 < size <= _LARGEST_SIZE
+        for key, size in sizes.items()
+    ):
+        raise BadInput(f"{path}: is a damaged deploykit checkpoint: its sizes are {sizes}")
+    inputs, outputs = (tuple(parse_spec(str(spec)) for spec in item or []) for item in listed)
+    if wanted and tuple(wanted) != inputs:
+        raise BadInput(
+            f"{path}: its inputs are {', '.join(map(str, inputs))}",
+            hint="a deploykit checkpoint contains them: leave `inputs` out",
+        )
+    recipe = _recipe_of(path, name, arch)
+    if recipe is None:
+        module, _ = build_module(arch or "", sizes)
+    else:
+        module = with_torchvision(recipe.sized_for(sizes).build)
+    preprocess = recipe.preprocess if recipe else None
+    notes = copy_weights(path, module, _weights_of(path, content))
+    bind, more = binding(module, [spec.name for spec in inputs])
+    if preprocess is not None:
+        module, bind, more = before(module, inputs, preprocess), by_position, notes[:0]
+    adapter = adapt(module.eval(), bind, len(inputs))
+    preset = _preset_of_training(path, document, inputs, preprocess)
+    notes = (*notes, *more)
+    return Loaded(adapter, inputs, outputs, content.source, name, notes=notes, preset=preset)
+
+
+def _preset_of_training(
+    path: Path,
+    document: Mapping[str, Any],
+    inputs: tuple[TensorSpec, ...],
+    preprocess: Preprocess | None,
+) -> Preset | None:
+    """What the checkpoint says of its images and classes; None where it says nothing."""
+    where = f"{path}: is a damaged deploykit checkpoint: its"
+    image = from_json(ImageInput | None, document.get("image"), f"{where} image")
+    classes = from_json(tuple[str, ...], document.get("classes", []), f"{where} classes")
+    if image is not None and min(image.height, image.width) < 1:
+        raise BadInput(f"{where} image has {image.width}x{image.height} pixels")
+    if image is None and not classes:
+        return None
+    source = f"the training of {document['recipe']}"
+    return Preset("", inputs, image, preprocess, classes, source=source)
+
+
+def _recipe_of(path: Path, name: str, arch: str | None) -> Recipe | None:
+    """What a checkpoint was trained with, or None where `arch` builds the model.
+
+    A name out of the file finds packaged recipes alone: code of a path or a module runs only where
+    the user typed it.
+    """
+    if arch is not None:
+        return load_recipe(arch) if arch.endswith(".py") or arch == name else None
+    try:
+        find_bundled(name)
+    except NotFound:
+        raise BadInput(
+            f"{path}: was trained with the recipe '{name}', which does not come with deploykit",
+            hint="`arch` names that recipe again, as ./file.py or pkg.mod:RECIPE; its code runs",
+        ) from None
+    return load_recipe(name)
+
+
+# Open a Hugging Face folder: config.json and weights in the safetensors format.
+#
+# The model is a class of the installed transformers; code that comes with a folder is never run.
+
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+_USUAL_CHANNELS = 3
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The folder's safetensors files. Raises BadInput where there are none."""
+    if not (folder / CONFIG).is_file():
+        raise BadInput(
+            f"{folder}: is a folder without {CONFIG}",
+            hint="name a file, or a folder that transformers' save_pretrained wrote",
+        )
+    index, whole = folder / INDEX, folder / "model.safetensors"
+    if whole.is_file() or not index.is_file():
+        if not whole.is_file():
+            raise BadInput(
+                f"{folder}: has no model.safetensors",
+                hint="save the model again with save_pretrained(folder), which writes one",
+            )
+        return [whole]
+    names = set(_read_json(index).get("weight_map", {}).values())
+    return [check_readable(folder / Path(str(name)).name) for name in sorted(names)]
+
+
+def load_folder(folder: Path, arch: str | None, inputs: Sequence[TensorSpec]) -> Loaded:
+    """The model that config.json names under `architectures`, in float32.
+
+    `inputs`: the specs; empty derives them from the model's main input. Raises BadInput,
+    MissingExtra.
+    """
+    if arch is not None:
+        raise BadInput(
+            f"{folder}: config.json names the model, so `arch` {arch} has nothing to build",
+            hint=f"leave `arch` out, or export {folder / 'model.safetensors'} with it",
+        )
+    weight_files(folder)
+    names = _read_json(folder / CONFIG).get("architectures") or []
+    transformers = require("transformers")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    with module_errors(folder):
+        found = with_torchvision(lambda: getattr(transformers, name, None))
+    if not hasattr(found, "from_pretrained"):
+        if not name:
+            raise undescribed(f"{folder / CONFIG} (`architectures`)", arch=True, inputs=not inputs)
+        raise BadInput(
+            f"{folder}: transformers {transformers.__version__} has no model '{name}'",
+            hint="export its model.safetensors with `arch` and `inputs`, or upgrade transformers",
+        )
+    module = _load(folder, found)
+    specs = tuple(inputs) or _inputs(folder, module)
+    with module_errors(folder):
+        loaded = describe_module(folder, module, specs, "Hugging Face")
+    return replace(loaded, model_class=f"transformers.{name}")
+
+
+def _load(folder: Path, found: Any) -> Any:
+    with module_errors(f"{folder}: transformers cannot load it"), quiet("transformers"), _no_bars():
+        module, report = with_torchvision(
+            lambda: found.from_pretrained(
+                folder,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                dtype=torch.float32,
+                output_loading_info=True,
+            )
+        )
+    wrong = {
+        key: sorted(map(str, report.get(f"{key}_keys") or ())) for key in ("missing", "mismatched")
+    }
+    if any(wrong.values()):  # transformers would have filled them with random numbers
+        reasons = [f"{key} {list_names(names)}" for key, names in wrong.items() if names]
+        raise BadInput(f"{folder}: weights do not fit the model: {'; '.join(reasons)}")
+    return module
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Keep transformers' progress bars off the terminal."""
+    logging = require("transformers.utils.logging")
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _inputs(folder: Path, module: Any) -> tuple[TensorSpec, ...]:
+    """Specs derived from the model's main input. Raises BadInput where there is no rule for it."""
+    main = str(getattr(module, "main_input_name", ""))
+    known = parameter_names(module)
+    if main == "input_ids" and "decoder_input_ids" not in known:
+        names = [name for name in ("input_ids", "attention_mask") if name in known]
+        return tuple(make_spec(name, "int64", ["N", "T"]) for name in names)
+    if main == "pixel_values":
+        size = _image_size(folder, module.config)
+        if size is not None:
+            channels = _setting(module.config, "num_channels") or _USUAL_CHANNELS
+            return (make_spec(main, "float32", ["N", channels, *size]),)
+    if main == "input_values":
+        return (make_spec(main, "float32", ["N", "T"]),)
+    raise undescribed(f"{folder} ({type(module).__name__}, main input '{main}')", inputs=True)
+
+
+def _image_size(folder: Path, config: Any) -> tuple[int, int] | None:
+    """Height and width: from the config, else from the image processor's file."""
+    found = _setting(config, "image_size")
+    path = folder / "preprocessor_config.json"
+    if found is None and path.is_file():
+        settings = _read_json(path)
+        found = settings.get("crop_size") or settings.get("size")
+    if isinstance(found, dict):
+        found = [found.get("height"), found.get("width")]
+    pair = [found, found] if isinstance(found, int) else found
+    if isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(n) is int for n in pair):
+        return pair[0], pair[1]
+    return None
+
+
+def _setting(config: Any, name: str) -> Any:
+    """A setting of the config, or of its part for images."""
+    for part in (config, getattr(config, "vision_config", None)):
+        if getattr(part, name, None) is not None:
+            return getattr(part, name)
+    return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(check_readable(path).read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as exc:
+        raise BadInput(f"{path}: is not readable JSON: {first_line(exc)}") from exc
+    if not isinstance(found, dict):
+        raise BadInput(f"{path}: is not a JSON object")
+    return found

@@ -1,0 +1,406 @@
+"""Flatten what a module returns into a list of named tensors.
+
+A `forward` may return a tensor, or nested tuples, lists, dicts, named tuples and dataclasses of
+tensors; None is left out. `Adapter` wraps any module as one that takes its inputs by position and
+returns a flat tuple.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from deploykit.core.errors import BadInput, DeploykitError, first_line
+from deploykit.core.extras import require
+from deploykit.core.tensors import TensorSpec, concrete, make_spec, steps_counted
+from deploykit.engines.torch.files import absent, lacks
+
+torch = require("torch")
+
+
+Place = tuple[str, ...]  # the keys and positions that lead to a tensor
+Binding = Callable[[Sequence[Any]], tuple[Sequence[Any], Mapping[str, Any]]]
+
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.\-]+")
+
+
+def flatten_outputs(value: Any, place: Place = ()) -> list[tuple[Place, Any]]:
+    """Each tensor in `value` and its place. Raises BadInput for anything that is not a tensor."""
+    if value is None:
+        return []
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        return [(place, value)]
+    items = _items(value)
+    if items is None:
+        where = f"output '{'.'.join(place)}'" if place else "output"
+        raise BadInput(
+            f"the model's {where} is a {type(value).__name__}, not a tensor",
+            hint="wrap the model in a module that returns tensors only, alone or in a tuple, list "
+            "or dict",
+        )
+    return [leaf for key, item in items for leaf in flatten_outputs(item, (*place, str(key)))]
+
+
+def _items(value: Any) -> list[tuple[Any, Any]] | None:
+    """The items of `value` by key, field or position; None if it is no container."""
+    if isinstance(value, Mapping):  # also the output classes of transformers, without their Nones
+        return list(value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, (tuple, list)):
+        # a named tuple's fields; also those of torch's own, as max(x, 1) returns
+        fields: Sequence[str] = getattr(type(value), "__match_args__", ())
+        named = len(fields) == len(value)
+        return [(fields[at] if named else at, item) for at, item in enumerate(value)]
+    return None
+
+
+def to_numpy(tensor: Any) -> np.ndarray:
+    """On the CPU; bfloat16, which numpy does not have, as float32."""
+    plain = tensor.detach().cpu()
+    array: np.ndarray = (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy()
+    return array
+
+
+def output_names(places: Sequence[Place], taken: Collection[str]) -> list[str]:
+    """A name for each place: keys joined by "_", positions after "output".
+
+    No name is given twice, and none that is in `taken`.
+    """
+    alone = len(places) == 1 and all(key.isdigit() for key in places[0])
+    used, names = set(taken), []
+    for place in places:
+        keys = [] if alone else [_NOT_IN_NAMES.sub("_", key) for key in place]
+        if not keys or keys[0].isdigit():
+            keys.insert(0, "output")
+        wanted = name = "_".join(keys).strip("_") or "output"
+        number = 2
+        while name in used:
+            name, number = f"{wanted}_{number}", number + 1
+        used.add(name)
+        names.append(name)
+    return names
+
+
+class Adapter(torch.nn.Module):  # type: ignore[misc, name-defined] # torch is imported through require
+    """`module`, in eval mode, taking its inputs by position and returning a tuple of tensors."""
+
+    def __init__(self, module: Any, bind: Binding) -> None:
+        super().__init__()
+        self.module = module
+        self.bind = bind
+        self.training = False
+
+    def train(self, mode: bool = True) -> Adapter:
+        """Nothing: `module` is in eval mode already, and some modules refuse a second call."""
+        del mode
+        return self
+
+    def leaves(self, inputs: Sequence[Any]) -> list[tuple[Place, Any]]:
+        """The outputs for `inputs` with the place of each. Raises what the module raises."""
+        args, kwargs = self.bind(inputs)
+        return flatten_outputs(self.module(*args, **kwargs))
+
+    def forward(self, *inputs: Any) -> tuple[Any, ...]:
+        return tuple(tensor for _, tensor in self.leaves(inputs))
+
+
+def adapt(module: Any, bind: Binding, count: int) -> Adapter:
+    """An Adapter whose `forward` has `count` parameters: exporters ask for its signature."""
+
+    def forward(self: Adapter, *inputs: Any) -> tuple[Any, ...]:
+        return Adapter.forward(self, *inputs)
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = ["self", *(f"input_{number}" for number in range(count))]
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+    setattr(forward, "__signature__", signature)  # noqa: B010 - unknown to the type of functions
+    fixed: type[Adapter] = type("Adapter", (Adapter,), {"forward": forward})
+    return fixed(module, bind)
+
+
+def binding(module: Any, names: Sequence[str]) -> tuple[Binding, tuple[str, ...]]:
+    """How inputs of these names reach `module.forward`, and a note if that may surprise.
+
+    By keyword if `forward` has a parameter of each name, else by position.
+    """
+    parameters = parameter_names(module)
+    known = [name for name in names if name in parameters]
+    if names and len(known) == len(names):
+        keywords = tuple(names)
+        return (lambda inputs: ((), dict(zip(keywords, inputs, strict=True)))), ()
+    note = f"inputs go in by position: {', '.join(names)} as {', '.join(parameters[: len(names)])}"
+    return (lambda inputs: (inputs, {})), (note,) if known else ()
+
+
+def wrapper_for(name: str, packed: Mapping[Any, Any] | Sequence[Any]) -> str:
+    """What to write where forward takes `packed`, a dict or list of tensors, as argument `name`."""
+    if isinstance(packed, Mapping):
+        names = [re.sub(r"\W", "_", str(key)) for key in packed]
+        whole = ", ".join(f"{key!r}: {each}" for key, each in zip(packed, names, strict=True))
+        whole = f"{{{whole}}}"
+    else:
+        names = [f"{name}_{number}" for number in range(len(packed))]
+        whole = ", ".join(names)
+        whole = f"({whole})" if isinstance(packed, tuple) else f"[{whole}]"
+    return (
+        "a graph has one input for each tensor: wrap the model in a module with "
+        f"`def forward(self, {', '.join(names)}): return self.model({whole})`"
+    )
+
+
+def parameter_names(module: Any) -> list[str]:
+    """The parameters of `forward` that can be given by keyword; none if it does not say."""
+    schema = getattr(module.forward, "schema", None)
+    if schema is not None:  # TorchScript has no Python signature
+        return [argument.name for argument in schema.arguments[1:]]
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [parameter.name for parameter in parameters if parameter.kind in named]
+
+
+# Find what a module's outputs are by running it: their names, dtypes and dynamic axes.
+#
+# The module runs on zeros at one set of sizes, then again with one dynamic axis larger: an
+# output's
+# axis that follows one input axis gets that axis's name; one that changes in any other way gets a
+# name of its own.
+
+Leaves = list[tuple[Place, Any]]
+
+_SMALL = 2
+# sizes of an axis that is not the batch; an image wants more than its strides take away
+_SEQUENCE_SIZES = (_SMALL, 32, 64, 224, 1024)
+_IMAGE_SIZES = (64, 224, _SMALL)
+
+
+AxisLimits = Mapping[str, tuple[int, "int | None"]]
+
+
+class _Failed(BadInput):
+    """The module raised an exception at these sizes; others may work."""
+
+
+def describe(
+    where: str, adapter: Adapter, inputs: Sequence[TensorSpec]
+) -> tuple[tuple[TensorSpec, ...], list[Any], AxisLimits]:
+    """The outputs' specs, inputs that the module takes, and the least size of axes that need one.
+
+    Raises BadInput naming the reason.
+    """
+    probe, base = _first_that_runs(where, adapter, inputs)
+    places = [place for place, _ in base]
+    names = output_names(places, {spec.name for spec in inputs})
+    axes: list[list[int | str]] = [list(tensor.shape) for _, tensor in base]
+    for number, shape in enumerate(axes):  # an axis of 0 depends on the data, as nonzero(x) does
+        axes[number] = [size or f"{names[number]}_{at}" for at, size in enumerate(shape)]
+    movers = _moved_by_data(probe.other_data(), base, names)
+    for axis in probe.sizes:
+        for size, larger in probe.larger(axis):
+            if [(place, tensor.ndim) for place, tensor in larger] != [
+                (place, tensor.ndim) for place, tensor in base
+            ]:
+                raise BadInput(
+                    f"{where}: the outputs' number or rank depends on axis {axis}",
+                    hint=f"give axis {axis} a fixed size in `inputs`: 1 for one sample at a time",
+                )
+            for number, ((_, before), (_, after)) in enumerate(zip(base, larger, strict=True)):
+                for at, (old, new) in enumerate(zip(before.shape, after.shape, strict=True)):
+                    if old != new:
+                        follows = (old, new) == (probe.sizes[axis], size)
+                        name = axis if follows else f"{names[number]}_{at}"
+                        movers.setdefault((number, at), set()).add(name)
+    for (number, at), found in movers.items():
+        axes[number][at] = found.pop() if len(found) == 1 else f"{names[number]}_{at}"
+    specs = [
+        make_spec(name, str(tensor.dtype).removeprefix("torch."), shape)
+        for name, (_, tensor), shape in zip(names, base, axes, strict=True)
+    ]
+    if not specs:
+        raise BadInput(f"{where}: the model returns no tensor")
+    least = {axis: probe.least(axis, _unanswered(base)) for axis in probe.sizes}
+    limits = {axis: (size, None) for axis, size in least.items() if size > 1}
+    return tuple(specs), probe.feeds(), limits
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """A module and what it runs on: the sizes of the dynamic axes, `fill` for integers."""
+
+    where: str
+    adapter: Adapter
+    inputs: Sequence[TensorSpec]
+    sizes: Mapping[str, int]
+    fill: int
+
+    def feeds(self) -> list[Any]:
+        """Zeros for floats, the number of steps for lengths, `fill` for integers and booleans."""
+        inputs, sizes = self.inputs, self.sizes
+        return [
+            torch.full(
+                concrete(spec, sizes),
+                0 if "float" in spec.dtype else steps_counted(spec, inputs, sizes) or self.fill,
+                dtype=getattr(torch, spec.dtype),
+            )
+            for spec in inputs
+        ]
+
+    def run(self) -> Leaves:
+        """The outputs. Raises _Failed for what the module raises, and none of its warnings."""
+        try:
+            return self._outputs(self.feeds())
+        except DeploykitError:
+            raise
+        except Exception as exc:  # the user's module may raise anything
+            if operator := absent(exc):
+                raise lacks(self.where, operator) from exc
+            tried = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+            raise _Failed(
+                f"{self.where}: the model does not take {', '.join(map(str, self.inputs))}"
+                f"{f' (tried {tried})' if tried else ''}: {type(exc).__name__}: {first_line(exc)}",
+                hint=_hint(self.adapter, self.inputs, exc),
+            ) from exc
+
+    def at(self, axis: str, size: int) -> Leaves:
+        """As `run`, with another size of `axis`."""
+        return replace(self, sizes={**self.sizes, axis: size}).run()
+
+    def _outputs(self, feeds: list[Any]) -> Leaves:
+        with torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of zeros, at sizes that nobody asked for
+            return self.adapter.leaves(feeds)
+
+    def other_data(self) -> Leaves:
+        """The outputs for random floats; none where the module does not take those."""
+        feeds, random = self.feeds(), torch.Generator().manual_seed(0)
+        for feed in feeds:
+            if feed.is_floating_point():
+                feed.copy_(torch.rand(feed.shape, generator=random))
+        try:
+            return self._outputs(feeds)
+        except Exception:  # noqa: BLE001 - the user's module may raise anything
+            return []
+
+    def least(self, axis: str, unanswered: set[int]) -> int:
+        """The smallest size of `axis` that the module takes, as a kernel of 3 needs 3.
+
+        Found by halving between 1 and the size at which it ran. A batch is taken to be free. At
+        that size the outputs have an answer, other than those in `unanswered`.
+        """
+        fails, runs = 0, self.sizes[axis] if axis not in _batch_axes(self.inputs) else 1
+        while fails + 1 < runs:
+            size = (fails + runs) // 2 if fails else 1
+            try:
+                answers = _unanswered(self.at(axis, size)) <= unanswered
+            except _Failed:
+                answers = False
+            fails, runs = (fails, size) if answers else (size, runs)
+        return runs
+
+    def larger(self, axis: str) -> list[tuple[int, Leaves]]:
+        """Runs with `axis` larger: twice shows a stride, 16 times a longer one, where it fits."""
+        size = self.sizes[axis]
+        batch = axis in _batch_axes(self.inputs)
+        candidates = [size + 1, 2 * size] if batch else [2 * size, size + 1]
+        if not batch and size < _SEQUENCE_SIZES[1]:
+            candidates.append(16 * size)
+        found: list[tuple[int, Leaves]] = []
+        failure: BadInput | None = None
+        for larger in candidates:
+            if batch and found:
+                break
+            try:
+                found.append((larger, self.at(axis, larger)))
+            except _Failed as exc:
+                failure = failure or exc
+        if not found:
+            raise BadInput(
+                f"{self.where}: axis {axis} is not dynamic in this model, which takes a size of "
+                f"{size}: {failure}",
+                hint=f"give axis {axis} a fixed size in `inputs`, or change the model",
+            )
+        return found
+
+
+def _unanswered(leaves: Leaves) -> set[int]:
+    """The floating outputs that hold NaN or infinity, as the deviation of one step does."""
+    return {
+        number
+        for number, (_, tensor) in enumerate(leaves)
+        if tensor.is_floating_point() and not (tensor < math.inf).all()  # -infinity masks
+    }
+
+
+def _moved_by_data(
+    other: Leaves, base: Leaves, names: Sequence[str]
+) -> dict[tuple[int, int], set[str]]:
+    """The axes, by output and place, that have another size for other data, with names."""
+    if [(place, tensor.ndim) for place, tensor in other] != [
+        (place, tensor.ndim) for place, tensor in base
+    ]:
+        return {}
+    return {
+        (number, at): {f"{names[number]}_{at}"}
+        for number, ((_, before), (_, after)) in enumerate(zip(base, other, strict=True))
+        for at, (old, new) in enumerate(zip(before.shape, after.shape, strict=True))
+        if old != new
+    }
+
+
+def _first_that_runs(
+    where: str, adapter: Adapter, inputs: Sequence[TensorSpec]
+) -> tuple[_Probe, Leaves]:
+    """Sizes and a value for integers at which the module runs; else the first failure."""
+    integers = any("float" not in spec.dtype for spec in inputs)
+    failure: BadInput | None = None
+    for sizes in _size_choices(inputs):
+        for fill in (0, 1) if integers else (0,):  # a length of 0 is refused, an id of 0 is not
+            probe = _Probe(where, adapter, inputs, sizes, fill)
+            try:
+                return probe, probe.run()
+            except _Failed as exc:
+                failure = failure or exc
+    raise failure or BadInput(f"{where}: no size to try")
+
+
+def _size_choices(inputs: Sequence[TensorSpec]) -> Iterator[dict[str, int]]:
+    """Sizes by axis, no two alike; the batch stays small, the others grow from choice to choice."""
+    axes = list(dict.fromkeys(a for spec in inputs for a in spec.shape if isinstance(a, str)))
+    batch = _batch_axes(inputs)
+    others = [axis for axis in axes if axis not in batch]
+    images = any(isinstance(a, str) for s in inputs if len(s.shape) >= 4 for a in s.shape[2:])
+    choices = _IMAGE_SIZES if images else _SEQUENCE_SIZES
+    for base in choices if others else (_SMALL,):
+        first, step = (_SMALL + len(batch), 1) if base == _SMALL else (base, 32)
+        sizes = {axis: first + step * number for number, axis in enumerate(others)}
+        yield {axis: sizes.get(axis, _SMALL + at) for at, axis in enumerate([*batch, *others])}
+
+
+def _batch_axes(inputs: Sequence[TensorSpec]) -> list[str]:
+    return list(dict.fromkeys(str(spec.shape[0]) for spec in inputs if spec.batched))
+
+
+def _hint(adapter: Adapter, inputs: Sequence[TensorSpec], exc: Exception) -> str | None:
+    names = parameter_names(adapter.module)
+    if isinstance(exc, TypeError) and names:  # of the call: too many, or by another name
+        found = f"the model's forward takes: {', '.join(names)}"
+        if len(names) > 1 or len(inputs) == 1:
+            return found
+        as_dict = {spec.name: spec for spec in inputs}
+        return f"{found}; if that is a dict of tensors, {wrapper_for(names[0], as_dict)}"
+    if any(spec.batched for spec in inputs):
+        return None
+    lone = inputs[0]
+    axes = ",".join(["N", *map(str, lone.shape)])
+    return f"if that is one sample, its batch axis is missing: '{lone.name}:{lone.dtype}[{axes}]'"

@@ -1,0 +1,300 @@
+"""What torchvision, timm and Ultralytics say of their own models: input, preprocessing, labels.
+
+It is read from the libraries' metadata, so that a file of weights and the model's name are enough.
+Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploykit.core.errors import BadInput, MissingExtra, NotFound, did_you_mean
+from deploykit.core.extras import require
+from deploykit.core.files import sha256
+from deploykit.core.task import (
+    CLASSIFY,
+    DETECT,
+    EMBED,
+    LETTERBOX,
+    SEGMENT,
+    SHORTEST_EDGE,
+    STRETCH,
+    ImageInput,
+    Preprocess,
+)
+from deploykit.core.tensors import TensorSpec, make_spec
+from deploykit.engines.torch.files import with_torchvision
+
+INPUT = "image"
+_PACKAGES = (
+    "torchvision.models",
+    "torchvision.models.detection",
+    "torchvision.models.segmentation",
+)
+_ZERO_TO_ONE = Preprocess("0..1", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+_OWN_NORMALISATION = ("inception_v3", "googlenet")  # `transform_input` of their ImageNet weights
+_PHOTO = 4 / 3  # width to height: what a square must have for a photo to be as large as theirs
+_STRIDE = 32
+_RESIZES = "GeneralizedRCNNTransform"  # of torchvision, which may not be installed
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model's `task`, its `inputs` in float32, and how an image becomes them.
+
+    `image`: names the uint8 input that `preprocess` gives the graph. `classes`: how many the model
+    has, None where that is not known. `labels`: none where they are not those of this model.
+    `source`: where all this was read from, for people. A deploykit checkpoint does not say its
+    task (""), has the inputs of its recipe, and may lack `image` or `preprocess`.
+    """
+
+    task: str
+    inputs: tuple[TensorSpec, ...]
+    image: ImageInput | None
+    preprocess: Preprocess | None
+    labels: tuple[str, ...] = ()
+    classes: int | None = None
+    source: str = ""
+
+
+def torchvision_name(arch: str | None) -> str | None:
+    """Torchvision's name of the model in `arch`: "resnet18", "torchvision.models:resnet18".
+
+    None for what is not torchvision's. Raises NotFound for a bare name that it does not know.
+    """
+    package, colon, name = (arch or "").rpartition(":")
+    if (
+        arch is None
+        or (colon and package not in _PACKAGES)
+        or (not colon and not arch.isidentifier())
+    ):
+        return None
+    try:
+        models = _torchvision()
+    except MissingExtra:
+        if colon:
+            return None  # importing it says so
+        raise
+    known = models.list_models()
+    if name.lower() in known:
+        return name.lower()
+    if colon:
+        return None
+    hint = "pkg.mod:callable, ./file.py:callable, or the name of one of torchvision's models"
+    raise NotFound(
+        f"`arch` {arch}: torchvision has no model of that name",
+        hint=did_you_mean(name, known, hint),
+    )
+
+
+def timm_name(arch: str | None) -> str | None:
+    """The model in "timm:resnet18.a1_in1k"; None for what is not timm's."""
+    package, _, name = (arch or "").partition(":")
+    return name if package == "timm" and name else None
+
+
+def build_named(arch: str, weights: Mapping[str, Any]) -> Any:
+    """The module of a library's model without weights, sized for `weights`; None for others.
+
+    As many classes as the last layer in `weights` has, and auxiliary outputs where it has them.
+    Raises NotFound, MissingExtra.
+    """
+    if name := timm_name(arch):
+        timm = with_torchvision(lambda: require("timm"))
+        return _sized(lambda **given: timm.create_model(name, **given), weights)
+    found = torchvision_name(arch)
+    if found is None:
+        return None
+    return with_torchvision(lambda: _build_torchvision(found, weights))
+
+
+def preset_of(module: Any, arch: str | None = None, file: Path | None = None) -> Preset | None:
+    """What the library that `module` comes from says of it; None where that is not known.
+
+    `arch`: what the user named. `file`: of the weights: one that torchvision published is known by
+    its hash; else its newest weights' metadata count.
+    """
+    if isinstance(getattr(module, "pretrained_cfg", None), Mapping):
+        return _of_timm(module)
+    if type(module).__module__.startswith("ultralytics."):
+        return _of_ultralytics(module)
+    name = torchvision_name(arch) if arch is not None and arch.isprintable() else None
+    return with_torchvision(lambda: _of_torchvision(module, name, file)) if name else None
+
+
+def _torchvision() -> Any:
+    return with_torchvision(lambda: require("torchvision.models"))
+
+
+# torchvision
+
+
+def _build_torchvision(name: str, weights: Mapping[str, Any]) -> Any:
+    builder = _torchvision().get_model_builder(name)
+    known = inspect.signature(builder).parameters
+    given: dict[str, Any] = {"weights": None}
+    if "weights_backbone" in known:
+        given["weights_backbone"] = None  # else they are downloaded
+    auxiliary = any(".aux" in f".{key.lower()}" for key in weights)
+    if "aux_loss" in known:
+        given["aux_loss"] = auxiliary
+    if name in _OWN_NORMALISATION:
+        given |= {"aux_logits": auxiliary, "init_weights": False}
+    module = _sized(lambda **more: builder(**given, **more), weights)
+    if name in _OWN_NORMALISATION:
+        module.transform_input = True
+    return module
+
+
+def _sized(build: Callable[..., Any], weights: Mapping[str, Any]) -> Any:
+    """`build()`, with another `num_classes` where the last layer in `weights` has another size."""
+    module = build()
+    parameters = list(module.named_parameters())
+    named = [each for each in parameters if each[0].endswith("box_predictor.cls_score.bias")]
+    for name, parameter in named or parameters[-1:]:
+        # a wrapper may have put its own name in front: the shortest is the model's own
+        found = min((key for key in weights if f".{key}".endswith(f".{name}")), key=len, default="")
+        theirs = getattr(weights.get(found), "shape", parameter.shape)
+        if len(theirs) and theirs[0] != parameter.shape[0] and theirs[1:] == parameter.shape[1:]:
+            return build(num_classes=int(theirs[0]))
+    return module
+
+
+def _of_torchvision(module: Any, name: str, file: Path | None) -> Preset | None:
+    kinds = _torchvision().get_model_weights(name)
+    digest = sha256(file)[:8] if file is not None and file.is_file() else None
+    entry = next((each for each in kinds if digest and digest in each.url), kinds.DEFAULT)
+    labels, source = tuple(entry.meta.get("categories") or ()), f"torchvision's weights {entry}"
+    transforms = entry.transforms()
+    if getattr(module, "transform", None) is not None and hasattr(module.transform, "fixed_size"):
+        return _of_detector(module, labels, source)
+    mean, std = (tuple(getattr(transforms, key, ())) for key in ("mean", "std"))
+    if len(mean) != 3:
+        return None
+    normalise = Preprocess(name, mean, std)
+    filtered = str(transforms.interpolation.value)
+    if getattr(transforms, "crop_size", None):
+        (size, *_), (edge, *_) = transforms.crop_size, transforms.resize_size
+        placed = ImageInput(INPUT, size, size, SHORTEST_EDGE, edge, filtered)
+        return Preset(CLASSIFY, _image(size), placed, normalise, labels, source=source)
+    if name in _torchvision().list_models(module=_torchvision().segmentation):
+        (size, *_) = transforms.resize_size
+        placed = ImageInput(INPUT, size, size, LETTERBOX, 0, filtered)
+        return Preset(SEGMENT, _image(size), placed, normalise, labels, source=source)
+    return None
+
+
+def _of_detector(module: Any, labels: tuple[str, ...], source: str) -> Preset:
+    """A detector of torchvision: it normalises itself."""
+    transform = module.transform
+    if transform.fixed_size:
+        width, height = transform.fixed_size
+        placed = ImageInput(INPUT, height, width)
+    else:
+        side = math.ceil(min(transform.min_size[-1] * _PHOTO, transform.max_size) / _STRIDE)
+        placed = ImageInput(INPUT, side * _STRIDE, side * _STRIDE, LETTERBOX)
+    spec = make_spec(INPUT, "float32", [1, 3, placed.height, placed.width])
+    heads = (
+        getattr(getattr(module, "head", None), "classification_head", None),
+        getattr(
+            getattr(getattr(module, "roi_heads", None), "box_predictor", None), "cls_score", None
+        ),
+    )
+    sizes = [getattr(each, key, None) for each in heads for key in ("num_classes", "out_features")]
+    sizes += [getattr(part, "num_columns", None) for part in heads]
+    classes = next((size for size in sizes if size), None)
+    return Preset(DETECT, (spec,), placed, _ZERO_TO_ONE, labels, classes, source)
+
+
+def switch_resizing_off(module: Any, height: int, width: int) -> tuple[str, ...]:
+    """Have torchvision's detectors take images of this size as they are; a note where they do.
+
+    They resize each image to 800 pixels or so, one that was placed for them a second time.
+    """
+    parts = [each for each in module.modules() if type(each).__name__ == _RESIZES]
+    found = [each for each in parts if each.fixed_size is None]
+    for each in found:
+        each.min_size, each.max_size = (min(height, width),), max(height, width)
+    return ("switched the detector's own resizing of images off",) if found else ()
+
+
+def _image(size: int) -> tuple[TensorSpec, ...]:
+    return (make_spec(INPUT, "float32", ["N", 3, size, size]),)
+
+
+# timm
+
+
+def _of_timm(module: Any) -> Preset | None:
+    config = {**module.pretrained_cfg}
+    channels, height, width = config.get("input_size") or (0, 0, 0)
+    mean, std = (tuple(map(float, config.get(key) or ())) for key in ("mean", "std"))
+    if not channels or len(mean) != channels or len(std) != channels:
+        return None
+    rule, edge = SHORTEST_EDGE, math.floor(min(height, width) / (config.get("crop_pct") or 0.875))
+    if config.get("crop_mode") == "squash":
+        rule = STRETCH
+    elif config.get("crop_mode") == "border":  # filled with another byte in each channel
+        return None
+    name = ".".join(filter(None, (config.get("architecture"), config.get("tag"))))
+    filtered = config.get("interpolation") or "bilinear"
+    spec = make_spec(INPUT, "float32", ["N", channels, height, width])
+    placed = ImageInput(INPUT, height, width, rule, edge, filtered, "RGB" if channels == 3 else "L")
+    labels, count = _timm_labels(module), getattr(module, "num_classes", -1)
+    features = count == 0 or (not labels and count == config.get("num_classes"))  # as CLIP's
+    return Preset(
+        EMBED if features else CLASSIFY,
+        (spec,),
+        placed,
+        Preprocess(name or "timm", mean, std),
+        () if features else labels,
+        source=f"timm's configuration of {name or type(module).__name__}",
+    )
+
+
+def _timm_labels(module: Any) -> tuple[str, ...]:
+    """The names of ImageNet's classes, where the model was trained on one of its subsets."""
+    data = require("timm.data")
+    subset = data.infer_imagenet_subset(module)
+    return tuple(data.ImageNetInfo(subset).label_descriptions()) if subset else ()
+
+
+# Ultralytics
+
+
+def _of_ultralytics(module: Any) -> Preset | None:
+    layers = getattr(module, "model", None)
+    head = layers[-1] if layers is not None else None
+    names = getattr(module, "names", {})
+    listed = [names[key] for key in sorted(names)] if isinstance(names, Mapping) else list(names)
+    if head is None:
+        return None
+    head.export = True  # decoded boxes alone, not the raw maps with them
+    kind = CLASSIFY if type(head).__name__ == "Classify" else DETECT
+    if type(head).__name__ in ("OBB", "OBB26", "SemanticSegment", "RTDETRDecoder"):
+        raise BadInput(
+            f"{type(module).__name__}: its head {type(head).__name__} fits none of the tasks",
+            hint="export it without `task`, and decode its outputs in the client",
+        )
+    options = getattr(module, "args", {})
+    options = options if isinstance(options, Mapping) else vars(options)
+    size = options.get("imgsz") or (224 if kind == CLASSIFY else 640)
+    height, width = (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
+    spec = make_spec(INPUT, "float32", ["N", 3, height, width])
+    placed = ImageInput(INPUT, height, width, LETTERBOX)
+    if kind == CLASSIFY:
+        placed = ImageInput(INPUT, height, width, SHORTEST_EDGE, min(height, width))
+    return Preset(
+        kind,
+        (spec,),
+        placed,
+        _ZERO_TO_ONE,
+        tuple(map(str, listed)),
+        getattr(head, "nc", None) or len(listed) or None,
+        f"the checkpoint of Ultralytics ({type(module).__name__})",
+    )

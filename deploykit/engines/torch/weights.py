@@ -1,0 +1,224 @@
+"""Build the user's architecture and put a file's weights into it.
+
+Everything that is not a plain copy is noted. Weights that do not fit are named: missing,
+unexpected, of another shape or kind.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from deploykit.core.errors import BadInput, first_line
+from deploykit.core.extras import require
+from deploykit.core.files import import_object
+from deploykit.engines.torch.files import module_errors, with_torchvision
+from deploykit.engines.torch.presets import build_named
+
+torch = require("torch")
+
+_LISTED = 10
+# left by DataParallel, torch.compile and Lightning in front of every name
+_PREFIXES = ("module.", "_orig_mod.", "model.")
+_AVERAGED = "n_averaged"  # the one name of AveragedModel's own
+
+
+def build_module(
+    arch: str,
+    arguments: Mapping[str, Any] | None = None,
+    weights: Mapping[str, Any] | None = None,
+) -> tuple[Any, tuple[str, ...]]:
+    """The module on the CPU that `arch`, `pkg.mod:callable` or `./file.py:callable`, builds.
+
+    It is called with those `arguments` that it names, otherwise without any; a note lists them. A
+    library's model, as "resnet18", is built to fit `weights`. Raises BadInput, NotFound,
+    MissingExtra.
+    """
+    given: dict[str, Any] = {}
+    with module_errors(f"`arch` {arch}"):
+        named = build_named(arch, weights or {})
+    found: Any = named if named is not None else with_torchvision(lambda: import_object(arch))
+    if not isinstance(found, torch.nn.Module):
+        given = _arguments(arch, found, arguments or {})
+        with module_errors(f"`arch` {arch}"):
+            found = with_torchvision(partial(found, **given))
+    if not isinstance(found, torch.nn.Module):
+        raise BadInput(f"`arch` {arch}: returned a {type(found).__name__}, not a torch.nn.Module")
+    note = "built with the file's hyper_parameters: "
+    notes = (note + ", ".join(f"{k}={v!r}" for k, v in given.items()),) if given else ()
+    return found.cpu(), notes
+
+
+def _arguments(arch: str, function: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `offered` that `function` takes. Raises BadInput where it needs others."""
+    if not callable(function):
+        raise BadInput(f"`arch` {arch}: is a {type(function).__name__}, a callable is needed")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return {}
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    given = {p.name: offered[p.name] for p in parameters if p.kind in named and p.name in offered}
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in open_ended]
+    lacking = [name for name in needed if name not in given]
+    if lacking:
+        raise BadInput(
+            f"`arch` {arch}: needs the arguments {', '.join(lacking)}",
+            hint="write a function without arguments and name that: "
+            f"def build(): return {arch.rpartition(':')[2]}(...)  ->  `arch` ./file.py:build",
+        )
+    return given
+
+
+def in_float32(module: Any) -> tuple[Any, tuple[str, ...]]:
+    """A module that was saved in float16, as Ultralytics saves its own, in float32, and a note."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return module, ()
+    count = sum(tensor.dtype == torch.float16 for tensor in module.state_dict().values())
+    note = f"{count} tensors converted from float16 to float32"
+    return (module.float(), (note,)) if count else (module, ())
+
+
+def copy_weights(
+    where: Path, module: Any, weights: Mapping[str, Any], source: str = ""
+) -> tuple[str, ...]:
+    """Copy `weights` into `module`; returns notes. Raises BadInput when they do not fit.
+
+    `source`: a "Lightning" checkpoint may hold more than the model, as a loss with weights.
+    """
+    own = module.state_dict()
+    notes: list[str] = []
+    if source == "Lightning":
+        weights, notes = _of_attribute(own, weights)
+    weights, removed = _without_prefix(module, weights)
+    notes += removed
+    _check_kinds(where, own, weights)
+    try:
+        missing, unexpected = module.load_state_dict(weights, strict=False)
+    except RuntimeError as exc:
+        raise _misfit(where, _differences(own, weights) or [_second_line(exc)]) from exc
+    tied = _tied(module, missing)
+    if tied:
+        notes.append(f"not in the file, as they share another's weights: {list_names(tied)}")
+    missing = [key for key in missing if key not in tied]
+    if missing or unexpected:
+        raise _misfit(where, _differences(own, weights, missing, unexpected))
+    casts = Counter(
+        (_type(value), _type(own[key]))
+        for key, value in weights.items()
+        if key in own and _is_tensor(value, own[key]) and value.dtype != own[key].dtype
+    )
+    notes += [
+        f"{count} tensors converted from {old} to {new}" for (old, new), count in casts.items()
+    ]
+    return tuple(notes)
+
+
+def _without_prefix(module: Any, weights: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """Drop what a wrapper put before every name, if the module has no such names itself."""
+    notes = []
+    if _AVERAGED in weights and not hasattr(module, _AVERAGED):
+        weights = {key: value for key, value in weights.items() if key != _AVERAGED}
+        notes.append("took the averaged weights of a torch.optim.swa_utils.AveragedModel")
+    own = [name for name, _ in module.named_children()]
+    own += [name for name, _ in module.named_parameters(recurse=False)]
+    for _ in _PREFIXES:
+        for prefix in _PREFIXES:
+            if prefix[:-1] not in own and all(key.startswith(prefix) for key in weights):
+                weights = {key.removeprefix(prefix): value for key, value in weights.items()}
+                notes.append(f"removed '{prefix}' from the front of every name")
+    return weights, notes
+
+
+def _of_attribute(
+    own: Mapping[str, Any], weights: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], list[str]]:
+    """The weights of the one attribute of a LightningModule that has all the names in `own`."""
+    prefixes = dict.fromkeys(f"{key.partition('.')[0]}." for key in weights)
+    fitting = [each for each in prefixes if all(f"{each}{name}" in weights for name in own)]
+    if not own or len(fitting) != 1:
+        return weights, []
+    prefix = fitting[0]
+    others = [key for key in weights if not key.startswith(prefix)]
+    notes = [f"took the weights under '{prefix}'; not used: {list_names(others)}"]
+    own_part = {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
+    return own_part, notes
+
+
+def _check_kinds(where: Path, own: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+    """Refuse integers for floats and so on: torch would convert them silently."""
+    wrong = [
+        f"{key} is {_type(value)} in the file, {_type(own[key])} in the model"
+        for key, value in weights.items()
+        if key in own and _is_tensor(value, own[key])
+        if value.is_floating_point() != own[key].is_floating_point()
+        or value.is_complex() != own[key].is_complex()
+    ]
+    if wrong:
+        raise _misfit(where, [list_names(wrong)])
+
+
+def _differences(
+    own: Mapping[str, Any],
+    weights: Mapping[str, Any],
+    missing: Sequence[str] = (),
+    unexpected: Sequence[str] = (),
+) -> list[str]:
+    """Shapes that differ, missing and unexpected names: ten of each at most."""
+    shapes = [
+        f"{key} {_shape(value)} in the file, {_shape(own[key])} in the model"
+        for key, value in weights.items()
+        if key in own and _is_tensor(value, own[key]) and value.shape != own[key].shape
+    ]
+    if shapes:
+        missing = [key for key in own if key not in weights]
+        unexpected = [key for key in weights if key not in own]
+    found = [f"size mismatch: {list_names(shapes)}"] if shapes else []
+    if missing or unexpected:
+        found += [f"missing {list_names(missing)}", f"unexpected {list_names(unexpected)}"]
+    return found
+
+
+def _tied(module: Any, missing: Sequence[str]) -> list[str]:
+    """Of the missing names, those of a parameter that the module also has under another name."""
+    holders: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), []).append(name)
+    groups = {name: names for names in holders.values() for name in names}
+    return [key for key in missing if not set(groups.get(key, [key])) <= set(missing)]
+
+
+def _misfit(where: Path, reasons: Sequence[str]) -> BadInput:
+    return BadInput(f"{where}: weights do not fit the model: {'; '.join(reasons)}")
+
+
+def _is_tensor(*values: Any) -> bool:
+    """Whether all are tensors with a shape: a lazy module's parameters have none yet."""
+    return all(
+        isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
+        for value in values
+    )
+
+
+def list_names(words: Sequence[str]) -> str:
+    """The first ten, and how many more."""
+    more = f" and {len(words) - _LISTED} more" if len(words) > _LISTED else ""
+    return ", ".join(words[:_LISTED]) + more if words else "none"
+
+
+def _shape(tensor: Any) -> str:
+    return f"[{','.join(str(size) for size in tensor.shape)}]"
+
+
+def _type(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _second_line(exc: Exception) -> str:
+    """The reasons below the heading of load_state_dict's message, in one line."""
+    return " ".join(line.strip() for line in str(exc).splitlines()[1:3]) or first_line(exc)

@@ -1,0 +1,458 @@
+"""Top-1 accuracy: per sample 1.0 where the largest value of the first output is the label."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from deploykit.core.errors import BadInput, GateFailed, first_line, quote
+from deploykit.core.evidence import Drop
+from deploykit.core.files import import_object
+from deploykit.engines.answers import class_axis
+from deploykit.engines.data.samples import Samples
+from deploykit.engines.engine import Arrays, Engine
+from deploykit.evaluation.statistics import paired_drop, relative_rise
+
+TOP1 = "top-1 accuracy"
+_BLOCK = 4096  # samples at a time
+
+
+def top1(values: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
+    """1.0 where the largest of `values` (samples, classes) is the label, else 0.0.
+
+    Labels are as `class_numbers` takes them. Returns float64 (samples,). Raises BadInput when they
+    are not classes, or the values are not one per class, and GateFailed where one is NaN or
+    infinity.
+    """
+    if values.ndim != 2 or len(values) != len(labels) or values.shape[1] < 2:
+        raise BadInput(
+            f"{where}: the first output is {values.shape}, top-1 needs (samples, classes)"
+        )
+    labels = class_numbers(labels, values.shape[1], where)
+    if int(labels.min()) < 0 or int(labels.max()) >= values.shape[1]:
+        raise BadInput(
+            f"{where}: labels run from {labels.min()} to {labels.max()}, "
+            f"the model has {values.shape[1]} classes"
+        )
+    broken, right = 0, np.empty(len(values))
+    for at in range(0, len(values), _BLOCK):  # `values` may be larger than the memory
+        block = values[at : at + _BLOCK]
+        broken += int((~np.isfinite(block) & (block != -np.inf)).any(1).sum())
+        right[at : at + _BLOCK] = block.argmax(1) == labels[at : at + _BLOCK]
+    if broken:
+        raise GateFailed(f"{where}: the model's answer is NaN or infinity for {broken} samples")
+    return right
+
+
+def class_numbers(labels: np.ndarray, classes: int, where: str) -> np.ndarray:
+    """Labels as integers (samples,): numbers of any type, as text too, or one-hot rows.
+
+    Raises BadInput for other text, fractions, and rows that are not one-hot.
+    """
+    found = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
+    if found.dtype.kind in "US":
+        try:
+            found = found.astype(np.int64)
+        except ValueError:
+            name = quote(labels.flat[0].item())
+            raise BadInput(
+                f"{where}: labels are names, such as {name}, and a model has none",
+                hint="number the classes from 0, in the order of the model's output",
+            ) from None
+    if found.ndim == 2 and found.shape[1] == classes and found.dtype.kind in "biuf":
+        hot = found == 1
+        if bool((hot | (found == 0)).all() and (hot.sum(1) == 1).all()):
+            places: np.ndarray = hot.argmax(1)
+            return places
+    if found.ndim == 1 and found.dtype.kind in "bf" and bool((np.trunc(found) == found).all()):
+        found = found.astype(np.int64)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise BadInput(
+            f"{where}: labels are {labels.dtype}{list(labels.shape)}",
+            hint=f"top-1 needs a class number for each sample, or a one-hot row of {classes}",
+        )
+    return found
+
+
+def top1_scores(engine: Engine, samples: Samples, batch_size: int = 64) -> np.ndarray:
+    """`top1` of an engine's first output over labelled samples. Raises BadInput."""
+    if samples.labels is None:
+        raise BadInput(f"{samples.where}: no array 'labels'")
+    size, used = samples.batching(batch_size, engine.inputs)
+    name, scores = engine.outputs[0].name, []
+    for number, feeds in enumerate(samples.first(used).batches(size)):
+        labels = samples.labels[number * size : number * size + size]
+        scores.append(top1(engine(feeds)[name], labels, samples.where))
+    return np.concatenate(scores)
+
+
+# Score an engine on labelled samples: one score per sample, higher is better.
+#
+# Scores are per sample so that two engines can be compared on the same samples. A user's own
+# metric
+# is a function of the same kind.
+
+IGNORED = -100  # the label of a token that does not count, as in torch's cross_entropy
+_BLOCK_METRICS = 1 << 20  # logits converted to float64 at a time
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A score per sample, and the unit of a drop.
+
+    `score`: outputs by name, in the model's order, and the labels of the same samples -> float64
+    (samples,), higher is better. `unit`: "pp" for shares, "%" for log-likelihoods (the drop is
+    perplexity's relative rise), "" for the score's own. `weigh`: labels -> (samples,), how much
+    each sample counts; None for equal weights.
+    """
+
+    name: str
+    unit: str
+    score: Callable[[Arrays, np.ndarray], np.ndarray]
+    weigh: Callable[[np.ndarray], np.ndarray] | None = None
+
+
+@dataclass
+class Scores:
+    """Scores and weights of the samples so far, in the order of the samples."""
+
+    metric: Metric
+    where: str  # the data file, for error messages
+    _values: list[np.ndarray] = field(default_factory=list)
+    _weights: list[np.ndarray] = field(default_factory=list)
+
+    def add(self, outputs: Arrays, labels: np.ndarray) -> None:
+        """The next samples' outputs and labels. Raises BadInput naming the data or the metric."""
+        labels = labels.view()
+        labels.flags.writeable = False  # the other engine is scored on the same labels
+        try:
+            self._values.append(self.metric.score(outputs, labels))
+            if self.metric.weigh is not None:
+                self._weights.append(self.metric.weigh(labels))
+        except BadInput as exc:
+            raise BadInput(f"{self.where}: {exc.message}", hint=exc.hint) from exc
+
+    @property
+    def values(self) -> np.ndarray:
+        """Shape (samples,), float64."""
+        return np.concatenate(self._values)
+
+    @property
+    def weights(self) -> np.ndarray:
+        """Shape (samples,), float64."""
+        return np.concatenate(self._weights) if self._weights else np.ones(len(self.values))
+
+
+def score(engine: Engine, samples: Samples, metric: Metric, batch_size: int = 64) -> Scores:
+    """Score an engine over labelled samples; no more than one batch of outputs is kept.
+
+    Samples that do not fill a fixed batch are left out. Raises BadInput.
+    """
+    if samples.labels is None:
+        raise BadInput(f"{samples.where}: no array 'labels'", hint="labelled data are needed here")
+    scores = Scores(metric, samples.where)
+    size, used = samples.batching(batch_size, engine.inputs)
+    for number, feeds in enumerate(samples.first(used).batches(size)):
+        values = engine(feeds)
+        outputs = {spec.name: values[spec.name] for spec in engine.outputs}
+        scores.add(outputs, samples.labels[number * size : number * size + size])
+    return scores
+
+
+def drop_of(reference: Scores, candidate: Scores) -> Drop:
+    """How much worse the candidate scores, with its interval. Raises BadInput."""
+    metric = reference.metric
+    if metric.unit == "%":
+        return relative_rise(reference.values, candidate.values, reference.weights, metric.name)
+    return paired_drop(reference.values, candidate.values, metric.name, unit=metric.unit)
+
+
+def find_metric(name: str) -> Metric:
+    """ "top1", "perplexity", or a user's `pkg.mod:function` or `./file.py:function`.
+
+    The function takes (outputs, labels) as `Metric.score` does. Importing it runs its code. Raises
+    NotFound, BadInput.
+    """
+    if name in METRICS:
+        return METRICS[name]
+    if ":" not in name:
+        raise BadInput(
+            f"'{name}' is not a metric",
+            hint=f"one of: {', '.join(METRICS)}; or your own, as pkg.mod:function or "
+            "./file.py:function",
+        )
+    function = import_object(name)
+    if not callable(function):
+        raise BadInput(f"{name}: is a {type(function).__name__}, not a function")
+    return Metric(name, "", lambda outputs, labels: _user_scores(name, function, outputs, labels))
+
+
+def log_likelihood(outputs: Arrays, labels: np.ndarray) -> np.ndarray:
+    """The mean log-likelihood of each sample's labels under the first output, in nats per token.
+
+    The first output: logits, float (samples, T, vocabulary) or (samples, vocabulary). `labels`:
+    integers, (samples, T) or (samples,), each the token that the logits at its place predict;
+    -100 is left out, and a sample without any other label scores 0 (its weight is 0). Returns
+    float64 (samples,). Raises BadInput.
+    """
+    logits = next(iter(outputs.values()))
+    if labels.dtype.kind not in "iu" or logits.dtype.kind in "biuO":
+        raise BadInput(
+            f"{PERPLEXITY}: needs logits and integer labels, got {logits.dtype} and {labels.dtype}"
+        )
+    if logits.ndim not in (2, 3) or logits.shape[:-1] != labels.shape or not logits.shape[-1]:
+        raise BadInput(
+            f"{PERPLEXITY}: labels of shape {labels.shape} need a first output of "
+            f"{(*labels.shape, 'vocabulary')}, it is {logits.shape}"
+        )
+    vocabulary = logits.shape[-1]
+    flat = labels.reshape(-1)
+    counted = np.flatnonzero(flat != IGNORED)
+    used = flat[counted]
+    if used.size and (int(used.min()) < 0 or int(used.max()) >= vocabulary):
+        raise BadInput(
+            f"{PERPLEXITY}: labels run from {used.min()} to {used.max()}, the vocabulary has "
+            f"{vocabulary} tokens",
+            hint=f"{IGNORED} is the label of a token that does not count",
+        )
+    rows = logits.reshape(-1, vocabulary)
+    found = np.zeros(flat.shape)
+    step = max(1, _BLOCK_METRICS // vocabulary)
+    for start in range(0, len(counted), step):
+        places = counted[start : start + step]
+        block = rows[places].astype(np.float64)
+        with np.errstate(invalid="ignore"):  # infinite logits give NaN, which is refused later
+            block -= block.max(1, keepdims=True)
+            chosen = block[np.arange(len(places)), flat[places].astype(np.intp)]
+            found[places] = chosen - np.log(np.exp(block).sum(1))
+    sums = found.reshape(len(labels), -1).sum(1)
+    return np.asarray(sums / np.maximum(tokens(labels), 1.0))
+
+
+def tokens(labels: np.ndarray) -> np.ndarray:
+    """How many labels of each sample count; float64 (samples,)."""
+    return np.asarray((labels != IGNORED).reshape(len(labels), -1).sum(1, dtype=np.float64))
+
+
+def _user_scores(
+    name: str, function: Callable[..., object], outputs: Arrays, labels: np.ndarray
+) -> np.ndarray:
+    """A user's scores, checked; errors name the metric."""
+    try:
+        found = np.asarray(function(outputs, labels))
+    except (Exception, SystemExit) as exc:  # the user's own code may raise anything
+        raise BadInput(f"metric {name}: failed: {type(exc).__name__}: {first_line(exc)}") from exc
+    if found.dtype.kind not in "biuf" or found.shape != (len(labels),):
+        raise BadInput(
+            f"metric {name}: returned {found.dtype}{list(found.shape)}",
+            hint=f"one number for each of the {len(labels)} samples of the batch is needed",
+        )
+    scores = found.astype(np.float64)
+    if not bool(np.isfinite(scores).all()):
+        raise BadInput(f"metric {name}: returned NaN or infinity for a sample")
+    return scores
+
+
+PERPLEXITY = "perplexity"
+METRICS = {
+    "top1": Metric(
+        TOP1, "pp", lambda outputs, labels: top1(next(iter(outputs.values())), labels, TOP1)
+    ),
+    PERPLEXITY: Metric(PERPLEXITY, "%", log_likelihood, tokens),
+}
+
+
+# Pair the boxes that two engines found in the same images.
+#
+# A detector gives as many boxes as it finds, sorted by score: a difference of 1e-6 swaps two rows
+# or
+# drops one. So rows are compared with their counterparts: of the same label, with at least half
+# of
+# their union in common.
+
+LEAST_IOU = 0.5
+_LABELS = ("labels", "classes")
+_MORE = ("masks", "keypoints", "keypoints_scores")  # also one row for each box
+_MOST = 4096  # boxes of an image; of all pairs the IoU is in memory at once
+_CLOSE = 1e-3  # of the largest coordinate: boxes without an area are equal, too
+
+
+@dataclass(frozen=True)
+class Matches:
+    """`total`: boxes of either side, pairs counted once. `iou`: summed up over the pairs."""
+
+    matched: int
+    total: int
+    iou: float
+
+
+@dataclass(frozen=True)
+class _Head:
+    """Names of the outputs of one head; all three are the same for rows [x1, y1, x2, y2, s, c]."""
+
+    boxes: str
+    scores: str
+    labels: str
+    more: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((self.boxes, self.scores, self.labels, *self.more)))
+
+    def rows(self, outputs: Arrays) -> Sequence[np.ndarray]:
+        """Corners [..., M, 4], scores [..., M] and labels [..., M]."""
+        boxes = outputs[self.boxes]
+        if self.scores == self.boxes:
+            return boxes[..., :4], boxes[..., 4], boxes[..., 5]
+        return boxes, outputs[self.scores], outputs[self.labels]
+
+
+def pair(left: Arrays, right: Arrays) -> tuple[Arrays, Arrays, Mapping[str, Matches]]:
+    """Both with the boxes of `left` that `right` has too, in the order of `left`.
+
+    Recognised are, in `left`: outputs [M,4] or [N,M,4] named "...boxes" with "...scores" and
+    "...labels" or "...classes" [M] or [N,M] (and torchvision's masks and keypoints); and [N,M,6]
+    that can only be corners, a score and a class. Others stay as they are. `Matches` by the name of
+    the output that holds the boxes.
+    """
+    found: dict[str, Matches] = {}
+    left, right = dict(left), dict(right)
+    for head in list(_heads(left)):
+        if any(left[name].shape[2:] != right[name].shape[2:] for name in head.names):
+            continue
+        mine, theirs = head.rows(left), head.rows(right)
+        if mine[0].ndim != theirs[0].ndim or mine[0].shape[:-2] != theirs[0].shape[:-2]:
+            continue
+        single = mine[0].ndim == 2
+        images = [(mine, theirs)]
+        if not single:
+            every = range(len(mine[0]))
+            images = [([a[n] for a in mine], [a[n] for a in theirs]) for n in every]
+        pairs = [_pairs(*image) for image in images]
+        for name in head.names:
+            for outputs, places in (
+                (left, [each.left for each in pairs]),
+                (right, [each.right for each in pairs]),
+            ):
+                parts = [outputs[name]] if single else outputs[name]
+                taken = [part[at] for part, at in zip(parts, places, strict=True)]
+                outputs[name] = np.concatenate(taken)
+        matched = sum(len(each.left) for each in pairs)
+        total = sum(each.boxes for each in pairs) - matched
+        found[head.boxes] = Matches(matched, total, sum(each.iou for each in pairs))
+    return left, right, found
+
+
+def same_boxes(left: Arrays, right: Arrays) -> np.ndarray | None:
+    """A boolean for each box of either side: whether the other has it; None without a detector."""
+    found = pair(left, right)[2].values()
+    if not found:
+        return None
+    matched, total = sum(each.matched for each in found), sum(each.total for each in found)
+    return np.arange(total) < matched
+
+
+def _heads(outputs: Arrays) -> Iterator[_Head]:
+    for name, array in outputs.items():
+        if array.dtype.kind != "f" or array.ndim not in (2, 3) or array.shape[-2] > _MOST:
+            continue
+        if name.endswith("boxes") and array.shape[-1] == 4:
+            stem = name.removesuffix("boxes")
+            label = next((stem + each for each in _LABELS if stem + each in outputs), "")
+            rows = [outputs[each] for each in (stem + "scores", label) if each in outputs]
+            if len(rows) == 2 and all(each.shape == array.shape[:-1] for each in rows):
+                more = (stem + each for each in _MORE)
+                more = (n for n in more if n in outputs and outputs[n].shape[:1] == array.shape[:1])
+                if _corners(array):
+                    kept = tuple(more) if array.ndim == 2 else ()
+                    yield _Head(name, stem + "scores", label, kept)
+        elif array.ndim == 3 and array.shape[-1] == 6 and _only_boxes(array):
+            yield _Head(name, name, name)
+
+
+def _corners(boxes: np.ndarray) -> bool:
+    finite = bool(np.isfinite(boxes).all())
+    return finite and bool((boxes[..., 2:] >= boxes[..., :2]).all())
+
+
+def _only_boxes(rows: np.ndarray) -> bool:
+    """Whether all rows are corners, a score and the number of a class, and some have an area."""
+    scores, classes = rows[..., 4], rows[..., 5]
+    shares = bool(((scores >= 0) & (scores <= 1)).all() and scores.any())
+    numbers = bool(((classes >= 0) & (np.trunc(classes) == classes)).all())
+    return shares and numbers and _corners(rows[..., :4]) and bool(_areas(rows[..., :4]).any())
+
+
+class _Pairs(NamedTuple):
+    """Of one image: places of the pairs on both sides, boxes of both sides, and summed IoU."""
+
+    left: list[int]
+    right: list[int]
+    boxes: int
+    iou: float
+
+
+def _pairs(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> _Pairs:
+    (boxes, scores, labels), (others, their_scores, their_labels) = left, right
+    mine, theirs = _real(boxes, scores), _real(others, their_scores)
+    iou = _iou(boxes[mine], others[theirs])
+    iou[labels[mine][:, None] != their_labels[theirs]] = 0
+    found: tuple[list[int], list[int]] = ([], [])
+    total = 0.0
+    for row, place in enumerate(mine):
+        if not len(theirs) or iou[row].max() < LEAST_IOU:
+            continue
+        best = np.flatnonzero(iou[row] >= iou[row].max() - _CLOSE)
+        gaps = np.abs(their_scores[theirs[best]].astype(np.float64) - float(scores[place]))
+        column = best[gaps.argmin()]
+        total += float(iou[row, column])
+        iou[:, column] = 0
+        found[0].append(int(place))
+        found[1].append(int(theirs[column]))
+    return _Pairs(*found, len(mine) + len(theirs), total)
+
+
+def _real(boxes: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """Places of the boxes, best first, without the zeros that fill a tensor of fixed size up."""
+    order = np.argsort(-scores.astype(np.float64), kind="stable")
+    return np.asarray(order[((scores != 0) | boxes.any(-1))[order]])
+
+
+def _areas(boxes: np.ndarray) -> np.ndarray:
+    sides = np.maximum(boxes[..., 2:] - boxes[..., :2], 0)
+    return np.asarray(sides[..., 0] * sides[..., 1])
+
+
+def _iou(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Intersection over union [L,R] of boxes [L,4] and [R,4]; 1 where they are all but equal."""
+    right = np.where(np.isfinite(right), right, 0)  # no box of `left` then has much of it
+    a, b = left.astype(np.float64)[:, None], right.astype(np.float64)[None]
+    low, high = np.maximum(a[..., :2], b[..., :2]), np.minimum(a[..., 2:], b[..., 2:])
+    shared = _areas(np.concatenate((low, high), -1))
+    union = _areas(a) + _areas(b) - shared
+    share = np.divide(shared, union, out=np.zeros_like(shared), where=union > 0)
+    close = np.abs(a - b).max(-1) <= _CLOSE * np.abs(left).max(initial=0)
+    return np.where(close, 1.0, share)
+
+
+# Where two engines give the same answer: the highest class, or the value of an integer.
+
+
+def same_answers(left: Arrays, right: Arrays, feeds: Arrays, rows: int) -> np.ndarray | None:
+    """Where both give the same answer, boolean, for boxes or the first output with answers."""
+    boxes = same_boxes(left, right)
+    if boxes is not None:
+        return boxes
+    for name, values in left.items():
+        others = right[name]
+        if values.ndim == 0 or len(values) != rows or not (values.any() or others.any()):
+            continue
+        if values.dtype.kind in "biuO":
+            return np.asarray(values == others)
+        axis = class_axis(name, values, feeds)
+        if axis is not None:
+            return np.asarray(values.argmax(axis) == others.argmax(axis))
+    return None

@@ -1,0 +1,217 @@
+"""Write an artefact to a temporary path, then keep it, or reject it as `NAME.rejected.EXT`.
+
+A rejected one leaves the previous file as it was. Weights (`NAME.data`) and golden samples move
+with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from deploykit.core.artefact import Artefact
+from deploykit.core.errors import DeploykitError, GateFailed
+from deploykit.core.evidence import (
+    Drop,
+    Evaluation,
+    Evidence,
+    Interval,
+    Parity,
+    SearchRecord,
+    WeightsFile,
+)
+from deploykit.core.files import StrPath, sha256
+from deploykit.core.json_value import Record
+from deploykit.core.machine import tool_versions
+from deploykit.core.manifest import Manifest, write_manifest
+from deploykit.core.task import Task, tokenizer_name
+from deploykit.evaluation.outputs import SIDECARS, claim, rejected
+
+if TYPE_CHECKING:
+    from deploykit.graph.graph import Graph
+
+Progress = Callable[[str, float], None]  # the current step, share done 0..1
+
+
+def no_progress(what: str, share: float) -> None:
+    """Ignore progress."""
+
+
+def span(progress: Progress, start: float, end: float) -> Progress:
+    """Report a step that takes the whole from share `start` to share `end`."""
+    return lambda what, share: progress(what, start + (end - start) * share)
+
+
+@dataclass(frozen=True)
+class Made(Record):
+    """An artefact that was written, its manifest, and notes for the user."""
+
+    path: Path
+    manifest: Manifest
+    notes: tuple[str, ...] = ()
+
+    shown: ClassVar[tuple[str, ...]] = ("parity", "accuracy", "drop", "evaluation", "search")
+
+    @property
+    def evidence(self) -> Evidence:
+        return self.manifest.evidence
+
+    @property
+    def parity(self) -> Parity | None:
+        """The comparison with what it was made from."""
+        return self.evidence.parity
+
+    @property
+    def accuracy(self) -> Interval | None:
+        """The score of a trained checkpoint on its test split."""
+        return self.evidence.training.score if self.evidence.training else None
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        """What a lower precision costs."""
+        return self.evidence.accuracy
+
+    @property
+    def drop(self) -> Drop | None:
+        """What a lower precision costs on labelled data."""
+        return self.evaluation.drop if self.evaluation else None
+
+    @property
+    def search(self) -> SearchRecord | None:
+        """The steps of `auto`."""
+        return self.evidence.search
+
+    def _repr_html_(self) -> str:
+        from deploykit.evaluation import html_tables
+
+        known = self.manifest
+        facts = html_tables.model_facts(known.inputs, known.outputs, known.precision)
+        facts = {"file": self.path, **facts, "notes": "; ".join(self.notes)}
+        html = html_tables.facts_html(self.path.name, facts)
+        if self.evaluation is not None:
+            return html + html_tables.evaluation_html(self.evaluation)
+        return html + (html_tables.parity_html(self.parity) if self.parity else "")
+
+
+def destination(
+    model: Artefact,
+    out: StrPath | None,
+    suffix: str,
+    inputs: Iterable[object],
+    *,
+    kind: str = "onnx",
+    force: bool = False,
+) -> Path:
+    """Where the result goes: `out`, else next to the model. Raises BadInput as `claim` does."""
+    place = Path(out) if out is not None else model.path.with_suffix(suffix)
+    return claim(place, kind, (model, *inputs), force=force)
+
+
+@contextlib.contextmanager
+def stage(out: Path) -> Iterator[Path]:
+    """A path in a temporary folder next to `out`, on the same disk: keeping it is a rename.
+
+    An error names the files in it without the folder, which is gone by then, a full disk `out`.
+    """
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+        try:
+            yield Path(folder) / out.name
+        except DeploykitError as exc:
+            full = re.compile(re.escape(folder) + "/.*(?=: no space left on the disk)")
+            exc.message = full.sub(lambda _: str(out), exc.message)
+            gone = re.compile(re.escape(folder) + r"/(?:[^/\s]*/)*")
+            exc.message = gone.sub("", exc.message)
+            exc.hint = exc.hint and gone.sub("", exc.hint)
+            exc.args = (exc.message,)
+            raise
+
+
+def keep(tmp: Path, made: Made) -> Made:
+    """Move `tmp` to `made.path`: weights and samples first, the manifest last."""
+    for suffix in SIDECARS.values():
+        source = tmp.with_name(tmp.name + suffix)
+        target = made.path.with_name(made.path.name + suffix)
+        if source.exists():
+            source.replace(target)
+        else:
+            target.unlink(missing_ok=True)  # of the previous file
+    tmp.replace(made.path)
+    write_manifest(made.path, made.manifest)
+    return made
+
+
+def reject(tmp: Path, made: Made) -> Made:
+    """Move `tmp` next to `made.path`, as NAME.rejected.EXT."""
+    place = rejected(made.path)
+    if tmp.with_name(f"{tmp.name}.data").exists():
+        from deploykit.graph.storage import point_to
+
+        point_to(tmp, f"{place.name}.data")
+        made = replace(made, manifest=replace(made.manifest, sha256=sha256(tmp)))
+    moved = {
+        name: replace(found, file=place.name + suffix)
+        for name, suffix in SIDECARS.items()
+        if (found := getattr(made.evidence, name, None)) is not None
+    }
+    evidence = replace(made.evidence, **moved)
+    task = made.manifest.task and made.manifest.task.named_after(place.name)
+    made = replace(made, manifest=replace(made.manifest, evidence=evidence, task=task))
+    return keep(tmp, replace(made, path=place))
+
+
+def carry_task(source: Artefact, to: Path) -> Task | None:
+    """The task of `source` for the file at `to`, with a copy of its tokenizer next to that.
+
+    Raises BadInput where the tokenizer is not the one that the manifest names.
+    """
+    task = source.task
+    if task is not None and task.text is not None:
+        from deploykit.evaluation.bundle_folder import copy_checked
+
+        tokenizer = to.with_name(tokenizer_name(to.name))
+        copy_checked(source.path, task.text.tokenizer, task.text.sha256, tokenizer)
+    return task and task.named_after(to.name)
+
+
+def keep_if_equal(tmp: Path, made: Made, parity: Parity) -> Made:
+    if parity.passed:
+        return keep(tmp, made)
+    made = reject(tmp, made)
+    try:
+        parity.raise_if_over()
+    except GateFailed as exc:
+        raise GateFailed(
+            f"{exc.message}; the file is kept as {made.path}", hint=exc.hint, result=made
+        ) from None
+    return made
+
+
+def onnx_manifest(
+    graph: Graph,
+    sources: Sequence[str],
+    *,
+    tools: Sequence[str],
+    evidence: Evidence,
+    built_on: dict[str, str] | None = None,
+    task: Task | None = None,
+) -> Manifest:
+    path = graph.path
+    data = path.with_name(f"{path.name}.data")
+    weights = WeightsFile(data.name, graph.sha256(data)) if data.exists() else None
+    return Manifest(
+        format="onnx",
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+        precision=graph.precision,
+        sha256=graph.sha256(path),
+        made_from=tuple(sources),
+        made_with=tool_versions(*tools),
+        built_on=built_on or {},
+        evidence=replace(evidence, weights=weights),
+        task=task,
+    )

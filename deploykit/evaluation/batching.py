@@ -1,0 +1,87 @@
+"""Prove that requests to an artefact may be joined, and pass that evidence on to its engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploykit.core.artefact import Artefact
+from deploykit.core.evidence import GoldenSamples, RowIndependence
+from deploykit.evaluation import golden
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from deploykit.engines.batching import JoinedRun
+    from deploykit.engines.engine import Arrays, Engine
+
+ROWS = 32  # as many as `serve` joins by default
+
+
+def prove_batch(
+    engine: Engine,
+    path: Path,
+    samples: GoldenSamples | None,
+    rows: int = ROWS,
+    joined: Sequence[JoinedRun] = (),
+) -> RowIndependence:
+    """Run `engine` on the golden samples next to `path`, if any, and on invented inputs.
+
+    `rows`: at most, where so many as `ROWS` need too much memory; `serve` then tries more itself.
+    `joined`: what it ran already.
+    """
+    from deploykit.engines.batching import prove_rows
+
+    known = _inputs(engine, path, samples)
+    return prove_rows(engine, min(ROWS, rows), samples=known, joined=joined)
+
+
+def keep_runs(
+    engine: Engine, feeds: Sequence[Arrays], kept: list[JoinedRun]
+) -> Callable[[int, Arrays, Arrays], None]:
+    """Put into `kept` what `engine`, the second of a comparison on `feeds`, gives for each."""
+    from deploykit.engines.batching import JoinedRun, why_no_batch
+
+    is_batch = not why_no_batch(engine.inputs, engine.outputs)
+
+    def keep(number: int, _: Arrays, outputs: Arrays) -> None:
+        if is_batch:
+            kept.append(JoinedRun.of(feeds[number], outputs))
+
+    return keep
+
+
+def add_evidence(engines: Sequence[Any], artefact: Artefact) -> None:
+    """Give engines their file and what its manifest knows: the proof, else inputs that they run.
+
+    Raises BadInput for a file that is not the one its manifest describes.
+    """
+    for engine in engines:
+        engine.source = artefact
+    manifest = artefact.manifest
+    if manifest is None:
+        return
+    proof, examples = manifest.evidence.batching, None
+    if proof is None:
+        samples = golden.find_samples(artefact.path, manifest)
+        examples = _inputs(engines[0], artefact.path, samples)
+    for engine in engines:
+        engine.batching, engine.examples = proof, examples
+
+
+def _inputs(
+    engine: Engine, path: Path, samples: GoldenSamples | None
+) -> Mapping[str, np.ndarray] | None:
+    if samples is None or not all(spec.batched for spec in engine.inputs):
+        return None
+    return golden.open_samples(samples, path, engine.inputs, engine.outputs)[1]
+
+
+def notes(engine: Engine, proof: RowIndependence) -> tuple[str, ...]:
+    """For the user, where axis 0 looks like a batch and is none."""
+    from deploykit.engines.batching import looks_batched
+
+    if proof.passed or not looks_batched(engine):
+        return ()
+    return (f"`serve` will not join requests to it: {proof.why}",)

@@ -1,0 +1,352 @@
+"""A bundle's folder: `bundle.json`, `SHA256SUMS` and the files that these name, and no others.
+
+The same inputs give the same bytes. SHA-256 finds damage and careless edits; it is no signature.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import stat
+import tarfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from deploykit import __version__
+from deploykit.core.artefact import Artefact
+from deploykit.core.errors import BadInput, NotFound, os_reason, quote
+from deploykit.core.files import check_inside, check_readable, read_json, sha256
+from deploykit.core.json_value import Record
+from deploykit.core.manifest import Manifest, from_json, write_manifest
+from deploykit.core.profile import Profile
+from deploykit.core.task import TOKENIZER
+from deploykit.engines.onnxruntime.file import external_files
+
+# What every kind of bundle is made of: a model, its target and its name when it is served.
+
+# also part of the names of files, of a systemd unit and of an image
+SERVED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,62}")
+_TEMPLATES = Path(__file__).resolve().parents[1] / "deploying" / "templates"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """`model`: a typed ONNX file with its manifest and golden samples. `name`: as it is served.
+
+    `batch`: the smallest, usual and largest. `wheels`: bring what `pip` installs on the target.
+    `timing_cache`: TensorRT's, of the same kind of device. `release`: of the target's host,
+    "jetpack-6.2" or "cuda-13"; None for the profile's usual one. `axes`: sizes of other dynamic
+    axes, "T=16,128,512".
+    """
+
+    model: Artefact
+    profile: Profile
+    name: str
+    batch: tuple[int, int, int]
+    wheels: bool = False
+    timing_cache: Path | None = None
+    release: str | None = None
+    axes: tuple[str, ...] = ()
+
+    @property
+    def manifest(self) -> Manifest:
+        """The model's. Raises BadInput without one."""
+        if self.model.manifest is None:
+            raise BadInput(f"{self.model}: has no manifest next to it")
+        return self.model.manifest
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """What else has to be installed where the model is served."""
+        task = self.manifest.task
+        return () if task is None else (task.extra,)
+
+    def copy_model(self, out: Path) -> None:
+        """Copy the model to `out`, with its weights, manifest and golden samples named after it.
+
+        Raises BadInput for what is not what the manifest says.
+        """
+        evidence = self.manifest.evidence
+        named: dict[str, Any] = {"weights": ".data", "golden": ".golden.npz"}
+        known = {evidence.weights.file} if evidence.weights else set()
+        if others := set(external_files(self.model.path)) - known:
+            raise BadInput(
+                f"{self.model}: has weights in {min(others)}, which its manifest does not name",
+                hint="without its manifest `bundle` copies all of them",
+            )
+        shutil.copyfile(self.model.path, out)
+        moved = {}
+        for key, suffix in named.items():
+            found = getattr(evidence, key)
+            if found is not None:
+                copy_checked(self.model.path, found.file, found.sha256, Path(f"{out}{suffix}"))
+                moved[key] = replace(found, file=f"{out.name}{suffix}")
+        if evidence.weights is not None and evidence.weights.file != f"{out.name}.data":
+            from deploykit.graph.storage import point_to
+
+            point_to(out, f"{out.name}.data")
+        copied = replace(self.manifest, sha256=sha256(out), evidence=replace(evidence, **moved))
+        task = self.manifest.task
+        if task is not None and (text := task.text) is not None:
+            copy_checked(self.model.path, text.tokenizer, text.sha256, Path(f"{out}{TOKENIZER}"))
+        write_manifest(out, replace(copied, task=task and task.named_after(out.name)))
+
+
+def copy_checked(model: Path, name: str, digest: str, out: Path) -> None:
+    check_inside(model.parent, name, str(model))
+    source = model.with_name(name)
+    shutil.copyfile(source, out)
+    if sha256(out) != digest:
+        raise BadInput(f"{source}: is not the file that the manifest of {model.name} describes")
+
+
+def fill_templates(kind: str, folder: Path, known: Mapping[str, str]) -> None:
+    """Write the files of `templates/KIND` into `folder`, with a value in place of each @KEY@.
+
+    `@?KEY ` keeps the rest of its line if the value is not empty. A program's name ends in ".in".
+    """
+    for template in sorted((_TEMPLATES / kind).iterdir()):
+        lines = []
+        for line in template.read_text(encoding="utf-8").splitlines():
+            condition = re.match(r"@\?([A-Z_]+) ?", line)
+            if condition is None or known[condition[1]]:
+                lines.append(line[condition.end() :] if condition else line)
+        name = _fill(template.name.removesuffix(".in"), known)
+        (folder / name).write_text(_fill("\n".join(lines), known) + "\n", encoding="utf-8")
+
+
+def _fill(text: str, known: Mapping[str, str]) -> str:
+    return re.sub(r"@([A-Z0-9_]+)@", lambda match: known[match[1]], text)
+
+
+BUNDLE_VERSION = 1
+BUNDLE_FILE, SUMS_FILE = "bundle.json", "SHA256SUMS"
+MODEL_FOLDER, TIMING_CACHE = "model/", "model/timing.cache"
+DEFAULT_EPOCH_S = 315_532_800  # 1980-01-01, the first day that a zip file can hold
+_LARGEST_JSON_BYTES = 4 << 20
+_COMMENT = "deploykit bundle"
+_WRITER = "deploykit bundle MODEL --profile NAME -o DIR writes one"
+
+
+@dataclass(frozen=True)
+class FileEntry(Record):
+    """One file of a bundle."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Bundle(Record):
+    """What `bundle.json` holds. `bundle`: its version. `files`: by path, relative to the folder.
+
+    `model`: the path of the ONNX file. `batch`: the smallest, usual and largest. `axes`: the same
+    of other dynamic axes, "T=16,128,512". `tensorrt_min` and `tensorrt_max`: first and last
+    MAJOR.MINOR that the target takes, None for no limit. `timing_cache`: the path of TensorRT's,
+    None without one.
+    """
+
+    bundle: int
+    kind: str
+    name: str
+    profile: str
+    runtime: str
+    architecture: str
+    model: str
+    batch: tuple[int, ...]
+    axes: tuple[str, ...]
+    tensorrt_min: str | None
+    tensorrt_max: str | None
+    timing_cache: str | None
+    deploykit: str
+    files: Mapping[str, FileEntry]
+
+
+def epoch_s() -> int:
+    """The time of every file in a bundle: `$SOURCE_DATE_EPOCH`, else 1980-01-01. Unix seconds."""
+    given = os.environ.get("SOURCE_DATE_EPOCH", "")
+    if not given:
+        return DEFAULT_EPOCH_S
+    if not given.isascii() or not given.isdigit() or not DEFAULT_EPOCH_S <= int(given) < 1 << 32:
+        raise BadInput(
+            f"SOURCE_DATE_EPOCH {quote(given)}: is not a time from 1980 to 2106 in Unix seconds"
+        )
+    return int(given)
+
+
+def seal(folder: Path, contents: Contents, kind: str) -> Bundle:
+    """Write `bundle.json` and `SHA256SUMS` for all that is in `folder`; set modes and times."""
+    models = [path for path in _files(folder) if path.endswith(".onnx")]
+    profile = contents.profile
+    bundle = Bundle(
+        bundle=BUNDLE_VERSION,
+        kind=kind,
+        name=contents.name,
+        profile=f"{profile.name}@{profile.power_mode}" if profile.power_mode else profile.name,
+        runtime=profile.runtime,
+        architecture=profile.architecture,
+        model=models[0] if models else "",
+        batch=contents.batch,
+        axes=contents.axes,
+        tensorrt_min=profile.tensorrt_min,
+        tensorrt_max=profile.tensorrt_max,
+        timing_cache=TIMING_CACHE if (folder / TIMING_CACHE).is_file() else None,
+        deploykit=__version__,
+        files={
+            path: FileEntry(sha256(folder / path), (folder / path).stat().st_size)
+            for path in _files(folder)
+        },
+    )
+    text = json.dumps(bundle.to_dict(), indent=2, ensure_ascii=False) + "\n"
+    (folder / BUNDLE_FILE).write_text(text, encoding="utf-8")
+    (folder / SUMS_FILE).write_text(_sums(bundle, sha256(folder / BUNDLE_FILE)), encoding="utf-8")
+    for parent, _, names in os.walk(folder, topdown=False):
+        for path in (*(Path(parent, name) for name in names), Path(parent)):
+            path.chmod(0o755 if path.suffix == ".sh" or path.is_dir() else 0o644)
+            os.utime(path, (epoch_s(), epoch_s()))
+    return bundle
+
+
+def _sums(bundle: Bundle, digest: str) -> str:
+    lines = {path: entry.sha256 for path, entry in bundle.files.items()} | {BUNDLE_FILE: digest}
+    return "".join(f"{lines[path]}  {path}\n" for path in sorted(lines))
+
+
+def read_bundle(folder: Path) -> Bundle:
+    """What `bundle.json` says, unchecked against the files. Raises NotFound, BadInput."""
+    path = folder / BUNDLE_FILE
+    with _reading(folder):
+        if not folder.is_dir():
+            raise NotFound(f"{folder}: no such folder")
+        if path.is_symlink():
+            raise BadInput(f"{path}: is a symbolic link")
+        if not path.exists():
+            raise NotFound(f"{folder}: is no bundle: it has no {BUNDLE_FILE}", hint=_WRITER)
+    if check_readable(path).stat().st_size > _LARGEST_JSON_BYTES:
+        raise BadInput(f"{path}: is larger than any bundle's")
+    values = read_json(path)
+    version = values.get("bundle") if isinstance(values, dict) else None
+    if version != BUNDLE_VERSION:
+        if type(version) is not int or version < BUNDLE_VERSION:
+            raise BadInput(f"{path}: is not that of a bundle", hint=_WRITER)
+        raise BadInput(
+            f"{path}: has version {quote(version)}, deploykit {__version__} reads version "
+            f"{BUNDLE_VERSION}",
+            hint=f"install deploykit {quote(values.get('deploykit', 'of a later release'))}",
+        )
+    found: Bundle = from_json(Bundle, values, str(path))
+    _check_names(found, path)
+    return found
+
+
+def _check_names(bundle: Bundle, path: Path) -> None:
+    """Raise BadInput for a name that leaves the folder, or that another system would not hold."""
+    if not SERVED_NAME.fullmatch(bundle.name):
+        raise BadInput(f"{path}: its name {quote(bundle.name)} cannot be that of a model")
+    for named in filter(None, (bundle.model, bundle.timing_cache)):
+        if named not in bundle.files:
+            raise BadInput(f"{path}: names {quote(named)}, which is not a file of this bundle")
+    seen: dict[str, str] = {}
+    for name in [*bundle.files, BUNDLE_FILE, SUMS_FILE]:
+        parts = PurePosixPath(name).parts
+        plain = name and name.isprintable() and "\\" not in name and name == "/".join(parts)
+        if not plain or ".." in parts or name.startswith("/"):
+            raise BadInput(f"{path}: names a file outside the bundle: {quote(name)}")
+        other = seen.setdefault(name.casefold(), name)
+        if other != name:
+            raise BadInput(f"{path}: '{name}' and '{other}' differ only in case")
+
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """What the operating system refuses, a file that is gone meanwhile too, as BadInput."""
+    try:
+        yield
+    except OSError as exc:
+        raise BadInput(f"{exc.filename or folder}: cannot be read: {os_reason(exc)}") from exc
+
+
+def verify(folder: Path, *, whole: bool = True) -> Bundle:
+    """Check every byte of a bundle; raises NotFound or BadInput naming the first wrong file.
+
+    `whole`: false in an image, which holds `model/` alone: other files may be missing.
+    """
+    bundle = read_bundle(folder)
+    with _reading(folder):
+        _check_files(folder, bundle, whole)
+    return bundle
+
+
+def _check_files(folder: Path, bundle: Bundle, whole: bool) -> None:
+    sums, listed = folder / SUMS_FILE, {*bundle.files, BUNDLE_FILE, SUMS_FILE}
+    there = set()
+    for name in _files(folder, refuse_links=True):
+        if name not in listed:
+            raise BadInput(f"{folder / name}: is not a file of this bundle")
+        there.add(name)
+    for name in sorted(listed - there):
+        if name in bundle.files and not whole and not name.startswith(MODEL_FOLDER):
+            continue
+        raise BadInput(f"{folder / name}: is missing from this bundle")
+    expected = _sums(bundle, sha256(folder / BUNDLE_FILE)).encode()
+    if sums.stat().st_size != len(expected) or sums.read_bytes() != expected:
+        raise BadInput(f"{sums}: does not fit {BUNDLE_FILE}: one of the two was changed")
+    for name, entry in bundle.files.items():
+        path = folder / name
+        if name not in there:
+            continue
+        size = path.stat().st_size
+        if size != entry.bytes:
+            raise BadInput(f"{path}: has {size} bytes, {BUNDLE_FILE} says {entry.bytes}")
+        if sha256(path) != entry.sha256:
+            raise BadInput(f"{path}: was changed (SHA-256 differs from {BUNDLE_FILE})")
+
+
+def _files(folder: Path, *, refuse_links: bool = False, below: str = "") -> Iterator[str]:
+    """The paths of all files, sorted; raises BadInput for what is neither a file nor a folder."""
+    entries = sorted(os.scandir(folder / below), key=lambda entry: entry.name)
+    if refuse_links and below and not entries:
+        raise BadInput(f"{folder / below}: is an empty folder, which no bundle has")
+    for entry in entries:
+        name = f"{below}/{entry.name}" if below else entry.name
+        mode = entry.stat(follow_symlinks=False).st_mode
+        if stat.S_ISDIR(mode):
+            yield from _files(folder, refuse_links=refuse_links, below=name)
+        elif stat.S_ISREG(mode):
+            yield name
+        else:
+            what = "is a symbolic link" if stat.S_ISLNK(mode) else "is not a regular file"
+            raise BadInput(f"{folder / name}: {what}, which no bundle has")
+
+
+def write_tar(folder: Path, out: Path, top: str) -> None:
+    """Pack a bundle as `top/...`: sorted, owned by user 0, with the times that `seal` set."""
+
+    def plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
+        info.uid = info.gid = 0
+        info.uname = info.gname = ""
+        return info
+
+    paths = {"."}
+    for name in _files(folder):
+        paths |= {name, *map(str, PurePosixPath(name).parents)}
+    with tarfile.open(
+        out, "w", format=tarfile.PAX_FORMAT, pax_headers={"comment": _COMMENT}
+    ) as archive:
+        for path in sorted(paths):
+            at = top if path == "." else f"{top}/{path}"
+            archive.add(folder / path, at, recursive=False, filter=plain)
+
+
+def is_bundle_tar(path: Path) -> bool:
+    """Whether a tar file is one that `write_tar` wrote."""
+    try:
+        with tarfile.open(path, "r:") as archive:
+            return archive.pax_headers.get("comment") == _COMMENT
+    except (OSError, tarfile.TarError, ValueError):
+        return False

@@ -1,0 +1,206 @@
+"""Compare two artefacts on the same inputs, or one with its recorded samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploykit.core.artefact import Artefact, ArtefactLike
+from deploykit.core.errors import BadInput, GateFailed
+from deploykit.core.evidence import Parity
+from deploykit.core.files import StrPath
+from deploykit.core.json_value import json_value
+from deploykit.core.precision import BY_NAME, CALIBRATED
+from deploykit.evaluation import golden
+from deploykit.evaluation.parity import MOST_SAMPLES, comparison_feeds, rows_that_fit
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from deploykit.engines.engine import Engine
+    from deploykit.evaluation.divergence import Divergence
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Parity of two artefacts, and where two ONNX graphs that differ first do so.
+
+    `note`: on the inputs, where they are not those of `data`, or fewer at once than usual.
+    """
+
+    parity: Parity
+    divergence: Divergence | None = None
+    note: str = ""
+    unfit: str = ""  # why random inputs do not suit one of the two
+
+    def to_dict(self) -> dict[str, Any]:
+        found = {"divergence": json_value(self.divergence), "note": self.note}
+        return {**self.parity.to_dict(), **found}
+
+    def _repr_html_(self) -> str:
+        from deploykit.evaluation import html_tables
+
+        difference = self.divergence.text if self.divergence else None
+        facts = {"result": self.parity.why, "first difference": difference}
+        title = f"{self.parity.b} compared with {self.parity.a}"
+        return html_tables.facts_html(title, facts) + html_tables.parity_html(self.parity)
+
+    def raise_if_over(self) -> None:
+        """Raise GateFailed naming the worst row, and the first node that differs."""
+        try:
+            self.parity.raise_if_over()
+        except GateFailed as exc:
+            if self.unfit:
+                raise GateFailed(
+                    exc.message, hint=f"{self.unfit}: give real ones, `data`"
+                ) from None
+            if self.divergence is None:
+                raise
+            raise GateFailed(exc.message, hint=self.divergence.text) from None
+
+
+def compare(
+    a: ArtefactLike,
+    b: ArtefactLike | None = None,
+    *,
+    data: StrPath | None = None,
+    max_error: float | None = None,
+    device: str = "cpu",
+    arch: str | None = None,
+    allow_pickle: bool = False,
+) -> Compared:
+    """Run two artefacts on the same inputs, the samples of `data` or seeded random ones.
+
+    `arch`: what builds the model of bare weights, pkg.mod:callable or ./file.py:callable; its
+    inputs are those of the other file. `allow_pickle`: run code that a PyTorch file contains.
+
+    The bound is 0.001 of the output's scale, or 8 times what float32 itself gives where that is
+    more; `max_error` replaces both. Random inputs saturate what was calibrated for real ones: where
+    one of the two is INT8 or FP8, its golden samples and their bound take their place.
+
+    Without `b`, `a` runs on the golden samples next to it and is compared with the recorded
+    outputs; the bound is then the manifest's, else 0.001. A TensorRT engine runs on its GPU, even
+    where `device` is "cpu", and random inputs are of sizes that it accepts.
+    """
+    first = Artefact.open(a)
+    if b is None:
+        if data is not None:
+            raise BadInput("`data` needs two files; one alone replays its golden samples")
+        if arch is not None or allow_pickle:
+            raise BadInput("`arch` and `allow_pickle` need two files, of which one is PyTorch's")
+        return Compared(_replay(first, max_error, device))
+    from deploykit.engines.data.samples import check_finite, read_samples
+    from deploykit.evaluation.parity import add_float32_errors, compare_engines, in_other_batches
+
+    second, bound = Artefact.open(b), golden.MAX_ERROR if max_error is None else max_error
+    with ExitStack() as stack:
+        left, right = _open_both((first, second), device, arch, allow_pickle, stack)
+        task = first.task or second.task
+        samples = read_samples(Path(data), left.inputs, task=task) if data else None
+        unfit = [each for each in (first, second) if not data and _calibrated(each)]
+        recorded = _recorded(unfit, left)
+        path = next((each.path for each in (first, second) if each.format == "onnx"), None)
+        feeds, notes = comparison_feeds(left, right, samples, path)
+        why = f"random inputs are not what {unfit[0].name} was calibrated for" if unfit else ""
+        if recorded is not None:
+            name, feeds, stored = recorded
+            why, notes = "", (f"the inputs are the golden samples of {name}",)
+            bound = stored if max_error is None else max_error
+        names, random = (first.name, second.name), samples is None
+        parity = compare_engines(left, right, feeds, max_error=bound, names=names, random=random)
+        if samples and any(row.floating and row.problem for row in parity.rows):
+            check_finite(samples)
+        if not parity.passed and max_error is None:
+            parity = add_float32_errors(parity, left, partial(in_other_batches, left), feeds)
+    difference = _first_difference(first, second, feeds, parity)
+    return Compared(parity, difference, "; ".join(filter(None, (why, *notes))), why)
+
+
+def _first_difference(
+    first: Artefact, second: Artefact, feeds: Sequence[Mapping[str, np.ndarray]], parity: Parity
+) -> Divergence | None:
+    if not parity.passed and first.format == second.format == "onnx":
+        from deploykit.evaluation.divergence import CHUNK, diverging_node
+
+        chunk = CHUNK * rows_that_fit(feeds[:1], first.path) // MOST_SAMPLES
+        return diverging_node(first.path, second.path, feeds, parity.max_error, chunk)
+    return None
+
+
+def _open_both(
+    pair: tuple[Artefact, Artefact],
+    device: str,
+    arch: str | None,
+    allow_pickle: bool,
+    stack: ExitStack,
+) -> list[Engine]:
+    """Open what describes its inputs first: these are also the inputs of bare weights."""
+    from deploykit.engines.engine import load
+
+    pytorch = [each for each in pair if each.runtime.name == "torch"]
+    bare = []
+    if pytorch:
+        from deploykit.engines.torch.engine import describes_itself, open_engine
+
+        bare = [each for each in pytorch if not describes_itself(each.path)]
+    elif arch is not None or allow_pickle:
+        raise BadInput(f"`arch` and `allow_pickle`: neither {pair[0]} nor {pair[1]} is PyTorch's")
+    if len(bare) == 2:
+        raise BadInput(
+            f"neither {pair[0]} nor {pair[1]} says what its inputs are",
+            hint="compare each with an .onnx file, as `deploykit export` makes it",
+        )
+    for each in pair:
+        if bare and each.task:
+            raise BadInput(
+                f"{each}: has a task and {bare[0]} does not, so their outputs differ",
+                hint=f"PyTorch's answers to its golden samples: deploykit compare {each}",
+            )
+    opened: dict[Artefact, Engine] = {}
+    for each in sorted(pair, key=lambda each: each in bare):
+        if each in bare or (each in pytorch and arch is not None and not bare):
+            inputs = next(iter(opened.values())).inputs if each in bare else ()
+            engine: Engine = open_engine(
+                each, device, arch=arch, inputs=inputs, allow_pickle=allow_pickle
+            )
+        else:
+            engine = load(each, each.runtime.usable(device))
+        opened[each] = stack.enter_context(engine)
+    return [opened[each] for each in pair]
+
+
+def _calibrated(artefact: Artefact) -> bool:
+    """Whether it has scales from calibration data: other inputs saturate."""
+    from deploykit.graph.graph import Graph
+
+    counts = artefact.manifest.precision if artefact.manifest else {}
+    if not counts and artefact.format == "onnx":
+        counts = Graph.open(artefact.path).precision
+    return any(counts.get(BY_NAME[name].dtype) for name in CALIBRATED)
+
+
+def _recorded(
+    artefacts: Sequence[Artefact], engine: Engine
+) -> tuple[str, list[Mapping[str, np.ndarray]], float] | None:
+    """The first golden samples next to these: of which file, the inputs, and their bound."""
+    for each in artefacts:
+        found = golden.find_samples(each.path, each.manifest) if each.manifest else None
+        if found is not None:
+            _, feeds = golden.open_samples(found, each.path, engine.inputs, engine.outputs)
+            return each.name, [feeds], found.max_error
+    return None
+
+
+def _replay(artefact: Artefact, max_error: float | None, device: str) -> Parity:
+    from deploykit.engines.engine import load
+    from deploykit.evaluation.parity import compare_engines
+
+    with load(artefact, artefact.runtime.usable(device)) as engine:
+        recorded, feeds, found = golden.find_and_open(artefact, engine.inputs, engine.outputs)
+        bound = found.max_error if max_error is None else max_error
+        names = (f"{found.reference}, recorded", artefact.name)
+        return compare_engines(recorded, engine, [feeds], max_error=bound, names=names)

@@ -1,0 +1,327 @@
+"""Find the first node at which two graphs differ.
+
+Pairs of tensors are compared in the order in which they are computed, in chunks: the activations of
+a whole model need not fit into memory. Errors are defined as in `parity`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from deploykit.core.errors import BadInput
+from deploykit.core.json_value import Record
+from deploykit.engines.engine import Arrays
+from deploykit.engines.onnxruntime.engine import open_as_written
+from deploykit.evaluation.parity import check_bound, exact_noun, relative
+from deploykit.graph.graph import Graph, dtype_name
+from deploykit.graph.validate import RUNTIME_DOMAINS
+
+# Make tensors inside a graph outputs, and find those of two graphs that mean the same.
+#
+# The writers of deploykit keep the name of a tensor, or add a suffix to it. Two graphs from
+# different
+# exporters share no names: no pair is found.
+
+_TWIN = re.compile(r"(.+)_(?:float16|bfloat16|dequantized)_*")
+# What numpy has no type for is given as float32, which holds each of its values.
+_SHOWN_AS_FLOAT = frozenset(("bfloat16", "float8e4m3fn", "float8e5m2"))
+# INT8 is left out: one step more or less is expected, and its dequantized twin shows its size.
+_COMPARED = _SHOWN_AS_FLOAT | {"bool", "int32", "int64", "float16", "float32", "float64"}
+# Nodes that give a tensor another type, and nodes into which others are merged.
+_CONVERTS = frozenset(("Cast", "QuantizeLinear", "DequantizeLinear", "Identity"))
+_MERGED = frozenset(("Conv", "ConvTranspose", "Gemm"))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tensor of `a` and its twin in `b`; `node` and `operator`: what makes it in `a`.
+
+    `node` is "" for a node without a name.
+    """
+
+    a_name: str
+    b_name: str
+    node: str
+    operator: str
+
+
+def expose(graph: Graph, names: Sequence[str]) -> tuple[Graph, list[str]]:
+    """A copy that has these tensors as outputs, too, and what they are called there, in order.
+
+    Their types must be among those that `shared` compares; one that numpy lacks is shown as
+    float32. Raises BadInput for a name that no node of the main graph makes.
+    """
+    made = {name for node in graph.model.graph.node for name in node.output if name}
+    for name in names:
+        if name not in made:
+            raise BadInput(f"no node makes a tensor '{name}'")
+    types = graph.element_types
+    there = {value.name for value in graph.model.graph.output}
+    probed = onnx.ModelProto()
+    probed.CopyFrom(graph.model)
+    shown = []
+    for name in names:
+        output, kind = name, types.get(name, TensorProto.UNDEFINED)
+        if dtype_name(kind) in _SHOWN_AS_FLOAT:
+            output, kind = f"{name}/deploykit.shown", TensorProto.FLOAT
+            if output not in there:
+                probed.graph.node.append(
+                    helper.make_node("Cast", [name], [output], name=output, to=kind)
+                )
+        if output not in there:
+            there.add(output)
+            value = helper.make_empty_tensor_value_info(output)
+            if kind:
+                value = helper.make_tensor_value_info(output, kind, None)
+            probed.graph.output.append(value)
+        shown.append(output)
+    return Graph(probed, graph.path), shown
+
+
+def shared(a: Graph, b: Graph) -> tuple[Pair, ...]:
+    """Tensors of the main graphs that mean the same in both, in the order in which `a` makes them.
+
+    They have one name, or names that differ by what a transform adds: NAME_float16, NAME_bfloat16,
+    NAME_dequantized. A name with another operator behind it in `b` is chance and left out. Empty
+    where the graphs have no names in common, as after two exports.
+    """
+    twins = _makers(b)
+    by_stem: dict[str, str] = {}
+    for name in twins:
+        by_stem.setdefault(_stem(name), name)  # the first: a node computes it, a Cast copies it
+    pairs = []
+    for name, node in _makers(a).items():
+        other = name if name in twins else by_stem.get(_stem(name))
+        if other is not None and _same_work(node, twins[other]):
+            pairs.append(Pair(name, other, node.name, node.op_type))
+    return tuple(pairs)
+
+
+def _makers(graph: Graph) -> dict[str, onnx.NodeProto]:
+    """The node behind each tensor that can be compared, constants left out, in graph order."""
+    types = graph.element_types
+    return {
+        name: node
+        for node in graph.model.graph.node
+        for name in node.output
+        if node.op_type != "Constant" and dtype_name(types.get(name, 0)) in _COMPARED
+    }
+
+
+def _stem(name: str) -> str:
+    found = _TWIN.fullmatch(name)
+    return found[1] if found else name
+
+
+def _same_work(a: onnx.NodeProto, b: onnx.NodeProto) -> bool:
+    if a.op_type == b.op_type or (a.name and a.name == b.name):
+        return True
+    kinds = {a.op_type, b.op_type}
+    fused = a.domain.startswith(RUNTIME_DOMAINS) or b.domain.startswith(RUNTIME_DOMAINS)
+    return fused or bool(kinds & _CONVERTS or kinds & _MERGED)
+
+
+CHUNK = 64
+# An attention mask: float16 cannot hold -3.4e38, and what replaces it masks as well.
+_MASK, _HALF_MASK = -1e30, -65504.0
+
+Run = Callable[[Arrays], Sequence[np.ndarray]]  # feeds -> the tensors that were asked for, in order
+Tap = Callable[[Sequence[str]], Run]  # names of tensors -> a way to run the graph that returns them
+
+
+@dataclass(frozen=True)
+class Rise(Record):
+    """The error before a node, and after it."""
+
+    node: str
+    operator: str
+    tensor: str
+    before: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Divergence(Record):
+    """The first tensor whose error is above the bound, and the node that makes it.
+
+    `error`: infinite where there is a `problem`. `before`: of the tensor compared just before it; 0
+    for the first. `steepest`: where the error rose most, up to and with this node: another node
+    where an error built up little by little. `batch`: size at which it was seen. `compared`:
+    tensors compared up to this one.
+    """
+
+    node: str
+    operator: str
+    tensor: str
+    error: float
+    before: float
+    batch: int
+    problem: str
+    steepest: Rise
+    compared: int
+    max_error: float
+
+    shown: ClassVar[tuple[str, ...]] = ("text",)
+
+    @property
+    def text(self) -> str:
+        """One sentence."""
+        what = self.problem or f"error {self.error:.3g} is above {self.max_error:g}"
+        parts = [f"the first node that differs is {_name_of(self)}: {what} in '{self.tensor}'"]
+        if self.before > 0:
+            parts.append(f"{self.before:.3g} just before it")
+        if self.steepest.tensor != self.tensor:
+            rise = self.steepest
+            parts.append(
+                f"the largest rise was at {_name_of(rise)}, {rise.before:.3g} to {rise.error:.3g}"
+            )
+        return "; ".join(parts)
+
+
+def first_divergence(
+    a: Tap,
+    b: Tap,
+    pairs: Sequence[Pair],
+    feeds_list: Sequence[Arrays],
+    *,
+    max_error: float,
+    chunk: int = CHUNK,
+) -> Divergence | None:
+    """The first of `pairs` whose error exceeds `max_error` on any of the feeds; None if none does.
+
+    `a` is the reference. Its tensors may be of another float type than those of `b`; a pair whose
+    shapes differ is left out. Stops at the chunk with the answer. Raises BadInput without feeds,
+    for a bound that is negative or not finite, and where no pair can be compared.
+    """
+    check_bound(max_error)
+    if not feeds_list:
+        raise BadInput("no inputs to compare on")
+    compared = 0
+    before = highest = 0.0
+    steepest: Rise | None = None
+    for first in range(0, len(pairs), chunk):
+        part = pairs[first : first + chunk]
+        for pair, found in zip(part, _errors(a, b, part, feeds_list), strict=True):
+            if found is None:
+                continue
+            error, batch, problem = found
+            compared += 1
+            rise = Rise(pair.node, pair.operator, pair.a_name, highest, error)
+            if steepest is None or error - highest > steepest.error - steepest.before:
+                steepest = rise
+            if error > max_error:
+                return Divergence(
+                    pair.node,
+                    pair.operator,
+                    pair.a_name,
+                    error,
+                    before,
+                    batch,
+                    problem,
+                    steepest,
+                    compared,
+                    max_error,
+                )
+            before, highest = error, max(highest, error)
+    if not compared:
+        raise BadInput(
+            "no tensor inside the two graphs can be compared: they share no names",
+            hint="compare a model with one that was made from it, not with another export",
+        )
+    return None
+
+
+def diverging_node(
+    a: Path, b: Path, feeds: Sequence[Arrays], max_error: float, chunk: int = CHUNK
+) -> Divergence | None:
+    """The first node whose tensor differs; None where the graphs share no names to go by.
+
+    `chunk`: tensors of each graph that are in memory at once.
+    """
+    graphs = Graph.open(a), Graph.open(b)
+    pairs = shared(*graphs)
+    with tempfile.TemporaryDirectory() as folder:
+        left, right = (_tap(graph, Path(folder) / f"{n}.onnx") for n, graph in enumerate(graphs))
+        try:
+            return first_divergence(left, right, pairs, feeds[:1], max_error=max_error, chunk=chunk)
+        except BadInput:
+            return None
+
+
+def _tap(graph: Graph, path: Path) -> Tap:
+    """Run a graph as it is written and give the tensors asked for, however they are shown."""
+
+    def tap(names: Sequence[str]) -> Run:
+        tapped, shown = expose(graph, names)
+        tapped.save(path)
+        engine = open_as_written(path)
+
+        def run(feeds: Arrays) -> list[np.ndarray]:
+            values = engine(feeds)
+            return [values[name] for name in shown]
+
+        return run
+
+    return tap
+
+
+def tensor_error(a: np.ndarray, b: np.ndarray) -> tuple[float, str]:
+    """The error as `ParityRow.error` defines it, and "", or infinity and the reason.
+
+    Max |a-b| / max |a| over the finite places, for arrays of one shape. Values below -1e30
+    are masks: any value that masks in float16 equals them.
+    """
+    if a.dtype.kind in "biuO" and b.dtype.kind in "biuO":
+        differing = int(np.count_nonzero(a != b))
+        if differing:
+            return math.inf, f"{differing} of {a.size} {exact_noun(a)} differ"
+        return 0.0, ""
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    masked = (x <= _MASK) & (y <= _HALF_MASK)
+    x, y = x[~masked], y[~masked]
+    both = np.isfinite(x) & np.isfinite(y)
+    if not np.array_equal(x[~both], y[~both], equal_nan=True):
+        return math.inf, "NaN or infinity in one of the two and not in the other"
+    x, y = x[both], y[both]
+    if not x.size:
+        return 0.0, ""
+    with np.errstate(over="ignore"):  # float64 near its end: an infinite error is right
+        scale = float(np.abs(x).max() or np.abs(y).max())
+        return relative(float(np.abs(x - y).max()), scale), ""
+
+
+def _errors(
+    a: Tap, b: Tap, pairs: Sequence[Pair], feeds_list: Sequence[Arrays]
+) -> Iterator[tuple[float, int, str] | None]:
+    """Each pair's largest error, its batch and the problem; None where the shapes differ."""
+    run_a, run_b = a([pair.a_name for pair in pairs]), b([pair.b_name for pair in pairs])
+    found: list[tuple[float, int, str] | None] = [None] * len(pairs)
+    for feeds in feeds_list:
+        batch = _batch(feeds)
+        for place, (x, y) in enumerate(zip(run_a(feeds), run_b(feeds), strict=True)):
+            if x.shape != y.shape:
+                continue
+            error, problem = tensor_error(x, y)
+            worst = found[place]
+            if worst is None or error > worst[0]:
+                found[place] = error, batch, problem
+    return iter(found)
+
+
+def _batch(feeds: Arrays) -> int:
+    array = next(iter(feeds.values()), None)
+    return int(array.shape[0]) if array is not None and array.ndim else 1
+
+
+def _name_of(at: Divergence | Rise) -> str:
+    return f"'{at.node}' ({at.operator})" if at.node else f"the {at.operator} of '{at.tensor}'"

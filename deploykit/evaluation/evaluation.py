@@ -1,0 +1,236 @@
+"""Decide whether a candidate may replace its reference, in one pass over the data.
+
+On labelled data the task's metric decides, by the upper end of the drop's interval; without labels
+the outputs do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import numpy as np
+
+from deploykit.core.errors import BadInput
+from deploykit.core.evidence import ADJUSTED_WALD, Drop, Evaluation, Interval, Parity, ParityRow
+from deploykit.engines.data.samples import Samples, check_finite, random_feeds
+from deploykit.engines.engine import Arrays, Engine
+from deploykit.evaluation.accuracy import Metric, Scores, drop_of, same_answers
+from deploykit.evaluation.parity import BATCHES, BOXES, compare_engines
+from deploykit.evaluation.statistics import (
+    proportion,
+    samples_to_show_agreement,
+    samples_to_show_no_drop,
+)
+
+MAX_DROP = 0.01  # one percentage point
+# Noise with 3 % of the signal's energy. It catches what is broken (a wrong scale, a lost layer) and
+# not what is merely coarse: only labelled data can show that. At 10 dB, EfficientNet-B0 with random
+# weights passed while one sample in twelve kept its answer.
+MIN_SQNR_DB = 15.0
+MIN_BOXES = 0.9  # of those that either found
+
+
+def evaluate(
+    reference: Engine,
+    candidate: Engine,
+    *,
+    samples: Samples | None,
+    metric: Metric | None = None,
+    max_drop: float | None = None,
+    min_sqnr_db: float | None = None,
+    names: tuple[str, str] = ("reference", "candidate"),
+    batch_size: int = 32,
+    sizes: Mapping[str, int] | None = None,
+    step: Callable[[int], object] = lambda _: None,
+) -> Evaluation:
+    """Run both engines once over the samples and decide.
+
+    NaN, or infinity on one side only, always fails; where the samples hold it, they are BadInput.
+    On labelled data with a metric, the upper end of the drop's 95 % interval must be at most
+    `max_drop` (a fraction, or the metric's own unit; 0.01 where None). Otherwise every floating
+    output's SQNR must be at least `min_sqnr_db`; and, if `max_drop` is given or all outputs are
+    integers, the upper end of the share of samples with another answer at most `max_drop`.
+
+    `samples`: None for seeded random inputs, where `sizes` gives the dynamic axes other than the
+    batch. Samples that do not fill a fixed batch are left out. `step`: called before each batch of
+    samples, with how many are left. One batch of outputs is in memory at a time. Raises what `step`
+    does, and BadInput where the two cannot be compared, the metric does not fit, or `max_drop` is
+    given and nothing can be measured against it.
+    """
+    min_sqnr_db = _check_bounds(max_drop, min_sqnr_db)
+    if samples is None:
+        if max_drop is not None:
+            raise BadInput(
+                "`max_drop` needs samples",
+                hint="give labelled samples (or unlabelled ones, for agreement), or no bound",
+            )
+        random = _random(reference, candidate, sizes or {}, batch_size)
+        parity = compare_engines(reference, candidate, random, names=names, random=True)
+        return _without_labels(parity, None, None, None, min_sqnr_db)
+    size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
+    answers = _Answers(samples.first(used), size, metric)
+    batches = _stepping(answers.samples.batches(size), -(-used // size), step)
+    parity = compare_engines(reference, candidate, batches, names=names, each=answers.add)
+    broken = _broken(parity)
+    if broken:
+        check_finite(answers.samples)
+        return Evaluation(parity, None, None, used, False, broken, max_drop, min_sqnr_db)
+    if not answers.scores:
+        return _without_labels(parity, answers.agreement, used, max_drop, min_sqnr_db)
+    drop = drop_of(*answers.scores)
+    bound = MAX_DROP if max_drop is None else max_drop
+    passed, reason = _drop_verdict(drop, bound)
+    return Evaluation(parity, drop, answers.agreement, used, passed, reason, bound, min_sqnr_db)
+
+
+def _stepping(
+    batches: Iterator[dict[str, np.ndarray]], count: int, step: Callable[[int], object]
+) -> Iterator[dict[str, np.ndarray]]:
+    for number, feeds in enumerate(batches):
+        step(count - number)
+        yield feeds
+
+
+def _check_bounds(max_drop: float | None, min_sqnr_db: float | None) -> float:
+    """The bound on the SQNR. Raises BadInput on a bound that is not a number."""
+    if max_drop is not None and not (math.isfinite(max_drop) and max_drop > 0):
+        raise BadInput(f"`max_drop` must be a number above 0, got {max_drop}")
+    if min_sqnr_db is not None and math.isnan(min_sqnr_db):
+        raise BadInput("`min_sqnr_db` must be a number of decibels")
+    return MIN_SQNR_DB if min_sqnr_db is None else min_sqnr_db
+
+
+class _Answers:
+    """Collects both engines' scores and where they give the same answer, batch by batch."""
+
+    def __init__(self, samples: Samples, size: int, metric: Metric | None) -> None:
+        self.samples, self._size = samples, size
+        self.scores: list[Scores] = []
+        if metric is not None and samples.labels is not None:
+            self.scores = [Scores(metric, samples.where) for _ in range(2)]
+        self._answers = self._equal = 0
+
+    def add(self, number: int, left: Arrays, right: Arrays) -> None:
+        """The outputs of batch `number`, of the reference and of the candidate."""
+        start = number * self._size
+        rows = min(self._size, len(self.samples) - start)
+        labels = self.samples.labels
+        if labels is not None:
+            for scores, outputs in zip(self.scores, (left, right), strict=False):
+                scores.add(outputs, labels[start : start + rows])
+        feeds = {name: a[start : start + rows] for name, a in self.samples.inputs.items()}
+        equal = same_answers(left, right, feeds, rows)
+        if equal is not None:
+            self._answers += equal.size
+            self._equal += int(equal.sum())
+
+    @property
+    def agreement(self) -> Interval | None:
+        n = len(self.samples)  # the unit of the interval, as the answers of one sample depend
+        return proportion(n * self._equal / self._answers, n) if self._answers else None
+
+
+def _random(
+    reference: Engine, candidate: Engine, sizes: Mapping[str, int], batch_size: int
+) -> Iterable[dict[str, np.ndarray]]:
+    """Seeded inputs at several batch sizes, none above what either engine takes."""
+    limits = (engine.max_batch or batch_size for engine in (reference, candidate))
+    most = min(batch_size, *limits)
+    batches = dict.fromkeys(min(batch, most) for batch in BATCHES)
+    for batch in batches:
+        axes = {str(spec.shape[0]): batch for spec in reference.inputs if spec.batched}
+        yield random_feeds(reference.inputs, {**sizes, **axes}, batch)
+
+
+def _broken(parity: Parity) -> str:
+    row = next((row for row in parity.rows if row.floating and row.problem), None)
+    return f"{_where(row)}: {row.problem}" if row else ""
+
+
+def _where(row: ParityRow) -> str:
+    return f"output '{row.output}' at batch {row.batch}"
+
+
+def _without_labels(
+    parity: Parity,
+    agreement: Interval | None,
+    samples: int | None,
+    max_drop: float | None,
+    min_sqnr_db: float,
+) -> Evaluation:
+    def verdict(passed: bool, reason: str) -> Evaluation:
+        return Evaluation(parity, None, agreement, samples, passed, reason, max_drop, min_sqnr_db)
+
+    floating = [row for row in parity.rows if row.floating]
+    broken = _broken(parity)
+    if broken:
+        return verdict(False, broken)
+    for row in parity.rows:
+        if row.answers == BOXES and (row.agreement or 0.0) < MIN_BOXES:
+            share = f"{(row.agreement or 0.0) * 100:.4g} % of the boxes"
+            return verdict(False, f"{_where(row)}: both found {share}, below {MIN_BOXES:.0%}")
+    reasons = [*parity.warnings]
+    if floating:
+        worst = min(floating, key=lambda row: row.sqnr_db)
+        text = f"{_where(worst)}: SQNR {worst.sqnr_db:.1f} dB is"
+        if worst.sqnr_db < min_sqnr_db:
+            return verdict(False, f"{text} below {min_sqnr_db:g} dB")
+        reasons.append(f"{text} {min_sqnr_db:g} dB or more")
+    elif samples is None:  # only integers, and no data that shows how many may differ
+        row = parity.worst
+        passed = not row.problem
+        return verdict(passed, f"{_where(row)}: {row.problem or 'all integers are equal'}")
+    else:
+        max_drop = MAX_DROP if max_drop is None else max_drop
+    if max_drop is not None:
+        if agreement is None or samples is None:
+            raise BadInput(
+                "`max_drop`: no output holds an answer per sample, so no drop can be measured",
+                hint="give labelled samples and a metric, or no bound",
+            )
+        passed, reason = _agreement_verdict(agreement, samples, max_drop)
+        if not passed:
+            return verdict(False, reason)
+        reasons.append(reason)
+    return verdict(True, "; ".join(reasons))
+
+
+def _agreement_verdict(agreement: Interval, n: int, max_drop: float) -> tuple[bool, str]:
+    value, high = 1 - agreement.value, 1 - agreement.low
+    text = f"up to {high * 100:.4g} % of the samples are answered differently"
+    if high <= max_drop:
+        return True, f"{text}, within {max_drop * 100:.4g} %"
+    text += f", above {max_drop * 100:.4g} %"
+    return False, text + _too_few(n, value, high, max_drop, samples_to_show_agreement(max_drop))
+
+
+def _drop_verdict(drop: Drop, max_drop: float) -> tuple[bool, str]:
+    def amount(value: float) -> str:
+        return f"{value * 100:.4g} {drop.unit}" if drop.unit else f"{value:.4g}"
+
+    text = f"the upper end of the drop, {amount(drop.drop.high)}, is"
+    if drop.drop.high <= max_drop:
+        return True, f"{text} within {amount(max_drop)}"
+    value, high = drop.drop.value, drop.drop.high
+    if drop.lost == drop.gained == 0:  # the end is then in proportion to 1 / (samples + 2)
+        fewest = math.ceil((drop.n + 2) * high / max_drop) - 2
+    elif drop.method == ADJUSTED_WALD and drop.unit:
+        fewest = samples_to_show_no_drop(max_drop)
+    else:  # the width comes from the measured spread: at how many samples is it narrow enough?
+        fewest = math.ceil(drop.n * ((high - value) / max_drop) ** 2)
+    text += f" above {amount(max_drop)}"
+    return False, text + _too_few(drop.n, value, high, max_drop, fewest)
+
+
+def _too_few(n: int, value: float, high: float, bound: float, fewest: int) -> str:
+    """What more samples could change. `fewest`: how many a drop of 0 would need.
+
+    An interval's half width shrinks with the square root of the samples, roughly.
+    """
+    if value >= bound:
+        return ""
+    if n < fewest:
+        return f"; {n} samples cannot show it even without any drop, {fewest} are needed"
+    about = math.ceil(n * ((high - value) / (bound - value)) ** 2)
+    return f"; the measured value is within: about {about} samples like these would show it"

@@ -1,0 +1,125 @@
+"""Golden samples: inputs and PyTorch's outputs, kept next to an artefact for replay.
+
+`FILE.golden.npz` holds arrays `inputs/NAME` and `outputs/NAME`; the manifest names it with its hash
+and the largest error that a replay may have. What is made from it gets a copy.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploykit.core.artefact import Artefact
+from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.evidence import GoldenSamples
+from deploykit.core.files import check_inside, sha256
+from deploykit.core.manifest import Manifest
+from deploykit.core.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from deploykit.engines.engine import Engine, RecordedEngine
+
+SAMPLES = 4
+MAX_ERROR = 1e-3  # of a replay in float32 on another runtime
+_INPUTS, _OUTPUTS = "inputs/", "outputs/"
+_LARGEST_BYTES = 64 << 20
+# In low precision the error on another runtime may be twice the one measured here.
+_MARGIN = 2.0
+
+
+def samples_path(artefact: Path) -> Path:
+    return artefact.with_name(f"{artefact.name}.golden.npz")
+
+
+def record(engine: Engine, feeds: Mapping[str, np.ndarray], artefact: Path) -> GoldenSamples | None:
+    """Run `engine` once and write feeds and outputs next to `artefact`; None if too large."""
+    from deploykit.engines.data.samples import write_npz
+
+    outputs = engine(feeds)
+    arrays = {f"{_INPUTS}{name}": array for name, array in feeds.items()}
+    arrays |= {f"{_OUTPUTS}{name}": array for name, array in outputs.items()}
+    if sum(array.nbytes for array in arrays.values()) > _LARGEST_BYTES:
+        return None
+    out = samples_path(artefact)
+    write_npz(out, arrays)
+    return GoldenSamples(out.name, sha256(out), engine.runtime, MAX_ERROR)
+
+
+def carry(source: Artefact, to: Path) -> GoldenSamples | None:
+    """Copy the samples of `source` next to `to`; None where it has none."""
+    found = find_samples(source.path, source.manifest) if source.manifest else None
+    if found is None:
+        return None
+    shutil.copyfile(source.path.with_name(found.file), samples_path(to))
+    return replace(found, file=samples_path(to).name)
+
+
+def loosen(golden: GoldenSamples, path: Path, engine: Engine) -> GoldenSamples:
+    """The samples next to `path` with a bound for low precision: twice the error of `engine`."""
+    from deploykit.evaluation.parity import compare_engines
+
+    recorded, feeds = open_samples(golden, path, engine.inputs, engine.outputs)
+    worst = compare_engines(recorded, engine, [feeds]).worst.error
+    bound = max(golden.max_error, _MARGIN * worst) if worst < float("inf") else golden.max_error
+    return replace(golden, max_error=bound)
+
+
+def find_and_open(
+    artefact: Artefact, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
+) -> tuple[RecordedEngine, dict[str, np.ndarray], GoldenSamples]:
+    """The golden samples of `artefact`: an engine, its feeds, and their entry in the manifest.
+
+    Raises NotFound where there are none, BadInput where they are not what the manifest says.
+    """
+    golden = find_samples(artefact.path, artefact.manifest) if artefact.manifest else None
+    if golden is None:
+        raise NotFound(
+            f"{artefact}: has no golden samples next to it",
+            hint="name a second file to compare with; `deploykit export` records samples",
+        )
+    return *open_samples(golden, artefact.path, inputs, outputs), golden
+
+
+def open_samples(
+    golden: GoldenSamples,
+    artefact: Path,
+    inputs: tuple[TensorSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+) -> tuple[RecordedEngine, dict[str, np.ndarray]]:
+    """The samples next to `artefact` as an engine, and its feeds. Raises BadInput."""
+    from deploykit.engines.data.samples import read_npz
+    from deploykit.engines.engine import RecordedEngine
+
+    path = artefact.with_name(golden.file)
+    arrays = read_npz(path)
+    feeds = {n.removeprefix(_INPUTS): a for n, a in arrays.items() if n.startswith(_INPUTS)}
+    values = {n.removeprefix(_OUTPUTS): a for n, a in arrays.items() if n.startswith(_OUTPUTS)}
+    for kind, there, specs in (("input", feeds, inputs), ("output", values, outputs)):
+        names = {spec.name for spec in specs}
+        if set(there) != names:
+            raise BadInput(
+                f"{path}: holds the {kind}s {', '.join(sorted(there))}, "
+                f"the model's are {', '.join(sorted(names))}"
+            )
+    return RecordedEngine(inputs, outputs, (feeds, values), golden.reference), feeds
+
+
+def find_samples(artefact: Path, manifest: Manifest) -> GoldenSamples | None:
+    """The samples that a manifest names, checked against the hash in it."""
+    found = manifest.evidence.golden
+    if found is None:
+        return None
+    if "/" in found.file or not 0 <= found.max_error < float("inf"):
+        raise BadInput(f"{artefact}: its manifest's 'golden' entry is damaged")
+    check_inside(artefact.parent, found.file, f"{artefact}: its golden samples")
+    if sha256(artefact.with_name(found.file)) != found.sha256:
+        raise BadInput(
+            f"{artefact.with_name(found.file)}: is not the file that the manifest of "
+            f"{artefact.name} describes (SHA-256 differs)"
+        )
+    return found

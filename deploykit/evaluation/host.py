@@ -1,0 +1,132 @@
+"""Compare this machine with the profile that describes it: what differs, one sentence each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from deploykit.core.jetpack import JETPACKS, JetPack, find_jetpack, release_numbers
+from deploykit.core.machine import Machine
+from deploykit.core.profile import Profile
+from deploykit.core.runtime import RUNTIMES
+
+_OLDEST_TENSORRT = "10.3"  # before it deploykit runs no engine
+_MEMORY_SHARE = 0.9  # of the profile's; a driver of another release reports a few percent less
+
+
+def profile_differences(profile: Profile, machine: Machine) -> tuple[str, ...]:
+    """Versions, driver, memory and power mode that are not what `profile` describes."""
+    found = [*_tensorrt(profile, machine), *_memory(profile, machine)]
+    if profile.boards:
+        return (*_jetpack(profile, machine), *found, *_power_mode(profile, machine))
+    return (*found, *_driver(machine))
+
+
+def _jetpack(profile: Profile, machine: Machine) -> Iterator[str]:
+    """The release must be known, be for the module, and bring a TensorRT that runs there."""
+    if machine.l4t is None:
+        yield (
+            "the JetPack release is not known: /etc/nv_tegra_release cannot be read "
+            "(in a container, mount it)"
+        )
+        return
+    row = find_jetpack(machine.l4t)
+    if row is None:
+        yield f"L4T {machine.l4t} belongs to no JetPack release that deploykit knows"
+        return
+    what = f"JetPack {row.version} (L4T {machine.l4t})"
+    first = first_jetpack(profile)
+    cure = f": install JetPack {first.version} or later" if first else ""
+    if profile.compute_capability not in row.compute_capabilities:
+        yield f"{what} is not for {profile.summary}{cure}"
+    elif not in_range(profile, row.tensorrt):
+        needed = range_text(profile)
+        yield f"{what} brings TensorRT {row.tensorrt}, {profile.name} needs {needed}{cure}"
+
+
+def first_jetpack(profile: Profile) -> JetPack | None:
+    """The first release for the module whose TensorRT runs there."""
+    return next(
+        (
+            row
+            for row in JETPACKS
+            if profile.compute_capability in row.compute_capabilities
+            and in_range(profile, row.tensorrt)
+        ),
+        None,
+    )
+
+
+def _tensorrt(profile: Profile, machine: Machine) -> Iterator[str]:
+    for name in RUNTIMES["tensorrt"].packages if profile.runtime == "tensorrt" else ():
+        version = machine.packages.get(name)
+        if version and not in_range(profile, version):
+            yield f"{name} {version} is installed, {profile.name} needs {range_text(profile)}"
+            return
+        if version and profile.boards and (11, 0) <= _numbers(version)[:2] < (11, 4):
+            yield f"{name} {version} is installed, but TensorRT 11.0 to 11.3 run on no Jetson"
+            return
+
+
+def in_range(profile: Profile, version: str) -> bool:
+    """Whether this TensorRT runs there; of a version that has no number nothing is known."""
+    numbers = _numbers(version)
+    low = max(release_numbers(_OLDEST_TENSORRT), release_numbers(profile.tensorrt_min or "0"))
+    high = release_numbers(profile.tensorrt_max or "999")
+    return not numbers or low <= numbers <= high
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a package's version, and 0; () where it has none."""
+    match = re.match(r"[0-9]+\.[0-9]+", version)
+    return release_numbers(match[0] if match else "")
+
+
+def range_text(profile: Profile) -> str:
+    """The versions of TensorRT that run there: "10.3 or later"."""
+    low = max(_OLDEST_TENSORRT, profile.tensorrt_min or "0", key=release_numbers)
+    return f"{low} to {profile.tensorrt_max}" if profile.tensorrt_max else f"{low} or later"
+
+
+def _memory(profile: Profile, machine: Machine) -> Iterator[str]:
+    here = [gpu.memory_bytes for gpu in machine.gpus if gpu.name in profile.gpu_names]
+    here_bytes, expected = (here or [None])[0], profile.memory_bytes
+    if here_bytes and expected and here_bytes < _MEMORY_SHARE * expected:
+        yield (
+            f"the driver reports {here_bytes / 2**30:.1f} GiB of GPU memory, {profile.name} has "
+            f"{expected / 2**30:.1f}: a MIG slice, or another variant of the card"
+        )
+
+
+def _driver(machine: Machine) -> Iterator[str]:
+    """The driver must run the CUDA major of the installed wheels. A Jetson's is JetPack's."""
+    from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS
+
+    branches = [gpu.driver.partition(".")[0] for gpu in machine.gpus]
+    driver = min((int(each) for each in branches if each.isdecimal()), default=None)
+    for name, version in machine.packages.items():
+        suffix = re.search(r"-cu(1[0-9])$", name)
+        major = int(suffix[1]) if suffix else 0
+        if name == "nvidia-cuda-runtime":
+            major = (release_numbers(version) or (0,))[0]
+        needed = LEAST_DRIVERS.get(major)
+        if driver and needed and driver < needed:
+            yield (
+                f"driver {machine.gpus[0].driver} does not run CUDA {major}, which {name} "
+                f"{version} needs: install driver {needed} or later"
+            )
+            return
+
+
+def _power_mode(profile: Profile, machine: Machine) -> Iterator[str]:
+    known = [mode.name for mode in profile.power_modes]
+    if machine.power_mode is None:
+        yield (
+            "the power mode is not known: /var/lib/nvpmodel/status and /etc/nvpmodel.conf cannot "
+            "be read (in a container, mount them)"
+        )
+    elif known and machine.power_mode not in known:
+        yield (
+            f"power mode {machine.power_mode} is not one that {profile.name} knows "
+            f"({', '.join(known)}): its clocks and multiprocessors are not known"
+        )

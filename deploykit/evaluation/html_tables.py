@@ -1,0 +1,116 @@
+"""Tables as HTML, for reports and for results that a notebook shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from deploykit.core.evidence import Evaluation, Parity
+from deploykit.evaluation.formatting import MISSING, count, number
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first column names the row. `text`: the columns (from 0) without figures."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    text: tuple[int, ...] = (0,)
+    note: str = ""
+
+
+def parity_table(parity: Json, decided_by: str = "") -> Table:
+    """The errors, and whether they are within the bound, or what else decides."""
+    shared = any(row.get("mean_iou") is not None for row in parity["rows"])
+    rows = tuple(
+        (
+            row["output"],
+            count(row["batch"]),
+            count(row["values"]),
+            *(_or_infinite(row[key]) for key in ("error", "max_abs", "rms", "sqnr_db")),
+            MISSING if row["agreement"] is None else number(row["agreement"] * 100),
+            *((MISSING if row.get("mean_iou") is None else number(row["mean_iou"]),) * shared),
+        )
+        for row in parity["rows"]
+    )
+    names = ("output", "batch", "values", "error", "max abs", "rms", "SQNR (dB)", "argmax (%)")
+    columns = names + ("mean IoU",) * shared
+    within, bound = "within" if parity["passed"] else "NOT within", number(parity["max_error"])
+    note = decided_by or f"{within} the bound of {bound} on max |a−b| / max |a|."
+    return Table(f"Parity of {parity['b']} with {parity['a']}", columns, rows, (0,), note)
+
+
+def _or_infinite(value: float | None) -> str:
+    return "∞" if value is None else number(value)
+
+
+def html_table(table: Table, *, caption: bool = True) -> str:
+    """A table that scrolls by itself where the page is narrow. The first column names the row."""
+    if not table.rows:
+        return ""
+    kinds = ["" if i in table.text else ' class="n"' for i in range(len(table.columns))]
+    head = "".join(
+        f'<th scope="col"{kind}>{_e(name)}</th>'
+        for kind, name in zip(kinds, table.columns, strict=True)
+    )
+    rows = "".join(
+        f'<tr><th scope="row">{_e(row[0])}</th>'
+        + "".join(
+            f"<td{kind}>{_cell(cell) if kind else _e(cell)}</td>"
+            for kind, cell in zip(kinds[1:], row[1:], strict=True)
+        )
+        + "</tr>"
+        for row in table.rows
+    )
+    title = f"<caption>{_e(table.title)}</caption>" if caption else ""
+    note = f'<p class="note">{_e(table.note)}</p>' if table.note else ""
+    return (
+        f'<div class="wide" tabindex="0" role="region" aria-label="Table: {_e(table.title)}">'
+        f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{note}"
+    )
+
+
+def _cell(text: str) -> str:
+    """A figure with its interval on a second line, so that tables stay narrow."""
+    value, bracket, interval = text.partition(" [")
+    return f"{_e(value)} <small>[{_e(interval)}</small>" if bracket else _e(text)
+
+
+def _e(text: object) -> str:
+    return escape(str(text))
+
+
+def parity_html(parity: Parity) -> str:
+    """A row for each output and batch size."""
+    return html_table(parity_table(parity.to_dict()))
+
+
+def evaluation_html(evaluation: Evaluation) -> str:
+    """What was decided and why, above the rows of the parity."""
+    verdict = "passed" if evaluation.passed else "NOT passed"
+    rows = (("result", verdict), ("reason", evaluation.why), ("measured", evaluation.describe()))
+    table = Table("Evaluation", ("", ""), rows, (0, 1))
+    by = "No bound applies to this error: the evaluation above decides."
+    return html_table(table) + html_table(parity_table(evaluation.parity.to_dict(), by))
+
+
+def model_facts(
+    inputs: Iterable[object], outputs: Iterable[object], precision: Mapping[str, int]
+) -> dict[str, object]:
+    """What `facts_html` shows of a model."""
+    return {
+        "inputs": ", ".join(map(str, inputs)),
+        "outputs": ", ".join(map(str, outputs)),
+        "nodes by precision": ", ".join(f"{name} {count}" for name, count in precision.items()),
+    }
+
+
+def facts_html(title: str, facts: Mapping[str, object]) -> str:
+    """A table of names and values, under a title; values that are None or empty are left out."""
+    rows = tuple((name, str(value)) for name, value in facts.items() if value not in (None, ""))
+    return html_table(Table(title, ("", ""), rows, (0, 1)))

@@ -1,0 +1,143 @@
+"""Describe what is in an artefact: tensors, precision, operators, origin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploykit.core.artefact import Artefact, ArtefactLike
+from deploykit.core.errors import BadInput
+from deploykit.core.json_value import Record
+from deploykit.core.manifest import Manifest
+from deploykit.core.precision import names_of
+from deploykit.core.profile import load_profile, profile_names
+from deploykit.core.tensors import TensorSpec
+
+
+@dataclass(frozen=True)
+class Inspection(Record):
+    """What is in an artefact. `details` depends on the format.
+
+    `fits`: the profiles that offer its precisions; it was not tried there.
+    """
+
+    path: Path
+    format: str
+    size_bytes: int
+    sha256: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    precision: Mapping[str, int]
+    details: Mapping[str, Any]
+    fits: tuple[str, ...]
+    manifest: Manifest | None
+
+    def _repr_html_(self) -> str:
+        from deploykit.evaluation import html_tables
+
+        facts: dict[str, object] = {
+            "format": self.format,
+            "bytes": f"{self.size_bytes:,}",
+            "sha256": self.sha256,
+        }
+        facts |= html_tables.model_facts(self.inputs, self.outputs, self.precision)
+        return html_tables.facts_html(self.path.name, facts)
+
+
+_Specs = tuple[TensorSpec, ...]
+# inputs, outputs, precision, details, fits
+_Content = tuple[_Specs, _Specs, Mapping[str, int], Mapping[str, Any], tuple[str, ...]]
+
+
+def inspect(path: ArtefactLike) -> Inspection:
+    """Describe any artefact; a manifest next to it is read and checked against the file."""
+    artefact = Artefact.open(path)
+    manifest, size = artefact.manifest, artefact.path.stat().st_size
+    read = {"onnx": _onnx, "torch": _torch, "safetensors": _torch}.get(artefact.format, _engine)
+    inputs, outputs, precision, details, fits = read(artefact)
+    if read is not _torch:
+        details = {**details, "batching": _batching(inputs, outputs, manifest)}
+    content = (inputs, outputs, precision, details, fits)
+    return Inspection(
+        artefact.path, artefact.format, size, artefact.sha256, *content, manifest=manifest
+    )
+
+
+def _batching(inputs: _Specs, outputs: _Specs, manifest: Manifest | None) -> str:
+    """Whether `serve` joins requests, as far as that is known without a run."""
+    from deploykit.engines.batching import why_no_batch
+
+    proof = manifest.evidence.batching if manifest else None
+    why = proof.why if proof else why_no_batch(inputs, outputs)
+    if why:
+        return f"{'on' if proof and proof.passed else 'off'}: {why}"
+    return "not proven yet: serve does it when it starts, build keeps it in the manifest"
+
+
+def _onnx(artefact: Artefact) -> _Content:
+    from deploykit.graph import cost
+    from deploykit.graph.graph import Graph
+    from deploykit.graph.preflight import placed_for, why_not_tensorrt
+
+    graph = Graph.open(artefact.path)
+    summary = graph.summary
+    shown = summary.to_dict().items()
+    details = {key: value for key, value in shown if key not in ("inputs", "outputs", "precision")}
+    details["mix"] = cost.mix(graph, {}).to_dict()
+    if runtime := placed_for(artefact, graph):
+        details["pairs"] = f"placed for {runtime.title}"
+    if why := why_not_tensorrt(artefact, graph):
+        details["tensorrt"] = f"does not take it: {why}"
+    fits = _targets(summary.precision, summary.opset, tensorrt=not why)
+    return summary.inputs, summary.outputs, summary.precision, details, fits
+
+
+def _torch(artefact: Artefact) -> _Content:
+    from deploykit.engines.torch.open import look
+
+    inputs, outputs, details = look(artefact.path)
+    return inputs, outputs, {}, details, ("torch",)
+
+
+def _engine(artefact: Artefact) -> _Content:
+    """A runtime's own format: what the manifest says."""
+    manifest = artefact.manifest
+    if manifest is None:
+        raise BadInput(
+            f"{artefact}: is a {artefact.runtime.title} engine without a manifest, so its content "
+            "is unknown",
+            hint="deploykit build writes one next to every engine",
+        )
+    evidence = manifest.evidence
+    read, built = evidence.precision, evidence.build
+    found = {
+        "verified": evidence.verified,
+        "flags": list(built.flags) if built and built.flags else None,
+        "shares": read.shares if read else None,
+        "time_shares": read.time_shares if read else None,
+    }
+    details = {key: value for key, value in found.items() if value is not None}
+    profile = manifest.built_on.get("profile")
+    fits = (profile,) if profile else ()
+    return manifest.inputs, manifest.outputs, manifest.precision, details, fits
+
+
+def _targets(
+    precision: Mapping[str, int], opset: Mapping[str, int], *, tensorrt: bool
+) -> tuple[str, ...]:
+    """Profiles that offer every precision of the graph. `tensorrt`: whether TensorRT takes it.
+
+    A graph with operators of another domain than ONNX's own runs on ONNX Runtime alone.
+    """
+    needed = names_of(precision)
+    standard = set(opset) <= {"", "ai.onnx"}
+    profiles = [load_profile(name) for name in profile_names()]
+    return tuple(
+        profile.name
+        for profile in profiles
+        if needed <= set(profile.precisions)
+        and (standard or profile.runtime == "onnxruntime")
+        and (tensorrt or profile.runtime != "tensorrt")
+    )

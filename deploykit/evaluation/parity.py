@@ -1,0 +1,489 @@
+"""Compare two engines on the same inputs, output by output.
+
+The first engine is the reference: errors are relative to its values. Different names, dtypes or
+shapes raise an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deploykit.core.errors import BadInput
+from deploykit.core.evidence import Parity, ParityRow
+from deploykit.core.tensors import BATCH, TensorSpec
+from deploykit.engines.answers import class_axis
+from deploykit.engines.batching import spread_places
+from deploykit.engines.data.samples import random_feeds
+from deploykit.engines.engine import Arrays, Engine
+from deploykit.evaluation.accuracy import Matches, pair
+
+if TYPE_CHECKING:
+    from deploykit.engines.data.samples import Samples
+    from deploykit.engines.engine import Engine
+    from deploykit.graph.graph import Graph
+
+    Feeds = Mapping[str, np.ndarray]
+
+
+MAX_ERROR = 1e-3
+CLASSES, PIXELS, BOXES = "classes", "pixels", "boxes"  # `ParityRow.answers`
+BLOCK = 1 << 20  # values that are converted to float64 at a time
+REL_FLOOR = 1e-6  # below it a reference value counts as this large in max_rel
+
+
+def compare_engines(
+    a: Engine,
+    b: Engine,
+    feeds_list: Iterable[Mapping[str, np.ndarray]],
+    *,
+    names: tuple[str, str] = ("a", "b"),
+    max_error: float = MAX_ERROR,
+    each: Callable[[int, Arrays, Arrays], None] | None = None,
+    random: bool = False,
+) -> Parity:
+    """Run both engines on each of the feeds and compare all outputs.
+
+    Feeds of one batch size share their rows. `names` appear in the table and in errors. `each` gets
+    the number of the feeds and the outputs of a and b, in the order of a's specs, until one is not
+    finite. `random`: the feeds are made up, so that a size at which both are NaN or infinite at the
+    same places (the deviation of one step) is left out where other sizes have an answer.
+
+    Raises BadInput when inputs, outputs or their shapes differ, or when there is nothing to
+    compare. An exceeded bound does not raise: `Parity.raise_if_over` does.
+    """
+    check_bound(max_error)
+    _check_same("input", a.inputs, b.inputs, names)
+    _check_same("output", a.outputs, b.outputs, names)
+    tallies: dict[tuple[str, int], _Tally] = {}
+    for number, feeds in enumerate(feeds_list):
+        batch = _batch(a.inputs, feeds)
+        left, right = (
+            _run(engine, feeds, a.outputs, name) for engine, name in zip((a, b), names, strict=True)
+        )
+        x, y, boxes = pair(left, right)
+        for name in left:
+            _check_arrays(name, batch, x[name], y[name], names)
+            axis = class_axis(name, x[name], feeds) if x[name] is left[name] else None
+            tally = tallies.setdefault((name, batch), _Tally())
+            images = [array.shape[:3] for array in feeds.values() if array.ndim == 4]
+            tally.mask = x[name].dtype.kind in "iu" and x[name].shape in images
+            tally.add(x[name], y[name], axis)
+            if name in boxes:
+                tally.match(boxes[name])
+        if each is not None and not any(tally.not_finite for tally in tallies.values()):
+            each(number, left, right)
+    if not tallies:
+        raise BadInput(f"{names[0]} and {names[1]}: no inputs to compare on")
+    answered = {output for (output, _), tally in tallies.items() if not tally.not_finite}
+    rows = tuple(
+        tally.row(output, batch)
+        for (output, batch), tally in tallies.items()
+        if not (random and tally.places_match and tally.undefined and output in answered)
+    )
+    return Parity(names[0], names[1], rows, max_error)
+
+
+def exact_noun(array: np.ndarray) -> str:
+    """What the values of an output are that must be equal, in the plural."""
+    return "strings" if array.dtype.hasobject else "integers or booleans"
+
+
+def relative(error: float, scale: float) -> float:
+    """`error` as a share of `scale`; 0 where nothing differs, whatever the scale."""
+    return error / scale if error else 0.0
+
+
+def add_float32_errors(
+    parity: Parity,
+    reference: Engine,
+    other: Callable[[Arrays], Mapping[str, np.ndarray]],
+    feeds_list: Iterable[Arrays],
+) -> Parity:
+    """`parity` with what float32 itself gives: the errors of `reference` against `other`.
+
+    `other`: the same computation in float64, or rounded in another order. More feeds only loosen
+    the bound: those after which `parity` passes are not run.
+    """
+    found: dict[str, float] = {}
+    for feeds in feeds_list:
+        others, values, boxes = pair(other(feeds), reference(feeds))
+        for name, array in values.items():
+            if array.dtype.kind in "biuO" or array.shape != others[name].shape:
+                continue
+            tally = _Tally()
+            tally.add(others[name].astype(np.float64), array.astype(np.float64))
+            if name in boxes:
+                tally.match(boxes[name])
+            row = tally.row(name, 0)
+            if not row.problem:
+                found[name] = max(found.get(name, 0.0), row.error)
+        rows = (replace(row, float32_error=found.get(row.output)) for row in parity.rows)
+        parity = replace(parity, rows=tuple(rows))
+        if parity.passed:
+            break
+    return parity
+
+
+def in_other_batches(engine: Engine, feeds: Arrays) -> dict[str, np.ndarray]:
+    """The outputs for `feeds`, computed row by row where the engine takes single rows.
+
+    Another batch takes other kernels, which add in another order.
+    """
+    specs = (*engine.inputs, *engine.outputs)
+    rows = _batch(engine.inputs, feeds)
+    if rows < 2 or not all(spec.batched for spec in specs):
+        return dict(engine(feeds))
+    parts = [engine({n: a[row : row + 1] for n, a in feeds.items()}) for row in range(rows)]
+    return {n: np.concatenate([part[n] for part in parts]) for n in parts[0]}
+
+
+def check_bound(max_error: float) -> float:
+    """`max_error`. Raises BadInput where it is negative or not finite: NaN would pass anything."""
+    if not (math.isfinite(max_error) and max_error >= 0):
+        raise BadInput(f"`max_error` must be 0 or more, got {max_error}")
+    return max_error
+
+
+def _check_same(
+    kind: str, a: Sequence[TensorSpec], b: Sequence[TensorSpec], names: tuple[str, str]
+) -> None:
+    """Names and dtypes are equal and shapes fit; a dynamic axis fits any, order does not matter."""
+    left, right = {spec.name: spec for spec in a}, {spec.name: spec for spec in b}
+    for name in sorted(left.keys() ^ right.keys()):
+        has, lacks = names if name in left else names[::-1]
+        raise BadInput(
+            f"{has} has an {kind} '{name}', {lacks} has none",
+            hint=f"{names[0]}: {_list_specs(a)}; {names[1]}: {_list_specs(b)}",
+        )
+    for name, spec in left.items():
+        other = right[name]
+        fits = len(spec.shape) == len(other.shape) and all(
+            isinstance(x, str) or isinstance(y, str) or x == y
+            for x, y in zip(spec.shape, other.shape, strict=True)
+        )
+        if spec.dtype != other.dtype or not fits:
+            raise BadInput(f"{kind} '{name}' is {spec} in {names[0]}, {other} in {names[1]}")
+
+
+def _list_specs(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(map(str, specs))
+
+
+def _check_arrays(
+    output: str, batch: int, x: np.ndarray, y: np.ndarray, names: tuple[str, str]
+) -> None:
+    """A dynamic axis can hide a difference that only shows in the arrays."""
+    if x.dtype != y.dtype or x.shape != y.shape:
+        raise BadInput(
+            f"output '{output}' at batch {batch} is {x.dtype}{list(x.shape)} from {names[0]}, "
+            f"{y.dtype}{list(y.shape)} from {names[1]}"
+        )
+
+
+def _run(
+    engine: Engine, feeds: Arrays, outputs: Sequence[TensorSpec], name: str
+) -> dict[str, np.ndarray]:
+    """The engine's outputs in the order of `outputs`."""
+    values = engine(feeds)
+    for spec in outputs:
+        if spec.name not in values:
+            raise BadInput(f"{name}: gave no output '{spec.name}'")
+    return {spec.name: values[spec.name] for spec in outputs}
+
+
+def _batch(specs: Sequence[TensorSpec], feeds: Arrays) -> int:
+    """Axis 0 of the first input with a dynamic one, else of the first input; 1 for a scalar."""
+    ordered = sorted(specs, key=lambda spec: not spec.batched)
+    array = feeds.get(ordered[0].name) if ordered else None
+    return int(array.shape[0]) if array is not None and array.ndim else 1
+
+
+class _Tally:
+    """Adds up the differences of one output at one batch size, call by call."""
+
+    def __init__(self) -> None:
+        self.values = self.compared = self.differing = 0
+        self.max_abs = self.max_rel = self.scale = self.noise = self.signal = 0.0
+        self.rows = self.agreeing = self.undefined = 0
+        self.other_scale = 0.0
+        self.finite = self.places_match = True
+        self.mask = False  # the class of each pixel: where scores are equal, either is right
+        self.floating, self.exact = True, ""
+        self.answers = ""
+        self.boxes: list[Matches] = []
+        self.lost = 0  # boxes of one of the two alone
+        self.shared = self.either = np.zeros(0, np.int64)  # pixels by class
+
+    def match(self, found: Matches) -> None:
+        """Count boxes as answers."""
+        self.answers = BOXES
+        self.boxes.append(found)
+        self.rows += found.total
+        self.agreeing += found.matched
+        self.lost += found.total - found.matched
+
+    def add(self, a: np.ndarray, b: np.ndarray, axis: int | None = None) -> None:
+        """Arrays of one shape and dtype; `axis`: that of the classes, if there is one."""
+        self.values += a.size
+        self.floating, self.exact = a.dtype.kind not in "biuO", exact_noun(a)
+        if a.size == 0:
+            return
+        classes = 1 if axis is None else a.shape[axis]
+        if axis is not None:
+            self.answers = PIXELS if a.ndim == 4 else CLASSES
+            a, b = np.moveaxis(a, axis, -1), np.moveaxis(b, axis, -1)
+        rows_a, rows_b = a.reshape(-1, classes), b.reshape(-1, classes)
+        step = max(1, BLOCK // classes)
+        for start in range(0, len(rows_a), step):
+            self._add_rows(rows_a[start : start + step], rows_b[start : start + step])
+
+    def _add_rows(self, a: np.ndarray, b: np.ndarray) -> None:
+        if not self.floating:
+            self.differing += int((a != b).sum())
+        if a.dtype.hasobject:  # 0 and, where another string is, 1
+            a, b = np.zeros(a.shape), a != b
+        x, y = a.astype(np.float64), b.astype(np.float64)
+        both = np.isfinite(x) & np.isfinite(y)
+        self.finite &= bool(both.all())
+        self.places_match &= np.array_equal(x[~both], y[~both], equal_nan=True)
+        self.undefined += int((x[~both] != -np.inf).sum())  # -infinity masks
+        if x.shape[1] >= 2:
+            left, right = x.argmax(1), y.argmax(1)
+            self.rows += len(x)
+            self.agreeing += int((left == right).sum())
+            if self.answers == PIXELS:
+                counts = [np.bincount(each, minlength=x.shape[1]) for each in (left, right)]
+                shared = np.bincount(left[left == right], minlength=x.shape[1])
+                self.shared = self.shared + shared if self.shared.size else shared
+                either = counts[0] + counts[1] - shared
+                self.either = self.either + either if self.either.size else either
+        x, y = x[both], y[both]
+        self.compared += x.size
+        if x.size == 0:
+            return
+        with np.errstate(over="ignore"):  # float64 outputs near its end: an infinite error is right
+            off, size = np.abs(x - y), np.abs(x)
+            self.max_abs = max(self.max_abs, float(off.max()))
+            self.max_rel = max(self.max_rel, float((off / np.maximum(size, REL_FLOOR)).max()))
+            self.scale = max(self.scale, float(size.max()))
+            self.other_scale = max(self.other_scale, float(np.abs(y).max()))
+            self.noise += float((off**2).sum())
+            self.signal += float((size**2).sum())
+
+    def row(self, output: str, batch: int) -> ParityRow:
+        problem = self._problem()
+        shown = self.rows and (self.scale or self.boxes)
+        agreement = self.agreeing / self.rows if shown else None
+        error = relative(self.max_abs, self.scale or self.other_scale)
+        if self.mask:
+            error = self.differing / max(1, self.values)
+        if self.boxes and agreement is not None:
+            error = max(error, 1 - agreement)
+        return ParityRow(
+            output=output,
+            batch=batch,
+            values=self.values + self.lost,
+            max_abs=self.max_abs,
+            max_rel=self.max_rel,
+            rms=math.sqrt(self.noise / self.compared) if self.compared else 0.0,
+            sqnr_db=self._sqnr_db(),
+            agreement=agreement,
+            finite=self.finite,
+            error=math.inf if problem else error,
+            problem=problem,
+            places_match=self.places_match,
+            floating=self.floating,
+            scale=self.scale,
+            answers=self.answers if agreement is not None else "",
+            mean_iou=self._mean_iou(),
+        )
+
+    def _mean_iou(self) -> float | None:
+        if self.boxes:
+            return sum(each.iou for each in self.boxes) / self.agreeing if self.agreeing else None
+        there = self.either > 0
+        return float((self.shared[there] / self.either[there]).mean()) if there.any() else None
+
+    @property
+    def not_finite(self) -> bool:
+        return bool(self.undefined) or not self.places_match
+
+    def _problem(self) -> str:
+        if not self.places_match:
+            return "NaN or infinity in one of the two and not in the other"
+        if self.differing and not self.mask:
+            return f"{self.differing} of {self.values} {self.exact} differ"
+        if self.values and not self.compared:
+            return "no value is finite in either, so nothing could be compared"
+        if self.undefined:
+            return f"{self.undefined} of {self.values} values are NaN or infinity on both sides"
+        return ""
+
+    def _sqnr_db(self) -> float:
+        if self.noise == 0:
+            return math.inf
+        share = self.signal / self.noise  # NaN where both squares passed the end of float64
+        return 10 * math.log10(share) if share > 0 else -math.inf
+
+
+# Seeded random inputs at the sizes that two engines are compared at.
+
+BATCHES = (1, 2, 7, 32)
+_LENGTHS = (5, 12, 1, 33)  # of sequences, one for each of the batches
+_SIDES = (64, 96, 64, 128)  # of images whose height or width is dynamic
+
+AxisLimits = Mapping[str, tuple[int, int | None]]  # least and largest size by axis
+
+
+def feeds_at_sizes(
+    inputs: Sequence[TensorSpec], limits: AxisLimits | None = None
+) -> list[dict[str, np.ndarray]]:
+    """Inputs at each of the `parity_sizes`, from one seed each.
+
+    Where nothing but the batch differs, the smaller ones are rows from all over the largest, the
+    last first: the outputs then also show whether a row depends on its place and on other rows.
+    """
+    sizes = parity_sizes(inputs, limits)
+    largest = random_feeds(tuple(inputs), sizes[-1], len(sizes) - 1)
+    by_rows = all(spec.shape[:1] == (BATCH,) and BATCH not in spec.shape[1:] for spec in inputs)
+
+    def feeds(seed: int, each: Mapping[str, int]) -> dict[str, np.ndarray]:
+        if not by_rows or {**each, BATCH: 0} != {**sizes[-1], BATCH: 0}:
+            return random_feeds(tuple(inputs), each, seed)
+        places = spread_places(sizes[-1][BATCH], each[BATCH])
+        return {name: array[places] for name, array in largest.items()}
+
+    return [feeds(seed, each) for seed, each in enumerate(sizes[:-1])] + [largest]
+
+
+def parity_sizes(
+    inputs: Sequence[TensorSpec], limits: AxisLimits | None = None
+) -> list[dict[str, int]]:
+    """Sizes of the dynamic axes to compare at: batches 1, 2, odd and large, several lengths.
+
+    `limits`: least and largest size by axis, where the model has them.
+    """
+    images = {
+        axis for spec in inputs if len(spec.shape) == 4 for axis in spec.shape[1:]
+    }  # their sides must survive the pooling of a CNN
+    axes = {axis for spec in inputs for axis in spec.shape if isinstance(axis, str)}
+    if not axes:
+        return [{}]
+
+    def within(axis: str, size: int) -> int:
+        low, high = (limits or {}).get(axis, (1, None))
+        return max(low, size if high is None else min(size, high))
+
+    found = [
+        {
+            axis: within(axis, batch if axis == BATCH else side if axis in images else length)
+            for axis in sorted(axes)
+        }
+        for batch, length, side in zip(BATCHES, _LENGTHS, _SIDES, strict=True)
+    ]
+    return [sizes for n, sizes in enumerate(found) if sizes not in found[:n]]
+
+
+# Inputs to compare two engines on, and how many rows of them fit into memory.
+
+MOST_SAMPLES, MOST_BYTES = 32, 64 << 20
+MOST_CALL_BYTES = 128 << 20  # of the largest tensor where two engines are compared
+
+
+def comparison_feeds(
+    first: Engine, second: Engine, samples: Samples | None, graph: Path | None
+) -> tuple[list[Feeds], tuple[str, ...]]:
+    """Samples, or random inputs at several sizes, within the batches that both engines take.
+
+    `graph`: the ONNX file that tells how many rows fit into memory; None where there is none. Also
+    returns a note where these are fewer than usual.
+    """
+
+    limits = {**first.limits, **second.limits}
+    least, most = limits.get(BATCH, (1, None))
+    usual = min(MOST_SAMPLES, most or MOST_SAMPLES)
+    if samples is not None:
+        size, used = samples.batching(usual, (*first.inputs, *second.inputs))
+        samples = samples.first(used)
+        if graph is None or size != usual:
+            return list(samples.batches(size)), ()
+        rows = max(least, rows_that_fit([next(samples.batches(size))], graph))
+        return list(samples.batches(min(size, rows))), rows_note(rows, usual)
+    feeds = feeds_at_sizes(first.inputs, limits)
+    if graph is None:
+        return list(feeds), ()
+    rows = max(least, rows_that_fit(feeds, graph))
+    return first_rows(feeds, rows), rows_note(rows, usual)
+
+
+def axis_sizes(samples: Samples | None, inputs: Sequence[TensorSpec], batch: int) -> dict[str, int]:
+    """The sizes of the dynamic axes in `samples`, with `batch` at axis 0."""
+    if samples is None:
+        return {str(spec.shape[0]): batch for spec in inputs if spec.batched}
+    return {
+        axis: batch if place == 0 else size
+        for spec in inputs
+        for place, (axis, size) in enumerate(
+            zip(spec.shape, samples.inputs[spec.name].shape, strict=True)
+        )
+        if isinstance(axis, str)
+    }
+
+
+def batch_that_fits(source: Graph, sizes: Mapping[str, int], most_bytes: int = MOST_BYTES) -> int:
+    """Samples for one call: 32, fewer where the largest tensor of one sample is large.
+
+    `sizes`: of the dynamic axes at batch 1. Two engines run, each with some such tensors.
+    """
+    from deploykit.graph import cost
+
+    largest = max((each.write_bytes or 0 for each in cost.node_costs(source, sizes)), default=0)
+    return max(1, min(MOST_SAMPLES, most_bytes // max(largest, 1)))
+
+
+def rows_that_fit(feeds: Sequence[Feeds], graph: Path) -> int:
+    """How many rows of such feeds make no tensor in `graph` above 128 MiB; 32 at most.
+
+    At least 2, so that a frozen batch shows; 32 also where the batch is fixed.
+    """
+    from deploykit.graph.graph import Graph
+
+    opened = Graph.open(graph)
+    if not all(spec.batched for spec in opened.inputs):
+        return MOST_SAMPLES
+    largest = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
+    sizes = {
+        axis: size if place else 1
+        for spec in opened.inputs
+        if spec.name in largest  # else the engines differ, which their comparison reports
+        for place, (axis, size) in enumerate(
+            zip(spec.shape, largest[spec.name].shape, strict=False)
+        )
+        if isinstance(axis, str)
+    }
+    return max(2, batch_that_fits(opened, sizes, MOST_CALL_BYTES))
+
+
+def first_rows(feeds: Sequence[Feeds], rows: int) -> list[Feeds]:
+    """The feeds with at most so many rows each, from first to last; all for `MOST_SAMPLES`."""
+    from deploykit.engines.batching import spread_places
+
+    if rows >= MOST_SAMPLES:
+        return list(feeds)
+    return [
+        {name: array[spread_places(len(array), rows)[::-1]] for name, array in each.items()}
+        for each in feeds
+    ]
+
+
+def rows_note(rows: int, usual: int = MOST_SAMPLES) -> tuple[str, ...]:
+    """For the user, where batches were smaller than usual."""
+    if rows >= usual:
+        return ()
+    return (f"compared at batches of up to {rows}: larger ones take too much memory",)

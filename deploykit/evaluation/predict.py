@@ -1,0 +1,439 @@
+"""Run every sample of a data set through an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+
+from deploykit.core.arguments import checked
+from deploykit.core.artefact import Artefact, ArtefactLike
+from deploykit.core.errors import BadInput, DeploykitError, Unsupported, quote
+from deploykit.core.evidence import Interval
+from deploykit.core.files import (
+    StrPath,
+    make_folder,
+    manifest_path,
+    read_json,
+    write_errors,
+    write_json,
+)
+from deploykit.core.json_value import Record
+from deploykit.evaluation.artefacts import Progress, no_progress
+from deploykit.evaluation.outputs import PREDICTIONS, claim
+from deploykit.evaluation.verify import open_proven
+
+if TYPE_CHECKING:
+    from deploykit.engines.data.samples import DataSource, SampleStream
+    from deploykit.engines.engine import Arrays, Engine
+
+
+log = logging.getLogger(__name__)
+
+_BLOCK = 4096  # rows of outputs at a time
+
+
+@dataclass(frozen=True)
+class Predicted(Record):
+    """What `predict` wrote; `accuracy` is None without labels, or where `note` says why.
+
+    `resumed`: how many of the samples an earlier run had done that was stopped; `seconds` were
+    spent on the others.
+    """
+
+    path: Path
+    samples: int
+    seconds: float
+    device: str
+    accuracy: Interval | None
+    note: str = ""
+    resumed: int = 0
+
+    def _repr_html_(self) -> str:
+        from deploykit.evaluation import html_tables
+
+        facts = self.to_dict() | {"seconds": f"{self.seconds:.3g}", "accuracy": ""}
+        if (score := self.accuracy) is not None:
+            shown = f"{score.value:.2%}, {score.low:.2%} to {score.high:.2%}"
+            facts["accuracy"] = f"{shown} (95 %)"
+        return html_tables.facts_html("Predictions", facts)
+
+
+@checked
+def predict(
+    engine: ArtefactLike,
+    data: StrPath,
+    out: StrPath,
+    *,
+    batch: int = 32,
+    device: str = "auto",
+    on: str = "local",
+    trust: bool = False,
+    force: bool = False,
+    restart: bool = False,
+    on_progress: Progress = no_progress,
+    on_note: Callable[[str], None] = log.warning,
+) -> Predicted:
+    """Run every sample of an .npz or a folder through `engine` into an .npz of outputs by name.
+
+    Samples are read as they are needed, and outputs kept in `OUT.parts` until all are there: after
+    a run that was stopped, the same call goes on where that was. It begins anew, with a note, if
+    engine, runtime, device or batch are others or the samples so far have changed, and with
+    `restart`. `on`: "local", or "ray" to spread the batches over a Ray cluster, that of
+    $RAY_ADDRESS or one on this machine; the outputs are the same. `trust`: see `open_proven`.
+    `force`: replace a file that deploykit did not write.
+    """
+    from deploykit.engines.data.samples import find_source, write_npz
+
+    if batch < 1:
+        raise BadInput(f"`batch` must be 1 or more, got {batch}")
+    if on not in ("local", "ray"):
+        raise BadInput(f"`on` {quote(on)}: is neither local nor ray")
+    out = claim(out, PREDICTIONS, (engine, data), force=force)
+    artefact = Artefact.open(engine)
+    with ExitStack() as stack:
+        (proven,) = open_proven(artefact, device, trust=trust)
+        opened = stack.enter_context(proven)
+        source = find_source(Path(data), opened.inputs, task=artefact.task)
+        size = batch if opened.inputs[0].batched else 1
+        made_by = {"engine": artefact.sha256, "runtime": opened.runtime, "device": opened.device}
+        parts = PartialOutputs(out, {**made_by, "batch": str(size)}, restart=restart)
+        stack.enter_context(parts)
+        stream = stack.enter_context(_open_stream(source, parts, on_progress))
+        resumed = parts.done.samples
+        if parts.dropped:
+            on_note(f"{parts.folder}: begun anew: {parts.dropped}")
+        elif resumed:
+            on_note(f"{out}: goes on after the {resumed} samples that an earlier run has done")
+        run = (
+            partial(_on_ray, artefact, opened, trust=trust) if on == "ray" else partial(map, opened)
+        )
+        started = time.perf_counter()
+        _append_all(parts, stream, size, run, on_progress)
+        seconds = time.perf_counter() - started
+        outputs = parts.arrays()
+        write_npz(out, outputs, kind=PREDICTIONS)
+        parts.finish()
+        _note_nan(outputs, on_note)
+        accuracy, note = _accuracy(source, next(iter(outputs.values()), None), stream.read_labels())
+        where = f"ray, {opened.device}" if on == "ray" else opened.device
+        return Predicted(out, source.count, seconds, where, accuracy, note, resumed)
+
+
+def _open_stream(source: DataSource, parts: PartialOutputs, on_progress: Progress) -> SampleStream:
+    """The samples after those of `parts`, or all, where these have changed."""
+    from deploykit.engines.data.samples import SampleStream
+
+    stream = SampleStream(source)
+    if not parts.done.samples:
+        return stream
+    on_progress("comparing the samples so far", 0.0)
+    if stream.skip(parts.done.samples) == parts.done.digest:
+        return stream
+    stream.close()
+    parts.drop("the samples so far have changed")
+    return SampleStream(source)
+
+
+def _append_all(
+    parts: PartialOutputs,
+    stream: SampleStream,
+    size: int,
+    run: Callable[[Iterator[Arrays]], Iterator[Arrays]],
+    on_progress: Progress,
+) -> None:
+    """Run all that is left, in order; the next batches are read meanwhile."""
+    from deploykit.engines.data.samples import Batch, read_ahead
+
+    waiting: deque[Batch] = deque()  # those that are running, without their arrays
+
+    def feeds() -> Iterator[Arrays]:
+        for each in read_ahead(stream.batches(size)):
+            waiting.append(replace(each, feeds={}))
+            yield each.feeds
+
+    count, resumed, started = stream.source.count, parts.done.samples, time.perf_counter()
+    for answer in run(feeds()) if resumed < count else ():
+        batch = waiting.popleft()
+        parts.append(answer, batch.samples, batch.digest)
+        done = parts.done.samples
+        rate = (done - resumed) / max(time.perf_counter() - started, 1e-9)
+        left = str(timedelta(seconds=round((count - done) / rate)))
+        on_progress(f"{done}/{count} samples, {rate:,.0f}/s, {left} left", done / count)
+
+
+def _note_nan(outputs: Mapping[str, np.ndarray], on_note: Callable[[str], None]) -> None:
+    """Pass on a note for each output that is NaN somewhere; it may be larger than the memory."""
+    import numpy as np
+
+    for name, values in outputs.items():
+        rows, others = [], tuple(range(1, values.ndim))
+        for at in range(0, len(values) if values.dtype.kind in "fc" else 0, _BLOCK):
+            block = values[at : at + _BLOCK]
+            rows += (at + np.flatnonzero(np.isnan(block).any(others))).tolist()
+        if rows:
+            what = f"{len(rows)} of {len(values)} rows, first in {rows[0]}"
+            on_note(f"output '{name}' is NaN in {what}")
+
+
+def _accuracy(
+    source: DataSource, answers: np.ndarray | None, labels: np.ndarray | None
+) -> tuple[Interval | None, str]:
+    """Top-1 accuracy of the first output; None where there is none, and a note."""
+    from deploykit.evaluation.accuracy import top1
+    from deploykit.evaluation.statistics import proportion
+
+    if labels is None or answers is None:
+        names = ", ".join(map(quote, source.unused))
+        why = f"no accuracy: run without {names}; labels are an array named 'labels'"
+        return None, why if names else ""
+    try:
+        scores = top1(answers, labels, source.where)
+        return proportion(round(scores.sum()), len(scores)), ""
+    except BadInput as exc:  # labels of another kind: targets, tokens, masks
+        return None, f"no accuracy: {exc.message}" + (f"; {exc.hint}" if exc.hint else "")
+
+
+def _on_ray(
+    artefact: Artefact, opened: Engine, batches: Iterator[Arrays], *, trust: bool
+) -> Iterator[Arrays]:
+    """The outputs of each batch; `opened` has shown that the file is the one its manifest names."""
+    from deploykit.evaluation.ray_data import Shipped, predict_batches
+
+    path, evidence = artefact.path, artefact.manifest and artefact.manifest.evidence
+    others = [manifest_path(path)] if evidence else []
+    if evidence:
+        others += [path.with_name(e.file) for e in (evidence.weights, evidence.golden) if e]
+    kind = opened.device.partition(":")[0]
+    return predict_batches(
+        Shipped.read(path, others),
+        partial(_open_on_node, device=kind, trust=trust),
+        batches,
+        gpu=kind == "cuda",
+    )
+
+
+def _open_on_node(path: Path, device: str, trust: bool) -> Engine:
+    """The engine of one actor, which has one CPU core or one GPU."""
+    (engine,) = open_proven(path, device, threads=1 if device == "cpu" else None, trust=trust)
+    return engine
+
+
+# Outputs of a long run on disk, so that it goes on where it was stopped.
+#
+# `OUT.parts/` holds one file of raw values for each output, and `state.json`: what made them, how
+# many samples they are of, and the digest of these. The files are longer than the state says
+# where a
+# run was killed; what is beyond is dropped.
+
+_EVERY_S = 2.0  # between two states
+_STATE, _KIND = "state.json", "deploykit predictions"
+
+
+@dataclass(frozen=True)
+class Done:
+    """What is whole: of how many samples, their digest, and the bytes of each output."""
+
+    samples: int = 0
+    digest: str = ""
+    nbytes: Mapping[str, int] = field(default_factory=dict)
+
+
+class PartialOutputs:
+    """Use it in a `with` block, one process at a time; what was appended stays at its end.
+
+    `made_by`: names and values of all that the outputs depend on besides the samples. `restart`:
+    drop what there is. `dropped`: why an earlier run was dropped, "" where none was.
+    """
+
+    def __init__(self, out: Path, made_by: Mapping[str, str], *, restart: bool = False) -> None:
+        self.folder = out.with_name(f"{out.name}.parts")
+        self.done, self.dropped = Done(), ""
+        self._out, self._made_by, self._restart = out, dict(made_by), restart
+        self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+        self._files: dict[str, BinaryIO] = {}
+        self._saved_s = time.monotonic()
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> PartialOutputs:
+        with contextlib.ExitStack() as stack:
+            _lock(make_folder(self.folder), self._out, stack)
+            state = self._read_state()
+            why = self._resume(state) if state and not self._restart else ""
+            if not self.done.samples:
+                self.drop(why)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with self._stack:
+            with contextlib.suppress(DeploykitError):  # such as a full disk, reported before
+                self._save()
+            self._close()
+            if not self.done.samples:
+                self._remove()
+
+    def append(self, outputs: Mapping[str, np.ndarray], samples: int, digest: str) -> None:
+        """Add the outputs of the next `samples`; `digest`: of all samples up to these.
+
+        Raises Unsupported on outputs that do not join to one array, and on a full disk.
+        """
+        at, nbytes = self.done.samples, dict(self.done.nbytes)
+        for name, values in outputs.items():
+            self._check(name, values, f"samples {at} to {at + samples - 1}")
+        with write_errors(self._out):
+            for name, values in outputs.items():
+                self._files[name].write(np.ascontiguousarray(values).data)
+                nbytes[name] = nbytes.get(name, 0) + values.nbytes
+        self.done = Done(at + samples, digest, nbytes)
+        if time.monotonic() - self._saved_s > _EVERY_S:
+            self._save()
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All outputs by name, mapped from their files: they need no memory of their own."""
+        self._save()
+        found: dict[str, np.ndarray] = {}
+        for name, (dtype, row) in self._kinds.items():
+            size, row_bytes = self.done.nbytes[name], math.prod(row) * dtype.itemsize
+            shape = (size // row_bytes if row_bytes else self.done.samples, *row)
+            empty = np.zeros(shape, dtype) if not size else None  # cannot be mapped
+            path = self._files[name].name
+            found[name] = np.memmap(path, dtype, "r", shape=shape) if empty is None else empty
+        return found
+
+    def finish(self) -> None:
+        """The outputs are where they belong: nothing of this is needed any more."""
+        self.done = Done()
+
+    def drop(self, why: str) -> None:
+        """Begin anew."""
+        self._close()
+        self.done, self.dropped, self._kinds, self._files = Done(), why, {}, {}
+        with write_errors(self._out):
+            for path in self._ours():
+                path.unlink()
+        self._save()
+
+    def _check(self, name: str, values: np.ndarray, where: str) -> None:
+        """Raise Unsupported unless these values go on the ones before."""
+        if values.ndim == 0 or values.dtype.hasobject:
+            what = "holds strings" if values.ndim else "has no axis of samples"
+            raise Unsupported(f"output '{name}' {what}: it does not go into an array of an .npz")
+        kind = (values.dtype, values.shape[1:])
+        if name not in self._kinds:
+            self._kinds[name] = kind
+            self._open(name, "w+b")
+        if self._kinds[name] != kind:
+            (dtype, row), axes = self._kinds[name], list(values.shape[1:])
+            raise Unsupported(
+                f"output '{name}' is {values.dtype}{axes} for each of {where}, and {dtype}"
+                f"{list(row)} for those before: its size depends on the data",
+                hint="such outputs do not join to one array: call `dk.load(...)` from Python",
+            )
+
+    def _open(self, name: str, mode: str) -> None:
+        path = self.folder / f"{list(self._kinds).index(name)}.bin"
+        with write_errors(self._out):
+            self._files[name] = open(path, mode)  # type: ignore[assignment] # noqa: PTH123, SIM115
+
+    def _save(self) -> None:
+        """Make what was appended last, even if the machine stops."""
+        with write_errors(self._out):
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+        outputs = {
+            name: {"dtype": dtype.str, "row": row, "bytes": self.done.nbytes.get(name, 0)}
+            for name, (dtype, row) in self._kinds.items()
+        }
+        state = {"kind": _KIND, "made_by": self._made_by, "samples": self.done.samples}
+        state |= {"digest": self.done.digest, "outputs": outputs}
+        write_json(self.folder / _STATE, {**state, "sha256": _hash(state)})
+        self._saved_s = time.monotonic()
+
+    def _read_state(self) -> dict[str, Any] | None:
+        """What an earlier run left, None where there is none. Raises BadInput for other files."""
+        if not any(self.folder.iterdir()):
+            return None
+        with contextlib.suppress(BadInput):
+            state = read_json(self.folder / _STATE)
+            if isinstance(state, dict) and state.get("kind") == _KIND:
+                return state
+        raise BadInput(
+            f"{self.folder}: exists, and is not what deploykit wrote there",
+            hint="it is for the outputs of an unfinished run: remove it, or choose another `out`",
+        )
+
+    def _resume(self, state: Mapping[str, Any]) -> str:
+        """Go on with an earlier run; why that cannot be, or ""."""
+        if state.get("sha256") != _hash({n: v for n, v in state.items() if n != "sha256"}):
+            return "its files are damaged"
+        made_by = state.get("made_by")
+        if not isinstance(made_by, dict) or made_by.keys() != self._made_by.keys():
+            return "another version of deploykit made it"
+        other = [name for name, value in self._made_by.items() if made_by[name] != value]
+        if other:
+            return f"another {' and another '.join(other)}"
+        try:
+            nbytes = {}
+            for name, each in state["outputs"].items():
+                self._kinds[name] = (np.dtype(each["dtype"]), tuple(each["row"]))
+                self._open(name, "r+b")
+                nbytes[name] = size = int(each["bytes"])
+                dtype, row = self._kinds[name]
+                whole = 0 <= size <= self._files[name].seek(0, os.SEEK_END)
+                if dtype.hasobject or min(row, default=0) < 0 or not whole:
+                    return "its files are damaged"
+                self._files[name].seek(size)
+            self.done = Done(int(state["samples"]), str(state["digest"]), nbytes)
+        except (KeyError, TypeError, ValueError, AttributeError, OSError, DeploykitError):
+            return "its files are damaged"
+        return ""
+
+    def _ours(self) -> Iterator[Path]:
+        for path in self.folder.iterdir():
+            own = path.suffix == ".bin" and path.stem.isdecimal()
+            if own or path.name.startswith((_STATE, f".{_STATE}.")):
+                yield path
+
+    def _close(self) -> None:
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):  # somebody else's file is in it
+            for path in self._ours():
+                path.unlink()
+            self.folder.rmdir()
+
+
+def _hash(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def _lock(folder: Path, out: Path, stack: contextlib.ExitStack) -> None:
+    """Hold the folder until `stack` ends; without a lock where the file system has none."""
+    number = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    stack.callback(os.close, number)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BadInput(f"{out}: another process is writing it") from None
+    except OSError:
+        return

@@ -1,0 +1,342 @@
+"""Rates, shares and differences with their 95 % intervals, in NumPy alone.
+
+Every interval is two-sided, 95 %. Percentiles of latencies are in `latency`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from statistics import NormalDist
+
+import numpy as np
+
+from deploykit.core.errors import BadInput
+from deploykit.core.evidence import ADJUSTED_WALD, Drop, Interval
+
+PAIRED_T = "paired t"
+RARE_T = "paired t, one loss and one gain of the scores' whole range added"
+FEWEST_EQUAL = 6  # equal differences: 0.5**6 is the first power within the 2.5 % on each side
+
+NO_DIFFERENCE, PRACTICALLY_EQUAL, FASTER, SLOWER = (
+    "no difference",
+    "practically equal",
+    "faster",
+    "slower",
+)
+FEWEST_DEPENDENT = 20  # blocks that show whether they depend on each other
+PRACTICAL = 0.02  # a smaller difference is of no use to anybody
+PROCESS_SPREAD = 0.01  # standard deviation of a figure over processes, where only one was run
+
+_TAIL = 0.025  # probability left out on each side
+_Z = 1.959963984540054  # the normal distribution's 97.5 % point
+_MANY = 10**6  # degrees of freedom of what is known
+_CORRELATIONS = 1 - np.geomspace(1, 0.02, 24)  # of neighbouring blocks, from 0 to 0.98
+_WEIGHTS = np.where(_CORRELATIONS == 0, 20.0, 1.0)  # before the blocks are seen
+
+
+def throughput(rows_per_block: Sequence[float], seconds_per_block: Sequence[float]) -> Interval:
+    """Rows per second over all blocks, in order of time, with an interval over the blocks.
+
+    The value is all rows over all seconds; blocks may differ in length (ratio estimator with its
+    linearised variance: Cochran, Sampling Techniques, 3rd ed., section 2.11). From 20 blocks on
+    the interval holds for blocks that depend on each other; fewer, at least two, have to be
+    independent, as fresh processes are.
+    """
+    rows = finite(rows_per_block, "rows per block")
+    seconds = finite(seconds_per_block, "seconds per block")
+    if rows.shape != seconds.shape or len(rows) < 2:
+        raise BadInput(f"a rate needs 2 blocks or more, got {len(rows)} and {len(seconds)}")
+    if (seconds <= 0).any() or (rows < 0).any():
+        raise BadInput("a block needs a length above 0 s and no negative number of rows")
+    rate = float(rows.sum() / seconds.sum())
+    half = half_width_of_series((rows - rate * seconds) / seconds.mean())
+    return Interval(rate, max(0.0, rate - half), rate + half)
+
+
+def proportion(successes: float, n: int) -> Interval:
+    """A share of `n` trials with its Wilson score interval (Wilson, JASA 22, 1927).
+
+    Trials that each succeed by a share of their own may be given by the sum of these: the interval
+    is then rather too large than too small, as no other values in 0..1 vary as much as 0 and 1.
+    """
+    if n < 1 or not 0 <= successes <= n:
+        raise BadInput(f"{successes} of {n} is not a proportion")
+    share = successes / n
+    centre = (share + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
+    half = _Z / (1 + _Z**2 / n) * math.sqrt(share * (1 - share) / n + _Z**2 / (4 * n**2))
+    low = 0.0 if successes == 0 else centre - half  # exact at the ends, where rounding would not be
+    high = 1.0 if successes == n else centre + half
+    return Interval(share, low, high)
+
+
+def paired_drop(
+    reference_scores: np.ndarray | Sequence[float],
+    candidate_scores: np.ndarray | Sequence[float],
+    metric: str,
+    *,
+    unit: str = "pp",
+) -> Drop:
+    """Compare scores of the same samples in the same order; shape (samples,), higher is better.
+
+    Scores of 0 and 1 only: the adjusted Wald interval for a difference of paired proportions
+    (Bonett and Price, J. Educational and Behavioral Statistics 37(4), 2012: one is added to each of
+    the two discordant counts), which keeps a width when nothing or everything changed. So do scores
+    of two other values, such as 0 and 100, in their own unit. Any other scores: the paired t
+    interval with the same addition, a loss and a gain of the whole range of the scores: a loss that
+    is rare and large is missing from most small samples, and their spread says nothing of it.
+    Raises BadInput on scores that cannot be paired.
+    """
+    reference, candidate = _pair_scores(reference_scores, candidate_scores, metric)
+    n = len(reference)
+    lost = int((candidate < reference).sum())
+    gained = int((candidate > reference).sum())
+    values = np.unique(np.concatenate((reference, candidate)))
+    low, high = float(values.min()), float(values.max())
+    if low >= 0 and high <= 1:  # shares
+        low, high = 0.0, 1.0
+    elif low == high:
+        low, high = min(0.0, low), max(0.0, high)
+    if bool(np.isin(values, (low, high)).all()):
+        drop, method = _scale(_paired_proportions(lost, gained, n), high - low), ADJUSTED_WALD
+        before, after = (
+            _scale(proportion(int((scores == high).sum()), n), high - low, low)
+            for scores in (reference, candidate)
+        )
+    else:
+        drop, method = _rare_difference(reference - candidate, high - low), RARE_T
+        before, after = _mean(reference), _mean(candidate)
+    return Drop(metric, n, before, after, drop, lost, gained, unit, method)
+
+
+def relative_rise(
+    reference_scores: np.ndarray | Sequence[float],
+    candidate_scores: np.ndarray | Sequence[float],
+    weights: np.ndarray | Sequence[float],
+    metric: str,
+) -> Drop:
+    """Compare log-likelihoods of the same samples: how much perplexity rises, as a fraction.
+
+    Scores: each sample's mean log-likelihood per token, shape (samples,); `weights`: its tokens, so
+    that long samples count as in the perplexity of all the data; samples of weight 0 are left
+    out. The rise is exp(mean difference) - 1, its interval the paired one carried through exp,
+    which keeps its coverage. Samples are the clusters, as the tokens of one are not independent
+    (Miller, "Adding Error Bars to Evals", arXiv:2411.00640); the weighted mean has the ratio
+    estimator's variance, as in `throughput`. Raises BadInput on scores that cannot be paired.
+    """
+    reference, candidate = _pair_scores(reference_scores, candidate_scores, metric)
+    tokens = finite(weights, f"{metric}: weights")
+    if tokens.shape != reference.shape or (tokens < 0).any() or not (tokens > 0).any():
+        raise BadInput(f"{metric}: no sample has a label that counts")
+    used = tokens > 0
+    reference, candidate, tokens = reference[used], candidate[used], tokens[used]
+    rise = _difference(reference - candidate, metric, tokens)
+    before, after = (_mean(-scores, tokens) for scores in (reference, candidate))
+    return Drop(
+        metric,
+        len(reference),
+        _through(_exp, before),
+        _through(_exp, after),
+        _through(lambda value: _exp(value) - 1, rise),
+        int((candidate < reference).sum()),
+        int((candidate > reference).sum()),
+        "%",
+        PAIRED_T,
+    )
+
+
+def samples_to_show_no_drop(max_drop: float) -> int:
+    """The fewest samples on which unchanged scores of 0 and 1 show a drop <= max_drop.
+
+    Where nothing changed the upper end of `paired_drop` is z * sqrt(2) / (n + 2).
+    """
+    return max(1, math.ceil(_Z * math.sqrt(2) / max_drop - 2))
+
+
+def samples_to_show_agreement(max_share: float) -> int:
+    """The fewest samples, all of which agree, that show a share of others <= max_share.
+
+    Where none differs the upper end of `proportion` is z^2 / (n + z^2).
+    """
+    return max(1, math.ceil(_Z**2 * (1 - max_share) / max_share))
+
+
+def ratio(
+    a: Sequence[float], b: Sequence[float], *, tests: int = 1, assumed: float = 0.0
+) -> Interval:
+    """How many times `a` is `b`: the geometric mean of a[i]/b[i], with an interval on the logs.
+
+    `a[i]` and `b[i]` come from the same round, or process, so that drift that hits both cancels.
+    The interval is as in `throughput`. Needs two. `tests`: the intervals of so many ratios hold
+    together (Bonferroni: Dunn, JASA 56, 1961). `assumed`: a standard deviation of the logs that
+    the rounds cannot show, and that comes on top.
+    """
+    over, under = finite(a, "rates"), finite(b, "rates")
+    if over.shape != under.shape or (over <= 0).any() or (under <= 0).any():
+        raise BadInput("a ratio needs as many rates above 0 on either side, paired by round")
+    logs = np.log(over) - np.log(under)
+    tail = _TAIL / tests
+    half = math.hypot(half_width_of_series(logs, tail), assumed * t_quantile(_MANY, tail))
+    mean = float(logs.mean())
+    return _through(_exp, Interval(mean, mean - half, mean + half))
+
+
+def difference(times: Interval) -> str:
+    """What a ratio of two rates says: NO_DIFFERENCE, PRACTICALLY_EQUAL, FASTER or SLOWER.
+
+    No difference: the interval holds 1, so that the sides may be equal. Practically equal: all of
+    it is within 2 % of 1, or they differ for certain but by less than 2 %, which is of no use.
+    """
+    if times.low <= 1 <= times.high:
+        within = times.low > 1 - PRACTICAL and times.high < 1 + PRACTICAL
+        return PRACTICALLY_EQUAL if within else NO_DIFFERENCE
+    if abs(times.value - 1) < PRACTICAL:
+        return PRACTICALLY_EQUAL
+    return FASTER if times.value > 1 else SLOWER
+
+
+@cache
+def t_quantile(freedom: int, tail: float = _TAIL) -> float:
+    """The 1 - `tail` (97.5 %) point of Student's t with `freedom` >= 1 degrees of freedom.
+
+    Up to 200: bisection on the exact series for whole degrees (Abramowitz and Stegun, 26.7.3 and
+    26.7.4). Above: the Cornish-Fisher expansion (26.7.5), there good to 1e-6.
+    """
+    if freedom < 1:
+        raise BadInput("an interval needs 2 values or more")
+    if freedom > 200:
+        z = _Z if tail == _TAIL else NormalDist().inv_cdf(1 - tail)
+        first = (z**3 + z) / 4
+        second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+        return z + first / freedom + second / freedom**2
+    low, high, share = 0.0, 16.0, 1 - 2 * tail
+    while _t_central(high, freedom) < share:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_central(middle, freedom) < share else (low, middle)
+    return (low + high) / 2
+
+
+def _t_central(t: np.ndarray | float, freedom: int) -> np.ndarray:
+    """P(-t < T < t), of each of `t`."""
+    angle = np.arctan(np.asarray(t) / math.sqrt(freedom))
+    cosine, odd = np.cos(angle)[..., None], freedom % 2
+    k = np.arange(2 + odd, freedom - 1, 2)
+    terms = np.cumprod(cosine**2 * ((k - 1) / k), axis=-1).sum(axis=-1)
+    total = (freedom > 1) * (1 + terms) * (cosine[..., 0] if odd else 1.0)
+    return np.asarray(
+        2 / math.pi * (angle + np.sin(angle) * total) if odd else np.sin(angle) * total
+    )
+
+
+def _rare_difference(differences: np.ndarray, span: float) -> Interval:
+    value = float(differences.mean())
+    found = _mean(np.concatenate((differences, (span, -span))))
+    return Interval(value, min(value, found.low), max(value, found.high))
+
+
+def _scale(share: Interval, factor: float, offset: float = 0.0) -> Interval:
+    return Interval(*(part * factor + offset for part in (share.value, share.low, share.high)))
+
+
+def _paired_proportions(lost: int, gained: int, n: int) -> Interval:
+    up, down = (lost + 1) / (n + 2), (gained + 1) / (n + 2)
+    half = _Z * math.sqrt((up + down - (up - down) ** 2) / (n + 2))
+    return Interval((lost - gained) / n, max(-1.0, up - down - half), min(1.0, up - down + half))
+
+
+def _pair_scores(
+    reference_scores: np.ndarray | Sequence[float],
+    candidate_scores: np.ndarray | Sequence[float],
+    metric: str,
+) -> tuple[np.ndarray, np.ndarray]:
+    reference = finite(reference_scores, f"{metric} of the reference")
+    candidate = finite(candidate_scores, f"{metric} of the candidate")
+    if len(candidate) != len(reference):
+        raise BadInput(
+            f"{metric}: {len(reference)} scores of the reference, {len(candidate)} of the candidate"
+        )
+    return reference, candidate
+
+
+def _difference(
+    differences: np.ndarray, metric: str, weights: np.ndarray | None = None
+) -> Interval:
+    """The mean of paired differences with its t interval; needs two samples.
+
+    Differences that are all equal have no spread to make a width of. From 6 on the interval is
+    that one value, as the sign test's on the median would be; fewer raise BadInput.
+    """
+    n = len(differences)
+    if 2 <= n < FEWEST_EQUAL and bool((differences == differences[0]).all()):
+        raise BadInput(
+            f"{metric}: all {n} differences are equal, so their spread is unknown",
+            hint=f"{FEWEST_EQUAL} samples or more are needed, better some hundred",
+        )
+    return _mean(differences, weights)
+
+
+def _mean(values: np.ndarray, weights: np.ndarray | None = None) -> Interval:
+    if weights is None:
+        weights = np.ones(len(values))
+    mean = float((weights * values).sum() / weights.sum())
+    half = _half_width(weights * (values - mean) / weights.mean())
+    return Interval(mean, mean - half, mean + half)
+
+
+def _through(function: Callable[[float], float], interval: Interval) -> Interval:
+    """The interval of a growing function of the value."""
+    return Interval(function(interval.value), function(interval.low), function(interval.high))
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, 700.0))  # beyond, a float has no number for it, nor has JSON
+
+
+def _half_width(values: np.ndarray, tail: float = _TAIL) -> float:
+    quantile = t_quantile(len(values) - 1, tail)  # first, as it refuses a single value
+    return quantile * float(values.std(ddof=1)) / math.sqrt(len(values))
+
+
+def half_width_of_series(values: np.ndarray, tail: float = _TAIL) -> float:
+    """Of the interval of the mean of values in order of time, which may depend on each other.
+
+    Neighbours are taken to correlate by an unknown amount (a normal AR(1) process; Bayes with a
+    flat prior on mean and log scale, half on no correlation and the rest even in its time scale),
+    and the interval holds all but twice `tail` over what the values leave possible. Too few values
+    leave anything possible: they are taken as independent.
+    """
+    n = len(values)
+    if n < FEWEST_DEPENDENT:
+        return _half_width(values, tail)
+    correlation, free = _CORRELATIONS, 1 - _CORRELATIONS**2
+    centred = values - values.mean()
+    news = centred[1:] - correlation[:, None] * centred[:-1]  # what a value does not repeat
+    precision = 1 + (n - 1) * (1 - correlation) / (1 + correlation)
+    mean = (centred[0] + news.sum(axis=1) / (1 + correlation)) / precision
+    news -= mean[:, None] * (1 - correlation[:, None])
+    squares = (centred[0] - mean) ** 2 + (news**2).sum(axis=1) / free
+    if not squares.all():
+        return 0.0
+    log_weight = np.log(_WEIGHTS) - (np.log(free) + np.log(squares)) * (n - 1) / 2
+    weight = np.exp(log_weight - np.log(precision) / 2 - log_weight.max())
+    weight /= weight.sum()
+    rest = 1 - correlation
+    variance = (1 + correlation) / rest - 2 * correlation * (1 - correlation**n) / (n * rest**2)
+    errors = np.sqrt(squares / (n - 1) * variance / n)
+    low, high = 0.0, float(errors.max()) * t_quantile(n - 1, tail)
+    for _ in range(40):
+        middle = (low + high) / 2
+        inside = weight @ _t_central(middle / errors, n - 1)
+        low, high = (middle, high) if inside < 1 - 2 * tail else (low, middle)
+    return high
+
+
+def finite(values: np.ndarray | Sequence[float], what: str) -> np.ndarray:
+    """`values` as float64, shape (values,). Raises BadInput on none, NaN or infinity."""
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or array.size == 0 or not bool(np.isfinite(array).all()):
+        raise BadInput(f"{what}: a list of one or more finite numbers is needed")
+    return array

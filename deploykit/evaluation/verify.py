@@ -1,0 +1,339 @@
+"""Prove a TensorRT engine on its device: against the graph it was built from, or golden samples.
+
+The graph is the better reference, as it runs at every size; golden samples need no second file and
+no ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploykit.core.artefact import Artefact, ArtefactLike, read_manifest
+from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported
+from deploykit.core.evidence import (
+    AskedNode,
+    Evidence,
+    GoldenSamples,
+    Layer,
+    Parity,
+    PrecisionReadBack,
+)
+from deploykit.core.files import sha256
+from deploykit.core.manifest import Manifest, write_manifest
+from deploykit.core.precision import max_engine_error
+from deploykit.core.tensors import BATCH
+from deploykit.evaluation import golden
+from deploykit.evaluation.batching import add_evidence
+from deploykit.evaluation.parity import comparison_feeds
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from deploykit.core.evidence import Drop, Gate
+    from deploykit.engines.engine import Engine
+    from deploykit.graph.graph import Graph
+
+
+_FLOAT32_SQNR_DB = 25.0  # 6 % of the outputs; TF32 has 50 dB and more
+
+
+def asked_of(graph: Graph) -> tuple[AskedNode, ...]:
+    """The nodes of a graph that ask for a precision, by the names that TensorRT's parser gives.
+
+    Source, for nodes without a name: `getNodeName` of github.com/onnx/onnx-tensorrt.
+    """
+    from deploykit.graph import cost
+
+    names = [
+        node.name or f"node_of_{next(iter(node.output), '')}" for node in graph.model.graph.node
+    ]
+    costs = cost.node_costs(graph, {})
+    if len(names) != len(costs):  # functions were inlined
+        names = [each.name for each in costs]
+    return tuple(
+        AskedNode(name, each.precision, each.flops or 0)
+        for name, each in zip(names, costs, strict=True)
+        if each.precision is not None
+    )
+
+
+def compare_layers(
+    layers: Sequence[Layer] | None, asked: Sequence[AskedNode], *, allow_wider: bool = False
+) -> PrecisionReadBack:
+    """What a plan's layers compute in, against what its graph asked."""
+    read = PrecisionReadBack(None, seen=0.0, allow_wider=allow_wider, asked=tuple(asked))
+    if layers is None:
+        return read
+    from deploykit.engines.tensorrt import inspector
+
+    precisions = {node.name: node.precision for node in asked}
+    counted = any(node.operations for node in asked)
+    work = {node.name: node.operations if counted else 1 for node in asked}
+
+    def share(nodes: Iterable[str]) -> float:
+        return sum([work[node] for node in nodes]) / (sum(work.values()) or 1)
+
+    wider = inspector.mismatches(precisions, layers)
+    return replace(
+        read,
+        layers=tuple(layers),
+        wider=tuple(wider.values()),
+        shares=inspector.shares(layers),
+        seen=1 - share(inspector.unseen(precisions, layers)),
+        wider_share=share(wider),
+    )
+
+
+def read_engine(engine: Any, before: PrecisionReadBack) -> PrecisionReadBack:
+    """What the layers of an engine that is open compute in; `before` where it does not tell."""
+    from deploykit.engines.tensorrt import inspector
+
+    try:
+        layers = inspector.read_layers(engine.layer_information())
+    except (DeploykitError, ValueError):
+        return before
+    return compare_layers(layers, before.asked, allow_wider=before.allow_wider)
+
+
+def find_graph(path: Path, manifest: Manifest) -> Path | None:
+    """The graph that `path` was built from, found next to it by its hash."""
+    return _hashes_next_to(path).get(manifest.made_from[-1]) if manifest.made_from else None
+
+
+def find_sources(path: Path, manifest: Manifest) -> Iterator[Path]:
+    """The ONNX files next to `path` that it was made from, then theirs, by their manifests."""
+    hashes, wanted = _hashes_next_to(path), list(manifest.made_from)
+    while wanted:
+        found = hashes.pop(wanted.pop(0), None)
+        if found is not None:
+            yield found
+            before = read_manifest(found)
+            wanted += before.made_from if before else ()
+
+
+def _hashes_next_to(path: Path) -> dict[str, Path]:
+    """The .onnx files in the folder of `path`, by their hash."""
+    return {sha256(file): file for file in sorted(path.parent.glob("*.onnx")) if file.is_file()}
+
+
+def prove_engine(
+    engine: Engine, path: Path, manifest: Manifest, graph: Path | None, name: str
+) -> tuple[Parity | None, str]:
+    """Compare `engine` with `graph` on the CPU, else with the golden samples next to `path`.
+
+    `name`: of the engine, for messages. None and the reason where neither is there or runs here.
+    """
+    why = "the graph it was built from is not next to it"
+    if graph is not None:
+        try:
+            return _compare_with(graph, engine, name, max_engine_error(manifest.precision)), ""
+        except Unsupported as exc:  # no ONNX Runtime, or a type that its CPU provider has not
+            why = exc.message
+    try:
+        found = golden.find_samples(path, manifest)
+        if found is None:
+            return None, f"{why}, and it has no golden samples"
+        return _replay(found, engine, path, name), ""
+    except (BadInput, Unsupported) as exc:
+        return None, f"{why}, and its golden samples cannot be replayed: {exc.message}"
+
+
+def record_on_cpu(graph: Artefact, path: Path, sizes: Mapping[str, int]) -> GoldenSamples | None:
+    """Record golden samples of `graph` next to `path`, run on the CPU.
+
+    `sizes`: of the dynamic axes. None where the graph does not run here, or its tensors are large.
+    """
+    from deploykit.engines.data.samples import random_feeds
+    from deploykit.engines.engine import load
+
+    try:
+        with load(graph, "cpu") as reference:
+            return golden.record(reference, random_feeds(reference.inputs, sizes), path)
+    except DeploykitError:
+        return None
+
+
+def _compare_with(graph: Path, engine: Engine, name: str, max_error: float) -> Parity:
+    from deploykit.engines.engine import load
+    from deploykit.evaluation.parity import compare_engines
+
+    feeds, _ = comparison_feeds(engine, engine, None, graph)
+    names = (graph.name, name)
+    with load(graph, "cpu") as reference:
+        return compare_engines(
+            reference, engine, feeds, max_error=max_error, names=names, random=True
+        )
+
+
+def _replay(found: GoldenSamples, engine: Engine, path: Path, name: str) -> Parity:
+    """Compare with the golden samples, as many rows as the engine takes at once."""
+    from deploykit.engines.engine import RecordedEngine
+    from deploykit.evaluation.parity import compare_engines
+
+    inputs, outputs = engine.inputs, engine.outputs
+    recorded, feeds = golden.open_samples(found, path, inputs, outputs)
+    values = recorded(feeds)
+    low, high = engine.limits.get(BATCH, (1, None))
+    rows = min(max(golden.SAMPLES, low), high or golden.SAMPLES)
+
+    def fitting(arrays: Mapping[str, np.ndarray], batched: set[str]) -> dict[str, np.ndarray]:
+        return {
+            name: array.take(range(rows), axis=0, mode="wrap") if name in batched else array
+            for name, array in arrays.items()
+        }
+
+    batched = {spec.name for spec in (*inputs, *outputs) if spec.batched}
+    feeds, values = fitting(feeds, batched), fitting(values, batched)
+    reference = RecordedEngine(inputs, outputs, (feeds, values), found.reference)
+    names = (f"{found.reference}, recorded", name)
+    return compare_engines(reference, engine, [feeds], max_error=found.max_error, names=names)
+
+
+def check_proven(
+    engine: Any, path: Path, manifest: Manifest, trust: bool, on_note: Callable[[str], None]
+) -> None:
+    """Prove the engine unless that was done before. Raises GateFailed, BadInput."""
+    evidence = manifest.evidence
+    if evidence.verified:
+        return
+    graph = find_graph(path, manifest)
+    parity, why = prove_engine(engine, path, manifest, graph, path.name)
+    if parity is None:
+        if not trust:
+            raise BadInput(
+                f"{path}: was never run on its device, and cannot be proven here: {why}",
+                hint=f"put {manifest.built_on.get('model', 'its graph')} next to it, build it "
+                "here, or open it unproven with `trust`",
+            )
+        on_note(f"{path}: opened unproven (`trust`): {why}")
+        return
+    read = evidence.precision
+    if read is None or not read.known:
+        read = read_engine(engine, _asked_before(read, graph))
+    evidence = replace(evidence, parity=parity, precision=read)
+    _write(path, manifest, evidence, on_note)
+    if evidence.wrong:
+        raise GateFailed(
+            f"{path}: {evidence.wrong}",
+            hint="its outputs differ from those of the graph it was built from: build it again",
+        )
+    if not evidence.verified:
+        on_note(f"{path}: computes what its graph does; which types its layers run in is not known")
+
+
+def _asked_before(read: PrecisionReadBack | None, graph: Path | None) -> PrecisionReadBack:
+    """`read`, with what the graph asks where a manifest of an earlier deploykit lacks it."""
+    from deploykit.graph.graph import Graph
+
+    read = read or PrecisionReadBack(None)
+    if read.asked or graph is None:
+        return read
+    return replace(read, asked=asked_of(Graph.open(graph)))
+
+
+def _write(
+    path: Path, manifest: Manifest, evidence: Evidence, on_note: Callable[[str], None]
+) -> None:
+    """Write the evidence into the manifest; where the folder is read-only, pass a note on."""
+    if evidence == manifest.evidence:
+        return
+    try:
+        if read_manifest(path) == manifest:  # else the engine was built anew meanwhile
+            write_manifest(path, replace(manifest, evidence=evidence))
+    except DeploykitError as exc:
+        on_note(f"the proof could not be saved and will be made again: {exc.message}")
+
+
+def outputs_gate(artefact: Artefact, parity: Parity, drop: Drop | None, precision: str) -> Gate:
+    """Whether an artefact computes its model, so that its speed counts.
+
+    Within the parity's bound; else by the bounds of its own accuracy gate, or those of `quantize`:
+    on the accuracy where there are labels, or on the signal-to-noise ratio, of which float32, that
+    rounds nothing, needs more.
+    """
+    from deploykit.core.evidence import Gate
+    from deploykit.evaluation.evaluation import MAX_DROP, MIN_SQNR_DB
+
+    manifest = artefact.manifest
+    gated = manifest.evidence.accuracy if manifest else None
+    most = (gated.max_drop if gated else None) or MAX_DROP
+    usual_db = _FLOAT32_SQNR_DB if precision == "fp32" else MIN_SQNR_DB
+    least_db = gated.min_sqnr_db if gated else usual_db
+    name = f"outputs of {artefact.name}"
+    if parity.passed:
+        return Gate(name, True, parity.why)
+    worst = min(parity.rows, key=lambda row: (not row.problem, row.sqnr_db))
+    if drop is not None and drop.drop.high <= most:
+        return Gate(name, True, f"by their accuracy: {drop.describe()}; {parity.why}")
+    if worst.problem:
+        return Gate(name, False, parity.why)
+    asked = f"SQNR {worst.sqnr_db:.1f} dB, {least_db:g} or more is asked"
+    if worst.sqnr_db >= least_db:
+        return Gate(name, True, f"against {parity.a}: {asked}")
+    return Gate(name, False, f"{parity.why}; {asked}")
+
+
+# Open an artefact for serving or timing; a TensorRT engine only once it is proven on its device.
+#
+# An engine that was built where it could not run is run here first, against the graph it was
+# built
+# from or the golden samples next to it; the result is written into its manifest.
+
+log = logging.getLogger(__name__)
+
+
+def open_proven(
+    source: ArtefactLike,
+    device: str = "auto",
+    *,
+    threads: int | None = None,
+    trust: bool = False,
+    instances: int = 1,
+    cuda_graphs: Sequence[int] = (),
+    overlap: bool = True,
+    shared: Path | None = None,
+    on_note: Callable[[str], None] = log.warning,
+) -> list[Engine]:
+    """Open an artefact `instances` times; the caller closes the engines.
+
+    Those of TensorRT share their weights. `cuda_graphs`, `overlap`, `shared`: see `load`.
+    `trust`: open a TensorRT engine without a manifest too, one with code from elsewhere, or one
+    that nothing here can prove; one whose outputs are wrong is never opened. `on_note` gets each
+    warning once. Raises GateFailed for an engine whose outputs differ from its graph's, BadInput
+    for one that cannot be proven, and as `load` does.
+    """
+    from deploykit.engines.engine import load
+
+    if instances < 1:
+        raise BadInput(f"`instances` {instances}: 1 or more is needed")
+    artefact = Artefact.open(source)
+    manifest = artefact.manifest if artefact.format == "tensorrt" else None
+    engines: list[Engine] = []
+    with ExitStack() as stack:
+        for _ in range(instances):
+            engine = engines[0].share() if engines else None
+            engines.append(
+                engine
+                or load(
+                    artefact,
+                    device,
+                    threads=threads,
+                    trust=trust,
+                    cuda_graphs=cuda_graphs,
+                    overlap=overlap,
+                    shared=shared,
+                )
+            )
+            stack.callback(engines[-1].close)
+            if len(engines) == 1 and manifest is not None:
+                check_proven(engines[0], artefact.path, manifest, trust, on_note)
+        add_evidence(engines, artefact)
+        stack.pop_all()
+    for note in engines[0].notes:
+        on_note(note)
+    return engines

@@ -1,0 +1,119 @@
+"""Open what `export` takes, a live module, a file or a folder, and record where it came from."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploykit.core.artefact import Artefact, ArtefactLike, sniff, wrong_format
+from deploykit.core.errors import BadInput
+from deploykit.core.evidence import SourceRecord
+from deploykit.core.files import check_readable, sha256
+from deploykit.core.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from deploykit.engines.torch.loaded import Loaded
+
+    Tensors = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ExportSource:
+    """A model, where it came from, and the example inputs as arrays by name.
+
+    `path`: its file or folder; None for a live module.
+    """
+
+    name: str
+    loaded: Loaded
+    hashes: tuple[str, ...]
+    record: SourceRecord
+    example: Mapping[str, np.ndarray] | None = None
+    path: Path | None = None
+
+
+def check_source(model: object) -> None:
+    """Look at a model's file before anything else is. Raises NotFound or BadInput."""
+    if not isinstance(model, (str, os.PathLike)):
+        return
+    path = Path(model)
+    kind = "a folder" if path.is_dir() else sniff(path)
+    if kind not in ("a folder", "torch", "safetensors"):
+        raise wrong_format(path, kind, "a PyTorch file or a Hugging Face folder")
+
+
+def open_source(
+    model: ArtefactLike | torch.nn.Module,
+    example: Tensors | None,
+    specs: tuple[TensorSpec, ...],
+    dynamic_axes: Mapping[str, Mapping[int, str]] | None,
+    arch: str | None,
+    allow_pickle: bool,
+) -> ExportSource:
+    from deploykit.engines.torch import loaded as live
+
+    feeds: dict[str, np.ndarray] | None = None
+    if isinstance(example, (str, os.PathLike)):
+        raise BadInput("`example_inputs` is a path: the file to write is `out`", hint="out=...")
+    if example is not None and specs:
+        raise BadInput("`example_inputs` and `inputs` both describe the inputs: give one")
+    if dynamic_axes is not None and example is None:
+        raise BadInput("`dynamic_axes` needs `example_inputs`", hint="`inputs` names axes itself")
+    if example is not None:
+        specs, feeds = live.specs_from(model, example, dynamic_axes)
+    if isinstance(model, (str, os.PathLike, Artefact)):
+        return _open_file(Path(model), specs, feeds, arch, allow_pickle)
+    return _open_live(model, specs, feeds)
+
+
+def _open_live(
+    module: torch.nn.Module,
+    specs: tuple[TensorSpec, ...],
+    feeds: Mapping[str, np.ndarray] | None,
+) -> ExportSource:
+    from deploykit.engines.torch import loaded as live
+
+    if not live.is_module(module):
+        raise BadInput(f"`model` is a {type(module).__name__}: a path or an nn.Module is needed")
+    name = live.name_of(module)
+    loaded = live.load_live(module, specs)
+    weights = live.hash_weights(module)
+    record = SourceRecord(loaded.source, weights, False, name, notes=loaded.notes)
+    return ExportSource(name.rpartition(".")[2], loaded, (weights,), record, feeds)
+
+
+def _open_file(
+    path: Path,
+    specs: tuple[TensorSpec, ...],
+    feeds: Mapping[str, np.ndarray] | None,
+    arch: str | None,
+    allow_pickle: bool,
+) -> ExportSource:
+    from deploykit.engines.torch import open as runtime
+
+    loaded = runtime.load_module(path, arch=arch, inputs=specs, allow_pickle=allow_pickle)
+    hashes = tuple(sha256(file) for file in runtime.model_files(path))
+    code = _file_of(arch)
+    record = SourceRecord(
+        loaded.source,
+        hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest(),
+        loaded.ran_pickle,
+        loaded.model_class,
+        arch,
+        sha256(check_readable(code)) if code else None,
+        loaded.notes,
+    )
+    return ExportSource(path.name, loaded, hashes, record, feeds, path)
+
+
+def _file_of(arch: str | None) -> Path | None:
+    """The user's own file that `arch` names; None for a module of a package."""
+    where = (arch or "").rpartition(":")[0]
+    return Path(where) if where.endswith(".py") else None

@@ -1,0 +1,466 @@
+"""Export a torch module to ONNX: torch's current exporter first, the older one only by name.
+
+The tensors are named as the specs say and dynamic axes are dynamic; `Exported` says which exporter
+wrote the file and why. A graph that would silently be wrong is refused: one that keeps a single
+branch of an `if` on the data, or a single size of a dynamic axis.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from deploykit.core.errors import BadInput, GateFailed, Unsupported
+from deploykit.core.extras import require
+from deploykit.core.profile import Profile
+from deploykit.core.tensors import TensorSpec
+from deploykit.exporting.capture import (
+    by_dynamo,
+    by_torchscript,
+    cutting_line,
+    example_sizes,
+    is_scripted,
+    watch_calls,
+)
+from deploykit.exporting.reasons import FREE_HINT, NotExported, TooSmall, check_layers, hint_for
+
+ir: ModuleType = require("onnxscript.ir")
+onnxscript: ModuleType = require("onnxscript")
+common: ModuleType = require("onnxscript.ir.passes.common")
+torch: ModuleType = require("torch")
+
+
+# Write attention as its formula has it, where torch's exporter adds steps that change no value.
+#
+# It transposes the key of `scaled_dot_product_attention` in three nodes, and with a boolean mask
+# it
+# looks for NaN in all weights, though the masks that it writes are finite. On a CPU these cost a
+# transformer up to a quarter of its time: benchmarks/cpu_attention.py.
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def simplify_attention(model: Any) -> None:
+    """Take both out of `model`, in place; what it computes stays the same to the bit.
+
+    Masks of Attention nodes that are broadcast along queries or keys are expanded.
+
+    Scores that are NaN, through a NaN in an input, now give NaN, as in PyTorch, in place of 0.
+    """
+    changed = False
+    for node in list(model.graph):
+        if node.op_type == "Attention" and node.domain == "":
+            _expand_mask(node)
+        elif node.op_type == "Where":
+            changed |= _drop_guard(node)
+        elif node.op_type == "Reshape":
+            changed |= _transpose_once(node)
+    if changed:
+        common.RemoveUnusedNodesPass()(model)
+
+
+def _drop_guard(node: Any) -> bool:
+    """Let what reads Where(IsNaN(p), 0, p), p = Softmax(scores + finite mask), read p."""
+    test, zero, kept = node.inputs
+    softmax, found = _maker(kept, "Softmax"), _maker(test, "IsNaN")
+    made = node.outputs[0]
+    if softmax is None or found is None or found.inputs[0] is not kept or made.is_graph_output():
+        return False
+    added = _maker(softmax.inputs[0], "Add")
+    if added is None or _held(zero) != (0.0, 0.0):
+        return False
+    scores, mask = added.inputs
+    if _maker(scores, "MatMul") is None or not _finite(mask):
+        return False
+    ir.convenience.replace_all_uses_with(made, kept)
+    return True
+
+
+def _finite(mask: Any) -> bool:
+    """Whether it is a float32 constant, or chosen from two, that float32 can hold."""
+    where = _maker(mask, "Where")
+    held = [_held(each) for each in (where.inputs[1:] if where is not None else (mask,))]
+    return all(each is not None and max(map(abs, each)) <= _LARGEST for each in held)
+
+
+def _transpose_once(node: Any) -> bool:
+    """Replace Reshape, Transpose, Reshape that swap the last two axes by one Transpose."""
+    turn = _maker(node.inputs[0], "Transpose")
+    merge = _maker(turn.inputs[0], "Reshape") if turn is not None else None
+    if merge is None or list(turn.attributes["perm"].as_ints()) != [0, 2, 1]:
+        return False
+    key, made = merge.inputs[0], node.outputs[0]
+    before, between, after = map(_axes, (key, merge.outputs[0], made))
+    rank = len(before)
+    swapped = [*before[:-2], *before[:-3:-1]]
+    if rank < 3 or None in before or between[1:] != before[-2:] or after != swapped:
+        return False
+    perm = [*range(rank - 2), rank - 1, rank - 2]
+    once = ir.node("Transpose", [key], {"perm": perm}, name=node.name)
+    ir.convenience.replace_nodes_and_values(node.graph, node, [node], [once], [made], once.outputs)
+    return True
+
+
+def _expand_mask(node: Any) -> None:
+    """Give the mask of an Attention its own axes of queries and keys, or what is not sure to be.
+
+    ONNX Runtime's kernel does not broadcast along these, as the standard says: such a mask, one row
+    for all queries, failed at every size but 1.
+    """
+    names = [*node.inputs, None, None, None]
+    mask, past = names[3], names[4]
+    if mask is None or mask.shape is None or any(len(_axes(x)) != 4 for x in names[:2]):
+        return
+    queries, keys = _axes(names[0])[2], _axes(names[1])[2]
+    own = [1, 1, *_axes(mask)][-2:]
+    narrow = own[1] == 1 and keys != 1 and past is None
+    if own[0] is not None and own[0] == queries and len(mask.shape) > 1 and not narrow:
+        return
+    sizes = [ir.node("Shape", [names[0]], {"start": 2, "end": 3})]
+    if narrow:
+        sizes.append(ir.node("Shape", [names[1]], {"start": 2, "end": 3}))
+    else:
+        one = ir.tensor(np.ones(1, np.int64))
+        sizes.append(ir.node("Constant", [], {"value": one}))
+    shape = ir.node("Concat", [each.outputs[0] for each in sizes], {"axis": 0})
+    expand = ir.node("Expand", [mask, shape.outputs[0]])
+    node.graph.insert_before(node, [*sizes, shape, expand])
+    node.replace_input_with(3, expand.outputs[0])
+
+
+def _axes(value: Any) -> list[int | str | None]:
+    """Sizes and names of its axes; None for what is not known."""
+    shape = value.shape if value.shape is not None else ()
+    return [dim if isinstance(dim, int) else dim.value for dim in shape]
+
+
+def _maker(value: Any, kind: str) -> Any:
+    """The node of operator `kind` that makes `value`; None for any other."""
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == kind and node.domain == "" else None
+
+
+def _held(value: Any) -> tuple[float, float] | None:
+    """The least and largest value of a float32 constant; None for others."""
+    tensor = value.const_value if value is not None and not value.is_graph_input() else None
+    if tensor is None or tensor.dtype != ir.DataType.FLOAT or not tensor.size:
+        return None
+    array = tensor.numpy()
+    return float(array.min()), float(array.max())
+
+
+# Name the tensors and axes of an exported graph as the specs do, clean it, and save it.
+#
+# Notes on where a node came from are removed: they hold paths of the machine, and the same model
+# is
+# to give the same bytes.
+
+_ONNX_NAMES = {"float32": "FLOAT", "float64": "DOUBLE"}
+_BY_DATA = ("NonMaxSuppression", "NonZero", "Unique", "Compress")  # the data give the size
+_WRAPPER = "module."  # attribute of a wrapper that gives the user's module the signature we need
+
+
+def finish(
+    model: Any,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    parameters: Sequence[str],
+    sizes: Mapping[str, int],
+) -> None:
+    """Name and clean `model` in place. Raises BadInput where it is not what the specs say.
+
+    `parameters`: names of the exported module's parameters; `sizes`: what the dynamic axes were
+    exported at.
+    """
+    _infer_doubtful(model, sizes)
+    simplify_attention(model)
+    graph = model.graph
+    _add_unread(graph.inputs, inputs)
+    _fit("inputs", graph.inputs, inputs)
+    nodes = list(graph.all_nodes())
+    _fit("outputs", graph.outputs, outputs, any(node.op_type in _BY_DATA for node in nodes))
+    made = (value for node in nodes for value in node.outputs)
+    given = (*graph.inputs, *graph.initializers.values())
+    for part in (model, *_graphs(graph), *nodes, *made, *given):
+        part.metadata_props.clear()
+        part.doc_string = None
+    _unwrap(graph, parameters)
+    used = {node.domain for node in graph.all_nodes()} | {""}
+    for domain in set(model.opset_imports) - used:
+        del model.opset_imports[domain]
+
+
+def save(model: Any, out: Path, max_bytes: int) -> None:
+    """Write `model`; past `max_bytes` its weights go to OUT.data, in the same folder."""
+    values = [value for part in _graphs(model.graph) for value in part.initializers.values()]
+    stored = sum(value.const_value.nbytes for value in values if value.const_value is not None)
+    data = f"{out.name}.data" if stored > max_bytes else None
+    onnxscript.ir.save(model, out, external_data=data)
+
+
+def _infer_doubtful(model: Any, sizes: Mapping[str, int]) -> None:
+    """Work the shapes out anew that hold the size of an example.
+
+    torch writes the example's length into the shape of an LSTM's output, which takes any length.
+    """
+    doubtful = [
+        value
+        for node in model.graph.all_nodes()
+        for value in node.outputs
+        if value.shape is not None and any(dim in sizes.values() for dim in value.shape)
+    ]
+    for value in doubtful:
+        value.shape = None
+    if doubtful:
+        common.ShapeInferencePass()(model)
+
+
+def _add_unread(values: Any, specs: Sequence[TensorSpec]) -> None:
+    """Put back the inputs that the model does not read: the older exporter leaves them out."""
+    names = [value.name for value in values]
+    if len(names) < len(specs) and set(names) <= {spec.name for spec in specs}:
+        for at, spec in enumerate(specs):
+            if spec.name not in names:
+                kind = onnxscript.ir.DataType[_ONNX_NAMES.get(spec.dtype, spec.dtype.upper())]
+                value = onnxscript.ir.Value(name=spec.name, type=onnxscript.ir.TensorType(kind))
+                values.insert(at, value)
+
+
+def _fit(
+    what: str, values: Sequence[Any], specs: Sequence[TensorSpec], sized_by_data: bool = False
+) -> None:
+    """Give the graph's inputs or outputs the names and axes of `specs`.
+
+    `sized_by_data`: an axis whose size torch does not know is free, though the trials had one size.
+    """
+    if len(values) != len(specs):
+        raise BadInput(
+            f"torch exported {len(values)} {what}, the model has {len(specs)}: "
+            + ", ".join(spec.name for spec in specs)
+        )
+    for value, spec in zip(values, specs, strict=True):
+        value.name = spec.name
+        known = value.shape if value.shape is not None else ()  # torch may not have inferred it
+        shape = list(spec.shape)
+        for at, (dim, axis) in enumerate(zip(known, spec.shape, strict=False)):
+            if isinstance(axis, str) and isinstance(dim, int):
+                raise BadInput(
+                    f"the exporter fixed axis {at} ({axis}) of {what[:-1]} '{spec.name}' at {dim}: "
+                    "something in the model reads that size as a constant",
+                    hint="export with a fixed size for that axis, or change the model",
+                )
+            if sized_by_data and isinstance(axis, int) and not isinstance(dim, int):
+                shape[at] = f"{spec.name}_{at}"
+        value.shape = onnxscript.ir.Shape(shape)
+
+
+def _unwrap(graph: Any, parameters: Sequence[str]) -> None:
+    """Take a wrapper's attribute off the weights' names: 'module.fc.weight' -> 'fc.weight'."""
+    names = list(parameters)
+    while names and all(name.startswith(_WRAPPER) for name in names):
+        names = [name.removeprefix(_WRAPPER) for name in names]
+        for old in [name for name in graph.initializers if name.startswith(_WRAPPER)]:
+            new = old.removeprefix(_WRAPPER)
+            if new not in graph.initializers:
+                value = graph.initializers.pop(old)
+                value.name = new
+                graph.initializers[new] = value
+
+
+def _graphs(graph: Any) -> Iterator[Any]:
+    yield graph
+    yield from graph.subgraphs()
+
+
+DEFAULT_OPSET = 20  # what torch's exporter writes itself; NVIDIA's parsers take it
+OPSETS = range(18, 24)  # older ones torch's current exporter does not write
+TORCHSCRIPT_OPSETS = range(18, 21)  # the older exporter stopped at 20
+EXPORTERS = ("auto", "dynamo", "torchscript")
+_BRANCH_HINT = (
+    "torch.where computes both branches and torch.cond keeps both; else give the axis a fixed size "
+    "in `inputs`"
+)
+MAX_BYTES = (1 << 31) - (1 << 25)  # protobuf's 2 GiB, less room for the graph itself
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What wrote the file: "dynamo" or "torchscript", and the opset that is in it.
+
+    `fallback`: why it was not torch's current exporter; empty if it was. `decided`: lines of the
+    user's code of which the graph keeps what they decided by a size, and for which sizes. `sizes`:
+    what the dynamic axes were exported at.
+    """
+
+    exporter: str
+    opset: int
+    fallback: str
+    decided: tuple[str, ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+def opset_for(profile: Profile) -> int:
+    """The opset to export with for a target: the one its profile names, else 20."""
+    return profile.opset or DEFAULT_OPSET
+
+
+def export_module(
+    module: Any,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    out: Path,
+    *,
+    opset: int = DEFAULT_OPSET,
+    exporter: str = "auto",
+    sizes: Mapping[str, int] | None = None,
+    max_bytes: int = MAX_BYTES,
+) -> Exported:
+    """Write `module` to `out`; past `max_bytes` of weights, these to OUT.data next to it.
+
+    `module.forward` takes one tensor for each of `inputs`, by position, and returns a tuple in the
+    order of `outputs`. `exporter`: "auto" takes torch's current exporter, and the older one where
+    that fails for a reason that does not make the older one's graph wrong. `sizes`: the size to
+    export at, by axis, where the model does not run at small ones.
+
+    Raises BadInput when torch cannot export the model, naming the reason and the line of the user's
+    code that it comes from.
+    """
+    if exporter not in EXPORTERS:
+        raise BadInput(f"exporter {exporter}: unknown", hint="one of: " + ", ".join(EXPORTERS))
+    scripted = is_scripted(module)
+    if exporter == "dynamo" and scripted:
+        raise BadInput(
+            "a TorchScript module goes through torch's older exporter only",
+            hint="leave the exporter to be chosen, or export the original module",
+        )
+    older = scripted or exporter == "torchscript"
+    offered = TORCHSCRIPT_OPSETS if older else OPSETS
+    if opset not in offered:
+        which = " by torch's older exporter" if older else ""
+        raise BadInput(
+            f"opset {opset} is not offered{which}", hint=f"{offered[0]} to {offered[-1]}"
+        )
+    at = example_sizes(inputs, sizes)
+    decided: tuple[str, ...] = ()
+    why = "the file is TorchScript" if scripted else "it was asked for" if older else ""
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as folder:
+        if not older:
+            try:
+                model, decided = _at_size_taken(module, inputs, outputs, opset, at)
+            except NotExported as first:
+                if exporter == "dynamo" or first.final:
+                    raise _add_advice(first, module, inputs, at) from first.__cause__
+                model, why = _fall_back(module, inputs, outputs, opset, at, Path(folder), first)
+        else:
+            model, frozen = by_torchscript(module, inputs, outputs, opset, at, Path(folder))
+            if frozen:
+                why += f"; it keeps what the example decided at {', '.join(frozen)}"
+                decided = frozen
+        _finish(model, module, inputs, outputs, at)
+        save(model, out, max_bytes)
+    written = model.opset_imports[""]
+    if written > opset:
+        raise BadInput(f"torch wrote opset {written}, {opset} was asked for")
+    return Exported("torchscript" if why else "dynamo", written, why, decided, at)
+
+
+def _finish(
+    model: Any,
+    module: Any,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    sizes: Mapping[str, int],
+) -> None:
+    try:
+        finish(model, inputs, outputs, _parameters(module), sizes)
+    except BadInput as exc:
+        add_cause(exc, module, inputs, sizes)
+        raise
+
+
+def add_cause(
+    error: BadInput | GateFailed | Unsupported,
+    module: Any,
+    inputs: Sequence[TensorSpec],
+    sizes: Mapping[str, int],
+    decided: tuple[str, ...] = (),
+) -> None:
+    """Name in `error` the lines by which a graph exported at `sizes` is wrong, and the rewrite."""
+    if isinstance(error, Unsupported):  # ONNX Runtime has no kernel for it
+        if any(str(each.dtype) == "torch.bfloat16" for each in module.parameters()):
+            error.message = "the model is in bfloat16, in which ONNX Runtime's CPU cannot check it"
+            error.hint = "export it in float32, `model.float()`, and quantize the graph to bf16"
+        return
+    if isinstance(error, GateFailed) and watch_calls(module, inputs, sizes).add_to(error):
+        return
+    if decided:
+        error.message += f"; the graph keeps what was decided at {', '.join(decided)}"
+        error.hint = _BRANCH_HINT
+    elif place := cutting_line(module, inputs, sizes):
+        error.message += f"; a size decides at {place}"
+        error.hint = hint_for(place, FREE_HINT)
+
+
+def _at_size_taken(
+    module: Any,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    opset: int,
+    sizes: dict[str, int],
+) -> tuple[Any, tuple[str, ...]]:
+    """As `by_dynamo`, exported at larger `sizes` where the model needs them."""
+    while True:
+        try:
+            return by_dynamo(module, inputs, outputs, opset, sizes)
+        except TooSmall as exc:
+            if sizes[exc.axis] >= exc.least:
+                raise
+            sizes[exc.axis] = 2 * exc.least  # at the least itself what is left of it may be 1
+
+
+def _fall_back(
+    module: Any,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    opset: int,
+    sizes: Mapping[str, int],
+    folder: Path,
+    first: NotExported,
+) -> tuple[Any, str]:
+    """The older exporter's graph and why it was used; raises `first` where that fails as well."""
+    if opset not in TORCHSCRIPT_OPSETS:
+        raise _add_advice(first, module, inputs, sizes)
+    try:
+        model, frozen = by_torchscript(module, inputs, outputs, opset, sizes, folder)
+    except NotExported:
+        raise _add_advice(first, module, inputs, sizes) from None
+    if frozen and not first.captured:
+        raise NotExported(
+            f"{first.message}; and torch's older exporter would keep one branch at {frozen[0]}",
+            hint=first.hint,
+            final=True,
+        )
+    return model, first.message
+
+
+def _add_advice(
+    error: NotExported, module: Any, inputs: Sequence[TensorSpec], sizes: Mapping[str, int]
+) -> NotExported:
+    """`error` with the line that calls an operator which ONNX lacks, and what to do."""
+    if error.operator:
+        watch_calls(module, inputs, sizes).add_operator(error, error.operator)
+    check_layers(error, module)
+    return error
+
+
+def _parameters(module: Any) -> list[str]:
+    """Names of its parameters; a TorchScript function has none."""
+    if not isinstance(module, torch.nn.Module):
+        return []
+    return [name for name, _ in module.named_parameters()]

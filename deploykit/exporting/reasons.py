@@ -1,0 +1,386 @@
+"""Why torch could not export a model: the line of the user's own code, and one sentence.
+
+`NotExported` names the file and line, and says whether torch's other exporter may be tried: a graph
+that silently keeps one branch of an `if`, or one size of an axis, is worse than none.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import re
+import sys
+import textwrap
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+from deploykit.core.errors import BadInput, causes, first_line
+from deploykit.core.extras import require
+from deploykit.core.tensors import TensorSpec
+from deploykit.engines.torch.advice import (
+    innermost,
+    is_users,
+    is_written_for_tracing,
+    raised_at,
+    rewrite_for,
+    source_place,
+)
+
+torch: ModuleType = require("torch")
+torch_calls: Any = require("torch")
+_dispatch: Any = require("torch.utils._python_dispatch")
+
+
+_SHAPES_LOGGER = "torch.fx.experimental.symbolic_shapes"  # tells of each size that it fixes
+_FIXES = re.compile(r"\bEq\(s\w+, (\d+)\) \[guard added\]")
+_GUARD = re.compile(r"(\S.*) \[guard added\]")
+_PIECES = re.compile(r"eval Eq\((?!.*Mod)(.*\bs\d+\b.*), \d+\) \[guard added\]")  # their number is
+_CUTS = re.compile(r"\b(\w*split\w*|\w*chunk\w*|unbind|range)\(|\bfor .* in ")
+_POOLS = re.compile(r"\b(max|avg)_pool\dd\(")
+_SYMBOL = re.compile(r"create_symbol (s\d+) = (\d+) for")
+_FUNCTIONS = {  # of the expressions in which torch writes down what holds for a size
+    "Eq": operator.eq,
+    "Ne": operator.ne,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "FloorDiv": operator.floordiv,
+    "Max": max,
+    "Min": min,
+}
+_SIZE_TAKEN = re.compile(r"^(\d+) not in VR\[(\d+), (\w+)\]")
+_SOURCE = re.compile(r" = L\[.*?\]\.size\(\)\[\d+\]")
+_NO_OPERATOR = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
+_NODE = re.compile(r"Error when translating node .*\[target=torch\.ops\.(\w+\.\w+)")
+_LONGEST = 200  # characters of torch's own words
+_DETECTOR_HINT = (
+    "give a detector one image of a fixed size, 'images:float32[1,3,480,640]'; else export its "
+    "backbone and head, and select the boxes outside the model"
+)
+_PIECES_HINT = (
+    "a graph cannot hold a number of pieces, or rounds of a loop, that follows a size or the data: "
+    "pad x to whole pieces and make these an axis, as x.unflatten(dim, (-1, length)) does, and "
+    "compute along it; or give the axis a fixed size"
+)
+_POOL_HINT = (
+    "a window of pooling that follows a size cannot be in a graph: x.amax(dim) or x.mean(dim) "
+    "computes the same over the whole axis"
+)
+_CHECKED = "torch.distributions checks its arguments by their values"
+_CHECKED_HINT = "pass it validate_args=False; and in eval return the mean, not a random sample"
+FREE_HINT = "export with a fixed size for that axis, or change the model to work at any size"
+
+
+class NotExported(BadInput):
+    """`final`: the other exporter would write a graph that is wrong, so it is not to be tried.
+
+    `captured`: torch.export itself succeeded, so that nothing in the model depends on the data.
+    `operator`: what ONNX, or torch's exporter, lacks: "aten.median".
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        final: bool = False,
+        captured: bool = False,
+        operator: str = "",
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.final = final
+        self.captured = captured
+        self.operator = operator
+
+
+class TooSmall(NotExported):
+    """The model takes axis `axis` from size `least` on, and was exported at a smaller one."""
+
+    def __init__(self, spec: TensorSpec, at: int, least: int) -> None:
+        self.axis, self.least = str(spec.shape[at]), least
+        super().__init__(
+            f"the model takes axis {self.axis} (axis {at} of input '{spec.name}') from {least} on",
+            final=True,
+        )
+
+
+def explain(
+    exc: BaseException, inputs: Sequence[TensorSpec], sizes: Mapping[str, int]
+) -> NotExported:
+    """What went wrong in a sentence, with the innermost line of the user's own code.
+
+    `sizes`: what the dynamic axes of `inputs` were exported at.
+    """
+    chain = list(causes(exc))
+    frame = raised_at(exc)
+    place = source_place(frame.filename, frame.lineno or 0, frame.name) if frame else ""
+    own = next((item for item in chain if isinstance(item, NotExported)), None)
+    if own is not None:
+        return NotExported(f"{own.message} ({place})", hint=own.hint, final=own.final)
+    if any(_data_dependent(item) for item in chain):
+        if any(_checks_arguments(item) for item in chain):
+            return NotExported(f"{_CHECKED} ({place})", hint=_CHECKED_HINT, final=True)
+        if frame and is_written_for_tracing(frame.filename):
+            return NotExported(
+                f"torch.export does not take torchvision's selection of boxes ({place})",
+                hint=_DETECTOR_HINT,
+            )
+        return NotExported(
+            f"{place or 'the model'} decides by the data, which a graph cannot hold",
+            hint=hint_for(
+                place, "write it with torch.where or torch.cond, or compute it outside the model"
+            ),
+            final=True,
+        )
+    reason = first_line(chain[-1])
+    if match := _SIZE_TAKEN.search(reason):  # one that must equal another, or be no smaller
+        for spec in inputs:
+            for at, axis in enumerate(spec.shape):
+                if sizes.get(str(axis)) == int(match[1]) and match[2] == match[3]:
+                    return baked(spec, at, int(match[2]), place)
+                if sizes.get(str(axis)) == int(match[1]) < int(match[2]):
+                    return TooSmall(spec, at, int(match[2]))
+    if "Constraints violated" in reason:
+        lines = [line.strip(" -") for line in str(chain[-1]).splitlines()[1:] if line.strip()]
+        return NotExported(
+            f"the inputs' axes are not free: {_SOURCE.sub('', lines[0] if lines else reason)}",
+            hint=FREE_HINT,
+            final=True,
+        )
+    operator, reason = _operator(chain, reason)
+    reason = textwrap.shorten(reason, _LONGEST, placeholder=" ...")
+    where = f" ({place})" if place else ""
+    return NotExported(
+        f"torch cannot export the model: {reason}{where}",
+        hint=hint_for(place, None) if re.search("split|chunk|unbind", reason) else None,
+        captured=any(type(item).__name__ == "ConversionError" for item in chain),
+        operator=operator,
+    )
+
+
+def _operator(chain: Sequence[BaseException], reason: str) -> tuple[str, str]:
+    """The operator that ONNX or torch lacks, "" if none, and the reason with its name."""
+    if missing := _NO_OPERATOR.search(reason):
+        return missing[1], f"ONNX has no operator for {missing[1]}"
+    if node := next((match for item in chain if (match := _NODE.search(str(item)))), None):
+        return node[1], f"its exporter does not take this use of {node[1]}: {reason}"
+    return "", reason
+
+
+def baked(spec: TensorSpec, at: int, size: object, place: str) -> NotExported:
+    """Refuse a graph in which axis `at` of input `spec` is not free.
+
+    `size`: what it became, a number or an expression in other axes. `place`: the line of the user's
+    code that did it, if it is known.
+    """
+    kind = "at" if isinstance(size, int) else "to"
+    return NotExported(
+        f"the model fixes axis {spec.shape[at]} (axis {at} of input '{spec.name}') {kind} {size}: "
+        + (place or "something in it reads that size as a constant"),
+        hint=hint_for(place, FREE_HINT),
+        final=True,
+    )
+
+
+def hint_for(place: str, other: str | None) -> str | None:
+    """How to write the line at `place` where it cuts into pieces or pools, else `other`."""
+    return _PIECES_HINT if _CUTS.search(place) else _POOL_HINT if _POOLS.search(place) else other
+
+
+class SizeWatch(logging.Handler):
+    """While attached to torch's log: which line of the user's code fixed which size, the first one.
+
+    Also those that decided by a size which stays free, as `if x.shape[1] > 32` does.
+
+    torch names a line of its own where a library function compares the sizes; the Python stack is
+    still there when it logs that, and holds the user's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.places: dict[int, str] = {}
+        self.pieces: list[tuple[str, str]] = []  # how many, in symbols, and the line that cuts
+        self.symbols: dict[str, int] = {}  # to the size that the example has
+        self.guards: dict[str, str] = {}  # to the line of the user's code that decided by them
+        self.of_libraries: dict[str, str] = {}  # to the line that called what decided by them
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if match := _SYMBOL.search(message):
+            self.symbols[match[1]] = int(match[2])
+        elif match := _FIXES.search(message):
+            self.places.setdefault(int(match[1]), innermost(sys._getframe()))
+        elif match := _PIECES.search(message):
+            self.pieces.append((match[1], innermost(sys._getframe())))
+        elif match := _GUARD.search(message):
+            frame, guard = sys._getframe(), match[1].removeprefix("eval ")
+            if place := _decided_at(frame):
+                self.guards.setdefault(guard, place)
+            self.of_libraries.setdefault(guard, place or innermost(frame))
+
+    def place(self, size: int) -> str:
+        """The line that fixed the axis of this size, or cut it into so many pieces; else ""."""
+        if size in self.places:
+            return self.places[size]
+        names = [symbol for symbol, at in self.symbols.items() if at == size]
+        cuts = (place for count, place in self.pieces if any(name in count for name in names))
+        return next(filter(None, cuts), "")
+
+    def suspect(self, sizes: Mapping[str, int]) -> str:
+        """The line that fixed an axis, cut it, or called what decided by its size; "" if none."""
+        places = [self.place(size) for size in sizes.values()]
+        places += [
+            at for guard, at in self.of_libraries.items() if not _always(guard, self.symbols)
+        ]
+        return next(filter(None, places), "")
+
+    def decisions(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """What holds of the axes in the graph, and the line that decided by it: "T <= 31 (...)".
+
+        Left out is what holds for every size above 1. `sizes`: those of the example, by axis.
+        """
+        axes = {size: axis for axis, size in sizes.items()}
+        names = {symbol: axes.get(size, symbol) for symbol, size in self.symbols.items()}
+        found: dict[str, str] = {}
+        for guard, place in self.guards.items():
+            if not _always(guard, self.symbols):
+                text = re.sub(r"s\d+", lambda match: names.get(match[0], match[0]), guard)
+                found.setdefault(place, f"{text} ({place})")
+        return tuple(found.values())
+
+    def __enter__(self) -> SizeWatch:
+        logger = logging.getLogger(_SHAPES_LOGGER)
+        self._before = (logger.level, logger.propagate, logger.handlers)
+        logger.setLevel(logging.INFO)
+        logger.propagate, logger.handlers = False, [self]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logger = logging.getLogger(_SHAPES_LOGGER)
+        level, logger.propagate, logger.handlers = self._before
+        logger.setLevel(level)
+
+
+def _always(guard: str, symbols: Mapping[str, int]) -> bool:
+    """Whether `guard`, an expression of torch's in these symbols, holds for every size above 1."""
+    sizes = {2**power + more for power in range(1, 15) for more in (0, 1)}
+    try:
+        code = compile(guard, "guard", "eval")
+        values = [{**_FUNCTIONS, **dict.fromkeys(symbols, size)} for size in sizes]
+        return all(eval(code, {"__builtins__": {}}, each) for each in values)  # noqa: S307 - torch's
+    except Exception:  # noqa: BLE001 - a function that is not listed: better to name too many
+        return False
+
+
+def _decided_at(frame: FrameType | None) -> str:
+    """The line of the user's code that made a Python bool of a comparison of sizes; else ""."""
+    while frame is not None and frame.f_code.co_name != "__bool__":
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_name == "__bool__":
+        frame = frame.f_back
+    if frame is None or not is_users(frame.f_code.co_filename):
+        return ""
+    return source_place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def _data_dependent(exc: BaseException) -> bool:
+    if type(exc).__name__ == "GuardOnDataDependentSymNode":
+        return True
+    dynamo = type(exc).__module__.startswith("torch._dynamo")
+    return dynamo and "data-dependent" in str(exc).lower()
+
+
+def _checks_arguments(exc: BaseException) -> bool:
+    frames = traceback.extract_tb(exc.__traceback__)
+    return any("distributions" in Path(frame.filename).parts for frame in frames)
+
+
+# Which line of the user's code calls an operator, draws random numbers or changes the model.
+
+_RANDOM_HINT = (
+    "an exported model answers the same each time: in eval return the mean, and give F.dropout "
+    "training=self.training"
+)
+_STATE_HINT = "a graph keeps no state between calls: take it as an input, and return the new one"
+_QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
+
+
+class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch comes through require
+    """While active: the first line that called each operator, by "aten.name".
+
+    `random`: the line that drew random numbers. `changed`: the model's own tensors that a line
+    wrote to, by name.
+    """
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.lines: dict[str, str] = {}
+        self.random = ""
+        self.changed: dict[str, str] = {}
+        own = (*module.named_parameters(), *module.named_buffers()) if _has_layers(module) else ()
+        self._own = {tensor.data_ptr(): name for name, tensor in own if tensor.numel()}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        _types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        place = innermost(sys._getframe())
+        self.lines.setdefault(f"{func.namespace}.{func._opname}", place)
+        if torch_calls.Tag.nondeterministic_seeded in func.tags:
+            self.random = self.random or place
+        if func._schema.is_mutable and args and isinstance(args[0], torch_calls.Tensor):
+            name = self._own.get(args[0].data_ptr())
+            if name is not None:
+                self.changed.setdefault(name.removeprefix("module."), place)
+        return func(*args, **(kwargs or {}))
+
+    def add_to(self, error: BadInput | Any) -> bool:
+        """Say in `error` why the model's answers differ from call to call; False if they do not."""
+        if self.random:
+            error.message += f"; the model draws random numbers at {self.random}"
+            error.hint = _RANDOM_HINT
+        elif self.changed:
+            name, place = next(iter(self.changed.items()))
+            error.message += f"; the model changes its own '{name}' at {place}"
+            error.hint = _STATE_HINT
+        return bool(self.random or self.changed)
+
+    def add_operator(self, error: BadInput, operator: str) -> None:
+        """Name the line that calls `operator` in `error`, and what to write instead."""
+        place = self.lines.get(operator, "")
+        if place and place not in error.message:
+            error.message += f" ({place})"
+        error.hint = error.hint or self._by_layers(operator) or rewrite_for(operator)
+
+    def _by_layers(self, operator: str) -> str | None:
+        parametrized = torch_calls.nn.utils.parametrize.is_parametrized
+        layers = [each for _, each in self.module.named_modules() if parametrized(each)]
+        if not layers or "linalg" not in operator:
+            return None
+        name = next(iter(layers[0].parametrizations))
+        return (
+            "keep the weight that the parametrization makes: torch.nn.utils.parametrize."
+            f"remove_parametrizations(layer, '{name}') before the export"
+        )
+
+
+def check_layers(error: BadInput, module: Any) -> None:
+    """Where the export failed over torch's own quantized layers, say that instead."""
+    for name, layer in module.named_modules() if _has_layers(module) else ():
+        if type(layer).__module__.startswith(_QUANTIZED):
+            error.message = (
+                f"layer '{name.removeprefix('module.')}' is one of torch's quantized layers, which "
+                f"its exporter does not take ({type(layer).__module__}.{type(layer).__name__})"
+            )
+            error.hint = "export the float model, then: deploykit quantize --to int8 --calib DATA"
+            return
+
+
+def _has_layers(module: Any) -> bool:
+    return isinstance(module, torch_calls.nn.Module)

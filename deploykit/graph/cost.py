@@ -1,0 +1,630 @@
+"""Count what each node of a graph computes and moves; `roofline` says how long that takes."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import onnx
+from onnx import helper
+
+from deploykit.core.errors import BadInput
+from deploykit.core.json_value import Record
+from deploykit.core.precision import FLOATS, of_dtype
+from deploykit.graph.graph import (
+    CONVERTS,
+    DESCRIBES,
+    GENERATES,
+    VIEWS,
+    Graph,
+    NodePrecision,
+    dtype_name,
+)
+from deploykit.graph.shapes import TensorShapes, elements_of, fixed_shapes
+from deploykit.graph.skeleton import reads, stored_bytes, subgraphs
+from deploykit.graph.validate import STANDARD_DOMAINS
+
+# Operations of a node, from its operator and the shapes of its tensors.
+#
+# A multiply-add counts 2; a bias, where the sums begin, costs nothing. A convolution does
+# 2 * outputs * (input channels / groups) * kernel of them, a matrix product 2 * M * N * K. So
+# ResNet-18 on 224x224 has 3.6e9, where torchvision states 1.81e9 multiply-adds.
+
+GATHERS = frozenset(("Gather", "GatherElements", "GatherND"))
+_MOVING = """
+    Transpose Concat Slice Split Pad Expand Tile DepthToSpace SpaceToDepth ScatterElements ScatterND
+    EyeLike Trilu OneHot ReverseSequence Compress"""
+_POINTWISE = """
+    Abs Acos Acosh Add And Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor
+    Ceil Celu Clip Cos Cosh Div Dropout Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual
+    HardSigmoid HardSwish IsInf IsNaN LeakyRelu Less LessOrEqual Log Max Mean Min Mish Mod Mul Neg
+    Not Or PRelu Pow Reciprocal Relu Round Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Sub Sum
+    Tan Tanh ThresholdedRelu Where Xor"""
+_REDUCING = """
+    ReduceMax ReduceMean ReduceMin ReduceSum ReduceProd ReduceL1 ReduceL2 ReduceSumSquare CumSum
+    ReduceLogSum ReduceLogSumExp ArgMax ArgMin GlobalAveragePool GlobalMaxPool GlobalLpPool"""
+MOVES = frozenset(_MOVING.split())
+ELEMENTWISE = frozenset(_POINTWISE.split())
+REDUCES = frozenset(_REDUCING.split())
+# Operations per output element, counted off the definitions: softmax takes the largest, subtracts,
+# exponentiates, adds up and divides; a normalisation takes mean and variance, scales and shifts.
+_PER_ELEMENT: Mapping[str, int] = {
+    "Softmax": 5,
+    "LogSoftmax": 5,
+    "BatchNormalization": 2,
+    "InstanceNormalization": 7,
+    "LayerNormalization": 7,
+    "GroupNormalization": 7,
+    "LRN": 7,
+    "LpNormalization": 3,
+    "Resize": 8,  # a bilinear mean of four
+    "Upsample": 8,
+    "GridSample": 8,
+}
+
+
+def flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
+    """Operations of one call; None for an operator that no formula is known for."""
+    if any(subgraphs(node)):
+        return None  # If, Loop, Scan: how often their bodies run is in the data
+    kind = node.op_type
+    counted = _FORMULAS.get(kind)
+    if counted is not None:
+        return counted(node, known)
+    if node.domain not in STANDARD_DOMAINS:
+        return None
+    still = VIEWS | DESCRIBES | CONVERTS | GENERATES | GATHERS | MOVES
+    if kind in still:
+        return 0
+    if kind in REDUCES:
+        return known.elements(node.input[0])
+    each = 1 if kind in ELEMENTWISE else _PER_ELEMENT.get(kind)
+    outputs = known.elements(node.output[0])
+    return None if each is None or outputs is None else each * outputs
+
+
+def _convolution_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
+    weight = known.shapes.get(node.input[3 if node.op_type.startswith("QLinear") else 1])
+    transposed = node.op_type == "ConvTranspose"  # each input is multiplied, not each output
+    places = known.elements(node.input[0] if transposed else node.output[0])
+    return None if weight is None or places is None else 2 * places * math.prod(weight[1:])
+
+
+def _matrices(node: onnx.NodeProto, known: TensorShapes) -> int | None:
+    left, outputs = known.shapes.get(node.input[0]), known.elements(node.output[0])
+    if not left or outputs is None:
+        return None
+    transposed = any(a.name == "transA" and a.i for a in node.attribute)
+    return 2 * outputs * left[-2 if transposed else -1]
+
+
+def _recurrent(node: onnx.NodeProto, known: TensorShapes) -> int | None:
+    """Both matrices of every gate, direction and step; pointwise work is small."""
+    x, w, r = (known.shapes.get(name) for name in node.input[:3])
+    if x is None or w is None or r is None:
+        return None
+    return 2 * x[0] * x[1] * (math.prod(w) + math.prod(r))
+
+
+def _pooling(node: onnx.NodeProto, known: TensorShapes) -> int | None:
+    outputs = known.elements(node.output[0])
+    kernel = next((a.ints for a in node.attribute if a.name == "kernel_shape"), ())
+    return None if outputs is None else outputs * math.prod(kernel)
+
+
+def _einsum(node: onnx.NodeProto, known: TensorShapes) -> int | None:
+    """A multiply-add for each combination of all its indices."""
+    equation = helper.get_node_attr_value(node, "equation").decode().replace(" ", "")
+    if "." in equation:
+        return None
+    sizes: dict[str, int] = {}
+    for letters, name in zip(equation.split("->")[0].split(","), node.input, strict=False):
+        shape = known.shapes.get(name)
+        if shape is None or len(shape) != len(letters):
+            return None
+        sizes |= dict(zip(letters, shape, strict=True))
+    return 2 * math.prod(sizes.values())
+
+
+_FORMULAS: Mapping[str, Callable[[onnx.NodeProto, TensorShapes], int | None]] = {
+    **dict.fromkeys(
+        ("Conv", "ConvInteger", "ConvTranspose", "FusedConv", "QLinearConv"), _convolution_flops
+    ),
+    **dict.fromkeys(
+        ("Gemm", "MatMul", "MatMulInteger", "QLinearMatMul", "QGemm", "FusedGemm"), _matrices
+    ),
+    **dict.fromkeys(("LSTM", "DynamicQuantizeLSTM", "GRU", "RNN"), _recurrent),
+    **dict.fromkeys(("MaxPool", "AveragePool", "LpPool"), _pooling),
+    "Einsum": _einsum,
+}
+
+
+# Sort nodes into kinds that run at one share of a machine's ceiling: dense convolutions, softmax.
+#
+# Nodes of a kind do the same per operation, or per byte, whatever model they are in, so that a
+# few
+# measurements stand for all.
+
+# arithmetic: as fast as its operations allow
+CONVOLUTION, POINTWISE, DEPTHWISE, STEM = "convolution", "convolution 1x1", "depthwise", "stem"
+PRODUCT, ATTENTION, RECURRENT = "matrix product", "product of activations", "recurrent"
+# the rest: as fast as its bytes pass
+SIMPLE, FUNCTION, NORMALISATION = "elementwise", "function", "normalisation"
+POOLING, MOVEMENT, OTHER = "pooling", "movement", "other"
+
+ARITHMETIC = (CONVOLUTION, POINTWISE, DEPTHWISE, STEM, PRODUCT, ATTENTION, RECURRENT)
+KINDS = (*ARITHMETIC, SIMPLE, FUNCTION, NORMALISATION, POOLING, MOVEMENT, OTHER)
+
+_STEM_CHANNELS = 4  # of an image: too few to fill a vector
+_CONVOLUTIONS = frozenset(("Conv", "ConvInteger", "ConvTranspose", "FusedConv", "QLinearConv"))
+_PRODUCTS = frozenset(
+    ("Gemm", "MatMul", "MatMulInteger", "QLinearMatMul", "QGemm", "FusedGemm", "Einsum")
+)
+_RECURRENT = frozenset(("LSTM", "DynamicQuantizeLSTM", "GRU", "RNN"))
+_FUNCTION_NAMES = """
+    Acos Acosh Asin Asinh Atan Atanh Celu Cos Cosh Elu Erf Exp Gelu HardSwish Log Mish Pow Selu
+    Sigmoid Sin Sinh Softplus Softsign Tan Tanh"""
+_FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
+_NORMALISING = """
+    Softmax LogSoftmax BatchNormalization InstanceNormalization LayerNormalization
+    GroupNormalization SimplifiedLayerNormalization SkipLayerNormalization LRN LpNormalization"""
+_NORMALISES = frozenset(_NORMALISING.split())
+_POOLS = frozenset(("MaxPool", "AveragePool", "LpPool", "Resize", "Upsample"))
+
+
+def kind_of(node: onnx.NodeProto, known: TensorShapes, constants: Collection[str]) -> str:
+    """One of KINDS. `constants`: names of tensors that are made of constants alone."""
+    name = node.op_type
+    if name in _CONVOLUTIONS:
+        return _convolution(node, known)
+    if name in _PRODUCTS:
+        stored = any(each in constants for each in node.input if _is_matrix(each, known))
+        return PRODUCT if stored else ATTENTION
+    groups = (
+        (_RECURRENT, RECURRENT),
+        (_FUNCTIONS, FUNCTION),
+        (ELEMENTWISE | {"Cast", "QuantizeLinear", "DequantizeLinear"}, SIMPLE),
+        (_NORMALISES, NORMALISATION),
+        (_POOLS | REDUCES, POOLING),
+        (MOVES | GATHERS, MOVEMENT),
+    )
+    return next((kind for names, kind in groups if name in names), OTHER)
+
+
+def steps_of(node: onnx.NodeProto, known: TensorShapes) -> int:
+    """Time steps of a recurrent node, which wait for each other; 1 of any other."""
+    shape = known.shapes.get(node.input[0]) if node.op_type in _RECURRENT else None
+    return max(1, shape[0]) if shape else 1
+
+
+def _convolution(node: onnx.NodeProto, known: TensorShapes) -> str:
+    weight = known.shapes.get(node.input[3 if node.op_type.startswith("QLinear") else 1])
+    groups = next((a.i for a in node.attribute if a.name == "group"), 1)
+    if weight is None or len(weight) < 2:
+        return CONVOLUTION
+    if groups > 1 and weight[1] == 1:
+        return DEPTHWISE
+    if weight[1] <= _STEM_CHANNELS:
+        return STEM
+    return POINTWISE if math.prod(weight[2:]) == 1 else CONVOLUTION
+
+
+def _is_matrix(name: str, known: TensorShapes) -> bool:
+    return len(known.shapes.get(name, ())) >= 2
+
+
+_FUSED = ELEMENTWISE | {"QuantizeLinear", "Cast", "BatchNormalization"}
+_BEFORE = frozenset(("Conv", "Gemm"))
+_AFTER = "Relu Clip LeakyRelu Sigmoid Tanh HardSigmoid Add BatchNormalization QuantizeLinear"
+_THROUGH = VIEWS | {"DequantizeLinear"}  # the half of a Q/DQ pair that a kernel reads through
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Which nodes run inside the kernel of the node that makes their input.
+
+    `after`: operators that do. `before`: those of the kernels that take them in; None for any.
+    """
+
+    after: frozenset[str]
+    before: frozenset[str] | None = None
+
+
+COMPILED = Fusion(_FUSED)  # TensorRT: any chain of elementwise nodes
+INTERPRETED = Fusion(frozenset(_AFTER.split()), _BEFORE)  # ONNX Runtime on a CPU
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """What a node does in one call. None: not known, as its shapes or its operator are not.
+
+    `precision`: the type it computes in, None for one that computes nothing in floating point or
+    INT8. `read_bytes`, `write_bytes`: activations that go through memory. An elementwise node is
+    taken to run inside the node before it where nothing else reads the tensor between: what both
+    move counts at the first.
+    `weight_bytes`: constants as they are stored, scales left out; `weights`: their elements.
+    `kind`: of `kinds.KINDS`. `steps`: how often it runs one after the other, for a recurrent node.
+    """
+
+    name: str
+    operator: str
+    precision: str | None
+    flops: int | None
+    read_bytes: int | None
+    weight_bytes: int
+    write_bytes: int | None
+    weights: int = 0
+    kind: str = OTHER
+    steps: int = 1
+
+    @property
+    def known(self) -> bool:
+        return None not in (self.flops, self.read_bytes, self.write_bytes)
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Everything read and written; of a table that is looked up, the rows only."""
+        written = self.write_bytes or 0
+        weights = min(self.weight_bytes, written if self.operator in GATHERS else math.inf)
+        return (self.read_bytes or 0) + int(weights) + written
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How a graph divides by precision: nodes, operations, weights (elements) and their bytes.
+
+    Nodes and operations count under the type computed in, weights under the type stored. `unknown`
+    names the nodes whose operations are not known and in no figure.
+    """
+
+    nodes: Mapping[str, int]
+    flops: Mapping[str, int]
+    weights: Mapping[str, int]
+    weight_bytes: Mapping[str, int]
+    unknown: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Each figure by precision, and its share of the whole under `shares`."""
+        figures = {k: dict(sorted(v.items())) for k, v in vars(self).items() if k != "unknown"}
+        shares = {k: _shares(v) for k, v in figures.items()}
+        return {**figures, "shares": shares, "unknown": list(self.unknown)}
+
+
+def node_costs(graph: Graph, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
+    """One for each node of the main graph, in order; functions are inlined first.
+
+    `sizes`: of dynamic axes by name, {"N": 8}; an axis not named is 1. Nodes without a
+    name get theirs from `name_nodes`. A node that reads constants only costs nothing, as builders
+    fold it. Raises BadInput for a size below 1.
+    """
+    return costs_of(fixed_shapes(graph, sizes))
+
+
+def costs_of(known: TensorShapes, fusion: Fusion = COMPILED) -> tuple[NodeCost, ...]:
+    """`node_costs` of a graph whose shapes are inferred."""
+    return _Costing(known, fusion).costs()
+
+
+def unknown(costs: Iterable[NodeCost]) -> tuple[str, ...]:
+    """Names of the nodes that a prediction leaves out, in part or as a whole."""
+    return tuple(cost.name for cost in costs if not cost.known)
+
+
+def mix(graph: Graph, sizes: Mapping[str, int]) -> Mix:
+    """Nodes, operations and weights of the main graph by precision; for `sizes` see `node_costs`.
+
+    A weight that several nodes share counts once. Raises BadInput for a size below 1.
+    """
+    costing = _Costing(fixed_shapes(graph, sizes))
+    costs = costing.costs()
+    nodes, operations = Counter[str](), Counter[str]()
+    for cost in costs:
+        if cost.precision is not None:
+            nodes[cost.precision] += 1
+            operations[cost.precision] += cost.flops or 0
+    weights, weight_bytes = Counter[str](), Counter[str]()
+    for name in {name for node in costing.nodes for name in costing.weights(node)}:
+        tensor = costing.known.constants[name]
+        kind = dtype_name(tensor.data_type)
+        weights[kind] += elements_of(tensor)
+        weight_bytes[kind] += stored_bytes(tensor)
+    lost = tuple(cost.name for cost in costs if cost.flops is None)
+    return Mix(nodes, operations, weights, weight_bytes, lost)
+
+
+class _Costing:
+    """The maker and the readers of each tensor, views and dequantized twins seen through."""
+
+    def __init__(self, known: TensorShapes, fusion: Fusion = COMPILED) -> None:
+        self.known = known
+        self.fusion = fusion
+        self.nodes = known.nodes
+        types = {name: dtype_name(kind) for name, kind in known.types.items()}
+        self.makers = {name: node for node in self.nodes for name in node.output if name}
+        self.roots = self._roots()
+        on_cpu = fusion is INTERPRETED
+        self.kinds = NodePrecision(self.nodes, types, known.constants, on_cpu=on_cpu)
+        self.alone = self._left_over() if on_cpu else set()
+        self.inside: set[str] = set()  # tensors that never reach memory
+        self.firsts: dict[int, int] = {}  # node inside another's kernel -> the first node of it
+        self._fuse()
+
+    def costs(self) -> tuple[NodeCost, ...]:
+        traffic = [self._traffic(node) for node in self.nodes]
+        for number, first in self.firsts.items():
+            moved = [_total(parts) for parts in zip(traffic[first], traffic[number], strict=True)]
+            if None not in moved:
+                traffic[first], traffic[number] = (moved[0], moved[1]), (0, 0)
+        parts = zip(self.nodes, traffic, strict=True)
+        return tuple(self._cost(node, *moved) for node, moved in parts)
+
+    def weights(self, node: onnx.NodeProto) -> list[str]:
+        """The constants behind its inputs, if it is no link of the chain from them to a user."""
+        if self._folded(node) or node.op_type in CONVERTS:
+            return []
+        names = {root for name in node.input for root in self.roots.get(name, ())}
+        return [name for name in names if elements_of(self.known.constants[name])]
+
+    def _left_over(self) -> set[str]:
+        """What DequantizeLinear nodes make for nodes in floating point: they run in every call."""
+        floats = (node for node in self.nodes if self.kinds.precision(node) in FLOATS)
+        read = {name for node in floats for name in node.input if name in self.makers}
+        return {name for name in read if self.makers[name].op_type == "DequantizeLinear"}
+
+    def _roots(self) -> dict[str, tuple[str, ...]]:
+        """The constants that a tensor is made of, for tensors that are made of nothing else."""
+        roots: dict[str, tuple[str, ...]] = {name: (name,) for name in self.known.constants}
+        for node in self.nodes:
+            names = [name for name in node.input if name]
+            if names and all(name in roots for name in names) and not any(subgraphs(node)):
+                values = names[:1] if node.op_type in CONVERTS else names  # scales are no weights
+                found = tuple(dict.fromkeys(root for name in values for root in roots[name]))
+                roots |= {name: found for name in node.output if name}
+        return roots
+
+    def _folded(self, node: onnx.NodeProto) -> bool:
+        return all(name in self.roots for name in node.output if name)
+
+    def _source(self, name: str) -> str:
+        while self._passes(name):
+            name = self.makers[name].input[0]
+        return name
+
+    def _passes(self, name: str) -> bool:
+        """Whether it is another name, or the dequantized twin, of what its maker reads."""
+        maker = self.makers.get(name)
+        return maker is not None and maker.op_type in _THROUGH and name not in self.alone
+
+    def _fuse(self) -> None:
+        """Let elementwise nodes run where their input is made, if nothing else reads it."""
+        readers: defaultdict[str, list[int]] = defaultdict(list)
+        for number, node in enumerate(self.nodes):
+            if node.op_type not in _THROUGH | DESCRIBES:
+                for name in {self._source(name) for name in reads(node)}:
+                    readers[name].append(number)
+        outputs = {self._source(name) for name in self.known.outputs}
+        before: dict[int, tuple[str, int]] = {}  # its last computed input: others wait in memory
+        for number, node in enumerate(self.nodes):
+            for name in node.output:
+                alone = name not in outputs and name not in self.roots and len(readers[name]) == 1
+                if alone and self.nodes[readers[name][0]].op_type in self.fusion.after:
+                    before[readers[name][0]] = name, number
+        for number, (name, maker) in sorted(before.items()):
+            first = self.firsts.get(maker, maker)
+            if self._joins(self.nodes[first], self.nodes[number]):
+                self.inside.add(name)
+                self.firsts[number] = first
+
+    def _joins(self, first: onnx.NodeProto, node: onnx.NodeProto) -> bool:
+        if self.fusion.before is None:
+            return True
+        rounds = node.op_type == "QuantizeLinear" and self.kinds.precision(first) in FLOATS
+        return first.op_type in self.fusion.before and not rounds
+
+    def _cost(self, node: onnx.NodeProto, read: int | None, written: int | None) -> NodeCost:
+        weights = self.weights(node)
+        return NodeCost(
+            name=node.name,
+            operator=node.op_type,
+            precision=self.kinds.precision(node),
+            flops=0 if self._folded(node) else flops(node, self.known),
+            read_bytes=read,
+            weight_bytes=sum(stored_bytes(self.known.constants[name]) for name in weights),
+            write_bytes=written,
+            weights=sum(elements_of(self.known.constants[name]) for name in weights),
+            kind=kind_of(node, self.known, self.roots),
+            steps=steps_of(node, self.known),
+        )
+
+    def _traffic(self, node: onnx.NodeProto) -> tuple[int | None, int | None]:
+        if not self.alone.isdisjoint(node.output):
+            return self.known.bytes(node.input[0]), self.known.bytes(node.output[0])
+        if self._folded(node) or node.op_type in _THROUGH | DESCRIBES:
+            return 0, 0
+        sources = {self._source(name) for name in reads(node) if name not in self.roots}
+        read = [self.known.bytes(name) for name in sources if name not in self.inside]
+        made = [name for name in node.output if name and name not in self.inside]
+        return _total(read), _total([self.known.bytes(name) for name in made])
+
+
+def _total(parts: Sequence[int | None]) -> int | None:
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
+
+
+def _shares(parts: Mapping[str, int]) -> dict[str, float]:
+    whole = sum(parts.values())
+    return {name: part / whole for name, part in parts.items()} if whole else {}
+
+
+# Predict how long a node takes: the longer of its arithmetic and its memory traffic.
+#
+# Roofline: Williams, Waterman and Patterson, CACM 52(4), 2009. `quantize --to auto` ranks
+# candidates
+# by it, `plan` predicts latencies, and a report shows where a model lies under it.
+
+COMPUTE, MEMORY, LAUNCH = "compute", "memory", "launch"
+
+
+@dataclass(frozen=True)
+class Curve(Record):
+    """Measured seconds of one node at a few amounts of work, in rising order.
+
+    Between two points a straight line in logarithms; outside of them in proportion to the work.
+    """
+
+    work: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def at(self, work: float) -> float:
+        place = bisect_left(self.work, work)
+        if place in (0, len(self.work)):
+            nearest = -1 if place else 0
+            return self.seconds[nearest] * work / self.work[nearest]
+        (w0, w1), (s0, s1) = self.work[place - 1 : place + 1], self.seconds[place - 1 : place + 1]
+        share = math.log(work / w0) / math.log(w1 / w0)
+        return math.exp(math.log(s0) + share * math.log(s1 / s0))
+
+
+@dataclass(frozen=True)
+class Ceilings(Record):
+    """What a target does at most: operations/s by "fp32", "fp16", "bf16", "int8", "fp8"; bytes/s.
+
+    A precision that has no peak is taken to run at "fp32". `launch_s`: of a kernel. `curves`:
+    measured nodes by precision and kind, "fp32 convolution"; they replace peak and launch, and of
+    the traffic only the weights then count apart. Raises BadInput without a peak of fp32 or of the
+    memory.
+    """
+
+    ops_per_s: Mapping[str, float]
+    bytes_per_s: float
+    launch_s: float = 0.0
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (self.ops_per_s.get("fp32", 0.0) > 0 and self.bytes_per_s > 0):
+            raise BadInput(
+                "a predicted time needs the peaks of fp32 and of the memory bandwidth, above 0",
+                hint="a profile has both: peak_ops_per_s and bandwidth_bytes_per_s",
+            )
+
+    def peak(self, dtype: str | None) -> float:
+        """Operations/s of a graph's `dtype`."""
+        return self.ops_per_s.get(_precision(dtype)) or self.ops_per_s["fp32"]
+
+    def curve(self, cost: NodeCost) -> Curve | None:
+        names = (f"{_precision(cost.precision)} {cost.kind}", f"fp32 {cost.kind}", f"fp32 {OTHER}")
+        return next((self.curves[name] for name in names if name in self.curves), None)
+
+
+@dataclass(frozen=True)
+class NodeTime(Record):
+    """Seconds of a node: of its arithmetic, of its traffic, and of starting it."""
+
+    compute_s: float
+    memory_s: float
+    launch_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.launch_s + max(self.compute_s, self.memory_s)
+
+    @property
+    def limit(self) -> str:
+        """What most of its time goes to: COMPUTE, MEMORY or LAUNCH."""
+        longest = max(self.compute_s, self.memory_s)
+        if self.launch_s >= longest:
+            return LAUNCH
+        return COMPUTE if self.compute_s >= self.memory_s else MEMORY
+
+
+def node_time(cost: NodeCost, ceilings: Ceilings) -> NodeTime:
+    """How long a node takes. One that runs inside another's kernel moves no byte of its own."""
+    flops, traffic = cost.flops or 0, cost.traffic_bytes
+    launch_s = ceilings.launch_s if traffic else 0.0
+    curve = ceilings.curve(cost)
+    if curve is None:
+        compute_s = flops / ceilings.peak(cost.precision)
+        return NodeTime(compute_s, traffic / ceilings.bytes_per_s, launch_s)
+    if not traffic:
+        return NodeTime(0.0, 0.0, 0.0)
+    weights_s = cost.weight_bytes / ceilings.bytes_per_s
+    if cost.kind in ARITHMETIC:
+        measured_s = cost.steps * curve.at(flops / cost.steps)
+        return NodeTime(max(0.0, measured_s - launch_s), weights_s, launch_s)
+    measured_s = curve.at(traffic)
+    return NodeTime(0.0, max(0.0, measured_s - launch_s), launch_s)
+
+
+def predicted_s(costs: Iterable[NodeCost], ceilings: Ceilings) -> float:
+    """Seconds of one call: each node at the roofline, one after the other.
+
+    With peaks alone a lower bound, whose use is to compare: it leaves out the start of kernels,
+    tiles that do not fill, caches, conversions between layouts and nodes whose cost is not known.
+    """
+    return math.fsum(node_time(cost, ceilings).seconds for cost in costs)
+
+
+def savings_s(
+    before: Iterable[NodeCost], after: Iterable[NodeCost], ceilings: Ceilings
+) -> dict[str, float]:
+    """Seconds that each node of `after` takes less than the node of that name in `before`."""
+    old = {cost.name: node_time(cost, ceilings).seconds for cost in before}
+    new = {cost.name: node_time(cost, ceilings).seconds for cost in after}
+    return {name: old[name] - new[name] for name in new if name in old}
+
+
+def _precision(dtype: str | None) -> str:
+    known = of_dtype(dtype or "float32")
+    return known.name if known else "fp32"
+
+
+# The memory that activations take in one call: the most that is alive at one time.
+
+
+def peak_bytes(known: TensorShapes, scale: Callable[[str], float] = lambda _name: 1.0) -> int:
+    """Bytes of activations, nodes running in the order of the file.
+
+    A tensor lives from its maker to its last reader; inputs and outputs live through the whole
+    call, views share their source's memory. `scale(name)`: the factor that another type of a tensor
+    means. Tensors of unknown size count as nothing, what is inside bodies of If and Loop too.
+    """
+    source = _sources(known)
+    last: dict[str, int] = {}
+    for number, node in enumerate(known.nodes):
+        for name in reads(node):
+            last[source.get(name, name)] = number
+    end = len(known.nodes)
+    last |= {source.get(name, name): end for name in known.outputs}
+    made = {name for node in known.nodes for name in node.output}
+    inputs = [n for n in last if n not in made and n not in known.constants]
+    size = {name: int((known.bytes(name) or 0) * scale(name)) for name in [*last, *made]}
+    alive = peak = sum(size[name] for name in inputs)
+    ends: dict[int, list[str]] = {}
+    for name, number in last.items():
+        if name in made:
+            ends.setdefault(number, []).append(name)
+    for number, node in enumerate(known.nodes):
+        new = [n for n in node.output if n and n not in known.constants and n not in source]
+        alive += sum(size[name] for name in new)
+        peak = max(peak, alive)
+        unread = [name for name in new if name not in last]
+        ended = [name for name in ends.get(number, ()) if name not in known.constants]
+        alive -= sum(size[name] for name in (*ended, *unread))
+    return peak
+
+
+def _sources(known: TensorShapes) -> dict[str, str]:
+    """The tensor whose memory a view shows, by the view's name."""
+    found: dict[str, str] = {}
+    for node in known.nodes:
+        if node.op_type in VIEWS and node.input and node.input[0] not in known.constants:
+            found[node.output[0]] = found.get(node.input[0], node.input[0])
+    return found

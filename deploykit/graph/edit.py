@@ -1,0 +1,259 @@
+"""Turn a graph into another one without copying its weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import defs, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from deploykit.core.errors import BadInput
+from deploykit.graph import storage
+from deploykit.graph.graph import Graph, opset
+from deploykit.graph.skeleton import all_nodes, read_names
+
+
+class Editor:
+    """A graph while it is rewritten: functions inlined, every node named.
+
+    `graph`: its nodes, which may be changed at will. `constants`: the tensors that no caller can
+    feed, by name. Those of the source are shared with it and must not be changed: a changed one
+    gets a new name.
+    """
+
+    def __init__(self, source: Graph) -> None:
+        self.path = source.path
+        self.model = onnx.ModelProto()
+        self.model.CopyFrom(source.skeleton)
+        self.graph = self.model.graph
+        self.inputs = {value.name for value in source.model.graph.input}
+        stored = source.initializers
+        self.constants = {name: t for name, t in stored.items() if name not in self.inputs}
+        self._defaults = [t for name, t in stored.items() if name in self.inputs]
+        nodes = list(all_nodes(self.graph))
+        self._taken = self.inputs | set(self.constants)
+        self._taken.update(name for node in nodes for name in (*node.input, *node.output))
+        self._named = {node.name for node in nodes}
+
+    def array(self, name: str) -> np.ndarray:
+        """The values of a constant; read only."""
+        return storage.tensor_array(self.constants[name], self.path.parent)
+
+    def store(self, name: str, values: np.ndarray | np.generic) -> str:
+        """Add a constant under `name`, or one like it that is free; returns the name."""
+        name = self.fresh(name)
+        self.constants[name] = numpy_helper.from_array(np.asarray(values), name)
+        return name
+
+    def fresh(self, name: str) -> str:
+        """A tensor name that nothing has."""
+        while name in self._taken:
+            name += "_"
+        self._taken.add(name)
+        return name
+
+    def node(
+        self, kind: str, inputs: Sequence[str], output: str, **attributes: Any
+    ) -> onnx.NodeProto:
+        """A new node of one output; attributes that are None are left out."""
+        name = f"{kind}_{output}"
+        while name in self._named:
+            name += "_"
+        self._named.add(name)
+        return helper.make_node(kind, inputs, [output], name=name, **attributes)
+
+    def finish(self, nodes: Sequence[onnx.NodeProto]) -> Graph:
+        """The graph of `nodes` and of the constants that they read. The editor is spent."""
+        graph = self.graph
+        replace(graph.node, list(nodes))
+        replace(graph.input, [value for value in graph.input if value.name in self.inputs])
+        made = {name for node in graph.node for name in node.output}
+        replace(graph.value_info, [value for value in graph.value_info if value.name in made])
+        used = {value.name for value in graph.output} | set(read_names(graph))
+        del graph.initializer[:]
+        graph.initializer.extend(self._defaults)
+        for name in list(self.constants):  # one by one: protobuf copies, and frees what was copied
+            tensor = self.constants.pop(name)
+            if name in used:
+                graph.initializer.add().CopyFrom(tensor)
+        return Graph(self.model, self.path)
+
+
+def replace(field: Any, values: list[Any]) -> None:
+    """Let a repeated field of protobuf hold `values`."""
+    del field[:]
+    field.extend(values)
+
+
+# Fold constants, and batch normalisation into the convolution before it.
+#
+# Quantization needs weights that are constants, and a convolution whose output is the normalised
+# one.
+# No tensor that is still there afterwards changes its name or meaning: ranges seen before stay
+# true.
+
+# Cheap operators between stored weights and the node that uses them.
+_FOLDED = frozenset(
+    ("Constant", "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast")
+)
+
+
+def fold(editor: Editor) -> None:
+    """Fold constants, then batch normalisations."""
+    _fold_constants(editor)
+    _fold_batch_norms(editor)
+
+
+def _fold_constants(editor: Editor) -> None:
+    graph, constants = editor.graph, editor.constants
+    outputs = {value.name for value in graph.output}
+    kept = []
+    for node in graph.node:
+        known = all(not name or name in constants for name in node.input)
+        if node.op_type not in _FOLDED or not known or outputs.intersection(node.output):
+            kept.append(node)
+            continue
+        feeds = {name: editor.array(name) for name in node.input if name}
+        values = evaluate_node(node, editor.model, feeds)
+        constants[node.output[0]] = numpy_helper.from_array(values, node.output[0])
+    replace(graph.node, kept)
+
+
+def evaluate_node(
+    node: onnx.NodeProto, model: onnx.ModelProto, feeds: dict[str, np.ndarray]
+) -> np.ndarray:
+    """The first output of a node of `model`, which reads `feeds`, by onnx's own evaluator."""
+    inputs = [onnx.ValueInfoProto(name=name) for name in feeds]
+    graph = helper.make_graph([node], "alone", inputs, [onnx.ValueInfoProto(name=node.output[0])])
+    alone = helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
+    (found,) = ReferenceEvaluator(alone).run(None, feeds)
+    return np.asarray(found)
+
+
+def _fold_batch_norms(editor: Editor) -> None:
+    """A convolution takes the BatchNormalization after it in, where nothing else reads between."""
+    graph, constants = editor.graph, editor.constants
+    reads = Counter([*read_names(graph), *(value.name for value in graph.output)])
+    producers = {name: node for node in graph.node for name in node.output}
+    kept = []
+    for node in graph.node:
+        conv = producers.get(node.input[0]) if node.input else None
+        if (
+            node.op_type != "BatchNormalization"
+            or conv is None
+            or conv.op_type not in ("Conv", "ConvTranspose")
+            or reads[conv.output[0]] != 1
+            or any(name not in constants for name in (*node.input[1:], *conv.input[1:]))
+            or len([name for name in node.output if name]) != 1
+        ):
+            kept.append(node)
+            continue
+        _merge(editor, conv, node)
+    replace(graph.node, kept)
+
+
+def _merge(editor: Editor, conv: onnx.NodeProto, norm: onnx.NodeProto) -> None:
+    """Let `conv` do the work of both; its new weights and bias are computed in float64."""
+    weight = editor.array(conv.input[1]).astype(np.float64)
+    scale, shift, mean, variance = (
+        editor.array(name).astype(np.float64) for name in norm.input[1:5]
+    )
+    biased = len(conv.input) > 2 and conv.input[2]
+    old = editor.array(conv.input[2]) if biased else np.zeros_like(mean)
+    epsilon = next((a.f for a in norm.attribute if a.name == "epsilon"), 1e-5)
+    factor = scale / np.sqrt(variance + epsilon)
+    weight *= _by_channel(conv, factor, weight)
+    bias = (old - mean) * factor + shift
+    out = norm.output[0]
+    names = [
+        editor.store(f"{out}_folded_{kind}", array.astype(np.float32))
+        for kind, array in (("weight", weight), ("bias", bias))
+    ]
+    replace(conv.input, [conv.input[0], *names])
+    conv.output[0] = out
+
+
+def _by_channel(conv: onnx.NodeProto, factor: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """A number for each output channel, of a shape that multiplies the kernel."""
+    kernel = [1] * (weight.ndim - 2)
+    if conv.op_type == "Conv":
+        return factor.reshape(-1, 1, *kernel)
+    # [inputs, outputs / groups, ...]: a group's inputs lie next to each other
+    groups = next((a.i for a in conv.attribute if a.name == "group"), 1)
+    rows = np.repeat(factor.reshape(groups, -1), weight.shape[0] // groups, axis=0)
+    return rows.reshape(*rows.shape, *kernel)
+
+
+# Raise a graph, in place, to a newer opset where nothing in it changes its meaning.
+#
+# Newer opsets mostly allow more types. An operator that changed otherwise is refused, not
+# rewritten:
+# the exporter can write the newer form itself.
+
+# The IR version that came with an opset's new types: 8-bit floats, INT4, FP4.
+_IR_VERSIONS = ((13, 7), (15, 8), (19, 9), (21, 10), (23, 11))
+# Changes of meaning that the schemas' signatures do not show: operator -> opset that made it.
+_CHANGED = {
+    "GroupNormalization": 21,  # scale and bias per channel instead of per group
+    "Resize": 18,  # anti-aliasing, and rounding of sizes
+    "RoiAlign": 16,  # where a pixel's centre is
+    "Split": 18,  # equal parts need a count
+}
+
+
+def raise_opset(model: onnx.ModelProto, least: int) -> None:
+    """Let `model` be of opset `least` or newer; it holds no local functions.
+
+    Raises BadInput naming a node that would mean something else.
+    """
+    now = opset(model)
+    if now >= least:
+        return
+    for number, node in enumerate(all_nodes(model.graph)):
+        if node.domain in ("", "ai.onnx") and not _same(node, now, least):
+            raise BadInput(
+                f"node '{node.name or f'#{number}'}': {node.op_type} of opset {now} means "
+                f"something else in opset {least}, which this precision needs",
+                hint=f"deploykit export MODEL --opset {least}",
+            )
+    for entry in model.opset_import:
+        if entry.domain in ("", "ai.onnx"):
+            entry.version = least
+    needed = max((ir for version, ir in _IR_VERSIONS if version <= least), default=0)
+    model.ir_version = max(model.ir_version, needed)
+
+
+def _same(node: onnx.NodeProto, now: int, least: int) -> bool:
+    """Whether `node` means the same in both: no attribute, input or output of it has changed."""
+    try:
+        old, new = (defs.get_schema(node.op_type, version, "") for version in (now, least))
+    except defs.SchemaError:
+        return False
+    if old.since_version == new.since_version:
+        return True
+    if node.op_type == "AveragePool" and any(a.name == "ceil_mode" and a.i for a in node.attribute):
+        return False  # opset 19 corrected which windows count
+    if new.deprecated or now < _CHANGED.get(node.op_type, 0) <= least:
+        return False
+    return (
+        all(_kept(old.attributes[name], new.attributes.get(name)) for name in old.attributes)
+        and not any(
+            name not in old.attributes and attribute.required
+            for name, attribute in new.attributes.items()
+        )
+        and _names(old.inputs) == _names(new.inputs)[: len(old.inputs)]
+        and new.min_input <= old.min_input
+        and _names(old.outputs) == _names(new.outputs)[: len(old.outputs)]
+    )
+
+
+def _kept(old: defs.OpSchema.Attribute, new: defs.OpSchema.Attribute | None) -> bool:
+    return new is not None and old.type == new.type and old.default_value == new.default_value
+
+
+def _names(formal: Sequence[defs.OpSchema.FormalParameter]) -> list[str]:
+    return [parameter.name for parameter in formal]

@@ -1,0 +1,357 @@
+"""An ONNX graph, opened and checked once: the handle that every other file works on.
+
+No code of the file runs, and external data are followed only into the model's own folder.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.inliner
+from onnx import TensorProto, numpy_helper
+
+from deploykit.core import files
+from deploykit.core.errors import BadInput, Unsupported, first_line
+from deploykit.core.json_value import Record
+from deploykit.core.precision import FLOATS
+from deploykit.core.tensors import DTYPE_BYTES, TensorSpec, axis_name
+from deploykit.graph import storage
+from deploykit.graph.skeleton import (
+    all_nodes,
+    infer_shapes,
+    make_skeleton,
+    stored_bytes,
+    stored_elements,
+)
+from deploykit.graph.validate import RUNTIME_DOMAINS, read_model
+
+# The type that each node of a main graph computes in, as summaries count it and costs price it.
+
+# Another name for the same memory.
+VIEWS = frozenset(("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze"))
+DESCRIBES = frozenset(("Constant", "Shape", "Size"))
+CONVERTS = frozenset(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast"))
+GENERATES = frozenset(("ConstantOfShape", "Range", "CastLike"))
+_FUSED = frozenset(("QGemm", "QAttention", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"))
+_SILENT = CONVERTS | DESCRIBES | GENERATES | VIEWS
+_FLOATS = FLOATS | {"float64"}
+
+
+class NodePrecision:
+    """`types`: tensor name to dtype name; `constants`: initializers.
+
+    `on_cpu`: as ONNX Runtime's CPU runs the nodes: few in integers if their results have no scale.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[onnx.NodeProto],
+        types: Mapping[str, str],
+        constants: Mapping[str, onnx.TensorProto],
+        *,
+        on_cpu: bool = False,
+    ) -> None:
+        self._types = types
+        self._constants = constants
+        self._on_cpu = on_cpu
+        self._makers = {name: node for node in nodes for name in node.output if name}
+        self._readers: defaultdict[str, list[onnx.NodeProto]] = defaultdict(list)
+        for node in nodes:
+            for name in node.input:
+                self._readers[name].append(node)
+        # what ONNX Runtime could run in integers it has already replaced: a pair left over is float
+        self._final = any(
+            node.domain.startswith(RUNTIME_DOMAINS) and node.op_type not in CONVERTS
+            for node in nodes
+        )
+
+    def precision(self, node: onnx.NodeProto) -> str | None:
+        """'float32', 'float16', 'bfloat16', 'float64', 'int8' or 'float8'.
+
+        None for a node that computes nothing in these: it moves, converts or describes data.
+        """
+        if node.op_type in _SILENT:
+            return None
+        if _in_integers(node):
+            return "int8"
+        names = [*node.output, *node.input]  # an input's where ONNX has no schema for the node
+        kinds = (self._types[name] for name in names if self._types.get(name) in _FLOATS)
+        return (None if self._final else self._fed(node)) or next(kinds, None)
+
+    def _fed(self, node: onnx.NodeProto) -> str | None:
+        """'int8' or 'float8' if all its inputs but constants (a float bias) are dequantized.
+
+        A node with quantized weights and float activations computes in float: not counted here.
+        """
+        stored = set()
+        for name in node.input:
+            maker = self._makers.get(name)
+            if not name or (name in self._constants and maker is None):
+                continue
+            if maker is None or maker.op_type != "DequantizeLinear":
+                return None
+            if maker.input[0] not in self._constants:
+                stored.add(self._types.get(maker.input[0], "int8"))
+        kind = min(stored, default=None)
+        if kind is None or (self._on_cpu and not self._has_kernel(node)):
+            return None
+        return "float8" if kind.startswith("float8") else kind.removeprefix("u")
+
+    def _has_kernel(self, node: onnx.NodeProto) -> bool:
+        """Whether ONNX Runtime's CPU runs a node that reads dequantized tensors in integers.
+
+        Its result is quantized next, after a ReLU that the zero point makes needless; of products
+        alone the result may stay float, without a ReLU or a float bias. Seen with 1.32.0.
+        """
+        after = self._readers[node.output[0]]
+        cut = len(after) == 1 and after[0].op_type in ("Relu", "Clip")
+        if cut:
+            after = self._readers[after[0].output[0]]
+        if len(after) == 1 and after[0].op_type == "QuantizeLinear":
+            return not cut or self._starts_at_zero(after[0])
+        pairs = all(name not in self._constants for name in node.input)
+        return node.op_type in ("Gemm", "MatMul") and pairs and not cut
+
+    def _starts_at_zero(self, quantize: onnx.NodeProto) -> bool:
+        """Whether its zero point is the lowest value of its type, which cuts what is negative."""
+        point = self._constants.get("".join(quantize.input[2:]))
+        if point is None:
+            return len(quantize.input) < 3  # uint8, from 0
+        values = numpy_helper.to_array(point)
+        return values.dtype.kind in "iu" and bool((values == np.iinfo(values.dtype).min).all())
+
+
+def _in_integers(node: onnx.NodeProto) -> bool:
+    """Whether the operator computes in integers by definition: QLinearConv, MatMulInteger."""
+    name = node.op_type
+    fused = node.domain.startswith(RUNTIME_DOMAINS) and name in _FUSED
+    return fused or name.startswith("QLinear") or "Integer" in name
+
+
+_LIKE_WEIGHTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+_NO_WEIGHTS = frozenset(("string", "bool", "int64", "int32"))  # shapes, indices and int32 biases
+
+
+@dataclass(frozen=True)
+class Summary(Record):
+    """What a graph holds. `nodes` and `operators` count the bodies of If, Loop and Scan too.
+
+    `precision`: nodes by the type they compute in; those that only move or convert data are not
+    counted, so that it may sum to less than `nodes`. `parameters`: elements of weight tensors.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    nodes: int
+    operators: Mapping[str, int]
+    precision: Mapping[str, int]
+    parameters: int
+    weight_bytes: int
+    opset: Mapping[str, int]
+    ir_version: int
+    producer: str
+
+
+class Graph:
+    """An ONNX model whose weights above 1 KiB stay in its files until they are read.
+
+    `model` refers to such weights as ONNX refers to external data, in the folder of `path`. It is
+    never changed: `Editor` makes a new Graph.
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        path: Path = Path("model"),
+        hashes: Mapping[str, str] | None = None,
+    ) -> None:
+        self.model = model
+        self.path = path
+        self._hashes = hashes or {}  # of the files that were just written, by name
+
+    @classmethod
+    def open(cls, path: Path) -> Graph:
+        """Read and check `path`.
+
+        Raises NotFound or BadInput naming the file, and the node or tensor at fault: damaged files,
+        other formats, unknown operators, an opset or IR version newer than the installed onnx,
+        weights whose data are missing, too short, or outside the model's folder.
+        """
+        graph = cls(read_model(path), path)
+        try:
+            if graph.model.functions:  # the skeleton has them inlined
+                onnx.checker.check_model(make_skeleton(graph.model))
+            onnx.checker.check_model(graph.skeleton)
+            for tensor in graph.model.graph.initializer:
+                # the bytes of the others were counted on reading, numbers in lists were not
+                here = tensor.data_location != TensorProto.EXTERNAL
+                if here and not tensor.HasField("raw_data"):
+                    onnx.checker.check_tensor(tensor)
+        except (onnx.checker.ValidationError, ValueError, OSError, RuntimeError) as exc:
+            raise BadInput(f"{path}: is not a valid ONNX graph: {first_line(exc)}") from exc
+        return graph
+
+    def save(
+        self, out: Path, *, limit_bytes: int = storage.MAX_BYTES, temporary: bool = False
+    ) -> Graph:
+        """Write the model whole or not at all; the same model gives the same bytes.
+
+        Above `limit_bytes`, which one file cannot exceed, the weights go to OUT.data next to it:
+        move the two together. `temporary`: nobody but this process reads it. Returns a handle of
+        what was written. Raises BadInput if `out` is not writable.
+        """
+        model, hashes = storage.write(
+            self.model, self.path.parent, out, limit_bytes, temporary=temporary
+        )
+        return Graph(model, out, hashes)
+
+    def sha256(self, file: Path) -> str:
+        """The SHA-256 of its own file or of its weights', read again only if it was not `save`d."""
+        return self._hashes.get(file.name) or files.sha256(file)
+
+    def array(self, name: str) -> np.ndarray:
+        """The values of an initializer; read only."""
+        return storage.tensor_array(self.initializers[name], self.path.parent)
+
+    @cached_property
+    def initializers(self) -> Mapping[str, onnx.TensorProto]:
+        return {tensor.name: tensor for tensor in self.model.graph.initializer}
+
+    @cached_property
+    def skeleton(self) -> onnx.ModelProto:
+        """A copy with large weights as inputs, functions inlined and every node named."""
+        skeleton = make_skeleton(self.model)
+        if skeleton.functions:
+            skeleton = onnx.inliner.inline_local_functions(skeleton)
+        name_nodes(skeleton)
+        return skeleton
+
+    @cached_property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What a caller must feed; initializers are left out.
+
+        A dynamic axis without a name is `N` at place 0, else `NAME_PLACE`, as the runtimes name it.
+        Raises Unsupported for a tensor type that has no numpy dtype, such as a sequence.
+        """
+        fed = (value for value in self.model.graph.input if value.name not in self.initializers)
+        return tuple(_spec(value, self.path) for value in fed)
+
+    @cached_property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Raises as `inputs` does."""
+        return tuple(_spec(value, self.path) for value in self.model.graph.output)
+
+    @cached_property
+    def opset(self) -> int:
+        return opset(self.model)
+
+    @cached_property
+    def element_types(self) -> dict[str, int]:
+        """Element type by tensor name, for the tensors of the main graph whose type is known."""
+        graph = self.skeleton.graph
+        types = {name: tensor.data_type for name, tensor in self.initializers.items()}
+        known = [*graph.input, *graph.output, *graph.value_info]
+        names = {value.name for value in known} | set(types)
+        if any(name and name not in names for node in graph.node for name in node.output):
+            inferred = infer_shapes(self.skeleton).graph
+            known += [*inferred.value_info, *inferred.output]
+        for value in known:
+            if value.type.tensor_type.elem_type:
+                types.setdefault(value.name, value.type.tensor_type.elem_type)
+        for node in graph.node:  # what no inference knows follows from the type of the weights
+            if node.op_type == "QuantizeLinear" and types.get("".join(node.input[2:])):
+                types.setdefault(node.output[0], types[node.input[2]])  # in ONNX Runtime's domain
+            if node.op_type in _LIKE_WEIGHTS and node.input[1] in self.initializers:
+                kind = types[node.input[1]]
+                types.update(dict.fromkeys((node.input[0], node.output[0]), kind) | types)
+        return types
+
+    @cached_property
+    def precision(self) -> dict[str, int]:
+        """Nodes of the main graph by the type they compute in; see `Summary.precision`."""
+        nodes = self.model.graph.node
+        types = {name: dtype_name(kind) for name, kind in self.element_types.items()}
+        kinds = NodePrecision(nodes, types, self.initializers)
+        counts = Counter(kind for kind in map(kinds.precision, nodes) if kind is not None)
+        return dict(sorted(counts.items()))
+
+    @cached_property
+    def summary(self) -> Summary:
+        """What the graph holds. Raises Unsupported as `inputs` does."""
+        model, nodes = self.model, list(all_nodes(self.model.graph))
+        scales = {name for node in nodes if _quantizes(node) for name in node.input[1:]}
+        stored = [tensor for tensor in model.graph.initializer if tensor.name not in scales]
+        stored += [
+            attribute.t
+            for node in nodes
+            if node.op_type == "Constant"
+            for attribute in node.attribute
+            if attribute.name == "value"
+        ]
+        weights = [tensor for tensor in stored if dtype_name(tensor.data_type) not in _NO_WEIGHTS]
+        return Summary(
+            inputs=self.inputs,
+            outputs=self.outputs,
+            nodes=len(nodes),
+            operators=dict(sorted(Counter(node.op_type for node in nodes).items())),
+            precision=self.precision,
+            parameters=sum(stored_elements(tensor) for tensor in weights),
+            weight_bytes=sum(stored_bytes(tensor) for tensor in weights),
+            opset={entry.domain or "ai.onnx": entry.version for entry in model.opset_import},
+            ir_version=model.ir_version,
+            producer=f"{model.producer_name} {model.producer_version}".strip(),
+        )
+
+
+def name_nodes(model: onnx.ModelProto) -> None:
+    """Give each node of the main graph that has no name of its own one, in place.
+
+    The same graph gets the same names, so reports and options can go by them.
+    """
+    taken = {node.name for node in model.graph.node}
+    seen: set[str] = set()
+    for number, node in enumerate(model.graph.node):
+        if not node.name or node.name in seen:
+            name = f"{node.op_type}_{number}"
+            while name in taken:
+                name += "_"
+            node.name = name
+            taken.add(name)
+        seen.add(node.name)
+
+
+def opset(model: onnx.ModelProto) -> int:
+    """The version of the standard operators; 0 if the model uses none."""
+    return next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
+
+
+def dtype_name(data_type: int) -> str:
+    """Numpy's name of an ONNX element type: 'float32' of FLOAT; in lower case what numpy lacks."""
+    name = str(TensorProto.DataType.Name(data_type)).lower()
+    return {"float": "float32", "double": "float64"}.get(name, name)
+
+
+def _quantizes(node: onnx.NodeProto) -> bool:
+    return node.op_type in ("QuantizeLinear", "DequantizeLinear")
+
+
+def _spec(value: onnx.ValueInfoProto, path: Path) -> TensorSpec:
+    tensor = value.type.tensor_type
+    dtype = dtype_name(tensor.elem_type) if tensor.elem_type else "no tensor"
+    if dtype not in DTYPE_BYTES:
+        raise Unsupported(f"{path}: tensor '{value.name}' is of type {dtype}, which is not offered")
+    shape: list[int | str] = []
+    for number, axis in enumerate(tensor.shape.dim):
+        if axis.HasField("dim_value") and axis.dim_value >= 0:
+            shape.append(axis.dim_value)
+        else:
+            name = axis.dim_param or axis_name(value.name, number)
+            # protobuf gives a name that is not UTF-8 as bytes
+            shape.append(name if isinstance(name, str) else name.decode(errors="replace"))
+    return TensorSpec(value.name, dtype, tuple(shape))

@@ -1,0 +1,224 @@
+"""Read and write ONNX files without holding their weights.
+
+Weights above 1 KiB stay in the file: the model in memory refers to them as ONNX refers to external
+data, by file, offset and length. Writing copies them one at a time, so a model of any size needs
+the memory of its largest weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from deploykit.core.errors import BadInput, os_reason
+from deploykit.core.extras import require
+from deploykit.core.files import HashingWriter, atomic_write, open_readable
+from deploykit.core.memory import memory_errors
+from deploykit.core.protobuf import Pages, damaged, spans, varint
+from deploykit.graph.skeleton import SMALL_BYTES, copy_fields, stored_bytes
+
+protobuf = require("google.protobuf.message")
+
+MAX_BYTES = (1 << 31) - 1  # what one protobuf message can hold
+ALIGNMENT_BYTES = 4096  # of a weight in a data file: a runtime can map it
+_GRAPH, _INITIALIZER, _RAW_DATA = 7, 5, 9  # field numbers of onnx.proto
+
+
+def parse_model(path: Path) -> tuple[onnx.ModelProto, dict[int, tuple[int, int]]]:
+    """The model without its large weights: their offset and length in the file, by place.
+
+    Raises BadInput for what is no ONNX model.
+    """
+    model, spots = onnx.ModelProto(), dict[int, tuple[int, int]]()
+    try:
+        with memory_errors(path, [path]), Pages(path) as data:
+            for number, wire, start, begin, end in spans(data, 0, len(data)):
+                if (number, wire) == (_GRAPH, 2):
+                    _parse_graph(data, begin, end, model.graph, spots)
+                else:
+                    model.MergeFromString(data[start:end])
+    except (protobuf.DecodeError, ValueError, IndexError) as exc:
+        raise damaged(path) from exc
+    except OSError as exc:
+        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
+    if not model.graph.output:
+        raise BadInput(f"{path}: is a truncated or damaged ONNX file: it holds no graph")
+    return model, spots
+
+
+def _parse_graph(
+    data: Pages, at: int, stop: int, graph: onnx.GraphProto, spots: dict[int, tuple[int, int]]
+) -> None:
+    others = bytearray()
+    for number, wire, start, begin, end in spans(data, at, stop):
+        if (number, wire) != (_INITIALIZER, 2):
+            others += data[start:end]
+            continue
+        place, tensor = len(graph.initializer), graph.initializer.add()
+        if end - begin <= SMALL_BYTES:
+            tensor.ParseFromString(data[begin:end])
+            continue
+        for inner, kind, first, value, last in spans(data, begin, end):
+            if (inner, kind) == (_RAW_DATA, 2) and last - value > SMALL_BYTES:
+                spots[place] = value, last - value
+            else:
+                tensor.MergeFromString(data[first:last])
+        if tensor.data_location == TensorProto.EXTERNAL:
+            spots.pop(place, None)
+    graph.MergeFromString(bytes(others))
+
+
+def refer(tensor: onnx.TensorProto, file: str, offset: int, length: int) -> None:
+    """Let `tensor` have its data in `file`, next to the model."""
+    tensor.ClearField("raw_data")
+    tensor.ClearField("external_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", file), ("offset", str(offset)), ("length", str(length))):
+        tensor.external_data.add(key=key, value=value)
+
+
+def load_data(tensor: onnx.TensorProto, folder: Path) -> None:
+    """Put the data of a reference into the tensor itself."""
+    if tensor.data_location == TensorProto.EXTERNAL:
+        data = tensor_data(tensor, folder)
+        tensor.ClearField("external_data")
+        tensor.ClearField("data_location")
+        tensor.raw_data = data
+
+
+def tensor_data(tensor: onnx.TensorProto, folder: Path) -> bytes:
+    """The bytes of its values as raw_data lays them out; `folder`: where its file is."""
+    if tensor.data_location == TensorProto.EXTERNAL:
+        entry = {item.key: item.value for item in tensor.external_data}
+        path, length = folder / str(entry["location"]), stored_bytes(tensor)
+        try:
+            with memory_errors(path, [path]), open_readable(path) as handle:
+                handle.seek(int(entry.get("offset", "0")))
+                data: bytes = handle.read(length)
+        except OSError as exc:
+            raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
+        if len(data) != length:
+            raise BadInput(f"{path}: tensor '{tensor.name}' ends too early: was the file changed?")
+        return data
+    if tensor.HasField("raw_data"):
+        return bytes(tensor.raw_data)
+    return bytes(numpy_helper.from_array(numpy_helper.to_array(tensor)).raw_data)
+
+
+def tensor_array(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
+    """Its values; read only."""
+    if tensor.data_location != TensorProto.EXTERNAL:
+        return numpy_helper.to_array(tensor)
+    data, dtype = tensor_data(tensor, folder), helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    if dtype.kind in "fiub" and len(data) == dtype.itemsize * int(np.prod(tensor.dims)):
+        return np.frombuffer(data, dtype.newbyteorder("<")).reshape(tuple(tensor.dims))
+    whole = TensorProto(data_type=tensor.data_type, dims=tensor.dims, raw_data=data)
+    return numpy_helper.to_array(whole)
+
+
+def write(
+    model: onnx.ModelProto, folder: Path, out: Path, limit_bytes: int, *, temporary: bool = False
+) -> tuple[onnx.ModelProto, dict[str, str]]:
+    """Write `model`, whose data are in `folder`, to `out`; above the limit OUT.data holds weights.
+
+    The data file is in its place before the model. Returns the model as `parse` would read it, and
+    the SHA-256 of each file by its name; `temporary`: neither these nor an fsync.
+    """
+    writer = partial(_new_file, temporary=temporary)
+    written = onnx.ModelProto()
+    copy_fields(model, written, left_out="graph")
+    copy_fields(model.graph, written.graph, left_out="initializer")
+    large = {t.name: t for t in model.graph.initializer if stored_bytes(t) > SMALL_BYTES}
+    for tensor in model.graph.initializer:
+        kept = written.graph.initializer.add()
+        if tensor.name in large:
+            kept.name, kept.data_type = tensor.name, tensor.data_type
+            kept.dims.extend(tensor.dims)
+        else:
+            kept.CopyFrom(tensor)
+    data = {name: stored_bytes(tensor) for name, tensor in large.items()}
+    # 64 bytes a tensor hold its name and shape
+    if written.ByteSize() + sum(data.values()) + 64 * len(large) <= limit_bytes:
+        with writer(out) as handle:
+            offsets = _write_inline(written, large, folder, handle)
+        file = out.name
+    else:
+        file = f"{out.name}.data"
+        with writer(out.with_name(file)) as handle:
+            offsets = dict(_write_aligned(large, folder, handle))
+    hashes = {file: handle.sha256}
+    for tensor in written.graph.initializer:
+        if tensor.name in large:
+            refer(tensor, file, offsets[tensor.name], data[tensor.name])
+    if file != out.name:
+        with writer(out) as handle:
+            handle.write(written.SerializeToString(deterministic=True))
+        hashes[out.name] = handle.sha256
+    return written, hashes
+
+
+@contextmanager
+def _new_file(out: Path, *, temporary: bool) -> Iterator[HashingWriter]:
+    durable = not temporary
+    with atomic_write(out, durable=durable) as tmp, HashingWriter(tmp, hashed=durable) as handle:
+        yield handle
+
+
+def _write_inline(
+    model: onnx.ModelProto,
+    large: Mapping[str, onnx.TensorProto],
+    folder: Path,
+    handle: IO[bytes],
+) -> dict[str, int]:
+    """Write one protobuf message, the data of `large` into it; returns where each begins."""
+    head, body = onnx.ModelProto(), onnx.GraphProto()
+    copy_fields(model, head, left_out="graph")
+    copy_fields(model.graph, body, left_out="initializer")
+    start = body.SerializeToString(deterministic=True)
+    prefixes = []
+    for tensor in model.graph.initializer:
+        inner, more = tensor.SerializeToString(deterministic=True), 0
+        if tensor.name in large:
+            more = stored_bytes(tensor)
+            inner += _tag(_RAW_DATA) + varint(more)
+        prefixes.append((tensor, _tag(_INITIALIZER) + varint(len(inner) + more) + inner, more))
+    size = len(start) + sum(len(prefix) + more for _, prefix, more in prefixes)
+    handle.write(head.SerializeToString(deterministic=True) + _tag(_GRAPH) + varint(size) + start)
+    offsets = {}
+    for tensor, prefix, more in prefixes:
+        handle.write(prefix)
+        if more:
+            offsets[tensor.name] = handle.tell()
+            handle.write(tensor_data(large[tensor.name], folder))
+    return offsets
+
+
+def _write_aligned(
+    large: Mapping[str, onnx.TensorProto], folder: Path, handle: IO[bytes]
+) -> Iterator[tuple[str, int]]:
+    for name, tensor in large.items():
+        handle.write(bytes(-handle.tell() % ALIGNMENT_BYTES))
+        yield name, handle.tell()
+        handle.write(tensor_data(tensor, folder))
+
+
+def _tag(number: int) -> bytes:
+    return varint(number << 3 | 2)
+
+
+def point_to(path: Path, name: str) -> None:
+    """Make the model at `path` look for its weights in a file called `name`, next to it."""
+    model = onnx.load(path, load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = name
+    with atomic_write(path) as tmp:
+        tmp.write_bytes(model.SerializeToString(deterministic=True))

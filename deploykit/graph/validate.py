@@ -1,0 +1,210 @@
+"""What is checked of an ONNX file before a native library sees it: each refusal names the culprit.
+
+`onnx.checker` alone is no validator: it passes tensors whose data are too short. ONNX Runtime reads
+data files that are hard links to files outside the model's folder.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+from onnx import TensorProto, defs
+
+from deploykit.core.artefact import sniff, wrong_format
+from deploykit.core.errors import BadInput
+from deploykit.core.files import check_data_file, check_readable
+from deploykit.core.protobuf import MAX_NESTED, too_deep
+from deploykit.graph import storage
+from deploykit.graph.skeleton import SMALL_BYTES, all_nodes, stored_bytes, subgraphs
+from deploykit.graph.storage import MAX_BYTES
+
+STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
+# ONNX Runtime writes these when it saves the graph that it optimised; other readers have no schema.
+RUNTIME_DOMAINS = ("com.microsoft", "com.ms.")
+
+
+def read_model(path: Path) -> onnx.ModelProto:
+    """The checked model of `path`; weights above 1 KiB are references into its files.
+
+    Raises NotFound or BadInput.
+    """
+    check_readable(path)
+    kind = sniff(path)
+    if kind != "onnx":
+        raise wrong_format(path, kind, "an ONNX file")
+    if path.stat().st_size > MAX_BYTES:
+        raise BadInput(f"{path}: is larger than 2 GiB, which no ONNX file without external data is")
+    model, spots = storage.parse_model(path)
+    _check_depth(model, path)
+    _check_versions(model, path)
+    _check_operators(model, path)
+    _check_names(model, path)
+    _check_types(model, path)
+    stored, inner = list(model.graph.initializer), list(_inner_tensors(model))
+    for tensor in stored:
+        _check_tensor(tensor, path)
+    for tensor in inner:
+        if tensor.ByteSize():  # else of an absent sparse attribute
+            _check_tensor(tensor, path)
+    for tensor in (*(each for each in stored if stored_bytes(each) <= SMALL_BYTES), *inner):
+        storage.load_data(tensor, path.parent)
+    for place, (offset, length) in spots.items():
+        tensor = stored[place]
+        _check_length(tensor, length, f"{path}: tensor '{tensor.name}'")
+        storage.refer(tensor, path.name, offset, length)
+    return model
+
+
+def _check_depth(model: onnx.ModelProto, path: Path) -> None:
+    """Raise BadInput where libraries could not read a copy of it: each ends at another depth."""
+    bodies = [model.graph, *(node for each in model.functions for node in each.node)]
+    for _ in range(MAX_NESTED + 2):
+        nodes = [node for body in bodies for node in getattr(body, "node", (body,))]
+        bodies = [body for node in nodes for body in subgraphs(node)]
+        if not bodies:
+            return
+    raise too_deep(path)
+
+
+def _check_versions(model: onnx.ModelProto, path: Path) -> None:
+    newest = {"": defs.onnx_opset_version(), "ai.onnx": defs.onnx_opset_version()}
+    hint = f"the newest that the installed onnx {onnx.__version__} knows is "
+    if model.ir_version > onnx.IR_VERSION:
+        raise BadInput(
+            f"{path}: has IR version {model.ir_version}", hint=f"{hint}{onnx.IR_VERSION}"
+        )
+    for entry in model.opset_import:
+        limit = newest.get(entry.domain, (1 << 31) - 1)
+        if not 1 <= entry.version <= limit:
+            raise BadInput(f"{path}: has opset {entry.version}", hint=f"{hint}{limit}")
+
+
+def _check_operators(model: onnx.ModelProto, path: Path) -> None:
+    versions = {entry.domain: entry.version for entry in model.opset_import}
+    local = {(function.domain, function.name) for function in model.functions}
+    for number, node in enumerate(_every_node(model)):
+        where = f"{path}: node '{node.name or f'#{number}'}'"
+        strings = (node.op_type, node.domain, *node.input, *node.output)
+        if not all(isinstance(each, str) for each in strings):
+            raise BadInput(f"{where}: has a name that is not UTF-8")
+        if (node.domain, node.op_type) in local or node.domain.startswith(RUNTIME_DOMAINS):
+            continue
+        if node.domain not in STANDARD_DOMAINS:
+            raise BadInput(f"{where}: operator {node.op_type} of unknown domain '{node.domain}'")
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        version = versions.get(domain, versions.get("ai.onnx", 0) if domain == "" else 0)
+        if not version:
+            raise BadInput(f"{where}: the file names no opset for domain '{domain or 'ai.onnx'}'")
+        try:
+            schema = defs.get_schema(node.op_type, version, domain)
+        except defs.SchemaError as exc:
+            raise BadInput(
+                f"{where}: unknown operator {node.op_type} (opset {version})",
+                hint="export it again, or ask for the operator's domain to be supported",
+            ) from exc
+        if schema.deprecated:
+            raise BadInput(f"{where}: operator {node.op_type} was removed in opset {version}")
+
+
+def _check_names(model: onnx.ModelProto, path: Path) -> None:
+    """Each graph's inputs, outputs and stored tensors have a name of their own.
+
+    Of two initializers of one name each library takes the one that it likes.
+    """
+    bodies = [body for node in _every_node(model) for body in subgraphs(node)]
+    for graph in (model.graph, *bodies):
+        sparse = [each.values.name for each in graph.sparse_initializer]
+        for kind, names in (
+            ("initializers", [*(each.name for each in graph.initializer), *sparse]),
+            ("inputs", [each.name for each in graph.input]),
+            ("outputs", [each.name for each in graph.output]),
+        ):
+            twice = next((name for name, count in Counter(names).items() if count > 1), None)
+            if twice is not None:
+                raise BadInput(
+                    f"{path}: two {kind} have the name '{twice}'",
+                    hint="which of them counts is not defined: rename one, or export it again",
+                )
+
+
+def _check_types(model: onnx.ModelProto, path: Path) -> None:
+    """Each input, output and typed value has a known element type, or none."""
+    known = set(TensorProto.DataType.values())
+    bodies = [body for node in _every_node(model) for body in subgraphs(node)]
+    for graph in (model.graph, *bodies, *model.functions):
+        values = [*graph.value_info]
+        if isinstance(graph, onnx.GraphProto):
+            values += [*graph.input, *graph.output]
+        for value in values:
+            kind = value.type.tensor_type.elem_type
+            if kind not in known or not isinstance(value.name, str):
+                raise BadInput(f"{path}: tensor '{value.name}' has an unknown element type {kind}")
+
+
+def _every_node(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    yield from all_nodes(model.graph)
+    for function in model.functions:
+        for node in function.node:
+            yield node
+            for body in subgraphs(node):
+                yield from all_nodes(body)
+
+
+def _inner_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every stored tensor but the main graph's initializers: in attributes, bodies, functions."""
+    bodies: list[onnx.GraphProto] = []
+    for node in _every_node(model):
+        bodies.extend(subgraphs(node))
+        for attribute in node.attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            yield from attribute.tensors
+            for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
+                yield from (sparse.values, sparse.indices)
+    for body in bodies:
+        yield from body.initializer
+    for graph in (model.graph, *bodies):
+        for sparse in graph.sparse_initializer:
+            yield from (sparse.values, sparse.indices)
+
+
+def _check_tensor(tensor: onnx.TensorProto, path: Path) -> None:
+    where = f"{path}: tensor '{tensor.name}'"
+    if tensor.data_type not in TensorProto.DataType.values() or not tensor.data_type:
+        raise BadInput(f"{where}: has an unknown element type {tensor.data_type}")
+    if tensor.HasField("segment"):
+        raise BadInput(f"{where}: is in segments, which no runtime reads")
+    if any(size < 0 for size in tensor.dims):
+        raise BadInput(f"{where}: has the shape {list(tensor.dims)}")
+    if tensor.data_location == TensorProto.EXTERNAL:
+        _check_external(tensor, path, where)
+    elif tensor.HasField("raw_data"):
+        _check_length(tensor, len(tensor.raw_data), where)
+
+
+def _check_length(tensor: onnx.TensorProto, length: int, where: str) -> None:
+    if length != stored_bytes(tensor):
+        raise BadInput(
+            f"{where}: shape {list(tensor.dims)} needs {stored_bytes(tensor)} bytes, "
+            f"the file holds {length}"
+        )
+
+
+def _check_external(tensor: onnx.TensorProto, path: Path, where: str) -> None:
+    """Its data must be in a regular file of one name, below the model's folder, and long enough."""
+    values = {entry.key: entry.value for entry in tensor.external_data}
+    location = values.get("location", "")
+    info = check_data_file(path, location, where)
+    try:
+        offset = int(values.get("offset", "0"))
+        length = int(values.get("length", str(stored_bytes(tensor))))
+    except ValueError:
+        raise BadInput(f"{where}: its offset or length is not a number") from None
+    if length != stored_bytes(tensor) or offset < 0 or offset + length > info.st_size:
+        raise BadInput(
+            f"{where}: needs {stored_bytes(tensor)} bytes; the file says offset {offset}, "
+            f"length {length} in {location} of {info.st_size} bytes"
+        )

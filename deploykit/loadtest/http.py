@@ -1,0 +1,176 @@
+"""Speak HTTP/1.1 on one connection of the load generator: whole requests out, answers in.
+
+One request is in flight at a time. Heads of answers repeat, so that each is parsed once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+from deploykit.loadtest.check import AnswerCheck, error_text
+from deploykit.loadtest.result import WRONG
+
+MOST_BYTES, MOST_HEAD = 1 << 28, 1 << 16  # of an answer, and of its head
+TOO_LONG = f"is longer than {MOST_BYTES:,} bytes, or its head than {MOST_HEAD:,}"
+MOST_HEADS = 1024  # that are remembered
+_STATUS = re.compile(rb"HTTP/1\.([01]) ([1-5]\d\d)(?: [^\r\n]*)?")
+_SIZE = re.compile(rb"[0-9]{1,15}")
+_FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n]*?)[ \t]*")
+
+
+class NotHttpError(Exception):
+    """An answer that is not HTTP, or that nobody could find the end of."""
+
+
+class _Head(NamedTuple):
+    status: int
+    length: int | None  # of the body; None: in chunks, or until the connection ends
+    chunked: bool
+    keep: bool  # the connection
+    json_bytes: int | None
+
+
+class Http1:
+    """One connection. After an answer: `error` says what is wrong with it, `keep` if it goes on.
+
+    `buffer`: what was read of an answer that is not whole.
+    """
+
+    greeting = b""  # to send before the first request
+    control: bytes = b""  # to send besides requests
+    _heads: ClassVar[dict[bytes, _Head]] = {}
+
+    def __init__(self, requests: Sequence[bytes], check: AnswerCheck) -> None:
+        self._requests, self._check = requests, check
+        self._request = 0
+        self.buffer = bytearray()
+        self._needed = 0  # bytes, before it is worth looking again
+        self.error: str | None = None
+        self.keep = True
+
+    def request(self, number: int) -> bytes:
+        """The bytes of that request."""
+        self._request = number
+        return self._requests[number]
+
+    def feed(self, data: bytes) -> int | None:
+        """The status of the answer that `data` completes; None while more must come.
+
+        Raises NotHttpError.
+        """
+        if self.buffer:
+            self.buffer += data
+            if len(self.buffer) < self._needed:
+                return None
+            data = bytes(self.buffer)
+        while (at := data.find(b"\r\n\r\n")) >= 0:
+            head = self._heads.get(data[:at]) or self._parse(data[:at])
+            if head.status >= 200:
+                break
+            data = data[at + 4 :]  # 100: the answer itself follows
+            self.buffer.clear()
+        else:
+            if not b"HTTP/1.".startswith(data[:7]):
+                raise NotHttpError(f"begins with {data[:20]!r}")
+            if len(data) > MOST_HEAD:
+                raise NotHttpError(TOO_LONG)
+            return self._wait_for(data, len(data) + 1)
+        at += 4
+        if head.length is None:
+            if not head.chunked:
+                return self._wait_for(data, len(data) + 1)
+            body, end = _dechunk(data, at)
+            if body is None:
+                return self._wait_for(data, len(data) + 1)
+        else:
+            end = at + head.length
+            if len(data) < end:
+                return self._wait_for(data, end)
+            body = data[at:end]
+        return self._complete(head, body, data, end)
+
+    def end(self) -> int | None:
+        """The status of an answer that the end of its connection completes; None if it does not."""
+        data = bytes(self.buffer)
+        at = data.find(b"\r\n\r\n")
+        head = self._heads.get(data[:at]) if at >= 0 else None
+        if head is None or head.length is not None or head.chunked:
+            return None
+        return self._complete(head, data[at + 4 :], data, -1)
+
+    def _wait_for(self, data: bytes, needed: int) -> int | None:
+        if needed > MOST_BYTES:
+            raise NotHttpError(TOO_LONG)
+        if not self.buffer:
+            self.buffer += data
+        self._needed = needed
+        return None
+
+    def _complete(self, head: _Head, body: bytes, data: bytes, end: int) -> int:
+        """`data`: the answer up to `end`; what comes behind that was not asked for."""
+        self.buffer.clear()
+        self.keep = head.keep and len(data) == end
+        if head.status != 200:
+            self.error = f"{head.status}: {error_text(body)}"
+            return head.status
+        self.error = self._check.json_problem(body, head.json_bytes, self._request)
+        if self.error is not None:
+            return WRONG
+        if self.keep and head.json_bytes is not None and not (head.chunked or self._check.expected):
+            self._check.usual = data[: end - len(body) + head.json_bytes], end
+        return 200
+
+    @classmethod
+    def _parse(cls, head: bytes) -> _Head:
+        first, *lines = head.split(b"\r\n")
+        start = _STATUS.fullmatch(first)
+        matches = [_FIELD.fullmatch(line) for line in lines]
+        if start is None or None in matches:
+            raise NotHttpError(f"begins with {first[:40]!r}")
+        found = {match[1].lower(): match[2] for match in matches if match}
+        status, coding = int(start[2]), found.get(b"transfer-encoding", b"").lower()
+        sizes = [found.get(b"content-length"), found.get(b"inference-header-content-length")]
+        if not all(_SIZE.fullmatch(size or b"0") for size in sizes) or coding not in (
+            b"",
+            b"chunked",
+        ):
+            raise NotHttpError("declares no length that can be read")
+        length, json_bytes = (None if size is None else int(size) for size in sizes)
+        if status < 200 or status in (204, 304):
+            length = 0
+        connection = found.get(b"connection", b"").lower()
+        keep = b"close" not in connection if start[1] == b"1" else b"keep-alive" in connection
+        chunked = bool(coding)
+        parsed = _Head(status, None if chunked else length, chunked, keep, json_bytes)
+        if len(cls._heads) >= MOST_HEADS:  # they hold a time or a number
+            cls._heads.clear()
+        cls._heads[head] = parsed
+        return parsed
+
+
+def _dechunk(data: bytes, at: int) -> tuple[bytes | None, int]:
+    """The body in chunks from `at`, and where it ends; None while it is not complete."""
+    parts = []
+    while True:
+        end = data.find(b"\r\n", at)
+        if end < 0:
+            return None, 0
+        digits = data[at:end].partition(b";")[0].strip()
+        if not re.fullmatch(rb"[0-9A-Fa-f]{1,15}", digits):
+            raise NotHttpError("has a chunk without a length")
+        size, at = int(digits, 16), end + 2
+        if size == 0:
+            break
+        if len(data) < at + size + 2:
+            return None, 0
+        parts.append(data[at : at + size])
+        at += size + 2
+    while True:  # trailers
+        end = data.find(b"\r\n", at)
+        if end < 0:
+            return None, 0
+        if end == at:
+            return b"".join(parts), at + 2
+        at = end + 2

@@ -1,0 +1,211 @@
+"""Put a lower precision into an ONNX graph, and measure what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploykit.core.artefact import Artefact, ArtefactLike
+from deploykit.core.errors import BadInput, GateFailed
+from deploykit.core.files import StrPath, sha256
+from deploykit.core.precision import (
+    BY_NAME,
+    CALIBRATED,
+    CAST,
+    HARDWARE,
+    OTHER_NODES,
+    QUANTIZED,
+    hardware,
+)
+from deploykit.core.profile import load_profile
+from deploykit.core.runtime import RUNTIMES, TARGET_RUNTIMES
+from deploykit.evaluation.artefacts import (
+    Made,
+    Progress,
+    carry_task,
+    destination,
+    keep,
+    no_progress,
+    onnx_manifest,
+    reject,
+    stage,
+)
+from deploykit.evaluation.outputs import named_files
+from deploykit.quantization.evaluate import (
+    Job,
+    QuantizeRequest,
+    accuracy_notes,
+    evaluate_engines,
+    golden_samples,
+    open_both,
+    prepare,
+    write_graph,
+)
+
+if TYPE_CHECKING:
+    from deploykit.core.evidence import Evidence
+    from deploykit.core.manifest import Manifest
+    from deploykit.graph.graph import Graph
+
+TARGETS = (*QUANTIZED, "auto")
+
+
+def quantize(
+    model: ArtefactLike,
+    to: str,
+    out: StrPath | None = None,
+    *,
+    calib: StrPath | None = None,
+    data: StrPath | None = None,
+    metric: str | None = None,
+    max_drop: float | None = None,
+    min_sqnr_db: float | None = None,
+    other_nodes: str = "fp32",
+    calibrator: str | None = None,
+    smoothquant: bool = False,
+    runtime: str | None = None,
+    profile: str | None = None,
+    budget_s: float = 600.0,
+    force: bool = False,
+    on_progress: Progress = no_progress,
+) -> Made:
+    """Put `to` ("fp16", "bf16", "int8", "fp8", "int8-weight-only", ... or "auto") into the graph.
+
+    `calib`: inputs, an .npz or a folder; needed for int8, fp8 and auto, and used by fp16's range
+    guard. `data`: labelled inputs; then the upper end of the 95 % interval of the drop in `metric`
+    ("top1" where None, "perplexity" or `pkg.mod:callable`) must stay within `max_drop` (a fraction:
+    0.01, the default, is one percentage point). Without labels a `metric` is BadInput, every output
+    must keep a signal-to-noise ratio of `min_sqnr_db` (15 where None), and with `max_drop` the
+    share of samples whose answer changes is bounded too. `other_nodes`: the precision of the nodes
+    around int8, fp8 or stored weights, "fp32" or "fp16". `calibrator`: "auto", which None means,
+    "mixed", "percentile", "mse", "entropy" or "minmax". `smoothquant`: move outliers of LayerNorms
+    into the weights before int8 or fp8. `runtime`: what will run the file,
+    "tensorrt" or "onnxruntime", which need INT8's Q/DQ pairs at different places; None takes the
+    profile's, or TensorRT. `profile`: the target; its precisions are checked and `auto` predicts
+    costs for it. `budget_s`: seconds that `auto` may take, calibration included. `force`: replace a
+    file that deploykit did not write. Raises GateFailed; the file is then kept as
+    NAME.rejected.onnx.
+    """
+    source = Artefact.open(model)
+    target = load_profile(profile) if profile is not None else None
+    request = QuantizeRequest(
+        to=to,
+        other_nodes=other_nodes,
+        runtime=runtime or (target.runtime if target else _default_runtime(to)),
+        target=target,
+        calib=Path(calib) if calib else None,
+        data=Path(data) if data else None,
+        metric=metric,
+        max_drop=max_drop,
+        min_sqnr_db=min_sqnr_db,
+        calibrator=calibrator,
+        smoothquant=smoothquant,
+        budget_s=budget_s,
+    )
+    check_quantize_options(request)
+    read = (calib, data, *named_files(metric, profile))
+    place = destination(source, out, f".{to}.onnx", read, force=force)
+    job = prepare(source, request, on_progress)
+    with stage(place) as tmp:
+        return keep_if_passed(tmp, write_quantized(job, tmp, place, on_progress), to)
+
+
+def _default_runtime(to: str) -> str:
+    return (BY_NAME[to].runtime if to in BY_NAME else "") or "tensorrt"
+
+
+def write_quantized(job: Job, tmp: Path, place: Path, on_progress: Progress) -> Made:
+    """Write the graph in the requested precision to `tmp`, with the manifest it has at `place`."""
+    graph, evidence = write_graph(job, tmp, place.name, on_progress)
+    _check_lowered(job, graph, evidence)
+    on_progress("measuring accuracy", 0.5)
+    with open_both(job, graph) as (reference, candidate):
+        found = evidence.accuracy or evaluate_engines(job, reference, candidate, place.name)
+        samples = golden_samples(job, tmp, reference, candidate)
+    notes = (*evidence.notes, *accuracy_notes(job, found))
+    evidence = replace(evidence, parity=found.parity, accuracy=found, golden=samples, notes=notes)
+    return Made(place, _manifest(job, graph, evidence), notes)
+
+
+def _check_lowered(job: Job, graph: Graph, evidence: Evidence) -> None:
+    """Raise BadInput where no node computes in the half precision that was asked for."""
+    to = BY_NAME.get(job.request.to)
+    if to is not None and to.writer == CAST and to.dtype not in graph.precision:
+        raise BadInput(
+            f"{job.model}: no node of it would compute in {to.dtype}",
+            hint=next(
+                (note for note in evidence.notes if note.startswith("kept in float32")),
+                "8-bit nodes, bodies of If and Loop and index arithmetic stay as they are",
+            ),
+        )
+
+
+def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
+    """Keep the staged file; raise GateFailed and keep it as rejected where its accuracy failed."""
+    evaluation = made.evaluation
+    if evaluation is None or evaluation.passed:
+        return keep(tmp, made)
+    name, made = made.path.name, reject(tmp, made)
+    raise GateFailed(
+        f"{name}: {evaluation.describe()}: {evaluation.why}; the file is kept as {made.path}",
+        hint="more samples narrow the interval"
+        + ("" if to == "auto" else "; precision 'auto' keeps the most sensitive nodes in float32"),
+        result=made,
+    )
+
+
+def check_quantize_options(request: QuantizeRequest) -> None:
+    """Raise BadInput for options that contradict each other, before any work."""
+    from deploykit.quantization.search import check_seconds
+
+    check_seconds(request.budget_s)
+    to, other, runtime, target = request.to, request.other_nodes, request.runtime, request.target
+    for name, value, known in (
+        ("to", to, TARGETS),
+        ("other_nodes", other, OTHER_NODES),
+        ("runtime", runtime, TARGET_RUNTIMES),
+    ):
+        if value not in known:
+            raise BadInput(f"`{name}` '{value}' is unknown", hint="one of: " + ", ".join(known))
+    around = to != "auto" and BY_NAME[to].writer != CAST and not RUNTIMES[runtime].on_cpu
+    if other != "fp32" and not around:
+        raise BadInput(
+            f"`other_nodes` {other}: goes with int8, fp8 and weight-only precisions for GPUs, "
+            f"not with {to} for {runtime}"
+        )
+    if request.smoothquant and to not in (*CALIBRATED, "auto"):
+        raise BadInput(f"`smoothquant` goes with {', '.join(CALIBRATED)} and auto, not with {to}")
+    if request.max_drop is not None and not 0 < request.max_drop <= 1:
+        raise BadInput(f"`max_drop` must be a fraction above 0, at most 1, got {request.max_drop}")
+    if to in (*CALIBRATED, "auto") and request.calib is None:
+        raise BadInput(
+            f"`calib` is missing: {to} needs calibration data",
+            hint="an .npz of the inputs or a folder, some 100 samples",
+        )
+    only = "" if to == "auto" else BY_NAME[to].runtime
+    if only and runtime != only:
+        raise BadInput(f"`to` {to} runs only on {only}, not on {runtime}", hint=f"`runtime` {only}")
+    if (
+        target
+        and to != "auto"
+        and hardware(to) in HARDWARE
+        and hardware(to) not in target.precisions
+    ):
+        raise BadInput(
+            f"`profile` {target.name} does not run {to}",
+            hint="it runs: " + ", ".join(target.precisions),
+        )
+
+
+def _manifest(job: Job, graph: Graph, evidence: Evidence) -> Manifest:
+    """Of the graph at its own path, where the tokenizer of its task goes next to it."""
+    data = job.request.data
+    hashes = (
+        job.model.sha256,
+        evidence.calibration.data_sha256 if evidence.calibration else "",
+        sha256(data) if data and data.is_file() else "",
+    )
+    sources = tuple(filter(None, hashes))
+    tools, task = ("onnx", "onnxruntime"), carry_task(job.model, graph.path)
+    return onnx_manifest(graph, sources, tools=tools, evidence=evidence, task=task)

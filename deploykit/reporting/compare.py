@@ -1,0 +1,384 @@
+"""Compare two reports row by row: what is faster, what is slower, and what shows no difference.
+
+The unit of the statistics is the process: a report's interval is over its processes, or over the
+rounds of the only one. How that one differs from others nobody has measured, so it is assumed, as
+one draw for each setup. All intervals hold together (Bonferroni: Dunn, JASA 56, 1961), so that a
+run that is repeated shows no difference in 95 % of all cases, however many rows it has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from deploykit.core.errors import BadInput, GateFailed
+from deploykit.core.evidence import Interval
+from deploykit.core.files import StrPath
+from deploykit.core.json_value import Record
+from deploykit.evaluation.formatting import number, spread
+from deploykit.evaluation.statistics import FASTER, PROCESS_SPREAD, SLOWER, difference, t_quantile
+from deploykit.reporting.points import CLOSED_LOOP, Point
+from deploykit.reporting.report import Report
+
+_FIGURES: Mapping[str, Callable[[Point], Interval | None]] = {
+    "throughput": lambda point: point.throughput_per_s,
+    "p50": lambda point: point.latency.p50_ms,
+    "p99": lambda point: point.latency.p99_ms,
+}
+_MOST = 3  # rows that a message names for what differs in them
+_TAIL = 0.025  # probability left out on each side
+_PROCESS_TAIL = 0.02  # for processes; with 0.025 the rounds' errors on top made 5.7 % of 5 %
+_MANY = 10**6  # degrees of freedom of what is known
+_PACKAGES = ("deploykit", "numpy", "nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
+_KEYS = ("label", "precision", "scenario", "batch", "sessions", "threads", "settings", "shapes")
+
+
+@dataclass(frozen=True)
+class FigureInBoth(Record):
+    """One figure of a row in both reports: "throughput" in rows per second, "p50" or "p99" in ms.
+
+    `ratio`: b / a; the intervals of all ratios of a comparison hold together, in 95 % of all cases.
+    `finding`: "faster", "slower", "practically equal" (less than 2 %) or "no difference".
+    """
+
+    figure: str
+    a: float
+    b: float
+    ratio: Interval
+    finding: str
+
+    def is_slower_by(self, share: float) -> bool:
+        """Whether even the favourable end of the interval is slower by more than `share`."""
+        if self.figure == "throughput":
+            return self.ratio.high < 1 - share
+        return self.ratio.low > 1 + share
+
+
+@dataclass(frozen=True)
+class RowInBoth(Record):
+    """A row that both reports have. `shapes`: the sizes of its inputs, {} where not known."""
+
+    label: str
+    precision: str
+    scenario: str
+    batch: int
+    sessions: int
+    threads: int | None
+    settings: str
+    shapes: Mapping[str, tuple[int, ...]]
+    figures: tuple[FigureInBoth, ...]
+
+
+@dataclass(frozen=True)
+class ReportComparison(Record):
+    """Report `b` against report `a`.
+
+    `only_a`, `only_b`: rows that the other report lacks. `not_known`: what at least one of the
+    reports does not say, so that a difference in it was not seen. `fail_on_regression`: how much
+    slower a figure may be, a fraction, or None; `regressions` are the figures that certainly are.
+    """
+
+    shown: ClassVar[tuple[str, ...]] = ("regressions", "passed")
+
+    a: str
+    b: str
+    rows: tuple[RowInBoth, ...]
+    only_a: tuple[str, ...] = ()
+    only_b: tuple[str, ...] = ()
+    not_known: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    fail_on_regression: float | None = None
+
+    @property
+    def regressions(self) -> tuple[str, ...]:
+        bound = self.fail_on_regression
+        if bound is None:
+            return ()
+        return tuple(
+            f"{_name(row)}: {each.figure} {spread(each.ratio.to_dict())} times"
+            for row in self.rows
+            for each in row.figures
+            if each.is_slower_by(bound)
+        )
+
+    @property
+    def passed(self) -> bool:
+        return not self.regressions
+
+    def raise_if_slower(self) -> None:
+        """Raise GateFailed, naming the figures, where one is certainly slower than it may be."""
+        if self.regressions:
+            bound = number((self.fail_on_regression or 0) * 100)
+            named = "; ".join(self.regressions)
+            raise GateFailed(
+                f"{self.b} is slower than {self.a} by more than {bound} %: {named}", result=self
+            )
+
+
+def compare_runs(
+    a: Report, b: Report, names: tuple[str, str], fail_on_regression: float | None = None
+) -> ReportComparison:
+    """Compare `b` with `a`; `names` are what messages call them.
+
+    Raises BadInput where a figure of either is invalid, where they differ in anything but the
+    engines, naming every such difference, or where no row is in both.
+    """
+    for report, name in zip((a, b), names, strict=True):
+        _check_valid(report, name)
+    facts = [dict(_facts(report)) for report in (a, b)]
+    differences, not_known = _differences(*facts)
+    shapes = all(point.shapes for point in (*a.points, *b.points))
+    if not shapes:
+        not_known.append("sizes of the inputs")
+    rows_a, rows_b = _rows(a, names[0], shapes), _rows(b, names[1], shapes)
+    common = [key for key in rows_a if key in rows_b]
+    only_a, only_b = ([k for k in rows if k not in common] for rows in (rows_a, rows_b))
+    same = [(rows_a[key], rows_b[key]) for key in common]
+    unlike = _unlike(same, ("device", "runtime"))
+    alike = [(rows_a[x], rows_b[y]) for x in only_a for y in only_b if _is_same_setup(x, y)]
+    unlike = [*dict.fromkeys(unlike + _unlike(alike, _KEYS if shapes else _KEYS[:-1]))]
+    differences += unlike[:_MOST]
+    differences += [f"and {len(unlike) - _MOST} more such"] * (len(unlike) > _MOST)
+    if differences:
+        named = "; ".join(differences)
+        raise BadInput(
+            f"{names[1]} cannot be compared with {names[0]}: {named}",
+            hint="measure both on one machine in one state, with the same options, the second with "
+            f"`settings_of` {names[0]}",
+        )
+    if not common:
+        raise BadInput(f"{names[0]} and {names[1]} have no row in common")
+    tests = sum(_figure_pair(name, *pair) is not None for pair in same for name in _FIGURES)
+    setups = len({point.label for point, _ in same})
+    rows = tuple(_compare_row(*pair, tests=tests, setups=setups) for pair in same)
+    return ReportComparison(
+        *names,
+        rows,
+        tuple(_name(rows_a[key]) for key in only_a),
+        tuple(_name(rows_b[key]) for key in only_b),
+        tuple(not_known),
+        tuple(_notes(a, b, names, rows, same)),
+        fail_on_regression,
+    )
+
+
+def ratio_of(
+    a: Interval, b: Interval, units: tuple[int, int], tests: int, assumed: float = 0.0
+) -> Interval:
+    """The ratio b / a of independent runs, with an interval that holds with those of all `tests`.
+
+    On the logs: each side's standard error out of its 95 % t interval over `units` (processes or
+    rounds), the one of the bound that counts; degrees of freedom as of Welch (Biometrika 34, 1947)
+    and Satterthwaite. `assumed`: half the width, on the logs, that comes on top, squares added.
+    """
+    if min(a.low, b.low) <= 0:
+        return Interval(b.value / a.value, 0.0, math.inf)
+    value, ends = math.log(b.value / a.value), []
+    for sign, bounds in (
+        (-1, (a.high / a.value, b.value / b.low)),
+        (1, (a.value / a.low, b.high / b.value)),
+    ):
+        parts = [
+            ((math.log(bound) / t_quantile(n - 1)) ** 2, n - 1)
+            for bound, n in zip(bounds, units, strict=True)
+        ]
+        variance = sum(part for part, _ in parts)
+        weight = sum(part**2 / freedom for part, freedom in parts)
+        freedom = max(1, int(variance**2 / weight)) if weight else 1
+        half = math.hypot(assumed, t_quantile(freedom, _TAIL / tests) * math.sqrt(variance))
+        ends.append(math.exp(max(-700.0, min(value + sign * half, 700.0))))
+    return Interval(math.exp(value), *ends)
+
+
+def _compare_row(a: Point, b: Point, *, tests: int, setups: int) -> RowInBoth:
+    processes = [a.processes, b.processes]
+    units = [n if n > 1 else point.rounds for n, point in zip(processes, (a, b), strict=True)]
+    alone = PROCESS_SPREAD * math.sqrt(sum(n <= 1 for n in processes))
+    assumed = alone * t_quantile(_MANY, _PROCESS_TAIL / setups)
+    figures = []
+    for name in _FIGURES:
+        pair = _figure_pair(name, a, b)
+        if pair is not None:
+            ratio = ratio_of(*pair, (max(2, units[0]), max(2, units[1])), tests, assumed)
+            finding = _finding(ratio, more_is_better=name == "throughput")
+            figures.append(FigureInBoth(name, pair[0].value, pair[1].value, ratio, finding))
+    keys: dict[str, Any] = {name: getattr(b, name) for name in _KEYS}
+    return RowInBoth(**keys, figures=tuple(figures))
+
+
+def _figure_pair(name: str, a: Point, b: Point) -> tuple[Interval, Interval] | None:
+    """None: one of the reports has no interval of it."""
+    first, second = (_FIGURES[name](point) for point in (a, b))
+    known = [
+        each
+        for each in (first, second)
+        if each and 0 < each.value < math.inf and each.low <= each.value <= each.high < math.inf
+    ]
+    return (known[0], known[1]) if len(known) == 2 else None
+
+
+def _finding(ratio: Interval, *, more_is_better: bool) -> str:
+    found = difference(ratio)
+    return found if more_is_better else {FASTER: SLOWER, SLOWER: FASTER}.get(found, found)
+
+
+def _check_valid(report: Report, name: str) -> None:
+    why = [*report.invalid, *(f"the GPU: {each}" for each in report.throttled)]
+    for point in report.points if not report.invalid else ():
+        why += [f"{_name(point)}: {mark}" for mark in point.marks]
+        if point.label in report.wrong:
+            why.append(f"{_name(point)}: its outputs failed their gate")
+    if why:
+        raise BadInput(
+            f"{name}: is not valid for a comparison: {'; '.join(dict.fromkeys(why))}",
+            hint="measure again, without what disturbed it",
+        )
+    if not report.points:
+        raise BadInput(f"{name}: no engine was timed, so there is nothing to compare")
+
+
+def _facts(report: Report) -> Iterator[tuple[str, Any]]:
+    """What has to be equal besides the rows, by name; None: not known."""
+    machine = dict(report.machine)
+    packages = machine.pop("packages", None) or {}
+    memory = machine.pop("memory_bytes", None)
+    yield "memory", f"{memory / 2**30:.0f} GiB" if isinstance(memory, int) else None
+    machine |= {f"version of {key}": packages[key] for key in _PACKAGES if key in packages}
+    for each in report.conditions:
+        machine[f"power mode of {each.name}"] = each.power_mode
+        machine[f"highest clock of {each.name} in MHz"] = each.clock_max_mhz
+    known = report.provenance
+    for key, value in known.get("clocks", {}).items():
+        machine[f"clock {key}" if key == "governor" else f"clocks: {key}"] = value
+    machine["CPUs that it may use"] = known.get("affinity")
+    machine["inputs"] = known.get("inputs")
+    if known:  # without variables it has no key for them
+        machine["variables of numeric libraries"] = known.get("environment", {})
+    needed = ("cpu", "usable_cores", "gpus", "version of deploykit", "clock governor", "inputs")
+    for key, value in {**dict.fromkeys(needed), **machine}.items():
+        if value is not None or key in needed:  # most machines have no power mode
+            yield key.replace("_", " "), value
+    yield "length of the timing", "quick" if report.quick else "full"
+
+
+def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """What differs, and what at least one of the reports does not say."""
+    differences, not_known = [], []
+    for name in {**a, **b}:
+        one, other = a.get(name), b.get(name)
+        if one is None or other is None:
+            not_known.append(name)
+        elif one != other:
+            differences.append(f"{name}: {_shown(one)} against {_shown(other)}")
+    return differences, not_known
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_shown(each)}" for key, each in value.items()) or "none"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return " ".join(map(_shown, value)) or "none"
+    return str(value) or "none"
+
+
+def _rows(report: Report, name: str, shapes: bool) -> dict[tuple[Any, ...], Point]:
+    found: dict[tuple[Any, ...], Point] = {}
+    for point in report.points:
+        key = tuple(
+            tuple(sorted(point.shapes.items())) * shapes
+            if each == "shapes"
+            else getattr(point, each)
+            for each in _KEYS
+        )
+        if key in found:
+            raise BadInput(f"{name}: the row {_name(point)} is there twice")
+        found[key] = point
+    return found
+
+
+def _is_same_setup(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    """Whether these keys are of one label, scenario and batch; what else differs is then named."""
+    same = [_KEYS.index(each) for each in ("label", "scenario", "batch")]
+    return all(a[at] == b[at] for at in same)
+
+
+def _unlike(pairs: Sequence[tuple[Point, Point]], names: Sequence[str]) -> list[str]:
+    """In which of `names` points differ; settings hold sessions and threads."""
+    found = []
+    for a, b in pairs:
+        for name in names:
+            one, other = (getattr(point, name, None) for point in (a, b))
+            covered = name in ("sessions", "threads") and a.settings and b.settings
+            if one != other and not covered:
+                what = {"shapes": "sizes of the inputs"}.get(name, name)
+                found.append(f"{what} of {_name(a)}: {_shown(one)} against {_shown(other)}")
+    return found
+
+
+def _name(row: Point | RowInBoth) -> str:
+    scenario = "" if row.scenario == CLOSED_LOOP else f", {row.scenario}"
+    return f"{row.label}{scenario}, batch {row.batch}"
+
+
+def _notes(
+    a: Report,
+    b: Report,
+    names: tuple[str, str],
+    rows: Sequence[RowInBoth],
+    pairs: Sequence[tuple[Point, Point]],
+) -> Iterator[str]:
+    if a == b:
+        yield f"{names[0]} and {names[1]} are the same run"
+    files = [{each["file"]: each["sha256"] for each in r.artefacts} for r in (a, b)]
+    changed = [name for name in files[0] if files[1].get(name, files[0][name]) != files[0][name]]
+    if changed:
+        yield f"not the same file in both: {', '.join(changed)}"
+    one, other = a.provenance, b.provenance
+    for key, what in (("host", "host"), ("project", "commit"), ("deploykit", "deploykit's commit")):
+        if key in one and key in other and one[key] != other[key]:
+            yield f"{what}: {_shown(one[key])} against {_shown(other[key])}"
+    single = any(point.processes <= 1 for pair in pairs for point in pair)
+    if single:
+        yield (
+            f"timed in one process: {PROCESS_SPREAD * 100:g} % from process to process is assumed, "
+            "not measured"
+        )
+    for figure in _FIGURES:
+        missing = [_name(pair[0]) for pair in pairs if _figure_pair(figure, *pair) is None]
+        if missing:
+            more = f" and {len(missing) - 1} more" * (len(missing) > 1)
+            yield f"{figure} not compared, without an interval in both: {missing[0]}{more}"
+    first = [r.artefacts[0]["sha256"] if r.artefacts else "" for r in (a, b)]
+    moved = [row for row in rows if row.label == a.baseline == b.baseline]
+    if first[0] == first[1] and any(
+        each.finding in (FASTER, SLOWER) for row in moved for each in row.figures
+    ):
+        yield (
+            "the baseline is the same file in both and differs too: the machine was not in the "
+            "same state"
+        )
+
+
+# Compare two reports of `bench`: what became slower, and whether that is certain.
+
+
+def compare_reports(
+    a: StrPath, b: StrPath, *, fail_on_regression: float | None = None
+) -> ReportComparison:
+    """Compare report `b` with report `a`, both a `report.json` or the folder of one.
+
+    Each row that both have gets the ratio b / a of throughput, p50 and p99, with intervals that
+    hold together. `fail_on_regression`: 0.05 makes a figure that is certainly slower by more than
+    5 % a regression; see `ReportComparison.raise_if_slower`. Raises BadInput for what is no report,
+    and where machine, clocks, threads, versions or inputs differ or a report is not valid, naming
+    each reason.
+    """
+    from deploykit.reporting.report import read
+
+    bound = fail_on_regression
+    if bound is not None and not 0 <= bound < 1:
+        raise BadInput(f"`fail_on_regression` must be 0 or more and below 100 %, got {bound:g}")
+    return compare_runs(read(Path(a)), read(Path(b)), (str(a), str(b)), bound)

@@ -1,0 +1,231 @@
+"""What was measured of one setup, and on the CPU with which settings: the rows of a report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from deploykit.core.errors import BadInput
+from deploykit.core.evidence import Interval
+from deploykit.core.json_value import Record
+from deploykit.core.runtime import RUNTIMES
+from deploykit.evaluation.formatting import number
+from deploykit.evaluation.latency import CallHistogram, Latency
+from deploykit.evaluation.statistics import PRACTICAL, PROCESS_SPREAD
+
+CLOSED_LOOP = "closed-loop"
+
+
+@dataclass(frozen=True)
+class Point(Record):
+    """What was measured of one setup at one batch size.
+
+    `latency`: of single calls over all rounds (`samples` of them). `throughput_per_s`: rows per
+    second, with an interval over the rounds. `round_rates`: rows per second of each, in order.
+    `duration_s`: the timed seconds. `note`: a caveat, or "". `histogram`: every call. `shapes`: of
+    the inputs of one call, by name. `marks`: why nothing is concluded from this point. `processes`:
+    how many fresh ones timed it, a share of the rounds each; where there are several, `round_rates`
+    and the intervals are over them. `settings`: of the CPU, as found by a search: "2 sessions of 1
+    thread". `compute`: latency without copies to the GPU and back; None on a CPU, and where the
+    engine does not tell. `options`: of its session, as the runtime names them.
+    """
+
+    label: str
+    precision: str
+    device: str
+    runtime: str
+    scenario: str
+    batch: int
+    sessions: int
+    threads: int | None
+    samples: int
+    rounds: int
+    duration_s: float
+    latency: Latency
+    throughput_per_s: Interval
+    round_rates: tuple[float, ...]
+    note: str = ""
+    histogram: CallHistogram | None = None
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    marks: tuple[str, ...] = ()
+    processes: int = 1
+    settings: str = ""
+    compute: Latency | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ScenarioResult(Record):
+    """One setup in one scenario.
+
+    `value`: in single-stream and multi-stream the percentile `metric` in ms, with 99 % confidence
+    no less than the true one; offline samples per second; in server the highest Poisson rate,
+    queries per second, at which that bound of p99 is within `slo_ms`. None where it is not
+    known: `why`.
+    `needs`: the queries that the rule of early stopping asks for, if there were fewer.
+    `latency`: of each query, in server from the time at which it was due. `batch`: samples of a
+    query, offline of a call.
+    """
+
+    scenario: str
+    label: str
+    precision: str
+    device: str
+    runtime: str
+    settings: str
+    batch: int
+    metric: str
+    value: float | None
+    queries: int
+    duration_s: float
+    latency: Latency | None
+    slo_ms: float | None = None
+    needs: int | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class CpuSettings(Record):
+    """`sessions` at once, in processes of their own or in one, each with `threads`.
+
+    `spinning`: threads that wait for work keep their core busy; None where that cannot be chosen.
+    """
+
+    sessions: int = 1
+    threads: int = 1
+    spinning: bool | None = False
+    processes: bool = False
+
+    def __str__(self) -> str:
+        plural = "es" if self.processes else "s"
+        what = ("process" if self.processes else "session") + plural * (self.sessions > 1)
+        threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
+        chosen = self.threads > 1 and self.spinning is not None
+        spinning = f", spinning {'on' if self.spinning else 'off'}" if chosen else ""
+        return f"{self.sessions} {what} of {threads}{spinning}"
+
+
+@dataclass(frozen=True)
+class CpuTrial(Record):
+    """Rows per second in windows of a search: they choose what is timed and are no result."""
+
+    settings: CpuSettings
+    throughput_per_s: float
+
+
+@dataclass(frozen=True)
+class CpuSearch(Record):
+    """The settings tried on a file at a batch size: the finalists first, the fastest before all.
+
+    `runtime`: of the table of runtimes.
+    """
+
+    file: str
+    batch: int
+    trials: tuple[CpuTrial, ...]
+    runtime: str = "onnxruntime"
+
+    @property
+    def fastest(self) -> CpuSettings:
+        return self.trials[0].settings
+
+    @property
+    def fastest_of_one(self) -> CpuSettings:
+        """Of those with one session."""
+        return next(each.settings for each in self.trials if each.settings.sessions == 1)
+
+
+@dataclass(frozen=True)
+class BestCpu(Record):
+    """The fastest column on the CPU at a batch size, of those whose outputs are right."""
+
+    batch: int
+    label: str
+    precision: str
+    runtime: str
+    settings: str
+    throughput_per_s: Interval
+    why: str
+
+
+def describe_best(best: Sequence[BestCpu], points: Sequence[Point]) -> list[str]:
+    """A sentence that names the fastest column at each batch size; of `points` alone."""
+    known = {(point.label, point.batch): _runs(point) for point in points}
+    found = []
+    for each in best:
+        if what := known.get((each.label, each.batch)):
+            rate = f"{number(each.throughput_per_s.value)} inferences/s"
+            found.append(f"at batch {each.batch} {what}, {each.settings or each.label} ({rate})")
+    return [f"Fastest on this CPU: {'; '.join(found)}."] if found else []
+
+
+def _runs(point: Point) -> str:
+    """ "OpenVINO int8": what runs it, and in which precision."""
+    name = point.runtime.partition(" ")[0]
+    return f"{RUNTIMES[name].title if name in RUNTIMES else name} {point.precision}"
+
+
+# Which of several points is fastest, and from which batch on one setup is ahead of another.
+
+_SURE = 1.96  # standard deviations
+
+
+def crossover(
+    points_a: Sequence[Point], points_b: Sequence[Point], by: str = "throughput"
+) -> int | None:
+    """The smallest batch measured on both from which a is ahead of b and stays ahead; None: never.
+
+    Ahead: the 95 % intervals do not touch, by "throughput" or by "p50" latency, and the figures
+    differ by more than is practically equal, and by more than one process differs from another
+    where the points were timed in one. Nothing is interpolated. Raises BadInput when no batch was
+    measured on both, or one twice on one side.
+    """
+    side_a, side_b = _by_batch(points_a), _by_batch(points_b)
+    common = sorted(side_a.keys() & side_b.keys(), reverse=True)
+    if not common:
+        raise BadInput("no batch size was measured on both sides, so there is no crossover")
+    found = None
+    for batch in common:
+        if not _ahead(side_a[batch], side_b[batch], by):
+            break
+        found = batch
+    return found
+
+
+def best(points: Sequence[Point], by: str = "throughput") -> Point:
+    """The point of highest throughput, or by "p50" of lowest median latency; the first of equals.
+
+    Raises BadInput when there is none, or none with enough samples for a median.
+    """
+    figures = [(figure.value, point) for point in points if (figure := _figure(point, by))]
+    if not figures:
+        raise BadInput(f"no point has a {by} figure")
+    choose = min if by == "p50" else max
+    return choose(figures, key=lambda pair: pair[0])[1]
+
+
+def _figure(point: Point, by: str) -> Interval | None:
+    if by not in ("throughput", "p50"):
+        raise BadInput(f"points compare by 'throughput' or 'p50', not by '{by}'")
+    return point.throughput_per_s if by == "throughput" else point.latency.p50_ms
+
+
+def _ahead(a: Point, b: Point, by: str) -> bool:
+    ours, theirs = _figure(a, by), _figure(b, by)
+    if ours is None or theirs is None:
+        return False
+    if by == "p50":
+        ours, theirs = theirs, ours
+    alone = sum(point.processes == 1 for point in (a, b))
+    least = max(PRACTICAL, _SURE * PROCESS_SPREAD * math.sqrt(alone))
+    return ours.low > theirs.high and ours.value >= theirs.value * (1 + least)
+
+
+def _by_batch(points: Sequence[Point]) -> dict[int, Point]:
+    found: dict[int, Point] = {}
+    for point in points:
+        if point.batch in found:
+            raise BadInput(f"batch {point.batch} is there twice on one side of a crossover")
+        found[point.batch] = point
+    return found

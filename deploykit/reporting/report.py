@@ -1,0 +1,405 @@
+"""A report: all the measurements of a run as data, and the three files that are made of it.
+
+`report.json` is the source; `report.md` and `report.html` are made from it. Nothing reads a clock:
+the same report gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from pathlib import Path
+from types import GenericAlias
+from typing import Any, ClassVar
+
+from deploykit.core.errors import BadInput
+from deploykit.core.evidence import Gate, Interval
+from deploykit.core.files import read_json, write_together
+from deploykit.core.json_value import Record, json_value
+from deploykit.core.manifest import from_json
+from deploykit.engines.devices import Conditions
+from deploykit.evaluation.statistics import PROCESS_SPREAD, ratio
+from deploykit.reporting.html import report_page
+from deploykit.reporting.layers import LayerTimes
+from deploykit.reporting.load_result import LoadResult
+from deploykit.reporting.machine_load import Outside
+from deploykit.reporting.markdown import markdown
+from deploykit.reporting.points import BestCpu, CpuSearch, Point, ScenarioResult, crossover
+
+# Refuse a report.json whose values nothing can be made of, with the key that is wrong.
+#
+# What `Report` declares as any value is checked against the shapes below: the keys that tables
+# and
+# charts read. Others are allowed.
+
+_MOST_ITEMS = 100_000  # of a list
+_MAY_BE_INFINITE = {"max_ms"}  # of calls without an answer; written as null
+Number = float | None
+
+
+def _shape(name: str, needed: Mapping[str, Any], known: Mapping[str, Any]) -> Any:
+    """A dataclass of these keys with their types; those that are only `known` may be missing."""
+    optional = [(key, kind, None) for key, kind in known.items()]
+    return make_dataclass(name, [*needed.items(), *optional])
+
+
+def _list(shape: Any) -> Any:
+    return GenericAlias(tuple, (shape, ...))
+
+
+_NUMBERS_SHAPES = dict.fromkeys(("error", "max_abs", "rms", "sqnr_db", "agreement"), Number)
+_PARITY_ROW = _shape(
+    "ParityRow",
+    {"output": str, "batch": int, "values": int, **_NUMBERS_SHAPES},
+    {"mean_iou": Number},
+)
+_PARITY = _shape(
+    "Parity",
+    {"a": str, "b": str, "max_error": float, "passed": bool, "rows": _list(_PARITY_ROW)},
+    {},
+)
+_GPU = _shape("Gpu", {"name": str, "driver": str | None}, {})
+_MACHINE: dict[str, Any] = {"memory_bytes": int | None, "gpus": _list(_GPU) | None}
+_MACHINE |= {"packages": Mapping[str, Any] | None, "power_mode": str | None}
+_ARTEFACT = dict.fromkeys(("file", "sha256", "precision"), str | None) | {"bytes": int | None}
+_PLACE = _shape("Place", {"label": str, "batch": int, "intensity": float, "gflops": float}, {})
+_ROOFLINE: dict[str, Any] = {"ceilings": Mapping[str, float] | None, "points": _list(_PLACE) | None}
+_COMMIT = _shape("Commit", {}, {"commit": str | None, "changed": bool | None})
+_PROVENANCE: dict[str, Any] = {"project": _COMMIT | None, "deploykit": _COMMIT | None}
+_PROVENANCE |= {"clocks": Mapping[str, Any] | None, "environment": Mapping[str, str] | None}
+_SHAPES: Mapping[str, Any] = {
+    "machine": _shape("Machine", {}, _MACHINE),
+    "artefacts": _list(_shape("Artefact", {}, _ARTEFACT)),
+    "parity": _list(_PARITY),
+    "roofline": _shape("Roofline", {}, _ROOFLINE),
+    "gpu_roofline": _shape("Roofline", {}, _ROOFLINE),
+    "provenance": _shape("Provenance", {}, _PROVENANCE),
+}
+
+
+def refuse_huge_integers(values: object, where: str) -> None:
+    """Of the document, before floats are made of them: raises BadInput, naming the key."""
+    for key, each in _items(values):
+        at = f"{where}[{key}]" if isinstance(key, int) else f"{where}: '{key}'"
+        if isinstance(each, int) and abs(each) >> 63:
+            raise BadInput(f"{at} must be below 2^63")
+        refuse_huge_integers(each, at)
+
+
+def check_shapes(report: Any, where: str) -> None:
+    """Of a Report as it was read: raises BadInput, naming the key."""
+    for name, shape in _SHAPES.items():
+        found = from_json(shape, _as_lists(getattr(report, name)), f"{where}: '{name}'")
+        _check_numbers(found, f"{where}: '{name}'")
+    _check_numbers(report, where)
+
+
+def _as_lists(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _check_numbers(value: object, where: str) -> None:
+    for key, each in _items(value):
+        at = f"{where}[{key}]" if isinstance(key, int) else f"{where}: '{key}'"
+        if isinstance(each, float) and not (math.isfinite(each) or key in _MAY_BE_INFINITE):
+            raise BadInput(f"{at} must be a finite number")
+        if isinstance(each, tuple) and len(each) > _MOST_ITEMS:
+            raise BadInput(f"{at} has more than {_MOST_ITEMS:,} items")
+        _check_numbers(each, at)
+
+
+def _items(value: object) -> Iterator[tuple[str | int, object]]:
+    if is_dataclass(value):
+        yield from ((each.name, getattr(value, each.name)) for each in fields(value))
+    elif isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        yield from enumerate(value)
+
+
+VERSION = 2  # of the format; reports of version 1, which know less, are still read
+
+
+@dataclass(frozen=True)
+class Accuracy(Record):
+    """A score on `n` samples, a fraction; `drop` against the reference, None for itself.
+
+    `label`: of the setups that it is of, or how their labels begin; "": all of that precision.
+    """
+
+    precision: str
+    metric: str
+    n: int
+    value: Interval
+    drop: Interval | None
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Step(Record):
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class NotMeasured(Record):
+    """`what` could not be measured, and `why`: "GPU", "no NVIDIA GPU on this machine"."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
+class PredictedPoint(Record):
+    """What `plan` predicts for a point, and what was measured: the median of its calls.
+
+    `error`: predicted by measured, less 1. `basis`: where the prediction's figures are from.
+    """
+
+    label: str
+    batch: int
+    predicted_ms: float
+    measured_ms: float
+    error: float
+    basis: str
+
+
+@dataclass(frozen=True)
+class PointEnergy(Record):
+    """Device energy of one inference: not that at the wall. `source`: what it was read from.
+
+    `joules`: all that the device took meanwhile, by the inferences completed; `above_idle`: less
+    what it takes at rest, `idle_w`.
+    """
+
+    label: str
+    batch: int
+    joules: float
+    above_idle: float
+    idle_w: float
+    source: str
+
+
+@dataclass(frozen=True)
+class PeakMemory(Record):
+    """The largest resident set of a process that opened this setup alone and called it at `batch`.
+
+    With the processes of its sessions, and with Python and the libraries. Not a GPU's memory.
+    """
+
+    label: str
+    batch: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Speedup(Record):
+    """How many times the baseline's throughput a setup has, at the same batch and scenario.
+
+    The intervals of all speed-ups of a report hold together, in 95 % of all cases.
+    """
+
+    label: str
+    scenario: str
+    batch: int
+    ratio: Interval
+
+
+@dataclass(frozen=True)
+class Crossover(Record):
+    """The batch from which a setup is ahead of the baseline and stays ahead; None: none measured.
+
+    `by`: "throughput" or "p50".
+    """
+
+    label: str
+    baseline: str
+    scenario: str
+    by: str
+    batch: int | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All of a run. `created`: ISO 8601. `command`: what repeats it. `baseline`: a point's label.
+
+    `machine`: Machine.to_dict(). `artefacts`: {"file", "sha256", "precision", "format",
+    "built_on"}. `parity`: Parity.to_dict() of each comparison. `quick`: points were timed for less
+    than 60 s. `verdict`: sentences, the most important first.
+    `wrong`: labels of setups whose outputs failed their gate; no ratio is derived from them.
+    `throttled`: why the GPU was throttled during the run; nothing is derived from the points then.
+    `conditions`: power mode, clocks, power and heat of each GPU while it was measured. `best_cpu`:
+    by batch size, with its settings. `cpu_search`: which settings of the CPU were tried.
+    `outside`: the load of other processes. `invalid`: why the whole run is not valid, and the
+    remedy; nothing is derived from it. `asked`:
+    labels of the setups of the engines that the run is about, the others are there to compare.
+    `slo_ms`: the latency that was wanted at p99.
+    `predicted`: what `plan` says of the points. `roofline`: {"ceilings": {"gflops", "gbytes_per_s",
+    "memory_gbytes_per_s"}, "points": [{"label", "batch", "intensity", "gflops"}]}, as measured; the
+    ceilings are the highest that a probe or a point reached; `gpu_roofline`: that of a GPU.
+    `energy`: of an inference; without a meter the reason is in `not_measured`.
+    `provenance`: commits, host, clocks, CPUs and variables, as `core.provenance` reads them.
+    `scenarios`: those of MLPerf that were asked for. `memory`: of each setup, where fresh processes
+    were timed. `price`: of an hour of the machine, in any currency. `layers`: of engines, where
+    that was asked for.
+    """
+
+    title: str
+    created: str
+    command: str
+    quick: bool = False
+    baseline: str = ""
+    verdict: tuple[str, ...] = ()
+    gates: tuple[Gate, ...] = ()
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    artefacts: tuple[Mapping[str, Any], ...] = ()
+    accuracy: tuple[Accuracy, ...] = ()
+    parity: tuple[Mapping[str, Any], ...] = ()
+    points: tuple[Point, ...] = ()
+    wrong: tuple[str, ...] = ()
+    serving: tuple[LoadResult, ...] = ()
+    steps: tuple[Step, ...] = ()
+    notes: tuple[str, ...] = ()
+    throttled: tuple[str, ...] = ()
+    conditions: tuple[Conditions, ...] = ()
+    outside: Outside | None = None
+    invalid: tuple[str, ...] = ()
+    not_measured: tuple[NotMeasured, ...] = ()
+    best_cpu: tuple[BestCpu, ...] = ()
+    cpu_search: tuple[CpuSearch, ...] = ()
+    asked: tuple[str, ...] = ()
+    slo_ms: float | None = None
+    predicted: tuple[PredictedPoint, ...] = ()
+    roofline: Mapping[str, Any] = field(default_factory=dict)
+    gpu_roofline: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    energy: tuple[PointEnergy, ...] = ()
+    scenarios: tuple[ScenarioResult, ...] = ()
+    memory: tuple[PeakMemory, ...] = ()
+    price: float | None = None
+    layers: tuple[LayerTimes, ...] = ()
+
+    shown: ClassVar[tuple[str, ...]] = ("speedups", "crossovers")
+
+    @property
+    def speedups(self) -> tuple[Speedup, ...]:
+        return speedups(self.usable, self.baseline)
+
+    @property
+    def crossovers(self) -> tuple[Crossover, ...]:
+        return crossovers(self.usable, self.baseline)
+
+    @property
+    def usable(self) -> tuple[Point, ...]:
+        """The points that anything may be derived from."""
+        if self.throttled or self.invalid:
+            return ()
+        return tuple(p for p in self.points if p.label not in self.wrong and not p.marks)
+
+    def speedup(self, candidate: Point, reference: Point) -> Interval:
+        """As `speedup`, with an interval that holds with those of all the report's speed-ups."""
+        return speedup(candidate, reference, max(1, len(_pairs(self.usable, self.baseline))))
+
+    def __post_init__(self) -> None:
+        for name in ("slo_ms", "price"):
+            given = getattr(self, name)
+            if given is not None and not 0 < given < math.inf:
+                raise BadInput(f"`{name}` must be a number above 0, got {given}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `report.json` holds."""
+        return {"report": VERSION, **json_value(self, *self.shown)}
+
+    def _repr_html_(self) -> str:
+        from deploykit.reporting.notebook import report_html
+
+        return report_html(self.to_dict())
+
+
+def speedup(candidate: Point, reference: Point, tests: int = 1) -> Interval:
+    """How many times the reference's throughput the candidate has, paired by process, or by round.
+
+    Where there is one process, rounds do not show how processes differ, so that is assumed, for
+    each side. `tests`: the intervals of so many ratios hold together. Raises BadInput for points
+    that cannot be compared: another scenario, batch or number of rounds.
+    """
+    for what in ("scenario", "batch", "rounds"):
+        a, b = getattr(candidate, what), getattr(reference, what)
+        if a != b:
+            raise BadInput(
+                f"{candidate.label} and {reference.label} cannot be compared: {what} {a} and {b}",
+                hint="measure both in one run, at the same batch sizes",
+            )
+    assumed = PROCESS_SPREAD * math.sqrt(2) if candidate.processes == 1 else 0.0
+    rates = candidate.round_rates, reference.round_rates
+    return ratio(*rates, tests=tests, assumed=assumed)
+
+
+def speedups(points: Sequence[Point], baseline: str) -> tuple[Speedup, ...]:
+    """The speed-up of every point that has a baseline of its scenario and batch."""
+    pairs = _pairs(points, baseline)
+    return tuple(
+        Speedup(point.label, point.scenario, point.batch, speedup(point, reference, len(pairs)))
+        for point, reference in pairs
+    )
+
+
+def _pairs(points: Sequence[Point], baseline: str) -> list[tuple[Point, Point]]:
+    references = {(p.scenario, p.batch, p.rounds): p for p in points if p.label == baseline}
+    keys = [(p, (p.scenario, p.batch, p.rounds)) for p in points if p.label != baseline]
+    return [(point, references[key]) for point, key in keys if key in references]
+
+
+def crossovers(points: Sequence[Point], baseline: str) -> tuple[Crossover, ...]:
+    """For each other setup the batch from which it stays ahead of the baseline, or None."""
+    found = []
+    pairs = _pairs(points, baseline)
+    for scenario, label in dict.fromkeys((p.scenario, p.label) for p, _ in pairs):
+        chosen = [pair for pair in pairs if (pair[0].scenario, pair[0].label) == (scenario, label)]
+        for by in ("throughput", "p50"):
+            batch = crossover([a for a, _ in chosen], [b for _, b in chosen], by)
+            found.append(Crossover(label, baseline, scenario, by, batch))
+    return tuple(found)
+
+
+def write(report: Report, folder: Path) -> Path:
+    """Write report.json, report.md and report.html; returns the path of the last.
+
+    All are whole before the first replaces an earlier one; the JSON is last. Raises BadInput when
+    `folder` cannot be written to, Unsupported when the disk is full.
+    """
+    document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    files = {"html": report_page(document), "md": markdown(document)}
+    files["json"] = _NUMBERS.sub(_one_line, text)
+    write_together(folder, {f"report.{end}": each for end, each in files.items()})
+    return folder / "report.html"
+
+
+_NUMBERS = re.compile(r"\[\n[-+\d.eE,\s]+\]")  # a line break in JSON is never inside a string
+
+
+def _one_line(numbers: re.Match[str]) -> str:
+    """A list of numbers, each on a line of its own, on one line."""
+    return " ".join(numbers[0].split()).replace("[ ", "[").replace(" ]", "]")
+
+
+def read(path: Path) -> Report:
+    """Read a `report.json`, or the one in a folder. Raises NotFound or BadInput."""
+    path = path / "report.json" if path.is_dir() else path
+    values = read_json(path)
+    version = values.get("report") if isinstance(values, dict) else None
+    if not isinstance(version, int) or version < 1 or isinstance(version, bool):
+        raise BadInput(f"{path}: is not a deploykit report")
+    if version > VERSION:
+        raise BadInput(
+            f"{path}: is a report of version {version}; this deploykit reads up to {VERSION}",
+            hint="install a newer deploykit: pip install -U deploykit",
+        )
+    refuse_huge_integers(values, str(path))
+    report: Report = from_json(Report, values, str(path))
+    check_shapes(report, str(path))
+    return report

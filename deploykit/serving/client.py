@@ -1,0 +1,287 @@
+"""Call a server's models from Python, with the standard library alone."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import json
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import quote as escape
+from urllib.parse import urlencode
+
+from deploykit.core.errors import (
+    BadInput,
+    DeploykitError,
+    Expired,
+    NotFound,
+    Overloaded,
+    TooLarge,
+    UnknownEncoding,
+    Unsupported,
+    first_line,
+)
+from deploykit.core.files import check_readable
+from deploykit.serving.health import connect, reason_of
+
+_ERRORS: dict[int, type[DeploykitError]] = {
+    each.http_status: each
+    for each in (BadInput, NotFound, TooLarge, UnknownEncoding, Unsupported, Overloaded, Expired)
+}
+_ITEMS, _BYTES = 64, 16 << 20  # of one request
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
+
+
+class PillowImage(Protocol):
+    """A `PIL.Image.Image`."""
+
+    mode: str
+
+    def convert(self, mode: str) -> Any: ...
+    def save(self, file: Any, kind: str) -> None: ...
+
+
+_Idle = list[tuple[int, http.client.HTTPConnection]]  # each with its process
+OneItem = str | os.PathLike[str] | bytes | PillowImage
+
+
+class ModelClient:
+    """A server at `url`; close it, or use it in a `with` block.
+
+    Threads may share it, and a forked process may go on with it: no connection is used by two of
+    them at once. `close` ends all connections of this process: idle ones at once, one that waits
+    for an answer as soon as it has it. A call after `close` opens a new one.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 60.0) -> None:
+        self.url = url
+        self._timeout_s = timeout_s
+        self._idle: _Idle = [(os.getpid(), connect(url, timeout_s))]  # replaced by `close`
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token.strip()}"}
+        if not all(each.isascii() and each.isprintable() for each in self._headers.values()):
+            raise BadInput("`token`: has characters that no header can carry")
+        self._takes: dict[str, tuple[str, bool]] = {}
+        self._model: str | None = None
+
+    def predict(
+        self,
+        item: OneItem | Sequence[OneItem],
+        model: str | None = None,
+        *,
+        mask: str | None = None,
+        threshold: float | None = None,
+        top_k: int | None = None,
+    ) -> Any:
+        """The answer to one item, or a list of them for a list.
+
+        An item of a model that takes images is a path, the bytes of an image file or a PIL image;
+        of one that takes sentences, a string; of a pipeline that takes JSON or any bytes, those.
+        `model` None: the only one that is served. `mask`: "rle" or "png"; `threshold`: the least
+        score of a box; `top_k`: how many labels. Raises what the server refused as the errors of
+        deploykit, and NotFound where no server answers.
+        """
+        options = {"mask": mask, "threshold": threshold, "top_k": top_k}
+        model = model or self._only_model()
+        several = isinstance(item, (list, tuple))
+        items: Sequence[Any] = item if isinstance(item, (list, tuple)) else [item]
+        query = urlencode({key: value for key, value in options.items() if value is not None})
+        path = f"/v2/models/{escape(model, safe='')}/predict?{query}"
+        takes, pipeline = self._what_it_takes(model)
+        found: list[Any] = []
+        if pipeline:
+            for one in items:
+                data = _text(one).encode() if takes in ("text", "json") else _image(one)
+                found.append(self._ask("POST", path, data, any_bytes=True))
+        elif takes == "text":
+            for at in range(0, len(items), _ITEMS):
+                body = json.dumps({"text": [_text(one) for one in items[at : at + _ITEMS]]})
+                found += self._ask("POST", path, body.encode(), "application/json")
+        else:
+            for group in _groups(map(_image, items)):
+                answers = self._ask("POST", path, *_form(group))
+                found += answers if len(group) > 1 else [answers]
+        return found if several else found[0]
+
+    def close(self) -> None:
+        idle, self._idle = self._idle, []
+        _close_all(idle)
+
+    def __enter__(self) -> ModelClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _only_model(self) -> str:
+        if self._model is None:
+            names = [each["name"] for each in self._ask("POST", "/v2/repository/index")]
+            if len(names) != 1:
+                raise BadInput(f"{self.url} serves {', '.join(names)}: `model` names one of them")
+            self._model = names[0]
+        return self._model
+
+    def _what_it_takes(self, model: str) -> tuple[str, bool]:
+        """Also whether it is a pipeline, whose requests hold one item each."""
+        if model not in self._takes:
+            metadata = self._ask("GET", f"/v2/models/{escape(model, safe='')}")
+            takes = metadata.get("parameters", {}).get("takes")
+            if takes is None:
+                raise Unsupported(
+                    f"model '{model}' at {self.url} has no task, so it takes only tensors",
+                    hint="export it with `task`",
+                )
+            self._takes[model] = takes, metadata.get("platform") == "deploykit_pipeline"
+        return self._takes[model]
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        content_type: str = "",
+        *,
+        any_bytes: bool = False,
+    ) -> Any:
+        """The JSON of the reply, or with `any_bytes` what is none.
+
+        Raises the error of another status than 200.
+        """
+        headers = {**self._headers, **({"Content-Type": content_type} if content_type else {})}
+        try:
+            status, answer = self._exchange(method, path, body, headers)
+        except (OSError, http.client.HTTPException) as exc:
+            raise self._unreachable(exc) from exc
+        if status != 200:
+            kind = _ERRORS.get(status, BadInput if 400 <= status < 500 else DeploykitError)
+            raise kind(f"{self.url}: {reason_of(answer)}")
+        try:
+            return json.loads(answer)
+        except ValueError:
+            if any_bytes:
+                return answer
+            raise BadInput(
+                f"{self.url}: its answer is not JSON; is it a deploykit server?"
+            ) from None
+
+    def _exchange(
+        self, method: str, path: str, body: bytes, headers: dict[str, str]
+    ) -> tuple[int, bytes]:
+        """The status and body of the reply.
+
+        The connection is out of the list until its reply is complete; after any failure it is
+        closed instead. Operations on the list are atomic: a lock could be held during a fork.
+        """
+        idle = self._idle
+        connection = _take(idle) or connect(self.url, self._timeout_s)
+        fresh = connection.sock is None
+        try:
+            try:
+                reply = _send(connection, method, path, body, headers)
+            except (OSError, http.client.HTTPException) as exc:
+                connection.close()
+                if fresh or isinstance(exc, TimeoutError):
+                    raise
+                # it was idle, and the server has closed it meanwhile
+                reply = _send(connection, method, path, body, headers)
+        except BaseException:
+            connection.close()
+            raise
+        idle.append((os.getpid(), connection))
+        if idle is not self._idle:  # `close` was called meanwhile
+            _close_all(idle)
+        return reply
+
+    def _unreachable(self, exc: Exception) -> DeploykitError:
+        if isinstance(exc, TimeoutError):
+            return Expired(f"{self.url}: no answer within {self._timeout_s:g} s")
+        reason = getattr(exc, "strerror", None) or reason_of(first_line(exc).encode())
+        hint = "start one with: deploykit serve model.onnx"
+        return NotFound(f"{self.url}: no server answers there: {reason}", hint=hint)
+
+
+def client(url: str, *, token: str | None = None, timeout_s: float = 60.0) -> ModelClient:
+    """The server at `url`: `client(url).predict("cat.jpg")`. Raises BadInput for a wrong URL."""
+    return ModelClient(url, token=token, timeout_s=timeout_s)
+
+
+def _send(
+    connection: http.client.HTTPConnection,
+    method: str,
+    path: str,
+    body: bytes,
+    headers: dict[str, str],
+) -> tuple[int, bytes]:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before its end
+        connection.request(method, path, body or None, headers)
+    with connection.getresponse() as reply:
+        return reply.status, reply.read()
+
+
+def _take(idle: _Idle) -> http.client.HTTPConnection | None:
+    """Remove a connection of this process; close this process's copies of its parent's."""
+    with contextlib.suppress(IndexError):
+        while True:
+            process, connection = idle.pop()
+            if process == os.getpid():
+                return connection
+            connection.close()
+    return None
+
+
+def _close_all(idle: _Idle) -> None:
+    with contextlib.suppress(IndexError):
+        while True:
+            idle.pop()[1].close()
+
+
+def _text(item: OneItem) -> str:
+    if isinstance(item, bytes):
+        try:
+            return item.decode()
+        except UnicodeDecodeError:
+            raise BadInput("the text is not UTF-8") from None
+    if isinstance(item, str):
+        return item
+    raise BadInput(f"the model takes text, and the item is a {type(item).__name__}")
+
+
+def _image(item: OneItem) -> bytes:
+    if isinstance(item, (bytes, bytearray, memoryview)):
+        return bytes(item)
+    if isinstance(item, (str, os.PathLike)):
+        return check_readable(Path(item)).read_bytes()
+    if not hasattr(item, "save") or not hasattr(item, "mode"):
+        raise BadInput(
+            f"the model takes images, and the item is a {type(item).__name__}",
+            hint="give a path, the bytes of an image file or a PIL image",
+        )
+    if item.mode[0] in "IF":  # as the server: conversion to bytes would clip
+        raise BadInput(f"the image has more than 8 bits per channel ({item.mode})")
+    data = io.BytesIO()
+    (item if item.mode in _PNG_MODES else item.convert("RGB")).save(data, "PNG")
+    return data.getvalue()
+
+
+def _groups(images: Iterator[bytes]) -> Iterator[list[bytes]]:
+    """As many together as one request may hold."""
+    group: list[bytes] = []
+    for image in images:
+        if group and (len(group) == _ITEMS or sum(map(len, group)) + len(image) > _BYTES):
+            yield group
+            group = []
+        group.append(image)
+    if group:
+        yield group
+
+
+def _form(images: Sequence[bytes]) -> tuple[bytes, str]:
+    """A multipart/form-data body and its type."""
+    boundary = secrets.token_hex(16)
+    head = 'Content-Disposition: form-data; name="image"; filename="image"'
+    parts = [b"--%b\r\n%b\r\n\r\n%b\r\n" % (boundary.encode(), head.encode(), i) for i in images]
+    end = f"--{boundary}--\r\n".encode()
+    return b"".join([*parts, end]), f"multipart/form-data; boundary={boundary}"

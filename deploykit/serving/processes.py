@@ -1,0 +1,248 @@
+"""Serve from several processes: how many, the threads of each, and who runs the engines.
+
+Engines on a GPU run in one process, to which all others pass requests; on a CPU each process has
+its own, unless `workers` is shared:N.
+
+`auto` opens each model with one thread and with all. Where one thread computes a request almost as
+fast, as for small models, the server's own work is the limit, and one process for each core serves
+most; where it does not, a lone request would take longer, and one process keeps all threads.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from socket import socket
+from typing import TYPE_CHECKING, Any
+
+from deploykit.core.artefact import Artefact
+from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.extras import installed
+from deploykit.core.machine import this_machine, usable_cores
+from deploykit.core.subprocesses import run_apart
+
+if TYPE_CHECKING:
+    from deploykit.serving.opening import Opening
+    from deploykit.serving.options import ServeOptions
+    from deploykit.serving.running_server import OnStart
+    from deploykit.serving.workers.group import ServerGroup
+
+log = logging.getLogger(__name__)
+
+AUTO, SHARED = "auto", "shared:"
+MOST_AUTO = 16  # more were not measured
+MOST = 256
+_GAIN = 1.25  # of all threads over one, from which on a lone request is worth them
+_LONG_US = 1_000_000  # shorter runs are repeated
+
+Timed = dict[str, tuple[int, int]]  # by model: us of one row on one thread, and on all
+
+
+@dataclass(frozen=True)
+class Workers:
+    """`count`: those that share the ports, None for auto. `shared`: one more has the engines."""
+
+    count: int | None
+    shared: bool = False
+
+    @property
+    def several(self) -> bool:
+        return self.shared or self.count != 1
+
+
+def parse_workers(workers: int | str) -> Workers:
+    """Raises BadInput."""
+    text = str(workers)
+    number = text.removeprefix(SHARED)
+    if text == AUTO:
+        return Workers(None)
+    if not (number.isascii() and number.isdigit() and len(number) < 6 and 1 <= int(number) <= MOST):
+        raise BadInput(
+            f"`workers` {text}: must be a number from 1 to {MOST}, {SHARED}N or {AUTO}",
+            hint=f"{SHARED}2 are two, and one more process that runs the engines for both",
+        )
+    return Workers(int(number), number != text)
+
+
+def choose_workers(wanted: Workers, files: Mapping[str, Path], opening: Opening) -> Workers:
+    """How many workers to start. Raises Unsupported where the system cannot."""
+    if not wanted.several:
+        return wanted
+    from deploykit.serving.workers.parent import check_supported
+
+    why_shared = _why_shared(files, opening.device)
+    if wanted.count is not None:
+        check_supported()
+        if wanted.count > usable_cores():
+            log.warning("%d workers share %d cores", wanted.count, usable_cores())
+        if why_shared and not wanted.shared:
+            log.info("one process runs the engines of all workers: %s", why_shared)
+        return replace(wanted, shared=wanted.shared or bool(why_shared))
+    count, why = (1, why_shared) if why_shared else _measure(files, opening)
+    log.info("workers: %s chose %d: %s", AUTO, count, why)
+    return Workers(count)
+
+
+def threads_each(opening: Opening, workers: Workers) -> int | None:
+    """CPU threads per call: workers with engines divide the cores, unless the number was given."""
+    if workers.shared or workers.count in (None, 1) or opening.threads is not None:
+        return opening.threads
+    return max(1, usable_cores() // (workers.count * opening.instances))
+
+
+def check_on_cpu(name: str, device: str) -> None:
+    """Raise Unsupported for an engine on a GPU, opened by one of several workers."""
+    if device != "cpu":
+        raise Unsupported(
+            f"model '{name}' runs on {device}, which one process owns",
+            hint=f"`workers` {SHARED}2, or `device` cpu",
+        )
+
+
+def run_workers(
+    workers: Workers,
+    serve: Callable[..., int],
+    settings: ServeOptions,
+    log_format: str,
+    names: list[str],
+    on_start: OnStart,
+    *,
+    level: int = logging.INFO,
+    stop: int | None = None,
+) -> int:
+    """Run `serve(group=...)` in each process; as `serve_until_stopped`.
+
+    `level`: of the log. `stop`: see `Parent`.
+    """
+    import deploykit.serving.grpc.server
+    import deploykit.serving.server
+    from deploykit.engines.onnxruntime.file import copies_folder, use_copies
+    from deploykit.serving.observe import logs
+    from deploykit.serving.workers.parent import Parent
+
+    if installed("onnxruntime"):  # here it starts no thread, and what it loads is shared
+        import deploykit.engines.onnxruntime.engine  # noqa: F401
+
+    def worker(group: ServerGroup) -> int:
+        with use_copies(folder):
+            return serve(lambda *_: None, group=group, shared=folder)
+
+    def logging_of(number: int | None) -> AbstractContextManager[object]:
+        return logs.configure(log_format, worker=number, level=level)
+
+    count = workers.count or 1
+    with copies_folder() as folder:
+        parent = Parent(count, worker, settings, logging_of, shared=workers.shared, stop=stop)
+        return parent.run(lambda host, port, grpc: on_start(None, host, port, grpc, names))
+
+
+def run_workers_apart(
+    workers: Workers,
+    serve: Callable[..., int],
+    settings: ServeOptions,
+    names: list[str],
+    on_start: OnStart,
+    stop: socket,
+) -> int:
+    """As `run_workers`, from a process of its own: this one may have threads, which no fork copies.
+
+    Ends once the other end of `stop` is shut down. Ctrl-C, which a terminal sends to all processes,
+    is left to this one.
+    """
+
+    def ready(address: str, _part: float) -> None:
+        host, port, grpc_port = json.loads(address)
+        on_start(None, host, port, grpc_port, names)
+
+    level, end = logging.getLogger("deploykit").getEffectiveLevel(), stop.fileno()
+    job = _be_parent, workers, serve, settings, level, end
+    left: int = run_apart("the parent of the workers", *job, on_progress=ready, inherit=(end,))
+    return left
+
+
+def _be_parent(
+    workers: Workers,
+    serve: Callable[..., int],
+    settings: ServeOptions,
+    level: int,
+    stop: int,
+    on_progress: Callable[[str, float], None],
+) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def on_start(_server: object, *address: object) -> None:
+        on_progress(json.dumps(address[:3]), 1.0)
+
+    return run_workers(workers, serve, settings, "text", [], on_start, level=level, stop=stop)
+
+
+def _why_shared(files: Mapping[str, Path], device: str) -> str:
+    """Why one process has to run the engines; empty where each worker may have its own."""
+    if device.startswith("cuda"):
+        return f"`device` is {device}"
+    for name, file in files.items():
+        if not Artefact.open(file).runtime.on_cpu:
+            return f"model '{name}' runs on a GPU"
+    if device == "auto" and this_machine().gpus and run_apart("`workers`", _takes_cuda):
+        return "ONNX Runtime runs on the GPU here"
+    return ""
+
+
+def _takes_cuda(_on_progress: object) -> bool:
+    from deploykit.engines.onnxruntime.engine import providers
+
+    return "CUDAExecutionProvider" in providers()
+
+
+def _measure(files: Mapping[str, Path], opening: Opening) -> tuple[int, str]:
+    if usable_cores() < 2:
+        return 1, "there is one core"
+    if opening.threads is not None or opening.instances > 1:
+        return 1, "`threads` or `instances` are given"
+    job = time_threads, dict(files), opening.device, usable_cores()
+    timed: Timed | str = run_apart("`workers` auto", *job)
+    if isinstance(timed, str):
+        return 1, timed
+    return decide_workers(timed, usable_cores())
+
+
+def decide_workers(timed: Timed, cores: int) -> tuple[int, str]:
+    """How many workers the times of one row speak for, and why."""
+    for name, (one_us, all_us) in timed.items():
+        if one_us > _GAIN * all_us:
+            return 1, f"one row of '{name}' takes {one_us} us on 1 thread, {all_us} us on {cores}"
+    pairs = [f"'{name}' {one_us} and {all_us} us" for name, (one_us, all_us) in timed.items()]
+    why = f"{cores} threads do not compute one row much faster than 1: {', '.join(pairs)}"
+    return min(cores, MOST_AUTO), why if pairs else "there is no model"
+
+
+def time_threads(
+    files: Mapping[str, Path], device: str, cores: int, _on_progress: Callable[[str, float], Any]
+) -> Timed | str:
+    """Runs in a process of its own. Zeros where a model's axes leave nothing to run.
+
+    A string says why several workers are out of the question.
+    """
+    from deploykit.engines.engine import load
+    from deploykit.serving.batching.batcher import monotonic_us
+    from deploykit.serving.models.model import why_not_batched
+    from deploykit.serving.models.warmup import WarmUp
+    from deploykit.serving.options import ServeOptions
+
+    timed = {}
+    for name, file in files.items():
+        found = []
+        for threads in (1, cores):
+            with load(file, device, threads=threads) as engine:
+                if engine.device != "cpu":
+                    return f"model '{name}' runs on {engine.device}"
+                rows = 0 if why_not_batched(engine, ServeOptions()) else 1
+                times, _ = WarmUp(name, engine, monotonic_us, max_batch=rows).run(again_us=_LONG_US)
+                found.append(min(times.values(), default=0))
+        timed[name] = (found[0], found[1])
+    return timed

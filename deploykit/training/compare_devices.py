@@ -1,0 +1,590 @@
+"""Repeat the articles' comparison on this machine: what training costs on each device."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deploykit.core.errors import OutOfMemory, Unsupported
+from deploykit.core.evidence import Interval
+from deploykit.core.files import StrPath, write_together
+from deploykit.core.json_value import Record
+from deploykit.core.machine import this_machine
+from deploykit.core.recipe import Recipe, Split, Splits, load_recipe
+from deploykit.evaluation.artefacts import Progress
+from deploykit.evaluation.formatting import MISSING, count, spread
+from deploykit.evaluation.html_tables import Table, html_table
+from deploykit.evaluation.outputs import claim_report, named_files
+from deploykit.reporting import html
+from deploykit.reporting.charts import Chart, Mark, Series
+from deploykit.reporting.markdown import table_lines
+from deploykit.reporting.tables import NOT_MEASURED, machine
+from deploykit.training.data import check_labels, make_loader, time_batches
+from deploykit.training.distributed import Processes
+from deploykit.training.loop import Run, use_tf32
+from deploykit.training.options import Progress as ProgressDevices
+from deploykit.training.options import TrainingOptions, build_from_recipe, settle
+
+
+@dataclass(frozen=True)
+class DeviceRow(Record):
+    """`samples_per_s`: of loader and step, in turns. `run_s`: all epochs at this rate.
+
+    Of augmentation: of the loader alone, and `threads` are those that make batches.
+    """
+
+    device: str
+    precision: str
+    batch: int
+    threads: int | None = None
+    samples_per_s: Interval | None = None
+    step_ms: Interval | None = None
+    loader_ms: Interval | None = None
+    run_s: Interval | None = None
+    steps: int = 0
+    load_1_min: float | None = None
+    absent: str | None = None
+
+
+@dataclass(frozen=True)
+class DeviceTable(Record):
+    """`crossovers`: what `find_crossovers` gives. `devices`: the version of the document."""
+
+    folder: Path
+    recipe: str
+    data: str
+    samples: int
+    epochs: int
+    batch: int
+    created: str
+    command: str
+    machine: Mapping[str, Any]
+    rows: tuple[DeviceRow, ...]
+    crossovers: tuple[Mapping[str, Any], ...]
+    verdict: tuple[str, ...] = ()
+    augment: bool = False
+    augmentation: tuple[DeviceRow, ...] = ()
+    articles: tuple[Mapping[str, str], ...] = ()
+    devices: int = 1
+
+
+def compare_devices(
+    recipe: str,
+    out: StrPath,
+    *,
+    data: StrPath | None = None,
+    batch_size: int | None = None,
+    augment: bool | None = None,
+    compile: bool = False,  # noqa: A002 - torch's own name for it
+    force: bool = False,
+    command: str = "",
+    on_progress: Progress | None = None,
+) -> DeviceTable:
+    """Time steps and batches of `recipe` on the CPU and a GPU, in each precision that they have.
+
+    Writes report.json, report.md and report.html into the folder `out`. `batch_size`: the middle
+    one of three; an eighth and four times as much are the others.
+    `augment`: the images too, as `train` does; what augmentation takes on each processor is timed
+    anyway. `compile`: also with torch.compile. Nothing is trained to the end, and no accuracy
+    is measured. Raises BadInput.
+    """
+    read = (data, *named_files(recipe))
+    place = claim_report(out, read, force=force, keys=("devices", "rows", "articles"))
+    chosen = load_recipe(recipe)
+    from deploykit.training.options import read_splits
+
+    splits = read_splits(chosen, Path(data) if data else None)
+    middle = batch_size or chosen.batch_size
+    batches = sorted({max(1, middle // 8), middle, 4 * middle})
+    times = time_devices(chosen, splits, batches, on_progress, augment=augment, compile=compile)
+    augmentation = time_augmentation(chosen, splits, batches, on_progress)
+    samples = len(splits.train.labels)
+    rows, augmented = (
+        tuple(_row(each, samples * chosen.epochs) for each in found)
+        for found in (times, augmentation)
+    )
+    table = DeviceTable(
+        folder=place,
+        recipe=recipe,
+        data=splits.source,
+        samples=samples,
+        epochs=chosen.epochs,
+        batch=min(middle, samples),
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(" ", "seconds"),
+        command=command,
+        machine=this_machine().to_dict(),
+        rows=rows,
+        crossovers=tuple(find_crossovers(rows)),
+        augment=chosen.augmented if augment is None else augment,
+        augmentation=augmented,
+        articles=ARTICLES,
+    )
+    table = replace(table, verdict=tuple(conclude(table)))
+    _write(table)
+    return table
+
+
+def _write(table: DeviceTable) -> None:
+
+    document = table.to_dict()
+    files = {"html": devices_html(document), "md": devices_markdown(document)}
+    files["json"] = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    write_together(table.folder, {f"report.{end}": each for end, each in files.items()})
+
+
+def _row(times: DeviceTimes, samples: int) -> DeviceRow:
+    """`samples`: of all epochs of a run."""
+    from deploykit.evaluation.statistics import throughput
+
+    row = DeviceRow(times.device, times.precision, times.batch, absent=times.absent)
+    if times.absent is not None:
+        return row
+    steps_s = times.step_s or (0.0,) * len(times.loader_s)
+    both = [sum(each) for each in zip(steps_s, times.loader_s, strict=True)]
+    count = len(both)
+    rate = throughput([times.batch] * count, both)
+    one = [1] * count
+    return replace(
+        row,
+        threads=times.threads,
+        samples_per_s=rate,
+        step_ms=_inverse(throughput(one, times.step_s), 1e3) if times.step_s else None,
+        loader_ms=_inverse(throughput(one, times.loader_s), 1e3),
+        run_s=_inverse(rate, samples),
+        steps=count,
+        load_1_min=times.load_1_min,
+    )
+
+
+def _inverse(rate: Interval, over: float) -> Interval:
+    """How long `over` takes at a rate."""
+    ends = (rate.value, rate.high, rate.low)
+    return Interval(*(over / each if each > 0 else float("inf") for each in ends))
+
+
+# The report of `train --compare-devices` as HTML and Markdown, made from its JSON alone.
+
+Json = Mapping[str, Any]
+_METHOD = """A batch is made, then a step trains on it, 3 to 20 times after a warm-up. A GPU's \
+work has ended when its clock stops. Brackets and whiskers are 95 % intervals over the steps of \
+one process; that of a ratio holds for any two values within. Where a backbone is frozen, \
+the head's steps are timed, on features in memory. Nothing was trained to the end."""
+
+
+def devices_html(document: Json) -> str:
+    document = html.printable(document)
+    (first, *others), chart = document["verdict"], _chart(document)
+    title = f"Training {document['recipe']} on each device"
+    header = f'<header><p class="over">deploykit report · {escape(document["created"])}</p>'
+    method = f"<p>{_METHOD}</p><pre tabindex='0'><code>{escape(document['command'])}</code></pre>"
+    items = "".join(f"<li>{escape(each)}</li>" for each in others)
+    sections = [
+        header + f'<h1>{escape(title)}</h1><p class="verdict">{escape(first)}</p></header>',
+        html.figure_html(chart) if chart.series else "",
+        html.section_html("What it comes to", "conclusions", f"<ul>{items}</ul>") if items else "",
+    ]
+    for i, each in enumerate(_tables(document)):
+        table = html_table(each, caption=False)
+        sections.append(html.section_html(each.title, f"table-{i}", table))
+    sections.append(html.section_html("How it was measured", "method", method))
+    sections.append(html.section_html("Everything", "everything", html.raw_html(document)))
+    return html.html_page(title, "\n".join(sections))
+
+
+def devices_markdown(document: Json) -> str:
+    lines = [f"# Training {document['recipe']} on each device", ""]
+    lines += [line for sentence in document["verdict"] for line in (sentence, "")]
+    lines += [line for table in _tables(document) for line in table_lines(table)]
+    return "\n".join([*lines, _METHOD, "", f"    {document['command']}", ""])
+
+
+def against(document: Json) -> Table:
+    """A row for each precision and batch, CPU next to GPU."""
+    rows, threads, gpus = {}, "", document["machine"].get("gpus") or ()
+    for row in document["rows"]:
+        threads = f", {row['threads']} threads" if row["threads"] else threads
+        both = [_find(document, d, row["precision"], row["batch"]) for d in ("cpu", "cuda")]
+        rows[row["precision"], count(row["batch"])] = (*map(_rate, both), _times(*both))
+    places = f"CPU{threads} (samples/s)", f"GPU{', ' * bool(gpus)}{gpus[0]['name'] if gpus else ''}"
+    columns = ("precision", "batch", *places, "times")
+    return Table("CPU against GPU", columns, tuple((*key, *cells) for key, cells in rows.items()))
+
+
+def _tables(document: Json) -> list[Table]:
+    """Those that have rows, the articles' among them."""
+    own = [_find(document, device, "float32", document["batch"]) for device in ("cpu", "cuda")]
+    what = f"{document['recipe']} on this machine: {count(document['epochs'])} epochs of "
+    what += f"{count(document['samples'])} samples at batch {document['batch']}, float32"
+    keys, note = ("what", "cpu", "gpu", "times", "claim"), ""
+    rows = [(what, *(_rate(each, "run_s") for each in own), _times(*own), MISSING)]
+    for each in document["articles"]:
+        rows.append(tuple(each[key] for key in keys))
+        note += f"“{each['claim']}”: {each['measured']}. "
+    columns = ("what", "CPU (s)", "GPU (s)", "times", "claim")
+    articles = Table("Next to the articles", columns, tuple(rows), (0, 4), note.strip())
+    rows = [
+        (*_setup(row), spread(row["step_ms"]), spread(row["loader_ms"]), spread(row["run_s"]))
+        for row in _measured(document)
+    ]
+    columns = ("setup", "batch", "step (ms)", "loader (ms)", f"{document['epochs']} epochs (s)")
+    note = f"Batches are {'' if document['augment'] else 'not '}augmented."
+    parts = Table("Loader and compute apart", columns, tuple(rows), note=note)
+    found = (against(document), articles, parts, _augmentation(document))
+    return [each for each in (*found, machine({**document, "conditions": []})) if each.rows]
+
+
+def _augmentation(document: Json) -> Table:
+    """A row for each batch size: what augmenting it takes on each processor."""
+    sizes: dict[int, dict[str, Json]] = {}
+    for row in document["augmentation"]:
+        sizes.setdefault(row["batch"], {})[row["device"]] = row
+    rows, threads = [], next((row["threads"] for row in document["augmentation"]), 0)
+    for batch, places in sizes.items():
+        cpu, gpu = (places.get(device, {}) for device in ("cpu", "cuda"))
+        cells = (_rate(cpu, "loader_ms"), _rate(gpu, "loader_ms"))
+        rows.append((count(batch), *cells, _faster(cpu, gpu)))
+    columns = ("batch", f"CPU, workers: {threads} (ms)", "GPU (ms)", "faster")
+    note = "From the images in memory until the augmented batch is where the steps run."
+    return Table("Augmentation on each processor", columns, tuple(rows), (0, 3), note)
+
+
+def _faster(cpu: Json, gpu: Json) -> str:
+    """The processor that takes less time, where the intervals do not touch."""
+    one, other = (row.get("loader_ms") for row in (cpu, gpu))
+    if not one or not other:
+        return MISSING
+    if one["high"] < other["low"]:
+        return "CPU"
+    return "GPU" if other["high"] < one["low"] else "neither surely"
+
+
+def _chart(document: Json) -> Chart:
+    rows, series = _measured(document), dict[str, list[Mark]]()
+    for row in rows:
+        mark = Mark(float(row["batch"]), *row["samples_per_s"].values())
+        series.setdefault(_setup(row)[0], []).append(mark)
+    batches = sorted({int(row["batch"]) for row in rows})
+    flags = [(each["batch"], f"CPU wins below {each['batch']}") for each in document["crossovers"]]
+    flags = [each for each in flags[:1] if each[0] not in (None, *batches[:1])]
+    return Chart(
+        name="devices",
+        title="Training speed against batch size",
+        finding=next((each for each in document["verdict"] if "GPU" in each), ""),
+        x_label="batch size (samples per step)",
+        y_label="training speed (samples/s)",
+        series=tuple(Series(name, tuple(m), i) for i, (name, m) in enumerate(series.items())),
+        x_ticks=tuple((float(batch), str(batch)) for batch in batches),
+        x_log=len(batches) > 1,
+        flag=flags[0] if flags else None,
+        columns=("setup", "batch", "samples/s"),
+        rows=tuple((*_setup(row), spread(row["samples_per_s"])) for row in rows),
+    )
+
+
+def _measured(document: Json) -> list[Json]:
+    return [row for row in document["rows"] if row["samples_per_s"]]
+
+
+def _find(document: Json, *wanted: object) -> Json:
+    """The row of a device, precision and batch; {} where there is none."""
+    keys = ("device", "precision", "batch")
+    rows = (row for row in document["rows"] if tuple(row[key] for key in keys) == wanted)
+    return next(rows, {})
+
+
+def _rate(row: Json, key: str = "samples_per_s") -> str:
+    absent = row.get("absent")
+    return f"{NOT_MEASURED}: {absent}" if absent else spread(row.get(key))
+
+
+def _times(cpu: Json, gpu: Json) -> str:
+    x, y = (row.get("samples_per_s") for row in (gpu, cpu))
+    if not x or not y:
+        return MISSING
+    high = x["high"] / y["low"] if y["low"] > 0 else None
+    return spread({"value": x["value"] / y["value"], "low": x["low"] / y["high"], "high": high})
+
+
+def _setup(row: Json) -> tuple[str, str]:
+    return f"{'CPU' if row['device'] == 'cpu' else 'GPU'} {row['precision']}", count(row["batch"])
+
+
+# What a training step and its batches cost on each device, in each precision that it has.
+
+_FEWEST, _MOST = 3, 20  # steps of a row
+_LIMIT_S = 10.0  # of the timed steps of a row: a slow one gets fewer
+_ROUNDS = 8  # of batches that are augmented
+AUGMENTED = "augmented batches"  # in place of a precision
+PRECISIONS: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("float32", "bf16"),
+    "cuda": ("float32", "tf32", "bf16", "fp16"),
+}
+NO_GPU = "no NVIDIA GPU on this machine"
+# what the articles claim, and what they measured for it
+_PEAK = {"what": "peak arithmetic", "cpu": "–", "gpu": "–", "times": "–"}
+ARTICLES: tuple[Mapping[str, str], ...] = (
+    {
+        "what": "the article: 20 epochs of 2,000 images, batch 150",
+        "cpu": "340",
+        "gpu": "13.04",
+        "times": "26 by its totals",
+    }
+    | {
+        "claim": "28 times faster",
+        "measured": "TensorFlow on a Ryzen 5 5600X and an RTX 3070, 26 times by its totals, more "
+        "than 33 by its times per batch; build, threads and precision are not given",
+    },
+    _PEAK
+    | {"claim": "12 times the throughput (V100)", "measured": "nothing: FP16 in Tensor Cores"},
+    _PEAK
+    | {"claim": "20 times without code change (A100)", "measured": "nothing: TF32 against FP32"},
+)
+
+
+@dataclass(frozen=True)
+class DeviceTimes:
+    """Seconds of each step and of each batch's making, in turns; `absent`: why there are none.
+
+    Of augmentation there are no steps, and `threads` are those that make batches.
+    """
+
+    device: str
+    precision: str
+    batch: int
+    threads: int | None = None
+    step_s: tuple[float, ...] = ()
+    loader_s: tuple[float, ...] = ()
+    load_1_min: float | None = None
+    absent: str | None = None
+
+
+def time_devices(
+    recipe: Recipe,
+    splits: Splits,
+    batches: Sequence[int],
+    on_progress: ProgressDevices | None = None,
+    *,
+    augment: bool | None = None,
+    compile: bool = False,  # noqa: A002 - torch's own name for it
+) -> list[DeviceTimes]:
+    """A row for each device, precision and batch size. Raises BadInput."""
+    recipe = recipe.sized_for(splits.build_with)
+    check_labels(recipe, splits)
+    splits = replace(splits, calibration=_first(splits.calibration, 0))
+    wanted = [
+        (device, precision, compiled, batch)
+        for device, precisions in PRECISIONS.items()
+        for precision in precisions
+        for compiled in ((False, True) if compile else (False,))
+        for batch in batches
+    ]
+    rows = []
+    for number, (device, precision, compiled, batch) in enumerate(wanted):
+        name = f"{precision} compiled" if compiled else precision
+        if on_progress is not None:
+            on_progress(f"{device} {name}, batch {batch}", number / len(wanted))
+        row = DeviceTimes(device, name, batch, absent=_lacks(device, precision))
+        if row.absent is None:
+            options = TrainingOptions(
+                device=device,
+                epochs=1,
+                batch_size=batch,
+                amp=precision in ("bf16", "fp16"),
+                amp_dtype=precision if precision in ("bf16", "fp16") else "auto",
+                tf32=precision != "float32",
+                augment=augment,
+                compile=compiled,
+            )
+            row = _time_row(recipe, splits, options, row)
+        rows.append(row)
+    return rows
+
+
+def time_augmentation(
+    recipe: Recipe,
+    splits: Splits,
+    batches: Sequence[int],
+    on_progress: ProgressDevices | None = None,
+) -> list[DeviceTimes]:
+    """A row for each batch size and processor that may augment; none without `recipe.augment`.
+
+    From the images in memory until the augmented batch is where the steps run.
+    """
+    if recipe.augment is None or recipe.backbone is not None:
+        return []
+    trains_on, rows = "cuda" if torch.cuda.is_available() else "cpu", []
+    for batch, device in itertools.product(batches, PRECISIONS):
+        if on_progress is not None:
+            on_progress(f"{device} {AUGMENTED}, batch {batch}", 1.0)
+        row = DeviceTimes(device, AUGMENTED, batch, absent=_lacks(device, AUGMENTED))
+        if row.absent is None:
+            options = TrainingOptions(
+                device=trains_on, batch_size=batch, augment=True, augment_on=device
+            )
+            row = _time_making(recipe, splits.train, options, row)
+        rows.append(row)
+    return rows
+
+
+def _time_making(
+    recipe: Recipe, train: Split, options: TrainingOptions, row: DeviceTimes
+) -> DeviceTimes:
+    try:
+        made = make_loader(recipe, train, settle(recipe, options), Processes()).batches
+        seconds: list[float] = []
+        while len(seconds) < _ROUNDS and (len(seconds) < _FEWEST or sum(seconds) < _LIMIT_S / 4):
+            seconds.append(time_batches(made) / 1e3)
+    except OutOfMemory as exc:
+        return replace(row, absent=exc.message)
+    batch = min(row.batch, len(train.labels))
+    return replace(row, batch=batch, threads=made.workers, loader_s=tuple(seconds))
+
+
+def _first(split: Split, count: int) -> Split:
+    return Split({key: each[:count] for key, each in split.inputs.items()}, split.labels[:count])
+
+
+def _lacks(device: str, precision: str) -> str | None:
+    if device == "cpu":
+        return None
+    if not torch.cuda.is_available():
+        return NO_GPU
+    if precision == "tf32" and torch.cuda.get_device_capability() < (8, 0):
+        return "this GPU has no TF32"
+    if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "this GPU has no bfloat16"
+    return None
+
+
+def _time_row(
+    recipe: Recipe, splits: Splits, options: TrainingOptions, row: DeviceTimes
+) -> DeviceTimes:
+    try:
+        settings = settle(recipe, options)
+        torch.manual_seed(0)
+        splits = replace(splits, train=_first(splits.train, row.batch))
+        run = Run(recipe, splits, settings, build_from_recipe(recipe), "", Processes())
+        run.module.train()
+        with use_tf32(settings.tf32):
+            step_s, loader_s, batch = _time_steps(run)
+        if run.stepper.parts > 1:
+            return replace(row, absent=f"too little memory: fits in {run.stepper.parts} parts only")
+    except (OutOfMemory, Unsupported) as exc:
+        return replace(row, absent=exc.message)
+    return replace(
+        row,
+        batch=batch,
+        threads=torch.get_num_threads(),
+        step_s=tuple(step_s),
+        loader_s=tuple(loader_s),
+        load_1_min=round(os.getloadavg()[0], 2),
+    )
+
+
+def _time_steps(run: Run) -> tuple[list[float], list[float], int]:
+    """Seconds of steps and of their batches, after a warm-up, and the size of a batch."""
+    on_gpu, steps_s, loaders_s = run.settings.device.type == "cuda", list[float](), list[float]()
+    loader, batch = itertools.chain.from_iterable(itertools.repeat(run.batches)), 0
+    while len(steps_s) <= _MOST and (len(steps_s) <= _FEWEST or sum(steps_s[1:]) < _LIMIT_S):
+        times = [time.perf_counter()]
+        inputs, labels, _ = next(loader)
+        for step in (None, run.stepper):
+            if step is not None:
+                step(inputs, labels)
+            if on_gpu:
+                torch.cuda.synchronize(run.settings.device)
+            times.append(time.perf_counter())
+        loaders_s.append(times[1] - times[0])
+        steps_s.append(times[2] - times[1])
+        batch = len(labels)
+    return steps_s[1:], loaders_s[1:], batch
+
+
+def find_crossovers(rows: Sequence[Any]) -> list[dict[str, Any]]:
+    """Of each precision of the GPU: the smallest batch from which on it is faster than the CPU.
+
+    float32 is compared with the CPU's float32, anything else with the CPU's fastest. Faster: the
+    intervals do not touch. Within the batches that were `measured`; `batch` is None where the CPU
+    is not slower at the largest. `rows` have device, precision, batch and `samples_per_s`.
+    """
+    rates: dict[tuple[str, str], dict[int, Interval]] = {}
+    for row in rows:
+        if row.samples_per_s is not None:
+            rates.setdefault((row.device, row.precision), {})[row.batch] = row.samples_per_s
+    found = []
+    for (device, precision), gpu in rates.items():
+        if device == "cpu":
+            continue
+        cpus = [
+            each
+            for (where, kind), each in rates.items()
+            if where == "cpu" and (kind == "float32" or precision != "float32")
+        ]
+        common = sorted(batch for batch in gpu if any(batch in cpu for cpu in cpus))
+        lost = [
+            batch
+            for batch in common
+            if gpu[batch].low <= max(cpu[batch].high for cpu in cpus if batch in cpu)
+        ]
+        won = [batch for batch in common if not lost or batch > lost[-1]]
+        entry = {"precision": precision, "batch": won[0] if won else None, "measured": common}
+        found.append(entry)
+    return found
+
+
+def conclude(table: Any) -> list[str]:
+    """What a table comes to: a headline, then the other sentences."""
+    rows = [row for row in table.rows if row.samples_per_s is not None]
+    like = {r.device: r for r in rows if (r.precision, r.batch) == ("float32", table.batch)}
+    best = {r.device: r for r in sorted(rows, key=lambda row: row.samples_per_s.value)}
+    work = f"{table.epochs} epochs of {table.samples:,} samples take"
+    absent = next((row.absent for row in reversed(table.rows) if row.absent), "")
+    if len(like) == 2:
+        cpu, gpu = like["cpu"], like["cuda"]
+        times = gpu.samples_per_s.value / cpu.samples_per_s.value
+        first = (
+            f"In float32 at batch {table.batch} the GPU trains {table.recipe} {times:.3g} times "
+        )
+        first += f"as fast as the CPU ({cpu.threads} threads): {work} {gpu.run_s.value:.3g} s "
+        found = [first + f"against {cpu.run_s.value:.3g} s."]
+    elif "cpu" in best:
+        cpu = best["cpu"]
+        first = f"The CPU ({cpu.threads} threads) trains {table.recipe} at most at "
+        first += (
+            f"{cpu.samples_per_s.value:,.4g} samples/s, in {cpu.precision} at batch {cpu.batch}: "
+        )
+        found = [first + f"{work} {cpu.run_s.value:.3g} s. GPU: not measured, {absent}."]
+    else:
+        return [f"Nothing could be measured: {absent}."]
+    for each in table.crossovers:
+        cpu_kind = "the CPU's float32" if each["precision"] == "float32" else "the CPU's fastest"
+        at = f"from batch {each['batch']} on" if each["batch"] else "not at the largest batch"
+        batches = ", ".join(map(str, each["measured"]))
+        found.append(f"GPU {each['precision']} is ahead of {cpu_kind} {at} (measured: {batches}).")
+    return found + conclude_augmentation(table)
+
+
+def conclude_augmentation(table: Any) -> list[str]:
+    """Where augmentation takes less time, in a sentence; none where nothing was augmented."""
+    for each in find_crossovers(table.augmentation):
+        where = f"from batch {each['batch']} on" if each["batch"] else "at no batch size"
+        batches = ", ".join(map(str, each["measured"]))
+        return [
+            f"The GPU augments batches in less time than the CPU {where} (measured: {batches})."
+        ]
+    absent = next((row.absent for row in table.augmentation if row.absent), "")
+    for row in table.augmentation:
+        if row.batch == table.batch and row.loader_ms is not None:
+            first = f"The CPU augments a batch of {row.batch} in {row.loader_ms.value:.3g} ms"
+            return [f"{first}. GPU: not measured, {absent}."]
+    return []

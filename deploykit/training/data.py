@@ -1,0 +1,567 @@
+"""Batches of a split on the device, in a random order that the seed decides."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from itertools import islice
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, did_you_mean, first_line
+from deploykit.core.extras import require
+from deploykit.core.json_value import Record
+from deploykit.core.machine import natural_number, usable_cores
+from deploykit.core.memory import does_not_fit, lacks_memory
+from deploykit.core.recipe import Recipe, Split, Splits
+from deploykit.training.distributed import Processes
+from deploykit.training.options import MOST_WORKERS, Settings
+
+# Make the next batches while a step runs, and measure how long a step waited for its batch.
+
+Part = TypeVar("Part")
+Made = TypeVar("Made")
+
+
+def prefetch(make: Callable[[Part], Made], parts: Sequence[Part], workers: int) -> Iterator[Made]:
+    """`make` of each part, in order. `workers` threads, each on one core, make as many ahead."""
+    workers = min(workers, len(parts))
+    if workers < 1:
+        yield from map(make, parts)
+        return
+    threads, started, go = torch.get_num_threads(), threading.Semaphore(0), threading.Event()
+
+    def begin() -> None:
+        torch.set_num_threads(1)  # of this thread, but of MKL in all of them
+        started.release()
+        go.wait()
+
+    pool = ThreadPoolExecutor(workers, "batches", begin)
+    try:
+        pending: deque[Future[Made]] = deque(pool.submit(make, each) for each in parts[:workers])
+        for _ in pending:
+            started.acquire()
+        torch.set_num_threads(threads)
+        go.set()
+        for number in range(len(parts)):
+            made = pending.popleft().result()
+            if number + workers < len(parts):
+                pending.append(pool.submit(make, parts[number + workers]))
+            yield made
+    finally:
+        go.set()
+        pool.shutdown(cancel_futures=True)
+
+
+class WaitClock:
+    """How long `device` had nothing to compute, as its next batch was not there.
+
+    On the CPU, the time inside of `with`. A GPU still computes then: its own clock takes the time
+    from the end of a step to the arrival of the next batch. Not yet run on a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._seconds, self._started = 0.0, 0.0
+        self._events: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+        self._record()
+
+    def __exit__(self, *_: object) -> None:
+        self._record()
+        self._seconds += 0.0 if self._on_gpu else time.perf_counter() - self._started
+
+    def _record(self) -> None:
+        if self._on_gpu:
+            make_event: Any = torch.cuda.Event
+            event = make_event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+
+    @property
+    def seconds(self) -> float:
+        """All so far; of a GPU once it has come to the last batch."""
+        pairs, self._events = zip(self._events[::2], self._events[1::2], strict=True), []
+        for step_end, arrival in pairs:
+            arrival.synchronize()
+            self._seconds += step_end.elapsed_time(arrival) / 1e3
+        return self._seconds
+
+
+# Random changes of training images: crop, flip, rotation and colour.
+#
+# Written once, in torch, for bytes and floats, on the CPU and on a GPU. A pixel comes from
+# operations
+# that each round once, and the only sum is one of integers, so that a sample is the same to the
+# last
+# bit in any batch, on any number of threads and on either processor. Labels stay as they are.
+
+Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+DRAWS = 8  # random numbers that a sample takes
+_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}  # values at once: in a core's cache, in little memory
+_GREY = (0.299, 0.587, 0.114)
+_FIXED = 1 << 16  # steps of a grey value whose mean is taken
+
+
+@dataclass(frozen=True)
+class Augment(Record):
+    """What a recipe's `augment` may do to an image, in this order, each drawn per sample.
+
+    `crop`: pad this many pixels on each side, then cut out the old size anywhere. `flip`: the
+    share of images that are mirrored left to right. `rotation_degrees`: turn by up to this angle
+    either way, about the middle, bilinear. What comes in from outside is 0. `brightness`,
+    `contrast`, `saturation`: multiply by 1 - x to 1 + x, as torchvision's ColorJitter does, for
+    bytes and for floats in 0..1; saturation only where there are three channels. Raises BadInput.
+    """
+
+    crop: int = 0
+    flip: float = 0.0
+    rotation_degrees: float = 0.0
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+
+    def __post_init__(self) -> None:
+        limits = {"crop": 1 << 15, "rotation_degrees": 180}
+        for each in fields(self):
+            value, most = getattr(self, each.name), limits.get(each.name, 1)
+            number = isinstance(value, int if each.name == "crop" else (int, float))
+            if isinstance(value, bool) or not number or not 0 <= value <= most:
+                kind = "an integer" if each.name == "crop" else f"a number up to {most}"
+                raise BadInput(f"augment: `{each.name}` must be {kind}, 0 or more, got {value!r}")
+
+    @property
+    def colours(self) -> bool:
+        return bool(self.brightness or self.contrast or self.saturation)
+
+    def __call__(self, images: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        """Images like `images`: uint8 (N, H, W, C), or float32 (N, C, H, W).
+
+        `uniform`: (N, 8) on the CPU, numbers in 0..1 that are all that is random.
+        """
+        from_bytes = images.dtype == torch.uint8
+        images_NCHW = images.permute(0, 3, 1, 2) if from_bytes else images
+        n, c, h, w = images_NCHW.shape
+        if self.crop and self.crop >= min(h, w):
+            raise BadInput(f"augment: `crop` is {self.crop}, the images are {h}x{w} pixels")
+        numbers = self._numbers(uniform, h, w).to(images.device)
+        found = torch.empty((n, c, h, w), dtype=images.dtype, device=images.device)
+        size = max(1, _CHUNK[images.device.type] // max(1, c * h * w))
+        for start in range(0, n, size):
+            part = slice(start, start + size)
+            found[part] = self._change(images_NCHW[part], numbers[part], 255.0 if from_bytes else 1)
+        return found.permute(0, 2, 3, 1) if from_bytes else found
+
+    def _numbers(self, uniform: torch.Tensor, h: int, w: int) -> torch.Tensor:
+        """Of each sample: x and y of a pixel's source as a * x + b * y + c, then factors: (N, 9).
+
+        The source is in an image with a border of 1. In float64, and each angle by itself: the
+        sines of a vector need not be those of single numbers.
+        """
+        rows = []
+        for u in uniform.tolist():
+            angle = math.radians(self.rotation_degrees) * (2 * u[0] - 1)
+            cos, sin, mirror = math.cos(angle), math.sin(angle), -1.0 if u[1] < self.flip else 1.0
+            dx, dy = (math.floor(each * (2 * self.crop + 1)) - self.crop for each in u[2:4])
+            x, y = (w - 1) / 2, (h - 1) / 2
+            across = (mirror * cos, mirror * sin, 1 + x + dx - mirror * (cos * x + sin * y))
+            down = (-sin, cos, 1 + y + dy + sin * x - cos * y)
+            jitter = (self.brightness, self.contrast, self.saturation)
+            factors = (1 + part * (2 * each - 1) for part, each in zip(jitter, u[4:7], strict=True))
+            rows.append((*across, *down, *factors))
+        return torch.tensor(rows, dtype=torch.float64).reshape(-1, 9).float()
+
+    def _change(self, images_NCHW: torch.Tensor, numbers: torch.Tensor, top: float) -> torch.Tensor:
+        found = images_NCHW
+        if self.crop or self.flip or self.rotation_degrees:
+            found = _move(found, numbers[:, :6], between=self.rotation_degrees > 0)
+        if self.colours:
+            found = self._colour(found.float(), numbers[:, 6:, None, None, None], top)
+        rounds = images_NCHW.dtype == torch.uint8 and found.dtype != torch.uint8
+        return found.round() if rounds else found
+
+    def _colour(self, images_NCHW: torch.Tensor, factors: torch.Tensor, top: float) -> torch.Tensor:
+        bright, contrast, saturation = factors.unbind(1)
+        found = images_NCHW * bright if self.brightness else images_NCHW
+        if self.brightness:
+            found.clamp_(0, top)
+        if self.contrast:
+            steps = (_grey(found) * (_FIXED / top)).round().to(torch.int64).sum((1, 2, 3))
+            means = (steps * (top / _FIXED / max(1, found[0, 0].numel()))).float()
+            found = (found * contrast).add_(means[:, None, None, None] * (1 - contrast))
+            found.clamp_(0, top)
+        if self.saturation and found.shape[1] == 3:
+            grey = _grey(found).mul_(1 - saturation)
+            found = (found * saturation).add_(grey).clamp_(0, top)
+        return found
+
+
+def _grey(images_NCHW: torch.Tensor) -> torch.Tensor:
+    """Shape (N, 1, H, W): ITU-R BT.601 as in torchvision, of other than three channels the mean."""
+    channels = images_NCHW.unbind(1)
+    shares = _GREY if len(channels) == 3 else (1 / len(channels),) * len(channels)
+    found: torch.Tensor = channels[0] * shares[0]
+    for channel, share in zip(channels[1:], shares[1:], strict=True):
+        found.add_(channel * share)
+    return found[:, None]
+
+
+def _move(images_NCHW: torch.Tensor, numbers: torch.Tensor, *, between: bool) -> torch.Tensor:
+    """Each pixel from its source, outside of which all is 0; `between` pixels in float32."""
+    n, c, h, w = images_NCHW.shape
+    device = images_NCHW.device
+    padded = torch.zeros((c, n, h + 3, w + 3), dtype=images_NCHW.dtype, device=device)
+    padded[:, :, 1 : h + 1, 1 : w + 1] = images_NCHW.transpose(0, 1)
+    flat = padded.view(c, -1)
+    columns, rows = (torch.arange(each, device=device, dtype=torch.float32) for each in (w, h))
+    factors = numbers[:, :, None, None].unbind(1)
+    places = []
+    for (a, b, start), most in zip((factors[:3], factors[3:]), (w, h), strict=True):
+        place_NHW = a * columns + (b * rows[:, None] + start)
+        places.append(place_NHW.clamp_(0, most + 1))
+    (x, y), (x0, y0) = places, (each.floor() for each in places)
+    first = torch.arange(n, device=device, dtype=torch.int32)[:, None, None] * padded[0, 0].numel()
+    index = (y0.to(torch.int32) * (w + 3)).add_(x0.to(torch.int32)).add_(first).view(-1)
+
+    def pixels(step: int) -> torch.Tensor:
+        found = torch.stack([plane.index_select(0, index + step) for plane in flat])
+        return found.view(c, n, h, w)
+
+    if not between:
+        return pixels(0).transpose(0, 1)
+    across, down = x - x0, y - y0
+    upper, lower = (
+        (pixels(row) * (1 - across)).add_(pixels(row + 1) * across) for row in (0, w + 3)
+    )
+    return (upper * (1 - down)).add_(lower * down).transpose(0, 1)
+
+
+def read_augment(recipe: Recipe) -> Change | None:
+    """A recipe's `augment`: a function of its own, or options of `Augment`. Raises BadInput."""
+    declared = recipe.augment
+    if declared is None or callable(declared):
+        return declared
+    names = [each.name for each in fields(Augment)]
+    for name in declared:
+        if name not in names:
+            hint = did_you_mean(str(name), names, f"one of: {', '.join(names)}")
+            raise BadInput(f"augment: unknown option '{name}'", hint=hint)
+    options: dict[str, Any] = dict(declared)
+    return Augment(**options)
+
+
+def describe_augment(recipe: Recipe) -> str:
+    """What it does, the same in each process."""
+    change = read_augment(recipe)
+    if change is None or isinstance(change, Augment):
+        return repr(change)
+    return str(getattr(change, "__qualname__", type(change).__name__))
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """`change(images, uniform)` changes the input number `place`, on the processor `device`."""
+
+    change: Change
+    place: int
+    device: torch.device
+
+    def __call__(self, images: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        """Raises OutOfMemory, BadInput where the recipe's function fails."""
+        try:
+            found = self.change(images, uniform)
+        except DeploykitError:
+            raise
+        except Exception as exc:
+            if isinstance(exc, torch.OutOfMemoryError) or lacks_memory(exc):
+                where = f"{self.device}: the augmentation of {len(images)} images"
+                raise does_not_fit(where, first_line(exc)) from exc
+            what = f"{type(exc).__name__}: {first_line(exc)}"
+            raise BadInput(f"the recipe's augment failed: {what}") from exc
+        kinds = [
+            (each.dtype, tuple(each.shape)) if isinstance(each, torch.Tensor) else type(each)
+            for each in (images, found)
+        ]
+        if kinds[0] != kinds[1]:
+            raise BadInput(f"the recipe's augment gave {kinds[1]} for images of {kinds[0]}")
+        return found
+
+
+def make_augmentation(recipe: Recipe, split: Split, device: torch.device) -> Augmentation:
+    """Of the only input with four axes. Raises BadInput where there is nothing to augment."""
+    change = read_augment(recipe)
+    if change is None:
+        raise BadInput(
+            "`augment`: this recipe declares no augmentation",
+            hint='its file says what to do: Recipe(..., augment={"crop": 4, "flip": 0.5})',
+        )
+    places = [i for i, each in enumerate(split.inputs.values()) if np.ndim(each) == 4]
+    if len(places) != 1:
+        raise BadInput(f"`augment` needs one input of images, with four axes; it has {len(places)}")
+    array = np.asarray(list(split.inputs.values())[places[0]])
+    if array.dtype not in (np.uint8, np.float32):
+        raise BadInput(f"`augment` takes images in uint8 or float32, not in {array.dtype}")
+    if isinstance(change, Augment) and change.colours and array.dtype == np.float32 and array.size:
+        low, high = array.min(), array.max()
+        if not 0 <= low <= high <= 1:
+            raise BadInput(
+                f"augment: to change colours, floats must be in 0..1; these go from {low:.4g} to "
+                f"{high:.4g}",
+                hint="leave brightness, contrast and saturation out, or scale the data",
+            )
+    return Augmentation(change, places[0], device)
+
+
+# inputs in the recipe's order, labels, and the share of the whole batch's samples that they are
+Batch = tuple[list[torch.Tensor], torch.Tensor, float]
+
+
+class Batches:
+    """Iterate over it once per epoch. `waited`: how long the training waited for batches.
+
+    Each of the processes of `group` gets its part of every batch; one that would get none computes
+    on a sample whose share is 0, as all take part in each step. `augmentation`: the random numbers
+    of a sample are the same whoever makes its batch. `workers`: threads that make the next ones.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        device: torch.device,
+        batch_size: int,
+        seed: int,
+        group: Processes | None = None,
+        augmentation: Augmentation | None = None,
+        workers: int = 0,
+    ) -> None:
+        self.group = group or Processes()
+        self.inputs, self.labels = tensors(split, augmentation.device if augmentation else device)
+        self.device, self.batch_size = device, batch_size
+        self.augmentation, self.workers = augmentation, workers
+        self.shuffle = torch.Generator().manual_seed(seed)
+        self.waited = WaitClock(device)
+
+    @property
+    def copied(self) -> bool:
+        """Whether each batch is copied from the host to the device.
+
+        A tensor on the device "cuda" reports "cuda:0", which is not equal to "cuda".
+        """
+        return self.labels.device.type == "cpu" and self.device.type != "cpu"
+
+    def __len__(self) -> int:
+        return -(-len(self.labels) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        samples = len(self.labels)
+        order = torch.randperm(samples, generator=self.shuffle)
+        draws = None
+        if self.augmentation is not None:
+            draws = torch.rand((samples, DRAWS), generator=self.shuffle)
+        parts = torch.split(order, self.batch_size)
+        batches = prefetch(lambda rows: self._make(rows, order[:1], draws), parts, self.workers)
+        for _ in parts:
+            with self.waited:
+                inputs, labels, share = next(batches)
+                if self.copied:
+                    inputs = [each.to(self.device, non_blocking=True) for each in inputs]
+                    labels = labels.to(self.device, non_blocking=True)
+            yield inputs, labels, share
+
+    def _make(self, rows: torch.Tensor, first: torch.Tensor, draws: torch.Tensor | None) -> Batch:
+        """This process's part of a batch, where the data are."""
+        whole = len(rows)
+        if self.group.size > 1:
+            rows = rows.tensor_split(self.group.size)[self.group.rank]
+        share = len(rows) / whole
+        rows = rows if len(rows) else first
+        there = rows.to(self.labels.device)
+        inputs, labels = [each[there] for each in self.inputs], self.labels[there]
+        if self.augmentation is not None and draws is not None:
+            place = self.augmentation.place
+            inputs[place] = self.augmentation(inputs[place], draws[rows])
+        if self.copied:
+            inputs, labels = [each.pin_memory() for each in inputs], labels.pin_memory()
+        return inputs, labels, share
+
+
+def check_labels(recipe: Recipe, splits: Splits) -> None:
+    """Raise BadInput for no training data, and for labels that are none of the model's classes."""
+    if not len(splits.train.labels):
+        raise BadInput(f"{splits.source}: holds no training data")
+    shape = recipe.outputs[0].shape if recipe.outputs else ()
+    classes = shape[1] if len(shape) == 2 else None
+    for name in ("train", "calibration", "test"):
+        labels = np.asarray(getattr(splits, name).labels)
+        if not isinstance(classes, int) or classes < 2 or labels.dtype.kind not in "iu":
+            continue
+        if labels.ndim == 1 and len(labels) and not 0 <= labels.min() <= labels.max() < classes:
+            raise BadInput(
+                f"{splits.source}: the labels of its {name} data go from {labels.min()} to "
+                f"{labels.max()}; the model has {classes} classes, 0 to {classes - 1}"
+            )
+
+
+def tensors(split: Split, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The arrays of a split on the device. Raises BadInput for a split that nothing can learn."""
+    arrays = {**split.inputs, "labels": split.labels}
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray) or not array.flags.writeable:
+            arrays[name] = np.array(array)
+    sizes = {name: len(array) for name, array in arrays.items()}
+    if len(set(sizes.values())) > 1:
+        raise BadInput(f"the recipe's data have different numbers of samples: {sizes}")
+    found = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    labels = found.pop("labels")
+    return list(found.values()), labels
+
+
+# Choose the processor that augments, by timing both, and the threads that make batches.
+
+CPU = torch.device("cpu")
+LIMITING = 0.1  # the share of the time from which on the loader is called the limit
+
+
+@dataclass(frozen=True)
+class Loader:
+    """`batches`, and for the user in `note` where augmentation runs; "" without any.
+
+    `cpu_ms`, `gpu_ms`: a batch made there, where both were timed.
+    """
+
+    batches: Batches
+    note: str = ""
+    cpu_ms: float | None = None
+    gpu_ms: float | None = None
+
+    def figures(self) -> dict[str, Any]:
+        """For the manifest."""
+        found: dict[str, Any] = {"workers": self.batches.workers}
+        if self.batches.augmentation is not None:
+            found["augment_on"] = self.batches.augmentation.device.type
+        times = {"augment_cpu_ms": self.cpu_ms, "augment_gpu_ms": self.gpu_ms}
+        return found | {name: round(ms, 4) for name, ms in times.items() if ms is not None}
+
+    def conclude(self, share: float) -> list[str]:
+        """What a run waited for: `share` of the time went by until its batches were there."""
+        if share < LIMITING:
+            waited = f"the steps waited for data in {share:.1%} of the time"
+        else:
+            more = "more " if self.batches.workers else ""
+            cure = f"{more}`workers` make batches ahead of the steps where cores are free"
+            waited = f"the data loader was the limit: {share:.0%} of the time; {cure}"
+        return [each for each in (self.note, waited) if each]
+
+
+def make_loader(recipe: Recipe, train: Split, settings: Settings, group: Processes) -> Loader:
+    """The batches of a run. Raises BadInput where the recipe has nothing to augment."""
+    options, device, size = settings.options, settings.device, settings.batch_size
+
+    def make(where: torch.device | None) -> Batches:
+        augmentation, workers = None, options.workers or 0
+        if where is not None:
+            augmentation = make_augmentation(recipe, train, where)
+            if where == CPU and options.workers is None:
+                workers = max(1, free_cores(device))
+        return Batches(train, device, size, options.seed, group, augmentation, workers)
+
+    if not settings.augment:
+        return Loader(make(None))
+    if device.type == "cpu":
+        return Loader(make(CPU), "augmentation runs on the CPU, as the training does")
+    if options.augment_on != "auto":
+        where = CPU if options.augment_on == "cpu" else device
+        return Loader(make(where), f"augmentation runs on {where.type}, as `augment_on` says")
+    return _faster(make(CPU), make(device))
+
+
+def _faster(on_cpu: Batches, on_gpu: Batches) -> Loader:
+    """The one that makes batches in less time. Not yet run on a GPU."""
+    cpu_ms = time_batches(on_cpu)
+    try:
+        gpu_ms = time_batches(on_gpu)
+    except OutOfMemory as exc:
+        return Loader(on_cpu, f"augmentation runs on the CPU: {exc.message}", cpu_ms)
+    batches, where, ms, other_ms = on_cpu, "CPU", cpu_ms, gpu_ms
+    if gpu_ms < cpu_ms:
+        batches, where, ms, other_ms = on_gpu, "GPU", gpu_ms, cpu_ms
+    other = f"{other_ms:.3g} ms on the {'CPU' if where == 'GPU' else 'GPU'}"
+    note = f"augmentation runs on the {where}: {ms:.3g} ms per batch against {other}"
+    return Loader(batches, note, cpu_ms, gpu_ms)
+
+
+def time_batches(batches: Batches) -> float:
+    """Milliseconds per batch, after a warm-up; the order of later batches is as before."""
+    state, seconds = batches.shuffle.get_state(), 0.0
+    for _ in range(2):
+        started = time.perf_counter()
+        made = sum(1 for _ in islice(batches, 3 * max(1, batches.workers)))
+        if batches.device.type == "cuda":
+            torch.cuda.synchronize(batches.device)
+        seconds = (time.perf_counter() - started) / made
+    batches.shuffle.set_state(state)
+    return seconds * 1e3
+
+
+def free_cores(device: torch.device) -> int:
+    """Cores that no step computes on, of those that each process of this machine can have."""
+    processes = natural_number(os.environ.get("LOCAL_WORLD_SIZE", "")) or 1
+    used = torch.get_num_threads() if device.type == "cpu" else 1
+    return min(MOST_WORKERS, max(0, usable_cores() // processes - used))
+
+
+# What the recipes that classify images share: scikit-learn's digits as data, and their metric.
+
+_GREATEST = 16.0  # of scikit-learn's pixels
+
+
+def top1_per_sample(outputs: dict[str, np.ndarray], labels: np.ndarray) -> np.ndarray:
+    """1.0 for each sample whose largest logit is the label, else 0.0."""
+    right: np.ndarray = (outputs["logits"].argmax(1) == labels).astype(np.float64)
+    return right
+
+
+def enlarged_digits(side: int, count: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """The first `count` of the 1,797 digits in an order that is the same on every machine.
+
+    Pixels float32 (count, side, side) in 0..1, enlarged linearly from 8x8; labels int64 (count,).
+    """
+    digits = require("sklearn.datasets").load_digits()
+    order = np.random.RandomState(0).permutation(len(digits.images))[:count]  # a stable stream
+    small = (digits.images[order] / _GREATEST).astype(np.float32)
+    resize = _linear(small.shape[1], side)
+    large = np.clip(resize @ small @ resize.T, 0.0, 1.0)
+    return large, digits.target[order].astype(np.int64)
+
+
+def _linear(before: int, after: int) -> np.ndarray:
+    """The matrix (after, before) that resizes an axis, pixel centres aligned."""
+    at = np.clip((np.arange(after) + 0.5) * before / after - 0.5, 0, before - 1)
+    distances = np.abs(at[:, None] - np.arange(before))
+    return np.maximum(0.0, 1.0 - distances).astype(np.float32)
+
+
+def digit_splits(side: int, train: int, calibration: int, test: int) -> Splits:
+    """The digits as grey images uint8 (samples, side, side, 3), for a model of any classes."""
+    pixels, labels = enlarged_digits(side, train + calibration + test)
+    grey = np.round(pixels * 255).astype(np.uint8)[..., None]
+    colour = np.repeat(grey, 3, axis=3)
+    first, second = train, train + calibration
+    return Splits(
+        train=Split({"image": colour[:first]}, labels[:first]),
+        calibration=Split({"image": colour[first:second]}, labels[first:second]),
+        test=Split({"image": colour[second:]}, labels[second:]),
+        source=f"scikit-learn digits, 8x8 enlarged to {side}x{side}",
+        classes=tuple(map(str, range(10))),
+        build_with={"classes": 10},
+    )

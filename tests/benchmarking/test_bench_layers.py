@@ -1,0 +1,325 @@
+"""`bench --layers`: a run of its own after the timed one, whose failure fails nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from deploykit.benchmarking.columns import Entry, open_entry
+from deploykit.benchmarking.layers import measure_layers, name_layers, read_profile
+from deploykit.benchmarking.timing import Setup, Timing, sweep
+from deploykit.cli.main import main
+from deploykit.core.artefact import Artefact
+from deploykit.core.errors import DeploykitError
+from deploykit.engines.data.samples import random_feeds
+from deploykit.engines.engine import Arrays
+from deploykit.engines.onnxruntime.engine import OnnxRuntimeEngine, open_engine
+from deploykit.graph.graph import Graph
+from deploykit.planning.predict import infer
+from deploykit.reporting.layers import LayerTime, LayerTimes
+from deploykit.reporting.points import Point
+from deploykit.reporting.report import read
+from tests.support.onnx_zoo import make, mnist_like, save
+
+pytestmark = pytest.mark.usefixtures("onnxruntime_alone")
+
+
+class Dying(OnnxRuntimeEngine):
+    """Ends its process when it is called in one of its own."""
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        if os.getpid() != self.parent:
+            os._exit(3)
+        return super().__call__(feeds)
+
+    parent = os.getpid()
+
+
+def dying(path: Path, parent: int) -> OnnxRuntimeEngine:
+    engine = Dying(path, "cpu", 1)
+    engine.parent = parent
+    return engine
+
+
+def feeds_of(path: Path, batch: int) -> Arrays:
+    with open_engine(path, "cpu", 1) as engine:
+        return random_feeds(engine.inputs, {"N": batch})
+
+
+def timed(path: Path, *setups: Setup) -> tuple[Entry, list[Point], Callable[[int], Arrays]]:
+    entry = open_entry(Artefact(path), False, lambda _: None)
+    feeds = partial(feeds_of, path)
+    return entry, sweep(setups, [1, 4], Timing(0.0, 0.02, 2), feeds), feeds
+
+
+def named(path: Path, label: str = "m", **more: Any) -> Setup:
+    entry = open_entry(Artefact(path), False, lambda _: None)
+    opener = partial(open_engine, path, "cpu", 1)
+    return Setup(label, opener, threads=1, file=path.name, entry=entry.key, **more)
+
+
+def test_the_layers_of_the_fastest_session_are_timed_with_what_they_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    several = named(path, "several", sessions=2)
+    setups = [several, named(path)]
+    entry, points, feeds = timed(path, *setups)
+    steps: list[str] = []
+    (found,), gaps = measure_layers(
+        [entry], setups, points, feeds, {}, lambda what, _: steps.append(what)
+    )
+    best = max((p for p in points if p.label == "m"), key=lambda p: p.throughput_per_s.value)
+    assert (found.label, found.batch, gaps) == ("m", best.batch, [])
+    assert steps == [f"m, batch {best.batch}: time of each layer"]
+    names = {each.name for each in found.layers}
+    assert {"conv1", "pool1", "conv2", "pool2", "head"} <= names  # the file's, where it fused more
+    assert found.sum_ms == pytest.approx(sum(each.ms for each in found.layers))
+    assert found.count == len(found.layers)
+
+
+def test_a_process_that_dies_under_the_profiler_leaves_the_reason(tmp_path: Path) -> None:
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    good = named(path, "good")
+    bad = replace(good, label="bad", engines=partial(dying, path, os.getpid()))
+    entry, points, feeds = timed(path, good, bad)
+    wanted = [replace(entry, precision=key) for key in ("bad", "fp32", "absent")]
+    bad = replace(bad, entry=wanted[0].key)
+    found, (gap, none) = measure_layers(wanted, [good, bad], points, feeds, {})
+    assert [each.label for each in found] == ["good"]
+    assert none.what == "layers of m.onnx"
+    assert "no column is one session" in none.why
+    assert gap.what == "layers of bad"
+    assert "ended with code 3" in gap.why
+
+
+def test_the_command_shows_the_layers_and_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_main(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["deploykit", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0)
+
+    monkeypatch.chdir(tmp_path)
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    short = ["--batches", "1", "--warmup", "0", "--seconds", "0.1", "-o", "r"]
+    assert run_main("bench", str(path), *short, "--layers") == 0
+    shown = capsys.readouterr().out
+    assert "layer " in shown
+    assert "Conv" in shown
+    assert "add up to" in shown
+    (found,) = read(tmp_path / "r").layers
+    assert found.label == "fp32 CPU"
+    assert "Where the time goes, by layer" in (tmp_path / "r" / "report.html").read_text()
+
+
+def layer(name: str, op: str, ms: float = 2.0) -> LayerTime:
+    return LayerTime(name, op, ms)
+
+
+def test_layers_have_the_names_and_the_operations_of_the_file_s_nodes(tmp_path: Path) -> None:
+    """Of a residual block; the names of layers are those that ONNX Runtime 1.32 made of it."""
+    path = save(residual(), tmp_path / "m.onnx")
+    graph = Graph.open(path)
+    timed = LayerTimes(
+        *("m", 2, "onnxruntime 1.32.0", 8, 9.0, 9.0, 9.0, 6),
+        layers=(
+            layer("c1_nchwc", "Conv"),  # its own output
+            layer("relu_nchwc", "Conv"),  # with Add and Relu
+            layer("conv2_token_3", "QLinearConv"),
+            layer("fused head", "FusedGemm", 0.5),
+            layer("head/MatMulAddFusion", "Gemm", 0.005),  # too short for a rate
+            layer("ReorderOutput", "ReorderOutput"),
+        ),
+    )
+    found = name_layers(timed, infer(graph, 2, {"N": 2}), {"fp32": 1e9, "int8": 2e6})
+    names = ["conv1", "conv2", "conv2", "head", "head", "ReorderOutput"]
+    assert [each.name for each in found.layers] == names
+    conv, head = 2 * 2 * 4 * 8 * 8 * 4 * 9, 2 * 2 * 10 * 4
+    wanted = [conv / 2e6, conv / 2e6, conv / 2e6, head / 0.5e6, None, None]
+    assert [each.gflops for each in found.layers] == [x and pytest.approx(x) for x in wanted]
+    assert [each.precision for each in found.layers[:4]] == ["fp32", "fp32", "int8", "fp32"]
+    assert found.ceilings == {"fp32": 1.0, "int8": pytest.approx(conv / 2e6)}  # it was exceeded
+
+
+def residual() -> onnx.ModelProto:
+    """Two convolutions added, then a Relu, a mean and a Gemm."""
+    weight = np.ones((4, 4, 3, 3), np.float32)
+    weights = {"w1": weight, "w2": weight, "w3": np.ones((4, 10), np.float32)}
+    node = onnx.helper.make_node
+    nodes = [
+        node("Conv", ["x", "w1"], ["c1"], name="conv1", pads=[1] * 4),
+        node("Conv", ["c1", "w2"], ["c2"], name="conv2", pads=[1] * 4),
+        node("Add", ["c1", "c2"], ["sum"], name="add"),
+        node("Relu", ["sum"], ["relu"], name="relu"),
+        node("GlobalAveragePool", ["relu"], ["mean"], name="mean"),
+        node("Flatten", ["mean"], ["flat"], name="flatten"),
+        node("Gemm", ["flat", "w3"], ["y"], name="head"),
+    ]
+    return make(nodes, {"x": ("N", 4, 8, 8)}, {"y": ("N", 10)}, weights)
+
+
+def event(name: bytes, ts: int, dur: int, about: bytes = b"", cat: bytes = b"Node") -> bytes:
+    """As ONNX Runtime writes one."""
+    head = b'{"cat" : "%b","pid" :7,"tid" :7,"dur" :%d,"ts" :%d,"ph" : "X","name" :"'
+    return head % (cat, dur, ts) + name + b'","args" : {' + about + b"}}"
+
+
+def kernel(name: bytes, ts: int, dur: int, number: int = 0) -> bytes:
+    about = b'"op_name" : "%b","node_index" : "%d"' % (name.title(), number)
+    return event(name + b"_kernel_time", ts, dur, about)
+
+
+def call(ts: int, dur: int) -> bytes:
+    return event(b"model_run", ts, dur, cat=b"Session")
+
+
+def written(*events: bytes) -> bytes:
+    return b"[\n" + b",\n".join(events) + b"\n]\n"
+
+
+def test_each_call_has_its_nodes_and_what_is_in_a_loop_is_the_loop_s() -> None:
+    found = read_profile(
+        written(
+            event(b"session_initialization", 0, 50, cat=b"Session"),
+            kernel(b"folded", 10, 5),  # while it was opened
+            call(100, 90),
+            kernel(b"loop", 100, 60),
+            kernel(b"inner", 110, 20),
+            kernel(b"inner", 130, 30),
+            kernel(b"add", 160, 20, 1),
+            kernel(b"add", 180, 0, 2),  # another node of that name
+            call(300, 9),
+            kernel(b"add", 301, 3, 1),
+            kernel(b"add", 400, 4, 1),  # of a call that is not in it as a whole
+        )
+    )
+    assert found == [
+        {("loop", "Loop", "0"): 0.06, ("add", "Add", "1"): 0.02, ("add", "Add", "2"): 0},
+        {("add", "Add", "1"): 0.003},
+    ]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 40, 10_000])
+def test_a_profile_that_was_cut_short_is_refused(cut: int) -> None:
+    whole = written(call(0, 9), kernel(b"add", 1, 3))
+    with pytest.raises(DeploykitError, match="not whole: is the disk of TMPDIR full"):
+        read_profile(whole[:-cut])
+
+
+NAMES = ('say "hi"', "C:\\new\\x", "line\nbreak\ttab", "süß 层", "<b>\x1b[31mred", '","args" : {')
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_read_whether_the_profile_escapes_them_or_not(name: str) -> None:
+    escaped = json.dumps(name)[1:-1].encode()
+    for text in {escaped, name.encode()} - {b"C:\\new\\x"}:  # which an older version leaves open
+        (run,) = read_profile(written(call(0, 9), kernel(text, 1, 3)))
+        assert [key[0] for key in run] == [name]
+
+
+def test_names_of_any_characters_are_those_of_the_file(tmp_path: Path) -> None:
+    nodes = [
+        onnx.helper.make_node("Sin", [f"t{at}"], [f"t{at + 1}"], name=name)
+        for at, name in enumerate(NAMES)
+    ]
+    ends = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["N", 4])
+        for name in ("t0", f"t{len(NAMES)}")
+    ]
+    graph = onnx.helper.make_graph(nodes, "g", ends[:1], ends[1:])
+    path = save(onnx.helper.make_model(graph, ir_version=10), tmp_path / "m.onnx")
+    entry, points, feeds = timed(path, named(path))
+    (found,), gaps = measure_layers([entry], [named(path)], points, feeds, {})
+    assert gaps == []
+    assert {each.name for each in found.layers} == set(NAMES)
+
+
+def test_a_profiled_session_has_the_options_of_the_timed_one(tmp_path: Path) -> None:
+    """A model with its weights in a file of its own, which each session reads anew."""
+    path = tmp_path / "m.onnx"
+    onnx.save(mnist_like(), path, save_as_external_data=True, location="w", size_threshold=0)
+    place = str(tmp_path / "calls")
+    plain = OnnxRuntimeEngine(path, "cpu", 1, spinning=True)
+    with plain, OnnxRuntimeEngine(path, "cpu", 1, spinning=True, profile=place) as profiled:
+        feeds = random_feeds(plain.inputs, {"N": 4})
+        name = plain.outputs[0].name
+        np.testing.assert_array_equal(plain(feeds)[name], profiled(feeds)[name])
+        assert plain.options == profiled.options
+        found = read_profile(Path(profiled.session.end_profiling()).read_bytes())
+    (run,) = found
+    assert {"Conv", "MaxPool"} <= {op for _, op, _ in run}
+    assert not plain.session
+
+
+def full_disk(path: Path) -> OnnxRuntimeEngine:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    return OnnxRuntimeEngine(path, "cpu", 1)
+
+
+def test_a_profile_that_was_not_written_whole_is_a_gap(tmp_path: Path) -> None:
+    """As where the disk is full: ONNX Runtime reports nothing."""
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    good = named(path)
+    entry, points, feeds = timed(path, good)
+    setup = replace(good, engines=partial(full_disk, path))
+    found, (gap,) = measure_layers([entry], [setup], points, feeds, {})
+    assert found == []
+    assert "its profile is not whole: is the disk of TMPDIR full?" in gap.why
+
+
+class Killed(Dying):
+    """Ends as the system ends a process, after it has noted what lies in TMPDIR."""
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        if os.getpid() != self.parent:
+            lies = sorted(each.name for each in Path(tempfile.gettempdir()).iterdir())
+            self.path.with_name("seen").write_text(json.dumps(lies))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(feeds)
+
+
+def killed(path: Path, parent: int) -> OnnxRuntimeEngine:
+    engine = Killed(path, "cpu", 1)
+    engine.parent = parent
+    return engine
+
+
+def test_a_process_that_is_killed_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    good = named(path)
+    entry, points, feeds = timed(path, good)
+    setup = replace(good, engines=partial(killed, path, os.getpid()))
+    found, (gap,) = measure_layers([entry], [setup], points, feeds, {})
+    assert (found, "the system ended it" in gap.why) == ([], True)
+    assert json.loads((tmp_path / "seen").read_text()) == []
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_what_onnx_runtime_cannot_tell_is_a_gap(tmp_path: Path) -> None:
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    entry, points, feeds = timed(path, named(path))
+    for change in ({"device": "cuda:0"}, {"runtime": "openvino 2026.1"}):
+        others = [replace(point, **change) for point in points]
+        found, (gap,) = measure_layers([entry], [named(path)], others, feeds, {})
+        assert (found, gap.why) == ([], "only ONNX Runtime and PyTorch on CPUs report them")

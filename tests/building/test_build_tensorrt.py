@@ -1,0 +1,390 @@
+"""`build` for TensorRT: what is proven of an engine, and what is said where nothing can be.
+
+A stand-in for TensorRT takes the builder's place: no machine here has a GPU. With NVIDIA's own
+parser and builder (`nvidia`) `--check` is run for real.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import deploykit as dk
+from deploykit.building.builder import Shapes, find_builder
+from deploykit.building.tensorrt import prove as build_tensorrt
+from deploykit.building.tensorrt.prove import PlanOptions, prove_plan
+from deploykit.core.artefact import Artefact, read_manifest
+from deploykit.core.files import sha256
+from deploykit.core.machine import Gpu, this_machine
+from deploykit.core.profile import load_profile
+from deploykit.engines.tensorrt.compatibility import Here, rebuild
+from deploykit.quantization.evaluate import QuantizeRequest
+from tests.support.builders.fake_tensorrt import Behaviour
+from tests.support.builders.fake_tensorrt import make as fake_module
+from tests.support.builders.tensorrt_fixtures import (  # noqa: F401
+    Use,
+    cache_fixture,
+    model_fixture,
+    use_fixture,
+)
+from tests.support.runtimes import fake_tensorrt as fake
+from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
+from tests.support.runtimes.modules import replaced
+
+Machine = Callable[..., Any]
+
+
+def layers(kind: str) -> str:
+    """One layer of the node `gemm` that computes in `kind`, as the engine inspector reports it."""
+    tensor = {"Name": "t", "Location": "Device", "Dimensions": [1, 4], "Format/Datatype": kind}
+    layer = {
+        "Name": "gemm",
+        "LayerType": "MatrixMultiply",
+        "Inputs": [tensor],
+        "Outputs": [tensor],
+        "Metadata": "[ONNX Layer: gemm]",
+    }
+    return json.dumps({"Layers": [layer], "Bindings": ["x", "y"]})
+
+
+def built(
+    model: Path,
+    folder: Path,
+    data: Path | None = None,
+    max_drop: float | None = None,
+    **shapes: Any,
+) -> Any:
+    """Build for a target that this machine is not."""
+    stage, l4 = folder / "stage", load_profile("l4")
+    stage.mkdir()
+    request = QuantizeRequest(
+        to="fp32", runtime="tensorrt", target=l4, data=data, max_drop=max_drop
+    )
+    options, source = PlanOptions(l4, Shapes(**shapes), request), Artefact.open(model)
+    plan = find_builder("tensorrt")(source, stage / "m.trt", l4, options.shapes, None)
+    return prove_plan(plan, source, source, stage / "m.trt", folder / "m.trt", options)
+
+
+def test_an_engine_that_cannot_run_here_is_kept_as_unverified(
+    model: Path, tmp_path: Path, use: Use
+) -> None:
+    use(layers=layers("Float"))
+    made = built(model, tmp_path)
+    assert made.path.read_bytes()[1:4] == b"trt"
+    manifest = read_manifest(made.path)
+    assert manifest is not None
+    assert manifest.format == "tensorrt"
+    assert manifest.precision == {"float32": 1}
+    assert manifest.evidence.verified is False
+    assert manifest.built_on["profile"] == "l4"
+    assert manifest.built_on["batch"] == "1,8,32"
+    assert any("not verified" in note for note in made.notes)
+
+
+def test_inspect_shows_an_engine_by_its_manifest(model: Path, tmp_path: Path, use: Use) -> None:
+    use(layers=layers("Float"))
+    found = dk.inspect(built(model, tmp_path).path)
+    assert found.format == "tensorrt"
+    assert found.precision == {"float32": 1}
+    assert found.details["verified"] is False
+    assert found.fits == ("l4",)
+
+
+def test_an_engine_without_a_manifest_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.trt"
+    path.write_bytes(b"ftrt" + bytes(60))
+    with pytest.raises(dk.BadInput, match="without a manifest"):
+        dk.inspect(path)
+
+
+def test_a_plan_that_cannot_be_read_back_is_noted(model: Path, tmp_path: Path, use: Use) -> None:
+    use(layers=None)
+    made = built(model, tmp_path)
+    assert made.manifest.evidence.precision.layers is None
+    assert any("could not be read back" in note for note in made.notes)
+
+
+def test_a_layer_that_runs_wider_than_its_graph_fails_and_is_named(
+    tmp_path: Path, use: Use, model: Path
+) -> None:
+    half = dk.quantize(model, "fp16", tmp_path / "half.onnx").path
+    use(layers=layers("Float"))
+    with pytest.raises(dk.GateFailed, match="gemm") as caught:
+        built(half, tmp_path)
+    assert not (tmp_path / "m.trt").exists()
+    assert caught.value.result.path.name == "m.rejected.trt"
+    assert caught.value.result.manifest.evidence.precision.wider
+
+
+def test_a_layer_in_the_requested_precision_passes(tmp_path: Path, use: Use, model: Path) -> None:
+    half = dk.quantize(model, "fp16", tmp_path / "half.onnx").path
+    use(layers=layers("Half"))
+    made = built(half, tmp_path)
+    assert made.manifest.precision == {"float16": 1}
+    assert made.manifest.evidence.precision.wider == ()
+
+
+def test_shapes_reach_the_builder(model: Path, tmp_path: Path, use: Use) -> None:
+    use(layers=layers("Float"))
+    assert built(model, tmp_path, batch="2,4,64", level=5).manifest.built_on["batch"] == "2,4,64"
+
+
+@pytest.mark.parametrize("batch", ["8,4,1", "x", "1,2", "-1,2,3"])
+def test_an_invalid_batch_range_is_refused(
+    model: Path, tmp_path: Path, use: Use, batch: str
+) -> None:
+    use()
+    with pytest.raises(dk.BadInput, match="`batch`"):
+        built(model, tmp_path, batch=batch)
+
+
+# on a machine with a GPU
+
+
+@pytest.fixture(name="machine")
+def machine_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    folder = tmp_path / "machine"
+    folder.mkdir()
+    with ExitStack() as stack:
+        yield lambda **more: stack.enter_context(gpu_machine(folder, monkeypatch, **more))
+
+
+def test_the_manifest_records_the_engines_facts_and_its_source(
+    machine: Machine, affine_onnx: Path, tmp_path: Path
+) -> None:
+    machine()
+    made = dk.build(affine_onnx, "l4", shapes=Shapes(level=4))
+    built_on = dict(made.manifest.built_on)
+    assert len(built_on.pop("timing_cache_sha256")) == 64
+    assert built_on == {
+        "tensorrt": "10.13.3.9",
+        "cuda": "13.0",
+        "driver": "580.65.06",
+        "gpu": "NVIDIA L4",
+        "compute_capability": "8.9",
+        "sm_count": "58",
+        "flavour": "tensorrt",
+        "profile": "l4",
+        "batch": "1,8,32",
+        "optimization_level": "4",
+        "workspace_bytes": str(6 << 30),
+        "typing": "strong",
+        "architecture": platform.machine(),
+        "model": "affine.onnx",
+        "onnx_sha256": sha256(affine_onnx),
+        "precision": "fp32",
+    }
+    assert made.manifest.made_from == (sha256(affine_onnx),)
+    assert made.manifest.evidence.golden.file == "affine.trt.golden.npz"
+    assert (tmp_path / "affine.trt.golden.npz").exists()
+
+
+def test_a_second_build_notes_that_it_used_the_timing_cache(
+    machine: Machine, affine_onnx: Path
+) -> None:
+    machine()
+    first = dk.build(affine_onnx, "l4").manifest.built_on
+    second = dk.build(affine_onnx, "l4").manifest.built_on
+    assert second["timing_cache_read_sha256"] == first["timing_cache_sha256"]
+
+
+def test_the_precision_is_in_the_manifest_and_in_the_rebuild_command(
+    machine: Machine, affine_onnx: Path, tmp_path: Path
+) -> None:
+    machine(content=plan(layers=LAYERS.replace("Float", "Half")))
+    made = dk.build(affine_onnx, "l4", precision="fp16")
+    manifest = made.manifest
+    assert manifest.built_on["precision"] == "fp16"
+    assert manifest.built_on["model"] == "affine.onnx"
+    assert manifest.made_from == (sha256(affine_onnx), manifest.built_on["onnx_sha256"])
+    assert manifest.evidence.source_graph.quantize.to == "fp16"
+    assert manifest.evidence.source_graph.accuracy.passed is True
+    here = Here("10.13.3.9", "NVIDIA L4", "8.9", 58, "580.65.06", "13.0")
+    assert rebuild(made.path, manifest, here) == (
+        f"deploykit build affine.onnx --profile l4 --precision fp16 --batch 1,8,32 -o {made.path}"
+    )
+
+
+def test_the_share_of_time_in_each_precision_is_measured(
+    machine: Machine, affine_onnx: Path
+) -> None:
+    """Two layers, one of which takes three times as long."""
+    first = json.loads(LAYERS)["Layers"][0]
+    half = [{"Name": "t", "Format/Datatype": "Half"}]
+    other = {**first, "Name": "other", "Inputs": half, "Outputs": half, "ms": 3.0}
+    machine(content=plan(layers=json.dumps({"Layers": [first, other]})))
+    read = dk.build(affine_onnx, "l4").evidence.precision
+    assert read.shares == {"float16": 0.5, "float32": 0.5}
+    assert read.time_shares == {"float16": 0.75, "float32": 0.25}
+
+
+# a file that deploykit wrote has names for all nodes
+NAMED = LAYERS.replace("node_of_m + node_of_y", "Mul_0 + Add_1")
+
+
+def test_types_are_read_at_the_usual_sizes(machine: Machine, affine_onnx: Path) -> None:
+    """Asked without a context that has its shapes, TensorRT tells no type of a dynamic engine."""
+    machine(content=plan(layers=NAMED.replace("Float", "Half")))
+    made = dk.build(affine_onnx, "l4", precision="fp16")
+    assert made.manifest.precision == {"float16": 1}
+    assert made.evidence.precision.seen == 1.0
+    machine(content=plan(layers=NAMED))
+    with pytest.raises(dk.GateFailed, match="'Mul_0' was requested in float16"):
+        dk.build(affine_onnx, "l4", precision="fp16", force=True)
+
+
+def test_an_engine_of_unknown_types_is_not_verified(machine: Machine, affine_onnx: Path) -> None:
+    machine(content=plan(layers=NAMED.replace("Float", "N/A due to dynamic shapes")))
+    made = dk.build(affine_onnx, "l4", precision="fp16")
+    assert made.manifest.precision == {"float16": 2}  # as the graph has it
+    assert made.manifest.evidence.verified is False
+    assert made.notes[-1] == ("not verified: it is not known what 100.0% of the operations run in")
+
+
+@pytest.mark.parametrize("allow_wider", [False, True])
+def test_wider_layers_are_accepted_on_request(
+    machine: Machine, affine_onnx: Path, allow_wider: bool
+) -> None:
+    first = json.loads(LAYERS)["Layers"][0]
+    half = [{"Name": "t", "Format/Datatype": "Half"}]
+    layers = [{**first, "Name": "Mul_0"}]
+    layers += [{**first, "Name": "Add_1", "Inputs": half, "Outputs": half}]
+    machine(content=plan(layers=json.dumps({"Layers": layers})))
+    shapes = Shapes(allow_wider=allow_wider)
+    if not allow_wider:
+        with pytest.raises(dk.GateFailed, match=r"50\.0% of the operations run wider") as caught:
+            dk.build(affine_onnx, "l4", precision="fp16", shapes=shapes)
+        assert "`allow_wider`" in caught.value.hint
+        return
+    made = dk.build(affine_onnx, "l4", precision="fp16", shapes=shapes)
+    assert made.manifest.evidence.verified is True
+    assert "'Mul_0' was requested in float16 and runs in float32" in made.notes[-1]
+
+
+def test_sizes_are_compared_within_what_the_engine_takes(
+    machine: Machine, affine_onnx: Path
+) -> None:
+    machine(content=plan((4, 8, 16), layers=LAYERS))
+    made = dk.build(affine_onnx, "l4", shapes=Shapes(batch="4,8,16"))
+    assert made.parity is not None
+    assert [row.batch for row in made.parity.rows] == [4, 7, 16]
+    assert made.manifest.evidence.verified is True
+
+
+def test_an_engine_whose_outputs_differ_is_rejected(machine: Machine, affine_onnx: Path) -> None:
+    machine(content=plan(layers=LAYERS, off=1.0))
+    with pytest.raises(
+        dk.GateFailed, match=r"against affine\.onnx: output 'y' at batch \d+: error"
+    ) as caught:
+        dk.build(affine_onnx, "l4")
+    assert caught.value.result.path.name == "affine.rejected.trt"
+    assert not affine_onnx.with_suffix(".trt").exists()
+    kept = read_manifest(caught.value.result.path)
+    assert kept is not None
+    assert kept.evidence.verified is False
+    assert kept.evidence.golden.file == "affine.rejected.trt.golden.npz"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"timing_cache": "affine.onnx"},
+        {"timing_cache": "link.cache"},
+        {"timing_cache": "affine.trt"},
+        {"timing_cache": "test.npz"},
+        {"timing_cache": "affine.rejected.trt"},
+        {"timing_cache": "other.onnx"},
+        {"timing_cache": "affine.so", "plugins": ["affine.so"]},
+    ],
+    ids=["model", "link", "out", "data", "rejected", "another-model", "plugin"],
+)
+def test_a_timing_cache_replaces_no_file_of_the_command(
+    machine: Machine, affine_onnx: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    machine()
+    monkeypatch.chdir(affine_onnx.parent)
+    Path("link.cache").symlink_to("affine.onnx")
+    Path("other.onnx").write_bytes(affine_onnx.read_bytes())
+    Path("affine.so").write_bytes(b"code")
+    np.savez("test.npz", x=np.zeros((4, 4), np.float32), y=np.zeros(4, np.int64))
+    before = {file.name: file.read_bytes() for file in Path().iterdir() if file.is_file()}
+    with pytest.raises(dk.BadInput, match="timing_cache"):
+        dk.build(affine_onnx, "l4", data="test.npz", shapes=Shapes(**options))
+    assert before == {file.name: file.read_bytes() for file in Path().iterdir() if file.is_file()}
+
+
+def test_an_engine_replaces_no_plugin_that_it_needs(
+    machine: Machine, affine_onnx: Path, tmp_path: Path
+) -> None:
+    machine()
+    library = tmp_path / "affine.engine"
+    library.write_bytes(b"code")
+    with pytest.raises(dk.BadInput, match="is an input of this command"):
+        dk.build(affine_onnx, "l4", out=library, force=True, shapes=Shapes(plugins=[library]))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("other", [-1, 4]), ("x", [-1, 4, 4])], ids=["name", "rank"]
+)
+def test_an_engine_of_other_inputs_is_refused(
+    machine: Machine, affine_onnx: Path, name: str, shape: list[int]
+) -> None:
+    sizes = [[n, *shape[1:]] for n in (1, 8, 32)]
+    tensors = fake.tensor(name, "INPUT", shape), fake.tensor("y", "OUTPUT", shape)
+    machine(content=fake.plan_bytes(tensors, [{name: sizes}], layers=LAYERS))
+    with pytest.raises(dk.BadInput, match=r"affine\.onnx"):
+        dk.build(affine_onnx, "l4")
+
+
+@pytest.mark.parametrize(("off", "passes"), [(0.0, True), (0.009, False)])
+def test_the_engines_accuracy_is_gated_on_labelled_data(
+    machine: Machine, affine_onnx: Path, tmp_path: Path, off: float, passes: bool
+) -> None:
+    """Rows whose first value leads by less than `off` get another answer."""
+    machine(content=plan(layers=LAYERS, off=[0.0, off, 0.0, 0.0]))
+    x = np.zeros((400, 4), np.float32)
+    x[:, 0] = 0.001
+    data = tmp_path / "test.npz"
+    np.savez(data, x=x, labels=np.zeros(400, np.int64))
+    build = functools.partial(built, affine_onnx, tmp_path, data=data, max_drop=0.02)
+    if passes:
+        assert build().manifest.evidence.accuracy.passed is True
+    else:
+        with pytest.raises(dk.GateFailed) as caught:
+            build()
+        assert caught.value.result.manifest.evidence.accuracy.passed is False
+        assert caught.value.result.manifest.evidence.parity.passed is True
+
+
+def test_the_workspace_fits_the_free_memory_of_a_shared_gpu(
+    machine: Machine, affine_onnx: Path
+) -> None:
+    does = machine()
+    does.seen["cuda"].total_bytes = 200 << 20
+    made = dk.build(affine_onnx, "l4")
+    assert does.seen["WORKSPACE"] < 200 << 20
+    assert any("as free memory is short" in note for note in made.notes)
+
+
+def test_a_jetson_is_recognised_by_its_board_not_by_its_gpu_name(
+    monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    gpu = Gpu("Orin (nvgpu)", None, "540.4.0", "8.7")
+    nano = replace(this_machine(), gpus=(gpu,), board_ids=("nvidia,p3767-0005", "nvidia,tegra234"))
+    monkeypatch.setattr(build_tensorrt, "this_machine", lambda: nano)
+    with pytest.raises(dk.Unsupported, match="profile 'jetson-orin-nx-16gb' is not this machine"):
+        build_tensorrt.check_here(load_profile("jetson-orin-nx-16gb"), Artefact(model))
+    with replaced("tensorrt", fake_module(Behaviour())):
+        build_tensorrt.check_here(load_profile("jetson-orin-nano-8gb"), Artefact(model))
+        without_smi = replace(nano, gpus=(), board="Jetson Orin Nano", l4t="36.4.3")
+        monkeypatch.setattr(build_tensorrt, "this_machine", lambda: without_smi)
+        build_tensorrt.check_here(load_profile("jetson-orin-nano-8gb"), Artefact(model))

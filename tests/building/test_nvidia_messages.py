@@ -1,0 +1,112 @@
+"""What NVIDIA's parser and builder answer, as our messages; the log lines come from real runs.
+
+Nothing here needs TensorRT.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from deploykit.building.tensorrt import module
+from deploykit.building.tensorrt.module import (
+    ParserError,
+    Reason,
+    build_refusal,
+    error_of,
+    first_sentence,
+    parser_refusal,
+    refuses_strong_typing,
+)
+from deploykit.core.errors import BadInput, Unsupported
+
+NO_DRIVER = "[x.cpp::f::1] Error Code 1: Cuda Runtime (In f at x.cpp:2 (cudaError 35: no driver))"
+CANNOT = (
+    "IBuilder::buildSerializedNetwork: Error Code 4: API Usage Error (Network must have at least "
+    "one output In validate at /_src/optimizer/api/network.cpp:4023)"
+)
+
+
+def test_a_log_line_loses_its_function_code_and_position() -> None:
+    assert first_sentence(CANNOT) == "Network must have at least one output"
+
+
+def test_lines_about_the_missing_driver_are_not_the_reason() -> None:
+    assert build_refusal([NO_DRIVER, CANNOT]).text == "Network must have at least one output"
+    assert build_refusal([NO_DRIVER]).text == "no NVIDIA driver on this machine"
+    assert "no reason" in build_refusal([]).text
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("Tactic Selection: no tactics to implement within workspace limit.", "workspace"),
+        ("Unable to load library: libnvinfer_lean.so.1: cannot open", "lean runtime"),
+        ("[resizingAllocator.cpp] Error Code 1: Cuda Runtime (out of memory)", "out of memory"),
+        ("Requested amount of GPU memory (5 bytes) could not be allocated", "out of memory"),
+        ("Compute capability is invalid or not supported", "compute capability"),
+    ],
+)
+def test_known_build_failures_get_an_explanation(line: str, words: str) -> None:
+    assert words in build_refusal([line]).text
+
+
+def test_a_parser_error_without_a_message_names_the_operator() -> None:
+    error = ParserError("UNSUPPORTED_NODE", "Det", "det", "false")
+    assert parser_refusal(error).text == "operator Det 'det' is not supported by TensorRT"
+
+
+def test_a_missing_data_file_is_named_from_the_log() -> None:
+    error = ParserError("INVALID_GRAPH", "", "", "Failed to import initializer: In node -1")
+    found = parser_refusal(error, ["WeightsContext.cpp:203: Failed to open file: /m/w.data"])
+    assert found.text == "its weights cannot be read: /m/w.data"
+    assert found.damaged
+
+
+def test_an_operator_that_needs_a_plugin_is_explained() -> None:
+    text = "NonZero plugin creator version 1 was not found in plugin registry."
+    error = ParserError("UNSUPPORTED_NODE", "NonZero", "nz", f"Assertion failed: creator: {text}")
+    assert parser_refusal(error).text == (
+        "NonZero 'nz' needs a plugin that this TensorRT does not have"
+    )
+
+
+def test_types_that_disagree_are_named() -> None:
+    text = "IConvolutionLayer input and kernel must be of same type. input type is BFloat16 but "
+    error = ParserError("INVALID_NODE", "Conv", "c", text + "kernel is of type Float.")
+    assert parser_refusal(error).text == "Conv 'c' mixes the types BFloat16 and Float"
+
+
+def test_every_refusal_is_in_the_one_line() -> None:
+    error = error_of("m.onnx", [Reason("no Det", "hint"), Reason("no Unique")])
+    assert isinstance(error, Unsupported)
+    assert (error.message, error.hint) == ("m.onnx: no Det; no Unique", "hint")
+    assert isinstance(error_of("m.onnx", [Reason("cut", damaged=True)]), BadInput)
+
+
+@pytest.mark.parametrize(
+    ("line", "blames"),
+    [
+        ("conv: could not find any supported formats consistent with input/output types", True),
+        ("Strongly typed networks do not support this layer", True),
+        ("kSTRONGLY_TYPED is not supported here", True),
+        ("no tactics within workspace limit", False),
+        ("must have same input types. But they are of types Half and Float", False),
+    ],
+)
+def test_only_strong_typing_errors_count_as_such(line: str, blames: bool) -> None:
+    assert refuses_strong_typing([NO_DRIVER, line]) is blames
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("10.3.0", (10, 3)), ("11.4.0.106", (11, 4)), ("10.0.1", (10, 0))],
+)
+def test_a_version_is_read(text: str, numbers: tuple[int, int]) -> None:
+    assert module.version(SimpleNamespace(__version__=text)) == numbers
+
+
+def test_a_member_that_is_not_there_names_what_needs_it() -> None:
+    with pytest.raises(Unsupported, match=r"statistics: needs a newer TensorRT.*get_engine_stat"):
+        module.member(object(), "get_engine_stat", "statistics")

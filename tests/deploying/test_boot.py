@@ -1,0 +1,348 @@
+"""`deploykit boot`: which engine serves after updates, failures, damage and kills at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import deploykit as dk
+from deploykit.core.errors import OutOfMemory
+from deploykit.deploying.boot import boot_until_stopped
+from deploykit.deploying.slots import EngineCache
+from tests.support.boots import boot, copying, failing
+from tests.support.bundles import proven_model
+from tests.support.campaign import rounds
+
+pytest.importorskip("onnxruntime")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Bundles `old` and `new` of one name, and the engine that a build of either would give."""
+    folder = tmp_path_factory.mktemp("made")
+    model = proven_model(folder / "tiny.onnx")
+    dk.bundle(model, "cpu", out=folder / "old")
+    dk.bundle(model, "cpu", out=folder / "new", batch="1,2,4")  # of the key, too
+    dk.bundle(model, "cpu", out=folder / "another", name="another")
+    boot(folder / "old", folder / "cache")
+    (slot,) = (folder / "cache").glob("a-*")
+    (slot / "slot.json").unlink()
+    slot.rename(folder / "engine")
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def run(made: Path) -> Callable[..., Any]:
+    return copying(made / "engine")
+
+
+def test_the_first_start_builds_and_later_ones_use_the_cache(made: Path, cache: Path) -> None:
+    first = boot(made / "old", cache)
+    assert (first.source, first.slot[0]) == ("build", "a")
+    again = boot(made / "old", cache, failing(AssertionError("built again")))
+    assert (again.source, again.slot) == ("cache", first.slot)
+
+
+def test_an_update_is_built_into_the_other_slot(made: Path, cache: Path, run: Any) -> None:
+    boot(made / "old", cache, run)
+    second = boot(made / "new", cache, run)
+    assert (second.source, second.slot[0]) == ("build", "b")
+    assert "batch 1,8,32 -> 1,2,4" in second.why
+    back = boot(made / "old", cache, run)
+    assert (back.source, back.slot[0]) == ("cache", "a")
+
+
+@pytest.mark.parametrize(
+    "error", [dk.GateFailed("differs"), OutOfMemory("killed"), dk.BadInput("refused")]
+)
+def test_a_failed_engine_leaves_the_old_one_serving(
+    made: Path, cache: Path, run: Any, error: dk.DeploykitError, caplog: pytest.LogCaptureFixture
+) -> None:
+    boot(made / "old", cache, run)
+    for _ in range(2):  # the second time without a build
+        served = boot(made / "new", cache, failing(error))
+        assert (served.source, served.slot[0], served.why) == ("previous", "a", error.message)
+    assert "SERVING THE PREVIOUS ENGINE" in caplog.text
+    assert boot(made / "new", cache, run, retry=True).source == "build"
+
+
+def test_without_an_old_engine_the_error_is_the_builds(made: Path, cache: Path) -> None:
+    for _ in range(5):
+        with pytest.raises(dk.GateFailed, match="differs"):
+            boot(made / "old", cache, failing(dk.GateFailed("differs")))
+
+
+def test_a_rollback_stays_until_it_is_taken_back(made: Path, cache: Path, run: Any) -> None:
+    boot(made / "old", cache, run)
+    with pytest.raises(dk.BadInput, match="no earlier engine"):
+        boot(made / "old", cache, run, rollback=True)
+    boot(made / "new", cache, run)
+    never = failing(AssertionError("built again"))
+    for options in ({"rollback": True}, {}, {"rollback": True}):
+        served = boot(made / "new", cache, never, **options)
+        assert (served.source, served.slot[0], served.why) == ("previous", "a", "rolled back")
+    back = boot(made / "new", cache, never, retry=True)
+    assert (back.source, back.slot[0]) == ("cache", "b")
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny.onnx", "tiny.onnx.json", "tiny.onnx.golden.npz", "slot.json"]
+)
+def test_a_damaged_engine_is_built_again(made: Path, cache: Path, run: Any, name: str) -> None:
+    first = boot(made / "old", cache, run)
+    file = cache / first.slot / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    again = boot(made / "old", cache, run)
+    assert again.source == "build"
+    assert again.slot[0] == ("a" if name == "slot.json" else "b") or again.slot != first.slot
+    assert boot(made / "old", cache, failing(AssertionError())).source == "cache"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"cache": 1, "tries": "x"}', '{"cache": 2}'])
+def test_a_damaged_state_loses_no_engine(made: Path, cache: Path, run: Any, content: str) -> None:
+    boot(made / "old", cache, run)
+    (cache / "state.json").write_text(content)
+    assert boot(made / "old", cache, failing(AssertionError())).source == "cache"
+
+
+def test_a_cache_belongs_to_one_model(made: Path, cache: Path, run: Any) -> None:
+    boot(made / "old", cache, run)
+    with pytest.raises(dk.BadInput, match="is the cache of 'tiny', not of 'another'"):
+        boot(made / "another", cache, run)
+
+
+def test_a_tampered_bundle_is_refused_whichever_file_it_is(
+    made: Path, cache: Path, run: Any, tmp_path: Path
+) -> None:
+    boot(made / "old", cache, run)
+    before = {path: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
+    files = [path.relative_to(made / "old") for path in (made / "old").rglob("*") if path.is_file()]
+    assert len(files) >= 5
+    for number, name in enumerate(files):
+        copy = tmp_path / str(number)
+        shutil.copytree(made / "old", copy)
+        content = bytearray((copy / name).read_bytes())
+        content[number * 7919 % len(content)] ^= 1
+        (copy / name).write_bytes(content)
+        with pytest.raises(dk.BadInput):
+            boot(copy, cache, run)
+    assert before == {path: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("docker", "as a folder"), ("kserve", "as a folder"), ("triton", "does not start by itself")],
+)
+def test_bundles_for_another_server_are_refused(
+    made: Path, tmp_path: Path, kind: str, says: str
+) -> None:
+    """The others get as far as the cache, which is a file here."""
+    dk.bundle(made / "tiny.onnx", "cpu", out=tmp_path / "bundle", to=kind)
+    with pytest.raises(dk.BadInput, match=says):
+        boot_until_stopped(tmp_path / "bundle", made / "tiny.onnx")
+
+
+def test_a_cache_inside_the_bundle_is_refused(made: Path, tmp_path: Path) -> None:
+    """Its files would make the next start refuse the bundle."""
+    shutil.copytree(made / "old", tmp_path / "bundle")
+    (tmp_path / "link").symlink_to("bundle")
+    for cache in ("bundle", "bundle/cache", "link/cache", "bundle/../bundle/x"):
+        with pytest.raises(dk.BadInput, match="is inside the bundle"):
+            boot_until_stopped(tmp_path / "bundle", tmp_path / cache)
+    assert not (tmp_path / "bundle" / "cache").exists()
+
+
+def test_an_image_needs_the_models_files_alone(
+    made: Path, cache: Path, run: Any, tmp_path: Path
+) -> None:
+    image = tmp_path / "image"
+    image.mkdir()
+    for name in ("bundle.json", "SHA256SUMS"):
+        shutil.copyfile(made / "old" / name, image / name)
+    with pytest.raises(dk.BadInput, match="is missing from this bundle"):
+        boot(image, cache, run)
+    shutil.copytree(made / "old" / "model", image / "model")
+    assert boot(image, cache, run).source == "build"
+
+
+def test_a_cache_without_write_access_still_serves(
+    made: Path, cache: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boot(made / "old", cache, run)
+    (cache / "state.json").unlink()  # so that there is something to save
+
+    real = os.open
+
+    def read_only(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if str(path).startswith(str(cache)) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", read_only)
+    assert boot(made / "old", cache, failing(AssertionError())).source == "cache"
+    (cache / "lock").unlink()  # nor has the copy of a cache one
+    assert boot(made / "old", cache, failing(AssertionError())).source == "cache"
+    with pytest.raises(dk.BadInput, match="Read-only file system"):
+        boot(made / "old", cache / "fresh", run)
+
+
+# Every file operation of a start is a place where it may be killed, or fail
+
+STRIDE = rounds(6, 1)
+OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
+
+
+class Operations:
+    """Counts what touches `folder`, and calls `act` at operation number `at`."""
+
+    def __init__(self) -> None:
+        self.folder, self.at, self.act = "", -1, lambda: None
+        self.count = 0
+        sys.addaudithook(self)
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.folder or event not in OPERATIONS or not isinstance(arguments[0], (str, Path)):
+            return
+        if str(arguments[0]).startswith(self.folder):
+            self.count += 1
+            if self.count == self.at:
+                self.act()
+
+
+@pytest.fixture(scope="module")
+def operations() -> Operations:
+    return Operations()  # a hook cannot be removed: one for all tests, and idle between them
+
+
+def in_a_fork(work: Callable[[], None]) -> int:
+    """How a forked process ended that did `work`: 0, or the negative number of a signal."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def lose_unsynced(folder: Path, synced: set[int]) -> None:
+    """Empty what was written and not synced, as a power cut may."""
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name != "lock" and path.stat().st_ino not in synced:
+            path.write_bytes(b"")
+
+
+def track_syncs(folder: Path) -> set[int]:
+    """The inodes below `folder` that are on the disk: those there now, and what is synced later."""
+    synced, real = {path.stat().st_ino for path in folder.rglob("*")}, os.fsync
+
+    def fsync(handle: int) -> None:
+        real(handle)
+        synced.add(os.fstat(handle).st_ino)
+
+    os.fsync = fsync
+    return synced
+
+
+def test_an_engine_that_became_ready_survives_a_power_cut(
+    made: Path, cache: Path, run: Any
+) -> None:
+    def start() -> None:
+        synced = track_syncs(cache)
+        boot(made / "old", cache, run)
+        assert {cache.stat().st_ino, *(each.stat().st_ino for each in cache.glob("a-*"))} <= synced
+        lose_unsynced(cache, synced)
+
+    assert in_a_fork(start) == 0
+    assert boot(made / "old", cache, failing(AssertionError("lost"))).source == "cache"
+
+
+@pytest.mark.parametrize("power_cut", [False, True], ids=["kill", "power cut"])
+@pytest.mark.parametrize("update", [False, True], ids=["first start", "update"])
+def test_a_start_that_is_killed_at_any_operation_is_recovered_from(
+    made: Path,
+    cache: Path,
+    run: Any,
+    tmp_path: Path,
+    operations: Operations,
+    update: bool,
+    power_cut: bool,
+) -> None:
+    if update:
+        boot(made / "old", cache, run)
+    else:
+        cache.mkdir()
+    pristine, bundle, at, ended = tmp_path / "pristine", made / ("new" if update else "old"), 0, -9
+    cache.rename(pristine)
+    while ended:
+        at += STRIDE
+        shutil.copytree(pristine, cache)
+
+        def start() -> None:
+            synced = track_syncs(cache)
+
+            def die() -> None:
+                operations.folder = ""
+                if power_cut:
+                    lose_unsynced(cache, synced)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            operations.folder, operations.count = str(cache), 0
+            operations.at, operations.act = at, die  # noqa: B023 - called in this round
+            boot(bundle, cache, run)
+
+        ended = in_a_fork(start)
+        assert ended in (0, -signal.SIGKILL)
+        if update:  # whatever happened, the old engine is whole
+            old = boot(made / "old", cache, failing(AssertionError("lost")))
+            assert old.source == "cache"
+        served = boot(bundle, cache, run)
+        assert served.source in ("build", "cache")
+        assert EngineCache(cache).check(served.slot).is_file()
+        assert json.loads((cache / "state.json").read_text())["active"] == served.slot
+        assert not list(cache.rglob(".*"))
+        shutil.rmtree(cache)
+    assert at > 20
+
+
+def test_an_operation_that_fails_is_an_error_that_damages_nothing(
+    made: Path, cache: Path, run: Any, tmp_path: Path, operations: Operations
+) -> None:
+    boot(made / "old", cache, run)
+    pristine, at, over = tmp_path / "pristine", 0, False
+    cache.rename(pristine)
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(cache))
+
+    while not over:
+        at += STRIDE
+        shutil.copytree(pristine, cache)
+        operations.folder, operations.count = str(cache), 0
+        operations.at, operations.act = at, fail
+        with contextlib.suppress(dk.BadInput, dk.Unsupported):
+            assert boot(made / "new", cache, run).source in ("build", "previous")
+        over = operations.count < at
+        operations.folder = ""
+        assert boot(made / "old", cache, failing(AssertionError("lost"))).source == "cache"
+        shutil.rmtree(cache)
+    assert at > 20

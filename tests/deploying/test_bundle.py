@@ -1,0 +1,195 @@
+"""`deploykit bundle`: what is refused, what is written, and that it is the same each time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper
+
+import deploykit as dk
+from deploykit.evaluation.bundle_folder import read_bundle, verify
+from tests.support.bundles import proven_model
+from tests.support.onnx_zoo import linear, make, save
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def relu(*shape: int | str) -> onnx.ModelProto:
+    return make([helper.make_node("Relu", ["x"], ["y"])], {"x": shape}, {"y": shape}, {})
+
+
+def quantized() -> onnx.ModelProto:
+    """An INT8 pair before a Relu."""
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "scale", "zero"], ["q"]),
+        helper.make_node("DequantizeLinear", ["q", "scale", "zero"], ["d"]),
+        helper.make_node("Relu", ["d"], ["y"]),
+    ]
+    values = {"scale": np.float32(0.1), "zero": np.int8(0)}
+    return make(nodes, {"x": ("N", 4)}, {"y": ("N", 4)}, values)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("onnxruntime")
+    return proven_model(tmp_path_factory.mktemp("model") / "tiny.onnx")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def test_a_bundle_passes_its_own_check_and_holds_the_proven_model(
+    model: Path, tmp_path: Path
+) -> None:
+    made = dk.bundle(model, "cpu", out=tmp_path / "out")
+    assert verify(tmp_path / "out") == made.bundle == read_bundle(tmp_path / "out")
+    assert dk.compare(tmp_path / "out" / made.bundle.model).parity.passed
+
+
+def test_the_same_inputs_give_the_same_bytes(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    for folder in "ab":
+        dk.bundle(model, "cpu", out=tmp_path / folder / "out", tar=True)
+    assert content(tmp_path / "a") == content(tmp_path / "b")
+
+
+def test_a_model_of_another_tool_gets_a_manifest_and_golden_samples(tmp_path: Path) -> None:
+    made = dk.bundle(save(linear(), tmp_path / "m.onnx"), "cpu", out=tmp_path / "out")
+    assert "on random inputs" in made.notes[0]
+    assert dk.compare(tmp_path / "out" / made.bundle.model).parity.passed
+    assert [path.name for path in tmp_path.iterdir() if path.name != "out"] == ["m.onnx"]
+
+
+def test_samples_that_are_given_take_the_place_of_recorded_ones(
+    model: Path, tmp_path: Path
+) -> None:
+    given = np.full((9, 4), 0.25, np.float32)
+    np.savez(tmp_path / "real.npz", x=given)
+    made = dk.bundle(model, "cpu", out=tmp_path / "out", samples=tmp_path / "real.npz")
+    kept = Path(f"{tmp_path / 'out' / made.bundle.model}.golden.npz")
+    with np.load(kept) as arrays:
+        assert (arrays["inputs/x"] == given[:4]).all()
+
+
+def test_an_int8_model_without_samples_needs_real_ones(tmp_path: Path) -> None:
+    path = save(quantized(), tmp_path / "m.onnx")
+    with pytest.raises(dk.BadInput, match="random inputs say too little of int8") as found:
+        dk.bundle(path, "l4", out=tmp_path / "out")
+    assert "`samples`" in str(found.value.hint)
+
+
+def test_a_dynamic_axis_needs_its_sizes_for_tensorrt(tmp_path: Path) -> None:
+    path = proven_model(tmp_path / "m.onnx", relu("N", "T", 4))
+    with pytest.raises(dk.BadInput, match="'T', is dynamic and has no range"):
+        dk.bundle(path, "l4", out=tmp_path / "out")
+    made = dk.bundle(path, "l4", out=tmp_path / "out", axes=["T=1,8,16"])
+    assert made.bundle.axes == ("T=1,8,16",)
+    with pytest.raises(dk.BadInput, match="`axes` has no effect"):
+        dk.bundle(path, "cpu", out=tmp_path / "out", axes=["T=1,8,16"])
+
+
+def test_a_profile_that_the_device_does_not_have_is_refused(model: Path, tmp_path: Path) -> None:
+    shutil.copyfile(ROOT / "profiles" / "l4.toml", tmp_path / "mine.toml")
+    with pytest.raises(dk.BadInput, match="the device knows only deploykit's own profiles"):
+        dk.bundle(model, str(tmp_path / "mine.toml"), out=tmp_path / "out")
+
+
+def test_an_engine_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "m.trt").write_bytes(b"ftrt" + bytes(64))
+    with pytest.raises(dk.BadInput, match="belongs to the device that built it"):
+        dk.bundle(tmp_path / "m.trt", "l4", out=tmp_path / "out")
+
+
+def test_a_changed_bundle_is_replaced_only_with_force(model: Path, tmp_path: Path) -> None:
+    dk.bundle(model, "cpu", out=tmp_path / "out")
+    dk.bundle(model, "cpu", out=tmp_path / "out")  # nobody changed it
+    (tmp_path / "out" / "notes").touch()
+    with pytest.raises(dk.BadInput, match="notes: is not a file of this bundle"):
+        dk.bundle(model, "cpu", out=tmp_path / "out")
+    dk.bundle(model, "cpu", out=tmp_path / "out", force=True)
+    verify(tmp_path / "out")
+
+
+def test_a_folder_that_is_not_a_bundle_is_never_replaced(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+    with pytest.raises(dk.BadInput, match="no bundle"):
+        dk.bundle(model, "cpu", out=tmp_path, force=True)
+    with pytest.raises(dk.BadInput, match="is an input"):
+        dk.bundle(model, "cpu", out=model.parent, force=True)
+
+
+@pytest.mark.parametrize("name", ["../x", "a b", "-x", ".x", "", "$(id)", "x" * 64, "é"])
+def test_a_name_that_no_server_takes_is_refused(name: str, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(dk.BadInput, match="`name`"):
+        dk.bundle(model, "cpu", out=tmp_path / "out", name=name)
+
+
+def test_a_files_name_becomes_one_that_a_server_takes(tmp_path: Path) -> None:
+    path = proven_model(tmp_path / "-my model (2).onnx")
+    assert dk.bundle(path, "cpu", out=tmp_path / "out").bundle.name == "my-model-2"
+
+
+def test_a_precision_that_the_target_lacks_is_refused(model: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(model.parent, tmp_path / "in")) / model.name
+    manifest = path.with_name(f"{path.name}.json")
+    manifest.write_text(manifest.read_text().replace('"float32":', '"bfloat16":'))
+    with pytest.raises(dk.BadInput, match="bf16, which profile 't4' lacks"):
+        dk.bundle(path, "t4", out=tmp_path / "out")
+
+
+def test_weights_in_a_second_file_are_copied_under_the_new_name(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    proven_model(path, external=True)
+    made = dk.bundle(path, "cpu", out=tmp_path / "out", name="other")
+    assert (tmp_path / "out" / "model" / "other.onnx.data").is_file()
+    assert dk.compare(tmp_path / "out" / made.bundle.model).parity.passed
+
+
+def test_the_time_of_the_files_is_the_one_that_was_given(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    dk.bundle(model, "cpu", out=tmp_path / "out")
+    assert {path.stat().st_mtime for path in (tmp_path / "out").rglob("*")} == {1_700_000_000}
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "yesterday")
+    with pytest.raises(dk.BadInput, match="SOURCE_DATE_EPOCH 'yesterday'"):
+        dk.bundle(model, "cpu", out=tmp_path / "again")
+
+
+@pytest.mark.parametrize("option", [{"wheels": True}, {"release": "cuda-12"}])
+def test_an_option_for_containers_is_refused_for_a_cluster(
+    option: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(dk.BadInput, match="has no effect with `to` triton"):
+        dk.bundle(model, "cpu", out=tmp_path / "out", to="triton", **option)
+
+
+def test_a_timing_cache_is_for_tensorrt_and_travels_with_the_model(
+    model: Path, tmp_path: Path
+) -> None:
+    timings = tmp_path / "mine.bin"
+    timings.write_bytes(bytes(range(256)))
+    with pytest.raises(dk.BadInput, match="`timing_cache` has no effect"):
+        dk.bundle(model, "cpu", out=tmp_path / "out", timing_cache=timings)
+    made = dk.bundle(model, "l4", out=tmp_path / "out", timing_cache=timings)
+    assert made.bundle.timing_cache == "model/timing.cache"
+    assert (tmp_path / "out" / "model" / "timing.cache").read_bytes() == timings.read_bytes()
+
+
+def test_weights_that_the_manifest_does_not_name_are_refused(tmp_path: Path) -> None:
+    path = proven_model(tmp_path / "m.onnx", external=True)
+    manifest = path.with_name("m.onnx.json")
+    document = json.loads(manifest.read_text())
+    document["evidence"]["weights"] = None
+    manifest.write_text(json.dumps(document))
+    with pytest.raises(dk.BadInput, match=r"weights in m\.onnx\.data, which its manifest does not"):
+        dk.bundle(path, "cpu", out=tmp_path / "out")

@@ -1,0 +1,172 @@
+"""Whether a machine is what a bundle was made for, and what its engine depends on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import deploykit as dk
+from deploykit.core.machine import Gpu, Machine, this_machine
+from deploykit.core.profile import load_profile
+from deploykit.deploying.device import check_gpu, check_machine, engine_key, gpu_number
+from deploykit.engines.tensorrt.compatibility import Here
+from deploykit.evaluation.bundle_folder import Bundle, FileEntry
+
+NANO, NX = "jetson-orin-nano-8gb@15W", "jetson-orin-nx-16gb"
+ORIN = Here("10.3.0", "Orin", "8.7", 8, "540.4.0", "12.6")
+L4 = Here("11.1.0", "NVIDIA L4", "8.9", 58, "580.65.06", "13.0", "13")
+
+
+def bundle(profile: str) -> Bundle:
+    found = load_profile(profile)
+    return Bundle(
+        bundle=1,
+        kind="docker",
+        name="m",
+        profile=profile,
+        runtime=found.runtime,
+        architecture=found.architecture,
+        model="model/m.onnx",
+        batch=(1, 8, 32),
+        axes=(),
+        tensorrt_min=found.tensorrt_min,
+        tensorrt_max=found.tensorrt_max,
+        timing_cache=None,
+        deploykit="0.1.0",
+        files={"model/m.onnx": FileEntry("0" * 64, 1), "README.md": FileEntry("1" * 64, 1)},
+    )
+
+
+def jetson(profile: str, **changes: object) -> Machine:
+    """A board that `profile` describes, with JetPack 6.2."""
+    found = load_profile(profile)
+    there = {
+        "architecture": "aarch64",
+        "board": "NVIDIA Jetson",
+        "board_ids": (f"nvidia,{found.boards[0]}",),
+        "l4t": "36.4.3",
+        "power_mode": found.power_mode,
+        "gpus": (),
+    }
+    return replace(this_machine(), **{**there, **changes})
+
+
+def notes(profile: str, machine: Machine) -> list[str]:
+    return check_machine(bundle(profile), load_profile(profile), machine)
+
+
+def test_the_board_of_the_bundle_is_taken_without_a_note() -> None:
+    assert notes(NANO, jetson(NANO)) == []
+
+
+def test_any_processor_is_taken_by_the_profile_cpu() -> None:
+    assert notes("cpu", jetson(NANO)) == []
+
+
+@pytest.mark.parametrize(
+    ("profile", "changes", "says", "cure"),
+    [
+        (NANO, {"architecture": "x86_64"}, "whose processor is aarch64; this machine's is", ""),
+        (NX, {}, "is for jetson-orin-nx-16gb, this machine is NVIDIA Jetson", "orin-nano-8gb"),
+        (NANO, {"board_ids": ("acme,p1",)}, "NVIDIA Jetson, which no profile names", "auto"),
+        (NANO, {"l4t": "35.4.1"}, "JetPack 5.1.2 .L4T 35.4.1. brings TensorRT 8.5.2", "6.1 or"),
+        (NANO, {"l4t": "32.7.4"}, "L4T 32.7.4 is older than JetPack 5.1", "JetPack 6.1 or later"),
+        (NANO, {"l4t": "38.2.0"}, "JetPack 7.0 .L4T 38.2.0. is not for NVIDIA Jetson Orin", "6.1"),
+    ],
+    ids=["architecture", "board", "unknown board", "old", "very old", "of other modules"],
+)
+def test_another_machine_is_refused_with_its_cure(
+    profile: str, changes: dict[str, object], says: str, cure: str
+) -> None:
+    with pytest.raises(dk.Unsupported, match=says) as caught:
+        notes(profile, jetson(NANO, **changes))
+    assert cure in str(caught.value.hint)
+
+
+def test_another_gpu_is_refused() -> None:
+    machine = replace(this_machine(), architecture="x86_64", board_ids=())
+    machine = replace(machine, gpus=(Gpu("Tesla T4", 1, "580", "7.5"),))
+    with pytest.raises(dk.Unsupported, match="is for l4, this machine is Tesla T4") as caught:
+        notes("l4", machine)
+    assert "--profile t4" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"power_mode": "7W"}, "the power mode is 7W, the bundle was planned for 15W"),
+        ({"board_ids": ()}, "the board is not known"),
+        ({"l4t": None}, "the JetPack release is not known"),
+        ({"l4t": "41.0.0"}, "L4T 41.0.0 is newer than JetPack"),
+    ],
+)
+def test_what_cannot_be_known_or_may_differ_is_a_note(
+    changes: dict[str, object], says: str
+) -> None:
+    (note,) = notes(NANO, jetson(NANO, **changes))
+    assert says in note
+
+
+@pytest.mark.parametrize(
+    ("profile", "l4t", "gpu", "says"),
+    [
+        (NANO, "36.4.3", replace(ORIN, tensorrt="8.6.2"), "TensorRT 8.6.2 is here; .* needs 10.3"),
+        (NANO, "39.2.0", ORIN, "10.3.0 here is that of JetPack 6.1, but the board runs L4T 39.2.0"),
+        ("v100", None, L4, "TensorRT 11.1.0 is here; v100 needs 10.3 to 10.4"),
+        ("l4", None, replace(L4, cuda="12.4"), "runs CUDA 12.4, TensorRT here is made for CUDA 13"),
+    ],
+    ids=["TensorRT too old", "image of another JetPack", "TensorRT too new", "driver"],
+)
+def test_a_tensorrt_or_driver_that_does_not_fit_is_refused(
+    profile: str, l4t: str | None, gpu: Here, says: str
+) -> None:
+    machine = replace(this_machine(), l4t=l4t)
+    with pytest.raises(dk.Unsupported, match=says) as caught:
+        check_gpu(load_profile(profile), machine, gpu)
+    assert caught.value.hint
+
+
+def test_a_fitting_gpu_is_taken() -> None:
+    check_gpu(load_profile(NANO), jetson(NANO), ORIN)
+    check_gpu(load_profile("l4"), this_machine(), L4)
+
+
+def test_the_key_names_everything_that_an_engine_depends_on() -> None:
+    key = engine_key(bundle(NANO), load_profile(NANO), jetson(NANO), ORIN)
+    assert {**key.to_dict(), "model_sha256": "", "deploykit": ""} == {
+        "name": "m",
+        "model_sha256": "",
+        "profile": NANO,
+        "batch": "1,8,32",
+        "runtime": "tensorrt 10.3.0",
+        "architecture": "aarch64",
+        "compute_capability": "8.7",
+        "gpu": "Orin",
+        "sm_count": 8,
+        "driver": "540.4.0",
+        "l4t": "36.4.3",
+        "power_mode": "15W",
+        "deploykit": "",
+    }
+
+
+def test_the_key_follows_the_models_files_and_no_others() -> None:
+    first = bundle("cpu")
+    keys = []
+    for path in ("model/m.onnx", "model/m.onnx.golden.npz", "README.md"):
+        changed = replace(first, files={**first.files, path: FileEntry("2" * 64, 1)})
+        keys.append(engine_key(changed, load_profile("cpu"), this_machine(), None))
+    same = engine_key(first, load_profile("cpu"), this_machine(), None)
+    assert [key == same for key in keys] == [False, False, True]
+
+
+@pytest.mark.parametrize(("device", "number"), [("auto", 0), ("cuda", 0), ("cuda:3", 3)])
+def test_the_gpu_is_the_one_of_the_device_option(device: str, number: int) -> None:
+    assert gpu_number(device) == number
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:x", "gpu", ""])
+def test_what_names_no_gpu_is_refused(device: str) -> None:
+    with pytest.raises(dk.BadInput, match="`device`"):
+        gpu_number(device)

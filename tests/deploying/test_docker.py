@@ -1,0 +1,221 @@
+"""The folder for one machine: what is in it, and that others' tools accept it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import deploykit as dk
+from deploykit.core import files as paths
+from deploykit.core.profile import load_profile, profile_names
+from deploykit.deploying import wheels
+from deploykit.deploying.wheels import TENSORRT, choose_image, container_file, dockerfile
+from tests.support.bundles import proven_model
+
+JETSON = "jetson-orin-nx-16gb"
+yaml = pytest.importorskip("yaml")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("onnxruntime")
+    return proven_model(tmp_path_factory.mktemp("model") / "tiny.onnx")
+
+
+@pytest.fixture(scope="module")
+def folders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A bundle for a Jetson, a GPU in a server, and a CPU."""
+    top = tmp_path_factory.mktemp("bundles")
+    for name in (JETSON, "l4", "cpu"):
+        dk.bundle(model, name, out=top / name)
+    return {path.name: path for path in top.iterdir()}
+
+
+def compose(folder: Path) -> dict[str, object]:
+    found = yaml.safe_load((folder / "compose.yaml").read_text())
+    return dict(found["services"]["server"])
+
+
+@pytest.mark.parametrize("name", [JETSON, "l4", "cpu"])
+def test_the_container_has_no_rights_that_it_does_not_need(
+    name: str, folders: dict[str, Path]
+) -> None:
+    server = compose(folders[name])
+    assert server["read_only"] is True
+    assert server["cap_drop"] == ["ALL"]
+    assert server["security_opt"] == ["no-new-privileges:true"]
+    assert server["user"] == "10001:10001"
+    assert all("127.0.0.1" in each for each in server["ports"])  # type: ignore[attr-defined]
+
+
+def test_each_kind_of_target_gets_its_gpu_in_its_own_way(folders: dict[str, Path]) -> None:
+    jetson, gpu, cpu = (compose(folders[name]) for name in (JETSON, "l4", "cpu"))
+    assert (jetson["runtime"], jetson["group_add"][0]) == ("nvidia", "video")  # type: ignore[index]
+    assert "deploy" not in jetson
+    assert gpu["deploy"]["resources"]["reservations"]["devices"][0]["driver"] == "nvidia"  # type: ignore[index]
+    assert not {"runtime", "group_add", "deploy"} & set(cpu)
+
+
+@pytest.mark.parametrize("name", [JETSON, "l4", "cpu"])
+def test_a_parser_of_the_compose_specification_takes_the_file(
+    name: str, folders: dict[str, Path]
+) -> None:
+    """It refuses what the specification has not; `docker compose` fills in variables before."""
+    parser = pytest.importorskip("compose_spec", reason="pip install compose-spec").PyCompose
+    text = (folders[name] / "compose.yaml").read_text()
+    text, count = re.subn(r"\$\{[A-Z_]+:-([^}]*)\}", r"\1", text)
+    assert count == (5 if name == JETSON else 4)
+    found = parser.from_yaml(text)
+    found.validate()
+    assert (found.name, found.service_names()) == ("deploykit-tiny", ["server"])
+    with pytest.raises(ValueError, match="red_only"):
+        parser.from_yaml(text.replace("read_only: true", "red_only: true", 1))
+
+
+@pytest.mark.parametrize("name", [JETSON, "l4", "cpu"])
+def test_a_named_volume_is_declared_and_a_path_of_the_host_is_never_made(
+    name: str, folders: dict[str, Path]
+) -> None:
+    document = yaml.safe_load((folders[name] / "compose.yaml").read_text())
+    mounts = document["services"]["server"]["volumes"]
+    named = [each.partition(":")[0] for each in mounts if isinstance(each, str)]
+    assert named == list(document["volumes"]) == ["engines"]
+    bound = [each for each in mounts if not isinstance(each, str)]
+    for each in bound:
+        assert (each["read_only"], each["bind"]["create_host_path"]) == (True, False)
+    trees = {each["target"] for each in bound if "device-tree" in each["target"]}
+    wanted = {f"/run/device-tree/{file}" for file in ("model", "compatible")}
+    assert trees == (wanted if name == JETSON else set())
+
+
+@pytest.mark.parametrize("name", [JETSON, "l4", "cpu"])
+def test_no_placeholder_is_left(name: str, folders: dict[str, Path]) -> None:
+    for file in ("compose.yaml", "README.md", "smoke-test.sh", "deploykit-tiny.service"):
+        text = (folders[name] / file).read_text()
+        assert "@?" not in text
+        assert not re.search(r"@[A-Z_]+@", text)
+
+
+def test_the_shell_script_has_no_finding(folders: dict[str, Path]) -> None:
+    program = shutil.which("shellcheck")
+    if program is None:
+        pytest.skip("shellcheck is not installed")
+    subprocess.run([program, folders["cpu"] / "smoke-test.sh"], check=True)
+
+
+def test_sha256sum_finds_every_file(folders: dict[str, Path]) -> None:
+    listed = (folders["cpu"] / "SHA256SUMS").read_text().splitlines()
+    there = {p.relative_to(folders["cpu"]).as_posix() for p in folders["cpu"].rglob("*")}
+    assert {line.split("  ")[1] for line in listed} == {
+        name for name in there if (folders["cpu"] / name).is_file() and name != "SHA256SUMS"
+    }
+    command = ["sha256sum", "--check", "--quiet", "SHA256SUMS"]
+    subprocess.run(command, cwd=folders["cpu"], check=True)
+
+
+def test_the_software_bill_of_materials_is_valid(folders: dict[str, Path]) -> None:
+    validation = pytest.importorskip("cyclonedx.validation.json")
+    schema = pytest.importorskip("cyclonedx.schema")
+    validator = validation.JsonStrictValidator(schema.SchemaVersion.V1_6)
+    for folder in folders.values():
+        assert validator.validate_str((folder / "sbom.cdx.json").read_text()) is None
+
+
+def test_the_software_bill_of_materials_lists_what_the_lock_file_installs(
+    folders: dict[str, Path],
+) -> None:
+    document = json.loads((folders[JETSON] / "sbom.cdx.json").read_text())
+    listed = {(each["name"], each["version"]) for each in document["components"]}
+    locked = wheels.read_lock((folders[JETSON] / "requirements.lock").read_text())
+    wanted = {(each.name, each.version) for each in locked if each.is_for("3.10")}
+    assert wanted < listed
+    assert ("numpy", "2.2.6") in wanted  # the last for Python 3.10, which JetPack 6 has
+
+
+def test_our_own_wheel_installs_and_runs(folders: dict[str, Path], tmp_path: Path) -> None:
+    wheel = next((folders["cpu"] / "wheels").glob("*.whl"))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", tmp_path / "site", wheel], check=True)
+    code = (
+        "import deploykit, sys; from deploykit.core.profile import load_profile as p; "
+        "print(deploykit.__file__, p('l4').name)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path / "site",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [str(tmp_path / "site" / "deploykit" / "__init__.py"), "l4"]
+
+
+def test_our_own_wheel_lists_each_file_with_its_hash(folders: dict[str, Path]) -> None:
+    wheel = next((folders["cpu"] / "wheels").glob("*.whl"))
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        record = next(name for name in names if name.endswith("/RECORD"))
+        rows = archive.read(record).decode().splitlines()
+        assert {each.date_time for each in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
+    assert {row.split(",")[0] for row in rows} == names
+    assert {"deploykit/_data/profiles/l4.toml", "deploykit/_data/locks/jetson.lock"} <= names
+    assert not [name for name in names if name.endswith(".pyc")]
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_profile_has_an_image(name: str) -> None:
+    profile = load_profile(name)
+    for release in (*profile.container_base, None):
+        image = choose_image(profile, release, "x86_64")
+        text = dockerfile(image)
+        assert text.endswith("FROM bundle\n")
+        assert (image.dockerfile == "Dockerfile.jetson") == name.startswith("jetson")
+        assert wheels.read_lock(wheels.lock_text(image))
+
+
+def test_a_release_that_the_target_does_not_have_is_refused() -> None:
+    with pytest.raises(dk.BadInput, match=r"jetpack-5\.1"):
+        choose_image(load_profile(JETSON), "jetpack-5.1", "x86_64")
+
+
+@pytest.mark.parametrize(
+    ("marker", "python", "installed"),
+    [
+        ("", "3.10", True),
+        ("python_full_version < '3.11'", "3.10", True),
+        ("python_full_version < '3.11'", "3.11", False),
+        ("python_full_version >= '3.12'", "3.12", True),
+        ("python_full_version == '3.11.*'", "3.12", False),
+        ("python_full_version >= '3.11' and python_full_version < '3.13'", "3.12", True),
+    ],
+)
+def test_a_marker_decides_by_the_targets_python(marker: str, python: str, installed: bool) -> None:
+    assert wheels.Locked("a", "1", marker, ()).is_for(python) is installed
+
+
+def test_the_lock_files_pin_every_requirement() -> None:
+    for extra in ("cpu", "jetson", "tensorrt-cu12", "tensorrt-cu13", "images", "text"):
+        text = (paths.folder("locks") / f"{extra}.lock").read_text()
+        for each in wheels.read_lock(text):
+            assert all(len(digest) == 64 for digest in each.sha256)
+            assert each.sha256
+            each.is_for("3.10")  # raises for a marker that it does not read
+
+
+def test_a_gpu_that_newer_tensorrt_dropped_gets_its_last_one() -> None:
+    image = choose_image(load_profile("v100"), None, "x86_64")
+    assert image.tensorrt == "10.4.0"
+    assert "ARG TENSORRT=10.4.0\n" in dockerfile(image)
+    assert choose_image(load_profile("l4"), "cuda-12", "x86_64").lock == "tensorrt-cu12"
+
+
+def test_the_dockerfiles_default_is_the_tensorrt_that_bundles_pin() -> None:
+    text = container_file("Dockerfile.x86").read_text()
+    assert f"\nARG TENSORRT={TENSORRT}\n" in text

@@ -1,0 +1,321 @@
+"""What every Engine promises, whatever runs it.
+
+The fixture `engine` is y = 2x + 1 on float32[N,4]; the other models of `cases.py` are opened by
+every runtime that takes any model. A new runtime is one line there and passes this file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.tensors import TensorSpec
+from deploykit.engines.engine import Arrays, Engine
+from tests.support.runtimes import cases
+from tests.support.runtimes.cases import CASES, OPENERS, PRESENT, Case, absent, param
+
+pytestmark = pytest.mark.conformance
+DYNAMIC = [case for case in CASES if case is not cases.FIXED]
+REFUSES_ZERO_ROWS = (
+    "tensorrt",
+    "tensorrt-stand-in",
+)  # its plans are built for batches of 1 or more
+CALLS = 25  # of each of two threads
+
+Open = Callable[[Case], Engine]
+
+
+@pytest.mark.parametrize("name", [param(name) for name in OPENERS])
+def test_runtime_is_on_this_machine(name: str) -> None:
+    if absent(name):
+        pytest.skip(f"{name}: {absent(name)}")
+
+
+@pytest.fixture(params=[each for each in PRESENT if each.values != ("fake",)])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    """Opens cases in each runtime that takes any model, and closes them at the end."""
+    engines: list[Engine] = []
+
+    def open_case(case: Case) -> Engine:
+        folder = tmp_path / str(len(engines))
+        folder.mkdir()
+        engines.append(OPENERS[request.param](folder, case))
+        return engines[-1]
+
+    yield open_case
+    for engine in engines:
+        engine.close()
+
+
+def check(case: Case, engine: Engine, feeds: Arrays) -> None:
+    """The answer is what `case` computes: names in order, dtypes, shapes and every bit."""
+    given, wanted = engine(feeds), case.compute(feeds)
+    assert list(given) == list(wanted)
+    for name, array in wanted.items():
+        assert given[name].dtype == array.dtype, name
+        np.testing.assert_array_equal(given[name], array, err_msg=name, strict=True)
+
+
+def rows(count: int, start: float = 0.0) -> np.ndarray:
+    """Integers, so that 2x + 1 is exact in every precision: float32, shape (count, 4)."""
+    return (np.arange(count * 4, dtype=np.float32) + np.float32(start)).reshape(count, 4)
+
+
+def test_specs_name_the_tensors(engine: Engine) -> None:
+    assert engine.inputs == (TensorSpec("x", "float32", ("N", 4)),)
+    assert engine.outputs == (TensorSpec("y", "float32", ("N", 4)),)
+
+
+def test_device_and_runtime_say_what_really_runs(engine: Engine) -> None:
+    assert re.fullmatch(r"cpu|cuda:\d+", engine.device)
+    assert re.fullmatch(r"fake|(onnxruntime|openvino|torch|tensorrt) \d+\.\d+.*", engine.runtime)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7, 33])
+def test_every_batch_size_gives_the_right_rows(engine: Engine, batch: int) -> None:
+    x = rows(batch)
+    np.testing.assert_array_equal(engine({"x": x})["y"], 2 * x + 1)
+
+
+def test_batch_may_shrink_and_grow_between_calls(engine: Engine) -> None:
+    shapes = [engine({"x": rows(batch)})["y"].shape for batch in (7, 1, 33, 2)]
+    assert shapes == [(7, 4), (1, 4), (33, 4), (2, 4)]
+
+
+def test_outputs_are_what_the_specs_say(engine: Engine) -> None:
+    outputs = engine({"x": rows(3)})
+    assert {name: (array.dtype.name, array.shape) for name, array in outputs.items()} == {
+        "y": ("float32", (3, 4))
+    }
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x.T, lambda x: x[::-1, ::-1], lambda x: np.asfortranarray(x)],
+    ids=["transposed", "reversed", "fortran"],
+)
+def test_memory_layout_of_the_input_does_not_matter(engine: Engine, view: object) -> None:
+    assert callable(view)
+    x = view(rows(4))
+    assert not x.flags.c_contiguous
+    np.testing.assert_array_equal(engine({"x": x})["y"], 2 * x + 1)
+
+
+def test_read_only_input_is_accepted(engine: Engine) -> None:
+    """The server's inputs are views of bytes received."""
+    x = np.frombuffer(rows(2).tobytes(), np.float32).reshape(2, 4)
+    assert not x.flags.writeable
+    np.testing.assert_array_equal(engine({"x": x})["y"], 2 * x + 1)
+
+
+def test_zero_rows_give_zero_rows_or_are_refused_by_name(runtime: str, engine: Engine) -> None:
+    if runtime in REFUSES_ZERO_ROWS:
+        with pytest.raises(BadInput, match=r"\b0\b"):
+            engine({"x": rows(0)})
+        return
+    y = engine({"x": rows(0)})["y"]
+    assert (y.shape, y.dtype) == ((0, 4), np.float32)
+
+
+def test_batch_above_the_largest_is_refused_by_number(engine: Engine) -> None:
+    if engine.max_batch is None:
+        return  # any batch that fits the memory
+    with pytest.raises(BadInput, match=str(engine.max_batch + 1)):
+        engine({"x": rows(engine.max_batch + 1)})
+    x = rows(engine.max_batch)
+    np.testing.assert_array_equal(engine({"x": x})["y"], 2 * x + 1)
+
+
+@pytest.mark.parametrize(
+    ("feeds", "says"),
+    [
+        ({}, "missing input 'x'"),
+        ({"x": rows(1), "z": rows(1)}, "unknown input 'z'"),
+        ({"x": rows(1)[0]}, r"input 'x' is float32\[N,4\], got float32\[4\]"),
+        ({"x": rows(1)[:, :3]}, r"input 'x' is float32\[N,4\], got float32\[1,3\]"),
+        ({"x": rows(1)[None]}, r"got float32\[1,1,4\]"),
+        ({"x": rows(1).astype(np.float64)}, r"input 'x' .* got float64\[1,4\]"),
+        ({"x": rows(1).astype(np.int64)}, r"input 'x' .* got int64\[1,4\]"),
+        ({"x": np.array([["a"] * 4])}, r"input 'x' .* got str"),
+        ({"x": np.array([[None] * 4])}, r"input 'x' .* got object"),
+        ({"x": rows(1).tolist()}, "input 'x' is a list, not a NumPy array"),
+        ({"x": rows(1).astype(">f4")}, "input 'x' has the other byte order than this machine"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else re.sub(r"\W+", "-", value),
+)
+def test_wrong_feeds_are_refused_by_name(
+    engine: Engine, feeds: dict[str, np.ndarray], says: str
+) -> None:
+    with pytest.raises(BadInput, match=says):
+        engine(feeds)
+
+
+def test_refused_call_leaves_the_engine_usable(engine: Engine) -> None:
+    with pytest.raises(BadInput):
+        engine({"x": rows(1)[:, :3]})
+    np.testing.assert_array_equal(engine({"x": rows(1)})["y"], 2 * rows(1) + 1)
+
+
+def test_second_call_does_not_change_the_first_answer(engine: Engine) -> None:
+    first = engine({"x": rows(2)})["y"]
+    second = engine({"x": rows(2, start=100)})["y"]
+    assert not np.shares_memory(first, second)
+    np.testing.assert_array_equal(first, 2 * rows(2) + 1)
+
+
+def test_answer_belongs_to_the_caller(engine: Engine) -> None:
+    x = rows(2)
+    y = engine({"x": x})["y"]
+    y[:] = -1  # writable, and nobody else's
+    np.testing.assert_array_equal(x, rows(2))
+    np.testing.assert_array_equal(engine({"x": x})["y"], 2 * rows(2) + 1)
+
+
+def test_another_thread_may_call_it(engine: Engine) -> None:
+    """The server calls an engine from its batcher's thread, not from the one that opened it."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        y = pool.submit(lambda: engine({"x": rows(5)})["y"]).result(timeout=60)
+    np.testing.assert_array_equal(y, 2 * rows(5) + 1)
+
+
+def test_closing_twice_does_nothing(engine: Engine) -> None:
+    engine.close()
+    engine.close()
+
+
+def test_closed_engine_says_so(engine: Engine) -> None:
+    with engine:
+        engine({"x": rows(1)})
+    with pytest.raises(DeploykitError, match="closed"):
+        engine({"x": rows(1)})
+
+
+def test_closed_engine_still_names_its_tensors(engine: Engine) -> None:
+    """The server's metadata and error messages need them while it shuts down."""
+    engine.close()
+    assert [spec.name for spec in (*engine.inputs, *engine.outputs)] == ["x", "y"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_specs_are_those_of_the_model(opened: Open, case: Case) -> None:
+    engine = opened(case)
+    assert engine.inputs == case.input_specs
+    assert engine.outputs == case.output_specs
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8, 33])
+@pytest.mark.parametrize("case", DYNAMIC, ids=lambda case: case.name)
+def test_every_dtype_and_batch_comes_back_bit_for_bit(opened: Open, case: Case, batch: int) -> None:
+    check(case, opened(case), case.feeds(batch))
+
+
+@pytest.mark.parametrize("case", DYNAMIC, ids=lambda case: case.name)
+def test_batches_in_any_order_do_not_disturb_each_other(opened: Open, case: Case) -> None:
+    engine = opened(case)
+    for number, batch in enumerate((5, 1, 33, 2, 33, 5)):
+        check(case, engine, case.feeds(batch, start=7 * number))
+
+
+def test_another_dynamic_axis_may_change_too(opened: Open) -> None:
+    engine = opened(cases.SEQUENCE)
+    for batch, steps in ((1, 1), (2, 7), (5, 3), (2, 32)):
+        check(cases.SEQUENCE, engine, cases.SEQUENCE.feeds(batch, T=steps))
+
+
+@pytest.mark.parametrize("case", [*DYNAMIC, cases.FIXED], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "view",
+    [lambda a: a[::2], lambda a: a[::-2], lambda a: np.asfortranarray(a[::2])],
+    ids=["every-second", "backwards", "fortran"],
+)
+def test_views_of_any_dtype_are_read_in_their_order(
+    opened: Open, case: Case, view: Callable[[np.ndarray], np.ndarray]
+) -> None:
+    engine = opened(case)
+    batch = 2 if case is cases.FIXED else 3
+    twice = {
+        name: np.repeat(array, 2, axis=0)
+        + np.arange(2 * batch).astype(array.dtype).reshape(-1, *[1] * (array.ndim - 1))
+        for name, array in case.feeds(batch).items()
+    }
+    if case is cases.IDS:
+        twice["ids"] %= len(cases.TABLE)
+    feeds = {name: view(array) for name, array in twice.items()}
+    assert not any(array.flags.c_contiguous for array in feeds.values())
+    check(case, engine, feeds)
+
+
+def test_fixed_batch_is_kept(opened: Open) -> None:
+    engine = opened(cases.FIXED)
+    check(cases.FIXED, engine, cases.FIXED.feeds(2))
+    with pytest.raises(BadInput, match=r"input 'x' is float32\[2,4\], got float32\[3,4\]"):
+        engine({"x": rows(3)})
+
+
+def test_order_of_the_feeds_does_not_matter(opened: Open) -> None:
+    engine, feeds = opened(cases.TWO_INPUTS), cases.TWO_INPUTS.feeds(3)
+    check(cases.TWO_INPUTS, engine, dict(reversed(feeds.items())))
+
+
+def test_one_array_may_be_both_inputs(opened: Open) -> None:
+    x = rows(3)
+    check(cases.TWO_INPUTS, opened(cases.TWO_INPUTS), {"a": x, "b": x})
+
+
+@pytest.mark.parametrize(
+    ("case", "wrong", "says"),
+    [
+        (cases.HALF, {"x": rows(2)}, r"input 'x' is float16\[N,4\], got float32\[2,4\]"),
+        (
+            cases.IDS,
+            {"ids": np.zeros((2, 5), np.int32)},
+            r"input 'ids' is int64\[N,5\], got int32\[2,5\]",
+        ),
+        (cases.MASK, {"keep": np.ones((2, 4), np.uint8)}, r"input 'keep' is bool.* got uint8\[2,4"),
+        (cases.MASK, {"keep": np.ones((3, 4), np.bool_)}, "axis N is 2 and 3 in the same call"),
+        (cases.TWO_INPUTS, {"c": rows(2)}, "unknown input 'c'"),
+        (cases.SEQUENCE, {"x": np.zeros((2, 3, 3), np.float32)}, r"\[N,T,2\], got .*\[2,3,3\]"),
+    ],
+    ids=["half", "int32-ids", "uint8-mask", "two-batches", "unknown", "last-axis"],
+)
+def test_wrong_dtype_shape_or_name_is_refused_by_name_and_forgotten(
+    opened: Open, case: Case, wrong: Arrays, says: str
+) -> None:
+    engine, feeds = opened(case), case.feeds(2)
+    with pytest.raises(BadInput, match=says):
+        engine({**feeds, **wrong})
+    check(case, engine, feeds)
+
+
+@pytest.mark.parametrize("case", [cases.AFFINE, cases.IDS, cases.MASK], ids=lambda c: c.name)
+def test_two_engines_run_in_two_threads_at_once(opened: Open, case: Case) -> None:
+    """Each is called by one thread at a time; what they share inside must not mix their rows."""
+    engines = [opened(case), opened(case)]
+
+    def work(number: int) -> None:
+        for call in range(CALLS):
+            check(case, engines[number], case.feeds(1 + call % 9, start=100 * number + call))
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        for done in [pool.submit(work, number) for number in range(2)]:
+            done.result(timeout=120)
+
+
+def test_closing_one_engine_leaves_the_other_of_the_same_model(opened: Open) -> None:
+    first, second = opened(cases.AFFINE), opened(cases.AFFINE)
+    first.close()
+    check(cases.AFFINE, second, cases.AFFINE.feeds(3))
+    with pytest.raises(DeploykitError, match="closed"):
+        first(cases.AFFINE.feeds(3))
+
+
+def test_call_after_close_says_so_before_it_looks_at_the_feeds(engine: Engine) -> None:
+    engine.close()
+    with pytest.raises(DeploykitError, match="closed"):
+        engine({})

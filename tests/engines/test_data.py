@@ -1,0 +1,268 @@
+"""Arrays as the samples of a model, their batches, and random feeds."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.tensors import TensorSpec, parse_spec
+from deploykit.engines.data.samples import Samples, random_feeds, read_npz, read_samples, write_npz
+from tests.support.runtimes.data_files import B, X, rows
+
+
+@pytest.fixture
+def npz(tmp_path: Path) -> Path:
+    return tmp_path / "data.npz"
+
+
+def test_only_array_serves_the_only_input_whatever_its_name(npz: Path) -> None:
+    write_npz(npz, {"arr_0": rows(2), "labels": np.array([1, 0])})
+    samples = read_samples(npz, (X,))
+    np.testing.assert_array_equal(samples.inputs["x"], rows(2))
+    assert samples.labels is not None
+    assert samples.labels.tolist() == [1, 0]
+
+
+def test_arrays_that_are_not_inputs_are_ignored(npz: Path) -> None:
+    write_npz(npz, {"x": rows(2), "other": rows(5)})
+    assert set(read_samples(npz, (X,)).inputs) == {"x"}
+
+
+def test_a_missing_input_is_named_with_the_expected_ones(npz: Path) -> None:
+    write_npz(npz, {"x": rows(2), "c": rows(2)})
+    with pytest.raises(BadInput, match=r"data\.npz: no array 'b'") as caught:
+        read_samples(npz, (X, B))
+    assert caught.value.hint is not None
+    assert "x:float32[N,3], b:int64[N]" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("array", "got"),
+    [
+        (rows(2)[:, :2], r"float32\[2,2\]"),
+        (rows(2).astype(np.float64), r"float64\[2,3\]"),
+        (rows(2)[0], r"float32\[3\]"),
+        (np.float32(1), r"float32\[\]"),
+    ],
+    ids=["axis", "dtype", "rank", "scalar"],
+)
+@pytest.mark.parametrize("batch", ["N", 1])
+def test_array_that_does_not_fit_is_refused(
+    npz: Path, array: np.ndarray, got: str, batch: int | str
+) -> None:
+    write_npz(npz, {"x": array})
+    with pytest.raises(BadInput, match=rf"'x' is float32\[N,3\], got {got}"):
+        read_samples(npz, (TensorSpec("x", "float32", (batch, 3)),))
+
+
+def test_model_of_a_fixed_batch_takes_any_number_of_samples(npz: Path) -> None:
+    write_npz(npz, {"x": rows(5)})
+    assert len(read_samples(npz, (TensorSpec("x", "float32", (1, 3)),))) == 5
+
+
+def test_arrays_of_other_byte_order_are_converted(npz: Path) -> None:
+    write_npz(npz, {"x": rows(2).astype(">f4")})
+    array = read_samples(npz, (X,)).inputs["x"]
+    assert array.dtype.isnative
+    np.testing.assert_array_equal(array, rows(2))
+
+
+def test_all_inputs_must_have_the_same_number_of_samples(npz: Path) -> None:
+    write_npz(npz, {"x": rows(3), "b": np.zeros(2, np.int64)})
+    with pytest.raises(BadInput, match=r"have \[2, 3\] samples"):
+        read_samples(npz, (X, B))
+
+
+def test_no_samples_are_refused(npz: Path) -> None:
+    write_npz(npz, {"x": rows(0)})
+    with pytest.raises(BadInput, match="samples"):
+        read_samples(npz, (X,))
+
+
+@pytest.mark.parametrize("labels", [np.zeros(4), np.zeros(()), np.zeros((1, 3))], ids=str)
+def test_there_must_be_one_label_per_sample(npz: Path, labels: np.ndarray) -> None:
+    write_npz(npz, {"x": rows(3), "labels": labels})
+    with pytest.raises(BadInput, match="3 samples but labels of shape"):
+        read_samples(npz, (X,))
+
+
+def test_data_need_no_labels(npz: Path) -> None:
+    write_npz(npz, {"x": rows(3)})
+    assert read_samples(npz, (X,)).labels is None
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(1, [1] * 7), (3, [3, 3, 1]), (7, [7]), (9, [7])])
+def test_batches_cover_all_samples_in_order(size: int, sizes: list[int]) -> None:
+    samples = Samples({"x": rows(7), "b": np.arange(7)}, None, "data.npz")
+    batches = list(samples.batches(size))
+    assert [len(batch["x"]) for batch in batches] == sizes
+    np.testing.assert_array_equal(np.concatenate([batch["x"] for batch in batches]), rows(7))
+    np.testing.assert_array_equal(np.concatenate([batch["b"] for batch in batches]), np.arange(7))
+
+
+def test_the_first_samples_keep_their_labels() -> None:
+    samples = Samples({"x": rows(7)}, np.arange(7), "d").first(3)
+    assert len(samples) == 3
+    assert samples.labels is not None
+    assert samples.labels.tolist() == [0, 1, 2]
+    assert Samples({"x": rows(7)}, None, "d").first(3).labels is None
+
+
+@pytest.mark.parametrize(
+    ("batches", "expected"), [(("N", "N"), (4, 7)), (("N", 3), (3, 6)), ((1, 1), (1, 7))], ids=str
+)
+def test_a_fixed_batch_decides_the_batch_size(
+    batches: tuple[int | str, ...], expected: tuple[int, int]
+) -> None:
+    specs = [TensorSpec("x", "float32", (batch, 3)) for batch in batches]
+    assert Samples({"x": rows(7)}, None, "d").batching(4, specs) == expected
+
+
+def test_samples_that_do_not_fill_one_batch_are_refused() -> None:
+    with pytest.raises(BadInput, match="d: 7 samples do not fill the model's fixed batch of 8"):
+        Samples({"x": rows(7)}, None, "d").batching(4, [TensorSpec("x", "float32", (8, 3))])
+
+
+@pytest.mark.parametrize(
+    ("spec", "array", "message", "hint"),
+    [
+        ("x:float32[N,3,8,9]", np.zeros((2, 8, 9, 3), "f4"), "looks like NHWC", "(0, 3, 1, 2)"),
+        ("x:float32[N,3,H,W]", np.zeros((2, 8, 9, 3), "u1"), "looks like NHWC", "(0, 3, 1, 2)"),
+        ("x:uint8[N,8,9,3]", np.zeros((2, 3, 8, 9), "u1"), "looks like NCHW", "(0, 2, 3, 1)"),
+        ("x:float32[N,3,8,9]", np.zeros((2, 3, 8, 9), "u1"), "got uint8", "`preprocess`"),
+        ("x:float32[N,3]", np.zeros((2, 3), "f8"), "got float64", "x.astype('float32')"),
+    ],
+)
+def test_an_array_that_does_not_fit_says_what_it_looks_like(
+    npz: Path, spec: str, array: np.ndarray, message: str, hint: str
+) -> None:
+    write_npz(npz, {"x": array})
+    with pytest.raises(BadInput, match=message) as caught:
+        read_samples(npz, (parse_spec(spec),))
+    assert caught.value.hint is not None
+    assert hint in caught.value.hint
+
+
+def test_random_uint8_values_cover_the_pixel_range() -> None:
+    pixels = random_feeds((parse_spec("i:uint8[N,8,8,3]"),), {"N": 50})["i"]
+    assert (pixels.min(), pixels.max()) == (0, 255)
+
+
+SPECS = tuple(
+    parse_spec(text)
+    for text in ("f:float32[N,T]", "h:float16[N]", "i:int64[N,2]", "q:int8[N]", "m:bool[N]")
+)
+
+
+def test_random_feeds_fit_their_specs() -> None:
+    feeds = random_feeds(SPECS, {"N": 5, "T": 3})
+    assert {name: (array.dtype.name, array.shape) for name, array in feeds.items()} == {
+        "f": ("float32", (5, 3)),
+        "h": ("float16", (5,)),
+        "i": ("int64", (5, 2)),
+        "q": ("int8", (5,)),
+        "m": ("bool", (5,)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("specs", "name"),
+    [
+        ("x:float32[N,T,4] lengths:int64[N]", "lengths"),
+        ("x:float32[T,N,4] src_lens:int32[N]", "src_lens"),
+        ("x:int64[N,T] y:int64[N,U] x_len:int64[N]", "x_len"),
+    ],
+)
+def test_random_lengths_are_those_that_rows_can_have(specs: str, name: str) -> None:
+    parsed = tuple(map(parse_spec, specs.split()))
+    found = random_feeds(parsed, {"N": 50, "T": 5, "U": 7})[name]
+    assert set(found.tolist()) == {1, 2, 3, 4, 5}
+    assert found[-1] == 5
+    assert set(random_feeds((TensorSpec(name, "int64", ("N",)),), {"N": 90})[name]) == {*range(10)}
+
+
+def test_random_feeds_depend_on_the_seed_alone() -> None:
+    first, again, other = (random_feeds(SPECS, {"N": 50}, seed) for seed in (1, 1, 2))
+    for name in first:
+        np.testing.assert_array_equal(first[name], again[name])
+        assert not np.array_equal(first[name], other[name])
+
+
+@pytest.mark.parametrize("name", ["keep", "src_key_padding_mask"])
+def test_random_booleans_hide_no_whole_row(name: str) -> None:
+    specs = (parse_spec(f"{name}:bool[N,T]"),)
+    for length in (2, 3, 33):
+        values = random_feeds(specs, {"N": 50, "T": length})[name]
+        assert values.any(1).all()
+        assert not values.all(1).any()
+    alone = random_feeds(specs, {"N": 5, "T": 1})[name]
+    assert (alone == (name == "keep")).all()
+
+
+def test_random_integers_are_valid_ids() -> None:
+    ids = random_feeds((parse_spec("i:int64[N]"),), {"N": 1000})["i"]
+    assert ids.min() == 0
+    assert ids.max() == 9
+
+
+def test_random_masks_are_zeros_and_ones_and_hide_no_whole_row() -> None:
+    specs = (parse_spec("attention_mask:int64[N,T]"), parse_spec("Mask:bool[N,T]"))
+    feeds = random_feeds(specs, {"N": 64, "T": 3})
+    assert set(np.unique(feeds["attention_mask"])) == {0, 1}
+    for mask in feeds.values():
+        assert mask.any(axis=1).all()
+        assert not mask.all()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what", "cure"),
+    [
+        ("a.csv", b"1,2,3\n4,5,6\n", "is a text file", "numpy.save('a.npy', numpy.loadtxt('a.csv'"),
+        ("a.txt", "ü 1\r\n".encode(), "is a text file", "converts a CSV file"),
+        ("a.npz", b"1 2 3", "is a text file", "converts a CSV file"),
+        ("a.png", b"\x89PNG\r\n\x1a\n" + bytes(99), "is a single image", "the folder"),
+        ("a.npz", b"\xff\xd8\xff\xe0" + bytes(99), "is a single image", "the folder"),
+        ("a.tif", b"II*\0" + bytes(99), "is a single image", "the folder"),
+        ("m.onnx", b"\x08\x08\x12\x07pytorch", "is a model \\(onnx\\)", "data is an .npz"),
+        ("m.pt", b"\x80\x02}q\0.", "is a model \\(torch\\)", "data is an .npz"),
+        ("m.trt", b"ftrt" + bytes(60), "is a model \\(tensorrt\\)", "data is an .npz"),
+    ],
+)
+def test_what_is_taken_for_data_is_named_with_a_cure(
+    tmp_path: Path, name: str, content: bytes, what: str, cure: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadInput, match=f"{name}: {what}") as caught:
+        read_samples(tmp_path / name, (X,))
+    assert cure in str(caught.value.hint)
+
+
+def test_a_model_archive_is_not_data(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "m.npz", "w") as archive:
+        archive.writestr("m/data.pkl", b"")
+    with pytest.raises(BadInput, match=r"is a model \(torch\), not data"):
+        read_samples(tmp_path / "m.npz", (X,))
+
+
+def test_one_sample_without_its_batch_axis_is_recognised(npz: Path) -> None:
+    write_npz(npz, {"x": rows(1)[0]})
+    with pytest.raises(BadInput, match=r"one sample without its batch axis, which x\[None\] adds"):
+        read_samples(npz, (X,))
+
+
+def test_data_that_memory_has_no_room_for_are_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.savez(tmp_path / "d.npz", x=np.zeros((4, 2), np.float32))
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("Unable to allocate 4.0 GiB for an array with shape (4,)")
+
+    monkeypatch.setattr("numpy.lib.format.read_array", fail)
+    with pytest.raises(Unsupported, match=r"d\.npz: does not fit into memory: 4\.0 GiB") as caught:
+        read_npz(tmp_path / "d.npz")
+    assert caught.value.exit_code == 3

@@ -1,0 +1,188 @@
+"""Opening an artefact by its content, and the check of feeds before a runtime sees them."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported
+from deploykit.core.machine import Gpu, this_machine
+from deploykit.core.tensors import TensorSpec
+from deploykit.engines import engine as runtimes
+from deploykit.engines.engine import Engine, FeedCheck, check_feeds, load
+from tests.support.fake_engine import FakeEngine
+
+ROW = TensorSpec("a", "float32", ("N", 4))
+FIXED = TensorSpec("c", "float32", (2, 4))
+
+
+def test_content_decides_not_the_name(affine_onnx: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    renamed = affine_onnx.rename(affine_onnx.with_suffix(".trt"))
+    with load(renamed, "cpu") as engine:
+        assert engine.runtime.startswith("onnxruntime")
+
+
+def test_a_path_may_be_a_string(affine_onnx: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    with load(str(affine_onnx), "cpu", threads=1) as engine:
+        assert engine.device == "cpu"
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "CPU", "", "cpu\n"])
+def test_unknown_device_is_refused(affine_onnx: Path, device: str) -> None:
+    with pytest.raises(BadInput, match="`device`: unknown value"):
+        load(affine_onnx, device)
+
+
+def test_threads_must_be_positive(affine_onnx: Path) -> None:
+    with pytest.raises(BadInput, match="threads"):
+        load(affine_onnx, "cpu", threads=0)
+
+
+def test_missing_file_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"nothing\.onnx: no such file"):
+        load(tmp_path / "nothing.onnx")
+
+
+@pytest.mark.torch
+def test_bare_weights_are_refused_as_an_engine(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("safetensors")
+    path = tmp_path / "weights.safetensors"
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(BadInput, match=r"weights\.safetensors.*not say what the model") as caught:
+        load(path)
+    assert caught.value.exit_code == 2
+
+
+def test_a_runtime_that_is_not_installed_exits_with_3(tmp_path: Path) -> None:
+    if importlib.util.find_spec("tensorrt") is not None:
+        pytest.skip("tensorrt is installed")
+    path = tmp_path / "m.trt"
+    path.write_bytes(b"ftrt" + bytes(60))
+    with pytest.raises(Unsupported, match="no NVIDIA GPU") as caught:
+        load(path)
+    assert caught.value.exit_code == 3
+
+
+def test_batch_is_the_dynamic_axis() -> None:
+    assert check_feeds((ROW,), {"a": np.zeros((3, 4), np.float32)}, "m") == 3
+
+
+def test_no_dynamic_axis_means_no_batch() -> None:
+    assert check_feeds((FIXED,), {"c": np.zeros((2, 4), np.float32)}, "m") is None
+
+
+def test_one_axis_name_is_one_size() -> None:
+    both = (ROW, TensorSpec("b", "float32", ("N", 4)))
+    feeds = {"a": np.zeros((3, 4), np.float32), "b": np.zeros((2, 4), np.float32)}
+    with pytest.raises(BadInput, match=r"m: axis N is 3 and 2 in the same call"):
+        check_feeds(both, feeds, "m")
+
+
+def test_error_lists_the_inputs_there_are() -> None:
+    with pytest.raises(BadInput) as caught:
+        check_feeds((ROW,), {}, "m")
+    assert caught.value.hint is not None
+    assert "a:float32[N,4]" in caught.value.hint
+
+
+def test_shapes_that_passed_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    def counting(*arguments: Any) -> int | None:
+        looked.append(1)
+        return check_feeds(*arguments)
+
+    monkeypatch.setattr("deploykit.engines.engine.check_feeds", counting)
+    check = FeedCheck((ROW,), "m")
+    for rows in (3, 3, 5, 3, 5):
+        check({"a": np.zeros((rows, 4), np.float32)})
+    assert len(looked) == 2
+
+
+@pytest.mark.parametrize(
+    "feeds",
+    [
+        {"a": np.zeros((3, 5), np.float32)},
+        {"a": np.zeros((3, 4), np.float64)},
+        {"a": np.zeros((3, 4), np.float32).astype(">f4")},
+        {"a": [[0.0] * 4] * 3},
+        {"b": np.zeros((3, 4), np.float32)},
+        {"a": np.zeros((3, 4), np.float32), "b": np.zeros((3, 4), np.float32)},
+        {},
+    ],
+    ids=["shape", "dtype", "byte order", "list", "name", "one more", "none"],
+)
+def test_wrong_feeds_are_refused_every_time_also_after_valid_ones(feeds: Any) -> None:
+    check = FeedCheck((ROW,), "m")
+    check({"a": np.zeros((3, 4), np.float32)})
+    for used in (check, FeedCheck((ROW,), "m"), check):
+        with pytest.raises(BadInput):
+            used(feeds)
+
+
+def test_a_repeated_shape_is_known_as_such() -> None:
+    check = FeedCheck((ROW,), "m")
+    rows = 3, 3, 5, 5, 3, 3
+    seen = [check({"a": np.zeros((count, 4), np.float32)}) for count in rows]
+    assert seen == [False, True] * 3
+
+
+def test_a_tensorrt_engine_without_a_gpu_gives_no_hint_to_install_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.trt"
+    path.write_bytes(b"ftrt" + bytes(60))
+    here = replace(this_machine(), gpus=(), l4t=None)
+    monkeypatch.setattr(runtimes, "this_machine", lambda: here)
+    monkeypatch.setattr(runtimes, "installed", lambda _: False)
+    with pytest.raises(Unsupported, match="this machine has no NVIDIA GPU") as caught:
+        load(path)
+    assert "pip install" not in (caught.value.hint or "")
+    gpu = Gpu("NVIDIA L4", 24_000_000_000, "580.0", "8.9")
+    monkeypatch.setattr(runtimes, "this_machine", lambda: replace(here, gpus=(gpu,)))
+    with pytest.raises(DeploykitError) as caught_too:
+        load(path)
+    assert "no NVIDIA GPU" not in caught_too.value.message
+
+
+def test_every_engine_has_all_that_the_protocol_declares() -> None:
+    declared = {name for name in vars(Engine) if not name.startswith("_")} - {"inputs", "outputs"}
+    engine = FakeEngine()
+    assert all(hasattr(engine, name) for name in declared)
+    assert (engine.limits, engine.notes, engine.steady, engine.last_copies_us) == (
+        {},
+        (),
+        False,
+        (0, 0),
+    )
+
+
+def test_a_mask_that_onnx_runtime_does_not_broadcast_is_refused_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("onnxruntime")
+    head = '<ir_version: 10, opset_import: ["" : 23]> g '
+    sizes = "(float[N,1,T,4] x, float[N,1,1,T] mask) => (float[N,1,T,4] y)"
+    model = onnx.parser.parse_model(f"{head}{sizes} {{ [a] y = Attention(x, x, x, mask) }}")
+    onnx.save(model, tmp_path / "m.onnx")
+    feeds = {"x": np.ones((1, 1, 3, 4), np.float32), "mask": np.zeros((1, 1, 1, 3), np.float32)}
+    with (
+        load(tmp_path / "m.onnx", "cpu") as engine,
+        pytest.raises((BadInput, Unsupported)) as caught,
+    ):  # before 1.24: Unsupported
+        engine(feeds)
+    why = "inconsistent q_sequence_length (between attn_mask and Q)"
+    assert caught.value.message.startswith(f"{tmp_path / 'm.onnx'}: ONNX Runtime ")
+    assert caught.value.message.endswith(f": node 'a' (Attention): {why}")
+    assert "Expand before the Attention" in (caught.value.hint or "")
+    assert capfd.readouterr().err == ""

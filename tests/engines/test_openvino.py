@@ -1,0 +1,332 @@
+"""What is OpenVINO's own, beyond what the conformance suite asks of every engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported
+from deploykit.core.tensors import TensorSpec, parse_spec
+from tests.support.onnx_zoo import make, save
+from tests.support.serving.task_models import write_task_model
+
+ov = pytest.importorskip("openvino", reason="openvino is not installed")
+
+from deploykit.engines.openvino import OpenVinoEngine, open_engine  # noqa: E402
+
+ROUNDS = "BF16" in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+ADDS = 128  # products of one output: enough to leave 16 bits many times
+
+
+def graph(
+    folder: Path,
+    nodes: list[onnx.NodeProto],
+    inputs: str,
+    outputs: str,
+    weights: Mapping[str, np.ndarray] | None = None,
+) -> Path:
+    """A file; `inputs`, `outputs`: specs, with a space between two; "?" is an axis without name."""
+
+    def value(text: str) -> onnx.ValueInfoProto:
+        name, _, rest = text.replace("?", "unknown").partition(":")
+        dtype = rest.partition("[")[0]
+        spec = parse_spec(f"{name}:{rest.replace('string', 'float32')}")
+        kinds = {"string": TensorProto.STRING, "bfloat16": TensorProto.BFLOAT16}
+        kind = kinds.get(dtype) or helper.np_dtype_to_tensor_dtype(np.dtype(spec.dtype))
+        shape = [None if axis == "unknown" else axis for axis in spec.shape]
+        return helper.make_tensor_value_info(spec.name, kind, shape)
+
+    made = helper.make_graph(
+        nodes,
+        "graph",
+        [value(each) for each in inputs.split()],
+        [value(each) for each in outputs.split()],
+        [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()],
+    )
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.example", 1)]
+    path = folder / "model.onnx"
+    path.write_bytes(
+        helper.make_model(made, opset_imports=opsets, ir_version=10).SerializeToString()
+    )
+    return path
+
+
+def node(kind: str, names: str, out: str, **attributes: object) -> onnx.NodeProto:
+    return helper.make_node(kind, names.split(), out.split(), name=f"{kind}_{out}", **attributes)
+
+
+def product(folder: Path) -> tuple[Path, np.ndarray]:
+    """Y = x @ W in float32, and W, whose values a rounding to bfloat16 changes."""
+    weight = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
+    model = make([node("MatMul", "x W", "y")], {"x": ("N", 64)}, {"y": ("N", 32)}, {"W": weight})
+    return save(model, folder / "product.onnx"), weight
+
+
+def int8_product(folder: Path) -> tuple[Path, np.ndarray, np.ndarray]:
+    """A file with INT8 pairs of scale 1, inputs that fill uint8, and the exact sums."""
+    weight = np.full((ADDS, 16), 127, np.int8)
+    weight[1::2, ::2] = -127
+    nodes = [
+        node("QuantizeLinear", "x one zero", "q"),
+        node("DequantizeLinear", "q one zero", "a"),
+        node("DequantizeLinear", "W one none", "b"),
+        node("MatMul", "a b", "y"),
+    ]
+    scales = {"one": np.float32(1), "zero": np.uint8(0), "none": np.int8(0)}
+    path = graph(folder, nodes, f"x:float32[N,{ADDS}]", "y:float32[N,16]", {"W": weight, **scales})
+    x = np.full((3, ADDS), 255, np.float32)
+    return path, x, x @ weight.astype(np.float32)
+
+
+def precisions(engine: OpenVinoEngine) -> set[str | None]:
+    return {layer.precision for layer in engine.layers}
+
+
+def test_bytes_of_an_image_are_not_counted_as_int8(tmp_path: Path) -> None:
+    """OpenVINO names the type of an element-wise layer's inputs, whatever it computes in."""
+    with open_engine(write_task_model(tmp_path, "classify")) as engine:
+        assert precisions(engine) == {"float32"}
+
+
+def test_float32_is_not_rounded_to_bfloat16_and_that_is_read_back(tmp_path: Path) -> None:
+    """OpenVINO's own default rounds it on a CPU with instructions for bfloat16."""
+    path, weight = product(tmp_path)
+    x = np.random.default_rng(1).standard_normal((8, 64)).astype(np.float32)
+    with open_engine(path) as engine:
+        np.testing.assert_allclose(engine({"x": x})["y"], x @ weight, rtol=1e-4, atol=1e-5)
+        assert precisions(engine) == {"float32"}
+        assert engine.options["INFERENCE_PRECISION_HINT"] == "f32"
+        assert engine.options["layers"] == "1 float32"
+
+
+@pytest.mark.skipif(not ROUNDS, reason="this CPU has no instructions for bfloat16")
+def test_a_graph_in_bfloat16_runs_in_bfloat16(tmp_path: Path) -> None:
+    import deploykit as dk
+
+    path, weight = product(tmp_path)
+    dk.quantize(path, to="bf16", out=tmp_path / "bf16.onnx", runtime="openvino")
+    x = np.random.default_rng(1).standard_normal((8, 64)).astype(np.float32)
+    with open_engine(tmp_path / "bf16.onnx") as engine:
+        error = np.abs(engine({"x": x})["y"] - x @ weight).max() / np.abs(x @ weight).max()
+        assert precisions(engine) == {"bfloat16"}
+    assert 1e-4 < error < 2e-2  # float32 gives 1e-7; 8 bits of mantissa
+
+
+def test_sums_of_int8_products_are_exact_and_run_as_int8_where_the_cpu_has_vnni(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, x, sums = int8_product(tmp_path)
+    with open_engine(path) as engine:
+        np.testing.assert_array_equal(engine({"x": x})["y"], sums)
+        assert precisions(engine) <= {"int8", "float32"}
+        exact = not engine.notes
+        assert ("int8" in precisions(engine)) == exact
+    monkeypatch.setattr("deploykit.engines.openvino.adds_exactly", lambda: False)
+    with open_engine(path) as engine:
+        np.testing.assert_allclose(engine({"x": x})["y"], sums)
+        assert "INT8 runs in float32" in engine.notes[0]
+        assert not any("I8" in layer.tactic for layer in engine.layers)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_are_those_asked_for_and_on_any_core(affine_onnx: Path, threads: int) -> None:
+    with open_engine(affine_onnx, "auto", threads) as engine:
+        assert engine.options["INFERENCE_NUM_THREADS"] == str(threads)
+        assert engine.options["ENABLE_CPU_PINNING"] == "False"
+        assert (engine.device, engine.slots, engine.max_batch) == ("cpu", 1, None)
+        assert engine.runtime == f"openvino {ov.__version__.partition('-')[0]}"
+
+
+def test_it_runs_on_the_cpu_alone(affine_onnx: Path) -> None:
+    with pytest.raises(Unsupported, match="`device` is cuda:0, but OpenVINO runs on the CPU"):
+        open_engine(affine_onnx, "cuda:0")
+
+
+def test_tensors_are_those_of_the_file_even_where_openvino_drops_them(tmp_path: Path) -> None:
+    """An input that no node reads, an initializer that is an input, an output that is an input."""
+    nodes = [node("Mul", "x two", "y"), node("ReduceSum", "y", "s", keepdims=0)]
+    path = graph(
+        tmp_path,
+        nodes,
+        "x:float32[?,?] unused:int32[M] two:float32[]",
+        "s:float32[] x:float32[?,?] y:float32[?,?]",
+        {"two": np.float32(2)},
+    )
+    x = np.array([[1, 2, 3]], np.float32)
+    with open_engine(path) as engine:
+        assert engine.inputs == (
+            TensorSpec("x", "float32", ("N", "x_1")),
+            TensorSpec("unused", "int32", ("M",)),
+        )
+        assert [each.shape for each in engine.outputs] == [(), ("N", "x_1"), ("N", "y_1")]
+        found = engine({"x": x, "unused": np.zeros(4, np.int32)})
+        assert (found["s"].shape, float(found["s"])) == ((), 12.0)
+        np.testing.assert_array_equal(found["x"], x)
+        np.testing.assert_array_equal(found["y"], 2 * x)
+
+
+def test_an_output_whose_shape_the_file_lacks_has_the_inferred_one(tmp_path: Path) -> None:
+    path = graph(tmp_path, [node("Flatten", "x", "y")], "x:float32[N,2,3]", "y:float32[]")
+    model = onnx.load(path)
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    path.write_bytes(model.SerializeToString())
+    with open_engine(path) as engine:
+        assert engine.outputs == (TensorSpec("y", "float32", ("N", 6)),)
+
+
+@pytest.mark.parametrize("dtype", ["string", "bfloat16"])
+def test_tensors_that_it_cannot_take_are_named(tmp_path: Path, dtype: str) -> None:
+    """A tensor of strings ends the process inside OpenVINO 2026.4."""
+    path = graph(tmp_path, [node("Identity", "x", "y")], f"x:{dtype}[N]", f"y:{dtype}[N]")
+    with pytest.raises(Unsupported, match=f"tensor 'x' is of {dtype}"):
+        open_engine(path)
+
+
+def test_integers_that_it_would_cut_to_32_bits_are_refused(tmp_path: Path) -> None:
+    path = graph(tmp_path, [node("Add", "x x", "y")], "x:int64[N]", "y:int64[N]")
+    with open_engine(path) as engine:
+        np.testing.assert_array_equal(
+            engine({"x": np.array([-5, 2**30 - 1])})["y"], [-10, 2**31 - 2]
+        )
+        for value in (2**31, -(2**31) - 1):
+            with pytest.raises(BadInput, match="input 'x' holds integers beyond 32 bits"):
+                engine({"x": np.array([1, value])})
+        assert engine({"x": np.zeros(0, np.int64)})["y"].shape == (0,)
+
+
+def test_float64_runs_in_float32_and_a_note_says_so(tmp_path: Path) -> None:
+    path = graph(tmp_path, [node("Add", "x x", "y")], "x:float64[N]", "y:float64[N]")
+    with open_engine(path) as engine:
+        assert engine.notes == (f"{path}: OpenVINO computes float64 in float32",)
+        assert engine({"x": np.ones(2)})["y"].dtype == np.float64
+
+
+def test_an_unknown_operator_is_named_in_one_line(tmp_path: Path) -> None:
+    nodes = [
+        node("Foo", "x", "a", domain="com.example"),
+        node("Bar", "a", "y", domain="com.example"),
+    ]
+    path = graph(tmp_path, nodes, "x:float32[N]", "y:float32[N]")
+    with pytest.raises(Unsupported) as raised:
+        open_engine(path)
+    assert raised.value.message == (
+        f"{path}: OpenVINO has no operator com.example.Bar, com.example.Foo"
+    )
+    assert "profile 'cpu'" in str(raised.value.hint)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x08\x0a", b"\x08\x0a\x12\x03abc", b"no model at all", b"\x08\x0a" + b"\xff" * 99],
+    ids=["empty", "version", "no-graph", "text", "noise"],
+)
+def test_a_file_that_is_not_a_model_is_refused_silently(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    """OpenVINO would try the readers of six other formats, two of which print."""
+    (tmp_path / "model.onnx").write_bytes(content)
+    with pytest.raises(BadInput, match=r"model\.onnx: is a truncated or damaged ONNX file"):
+        open_engine(tmp_path / "model.onnx")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_every_truncation_of_a_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    path, _ = product(tmp_path)
+    whole = path.read_bytes()
+    for size in (*range(2, 60, 7), len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises((BadInput, Unsupported)) as raised:
+            open_engine(path)
+        assert "\n" not in raised.value.message
+        assert str(path) in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("location", "size", "says"),
+    [
+        ("w.data", 100, "'w.data' has 100 bytes"),
+        ("gone.data", 8192, "gone.data"),
+        ("../w.data", 8192, r"\.\./w\.data"),
+    ],
+    ids=["short", "missing", "outside"],
+)
+def test_external_weights_are_checked_before_openvino_reads_them(
+    tmp_path: Path, location: str, size: int, says: str
+) -> None:
+    path, weight = product(tmp_path)
+    model = onnx.load(path)
+    onnx.save(model, path, save_as_external_data=True, location="w.data", size_threshold=0)
+    with open_engine(path) as engine:
+        x = np.ones((1, 64), np.float32)
+        np.testing.assert_allclose(engine({"x": x})["y"], x @ weight, rtol=1e-4, atol=1e-4)
+    data = (tmp_path / "w.data").read_bytes()
+    (tmp_path / "w.data").write_bytes(data[:size])
+    model = onnx.load(path, load_external_data=False)
+    model.graph.initializer[0].external_data[0].value = location
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(BadInput, match=says):
+        open_engine(path)
+
+
+def test_a_call_that_fails_inside_is_one_line_and_leaves_the_engine_usable(tmp_path: Path) -> None:
+    nodes = [node("Reshape", "x shape", "y")]
+    path = graph(
+        tmp_path, nodes, "x:float32[N]", "y:float32[M,2]", {"shape": np.array([-1, 2], np.int64)}
+    )
+    with open_engine(path) as engine:
+        with pytest.raises(DeploykitError) as raised:
+            engine({"x": np.ones(3, np.float32)})
+        assert raised.value.message.startswith(f"{path}: OpenVINO failed: [")
+        assert "\n" not in raised.value.message
+        assert engine({"x": np.ones(4, np.float32)})["y"].shape == (2, 2)
+
+
+def test_a_signal_after_engines_have_closed_ends_no_process(affine_onnx: Path) -> None:
+    code = """
+        import gc, signal, sys
+        from deploykit.engines.openvino import open_engine
+        first, second = open_engine(sys.argv[1]), open_engine(sys.argv[1])
+        for engine in (first, second):  # not in the opposite order
+            engine.close()
+        del engine, first, second
+        gc.collect()
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            print("interrupted")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(affine_onnx)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
+
+
+def test_missing_memory_is_named(tmp_path: Path) -> None:
+    from deploykit.engines.openvino import openvino_errors
+
+    with pytest.raises(OutOfMemory), openvino_errors(tmp_path / "model.onnx"):
+        raise RuntimeError("Exception from src/x.cpp:1:\nstd::bad_alloc")
+
+
+def test_trimmed_memory_comes_back_with_the_next_call(affine_onnx: Path) -> None:
+    with open_engine(affine_onnx) as engine:
+        for batch in (4096, 1):
+            x = np.ones((batch, 4), np.float32)
+            np.testing.assert_array_equal(engine({"x": x})["y"], 2 * x + 1)
+            assert not engine.trim()
+
+
+def test_values_that_set_how_much_is_computed_are_no_steady_time(tmp_path: Path) -> None:
+    path = graph(tmp_path, [node("NonZero", "x", "y")], "x:float32[N]", "y:int64[1,K]")
+    with open_engine(path) as engine:
+        assert not engine.steady
+        assert engine({"x": np.array([0, 3, 4], np.float32)})["y"].tolist() == [[1, 2]]
+    with open_engine(product(tmp_path)[0]) as engine:
+        assert engine.steady

@@ -1,0 +1,78 @@
+"""Plugin libraries that an engine was built with: found again, and loaded before the engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import deploykit as dk
+from deploykit.building.builder import Shapes
+from deploykit.core.artefact import read_manifest
+from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.files import sha256
+from deploykit.core.manifest import write_manifest
+from deploykit.engines.tensorrt.compatibility import Here, rebuild
+from deploykit.engines.tensorrt.plugins import recorded_plugins
+from tests.nvidia import fetch
+from tests.support.runtimes.gpu_machine import gpu_machine
+
+
+@pytest.fixture(name="library")
+def library_fixture(tmp_path: Path) -> Path:
+    path = tmp_path / "lib my.so"
+    path.write_bytes(b"code")
+    return path
+
+
+def test_a_library_next_to_the_plan_comes_first(library: Path, tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    copy = tmp_path / "sub" / library.name
+    copy.write_bytes(b"code")
+    recorded = {str(library): sha256(library)}
+    assert recorded_plugins(tmp_path / "sub" / "m.trt", recorded) == [copy]
+    copy.unlink()
+    assert recorded_plugins(tmp_path / "sub" / "m.trt", recorded) == [library]
+
+
+def test_a_missing_or_changed_library_is_refused(library: Path, tmp_path: Path) -> None:
+    recorded = {str(library): sha256(library)}
+    library.write_bytes(b"other code")
+    with pytest.raises(BadInput, match=r"lib my\.so: is not the plugin library that m\.trt"):
+        recorded_plugins(tmp_path / "m.trt", recorded)
+    library.unlink()
+    with pytest.raises(NotFound, match=r"m\.trt: needs the plugin library 'lib my\.so'"):
+        recorded_plugins(tmp_path / "m.trt", recorded)
+
+
+@pytest.mark.parametrize(
+    "name", ["a" * 5000, "", "a\0.so", "/"], ids=["long", "empty", "nul", "root"]
+)
+def test_a_name_that_is_no_files_is_a_missing_library(tmp_path: Path, name: str) -> None:
+    with pytest.raises(NotFound, match=r"m\.trt: needs the plugin library") as caught:
+        recorded_plugins(tmp_path / "m.trt", {name: "0" * 64})
+    assert len(str(caught.value)) < 300
+
+
+def test_an_engine_built_with_a_plugin_loads_it_again(
+    affine_onnx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "libown.so"
+    try:
+        fetch.library(library, "int here(void) { return 1; }")
+    except fetch.Unobtainable as exc:
+        pytest.skip(str(exc))
+    with gpu_machine(tmp_path, monkeypatch):
+        made = dk.build(affine_onnx, "l4", shapes=Shapes(plugins=(library,)))
+        manifest = read_manifest(made.path)
+        assert manifest is not None
+        assert manifest.plugins == {str(library): sha256(library)}
+        here = Here("10.13.3.9", "NVIDIA L4", "8.9", 58, "580.65.06", "13.0")
+        assert f"--plugin {library}" in rebuild(made.path, manifest, here)
+        other = replace(manifest.evidence.build, plugins={str(library): "0" * 64})
+        write_manifest(
+            made.path, replace(manifest, evidence=replace(manifest.evidence, build=other))
+        )
+        with pytest.raises(BadInput, match="is not the plugin library"):
+            dk.load(made.path, trust=True)

@@ -1,0 +1,214 @@
+"""What the TensorRT runtime refuses, at load and in a call, and what it says of it."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import MissingExtra, OutOfMemory, Unsupported
+from deploykit.core.extras import installed
+from deploykit.engines.cuda.memory import CaptureRefused, DeviceLost
+from tests.support.runtimes.cuda_runs import FakeCuda
+from tests.support.runtimes.tensorrt_opened import Opened, opened_fixture, rows  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ("deserialize_cuda_engine", "deserialize_cuda_engine"),
+        ("Runtime", "Runtime"),
+        ("create_execution_context", "create_execution_context"),
+        ("set_optimization_profile_async", "optimisation profile 0"),
+        ("set_input_shape", "shape .* of input 'x'"),
+        ("set_tensor_address", "address of tensor"),
+    ],
+)
+def test_refusal_at_load_gives_the_reason_from_the_log(call: str, says: str) -> None:
+    line = "[runtime.cpp::deserialize::1] IRuntime: Error Code 1: the reason"
+    with pytest.raises(Unsupported, match=rf"m\.trt: .*{says}.*: the reason") as caught:
+        Opened(fail={call: line})
+    assert "runtime.cpp" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "create_execution_context",
+        "set_optimization_profile_async",
+        "set_input_shape",
+        "set_tensor_address",
+        "execute_async_v3",
+    ],
+)
+def test_a_refused_call_raises_a_deploykit_error_and_the_next_call_works(
+    opened: Opened, call: str
+) -> None:
+    """In the slot of a second call, as the first one has its context since the engine is open."""
+    first = opened.engine.submit({"x": rows(3)})
+    opened.nv.fail = {call: "the reason"}
+    with pytest.raises(Unsupported, match="the reason"):
+        opened.engine({"x": rows(2)})
+    np.testing.assert_array_equal(first.result()["y"], 2 * rows(3) + 1)
+    np.testing.assert_array_equal(opened.engine({"x": rows(2)})["y"], 2 * rows(2) + 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("out of memory", OutOfMemory),
+        ("an illegal memory access was encountered", DeviceLost),
+        ("operation not permitted when stream is capturing", CaptureRefused),
+    ],
+)
+def test_cuda_errors_in_the_log_keep_their_meaning(
+    opened: Opened, text: str, kind: type[Unsupported]
+) -> None:
+    line = f"[executionContext.cpp::enqueue::1] Error Code 1: Cuda Runtime ({text})"
+    opened.nv.fail = {"execute_async_v3": line}
+    with pytest.raises(kind, match=r"m\.trt: cuda:0"):
+        opened.engine({"x": rows(2)})
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [  # as TensorRT for RTX 1.7 and TensorRT 8.6 wrote them, and texts in the binaries of 10 and 11
+        (
+            "Myelin ([exec_instruction.cpp:1509: exec] CUDA error 700 launching __myl_Relu kernel",
+            DeviceLost,
+        ),
+        ("Error Code 1: Cuda Runtime (an illegal memory access was encountered)", DeviceLost),
+        (
+            "initializing cuDNN: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+            OutOfMemory,
+        ),
+        ("Error Code 2: OutOfMemory (Requested size was 1073741824 bytes.)", OutOfMemory),
+        ("Requested amount of GPU memory (4096 bytes) could not be allocated.", OutOfMemory),
+        ("CUDA initialization failure with error: 719", DeviceLost),
+    ],
+)
+def test_errors_of_other_libraries_keep_their_meaning(
+    opened: Opened, line: str, kind: type[Unsupported]
+) -> None:
+    opened.nv.fail = {"execute_async_v3": line}
+    with pytest.raises(kind, match=r"m\.trt: cuda:0"):
+        opened.engine({"x": rows(2)})
+
+
+NOISE = (
+    "getDeviceMemorySizeV2 is only supported from TensorRT 10.1 onwards"  # lean 10.16.1, at load
+)
+
+
+@pytest.mark.parametrize(
+    "call", ["deserialize_cuda_engine", "set_input_shape", "set_tensor_address"]
+)
+def test_an_error_line_of_a_call_that_succeeded_is_not_the_reason(call: str) -> None:
+    opened = Opened(noise={call: NOISE})
+    opened.nv.fail = {"execute_async_v3": "the reason"}
+    with pytest.raises(Unsupported, match=r"the reason$"):
+        opened.engine({"x": rows(2)})
+
+
+def test_runtime_engine_and_context_report_each_to_a_recorder_of_its_own(opened: Opened) -> None:
+    opened.engine({"x": rows(2)})
+    owners = (opened.engine._runtime, opened.engine._engine, opened.nv.contexts[0])
+    assert None not in [owner.error_recorder for owner in owners]
+    for owner in owners:
+        opened.nv.report(NOISE, owner)
+    opened.nv.fail = {"execute_async_v3": "the reason"}
+    with pytest.raises(Unsupported, match=r"the reason$"):
+        opened.engine({"x": rows(2)})
+
+
+def test_an_engine_built_for_a_dla_core_runs_on_it(opened: Opened) -> None:
+    other = Opened(dla=1)
+    assert (opened.engine._runtime.DLA_core, other.engine._runtime.DLA_core) == (-1, 1)
+    other.engine.close()
+
+
+def test_a_library_below_tensorrt_writes_to_the_logger_and_is_heard(opened: Opened) -> None:
+    opened.nv.fail = {"execute_async_v3": "Error Code 1: Myelin (it failed)"}
+    opened.nv.recorded = False
+    with pytest.raises(Unsupported, match="it failed"):
+        opened.engine({"x": rows(2)})
+
+
+def test_a_long_error_is_cut_to_its_first_line(opened: Opened) -> None:
+    opened.nv.fail = {"execute_async_v3": "the reason\n  followed by\n  a dump of the graph"}
+    with pytest.raises(Unsupported, match=r"the reason$"):
+        opened.engine({"x": rows(2)})
+
+
+def test_lost_device_stays_lost(opened: Opened) -> None:
+    opened.cuda.fail = {"record": "LaunchFailure"}
+    for _ in range(2):
+        with pytest.raises(DeviceLost):
+            opened.engine({"x": rows(2)})
+
+
+def test_failure_without_a_log_line_says_that(opened: Opened) -> None:
+    opened.nv.fail = {"execute_async_v3": " "}
+    opened.nv.report = lambda *_: None  # type: ignore[method-assign]
+    with pytest.raises(Unsupported, match="no reason in its log"):
+        opened.engine({"x": rows(2)})
+
+
+def test_a_plan_larger_than_the_free_memory_is_refused_before_it_is_loaded() -> None:
+    with pytest.raises(OutOfMemory, match=r"m\.trt: cuda:0: out of memory: .*needed.*free") as e:
+        Opened(cuda=FakeCuda(total_bytes=10))
+    assert e.value.exit_code == 3
+
+
+def test_scratch_memory_that_does_not_fit_is_refused_at_load_and_freed() -> None:
+    cuda = FakeCuda(total_bytes=5000)
+    with pytest.raises(OutOfMemory, match="needed"):
+        Opened(cuda=cuda, scratch=50_000)
+    assert cuda.held() == {}
+
+
+# the module that owns TensorRT
+
+
+def module() -> Any:
+    if not installed("tensorrt"):
+        pytest.skip("tensorrt is not installed")
+    return importlib.import_module("deploykit.engines.tensorrt.open")
+
+
+def test_without_tensorrt_the_error_says_how_to_install_it() -> None:
+    if installed("tensorrt") or installed("tensorrt_lean"):
+        pytest.skip("tensorrt is installed")
+    with pytest.raises(MissingExtra, match="tensorrt is not installed"):
+        importlib.import_module("deploykit.engines.tensorrt.open")
+
+
+@pytest.mark.nvidia
+def test_tensorrt_before_10_and_the_lean_runtime_are_refused_with_a_reason() -> None:
+    check_version = module().check_version
+    with pytest.raises(Unsupported, match=r"TensorRT 8\.6\.1 is installed"):
+        check_version("8.6.1", full=True)
+    with pytest.raises(Unsupported, match="lean runtime"):
+        check_version("10.3.0", full=False)
+    for version in ("10.3.0", "10.13.3.9.post1", "11.4.0.106"):
+        check_version(version, full=True)
+
+
+@pytest.mark.nvidia
+def test_the_cpu_is_refused_as_a_device(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="runs on a GPU only"):
+        module().open_engine(tmp_path / "m.trt", "cpu")
+
+
+@pytest.mark.nvidia
+def test_a_machine_without_a_driver_is_refused_before_the_plan_is_read(tmp_path: Path) -> None:
+    runtime = module()
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    if shutil.which("nvidia-smi"):
+        pytest.skip("this machine has a driver")
+    with pytest.raises(Unsupported, match="no NVIDIA driver"):
+        runtime.open_engine(tmp_path / "m.trt")

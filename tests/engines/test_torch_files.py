@@ -1,0 +1,398 @@
+"""Which PyTorch files are opened, which are refused, and that nothing in a refused one runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import pickle
+import struct
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+
+from deploykit.core.artefact import sniff, torch_kind  # noqa: E402
+from deploykit.core.errors import BadInput, NotFound  # noqa: E402
+from deploykit.core.tensors import TensorSpec, parse_spec  # noqa: E402
+from deploykit.engines.torch.files import read  # noqa: E402
+from deploykit.engines.torch.open import load_module, load_weights  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+INPUT = parse_spec("x:float32[N,4]")
+OUTPUT = TensorSpec("output", "float32", ("N", 2))
+LINEAR = "import torch\nbuild = lambda: torch.nn.Linear(4, 2)\n"
+
+
+class Bomb:
+    """Unpickling this writes a file: proof that code in a file ran."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return (Path.write_text, (self.marker, "ran"))
+
+
+class Grenade:
+    """Unpickling this raises an exception of a class that nobody else knows."""
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return (_explode, ())
+
+
+class PrivateError(Exception):
+    """An exception like any user's own."""
+
+
+def _explode() -> None:
+    raise PrivateError("boom\nsecond line")
+
+
+def scripted(module: object, path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated, its files are still about
+        torch.jit.save(torch.jit.script(module), path)
+
+
+def exported(module: object, path: Path) -> None:
+    torch.export.save(torch.export.export(module, (torch.zeros(3, 4),)), path)
+
+
+def with_payload(path: Path, payload: bytes) -> None:
+    """Put a pickle in the place of the example inputs that every `.pt2` carries."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    assert any(name.endswith("sample_inputs/model.pt") for name in members)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, payload if name.endswith("inputs/model.pt") else content)
+
+
+@pytest.fixture
+def linear() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Linear(4, 2)
+
+
+@pytest.fixture
+def arch(tmp_path: Path) -> str:
+    (tmp_path / "arch.py").write_text(LINEAR, encoding="utf-8")
+    return f"{tmp_path}/arch.py:build"
+
+
+SAVERS: dict[str, Callable[[torch.nn.Module, Path], None]] = {
+    "state_dict": lambda m, p: torch.save(m.state_dict(), p),
+    "legacy state_dict": lambda m, p: torch.save(
+        m.state_dict(), p, _use_new_zipfile_serialization=False
+    ),
+    "safetensors": lambda m, p: safetensors.save_file(m.state_dict(), p),
+    "torch.export": exported,
+    "TorchScript": scripted,
+    "pickle": torch.save,
+    "legacy pickle": lambda m, p: torch.save(m, p, _use_new_zipfile_serialization=False),
+}
+WHOLE = ["torch.export", "TorchScript", "pickle", "legacy pickle"]
+
+
+@pytest.mark.parametrize("kind", SAVERS)
+def test_content_decides_and_every_kind_computes_the_same(
+    tmp_path: Path, linear: torch.nn.Module, arch: str, kind: str
+) -> None:
+    path = tmp_path / "model.onnx"  # the name says nothing
+    SAVERS[kind](linear, path)
+    whole = kind in WHOLE
+    inputs = [] if kind == "torch.export" else [INPUT]  # that one says so itself
+    loaded = load_module(path, arch=None if whole else arch, inputs=inputs, allow_pickle=whole)
+    assert loaded.source == kind.removeprefix("legacy ")
+    assert loaded.ran_pickle is whole
+    rows = torch.ones(3, 4)
+    torch.testing.assert_close(loaded.module(rows)[0], linear(rows))
+    if kind != "torch.export":
+        assert loaded.outputs == (OUTPUT,)
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_whole_models_are_refused_without_permission(
+    tmp_path: Path, linear: torch.nn.Module, kind: str
+) -> None:
+    SAVERS[kind](linear, tmp_path / "m.pt")
+    with pytest.raises(BadInput, match=r"m\.pt: .*run .*so it was not loaded") as caught:
+        load_module(tmp_path / "m.pt", inputs=[INPUT])
+    assert "`allow_pickle`" in str(caught.value.hint)
+
+
+def bombs(marker: Path) -> dict[str, Callable[[Path], object]]:
+    bomb = Bomb(marker)
+
+    def pt2(path: Path) -> None:
+        exported(torch.nn.Linear(4, 2), path)
+        payload = io.BytesIO()
+        torch.save(bomb, payload)
+        with_payload(path, payload.getvalue())
+
+    def script(path: Path) -> None:
+        scripted(torch.nn.Linear(4, 2), path)
+        with zipfile.ZipFile(path, "a") as archive:
+            folder = archive.namelist()[0].split("/")[0]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a second member of that name
+                archive.writestr(f"{folder}/data.pkl", pickle.dumps(bomb, 2))
+
+    return {
+        "zip": lambda path: torch.save(bomb, path),
+        "next to weights": lambda path: torch.save({"w": torch.zeros(1), "b": bomb}, path),
+        "legacy": lambda path: torch.save(bomb, path, _use_new_zipfile_serialization=False),
+        "bare pickle": lambda path: path.write_bytes(pickle.dumps(bomb, 2)),
+        "newer pickle": lambda path: path.write_bytes(pickle.dumps(bomb, 4)),
+        "pt2": pt2,
+        "TorchScript": script,
+    }
+
+
+@pytest.mark.parametrize("kind", bombs(Path()))
+def test_nothing_in_a_file_runs_without_permission(tmp_path: Path, kind: str) -> None:
+    marker = tmp_path / "marker"
+    bombs(marker)[kind](tmp_path / "evil.pt")
+    for call in (load_module, load_weights):
+        with pytest.raises(BadInput, match=r"evil\.pt: .*so it was not loaded") as caught:
+            call(tmp_path / "evil.pt")
+        assert "`allow_pickle`" in str(caught.value.hint)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("kind", ["zip", "pt2"])
+def test_the_marker_shows_that_a_payload_runs_with_permission(tmp_path: Path, kind: str) -> None:
+    """Else the test above would pass with payloads that are duds."""
+    bombs(tmp_path / "marker")[kind](tmp_path / "evil.pt")
+    with pytest.raises(BadInput, match=r"neither a checkpoint nor|expected tuple or dict"):
+        load_module(tmp_path / "evil.pt", allow_pickle=True)
+    assert (tmp_path / "marker").exists()
+
+
+def test_the_object_that_a_pickle_asks_for_is_named(tmp_path: Path) -> None:
+    (tmp_path / "evil.pt").write_bytes(pickle.dumps(os.getcwd, 2))
+    with pytest.raises(BadInput, match=r"\(posix\.getcwd\)"):
+        load_module(tmp_path / "evil.pt")
+
+
+def test_an_exception_of_the_files_own_code_is_bad_input(tmp_path: Path) -> None:
+    torch.save(Grenade(), tmp_path / "g.pt")
+    with pytest.raises(BadInput, match=r"g\.pt: .*PrivateError: boom$"):
+        load_module(tmp_path / "g.pt", allow_pickle=True)
+
+
+def test_a_class_that_is_not_there_asks_for_its_code(tmp_path: Path) -> None:
+    (tmp_path / "m.pt").write_bytes(b"\x80\x02cnowhere_at_all\nNet\n.")
+    with pytest.raises(BadInput, match="No module named 'nowhere_at_all'") as caught:
+        load_module(tmp_path / "m.pt", allow_pickle=True)
+    assert "PYTHONPATH" in str(caught.value.hint)
+
+
+def test_permission_is_not_used_where_it_is_not_needed(
+    tmp_path: Path, linear: torch.nn.Module, arch: str
+) -> None:
+    torch.save(linear.state_dict(), tmp_path / "w.pt")
+    loaded = load_module(tmp_path / "w.pt", arch=arch, inputs=[INPUT], allow_pickle=True)
+    assert not loaded.ran_pickle
+
+
+def test_arch_with_a_whole_model_is_refused(tmp_path: Path, linear: torch.nn.Module) -> None:
+    torch.save(linear, tmp_path / "m.pt")
+    with pytest.raises(BadInput, match="whole model, so `arch` a:b"):
+        load_module(tmp_path / "m.pt", arch="a:b", inputs=[INPUT], allow_pickle=True)
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model", "net"])
+def test_weights_inside_a_training_checkpoint_are_found_with_a_note(
+    tmp_path: Path, linear: torch.nn.Module, arch: str, key: str
+) -> None:
+    document = {"epoch": 3, "best": torch.tensor(0.5), key: linear.state_dict(), "optimizer": {}}
+    torch.save(document, tmp_path / "w.pt")
+    loaded = load_module(tmp_path / "w.pt", arch=arch, inputs=[INPUT])
+    assert torch.equal(loaded.module.module.weight, linear.weight)
+    assert loaded.notes == (f"took '{key}' out of the file; not used: epoch, best, optimizer",)
+    assert set(load_weights(tmp_path / "w.pt")) == {"weight", "bias"}
+
+
+def test_a_module_inside_a_training_checkpoint_is_found(
+    tmp_path: Path, linear: torch.nn.Module
+) -> None:
+    torch.save({"model": linear, "epoch": 3}, tmp_path / "m.pt")
+    loaded = load_module(tmp_path / "m.pt", inputs=[INPUT], allow_pickle=True)
+    assert (loaded.source, loaded.outputs) == ("pickle", (OUTPUT,))
+    assert loaded.notes == ("took 'model' out of the file; not used: epoch",)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [{}, {"a": 1}, [torch.zeros(1)], torch.zeros(2), {1: torch.zeros(2)}, {"model": {"a": 1}}],
+    ids=repr,
+)
+def test_files_that_hold_something_else(tmp_path: Path, content: object) -> None:
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(BadInput, match="state_dict"):
+        load_module(tmp_path / "x.pt")
+
+
+# --- damaged and hostile files ---
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "one byte": lambda good: good[:1],
+    "half": lambda good: good[: len(good) // 2],
+    "last byte missing": lambda good: good[:-1],
+    "middle zeroed": lambda good: good[:40] + bytes(len(good) - 80) + good[-40:],
+    "noise after its head": lambda good: good[:20] + np.random.default_rng(0).bytes(5000),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("kind", SAVERS)
+@pytest.mark.parametrize("allow_pickle", [False, True], ids=["refuse", "allow"])
+def test_a_damaged_file_is_bad_input_naming_it(
+    tmp_path: Path, linear: torch.nn.Module, kind: str, damage: str, allow_pickle: bool
+) -> None:
+    SAVERS[kind](linear, tmp_path / "good")
+    path = tmp_path / "bad.pt"
+    path.write_bytes(DAMAGE[damage]((tmp_path / "good").read_bytes()))
+    with pytest.raises(BadInput, match=r"bad\.pt: "):
+        load_module(path, inputs=[INPUT], allow_pickle=allow_pickle)
+
+
+def test_torch_logs_no_traceback_of_its_own_for_a_damaged_pt2(
+    tmp_path: Path, linear: torch.nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    exported(linear, tmp_path / "m.pt2")
+    with_payload(tmp_path / "m.pt2", b"no pickle")
+    caplog.clear()
+    with pytest.raises(BadInput, match=r"m\.pt2: cannot be loaded as torch\.export"):
+        load_module(tmp_path / "m.pt2", allow_pickle=True)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize("kind", ["state_dict", "legacy state_dict", "safetensors"])
+def test_changed_bytes_are_never_another_exception(
+    tmp_path: Path, linear: torch.nn.Module, kind: str
+) -> None:
+    SAVERS[kind](linear, tmp_path / "good")
+    good = (tmp_path / "good").read_bytes()
+    random = np.random.default_rng(3)
+    path = tmp_path / "bad.pt"
+    for _ in range(300):
+        content = bytearray(good)
+        for at in random.integers(0, len(good), 3):
+            content[at] = random.integers(256)
+        path.write_bytes(content)
+        try:
+            read(path, allow_pickle=False)
+        except BadInput:
+            continue
+
+
+def header(entries: object, data: bytes = b"", claimed: int | None = None) -> bytes:
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return struct.pack("<Q", len(text) if claimed is None else claimed) + text + data
+
+
+def entry(begin: int, end: int, dtype: str = "F32", shape: tuple[int, ...] = (2,)) -> object:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+HOSTILE = {
+    "length 2^63": header({"a": 1}, claimed=1 << 63),
+    "length 2^64-1": header({"a": 1}, claimed=(1 << 64) - 1),
+    "length beyond the file": header({"a": entry(0, 8)}, bytes(8), claimed=10_000),
+    "overlap": header({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)),
+    "unknown dtype": header({"a": entry(0, 8, "F99")}, bytes(8)),
+    "truncated": header({"a": entry(0, 8)}, bytes(4)),
+    "negative shape": header({"a": entry(0, 8, shape=(-2,))}, bytes(8)),
+    "overflowing shape": header({"a": entry(0, 8, shape=(1 << 62, 8))}, bytes(8)),
+    "offset 10^15": header({"a": entry(10**15, 10**15 + 8)}, bytes(8)),
+    "not JSON": header(b"{" + bytes(50), bytes(8)),
+    "no tensors": header({"__metadata__": {"format": "pt"}}),
+    "deep": header(b"{" + b'"a":[' * 100_000 + b"}"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_safetensors_file_is_bad_input(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(HOSTILE[kind])
+    with pytest.raises(BadInput, match=r"w\.safetensors: (is a .*damaged|holds no|is not a model)"):
+        load_module(path, arch="torch.nn:Identity", inputs=[INPUT])
+
+
+def test_a_header_of_200_megabytes_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    with path.open("wb") as handle:
+        handle.write(struct.pack("<Q", 200 << 20) + b"{")
+        handle.truncate((200 << 20) + 100)  # a hole: takes no room on the disk
+    with pytest.raises(BadInput, match=r"damaged \.safetensors file: .*(?i:header ?too ?large)"):
+        load_weights(path)
+
+
+def test_a_safetensors_header_that_begins_like_a_pickle_is_recognised(tmp_path: Path) -> None:
+    """A header of 0x0280 bytes: the file begins 80 02, as a pickle does."""
+    text = json.dumps({"a": entry(0, 8)}).encode().ljust(0x280)
+    (tmp_path / "w").write_bytes(header(text, bytes(8)))
+    assert sniff(tmp_path / "w") == "safetensors"
+    assert set(load_weights(tmp_path / "w")) == {"a"}
+
+
+def test_an_archive_that_decompresses_to_far_more_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.pt"
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+        archive.open("m/data.pkl", "w") as member,
+    ):
+        for _ in range(300):
+            member.write(bytes(1 << 20))
+    with pytest.raises(BadInput, match=r"bomb\.pt: would unpack to 314572800 bytes"):
+        load_weights(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"<!DOCTYPE html><html>404", "is a web page"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n", "git lfs pull"),
+        (np.random.default_rng(1).bytes(1 << 20), "not a model file"),
+        (b"\x08\x0a\x12\x07pytorch", "a PyTorch file is needed"),
+        (b"ftrt" + bytes(60), "a PyTorch file is needed"),
+    ],
+    ids=["empty", "page", "pointer", "noise", "onnx", "plan"],
+)
+def test_other_files_are_refused_with_what_they_are(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    (tmp_path / "m.pt").write_bytes(content)
+    with pytest.raises(BadInput, match=rf"m\.pt: .*{message}"):
+        load_module(tmp_path / "m.pt", inputs=[INPUT], allow_pickle=True)
+
+
+def test_pipes_folders_and_missing_files_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(BadInput, match=f"{path.name}: is (a folder|not a regular file)"):
+            load_module(path, allow_pickle=True)
+    with pytest.raises(NotFound):
+        load_module(tmp_path / "absent.pt")
+
+
+@pytest.mark.parametrize("kind", ["state_dict", "legacy pickle", "TorchScript", "torch.export"])
+def test_the_kind_of_a_torch_file_is_found_without_opening_it(
+    tmp_path: Path, linear: torch.nn.Module, kind: str
+) -> None:
+    SAVERS[kind](linear, tmp_path / "m")
+    assert sniff(tmp_path / "m") == "torch"
+    expected = kind if kind in ("TorchScript", "torch.export") else "pickle"
+    assert torch_kind(tmp_path / "m") == expected

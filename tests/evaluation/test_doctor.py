@@ -1,0 +1,191 @@
+"""What doctor says of a machine: its profile, what does not fit it, its state."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deploykit.cli import machine as hardware
+from deploykit.core.machine import Gpu, Machine, this_machine
+from deploykit.core.profile import load_profile
+from deploykit.engines.devices import GpuState
+from deploykit.evaluation.doctor import Health, doctor
+from deploykit.evaluation.host import profile_differences
+from tests.support.runtimes.jetson_files import ORIN_NANO, write
+
+BOARD: Mapping[str, object] = {
+    **ORIN_NANO,
+    "proc/device-tree/compatible": "nvidia,p3768-0000+p3767-0005\0nvidia,p3767-0005\0",
+    "etc/nv_tegra_release": "# R36 (release), REVISION: 4.3, GCID: 1, BOARD: generic",
+    "var/lib/nvpmodel/status": "pmode:0001",
+    "etc/nvpmodel.conf": "< POWER_MODEL ID=0 NAME=15W >\n< POWER_MODEL ID=1 NAME=25W >",
+}
+
+
+def examined(root: Path, changes: Mapping[str, object] = {}) -> Health:
+    return doctor(write(root, {**BOARD, **changes}))
+
+
+def text(health: Health) -> str:
+    return "\n".join(part for part in hardware.doctor(health) if isinstance(part, str))
+
+
+def test_a_jetson_is_named_by_its_board_and_nothing_is_wrong_with_it(tmp_path: Path) -> None:
+    health = examined(tmp_path)
+    assert (health.profile, health.why) == (
+        "jetson-orin-nano-8gb",
+        "the device tree names board p3767-0005",
+    )
+    assert (health.machine.jetpack, health.machine.l4t) == ("6.2", "36.4.3")
+    assert health.warnings == ()
+    lines = text(health)
+    assert "JetPack 6.2 (L4T 36.4.3), power mode 25W" in lines
+    assert "state      37% busy; 5.5 W; rails in W: VDD_CPU_GPU_CV 1.5, VDD_IN 5.5" in lines
+    assert "none found" not in lines
+
+
+def test_a_jetson_needs_no_nvidia_smi_to_run_engines(tmp_path: Path) -> None:
+    checks = {each.command: each for each in examined(tmp_path).checks}
+    assert "no NVIDIA GPU" not in checks["build, bench, serve of TensorRT engines"].why
+
+
+@pytest.mark.parametrize(
+    ("release", "says"),
+    [
+        (
+            "# R36 (release), REVISION: 3.0",
+            (
+                "JetPack 6.0 (L4T 36.3.0) brings TensorRT 8.6.2, jetson-orin-nano-8gb needs "
+                "10.3 or later: install JetPack 6.1 or later"
+            ),
+        ),
+        (
+            "# R38 (release), REVISION: 2.1",
+            (
+                "JetPack 7.0 (L4T 38.2.1) is not for NVIDIA Jetson Orin Nano 8 GB: install JetPack "
+                "6.1 or later"
+            ),
+        ),
+        ("# R32 (release), REVISION: 7.1", "L4T 32.7.1 belongs to no JetPack release"),
+        ("# R99 (release), REVISION: 1.0", "L4T 99.1.0 belongs to no JetPack release"),
+        ("garbage", "the JetPack release is not known: /etc/nv_tegra_release"),
+    ],
+)
+def test_a_release_that_does_not_fit_the_module_is_a_warning(
+    tmp_path: Path, release: str, says: str
+) -> None:
+    (warning,) = examined(tmp_path, {"etc/nv_tegra_release": release}).warnings
+    assert warning.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"etc/nvpmodel.conf": "< POWER_MODEL ID=1 NAME=CUSTOM >"}, "power mode CUSTOM is not"),
+        ({"var/lib/nvpmodel/status": "pmode:0007"}, "the power mode is not known"),
+        ({"var/lib/nvpmodel/status": "\0\xff"}, "the power mode is not known"),
+        (
+            {
+                "sys/class/thermal/cooling_device3/type": "gpu-throttle-alert",
+                "sys/class/thermal/cooling_device3/cur_state": 1,
+            },
+            "NVIDIA Jetson Orin Nano Developer Kit lowers its clocks now: sw_thermal",
+        ),
+    ],
+)
+def test_a_mode_that_the_profile_does_not_know_and_throttling_are_warnings(
+    tmp_path: Path, changes: Mapping[str, object], says: str
+) -> None:
+    (warning,) = examined(tmp_path, changes).warnings
+    assert warning.startswith(says)
+
+
+def test_an_unknown_board_is_one_clear_line(tmp_path: Path) -> None:
+    health = examined(tmp_path, {"proc/device-tree/compatible": "nvidia,p3701-0000\0"})
+    assert health.profile is None
+    assert (
+        "profile    none: no profile names board NVIDIA Jetson Orin Nano Developer Kit "
+        "(nvidia,p3701-0000)" in text(health)
+    )
+    assert health.warnings == ()
+
+
+def server(name: str, *, driver: str = "580.65.06", memory: int = 0, **packages: str) -> Machine:
+    gpu = Gpu(name, memory or load_profile("l4").memory_bytes, driver, "8.9")
+    named = {key.replace("_", "-"): version for key, version in packages.items()}
+    return replace(this_machine(), gpus=(gpu,), packages=named)
+
+
+def test_a_server_that_fits_its_profile_has_no_warning() -> None:
+    machine = server("NVIDIA L4", tensorrt_cu13="11.4.0.106", onnxruntime="1.31.1")
+    assert profile_differences(load_profile("l4"), machine) == ()
+
+
+@pytest.mark.parametrize(
+    ("driver", "packages", "says"),
+    [
+        ("570.86.15", {"tensorrt_cu13": "11.4"}, "CUDA 13, which tensorrt-cu13 11.4 needs: .* 580"),
+        ("570.86.15", {"nvidia_cuda_runtime": "13.0.96"}, "CUDA 13, which nvidia-cuda-runtime"),
+        ("520.61.05", {"nvidia_cuda_runtime_cu12": "12.8"}, "CUDA 12, which .* 525 or later"),
+        ("570.86.15", {"nvidia_cuda_runtime_cu12": "12.8"}, ""),
+        ("535.1", {"tensorrt_cu12": "10.16"}, ""),
+        ("[N/A]", {"tensorrt_cu13": "11.4"}, ""),
+    ],
+)
+def test_a_driver_too_old_for_the_cuda_wheels_is_a_warning(
+    driver: str, packages: dict[str, str], says: str
+) -> None:
+    found = profile_differences(load_profile("l4"), server("NVIDIA L4", driver=driver, **packages))
+    assert len(found) == bool(says)
+    assert not says or re.search(says, found[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "version", "needs"),
+    [
+        ("v100", "Tesla V100-SXM2-32GB", "10.16.1.11", "10.3 to 10.4"),
+        ("b200", "NVIDIA B200", "10.7.0", "10.8 or later"),
+        ("l4", "NVIDIA L4", "8.6.1", "10.3 or later"),
+    ],
+)
+def test_a_tensorrt_outside_the_profiles_range_is_a_warning(
+    name: str, gpu: str, version: str, needs: str
+) -> None:
+    machine = server(gpu, memory=1 << 50, tensorrt=version)
+    assert profile_differences(load_profile(name), machine) == (
+        f"tensorrt {version} is installed, {name} needs {needs}",
+    )
+
+
+def test_a_slice_of_a_gpu_is_a_warning() -> None:
+    (warning,) = profile_differences(load_profile("l4"), server("NVIDIA L4", memory=5 << 30))
+    assert warning.startswith("the driver reports 5.0 GiB of GPU memory, l4 has 22.5")
+
+
+@pytest.mark.parametrize(
+    ("version", "runs"), [("10.3.0", True), ("11.3.0", False), ("11.4.1", True)]
+)
+def test_tensorrt_11_before_11_4_runs_on_no_jetson(
+    tmp_path: Path, version: str, runs: bool
+) -> None:
+    """NVIDIA's page on the migration of JetPack to TensorRT 11."""
+    here = this_machine(write(tmp_path, BOARD))
+    found = profile_differences(
+        load_profile("jetson-agx-orin-64gb"), replace(here, packages={"tensorrt": version})
+    )
+    assert any("run on no Jetson" in sentence for sentence in found) is not runs
+
+
+def test_a_gpu_that_only_nvml_lists_is_recognised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container without the driver's utilities has NVML at most."""
+    found = (GpuState("GPU-1", "NVIDIA H200", 0, "nvml", memory_total_bytes=143771 << 20),)
+    monkeypatch.setattr("deploykit.evaluation.doctor.read_gpus", lambda _root: found)
+    health = doctor(tmp_path)
+    assert (health.profile, health.why) == ("h200", "the driver names the GPU NVIDIA H200")
+    assert "gpu        NVIDIA H200, 140 GiB, driver not known" in text(health)

@@ -1,0 +1,181 @@
+"""Percentiles of latencies: which they are, and how often their intervals hold the truth."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput
+from deploykit.core.evidence import Interval
+from deploykit.evaluation.latency import Latency, fewest_calls
+
+SPREAD = 0.3
+POINTS = {50: 0.0, 90: 1.281552, 99: 2.326348}  # of the normal distribution
+RUNS = 300
+COVERED = (0.915, 0.985)  # 95 % nominal; a share of 300 runs varies by 1.3 %
+
+Random = np.random.Generator
+
+
+def uneven(n: int) -> np.ndarray:
+    """1 to n ms in an order in which neighbours do not depend on each other."""
+    return np.random.default_rng(1).permutation(np.arange(1, n + 1)) / 1e3
+
+
+def percentiles(latency: Latency) -> dict[int, Interval | None]:
+    return {50: latency.p50_ms, 90: latency.p90_ms, 99: latency.p99_ms}
+
+
+def test_a_percentile_is_the_nearest_rank() -> None:
+    found = percentiles(Latency.of(uneven(1007)))
+    values = {q: each.value for q, each in found.items() if each is not None}
+    assert values == pytest.approx({50: 504.0, 90: 907.0, 99: 997.0}, rel=1e-12)
+
+
+def test_a_percentile_is_a_latency_that_happened() -> None:
+    found = Latency.of([0.001, 0.004] * 50).p50_ms
+    assert found is not None
+    assert found.value == 1.0
+
+
+@pytest.mark.parametrize(
+    "samples", [[], [math.nan], [0.1, -math.inf], [math.inf], [[0.1]]], ids=str
+)
+def test_latencies_that_are_none_are_refused(samples: list[float]) -> None:
+    with pytest.raises(BadInput, match="finite numbers"):
+        Latency.of(samples)
+
+
+@pytest.mark.parametrize("q", [0, 100, -1, math.nan])
+def test_percentile_outside_its_range_is_refused(q: float) -> None:
+    with pytest.raises(BadInput, match="between 0 and 100"):
+        fewest_calls(q)
+
+
+@pytest.mark.parametrize(("q", "fewest"), [(50, 6), (90, 36), (99, 368)])
+def test_a_percentile_of_too_few_calls_says_how_many_it_needs(q: int, fewest: int) -> None:
+    assert fewest_calls(q) == fewest
+    assert (q / 100) ** fewest <= 0.025 < (q / 100) ** (fewest - 1)
+    assert Latency.of(uneven(fewest - 1)).needs[f"p{q}_ms"] == fewest
+
+
+def calls(random: Random, rounds: int, size: int, correlation: float = 0.0) -> list[np.ndarray]:
+    """Rounds of one series, log-normal around 1 s, with this correlation of neighbours."""
+    return list(
+        np.exp(SPREAD * dependent(random, rounds * size, correlation)).reshape(rounds, size)
+    )
+
+
+def dependent(random: Random, size: int, correlation: float) -> np.ndarray:
+    """Normal values whose neighbours correlate."""
+    from scipy.signal import lfilter
+
+    noise = random.standard_normal(size) * math.sqrt(1 - correlation**2)
+    first = [correlation * random.standard_normal()]
+    return np.asarray(lfilter([1], [1, -correlation], noise, zi=first)[0])
+
+
+def uneven_rounds(random: Random, rounds: int, size: int) -> list[np.ndarray]:
+    """Rounds that differ by 1 %, of calls that differ by 10 %."""
+    noise = np.exp(0.1 * random.standard_normal((rounds, size)))
+    return list(noise * np.exp(0.01 * random.standard_normal((rounds, 1))))
+
+
+def drifting(random: Random, rounds: int, size: int) -> list[np.ndarray]:
+    """Rounds that differ by 1 %, each rather like the one before, of calls that differ by 2 %."""
+    noise = np.exp(0.02 * random.standard_normal((rounds, size)))
+    return list(noise * np.exp(0.01 * dependent(random, rounds, 0.9))[:, None])
+
+
+@pytest.mark.parametrize(
+    ("rounds", "spread", "known"),
+    [
+        (lambda random: calls(random, 5, 400), SPREAD, (50, 90, 99)),
+        (lambda random: calls(random, 1, 2000), SPREAD, (50, 90, 99)),
+        (lambda random: calls(random, 5, 2000, 0.9), SPREAD, (50, 90)),
+        (lambda random: calls(random, 1, 20_000, 0.9), SPREAD, (50, 90, 99)),
+        (lambda random: calls(random, 5, 10_000, 0.99), SPREAD, (50, 90)),
+        (lambda random: uneven_rounds(random, 5, 2000), math.hypot(0.1, 0.01), (50, 90, 99)),
+    ],
+    ids=["independent", "one series", "0.9", "0.9, one series", "0.99", "rounds differ by 1 %"],
+)
+def test_the_interval_of_a_percentile_holds_the_truth_as_often_as_it_says(
+    rounds: Callable[[Random], list[np.ndarray]], spread: float, known: tuple[int, ...]
+) -> None:
+    random = np.random.default_rng(20)
+    runs = [percentiles(Latency.of(*rounds(random))) for _ in range(RUNS)]
+    for q in known:
+        truth_ms = 1e3 * math.exp(spread * POINTS[q])
+        intervals = [each for run in runs if (each := run[q]) is not None]
+        assert len(intervals) > 0.95 * RUNS
+        held = np.mean([each.low <= truth_ms <= each.high for each in intervals])
+        assert COVERED[0] <= held <= COVERED[1], q
+
+
+def test_the_interval_of_a_percentile_holds_the_truth_where_rounds_drift() -> None:
+    random, runs, held = np.random.default_rng(20), 60, 0
+    for _ in range(runs):
+        found = Latency.of(*drifting(random, 60, 100)).p50_ms
+        assert found is not None
+        held += found.low <= 1e3 <= found.high
+    assert held > 0.9 * runs  # a third, where rounds were taken as independent
+
+
+@pytest.mark.parametrize(
+    ("size", "correlation", "q"), [(2000, 0.9, 99), (2000, 0.99, 90), (10_000, 0.99, 99)]
+)
+def test_calls_that_depend_on_each_other_are_too_few_for_what_independent_ones_show(
+    size: int, correlation: float, q: int
+) -> None:
+    random = np.random.default_rng(3)
+    for _ in range(20):
+        assert Latency.of(*calls(random, 5, size // 5, correlation)).needs[f"p{q}_ms"] > size
+
+
+def test_a_stall_of_many_calls_counts_as_one_event() -> None:
+    series = np.exp(0.05 * np.random.default_rng(5).standard_normal(2000))
+    for begin in (300, 1100):
+        series[begin : begin + 20] *= 3
+    assert Latency.of(series).p99_ms is None
+
+
+def test_latency_reports_what_the_samples_allow() -> None:
+    few = Latency.of([0.002, 0.001, 0.003])
+    some = Latency.of(uneven(100))
+    many = Latency.of(uneven(4000))
+    assert (few.p50_ms, few.p90_ms, few.p99_ms, few.max_ms) == (None, None, None, 3.0)
+    assert few.needs == {"p50_ms": 6, "p90_ms": 36, "p99_ms": 368}
+    assert some.p90_ms is not None
+    assert some.p99_ms is None
+    assert some.needs == {"p99_ms": 368}
+    assert many.p99_ms is not None
+    assert many.p99_ms.low < 3960 == many.p99_ms.value < many.p99_ms.high
+    assert (many.samples, many.needs) == (4000, {})
+
+
+def test_equal_latencies_have_an_interval_without_width() -> None:
+    found = Latency.of(*[[0.001] * 100] * 5)
+    assert found.p99_ms == Interval(1.0, 1.0, 1.0)
+
+
+def test_rounds_may_be_of_different_lengths() -> None:
+    random = np.random.default_rng(9)
+    found = Latency.of(*(random.random(size) for size in (1, 30, 7, 200, 3)))
+    assert found.samples == 241
+
+
+def test_latency_as_json_has_null_for_too_few() -> None:
+    document = json.loads(json.dumps(Latency.of([0.001] * 10).to_dict(), allow_nan=False))
+    assert document == {
+        "samples": 10,
+        "p50_ms": {"value": 1.0, "low": 1.0, "high": 1.0},
+        "p90_ms": None,
+        "p99_ms": None,
+        "max_ms": 1.0,
+        "needs": {"p90_ms": 36, "p99_ms": 368},
+        "lost": 0,
+    }

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from deploykit.core.errors import BadInput
+from deploykit.evaluation.divergence import Pair
+from tests.support.graphs.data import feeds, samples
+from tests.support.graphs.protos import calibrate, expose, shared, simulate, to_half, to_pairs
+from tests.support.onnx_zoo import (
+    conv_relu,
+    int64_ids,
+    make,
+    mnist_like,
+    overflow,
+    save,
+    two_inputs,
+)
+
+ort = pytest.importorskip("onnxruntime")
+
+
+def run(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    names = [value.name for value in session.get_outputs()]
+    return dict(zip(names, session.run(names, dict(inputs)), strict=True))
+
+
+def nodes_of(pairs: tuple[Pair, ...]) -> list[str]:
+    return [pair.node for pair in pairs]
+
+
+def test_exposed_tensors_are_added_to_the_outputs() -> None:
+    model, inputs = mnist_like(), feeds(mnist_like(), 3)
+    tapped, shown = expose(model, ["r1", "flat"])
+    outputs = run(tapped, inputs)
+    assert shown == ["r1", "flat"]
+    assert list(outputs) == ["logits", "r1", "flat"]
+    wanted = ReferenceEvaluator(model).run(["r1", "flat"], dict(inputs))
+    for name, array in zip(shown, wanted, strict=True):
+        np.testing.assert_allclose(outputs[name], array, atol=1e-5)
+    np.testing.assert_array_equal(outputs["logits"], run(model, inputs)["logits"])
+
+
+def test_exposing_leaves_the_model_alone() -> None:
+    model = mnist_like()
+    expose(model, ["r1"])
+    assert model == mnist_like()
+
+
+def test_an_output_and_a_tensor_named_twice_are_shown_once() -> None:
+    tapped, shown = expose(mnist_like(), ["logits", "r1", "r1"])
+    assert [value.name for value in tapped.graph.output] == ["logits", "r1"]
+    assert shown == ["logits", "r1", "r1"]
+
+
+def test_a_tensor_that_nothing_makes_is_bad_input() -> None:
+    with pytest.raises(BadInput, match="no node makes a tensor 'w1'"):
+        expose(mnist_like(), ["r1", "w1"])
+
+
+def test_half_tensors_keep_their_type_and_bfloat16_comes_out_as_float32() -> None:
+    inputs = feeds(two_inputs(), 3)
+    half, shown = expose(to_half(two_inputs(), "fp16")[0], ["sum_float16"])
+    assert run(half, inputs)[shown[0]].dtype == np.float16
+    brain, shown = expose(simulate(to_half(two_inputs(), "bf16")[0]), ["sum_bfloat16"])
+    got = run(brain, inputs)[shown[0]]
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, inputs["a"] + inputs["b"], rtol=2**-7, atol=1e-2)
+
+
+def test_a_graph_shares_all_tensors_with_itself_in_order() -> None:
+    pairs = shared(mnist_like(), mnist_like())
+    assert nodes_of(pairs) == [node.name for node in mnist_like().graph.node]
+    assert pairs[0] == Pair("c1", "c1", "conv1", "Conv")
+
+
+@pytest.mark.parametrize("to", ["fp16", "bf16"])
+@pytest.mark.parametrize("simulated", [False, True])
+def test_a_half_graph_shares_every_tensor(to: str, simulated: bool) -> None:
+    half = to_half(mnist_like(), to)[0]
+    pairs = shared(mnist_like(), simulate(half) if simulated else half)
+    suffix = {"fp16": "_float16", "bf16": "_bfloat16"}[to]
+    assert nodes_of(pairs) == [node.name for node in mnist_like().graph.node]
+    assert [pair.b_name for pair in pairs[:3]] == [f"{n}{suffix}" for n in ("c1", "r1", "p1")]
+    assert pairs[-1].b_name == "logits"
+
+
+def test_of_a_tensor_and_its_copy_the_one_that_a_node_computes_is_compared() -> None:
+    nodes = [
+        helper.make_node("Relu", ["x"], ["r_float16"], name="relu"),
+        helper.make_node("Cast", ["r_float16"], ["r_dequantized"], name="cast", to=1),
+        helper.make_node("Neg", ["r_dequantized"], ["y"], name="neg"),
+    ]
+    a = make(nodes, {"x": ("N",)}, {"y": ("N",)}, {})
+    nodes[0].output[0], nodes[1].input[0] = "r_bfloat16", "r_bfloat16"
+    nodes[1].output[0], nodes[2].input[0] = "r_float16_", "r_float16_"
+    b = make(nodes, {"x": ("N",)}, {"y": ("N",)}, {})
+    assert shared(a, b)[0] == Pair("r_float16", "r_bfloat16", "relu", "Relu")
+
+
+def test_a_half_graph_can_be_the_reference() -> None:
+    pairs = shared(to_half(mnist_like())[0], mnist_like())
+    found = {pair.node: (pair.a_name, pair.b_name) for pair in pairs}
+    assert found["conv1"] == ("c1_float16", "c1")
+    assert found["head"] == ("logits_float16", "logits")
+
+
+@pytest.mark.parametrize("runtime", ["tensorrt", "onnxruntime"])
+def test_a_quantized_graph_shares_what_its_nodes_make(tmp_path: Path, runtime: str) -> None:
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    model = to_pairs(mnist_like(), calibrate(path, samples(mnist_like())), runtime=runtime)
+    pairs = shared(mnist_like(), model)
+    assert {"conv1", "conv2", "head"} <= set(nodes_of(pairs))
+    assert all(pair.a_name == pair.b_name for pair in pairs)
+
+
+def test_a_quantized_graph_in_half_precision_shares_its_nodes_too(tmp_path: Path) -> None:
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    model = to_half(to_pairs(mnist_like(), calibrate(path, samples(mnist_like()))))[0]
+    pairs = {pair.node: pair.b_name for pair in shared(mnist_like(), model)}
+    assert (pairs["conv2"], pairs["head"]) == ("c2_float16", "logits")
+
+
+def test_two_exports_share_nothing() -> None:
+    renamed = mnist_like()
+    for node in renamed.graph.node:
+        node.input[:] = [name if name in ("image",) else f"v_{name}" for name in node.input]
+        node.output[:] = [f"v_{name}" for name in node.output]
+    renamed.graph.output[0].name = "v_logits"
+    assert shared(mnist_like(), renamed) == ()
+
+
+def test_one_name_for_two_different_operators_is_chance() -> None:
+    other = two_inputs()
+    other.graph.node[0].CopyFrom(helper.make_node("Sub", ["a", "b"], ["sum"], name="subtract"))
+    assert nodes_of(shared(two_inputs(), other)) == ["mul"]
+
+
+def test_a_normalisation_folded_into_its_convolution_is_still_the_same_tensor() -> None:
+    norm = helper.make_node("BatchNormalization", ["c", "s", "s", "s", "v"], ["y"], name="norm")
+    nodes = [conv_relu().graph.node[0], norm]
+    weights = {t.name: numpy_helper.to_array(t) for t in conv_relu().graph.initializer}
+    weights |= {"s": np.ones(4, np.float32), "v": np.ones(4, np.float32)}
+    shape = {"x": ("N", 1, 8, 8)}, {"y": ("N", 4, 8, 8)}
+    model = make(nodes, *shape, weights)
+    conv = helper.make_node("Conv", ["x", "W"], ["y"], name="conv", pads=[1] * 4)
+    folded = make([conv], *shape, weights)
+    assert nodes_of(shared(model, folded)) == ["norm"]
+
+
+def test_constants_and_quantized_tensors_are_not_pairs(tmp_path: Path) -> None:
+    path = save(mnist_like(), tmp_path / "m.onnx")
+    model = to_pairs(mnist_like(), calibrate(path, samples(mnist_like())))
+    kinds = {pair.operator for pair in shared(model, model)}
+    assert "QuantizeLinear" not in kinds
+    assert "DequantizeLinear" in kinds
+    constant = helper.make_node("Constant", [], ["one"], name="one", value_float=1.0)
+    model = overflow()
+    model.graph.node.insert(0, constant)
+    assert nodes_of(shared(model, model)) == ["scale_up", "scale_down", "add_one"]
+
+
+def test_integer_tensors_are_pairs() -> None:
+    nodes = [helper.make_node("Add", ["ids", "ids"], ["y"], name="twice")]
+    model = make(nodes, {"ids": ("N", 5)}, {"y": ("N", 5)}, {}, integers=("ids", "y"))
+    assert nodes_of(shared(model, model)) == ["twice"]
+    assert nodes_of(shared(int64_ids(), int64_ids())) == ["embed", "project"]
+
+
+def test_string_tensors_are_not_pairs() -> None:
+    node = helper.make_node("Identity", ["x"], ["y"], name="same")
+    model = make([node], {"x": ("N",)}, {"y": ("N",)}, {})
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = TensorProto.STRING
+    assert shared(model, model) == ()

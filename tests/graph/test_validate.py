@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from deploykit.core.errors import BadInput, NotFound
+from deploykit.engines.onnxruntime.engine import open_engine
+from tests.support.graphs.protos import load_graph
+from tests.support.onnx_zoo import linear, mnist_like, save
+
+GOOD = mnist_like().SerializeToString()
+
+
+def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"none\.onnx"):
+        load_graph(tmp_path / "none.onnx")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty"),
+        (b"\x08", "known format"),
+        (GOOD[: len(GOOD) // 2], "truncated or damaged"),
+        (GOOD[:-1], "truncated or damaged"),
+        (GOOD[:2], "known format"),
+        (GOOD[:3], "truncated or damaged"),
+        (b"\x08\x0a" + bytes(range(256)) * 4096, "truncated or damaged"),
+        (np.random.default_rng(0).bytes(1 << 20), "known format"),
+        (b"<!DOCTYPE html><html><body>404</body></html>", "web page"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS"),
+        (b"\x80\x04pickle", "a PyTorch file"),
+    ],
+    ids=str.split("empty 1-byte half last-byte 2-bytes 3-bytes late-noise noise html lfs pickle"),
+)
+def test_a_damaged_file_is_bad_input_naming_it(tmp_path: Path, data: bytes, reason: str) -> None:
+    path = tmp_path / "bad.onnx"
+    path.write_bytes(data)
+    with pytest.raises(BadInput, match=reason) as caught:
+        load_graph(path)
+    assert "bad.onnx" in caught.value.message
+
+
+def refused(model: onnx.ModelProto, tmp_path: Path) -> str:
+    with pytest.raises(BadInput) as caught:
+        load_graph(save(model, tmp_path / "bad.onnx"))
+    assert "bad.onnx" in caught.value.message
+    return f"{caught.value.message} {caught.value.hint}"
+
+
+def test_an_unknown_operator_is_named_with_its_node(tmp_path: Path) -> None:
+    model = linear()
+    model.graph.node[0].op_type = "Gemmm"
+    message = refused(model, tmp_path)
+    assert "'gemm'" in message
+    assert "Gemmm" in message
+
+
+def test_two_initializers_of_one_name_are_refused(tmp_path: Path) -> None:
+    model = linear()
+    again = model.graph.initializer.add()
+    again.CopyFrom(model.graph.initializer[0])
+    assert f"two initializers have the name '{again.name}'" in refused(model, tmp_path)
+    with pytest.raises(BadInput, match=f"two initializers have the name '{again.name}'"):
+        open_engine(save(model, tmp_path / "twice.onnx"), "cpu")
+
+
+@pytest.mark.parametrize("field", ["input", "output"])
+def test_two_inputs_or_outputs_of_one_name_are_refused(tmp_path: Path, field: str) -> None:
+    model = linear()
+    values = getattr(model.graph, field)
+    values.add().CopyFrom(values[0])
+    assert f"two {field}s have the name '{values[0].name}'" in refused(model, tmp_path)
+
+
+def test_an_unknown_domain_is_named_with_its_node(tmp_path: Path) -> None:
+    model = linear()
+    model.graph.node[0].domain = "my.own"
+    model.opset_import.append(helper.make_opsetid("my.own", 1))
+    message = refused(model, tmp_path)
+    assert "'gemm'" in message
+    assert "my.own" in message
+
+
+def test_an_unknown_operator_in_a_body_is_found(tmp_path: Path) -> None:
+    body = helper.make_graph([helper.make_node("Nope", [], ["n"], name="deep")], "body", [], [])
+    model = linear()
+    model.graph.node.append(
+        helper.make_node("If", ["x"], ["z"], name="if", then_branch=body, else_branch=body)
+    )
+    assert "'deep'" in refused(model, tmp_path)
+
+
+def test_an_operator_that_was_removed_is_refused(tmp_path: Path) -> None:
+    model = linear()
+    model.graph.node.append(helper.make_node("Upsample", ["y", "s"], ["z"], name="up"))
+    assert "Upsample" in refused(model, tmp_path)
+
+
+def test_domains_that_onnxruntime_writes_are_accepted(tmp_path: Path) -> None:
+    model = linear()
+    model.graph.node[0].op_type = "FusedGemm"
+    model.graph.node[0].domain = "com.microsoft"
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    assert load_graph(save(model, tmp_path / "m.onnx")) == model
+
+
+@pytest.mark.parametrize("version", [999, 0, -1])
+def test_an_opset_that_does_not_exist_is_refused(tmp_path: Path, version: int) -> None:
+    model = linear()
+    model.opset_import[0].version = version
+    assert f"opset {version}" in refused(model, tmp_path)
+
+
+def test_a_newer_ir_version_is_refused(tmp_path: Path) -> None:
+    model = linear()
+    model.ir_version = 99
+    assert "IR version 99" in refused(model, tmp_path)
+
+
+def test_a_file_without_opsets_is_refused(tmp_path: Path) -> None:
+    model = linear()
+    del model.opset_import[:]
+    assert "no opset" in refused(model, tmp_path)
+
+
+def test_a_node_that_reads_a_tensor_nobody_makes_is_refused(tmp_path: Path) -> None:
+    model = linear()
+    model.graph.node[0].input[0] = "phantom"
+    assert "phantom" in refused(model, tmp_path)
+
+
+@pytest.mark.parametrize("dims", [[-4], [-4, -3], [2**62, 8], [5, 3]], ids=str)
+def test_dims_that_do_not_fit_the_stored_bytes_are_refused(tmp_path: Path, dims: list[int]) -> None:
+    model = linear()
+    model.graph.initializer[0].dims[:] = dims
+    assert "tensor 'W'" in refused(model, tmp_path)
+
+
+def test_an_unknown_element_type_is_refused(tmp_path: Path) -> None:
+    model = linear()
+    model.graph.initializer[0].data_type = 99
+    assert "element type 99" in refused(model, tmp_path)
+
+
+def external(folder: Path, location: str, **entries: str) -> Path:
+    """The linear model whose W (48 bytes) is said to lie at `location`."""
+    model = linear()
+    weight = model.graph.initializer[0]
+    weight.ClearField("raw_data")
+    weight.data_location = TensorProto.EXTERNAL
+    for key, value in {"location": location, **entries}.items():
+        weight.external_data.add(key=key, value=value)
+    return save(model, folder / "m.onnx")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder next to a secret file that no model may read."""
+    (tmp_path / "secret.bin").write_bytes(bytes(48))
+    inner = tmp_path / "model"
+    inner.mkdir()
+    return inner
+
+
+def test_data_of_the_right_length_load(folder: Path) -> None:
+    values = np.arange(12, dtype=np.float32)
+    (folder / "w.bin").write_bytes(bytes(8) + values.tobytes())
+    model = load_graph(external(folder, "w.bin", offset="8", length="48"))
+    np.testing.assert_array_equal(
+        numpy_helper.to_array(model.graph.initializer[0]).ravel(), values, strict=True
+    )
+
+
+@pytest.mark.parametrize(
+    "location", ["../secret.bin", "/etc/passwd", "a/../../secret.bin", "..\\secret.bin", "", "."]
+)
+def test_data_outside_the_folder_are_refused(folder: Path, location: str) -> None:
+    (folder / "a").mkdir()
+    with pytest.raises(BadInput, match="tensor 'W'"):
+        load_graph(external(folder, location))
+
+
+def link(folder: Path) -> None:
+    (folder / "w.bin").symlink_to(folder.parent / "secret.bin")
+
+
+def linked_folder(folder: Path) -> None:
+    (folder / "sub").symlink_to(folder.parent)
+
+
+def hard_link(folder: Path) -> None:
+    os.link(folder.parent / "secret.bin", folder / "w.bin")
+
+
+def fifo(folder: Path) -> None:
+    os.mkfifo(folder / "w.bin")
+
+
+def nothing(folder: Path) -> None:
+    del folder
+
+
+@pytest.mark.parametrize(
+    ("prepare", "location", "reason"),
+    [
+        (link, "w.bin", "symbolic link"),
+        (linked_folder, "sub/secret.bin", "symbolic link"),
+        (hard_link, "w.bin", "links: 2"),
+        (fifo, "w.bin", "not a regular file"),
+        (nothing, "w.bin", "cannot be read"),
+        (nothing, "w\0.bin", "cannot be read"),
+    ],
+    ids=["symlink", "folder-symlink", "hard-link", "fifo", "missing", "nul"],
+)
+def test_data_that_are_no_file_of_their_own_are_refused(
+    folder: Path, prepare: Callable[[Path], None], location: str, reason: str
+) -> None:
+    prepare(folder)
+    with pytest.raises(BadInput, match=reason) as caught:
+        load_graph(external(folder, location))
+    assert "tensor 'W'" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {},
+        {"offset": "1000000000000", "length": "48"},
+        {"offset": "-8", "length": "48"},
+        {"length": "1000000000000000"},
+        {"length": "-1"},
+        {"offset": "eight"},
+    ],
+    ids=str,
+)
+def test_data_that_are_too_short_are_refused(folder: Path, entries: dict[str, str]) -> None:
+    (folder / "w.bin").write_bytes(bytes(40))
+    with pytest.raises(BadInput, match=r"tensor 'W': (needs 48 bytes|its offset or length)"):
+        load_graph(external(folder, "w.bin", **entries))
+
+
+def test_an_engine_checks_the_hard_link_too(folder: Path) -> None:
+    """ONNX Runtime itself would read it (1.31)."""
+    hard_link(folder)
+    with pytest.raises(BadInput, match="links: 2"):
+        open_engine(external(folder, "w.bin"), "cpu")

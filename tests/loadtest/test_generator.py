@@ -1,0 +1,390 @@
+"""The load generator against a stand-in server: what is counted, what is timed, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput
+from deploykit.core.tensors import TensorSpec
+from deploykit.engines.data.samples import random_feeds
+from deploykit.loadtest.client import spin_s
+from deploykit.loadtest.generator import run_load
+from deploykit.loadtest.result import NO_ANSWER, UNSENT, RunRecord
+from tests.support.measure.loads import TRIES, at_least, client_of, load
+from tests.support.stand_in import ANSWER, StandIn, reply
+
+# hundreds of connections are open when the stand-in ends; its asyncio may leave some of them behind
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """What other tests of this process made stays: no collection below goes through it again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _collected() -> Iterator[None]:
+    """What is left behind is collected in the test that left it, not in another."""
+    yield
+    gc.collect()
+
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = {"warmup_s": 0.0, "duration_s": 0.3}
+
+
+def test_closed_loop_counts_every_request_once() -> None:
+    server = StandIn()
+    with server.running() as url:
+        enough = at_least(4)
+        result = load(url, server.bodies, enough, concurrency=4, warmup_s=0.0, duration_s=0.5)
+    assert result.model == "m"
+    assert (result.mode, result.concurrency, result.rate_per_s) == ("closed", 4, None)
+    assert result.sent == result.ok == len(server.bodies) - 1  # one more was the probe
+    assert result.latency is not None
+    assert result.latency.samples == result.ok >= 4
+    assert result.achieved_per_s.low <= result.achieved_per_s.value <= result.achieved_per_s.high
+    assert result.achieved_per_s.value == pytest.approx(result.ok / 0.5, abs=5 / 0.5)
+    assert (result.refused, result.expired, result.failed) == (0, 0, 0)
+    assert result.first_error is None
+    assert result.same_machine
+
+
+def test_connections_are_kept() -> None:
+    server = StandIn()
+    with server.running() as url:
+        run_load(url, concurrency=3, **QUICK)
+    assert server.connections <= 3 + 7
+    # of the run; reachable?, index, metadata, config, server, probe, statistics
+
+
+def test_the_warm_up_is_not_counted() -> None:
+    server = StandIn()
+    with server.running() as url:
+        result = load(
+            url,
+            server.bodies,
+            lambda result: 0 < result.ok < len(server.bodies) - 1,
+            concurrency=1,
+            warmup_s=0.3,
+            duration_s=0.3,
+        )
+    assert 0 < result.ok < len(server.bodies) - 1
+
+
+def test_requests_are_binary_tensors_of_the_metadata_s_shape_and_seeded() -> None:
+    bodies = []
+    for _ in range(2):
+        server = StandIn()
+        with server.running() as url:
+            load(url, server.bodies, at_least(8), concurrency=1, batch=5, seed=7, **QUICK)
+        bodies.append(server.bodies[:20])
+    head, raw = bodies[0][0]
+    assert head["parameters"] == {"binary_data_output": True}
+    assert head["inputs"] == [
+        {
+            "name": "image",
+            "datatype": "FP32",
+            "shape": [5, 2, 3],
+            "parameters": {"binary_data_size": 5 * 2 * 3 * 4},
+        }
+    ]
+    image = random_feeds((TensorSpec("image", "float32", ("N", 2, 3)),), {"N": 5}, 7)["image"]
+    assert raw == image.astype("<f4").tobytes()
+    shared = min(map(len, bodies))
+    assert [raw for _, raw in bodies[0][:shared]] == [raw for _, raw in bodies[1][:shared]]
+    assert len({raw for _, raw in bodies[0]}) > 1  # a cache would not have the answer
+
+
+def test_open_loop_sends_what_was_drawn_whatever_the_server_does() -> None:
+    sent = []
+    for infer in (None, lambda _server, _n: reply(503, {"error": "full"})):
+        server = StandIn() if infer is None else StandIn(infer)
+        with server.running() as url:
+            result = run_load(url, rate=200, seed=3, **QUICK)
+        sent.append(result.sent)
+        assert (result.mode, result.concurrency, result.rate_per_s) == ("open", None, 200)
+        assert result.lag_p99_ms is not None
+    assert sent[0] == sent[1] == pytest.approx(60, abs=40)
+
+
+def test_refusals_expiries_and_failures_are_apart_and_have_no_latency() -> None:
+    answers = [
+        reply(200, ANSWER),
+        reply(503, {"error": "the queue is full"}),
+        reply(504, {"error": "too late"}),
+        reply(500, {"error": "broken"}),
+    ]
+    server = StandIn(lambda _server, n: answers[n % 4])
+    with server.running() as url:
+        result = load(url, server.bodies, at_least(8), concurrency=8, **QUICK)
+    assert result.sent == result.ok + result.refused + result.expired + result.failed
+    for kind in (result.ok, result.refused, result.expired, result.failed):
+        assert kind == pytest.approx(result.sent / 4, abs=1)
+    assert result.latency is not None
+    assert result.latency.samples == result.ok
+    assert set(result.errors) == {
+        "503: the queue is full",
+        "504: too late",
+        "500: broken",
+    }
+    assert result.to_dict()["first_error"] == "503: the queue is full"
+
+
+def test_a_server_that_closes_after_each_answer_fails_nothing() -> None:
+    server = StandIn(lambda _server, _n: reply(200, ANSWER, "Connection: close\r\n"))
+    with server.running() as url:
+        result = load(url, server.bodies, at_least(3), concurrency=2, **QUICK)
+    assert result.failed == 0
+    assert result.ok > 2
+
+
+def test_a_connection_closed_before_the_answer_is_a_failure() -> None:
+    server = StandIn(lambda _server, n: None if n % 2 else reply(200, ANSWER))
+    with server.running() as url:
+        result = load(url, server.bodies, at_least(2), concurrency=1, **QUICK)
+    assert result.failed > 0
+    assert result.ok > 0
+    assert result.first_error == "the server closed the connection before it answered"
+
+
+def test_what_is_no_http_is_a_failure() -> None:
+    server = StandIn(lambda _server, n: b"\0\1\2 nonsense\r\n\r\n" if n else reply(200, ANSWER))
+    with server.running() as url:
+        result = load(url, server.bodies, concurrency=1, **QUICK)
+    assert result.ok == 0
+    assert result.latency is None
+    assert result.first_error is not None
+    assert result.first_error.startswith("not an answer of this protocol")
+
+
+@pytest.mark.parametrize("options", [{"concurrency": 3}, {"rate": 100.0}], ids=str)
+def test_a_server_that_dies_leaves_a_result_with_failures(options: dict[str, float]) -> None:
+    def infer(server: StandIn, n: int) -> bytes | None:
+        if n < 10:
+            return reply(200, ANSWER)
+        server.die()
+        return None
+
+    refused = "cannot connect: Connection refused"
+    for _ in range(TRIES):  # until it died early enough for another attempt to connect
+        with StandIn(infer).running() as url:
+            result = run_load(url, warmup_s=0.0, duration_s=0.6, **options)  # type: ignore[arg-type]
+        assert result.sent == result.ok + result.failed
+        if refused in result.errors:
+            break
+    assert 0 < result.ok < 10
+    assert result.failed > 0
+    assert refused in result.errors
+
+
+def test_answers_that_never_come_are_failures_and_do_not_hang() -> None:
+    async def never() -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    server = StandIn(lambda _server, n: never() if n > 3 else reply(200, ANSWER))
+    with server.running() as url:
+        result = load(url, server.bodies, lambda r: r.ok == 3, concurrency=2, drain_s=0.1, **QUICK)
+    assert (result.ok, result.failed) == (3, 2)
+    assert result.first_error == "no answer within 0.1 s of the end"
+
+
+@pytest.mark.parametrize("options", [{"concurrency": 3}, {"rate": 100.0}], ids=str)
+def test_ctrl_c_ends_the_run_at_once(options: dict[str, float]) -> None:
+    """In a process of its own: a signal that came too late would end the tests."""
+    code = f"from tests.measure.load.test_generator import interrupt_a_load as run; run({options})"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def interrupt_a_load(options: dict[str, float]) -> None:
+    def infer(_server: StandIn, n: int) -> bytes:
+        if n == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return reply(200, ANSWER)
+
+    def not_ours(*_: object) -> None:
+        """Without a handler of the run's own this one would swallow the signal."""
+
+    signal.signal(signal.SIGINT, not_ours)
+    with StandIn(infer).running() as url, pytest.raises(KeyboardInterrupt):
+        run_load(url, warmup_s=0.0, duration_s=5.0, **options)  # type: ignore[arg-type]
+    assert signal.getsignal(signal.SIGINT) is not_ours
+
+
+def test_a_pause_of_the_server_is_seen_by_the_open_loop_and_hidden_by_the_closed() -> None:
+    """How many requests were open in it: one of a closed loop, all that were due in an open one."""
+    pause_s = 0.4
+    paused: list[float] = []  # from when to when, on the clock of both
+
+    async def stalling(server: StandIn, n: int) -> bytes:
+        now = server.loop.time()
+        if n == 20:  # whatever arrives in the pause is answered at its end
+            paused[:] = [now, now + pause_s]
+        if paused and now < paused[1]:
+            await asyncio.sleep(paused[1] - now)
+        return reply(200, ANSWER)
+
+    seen = []
+    for due_s in (None, [i / 150 for i in range(150)]):
+        for _ in range(TRIES):  # until a closed loop sent as many in its time
+            paused.clear()
+            with StandIn(stalling).running() as url:
+                client = client_of(url, 1 if due_s is None else 20, due_s, end_s=1.0)
+                outcome = client.run(time.perf_counter() + 0.01)
+            if paused:
+                break
+        begun_s, over_s = (at - client._zero for at in paused)
+        starts_s, ends_s = np.array(outcome.starts_s), np.array(outcome.ends_s)
+        seen.append(int(((starts_s < over_s) & (ends_s > begun_s)).sum()))
+        assert ends_s.max() > over_s - 0.02  # it did happen
+    assert seen[0] == 1
+    assert seen[1] >= 60 - 20  # due by the end of the pause, less those answered before it
+
+
+@pytest.mark.parametrize("connections", [1, 40])
+def test_latency_counts_from_when_a_request_was_due_not_from_when_it_was_sent(
+    connections: int,
+) -> None:
+    async def slow(_server: StandIn) -> bytes:
+        await asyncio.sleep(0.005)  # one connection cannot keep up with a request each 2 ms
+        return reply(200, ANSWER)
+
+    due_s = [0.002 * i for i in range(100)]
+    with StandIn(lambda server, _n: slow(server)).running() as url:
+        outcome = run_here(url, connections=connections, due_s=due_s, end_s=0.2)
+    assert sorted(outcome.starts_s) == due_s
+    assert len(outcome.send_lags_s) == 100
+    assert set(outcome.statuses) == {200}
+    assert outcome.waited > 50 or connections > 1
+
+
+def test_processes_share_a_schedule_and_connections() -> None:
+    server = StandIn()
+    with server.running() as url:
+        results = [
+            load(url, enough=at_least(5), processes=processes, **options, **QUICK)
+            for processes in (1, 3)
+            for options in ({"rate": 300, "seed": 3}, {"concurrency": 5})
+        ]
+    assert results[0].sent == results[0].ok == results[2].sent == results[2].ok > 30
+    for result, processes in zip(results[1::2], (1, 3), strict=True):
+        assert (result.processes, result.connections, result.concurrency) == (processes, 5, 5)
+        assert result.sent == result.ok >= 5
+        assert result.latency is not None
+        assert result.latency.samples == result.ok
+
+
+def test_a_bare_load_is_open_at_half_of_what_a_closed_loop_reaches() -> None:
+    seen: list[str] = []
+    with StandIn(SLOW).running() as url:
+        result = run_load(url, on_progress=lambda text, _share: seen.append(text), **QUICK)
+    assert result.mode == "open"
+    assert result.rate_per_s is not None
+    assert result.capacity_per_s is not None
+    assert result.rate_per_s == result.capacity_per_s / 2
+    # 10 at a time, 10 ms each, and what had been answered before but was read then
+    assert 0 < result.capacity_per_s <= 1000 + 32 / 2
+    assert any(text.startswith("capacity: ") and "p50 " in text for text in seen)
+
+
+def test_a_server_without_capacity_is_refused_with_its_error() -> None:
+    with (
+        StandIn(lambda _server, _n: reply(500, {"error": "broken"}), pause_s=0.1).running() as url,
+        pytest.raises(BadInput, match="no request had a good answer in 2 s: 500: broken"),
+    ):
+        run_load(url, **QUICK)
+
+
+def test_requests_that_hang_since_the_warm_up_are_counted() -> None:
+    async def never() -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    server = StandIn(lambda _server, n: never() if n else reply(200, ANSWER))
+    with server.running() as url:
+        result = load(
+            url,
+            server.bodies,
+            at_least(4),
+            concurrency=4,
+            warmup_s=0.2,
+            duration_s=0.2,
+            drain_s=0.0,
+        )
+    assert (result.sent, result.ok, result.failed) == (4, 0, 4)
+    assert result.latency is None
+
+
+async def limited(server: StandIn) -> bytes:
+    """10 at a time, 10 ms each."""
+    gate = server.__dict__.setdefault("gate", asyncio.Semaphore(10))
+    async with gate:
+        await asyncio.sleep(0.01)
+    return reply(200, ANSWER)
+
+
+def SLOW(server: StandIn, _n: int) -> object:  # noqa: N802 - a value for `infer`
+    return limited(server)
+
+
+def test_a_rate_above_what_the_server_can_do_is_not_sustained() -> None:
+    with StandIn(SLOW).running() as url:
+        result = run_load(url, rate=4000.0, warmup_s=0.0, duration_s=0.5, drain_s=0.0)
+    assert result.sustained is False
+    assert "did not sustain 4,000 requests/s" in " ".join(result.notes)
+
+
+def test_more_requests_than_connections_are_the_generator_s_own_limit() -> None:
+    async def never() -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    server = StandIn(lambda _server, _n: never())
+    due_s = [0.001 * i for i in range(20)]
+    for _ in range(TRIES):  # until it had sent what it could by the end
+        server.bodies.clear()
+        with server.running() as url:
+            outcome = run_here(url, connections=3, due_s=due_s, end_s=0.1, drain_s=0.05)
+        if len(server.bodies) == 3:
+            break
+    assert sorted(outcome.statuses) == [UNSENT] * 17 + [NO_ANSWER] * 3
+    assert outcome.waited == 17
+    assert list(outcome.errors) == ["no answer within 0.05 s of the end"]
+
+
+def run_here(
+    url: str,
+    *,
+    connections: int,
+    due_s: Sequence[float] | None,
+    end_s: float,
+    drain_s: float = 10.0,
+) -> RunRecord:
+    """Carry out a plan in this process."""
+    return client_of(url, connections, due_s, end_s, drain_s).run()
+
+
+@pytest.mark.parametrize(
+    ("per_s", "us"), [(1, 200), (500, 200), (1000, 100), (2000, 50), (1e5, 50)]
+)
+def test_the_generator_stays_awake_before_a_sending_for_a_tenth_of_its_time(
+    per_s: float, us: float
+) -> None:
+    assert spin_s(int(3 * per_s), 3.0) * 1e6 == pytest.approx(us)
+    assert spin_s(0, 3.0) <= 200e-6  # a closed loop, or a process without a request

@@ -1,0 +1,322 @@
+"""Load over gRPC against grpcio's server, and frames in all the forms that servers send."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput, NotFound
+from deploykit.loadtest.check import AnswerCheck, Expected, message_fields, read_message
+from deploykit.loadtest.generator import run_load
+from deploykit.loadtest.grpc import (
+    Grpc,
+    GrpcQuestions,
+    call_of,
+    encode_varint,
+    field,
+    infer_request,
+    probe_call,
+)
+from deploykit.loadtest.http import NotHttpError
+from deploykit.loadtest.result import WRONG
+from tests.support.measure.loads import at_least, load
+from tests.support.stand_in import StandIn
+
+grpc = pytest.importorskip("grpc")
+
+QUICK: dict[str, Any] = {"warmup_s": 0.0, "duration_s": 0.3}
+Y = np.array([[0.25, -1.0]], np.float32)
+
+
+def answer(array: np.ndarray = Y, name: bytes = b"y") -> bytes:
+    shape = b"".join(bytes((size,)) for size in array.shape)
+    output = field(1, name) + field(2, b"FP32") + field(3, shape)
+    return field(1, b"m") + field(5, output) + field(6, array.tobytes())
+
+
+def metadata(width: int = 3) -> bytes:
+    x = field(1, b"x") + field(2, b"FP32") + field(3, b"\xff" * 9 + b"\x01" + bytes((width,)))
+    y = field(1, b"y") + field(2, b"FP32") + field(3, b"\x01\x02")
+    return field(1, b"m") + field(3, b"native") + field(4, x) + field(5, y)
+
+
+@contextmanager
+def serving(
+    infer: Callable[[bytes, Any], bytes] = lambda _request, _context: answer(),
+    index: Callable[[bytes, Any], bytes] = lambda _request, _context: field(1, field(1, b"m")),
+    about: bytes = b"",
+) -> Iterator[str]:
+    """A server of grpcio's with the methods that a load test calls; yields its URL."""
+
+    def describe(request: bytes, context: Any) -> bytes:
+        if (1, b"m", 2) not in message_fields(request):
+            context.abort(grpc.StatusCode.NOT_FOUND, "no such model: 50 %")
+        return about or metadata()
+
+    methods = {
+        "ModelInfer": infer,
+        "RepositoryIndex": index,
+        "ModelMetadata": describe,
+        "ServerMetadata": lambda _request, _context: field(1, b"native") + field(2, b"7"),
+    }
+    handlers = {name: grpc.unary_unary_rpc_method_handler(each) for name, each in methods.items()}
+    server = grpc.server(
+        ThreadPoolExecutor(4),
+        options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)],
+    )
+    server.add_generic_rpc_handlers(
+        [grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handlers)]
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"grpc://127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait()
+
+
+@pytest.mark.parametrize("options", [{"concurrency": 3}, {"rate": 100.0}], ids=str)
+def test_grpc_is_loaded_as_http_is(options: dict[str, float]) -> None:
+    seen: list[bytes] = []
+
+    def infer(request: bytes, _context: object) -> bytes:
+        seen.append(request)
+        return answer()
+
+    with serving(infer) as url:
+        result = load(url, seen, at_least(3), batch=5, **options, **QUICK)
+    assert (result.protocol, result.model, result.shapes) == ("grpc", "m", {"x": (5, 3)})
+    assert result.sent == result.ok == len(seen) - 1 >= 3  # one more was the probe
+    assert result.server == {"server": "native", "version": "7", "platform": "native"}
+    assert len(set(seen)) > 1
+
+
+def test_requests_are_the_protocol_s_for_its_own_client() -> None:
+    service = pytest.importorskip("tritonclient.grpc.service_pb2")
+    x, ids = np.arange(6, dtype="<f4").reshape(2, 3), np.arange(300, dtype="<i8").reshape(1, 300)
+    tensors = [("x", "FP32", x.shape, x.tobytes()), ("ids", "INT64", ids.shape, ids.tobytes())]
+    request = service.ModelInferRequest.FromString(infer_request("m", tensors))
+    assert request.model_name == "m"
+    assert [(each.name, each.datatype, list(each.shape)) for each in request.inputs] == [
+        ("x", "FP32", [2, 3]),
+        ("ids", "INT64", [1, 300]),
+    ]
+    assert list(request.raw_input_contents) == [x.tobytes(), ids.tobytes()]
+    response = service.ModelInferResponse(model_name="m", id="7")
+    response.outputs.add(name="y", datatype="FP32", shape=[1, 2])
+    response.raw_output_contents.append(Y.tobytes())
+    problem, found, prefix = read_message(response.SerializeToString())
+    assert (problem, found) == (None, [("y", "FP32", [1, 2], Y.tobytes())])
+    assert prefix == response.ByteSize() - Y.nbytes
+
+
+def test_large_requests_and_answers_pass_the_windows() -> None:
+    """Windows hold 64 KiB before the server opens them; frames hold 16 KiB."""
+    large = np.zeros((1, 120, 100, 100), np.float32)
+    spec = field(1, b"x") + field(2, b"UINT8") + field(3, b"\x01\x80\x80\x80\x01")  # [1, 2 MiB]
+    about = field(4, spec) + field(5, field(1, b"y") + field(2, b"FP32"))
+    sizes = []
+
+    def infer(request: bytes, _context: object) -> bytes:
+        sizes.append(len(request))
+        return answer(large)
+
+    with serving(infer, about=about) as url:
+        result = load(url, concurrency=2, **QUICK)
+    assert result.ok == result.sent > 0
+    assert min(sizes) > 2 << 20
+
+
+def test_statuses_are_counted_as_http_s_are() -> None:
+    codes = ["UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "INTERNAL", "OK"]
+    turns: list[str] = []
+
+    def infer(_request: bytes, context: Any) -> bytes:
+        turns.append(codes[len(turns) % 5 - 1])
+        if turns[-1] != "OK":
+            context.abort(getattr(grpc.StatusCode, turns[-1]), "bad\n50 %")
+        return answer()
+
+    with serving(infer) as url:
+        result = load(url, turns, at_least(8), concurrency=8, **QUICK)
+    assert result.sent == result.ok + result.refused + result.expired + result.failed >= 8
+    for kind, share in ((result.ok, 1), (result.refused, 2), (result.expired, 1)):
+        assert kind == pytest.approx(result.sent * share / 5, abs=3)
+    assert "gRPC 13: bad 50 %" in result.errors
+
+
+def test_what_is_no_server_of_the_protocol_is_named() -> None:
+    def refuse(_request: bytes, context: Any) -> bytes:
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, "batch 64 is above 8")
+        return b""
+
+    with serving(refuse) as url:
+        with pytest.raises(BadInput, match="gRPC 3: batch 64 is above 8"):
+            run_load(url, batch=64, concurrency=1)
+        with pytest.raises(NotFound, match="no model 'other'"):
+            run_load(url, model="other", concurrency=1)
+    with StandIn().running() as url, pytest.raises(BadInput, match="over gRPC"):
+        run_load(url.replace("http", "grpc"), concurrency=1)
+
+
+@contextmanager
+def listening(talk: Callable[[socket.socket], None]) -> Iterator[GrpcQuestions]:
+    """A server that says to each connection what `talk` does."""
+
+    def serve(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection, suppress(OSError):
+                    talk(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        pool.submit(serve, listener)
+        host, port = listener.getsockname()
+        try:
+            yield GrpcQuestions(f"grpc://{host}:{port}", host, host, port)
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_server_that_drops_the_first_call_is_loaded_all_the_same() -> None:
+    with listening(lambda connection: connection.close()) as server:
+        probe_call(GrpcQuestions(server.url, "h", server.address, server.port), "m", b"")
+        with pytest.raises(BadInput, match=r"ModelReady: (it closed|Connection reset)"):
+            server.call("ModelReady", b"")
+
+
+def test_a_server_that_never_stops_talking_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploykit.loadtest.grpc.TIMEOUT_S", 0.3)
+
+    def ping(connection: socket.socket) -> None:
+        while True:
+            connection.sendall(frame(6, 1, 0, bytes(8)))
+
+    with listening(ping) as server, pytest.raises(BadInput, match="no answer within"):
+        server.call("ServerMetadata", b"")
+
+
+def test_a_server_without_an_index_needs_the_model_s_name() -> None:
+    def unknown(_request: bytes, context: Any) -> bytes:
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "no index")
+        return b""
+
+    with serving(index=unknown) as url:
+        with pytest.raises(BadInput, match="does not list its models"):
+            run_load(url, concurrency=1)
+        with pytest.raises(NotFound, match="no such model: 50 %"):
+            run_load(url, model="other", concurrency=1)
+        assert load(url, model="m", concurrency=1, **QUICK).ok > 0
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+HEAD = b"\x88"  # :status 200
+STATUS = b"\x00\x0bgrpc-status"
+WITHOUT = "an answer without a gRPC status (HTTP status 200)"
+
+
+def encode_length(value: bytes) -> bytes:
+    """As HPACK writes the length of a string."""
+    size = len(value)
+    return bytes([size]) if size < 127 else b"\x7f" + encode_varint(size - 127)
+
+
+def whole(message: bytes, code: bytes = b"0", stream: int = 1) -> bytes:
+    data = call_of(message)
+    return (
+        frame(4, 0, 0, struct.pack(">HI", 5, 1 << 14))
+        + frame(6, 0, 0, b"12345678")
+        + frame(1, 4, stream, HEAD)
+        + frame(0, 8, stream, b"\x03" + data[:7] + b"\0\0\0")  # padded
+        + frame(0, 0, stream, data[7:])
+        + frame(1, 1, stream, STATUS)
+        + frame(9, 4, stream, encode_length(code) + code)
+    )
+
+
+@pytest.mark.parametrize("piece", [1, 10, 1 << 20])
+def test_an_answer_in_any_frames_is_one(piece: int) -> None:
+    wire = Grpc(b"", [call_of(b"x")], AnswerCheck(["y"]))
+    for stream in (1, 3):
+        assert frame(0, 1, stream, call_of(b"x")) in wire.request(0)
+        data = whole(answer(), stream=stream)
+        found = [wire.feed(data[at : at + piece]) for at in range(0, len(data), piece)]
+        assert set(found[:-1]) <= {None}
+        assert (found[-1], wire.error, wire.keep) == (200, None, True)
+    assert frame(4, 1, 0) in wire.control
+    assert frame(6, 1, 0, b"12345678") in wire.control
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "error"),
+    [
+        (whole(answer(), b"7"), 500, "gRPC 7:"),
+        (whole(b""), WRONG, "200 without the output y"),
+        (whole(b"\xff\xff"), WRONG, "an answer that is not a ModelInferResponse"),
+        (whole(answer(name=b"z")), WRONG, "200 without the output y"),
+        (frame(3, 0, 1, struct.pack(">I", 7)), 503, "the server reset the call: HTTP/2 code 7"),
+        (frame(3, 0, 1, struct.pack(">I", 2)), 0, "the server reset the call: HTTP/2 code 2"),
+        (frame(7, 0, 0, bytes(8)), 503, "the server is closing its connections"),
+        (frame(1, 5, 1, HEAD), WRONG, WITHOUT),
+        *((whole(answer(), code), WRONG, WITHOUT) for code in ("²".encode(), b"9" * 5000)),
+        (frame(1, 5, 1, STATUS + b"\x010"), WRONG, "OK without one message that is not compressed"),
+    ],
+)
+def test_answers_that_fail_say_why(data: bytes, status: int, error: str) -> None:
+    wire = Grpc(b"", [call_of(b"x")], AnswerCheck(["y"]))
+    wire.request(0)
+    assert (wire.feed(data), wire.error) == (status, error)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"HTTP/1.1 400 Bad\r\n\r\n",
+        frame(1, 5, 1, b"\xff\xff\xff"),
+        frame(8, 0, 0, b"1"),
+        frame(9, 0, 1, bytes(16_000)) * 20,
+    ],
+    ids=["HTTP/1.1", "headers", "window", "endless headers"],
+)
+def test_what_is_no_http2_is_refused(data: bytes) -> None:
+    wire = Grpc(b"", [call_of(b"x")], AnswerCheck(["y"]))
+    wire.request(0)
+    with pytest.raises(NotHttpError):
+        wire.feed(data)
+
+
+@pytest.mark.parametrize("most", [0, 1, (1 << 32) - 1])
+def test_frames_are_no_smaller_and_no_larger_than_http2_has_them(most: int) -> None:
+    wire = Grpc(b"", [call_of(bytes(17 << 20))], AnswerCheck(["y"]))
+    window = struct.pack(">HIHI", 5, most, 4, 1 << 30)
+    wire.feed(frame(4, 0, 0, window) + frame(8, 0, 0, struct.pack(">I", 1 << 30)))
+    assert len(wire.request(0)) > 17 << 20
+
+
+def test_a_call_waits_for_the_server_s_windows() -> None:
+    wire = Grpc(b"", [call_of(bytes(100_000))], AnswerCheck(["y"]))
+    sent = wire.request(0)
+    assert 65_535 < len(sent) < 65_535 + 200
+    assert wire.feed(frame(8, 0, 0, struct.pack(">I", 100_000))) is None
+    assert wire.control == b""  # the window of the call itself is still closed
+    wire.feed(frame(8, 0, 1, struct.pack(">I", 100_000)))
+    assert len(sent + wire.control) > 100_000
+    assert wire.control[4] & 1 or b"\x00\x01" in wire.control  # the last frame ends the call
+
+
+def test_answers_over_grpc_are_compared_with_those_expected() -> None:
+    wire = Grpc(b"", [call_of(b"x")], AnswerCheck([], Expected([{"y": Y}], 1e-3)))
+    for stream, got, right in ((1, Y, True), (3, Y * 2, False), (5, Y, True)):
+        wire.request(0)
+        assert wire.feed(whole(answer(got), stream=stream)) == (200 if right else WRONG)

@@ -1,0 +1,266 @@
+"""Finding the model to load, and what is refused before anything is timed."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.tensors import TensorSpec
+from deploykit.loadtest.check import error_text
+from deploykit.loadtest.generator import run_load
+from deploykit.loadtest.target import RemoteModel, make_feeds
+from tests.support.measure.loads import at_least, load
+from tests.support.stand_in import StandIn, reply
+
+QUICK = {"concurrency": 1, "warmup_s": 0.0, "duration_s": 0.3}
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(BadInput, match="Connection refused") as caught:
+            run_load(url, **QUICK)
+    assert url in caught.value.message
+    assert "deploykit serve" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://me:secret@localhost", "http://localhost/?token=secret", "ftp://me:secret@h"]
+)
+def test_the_error_of_a_url_does_not_repeat_what_is_secret(url: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        load(url)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("page", [reply(404, b"<html>"), reply(200, b"<html>"), b"SSH-2.0\r\n\r\n"])
+def test_another_kind_of_server_is_called_that(page: bytes) -> None:
+    with (
+        StandIn(other=lambda _path: page).running() as url,
+        pytest.raises(BadInput, match="not an Open Inference Protocol server"),
+    ):
+        run_load(url, **QUICK)
+
+
+def test_an_unknown_model_lists_those_there_are() -> None:
+    with (
+        StandIn(models=("cnn", "bert")).running() as url,
+        pytest.raises(NotFound, match="no model 'resnet'") as caught,
+    ):
+        run_load(url, model="resnet", **QUICK)
+    assert caught.value.hint == "the models are: cnn, bert"
+
+
+def test_of_several_models_one_must_be_named() -> None:
+    with StandIn(models=("cnn", "bert")).running() as url:
+        with pytest.raises(BadInput, match="serves 2 models: cnn, bert"):
+            run_load(url, **QUICK)
+        assert load(url, model="cnn", **QUICK).ok > 0
+
+
+def test_a_server_without_an_index_needs_the_model_s_name() -> None:
+    def other(path: str) -> bytes | None:
+        if path == "/v2":
+            return reply(200, {"name": "other", "version": "1", "extensions": []})
+        return reply(501, {"error": "no"}) if path == "/v2/repository/index" else None
+
+    with StandIn(other=other).running() as url:
+        with pytest.raises(BadInput, match="does not list its models"):
+            run_load(url, **QUICK)
+        assert load(url, model="m", **QUICK).ok > 0
+        with pytest.raises(NotFound, match="no model 'other'"):
+            run_load(url, model="other", **QUICK)
+
+
+def test_a_host_that_the_server_refuses_is_named_with_its_reason() -> None:
+    with (
+        StandIn(other=lambda _path: reply(421, {"error": "no such host here"})).running() as url,
+        pytest.raises(BadInput, match="421: no such host here"),
+    ):
+        run_load(url, **QUICK)
+
+
+def test_a_server_that_refuses_the_first_request_is_loaded_all_the_same() -> None:
+    with StandIn(lambda _server, _n: reply(429, {"error": "slow down"})).running() as url:
+        result = load(url, **QUICK)
+    assert result.refused == result.sent > 0
+    assert result.first_error == "429: slow down"
+
+
+def test_a_request_that_the_server_calls_wrong_ends_the_run_before_it_begins() -> None:
+    server = StandIn(lambda _server, _n: reply(400, {"error": "batch 64 is above 8"}))
+    with server.running() as url, pytest.raises(BadInput, match="400: batch 64 is above 8"):
+        run_load(url, batch=64, **QUICK)
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        ({"name": "ids", "datatype": "INT64", "shape": [-1, -1]}, "axis1 has no size"),
+        ({"name": "text", "datatype": "BYTES", "shape": [-1]}, "text, a BYTES"),
+        ({"name": "x", "datatype": "FP32", "shape": [1, 4]}, "no batch axis"),
+        ({"name": "x", "datatype": "FP32", "shape": ["N"]}, "not an Open Inference"),
+        ({"datatype": "FP32", "shape": [1]}, "not an Open Inference"),
+    ],
+)
+def test_inputs_that_no_request_can_be_made_for_are_named(
+    tensor: dict[str, object], message: str
+) -> None:
+    with StandIn(inputs=[tensor]).running() as url, pytest.raises(BadInput, match=message):
+        run_load(url, batch=2, **QUICK)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:8000",
+        "https://127.0.0.1",
+        "http://",
+        "http://h:99999",
+        "http://u:p@h",
+        "http://h/v2",
+        "http://h?x",
+        "http://a b",
+        "http://[::1",
+        "http://127.0.0.1\n",
+        "",
+    ],
+)
+def test_what_is_no_url_of_a_host_is_refused(url: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        run_load(url)
+    assert caught.value.hint == "write it as http://HOST:PORT or grpc://HOST:PORT"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rate": 10.0, "concurrency": 2},
+        {"concurrency": 0},
+        {"concurrency": 10**6},
+        {"rate": 0.0},
+        {"rate": -1.0},
+        {"rate": 1e9},
+        {"rate": float("nan")},
+        {"duration_s": 0.0},
+        {"duration_s": float("inf")},
+        {"duration_s": float("nan")},
+        {"warmup_s": -1.0},
+        {"rate": 1e-5},
+        {"slo_ms": float("inf")},
+        {"batch": 0},
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense_are_refused_before_anything_is_sent(
+    options: dict[str, float],
+) -> None:
+    server = StandIn()
+    with server.running() as url, pytest.raises(BadInput) as caught:
+        run_load(url, **options)  # type: ignore[arg-type]
+    assert server.connections == 0
+    named = [name for name in options if f"`{name}`" in caught.value.message]
+    assert named  # and no other parameter
+    assert named == [part for part in caught.value.message.split("`")[1::2] if part in options]
+    assert "e-" not in caught.value.message
+
+
+@pytest.mark.parametrize("prefix", ["", "inputs/"])
+def test_a_model_of_several_inputs_of_any_length_is_loaded_with_its_golden_samples(
+    tmp_path: Path, prefix: str
+) -> None:
+    """Golden samples name their arrays inputs/NAME, and outputs/NAME, which are not sent."""
+    ids = np.arange(12, dtype=np.int64).reshape(4, 3)
+    arrays = {f"{prefix}ids": ids, f"{prefix}mask": np.ones((4, 3), np.int64)}
+    np.savez(tmp_path / "m.golden.npz", **arrays, **({"outputs/y": ids} if prefix else {}))
+    inputs = [{"name": n, "datatype": "INT64", "shape": [-1, -1]} for n in ("ids", "mask")]
+    server = StandIn(inputs=inputs)
+    with server.running() as url:
+        with pytest.raises(BadInput, match="axis1 has no size") as caught:
+            run_load(url, **QUICK)
+        assert "`data`" in str(caught.value.hint)
+        data = tmp_path / "m.golden.npz"
+        assert load(url, enough=at_least(8), batch=3, data=data, **QUICK).ok > 0
+    sent = {raw[: ids[:3].nbytes] for _, raw in server.bodies}
+    rows = [ids.take(range(3 * n, 3 * n + 3), axis=0, mode="wrap") for n in range(8)]
+    assert sent <= {each.tobytes() for each in rows}
+    assert len(sent) > 1
+
+
+def test_several_requests_share_a_bound_on_memory() -> None:
+    small = RemoteModel("u", "h", "127.0.0.1", 80, "m", (TensorSpec("x", "float32", ("N", 4)),))
+    large = RemoteModel("u", "h", "127.0.0.1", 80, "m", (TensorSpec("x", "uint8", ("N", 1 << 20)),))
+    assert len(make_feeds(small, 1, 0)) == 8
+    assert len(make_feeds(large, 40, 0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b'{"error": "two\\nlines\\u001b[31m"}', "two lines [31m"),
+        (b"<html>\r\noops", "<html> oops"),
+        (b"\xff\xfe", "\ufffd\ufffd"),
+        (b"", "no message"),
+        (b'{"error": 3}', '{"error": 3}'),
+    ],
+)
+def test_an_error_s_text_is_one_clean_line(body: bytes, text: str) -> None:
+    assert error_text(body) == text
+
+
+IDS = [{"name": n, "datatype": "INT64", "shape": [-1, -1]} for n in ("ids", "mask")]
+
+
+@pytest.mark.parametrize("axes", [{"T": 5}, {"axis1": 5}], ids=str)
+def test_axes_of_any_length_get_the_size_that_is_asked_for(axes: dict[str, int]) -> None:
+    with StandIn(inputs=IDS).running() as url:
+        result = run_load(url, batch=2, axes=axes, **QUICK)
+    assert result.shapes == {"ids": (2, 5), "mask": (2, 5)}
+
+
+@pytest.mark.parametrize("axes", [{"T": 0}, {"T": 5, "axis1": 5}, {"axis2": 3, "x": 1}], ids=str)
+def test_axes_that_fit_none_are_named(axes: dict[str, int]) -> None:
+    with (
+        StandIn(inputs=IDS).running() as url,
+        pytest.raises(BadInput, match="besides the batch, are: axis1; each size is 1 or more"),
+    ):
+        run_load(url, axes=axes, **QUICK)
+
+
+def test_a_model_without_such_axes_says_so() -> None:
+    with StandIn().running() as url, pytest.raises(BadInput, match="besides the batch, are: none"):
+        run_load(url, axes={"T": 5}, **QUICK)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.01])
+def test_answers_are_compared_with_golden_samples(tmp_path: Path, wrong: float) -> None:
+    """The stand-in answers with the input's first two values, row by row."""
+    image = np.random.default_rng(0).random((3, 2, 3), np.float32)
+    y = image.reshape(3, 6)[:, :2]
+    y = y + np.array([[0], [0], [wrong]], np.float32)
+    np.savez(tmp_path / "m.golden.npz", **{"inputs/image": image, "outputs/y": y})
+
+    def infer(server: StandIn, _n: int) -> bytes:
+        rows = np.frombuffer(server.bodies[-1][1], "<f4").reshape(-1, 6)[:, :2]
+        item = {"name": "y", "datatype": "FP32", "shape": list(rows.shape)}
+        return reply(200, {"outputs": [{**item, "data": rows.ravel().tolist()}]})
+
+    with StandIn(infer).running() as url:
+        golden = tmp_path / "m.golden.npz"
+        result = load(url, enough=at_least(3), batch=2, expect=golden, **QUICK)
+        with pytest.raises(BadInput, match="exclude each other"):
+            run_load(url, expect=tmp_path / "m", data=tmp_path / "m", **QUICK)
+        np.savez(tmp_path / "inputs.npz", image=image)
+        with pytest.raises(BadInput, match="has no outputs to expect"):
+            run_load(url, expect=tmp_path / "inputs.npz", **QUICK)
+    assert result.ok > 0
+    assert (result.failed > 0) is (wrong > 0)
+    if wrong:  # rows 2 and 0, then 1 and 2: two of the first three requests have the wrong row
+        assert result.failed == pytest.approx(result.sent * 2 / 3, abs=result.sent / 10 + 2)
+        assert result.first_error == "a wrong answer: y differs by more than 0.001"

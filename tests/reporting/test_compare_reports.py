@@ -1,0 +1,291 @@
+"""Two reports of `bench` are compared by what is certain, and refused where they are not alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import deploykit as dk
+from deploykit.cli.tables import report_comparison
+from deploykit.core.errors import BadInput, GateFailed
+from deploykit.core.evidence import Interval
+from deploykit.evaluation.latency import Latency
+from deploykit.reporting import report as reports
+from deploykit.reporting.compare import ratio_of
+from deploykit.reporting.points import Point
+from deploykit.reporting.report import Report
+from tests.support.measure.simulated import BATCHES, MACHINE, PROVENANCE, simulated
+
+Change = Callable[[Point], Point]
+
+
+@pytest.fixture(name="compare")
+def compare_fixture(tmp_path: Path) -> Callable[..., dk.ReportComparison]:
+    def compare(a: Report, b: Report, **options: Any) -> dk.ReportComparison:
+        for name, report in (("a", a), ("b", b)):
+            (tmp_path / f"{name}.json").write_text(json.dumps(report.to_dict()))
+        return dk.compare_reports(tmp_path / "a.json", tmp_path / "b.json", **options)
+
+    return compare
+
+
+Compare = Callable[..., dk.ReportComparison]
+A, B = simulated(1), simulated(2)
+
+
+def findings(result: dk.ReportComparison) -> set[str]:
+    return {each.finding for row in result.rows for each in row.figures}
+
+
+def test_the_same_again_shows_no_difference_in_19_of_20(compare: Compare) -> None:
+    seen = [findings(compare(simulated(2 * n), simulated(2 * n + 1))) for n in range(20)]
+    assert sum(not each & {"faster", "slower"} for each in seen) >= 19
+
+
+def test_5_percent_slower_is_found_in_18_of_20(compare: Compare) -> None:
+    seen = [
+        findings(compare(simulated(2 * n), simulated(2 * n + 1, 1.0526))) for n in range(100, 120)
+    ]
+    assert sum("slower" in each for each in seen) >= 18
+    assert not any("faster" in each for each in seen)
+
+
+def test_a_difference_under_2_percent_is_practically_equal(compare: Compare) -> None:
+    def exact(report: Report, factor: float) -> Report:
+        rate = Interval(1000 * factor, 999.9 * factor, 1000.1 * factor)
+        return replace(report, points=(replace(report.points[0], throughput_per_s=rate),))
+
+    for factor in (1.0, 1.019, 0.982):
+        (row,) = compare(exact(A, 1.0), exact(A, factor)).rows
+        figure = row.figures[0]
+        assert (figure.figure, figure.a, figure.b) == ("throughput", 1000.0, 1000.0 * factor)
+        assert figure.ratio.value == pytest.approx(factor)
+        assert figure.finding in ("practically equal", "no difference")
+    (row,) = compare(exact(A, 1.0), exact(A, 0.9)).rows
+    assert row.figures[0].finding == "slower"
+    (row,) = compare(exact(A, 1.0), exact(A, 1.1)).rows
+    assert row.figures[0].finding == "faster"
+
+
+def test_the_interval_is_that_of_welch() -> None:
+    """Two means of 5 with a standard error of 1 %, and one test: t with 8 degrees of freedom."""
+    half = 2.7764451051977987 * 0.01
+    side = Interval(1.0, float(np.exp(-half)), float(np.exp(half)))
+    found = ratio_of(side, side, (5, 5), tests=1)
+    assert np.log(found.high) == pytest.approx(2.3060041350333704 * 0.01 * np.sqrt(2))
+    assert found.low == pytest.approx(1 / found.high)
+    many = ratio_of(side, side, (5, 5), tests=10)
+    assert np.log(many.high) == pytest.approx(3.832518685 * 0.01 * np.sqrt(2))  # 99.75 %
+
+
+def test_a_bound_that_falls_to_zero_leaves_the_ratio_open() -> None:
+    wide, one = Interval(1.0, 0.0, 2.0), Interval(1.0, 0.99, 1.01)
+    assert ratio_of(wide, one, (5, 5), tests=1) == Interval(1.0, 0.0, float("inf"))
+
+
+def test_a_regression_is_certain_or_none(compare: Compare) -> None:
+    slow = simulated(2, 1.2)
+    result = compare(A, slow, fail_on_regression=0.05)
+    assert not result.passed
+    assert len(result.regressions) == len(BATCHES) * 3
+    assert result.regressions[0].startswith("model, batch 1: throughput 0.8")
+    with pytest.raises(GateFailed, match=r"slower than .* by more than 5\.00 %: model, batch 1"):
+        result.raise_if_slower()
+    compare(A, slow, fail_on_regression=0.3).raise_if_slower()
+    compare(A, B, fail_on_regression=0.0).raise_if_slower()
+    compare(slow, A, fail_on_regression=0.0).raise_if_slower()
+    compare(A, slow).raise_if_slower()
+
+
+def with_machine(**changes: Any) -> Report:
+    return replace(B, machine=MACHINE | changes)
+
+
+def with_provenance(**changes: Any) -> Report:
+    return replace(B, provenance=PROVENANCE | changes)
+
+
+def with_points(change: Change) -> Report:
+    return replace(B, points=tuple(map(change, B.points)))
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (with_machine(cpu="Another CPU"), "cpu: An Example CPU against Another CPU"),
+        (with_machine(usable_cores=4), "usable cores: 2 against 4"),
+        (with_machine(gpus=[{"name": "L4", "driver": "580"}]), "gpus: none against name L4"),
+        (with_machine(memory_bytes=4 << 30), "memory: 8 GiB against 4 GiB"),
+        (
+            with_machine(packages={"deploykit": "0.1.0", "numpy": "2.4.0"}),
+            "version of numpy: 2.3.0 against 2.4.0",
+        ),
+        (replace(B, quick=True), "length of the timing: full against quick"),
+        (with_points(lambda p: replace(p, threads=1)), "threads of model, batch 1: 2 against 1"),
+        (
+            with_points(lambda p: replace(p, settings="1 session of 2 threads, spinning on")),
+            "settings of model, batch 1: none against 1 session of 2 threads, spinning on",
+        ),
+        (
+            with_points(lambda p: replace(p, shapes={"x": (1, 128)})),
+            "sizes of the inputs of model, batch 1: x 1 64 against x 1 128",
+        ),
+        (
+            with_points(lambda p: replace(p, marks=("another process took a core",))),
+            "not valid for a comparison: model, batch 1: another process took a core",
+        ),
+        (
+            with_points(lambda p: replace(p, precision="int8")),
+            "precision of model, batch 1: fp32 against",
+        ),
+        (
+            with_points(lambda p: replace(p, device="cuda:0")),
+            "device of model, batch 1: cpu against cuda:0",
+        ),
+        (
+            with_points(lambda p: replace(p, runtime="onnxruntime 1.32.0")),
+            "runtime of model, batch 1: onnxruntime 1.31.1 against onnxruntime 1.32.0",
+        ),
+        (
+            with_provenance(clocks={"governor": "powersave"}),
+            "clock governor: performance against powersave",
+        ),
+        (
+            with_provenance(inputs={"from": "the data given", "sha256": "decaf"}),
+            "inputs: from golden samples, sha256 c0ffee against from the data given, sha256 decaf",
+        ),
+        (with_provenance(affinity="0"), "CPUs that it may use: 0-1 against 0"),
+        (
+            with_provenance(environment={"OMP_NUM_THREADS": "1"}),
+            "variables of numeric libraries: none against OMP_NUM_THREADS 1",
+        ),
+        (replace(B, throttled=("power cap",)), "not valid for a comparison: the GPU: power cap"),
+        (
+            replace(with_points(lambda p: replace(p, marks=("a mark",))), invalid=("stop it",)),
+            "not valid for a comparison: stop it",
+        ),
+        (replace(B, wrong=("model",)), "batch 1: its outputs failed their gate"),
+        (replace(B, points=()), "no engine was timed"),
+        (with_points(lambda p: replace(p, label="another")), "have no row in common"),
+        (replace(B, points=B.points[:1] * 2), "the row model, batch 1 is there twice"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_by_name(
+    compare: Compare, other: Report, named: str
+) -> None:
+    with pytest.raises(BadInput) as caught:
+        compare(A, other)
+    assert named in caught.value.message
+
+
+def test_every_difference_is_in_the_message(compare: Compare) -> None:
+    with pytest.raises(BadInput) as caught:
+        compare(A, replace(with_machine(cpu="Another", usable_cores=1), quick=True))
+    message = caught.value.message
+    assert all(word in message for word in ("cpu:", "usable cores:", "length of the timing:"))
+
+
+def test_what_differs_in_every_row_is_named_for_some(compare: Compare) -> None:
+    other = with_points(lambda point: replace(point, shapes={"x": (point.batch, 9)}))
+    points = [replace(p, label=f"{p.label} {i}") for i in range(3) for p in other.points]
+    same = [replace(p, shapes={"x": (p.batch, 8)}) for p in points]
+    with pytest.raises(BadInput) as caught:
+        compare(replace(A, points=tuple(same)), replace(other, points=tuple(points)))
+    message = caught.value.message
+    assert message.count("sizes of the inputs of") == 3
+    assert message.endswith(f"and {len(points) - 3} more such")
+
+
+def test_packages_that_time_nothing_may_differ(compare: Compare) -> None:
+    compare(A, with_machine(packages=MACHINE["packages"] | {"onnx": "1.20.0", "torch": "3"}))
+
+
+def test_what_a_report_does_not_say_is_named(compare: Compare) -> None:
+    assert compare(A, replace(B, machine={})).not_known[:2] == ("memory", "cpu")
+    assert "version of deploykit" in compare(A, with_machine(packages={})).not_known
+    assert (
+        "sizes of the inputs" in compare(A, with_points(lambda p: replace(p, shapes={}))).not_known
+    )
+    assert compare(A, B).not_known == ()
+    old = compare(A, replace(B, provenance={})).not_known
+    assert {"clock governor", "CPUs that it may use"} < set(old)
+    assert "power mode" in compare(A, with_machine(power_mode="25W")).not_known
+
+
+def test_rows_of_one_report_alone_are_named(compare: Compare) -> None:
+    more = replace(B.points[0], label="more")
+    result = compare(A, replace(B, points=(*B.points[1:], more)))
+    assert (result.only_a, result.only_b) == (("model, batch 1",), ("more, batch 1",))
+    assert [row.batch for row in result.rows] == [2, 4]
+
+
+def test_another_host_and_another_commit_are_named(compare: Compare) -> None:
+    notes = compare(A, with_provenance(host="b", project={"commit": "2f"})).notes
+    assert "host: a against b" in notes
+    assert "commit: commit 1e against commit 2f" in notes
+    assert not any("against" in note for note in compare(A, B).notes)
+
+
+def test_figures_that_are_all_zero_are_no_bug(compare: Compare) -> None:
+    zero = Interval(0.0, 0.0, 0.0)
+    few = Latency(1, None, None, None, 1.0)
+    still = with_points(lambda p: replace(p, throughput_per_s=zero, latency=few))
+    result = compare(still, still)
+    assert [row.figures for row in result.rows] == [()] * len(BATCHES)
+    assert report_comparison(result)
+
+
+def test_a_percentile_without_an_interval_is_named_and_not_compared(compare: Compare) -> None:
+    few = with_points(lambda p: replace(p, latency=replace(p.latency, p99_ms=None)))
+    result = compare(A, few)
+    assert {each.figure for row in result.rows for each in row.figures} == {"throughput", "p50"}
+    assert any("p99 not compared" in n and "batch 1 and 2 more" in n for n in result.notes)
+
+
+def test_a_baseline_that_moved_tells_of_the_machine(compare: Compare) -> None:
+    assert any("the machine was not" in each for each in compare(A, simulated(2, 1.2)).notes)
+    assert not any("the machine was not" in each for each in compare(A, B).notes)
+    rebuilt = replace(simulated(2, 1.2), artefacts=({"file": "model.onnx", "sha256": "b" * 64},))
+    notes = compare(A, rebuilt).notes
+    assert not any("the machine was not" in each for each in notes)
+    assert any("not the same file in both: model.onnx" in each for each in notes)
+
+
+def test_the_processes_are_the_unit_where_there_are_several(compare: Compare) -> None:
+    """Nothing is assumed then, and the degrees of freedom are those of the processes."""
+
+    def of(report: Report, processes: int) -> Report:
+        points = [replace(p, processes=processes) for p in report.points]
+        return replace(report, points=tuple(points))
+
+    alone, two, five = (compare(of(A, n), of(B, n)) for n in (1, 2, 5))
+    widths = [
+        np.log(found.rows[0].figures[0].ratio.high / found.rows[0].figures[0].ratio.low)
+        for found in (five, alone, two)
+    ]
+    assert widths == sorted(widths)
+    assert [any("is assumed" in note for note in found.notes) for found in (alone, two)] == [
+        True,
+        False,
+    ]
+
+
+def test_what_bench_writes_can_be_compared(affine_onnx: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    short: dict[str, Any] = {"batches": [1], "seconds": 0.05, "warmup_s": 0}
+    dk.bench([affine_onnx], **short, out=tmp_path / "a")
+    dk.bench([affine_onnx], **short, out=tmp_path / "b", settings_of=tmp_path / "a")
+    for name in "ab":  # whatever else this machine does meanwhile
+        report = reports.read(tmp_path / name)
+        points = tuple(replace(point, marks=()) for point in report.points)
+        reports.write(replace(report, invalid=(), points=points), tmp_path / name)
+    result = dk.compare_reports(tmp_path / "a", tmp_path / "b")
+    assert result.rows
+    assert "inputs" not in result.not_known
+    assert result.only_a == result.only_b == ()
