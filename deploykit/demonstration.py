@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deploykit.benchmarking import bench
 from deploykit.benchmarking.columns import BASELINE
@@ -29,12 +29,14 @@ from deploykit.evaluation.outputs import claim_report
 from deploykit.exporting import export
 from deploykit.loadtest import load as load_test
 from deploykit.quantization import quantize
+from deploykit.reporting import report as reports
+from deploykit.reporting.load_result import LoadResult
+from deploykit.reporting.points import Point
+from deploykit.reporting.points import best as fastest
+from deploykit.reporting.report import Report
+from deploykit.reporting.tables import accuracy_of
+from deploykit.reporting.verdict import verdict
 from deploykit.training import train
-
-if TYPE_CHECKING:
-    from deploykit.reporting.load_result import LoadResult
-    from deploykit.reporting.points import Point
-    from deploykit.reporting.report import Report
 
 RECIPE = "mnist-cnn"
 MAX_DROP = 0.02  # 540 test samples cannot prove less: one changed answer moves the bound 0.6 pp
@@ -100,8 +102,6 @@ def demo(
         raise missing(*absent)
     for module in NEEDS["demo"]:
         require(module)
-    from deploykit.reporting import report as reports
-    from deploykit.reporting.verdict import verdict
 
     folder = claim_report(out, (), force=force)
     folder.mkdir(parents=True, exist_ok=True)
@@ -255,8 +255,6 @@ def _fastest(report: Report, files: Mapping[str, Path]) -> Path:
 
 def _rows(report: Report) -> tuple[tuple[str, ...], ...]:
     """Setup, accuracy, latency at batch 1, throughput at its best batch."""
-    from deploykit.reporting.points import best as fastest
-    from deploykit.reporting.tables import accuracy_of
 
     def score(point: Point) -> str:
         found = [row.to_dict() for row in report.accuracy]

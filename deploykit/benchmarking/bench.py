@@ -23,6 +23,7 @@ from deploykit.benchmarking.columns import (
     open_entries,
     open_on_cpu,
 )
+from deploykit.benchmarking.cpu_search import best_cpu, choices_for, search_cpu
 from deploykit.benchmarking.layers import measure_layers
 from deploykit.benchmarking.limits import (
     EnergyLog,
@@ -32,9 +33,11 @@ from deploykit.benchmarking.limits import (
     measure_memory,
 )
 from deploykit.benchmarking.scenarios import choose_scenarios
+from deploykit.benchmarking.timing import PROCESSES, Timing, sweep, sweep_apart
 from deploykit.core.arguments import checked
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.evidence import Gate, Parity
 from deploykit.core.files import StrPath
 from deploykit.core.machine import (
     Machine,
@@ -45,19 +48,24 @@ from deploykit.core.machine import (
     usable_cores,
 )
 from deploykit.core.tensors import TensorSpec, batch_axes, steps_counted
+from deploykit.engines.data.samples import Samples, random_feeds, read_samples
+from deploykit.engines.devices import Devices, EnergyMeter, GpuWatch
+from deploykit.engines.engine import Engine
+from deploykit.evaluation.accuracy import TOP1, top1_scores
 from deploykit.evaluation.artefacts import Progress
+from deploykit.evaluation.golden import find_samples, open_samples
 from deploykit.evaluation.outputs import claim_report
-from deploykit.evaluation.parity import comparison_feeds
+from deploykit.evaluation.parity import compare_engines, comparison_feeds
+from deploykit.evaluation.statistics import paired_drop
+from deploykit.evaluation.verify import outputs_gate
+from deploykit.reporting import report as reports
+from deploykit.reporting.machine_load import Watch, invalid, sum_up
+from deploykit.reporting.points import CpuSearch, Point, ScenarioResult
+from deploykit.reporting.report import Accuracy, NotMeasured, Report, read, write
+from deploykit.reporting.verdict import verdict
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from deploykit.benchmarking.timing import Timing
-    from deploykit.core.evidence import Gate, Parity
-    from deploykit.engines.data.samples import Samples
-    from deploykit.engines.engine import Engine
-    from deploykit.reporting.points import CpuSearch, Point, ScenarioResult
-    from deploykit.reporting.report import Accuracy, NotMeasured, Report
 
 
 # The inputs that a benchmark times: the data given, else golden samples, else random numbers.
@@ -80,7 +88,6 @@ class BenchInputs:
 
     def __call__(self, batch: int) -> dict[str, np.ndarray]:
         """Inputs of `batch` rows; a fixed axis 0 keeps its size."""
-        from deploykit.engines.data.samples import random_feeds
 
         sizes = {**self.sizes, **dict.fromkeys(batch_axes(self.specs), batch)}
         if self.arrays is None:
@@ -162,7 +169,6 @@ def _check_axes(axes: Mapping[str, int], free: Sequence[str], specs: Sequence[Te
 
 
 def _golden(artefact: Artefact, engine: Engine) -> Mapping[str, np.ndarray] | None:
-    from deploykit.evaluation.golden import find_samples, open_samples
 
     golden = find_samples(artefact.path, artefact.manifest) if artefact.manifest else None
     if golden is None:
@@ -184,9 +190,6 @@ class Proofs:
         device: str,
         note: Callable[[str], None],
     ) -> None:
-        from deploykit.evaluation.accuracy import TOP1
-        from deploykit.evaluation.statistics import paired_drop
-        from deploykit.reporting.report import Accuracy
 
         self._base, self._reference, self._samples = base, reference, samples
         self._device, self._note = device, note
@@ -207,11 +210,6 @@ class Proofs:
 
         `gpu`: run it there, in place of the CPU.
         """
-        from deploykit.evaluation.accuracy import TOP1
-        from deploykit.evaluation.parity import compare_engines
-        from deploykit.evaluation.statistics import paired_drop
-        from deploykit.evaluation.verify import outputs_gate
-        from deploykit.reporting.report import Accuracy
 
         samples, reference = self._samples, self._reference
         name = item.artefact.name
@@ -243,7 +241,6 @@ class Proofs:
 
     def admit(self, item: Entry, gaps: list[NotMeasured], gpu: str = "") -> bool:
         """Whether its outputs are right; else `gaps` says why it is not timed."""
-        from deploykit.reporting.report import NotMeasured
 
         try:
             gate = self.prove(item, gpu)
@@ -257,7 +254,6 @@ class Proofs:
         return not why
 
     def _top1(self, engine: Engine, feeds: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray | None:
-        from deploykit.evaluation.accuracy import top1_scores
 
         if self._samples is None or self._samples.labels is None:
             return None
@@ -311,7 +307,6 @@ def bench(
     of MLPerf, each for `seconds` more. `layers`: time those of the engines too. `force`: replace
     files in `out`. `settings_of`: a report whose settings are taken. `arch` builds weights alone.
     """
-    from deploykit.reporting import report as reports
 
     batches = batches if batches is not None else QUICK_BATCHES if quick else BATCHES
     empty = reports.Report("", now(), command, slo_ms=slo_ms, price=price)
@@ -337,8 +332,6 @@ def bench(
 
 
 def _written(report: Report, folder: Path) -> Report:
-    from deploykit.reporting.report import write
-    from deploykit.reporting.verdict import verdict
 
     report = replace(report, verdict=verdict(report))
     write(report, folder)
@@ -349,7 +342,6 @@ def _timing(
     quick: bool, warmup_s: float | None, seconds: float | None, processes: int | None
 ) -> tuple[Timing, int]:
     """Also in how many processes."""
-    from deploykit.benchmarking.timing import PROCESSES, Timing
 
     if processes is not None and processes < 1:
         raise BadInput(f"`processes` must be 1 or more, got {processes}")
@@ -388,7 +380,6 @@ class _Run:
 
     def known(self, points: Sequence[Point], gaps: Sequence[NotMeasured]) -> dict[str, Any]:
         """The fields of the report that depend on the run and its points."""
-        from deploykit.benchmarking.cpu_search import best_cpu
 
         failed = {key for key, gate in self.gates.items() if not gate.passed}
         columns = self.columns.setups
@@ -420,8 +411,6 @@ def _prepare(
     note: Callable[[str], None],
     on_progress: Progress | None,
 ) -> _Run:
-    from deploykit.engines.data.samples import read_samples
-    from deploykit.reporting.report import NotMeasured, read
 
     earlier = read(Path(settings_of)).cpu_search if settings_of else ()
     machine, reference = this_machine(), every[0]
@@ -463,8 +452,6 @@ def _search_cpu(
 
     What is among the `earlier` ones is not searched again.
     """
-    from deploykit.benchmarking.cpu_search import choices_for, search_cpu
-    from deploykit.reporting.points import CpuSearch
 
     specs = inputs.specs
     rows = specs[0].shape[0] if specs and specs[0].shape else batch
@@ -495,9 +482,6 @@ def _time(
     on_progress: Progress | None,
 ) -> tuple[list[Point], dict[str, Any], tuple[NotMeasured, ...]]:
     """The points, the fields of the report on the machine meanwhile, and what was not measured."""
-    from deploykit.benchmarking.timing import sweep, sweep_apart
-    from deploykit.engines.devices import Devices, EnergyMeter, GpuWatch
-    from deploykit.reporting.machine_load import Watch, invalid, sum_up
 
     ceilings, unprobed = cpu_ceilings(run.columns.setups, timing.seconds, on_progress)
     gpu = gpu_limits(run.columns.gpu, timing.seconds, on_progress)

@@ -9,21 +9,20 @@ from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from deploykit.benchmarking.processes import ProcessEngine
+from deploykit.benchmarking.timing import Setup
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.extras import install_hint, installed
 from deploykit.core.machine import Machine
 from deploykit.core.precision import narrowest
 from deploykit.core.runtime import ALL, BUILT, RUNTIMES, Runtime
-
-if TYPE_CHECKING:
-    from deploykit.benchmarking.timing import Setup
-    from deploykit.engines.engine import Engine
-    from deploykit.reporting.points import CpuSearch, CpuSettings
-    from deploykit.reporting.report import NotMeasured
-
+from deploykit.engines.engine import Engine
+from deploykit.evaluation.verify import find_sources, open_proven
+from deploykit.reporting.points import CpuSearch, CpuSettings
+from deploykit.reporting.report import NotMeasured
 
 # The columns of a TensorRT engine: CUDA graphs, and calls in flight, on the same weights.
 
@@ -73,7 +72,6 @@ class Opener:
     note: Callable[[str], None]
 
     def __call__(self, device: str = "cpu") -> Engine:
-        from deploykit.evaluation.verify import open_proven
 
         return open_proven(
             self.artefact, device, trust=self.trust, overlap=False, on_note=self.note
@@ -210,7 +208,6 @@ def _names(item: Entry, reference: Entry) -> list[str]:
 
 def _find_baseline(first: Entry, trust: bool, note: Callable[[str], None]) -> Entry:
     """`first`, or the float32 model next to it that an engine was made from."""
-    from deploykit.evaluation.verify import find_sources
 
     if first.artefact.format == "onnx":
         return first
@@ -252,8 +249,6 @@ def choose_columns(
     the last of `every`, have a column where the search found them near the fastest or faster.
     `admit` says whether the outputs on a GPU are right, which then is a column.
     """
-    from deploykit.reporting.points import CpuSettings
-    from deploykit.reporting.report import NotMeasured
 
     gpu, why = _gpu(reference, machine, device)
     gaps = [] if gpu else [NotMeasured("GPU", why)]
@@ -357,7 +352,6 @@ def _placed(item: Entry, found: Mapping[tuple[str, CpuSettings], Sequence[int]])
 
 def open_on_cpu(item: Entry, settings: CpuSettings) -> Engine:
     """One of its sessions."""
-    from deploykit.benchmarking.processes import ProcessEngine
 
     what = item.runtime, item.artefact, item.precision, settings, item.options
     open_it = partial(open_session, *what)
@@ -408,7 +402,6 @@ def _gpu(reference: Entry, machine: Machine, device: str) -> tuple[str, str]:
 
 
 def _setup(item: Entry, label: str, device: str) -> Setup:
-    from deploykit.benchmarking.timing import Setup
 
     return Setup(
         label=label,
@@ -436,7 +429,6 @@ def find_rivals(
 
     `folder` is for the float32 model in bfloat16, and has to live as long as they are used.
     """
-    from deploykit.reporting.report import NotMeasured
 
     graphs = [e for e in every if e.artefact.format == "onnx" and e.precision in _RUNS]
     graphs = [*{each.artefact.sha256: each for each in reversed(graphs)}.values()][::-1]

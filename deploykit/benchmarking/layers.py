@@ -19,23 +19,22 @@ from typing import TYPE_CHECKING, cast
 
 from deploykit.benchmarking.columns import Entry, open_session
 from deploykit.benchmarking.limits import infer_point
+from deploykit.benchmarking.timing import Setup
 from deploykit.core.errors import DeploykitError, Unsupported, first_line
 from deploykit.core.machine import default_threads
 from deploykit.core.subprocesses import run_apart
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.artefacts import Progress
+from deploykit.planning.predict import Inferred
+from deploykit.planning.probe import CpuCalibration
 from deploykit.reporting.layers import LayerKey, LayerTime, LayerTimes, middle
+from deploykit.reporting.points import CpuSettings, Point
+from deploykit.reporting.report import NotMeasured
 
 if TYPE_CHECKING:
     import onnx
 
-    from deploykit.benchmarking.timing import Setup
-    from deploykit.engines.engine import Arrays
     from deploykit.engines.torch.engine import TorchEngine
-    from deploykit.planning.predict import Inferred
-    from deploykit.planning.probe import CpuCalibration
-    from deploykit.reporting.points import Point
-    from deploykit.reporting.report import NotMeasured
 
 
 # Where the time of a call of each engine goes, in a run of its own after the timed one.
@@ -70,7 +69,6 @@ def measure_layers(
     Each in a process of its own, however many sessions PyTorch was fastest in. `ceilings`: of this
     CPU, by number of threads.
     """
-    from deploykit.reporting.report import NotMeasured
 
     found, gaps = [], []
     for entry in wanted:
@@ -186,7 +184,6 @@ def _time_modules(
     entry: Entry, setup: Setup, feeds: Callable[[int], Arrays], batch: int, _: str, __: Progress
 ) -> LayerTimes:
     from deploykit.engines.torch.engine import LayerWatch
-    from deploykit.reporting.points import CpuSettings
 
     settings = CpuSettings(threads=setup.threads) if setup.threads else None
     what = entry.runtime, entry.artefact, entry.precision, settings, entry.options

@@ -9,26 +9,23 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deploykit.benchmarking.columns import Entry
+from deploykit.benchmarking.timing import Setup
 from deploykit.core.errors import DeploykitError
 from deploykit.core.machine import default_threads, this_machine
 from deploykit.core.profile import load_profile, recognise
 from deploykit.core.subprocesses import run_apart
+from deploykit.engines.devices import EnergyMeter
+from deploykit.engines.engine import Arrays
 from deploykit.evaluation.artefacts import Progress
+from deploykit.graph.graph import Graph
 from deploykit.planning.plan import probe_cpu
-
-if TYPE_CHECKING:
-    from deploykit.benchmarking.timing import Setup
-    from deploykit.engines.devices import EnergyMeter
-    from deploykit.engines.engine import Arrays
-    from deploykit.graph.graph import Graph
-    from deploykit.planning.predict import Inferred, Target
-    from deploykit.planning.probe import CpuCalibration, GpuCeilings
-    from deploykit.reporting.points import Point
-    from deploykit.reporting.report import NotMeasured, PeakMemory, PointEnergy, PredictedPoint
-
+from deploykit.planning.predict import Inferred, Target, infer, predict_call, target_of
+from deploykit.planning.probe import CpuCalibration, GpuCeilings, measure_gpu
+from deploykit.reporting.points import Point
+from deploykit.reporting.report import NotMeasured, PeakMemory, PointEnergy, PredictedPoint
 
 PROBE_FROM_S = 1.0  # of a point: a shorter run does not wait for the probe of the CPU
 _IDLE_S = 0.5
@@ -42,7 +39,6 @@ def cpu_ceilings(
 
     A short run takes only what is kept. Also why there is none: the probe needs room for a file.
     """
-    from deploykit.reporting.report import NotMeasured
 
     only_kept = seconds < PROBE_FROM_S
     wanted = {default_threads()}
@@ -71,9 +67,6 @@ class GpuLimits:
 
 def gpu_limits(device: str, seconds: float, on_progress: Progress | None) -> GpuLimits:
     """Of the GPU `device`; nothing where there is none ("") or the run is short."""
-    from deploykit.planning.predict import target_of
-    from deploykit.planning.probe import measure_gpu
-    from deploykit.reporting.report import NotMeasured
 
     if not device or seconds < PROBE_FROM_S:
         return GpuLimits()
@@ -140,8 +133,6 @@ def limits(
 
 def infer_point(graphs: dict[str, Graph], entry: Entry, point: Point) -> Inferred | None:
     """The graph at the sizes that were timed; None where these are not known."""
-    from deploykit.graph.graph import Graph
-    from deploykit.planning.predict import infer
 
     sha256 = entry.artefact.sha256
     try:
@@ -159,7 +150,6 @@ def infer_point(graphs: dict[str, Graph], entry: Entry, point: Point) -> Inferre
 
 def _cpu_target(found: Mapping[int, CpuCalibration], point: Point) -> Target | None:
     """With as many threads as the point had."""
-    from deploykit.planning.predict import Target, target_of
 
     target = target_of(load_profile("cpu"), found.get(point.threads or default_threads()))
     return target if isinstance(target, Target) else None
@@ -167,8 +157,6 @@ def _cpu_target(found: Mapping[int, CpuCalibration], point: Point) -> Target | N
 
 def _predicted(point: Point, inferred: Inferred, target: Target) -> list[PredictedPoint]:
     """Of a point in one session."""
-    from deploykit.planning.predict import predict_call
-    from deploykit.reporting.report import PredictedPoint
 
     measured = point.latency.p50_ms
     if measured is None or point.sessions != 1:
@@ -240,7 +228,6 @@ class EnergyLog:
 
     def energy(self, points: Sequence[Point]) -> tuple[PointEnergy, ...]:
         """Power during a point's rounds by its throughput: joules per inference."""
-        from deploykit.reporting.report import PointEnergy
 
         found = []
         for point in points:
@@ -258,7 +245,6 @@ class EnergyLog:
 
     def gaps(self, points: Sequence[Point]) -> tuple[NotMeasured, ...]:
         """The devices without a meter, and why."""
-        from deploykit.reporting.report import NotMeasured
 
         used = {"cuda:0" if point.device == "cuda" else point.device for point in points}
         return tuple(
@@ -295,7 +281,6 @@ def measure_memory(
 
     `setups` and `feeds` have to be picklable, as for `sweep_apart`.
     """
-    from deploykit.reporting.report import PeakMemory
 
     largest: dict[str, int] = {}
     for point in points:

@@ -12,25 +12,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from deploykit.benchmarking.bench import FULL_S
+from deploykit.benchmarking.timing import Block, Measured, Setup, Timing, make_point, time_setups
 from deploykit.core.files import StrPath, sha256
 from deploykit.core.machine import now, provenance, this_machine
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import Arrays, BaseEngine
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.evaluation.outputs import claim_report
+from deploykit.pipelines.file import input_files
 from deploykit.pipelines.pipeline import pipeline
 from deploykit.pipelines.run import OpenPipeline
-
-if TYPE_CHECKING:
-    from deploykit.benchmarking.timing import Measured, Timing
-    from deploykit.reporting.points import Point
-    from deploykit.reporting.report import Report
-
+from deploykit.reporting import report as reports
+from deploykit.reporting.machine_load import Watch, invalid, sum_up
+from deploykit.reporting.points import Point
+from deploykit.reporting.report import Report
+from deploykit.reporting.verdict import verdict
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +69,6 @@ def bench_pipeline(
     One call after the other, in this process; the points of stages have the scenario "stage of
     NAME". Raises as `predict_files` does.
     """
-    from deploykit.benchmarking.timing import Setup, Timing, make_point, time_setups
-    from deploykit.pipelines.file import input_files
-    from deploykit.reporting import report as reports
-    from deploykit.reporting.machine_load import Watch, invalid, sum_up
-    from deploykit.reporting.verdict import verdict
 
     timing = Timing(warmup_s, seconds)
     files, folder = input_files([data]), claim_report(out, (path, data), force=force)
@@ -121,8 +116,6 @@ def _stages(
 ) -> list[Point]:
     """What each stage took in the timed calls, which are the last of each round."""
     import numpy as np
-
-    from deploykit.benchmarking.timing import Block, make_point
 
     ends = [*begins[1:], len(calls)]
     timed = [

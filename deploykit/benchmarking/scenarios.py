@@ -16,22 +16,15 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deploykit.benchmarking.timing import Clock, no_garbage_collection, run_block
+from deploykit.benchmarking.timing import Clock, Setup, no_garbage_collection, run_block
 from deploykit.core.errors import BadInput
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.artefacts import Progress
 from deploykit.evaluation.latency import Latency
-from deploykit.reporting.points import ScenarioResult
-
-if TYPE_CHECKING:
-    from deploykit.benchmarking.timing import Setup
-    from deploykit.engines.engine import Arrays
-    from deploykit.reporting.points import Point
-
+from deploykit.reporting.points import Point, ScenarioResult
 
 OFFLINE, SINGLE, MULTI, SERVER = SCENARIOS = (
     "offline",

@@ -12,11 +12,21 @@ from typing import TYPE_CHECKING
 from deploykit.building.builder import BuildResult, Shapes, find_builder
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
-from deploykit.core.evidence import BuildRecord, Evaluation, Evidence, Layer, PrecisionReadBack
+from deploykit.core.evidence import (
+    BuildRecord,
+    CalibrationRecord,
+    Evaluation,
+    Evidence,
+    Layer,
+    PrecisionReadBack,
+)
 from deploykit.core.manifest import Manifest
 from deploykit.core.precision import CALIBRATED, FLOATS, max_engine_error
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
+from deploykit.engines.batching import JoinedRun
+from deploykit.engines.data.samples import check_calibration, read_samples
+from deploykit.engines.engine import Engine, load
 from deploykit.evaluation import batching, golden, verify
 from deploykit.evaluation.artefacts import (
     Made,
@@ -26,8 +36,15 @@ from deploykit.evaluation.artefacts import (
     onnx_manifest,
     span,
 )
-from deploykit.evaluation.parity import first_rows, rows_note, rows_that_fit
+from deploykit.evaluation.parity import (
+    compare_engines,
+    feeds_at_sizes,
+    first_rows,
+    rows_note,
+    rows_that_fit,
+)
 from deploykit.evaluation.simulate import open_rounded
+from deploykit.graph.graph import Graph
 from deploykit.quantization.evaluate import (
     Job,
     QuantizeRequest,
@@ -44,10 +61,6 @@ from deploykit.quantization.quantize import keep_if_passed
 if TYPE_CHECKING:
     import numpy as np
 
-    from deploykit.core.evidence import CalibrationRecord
-    from deploykit.engines.batching import JoinedRun
-    from deploykit.engines.engine import Engine
-    from deploykit.graph.graph import Graph
     from deploykit.quantization.calibrate import Range
     from deploykit.quantization.moving import Moved
 
@@ -83,7 +96,6 @@ def place_for_target(
 
     Raises BadInput for `calib` with a graph that has no INT8 pairs, or whose pairs cannot be moved.
     """
-    from deploykit.graph.graph import Graph
     from deploykit.quantization.moving import move_pairs
 
     graph = Graph.open(source.path)
@@ -101,7 +113,6 @@ def place_if_better(
     build: Callable[[Graph, Path], Graph],
 ) -> tuple[Placed, Graph]:
     """A foreign graph with its pairs moved, and built anew, where more of it runs in integers."""
-    from deploykit.graph.graph import Graph
     from deploykit.quantization.moving import move_foreign_pairs
 
     few = _few(placed.graph, built)
@@ -121,7 +132,6 @@ def place_if_better(
 def _place_by_data(
     source: Artefact, graph: Graph, request: QuantizeRequest, target: Profile, tmp: Path
 ) -> Placed:
-    from deploykit.engines.data.samples import check_calibration, read_samples
     from deploykit.quantization.calibrate import METHODS, Calibration, calibrate
     from deploykit.quantization.moving import move_foreign_pairs
 
@@ -244,7 +254,6 @@ def build_for_runtime(
     Its accuracy is measured once, on the file that is kept: after a change of precision always,
     else where `request` has labelled data.
     """
-    from deploykit.graph.graph import Graph
 
     job, before = None, None
     if request.to != "fp32":
@@ -326,8 +335,6 @@ def _prove(
 
     Each is opened once, and two at a time.
     """
-    from deploykit.engines.engine import load
-    from deploykit.evaluation.parity import compare_engines, feeds_at_sizes
 
     graph = placed.graph
     moved, bound = job is None and graph.path != source.path, _bound(graph, target, max_error)
@@ -382,7 +389,6 @@ def _bound(graph: Graph, target: Profile, max_error: float) -> float:
 
 def _open_reference(graph: Graph, target: Profile, folder: Path) -> Engine:
     """ONNX Runtime on `graph`; with bfloat16 rounded, which its CPU provider lacks."""
-    from deploykit.engines.engine import load
 
     if target.runtime != "onnxruntime" and "bfloat16" in graph.precision:
         return open_rounded(graph, folder)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zipfile
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.files import (
@@ -20,11 +20,9 @@ from deploykit.core.files import (
     open_readable,
     sha256,
 )
+from deploykit.core.manifest import Manifest, load_manifest
 from deploykit.core.runtime import ALL, BY_FORMAT, READS, Runtime
-
-if TYPE_CHECKING:
-    from deploykit.core.manifest import Manifest
-    from deploykit.core.task import Task
+from deploykit.core.task import Task
 
 _ZIP = b"PK\x03\x04"
 _EXPORTED = {"archive_format", "serialized_exported_program.json"}  # newer and older .pt2
@@ -84,7 +82,6 @@ class Artefact:
         """The manifest next to the file, checked against the file's hash; None without one."""
         if not manifest_path(self.path).exists():
             return None
-        from deploykit.core.manifest import load_manifest  # the types of its evidence take long
 
         found = load_manifest(self.path)
         if found is not None:

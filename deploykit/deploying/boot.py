@@ -35,8 +35,14 @@ from deploykit.deploying.slots import (
     EngineKey,
     decide,
 )
+from deploykit.engines.engine import check_device
+from deploykit.engines.tasks.engine import TaskSteps
 from deploykit.evaluation.artefacts import span
 from deploykit.evaluation.bundle_folder import Bundle, read_bundle, verify
+from deploykit.evaluation.verify import open_proven, prove_engine
+from deploykit.serving.observe.prometheus import Sample
+from deploykit.serving.options import VERSION
+from deploykit.serving.serve import serve_until_stopped
 
 if TYPE_CHECKING:
     from deploykit.serving.models.repository import ModelRepository
@@ -79,8 +85,6 @@ def boot_until_stopped(
     Raises BadInput for a bundle or a cache that is damaged, Unsupported for another machine than
     the bundle's, GateFailed for an engine with other outputs, where no earlier one can serve.
     """
-    from deploykit.engines.engine import check_device
-    from deploykit.serving.serve import serve_until_stopped
 
     check_device(device)
     found = _read(Path(bundle))
@@ -129,8 +133,6 @@ def _read(folder: Path) -> Bundle:
 
 def _publish(booted: Booted, repository: ModelRepository) -> None:
     """Say in the model's notes and the metrics whether the previous engine serves."""
-    from deploykit.serving.observe.prometheus import Sample
-    from deploykit.serving.options import VERSION
 
     (model,) = repository.models.values()
     previous, labels = booted.source == "previous", {"model": model.name, "version": VERSION}
@@ -305,8 +307,6 @@ def check_task(model: Artefact) -> None:
     """
     manifest = model.manifest
     if manifest is not None and manifest.task is not None:
-        from deploykit.engines.tasks.engine import TaskSteps
-
         TaskSteps(manifest.task, manifest.inputs, manifest.outputs, model.path.parent)
 
 
@@ -358,7 +358,6 @@ def build_and_prove(
 
 def prove(engine: Path, device: str, on_progress: Callable[[str, float], None]) -> None:
     """Open an engine as the server does, and replay its golden samples. Raises GateFailed."""
-    from deploykit.evaluation.verify import open_proven, prove_engine
 
     on_progress("replaying the golden samples", 0.0)
     artefact = Artefact.open(engine)

@@ -21,7 +21,9 @@ from deploykit.core.profile import Profile, load_profile, profile_names
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.tensors import BATCH
 from deploykit.deploying.staging import staged_folder
-from deploykit.evaluation import batching, golden
+from deploykit.engines.data.samples import random_feeds, read_samples
+from deploykit.engines.engine import Engine, load
+from deploykit.evaluation import batching, golden, html_tables
 from deploykit.evaluation.artefacts import Progress, carry_task, no_progress, onnx_manifest, stage
 from deploykit.evaluation.bundle_folder import (
     SERVED_NAME,
@@ -32,11 +34,10 @@ from deploykit.evaluation.bundle_folder import (
     write_tar,
 )
 from deploykit.evaluation.outputs import claim_bundle
+from deploykit.evaluation.parity import parity_sizes
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from deploykit.engines.engine import Engine
 
 
 # Give a model of another tool what a bundle needs next to it: a manifest and golden samples.
@@ -51,7 +52,6 @@ def complete_model(
     in place of recorded ones; None for random inputs, which say too little of an INT8 or FP8
     model: BadInput. Raises what opening and running the model raises.
     """
-    from deploykit.engines.engine import load
     from deploykit.graph.graph import Graph
 
     known = source.manifest
@@ -86,8 +86,6 @@ def complete_model(
 
 
 def _inputs(engine: Engine, samples: StrPath | None) -> dict[str, np.ndarray]:
-    from deploykit.engines.data.samples import random_feeds, read_samples
-    from deploykit.evaluation.parity import parity_sizes
 
     if samples is None:
         return random_feeds(
@@ -117,7 +115,6 @@ class Bundled(Record):
     notes: tuple[str, ...] = ()
 
     def _repr_html_(self) -> str:
-        from deploykit.evaluation import html_tables
 
         facts: dict[str, object] = {
             "folder": self.path,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from deploykit import __version__
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.jetpack import JETPACKS, find_jetpack, release_numbers
 from deploykit.core.machine import Machine
 from deploykit.core.profile import Profile, fits, load_profile, profile_names
 from deploykit.core.runtime import RUNTIMES
 from deploykit.deploying.slots import EngineKey
+from deploykit.engines.engine import check_device
 from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS, Here
 from deploykit.evaluation.bundle_folder import Bundle
 from deploykit.evaluation.host import first_jetpack, in_range, range_text
@@ -20,7 +22,6 @@ _FIRST = "make a bundle for this machine: deploykit bundle MODEL --profile {}"
 
 def gpu_number(device: str) -> int:
     """The number of the GPU that "auto", "cuda" or "cuda:N" names. Raises BadInput for a CPU."""
-    from deploykit.engines.engine import check_device
 
     check_device(device)
     if device == "cpu":
@@ -141,7 +142,6 @@ def _cure(profile: Profile) -> str:
 
 def engine_key(bundle: Bundle, profile: Profile, machine: Machine, gpu: Here | None) -> EngineKey:
     """All that the engine of `bundle` depends on here. `gpu`: None for a profile without one."""
-    from deploykit import __version__
 
     folder = str(Path(bundle.model).parent)
     parts = {p: e.sha256 for p, e in bundle.files.items() if str(Path(p).parent) == folder}

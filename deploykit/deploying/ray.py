@@ -13,6 +13,7 @@ from deploykit import __version__
 from deploykit.core.files import StrPath
 from deploykit.evaluation.bundle_folder import Contents, fill_templates
 from deploykit.serving.opening import Opening
+from deploykit.serving.options import ServeOptions
 
 if TYPE_CHECKING:
     from deploykit.serving.hosted import HostedApp
@@ -53,7 +54,6 @@ def ray_application(open_service: Callable[[], HostedApp]) -> Any:
     Ray passes the function by its name: its module must be importable on every node.
     """
     from deploykit.deploying.ray_app import application
-    from deploykit.serving.options import ServeOptions
 
     return application(open_service, ServeOptions.max_body_bytes)
 
@@ -68,7 +68,6 @@ def open_replica(
 ) -> HostedApp:
     """Open `model` and serve it as `name` on the running event loop, once it is warm."""
     from deploykit.serving.hosted import HostedApp
-    from deploykit.serving.options import ServeOptions
 
     options = ServeOptions(max_batch=max_batch)
     engines = Opening(device, threads, 1, trust=False, cpu_fallback=False)(Path(model), options)

@@ -12,19 +12,16 @@ from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.evidence import RowIndependence
 from deploykit.core.extras import installed
 from deploykit.core.machine import this_machine
 from deploykit.core.tensors import TensorSpec, mismatch
-
-if TYPE_CHECKING:
-    from deploykit.core.evidence import RowIndependence
-
 
 Arrays = Mapping[str, np.ndarray]
 

@@ -30,6 +30,8 @@ from deploykit.core.json_value import Record
 from deploykit.core.machine import tool_versions
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.task import Task, tokenizer_name
+from deploykit.evaluation import html_tables
+from deploykit.evaluation.bundle_folder import copy_checked
 from deploykit.evaluation.outputs import SIDECARS, claim, rejected
 
 if TYPE_CHECKING:
@@ -87,7 +89,6 @@ class Made(Record):
         return self.evidence.search
 
     def _repr_html_(self) -> str:
-        from deploykit.evaluation import html_tables
 
         known = self.manifest
         facts = html_tables.model_facts(known.inputs, known.outputs, known.precision)
@@ -171,8 +172,6 @@ def carry_task(source: Artefact, to: Path) -> Task | None:
     """
     task = source.task
     if task is not None and task.text is not None:
-        from deploykit.evaluation.bundle_folder import copy_checked
-
         tokenizer = to.with_name(tokenizer_name(to.name))
         copy_checked(source.path, task.text.tokenizer, task.text.sha256, tokenizer)
     return task and task.named_after(to.name)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.core.artefact import Artefact
 from deploykit.core.evidence import GoldenSamples, RowIndependence
+from deploykit.engines.batching import JoinedRun, looks_batched, prove_rows, why_no_batch
+from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation import golden
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from deploykit.engines.batching import JoinedRun
-    from deploykit.engines.engine import Arrays, Engine
 
 ROWS = 32  # as many as `serve` joins by default
 
@@ -31,7 +31,6 @@ def prove_batch(
     `rows`: at most, where so many as `ROWS` need too much memory; `serve` then tries more itself.
     `joined`: what it ran already.
     """
-    from deploykit.engines.batching import prove_rows
 
     known = _inputs(engine, path, samples)
     return prove_rows(engine, min(ROWS, rows), samples=known, joined=joined)
@@ -41,7 +40,6 @@ def keep_runs(
     engine: Engine, feeds: Sequence[Arrays], kept: list[JoinedRun]
 ) -> Callable[[int, Arrays, Arrays], None]:
     """Put into `kept` what `engine`, the second of a comparison on `feeds`, gives for each."""
-    from deploykit.engines.batching import JoinedRun, why_no_batch
 
     is_batch = not why_no_batch(engine.inputs, engine.outputs)
 
@@ -80,7 +78,6 @@ def _inputs(
 
 def notes(engine: Engine, proof: RowIndependence) -> tuple[str, ...]:
     """For the user, where axis 0 looks like a batch and is none."""
-    from deploykit.engines.batching import looks_batched
 
     if proof.passed or not looks_batched(engine):
         return ()

@@ -15,13 +15,21 @@ from deploykit.core.evidence import Parity
 from deploykit.core.files import StrPath
 from deploykit.core.json_value import json_value
 from deploykit.core.precision import BY_NAME, CALIBRATED
-from deploykit.evaluation import golden
-from deploykit.evaluation.parity import MOST_SAMPLES, comparison_feeds, rows_that_fit
+from deploykit.engines.data.samples import check_finite, read_samples
+from deploykit.engines.engine import Engine, load
+from deploykit.evaluation import golden, html_tables
+from deploykit.evaluation.parity import (
+    MOST_SAMPLES,
+    add_float32_errors,
+    compare_engines,
+    comparison_feeds,
+    in_other_batches,
+    rows_that_fit,
+)
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from deploykit.engines.engine import Engine
     from deploykit.evaluation.divergence import Divergence
 
 
@@ -42,7 +50,6 @@ class Compared:
         return {**self.parity.to_dict(), **found}
 
     def _repr_html_(self) -> str:
-        from deploykit.evaluation import html_tables
 
         difference = self.divergence.text if self.divergence else None
         facts = {"result": self.parity.why, "first difference": difference}
@@ -93,8 +100,6 @@ def compare(
         if arch is not None or allow_pickle:
             raise BadInput("`arch` and `allow_pickle` need two files, of which one is PyTorch's")
         return Compared(_replay(first, max_error, device))
-    from deploykit.engines.data.samples import check_finite, read_samples
-    from deploykit.evaluation.parity import add_float32_errors, compare_engines, in_other_batches
 
     second, bound = Artefact.open(b), golden.MAX_ERROR if max_error is None else max_error
     with ExitStack() as stack:
@@ -139,7 +144,6 @@ def _open_both(
     stack: ExitStack,
 ) -> list[Engine]:
     """Open what describes its inputs first: these are also the inputs of bare weights."""
-    from deploykit.engines.engine import load
 
     pytorch = [each for each in pair if each.runtime.name == "torch"]
     bare = []
@@ -196,8 +200,6 @@ def _recorded(
 
 
 def _replay(artefact: Artefact, max_error: float | None, device: str) -> Parity:
-    from deploykit.engines.engine import load
-    from deploykit.evaluation.parity import compare_engines
 
     with load(artefact, artefact.runtime.usable(device)) as engine:
         recorded, feeds, found = golden.find_and_open(artefact, engine.inputs, engine.outputs)

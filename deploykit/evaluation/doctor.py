@@ -12,6 +12,7 @@ from deploykit.core.machine import Gpu, Machine, this_machine
 from deploykit.core.profile import recognise
 from deploykit.core.runtime import ALL, Runtime
 from deploykit.engines.devices import GpuState, read_gpus
+from deploykit.evaluation import html_tables
 from deploykit.evaluation.host import profile_differences
 
 # command -> modules that it needs beyond the base
@@ -52,7 +53,6 @@ class Health(Record):
     warnings: tuple[str, ...]
 
     def _repr_html_(self) -> str:
-        from deploykit.evaluation import html_tables
 
         machine = self.machine
         facts: dict[str, object] = {

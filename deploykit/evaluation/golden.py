@@ -18,11 +18,13 @@ from deploykit.core.evidence import GoldenSamples
 from deploykit.core.files import check_inside, sha256
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
+from deploykit.engines.data.samples import read_npz, write_npz
+from deploykit.engines.engine import Engine, RecordedEngine
+from deploykit.evaluation.parity import compare_engines
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from deploykit.engines.engine import Engine, RecordedEngine
 
 SAMPLES = 4
 MAX_ERROR = 1e-3  # of a replay in float32 on another runtime
@@ -38,7 +40,6 @@ def samples_path(artefact: Path) -> Path:
 
 def record(engine: Engine, feeds: Mapping[str, np.ndarray], artefact: Path) -> GoldenSamples | None:
     """Run `engine` once and write feeds and outputs next to `artefact`; None if too large."""
-    from deploykit.engines.data.samples import write_npz
 
     outputs = engine(feeds)
     arrays = {f"{_INPUTS}{name}": array for name, array in feeds.items()}
@@ -61,7 +62,6 @@ def carry(source: Artefact, to: Path) -> GoldenSamples | None:
 
 def loosen(golden: GoldenSamples, path: Path, engine: Engine) -> GoldenSamples:
     """The samples next to `path` with a bound for low precision: twice the error of `engine`."""
-    from deploykit.evaluation.parity import compare_engines
 
     recorded, feeds = open_samples(golden, path, engine.inputs, engine.outputs)
     worst = compare_engines(recorded, engine, [feeds]).worst.error
@@ -92,8 +92,6 @@ def open_samples(
     outputs: tuple[TensorSpec, ...],
 ) -> tuple[RecordedEngine, dict[str, np.ndarray]]:
     """The samples next to `artefact` as an engine, and its feeds. Raises BadInput."""
-    from deploykit.engines.data.samples import read_npz
-    from deploykit.engines.engine import RecordedEngine
 
     path = artefact.with_name(golden.file)
     arrays = read_npz(path)

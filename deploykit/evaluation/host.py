@@ -9,6 +9,7 @@ from deploykit.core.jetpack import JETPACKS, JetPack, find_jetpack, release_numb
 from deploykit.core.machine import Machine
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
+from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS
 
 _OLDEST_TENSORRT = "10.3"  # before it deploykit runs no engine
 _MEMORY_SHARE = 0.9  # of the profile's; a driver of another release reports a few percent less
@@ -100,7 +101,6 @@ def _memory(profile: Profile, machine: Machine) -> Iterator[str]:
 
 def _driver(machine: Machine) -> Iterator[str]:
     """The driver must run the CUDA major of the installed wheels. A Jetson's is JetPack's."""
-    from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS
 
     branches = [gpu.driver.partition(".")[0] for gpu in machine.gpus]
     driver = min((int(each) for each in branches if each.isdecimal()), default=None)

@@ -14,6 +14,8 @@ from deploykit.core.manifest import Manifest
 from deploykit.core.precision import names_of
 from deploykit.core.profile import load_profile, profile_names
 from deploykit.core.tensors import TensorSpec
+from deploykit.engines.batching import why_no_batch
+from deploykit.evaluation import html_tables
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,6 @@ class Inspection(Record):
     manifest: Manifest | None
 
     def _repr_html_(self) -> str:
-        from deploykit.evaluation import html_tables
 
         facts: dict[str, object] = {
             "format": self.format,
@@ -67,7 +68,6 @@ def inspect(path: ArtefactLike) -> Inspection:
 
 def _batching(inputs: _Specs, outputs: _Specs, manifest: Manifest | None) -> str:
     """Whether `serve` joins requests, as far as that is known without a run."""
-    from deploykit.engines.batching import why_no_batch
 
     proof = manifest.evidence.batching if manifest else None
     why = proof.why if proof else why_no_batch(inputs, outputs)

@@ -19,6 +19,8 @@ from deploykit.core.files import StrPath, check_writable, make_folder, manifest_
 from deploykit.core.manifest import load_manifest
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.task import TOKENIZER
+from deploykit.engines.onnxruntime.file import external_files
+from deploykit.evaluation.bundle_folder import BUNDLE_FILE, is_bundle_tar, verify
 
 PREDICTIONS, SPLIT = "predictions", "split"  # what an .npz of deploykit's holds
 CURVE = "curve"  # an SVG of a training run
@@ -133,7 +135,6 @@ def claim_bundle(
 
     `force` replaces a bundle that somebody changed, never a folder that is not one.
     """
-    from deploykit.evaluation.bundle_folder import is_bundle_tar
 
     place = Path(os.path.abspath(folder))  # noqa: PTH100 - a link to a folder stays one
     given = tuple(_paths(inputs))
@@ -158,7 +159,6 @@ def claim_bundle(
 
 
 def _check_bundle(place: Path, force: bool) -> None:
-    from deploykit.evaluation.bundle_folder import BUNDLE_FILE, verify
 
     if not (place / BUNDLE_FILE).is_file():
         raise BadInput(
@@ -231,8 +231,6 @@ def _weights(path: Path) -> Iterator[Path]:
     """The files that hold the weights of an ONNX model."""
     with contextlib.suppress(DeploykitError):
         if sniff(path) == "onnx":
-            from deploykit.engines.onnxruntime.file import external_files
-
             yield from (path.parent / name for name in external_files(path))
 
 

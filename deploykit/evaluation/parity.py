@@ -19,13 +19,11 @@ from deploykit.core.evidence import Parity, ParityRow
 from deploykit.core.tensors import BATCH, TensorSpec
 from deploykit.engines.answers import class_axis
 from deploykit.engines.batching import spread_places
-from deploykit.engines.data.samples import random_feeds
+from deploykit.engines.data.samples import Samples, random_feeds
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.accuracy import Matches, pair
 
 if TYPE_CHECKING:
-    from deploykit.engines.data.samples import Samples
-    from deploykit.engines.engine import Engine
     from deploykit.graph.graph import Graph
 
     Feeds = Mapping[str, np.ndarray]
@@ -472,7 +470,6 @@ def rows_that_fit(feeds: Sequence[Feeds], graph: Path) -> int:
 
 def first_rows(feeds: Sequence[Feeds], rows: int) -> list[Feeds]:
     """The feeds with at most so many rows each, from first to last; all for `MOST_SAMPLES`."""
-    from deploykit.engines.batching import spread_places
 
     if rows >= MOST_SAMPLES:
         return list(feeds)

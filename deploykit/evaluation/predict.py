@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -34,14 +34,21 @@ from deploykit.core.files import (
     write_json,
 )
 from deploykit.core.json_value import Record
+from deploykit.engines.data.samples import (
+    Batch,
+    DataSource,
+    SampleStream,
+    find_source,
+    read_ahead,
+    write_npz,
+)
+from deploykit.engines.engine import Arrays, Engine
+from deploykit.evaluation import html_tables
+from deploykit.evaluation.accuracy import top1
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.evaluation.outputs import PREDICTIONS, claim
+from deploykit.evaluation.statistics import proportion
 from deploykit.evaluation.verify import open_proven
-
-if TYPE_CHECKING:
-    from deploykit.engines.data.samples import DataSource, SampleStream
-    from deploykit.engines.engine import Arrays, Engine
-
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +72,6 @@ class Predicted(Record):
     resumed: int = 0
 
     def _repr_html_(self) -> str:
-        from deploykit.evaluation import html_tables
 
         facts = self.to_dict() | {"seconds": f"{self.seconds:.3g}", "accuracy": ""}
         if (score := self.accuracy) is not None:
@@ -98,7 +104,6 @@ def predict(
     $RAY_ADDRESS or one on this machine; the outputs are the same. `trust`: see `open_proven`.
     `force`: replace a file that deploykit did not write.
     """
-    from deploykit.engines.data.samples import find_source, write_npz
 
     if batch < 1:
         raise BadInput(f"`batch` must be 1 or more, got {batch}")
@@ -137,7 +142,6 @@ def predict(
 
 def _open_stream(source: DataSource, parts: PartialOutputs, on_progress: Progress) -> SampleStream:
     """The samples after those of `parts`, or all, where these have changed."""
-    from deploykit.engines.data.samples import SampleStream
 
     stream = SampleStream(source)
     if not parts.done.samples:
@@ -158,7 +162,6 @@ def _append_all(
     on_progress: Progress,
 ) -> None:
     """Run all that is left, in order; the next batches are read meanwhile."""
-    from deploykit.engines.data.samples import Batch, read_ahead
 
     waiting: deque[Batch] = deque()  # those that are running, without their arrays
 
@@ -195,8 +198,6 @@ def _accuracy(
     source: DataSource, answers: np.ndarray | None, labels: np.ndarray | None
 ) -> tuple[Interval | None, str]:
     """Top-1 accuracy of the first output; None where there is none, and a note."""
-    from deploykit.evaluation.accuracy import top1
-    from deploykit.evaluation.statistics import proportion
 
     if labels is None or answers is None:
         names = ", ".join(map(quote, source.unused))

@@ -13,6 +13,7 @@ from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput
 from deploykit.core.files import StrPath, check_readable
 from deploykit.core.json_value import Record
+from deploykit.engines.tasks.engine import MOST_ROWS, TaskEngine
 from deploykit.evaluation.verify import open_proven
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,6 @@ def predict_items(
     sentences. The answers are those of `POST /v2/models/M/predict`. `trust`: see `open_proven`.
     Raises BadInput for a model without a task and for an item that it does not take, naming it.
     """
-    from deploykit.engines.tasks.engine import MOST_ROWS, TaskEngine
 
     artefact = Artefact.open(engine)
     task = artefact.task

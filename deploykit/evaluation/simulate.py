@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
@@ -20,14 +19,10 @@ from deploykit.core.artefact import Artefact
 from deploykit.core.extras import installed
 from deploykit.core.precision import ALL
 from deploykit.core.runtime import RUNTIMES
+from deploykit.engines.engine import Engine, OpenEngine, load
 from deploykit.graph.edit import Editor
-from deploykit.graph.graph import Graph
+from deploykit.graph.graph import Graph, dtype_name
 from deploykit.graph.skeleton import subgraphs
-
-if TYPE_CHECKING:
-    from deploykit.engines.engine import Engine, OpenEngine
-    from deploykit.graph.graph import Graph
-
 
 _FLOAT = TensorProto.FLOAT
 _HALVES = frozenset(TensorProto.DataType.Value(each.onnx_type) for each in precision.HALVES)
@@ -118,9 +113,7 @@ def open_graph(runtime: str, graph: Graph, folder: Path) -> Engine:
 
 def open_rounded(graph: Graph, folder: Path) -> Engine:
     """In ONNX Runtime, every float16 and bfloat16 tensor rounded to its type, as a GPU does."""
-    from deploykit.engines.engine import load
     from deploykit.engines.onnxruntime.engine import open_as_written
-    from deploykit.graph.graph import dtype_name
 
     types = {dtype_name(kind) for kind in graph.element_types.values()}
     if not any(each.simulated and each.dtype in types for each in ALL):

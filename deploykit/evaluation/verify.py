@@ -17,7 +17,9 @@ from deploykit.core.artefact import Artefact, ArtefactLike, read_manifest
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported
 from deploykit.core.evidence import (
     AskedNode,
+    Drop,
     Evidence,
+    Gate,
     GoldenSamples,
     Layer,
     Parity,
@@ -27,15 +29,17 @@ from deploykit.core.files import sha256
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.precision import max_engine_error
 from deploykit.core.tensors import BATCH
+from deploykit.engines.data.samples import random_feeds
+from deploykit.engines.engine import Engine, RecordedEngine, load
+from deploykit.engines.tensorrt import inspector
 from deploykit.evaluation import golden
 from deploykit.evaluation.batching import add_evidence
-from deploykit.evaluation.parity import comparison_feeds
+from deploykit.evaluation.evaluation import MAX_DROP, MIN_SQNR_DB
+from deploykit.evaluation.parity import compare_engines, comparison_feeds
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from deploykit.core.evidence import Drop, Gate
-    from deploykit.engines.engine import Engine
     from deploykit.graph.graph import Graph
 
 
@@ -69,7 +73,6 @@ def compare_layers(
     read = PrecisionReadBack(None, seen=0.0, allow_wider=allow_wider, asked=tuple(asked))
     if layers is None:
         return read
-    from deploykit.engines.tensorrt import inspector
 
     precisions = {node.name: node.precision for node in asked}
     counted = any(node.operations for node in asked)
@@ -91,7 +94,6 @@ def compare_layers(
 
 def read_engine(engine: Any, before: PrecisionReadBack) -> PrecisionReadBack:
     """What the layers of an engine that is open compute in; `before` where it does not tell."""
-    from deploykit.engines.tensorrt import inspector
 
     try:
         layers = inspector.read_layers(engine.layer_information())
@@ -148,8 +150,6 @@ def record_on_cpu(graph: Artefact, path: Path, sizes: Mapping[str, int]) -> Gold
 
     `sizes`: of the dynamic axes. None where the graph does not run here, or its tensors are large.
     """
-    from deploykit.engines.data.samples import random_feeds
-    from deploykit.engines.engine import load
 
     try:
         with load(graph, "cpu") as reference:
@@ -159,8 +159,6 @@ def record_on_cpu(graph: Artefact, path: Path, sizes: Mapping[str, int]) -> Gold
 
 
 def _compare_with(graph: Path, engine: Engine, name: str, max_error: float) -> Parity:
-    from deploykit.engines.engine import load
-    from deploykit.evaluation.parity import compare_engines
 
     feeds, _ = comparison_feeds(engine, engine, None, graph)
     names = (graph.name, name)
@@ -172,8 +170,6 @@ def _compare_with(graph: Path, engine: Engine, name: str, max_error: float) -> P
 
 def _replay(found: GoldenSamples, engine: Engine, path: Path, name: str) -> Parity:
     """Compare with the golden samples, as many rows as the engine takes at once."""
-    from deploykit.engines.engine import RecordedEngine
-    from deploykit.evaluation.parity import compare_engines
 
     inputs, outputs = engine.inputs, engine.outputs
     recorded, feeds = golden.open_samples(found, path, inputs, outputs)
@@ -256,8 +252,6 @@ def outputs_gate(artefact: Artefact, parity: Parity, drop: Drop | None, precisio
     on the accuracy where there are labels, or on the signal-to-noise ratio, of which float32, that
     rounds nothing, needs more.
     """
-    from deploykit.core.evidence import Gate
-    from deploykit.evaluation.evaluation import MAX_DROP, MIN_SQNR_DB
 
     manifest = artefact.manifest
     gated = manifest.evidence.accuracy if manifest else None
@@ -307,7 +301,6 @@ def open_proven(
     warning once. Raises GateFailed for an engine whose outputs differ from its graph's, BadInput
     for one that cannot be proven, and as `load` does.
     """
-    from deploykit.engines.engine import load
 
     if instances < 1:
         raise BadInput(f"`instances` {instances}: 1 or more is needed")

@@ -20,10 +20,11 @@ from deploykit.core.evidence import (
     Problem,
 )
 from deploykit.core.files import StrPath
-from deploykit.core.profile import load_profile
-from deploykit.core.task import DETECT
-from deploykit.core.tensors import BATCH, TensorSpec, parse_spec
+from deploykit.core.profile import Profile, load_profile
+from deploykit.core.task import DETECT, Task
+from deploykit.core.tensors import BATCH, TensorSpec, mismatch, parse_spec
 from deploykit.engines.data.preprocess import load_placing, load_preprocess
+from deploykit.engines.data.samples import random_feeds, read_samples
 from deploykit.evaluation.artefacts import (
     Made,
     Progress,
@@ -33,6 +34,7 @@ from deploykit.evaluation.artefacts import (
     stage,
 )
 from deploykit.evaluation.outputs import claim, named_files
+from deploykit.evaluation.parity import feeds_at_sizes, parity_sizes
 from deploykit.exporting.load import ExportSource, check_source, open_source
 from deploykit.exporting.proof import Proof, prove_export
 from deploykit.exporting.task import Tasked, read_options, with_task
@@ -41,8 +43,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from deploykit.core.profile import Profile
-    from deploykit.core.task import Task
     from deploykit.engines.torch.loaded import Loaded
     from deploykit.exporting.load import Tensors
     from deploykit.exporting.onnx import Exported
@@ -287,9 +287,6 @@ def _feeds(
     source: ExportSource, samples: Path | None, size: int | None, task: Task | None
 ) -> list[dict[str, np.ndarray]]:
     """Inputs to compare on: the examples, and others at every size of the dynamic axes."""
-    from deploykit.core.tensors import mismatch
-    from deploykit.engines.data.samples import random_feeds, read_samples
-    from deploykit.evaluation.parity import feeds_at_sizes, parity_sizes
 
     inputs, limits = source.loaded.inputs, source.loaded.limits
     feeds: list[dict[str, np.ndarray]] = []

@@ -12,15 +12,25 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.evidence import GoldenSamples, Parity, RowIndependence
 from deploykit.core.tensors import TensorSpec
+from deploykit.engines.batching import JoinedRun
+from deploykit.engines.data.samples import random_feeds
+from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.evaluation import batching, golden
-from deploykit.evaluation.parity import MOST_SAMPLES, first_rows, rows_note, rows_that_fit
+from deploykit.evaluation.parity import (
+    MOST_SAMPLES,
+    add_float32_errors,
+    compare_engines,
+    first_rows,
+    in_other_batches,
+    parity_sizes,
+    rows_note,
+    rows_that_fit,
+)
 from deploykit.exporting.load import ExportSource
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from deploykit.engines.batching import JoinedRun
-    from deploykit.engines.engine import Arrays, Engine
     from deploykit.engines.torch.engine import TorchEngine
     from deploykit.engines.torch.loaded import Loaded
     from deploykit.exporting.onnx import Exported
@@ -47,7 +57,6 @@ def prove_export(
     done: Exported,
 ) -> Proof:
     """Compare the graph with the module, record golden samples next to it, prove its batch."""
-    from deploykit.engines.engine import load
     from deploykit.engines.torch.engine import TorchEngine
 
     loaded, names = source.loaded, (source.name, out_name)
@@ -101,9 +110,7 @@ def _compare_parts(
     are right; and choices alone that are equal show little of the scores. So the first of `parts`
     is exported alone and compared, and the second, in PyTorch, chooses by the values of that graph.
     """
-    from deploykit.engines.engine import load
     from deploykit.engines.torch.engine import TorchEngine
-    from deploykit.evaluation.parity import compare_engines
     from deploykit.exporting.onnx import export_module
 
     first, second = parts
@@ -131,7 +138,6 @@ def _add_float32_errors(
 
     In float64 the smallest feeds come first: most graphs pass with them. Other batches need rows.
     """
-    from deploykit.evaluation.parity import add_float32_errors, in_other_batches
 
     feeds = sorted(feeds, key=lambda each: sum(array.size for array in each.values()))
     feeds = feeds[: max(1, len(feeds) - 1)]
@@ -157,7 +163,6 @@ def _compare(
 
     `sizes`: what the dynamic axes were exported at. `keep`: as `each` of a comparison.
     """
-    from deploykit.evaluation.parity import compare_engines
 
     try:
         return compare_engines(
@@ -180,8 +185,6 @@ def _fixed_axis(reference: Engine, exported: Engine, base: Mapping[str, int]) ->
 
     `base`: the sizes at which the graph was exported. None where it fails at these too.
     """
-    from deploykit.engines.data.samples import random_feeds
-    from deploykit.evaluation.parity import compare_engines, parity_sizes
 
     others = parity_sizes(reference.inputs, reference.limits)
     changes = [{}, *({axis: each[axis]} for axis in base for each in others if axis in each)]

@@ -29,12 +29,12 @@ from deploykit.core.task import (
     tokenizer_name,
 )
 from deploykit.core.tensors import TensorSpec
+from deploykit.exporting.load import ExportSource
 
 if TYPE_CHECKING:
     from deploykit.engines.torch.loaded import Loaded
     from deploykit.engines.torch.presets import Preset
     from deploykit.exporting.heads import TaskHead
-    from deploykit.exporting.load import ExportSource
 
 
 # How a text becomes a model's tokens, as its tokenizer and the files next to it say.

@@ -27,7 +27,7 @@ from dataclasses import replace
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -49,10 +49,6 @@ from deploykit.loadtest.target import (
 )
 from deploykit.reporting.load_result import LoadResult
 from deploykit.reporting.machine_load import Watch, marks, sum_up
-
-if TYPE_CHECKING:
-    from deploykit.loadtest.target import RemoteModel
-
 
 # Share a load among processes of its own, which begin at once, and join what they recorded.
 #

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deploykit.core.arguments import checked
 from deploykit.core.errors import BadInput
@@ -18,12 +17,13 @@ from deploykit.core.files import StrPath, check_readable
 from deploykit.core.machine import now, provenance, this_machine
 from deploykit.evaluation.artefacts import Progress
 from deploykit.evaluation.outputs import claim_report
+from deploykit.loadtest.bodies import Bodies, Body
+from deploykit.loadtest.check import one_line
+from deploykit.loadtest.generator import run_load
+from deploykit.pipelines.file import input_files, read_answers
+from deploykit.reporting import report as reports
 from deploykit.reporting.load_result import LoadResult
-
-if TYPE_CHECKING:
-    from deploykit.loadtest.bodies import Bodies, Body
-    from deploykit.reporting.load_result import LoadResult
-
+from deploykit.reporting.verdict import verdict
 
 # Read what a load test sends to /predict: files, sentences, or files with their answers.
 
@@ -53,9 +53,6 @@ def find_bodies(
 
 
 def _read_all(data: Path | None, text: Sequence[str], expect: Path | None) -> Bodies:
-    from deploykit.loadtest.bodies import Bodies, Body
-    from deploykit.loadtest.check import one_line
-    from deploykit.pipelines.file import input_files, read_answers
 
     if expect is not None:
         lines = read_answers(expect)[:MOST_BODIES]
@@ -71,7 +68,6 @@ def _read_all(data: Path | None, text: Sequence[str], expect: Path | None) -> Bo
 
 
 def _read(file: Path) -> Body:
-    from deploykit.loadtest.bodies import Body
 
     if check_readable(file).stat().st_size > MOST_BYTES:
         raise BadInput(f"{file}: is above the {MOST_BYTES:,} bytes that can be sent")
@@ -113,7 +109,6 @@ def load_test(
     within it, the goodput. `fail_on`: conditions such as "p99>20ms,errors>0"; those that hold are
     in `unmet`, which `raise_if_unmet` turns into GateFailed.
     """
-    from deploykit.loadtest.generator import run_load
 
     inputs, answers = (None if each is None else Path(each) for each in (data, expect))
     bodies = find_bodies(inputs, text or (), answers)
@@ -142,8 +137,6 @@ def load_test(
 
 
 def _write(result: LoadResult, conditions: Sequence[str], command: str, folder: Path) -> None:
-    from deploykit.reporting import report as reports
-    from deploykit.reporting.verdict import verdict
 
     failed = {why.partition(":")[0]: why for why in result.unmet}
     report = reports.Report(

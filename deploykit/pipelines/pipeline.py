@@ -9,19 +9,25 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deploykit.core.errors import BadInput
 from deploykit.core.files import StrPath, atomic_write
+from deploykit.engines.batching import prove_rows
+from deploykit.engines.engine import Engine
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.evaluation.outputs import ANSWERS, claim
 from deploykit.evaluation.verify import open_proven
-
-if TYPE_CHECKING:
-    from deploykit.engines.engine import Engine
-    from deploykit.pipelines.file import AnsweredFiles
-    from deploykit.pipelines.live import Host, LivePipeline
-    from deploykit.pipelines.run import OpenPipeline
+from deploykit.pipelines.connect import connect_engines
+from deploykit.pipelines.file import (
+    AnsweredFiles,
+    answer_files,
+    files_of_models,
+    input_files,
+    name_models_of,
+    read_pipeline,
+)
+from deploykit.pipelines.live import Host, LivePipeline
+from deploykit.pipelines.run import OpenPipeline
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +46,6 @@ def pipeline(
     Reading the file runs its code. `batch`: most rows of a model's call. Raises BadInput for a
     pipeline that cannot run, NotFound, and as `load` does for its models.
     """
-    from deploykit.engines.batching import prove_rows
-    from deploykit.pipelines.connect import connect_engines
-    from deploykit.pipelines.file import files_of_models, read_pipeline
-    from deploykit.pipelines.run import OpenPipeline
 
     if batch < 1:
         raise BadInput(f"`batch` must be 1 or more, got {batch}")
@@ -73,7 +75,6 @@ class ServedPipelines:
     """
 
     def __init__(self, pipelines: Mapping[str, Path], models: Mapping[str, Path]) -> None:
-        from deploykit.pipelines.file import name_models_of, read_pipeline
 
         self._definitions = {name: read_pipeline(path) for name, path in pipelines.items()}
         self.files, self._stages = name_models_of(self._definitions, models)
@@ -82,8 +83,6 @@ class ServedPipelines:
         self, models: Mapping[str, Sequence[Engine]]
     ) -> dict[str, Callable[[Host], LivePipeline]]:
         """Check the pipelines; `models`: the opened ones of `files`."""
-        from deploykit.pipelines.connect import connect_engines
-        from deploykit.pipelines.live import LivePipeline
 
         found: dict[str, Callable[[Host], LivePipeline]] = {}
         for name, definition in self._definitions.items():
@@ -117,7 +116,6 @@ def predict_files(
     `batch`: files at a time, whose rows a model runs together. Raises as `pipeline` does, and
     BadInput naming the file and the stage that could not answer; then nothing is written.
     """
-    from deploykit.pipelines.file import AnsweredFiles, answer_files, input_files
 
     files, out = input_files(data), None if out is None else Path(out)
     if out is not None:

@@ -6,27 +6,34 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from deploykit.core.arguments import checked
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, GateFailed, MissingExtra, did_you_mean
 from deploykit.core.json_value import Record
-from deploykit.core.machine import this_machine
+from deploykit.core.machine import now, this_machine
 from deploykit.core.profile import Profile, load_profile, profile_names
 from deploykit.core.task import Task
 from deploykit.evaluation.artefacts import Progress
 from deploykit.graph import cost as kinds
 from deploykit.graph.cost import NodeCost
+from deploykit.graph.graph import Graph
+from deploykit.graph.preflight import find_mismatch
 from deploykit.graph.shapes import TensorShapes
-
-if TYPE_CHECKING:
-    from deploykit.graph.cost import NodeCost
-    from deploykit.graph.graph import Graph
-    from deploykit.planning.capacity import Capacity
-    from deploykit.planning.predict import Inferred, Prediction, Target
-    from deploykit.planning.probe import CpuCalibration
-
+from deploykit.planning import probe
+from deploykit.planning.capacity import BYTE_S, REQUEST_S, Capacity, capacity, served_s
+from deploykit.planning.predict import (
+    Inferred,
+    Prediction,
+    Target,
+    infer,
+    misplaced,
+    precisions,
+    predict_call,
+    target_of,
+    unknown_nodes,
+)
+from deploykit.planning.probe import CpuCalibration
 
 # Give each dynamic axis of a graph the size that `plan` predicts for.
 
@@ -162,8 +169,6 @@ def plan(
     the cache folder. `calibrate`: measure them again. Weights are not read. Raises BadInput for a
     file that is no ONNX model or that a profile cannot take, for unknown axes, for wrong values.
     """
-    from deploykit.graph.graph import Graph
-    from deploykit.planning.predict import infer, unknown_nodes
 
     _check_options(batches, slo_ms, rate_per_s, prices or {})
     chosen = [load_profile(each) if isinstance(each, str) else each for each in profiles]
@@ -268,8 +273,6 @@ def probe_cpu(
     None without ONNX Runtime, and with `only_kept` where none is kept. `threads`: by default one
     per core.
     """
-    from deploykit.core.machine import now
-    from deploykit.planning import probe
 
     machine = this_machine()
     found = None if anew else probe.find_calibration(machine, threads)
@@ -290,7 +293,6 @@ def _refused(
 
     Raises the first reason as BadInput if the user `named` the profiles.
     """
-    from deploykit.graph.preflight import find_mismatch
 
     refused = {}
     for profile in profiles:
@@ -307,7 +309,6 @@ def _target(
     calibration: CpuCalibration | None,
     request: _Request,
 ) -> TargetPlan:
-    from deploykit.planning.predict import target_of
 
     name = _name(profile)
     target = request.refused.get(profile.name) or target_of(profile, calibration)
@@ -338,7 +339,6 @@ def _predictions(
     found: Sequence[Inferred], target: Target, price: float | None
 ) -> tuple[tuple[Prediction, ...], str]:
     """All precisions at all batches; a graph in a type that the target lacks has none, and why."""
-    from deploykit.planning.predict import precisions, predict_call
 
     stored = found[0].stored
     offered = {*target.profile.precisions, "fp32"}
@@ -352,8 +352,6 @@ def _choose(
     predictions: Sequence[Prediction], target: Target, request: _Request
 ) -> tuple[Prediction | None, Capacity | None]:
     """The prediction that meets the bound with most throughput, and the replicas for the rate."""
-    from deploykit.planning.capacity import BYTE_S, REQUEST_S, Capacity, capacity, served_s
-    from deploykit.planning.predict import predict_call
 
     slo_ms, rate_per_s, alone = request.slo_ms, request.rate_per_s, request.alone
     if slo_ms is None:
@@ -397,7 +395,6 @@ def _left_out(formula: Sequence[str], shapeless: Sequence[str]) -> list[str]:
 
 
 def _of_targets(targets: Sequence[TargetPlan], found: Inferred) -> list[str]:
-    from deploykit.planning.predict import misplaced
 
     shown = [target for target in targets if target.predictions]
     notes = []

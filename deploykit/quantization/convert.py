@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME, CAST, DYNAMIC, WEIGHTS
 from deploykit.graph.graph import Graph
 from deploykit.quantization import dynamic, half_precision, qdq, weights
-
-if TYPE_CHECKING:  # so that a cast needs no onnxruntime
-    from deploykit.quantization.calibrate import Calibration
+from deploykit.quantization.calibrate import Calibration
 
 
 def convert(

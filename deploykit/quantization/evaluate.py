@@ -29,22 +29,27 @@ from deploykit.core.precision import BY_NAME, CALIBRATED, CAST, DYNAMIC, PAIRS, 
 from deploykit.core.profile import Profile, load_profile, precisions_everywhere
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.tensors import BATCH
+from deploykit.engines.data.samples import Samples, check_calibration, overlap, read_samples
+from deploykit.engines.engine import Arrays, Engine, KnownOutputs, load
 from deploykit.evaluation import golden
+from deploykit.evaluation.accuracy import Metric, find_metric
 from deploykit.evaluation.artefacts import Progress
+from deploykit.evaluation.evaluation import MAX_DROP, evaluate
 from deploykit.evaluation.parity import MOST_SAMPLES, axis_sizes, batch_that_fits
 from deploykit.evaluation.simulate import open_graph, runs_graphs
+from deploykit.evaluation.statistics import samples_to_show_no_drop
+from deploykit.graph import cost, storage
+from deploykit.graph import cost as roofline
+from deploykit.graph.cost import Ceilings, NodeCost
+from deploykit.graph.graph import Graph
+from deploykit.quantization import search
+from deploykit.quantization.search import Budget, Level, Outcome, Pace, Verdict, noise_share
+from deploykit.quantization.smoothquant import smooth
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from deploykit.engines.data.samples import Samples
-    from deploykit.engines.engine import Arrays, Engine
-    from deploykit.evaluation.accuracy import Metric
-    from deploykit.evaluation.artefacts import Progress
-    from deploykit.graph.cost import Ceilings, NodeCost
-    from deploykit.graph.graph import Graph
     from deploykit.quantization.calibrate import Calibration
-    from deploykit.quantization.search import Budget, Level, Outcome, Pace, Verdict
 
 
 DEFAULT_METRIC = "top1"
@@ -102,11 +107,7 @@ def prepare(
 
     Its budget begins here, on `clock`.
     """
-    from deploykit.engines.data.samples import check_calibration, read_samples
-    from deploykit.evaluation.accuracy import find_metric
-    from deploykit.graph.graph import Graph
     from deploykit.quantization import calibrate
-    from deploykit.quantization.search import Budget
 
     budget = Budget(clock(), request.budget_s, clock) if request.to == "auto" else None
     on_progress("reading the model", 0.0)
@@ -221,7 +222,6 @@ def convert_graph(
 @contextlib.contextmanager
 def open_both(job: Job, converted: Graph) -> Iterator[tuple[Engine, Engine]]:
     """The float32 model and `converted` as engines on the CPU."""
-    from deploykit.engines.engine import load
 
     with (
         tempfile.TemporaryDirectory(dir=converted.path.parent, prefix=".rounded.") as folder,
@@ -242,8 +242,6 @@ def evaluate_engines(
 
     `step`: called before each batch with how many are left; what it raises passes through.
     """
-    from deploykit.engines.engine import KnownOutputs
-    from deploykit.evaluation.evaluation import evaluate
 
     request, known = job.request, job.calibration.every_output if job.calibration else {}
     if job.calib is not None and job.samples is job.calib and known:
@@ -268,9 +266,6 @@ def evaluate_engine(
 
     Samples that do not fill the smallest batch it accepts are left out. Raises BadInput.
     """
-    from deploykit.engines.data.samples import read_samples
-    from deploykit.evaluation.accuracy import find_metric
-    from deploykit.evaluation.evaluation import evaluate
 
     if request.data is None:
         return None
@@ -318,8 +313,6 @@ def golden_samples(
 
 def _check_labels(request: QuantizeRequest, test: Samples | None) -> None:
     """Raise BadInput where a metric has no labels, or where even equal answers could not pass."""
-    from deploykit.evaluation.evaluation import MAX_DROP
-    from deploykit.evaluation.statistics import samples_to_show_no_drop
 
     metric = request.metric or DEFAULT_METRIC
     if test is None or test.labels is None:
@@ -343,7 +336,6 @@ def _check_labels(request: QuantizeRequest, test: Samples | None) -> None:
 def _overlap(
     request: QuantizeRequest, calib: Samples | None, test: Samples | None
 ) -> tuple[str, ...]:
-    from deploykit.engines.data.samples import overlap
 
     shared = overlap(calib, test) if calib and test else 0
     if not shared or test is None:
@@ -409,10 +401,6 @@ def search_precision(
     peaks of the target. Returns that graph, the job with its calibration, what was tried, the
     evaluation where something passed, and notes for the user.
     """
-    from deploykit.graph import storage
-    from deploykit.graph.graph import Graph
-    from deploykit.quantization import search
-    from deploykit.quantization.search import Budget
 
     budget = job.budget or Budget(time.monotonic(), job.request.budget_s)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".auto.") as folder:
@@ -522,7 +510,6 @@ class _Candidates:
         return self.jobs[to, smooth]
 
     def _has_outliers(self) -> bool:
-        from deploykit.quantization.smoothquant import smooth
 
         calibration = self.job.calibration
         return calibration is not None and bool(
@@ -543,7 +530,6 @@ class _Candidates:
 
     def cost_s(self, graph: Graph) -> float:
         """Seconds of one call at COST_BATCH: measured, or the sum of its nodes' rooflines."""
-        from deploykit.graph import cost as roofline
 
         if not self.measured:
             return roofline.predicted_s(self._costs(graph), self._ceilings())
@@ -559,7 +545,6 @@ class _Candidates:
         return statistics.median(times_s)
 
     def evaluate(self, candidate: _Candidate) -> Verdict:
-        from deploykit.quantization import search
 
         with open_both(self.job, candidate.graph) as (reference, engine):
             step = self.budget.steps()
@@ -578,7 +563,6 @@ class _Candidates:
         return search.Verdict(found.passed, figure, found.describe())
 
     def _level(self, precision: str, bits: int, nodes: tuple[str, ...]) -> Level[Any]:
-        from deploykit.quantization import search
 
         every = frozenset(nodes)
         savings: dict[str, float] = {}
@@ -605,7 +589,6 @@ class _Candidates:
 
     def _savings(self, precision: str) -> Mapping[str, float]:
         """Predicted seconds that each node saves; where costs are measured, its operations."""
-        from deploykit.graph import cost as roofline
 
         float32 = self._costs(self.job.source)
         if self.measured:
@@ -614,12 +597,10 @@ class _Candidates:
         return roofline.savings_s(float32, converted, self._ceilings())
 
     def _costs(self, graph: Graph) -> tuple[NodeCost, ...]:
-        from deploykit.graph import cost
 
         return cost.node_costs(graph, self.sizes)
 
     def _ceilings(self) -> Ceilings:
-        from deploykit.graph.cost import Ceilings
 
         target = self.target
         return Ceilings(target.peak_ops_per_s, target.bandwidth_bytes_per_s or 0.0)
@@ -632,8 +613,6 @@ class _Candidates:
 
     def _reference(self) -> list[Any]:
         if not self.reference_outputs:
-            from deploykit.engines.engine import load
-
             with load(self.job.model, "cpu") as engine:
                 self.reference_outputs = engine(self._feeds(_SENSITIVITY_SAMPLES))
         return list(self.reference_outputs.values())
@@ -756,9 +735,7 @@ def _trial(job: Job, to: str, other_nodes: str, reference: _Reference, folder: P
 
 def _smooth(job: Job, reference: _Reference, folder: Path) -> Job:
     """The job of the smoothed graph, after the proof that this computes what the model does."""
-    from deploykit.engines.engine import load
     from deploykit.quantization.calibrate import AUTO, METHODS
-    from deploykit.quantization.smoothquant import smooth
 
     calibration, record, calib = job.calibration, job.calibration_record, job.calib
     if calibration is None or record is None or calib is None:
@@ -797,8 +774,6 @@ def places_to_choose_on(source: Graph, calib: Samples, batch_size: int) -> Itera
     The first few are spread over it as well.
     """
     import numpy as np
-
-    from deploykit.graph import cost
 
     least, used = calib.batching(batch_size, source.inputs)
     costs = cost.node_costs(source, axis_sizes(calib, source.inputs, 1))
@@ -874,8 +849,6 @@ def _noise(engine: Engine, reference: _Reference) -> np.ndarray:
 def _by_row(wanted: np.ndarray, got: np.ndarray, rows: int) -> np.ndarray:
     """The noise of one output, whose mean is that of the batch; even where it has no rows."""
     import numpy as np
-
-    from deploykit.quantization.search import noise_share
 
     share = noise_share([wanted], [got])
     if wanted.shape != got.shape or wanted.shape[:1] != (rows,) or not 0 < share < math.inf:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, GateFailed
+from deploykit.core.evidence import Evidence
 from deploykit.core.files import StrPath, sha256
+from deploykit.core.manifest import Manifest
 from deploykit.core.precision import (
     BY_NAME,
     CALIBRATED,
@@ -32,6 +33,7 @@ from deploykit.evaluation.artefacts import (
     stage,
 )
 from deploykit.evaluation.outputs import named_files
+from deploykit.graph.graph import Graph
 from deploykit.quantization.evaluate import (
     Job,
     QuantizeRequest,
@@ -42,11 +44,7 @@ from deploykit.quantization.evaluate import (
     prepare,
     write_graph,
 )
-
-if TYPE_CHECKING:
-    from deploykit.core.evidence import Evidence
-    from deploykit.core.manifest import Manifest
-    from deploykit.graph.graph import Graph
+from deploykit.quantization.search import check_seconds
 
 TARGETS = (*QUANTIZED, "auto")
 
@@ -157,7 +155,6 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
 
 def check_quantize_options(request: QuantizeRequest) -> None:
     """Raise BadInput for options that contradict each other, before any work."""
-    from deploykit.quantization.search import check_seconds
 
     check_seconds(request.budget_s)
     to, other, runtime, target = request.to, request.other_nodes, request.runtime, request.target

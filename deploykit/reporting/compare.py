@@ -21,7 +21,7 @@ from deploykit.core.json_value import Record
 from deploykit.evaluation.formatting import number, spread
 from deploykit.evaluation.statistics import FASTER, PROCESS_SPREAD, SLOWER, difference, t_quantile
 from deploykit.reporting.points import CLOSED_LOOP, Point
-from deploykit.reporting.report import Report
+from deploykit.reporting.report import Report, read
 
 _FIGURES: Mapping[str, Callable[[Point], Interval | None]] = {
     "throughput": lambda point: point.throughput_per_s,
@@ -376,7 +376,6 @@ def compare_reports(
     and where machine, clocks, threads, versions or inputs differ or a report is not valid, naming
     each reason.
     """
-    from deploykit.reporting.report import read
 
     bound = fail_on_regression
     if bound is not None and not 0 <= bound < 1:

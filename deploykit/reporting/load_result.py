@@ -11,6 +11,7 @@ from deploykit.core.evidence import Interval
 from deploykit.core.json_value import Record
 from deploykit.evaluation.latency import Latency
 from deploykit.reporting.machine_load import Outside
+from deploykit.reporting.notebook import load_html
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,5 @@ class LoadResult(Record):
             raise GateFailed("; ".join(self.unmet))
 
     def _repr_html_(self) -> str:
-        from deploykit.reporting.notebook import load_html
 
         return load_html(self.to_dict())

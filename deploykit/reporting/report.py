@@ -27,6 +27,7 @@ from deploykit.reporting.layers import LayerTimes
 from deploykit.reporting.load_result import LoadResult
 from deploykit.reporting.machine_load import Outside
 from deploykit.reporting.markdown import markdown
+from deploykit.reporting.notebook import report_html
 from deploykit.reporting.points import BestCpu, CpuSearch, Point, ScenarioResult, crossover
 
 # Refuse a report.json whose values nothing can be made of, with the key that is wrong.
@@ -314,7 +315,6 @@ class Report:
         return {"report": VERSION, **json_value(self, *self.shown)}
 
     def _repr_html_(self) -> str:
-        from deploykit.reporting.notebook import report_html
 
         return report_html(self.to_dict())
 

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import OutOfMemory, Unsupported
 from deploykit.core.machine import usable_cores
+from deploykit.engines.engine import Engine, load
 from deploykit.evaluation.verify import open_proven
-
-if TYPE_CHECKING:
-    from deploykit.engines.engine import Engine
-    from deploykit.serving.options import ServeOptions
+from deploykit.serving.batching.batcher import monotonic_us
+from deploykit.serving.models.warmup import WarmUp
+from deploykit.serving.options import ServeOptions
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +60,6 @@ class Opening:
 
         A second copy might not fit on the GPU.
         """
-        from deploykit.engines.engine import load
-        from deploykit.serving.batching.batcher import monotonic_us
-        from deploykit.serving.models.warmup import WarmUp
 
         artefact = Artefact.open(file)
         artefact.manifest  # noqa: B018 - raises for a file that is not the one it describes

@@ -25,10 +25,16 @@ from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.extras import installed
 from deploykit.core.machine import this_machine, usable_cores
 from deploykit.core.subprocesses import run_apart
+from deploykit.engines.engine import load
+from deploykit.engines.onnxruntime.file import copies_folder, use_copies
+from deploykit.serving.batching.batcher import monotonic_us
+from deploykit.serving.models.model import why_not_batched
+from deploykit.serving.models.warmup import WarmUp
+from deploykit.serving.observe import logs
+from deploykit.serving.opening import Opening
+from deploykit.serving.options import ServeOptions
 
 if TYPE_CHECKING:
-    from deploykit.serving.opening import Opening
-    from deploykit.serving.options import ServeOptions
     from deploykit.serving.running_server import OnStart
     from deploykit.serving.workers.group import ServerGroup
 
@@ -121,8 +127,6 @@ def run_workers(
     """
     import deploykit.serving.grpc.server
     import deploykit.serving.server
-    from deploykit.engines.onnxruntime.file import copies_folder, use_copies
-    from deploykit.serving.observe import logs
     from deploykit.serving.workers.parent import Parent
 
     if installed("onnxruntime"):  # here it starts no thread, and what it loads is shared
@@ -228,11 +232,6 @@ def time_threads(
 
     A string says why several workers are out of the question.
     """
-    from deploykit.engines.engine import load
-    from deploykit.serving.batching.batcher import monotonic_us
-    from deploykit.serving.models.model import why_not_batched
-    from deploykit.serving.models.warmup import WarmUp
-    from deploykit.serving.options import ServeOptions
 
     timed = {}
     for name, file in files.items():

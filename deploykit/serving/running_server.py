@@ -10,9 +10,9 @@ from socket import SHUT_RDWR, socket, socketpair
 from typing import TYPE_CHECKING
 
 from deploykit.core.errors import DeploykitError
+from deploykit.serving.options import ServeOptions
 
 if TYPE_CHECKING:
-    from deploykit.serving.options import ServeOptions
     from deploykit.serving.server import Server
 
     # the server unless it has several processes, host, HTTP port, gRPC port, the models' names

@@ -20,19 +20,21 @@ from deploykit.core.errors import BadInput, os_reason
 from deploykit.core.files import StrPath, check_readable
 from deploykit.core.machine import return_large_blocks
 from deploykit.core.subprocesses import run_apart
+from deploykit.engines.engine import Engine
 from deploykit.evaluation.verify import open_proven
 from deploykit.pipelines.pipeline import ServedPipelines, models_to_serve
 from deploykit.serving import processes as multiprocess
+from deploykit.serving.models.reload import Reloader, Source
+from deploykit.serving.models.shadow import Shadow, check_reference
+from deploykit.serving.observe import logs
+from deploykit.serving.observe.tracing import Tracer
 from deploykit.serving.opening import Opening
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.processes import Workers
 from deploykit.serving.running_server import RunningServer
 
 if TYPE_CHECKING:
-    from deploykit.engines.engine import Engine
-    from deploykit.serving.models.reload import Source
     from deploykit.serving.models.repository import ModelRepository
-    from deploykit.serving.models.shadow import Shadow
-    from deploykit.serving.options import ServeOptions
-    from deploykit.serving.processes import Workers
     from deploykit.serving.running_server import OnStart
     from deploykit.serving.server import Server
     from deploykit.serving.workers.group import ServerGroup
@@ -193,7 +195,6 @@ def _run_here_or_apart(
 
 def _settings(given: Mapping[str, Any]) -> ServeOptions:
     """The options among the arguments of `serve`."""
-    from deploykit.serving.options import ServeOptions
 
     converted = {
         **{name: tuple(given[name]) for name in ("preferred", "origins")},
@@ -237,8 +238,6 @@ def serve_until_stopped(
     each server, in its process. `options`: those of `ServeOptions`. Returns how many accepted
     requests were left unanswered.
     """
-    from deploykit.serving.observe import logs
-    from deploykit.serving.options import ServeOptions
 
     hint = "deploykit inspect shows the names of the axes and inputs"
     sizes = assignments("buckets", buckets, SIZES, "AXIS=16,32,64", hint)
@@ -374,7 +373,6 @@ def _open(
     stack: ExitStack,
 ) -> tuple[dict[str, Sequence[Engine]], dict[str, Source]]:
     """The models by name, which `stack` closes, and where they come from."""
-    from deploykit.serving.models.reload import Source
 
     sources = {
         name: Source(file, partial(opening, file, settings), opening.check)
@@ -410,15 +408,12 @@ def _watch(
     stack: ExitStack,
 ) -> None:
     """Add shadows, traces and the logs' figures."""
-    from deploykit.serving.observe import logs
 
     repository.add_metrics(logs.samples)
     for name, shadow in shadowing.items():
         repository.find(name).watch(shadow)
         repository.add_metrics(shadow.samples)
     if otlp is not None:
-        from deploykit.serving.observe.tracing import Tracer
-
         tracer = stack.enter_context(Tracer(otlp))
         repository.add_metrics(tracer.samples)
         for name, model in repository.models.items():
@@ -432,7 +427,6 @@ def _reload(
     stack: ExitStack,
 ) -> None:
     """Replace engines whose files change."""
-    from deploykit.serving.models.reload import Reloader
 
     reloader = stack.enter_context(Reloader(repository, sources, announce=group.announce))
     repository.add_metrics(reloader.samples)
@@ -454,7 +448,6 @@ def _shadows(
     stack: ExitStack,
 ) -> dict[str, Shadow]:
     """By model, what runs a share of its live requests again on what they should agree with."""
-    from deploykit.serving.models.shadow import Shadow, check_reference
 
     found = {}
     for name, file in references.items():

@@ -25,6 +25,7 @@ from deploykit.evaluation.artefacts import Progress
 from deploykit.evaluation.formatting import MISSING, count, spread
 from deploykit.evaluation.html_tables import Table, html_table
 from deploykit.evaluation.outputs import claim_report, named_files
+from deploykit.evaluation.statistics import throughput
 from deploykit.reporting import html
 from deploykit.reporting.charts import Chart, Mark, Series
 from deploykit.reporting.markdown import table_lines
@@ -33,7 +34,7 @@ from deploykit.training.data import check_labels, make_loader, time_batches
 from deploykit.training.distributed import Processes
 from deploykit.training.loop import Run, use_tf32
 from deploykit.training.options import Progress as ProgressDevices
-from deploykit.training.options import TrainingOptions, build_from_recipe, settle
+from deploykit.training.options import TrainingOptions, build_from_recipe, read_splits, settle
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,6 @@ def compare_devices(
     read = (data, *named_files(recipe))
     place = claim_report(out, read, force=force, keys=("devices", "rows", "articles"))
     chosen = load_recipe(recipe)
-    from deploykit.training.options import read_splits
 
     splits = read_splits(chosen, Path(data) if data else None)
     middle = batch_size or chosen.batch_size
@@ -144,7 +144,6 @@ def _write(table: DeviceTable) -> None:
 
 def _row(times: DeviceTimes, samples: int) -> DeviceRow:
     """`samples`: of all epochs of a run."""
-    from deploykit.evaluation.statistics import throughput
 
     row = DeviceRow(times.device, times.precision, times.batch, absent=times.absent)
     if times.absent is not None:

@@ -12,12 +12,14 @@ from deploykit.core.extras import install_command
 from deploykit.core.files import StrPath, sha256, write_text
 from deploykit.core.machine import tool_versions
 from deploykit.core.manifest import Manifest, write_manifest
-from deploykit.core.recipe import load_recipe
+from deploykit.core.recipe import Recipe, Splits, load_recipe
+from deploykit.engines.data.samples import LABELS, write_npz
 from deploykit.evaluation.artefacts import Made, Progress
 from deploykit.evaluation.outputs import SPLIT, claim, claim_run, claim_splits, named_files
+from deploykit.evaluation.statistics import proportion
+from deploykit.training.curve import curve_svg
 
 if TYPE_CHECKING:
-    from deploykit.core.recipe import Recipe, Splits
     from deploykit.training.options import Trained
 
 # of `train`, those that the loop does not take
@@ -141,7 +143,6 @@ def _train(
 
 
 def _draw(curve: Path, recipe: str, chosen: Recipe, trained: Trained) -> None:
-    from deploykit.training.curve import curve_svg
 
     title = f"{recipe}: {trained.figures['precision']} on {trained.figures['device']}"
     write_text(curve, curve_svg(trained.history, title, chosen.metric_name))
@@ -161,7 +162,6 @@ def _skipped(splits: Splits, strict: bool) -> tuple[str, ...]:
 def _manifest(
     out: Path, recipe: str, chosen: Recipe, trained: Trained, start: Path | None
 ) -> Manifest:
-    from deploykit.evaluation.statistics import proportion
 
     samples = len(trained.scores)
     score = proportion(float(trained.scores.sum()), samples)
@@ -179,7 +179,6 @@ def _manifest(
 
 
 def _save(splits: Splits, places: Sequence[Path]) -> None:
-    from deploykit.engines.data.samples import LABELS, write_npz
 
     for place, split in zip(places, (splits.calibration, splits.test), strict=False):
         write_npz(place, {**split.inputs, LABELS: split.labels}, kind=SPLIT)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deploykit.building.builder import BuildResult, Shapes
 from deploykit.building.tensorrt import build as plans
@@ -14,6 +14,7 @@ from deploykit.building.tensorrt.build import BuildCheck
 from deploykit.building.tensorrt.options import (
     AxisRange,
     Options,
+    check_options,
     parse_axis,
     parse_batch,
     parse_workspace,
@@ -30,15 +31,14 @@ from deploykit.core.precision import max_engine_error, narrowest
 from deploykit.core.profile import Profile, fits
 from deploykit.core.subprocesses import run_apart
 from deploykit.core.tensors import TensorSpec
+from deploykit.engines.engine import load
+from deploykit.engines.tensorrt import inspector
 from deploykit.engines.tensorrt.compatibility import record_build
 from deploykit.evaluation import batching, golden, verify
 from deploykit.evaluation.artefacts import Made, Progress, carry_task, keep, reject
+from deploykit.evaluation.parity import feeds_at_sizes
 from deploykit.graph.graph import Graph
 from deploykit.quantization.evaluate import QuantizeRequest, evaluate_engine
-
-if TYPE_CHECKING:
-    from deploykit.building.tensorrt.build import BuildCheck
-
 
 _NOT_RECORDED = (
     "the engine brings code along, and the cache folder cannot record that it was built here: "
@@ -121,7 +121,6 @@ def _manifest(
     built: BuildResult, source: Artefact, graph_file: Artefact, tmp: Path, options: PlanOptions
 ) -> Manifest:
     """The manifest of a plan that has not run yet, and golden samples next to it."""
-    from deploykit.graph.graph import Graph
 
     graph, layers, request = Graph.open(graph_file.path), built.layers, options.request
     samples = golden.carry(graph_file, tmp) or verify.record_on_cpu(
@@ -173,9 +172,6 @@ def _prove(
     name: str,
 ) -> tuple[Evidence, str]:
     """Run the staged engine and add to its evidence; the reason where it cannot run here."""
-    from deploykit.engines.engine import load
-    from deploykit.engines.tensorrt import inspector
-    from deploykit.evaluation.parity import feeds_at_sizes
 
     write_manifest(tmp, manifest)  # an engine is opened with its manifest only
     evidence, parity, why = manifest.evidence, None, ""
@@ -209,7 +205,6 @@ def _prove(
 
 def _sizes(options: PlanOptions, inputs: Sequence[TensorSpec]) -> dict[str, int]:
     """Sizes of the dynamic axes to record samples at: a small batch, else the optimum."""
-    from deploykit.building.tensorrt.options import parse_axis, parse_batch
 
     batch, axes = options.shapes.batch, dict(map(parse_axis, options.shapes.axes))
     most = parse_batch(batch).maximum if batch else golden.SAMPLES
@@ -220,7 +215,6 @@ def _sizes(options: PlanOptions, inputs: Sequence[TensorSpec]) -> dict[str, int]
 
 def check_asked(model: Artefact, options: PlanOptions) -> None:
     """Raise BadInput, NotFound or Unsupported for options that are wrong on every machine."""
-    from deploykit.building.tensorrt.options import check_options
 
     check_options(options_of(options.target, options.shapes, model))
 

@@ -34,6 +34,7 @@ from deploykit.serving.options import VERSION
 from deploykit.serving.shared_memory import SharedMemory
 from deploykit.serving.transport.call import JSON, Call, reply_error, reply_exception
 from deploykit.serving.transport.security import PREFLIGHT
+from deploykit.serving.web import examples as guide
 from deploykit.serving.web import openapi
 from deploykit.serving.web.page import FILES
 from deploykit.serving.web.status import Status, since_us, with_history
@@ -256,9 +257,6 @@ class Routes:
         self.group.collect("statistics", partial(_reply, call, partial(of_model, name)))
 
     def _guide(self, call: Call) -> None:
-        from deploykit.serving.web import (  # few ask for it, and none while the server starts
-            examples as guide,
-        )
 
         host = (call.head.host or b"localhost").decode("latin-1")
         token = self._repository.options.token is not None
