@@ -50,6 +50,13 @@ _NOTES: Mapping[str, str] = {
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
+def check_installed(*modules: str) -> None:
+    """Raise MissingExtra for the first of `modules` that is not installed, without importing any."""
+    for module in modules:
+        if not installed(module):
+            raise missing(module.partition(".")[0])
+
+
 def require(module: str) -> ModuleType:
     """Import `module`, one of EXTRAS or a module inside it.
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from deploykit.core.arguments import checked
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, os_reason
+from deploykit.core.extras import check_installed
 from deploykit.core.files import StrPath, check_readable
 from deploykit.core.machine import return_large_blocks
 from deploykit.core.subprocesses import run_apart
@@ -174,6 +175,7 @@ def serve(
     Raises BadInput, NotFound, MissingExtra, Unsupported (no such device), GateFailed (its proof).
     """
     settings = _settings(locals())
+    check_installed(*PACKAGES)
     files, steps = _files_by_name(models), _files_by_name(pipelines)
     references = [f"{name}={file}" for name, file in (shadows or {}).items()]
     opening = Opening(device, threads, instances, trust, cpu_fallback)
@@ -238,7 +240,7 @@ def serve_until_stopped(
     each server, in its process. `options`: those of `ServeOptions`. Returns how many accepted
     requests were left unanswered.
     """
-
+    check_installed(*PACKAGES)
     hint = "deploykit inspect shows the names of the axes and inputs"
     sizes = assignments("buckets", buckets, SIZES, "AXIS=16,32,64", hint)
     values = assignments("pad", pads, PAD, "INPUT=VALUE", hint)
@@ -305,6 +307,9 @@ def _check(
         raise BadInput("`shadow` needs a `shadow_rate` above 0")
     for file in (*files.values(), *references.values()):
         check_readable(file)
+
+
+PACKAGES = ("orjson", "uvloop", "httptools", "google.protobuf", "hpack", "prometheus_client")
 
 
 @dataclass(frozen=True)
