@@ -25,7 +25,7 @@ from deploykit.core.json_value import Record
 from deploykit.core.manifest import Manifest, from_json, write_manifest
 from deploykit.core.profile import Profile
 from deploykit.core.task import TOKENIZER
-from deploykit.engines.onnxruntime.file import external_files
+from deploykit.graph.facts import external_files
 
 # What every kind of bundle is made of: a model, its target and its name when it is served.
 

@@ -24,8 +24,9 @@ from deploykit.graph.graph import (
     NodePrecision,
     dtype_name,
 )
+from deploykit.graph.parse import subgraphs
 from deploykit.graph.shapes import TensorShapes, elements_of, fixed_shapes
-from deploykit.graph.skeleton import reads, stored_bytes, subgraphs
+from deploykit.graph.skeleton import reads, stored_bytes
 from deploykit.graph.validate import STANDARD_DOMAINS
 
 # Operations of a node, from its operator and the shapes of its tensors.

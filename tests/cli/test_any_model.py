@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import deploykit as dk
 from deploykit.core.errors import BadInput
-from deploykit.core.protobuf import varint
+from deploykit.graph.storage import varint
 from tests.support.any_model import verbs
 from tests.support.campaign import rounds
 

@@ -25,7 +25,6 @@ from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsuppo
 from deploykit.core.extras import install_command, require
 from deploykit.core.machine import default_threads
 from deploykit.core.memory import ASKED_BYTES, memory_errors
-from deploykit.core.protobuf import damaged
 from deploykit.core.subprocesses import run_apart
 from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.cuda.memory import CODES, USE_LESS_MEMORY, cuda_error
@@ -38,13 +37,11 @@ from deploykit.engines.onnxruntime.file import (
     external_weights,
     is_large,
     mapped_copy,
-    multiplies_integers,
-    onnx_files,
     rounds_sums,
     save_at,
-    slowed_by_values,
-    small_floats,
 )
+from deploykit.graph.facts import FLOAT8, FLOAT16, INTEGER_PRODUCTS, onnx_files, read_facts
+from deploykit.graph.parse import damaged
 
 ort = require("onnxruntime")
 ort_state = require("onnxruntime.capi.onnxruntime_pybind11_state")
@@ -472,7 +469,7 @@ class OnnxRuntimeEngine(BaseEngine):
 
 def _is_steady(path: Path, inputs: Sequence[TensorSpec]) -> bool:
     """Whether no input value can make a call slow: through a loop, a size or a string."""
-    return all(spec.dtype != "string" for spec in inputs) and not slowed_by_values(path)
+    return all(spec.dtype != "string" for spec in inputs) and not read_facts(path).slowed_by_values
 
 
 def session_options(
@@ -530,13 +527,15 @@ def _session(
     """`save`: where to write the optimised model, with its weights apart."""
     if device == "cpu":
         check_sums(path, ort.__version__)
-    floats = small_floats(path)
-    options = session_options(threads, half="float16" in floats, exact=exact, spinning=spinning)
+    facts = read_facts(path)
+    half = FLOAT16 in facts.element_types
+    options = session_options(threads, half=half, exact=exact, spinning=spinning)
     weights = read_weights(path, options)  # alive until the session has copied them
     # optimised float8 graphs are wrong in 1.31.1 (accuracy 98.5 % became 75 % on a small CNN)
-    if "float8" in floats or not (optimise or multiplies_integers(path)):
+    integers = not facts.operators.isdisjoint(INTEGER_PRODUCTS)
+    if FLOAT8 in facts.element_types or not (optimise or integers):
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    elif not exact and not multiplies_integers(path):  # pairs that are not fused are float32
+    elif not (exact or integers):  # pairs that are not fused are float32
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     if save is not None:
         save_at(save, options)
