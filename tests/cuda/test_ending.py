@@ -18,7 +18,7 @@ needs("cuda")
 
 ENDING = """
 import sys, threading, time
-from deploykit.core import ending
+from deploykit.core import subprocesses as ending
 ending.LIMIT_S = {limit_s}
 inside = threading.Event()
 def start(work):
