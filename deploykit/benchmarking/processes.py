@@ -22,12 +22,12 @@ from deploykit.benchmarking.timing import closed_loop, no_garbage_collection
 from deploykit.core.errors import DeploykitError
 from deploykit.core.subprocesses import module_command, start_blocked
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.engine import Arrays, BaseEngine, Engine
+from deploykit.engines.engine import Arrays, Engine
 
 _POLL_S = 0.2  # between two checks whether to stop
 
 
-class ProcessEngine(BaseEngine):
+class ProcessEngine(Engine):
     """The engine that `opener`, a picklable function, opens in a child process.
 
     It is open at its first use, so that several open at once. Raises then what the child raises,
@@ -52,21 +52,21 @@ class ProcessEngine(BaseEngine):
         return found
 
     @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
+    def inputs(self) -> tuple[TensorSpec, ...]:  # type: ignore[override]  # never set
         specs: tuple[TensorSpec, ...] = self._about["inputs"]
         return specs
 
     @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
+    def outputs(self) -> tuple[TensorSpec, ...]:  # type: ignore[override]  # never set
         specs: tuple[TensorSpec, ...] = self._about["outputs"]
         return specs
 
     @property
-    def device(self) -> str:
+    def device(self) -> str:  # type: ignore[override]  # never set
         return str(self._about["device"])
 
     @property
-    def runtime(self) -> str:
+    def runtime(self) -> str:  # type: ignore[override]  # never set
         return str(self._about["runtime"])
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:

@@ -25,7 +25,7 @@ from deploykit.core.extras import require
 from deploykit.core.machine import default_threads
 from deploykit.core.memory import memory_errors
 from deploykit.core.tensors import TensorSpec, axis_name
-from deploykit.engines.engine import Arrays, BaseEngine, FeedCheck
+from deploykit.engines.engine import Arrays, Engine, FeedCheck
 from deploykit.engines.onnxruntime.file import adds_exactly, external_weights
 from deploykit.graph.facts import Value, read_facts
 from deploykit.graph.parse import damaged
@@ -161,7 +161,7 @@ def open_engine(
     return OpenVinoEngine(path, threads)
 
 
-class OpenVinoEngine(BaseEngine):
+class OpenVinoEngine(Engine):
     """One compiled model and one request of it. `notes`: what runs otherwise than the graph says.
 
     `layers`: what the CPU executes, with the precision of each.

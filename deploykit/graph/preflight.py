@@ -48,26 +48,21 @@ _NEVER = frozenset(
     )
     for word in line.split()
 )
-# The first version that imports an operator, where it is not the first of all.
+# The first version that is known to import an operator, where it is not the first of all.
 _SINCE: Mapping[str, Version] = {
     "BlackmanWindow": (10, 4),
     "HammingWindow": (10, 4),
     "HannWindow": (10, 4),
     "STFT": (10, 5),
     "Attention": (10, 14),
+    "Gelu": (10, 15),
+    "Mish": (10, 15),
     "RMSNormalization": (10, 15),
     "RotaryEmbedding": (10, 15),
     "TensorScatter": (10, 15),
     "Swish": (11, 4),
     "LinearAttention": (11, 4),
     "CausalConvWithState": (11, 4),
-}
-# In the table of 10.15 and not in that of 9.2; the list of changes does not say since when.
-_UNDATED = frozenset(("Gelu", "Mish"))
-_SURELY_DATED = (10, 15)
-_PLUGINS: Mapping[str, str] = {
-    "NonZero": "the size of its output depends on the data; some versions need a plugin for it",
-    "DeformConv": "needs a plugin that comes with TensorRT, from 10.1, but not with TensorRT-RTX",
 }
 # Types that no layer computes in; uint8 and the quantized types have rules of their own.
 _NO_LAYERS = frozenset(("string", "int16", "uint16", "uint32", "uint64", "complex64", "complex128"))
@@ -91,14 +86,12 @@ def unsupported(source: Graph, profile: Profile) -> tuple[Problem, ...]:
     types = {name: dtype_name(kind) for name, kind in source.element_types.items()}
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
     for node in all_nodes(model.graph):
-        why = _operator(node, version, own) or _attributes(node, version)
-        why = why or _type(node, types) or _pair(node, types, weights)
+        why = _operator(node, version, own) or _type(node, types) or _pair(node, types, weights)
         if why:
             found.append(Problem(node.name, node.op_type, why))
-    for function in model.functions:  # their tensors are named apart from the graph's
-        for node in function.node:
-            if why := _operator(node, version, own) or _attributes(node, version):
-                found.append(Problem(node.name, node.op_type, why))
+    for node in (node for function in model.functions for node in function.node):
+        if why := _operator(node, version, own):
+            found.append(Problem(node.name, node.op_type, why))
     return tuple(found)
 
 
@@ -195,35 +188,6 @@ def _operator(node: onnx.NodeProto, version: Version, own: set[tuple[str, str]])
     since = _SINCE.get(name)
     if since and version < since:
         return f"came with {_name(since)}, the target has {_name(version)}"
-    if name in _UNDATED and version < _SURELY_DATED:
-        return (
-            f"{_name(_SURELY_DATED)} imports it and 9.2 does not; of {_name(version)} it is not "
-            "known: an export with opset 18 does without"
-        )
-    return _PLUGINS.get(name, "")
-
-
-def _attributes(node: onnx.NodeProto, version: Version) -> str:
-    """Uses that the parser's table excludes; two of them 11.4 takes nevertheless."""
-    set_to = {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
-    extra = sum(1 for name in node.output[1:] if name)
-    if node.op_type == "MaxPool" and extra:
-        return "its second output, the indices, is not supported"
-    if node.op_type == "LayerNormalization" and extra:
-        return "only its first output is supported"
-    if node.op_type in ("AveragePool", "LpPool") and any(
-        d != 1 for d in set_to.get("dilations", ())
-    ):
-        return "dilations other than 1 are not supported"
-    if node.op_type == "ScatterND" and set_to.get("reduction", b"none") != b"none":
-        return "a reduction is not supported"
-    if node.op_type == "Resize" and set_to.get("antialias", 0):
-        return "antialiasing is not supported"
-    if version < (11,):
-        if node.op_type == "LSTM" and set_to.get("layout", 0):
-            return "layout 1, the batch first, is not supported before TensorRT 11"
-        if node.op_type == "TopK" and not set_to.get("sorted", 1):
-            return "an unsorted answer is not supported before TensorRT 11"
     return ""
 
 

@@ -28,7 +28,7 @@ from deploykit.core.memory import ASKED_BYTES, memory_errors
 from deploykit.core.subprocesses import run_apart
 from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.cuda.memory import CODES, USE_LESS_MEMORY, cuda_error
-from deploykit.engines.engine import Arrays, BaseEngine, FeedCheck
+from deploykit.engines.engine import Arrays, Engine, FeedCheck
 from deploykit.engines.onnxruntime.file import (
     EXACT_INTEGERS,
     UNSHARED,
@@ -378,7 +378,7 @@ def open_as_written(path: Path) -> OnnxRuntimeEngine:
     return OnnxRuntimeEngine(path, "cpu", None, optimise=False)
 
 
-class OnnxRuntimeEngine(BaseEngine):
+class OnnxRuntimeEngine(Engine):
     """One InferenceSession. `session` is open to builders and benchmarks.
 
     `notes`: nodes that run on the CPU, CUDA graphs that were refused. `profile`: how the file's

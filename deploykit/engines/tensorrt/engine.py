@@ -21,7 +21,7 @@ from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.cuda.execution import Pipeline, Ticket, run_in_order
 from deploykit.engines.cuda.memory import Driver, Shape, out_of_memory
-from deploykit.engines.engine import Arrays, BaseEngine, check_feeds
+from deploykit.engines.engine import Arrays, Engine, check_feeds
 from deploykit.engines.tensorrt.compatibility import PlanFile
 from deploykit.engines.tensorrt.log import LogErrors, logger
 
@@ -170,7 +170,7 @@ def describe_mismatch(
     return "the sizes fit none of the engine's optimisation profiles together"
 
 
-class TensorRtEngine(BaseEngine):
+class TensorRtEngine(Engine):
     """One plan on one GPU. `submit` and `map` keep up to `slots` calls in flight.
 
     `graphs`: batch sizes to capture as CUDA graphs, those above the largest batch as that; each

@@ -16,7 +16,7 @@ import uvloop
 from hpack import Decoder, Encoder
 
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.engine import BaseEngine
+from deploykit.engines.engine import Engine
 from deploykit.serving.batching.batcher import deliver_inline
 from deploykit.serving.grpc.server import GrpcServer
 from deploykit.serving.http2.flow import Http2Limits
@@ -38,7 +38,7 @@ PROTOCOL_ERROR, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR, COMPRESSION_ERROR, CALM = 
 T = TypeVar("T")
 
 
-class Echo(BaseEngine):
+class Echo(Engine):
     """Gives back the rows it got, of any dtype."""
 
     device = "cpu"
