@@ -49,7 +49,7 @@ OWNERS = {
     },
     "torch": {"engines/torch/", "training/", "exporting/"},
     "timm": {"engines/torch/presets.py"},
-    "safetensors": {"engines/torch/safetensors.py"},
+    "safetensors": {"engines/torch/files.py"},
     "PIL": {"engines/data/images.py"},
     "tokenizers": {"engines/tasks/texts.py"},
     "onnx": {

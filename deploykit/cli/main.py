@@ -70,7 +70,7 @@ def _load(ctx: Any, _: Any, given: Path | str | None) -> Path | str | None:
     options = {_key(each): each for each in ctx.command.params if each.param_type_name == "option"}
     del options["config"]
     ctx.default_map = {}
-    for name, value in read_toml(path)[0].items():
+    for name, value in read_toml(path).items():
         option = options.get(name.replace("-", "_"))
         if option is None:
             close = get_close_matches(name.replace("-", "_"), options, 1)

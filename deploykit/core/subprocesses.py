@@ -164,13 +164,10 @@ if __name__ == "__main__":
     main()
 
 
-# Let the process end while another thread is inside a native library.
-#
 # Python ends a daemon thread when it comes back from native code, which torch and ONNX Runtime
-# answer with abort(); a library's destructors run while the thread is still inside, which
-# TensorRT for RTX 1.7 answers with a segmentation fault. So at exit no thread begins another
-# call,
-# those inside get `LIMIT_S` to come out, and where one does not, no destructor runs.
+# answer with abort(); a library's destructors run while the thread is still inside, which TensorRT
+# for RTX 1.7 answers with a segmentation fault. So at exit no thread begins another call, those
+# inside get `LIMIT_S` to come out, and where one does not, no destructor runs.
 
 LIMIT_S = 2.0
 

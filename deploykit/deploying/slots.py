@@ -27,8 +27,7 @@ from typing import Literal, TypeVar
 
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported, os_reason
 from deploykit.core.files import check_inside, make_folder, read_json, sha256, write_json
-from deploykit.core.json_value import Record
-from deploykit.core.manifest import from_json
+from deploykit.core.json_value import Record, from_json
 from deploykit.deploying.staging import sync
 
 # Decide how a device starts: from a cached engine, after a build, or from the previous engine.

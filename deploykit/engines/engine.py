@@ -248,9 +248,6 @@ def check_feeds(specs: tuple[TensorSpec, ...], feeds: Arrays, where: str) -> int
     return int(feeds[batched[0].name].shape[0]) if batched else None
 
 
-# An Engine that returns recorded outputs, computed before by another runtime.
-
-
 class RecordedEngine(Engine):
     """Returns the recorded outputs for the recorded inputs; refuses any others."""
 

@@ -34,8 +34,6 @@ ov = require("openvino")
 frontend = require("openvino.frontend")
 
 
-# What OpenVINO's errors say, without its C++ files and checks, as ours.
-
 _OF_READERS = [each for name, each in vars(frontend).items() if name.endswith("Failure")]
 _FAILURES = (*_OF_READERS, RuntimeError, TypeError, ValueError)
 _PLACES = re.compile(r"Exception from src/\S+:\d+:\s*|Check '.*?' failed at src/\S+:\d+:\s*")

@@ -22,11 +22,8 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.engines.cuda.memory import Buffer, DeviceLost, Driver, Shape, byte_count, unless_lost
 from deploykit.engines.engine import Arrays, Closing
 
-# One slot of a pipeline: its stream, buffers and work, and the CUDA graphs captured from them.
-#
 # A slot stages its inputs in pinned memory, enqueues copies and work on its own stream and
-# returns;
-# `finish` waits. The layout of each combination of shapes is kept.
+# returns; `finish` waits. The layout of each combination of shapes is kept.
 
 _MOST_LAYOUTS = 64  # shapes whose views a slot keeps
 _MOST_GRAPHS = 16  # each holds a work of its own, and memory on the GPU

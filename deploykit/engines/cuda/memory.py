@@ -103,9 +103,6 @@ def byte_count(dtype: str, shape: Shape) -> int:
     return math.prod(shape, start=np.dtype(dtype).itemsize)
 
 
-# Map CUDA's error codes to our errors, without importing CUDA.
-
-
 class DeviceLost(Unsupported):
     """The CUDA context is lost and every later call in this process fails: end the process."""
 

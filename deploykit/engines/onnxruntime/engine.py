@@ -47,8 +47,6 @@ ort = require("onnxruntime")
 ort_state = require("onnxruntime.capi.onnxruntime_pybind11_state")
 
 
-# The memory that a session on the CPU keeps between runs. The module is passed in, for tests.
-
 SHRINK_S = 10.0
 
 
@@ -81,11 +79,8 @@ class Arena:
         return self._shrink
 
 
-# Call an ONNX Runtime session through buffers that stay on its device.
-#
 # `session.run` allocates on the GPU in every call; here each shape keeps its input buffers, and
-# with
-# a CUDA graph its outputs too. The module is passed in, so that tests can bind a CPU session.
+# with a CUDA graph its outputs too. The module is passed in, so that tests can bind a CPU session.
 
 _MOST_SHAPES = 8  # of those without a graph; graphs are kept
 _NO_GRAPH = -1  # ONNX Runtime's gpu_graph_id for a run that is not captured
@@ -234,11 +229,9 @@ def placement_note(placed: Mapping[str, Sequence[str]]) -> str | None:
     )
 
 
-# Load the CUDA libraries that ONNX Runtime's provider is linked to, from NVIDIA's wheels.
-#
 # `onnxruntime.preload_dlls` looks next to onnxruntime's own folder, then on the loader's path.
-# Wheels
-# in another folder of sys.path (`pip install --target`, a second site-packages) are loaded here.
+# Wheels in another folder of sys.path (`pip install --target`, a second site-packages) are loaded
+# here.
 
 _OF_MAJOR = ("cudart", "nvrtc", "cublasLt", "cublas")  # their file names end with CUDA's major
 _OTHERS = ("nvJitLink", "curand", "cufft", "cudnn")
@@ -277,8 +270,6 @@ def _libraries(nvidia: Path, major: str) -> list[Path]:
     return found
 
 
-# What ONNX Runtime's errors say, without its C++ functions and files.
-
 _NODE = re.compile(r"running (\w+) node. Name:'(.*?)' Status Message: ")
 _MASK_CURE = "ONNX Runtime needs masks of [.., queries, keys]: put an Expand before the Attention"
 
@@ -297,8 +288,6 @@ def cure(exc: Exception) -> str | None:
     """What to change in the model, where that is known."""
     return _MASK_CURE if "attn_mask" in str(exc) else None
 
-
-# The inputs and outputs of an ONNX Runtime session as our specs.
 
 _DTYPES = {
     "tensor(bool)": "bool",

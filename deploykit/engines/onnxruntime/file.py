@@ -57,13 +57,9 @@ def external_weights(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
-# Copies of models whose weights several processes map, so that they are in memory once.
-#
 # ONNX Runtime gives each session weights of its own, and packs them for its kernels. Of a model
-# that
-# it saved optimised and packed, with its weights in another file, it maps that file. Such a copy
-# fits
-# this CPU and this version alone: it is made when a server starts and goes with it.
+# that it saved optimised and packed, with its weights in another file, it maps that file. Such a
+# copy fits this CPU and this version alone: it is made when a server starts and goes with it.
 
 LEAST_BYTES = 4 << 20  # of a model's files: less is not worth a copy
 _LEAST_TENSOR_BYTES = 1024  # smaller ones stay in the graph
@@ -170,8 +166,6 @@ def _locked(path: Path, flags: int, create: bool = True) -> Iterator[None]:
     finally:
         os.close(number)
 
-
-# Exact sums of 8-bit products: what ONNX Runtime needs for them, and where it cannot give them.
 
 # x86-64 without VNNI or AMX adds pairs of uint8 x int8 products in 16 bits and cuts what does not
 # fit. With this, ONNX Runtime stores the weights as uint8 there when it optimises (seen on AVX2:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     import tensorrt as trt
 
 
-# Read a TensorRT engine's inputs, outputs and optimisation profiles, without running it.
-
 # NumPy has no BF16, FP8, INT4 and FP4
 _DTYPES: Mapping[str, str] = {
     "FLOAT": "float32",

@@ -142,8 +142,6 @@ def _in_double(module: Any) -> Iterator[None]:
             tensor.data = data
 
 
-# The time of each module of a PyTorch model in a call, without that of the modules inside it.
-
 Key = tuple[str, str, str]
 _COPIES = "inputs and outputs", "Engine", ""  # from arrays to tensors and back
 
