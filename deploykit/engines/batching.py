@@ -19,7 +19,7 @@ import numpy as np
 from deploykit.core.errors import first_line
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.tensors import TensorSpec, carrier
-from deploykit.engines.cuda.memory import DeviceLost
+from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays, Engine
 

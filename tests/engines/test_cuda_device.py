@@ -13,8 +13,8 @@ import pytest
 
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.engines.cuda.driver import CudaDevice
-from deploykit.engines.cuda.execution import Pipeline
-from deploykit.engines.cuda.memory import CaptureRefused, DeviceLost, Shape, byte_count
+from deploykit.engines.cuda.errors import CaptureRefused, DeviceLost
+from deploykit.engines.cuda.execution import Pipeline, Shape, byte_count
 from tests.support.campaign import rounds
 from tests.support.runtimes.cuda_runs import X, Y, pipeline, right, rows
 from tests.support.runtimes.own_cuda import FakeCuda, driver_is_there, library

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory
-from deploykit.engines.cuda.memory import DeviceLost
+from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.tensorrt.engine import TensorRtEngine
 from tests.support.runtimes.fake_tensorrt import tensor
 from tests.support.runtimes.own_cuda import FakeCuda

@@ -27,7 +27,7 @@ from deploykit.core.machine import default_threads
 from deploykit.core.memory import ASKED_BYTES, memory_errors
 from deploykit.core.subprocesses import run_apart
 from deploykit.core.tensors import TensorSpec, axis_name
-from deploykit.engines.cuda.memory import CODES, USE_LESS_MEMORY, cuda_error
+from deploykit.engines.cuda.errors import CODES, USE_LESS_MEMORY, cuda_error
 from deploykit.engines.engine import Arrays, Engine, FeedCheck
 from deploykit.engines.onnxruntime.file import (
     EXACT_INTEGERS,

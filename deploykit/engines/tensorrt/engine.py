@@ -19,14 +19,16 @@ import numpy as np
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported, first_line
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec, axis_name
-from deploykit.engines.cuda.execution import Pipeline, Ticket, run_in_order
-from deploykit.engines.cuda.memory import Driver, Shape, out_of_memory
+from deploykit.engines.cuda.errors import out_of_memory
+from deploykit.engines.cuda.execution import Pipeline, Shape, Ticket, run_in_order
 from deploykit.engines.engine import Arrays, Engine, check_feeds
 from deploykit.engines.tensorrt.compatibility import PlanFile
 from deploykit.engines.tensorrt.log import LogErrors, logger
 
 if TYPE_CHECKING:
     import tensorrt as trt
+
+    from deploykit.engines.cuda.driver import CudaDevice
 
 
 # NumPy has no BF16, FP8, INT4 and FP4
@@ -179,7 +181,7 @@ class TensorRtEngine(Engine):
     def __init__(
         self,
         nv: Any,
-        driver: Driver,
+        driver: CudaDevice,
         path: Path,
         plan: PlanFile,
         manifest: Manifest | None,
@@ -356,7 +358,7 @@ class Context:
         self,
         nv: Any,
         engine: trt.ICudaEngine,
-        driver: Driver,
+        driver: CudaDevice,
         profiles: Sequence[Ranges],
         log_errors: LogErrors,
         stream: int,
@@ -469,7 +471,7 @@ def _output_allocator(nv: Any) -> Any:
     base: Any = nv.IOutputAllocator
 
     class OutputAllocator(base):  # type: ignore[misc]
-        def __init__(self, driver: Driver) -> None:
+        def __init__(self, driver: CudaDevice) -> None:
             base.__init__(self)
             self.driver = driver
             self.address = self.size = 0

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.engines.cuda.memory import CODES, Shape
+from deploykit.engines.cuda.errors import CODES
+from deploykit.engines.cuda.execution import Shape
 from tests.nvidia import fetch
 from tests.support.installed import needs
 
