@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 
@@ -37,7 +37,6 @@ ENGINE = f"{' or '.join(BUILT)} file"
 FORCE = "--force  Replace a file that deploykit did not write"
 OUT = "-o --out FILE  The file to write [next to the model]"
 
-_DEFAULT = re.compile(r"(.*?)(?: \[(.+)\])?", re.DOTALL)
 _Function = TypeVar("_Function", bound=Callable[..., None])
 
 
@@ -62,9 +61,9 @@ def described(page: str) -> Callable[[_Function], _Function]:
                 section = head[:-1]
             if not about:
                 continue
-            infos.append(_info(head.split(), about.strip(), section))
+            infos.append((head.split(), about.strip(), section))
         parameters = [
-            each.replace(annotation=Annotated[each.annotation, info])
+            each.replace(annotation=Annotated[each.annotation, _info(each.annotation, *info)])
             for each, info in zip(signature.parameters.values(), infos, strict=True)
         ]
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -73,22 +72,29 @@ def described(page: str) -> Callable[[_Function], _Function]:
     return decorate
 
 
-def _info(declared: list[str], about: str, section: str | None) -> Any:
+def _info(kind: Any, declared: list[str], about: str, section: str | None) -> Any:
     names = [word for word in declared if word.startswith("-")]
-    metavar = " ".join(word for word in declared if not word.startswith("-")) or None
-    match = _DEFAULT.fullmatch(about)
-    about, default = match.groups() if match else (about, None)
+    metavar = " ".join(word for word in declared if not word.startswith("-")) or _choices(kind)
+    about, _, default = about.partition(" [") if about.endswith("]") else (about, "", "")
+    about = f"{about}. [default: {default}" if default else f"{about}."
     complete = next((do for key, do in _COMPLETE.items() if (metavar or "").startswith(key)), None)
     if not names:
-        return typer.Argument(metavar=metavar, help=f"{about}.", autocompletion=complete)
+        return typer.Argument(metavar=metavar, help=about, autocompletion=complete)
     return typer.Option(
         *names,
         metavar=metavar,
-        help=f"{about}.",
+        help=about,
         rich_help_panel=section,
-        show_default=default or True,
+        show_default=not default,
+        show_envvar=False,
         autocompletion=complete,
     )
+
+
+def _choices(kind: Any) -> str | None:
+    """Return the values of a Literal, also of an optional one, as they are typed: `auto|cpu`."""
+    literals = (each for each in (kind, *get_args(kind)) if get_origin(each) is Literal)
+    return next(("|".join(get_args(each)) for each in literals), None)
 
 
 def _profiles(incomplete: str) -> list[str]:
