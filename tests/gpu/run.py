@@ -9,7 +9,7 @@ rest goes on. What this machine lacks is recorded as skipped, with the reason. E
 failed, 3 without a GPU, 4 where there is one and TensorRT or CUDA was skipped.
 
 The parts: probe (versions, what loads), train (`deploykit train`), cuda (the driver API), plans
-(TensorRT's engines against what every runtime promises), faults, path (graphs and overlap), leak,
+(TensorRT's engines against what every runtime promises), faults, leak,
 torch, ort, build (the options of `deploykit build`), zoo. `--system`: this Python as it is, no venv
 and no pip; `--site DIR`: wheels that were carried there, before all others.
 """
@@ -35,7 +35,7 @@ from tests.support.runtimes.cases import OPENERS, absent
 NOTHING = "no NVIDIA GPU here: nothing was run"
 LACKING = 4  # exit code: a GPU is here, and what this is for was skipped
 RUNTIMES = tuple(name for name in OPENERS if name.endswith("-cuda") or name == "tensorrt")
-PARTS = ("probe", "train", "cuda", "plans", "faults", "path")
+PARTS = ("probe", "train", "cuda", "plans", "faults")
 PARTS += ("leak", "torch", "ort", "build", "zoo")
 ESSENTIAL = {"probe", "cuda", "plans", "build"}  # parts in which nothing may be skipped
 CONFORMANCE = "tests/engines/test_conformance.py"
@@ -57,7 +57,6 @@ TRAINED = {  # title -> options of `deploykit train`
     "float32, data on the GPU": ["--no-amp", "--no-tf32", "--no-augment"],
     "mixed precision, augmented": ["--augment", "--augment-on", "auto"],
 }
-PATH = ROOT / "benchmarks" / "cuda_path.py"  # graphs and overlap, on and off
 
 
 def main() -> int:
@@ -150,10 +149,6 @@ def planned(
             for runtime in RUNTIMES:
                 command = [PYTHON, "-m", "tests.gpu.leak", runtime, "--calls", str(calls)]
                 yield Step("leak", runtime, command, 600, skip=absent(runtime))
-        elif part == "path":
-            skip = "" if PATH.is_file() else f"{PATH.relative_to(ROOT)} is not there"
-            command = [PYTHON, str(PATH), "--out", str(out), "--calls", str(10 * calls)]
-            yield Step("path", "graphs and overlap, on and off", command, 900, skip=skip)
         elif part == "build":
             yield from builds.steps(folder, absent("tensorrt"))
         elif part == "zoo":

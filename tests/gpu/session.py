@@ -3,7 +3,7 @@
     python -m tests.gpu.session --out DIR [--site DIR] [--limit-s 580]
 
 Each step is a process with its own limit, and everything lies in DIR as soon as it is known:
-`summary.json` and `summary.md`, `probe.json`, `cuda_path.json` and `.md`, and `session.log` with
+`summary.json` and `summary.md`, `probe.json`, and `session.log` with
 what all steps wrote. Exit codes as those of `tests.gpu.run`, but for TensorRT, which such a machine
 may lack. Not yet run on a GPU. What is measured there has calls of its own: benchmarks/gpu_zoo.py,
 gpu_serve.py and training.py.
@@ -34,7 +34,7 @@ ZOO = ("encoder", "lstm")
 def planned(folder: Path, out: Path) -> Iterator[Step]:
     """In the order of their worth: what comes last may not be reached."""
     minute = dict.fromkeys(("probe", "train", "cuda", "torch"), 60)
-    limits = {**minute, "path": 120, "ort": 90, "faults": 90}
+    limits = {**minute, "ort": 90, "faults": 90}
 
     def part(name: str) -> Iterator[Step]:
         for step in run.planned([name], [], [], 500, folder, out):
@@ -48,7 +48,6 @@ def planned(folder: Path, out: Path) -> Iterator[Step]:
     yield from part("train")
     yield from part("cuda")
     yield module("a waiting thread leaves Python's lock", 30, "tests.gpu.lock")
-    yield from part("path")
     leak = ("tests.gpu.leak", "torch-cuda", "--calls", "2000", "--openings", "10")
     yield module("leak: torch-cuda", 60, *leak, skip=no_torch)
     yield from part("torch")

@@ -147,7 +147,6 @@ def test_parts_of_the_servers_benchmark_can_be_chosen(tmp_path: Path) -> None:
     served = ["make the model", "the engine alone", "served by 1", "served by 16"]
     assert titles("workers") == served
     assert titles("front-ends") == ["no engine, 1", "no engine, 16"]
-    assert titles("decoding", "workers") == [*served, "Pillow and nvJPEG"]
 
 
 def test_a_load_that_failed_is_a_row_with_the_reason_and_no_figure() -> None:
@@ -173,14 +172,3 @@ def test_a_load_that_failed_is_a_row_with_the_reason_and_no_figure() -> None:
     assert second.startswith(f"{begin} 2 | not measured: not reachable |")
     assert second.count("|") == first.count("|")
     assert third.endswith("| 0.50 | 1 | – | 80 | – | – | not reported ✗ the generator was late |")
-
-
-def test_decoding_that_cannot_run_here_has_the_reason() -> None:
-    size = {"jpeg": "640x427", "bytes": 2048}
-    rows = [
-        {**size, "way": "Pillow, one core", "per_s": 431.26},
-        {**size, "way": "nvJPEG", "per_s": None, "why": "this torch sees no GPU"},
-    ]
-    *_, first, second = gpu_serve.decoding(rows)
-    assert first == "| 640x427, 2 KiB | Pillow, one core | 431.3 |  |"
-    assert second == "| 640x427, 2 KiB | nvJPEG | not measured: this torch sees no GPU |  |"

@@ -22,7 +22,7 @@ nv_gpu_utilization{gpu_uuid="GPU-1"} 0.5
 def test_what_matters_comes_first_and_each_step_has_a_limit(tmp_path: Path) -> None:
     found = list(session.planned(tmp_path, tmp_path))
     parts = [step.part for step in found]
-    assert parts[:7] == ["probe", "train", "train", "train", "cuda", "session", "path"]
+    assert parts[:6] == ["probe", "train", "train", "train", "cuda", "session"]
     assert (parts[-2], found[-1].title) == ("faults", "a server under load")
     assert "TensorRT" not in " ".join(step.title for step in found if not step.skip)
     assert all(0 < step.limit_s <= 120 for step in found if not step.skip)
