@@ -33,7 +33,7 @@ _NOT_OF_BOOT = {
 @described(f"""
 MODEL                  An .onnx file
 --profile PROFILE      The hardware target; NAME@MODE for a power mode
--o --out DIR           The folder to write
+-o --out DIR|DIR.tar   The folder to write; with DIR.tar the same as one file, too
 --to                   Where it will run: a container on one machine, or a cluster's server
 --name NAME            The name to serve it under [the file's]
 --batch MIN,OPT,MAX    Smallest, usual and largest batch
@@ -41,9 +41,7 @@ MODEL                  An .onnx file
 --samples FILE.npz|DIR  Inputs for the samples that the device replays [those kept with the
         model, else random]
 --wheels               Bring the Python packages, for a target without a network
---timing-cache FILE    TensorRT's measurements of kernels on the same kind of device
 --release RELEASE      The target's JetPack or CUDA: jetpack-6.2, cuda-12 [the profile's usual one]
---tar                  Also write DIR.tar
 --force                Replace a bundle that somebody changed
 {JSON}""")
 def bundle(
@@ -56,9 +54,7 @@ def bundle(
     axes: list[str] | None = None,
     samples: Path | None = None,
     wheels: bool = False,
-    timing_cache: Path | None = None,
     release: str | None = None,
-    tar: bool = False,
     force: bool = False,
     as_json: bool = False,
 ) -> None:

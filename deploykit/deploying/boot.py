@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from deploykit.building.builder import Shapes
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed
-from deploykit.core.files import StrPath
+from deploykit.core.files import StrPath, write_errors
 from deploykit.core.json_value import Record
 from deploykit.core.machine import this_machine
 from deploykit.core.profile import Profile, load_profile
@@ -246,7 +245,7 @@ class Boot:
                 step.slot,
                 step.why,
             )
-            with self.cache.errors():
+            with write_errors(self.cache.folder):
                 self._run(str(engine), prove, engine, self.device, inherit=(lock,))
             self._booted = Booted("previous", step.slot, step.why)
         else:
@@ -270,9 +269,8 @@ class Boot:
         try:
             self.cache.save(self._state)
             self.cache.empty(step.slot)
-            timing = self.folder / bundle.timing_cache if bundle.timing_cache else None
-            build = (build_and_prove, model, bundle.profile, key.batch, self.device, timing, out)
-            with self.cache.errors():
+            build = (build_and_prove, model, bundle.profile, key.batch, self.device, out)
+            with write_errors(self.cache.folder):
                 notes = self._run(str(model), *build, on_progress=_Progress(), inherit=(lock,))
             self.cache.seal(step.slot, name, key)
             self.cache.save(self._state.switch(step.slot))
@@ -331,14 +329,12 @@ def build_and_prove(
     profile: str,
     batch: str,
     device: str,
-    timing: Path | None,
     out: Path,
     on_progress: Callable[[str, float], None],
 ) -> tuple[str, ...]:
     """Build `model` into `out`, open that and replay its golden samples; the notes of the build.
 
-    `batch`: as in `EngineKey`. `timing`: the bundle's timing cache. The device's own is next to
-    the slots, and is kept.
+    `batch`: as in `EngineKey`. TensorRT's timing cache is next to the slots, and is kept.
     """
     from deploykit.building.build import build
 
@@ -346,8 +342,6 @@ def build_and_prove(
     if load_profile(profile).runtime == "tensorrt":
         batched = source.manifest is None or any(s.batched for s in source.manifest.inputs)
         kept = out.parents[1] / TIMING_FILE
-        if timing is not None and not kept.exists():
-            shutil.copyfile(timing, kept)
         sizes, *axes = batch.split(";")
         number = machines.gpu_number(device)
         shapes = Shapes(sizes if batched else None, axes, device=number, timing_cache=kept)

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import time
 import uuid
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ from deploykit.deploying.wheels import (
     read_lock,
     write_requirements,
 )
-from deploykit.evaluation.bundle_folder import TIMING_CACHE, Contents, epoch_s, fill_templates
+from deploykit.evaluation.bundle_folder import Contents, epoch_s, fill_templates
 
 # A bundle's software bill of materials as CycloneDX 1.6 JSON.
 #
@@ -107,8 +106,6 @@ def write(folder: Path, contents: Contents) -> None:
     model = folder / "model" / f"{contents.name}.onnx"
     model.parent.mkdir()
     contents.copy_model(model)
-    if contents.timing_cache is not None:
-        shutil.copyfile(contents.timing_cache, folder / TIMING_CACHE)
     request, header_bytes = smoke_request(contents, model)
     (folder / "smoke-test.request").write_bytes(request)
     write_requirements(folder, image, wheels=contents.wheels)

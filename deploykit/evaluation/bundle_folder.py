@@ -39,9 +39,8 @@ class Contents:
     """`model`: a typed ONNX file with its manifest and golden samples. `name`: as it is served.
 
     `batch`: the smallest, usual and largest. `wheels`: bring what `pip` installs on the target.
-    `timing_cache`: TensorRT's, of the same kind of device. `release`: of the target's host,
-    "jetpack-6.2" or "cuda-13"; None for the profile's usual one. `axes`: sizes of other dynamic
-    axes, "T=16,128,512".
+    `release`: of the target's host, "jetpack-6.2" or "cuda-13"; None for the profile's usual one.
+    `axes`: sizes of other dynamic axes, "T=16,128,512".
     """
 
     model: Artefact
@@ -49,7 +48,6 @@ class Contents:
     name: str
     batch: tuple[int, int, int]
     wheels: bool = False
-    timing_cache: Path | None = None
     release: str | None = None
     axes: tuple[str, ...] = ()
 
@@ -126,7 +124,7 @@ def _fill(text: str, known: Mapping[str, str]) -> str:
 
 BUNDLE_VERSION = 1
 BUNDLE_FILE, SUMS_FILE = "bundle.json", "SHA256SUMS"
-MODEL_FOLDER, TIMING_CACHE = "model/", "model/timing.cache"
+MODEL_FOLDER = "model/"
 DEFAULT_EPOCH_S = 315_532_800  # 1980-01-01, the first day that a zip file can hold
 _LARGEST_JSON_BYTES = 4 << 20
 _COMMENT = "deploykit bundle"
@@ -147,8 +145,7 @@ class Bundle(Record):
 
     `model`: the path of the ONNX file. `batch`: the smallest, usual and largest. `axes`: the same
     of other dynamic axes, "T=16,128,512". `tensorrt_min` and `tensorrt_max`: first and last
-    MAJOR.MINOR that the target takes, None for no limit. `timing_cache`: the path of TensorRT's,
-    None without one.
+    MAJOR.MINOR that the target takes, None for no limit.
     """
 
     bundle: int
@@ -162,7 +159,6 @@ class Bundle(Record):
     axes: tuple[str, ...]
     tensorrt_min: str | None
     tensorrt_max: str | None
-    timing_cache: str | None
     deploykit: str
     files: Mapping[str, FileEntry]
 
@@ -195,7 +191,6 @@ def seal(folder: Path, contents: Contents, kind: str) -> Bundle:
         axes=contents.axes,
         tensorrt_min=profile.tensorrt_min,
         tensorrt_max=profile.tensorrt_max,
-        timing_cache=TIMING_CACHE if (folder / TIMING_CACHE).is_file() else None,
         deploykit=__version__,
         files={
             path: FileEntry(sha256(folder / path), (folder / path).stat().st_size)
@@ -248,9 +243,8 @@ def _check_names(bundle: Bundle, path: Path) -> None:
     """Raise BadInput for a name that leaves the folder, or that another system would not hold."""
     if not SERVED_NAME.fullmatch(bundle.name):
         raise BadInput(f"{path}: its name {quote(bundle.name)} cannot be that of a model")
-    for named in filter(None, (bundle.model, bundle.timing_cache)):
-        if named not in bundle.files:
-            raise BadInput(f"{path}: names {quote(named)}, which is not a file of this bundle")
+    if bundle.model and bundle.model not in bundle.files:
+        raise BadInput(f"{path}: names {quote(bundle.model)}, which is not a file of this bundle")
     seen: dict[str, str] = {}
     for name in [*bundle.files, BUNDLE_FILE, SUMS_FILE]:
         parts = PurePosixPath(name).parts

@@ -29,7 +29,7 @@ answer = {**vars(device.describe()), "free_bytes": free, "total_bytes": total,
           "bindings": version("cuda-bindings")}
 """,
     "tensorrt": """
-from deploykit.runtimes.tensorrt import open as opening
+from deploykit.engines.tensorrt import open as opening
 from deploykit.engines.tensorrt.log import logger
 trt = opening.trt
 builder = trt.Builder(logger(trt))
