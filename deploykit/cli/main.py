@@ -23,7 +23,6 @@ from deploykit.core.errors import (
     EXIT_INTERRUPTED,
     BadInput,
     DeploykitError,
-    Unsupported,
     os_reason,
 )
 from deploykit.core.memory import does_not_fit
@@ -120,7 +119,7 @@ def script() -> NoReturn:
         _exit(0)
     except Exception as exc:  # noqa: BLE001 - the edge: every error becomes a line and a code
         if "--debug" in sys.argv:
-            traceback.print_exc()
+            output.note(traceback.format_exc())
         if interrupted.is_set():
             _exit_interrupted()
         _drop_output()
@@ -142,7 +141,7 @@ def _drop_output() -> None:
     """Discard what stdout still holds and cannot take; else Python fails at exit."""
     try:
         sys.stdout.flush()
-    except (OSError, BadInput):
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -162,14 +161,14 @@ def _exit_with(exc: Exception) -> NoReturn:
     """One of our errors, a usage error of typer's (it has `format_message`), or a bug."""
     if isinstance(exc, MemoryError):
         exc = does_not_fit("", str(exc))
-    if isinstance(exc, FileNotFoundError) and "temporary directory" in str(exc):  # tempfile's
-        exc = Unsupported(os_reason(exc), hint="TMPDIR=DIR, a folder that can be written to")
+    if isinstance(exc, OSError):  # the system refused a file that nobody named: a full disk, TMPDIR
+        exc = BadInput(": ".join(filter(None, (str(exc.filename or ""), os_reason(exc)))))
     if isinstance(exc, DeploykitError):
         output.error(exc)
         _exit(exc.exit_code)
     message = getattr(exc, "format_message", None)
     if type(exc).__name__ == "NoArgsIsHelpError" and message is not None:
-        typer.echo(message(), err=True)
+        output.note(message())
         _exit(BadInput.exit_code)
     if message is not None:
         output.error(_usage_error(exc, str(message())))

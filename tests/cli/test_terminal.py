@@ -32,7 +32,7 @@ def test_nothing_is_coloured_where_colour_is_not_wanted(
 
 
 def test_help_and_errors_are_coloured_on_a_terminal() -> None:
-    assert "\x1b[1mMake:" in on_terminal(["--help"])[1]
+    assert "\x1b[1mMake" in on_terminal(["--help"])[1]
     assert "\x1b[31;1merror:\x1b[0m nothing.onnx" in on_terminal(["inspect", "nothing.onnx"])[1]
 
 
@@ -118,7 +118,7 @@ def ran_by_shell(
 def test_an_output_that_takes_nothing_is_one_error_line(words: list[object]) -> None:
     ran = ran_by_shell("{} > /dev/full", words)
     assert ran.returncode == 2
-    assert ran.stderr.startswith("error: cannot write to standard output: No space left")
+    assert ran.stderr.startswith("error: No space left")
     assert ran.stderr.count("\n") == 1
 
 
