@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from deploykit import __version__
 from deploykit.core.files import StrPath
 from deploykit.evaluation.bundle_folder import Contents, fill_templates
-from deploykit.serving.opening import Opening
+from deploykit.serving.opening import open_engines
 from deploykit.serving.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def open_replica(
     """Open `model` and serve it as `name` on the running event loop, once it is warm."""
     from deploykit.serving.hosted import HostedApp
 
-    options = ServeOptions(max_batch=max_batch)
-    engines = Opening(device, threads, 1, trust=False, cpu_fallback=False)(Path(model), options)
+    options = ServeOptions(device=device, threads=threads, max_batch=max_batch)
+    engines = open_engines(Path(model), options)
     app = HostedApp({name: engines}, options)
     app.start()
     return app

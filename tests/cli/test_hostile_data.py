@@ -205,7 +205,7 @@ OPENERS = {
     "quantize": ("quantize", "FILE", "--to", "fp16", "-o", "OUT"),
     "calib": ("quantize", "MODEL", "--to", "int8", "--calib", "FILE", "-o", "OUT"),
     "predict": ("predict", "MODEL", "FILE", "-o", "OUT"),
-    "serve": ("serve", "FILE", "--http-port", "0", "--no-grpc"),
+    "serve": ("serve", "FILE", "--http-port", "0", "--grpc-port=none"),
     "build": ("build", "FILE", "-o", "OUT"),
     "compare": ("compare", "FILE", "MODEL"),
     "bench": ("bench", "FILE", "-o", "OUT"),

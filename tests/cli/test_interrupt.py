@@ -168,7 +168,7 @@ def test_ctrl_c_ends_a_server_and_a_load_on_it(place: Path) -> None:
             "m=model.onnx",
             "--http-port",
             "0",
-            "--no-grpc",
+            "--grpc-port=none",
         ],
         cwd=place,
         stdout=subprocess.PIPE,
