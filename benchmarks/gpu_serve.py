@@ -150,7 +150,7 @@ def serve(which: str, work: Path, count: int, rehearse: bool) -> Iterator[Row]:
         kinds = {"uint8 tensors": (), "JPEG": ("--data", str(work / "m.jpg"))}
         program = "tests.gpu.cpu_as_gpu" if rehearse else "deploykit"
         command = [PYTHON, "-m", program, "serve", f"m={work / 'm.onnx'}", "--device", "cuda"]
-        command += ["--workers", str(count), "--http-port", str(port), "--no-grpc"]
+        command += ["--workers", str(count), "--http-port", str(port), "--grpc-port=none"]
     with started(command, lambda: ready(port), cwd=BENCHMARKS.parent) as running:
         for kind, more in kinds.items():
             for connections in (8,) if rehearse else CONNECTIONS:

@@ -154,7 +154,7 @@ def replica(case: Case, folder: Path) -> Iterator[tuple[RemoteModel, Running, di
     times = folder / f"{port}.json"
     if case.base_ms is None:
         model = write_mnist(folder / "mnist.onnx")
-        words = [*DEPLOYKIT, "serve", model, "--http-port", port, "--no-grpc"]
+        words = [*DEPLOYKIT, "serve", model, "--http-port", port, "--grpc-port=none"]
         words += ["--max-batch", case.max_batch]
     else:
         words = [sys.executable, __file__, "--serve", port, case.max_batch, case.base_ms]

@@ -127,8 +127,9 @@ class ConfigurableCommand(Command):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.context_settings = {"auto_envvar_prefix": ENVIRONMENT}
         for each in self.params:
+            if each.param_type_name == "option":
+                each.envvar = f"{ENVIRONMENT}_{_key(each).upper()}"
             if each.name == "config":
                 each.is_eager, each.callback = True, _load
 
@@ -140,13 +141,18 @@ class ConfigurableCommand(Command):
         return rest
 
 
+def _key(option: Any) -> str:
+    """Return an option as a key of the file: `--http-port` is http_port."""
+    return _typed(option).lstrip("-").replace("-", "_")
+
+
 def _load(ctx: Any, _: Any, path: Path | str | None) -> Path | str | None:
     """Make the values of a file the defaults of this call. Raises BadInput on an unknown key."""
     if path is None or ctx.resilient_parsing:
         return path
     from deploykit.core.files import read_toml  # late: `--help` does without
 
-    options = {each.name: each for each in ctx.command.params if each.param_type_name == "option"}
+    options = {_key(each): each for each in ctx.command.params if each.param_type_name == "option"}
     del options["config"]
     ctx.default_map = {}
     for key, value in read_toml(Path(path))[0].items():
@@ -155,7 +161,8 @@ def _load(ctx: Any, _: Any, path: Path | str | None) -> Path | str | None:
             hint = did_you_mean(name, options, "keys: " + ", ".join(options))
             raise BadInput(f"{path}: unknown key '{key}'", hint=hint)
         values = [str(each) for each in value] if isinstance(value, list) else [str(value)]
-        ctx.default_map[name] = values if options[name].multiple else ",".join(values)
+        option = options[name]
+        ctx.default_map[option.name] = values if option.multiple else ",".join(values)
     return path
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from deploykit.cli import output
-from deploykit.cli.commands import ENVIRONMENT, Group
+from deploykit.cli.commands import Group
 from deploykit.core.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -184,7 +184,7 @@ def _usage_error(exc: Any, message: str) -> BadInput:
     command = context.command_path if context is not None else "deploykit"
     source = context.get_parameter_source(parameter.name) if context and parameter else None
     if source is not None and source.name == "ENVIRONMENT":
-        message = f"{ENVIRONMENT}_{parameter.name.upper()}: {message}"
+        message = f"{parameter.envvar}: {message}"
     if source is not None and source.name == "DEFAULT_MAP":
         message = f"{context.params['config']}: {message}"
     message = message.replace("Value error, ", "")  # pydantic's

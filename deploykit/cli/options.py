@@ -48,8 +48,8 @@ def api_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
 def described(page: str) -> Callable[[_Function], _Function]:
     """Name and explain the parameters of a command: one line of `page` each, in their order.
 
-    A line reads `NAMES VALUE  Help [default]`; what is further indented continues it, and a line
-    that ends with a colon begins a section. An argument has a VALUE only.
+    A `typer.Context` has none. A line reads `NAMES VALUE  Help [default]`; what is further indented
+    continues it, and a line that ends with a colon begins a section. An argument has a VALUE only.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -62,11 +62,15 @@ def described(page: str) -> Callable[[_Function], _Function]:
             if not about:
                 continue
             infos.append((head.split(), about.strip(), section))
-        parameters = [
-            each.replace(annotation=Annotated[each.annotation, _info(each.annotation, *info)])
-            for each, info in zip(signature.parameters.values(), infos, strict=True)
-        ]
-        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        typed = [each for each in signature.parameters.values() if each.annotation != typer.Context]
+        parameters = dict(signature.parameters) | {
+            each.name: each.replace(
+                annotation=Annotated[each.annotation, _info(each.annotation, *info)]
+            )
+            for each, info in zip(typed, infos, strict=True)
+        }
+        ordered = signature.replace(parameters=list(parameters.values()))
+        function.__signature__ = ordered  # type: ignore[attr-defined]
         return function
 
     return decorate

@@ -12,9 +12,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from deploykit.building.builder import Shapes
 from deploykit.core.artefact import Artefact
@@ -40,7 +40,7 @@ from deploykit.evaluation.artefacts import span
 from deploykit.evaluation.bundle_folder import Bundle, read_bundle, verify
 from deploykit.evaluation.verify import open_proven, prove_engine
 from deploykit.serving.observe.prometheus import Sample
-from deploykit.serving.options import VERSION
+from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.serve import serve_until_stopped
 
 if TYPE_CHECKING:
@@ -62,38 +62,53 @@ class Booted(Record):
     why: str
 
 
-OnReady = Callable[[str, int, "int | None", list[str], Booted], None]
+class OnReady(Protocol):
+    """Called once the server answers: where, with which models, from which engine."""
+
+    def __call__(
+        self, host: str, port: int, grpc_port: int | None, names: list[str], /, *, booted: Booted
+    ) -> None: ...
 
 
 def boot_until_stopped(
     bundle: StrPath,
     cache: StrPath,
+    options: ServeOptions = ServeOptions(),  # noqa: B008 - frozen
     *,
     rollback: bool = False,
     retry: bool = False,
-    device: str = "auto",
+    log_format: str = "text",
     on_ready: OnReady | None = None,
-    **options: Any,
 ) -> int:
     """Serve a bundle until SIGTERM or Ctrl-C, from an engine that was built on this device.
 
-    `cache`: the folder of its engines. `rollback`: serve the previous engine from now on. `retry`:
-    build again what failed or was rolled back. `options`: those of `serve_until_stopped`. Returns
-    how many accepted requests were left unanswered.
+    Args:
+        bundle: the folder that `bundle` wrote.
+        cache: the folder of its engines.
+        options: how to serve; not what.
+        rollback: serve the previous engine from now on.
+        retry: build again what failed or was rolled back.
+        log_format: text or json lines on stderr.
+        on_ready: called once it is ready.
 
-    Raises BadInput for a bundle or a cache that is damaged, Unsupported for another machine than
-    the bundle's, GateFailed for an engine with other outputs, where no earlier one can serve.
+    Returns how many accepted requests were left unanswered. Raises BadInput for a bundle or a cache
+    that is damaged, Unsupported for another machine than the bundle's, GateFailed for an engine
+    with other outputs, where no earlier one can serve.
     """
-
-    check_device(device)
+    check_device(options.device)
     found = _read(Path(bundle))
     if Path(cache).resolve().is_relative_to(Path(bundle).resolve()):
         raise BadInput(f"`cache` {cache}: is inside the bundle, which may hold only its own files")
     profile = load_profile(found.profile)
-    if profile.device == "cpu" and device == "auto":
-        device = "cpu"
+    if profile.device == "cpu" and options.device == "auto":
+        options = replace(options, device="cpu")
     boot = Boot(
-        Path(bundle), profile, EngineCache(Path(cache)), device, rollback=rollback, retry=retry
+        Path(bundle),
+        profile,
+        EngineCache(Path(cache)),
+        options.device,
+        rollback=rollback,
+        retry=retry,
     )
     with ExitStack() as stack:
 
@@ -103,18 +118,14 @@ def boot_until_stopped(
             booted = boot.confirm()
             stack.close()  # another process may use the cache
             if on_ready is not None:
-                on_ready(host, port, grpc_port, names, booted)
-
-        def engines() -> list[str]:
-            return [f"{found.name}={stack.enter_context(boot.prepare())}"]
+                on_ready(host, port, grpc_port, names, booted=booted)
 
         return serve_until_stopped(
-            engines,
-            device=device,
-            reload=False,
+            replace(options, reload=False),
+            find=lambda: {found.name: stack.enter_context(boot.prepare())},
+            log_format=log_format,
             on_start=on_start,
             on_serve=lambda server: _publish(boot.booted, server.repository),
-            **options,
         )
 
 

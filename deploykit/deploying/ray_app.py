@@ -16,7 +16,7 @@ from typing import Any
 from deploykit.core.extras import require
 from deploykit.core.files import StrPath
 from deploykit.serving.hosted import Answered, Asked, HostedApp
-from deploykit.serving.opening import Opening
+from deploykit.serving.opening import open_engines
 from deploykit.serving.options import ServeOptions
 
 serve = require("ray.serve")
@@ -52,9 +52,8 @@ def open_replica(
     max_batch: int = 32,
 ) -> HostedApp:
     """Open `model` and serve it as `name` on the running event loop, once it is warm."""
-    options = ServeOptions(max_batch=max_batch)
-    engines = Opening(device, threads, 1, trust=False, cpu_fallback=False)(Path(model), options)
-    app = HostedApp({name: engines}, options)
+    options = ServeOptions(device=device, threads=threads, max_batch=max_batch)
+    app = HostedApp({name: open_engines(Path(model), options)}, options)
     app.start()
     return app
 

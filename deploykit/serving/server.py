@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -109,7 +110,7 @@ class Server:
         options, limits = group.share_of(options), limits or HttpLimits()
         limits = replace(limits, connections=math.ceil(limits.connections / group.count))
         guard, cert, key = Guard(options.token), options.tls_cert, options.tls_key
-        tls = None if cert is None or key is None else tls_context(cert, key)
+        tls = None if cert is None or key is None else tls_context(Path(cert), Path(key))
         self._options = options
         self._group = group
         self._socket = group.bind(options.host, options.http_port, "`http_port`")

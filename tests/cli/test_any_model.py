@@ -168,7 +168,7 @@ def limited(nbytes: int) -> None:
         ("bench", "m.onnx", "--quick", "-o", "report"),
         ("compare", "m.onnx", "m.onnx"),
         ("quantize", "m.onnx", "--to", "fp16", "-o", "q.onnx"),
-        ("serve", "--engine", "m.onnx", "--http-port", "0", "--no-grpc"),
+        ("serve", "--engine", "m.onnx", "--http-port", "0", "--grpc-port=none"),
         ("predict", "m.onnx", "d.npz", "-o", "p.npz"),
     ],
     ids=lambda words: words[0],

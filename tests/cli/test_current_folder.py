@@ -124,7 +124,15 @@ def test_a_server_runs_no_file_of_the_current_folder(tmp_path: Path) -> None:
 
 
 def test_boot_runs_no_file_of_the_current_folder(folder: Folder) -> None:
-    words = [*folder.deploykit, "boot", "bundle", "--cache", "cache", "--http-port=0", "--no-grpc"]
+    words = [
+        *folder.deploykit,
+        "boot",
+        "bundle",
+        "--cache",
+        "cache",
+        "--http-port=0",
+        "--grpc-port=none",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         words, cwd=folder.path, env=environment, stdout=subprocess.PIPE

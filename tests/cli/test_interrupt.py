@@ -146,7 +146,7 @@ def test_ctrl_c_while_exporting(place: Path) -> None:
 
 def test_ctrl_c_ends_a_server_and_a_load_on_it(place: Path) -> None:
     server = subprocess.Popen(
-        [*DEPLOYKIT, "serve", "--engine", "m=model.onnx", "--http-port", "0", "--no-grpc"],
+        [*DEPLOYKIT, "serve", "--engine", "m=model.onnx", "--http-port", "0", "--grpc-port=none"],
         cwd=place,
         stdout=subprocess.PIPE,
     )

@@ -100,7 +100,7 @@ def main() -> int:
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     command = [PYTHON, "-m", "deploykit", "serve", f"cnn={options.folder / 'cnn.onnx'}"]
-    command += ["--device", options.device, "--http-port", str(port), "--no-grpc"]
+    command += ["--device", options.device, "--http-port", str(port), "--grpc-port=none"]
     server = subprocess.Popen(command)
     try:
         wait_until_ready(url, server)

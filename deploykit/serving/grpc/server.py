@@ -7,6 +7,7 @@ import logging
 import ssl
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from deploykit.serving.grpc.call import GrpcCall, HeadParser
 from deploykit.serving.grpc.methods import Calls
@@ -50,7 +51,7 @@ class GrpcServer:
         self._shared = Shared(parse, GrpcCall, limits, options.max_body_bytes, memory, large)
         self._tls: ssl.SSLContext | None = None
         if options.tls_cert is not None and options.tls_key is not None:
-            self._tls = tls_context(options.tls_cert, options.tls_key)
+            self._tls = tls_context(Path(options.tls_cert), Path(options.tls_key))
             self._tls.set_alpn_protocols(["h2"])
 
     @property

@@ -50,7 +50,7 @@ class AccessControl:
         for origin in origins:
             if not _ORIGIN.fullmatch(origin):
                 raise BadInput(
-                    f"`origin` {origin}: not an origin",
+                    f"`origins` {origin}: not an origin",
                     hint="scheme, host and port as a browser sends them: https://example.org:8080",
                 )
         self._guard = guard
