@@ -84,7 +84,7 @@ def our_epochs(recipe: Recipe, splits: Splits, epochs: int) -> float:
     torch.manual_seed(0)
     nothing = replace(splits.calibration, labels=splits.calibration.labels[:0])  # no scoring
     settings = settle(
-        recipe, TrainingOptions(device="cpu", epochs=epochs, amp=False, augment=False)
+        recipe, TrainingOptions(device="cpu", epochs=epochs, amp="off", augment=False)
     )
     data = replace(splits, calibration=nothing)
     run = Run(recipe, data, settings, recipe.build(), "", Processes())

@@ -116,7 +116,7 @@ def test_training_and_export_run_no_file_of_the_current_folder_but_the_recipe(
     needs("torch", "onnxscript")
     (folder.path / "mine.py").write_text("from tests.support.training import LINE as RECIPE\n")
     train = "train ./mine.py:RECIPE --epochs 1 -o line.pt"
-    export = "export line.pt --arch ./mine.py:RECIPE --exporter torchscript -o line.onnx"
+    export = "export line.pt --arch ./mine.py:RECIPE -o line.onnx"
     for words in (train, export):
         code, out = folder.run(*words.split())
         assert code == 0, out
