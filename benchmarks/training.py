@@ -35,7 +35,7 @@ from tests.gpu.steps import LOADED_S, PYTHON, Result, Step
 
 HERE = str(Path(__file__).resolve())
 EPOCHS = 20
-GPU = {"device": "cuda", "amp": False, "tf32": False}
+GPU = {"device": "cuda", "amp": "off", "tf32": False}
 RUNS: Mapping[str, Mapping[str, Any]] = {  # name -> what `deploykit.training.train.train` gets
     "gpu float32": GPU,
     "cpu float32": {"device": "cpu"},

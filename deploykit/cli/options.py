@@ -11,6 +11,7 @@ import typer
 
 from deploykit.core.precision import OTHER_NODES, QUANTIZED
 from deploykit.core.runtime import BUILT, TARGET_RUNTIMES
+from deploykit.core.task import KINDS
 
 GENERAL = "General"  # the section of a help page that comes last
 
@@ -21,11 +22,13 @@ if TYPE_CHECKING:  # typer reads the choices when it runs
     AnyPrecision = str
     OtherPrecision = str
     TargetRuntime = str
+    TaskKind = str
 else:
     LowPrecision = Literal[_WRITTEN]
     AnyPrecision = Literal[_BUILT]
     OtherPrecision = Literal[OTHER_NODES]
     TargetRuntime = Literal[TARGET_RUNTIMES]
+    TaskKind = Literal[tuple(KINDS)]
 
 JSON = f"{GENERAL}:\n--json  Print one JSON document on stdout"
 DEVICE = "--device auto|cpu|cuda|cuda:N  Where the model runs"

@@ -1,4 +1,4 @@
-"""Export a torch module to ONNX: torch's current exporter first, the older one only by name.
+"""Export a torch module to ONNX: torch's current exporter first, the older one where that fails.
 
 The tensors are named as the specs say and dynamic axes are dynamic; `Exported` says which exporter
 wrote the file and why. A graph that would silently be wrong is refused: one that keeps a single
@@ -18,7 +18,6 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, GateFailed, Unsupported
 from deploykit.core.extras import require
-from deploykit.core.profile import Profile
 from deploykit.core.tensors import TensorSpec
 from deploykit.exporting.capture import (
     by_dynamo,
@@ -281,7 +280,6 @@ def _graphs(graph: Any) -> Iterator[Any]:
 DEFAULT_OPSET = 20  # what torch's exporter writes itself; NVIDIA's parsers take it
 OPSETS = range(18, 24)  # older ones torch's current exporter does not write
 TORCHSCRIPT_OPSETS = range(18, 21)  # the older exporter stopped at 20
-EXPORTERS = ("auto", "dynamo", "torchscript")
 _BRANCH_HINT = (
     "torch.where computes both branches and torch.cond keeps both; else give the axis a fixed size "
     "in `inputs`"
@@ -305,11 +303,6 @@ class Exported:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
-def opset_for(profile: Profile) -> int:
-    """The opset to export with for a target: the one its profile names, else 20."""
-    return profile.opset or DEFAULT_OPSET
-
-
 def export_module(
     module: Any,
     inputs: Sequence[TensorSpec],
@@ -317,44 +310,35 @@ def export_module(
     out: Path,
     *,
     opset: int = DEFAULT_OPSET,
-    exporter: str = "auto",
     sizes: Mapping[str, int] | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> Exported:
     """Write `module` to `out`; past `max_bytes` of weights, these to OUT.data next to it.
 
     `module.forward` takes one tensor for each of `inputs`, by position, and returns a tuple in the
-    order of `outputs`. `exporter`: "auto" takes torch's current exporter, and the older one where
-    that fails for a reason that does not make the older one's graph wrong. `sizes`: the size to
-    export at, by axis, where the model does not run at small ones.
+    order of `outputs`. TorchScript goes through torch's older exporter; so does a module that the
+    current one fails on, where the reason does not make the older one's graph wrong. `sizes`: the
+    size to export at, by axis, where the model does not run at small ones.
 
     Raises BadInput when torch cannot export the model, naming the reason and the line of the user's
     code that it comes from.
     """
-    if exporter not in EXPORTERS:
-        raise BadInput(f"exporter {exporter}: unknown", hint="one of: " + ", ".join(EXPORTERS))
-    scripted = is_scripted(module)
-    if exporter == "dynamo" and scripted:
-        raise BadInput(
-            "a TorchScript module goes through torch's older exporter only",
-            hint="leave the exporter to be chosen, or export the original module",
-        )
-    older = scripted or exporter == "torchscript"
+    older = is_scripted(module)
     offered = TORCHSCRIPT_OPSETS if older else OPSETS
     if opset not in offered:
-        which = " by torch's older exporter" if older else ""
+        which = " for TorchScript" if older else ""
         raise BadInput(
             f"opset {opset} is not offered{which}", hint=f"{offered[0]} to {offered[-1]}"
         )
     at = example_sizes(inputs, sizes)
     decided: tuple[str, ...] = ()
-    why = "the file is TorchScript" if scripted else "it was asked for" if older else ""
+    why = "the file is TorchScript" if older else ""
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as folder:
         if not older:
             try:
                 model, decided = _at_size_taken(module, inputs, outputs, opset, at)
             except NotExported as first:
-                if exporter == "dynamo" or first.final:
+                if first.final:
                     raise _add_advice(first, module, inputs, at) from first.__cause__
                 model, why = _fall_back(module, inputs, outputs, opset, at, Path(folder), first)
         else:
@@ -362,26 +346,16 @@ def export_module(
             if frozen:
                 why += f"; it keeps what the example decided at {', '.join(frozen)}"
                 decided = frozen
-        _finish(model, module, inputs, outputs, at)
+        try:
+            finish(model, inputs, outputs, _parameters(module), at)
+        except BadInput as exc:
+            add_cause(exc, module, inputs, at)
+            raise
         save(model, out, max_bytes)
     written = model.opset_imports[""]
     if written > opset:
         raise BadInput(f"torch wrote opset {written}, {opset} was asked for")
     return Exported("torchscript" if why else "dynamo", written, why, decided, at)
-
-
-def _finish(
-    model: Any,
-    module: Any,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
-    sizes: Mapping[str, int],
-) -> None:
-    try:
-        finish(model, inputs, outputs, _parameters(module), sizes)
-    except BadInput as exc:
-        add_cause(exc, module, inputs, sizes)
-        raise
 
 
 def add_cause(
@@ -452,7 +426,7 @@ def _fall_back(
 def _add_advice(
     error: NotExported, module: Any, inputs: Sequence[TensorSpec], sizes: Mapping[str, int]
 ) -> NotExported:
-    """`error` with the line that calls an operator which ONNX lacks, and what to do."""
+    """Add to `error` the line that calls an operator which ONNX lacks, and what to do."""
     if error.operator:
         watch_calls(module, inputs, sizes).add_operator(error, error.operator)
     check_layers(error, module)

@@ -30,7 +30,7 @@ from deploykit.reporting import html
 from deploykit.reporting.charts import Chart, Mark, Series
 from deploykit.reporting.markdown import table_lines
 from deploykit.reporting.tables import NOT_MEASURED, machine
-from deploykit.training.data import check_labels, make_loader, time_batches
+from deploykit.training.data import check_labels, make_batches, time_batches
 from deploykit.training.distributed import Processes
 from deploykit.training.loop import Run, use_tf32
 from deploykit.training.options import Progress as ProgressDevices
@@ -398,8 +398,7 @@ def time_devices(
                 device=device,
                 epochs=1,
                 batch_size=batch,
-                amp=precision in ("bf16", "fp16"),
-                amp_dtype=precision if precision in ("bf16", "fp16") else "auto",
+                amp=precision if precision in ("bf16", "fp16") else "off",
                 tf32=precision != "float32",
                 augment=augment,
                 compile=compiled,
@@ -427,9 +426,7 @@ def time_augmentation(
             on_progress(f"{device} {AUGMENTED}, batch {batch}", 1.0)
         row = DeviceTimes(device, AUGMENTED, batch, absent=_lacks(device, AUGMENTED))
         if row.absent is None:
-            options = TrainingOptions(
-                device=trains_on, batch_size=batch, augment=True, augment_on=device
-            )
+            options = TrainingOptions(device=trains_on, batch_size=batch, augment=True)
             row = _time_making(recipe, splits.train, options, row)
         rows.append(row)
     return rows
@@ -439,7 +436,8 @@ def _time_making(
     recipe: Recipe, train: Split, options: TrainingOptions, row: DeviceTimes
 ) -> DeviceTimes:
     try:
-        made = make_loader(recipe, train, settle(recipe, options), Processes()).batches
+        settings, where = settle(recipe, options), torch.device(row.device)
+        made = make_batches(recipe, train, settings, Processes(), where)
         seconds: list[float] = []
         while len(seconds) < _ROUNDS and (len(seconds) < _FEWEST or sum(seconds) < _LIMIT_S / 4):
             seconds.append(time_batches(made) / 1e3)

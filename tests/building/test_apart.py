@@ -67,7 +67,7 @@ def test_an_error_there_is_the_error_here(
     child(monkeypatch, CHILD.format(error="no tactics within workspace limit"))
     with pytest.raises(Unsupported, match="no kernel fits into the workspace") as caught:
         apart.build_apart(model, out, options(ORIN))
-    assert caught.value.hint == "choose a larger workspace: `workspace_bytes`"
+    assert caught.value.hint == "a larger `workspace_bytes` in the profile"
     assert not out.exists()
 
 

@@ -22,8 +22,6 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "int8": ("--precision", "int8", "--calib", "{folder}/calib.npz"),
     "version compatible": ("--version-compatible",),
     "hardware compatible": ("--hardware-compatible", "ampere-plus"),
-    "level 5, 64 MiB": ("--level", "5", "--workspace", "64M"),
-    "timing cache": ("--timing-cache", "{folder}/own.cache"),
 }
 
 

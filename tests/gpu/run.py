@@ -54,8 +54,8 @@ SUITES = {  # part -> the runtime it needs, and what pytest gets
 }
 RECIPE = ROOT / "tests" / "gpu" / "recipe.py"
 TRAINED = {  # title -> options of `deploykit train`
-    "float32, data on the GPU": ["--no-amp", "--no-tf32", "--no-augment"],
-    "mixed precision, augmented": ["--augment", "--augment-on", "auto"],
+    "float32, data on the GPU": ["--amp", "off", "--no-tf32", "--no-augment"],
+    "mixed precision, augmented": ["--augment"],
 }
 
 

@@ -509,7 +509,7 @@ class _Job:
         pin_linear(nv, network)
         inputs = inputs_of(network, self.model)
         sizes = ranges(inputs, options.batch, options.axes)
-        asked = space = options.workspace
+        asked = space = options.profile.workspace_bytes
         if asked is not None:
             shared = options.profile.unified_memory
             need = memory_need(network, self.model, asked, options.batch, options.axes, shared)
@@ -557,8 +557,6 @@ class _Job:
             config.set_memory_pool_limit(nv.MemoryPoolType.WORKSPACE, workspace)
         if not options.tf32:
             config.clear_flag(nv.BuilderFlag.TF32)  # set by default
-        if options.level is not None:
-            config.builder_optimization_level = options.level
         if options.version_compatible:
             names.append("VERSION_COMPATIBLE")
         if options.hardware_compatible:

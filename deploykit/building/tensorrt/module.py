@@ -97,7 +97,7 @@ _PARSER: Sequence[tuple[str, Reason]] = (
 _BUILDER: Sequence[tuple[str, Reason]] = (
     (
         "workspace limit|insufficient workspace|increase the .*workspace",
-        Reason("no kernel fits into the workspace", "choose a larger workspace: `workspace_bytes`"),
+        Reason("no kernel fits into the workspace", "a larger `workspace_bytes` in the profile"),
     ),
     (
         r"libnvinfer_lean|libnvinfer_builder|libnvinfer_dispatch",
@@ -107,7 +107,7 @@ _BUILDER: Sequence[tuple[str, Reason]] = (
         "out of memory|OutOfMemory|Requested amount of GPU memory",
         Reason(
             "the GPU ran out of memory while building",
-            "stop other programs that use the GPU, or choose a smaller workspace or batch",
+            "stop other programs that use the GPU, or choose a smaller batch",
         ),
     ),
     (

@@ -17,7 +17,6 @@ from deploykit.building.tensorrt.options import (
     check_options,
     parse_axis,
     parse_batch,
-    parse_workspace,
 )
 from deploykit.building.tensorrt.progress import OnProgress
 from deploykit.core.artefact import Artefact
@@ -110,8 +109,8 @@ def prove_plan(
         made = reject(tmp, made)
         raise GateFailed(
             f"{place.name}: {evidence.wrong}; the engine is kept as {made.path}",
-            hint="other kernels: `level` 5; wider ones where they are few or fast: `allow_wider`; "
-            "or find the node that differs: deploykit compare",
+            hint="a `precision` that the target has kernels for; or find the node that differs: "
+            "deploykit compare",
             result=made,
         )
     return keep(tmp, made)
@@ -127,7 +126,7 @@ def _manifest(
         graph_file, tmp, _sizes(options, graph.inputs)
     )
     asked = verify.asked_of(graph)
-    read = verify.compare_layers(layers, asked, allow_wider=options.shapes.allow_wider)
+    read = verify.compare_layers(layers, asked)
     precision = _count(layers or ()) if read.known else graph.precision
     if samples is not None:
         bound = max(samples.max_error, max_engine_error(precision))
@@ -345,12 +344,10 @@ def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:
         profile=target,
         batch=parse_batch(text) if text else AxisRange(1, 1, 1),
         axes=dict(parse_axis(each) for each in shapes.axes),
-        level=shapes.level,
         version_compatible=shapes.version_compatible,
         hardware_compatible=shapes.hardware_compatible,
         dla=shapes.dla,
         plugins=tuple(map(Path, shapes.plugins)),
-        workspace_bytes=parse_workspace(shapes.workspace) if shapes.workspace else None,
         timing_cache=Path(shapes.timing_cache) if shapes.timing_cache else None,
         tf32=shapes.tf32,
         device=shapes.device,
