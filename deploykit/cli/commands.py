@@ -74,9 +74,14 @@ class Command(TyperCommand):
         return [*super().get_params(ctx), *shared]
 
     def invoke(self, ctx: Any) -> Any:
-        flags = {each.name: _typed(each) for each in self.params}
+        commands = getattr(ctx.find_root().command, "commands", {})
 
         def spell(message: str) -> str:
+            if not _PARAMETER.search(message):
+                return message  # without building all commands, whose options a hint may name
+            all_of_them = [option for each in commands.values() for option in each.params]
+            options = [each for each in all_of_them if each.param_type_name == "option"]
+            flags = {each.name: _typed(each) for each in (*options, *self.params)}
             return _PARAMETER.sub(lambda match: flags.get(match[1], match[0]), message)
 
         output.spell = spell

@@ -23,8 +23,8 @@ MODEL                  An .onnx file
 -o --out DIR|DIR.tar   The folder to write; with DIR.tar the same as one file, too
 --to                   Where it will run: a container on one machine, or a cluster's server
 --name NAME            The name to serve it under [the file's]
---batch MIN,OPT,MAX    Smallest, usual and largest batch
---axis NAME=MIN,OPT,MAX  The same for another dynamic axis; may be repeated
+--batch MIN,OPT,MAX    Sizes of the batch axis: smallest, usual and largest
+--axis NAME=MIN,OPT,MAX  Sizes of another dynamic axis; may be repeated
 --samples FILE.npz|DIR  Inputs for the samples that the device replays [those kept with the
         model, else random]
 --wheels               Bring the Python packages, for a target without a network
@@ -89,7 +89,7 @@ def boot(
     words = [
         f"--{name.replace('_', '-')}={value}"
         for name, value in flags.items()
-        if name == "config" or context.get_parameter_source(name).name != "DEFAULT"
+        if name == "config" or "DEFAULT" not in str(context.get_parameter_source(name))
         if value is not None
     ]
     command: Any = context.find_root().command

@@ -30,7 +30,7 @@ def gpu_number(device: str) -> int:
     """Return the number of the GPU that "auto", "cuda" or "cuda:N" names; BadInput for a CPU."""
     check_device(device)
     if device == "cpu":
-        raise BadInput("`device` cpu: this bundle's engine runs on a GPU")
+        raise BadInput("`device` cpu: the engine runs on a GPU")
     return int(device.partition(":")[2] or 0)
 
 
@@ -82,11 +82,12 @@ def _other_machine(bundle: Bundle, profile: Profile, machine: Machine, what: str
 def check_gpu(profile: Profile, machine: Machine, gpu: Here) -> None:
     """Compare TensorRT and the driver. Raises Unsupported."""
     if not in_range(profile, gpu.tensorrt):
-        needed, first = range_text(profile), first_jetpack(profile) if profile.boards else None
+        versions = range_text(profile)
+        first = first_jetpack(profile) if profile.boards else None
         raise Unsupported(
-            f"TensorRT {gpu.tensorrt} is here; {profile.name} needs {needed}",
+            f"TensorRT {gpu.tensorrt} is here; {profile.name} needs {versions}",
             hint="install "
-            + (f"JetPack {first.version} or later" if first else f"TensorRT {needed}"),
+            + (f"JetPack {first.version} or later" if first else f"TensorRT {versions}"),
         )
     made_for = [each for each in JETPACKS if _same(each.tensorrt, gpu.tensorrt)]
     majors = {release_numbers(each.l4t)[0] for each in made_for}
