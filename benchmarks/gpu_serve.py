@@ -41,9 +41,9 @@ from processes import Running, free_port, started
 from deploykit.core.errors import DeploykitError
 from deploykit.core.files import make_folder, read_json, write_json, write_text
 from deploykit.core.machine import this_machine, usable_cores
-from tests.gpu.guard import workplace
-from tests.gpu.run import run_all, use_site
-from tests.gpu.steps import LOADED_S, PYTHON, Result, Step
+from scripts.gpu.guard import workplace
+from scripts.gpu.run import run_all, use_site
+from scripts.gpu.steps import LOADED_S, PYTHON, Result, Step
 
 BENCHMARKS = Path(__file__).resolve().parent
 HERE, NAME = str(Path(__file__).resolve()), "gpu_serve"
@@ -130,7 +130,7 @@ def engine_alone(work: Path, seconds: float, rehearse: bool) -> Iterator[Row]:
     import deploykit as dk
     from deploykit.benchmarking.timing import run_block
     from deploykit.engines.data.samples import random_feeds
-    from tests.gpu.cpu_as_gpu import cpu_as_gpu
+    from scripts.gpu.cpu_as_gpu import cpu_as_gpu
 
     with cpu_as_gpu() if rehearse else nullcontext(), dk.load(work / "m.onnx", "cuda") as engine:
         for batch in (1, 4) if rehearse else (1, 32, 128):
@@ -148,7 +148,7 @@ def serve(which: str, work: Path, count: int, rehearse: bool) -> Iterator[Row]:
     command = [PYTHON, STAND_IN, str(port), str(count)]
     if which == "serve":
         kinds = {"uint8 tensors": (), "JPEG": ("--data", str(work / "m.jpg"))}
-        program = "tests.gpu.cpu_as_gpu" if rehearse else "deploykit"
+        program = "scripts.gpu.cpu_as_gpu" if rehearse else "deploykit"
         command = [PYTHON, "-m", program, "serve", f"m={work / 'm.onnx'}", "--device", "cuda"]
         command += ["--workers", str(count), "--http-port", str(port), "--grpc-port=none"]
     with started(command, lambda: ready(port), cwd=BENCHMARKS.parent) as running:

@@ -60,7 +60,7 @@ from deploykit.planning.capacity import (  # noqa: E402
     capacity,
     served_s,
 )
-from tests.gpu.guard import workplace  # noqa: E402
+from scripts.gpu.guard import workplace  # noqa: E402
 
 WARM_UP_S, DRAIN_S, CONNECTIONS = 1.0, 2.0, 512
 CPU = "server's CPU us per request"

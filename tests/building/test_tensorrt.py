@@ -17,7 +17,7 @@ from deploykit.core.errors import MissingExtra, NotFound, Unsupported
 from deploykit.core.extras import install_command
 from deploykit.core.files import sha256
 from deploykit.core.profile import load_profile
-from tests.nvidia import fetch
+from scripts.nvidia import fetch
 from tests.support.builders.fake_tensorrt import Severity
 from tests.support.builders.tensorrt_fixtures import (  # noqa: F401
     BATCH,

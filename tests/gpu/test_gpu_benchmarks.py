@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deploykit.core.machine import this_machine
-from tests.gpu.steps import PYTHON, ROOT, Result, Step
+from scripts.gpu.steps import PYTHON, ROOT, Result, Step
 
 sys.path[:0] = [str(ROOT / "benchmarks" / "serve"), str(ROOT / "benchmarks")]
 

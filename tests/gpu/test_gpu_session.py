@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import carry, server, session
-from tests.gpu.steps import PYTHON, ROOT, Result, Step
-from tests.nvidia import fetch
+from scripts.gpu import carry, server, session
+from scripts.gpu.steps import PYTHON, ROOT, Result, Step
+from scripts.nvidia import fetch
 
 METRICS = """# TYPE nv_gpu_memory_used_bytes gauge
 nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"} 1.5e+09
@@ -86,7 +86,7 @@ def test_waiting_leaves_the_lock_on_our_own_cuda_driver(tmp_path: Path) -> None:
         pytest.skip(str(exc))
     small = {"FAKECUDA_TOTAL": str(4 << 20), "FAKECUDA_WAIT_MS": "100"}
     done = subprocess.run(
-        [PYTHON, "-m", "tests.gpu.lock"],
+        [PYTHON, "-m", "scripts.gpu.lock"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
 """`make test`'s second part: NVIDIA's own parser, builder and type signatures, on any machine.
 
-    python -m tests.nvidia.run [--folder .rig] [-- what pytest gets]
+    python -m scripts.nvidia.run [--folder .rig] [-- what pytest gets]
 
 Makes the rig, runs every test marked `nvidia` with it, and checks our TensorRT code against the
 stubs of several versions. What cannot be had here is skipped, with its reason; the exit code is
@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.nvidia import fetch, rig, typed
+from scripts.nvidia import fetch, rig, typed
 
 ROOT = typed.ROOT
 _MARKED = ("mark.nvidia", "nvidia_cases")  # the mark itself, and the helpers that hold it
@@ -30,7 +30,12 @@ def main() -> int:
     parser.add_argument("pytest", nargs="*", help="options for pytest, after --")
     options = parser.parse_args()
     started = time.perf_counter()
-    command = [sys.executable, "-m", "tests.nvidia.typed", str(options.folder.resolve() / "stubs")]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.nvidia.typed",
+        str(options.folder.resolve() / "stubs"),
+    ]
     # types are checked beside the tests: a type check and a build each keep one core busy
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

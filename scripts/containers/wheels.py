@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.containers import rig
+from scripts.containers import rig
 
 CASES = [
     (python, extras)

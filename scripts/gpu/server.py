@@ -1,6 +1,6 @@
 """A server on the GPU under load, and its GPU figures next to those of nvidia-smi.
 
-    python -m tests.gpu.server FOLDER [--device cuda] [--seconds 10]
+    python -m scripts.gpu.server FOLDER [--device cuda] [--seconds 10]
 
 Starts `deploykit serve` with the small CNN of the tests, then `deploykit load`; prints JSON. Exit 1
 where a request failed, where the server does not end with 0 on SIGTERM, or where `/metrics` and
@@ -22,8 +22,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.gpu import builds
-from tests.gpu.steps import PYTHON
+from scripts.gpu import builds
+from scripts.gpu.steps import PYTHON
 
 READY_S = 90
 _SHARE = 0.05

@@ -1,6 +1,6 @@
 """`make containers-test`: both Dockerfiles linted, built and run, without a container engine.
 
-    python -m tests.containers.run [--only lint,x86,arm64,wheels] [--no-write]
+    python -m scripts.containers.run [--only lint,x86,arm64,wheels] [--no-write]
 
 As root on Debian, with its mirror and PyPI; twenty minutes the first time. In: this checkout. Out:
 benchmarks/results/containers_MACHINE_DATE.md. Exit 1 if something did not hold, 3 if this machine
@@ -28,8 +28,8 @@ import numpy as np
 
 import deploykit as dk
 from deploykit.core.machine import this_machine
-from tests.containers import rig
-from tests.containers.wheels import resolve_all
+from scripts.containers import rig
+from scripts.containers.wheels import resolve_all
 from tests.support.bundles import proven_model
 from tests.support.onnx_zoo import mnist_like
 
@@ -239,7 +239,7 @@ def hardened(results: Results, process: rig.Process) -> None:
 def answers(results: Results, process: rig.Process, model: str, samples: Path) -> None:
     """What tritonclient gets, the health check, and the end by SIGTERM."""
     arch = process.image.architecture
-    command = (sys.executable, "-m", "tests.containers.client", model, samples)
+    command = (sys.executable, "-m", "scripts.containers.client", model, samples)
     done = process.execute(*command)
     text = done.stdout.strip() or done.stderr.strip()[-300:]
     results.add(f"{arch}: tritonclient", text, done.returncode == 0)
@@ -345,8 +345,8 @@ def write(results: Results, only: str) -> None:
     part = "" if only == ",".join(PARTS) else f" --only {only}"
     text = f"""# containers
 
-`python -m tests.containers.run{part}` (`make containers-test`), {date}. No GPU, no NVIDIA image, no
-Jetson: Debian 12 stands in for each base, qemu-user 7.2 for the arm64 processor.
+`python -m scripts.containers.run{part}` (`make containers-test`), {date}. No GPU, no NVIDIA image,
+no Jetson: Debian 12 stands in for each base, qemu-user 7.2 for the arm64 processor.
 
 {machine.cpu}, {machine.physical_cores} cores, {machine.system}; Python {machine.python};
 {rig.buildah("--version")}; deploykit {dk.__version__}

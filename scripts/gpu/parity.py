@@ -1,6 +1,6 @@
 """Two artefacts on the same inputs, each on its own device: how far is the second from the first?
 
-    python -m tests.gpu.parity typed.onnx plan.trt --precision fp16
+    python -m scripts.gpu.parity typed.onnx plan.trt --precision fp16
 
 Out, as JSON: the signal to noise ratio of the worst output at the worst batch, and the largest
 error. Exit 1 below what the precision must reach. `deploykit compare` has one device for both.

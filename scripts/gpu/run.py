@@ -1,6 +1,6 @@
 """`make gpu-test`: everything that needs an NVIDIA GPU, in one command.
 
-    python -m tests.gpu.run [--only probe,cuda,...] [--members NAME,...] [--out DIR] [--system]
+    python -m scripts.gpu.run [--only probe,cuda,...] [--members NAME,...] [--out DIR] [--system]
 
 In: this machine's GPU and whatever of TensorRT, ONNX Runtime and torch is installed for it. Out:
 `summary.json`, `summary.md` and a log of each step in DIR, written anew after every step. Each step
@@ -27,9 +27,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from deploykit.core.machine import this_machine
-from tests.gpu import builds, zoo
-from tests.gpu.guard import workplace
-from tests.gpu.steps import PYTHON, ROOT, Result, Step, run_step
+from scripts.gpu import builds, zoo
+from scripts.gpu.guard import workplace
+from scripts.gpu.steps import PYTHON, ROOT, Result, Step, run_step
 from tests.support.runtimes.cases import OPENERS, absent
 
 NOTHING = "no NVIDIA GPU here: nothing was run"
@@ -52,7 +52,7 @@ SUITES = {  # part -> the runtime it needs, and what pytest gets
         [CONFORMANCE, "tests/engines/test_onnxruntime_cuda.py", "-k", "cuda", "-m", "gpu"],
     ),
 }
-RECIPE = ROOT / "tests" / "gpu" / "recipe.py"
+RECIPE = ROOT / "scripts" / "gpu" / "recipe.py"
 TRAINED = {  # title -> options of `deploykit train`
     "float32, data on the GPU": ["--amp", "off", "--no-tf32", "--no-augment"],
     "mixed precision, augmented": ["--augment"],
@@ -142,12 +142,12 @@ def planned(
             command = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider", *words]
             yield Step(part, f"pytest: {part}", command, 1200, skip=why)
         elif part in ("probe", "faults"):
-            command = [PYTHON, "-m", f"tests.gpu.{part}"]
+            command = [PYTHON, "-m", f"scripts.gpu.{part}"]
             more = ["--out", str(out)] if part == "probe" else []
             yield Step(part, part, [*command, *more], 900)
         elif part == "leak":
             for runtime in RUNTIMES:
-                command = [PYTHON, "-m", "tests.gpu.leak", runtime, "--calls", str(calls)]
+                command = [PYTHON, "-m", "scripts.gpu.leak", runtime, "--calls", str(calls)]
                 yield Step("leak", runtime, command, 600, skip=absent(runtime))
         elif part == "build":
             yield from builds.steps(folder, absent("tensorrt"))

@@ -1,6 +1,6 @@
 """Type stubs of NVIDIA's Python bindings, one folder per version of TensorRT, for mypy.
 
-    python -m tests.nvidia.stubs .rig/stubs 10.3.0 11.4.0.106
+    python -m scripts.nvidia.stubs .rig/stubs 10.3.0 11.4.0.106
     MYPYPATH=.rig/stubs/10.3.0 mypy --strict ...
 
 In: versions. Out: FOLDER/VERSION with the stub packages `tensorrt_bindings` and `tensorrt`. The
@@ -22,7 +22,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.nvidia import fetch
+from scripts.nvidia import fetch
 
 VERSIONS = ("10.3.0", "10.16.1.11", "11.4.0.106")  # JetPack 6's, the last 10.x, the newest
 STUBGEN = ("pybind11-stubgen==3.0.0", "typing_extensions>=4.12")

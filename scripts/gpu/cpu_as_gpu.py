@@ -1,6 +1,6 @@
 """deploykit with this machine's CPU in the GPU's place: to rehearse what needs a GPU.
 
-    python -m tests.gpu.cpu_as_gpu bench model.onnx --device cuda
+    python -m scripts.gpu.cpu_as_gpu bench model.onnx --device cuda
 
 Everything runs but the GPU: an engine of ONNX Runtime or PyTorch that is asked for on "cuda" opens
 on the CPU and reports "cuda:0"; ONNX Runtime's is called through the buffers of its CUDA calls. The

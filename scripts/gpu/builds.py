@@ -1,7 +1,7 @@
 """`deploykit build` end to end on this machine's TensorRT: its options, one after another.
 
 Each step is one command that a user types. The model is the small CNN of the tests, made by
-`python -m tests.gpu.builds FOLDER`, with samples for the calibration.
+`python -m scripts.gpu.builds FOLDER`, with samples for the calibration.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.gpu.steps import PYTHON, Step
+from scripts.gpu.steps import PYTHON, Step
 
 _DEPLOYKIT = [PYTHON, "-m", "deploykit"]
 # title -> the words after `build MODEL -o PLAN`
@@ -31,7 +31,7 @@ def steps(folder: Path, skip: str) -> Iterator[Step]:
         yield Step("build", "all of it", [], 0, skip=skip)
         return
     made, source = "make the model", folder / "cnn.onnx"
-    yield Step("build", made, [PYTHON, "-m", "tests.gpu.builds", str(folder)], 120)
+    yield Step("build", made, [PYTHON, "-m", "scripts.gpu.builds", str(folder)], 120)
     for title, words in OPTIONS.items():
         plan = folder / f"{title.replace(' ', '-').replace(',', '')}.trt"
         given = [word.format(folder=folder) for word in words]

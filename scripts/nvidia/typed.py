@@ -1,6 +1,6 @@
 """Check our TensorRT code with mypy --strict against the bindings of several versions.
 
-    python -m tests.nvidia.typed .rig/stubs 10.3.0 11.4.0.106
+    python -m scripts.nvidia.typed .rig/stubs 10.3.0 11.4.0.106
 
 In: folders of stubs (`stubs.py`). Out: mypy's errors, none when all is well; a version whose stubs
 cannot be made is skipped, with the reason. Each run holds a file with wrong members too, which mypy
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.nvidia import fetch, stubs
+from scripts.nvidia import fetch, stubs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # In a copy of our files, what stands for the module gets a type that mypy can check.

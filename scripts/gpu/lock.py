@@ -1,6 +1,6 @@
 """Does a thread that waits for the GPU leave Python's lock to the others?
 
-    python -m tests.gpu.lock
+    python -m scripts.gpu.lock
 
 One thread waits for copies that take a while, this one counts. Prints JSON; exit 1 where this
 thread was held: cuda-bindings below 12.9.1 keep the lock in `cudaEventSynchronize`. Other work on

@@ -1,7 +1,7 @@
 """Carry packages to a GPU machine without a network, in parts that fit one transfer each.
 
-    python -m tests.gpu.carry pack OUT base ort       # here: OUT/base-1, OUT/ort-1, OUT/ort-2, ...
-    python3 tests/gpu/carry.py unpack OUT/ort-1 DEST  # there, once per part; then --site DEST/site
+    python -m scripts.gpu.carry pack OUT base ort      # here: OUT/base-1, OUT/ort-1, ...
+    python3 scripts/gpu/carry.py unpack OUT/ort-1 DEST  # there, for each part; --site DEST/site
 
 What a bundle holds is in `BUNDLES`: wheels for CPython 3.12 on x86-64. A part is complete or
 refused by its SHA-256; with the last one the bundle is unpacked. Standard library and pip only.

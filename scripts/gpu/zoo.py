@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.gpu.steps import PYTHON, Step
+from scripts.gpu.steps import PYTHON, Step
 
 if TYPE_CHECKING:
     from tests.support.zoo.members import Member
@@ -73,7 +73,7 @@ def _proven(
 ) -> Iterator[Step]:
     """TensorRT's engine against the typed file on a CPU, and ONNX Runtime's on the GPU."""
     name = member.name
-    compare = [PYTHON, "-m", "tests.gpu.parity", str(typed)]
+    compare = [PYTHON, "-m", "scripts.gpu.parity", str(typed)]
     plan, built = folder / f"{name}.{to}.trt", f"{name}: build {to}"
     words = [*_DEPLOYKIT, "build", str(typed), "--profile", "auto", "--batch", "1,8,32"]
     if any("T" in spec.rpartition("[")[2] for spec in member.inputs):

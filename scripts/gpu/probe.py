@@ -1,6 +1,6 @@
 """What of CUDA, TensorRT, ONNX Runtime and torch this machine has, each asked in its own process.
 
-    python -m tests.gpu.probe [--out DIR]
+    python -m scripts.gpu.probe [--out DIR]
 
 Prints one JSON document, also to DIR/probe.json: versions, places, devices, and the reason of each
 that does not load. Exit 1 where CUDA's driver API does not answer; what is only absent is no

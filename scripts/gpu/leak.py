@@ -1,6 +1,6 @@
 """Call an engine many times and see whether memory grows.
 
-    python -m tests.gpu.leak onnxruntime-cuda [--calls 10000] [--openings 30]
+    python -m scripts.gpu.leak onnxruntime-cuda [--calls 10000] [--openings 30]
 
 In: a runtime of the conformance suite. Out, as JSON: this process's memory and the GPU's before,
 during and after, and the largest growth once warm. First `calls` calls of batches that change, then

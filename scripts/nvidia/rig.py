@@ -1,6 +1,6 @@
 """NVIDIA's real ONNX parser and builder on a machine without a GPU, from PyPI alone.
 
-    python -m tests.nvidia.rig .rig && PYTHONPATH=.rig/site python -c "import tensorrt"
+    python -m scripts.nvidia.rig .rig && PYTHONPATH=.rig/site python -c "import tensorrt"
 
 In: a folder. Out: FOLDER/site with NVIDIA's wheels of TensorRT for RTX, bindings and library of one
 version (95 MB to download), and the module `tensorrt` (`bridge.py`) on top. Loading, running and
@@ -19,7 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.nvidia import fetch
+from scripts.nvidia import fetch
 
 VERSION = "1.7.1.116"
 BRIDGE = Path(__file__).with_name("bridge.py")

@@ -1,6 +1,6 @@
 """Faults made on purpose on a GPU: what our CUDA layer answers, and that nothing hangs.
 
-    python -m tests.gpu.faults [NAME ...]
+    python -m scripts.gpu.faults [NAME ...]
 
 Each fault has a process of its own, as some end the context of theirs. Prints JSON: what each was
 answered with. Exit 1 if one was answered otherwise than it must be. Those that need a kernel need

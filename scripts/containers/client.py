@@ -1,6 +1,6 @@
 """Ask a server over HTTP and gRPC with tritonclient, and compare with what the model answered.
 
-python -m tests.containers.client MODEL SAMPLES.npz     (inputs NAME, outputs "expected.NAME")
+python -m scripts.containers.client MODEL SAMPLES.npz     (inputs NAME, outputs "expected.NAME")
 """
 
 from __future__ import annotations

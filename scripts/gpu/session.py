@@ -1,15 +1,15 @@
 """`make gpu-session`: one call of ten minutes on a machine with a GPU, in the order of its worth.
 
-    python -m tests.gpu.session --out DIR [--site DIR] [--limit-s 580]
+    python -m scripts.gpu.session --out DIR [--site DIR] [--limit-s 580]
 
 Each step is a process with its own limit, and everything lies in DIR as soon as it is known:
-`summary.json` and `summary.md`, `probe.json`, and `session.log` with
-what all steps wrote. Exit codes as those of `tests.gpu.run`, but for TensorRT, which such a machine
-may lack. Not yet run on a GPU. What is measured there has calls of its own: benchmarks/gpu_zoo.py,
-gpu_serve.py and training.py.
+`summary.json` and `summary.md`, `probe.json`, and `session.log` with what all steps wrote. Exit
+codes as those of `scripts.gpu.run`, but for TensorRT, which such a machine may lack. Not yet run
+on a GPU. What is measured there has calls of its own: benchmarks/gpu_zoo.py, gpu_serve.py and
+training.py.
 
 What the machine lacks travels before, each part in a call of its own, one right after another, with
-`tests/gpu/carry.py` (sizes in CONTRIBUTING.md). TensorRT does not: its last wheel on PyPI, 8.6.0,
+`scripts/gpu/carry.py` (sizes in CONTRIBUTING.md). TensorRT does not: its last wheel on PyPI, 8.6.0,
 is for Python 3.10 and older than what deploykit runs (819 MB, 15 parts), and the lean runtime
 (47 MB, 1 part) runs only engines that a full TensorRT of its version built.
 """
@@ -22,9 +22,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.gpu import run, zoo
-from tests.gpu.guard import workplace
-from tests.gpu.steps import PYTHON, Result, Step
+from scripts.gpu import run, zoo
+from scripts.gpu.guard import workplace
+from scripts.gpu.steps import PYTHON, Result, Step
 from tests.support.runtimes.cases import absent
 
 LIMIT_S = 580  # of a call of ten minutes; the rest is for the start and the copies
@@ -47,8 +47,8 @@ def planned(folder: Path, out: Path) -> Iterator[Step]:
     yield from part("probe")
     yield from part("train")
     yield from part("cuda")
-    yield module("a waiting thread leaves Python's lock", 30, "tests.gpu.lock")
-    leak = ("tests.gpu.leak", "torch-cuda", "--calls", "2000", "--openings", "10")
+    yield module("a waiting thread leaves Python's lock", 30, "scripts.gpu.lock")
+    leak = ("scripts.gpu.leak", "torch-cuda", "--calls", "2000", "--openings", "10")
     yield module("leak: torch-cuda", 60, *leak, skip=no_torch)
     yield from part("torch")
     yield from part("ort")
@@ -57,7 +57,7 @@ def planned(folder: Path, out: Path) -> Iterator[Step]:
     yield from part("faults")
     place = folder / "server"
     place.mkdir(exist_ok=True)
-    yield module("a server under load", 90, "tests.gpu.server", str(place), skip=no_ort)
+    yield module("a server under load", 90, "scripts.gpu.server", str(place), skip=no_ort)
 
 
 def limited(step: Step, limit_s: float) -> Step:
