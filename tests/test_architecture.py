@@ -351,7 +351,7 @@ def test_recipes_know_the_core_and_what_gives_them_data(path: Path) -> None:
 
 
 TESTS = Path(__file__).resolve().parent
-PROGRAMS = ("support/", "containers/", "gpu/", "nvidia/")  # folders of helpers and of programs
+PROGRAMS = ("support/",)  # folders of helpers
 IMPORTS_A_TEST = re.compile(r"^ *(?:from|import) tests\b.*\b(?:test_\w+|conftest)\b.*", re.M)
 
 

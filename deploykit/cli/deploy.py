@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from deploykit.cli import output, tables
-from deploykit.cli.options import JSON, api_arguments, described
+from deploykit.cli.options import JSON, BundleKind, api_arguments, described
 from deploykit.cli.output import Progress
 from deploykit.cli.serve import lines_of, raise_if_dropped, serve_options, show_ready
 from deploykit.core.errors import BadInput
@@ -35,7 +35,7 @@ def bundle(
     model: Path,
     profile: str,
     out: Path,
-    to: Literal["docker", "triton", "kserve", "ray"] = "docker",
+    to: BundleKind = "docker",
     name: str | None = None,
     batch: str = "1,8,32",
     axes: list[str] | None = None,

@@ -12,6 +12,7 @@ import typer
 from deploykit.core.precision import OTHER_NODES, QUANTIZED
 from deploykit.core.runtime import BUILT, TARGET_RUNTIMES
 from deploykit.core.task import KINDS
+from deploykit.deploying import WRITERS
 
 GENERAL = "General"  # the section of a help page that comes last
 
@@ -22,12 +23,14 @@ if TYPE_CHECKING:  # typer reads the choices when it runs
     AnyPrecision = str
     OtherPrecision = str
     TargetRuntime = str
+    BundleKind = str
     TaskKind = str
 else:
     LowPrecision = Literal[_WRITTEN]
     AnyPrecision = Literal[_BUILT]
     OtherPrecision = Literal[OTHER_NODES]
     TargetRuntime = Literal[TARGET_RUNTIMES]
+    BundleKind = Literal[tuple(WRITERS)]
     TaskKind = Literal[tuple(KINDS)]
 
 JSON = f"{GENERAL}:\n--json  Print one JSON document on stdout"

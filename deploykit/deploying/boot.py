@@ -25,6 +25,7 @@ from deploykit.core.machine import this_machine
 from deploykit.core.profile import Profile, load_profile
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.subprocesses import run_apart
+from deploykit.deploying import STARTED
 from deploykit.deploying import device as machines
 from deploykit.deploying.slots import (
     TIMING_FILE,
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STARTED = ("docker", "kserve")  # the kinds of bundles; others have a server of their own
 _QUIET_S = 10.0  # between two lines on the progress of a build
 
 

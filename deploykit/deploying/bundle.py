@@ -20,6 +20,7 @@ from deploykit.core.precision import CALIBRATED, max_engine_error, names_of
 from deploykit.core.profile import Profile, load_profile, profile_names
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.tensors import BATCH
+from deploykit.deploying import WRITERS
 from deploykit.deploying.staging import staged_folder
 from deploykit.engines.data.samples import random_feeds, read_samples
 from deploykit.engines.engine import Engine, load
@@ -93,14 +94,6 @@ def _inputs(engine: Engine, samples: StrPath | None) -> dict[str, np.ndarray]:
     read = read_samples(Path(samples), engine.inputs)
     size, _ = read.batching(golden.SAMPLES, engine.inputs)
     return next(read.batches(size))
-
-
-WRITERS: Mapping[str, str] = {  # kind -> what fills an empty folder
-    "docker": "deploykit.deploying.docker:write",
-    "triton": "deploykit.deploying.triton:write",
-    "kserve": "deploykit.deploying.kserve:write",
-    "ray": "deploykit.deploying.ray:write",
-}
 
 
 @dataclass(frozen=True)
