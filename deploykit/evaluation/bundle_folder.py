@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
+
 from deploykit import __version__
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, NotFound, os_reason, quote
@@ -25,6 +27,7 @@ from deploykit.core.json_value import Record
 from deploykit.core.manifest import Manifest, from_json, write_manifest
 from deploykit.core.profile import Profile
 from deploykit.core.task import TOKENIZER
+from deploykit.engines.data.samples import INPUTS, read_npz
 from deploykit.engines.onnxruntime.file import external_files
 
 # What every kind of bundle is made of: a model, its target and its name when it is served.
@@ -93,6 +96,13 @@ class Contents:
         if task is not None and (text := task.text) is not None:
             copy_checked(self.model.path, text.tokenizer, text.sha256, Path(f"{out}{TOKENIZER}"))
         write_manifest(out, replace(copied, task=task and task.named_after(out.name)))
+
+
+def sample_rows(contents: Contents, model: Path, *, joined: bool) -> dict[str, np.ndarray]:
+    """Return the golden samples next to the copied `model`: one row if `joined`, else all."""
+    arrays = read_npz(Path(f"{model}.golden.npz"))
+    inputs = {spec.name: arrays[INPUTS + spec.name] for spec in contents.manifest.inputs}
+    return {name: array[:1] for name, array in inputs.items()} if joined else inputs
 
 
 def copy_checked(model: Path, name: str, digest: str, out: Path) -> None:
