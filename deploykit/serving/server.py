@@ -32,7 +32,6 @@ from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.pipelines import MakePipeline
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import Acceptor, is_loopback
@@ -130,9 +129,8 @@ class Server:
             self._release()
             raise
         self._offload = ThreadOffload(self._loop, OFFLOAD_THREADS, self._finished.run)
-        self._worker = WorkerProcess()
         self._routes = Routes(
-            self.repository, self._offload, self._worker,
+            self.repository, self._offload,
             scheme="https" if tls else "http", group=group,
         )  # fmt: skip
         memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes, group.count)
@@ -153,7 +151,7 @@ class Server:
 
             self._grpc = GrpcServer(
                 self.repository, options, guard, memory, self._offload,
-                Http2Limits.divided(group.count), self._worker, group,
+                Http2Limits.divided(group.count), group,
             )  # fmt: skip
         self._stopped = asyncio.Event()
 
@@ -170,7 +168,6 @@ class Server:
             sys.setswitchinterval(switch_s)
             gc.set_threshold(*collection)
             self._offload.close()
-            self._worker.close()
             self.repository.close(drain=False, timeout_s=0 if aborted else self._limit_s(CLOSE_S))
             self._release()
         if self.repository.fatal:

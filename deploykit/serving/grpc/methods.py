@@ -14,7 +14,6 @@ from deploykit.serving.grpc.infer import InferMethods
 from deploykit.serving.http2.flow import Flow
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import ModelRepository, Served
-from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import messages as infer
 from deploykit.serving.oip.protobuf import MESSAGES, Message, message_from
 from deploykit.serving.options import VERSION
@@ -46,18 +45,17 @@ Later = Callable[[Any, Callable[[Result], None]], None]  # takes the request, an
 
 
 class Calls:
-    """The handlers of all methods by path. `offload`, `worker`: see ModelRoute."""
+    """The handlers of all methods by path. `offload`: see ModelRoute."""
 
     def __init__(
         self,
         repository: ModelRepository,
         offload: Offload,
-        worker: WorkerProcess | None,
         group: ServerGroup,
     ) -> None:
         self._repository = repository
         self._group = group
-        self.inference = inference = InferMethods(repository, offload, worker)
+        self.inference = inference = InferMethods(repository, offload)
         self._watching: dict[str, dict[GrpcCall, None]] = {}  # by the name of the service
         self._health_sent: dict[str, int] = {}
         self._watches: Counter[Flow] = Counter()

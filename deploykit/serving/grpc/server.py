@@ -15,7 +15,6 @@ from deploykit.serving.http2.connection import Http2Connection
 from deploykit.serving.http2.flow import Http2Limits, Shared
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.listener import Acceptor
 from deploykit.serving.transport.memory import MemoryBudget
@@ -39,12 +38,11 @@ class GrpcServer:
         memory: MemoryBudget,
         offload: Offload,
         limits: Http2Limits | None = None,
-        worker: WorkerProcess | None = None,
         group: ServerGroup | None = None,
     ) -> None:
         self._options = options
         self._group = group or ServerGroup()
-        self._calls = Calls(repository, offload, worker, self._group)
+        self._calls = Calls(repository, offload, self._group)
         limits = limits or Http2Limits()
         parse = HeadParser(self._calls.methods, guard.allows, limits.headers)
         large = partial(offload, large=True)

@@ -27,7 +27,6 @@ from deploykit.serving.http.infer import InferRoute
 from deploykit.serving.http.predict import PipelineRoute, PredictRoute
 from deploykit.serving.models.offload import Offload, Result, run_inline
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.observe.prometheus import Sample, expositions
 from deploykit.serving.oip.json import parse_json
 from deploykit.serving.options import VERSION
@@ -140,7 +139,6 @@ class Routes:
         self,
         repository: ModelRepository,
         offload: Offload = run_inline,
-        worker: WorkerProcess | None = None,
         *,
         scheme: str = "http",
         group: ServerGroup | None = None,
@@ -179,7 +177,7 @@ class Routes:
                 self._table[f"{base}/stats"] = ("GET", partial(self._statistics, name))
         for name, model in repository.models.items():
             for what, kind in (("infer", InferRoute), ("predict", PredictRoute)):
-                self._post(name, what, kind(repository, model, offload, worker))
+                self._post(name, what, kind(repository, model, offload))
         for name, pipeline in repository.pipelines.items():
             self._post(name, "predict", PipelineRoute(pipeline, repository.options.max_body_bytes))
 
