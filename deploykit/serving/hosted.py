@@ -65,8 +65,10 @@ class HostedApp(Closing):
 
     async def answer(self, asked: Asked) -> Answered:
         """Answer one request; an error is an answer too. Cancelled, it leaves the queue."""
-        body = asked[3]
-        call = _Call(_head(asked), body, self._memory, self._loop.create_future())
+        method, target, fields, body = asked
+        headers = dict(fields)
+        head = Head.of(method, target, headers, host=headers.get(b"host"), length=len(body))
+        call = _Call(head, body, self._memory, self._loop.create_future())
         try:
             if len(body) > self._options.max_body_bytes:
                 limit = self._options.max_body_bytes
@@ -134,24 +136,6 @@ class _Call:
         cancel, self.cancel = self.cancel, None
         if cancel is not None:
             cancel()
-
-
-def _head(asked: Asked) -> Head:
-    method, target, fields, body = asked
-    headers = dict(fields)
-    return Head(
-        method=method,
-        target=target,
-        path=target.partition("?")[0],
-        host=headers.get(b"host"),
-        length=len(body),
-        json_bytes=headers.get(b"inference-header-content-length"),
-        encoding=headers.get(b"content-encoding"),
-        content_type=headers.get(b"content-type"),
-        accept=headers.get(b"accept"),
-        accept_encoding=headers.get(b"accept-encoding"),
-        trace=headers.get(b"traceparent"),
-    )
 
 
 def _fields(headers: bytes) -> Iterable[tuple[bytes, bytes]]:

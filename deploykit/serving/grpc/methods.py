@@ -1,27 +1,26 @@
-"""The methods of the Open Inference Protocol over gRPC, and of grpc.health.v1."""
+"""The gRPC port: the methods of the Open Inference Protocol, and of grpc.health.v1."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from deploykit.core.errors import BadInput, NotFound, Unsupported, quote
-from deploykit.serving.grpc.call import GrpcCall, Method, fail_with
+from deploykit.serving.grpc.call import GrpcCall, HeadParser, Method, fail_with
 from deploykit.serving.grpc.infer import InferMethods
-from deploykit.serving.http2.flow import Flow
+from deploykit.serving.http2.connection import Http2Connection, Http2Limits, Http2Port
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import ModelRepository, Served
 from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import messages as infer
 from deploykit.serving.oip.protobuf import MESSAGES, Message, message_from
-from deploykit.serving.options import VERSION
+from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.shared_memory import SharedMemory
+from deploykit.serving.transport.memory import MemoryBudget
+from deploykit.serving.transport.security import Guard
 from deploykit.serving.workers.group import Result, ServerGroup, of_model
-
-log = logging.getLogger(__name__)
 
 SERVICE = "inference.GRPCInferenceService"
 _HEALTH = "grpc.health.v1.Health"
@@ -60,7 +59,7 @@ class Calls:
         self.inference = inference = InferMethods(repository, offload, worker)
         self._watching: dict[str, dict[GrpcCall, None]] = {}  # by the name of the service
         self._health_sent: dict[str, int] = {}
-        self._watches: Counter[Flow] = Counter()
+        self._watches: Counter[Http2Connection] = Counter()
         unary: dict[str, Callable[[Any], Message]] = {
             "ServerMetadata": lambda _: message_from(
                 "ServerMetadataResponse", repository.metadata()
@@ -184,6 +183,30 @@ class Calls:
         self._watches[call.link] -= 1
         if not self._watches[call.link]:
             del self._watches[call.link]
+
+
+class GrpcPort(Http2Port):
+    """Serves a repository to the gRPC clients of one port."""
+
+    def __init__(
+        self,
+        repository: ModelRepository,
+        options: ServeOptions,
+        guard: Guard,
+        memory: MemoryBudget,
+        offload: Offload,
+        limits: Http2Limits,
+        worker: WorkerProcess | None,
+        group: ServerGroup,
+    ) -> None:
+        self._calls = Calls(repository, offload, worker, group)
+        parse = HeadParser(self._calls.methods, guard.allows, limits.headers)
+        large = partial(offload, large=True)
+        super().__init__(parse, GrpcCall, limits, options.max_body_bytes, memory, large)
+
+    def tick(self, now_s: float) -> None:
+        self._calls.tick()
+        super().tick(now_s)
 
 
 def _send_health(call: GrpcCall, status: int) -> None:

@@ -7,10 +7,10 @@ import io
 import logging
 import re
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import orjson
 
@@ -59,10 +59,26 @@ class Head:
     content_type: bytes | None = None
     accept: bytes | None = None
     accept_encoding: bytes | None = None
-    authorization: bytes | None = None
-    trace: bytes | None = None  # traceparent
+    trace: str | None = None  # traceparent
     cors: bytes = b""  # CORS headers of the reply, for an allowed origin
     refusal: Refusal | None = None
+
+    @classmethod
+    def of(cls, method: str, target: str, headers: Mapping[bytes, bytes], **values: Any) -> Head:
+        """A head with these headers, whose names are in lower case."""
+        trace = headers.get(b"traceparent")
+        return cls(
+            method,
+            target,
+            target.partition("?")[0],
+            json_bytes=headers.get(b"inference-header-content-length"),
+            encoding=headers.get(b"content-encoding"),
+            content_type=headers.get(b"content-type"),
+            accept=headers.get(b"accept"),
+            accept_encoding=headers.get(b"accept-encoding"),
+            trace=None if trace is None else trace.decode("latin-1"),
+            **values,
+        )
 
 
 class Call(Protocol):
@@ -93,6 +109,11 @@ def refusal_of(error: Exception) -> DeploykitError | None:
     return None
 
 
+def message_of(error: DeploykitError) -> str:
+    """The message and the hint in one line."""
+    return f"{error.message}; {error.hint}" if error.hint else error.message
+
+
 def reply_exception(call: Call, error: Exception) -> None:
     """Reply with an error; a bug is logged and not sent."""
     exc = refusal_of(error)
@@ -100,21 +121,24 @@ def reply_exception(call: Call, error: Exception) -> None:
         log.error("a request to %s failed", quote(call.head.target), exc_info=error)
         reply_error(call, 500, BUG)
         return
-    text = f"{exc.message}; {exc.hint}" if exc.hint else exc.message
-    reply_error(call, exc.http_status, text, RETRY if exc.http_status == 503 else b"")
+    headers = RETRY if exc.http_status == 503 else b""
+    reply_error(call, exc.http_status, message_of(exc), headers)
 
 
 def reply_error(call: Call, status: int, text: str, headers: bytes = b"") -> None:
     """The protocol's error body, `{"error": "one sentence"}`, and one line in the log."""
     if log.isEnabledFor(logging.INFO):
-        log.info(
-            "%s %s: %d %s",
-            quote(call.head.method),
-            quote(call.head.target),
-            status,
-            quote(text),
-        )
+        method, target = quote(call.head.method), quote(call.head.target)
+        log.info("%s %s: %d %s", method, target, status, quote(text))
     call.reply(status, JSON + headers, [orjson.dumps({"error": text})])
+
+
+def reply_with(call: Call, make: Callable[[], Bytes], headers: bytes = JSON) -> None:
+    """Reply with what `make` returns, or with the error that it raises."""
+    try:
+        call.reply(200, headers, [make()])
+    except Exception as exc:  # noqa: BLE001 - every error is a reply
+        reply_exception(call, exc)
 
 
 # Decompress request bodies, and compress replies for clients that accept it.

@@ -11,9 +11,9 @@ import hmac
 import re
 import ssl
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 from deploykit.core.errors import BadInput, first_line, os_reason
+from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.call import Refusal
 
 _LOCAL = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
@@ -103,8 +103,14 @@ PREFLIGHT = (
 )
 
 
-def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
-    """TLS 1.2 or newer with this certificate. Raises BadInput naming the invalid file."""
+def tls_context(options: ServeOptions, protocol: str) -> ssl.SSLContext | None:
+    """TLS 1.2 or newer for `protocol` with the server's certificate; None without one.
+
+    Raises BadInput naming the invalid file.
+    """
+    cert, key = options.tls_cert, options.tls_key
+    if cert is None or key is None:
+        return None
     for parameter, path in (("`tls_cert`", cert), ("`tls_key`", key)):
         try:
             data = path.read_bytes()
@@ -119,7 +125,7 @@ def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
             )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
+    context.set_alpn_protocols([protocol])
     try:
         context.load_cert_chain(cert, key)
     except ssl.SSLError as exc:

@@ -35,7 +35,7 @@ def served() -> Iterator[Serving]:
     models = {"m": FakeEngine(), "s": Echo("string", "W"), "wide": FakeEngine(width=300_000)}
     with serving(models) as running:
         yield running
-        memory = running.server._shared.memory
+        memory = running.grpc.memory
         with frames(running.port) as after:
             assert first_value(after.call(1, infer_bytes(value=20))) == 41
             after.settle()
@@ -182,7 +182,7 @@ def test_large_contents_and_large_strings_are_decoded_off_the_loop(
     assert first_value(client.call(1, request.SerializeToString())) == 9
     assert [name for name in threads if "deploykit" not in name] == []
     offloaded: list[Any] = []
-    route = served.server._calls.inference.routes["s"]
+    route = served.grpc._calls.inference.routes["s"]
     offload = route.offload
     route.offload = lambda work, then, **more: (
         offloaded.append(work),
@@ -201,7 +201,7 @@ def test_messages_that_expand_are_decompressed_off_the_loop_in_order(path: str) 
     bomb, small = gzip.compress(plain), gzip.compress(infer_bytes(value=5, width=300_000)[:50])
     asked: list[Any] = []
     with serving({"m": FakeEngine(width=300_000)}) as server, frames(server.port) as client:
-        shared = server.server._shared
+        shared = server.grpc
         offload = shared.offload
         shared.offload = lambda work, then, **more: (
             asked.append(work),
@@ -232,7 +232,7 @@ def test_expanded_messages_share_the_memory_limit() -> None:
         frames(server.port) as client,
     ):
         held: list[int] = []
-        shared, waiting = server.server._shared, []
+        shared, waiting = server.grpc, []
         shared.offload = lambda work, then, **_: waiting.append((work, then))
         for stream in range(1, 20, 2):
             client.open(stream, STREAM, grpc_encoding="deflate")
@@ -251,17 +251,17 @@ def test_expanded_messages_share_the_memory_limit() -> None:
 def test_a_call_that_ends_while_its_message_is_decompressed_is_forgotten() -> None:
     bomb = zlib.compress(bytes(3 << 20), 9)
     with serving() as server, frames(server.port) as client:
-        shared, waiting = server.server._shared, []
+        shared, waiting = server.grpc, []
         shared.offload = lambda work, then, **_: waiting.append((work, then))
         client.open(1, grpc_encoding="deflate")
         client.message(1, bomb, compressed=1)
         client.settle()
-        assert server.see(lambda: server.server.unanswered) == 1  # a shutdown waits for it
+        assert server.see(lambda: server.grpc.unanswered) == 1  # a shutdown waits for it
         client.send(3, 0, 1, (8).to_bytes(4, "big"))
         client.settle()
         ((work, then),) = waiting
         server.see(lambda: then(work))
-        assert server.see(lambda: (server.server.unanswered, shared.memory.bytes)) == (0, 0)
+        assert server.see(lambda: (server.grpc.unanswered, shared.memory.bytes)) == (0, 0)
 
 
 def test_shared_memory_that_requests_refer_to_is_counted() -> None:
@@ -284,7 +284,7 @@ def test_shared_memory_that_requests_refer_to_is_counted() -> None:
             item.parameters["shared_memory_region"].string_param = "r"
             item.parameters["shared_memory_byte_size"].int64_param = 4 * width
             data = request.SerializeToString()
-            route, waiting = server.server._calls.inference.routes["m"], []
+            route, waiting = server.grpc._calls.inference.routes["m"], []
             route.offload = lambda work, then, **_: waiting.append((work, then))
             for stream in (1, 3, 5):
                 client.open(stream)

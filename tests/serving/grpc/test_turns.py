@@ -13,13 +13,14 @@ import pytest
 
 import deploykit
 from deploykit.serving.grpc.call import GrpcCall, Method
-from deploykit.serving.http2.connection import PREFACE, Http2Connection
-from deploykit.serving.http2.flow import (
+from deploykit.serving.http2.connection import (
     DATA,
     HEADERS,
+    PREFACE,
     READ_BYTES,
     RST_STREAM,
     SETTINGS,
+    Http2Connection,
     Http2Limits,
     frame,
 )
@@ -146,7 +147,7 @@ def test_a_tick_waits_until_the_last_one_has_seen_all_connections(
     def two_ticks() -> None:
         for _ in range(2):
             wire.now_s += 0.1
-            wire.shared.tick()
+            wire.shared.tick(wire.now_s)
 
     for link in wire.links:
         link.check = seen.append  # type: ignore[method-assign]

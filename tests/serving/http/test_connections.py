@@ -81,7 +81,7 @@ def test_without_file_descriptors_idle_connections_are_closed(
         for raw in idle:
             raw.send(LIVE)
             assert raw.reply()
-        listener, acceptor = server.server._listener, server.server._acceptor
+        listener, acceptor = server.server._listener, server.server._acceptors[0]
         with monkeypatch.context() as patch:
 
             def later() -> None:
@@ -153,7 +153,7 @@ def test_a_health_check_gets_through_where_no_connection_is_idle_yet(
 def test_of_too_many_clients_above_the_limit_the_oldest_leave(
     full: Callable[[], Raw], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_listener, "SPARE", 2)
+    monkeypatch.setattr(http_listener, "SPARE_CLIENTS", 2)
     spare = [full() for _ in range(3)]
     assert status(spare[0]) == 503
     assert spare[0].ended()

@@ -42,7 +42,7 @@ def passed(server: Running, raw: Raw, reached: Callable[[], bool], eventually: E
     [
         (b"", State.IDLE, None),
         (b"GET /v2 HTTP/1.1\r\nHo", State.HEAD, 408),
-        (request("POST", INFER, Content_Length="10") + b"123", State.BODY, 408),
+        (request("POST", INFER, Content_Length="10") + b"123", State.SIZED, 408),
     ],
     ids=["nothing", "half a header", "half a body"],
 )

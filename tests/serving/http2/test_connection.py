@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deploykit.serving.http2.flow import Http2Limits
+from deploykit.serving.http2.connection import Http2Limits
 from deploykit.serving.transport import listener as places
 from tests.support.serving.grpc_cases import (
     CALM,
@@ -242,7 +242,7 @@ def test_rapid_reset_closes_the_connection_and_empties_the_queue() -> None:
                 client.send(3, 0, stream, (8).to_bytes(4, "big"))
         assert client.closed()
         assert client.goaway == CALM
-        assert running.see(lambda: running.server.unanswered) == 0
+        assert running.see(lambda: running.grpc.unanswered) == 0
 
 
 def test_a_stream_above_the_limit_is_refused() -> None:
@@ -316,8 +316,8 @@ def test_idle_connections_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch
     limits = Http2Limits(connections=2)
     with serving(limits=limits) as running, frames(running.port) as a, frames(running.port) as b:
         assert a.call(1, infer_bytes()).status == 0
-        before_s = running.see(lambda: running.server._shared.now_s)
-        while running.see(lambda: running.server._shared.now_s) == before_s:
+        before_s = running.see(lambda: running.grpc.now_s)
+        while running.see(lambda: running.grpc.now_s) == before_s:
             pass
         with frames(running.port) as c:
             assert c.call(1, infer_bytes()).status == 0

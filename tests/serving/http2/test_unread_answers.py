@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from deploykit.serving.http2.flow import Http2Limits
+from deploykit.serving.http2.connection import Http2Limits
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     INFER,
@@ -33,11 +33,11 @@ def wide(value: float = 1.0) -> bytes:
 
 
 def held(server: Serving) -> int:
-    return server.see(lambda: server.server._shared.memory.bytes)
+    return server.see(lambda: server.grpc.memory.bytes)
 
 
 def connections(server: Serving) -> int:
-    return server.see(lambda: len(server.server._shared.connections))
+    return server.see(lambda: len(server.grpc.connections))
 
 
 @pytest.mark.parametrize("path", [INFER, STREAM])
@@ -97,7 +97,7 @@ def test_a_connection_with_many_unread_answers_has_no_further_requests_run(
             client.open(stream)
             client.message(stream, wide())
             eventually(lambda: server.see(lambda: runs.unanswered) == 0)
-        (link,) = server.see(lambda: list(server.server._shared.connections))
+        (link,) = server.see(lambda: list(server.grpc.connections))
         assert 16 << 20 < link.answer_bytes < 32 << 20
         assert len(link._parked) > 8
         client.send(4, 0, 0, ALL_WINDOW)
@@ -135,7 +135,7 @@ def test_what_the_socket_does_not_take_is_counted_and_ends_the_connection(
         with frames(server.port, settings=ALL_WINDOW) as client:
             client.send(8, 0, 0, (1 << 30).to_bytes(4, "big"))
             client.settle()
-            (link,) = server.see(lambda: list(server.server._shared.connections))
+            (link,) = server.see(lambda: list(server.grpc.connections))
             for stream in (1, 3, 5, 7, 9, 11):  # until the buffers of both sockets are full
                 client.open(stream)
                 before = len(engine.batches)
@@ -147,7 +147,7 @@ def test_what_the_socket_does_not_take_is_counted_and_ends_the_connection(
             eventually(lambda: 0 < link._buffered < 2 << 20)
             assert held(server) >= link._buffered
             for later_s in (20, 40):
-                server.see(lambda s=later_s: link.check(server.server._shared.clock_s() + s))
+                server.see(lambda s=later_s: link.check(server.grpc.clock_s() + s))
             assert connections(server) == 0
         eventually(lambda: held(server) == 0)
 
@@ -171,7 +171,7 @@ def test_watch_calls_are_bounded_per_client_and_in_all(
             second.open(51, WATCH)
             second.message(51, b"")
             second.until(lambda: bool(second.answers.get(51, Answer()).data))
-        calls = server.server._calls
+        calls = server.grpc._calls
         eventually(lambda: server.see(lambda: (len(calls._watches), calls._watching)) == (0, {}))
 
 
@@ -181,7 +181,7 @@ def test_all_watch_calls_of_a_service_cost_one_look_at_its_health() -> None:
             client.open(stream, WATCH)
             client.message(stream, b"")
         client.settle()
-        calls, asked = server.server._calls, []
+        calls, asked = server.grpc._calls, []
 
         def count() -> int:
             health = calls._health
@@ -211,4 +211,4 @@ def test_the_streams_of_all_connections_are_bounded() -> None:
             assert len(refused) == 9 - most
         b.send(3, 0, 1, (8).to_bytes(4, "big"))
         assert b.call(21, infer_bytes()).status == 0
-    assert server.server._shared.open_streams == 0
+    assert server.grpc.open_streams == 0

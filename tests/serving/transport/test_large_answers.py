@@ -257,7 +257,7 @@ def test_long_typed_contents_are_decoded_in_another_process() -> None:
     typed = message.inputs.add(name="x", datatype="FP32", shape=[1, len(values)])
     typed.contents.fp32_contents.extend(values.tolist())
     with running({"m": FakeEngine(width=len(values))}, grpc_port=0) as server:
-        port = server.server._routes.grpc_port
+        port = server.server.grpc_port
         assert port is not None
         with unlimited_window(port) as client:
             answer = client.call(1, message.SerializeToString())
@@ -291,7 +291,7 @@ def test_a_stream_that_has_failed_takes_no_more_answers(
         assert engine.entered.acquire(timeout=WAIT_S)
         steps.release()
         assert engine.entered.acquire(timeout=WAIT_S)
-        (link,) = server.see(lambda: list(server.server._shared.connections))
+        (link,) = server.see(lambda: list(server.grpc.connections))
         eventually(lambda: link.answer_bytes > 0)
         (call,) = server.see(lambda: list(link.streams.values()))
         server.see(lambda: call.fail("DEADLINE_EXCEEDED", "in a test"))

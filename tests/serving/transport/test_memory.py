@@ -139,7 +139,7 @@ def test_grpc_messages_on_all_connections_share_one_limit(eventually: Eventually
     size = LIMIT // 2
     message = b"\0" + (size + 8).to_bytes(4, "big") + bytes(size - 5)  # 8 are still to come
     with serving(max_held_bytes=LIMIT) as server:
-        budget = server.server._shared.memory
+        budget = server.grpc.memory
         with frames(server.port) as first:
             for stream in (1, 3):
                 first.open(stream)
@@ -168,7 +168,7 @@ def messages(data: bytes) -> int:
 def test_each_message_of_a_grpc_stream_counts_until_its_answer(eventually: Eventually) -> None:
     stream = INFER.replace("ModelInfer", "ModelStreamInfer")
     with serving() as server, frames(server.port) as client:
-        budget = server.server._shared.memory
+        budget = server.grpc.memory
         client.open(1, stream)
         for value in range(3):
             client.message(1, infer_bytes(value=value), end=False)
@@ -188,7 +188,7 @@ def test_a_large_grpc_message_of_a_cancelled_call_is_released(
     message.inputs[0].contents.fp32_contents.extend([1.0] * WIDTH)
     waiting: list[Any] = []
     with serving() as server, frames(server.port) as client:
-        server.server._calls.inference.routes["m"].offload = lambda work, then, **_: waiting.append(
+        server.grpc._calls.inference.routes["m"].offload = lambda work, then, **_: waiting.append(
             (work, then)
         )
         client.open(1, INFER.replace("ModelInfer", method))

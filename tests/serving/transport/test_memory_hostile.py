@@ -267,7 +267,7 @@ def test_random_hostile_http_clients_leave_no_held_bytes(eventually: Eventually,
 def test_a_connection_made_during_shutdown_does_not_break_it(grpc_port: int | None) -> None:
     with running(grpc_port=grpc_port) as served:
         server = served.server
-        port = served.port if grpc_port is None else server._routes.grpc_port
+        port = served.port if grpc_port is None else server.grpc_port
 
         def end() -> None:
             server._begin_drain()
@@ -296,7 +296,7 @@ def test_health_checks_are_answered_when_the_memory_limit_is_reached(
     eventually: Eventually,
 ) -> None:
     with serving(max_held_bytes=4000) as server, frames(server.port) as first:
-        counted = server.server._shared.memory
+        counted = server.grpc.memory
         fill(first, 1, 4000)
         eventually(lambda: counted.bytes == 4000)
         with frames(server.port) as client:
@@ -312,7 +312,7 @@ def test_health_checks_are_answered_when_the_memory_limit_is_reached(
 def test_a_health_watch_is_not_an_unanswered_request(eventually: Eventually) -> None:
     engine = GatedEngine()
     with serving({"m": engine}) as server, frames(server.port) as client:
-        shared = server.server._shared
+        shared = server.grpc
         client.open(1, f"{HEALTH}Watch")
         client.message(1, b"")
         client.until(lambda: len(client.answers.get(1, Answer()).data) > 0, 1)
@@ -347,7 +347,7 @@ def test_parallel_grpc_bodies_on_one_connection_are_answered_or_refused(
             assert UNAVAILABLE in found
             assert found <= {0, UNAVAILABLE}
             assert client.call(99, MESSAGE).status == 0
-        eventually(lambda: server.server._shared.memory.bytes == 0)
+        eventually(lambda: server.grpc.memory.bytes == 0)
 
 
 @pytest.mark.parametrize("seed", range(rounds(3, 100)))
@@ -358,7 +358,7 @@ def test_random_hostile_grpc_clients_leave_no_held_bytes(eventually: Eventually,
     gc.collect()
     calls = count(GrpcCall)
     with serving(models, max_held_bytes=2 * LIMIT, max_body_bytes=LIMIT) as server:
-        shared = server.server._shared
+        shared = server.grpc
         for _ in range(12):
             with contextlib.suppress(OSError), frames(server.port) as client:
                 client.socket.settimeout(1)

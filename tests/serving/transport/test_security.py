@@ -186,7 +186,10 @@ def test_tls_carries_many_requests_and_large_bodies(pem: tuple[Path, Path]) -> N
 
 
 def test_tls_older_than_1_2_is_disabled(pem: tuple[Path, Path]) -> None:
-    assert tls_context(*pem).minimum_version == ssl.TLSVersion.TLSv1_2
+    cert, key = pem
+    context = tls_context(ServeOptions(tls_cert=cert, tls_key=key), "http/1.1")
+    assert context is not None
+    assert context.minimum_version == ssl.TLSVersion.TLSv1_2
 
 
 def test_plain_http_on_the_tls_port_is_closed_with_one_log_line(

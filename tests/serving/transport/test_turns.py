@@ -186,7 +186,7 @@ def test_clients_that_leave_while_their_requests_wait_are_forgotten(
 
 def test_requests_over_grpc_wait_for_their_turn_too() -> None:
     with serving({"m": FakeEngine()}) as server:
-        shared = server.server._shared
+        shared = server.grpc
         now, begun = Now(), list[int]()
         shared.turns.clock_s = now
         spend, begin = shared.turns.spend, shared.turns._begin
@@ -348,9 +348,9 @@ def test_many_small_chunks_are_many_turns(server: Running) -> None:
     slow, read = Slow(server), HttpConnection._read_chunks
     lines: list[int] = []
 
-    def counted(self: HttpConnection, chunks: ChunkedBody, data: bytes) -> int:
+    def counted(self: HttpConnection, chunks: ChunkedBody, at: int, end: int) -> int:
         before = chunks._lines
-        used = read(self, chunks, data)
+        used = read(self, chunks, at, end)
         lines.append(chunks._lines - before)
         slow.now.s += 2 * turns.TURN_S
         return used
