@@ -20,7 +20,7 @@ import numpy as np
 from deploykit.core.errors import DeploykitError, Overloaded
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http.head import END, ChunkedBody, HeadReader, HttpLimits
-from deploykit.serving.transport.call import RETRY, Head, message_of, reply_error
+from deploykit.serving.transport.call import RETRY, Call, Head, message_of, reply_error
 from deploykit.serving.transport.listener import SPARE as SPARE_CLIENTS
 from deploykit.serving.transport.listener import Port
 from deploykit.serving.transport.memory import MemoryBudget
@@ -55,39 +55,16 @@ class State(IntEnum):
 IDLE, HEAD, SIZED, CHUNKED, WHOLE, LAST, REFUSED, LINGERING, CLOSED, SPARE = State
 
 
-class Exchange:
+class Exchange(Call):
     """A request, and its reply until it is sent."""
 
-    __slots__ = (
-        "body", "cancel", "connection", "gone", "head", "held_bytes", "keep_alive", "pending_reply"
-    )  # fmt: skip
+    __slots__ = ("connection", "keep_alive", "pending_reply")
 
     def __init__(self, connection: HttpConnection, head: Head) -> None:
+        super().__init__(head, connection.listener.memory)
         self.connection = connection
-        self.head = head
-        self.body: Bytes = b""
-        self.cancel: Callable[[], object] | None = None
-        self.gone = False  # no reply can be sent any more
         self.keep_alive = head.keep_alive
         self.pending_reply: list[Bytes] | None = None
-        self.held_bytes = 0  # bytes counted in the memory budget
-
-    def reserve(self, size: int) -> bool:
-        """Count `size` bytes in the memory budget until the reply; whether they fit."""
-        self.held_bytes += size
-        return self.connection.listener.memory.add(size, self.held_bytes)
-
-    def release(self) -> None:
-        self.connection.listener.memory.release(self.held_bytes)
-        self.held_bytes = 0
-
-    def abandon(self) -> None:
-        """The client has disconnected."""
-        self.gone = True
-        self.release()
-        cancel, self.cancel = self.cancel, None
-        if cancel is not None:
-            cancel()
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
         """Send after the replies before it; does nothing if the client has disconnected.
@@ -126,7 +103,7 @@ class Exchange:
             return
         self.connection.release_sent()
         if not self.reserve(size):
-            raise Overloaded(self.connection.listener.memory.message)
+            raise Overloaded(self.memory.message)
 
 
 class Listener(Port):

@@ -7,10 +7,11 @@ import io
 import logging
 import re
 import zlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
@@ -24,6 +25,7 @@ from deploykit.core.errors import (
     quote,
 )
 from deploykit.core.tensors import Bytes
+from deploykit.serving.transport.memory import MemoryBudget
 
 log = logging.getLogger(__name__)
 
@@ -81,21 +83,38 @@ class Head:
         )
 
 
-class Call(Protocol):
-    """One request and the connection back to its client."""
+class Call:
+    """One request and the way back to its client."""
 
-    head: Head
-    body: Bytes
-    cancel: Callable[[], object] | None  # called if the client disconnects before the reply
+    __slots__ = ("body", "cancel", "gone", "head", "held_bytes", "memory")
 
-    @property
-    def gone(self) -> bool:
-        """Whether the client has disconnected."""
+    def __init__(self, head: Head, memory: MemoryBudget, body: Bytes = b"") -> None:
+        self.head = head
+        self.memory = memory
+        self.body = body
+        self.cancel: Callable[[], object] | None = None  # if the client disconnects before
+        self.gone = False  # the client has disconnected: no reply can be sent
+        self.held_bytes = 0  # bytes counted in the memory budget
+
+    @abstractmethod
+    def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None: ...
 
     def reserve(self, size: int) -> bool:
         """Count `size` more bytes in the memory budget until the reply; whether they fit."""
+        self.held_bytes += size
+        return self.memory.add(size, self.held_bytes)
 
-    def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None: ...
+    def release(self) -> None:
+        self.memory.release(self.held_bytes)
+        self.held_bytes = 0
+
+    def abandon(self) -> None:
+        """Nobody waits for the reply any more."""
+        self.gone = True
+        self.release()
+        cancel, self.cancel = self.cancel, None
+        if cancel is not None:
+            cancel()
 
 
 def refusal_of(error: Exception) -> DeploykitError | None:

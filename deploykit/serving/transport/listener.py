@@ -93,13 +93,13 @@ class Port(ABC):
         if not self._unchecked:
             self.tick_s, self.now_s = now_s - self.now_s, now_s
             self._unchecked = list(self.connections)
-            self.turns.run(self._check)
+            self.turns.run(self._check_all)
 
-    def _check(self) -> None:
+    def _check_all(self) -> None:
         """Check in as many turns as it takes: all may reach a limit at one moment."""
         while self._unchecked:
             if self.turns.late():
-                self.turns.wait(self._check)
+                self.turns.wait(self._check_all)
                 return
             self._unchecked.pop().check(self.now_s)
 

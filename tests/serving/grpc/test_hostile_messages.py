@@ -182,7 +182,7 @@ def test_large_contents_and_large_strings_are_decoded_off_the_loop(
     assert first_value(client.call(1, request.SerializeToString())) == 9
     assert [name for name in threads if "deploykit" not in name] == []
     offloaded: list[Any] = []
-    route = served.grpc._calls.inference.routes["s"]
+    route = served.grpc.inference.routes["s"]
     offload = route.offload
     route.offload = lambda work, then, **more: (
         offloaded.append(work),
@@ -284,7 +284,7 @@ def test_shared_memory_that_requests_refer_to_is_counted() -> None:
             item.parameters["shared_memory_region"].string_param = "r"
             item.parameters["shared_memory_byte_size"].int64_param = 4 * width
             data = request.SerializeToString()
-            route, waiting = server.grpc._calls.inference.routes["m"], []
+            route, waiting = server.grpc.inference.routes["m"], []
             route.offload = lambda work, then, **_: waiting.append((work, then))
             for stream in (1, 3, 5):
                 client.open(stream)

@@ -68,7 +68,7 @@ def test_small_requests_are_answered_while_large_ones_wait(headers: dict[str, st
         assert server.ask("POST", SMALL, packed, **small).status == 400  # more rows than allowed
         assert server.ask("GET", "/metrics").status == 200
         os.kill(pid, signal.SIGCONT)
-        assert [reply and reply.status for reply in (raw.reply() for raw in raws)] == [200] * 6
+        assert [reply.status for reply in (raw.reply() for raw in raws)] == [200] * 6
 
 
 def test_a_stopped_worker_costs_its_requests_their_time_limit_and_is_replaced(
@@ -78,8 +78,7 @@ def test_a_stopped_worker_costs_its_requests_their_time_limit_and_is_replaced(
         monkeypatch.setattr(worker_module, "HUNG_S", 1.0)
         raws = in_work(server, 4)
         replies = [raw.reply() for raw in raws]
-        assert [reply and reply.status for reply in replies] == [504] * 4
-        assert replies[0]
+        assert [reply.status for reply in replies] == [504] * 4
         assert "time limit" in replies[0].json["error"]
         eventually(lambda: held_bytes(server) == 0)
         eventually(lambda: server.server._worker._process is None)

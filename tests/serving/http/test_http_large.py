@@ -12,10 +12,8 @@ from functools import partial
 import pytest
 
 from deploykit.core.errors import Overloaded, TooLarge
-from deploykit.core.tensors import TensorSpec
 from deploykit.serving.models.worker import WorkerProcess
-from tests.support.fake_engine import FakeEngine
-from tests.support.serving.running import Running, infer_json, request, running
+from tests.support.serving.running import Running, free_axis, infer_json, request, running
 
 INFER = "/v2/models/m/infer"
 LIVE = request("GET", "/v2/health/live")
@@ -23,10 +21,7 @@ LIVE = request("GET", "/v2/health/live")
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    engine = FakeEngine()
-    engine.inputs = (TensorSpec("x", "float32", ("N", "T")),)
-    engine.outputs = (TensorSpec("y", "float32", ("N", "T")),)
-    with running({"m": engine}) as found:
+    with running({"m": free_axis()}) as found:
         yield found
 
 
@@ -57,13 +52,10 @@ def test_megabytes_of_json_do_not_delay_other_requests(server: Running) -> None:
     with stopped_worker(server) as go_on:
         large.send(request("POST", INFER, zeros(1_000_000)))
         for _ in range(20):
-            raw.send(LIVE)
-            reply = raw.reply()
-            assert reply is not None
+            reply = raw.ask(LIVE)
             assert reply.status == 200
         go_on()
         answer = large.reply()
-    assert answer is not None
     assert answer.status == 200
     assert len(answer.body) > 4_000_000
 
@@ -106,10 +98,7 @@ def test_a_killed_worker_process_is_replaced(server: Running) -> None:
 def test_a_body_being_decoded_at_shutdown_is_answered(
     eventually: Callable[[Callable[[], bool]], None],
 ) -> None:
-    engine = FakeEngine()
-    engine.inputs = (TensorSpec("x", "float32", ("N", "T")),)
-    engine.outputs = (TensorSpec("y", "float32", ("N", "T")),)
-    with running({"m": engine}) as server, stopped_worker(server) as go_on:
+    with running({"m": free_axis()}) as server, stopped_worker(server) as go_on:
         raw = server.connect()
         raw.send(request("POST", INFER, zeros(600_000)))
         eventually(lambda: server.server._listener.unanswered == 1)
@@ -119,7 +108,6 @@ def test_a_body_being_decoded_at_shutdown_is_answered(
         assert late.status == 503
         go_on()
         reply = raw.reply()
-        assert reply is not None
         assert reply.status == 200
         assert raw.ended()
         assert server.stop() == 0

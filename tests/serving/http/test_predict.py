@@ -220,9 +220,7 @@ def test_get_is_not_offered(served: Running) -> None:
 def test_a_body_above_the_limit_is_refused_before_it_is_read(served: Running) -> None:
     raw = served.connect()
     head = request("POST", "/v2/models/classify/predict", Content_Length="4000001")
-    raw.send(head)
-    reply = raw.reply()
-    assert reply is not None
+    reply = raw.ask(head)
     assert reply.status == 413
 
 

@@ -171,7 +171,7 @@ def test_watch_calls_are_bounded_per_client_and_in_all(
             second.open(51, WATCH)
             second.message(51, b"")
             second.until(lambda: bool(second.answers.get(51, Answer()).data))
-        calls = server.grpc._calls
+        calls = server.grpc
         eventually(lambda: server.see(lambda: (len(calls._watches), calls._watching)) == (0, {}))
 
 
@@ -181,12 +181,12 @@ def test_all_watch_calls_of_a_service_cost_one_look_at_its_health() -> None:
             client.open(stream, WATCH)
             client.message(stream, b"")
         client.settle()
-        calls, asked = server.grpc._calls, []
+        calls, asked = server.grpc, []
 
         def count() -> int:
             health = calls._health
             calls._health = lambda name: asked.append(name) or health(name)  # type: ignore[method-assign, func-returns-value]
-            calls.tick()
+            calls.tick(0.0)
             del calls._health  # type: ignore[method-assign]
             return len(asked)
 

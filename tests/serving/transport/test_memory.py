@@ -53,20 +53,15 @@ def test_bodies_on_all_connections_share_one_limit(
             eventually(lambda count=count: held_bytes(server) >= count * (LIMIT // 2 - 70_000))
         send_without_end(raws[2], raw_infer(values), 8)
         refused = raws[2].reply()
-        assert refused is not None
         assert refused.status == 503
         assert refused.headers["retry-after"] == "1"
         assert f"holds {LIMIT} bytes" in refused.json["error"]
         for raw in raws[:2]:
-            raw.send(values.tobytes()[-8:])
-            reply = raw.reply()
-            assert reply is not None
+            reply = raw.ask(values.tobytes()[-8:])
             assert reply.status == 200
         eventually(lambda: held_bytes(server) == 0)
         again = server.connect()
-        again.send(raw_infer(values))
-        answered = again.reply()
-        assert answered is not None
+        answered = again.ask(raw_infer(values))
         assert answered.status == 200
 
 
@@ -119,9 +114,7 @@ def test_a_compressed_body_counts_with_its_decompressed_size(
         send_without_end(first, raw_infer(values), 8)
         eventually(lambda: held_bytes(server) > 0)
         raw = server.connect()
-        raw.send(data)
-        refused = raw.reply()
-        assert refused is not None
+        refused = raw.ask(data)
         assert refused.status == 503
         first.send(values.tobytes()[-8:])
         assert first.reply() is not None
@@ -188,7 +181,7 @@ def test_a_large_grpc_message_of_a_cancelled_call_is_released(
     message.inputs[0].contents.fp32_contents.extend([1.0] * WIDTH)
     waiting: list[Any] = []
     with serving() as server, frames(server.port) as client:
-        server.grpc._calls.inference.routes["m"].offload = lambda work, then, **_: waiting.append(
+        server.grpc.inference.routes["m"].offload = lambda work, then, **_: waiting.append(
             (work, then)
         )
         client.open(1, INFER.replace("ModelInfer", method))

@@ -46,7 +46,6 @@ from tests.support.serving.running import (
     WAIT_S,
     GatedEngine,
     Raw,
-    Reply,
     Running,
     request,
     running,
@@ -60,12 +59,6 @@ STREAM = INFER.replace("ModelInfer", "ModelStreamInfer")
 HEALTH = "/grpc.health.v1.Health/"
 INVALID_ARGUMENT, UNAVAILABLE = 3, 14
 Eventually = Callable[[Callable[[], bool]], None]
-
-
-def answered(raw: Raw) -> Reply:
-    reply = raw.reply()
-    assert reply is not None
-    return reply
 
 
 def values() -> np.ndarray:
@@ -89,7 +82,7 @@ def test_a_refused_body_is_released_before_the_earlier_answer_is_sent(
         eventually(lambda: raw_refused(server))
         assert held_bytes(server) == first
         engine.gate.set()
-        assert [answered(raw).status, answered(raw).status] == [200, 400]
+        assert [raw.reply().status, raw.reply().status] == [200, 400]
         eventually(lambda: held_bytes(server) == 0)
 
 
@@ -132,7 +125,6 @@ def test_held_bytes_return_to_zero_after_every_kind_of_request(
                 eventually(lambda: counted.bytes > len(BODY) - 70_000)
                 server.pass_time(HttpLimits().body_s + 1)
             reply = raw.reply(body=name != "HEAD")
-            assert reply is not None
             assert reply.status == status
         raw.close()
         eventually(lambda: not server.server._listener.connections)
@@ -165,14 +157,14 @@ def test_strings_count_with_their_size_in_memory(eventually: Eventually) -> None
     with running(models, max_held_bytes=LIMIT, max_body_bytes=2 * LIMIT) as server:
         alone = server.connect()
         alone.send(data)
-        assert answered(alone).status == 200
+        assert alone.reply().status == 200
         other = server.connect()
         send_without_end(other, raw_infer(values()).replace(b"/m/", b"/wide/"), 8)
         eventually(lambda: held_bytes(server) > 0)
         alone.send(data)
-        assert answered(alone).status == 503
+        assert alone.reply().status == 503
         other.send(BODY[-8:])
-        assert answered(other).status == 200
+        assert other.reply().status == 200
         eventually(lambda: held_bytes(server) == 0)
 
 
@@ -255,7 +247,7 @@ def test_random_hostile_http_clients_leave_no_held_bytes(eventually: Eventually,
         def is_served() -> bool:
             with contextlib.closing(Raw(server.port)) as alone:
                 alone.send(raw_infer(values()))
-                return answered(alone).status == 200
+                return alone.reply().status == 200
 
         eventually(is_served)  # not at once: some of the closed connections are yet to be accepted
         eventually(lambda: not server.server._listener.connections)
