@@ -70,7 +70,7 @@ docs: venv
 # any, and what other tests install takes none from 7 on
 ray-test: venv
 	$(BIN)/pip install -qq "ray[serve,data]>=2.44" psutil "protobuf<7"
-	DEPLOYKIT_CAMPAIGN=1 $(BIN)/pytest tests/cluster
+	DEPLOYKIT_CAMPAIGN=1 $(BIN)/pytest tests/deploying/test_ray_cluster.py
 
 coverage: venv
 	$(BIN)/pytest $(WORKERS) --cov --cov-report=term:skip-covered

@@ -7,7 +7,7 @@ there is said to be not run. Out: Markdown on stdout; with FOLDER or $OUT also `
 `cuda_path.md` there, after each part. What is compared runs in turn, round by round, in one
 process; each ratio has its 95 % interval. Exits 1 when an answer is wrong or memory is lost.
 
-The work is torch's, on the stream and the buffers that `runtimes/cuda.py` hands out: this measures
+The work is torch's, on the stream and the buffers that `engines/cuda/` hands out: this measures
 that file, not TensorRT, and nothing here is a figure for TensorRT.
 """
 
@@ -143,7 +143,7 @@ def measure(
     torch = cuda_torch()
     bench = Bench(cuda, torch, calls, rounds)
     if isinstance(torch, str):
-        found["not run"]["runtimes/cuda.py"] = torch
+        found["not run"]["engines/cuda"] = torch
     else:
         for name in ("correctness", "leak", "gains", "overhead"):
             print(f"{name} ...", file=sys.stderr, flush=True)

@@ -128,7 +128,7 @@ SECTIONS = {
     "Serve": {
         "serve": ("serve", "Serve models over HTTP and gRPC, with dynamic batching."),
         "load": ("serve", "Measure a running server under load."),
-        "health": ("health", "Ask a running server whether it is ready; exit 1 if not."),
+        "health": ("serve", "Ask a running server whether it is ready; exit 1 if not."),
     },
     "Deploy": {
         "bundle": ("deploy", "Bundle a model with all that a device or a cluster needs."),
