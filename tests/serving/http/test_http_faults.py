@@ -6,12 +6,9 @@ import contextlib
 import itertools
 import os
 import resource
-import signal
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -41,11 +38,6 @@ GOOD = request("POST", INFER, infer_json([1, 2, 3, 4], [1, 4]))
 
 def rss_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def good(server: Running) -> int:
@@ -195,47 +187,6 @@ def test_clients_that_never_read_a_large_answer_are_disconnected(
 
 
 # -- file descriptors
-
-
-@pytest.fixture
-def few_files() -> Iterator[subprocess.Popen[str]]:
-    """A server in a process of its own that may open 64 files."""
-    script = Path(__file__).resolve().parents[2] / "support" / "serving" / "serve_slowly.py"
-    process = subprocess.Popen(
-        [sys.executable, str(script), os.devnull],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
-    )
-    yield process
-    process.kill()
-    process.communicate(timeout=WAIT_S)
-
-
-def test_without_file_descriptors_the_server_keeps_serving_open_connections(
-    few_files: subprocess.Popen[str],
-) -> None:
-    """F15."""
-    assert few_files.stdout is not None
-    port = int(few_files.stdout.readline())
-    first = Raw(port)
-    crowd = [Raw(port) for _ in range(100)]
-    began_s = cpu_s(few_files.pid)
-    threading.Event().wait(1.0)  # the CPU time of this second is measured
-    assert cpu_s(few_files.pid) - began_s < 0.5
-    first.send(GOOD)  # accepted before the limit was reached: it is served
-    reply = first.reply()
-    assert reply.status == 200
-    for raw in crowd:
-        raw.close()
-    late = Raw(port)
-    reply = late.ask(GOOD)
-    assert reply.status == 200
-    for raw in (first, late):
-        raw.close()
-    few_files.send_signal(signal.SIGTERM)
-    assert few_files.wait(WAIT_S) == 0
 
 
 def test_a_server_may_open_as_many_files_as_the_system_allows() -> None:

@@ -50,7 +50,7 @@ def test_a_connection_gives_windows_to_four_large_messages_at_a_time() -> None:
         client.settle()
         granted = [stream for stream in (1, 3, 5, 7, 9) if stream in client.updates]
         assert granted == [1, 3, 5, 7]
-        client.send(3, 0, 3, (8).to_bytes(4, "big"))
+        client.cancel(3)
         client.settle()
         assert 9 in client.updates
 
@@ -58,8 +58,7 @@ def test_a_connection_gives_windows_to_four_large_messages_at_a_time() -> None:
 def test_answers_wait_for_the_clients_window(served: Serving) -> None:
     no_window = b"\0\4\0\0\0\0"
     with frames(served.port, settings=no_window) as client:
-        client.open(1)
-        client.message(1, infer_bytes(value=3))
+        client.start(1, infer_bytes(value=3))
         client.until(lambda: 1 in client.answers)
         client.settle()
         assert client.answers[1].data == b""
@@ -77,8 +76,7 @@ def test_a_large_answer_is_sent_as_the_connection_window_allows(served: Serving)
     """4 MB through the first 65535 bytes of window, which is then extended step by step."""
     request = infer_bytes(value=3, width=1_000_000, model_name="wide")
     with frames(served.port, settings=b"\0\4\x7f\xff\xff\xff") as client:
-        client.open(1)
-        client.message(1, request)
+        client.start(1, request)
         client.until(lambda: len(client.answers.get(1, Answer()).data) == 65535)
         while not client.answers[1].ended:
             client.send(8, 0, 0, (300_000).to_bytes(4, "big"))
@@ -118,8 +116,7 @@ def test_clients_that_exceed_a_time_limit_are_disconnected(eventually: Any) -> N
             assert body.answer(1).status == DEADLINE_EXCEEDED
             assert body.call(3, infer_bytes()).status == 0
         with frames(running.port, settings=b"\0\4\0\0\0\0") as no_window:
-            no_window.open(1)
-            no_window.message(1, infer_bytes())
+            no_window.start(1, infer_bytes())
             no_window.until(lambda: 1 in no_window.answers)
             pass_time()
             assert no_window.closed()
@@ -129,8 +126,7 @@ def test_clients_that_exceed_a_time_limit_are_disconnected(eventually: Any) -> N
             assert idle.closed()
             assert idle.goaway == 0
         with frames(running.port) as stream:
-            stream.open(1, STREAM)
-            stream.message(1, infer_bytes(), end=False)
+            stream.start(1, infer_bytes(), STREAM, end=False)
             stream.until(lambda: bool(stream.answers.get(1, Answer()).data))
         assert running.see(lambda: running.grpc.unanswered) == 0
 
@@ -148,8 +144,7 @@ def test_a_client_that_does_not_read_is_disconnected(eventually: Any) -> None:
             ConnectionError
         ):  # the server may disconnect it before it has sent everything
             for stream in (1, 3, 5, 7):
-                client.open(stream)
-                client.message(stream, request)
+                client.start(stream, request)
         eventually(lambda: not running.see(lambda: running.grpc.connections))
 
 

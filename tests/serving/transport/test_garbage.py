@@ -130,8 +130,13 @@ def test_a_grpc_message_leaves_no_garbage(
         nothing_left(),
     ):
         for stream in range(1, 2 * TIMES, 2):
-            client.open(stream, path, grpc_encoding=encoding)
-            client.message(stream, message, compressed=int(encoding != "identity"))
+            client.start(
+                stream,
+                message,
+                path,
+                compressed=int(encoding != "identity"),
+                grpc_encoding=encoding,
+            )
             assert client.answer(stream).status in ((status,) if path == INFER else (status, 0))
         client.settle()
 
@@ -145,7 +150,6 @@ def test_an_engine_that_fails_leaves_no_garbage_over_grpc(value: int) -> None:
         nothing_left(),
     ):
         for stream in range(1, 2 * TIMES, 2):
-            client.open(stream, INFER)
-            client.message(stream, message)
+            client.start(stream, message, INFER)
             assert client.answer(stream).status == 13
         client.settle()

@@ -146,8 +146,7 @@ def test_bodies_that_are_refused_on_another_thread_are_freed_at_once(
     try:
         if grpc:
             with serving() as server, frames(server.port) as client:
-                client.open(1, **{"grpc-encoding": "gzip"})
-                client.message(1, bomb + bytes(100_000), compressed=1)
+                client.start(1, bomb + bytes(100_000), compressed=1, **{"grpc-encoding": "gzip"})
                 assert client.answer(1).status == 8
                 eventually(lambda: [each() for each in seen] == [None])
         else:
@@ -283,8 +282,7 @@ def test_a_stream_that_has_failed_takes_no_more_answers(
         frames(server.port, settings=b"\0\4\0\0\0\0") as client,
     ):
         engine.warm = True
-        client.open(1, STREAM)
-        client.message(1, classified(WIDTH), end=False)
+        client.start(1, classified(WIDTH), STREAM, end=False)
         client.message(1, classified(WIDTH), end=False)
         model = server.repository.models["m"]
         eventually(lambda: server.see(lambda: model.unanswered) == 2)

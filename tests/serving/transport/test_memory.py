@@ -184,13 +184,17 @@ def test_a_large_grpc_message_of_a_cancelled_call_is_released(
         server.grpc.inference.routes["m"].offload = lambda work, then, **_: waiting.append(
             (work, then)
         )
-        client.open(1, INFER.replace("ModelInfer", method))
-        client.message(1, message.SerializeToString(), end=method == "ModelInfer")
+        client.start(
+            1,
+            message.SerializeToString(),
+            INFER.replace("ModelInfer", method),
+            end=method == "ModelInfer",
+        )
         eventually(lambda: len(waiting) == 1)
         ((work, then),) = waiting
         inference = work.__self__
         assert len(inference._source[0]) > WIDTH * 4
-        client.send(3, 0, 1, (8).to_bytes(4, "big"))  # RST_STREAM: CANCEL
+        client.cancel(1)  # RST_STREAM: CANCEL
         eventually(lambda: inference._source is None)
         server.see(lambda: then(work))
         assert client.call(3, infer_bytes(value=2)).status == 0

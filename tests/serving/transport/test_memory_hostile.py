@@ -305,13 +305,11 @@ def test_a_health_watch_is_not_an_unanswered_request(eventually: Eventually) -> 
     engine = GatedEngine()
     with serving({"m": engine}) as server, frames(server.port) as client:
         shared = server.grpc
-        client.open(1, f"{HEALTH}Watch")
-        client.message(1, b"")
+        client.start(1, b"", f"{HEALTH}Watch")
         client.until(lambda: len(client.answers.get(1, Answer()).data) > 0, 1)
         assert server.see(lambda: (shared.unanswered, shared.memory.bytes)) == (0, 0)
         engine.warm = True
-        client.open(3)
-        client.message(3, infer_bytes())
+        client.start(3, infer_bytes())
         assert engine.entered.acquire(timeout=WAIT_S)
         server.repository.drain()
         client.until(lambda: len(client.answers[1].data) > 7, 1)  # the watch reports the shutdown

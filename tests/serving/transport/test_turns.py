@@ -202,8 +202,7 @@ def test_requests_over_grpc_wait_for_their_turn_too() -> None:
         clients = [frames(server.port) for _ in range(4)]
         opened = [each.__enter__() for each in clients]
         for client in opened:
-            client.open(1)
-            client.message(1, infer_bytes())
+            client.start(1, infer_bytes())
         assert [client.answer(1).status for client in opened] == [0] * 4
         assert max(begun) <= 2
         for each in clients:

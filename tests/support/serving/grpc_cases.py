@@ -152,10 +152,31 @@ class Frames:
             last = at + 16384 >= len(data)
             self.send(0, 1 if end and last else 0, stream, data[at : at + 16384])
 
-    def call(self, stream: int, data: bytes, path: str = INFER, **headers: str) -> Answer:
+    def start(
+        self,
+        stream: int,
+        data: bytes,
+        path: str = INFER,
+        *,
+        end: bool = True,
+        compressed: int = 0,
+        **headers: str,
+    ) -> None:
+        """Open a call and send its first message."""
         self.open(stream, path, **headers)
-        self.message(stream, data)
+        self.message(stream, data, end=end, compressed=compressed)
+
+    def call(self, stream: int, data: bytes, path: str = INFER, **headers: Any) -> Answer:
+        self.start(stream, data, path, **headers)
         return self.answer(stream)
+
+    def cancel(self, stream: int) -> None:
+        self.send(3, 0, stream, (8).to_bytes(4, "big"))
+
+    def open_windows(self) -> None:
+        """Let the server send all of every answer."""
+        self.send(4, 0, 0, b"\0\4\x7f\xff\xff\xff")
+        self.send(8, 0, 0, (1 << 30).to_bytes(4, "big"))
 
     def answer(self, stream: int) -> Answer:
         """Wait for the end of a stream, or of the connection."""
@@ -225,9 +246,8 @@ def frames(port: int, **options: Any) -> Iterator[Frames]:
 @contextmanager
 def unlimited_window(port: int) -> Iterator[Frames]:
     """A client whose flow-control windows have room for every answer."""
-    most = (1 << 30).to_bytes(4, "big")
-    with frames(port, settings=b"\0\4" + most) as client:
-        client.send(8, 0, 0, most)
+    with frames(port) as client:
+        client.open_windows()
         yield client
 
 
