@@ -19,8 +19,7 @@ from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport.call import Call, Head, reply_exception
-from deploykit.serving.transport.memory import MemoryBudget
+from deploykit.serving.transport.call import Call, Head, MemoryBudget, reply_exception
 
 log = logging.getLogger(__name__)
 

@@ -34,8 +34,8 @@ from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions
+from deploykit.serving.transport.call import MemoryBudget
 from deploykit.serving.transport.listener import Acceptor, Client, Port, is_loopback
-from deploykit.serving.transport.memory import MemoryBudget
 from deploykit.serving.transport.security import AccessControl, Guard, tls_context
 from deploykit.serving.transport.turns import DELIVERY_S, Turns
 from deploykit.serving.web.page import FILES
@@ -201,7 +201,8 @@ class Server:
         if threading.current_thread() is threading.main_thread():
             # not the loop's: on its end it puts the default back, which ends the process
             self._signals.handle(self._group.signals)
-        hooks = Hooks(self.repository, self._begin_drain, self._abort, self._set_elsewhere)
+        elsewhere = partial(setattr, self.repository, "elsewhere")
+        hooks = Hooks(self.repository, self._begin_drain, self._abort, elsewhere)
         await self._group.join(hooks)
         if not self._group.runs_engines:
             for acceptor in self._acceptors:
@@ -285,9 +286,6 @@ class Server:
         """End at once, as a second signal does."""
         self._signals.count = 2
         self._begin_drain()
-
-    def _set_elsewhere(self, not_ready: str | None) -> None:
-        self.repository.elsewhere = not_ready
 
     def _release(self) -> None:
         for listening in self._sockets:

@@ -551,7 +551,8 @@ class GrpcCall(Stream):
         if self._reader.have:  # an incomplete message
             self._reader = MessageReader()
         Stream.finish(self)
-        self._free(self.held_bytes)
+        self.link.shared.memory.bytes -= self.held_bytes
+        self.held_bytes = 0
         if self._answer_bytes:
             self._free_answers()
         if cancel is not None:

@@ -19,7 +19,7 @@ from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.task_call import Items, TaskCall
 from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import messages
-from deploykit.serving.oip.request import Request, RequestedOutput, Signature, fill
+from deploykit.serving.oip.request import Binary, Region, Request, RequestedOutput, Signature, fill
 from deploykit.serving.oip.response import Result as ResultPredict
 from deploykit.serving.oip.response import collect_results
 from deploykit.serving.oip.tensors import make_slot
@@ -214,7 +214,7 @@ def _reads_much(head: bytes, spans: tuple[messages.Span, ...], model: Signature)
         parts = messages.plan_request(head, spans, model).parts
     except DeploykitError:
         return False  # found again, and reported to the client
-    return sum(part.size for part in parts if part.region is not None) > LARGE_BYTES
+    return sum(part.size for part in parts if isinstance(part.data, Region)) > LARGE_BYTES
 
 
 class GrpcInference(Inference):
@@ -248,7 +248,7 @@ class GrpcInference(Inference):
         self._decoded_bytes = sum(
             array_bytes(request.feeds[part.name])
             for part in self._plan.parts
-            if part.region is not None or part.value is not None or not part.slot.item_bytes
+            if not isinstance(part.data, Binary) or not part.slot.item_bytes
         )
         return request
 

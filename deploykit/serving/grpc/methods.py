@@ -18,7 +18,7 @@ from deploykit.serving.oip import messages as infer
 from deploykit.serving.oip.protobuf import MESSAGES, Message, message_from
 from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.shared_memory import SharedMemory
-from deploykit.serving.transport.memory import MemoryBudget
+from deploykit.serving.transport.call import MemoryBudget
 from deploykit.serving.transport.security import Guard
 from deploykit.serving.workers.group import Result, ServerGroup, of_model
 

@@ -20,10 +20,16 @@ import numpy as np
 from deploykit.core.errors import DeploykitError, Overloaded
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http.head import END, ChunkedBody, HeadReader, HttpLimits
-from deploykit.serving.transport.call import RETRY, Call, Head, message_of, reply_error
+from deploykit.serving.transport.call import (
+    RETRY,
+    Call,
+    Head,
+    MemoryBudget,
+    message_of,
+    reply_error,
+)
 from deploykit.serving.transport.listener import SPARE as SPARE_CLIENTS
 from deploykit.serving.transport.listener import Port
-from deploykit.serving.transport.memory import MemoryBudget
 from deploykit.serving.transport.security import HEALTH, AccessControl
 from deploykit.serving.transport.turns import BUSY_BYTES
 

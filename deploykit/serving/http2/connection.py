@@ -21,8 +21,8 @@ from hpack import HPACKError
 
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http2.headers import HeaderReader, MalformedHeaders, Pairs, check_fields
+from deploykit.serving.transport.call import MemoryBudget
 from deploykit.serving.transport.listener import Port
-from deploykit.serving.transport.memory import MemoryBudget
 from deploykit.serving.transport.turns import BUSY_BYTES
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""One HTTP request as a route sees it, and error replies. Independent of sockets."""
+"""One HTTP request as a route sees it, its memory, and error replies. Independent of sockets."""
 
 from __future__ import annotations
 
@@ -24,15 +24,53 @@ from deploykit.core.errors import (
     os_reason,
     quote,
 )
+from deploykit.core.machine import memory_bytes
 from deploykit.core.tensors import Bytes
-from deploykit.serving.transport.memory import MemoryBudget
 
 log = logging.getLogger(__name__)
 
 JSON = b"Content-Type: application/json\r\n"
 RETRY = b"Retry-After: 1\r\n"
 BUG = "an error inside the server; its log says more"
+_UNKNOWN_MEMORY = 4 << 30
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class MemoryBudget:
+    """`bytes` of requests that wait for their answer, and of answers that wait for their client.
+
+    Over all connections of both protocols: each has its limits, but thousands of them together
+    could use all memory. Counted: what was received, decompressed, or copied from shared memory,
+    then the answer until the client has taken it. Call all methods on the event loop's thread.
+    """
+
+    def __init__(self, limit: int | None, max_body_bytes: int, parts: int = 1) -> None:
+        """`limit` None: a quarter of this machine's memory, but at least one largest body.
+
+        `parts`: processes that have one budget together.
+        """
+        if limit is None:
+            limit = max(max_body_bytes, (memory_bytes() or _UNKNOWN_MEMORY) // 4 // parts)
+        self.limit = limit
+        self.bytes = 0
+
+    def add(self, size: int, own: int) -> bool:
+        """Count `size` more bytes of a request or answer, which has `own` in total then.
+
+        Returns whether they fit; they are counted in any case, until `release`. One that is alone
+        in the server may exceed the budget; its own limit bounds it.
+        """
+        self.bytes += size
+        return self.bytes <= self.limit or self.bytes == own
+
+    def release(self, size: int) -> None:
+        """No longer count `size` bytes."""
+        self.bytes -= size
+
+    @property
+    def message(self) -> str:
+        """The error message for a request or answer that does not fit."""
+        return f"the server holds {self.limit} bytes of requests and answers already"
 
 
 @dataclass(frozen=True)

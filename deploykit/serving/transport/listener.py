@@ -23,8 +23,7 @@ from operator import itemgetter
 from typing import Any, Protocol
 
 from deploykit.core.errors import BadInput, first_line, os_reason
-from deploykit.serving.transport.call import EXHAUSTED
-from deploykit.serving.transport.memory import MemoryBudget
+from deploykit.serving.transport.call import EXHAUSTED, MemoryBudget
 from deploykit.serving.transport.turns import Turns
 
 log = logging.getLogger(__name__)

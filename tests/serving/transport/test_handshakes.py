@@ -10,8 +10,8 @@ import ssl
 import pytest
 
 from deploykit.serving.transport import listener
+from deploykit.serving.transport.call import MemoryBudget
 from deploykit.serving.transport.listener import Acceptor, Port
-from deploykit.serving.transport.memory import MemoryBudget
 from tests.support.serving.running import WAIT_S
 
 

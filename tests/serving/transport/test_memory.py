@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.serving.transport.memory import MemoryBudget
+from deploykit.serving.transport.call import MemoryBudget
 from tests.support.serving.grpc_cases import INFER, Answer, frames, infer_bytes, serving
 from tests.support.serving.memory import held_bytes, raw_infer, send_without_end
 from tests.support.serving.running import WAIT_S, GatedEngine, Raw, request, running
@@ -31,7 +31,7 @@ def test_a_request_alone_in_the_server_may_exceed_the_limit() -> None:
 def test_the_default_limit_is_a_quarter_of_memory_but_at_least_one_body(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("deploykit.serving.transport.memory.memory_bytes", lambda: 4000)
+    monkeypatch.setattr("deploykit.serving.transport.call.memory_bytes", lambda: 4000)
     assert MemoryBudget(None, 64).limit == 1000
     assert MemoryBudget(None, 2000).limit == 2000
     assert MemoryBudget(300, 2000).limit == 300

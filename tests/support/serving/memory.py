@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from deploykit.core.tensors import Bytes
-from deploykit.serving.transport.call import Call, Head
-from deploykit.serving.transport.memory import MemoryBudget
+from deploykit.serving.transport.call import Call, Head, MemoryBudget
 from tests.support.serving.running import Raw, Running, request
 
 

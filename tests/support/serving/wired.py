@@ -7,7 +7,7 @@ from typing import Any
 
 from deploykit.serving.grpc.call import GrpcCall, HeadParser, Method
 from deploykit.serving.http2.connection import Http2Connection, Http2Limits, Http2Port
-from deploykit.serving.transport.memory import MemoryBudget
+from deploykit.serving.transport.call import MemoryBudget
 from tests.support.serving.grpc_cases import LIVE
 
 
