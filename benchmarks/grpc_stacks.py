@@ -3,7 +3,7 @@
 The application is deploykit's own: cut the message, decode the Open Inference Protocol, queue in
 the batcher, answer. Only the bytes' way in and out differs: (a) grpcio's asyncio server, (b)
 grpcio's server with a pool of threads that wait for their answers, (c) the `h2` package on uvloop,
-(d) our own HTTP/2 on uvloop with `hpack`: deploykit.serving.grpc.server. The client is h2load,
+(d) our own HTTP/2 on uvloop with `hpack`: deploykit.serving.grpc. The client is h2load,
 native, on the same cores; the rounds of the stacks alternate. A row "http" is the HTTP/1.1 server
 of the same package with the same tensor, by the same client, for scale.
 
@@ -32,6 +32,8 @@ from pathlib import Path
 import numpy as np
 from child import listening
 from mnist_graph import write_mnist
+
+from deploykit.serving.options import ServeOptions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tests/support
 
@@ -280,31 +282,20 @@ def serve_h2(model: str, port: int) -> None:
 
 
 def serve_ours(model: str, port: int) -> None:
-    import uvloop
-
-    from deploykit.serving.grpc.server import GrpcServer
-    from deploykit.serving.models.offload import ThreadOffload
-    from deploykit.serving.options import ServeOptions
-    from deploykit.serving.transport.memory import MemoryBudget
-    from deploykit.serving.transport.security import Guard
-
-    loop = uvloop.new_event_loop()
-    service = service_for(model, deliver_on(loop))
-    options = ServeOptions(grpc_port=port)
-    memory, offload = MemoryBudget(None, options.max_body_bytes), ThreadOffload(loop, 1)
-    server = GrpcServer(service, options, Guard(None), memory, offload)
-    loop.run_until_complete(server.start())
-    loop.run_forever()
+    """HTTP on any port: it is idle."""
+    _serve(model, ServeOptions(http_port=0, grpc_port=port, max_batch=MAX_BATCH))
 
 
 def serve_http(model: str, port: int) -> None:
+    _serve(model, ServeOptions(http_port=port, max_batch=MAX_BATCH))
+
+
+def _serve(model: str, options: ServeOptions) -> None:
     from deploykit.engines.engine import load as open_engine
-    from deploykit.serving.options import ServeOptions
     from deploykit.serving.server import run
     from tests.support.fake_engine import FakeEngine
 
     engine = FakeEngine(width=784) if model == "fake" else open_engine(Path(model), "cpu")
-    options = ServeOptions(http_port=port, max_batch=MAX_BATCH)
     run({"m": engine}, options, lambda *_: None)
 
 

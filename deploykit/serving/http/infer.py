@@ -40,8 +40,7 @@ class InferRoute(ModelRoute):
         if large and not call.reserve(0):  # before the engine works for nothing
             raise over_budget()
         slow_bytes = len(body) if json_bytes is None or self.strings else json_bytes
-        trace = None if head.trace is None else head.trace.decode("latin-1")
-        inference = HttpInference(self, call, (body, json_bytes), trace)
+        inference = HttpInference(self, call, (body, json_bytes), head.trace)
         del body
         inference.large = slow_bytes > LARGE_BYTES
         if inference.large or head.encoding is not None:

@@ -25,7 +25,7 @@ from deploykit.serving.models.pipelines import NOT_JSON, ServedPipeline
 from deploykit.serving.models.task_call import MOST_ITEMS, Items, TaskCall, too_many
 from deploykit.serving.oip.json import parse_document
 from deploykit.serving.transport import call as compression
-from deploykit.serving.transport.call import JSON, Call, Head, reply_exception
+from deploykit.serving.transport.call import JSON, Call, Head, reply_exception, reply_with
 
 # Take the fields out of a multipart/form-data body (RFC 7578), strictly and within limits.
 
@@ -58,37 +58,31 @@ def split_parts(body: Bytes, boundary: bytes, most: int) -> list[FormField]:
     found: list[FormField] = []
     start = len(delimiter) - 2
     for stop in _places(body, delimiter):
-        if not _ends_line(body, stop + len(delimiter)):
+        end = stop + len(delimiter)
+        if bytes(body[end : end + 2]) not in (b"\r\n", b"--"):
             continue  # it only begins like the boundary
         if len(found) == most:
             raise TooLarge(f"the form has more than {most} fields")
         found.append(_part(body, start, stop))
-        start = stop + len(delimiter)
+        start = end
     if bytes(body[start : start + 2]) != b"--":
         raise BadInput("the form ends before its last boundary")
     return found
-
-
-def _ends_line(body: Bytes, at: int) -> bool:
-    return bytes(body[at : at + 2]) in (b"\r\n", b"--")
 
 
 def _part(body: Bytes, start: int, stop: int) -> FormField:
     """The field between two boundaries."""
     head = bytes(body[start : min(stop + 4, start + _HEAD_BYTES)])  # with the CR LF before a stop
     end = head.find(b"\r\n\r\n")
-    if end < 0 or start + end + 4 > stop + 4:
+    if end < 0 or start + end > stop:
         raise BadInput(f"a field of the form has no end of its headers within {_HEAD_BYTES} bytes")
-    lines = head[:end].split(b"\r\n")
-    fields = {line.partition(b":")[0].strip().lower(): line.partition(b":")[2] for line in lines}
+    lines = [line.partition(b":") for line in head[:end].split(b"\r\n")]
+    fields = {name.strip().lower(): value for name, _, value in lines}
     match = _NAME.search(fields.get(b"content-disposition", b""))
     if match is None:
         raise BadInput("a field of the form has no name")
-    if fields.get(b"content-transfer-encoding", b"binary").strip().lower() not in (
-        b"binary",
-        b"8bit",
-        b"7bit",
-    ):
+    encoding = fields.get(b"content-transfer-encoding", b"binary").strip().lower()
+    if encoding not in (b"binary", b"8bit", b"7bit"):
         raise BadInput("a field of the form is not binary", hint="send its bytes as they are")
     name = (match[1] if match[1] is not None else match[2]).decode("utf-8", "replace")
     return FormField(name, body[start + end + 4 : stop])
@@ -102,15 +96,6 @@ def _places(body: Bytes, delimiter: bytes) -> Iterator[int]:
         while place >= 0:
             yield at + place
             place = window.find(delimiter, place + len(delimiter))
-
-
-def check_form(parts: list[FormField], known: tuple[str, ...]) -> None:
-    """Raise BadInput for a field of another name."""
-    for part in parts:
-        if part.name.removesuffix("[]") not in known:
-            raise BadInput(
-                f"the form has a field {quote(part.name)}", hint=f"possible: {', '.join(known)}"
-            )
 
 
 IMAGES = (b"image/jpeg", b"image/png", b"image/webp")
@@ -127,8 +112,7 @@ class PredictRoute(ModelRoute):
     def __call__(self, call: Call) -> None:
         """Raises BadInput for a wrong request, Unsupported for a model without a task."""
         head, body = call.head, call.body
-        trace = None if head.trace is None else head.trace.decode("latin-1")
-        prediction = HttpTaskCall(self, call, trace)
+        prediction = HttpTaskCall(self, call, head.trace)
         _read_query(head.target, prediction)
         text = prediction.steps.task.image is None
         content_type = head.content_type or b""
@@ -211,8 +195,12 @@ def _from_base64(value: str, number: int) -> bytes:
 
 
 def _split_form(boundary: bytes, text: bool, body: Bytes) -> Items:
-    parts = split_parts(body, boundary, MOST_ITEMS)
-    check_form(parts, (*_TEXT, "file") if text else (*_IMAGE, "file"))
+    parts, known = split_parts(body, boundary, MOST_ITEMS), (*(_TEXT if text else _IMAGE), "file")
+    for part in parts:
+        if part.name.removesuffix("[]") not in known:
+            raise BadInput(
+                f"the form has a field {quote(part.name)}", hint=f"possible: {', '.join(known)}"
+            )
     return Items([part.content for part in parts], several=len(parts) > 1)
 
 
@@ -262,9 +250,8 @@ class PipelineRoute:
         """Raises Overloaded during the shutdown."""
         head, body = call.head, call.body
         call.body = b""
-        trace = None if head.trace is None else head.trace.decode("latin-1")
         read = partial(self._read, head, body)
-        call.cancel = self._pipeline.start(read, partial(_reply, call), trace, call.reserve)
+        call.cancel = self._pipeline.start(read, partial(_reply, call), head.trace, call.reserve)
 
     def _read(self, head: Head, body: Bytes) -> bytes | str:
         """What the input is made of, on a thread. Raises BadInput, TooLarge, UnknownEncoding."""
@@ -309,8 +296,5 @@ def _reply(call: Call, answer: bytes | Exception, is_json: bool) -> None:
     call.cancel = None
     if isinstance(answer, Exception):
         reply_exception(call, answer)
-        return
-    try:
-        call.reply(200, JSON if is_json else _BYTES, [answer])
-    except Exception as exc:  # noqa: BLE001 - every error is a reply
-        reply_exception(call, exc)
+    else:
+        reply_with(call, lambda: answer, JSON if is_json else _BYTES)
