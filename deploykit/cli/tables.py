@@ -454,9 +454,11 @@ def _answer_lines(answer: dict[str, Any]) -> list[str]:
         named = [(f"{b['label']} {_share(b['score'])}", b["box"]) for b in answer["boxes"]]
         at = [f"{text} at {x:.0f},{y:.0f} to {u:.0f},{v:.0f}" for text, (x, y, u, v) in named]
         return at or ["no boxes"]
-    size = answer["width"] * answer["height"]
-    parts = sorted(answer["segments"], key=lambda each: -int(each["pixels"]))
-    return [", ".join(f"{each['label']} {_share(each['pixels'] / size)}" for each in parts)]
+    if "segments" in answer:
+        size = answer["width"] * answer["height"]
+        parts = sorted(answer["segments"], key=lambda each: -int(each["pixels"]))
+        return [", ".join(f"{each['label']} {_share(each['pixels'] / size)}" for each in parts)]
+    return [", ".join(f"{name} {value}" for name, value in answer.items())]
 
 
 def _share(value: float) -> str:
