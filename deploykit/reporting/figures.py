@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from deploykit.evaluation.formatting import MISSING, SPACE, count, number, percent, spread
 from deploykit.evaluation.latency import percentile_ms
-from deploykit.reporting.charts import BOUND, Bars, Chart, Figure, Mark, Series, short
+from deploykit.reporting.charts import BOUND, Bars, Chart, Figure, Mark, Series
 from deploykit.reporting.tables import (
     JsonRows as Json,
 )
@@ -260,7 +260,7 @@ def _bars(document: Json, found: Json) -> Bars:
         finding=takes + layer_note(found),
         x_label="time in one call (ms)",
         parts=("",),
-        bars=tuple((f"{short(each['name'], 30)} · {each['op']}", (each["ms"],)) for each in top),
+        bars=tuple((f"{each['name']} · {each['op']}", (each["ms"],)) for each in top),
         look=after_setups(document),
         columns=COLUMNS,
         rows=tuple(layer_rows(found)),
