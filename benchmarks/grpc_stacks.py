@@ -114,7 +114,7 @@ def bodies(shape: tuple[int, ...]) -> tuple[bytes, bytes, int]:
     """A gRPC message with its prefix; an HTTP body, and the length of its JSON part."""
     import orjson
 
-    from deploykit.serving.oip.protobuf import MESSAGES
+    from deploykit.engines.oip.protobuf import MESSAGES
 
     rows = np.random.default_rng(0).random(shape, dtype=np.float32)
     request = MESSAGES["ModelInferRequest"](model_name="m")

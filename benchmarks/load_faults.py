@@ -31,11 +31,10 @@ from child import header
 from processes import free_port
 
 from deploykit.core.subprocesses import run_apart
-from deploykit.loadtest.check import AnswerCheck
 from deploykit.loadtest.client import Client
-from deploykit.loadtest.generator import _poisson
-from deploykit.loadtest.result import Load, RunRecord, SendPlan, summarise
-from deploykit.loadtest.target import RemoteModel, find_model, make_feeds, make_requests
+from deploykit.loadtest.result import summarise
+from deploykit.loadtest.schedule import Load, RunRecord, SendPlan
+from deploykit.loadtest.target import RemoteModel, find_model, make_requests
 from tests.gpu.guard import workplace
 
 RATE, CONNECTIONS, SERVICE_US = 300.0, 4, 1000
@@ -142,17 +141,7 @@ def run(remote: RemoteModel, loop: str, fault: str, seconds: float) -> tuple[str
     load = Load(RATE if loop == "open" else None, CONNECTIONS, 0.5, seconds)
     if loop == "open":
         load = Load(RATE, 256, 0.5, seconds)
-    plan = SendPlan(
-        remote.address,
-        remote.port,
-        make_requests(remote, make_feeds(remote, 1, 0)),
-        AnswerCheck(remote.outputs),
-        load.connections,
-        _poisson(RATE, load.end_s, 0) if loop == "open" else None,
-        load.warmup_s,
-        load.end_s,
-        load.drain_s,
-    )
+    plan = remote.plan(make_requests(remote), load, load.due_s(seed=0))
     import load_faults  # by its name: the other process cannot import `__main__`
 
     outcome = run_apart("a run", load_faults.generate, plan, fault)

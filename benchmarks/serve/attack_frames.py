@@ -37,7 +37,7 @@ from attack_client import (
 )
 from hpack import Encoder
 
-from deploykit.serving.oip.protobuf import MESSAGES
+from deploykit.engines.oip.protobuf import MESSAGES
 
 Late = Callable[[], bool]
 MOST_STREAMS = 512

@@ -23,7 +23,7 @@ from attack_client import (
     swarm,
 )
 
-from deploykit.serving.oip.protobuf import MESSAGES
+from deploykit.engines.oip.protobuf import MESSAGES
 
 Late = Callable[[], bool]
 

@@ -31,11 +31,10 @@ from child import header
 from processes import free_port, started
 
 from deploykit.core.errors import DeploykitError
-from deploykit.loadtest.check import AnswerCheck
 from deploykit.loadtest.client import Client
-from deploykit.loadtest.generator import run_load
-from deploykit.loadtest.result import SendPlan
-from deploykit.loadtest.target import RemoteModel, find_model, make_feeds, make_requests
+from deploykit.loadtest.load import load_test
+from deploykit.loadtest.schedule import Load
+from deploykit.loadtest.target import RemoteModel, find_model, make_requests
 
 HERE = Path(__file__).resolve().parent
 MAX_BATCH, LATENCY_MS, QUEUE = 16, 40, 128
@@ -88,7 +87,7 @@ def main() -> None:
         for times in (float(word) for word in options.times.split(",")):
             runs, shares = [], []
             for turn in range(options.rounds):
-                most = run_load(url, model="m", concurrency=4 * MAX_BATCH, duration_s=2.0)
+                most = load_test(url, model="m", concurrency=4 * MAX_BATCH, duration_s=2.0)
                 run = overload(remote, times, options.seconds, turn)
                 runs.append(run)
                 shares.append(run.goodput_per_s / most.achieved_per_s.value)
@@ -106,17 +105,8 @@ def overload(remote: RemoteModel, times: float, seconds: float, seed: int) -> Ov
             for low, high, share in phases
         ]
     )
-    plan = SendPlan(
-        remote.address,
-        remote.port,
-        make_requests(remote, make_feeds(remote, 1, seed)),
-        AnswerCheck(remote.outputs),
-        connections=CONNECTIONS,
-        due_s=due_s.tolist(),
-        begin_s=0.0,
-        end_s=end_s + AFTER_S,
-        drain_s=5.0,
-    )
+    load = Load(CAPACITY_PER_S, CONNECTIONS, 0.0, end_s + AFTER_S)
+    plan = remote.plan(make_requests(remote, seed=seed), load, due_s.tolist())
     found = Client(plan).run()
     arrays = (np.array(part) for part in (found.starts_s, found.ends_s, found.statuses))
     return summary(*arrays, begin_s, end_s, float(np.percentile(found.send_lags_s, 99)) * 1e3)

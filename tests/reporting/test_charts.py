@@ -90,7 +90,6 @@ def test_no_text_covers_another_in_a_real_report(report: Report, frame: Frame) -
         "Throughput against batch size",
         "Accuracy against latency",
         "Latency of requests, by percentile",
-        "Where the time of a request goes",
     ]
     assert [sentence.split(" is not drawn")[0] for sentence in missing] == [
         "The latency of calls by percentile",

@@ -16,7 +16,7 @@ from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import ModelRepository, Served
 from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import messages as infer
-from deploykit.serving.oip.protobuf import MESSAGES, Message, message_from
+from deploykit.engines.oip.protobuf import MESSAGES, Message, message_from
 from deploykit.serving.options import VERSION
 from deploykit.serving.shared_memory import SharedMemory
 from deploykit.serving.workers.group import Result, ServerGroup, of_model

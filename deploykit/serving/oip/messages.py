@@ -15,7 +15,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, TooLarge, quote
 from deploykit.core.tensors import Bytes
-from deploykit.serving.oip.protobuf import MESSAGES, DecodeError, Message
+from deploykit.engines.oip.protobuf import MESSAGES, DecodeError, Message
 from deploykit.serving.oip.request import (
     Binary,
     InputData,

@@ -13,7 +13,7 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.serving.http2.flow import Http2Limits
-from deploykit.serving.oip.protobuf import MESSAGES
+from deploykit.engines.oip.protobuf import MESSAGES
 from tests.support.serving.grpc_cases import (
     SERVICE,
     STREAM,

@@ -13,7 +13,7 @@ import pytest
 
 from deploykit.core.errors import BadInput, TooLarge
 from deploykit.serving.oip import messages
-from deploykit.serving.oip.protobuf import MESSAGES
+from deploykit.engines.oip.protobuf import MESSAGES
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     INFER,

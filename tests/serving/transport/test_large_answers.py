@@ -22,7 +22,7 @@ from deploykit.serving.http.infer import InferRoute
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import response
-from deploykit.serving.oip.protobuf import MESSAGES
+from deploykit.engines.oip.protobuf import MESSAGES
 from deploykit.serving.oip.tensors import to_bytes
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport import call as compression
