@@ -22,7 +22,7 @@ hpack = require("hpack")
 
 SERVICE = "/inference.GRPCInferenceService/"
 # gRPC's codes in HTTP's numbers; another one is a 500
-_STATUSES = {0: 200, 4: 504, 5: 404, 8: 429, 14: 503} | dict.fromkeys((3, 7, 9, 11, 12, 16), 400)
+_STATUSES = {4: 504, 5: 404, 8: 429, 14: 503} | dict.fromkeys((3, 7, 9, 11, 12, 16), 400)
 _DATA, _HEADERS, _RST, _SETTINGS, _PUSH, _PING, _GOAWAY, _WINDOW, _CONTINUATION = (
     *range(2),
     *range(3, 10),
@@ -202,17 +202,16 @@ class Grpc(Wire):
     def _complete(self) -> int:
         """Return the status of the answer that is complete: its trailers decide."""
         code = self._fields.get("grpc-status", "")
-        if not re.fullmatch("[0-9]{1,3}", code):
-            http = self._fields.get(":status", "none")
-            return self._fail(WRONG, f"an answer without a gRPC status (HTTP status {http})")
-        status = _STATUSES.get(int(code), 500)
-        if status != 200:
+        if code != "0":
+            if not re.fullmatch("[0-9]{1,3}", code):
+                http = self._fields.get(":status", "none")
+                return self._fail(WRONG, f"an answer without a gRPC status (HTTP status {http})")
             message = unquote(self._fields.get("grpc-message", ""))
-            return self._fail(status, one_line(f"gRPC {code}: {message}"))
+            return self._fail(_STATUSES.get(int(code), 500), one_line(f"gRPC {code}: {message}"))
         data = self._data
         if len(data) < 5 or data[0] or len(data) != 5 + int.from_bytes(data[1:5], "big"):
             return self._fail(WRONG, "OK without one message that is not compressed")
-        self.body = bytes(data[5:])
+        self.body = bytes(memoryview(data)[5:])
         self.keep = self.keep and not self._left
         self.error = None
         if self._check is not None:
