@@ -19,7 +19,7 @@ from deploykit.cli.tables import figure
 from deploykit.core.errors import BadInput, GateFailed
 
 if TYPE_CHECKING:
-    from deploykit.pipelines.file import AnsweredFiles
+    from deploykit.pipelines.pipeline import AnsweredFiles
     from deploykit.reporting.report import Report
 
 

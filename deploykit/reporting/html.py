@@ -110,7 +110,7 @@ def figure_html(figure: Figure) -> str:
     names = [i for i, name in enumerate(figure.columns) if name in _NAMES]
     table = Table(figure.title, figure.columns, figure.rows, tuple(names))
     return (
-        f'<figure><h2>{_e(figure.title)}</h2>{draw(figure)}'
+        f"<figure><h2>{_e(figure.title)}</h2>{draw(figure)}"
         f"<figcaption>{_e(figure.finding)}</figcaption><details><summary>The figures of this chart"
         f"</summary>{html_table(table, caption=False)}</details></figure>"
     )
