@@ -23,7 +23,7 @@ import pytest
 
 from deploykit.engines.cuda.errors import CODES
 from deploykit.engines.cuda.execution import Shape
-from tests.nvidia import fetch
+from scripts.nvidia import fetch
 from tests.support.installed import needs
 
 needs("cuda")
