@@ -27,7 +27,7 @@ from calibrators import (
 import deploykit as dk
 from deploykit.engines.data.samples import Samples
 from deploykit.graph.graph import Graph
-from deploykit.quantization.calibrate import AUTO, METHODS, calibrate
+from deploykit.quantization.calibrate import METHODS, calibrate
 from deploykit.quantization.qdq import to_pairs
 
 SIZES, SEEDS = (32, 48, 64, 128, 256), (10, 11)
@@ -46,15 +46,16 @@ def losses(name: str, folder: Path) -> Losses:
             order = np.random.default_rng(seed).permutation(len(pool))
             calib, test = order[:size], order[size:]
             np.savez(data, x=pool[calib])
-            ranges = calibrate(source, Samples({"x": pool[calib]}, None, "data"), method=AUTO)
+            ranges = calibrate(source, Samples({"x": pool[calib]}, None, "data"))
             for runtime in LAYOUTS:
                 sqnr = {}
                 for method in METHODS:
                     to_pairs(source, ranges.using(method), runtime=runtime).save(out)
                     sqnr[method] = sqnr_db(wanted[test], outputs(out, pool[test]))
-                made = dk.quantize(
-                    path, "int8", out, calib=data, runtime=runtime, min_sqnr_db=0.1, force=True
-                )
+                try:
+                    made = dk.quantize(path, "int8", out, calib=data, runtime=runtime, force=True)
+                except dk.GateFailed as exc:
+                    made = exc.result
                 assert made.evidence.calibration is not None
                 best = max(sqnr.values())
                 sqnr["auto"] = sqnr[made.evidence.calibration.method]
