@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +214,7 @@ class _Run:
         for level in levels:
             if level.bits > bits and self.best is not None:
                 name, narrow_s = self.best.precision, self.best.cost_s
-                cost_s, passed = self._try(level, worth=lambda s, n=narrow_s: not _gains(n, s))
+                cost_s, passed = self._try(level, worth=partial(_is_close, narrow_s))
                 if passed:
                     self.notes.append(not_worth(name, narrow_s, level.precision, cost_s))
                     bits = level.bits
@@ -319,6 +319,11 @@ class _Run:
         self.candidate_began = self.budget.clock()
         if self.steps and self.candidate_began + self.longest_s > self.budget.end:
             raise _OutOfTimeError
+
+
+def _is_close(narrow_s: float, cost_s: float) -> bool:
+    """Whether what costs `narrow_s` gains nothing over what costs `cost_s`."""
+    return not _gains(narrow_s, cost_s)
 
 
 def _gains(narrow_s: float, wider_s: float) -> bool:
