@@ -114,7 +114,15 @@ def main() -> None:
     size = given.size or f"{task.image.width}x{task.image.height}"
     width, height = map(int, size.split("x"))
     image = jpeg(height, width)
-    command = ["-m", "deploykit", "serve", f"m={given.model}", "--http-port", "0", "--grpc-port=none"]
+    command = [
+        "-m",
+        "deploykit",
+        "serve",
+        f"m={given.model}",
+        "--http-port",
+        "0",
+        "--grpc-port=none",
+    ]
     rows: dict[str, list[Round]] = {"bare loop": [], "HTTP": []}
     with subprocess.Popen(
         [sys.executable, *command, "--log", "json"], stdout=subprocess.PIPE, text=True

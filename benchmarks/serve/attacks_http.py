@@ -51,7 +51,7 @@ def row(attack: Callable[[Attacked], str], seconds: float) -> str:
         first, *others = models(Path(folder))
         more = [word for each in others for word in ("--engine", each)]
         limits = ("--max-held-bytes", str(LIMIT_BYTES), "--timeout-ms", "5000")
-        options = (*limits, "--grpc", "--grpc-port", "0", "--shared-memory", *more)
+        options = (*limits, "--grpc-port", "0", "--shared-memory", *more)
         with Process(Path(folder), *options, command=REAL, engine=first) as server:
             attacked = Attacked(server, Path(folder), seconds)
             attacked.infer()
