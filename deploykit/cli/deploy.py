@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from deploykit.cli import output, tables
-from deploykit.cli.options import JSON, api_arguments, described
+from deploykit.cli.options import JSON, BundleKind, api_arguments, described
 from deploykit.cli.output import Progress
 from deploykit.cli.serve import lines_of, raise_if_dropped, serve_options, show_ready
 from deploykit.core.errors import BadInput
@@ -20,32 +20,28 @@ if TYPE_CHECKING:
 @described(f"""
 MODEL                  An .onnx file
 --profile PROFILE      The hardware target; NAME@MODE for a power mode
--o --out DIR           The folder to write
+-o --out DIR|DIR.tar   The folder to write; with DIR.tar the same as one file, too
 --to                   Where it will run: a container on one machine, or a cluster's server
 --name NAME            The name to serve it under [the file's]
---batch MIN,OPT,MAX    Smallest, usual and largest batch
---axis NAME=MIN,OPT,MAX  The same for another dynamic axis; may be repeated
+--batch MIN,OPT,MAX    Sizes of the batch axis: smallest, usual and largest
+--axis NAME=MIN,OPT,MAX  Sizes of another dynamic axis; may be repeated
 --samples FILE.npz|DIR  Inputs for the samples that the device replays [those kept with the
         model, else random]
 --wheels               Bring the Python packages, for a target without a network
---timing-cache FILE    TensorRT's measurements of kernels on the same kind of device
 --release RELEASE      The target's JetPack or CUDA: jetpack-6.2, cuda-12 [the profile's usual one]
---tar                  Also write DIR.tar
 --force                Replace a bundle that somebody changed
 {JSON}""")
 def bundle(
     model: Path,
     profile: str,
     out: Path,
-    to: Literal["docker", "triton", "kserve", "ray"] = "docker",
+    to: BundleKind = "docker",
     name: str | None = None,
     batch: str = "1,8,32",
     axes: list[str] | None = None,
     samples: Path | None = None,
     wheels: bool = False,
-    timing_cache: Path | None = None,
     release: str | None = None,
-    tar: bool = False,
     force: bool = False,
     as_json: bool = False,
 ) -> None:
@@ -93,7 +89,7 @@ def boot(
     words = [
         f"--{name.replace('_', '-')}={value}"
         for name, value in flags.items()
-        if name == "config" or context.get_parameter_source(name).name != "DEFAULT"
+        if name == "config" or "DEFAULT" not in str(context.get_parameter_source(name))
         if value is not None
     ]
     command: Any = context.find_root().command

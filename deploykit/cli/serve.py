@@ -121,8 +121,7 @@ URL                    The server, http://HOST:PORT or grpc://HOST:PORT
                        [half of what 32 connections reach in 2 s]
 --concurrency N        Closed loop: this many connections, each of which waits for its answer
 --duration SECONDS     How long to measure
---batch N              Samples per request
---processes N          Processes that share the load
+--batch N              Size of the batch axis in each request
 --slo-ms MS            Also count the answers within this time
 --fail-on CONDITIONS   Exit 1 if one of these holds, such as 'p99>20ms,errors>0,throughput<500'
 --data FILE|DIR        Inputs to send: an .npz, such as FILE.golden.npz; for a task or a
@@ -131,7 +130,7 @@ URL                    The server, http://HOST:PORT or grpc://HOST:PORT
 --expect FILE          Golden samples, or answers.jsonl of a pipeline: send their inputs and compare
                        the answers
 --max-error X          Largest max |a-b| / max |a| of an answer, with --expect
---axis NAME=SIZE,...   Sizes of dynamic axes other than the batch
+--axis NAME=SIZE       Size of another dynamic axis; may be repeated
 -o --out DIR           Write a report into this folder
 {FORCE}
 {JSON}""")
@@ -142,14 +141,13 @@ def load(
     concurrency: int | None = None,
     duration_s: float = 10.0,
     batch: int = 1,
-    processes: int = 1,
     slo_ms: float | None = None,
     fail_on: str | None = None,
     data: Path | None = None,
     text: list[str] | None = None,
     expect: Path | None = None,
     max_error: float = 1e-3,
-    axis: str | None = None,
+    axis: list[str] | None = None,
     out: Path | None = None,
     force: bool = False,
     as_json: bool = False,
@@ -159,7 +157,7 @@ def load(
     Example: deploykit load http://127.0.0.1:8000 --rate 200 --fail-on 'p99>20ms,errors>0'
     """
     given = api_arguments(locals())
-    given["axes"] = axis_sizes("axis", given.pop("axis") or "")
+    given["axes"] = axis_sizes("axis", ",".join(given.pop("axis") or ()))
     from deploykit.loadtest import load as loading
 
     with Progress("load", bar_only=True) as progress:

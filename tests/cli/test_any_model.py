@@ -14,7 +14,6 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-import deploykit as dk
 from deploykit.core.errors import BadInput
 from deploykit.core.protobuf import varint
 from tests.support.any_model import verbs
@@ -142,14 +141,6 @@ def test_weights_that_are_not_in_a_file_next_to_the_model_are_refused(
             verbs(path)[verb]()
         assert len(caught.value.message) < 2000
         assert "ONNXRuntimeError" not in caught.value.message
-
-
-def test_a_model_with_weights_in_a_second_file_is_built_in_another_folder(tmp_path: Path) -> None:
-    path = external(tmp_path / "m.onnx", "w.bin")
-    (tmp_path / "out").mkdir()
-    dk.build(path, profile="cpu", out=tmp_path / "out" / "m.onnx")
-    with dk.load(tmp_path / "out" / "m.onnx") as engine:
-        assert engine({"x": np.ones((1, 8), np.float32)})["y"].shape == (1, 300)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from typing import Any
 from deploykit.core.errors import BadInput, TooLarge, quote
 from deploykit.core.json_value import MOST_JSON_VALUES
 from deploykit.core.tensors import Bytes
-from deploykit.serving.oip.protobuf import MESSAGES, DecodeError, Message
+from deploykit.engines.oip.protobuf import MESSAGES, DecodeError, Message
 from deploykit.serving.oip.request import (
     Binary,
     InputData,

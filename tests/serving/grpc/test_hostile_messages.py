@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, TooLarge
+from deploykit.engines.oip.protobuf import MESSAGES
 from deploykit.serving.oip import messages
-from deploykit.serving.oip.protobuf import MESSAGES
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     INFER,

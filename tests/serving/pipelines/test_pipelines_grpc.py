@@ -21,7 +21,7 @@ import grpc  # noqa: E402
 import tritonclient.grpc as triton  # noqa: E402
 
 from deploykit.core.json_value import MOST_JSON_VALUES  # noqa: E402
-from deploykit.serving.oip.protobuf import MESSAGES  # noqa: E402
+from deploykit.engines.oip.protobuf import MESSAGES  # noqa: E402
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 IN_FLIGHT = "deploykit_pipeline_in_flight"

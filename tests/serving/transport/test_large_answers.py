@@ -16,12 +16,12 @@ import pytest
 
 from deploykit.core.errors import TooLarge
 from deploykit.core.tensors import Bytes, parse_spec
+from deploykit.engines.oip.protobuf import MESSAGES
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.batching.runner import Splitter
 from deploykit.serving.http.infer import InferRoute
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip import response
-from deploykit.serving.oip.protobuf import MESSAGES
 from deploykit.serving.oip.tensors import to_bytes
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport import call as compression

@@ -174,7 +174,7 @@ def test_each_message_of_a_grpc_stream_counts_until_its_answer(eventually: Event
 def test_a_large_grpc_message_of_a_cancelled_call_is_released(
     eventually: Eventually, method: str
 ) -> None:
-    from deploykit.serving.oip.protobuf import MESSAGES
+    from deploykit.engines.oip.protobuf import MESSAGES
 
     message = MESSAGES["ModelInferRequest"](model_name="m")
     message.inputs.add(name="x", datatype="FP32", shape=[1, WIDTH])
