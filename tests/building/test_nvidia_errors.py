@@ -28,11 +28,6 @@ from tests.support.builders.nvidia_cases import (
 from tests.support.onnx_zoo import linear, save
 
 
-@pytest.fixture(autouse=True)
-def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEPLOYKIT_CACHE", str(tmp_path / "cache"))
-
-
 @ask
 @needs
 def test_all_unsupported_nodes_are_reported_in_one_pass(tmp_path: Path) -> None:
