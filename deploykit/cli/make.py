@@ -151,7 +151,7 @@ Model:
 --input SPEC           'NAME:DTYPE[AXES]' for each input, such as 'image:float32[N,3,224,224]'.
         A number is a fixed size; a letter is an axis of any size: N is the batch, other
         letters or names (T, H, W) are yours to choose
---batch dynamic|N      A batch axis of any size, or of this size
+--batch dynamic|N      Size of the batch axis; dynamic is any
 --allow-pickle         Run code that the file contains. Only if you trust it
 Exporter:
 --opset N              ONNX operator set, 18 to 23 [20, or what the profile needs]
@@ -245,8 +245,11 @@ def quantize(
 
 def _shapes(given: dict[str, Any]) -> dict[str, Any]:
     """The fields of `Shapes` among the parameters of `build`."""
-    names = "batch version_compatible hardware_compatible dla device"
+    from deploykit.deploying.device import gpu_number
+
+    names = "batch version_compatible hardware_compatible dla"
     found = {name: given[name] for name in names.split()}
+    found["device"] = gpu_number(given["device"])
     lists = {name: tuple(given[name] or ()) for name in ("axes", "plugins")}
     return {**found, **lists, "tf32": not given["no_tf32"]}
 
@@ -261,13 +264,13 @@ MODEL                  An .onnx file
 --check                Only test whether NVIDIA's builder accepts the model; keep no engine
 Accuracy:{_ACCURACY}
 TensorRT:
---batch MIN,OPT,MAX    Smallest, usual and largest batch [1,8,32]
---axis NAME=MIN,OPT,MAX  The same for another dynamic axis; may be repeated
+--batch MIN,OPT,MAX    Sizes of the batch axis: smallest, usual and largest [1,8,32]
+--axis NAME=MIN,OPT,MAX  Sizes of another dynamic axis; may be repeated
 --dla CORE             DLA core of a Jetson; the GPU runs what the DLA cannot
 --version-compatible   The engine also runs in later TensorRT of the same major version, 10's in 11
 --hardware-compatible  The engine also runs on these other GPUs
 --plugin LIB           Library of TensorRT plugins that the model needs; may be repeated
---device N             The GPU to build on
+--device cuda|cuda:N   The GPU to build on
 --no-tf32              Multiply float32 in float32, not in TF32
 {JSON}""")
 def build(
@@ -287,7 +290,7 @@ def build(
     version_compatible: bool = False,
     hardware_compatible: Literal["ampere-plus", "same-compute-capability"] | None = None,
     plugins: list[Path] | None = None,
-    device: int = 0,
+    device: str = "cuda",
     no_tf32: bool = False,
     as_json: bool = False,
 ) -> None:

@@ -331,15 +331,12 @@ def load(result: LoadResult) -> list[Part]:
     counts |= {"failed": result.failed}
     counts |= {"never sent": result.unsent} if result.unsent else {}
     lines.append(f"  requests   {result.sent} sent, {result.ok} ok, {mix(counts)}")
-    if result.stages_ms:
-        stages = ", ".join(f"{name} {figure(ms)}" for name, ms in result.stages_ms.items())
-        lines.append(f"  where      {stages} ms, on average")
     if result.lag_p99_ms is not None:
         lines.append(f"  generator  p99 lag {result.lag_p99_ms:.2f} ms")
     if result.limits:
         lines.append("note: the generator was the limit: these figures do not describe the server")
         lines += [f"note: {text}" for text in result.limits]
-        lines.append("note: give it a machine or a core of its own, or more --processes")
+        lines.append("note: give it a machine or a core of its own")
     lines += [f"note: no verdict: {text}" for text in result.marks]
     lines += [f"note: {text}" for text in result.notes]
     if result.first_error:

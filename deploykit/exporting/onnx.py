@@ -40,7 +40,7 @@ torch: ModuleType = require("torch")
 #
 # It transposes the key of `scaled_dot_product_attention` in three nodes, and with a boolean mask it
 # looks for NaN in all weights, though the masks that it writes are finite. On a CPU these cost a
-# transformer up to a quarter of its time: benchmarks/cpu_attention.py.
+# transformer up to a quarter of its time: benchmarks/README.md.
 
 _LARGEST = float(np.finfo(np.float32).max)
 
