@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from deploykit.core.errors import BadInput, Unsupported, first_line
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LIMIT = datetime.timedelta(minutes=30)  # that a process waits for another
 _REPEATS = 5
 
@@ -66,15 +65,13 @@ def join_processes(device: str) -> Iterator[Processes]:
     if os.environ.get("WORLD_SIZE", "1") == "1":
         yield Processes()
         return
-    lacking = [name for name in _VARIABLES if not os.environ.get(name)]
-    numbers = [os.environ.get(name, "") for name in _VARIABLES[:3]]
-    if lacking or not all(each.isdecimal() for each in numbers):
-        wrong = ", ".join(lacking) or ", ".join(numbers)
+    try:
+        rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    except (KeyError, ValueError) as exc:
         raise BadInput(
-            f"WORLD_SIZE is set, but not all that torchrun sets: {wrong}",
+            f"WORLD_SIZE is set, but not all that torchrun sets: {exc}",
             hint="torchrun --nproc-per-node N -m deploykit train …, or unset WORLD_SIZE",
-        )
-    rank, size, local = map(int, numbers)
+        ) from exc
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if on_gpu and torch.cuda.is_available():
         if local >= torch.cuda.device_count():

@@ -47,7 +47,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] 
         Unsupported,
         "64 MiB of workspace, but only 10 MiB are free",
     ),
-    "flavour": ({"flavour": "lite"}, {}, BadInput, "`flavour`: unknown value 'lite"),
     "no DLA": ({"dla": 0}, OLD, Unsupported, "profile l4 has no DLA"),
     "a second DLA": (
         {"profile": "jetson-orin-nx-8gb", "dla": 1},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -194,7 +194,6 @@ def first_sentence(text: str) -> str:
     return re.sub(r"^Assertion failed: ", "", line)
 
 
-FLAVOURS: Mapping[str, str] = {"tensorrt": "tensorrt", "rtx": "tensorrt_rtx"}
 RTX_MAGIC = b"vtrt"  # the first bytes of a plan of TensorRT for RTX, whatever the module's name
 _T = TypeVar("_T")
 
@@ -203,16 +202,11 @@ def module(flavour: str = "tensorrt") -> Any:
     """Import `tensorrt`; for "rtx" `tensorrt_rtx`, else a `tensorrt` that wraps RTX's library.
 
     Which library `tensorrt` wraps shows only in its plans. Raises MissingExtra when neither is
-    installed, Unsupported when it does not load or is older than TensorRT 10, BadInput for another
-    flavour.
+    installed, Unsupported when it does not load or is older than TensorRT 10.
     """
-    if flavour not in FLAVOURS:
-        raise BadInput(
-            f"`flavour`: unknown value '{flavour}'", hint="one of: " + ", ".join(FLAVOURS)
-        )
-    if flavour == "rtx" and installed(FLAVOURS["rtx"]):
-        return require(FLAVOURS["rtx"])
-    if flavour == "rtx" and not installed(FLAVOURS["tensorrt"]):
+    if flavour == "rtx" and installed("tensorrt_rtx"):
+        return require("tensorrt_rtx")
+    if flavour == "rtx" and not installed("tensorrt"):
         raise MissingExtra("tensorrt_rtx is not installed", hint="pip install tensorrt-rtx")
     found = require("tensorrt")
     check_version(str(found.__version__))
@@ -222,16 +216,6 @@ def module(flavour: str = "tensorrt") -> Any:
 def version(nv: Any) -> tuple[int, ...]:
     """Major and minor version of TensorRT."""
     return version_numbers(str(nv.__version__))[:2]
-
-
-def member(owner: Any, name: str, what: str) -> Any:
-    """`owner.name`, newer than 10.3. Raises Unsupported: `what` needs a newer TensorRT."""
-    try:
-        return getattr(owner, name)
-    except AttributeError as exc:
-        raise Unsupported(
-            f"{what}: needs a newer TensorRT; the installed one has no {name}"
-        ) from exc
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ from deploykit.building.tensorrt.build import BuildCheck
 from deploykit.building.tensorrt.options import (
     AxisRange,
     Options,
-    check_options,
     parse_axis,
     parse_batch,
 )
@@ -202,12 +201,6 @@ def _sizes(options: PlanOptions, inputs: Sequence[TensorSpec]) -> dict[str, int]
     rows = max(1, min(golden.SAMPLES, most))
     dynamic = {axis for spec in inputs for axis in spec.shape if isinstance(axis, str)}
     return {axis: axes[axis].optimum if axis in axes else rows for axis in dynamic}
-
-
-def check_asked(model: Artefact, options: PlanOptions) -> None:
-    """Raise BadInput, NotFound or Unsupported for options that are wrong on every machine."""
-
-    check_options(options_of(options.target, options.shapes, model))
 
 
 def check_here(target: Profile, model: Artefact) -> None:
