@@ -1,4 +1,4 @@
-"""Operators of ours, for what torch's exporters cannot put into a graph of any size.
+"""Our own operators, for what torch's exporters cannot put into a graph of any size.
 
 Each is one operator in PyTorch, with a translation into ONNX's own:
 

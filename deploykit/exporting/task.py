@@ -173,11 +173,11 @@ def _with_image(
     kind, preset = options.kind, loaded.preset
     text = loaded.inputs[0].dtype == "int64" and ids_of([spec.name for spec in loaded.inputs])
     if text or len(loaded.inputs) > 1:
-        texts = " or ".join(each.name for each in KINDS.values() if "text" in each.takes)
+        readers = " or ".join(each.name for each in KINDS.values() if "text" in each.takes)
         raise BadInput(
             f"`task` {kind.name} is for one image; the model takes "
             + ", ".join(map(str, loaded.inputs)),
-            hint=f"for a text: `task` {texts}"
+            hint=f"for a text: `task` {readers}"
             if text
             else "one input is the image; wrap the model in a module that makes the others itself",
         )
