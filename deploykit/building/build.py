@@ -19,7 +19,7 @@ from deploykit.core.profile import choose_profile, load_profile
 from deploykit.core.runtime import RUNTIMES
 from deploykit.evaluation.artefacts import Made, Progress, destination, no_progress, span, stage
 from deploykit.evaluation.outputs import named_files
-from deploykit.quantization.evaluate import QuantizeRequest, prepare
+from deploykit.quantization.job import QuantizeRequest, prepare
 from deploykit.quantization.quantize import (
     TARGETS,
     check_quantize_options,

@@ -121,7 +121,7 @@ URL                    The server, http://HOST:PORT or grpc://HOST:PORT
                        [half of what 32 connections reach in 2 s]
 --concurrency N        Closed loop: this many connections, each of which waits for its answer
 --duration SECONDS     How long to measure
---batch N              Samples per request
+--batch N              Size of the batch axis in each request
 --slo-ms MS            Also count the answers within this time
 --fail-on CONDITIONS   Exit 1 if one of these holds, such as 'p99>20ms,errors>0,throughput<500'
 --data FILE|DIR        Inputs to send: an .npz, such as FILE.golden.npz; for a task or a

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from deploykit.evaluation.compare import Compared
     from deploykit.evaluation.inspect import Inspection
     from deploykit.evaluation.latency import Latency
-    from deploykit.evaluation.predict import Predicted
-    from deploykit.evaluation.predict_items import Answered
+    from deploykit.evaluation.predict import Answered, Predicted
     from deploykit.reporting.compare import ReportComparison
     from deploykit.reporting.load_result import LoadResult
     from deploykit.reporting.report import Report

@@ -36,7 +36,7 @@ from deploykit.evaluation import batching, golden, verify
 from deploykit.evaluation.artefacts import Made, Progress, carry_task, keep, reject
 from deploykit.evaluation.parity import feeds_at_sizes
 from deploykit.graph.graph import Graph
-from deploykit.quantization.evaluate import QuantizeRequest, evaluate_engine
+from deploykit.quantization.job import QuantizeRequest, evaluate_engine
 
 _NOT_RECORDED = (
     "the engine brings code along, and the cache folder cannot record that it was built here: "
