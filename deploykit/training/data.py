@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, did_you_mean, first_line
+from deploykit.core.errors import BadInput, OutOfMemory, did_you_mean, users_code
 from deploykit.core.extras import require
 from deploykit.core.json_value import Record
 from deploykit.core.machine import natural_number, usable_cores
-from deploykit.core.memory import does_not_fit, lacks_memory
+from deploykit.core.memory import memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.training.distributed import Processes
 from deploykit.training.options import Settings
@@ -260,7 +260,7 @@ def read_augment(recipe: Recipe) -> Change | None:
 
 
 def describe_augment(recipe: Recipe) -> str:
-    """What it does, the same in each process."""
+    """Return what it does, the same in each process."""
     change = read_augment(recipe)
     if change is None or isinstance(change, Augment):
         return repr(change)
@@ -277,16 +277,9 @@ class Augmentation:
 
     def __call__(self, images: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """Raises OutOfMemory, BadInput where the recipe's function fails."""
-        try:
+        where = f"{self.device}: the augmentation of {len(images)} images"
+        with users_code("the recipe's augment failed"), memory_errors(where):
             found = self.change(images, uniform)
-        except DeploykitError:
-            raise
-        except Exception as exc:
-            if isinstance(exc, torch.OutOfMemoryError) or lacks_memory(exc):
-                where = f"{self.device}: the augmentation of {len(images)} images"
-                raise does_not_fit(where, first_line(exc)) from exc
-            what = f"{type(exc).__name__}: {first_line(exc)}"
-            raise BadInput(f"the recipe's augment failed: {what}") from exc
         kinds = [
             (each.dtype, tuple(each.shape)) if isinstance(each, torch.Tensor) else type(each)
             for each in (images, found)

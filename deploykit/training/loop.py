@@ -13,7 +13,7 @@ import math
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -146,18 +146,14 @@ class Stepper:
         return total
 
     def _loss(self, inputs: Sequence[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
-        with self._autocast():
+        half = self.amp_dtype is not None
+        with torch.autocast(self.device.type, self.amp_dtype) if half else nullcontext():
             loss: torch.Tensor = self.loss(self.run(*inputs), labels)
         return loss
 
     def _backward(self, loss: torch.Tensor) -> None:
         scaled: Any = self.scaler.scale(loss)
         scaled.backward()
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.amp_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.amp_dtype)
 
     def _update(self) -> None:
         if self.clip_norm is not None:
@@ -273,21 +269,23 @@ def save_state(path: Path, run: dict[str, Any], state: dict[str, Any]) -> None:
 
 
 def load_state(path: Path, run: dict[str, Any]) -> dict[str, Any] | None:
-    """The state in `path`, None where there is no such file yet.
+    """Read the state in `path`; None where there is no such file yet.
 
     Raises BadInput for a file that is no state, or is that of another run, naming the difference.
     """
     if not path.exists():
         return None
     check_readable(path)
+    reason = "it was not written by `checkpoint`"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as exc:  # torch's reader of damaged files raises anything
-        raise _no_state(path, first_line(exc)) from exc
-    if not isinstance(state, dict) or KEY not in state:
-        raise _no_state(path, "it was not written by `checkpoint`")
-    if state[KEY] != VERSION:
-        raise BadInput(f"{path}: is a state of version {state[KEY]}, this is {VERSION}")
+    except Exception as exc:  # noqa: BLE001 - torch's reader of damaged files raises anything
+        state, reason = None, first_line(exc).rstrip(".")
+    if not isinstance(state, dict) or state.get(KEY) != VERSION:
+        raise BadInput(
+            f"{path}: is not the state of a training run: {reason}",
+            hint="name a file that does not exist yet as `checkpoint`",
+        )
     for name, value in run.items():
         if state["run"].get(name) != value:
             raise BadInput(
@@ -296,13 +294,6 @@ def load_state(path: Path, run: dict[str, Any]) -> dict[str, Any] | None:
                 hint="repeat that run's options, or name another `checkpoint`",
             )
     return dict(state)
-
-
-def _no_state(path: Path, reason: str) -> BadInput:
-    return BadInput(
-        f"{path}: is not the state of a training run: {reason.rstrip('.')}",
-        hint="name a file that does not exist yet as `checkpoint`",
-    )
 
 
 def random_state(device: torch.device, shuffle: torch.Generator) -> dict[str, Any]:
