@@ -174,7 +174,7 @@ def _name_fixed_axis(
 
 
 def _fixed_axis(reference: Engine, exported: Engine, base: Mapping[str, int]) -> str | None:
-    """The first dynamic axis along which the graph fails and the model does not.
+    """Return the first dynamic axis along which the graph fails and the model does not.
 
     `base`: the sizes at which the graph was exported. None where it fails at these too.
     """

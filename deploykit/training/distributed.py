@@ -44,7 +44,7 @@ class Processes:
             dist.barrier()
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, in the order of their ranks."""
+        """Return the values of all processes, in the order of their ranks."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -52,7 +52,7 @@ class Processes:
         return found
 
     def share(self, value: Any) -> Any:
-        """The value of the first process."""
+        """Return the value of the first process."""
         found = [value]
         if self.size > 1:
             dist.broadcast_object_list(found, src=0)
@@ -117,7 +117,7 @@ def parallel(run: torch.nn.Module, group: Processes, device: torch.device, *, sh
 
 
 def whole_state(module: torch.nn.Module) -> dict[str, Any]:
-    """The weights of a sharded module, whole, on the CPU; all processes call it."""
+    """Return the weights of a sharded module, whole, on the CPU; all processes call it."""
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_model_state_dict,
@@ -135,7 +135,7 @@ def measure_scaling(
     group: Processes,
     device: torch.device,
 ) -> dict[str, float]:
-    """What waiting for the others costs a step, on one batch; the weights stay.
+    """Return what waiting for the others costs a step, on one batch; the weights stay.
 
     `efficiency`: the time of a step of one process alone, over that with all. `communication`: the
     share of a step that goes away when gradients are not exchanged; both for the slowest process.

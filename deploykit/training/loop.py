@@ -187,7 +187,7 @@ class Stepper:
 def make_schedule(
     name: str, optimiser: torch.optim.Optimizer, steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """The learning rate over `steps` updates: one of `SCHEDULES`."""
+    """Return the learning rate over `steps` updates: one of `SCHEDULES`."""
     kinds = torch.optim.lr_scheduler
     if name == "cosine":
         return kinds.CosineAnnealingLR(optimiser, T_max=steps)
@@ -223,7 +223,7 @@ _SAMPLES = 256  # at once
 
 
 def score_module(module: torch.nn.Module, recipe: Recipe, split: Split) -> np.ndarray:
-    """The recipe's metric for each sample of `split`, shape (samples,), in float32.
+    """Return the recipe's metric for each sample of `split`, shape (samples,), in float32.
 
     Computed on the device that holds `module`, in eval mode; the mode is restored. Raises
     OutOfMemory.
@@ -258,7 +258,7 @@ KEY = "deploykit_training_state"
 
 
 def describe_run(recipe: str, splits: Splits, chosen: dict[str, Any]) -> dict[str, Any]:
-    """What a run must have in common with the one whose state it goes on from."""
+    """Return what a run must have in common with the one whose state it goes on from."""
     labels = splits.train.labels
     data = f"{splits.source}, {len(labels)} samples, checksum {zlib.crc32(labels.tobytes()):08x}"
     return {"recipe": recipe, **chosen, "data": data}
@@ -297,7 +297,7 @@ def load_state(path: Path, run: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def random_state(device: torch.device, shuffle: torch.Generator) -> dict[str, Any]:
-    """The state of all generators of random numbers that a run draws from."""
+    """Return the state of all generators of random numbers that a run draws from."""
     states = {"shuffle": shuffle.get_state(), "torch": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -398,7 +398,7 @@ def freeze(
 
 
 def _first_dense(head: torch.nn.Module) -> torch.nn.Linear | None:
-    """The dense layer with a bias that the head, a sequence, begins with."""
+    """Return the dense layer with a bias that the head, a sequence, begins with."""
     first = next(iter(head.children()), None) if isinstance(head, torch.nn.Sequential) else head
     return first if isinstance(first, torch.nn.Linear) and first.bias is not None else None
 
@@ -640,7 +640,7 @@ class Run:
         on_progress(text, len(self.history) / self.settings.epochs)
 
     def _run_epoch(self, on_progress: Progress) -> tuple[float, float, float]:
-        """The mean loss of the epoch, its seconds, and those spent waiting for batches."""
+        """Return the mean loss of the epoch, its seconds, and those spent waiting for batches."""
         count, epochs, done = len(self.batches), self.settings.epochs, len(self.history)
         parts, waited_s = self.stepper.parts, self.batches.waited.seconds
         self.module.train()
@@ -747,7 +747,7 @@ class Run:
         self.best, self.seconds = state["best"], state["seconds"]
 
     def measure_scaling(self) -> dict[str, Any]:
-        """What the other processes cost; measured after the weights were copied."""
+        """Return what the other processes cost; measured after the weights were copied."""
         if self.group.size == 1:
             return {}
         if self.settings.options.fsdp:

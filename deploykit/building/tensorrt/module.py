@@ -168,7 +168,7 @@ def error_of(where: str, refusals: Sequence[Reason]) -> DeploykitError:
 
 
 def refuses_strong_typing(errors: Sequence[str]) -> bool:
-    """Whether the log blames strong typing, or finds no kernel for the types that it fixes.
+    """Return whether the log blames strong typing, or finds no kernel for the types that it fixes.
 
     TensorRT 10.0 to 10.11 cannot build some strongly typed networks that build without the flag.
     """
@@ -214,7 +214,7 @@ def module(flavour: str = "tensorrt") -> Any:
 
 
 def version(nv: Any) -> tuple[int, ...]:
-    """Major and minor version of TensorRT."""
+    """Return major and minor version of TensorRT."""
     return version_numbers(str(nv.__version__))[:2]
 
 
@@ -253,7 +253,7 @@ def maybe(value: _T) -> _T | None:
 
 
 def parser_errors(parser: trt.OnnxParser) -> tuple[ParserError, ...]:
-    """All errors of the last parse; a node without a name is given by its number."""
+    """Return all errors of the last parse; a node without a name is given by its number."""
     found = []
     for number in range(parser.num_errors):
         error = parser.get_error(number)

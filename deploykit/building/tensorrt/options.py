@@ -158,7 +158,7 @@ class Options:
     device: int = 0
 
     def built_on(self) -> dict[str, object]:
-        """The manifest's part that loading compares, and that building again needs."""
+        """Return the manifest's part that loading compares, and that building again needs."""
         return {
             "flavour": self.flavour,
             "profile": self.profile.name,
@@ -273,7 +273,7 @@ def weakly_typed(nv: Any, options: Options) -> bool:
 
 
 def note_dla(layers: Sequence[Layer] | None, options: Options, where: str) -> tuple[str, ...]:
-    """How many layers run on the DLA. Raises Unsupported where none does.
+    """Return how many layers run on the DLA. Raises Unsupported where none does.
 
     TensorRT runs on the GPU what a DLA refuses, and says so in a verbose log only.
     """

@@ -110,7 +110,7 @@ def prove_plan(
 def _manifest(
     built: BuildResult, source: Artefact, graph_file: Artefact, tmp: Path, options: PlanOptions
 ) -> Manifest:
-    """The manifest of a plan that has not run yet, and golden samples next to it."""
+    """Return the manifest of a plan that has not run yet, and golden samples next to it."""
 
     graph, layers, request = Graph.open(graph_file.path), built.layers, options.request
     samples = golden.carry(graph_file, tmp) or verify.record_on_cpu(
@@ -234,7 +234,7 @@ def _is_target(machine: Machine, target: Profile) -> bool:
 
 
 def _built_on(built: BuildResult, number: int) -> Mapping[str, str]:
-    """What the builder reports, overridden by what the CUDA driver reports of the device.
+    """Return what the builder reports, overridden by what the CUDA driver reports of the device.
 
     `nvidia-smi` counts GPUs that CUDA_VISIBLE_DEVICES hides, and knows no multiprocessors.
     """
