@@ -23,7 +23,6 @@ from deploykit.engines.onnxruntime.file import external_files
 from deploykit.evaluation.bundle_folder import BUNDLE_FILE, is_bundle_tar, verify
 
 PREDICTIONS, SPLIT = "predictions", "split"  # what an .npz of deploykit's holds
-CURVE = "curve"  # an SVG of a training run
 ANSWERS = "answers"  # JSON Lines of a pipeline: a file and its answer
 REPORT = ("report.json", "report.md", "report.html")
 SIDECARS: Mapping[str, str] = {  # evidence, or "tokenizer" of the task -> suffix
@@ -37,7 +36,6 @@ _ENDS: Mapping[str, tuple[str, ...]] = {  # kind -> how the names of its files e
     "torch": (".pt", ".pth", ".ckpt"),
     PREDICTIONS: (".npz",),
     SPLIT: (".npz",),
-    CURVE: (".svg",),
     ANSWERS: (".jsonl",),
 }
 _FIRST_LINE = 64 << 20  # bytes of an answer at most
@@ -48,7 +46,7 @@ _KNOWN = {end for ends in _ENDS.values() for end in ends} | set(_OTHERS.split())
 def claim(out: StrPath, kind: str, inputs: Iterable[object], *, force: bool = False) -> Path:
     """The path of an output that may be written, with what is written next to it.
 
-    `kind`: "onnx", "tensorrt", "torch", PREDICTIONS, SPLIT, CURVE or ANSWERS. `inputs`: all that
+    `kind`: "onnx", "tensorrt", "torch", PREDICTIONS, SPLIT or ANSWERS. `inputs`: all that
     the command reads: paths and artefacts; what is neither is skipped. Raises BadInput.
     """
     place = Path(out)
@@ -56,10 +54,10 @@ def claim(out: StrPath, kind: str, inputs: Iterable[object], *, force: bool = Fa
     if end in _KNOWN - set(_ENDS[kind]):
         raise BadInput(
             f"{place}: the name says {end}, and the file would be {_ENDS[kind][0]}",
-            hint=f"`{'curve' if kind == CURVE else 'out'}` {place.with_suffix(_ENDS[kind][0])}",
+            hint=f"`out` {place.with_suffix(_ENDS[kind][0])}",
         )
     check_writable(place)
-    archive = kind in (PREDICTIONS, SPLIT, CURVE, ANSWERS)
+    archive = kind in (PREDICTIONS, SPLIT, ANSWERS)
     written = (place,) if archive else (place, rejected(place), *_other_rejected(place, kind))
     given = tuple(_paths(inputs))
     for each in written:
@@ -98,10 +96,8 @@ def claim_splits(folder: StrPath, inputs: Iterable[object], *, force: bool = Fal
 def claim_run(
     inputs: Iterable[object],
     *,
-    curve: Path | None = None,
     checkpoint: Path | None = None,
     tensorboard: Path | None = None,
-    force: bool = False,
 ) -> None:
     """Check what a training run writes next to its model. Raises BadInput.
 
@@ -116,14 +112,12 @@ def claim_run(
             )
         check_writable(checkpoint)
         _check_inputs((checkpoint,), tuple(_paths(given)), keeps=False)
-        for each in filter(None, (*given, curve)):
+        for each in filter(None, given):
             if checkpoint.resolve() == Path(str(each)).resolve():
                 raise BadInput(
                     f"`checkpoint` {checkpoint}: is another file of this command",
                     hint="give it a file of its own, such as run.ckpt",
                 )
-    if curve is not None:
-        claim(curve, CURVE, given, force=force)
     if tensorboard is not None:
         make_folder(tensorboard)
 
@@ -173,22 +167,6 @@ def _check_bundle(place: Path, force: bool) -> None:
                 f"{place}: is not as deploykit wrote it: {exc.message}",
                 hint="choose another `out`, or replace the bundle with `force`",
             ) from exc
-
-
-def claim_cache(cache: StrPath, inputs: Iterable[object], out: Path) -> None:
-    """Check the file that TensorRT's timings are read from and written to. Raises BadInput.
-
-    `inputs`: all else that the command reads; `out`: the engine. It is none of these, and its name
-    does not promise another kind of file.
-    """
-    place, hint = Path(cache), "give it a file of its own, such as timing.cache"
-    if place.suffix.lower() in _KNOWN:
-        raise BadInput(f"`timing_cache` {place}: the name says {place.suffix}", hint=hint)
-    for each in (out, rejected(out), *_next_to(out), *_paths(inputs)):
-        if place.resolve() == each.resolve():
-            raise BadInput(
-                f"`timing_cache` {place}: is another file of this command, {each}", hint=hint
-            )
 
 
 def named_files(*references: str | None) -> list[str]:
@@ -280,10 +258,6 @@ def _artefact(place: Path, kind: str) -> set[str]:
 
 
 def _archive(place: Path, kind: str) -> set[str]:
-    if kind == CURVE:
-        with contextlib.suppress(OSError):
-            return {place.name} if b"deploykit: training curve" in place.read_bytes() else set()
-        return set()
     if kind == ANSWERS:
         with contextlib.suppress(OSError, ValueError, RecursionError), place.open() as lines:
             first = json.loads(lines.readline(_FIRST_LINE))
