@@ -40,7 +40,7 @@ from processes import Running, free_port, started
 
 from deploykit.core.errors import DeploykitError
 from deploykit.core.files import make_folder, read_json, write_json, write_text
-from deploykit.core.machine import this_machine, usable_cores
+from deploykit.core.machine import this_machine
 from scripts.gpu.guard import workplace
 from scripts.gpu.run import run_all, use_site
 from scripts.gpu.steps import LOADED_S, PYTHON, Result, Step
@@ -168,9 +168,8 @@ def ready(port: int) -> bool:
 
 def load(running: Running, port: int, connections: int, more: Sequence[str], rehearse: bool) -> Row:
     """One closed loop: its figures, or why there are none."""
-    processes = max(1, min(4, connections // 8, usable_cores() // 4))
     words = [PYTHON, "-m", "deploykit", "load", f"http://127.0.0.1:{port}", "--json", *more]
-    words += ["--concurrency", str(connections), "--processes", str(processes)]
+    words += ["--concurrency", str(connections)]
     words += ["--duration", "1" if rehearse else "4"]
     before_s = running.cpu_s()
     with GpuSampler() as gpu:
@@ -182,14 +181,14 @@ def load(running: Running, port: int, connections: int, more: Sequence[str], reh
     found = json.loads(done.stdout)
     rate, watts = found["achieved_per_s"]["value"], gpu.median("power_w")
     asked = rate * (found["warmup_s"] + found["duration_s"])
-    names = ("achieved_per_s", "ok", "failed", "refused", "errors", "stages_ms", "limits", "marks")
+    names = ("achieved_per_s", "ok", "failed", "refused", "errors", "limits", "marks")
     return {
         **{name: found[name] for name in names},
         **{name: ((found["latency"] or {}).get(name) or {}).get("value") for name in LATENCIES},
         "cpu_us": 1e6 * cpu_s / asked if asked else None,
         "gpu_busy": gpu.median("utilization"),
         "joules": watts / rate if watts is not None and rate else None,
-        "processes": processes,
+        "processes": found["processes"],
     }
 
 
@@ -264,9 +263,9 @@ def served_table(rows: Sequence[Row]) -> Iterator[str]:
     if not rows:
         return
     yield "\n## Served\n"
-    yield "Times: means of a request by the server's own statistics; ✗: why to doubt.\n"
+    yield "✗: why to doubt.\n"
     names = ("what", "connections", "workers", "requests/s", "of one worker's", "p50 ms", "p99 ms")
-    names += ("CPU us", "GPU busy", "mJ", "where the time goes, ms")
+    names += ("CPU us", "GPU busy", "mJ", "doubts")
     yield f"| {' | '.join(names)} |"
     yield f"| --- | {'--: | ' * (len(names) - 2)}--- |"
     ones = {(row["kind"], row["connections"]): row for row in rows if row["workers"] == 1}
@@ -278,7 +277,6 @@ def served_table(rows: Sequence[Row]) -> Iterator[str]:
         rate, one = row["achieved_per_s"]["value"], ones.get((row["kind"], row["connections"]), {})
         alone = one.get("achieved_per_s", {}).get("value")
         doubts = "; ".join([*row["limits"], *row["marks"], *row["errors"]])
-        stages = ", ".join(f"{name} {ms:.3g}" for name, ms in row["stages_ms"].items())
         cells = [
             f"{rate:,.0f}",
             shown(rate / alone if alone else None, ".2f"),
@@ -286,7 +284,7 @@ def served_table(rows: Sequence[Row]) -> Iterator[str]:
             shown(row["cpu_us"], ".0f"),
             shown(row["gpu_busy"], ".0%"),
             shown(row["joules"] and 1e3 * row["joules"], ".3g"),
-            (stages or "not reported") + f" ✗ {doubts}" * bool(doubts),
+            f"✗ {doubts}" * bool(doubts),
         ]
         yield f"{start} | {' | '.join(cells)} |"
 

@@ -74,7 +74,7 @@ OWNERS = {
     "uvloop": {"serving/server.py"},
     "orjson": {"serving/"},
     "hpack": {"serving/http2/", "loadtest/grpc.py"},
-    "google": {"serving/oip/protobuf.py", "graph/storage.py"},
+    "google": {"engines/oip/protobuf.py", "graph/storage.py"},
     "pynvml": {"engines/devices.py"},
     "prometheus_client": {"serving/observe/prometheus.py"},
     "opentelemetry": {"serving/observe/tracing.py"},

@@ -18,7 +18,7 @@ from deploykit.core.profile import choose_profile, load_profile
 from deploykit.core.runtime import RUNTIMES
 from deploykit.evaluation.artefacts import Made, Progress, destination, no_progress, span, stage
 from deploykit.evaluation.outputs import named_files
-from deploykit.quantization.evaluate import QuantizeRequest, prepare
+from deploykit.quantization.job import QuantizeRequest, prepare
 from deploykit.quantization.quantize import (
     TARGETS,
     check_quantize_options,
@@ -159,7 +159,7 @@ def check_build(
     source = _open(model)
     if target.runtime != "tensorrt":
         raise BadInput(f"profile '{target.name}' does not run TensorRT: there is nothing to check")
-    return build_tensorrt.try_build(source, target, shapes or Shapes(), on_progress)
+    return build_tensorrt.check_model(source, target, shapes or Shapes(), on_progress)
 
 
 def _open(model: ArtefactLike) -> Artefact:

@@ -193,15 +193,11 @@ def export(
 
 @described(f"""
 MODEL                  An .onnx file
---to                   The precision; auto is the fastest one that keeps the accuracy
+--to                   The precision; auto searches up to 10 minutes for the fastest one that
+        keeps the accuracy
 {OUT}
 {FORCE}
---budget SECONDS       How long auto may search
 Accuracy:{_ACCURACY}
---min-sqnr DB          Without labels: lowest signal-to-noise ratio of each output [15]
---calibrator           How scales are computed from the calibration data; auto tries all and
-        keeps mixed unless another changes the outputs less [auto]
---smoothquant          Before int8 or fp8, move outlier channels of LayerNorms into the weights
 Target:
 --runtime              What will run the file; each wants INT8 nodes at other places
         [the profile's, or tensorrt]
@@ -213,14 +209,10 @@ def quantize(
     to: LowPrecision,
     out: Path | None = None,
     force: bool = False,
-    budget_s: float = 600.0,
     calib: Path | None = None,
     data: Path | None = None,
     metric: str | None = None,
     max_drop: float | None = None,
-    min_sqnr_db: float | None = None,
-    calibrator: Literal["auto", "mixed", "percentile", "mse", "entropy", "minmax"] | None = None,
-    smoothquant: bool = False,
     runtime: TargetRuntime | None = None,
     profile: str | None = None,
     other_nodes: OtherPrecision = "fp32",

@@ -18,7 +18,7 @@ from deploykit.cli.tables import figure
 from deploykit.core.errors import BadInput, GateFailed
 
 if TYPE_CHECKING:
-    from deploykit.pipelines.file import AnsweredFiles
+    from deploykit.pipelines.pipeline import AnsweredFiles
     from deploykit.reporting.report import Report
 
 
@@ -29,7 +29,7 @@ SUFFIXES = (".py", ".toml")  # of a pipeline, in the place of an engine
 
 def predict_pipelines(path: Path, data: list[Path], options: dict[str, Any], as_json: bool) -> None:
     """Answer files. `options`: of the command; those that are for models alone are refused."""
-    _refuse(options, text=[], restart=False, on="local")
+    _refuse(options, text=[], on="local")
     from deploykit.pipelines.pipeline import predict_files
 
     names = ("out", "device", "batch", "trust", "force")
@@ -145,7 +145,6 @@ DATA                   Images to answer; with --out the inputs: an .npz file or 
 -o --out FILE.npz      Where to write the outputs of all samples of DATA
 {FORCE}
 --batch N              Size of the batch axis in each call
---restart              Begin anew instead of going on with a run that was stopped
 --on                   This machine, or a Ray cluster: that of $RAY_ADDRESS
 {DEVICE}
 {TRUST}
@@ -157,7 +156,6 @@ def predict(
     out: Path | None = None,
     force: bool = False,
     batch: int = 32,
-    restart: bool = False,
     on: Literal["local", "ray"] = "local",
     device: str = "auto",
     trust: bool = False,
@@ -167,7 +165,7 @@ def predict(
 
     A model with a task answers with labels, boxes, the parts of a mask or an embedding. With
     --out any model writes its outputs; they are kept in OUT.parts until all are there: after a run
-    that was stopped, the same command goes on where that was.
+    that was stopped, the same command goes on where that was; with --force it begins anew.
 
     Example: deploykit predict model.onnx cat.jpg
     """
@@ -182,9 +180,7 @@ def predict(
     if out is None:
         if any(each.suffix in (".npz", ".npy") for each in files):
             raise BadInput(f"{files[0]}: holds samples; `out` names the file for their outputs")
-        from deploykit.evaluation.predict_items import predict_items
-
-        answered = predict_items(
+        answered = predicting.predict_items(
             engine, files, text=sentences, device=device, trust=trust, on_note=note
         )
         output.show(answered, tables.answered(answered), as_json=as_json)
@@ -201,7 +197,6 @@ def predict(
             device=device,
             trust=trust,
             force=force,
-            restart=restart,
             on_progress=progress,
             on_note=note,
         )

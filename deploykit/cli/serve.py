@@ -122,7 +122,6 @@ URL                    The server, http://HOST:PORT or grpc://HOST:PORT
 --concurrency N        Closed loop: this many connections, each of which waits for its answer
 --duration SECONDS     How long to measure
 --batch N              Size of the batch axis in each request
---processes N          Processes that share the load
 --slo-ms MS            Also count the answers within this time
 --fail-on CONDITIONS   Exit 1 if one of these holds, such as 'p99>20ms,errors>0,throughput<500'
 --data FILE|DIR        Inputs to send: an .npz, such as FILE.golden.npz; for a task or a
@@ -142,7 +141,6 @@ def load(
     concurrency: int | None = None,
     duration_s: float = 10.0,
     batch: int = 1,
-    processes: int = 1,
     slo_ms: float | None = None,
     fail_on: str | None = None,
     data: Path | None = None,

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -70,59 +71,87 @@ def example_sizes(
     return found
 
 
-def by_dynamo(
-    module: Any,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
-    opset: int,
-    sizes: Mapping[str, int],
-) -> tuple[Any, tuple[str, ...]]:
-    """The graph that torch's current exporter makes, and by which sizes the model decided.
+@dataclass(frozen=True)
+class ExportJob:
+    """A module to export. `sizes`: of its dynamic axes in the example; they may grow."""
+
+    module: Any
+    inputs: Sequence[TensorSpec]
+    outputs: Sequence[TensorSpec]
+    opset: int
+    sizes: dict[str, int]
+
+    @property
+    def names(self) -> dict[str, list[str]]:
+        """Names of inputs and outputs, as torch.onnx.export takes them."""
+        return {
+            "input_names": [spec.name for spec in self.inputs],
+            "output_names": [spec.name for spec in self.outputs],
+        }
+
+    def example(self) -> tuple[Any, ...]:
+        """Return zeros, which are valid ids of any vocabulary; masks are ones."""
+        return tuple(
+            (torch.ones if spec.dtype == "bool" or "mask" in spec.name.lower() else torch.zeros)(
+                concrete(spec, self.sizes), dtype=getattr(torch, spec.dtype)
+            )
+            for spec in self.inputs
+        )
+
+    def dynamic_shapes(self) -> tuple[Any, ...]:
+        """Return one Dim for each name, so that inputs share their axes."""
+        dims: dict[str, Any] = {}
+        shapes = tuple(
+            {
+                at: dims.setdefault(axis, torch.export.Dim(axis))
+                for at, axis in enumerate(spec.shape)
+                if isinstance(axis, str)
+            }
+            for spec in self.inputs
+        )
+        kinds = [p.kind for p in inspect.signature(self.module.forward).parameters.values()]
+        return (shapes,) if kinds[:1] == [inspect.Parameter.VAR_POSITIONAL] else shapes
+
+
+def by_dynamo(job: ExportJob) -> tuple[Any, tuple[str, ...]]:
+    """Run torch's current exporter: the graph, and by which sizes the model decided.
 
     Raises NotExported.
     """
-    example, shapes = _example(inputs, sizes), _dynamic_shapes(module, inputs)
+    example, shapes = job.example(), job.dynamic_shapes()
     with _exporting(), recurrent_layers_whole(), SizeWatch() as watch:
         try:
             program = torch.onnx.export(
-                module,
+                job.module,
                 example,
                 dynamo=True,
                 dynamic_shapes=shapes,
-                input_names=[spec.name for spec in inputs],
-                output_names=[spec.name for spec in outputs],
-                opset_version=opset,
+                opset_version=job.opset,
                 custom_translation_table=translations(),
                 verbose=False,
+                **job.names,
             )
             graph = program.model
-            _check_inputs(graph, module, inputs, sizes)
-            return _simplify(lambda: graph), watch.decisions(sizes)
+            _check_inputs(graph, job)
+            return _simplify(lambda: graph), watch.decisions(job.sizes)
         except (torch.onnx.OnnxExporterError, *_RAISED) as exc:
-            raise explain(exc, inputs, sizes) from exc
+            raise explain(exc, job.inputs, job.sizes) from exc
 
 
-def by_torchscript(
-    module: Any,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
-    opset: int,
-    sizes: Mapping[str, int],
-    folder: Path,
-) -> tuple[Any, tuple[str, ...]]:
-    """The graph that torch's older exporter makes, and the lines whose decision it froze.
+def by_torchscript(job: ExportJob, folder: Path) -> tuple[Any, tuple[str, ...]]:
+    """Run torch's older exporter: the graph, and the lines whose decision it froze.
 
     `folder`: where its file and, past 2 GiB, one file for each weight may lie as long as the graph
     is used. Raises NotExported.
     """
     axes = {
         spec.name: {at: axis for at, axis in enumerate(spec.shape) if isinstance(axis, str)}
-        for spec in (*inputs, *outputs)
+        for spec in (*job.inputs, *job.outputs)
     }
     file = Path(tempfile.mkdtemp(dir=folder)) / "model.onnx"
     with _exporting() as warned, _no_output():
         try:
-            example = _example(inputs, sizes)
+            module, example = job.module, job.example()
             if is_scripted(module) and not isinstance(module, _SCRIPTED):
                 module = torch.jit.trace(module, example, check_trace=False)  # keeps what is inside
             torch.onnx.export(
@@ -131,14 +160,13 @@ def by_torchscript(
                 str(file),
                 dynamo=False,
                 dynamic_axes=axes,
-                input_names=[spec.name for spec in inputs],
-                output_names=[spec.name for spec in outputs],
-                opset_version=opset,
+                opset_version=job.opset,
                 verbose=False,
+                **job.names,
             )
             graph = _simplify(lambda: onnxscript.ir.load(file))
         except (torch.onnx.OnnxExporterError, *_RAISED) as exc:
-            raise explain(exc, inputs, sizes) from exc
+            raise explain(exc, job.inputs, job.sizes) from exc
     frozen = [
         source_place(item.filename, item.lineno)
         for item in warned
@@ -204,82 +232,45 @@ def _reads_nothing(graph: Any, known: set[int]) -> bool:
     return False
 
 
-def _check_inputs(
-    graph: Any, module: Any, inputs: Sequence[TensorSpec], sizes: Mapping[str, int]
-) -> None:
+def _check_inputs(graph: Any, job: ExportJob) -> None:
     """Raise NotExported if torch made an axis of an input a constant, or tied it to another.
 
     torch does so of itself, without a word, where the model works at no other size.
     """
-    for value, spec in zip(graph.graph.inputs, inputs, strict=True):
+    for value, spec in zip(graph.graph.inputs, job.inputs, strict=True):
         for at, (axis, dim) in enumerate(zip(spec.shape, value.shape, strict=True)):
-            if not isinstance(axis, str):
-                continue
             size = dim if isinstance(dim, int) else str(dim.value)
-            if size != axis:
-                place = _where_fixed(module, inputs, sizes, sizes[axis])
-                raise baked(spec, at, size, place)
+            if isinstance(axis, str) and size != axis:
+                with SizeWatch() as watch:
+                    _capture_alone(job)
+                raise baked(spec, at, size, watch.place(job.sizes[axis]))
 
 
-def _where_fixed(
-    module: Any, inputs: Sequence[TensorSpec], sizes: Mapping[str, int], size: int
-) -> str:
-    """The line of the user's code that fixed an axis at `size`; "" if torch does not tell."""
-    with SizeWatch() as watch:
-        _capture_alone(module, inputs, sizes)
-    return watch.place(size)
-
-
-def cutting_line(module: Any, inputs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> str:
-    """The line of the user's code that a graph exported at `sizes` is wrong by; "" if unknown.
+def cutting_line(job: ExportJob) -> str:
+    """Return the line of the user's code by which a graph is wrong; "" if it is not known.
 
     The older exporter does not tell, so torch.export runs once more for it.
     """
-    if is_scripted(module):
+    if is_scripted(job.module):
         return ""
     with _exporting(), recurrent_layers_whole(), SizeWatch() as watch:
-        _capture_alone(module, inputs, sizes)
-    return watch.suspect(sizes)
+        _capture_alone(job)
+    return watch.suspect(job.sizes)
 
 
-def watch_calls(module: Any, inputs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> CallWatch:
-    """Which line of the user's code called which operator, in a run of `module` at `sizes`."""
-    watch = CallWatch(module)
+def watch_calls(job: ExportJob) -> CallWatch:
+    """Run the module, and return which line of the user's code called which operator."""
+    watch = CallWatch(job.module)
     with _exporting(), contextlib.suppress(*_RAISED), watch:
-        module(*_example(inputs, sizes))
+        job.module(*job.example())
     return watch
 
 
-def _capture_alone(module: Any, inputs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> None:
+def _capture_alone(job: ExportJob) -> None:
     """Run torch.export, whose log a SizeWatch reads; it may fail, as it did the first time."""
     with contextlib.suppress(torch.onnx.OnnxExporterError, *_RAISED):
-        example, shapes = _example(inputs, sizes), _dynamic_shapes(module, inputs)
-        torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
-
-
-def _example(inputs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> tuple[Any, ...]:
-    """Zeros, which are valid ids of any vocabulary; masks are ones: nothing is left out."""
-    return tuple(
-        (torch.ones if spec.dtype == "bool" or "mask" in spec.name.lower() else torch.zeros)(
-            concrete(spec, sizes), dtype=getattr(torch, spec.dtype)
-        )
-        for spec in inputs
-    )
-
-
-def _dynamic_shapes(module: Any, inputs: Sequence[TensorSpec]) -> tuple[Any, ...]:
-    """One Dim for each name, so that inputs share their axes."""
-    dims: dict[str, Any] = {}
-    shapes = tuple(
-        {
-            at: dims.setdefault(axis, torch.export.Dim(axis))
-            for at, axis in enumerate(spec.shape)
-            if isinstance(axis, str)
-        }
-        for spec in inputs
-    )
-    kinds = [p.kind for p in inspect.signature(module.forward).parameters.values()]
-    return (shapes,) if kinds[:1] == [inspect.Parameter.VAR_POSITIONAL] else shapes
+        example, shapes = job.example(), job.dynamic_shapes()
+        torch.export.export(job.module, example, dynamic_shapes=shapes, strict=False)
 
 
 @contextlib.contextmanager

@@ -174,7 +174,7 @@ def _naming_decisions(done: Exported, loaded: Loaded) -> Iterator[None]:
         if isinstance(exc, GateFailed) and (hint := _hint_of_weights(loaded.module)):
             exc.hint = hint
         else:
-            add_cause(exc, loaded.module, loaded.inputs, done.sizes, done.decided)
+            add_cause(exc, done.job, done.decided)
         raise
 
 

@@ -125,7 +125,7 @@ def run_workers(
 
     `level`: of the log. `stop`: see `Parent`.
     """
-    import deploykit.serving.grpc.server
+    import deploykit.serving.grpc.methods
     import deploykit.serving.server
     from deploykit.serving.workers.parent import Parent
 

@@ -101,10 +101,9 @@ class WaitClock:
 # Random changes of training images: crop, flip, rotation and colour.
 #
 # Written once, in torch, for bytes and floats, on the CPU and on a GPU. A pixel comes from
-# operations
-# that each round once, and the only sum is one of integers, so that a sample is the same to the
-# last
-# bit in any batch, on any number of threads and on either processor. Labels stay as they are.
+# operations that each round once, and the only sum is one of integers, so that a sample is the same
+# to the last bit in any batch, on any number of threads and on either processor. Labels stay as
+# they are.
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 DRAWS = 8  # random numbers that a sample takes

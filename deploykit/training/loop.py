@@ -254,8 +254,7 @@ def score_module(module: torch.nn.Module, recipe: Recipe, split: Split) -> np.nd
 
 # The whole state of a run in one file, from which it goes on exactly as if it had not stopped.
 #
-# The file is replaced whole after each epoch: a run that is killed while it writes leaves the
-# state
+# The file is replaced whole after each epoch: a run that is killed while it writes leaves the state
 # of the epoch before. It holds tensors, numbers and strings; opening it runs no code.
 
 VERSION = 1

@@ -27,7 +27,7 @@ from deploykit.core.files import sha256
 from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.profile import load_profile
 from deploykit.engines.tensorrt.compatibility import Here, rebuild
-from deploykit.quantization.evaluate import QuantizeRequest
+from deploykit.quantization.job import QuantizeRequest
 from tests.support.builders.fake_tensorrt import Behaviour
 from tests.support.builders.fake_tensorrt import make as fake_module
 from tests.support.builders.tensorrt_fixtures import (  # noqa: F401

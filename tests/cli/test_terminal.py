@@ -170,11 +170,11 @@ def test_a_parameter_in_an_error_is_spelled_as_its_flag(
     from deploykit.core.errors import BadInput
 
     def refuse(*_: object, **__: object) -> None:
-        raise BadInput("`max_drop` and `budget_s` of `model`: `other`", hint="lower `max_drop`")
+        raise BadInput("`max_drop` and `other_nodes` of `model`: `other`", hint="lower `max_drop`")
 
     monkeypatch.setattr("deploykit.quantization.quantize.quantize", refuse)
     ran = run("quantize", model, "--to", "fp16")
-    assert ran.error() == "error: --max-drop and --budget of MODEL: `other`"
+    assert ran.error() == "error: --max-drop and --other-nodes of MODEL: `other`"
     assert "hint: lower --max-drop" in ran.err
 
 

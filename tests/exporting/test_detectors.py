@@ -117,6 +117,7 @@ def doubled(rows):
 """
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_loop_over_the_boxes_keeps_them_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,7 +105,7 @@ def test_an_input_that_the_model_does_not_read_stays_an_input(
     tmp_path: Path, scripted: bool
 ) -> None:
     class First(torch.nn.Module):
-        def forward(self, unread: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def forward(self, unread: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
             del unread
             return (x * 2,)
 
@@ -148,7 +148,7 @@ def test_the_size_to_export_at_can_be_named(tmp_path: Path) -> None:
     module = models.Window().eval()
     inputs, outputs = [parse_spec("x:float32[N,T]")], [parse_spec("y:float32[N,U]")]
     module = script(module, scripted=True)
-    with pytest.raises(BadInput, match="Kernel size"):
+    with pytest.raises(BadInput, match="cannot export the model"):
         export_module(module, inputs, outputs, tmp_path / "m.onnx")
     export_module(module, inputs, outputs, tmp_path / "m.onnx", sizes={"T": 30})
     assert ran(tmp_path / "m.onnx", x=rows(3, 20))["y"].shape == (3, 12)

@@ -77,8 +77,7 @@ if TYPE_CHECKING:
 # Predict how much GPU memory a build needs at least, before it starts.
 #
 # A build that runs out of memory takes minutes to fail, and where CPU and GPU share their memory
-# the
-# system may kill it instead.
+# the system may kill it instead.
 
 LEAST_WORKSPACE = 64 << 20  # with less, TensorRT drops common kernels or finds none
 _ELEMENT_BYTES = 4  # float32, the largest type between layers but for small index tensors
@@ -232,8 +231,7 @@ def _shape(tensor: trt.ITensor) -> tuple[int, ...]:
 # Keep TensorRT's timing cache, its measurements of kernels, between builds.
 #
 # Two builds that start from one cache choose the same kernels, unless one meets a kernel that was
-# not
-# timed before.
+# not timed before.
 
 SUFFIX = ".cache"
 _MOST_BYTES = 256 << 20  # timings of some 10^5 kernels take a few MiB

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 # Turn TensorRT's parser and builder errors into messages that name the culprit and the cure.
 #
-# TensorRT reports the condition that failed in its source ("false") or only writes to its log;
-# the
+# TensorRT reports the condition that failed in its source ("false") or only writes to its log; the
 # messages matched here were collected by giving it files that it refuses.
 
 NO_DRIVER = "cudaError 35"  # follows every other error of a machine without a driver

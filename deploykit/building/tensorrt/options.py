@@ -231,8 +231,7 @@ def hardware_level(nv: Any, name: str) -> Any:
 # What a Jetson's deep learning accelerator (DLA) takes, and what of an engine runs on it.
 #
 # Source: NVIDIA's TensorRT documentation 10.7 to 11.4.1, "Working with DLA", "Strongly Typed
-# Networks
-# for DLA". Not yet run on a DLA.
+# Networks for DLA". Not yet run on a DLA.
 
 _ABSENT = ((10, 8), (11, 4, 1))  # from the first to before the second
 _PRECISIONS = ("fp16", "int8")

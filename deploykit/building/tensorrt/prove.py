@@ -37,7 +37,7 @@ from deploykit.evaluation import batching, golden, verify
 from deploykit.evaluation.artefacts import Made, Progress, carry_task, keep, reject
 from deploykit.evaluation.parity import feeds_at_sizes
 from deploykit.graph.graph import Graph
-from deploykit.quantization.evaluate import QuantizeRequest, evaluate_engine
+from deploykit.quantization.job import QuantizeRequest, evaluate_engine
 
 _NOT_RECORDED = (
     "the engine brings code along, and the cache folder cannot record that it was built here: "
@@ -71,14 +71,6 @@ class CheckResult:
             problems = self.checked.problems
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise GateFailed(f"{self.path}: refused: {problems[0]}{more}", result=self)
-
-
-def try_build(
-    model: Artefact, target: Profile, shapes: Shapes, on_progress: Progress | None = None
-) -> CheckResult:
-    """Parse and build `model` with whatever NVIDIA builder is here, report, and keep nothing."""
-
-    return CheckResult(model.path, target.name, check(model, target, shapes, on_progress))
 
 
 def prove_plan(
@@ -272,12 +264,6 @@ def _count(layers: Sequence[Layer]) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-# Build in this process, or in one of its own whose memory is free again when it has ended.
-#
-# TensorRT keeps what its builder allocated. On a board where CPU and GPU share memory, the engine
-# that is loaded next would lack it.
-
-
 def build_here(
     model: Path, out: Path, options: Options, on_progress: OnProgress | None = None
 ) -> BuildResult:
@@ -293,18 +279,6 @@ def build_here(
     return plans.build(model, out, options, on_progress)
 
 
-def build_apart(
-    model: Path, out: Path, options: Options, on_progress: OnProgress | None = None
-) -> BuildResult:
-    """`build_here` in a process of its own; raises what it raises, and OutOfMemory if killed."""
-    built: BuildResult = run_apart(
-        str(model), build_here, model, out, options, on_progress=on_progress
-    )
-    return built
-
-
-# Build or check a graph for a TensorRT target, with the user's options parsed.
-
 DEFAULT_BATCH = "1,8,32"
 
 
@@ -315,25 +289,27 @@ def build_engine(
     shapes: Shapes,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> BuildResult:
-    """Write the plan of `model` to `out`; raises as `plans.build` does.
+    """Write the plan of `model` to `out`; raises as `plans.build` does, and OutOfMemory.
 
-    Where CPU and GPU share memory, in a process that ends before the engine is run and proven.
+    TensorRT keeps what its builder allocated. Where CPU and GPU share memory, the engine that is
+    run and proven next would lack it: there the build has a process of its own.
     """
     options = options_of(target, shapes, model)
-    run = build_apart if target.unified_memory else build_here
-    return run(model.path, out, options, on_progress)
+    if not target.unified_memory:
+        return build_here(model.path, out, options, on_progress)
+    built: BuildResult = run_apart(
+        str(model), build_here, model.path, out, options, on_progress=on_progress
+    )
+    return built
 
 
-def check(
-    model: Artefact,
-    target: Profile,
-    shapes: Shapes,
-    on_progress: Callable[[str, float], None] | None = None,
-) -> BuildCheck:
-    """Parse and build with the installed NVIDIA builder, and write nothing."""
+def check_model(
+    model: Artefact, target: Profile, shapes: Shapes, on_progress: Progress | None = None
+) -> CheckResult:
+    """Parse and build `model` with whatever NVIDIA builder is here, report, and keep nothing."""
     flavour = "tensorrt" if installed("tensorrt") or not installed("tensorrt_rtx") else "rtx"
     options = replace(options_of(target, shapes, model), flavour=flavour)
-    return plans.check(model.path, options, on_progress)
+    return CheckResult(model.path, target.name, plans.check(model.path, options, on_progress))
 
 
 def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:

@@ -13,8 +13,8 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.core.files import sha256
+from deploykit.engines.oip.protobuf import message_from
 from deploykit.serving.models.reload import Reloader, Source
-from deploykit.serving.oip.protobuf import message_from
 from deploykit.serving.opening import open_engines
 from deploykit.serving.options import ServeOptions
 from tests.support.serving.reloading import model, replace
