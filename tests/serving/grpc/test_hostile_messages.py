@@ -17,6 +17,7 @@ from deploykit.serving.oip.protobuf import MESSAGES
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     INFER,
+    STREAM,
     Echo,
     Frames,
     Serving,
@@ -26,7 +27,6 @@ from tests.support.serving.grpc_cases import (
     serving,
 )
 
-STREAM = INFER.replace("ModelInfer", "ModelStreamInfer")
 INVALID, TOO_LARGE, UNAVAILABLE = 3, 8, 14
 
 
