@@ -19,7 +19,7 @@ from deploykit.cli.tables import figure
 from deploykit.core.errors import BadInput, GateFailed
 
 if TYPE_CHECKING:
-    from deploykit.pipelines.file import AnsweredFiles
+    from deploykit.pipelines.pipeline import AnsweredFiles
     from deploykit.reporting.report import Report
 
 
@@ -30,7 +30,7 @@ SUFFIXES = (".py", ".toml")  # of a pipeline, in the place of an engine
 
 def predict_pipelines(path: Path, data: list[Path], options: dict[str, Any], as_json: bool) -> None:
     """Answer files. `options`: of the command; those that are for models alone are refused."""
-    _refuse(options, text=[], restart=False, on="local")
+    _refuse(options, text=[], on="local")
     from deploykit.pipelines.pipeline import predict_files
 
     names = ("out", "device", "batch", "trust", "force")
@@ -54,7 +54,7 @@ def bench_pipelines(options: dict[str, Any], as_json: bool) -> None:
     if len(engines) > 1:
         raise BadInput("a pipeline is measured by itself")
     _refuse(
-        options, baseline=None, axis=None, slo_ms=None, price=None, processes=None, scenario=None,
+        options, baseline=None, axis=[], slo_ms=None, price=None, processes=None, scenario=None,
         strict=False, settings_of=None, fail_on_regression=None,
     )  # fmt: skip
     if options["data"] is None:
@@ -145,8 +145,7 @@ DATA                   Images to answer; with --out the inputs: an .npz file or 
 --text TEXT            A sentence to answer; may be repeated
 -o --out FILE.npz      Where to write the outputs of all samples of DATA
 {FORCE}
---batch N              Samples per call
---restart              Begin anew instead of going on with a run that was stopped
+--batch N              Size of the batch axis in each call
 --on                   This machine, or a Ray cluster: that of $RAY_ADDRESS
 {DEVICE}
 {TRUST}
@@ -158,7 +157,6 @@ def predict(
     out: Path | None = None,
     force: bool = False,
     batch: int = 32,
-    restart: bool = False,
     on: Literal["local", "ray"] = "local",
     device: str = "auto",
     trust: bool = False,
@@ -168,7 +166,7 @@ def predict(
 
     A model with a task answers with labels, boxes, the parts of a mask or an embedding. With
     --out any model writes its outputs; they are kept in OUT.parts until all are there: after a run
-    that was stopped, the same command goes on where that was.
+    that was stopped, the same command goes on where that was; with --force it begins anew.
 
     Example: deploykit predict model.onnx cat.jpg
     """
@@ -183,9 +181,7 @@ def predict(
     if out is None:
         if any(each.suffix in (".npz", ".npy") for each in files):
             raise BadInput(f"{files[0]}: holds samples; `out` names the file for their outputs")
-        from deploykit.evaluation.predict_items import predict_items
-
-        answered = predict_items(
+        answered = predicting.predict_items(
             engine, files, text=sentences, device=device, trust=trust, on_note=note
         )
         output.show(answered, answers.answered(answered), as_json=as_json)
@@ -202,7 +198,6 @@ def predict(
             device=device,
             trust=trust,
             force=force,
-            restart=restart,
             on_progress=progress,
             on_note=note,
         )
@@ -216,7 +211,7 @@ ENGINE                 {ENGINE}s to measure; a .pt checkpoint too; or a pipeline
 -o --out DIR           Folder of the report
 {FORCE}
 --data FILE.npz|DIR    Time these inputs; with labels, measure accuracy too
---axis NAME=SIZE,...   Sizes of dynamic axes other than the batch [those of the data]
+--axis NAME=SIZE       Size of another dynamic axis; may be repeated [the data's]
 --arch MODULE:CALLABLE  What builds the module of an ENGINE that holds only weights
 {DEVICE}
 {TRUST}
@@ -242,7 +237,7 @@ def bench(
     out: Path = Path("report"),
     force: bool = False,
     data: Path | None = None,
-    axis: str | None = None,
+    axis: list[str] | None = None,
     arch: str | None = None,
     device: str = "auto",
     trust: bool = False,
@@ -277,7 +272,7 @@ def bench(
             batches=None if batches is None else sizes("batches", batches),
             out=out,
             data=data,
-            axis=axis_sizes("axis", axis or ""),
+            axis=axis_sizes("axis", ",".join(axis or ())),
             **{name: given[name] for name in ("arch", "device", "quick")},
             warmup_s=warmup_s,
             seconds=seconds,

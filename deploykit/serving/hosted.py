@@ -17,7 +17,6 @@ from deploykit.serving.batching.queue import Pending
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.call import Call, Head, MemoryBudget, reply_exception
 
@@ -46,8 +45,7 @@ class HostedApp(Closing):
         )
         self._memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes)
         self._offload = ThreadOffload(self._loop, _OFFLOAD_THREADS)
-        self._worker = WorkerProcess()
-        self._routes = Routes(self.repository, self._offload, self._worker)
+        self._routes = Routes(self.repository, self._offload)
         self._ticking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -86,7 +84,6 @@ class HostedApp(Closing):
             self._ticking.cancel()
         self.repository.close()
         self._offload.close()
-        self._worker.close()
         for engines in self._engines.values():
             for engine in engines if isinstance(engines, Sequence) else [engines]:
                 engine.close()

@@ -31,7 +31,6 @@ from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.pipelines import MakePipeline
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.call import MemoryBudget
@@ -135,9 +134,8 @@ class Server:
             self._release()
             raise
         self._offload = ThreadOffload(self._loop, OFFLOAD_THREADS, self._finished.run)
-        self._worker = WorkerProcess()
         self._routes = Routes(
-            self.repository, self._offload, self._worker,
+            self.repository, self._offload,
             scheme="https" if tls else "http", group=group, grpc_port=self.grpc_port,
         )  # fmt: skip
         memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes, group.count)
@@ -152,7 +150,7 @@ class Server:
 
             self._grpc = GrpcPort(
                 self.repository, options, guard, memory, self._offload,
-                (grpc_limits or Http2Limits()).divided(group.count), self._worker, group,
+                (grpc_limits or Http2Limits()).divided(group.count), group,
             )  # fmt: skip
             tls = tls_context(options, "h2")
             self._acceptors.append(Acceptor(self._loop, self._sockets[1], self._grpc, tls))
@@ -171,7 +169,6 @@ class Server:
             sys.setswitchinterval(switch_s)
             gc.set_threshold(*collection)
             self._offload.close()
-            self._worker.close()
             self.repository.close(drain=False, timeout_s=0 if aborted else self._limit_s(CLOSE_S))
             self._release()
         if self.repository.fatal:

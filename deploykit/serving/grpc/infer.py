@@ -17,7 +17,6 @@ from deploykit.serving.models.offload import Offload, Result
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.task_call import Items, TaskCall
-from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import messages
 from deploykit.serving.oip.request import Binary, Region, Request, RequestedOutput, Signature, fill
 from deploykit.serving.oip.response import Result as ResultPredict
@@ -146,18 +145,16 @@ class PipelineMethod:
 
 
 LARGE_BYTES = 32 << 10  # what is slow to decode is decoded on another thread from this size on
-_LONG_BYTES = 128 << 10  # and with other long ones; without raw contents in another process
+_LONG_BYTES = 128 << 10  # and with other long ones
 
 
 class InferMethods:
     """ModelInfer and ModelStreamInfer."""
 
-    def __init__(
-        self, repository: ModelRepository, offload: Offload, worker: WorkerProcess | None
-    ) -> None:
+    def __init__(self, repository: ModelRepository, offload: Offload) -> None:
         self._repository = repository
         self.routes = {
-            name: ModelRoute(repository, model, offload, worker)
+            name: ModelRoute(repository, model, offload)
             for name, model in repository.models.items()
         }
         max_bytes = repository.options.max_body_bytes
@@ -227,12 +224,7 @@ class GrpcInference(Inference):
     def decode(self, source: tuple[bytes, bytes, int, tuple[messages.Span, ...]]) -> Request:
         head, data, at, spans = source
         route = self.route
-        worker, signature = route.worker, route.model.signature
-        if worker is None or len(head) <= _LONG_BYTES:
-            plan = messages.plan_request(head, spans, signature)
-        else:
-            array = np.frombuffer(head, np.uint8)  # is sent without a copy
-            plan = worker.run(self.left_s(), messages.plan_large, array, spans, signature)
+        plan = messages.plan_request(head, spans, route.model.signature)
         self._plan = plan
         request = fill(plan, data, at, route.memory)
         if self.client.left_us is None:

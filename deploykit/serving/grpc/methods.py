@@ -8,14 +8,13 @@ from functools import partial
 from typing import Any
 
 from deploykit.core.errors import BadInput, NotFound, Unsupported, quote
+from deploykit.engines.oip.protobuf import MESSAGES, Message, message_from
 from deploykit.serving.grpc.call import GrpcCall, HeadParser, Method, fail_with
 from deploykit.serving.grpc.infer import InferMethods
 from deploykit.serving.http2.connection import Http2Connection, Http2Limits, Http2Port
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import ModelRepository, Served
-from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import messages as infer
-from deploykit.serving.oip.protobuf import MESSAGES, Message, message_from
 from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.shared_memory import SharedMemory
 from deploykit.serving.transport.call import MemoryBudget
@@ -41,7 +40,7 @@ Handler = Callable[[Any, Then], None]  # takes the request, and what to call the
 
 
 class GrpcPort(Http2Port):
-    """Serves a repository to the gRPC clients of one port. `offload`, `worker`: see ModelRoute."""
+    """Serves a repository to the gRPC clients of one port. `offload`: see ModelRoute."""
 
     def __init__(
         self,
@@ -51,12 +50,11 @@ class GrpcPort(Http2Port):
         memory: MemoryBudget,
         offload: Offload,
         limits: Http2Limits,
-        worker: WorkerProcess | None,
         group: ServerGroup,
     ) -> None:
         self._repository = repository
         self._group = group
-        self.inference = inference = InferMethods(repository, offload, worker)
+        self.inference = inference = InferMethods(repository, offload)
         self._watching: dict[str, dict[GrpcCall, None]] = {}  # by the name of the service
         self._health_sent: dict[str, int] = {}
         self._watches: Counter[Http2Connection] = Counter()

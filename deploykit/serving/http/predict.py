@@ -16,14 +16,12 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
-import numpy as np
-
 from deploykit.core.errors import BadInput, TooLarge, UnknownEncoding, quote
-from deploykit.core.json_value import ONE_JSON
+from deploykit.core.json_value import ONE_JSON, check_json_size
 from deploykit.core.tensors import Bytes
 from deploykit.engines.tasks.engine import PNG, RLE, Item
 from deploykit.serving.models.inference import ModelRoute
-from deploykit.serving.models.pipelines import MOST_JSON_BYTES, ServedPipeline, json_too_large
+from deploykit.serving.models.pipelines import NOT_JSON, ServedPipeline
 from deploykit.serving.models.task_call import MOST_ITEMS, Items, TaskCall, too_many
 from deploykit.serving.oip.json import parse_document
 from deploykit.serving.transport import call as compression
@@ -106,7 +104,6 @@ _UNNAMED = (b"", b"application/octet-stream", b"application/x-www-form-urlencode
 _NUMBER = 20  # digits
 _SMALL_BYTES = 64 << 10  # taken apart on the event loop's thread
 _LARGE_BYTES = 256 << 10  # taken apart with other large bodies
-_LONG_BYTES = 1 << 20  # of JSON: taken apart in another process
 
 
 class PredictRoute(ModelRoute):
@@ -138,7 +135,7 @@ class PredictRoute(ModelRoute):
         if kind == b"multipart/form-data":
             return partial(_split_form, find_boundary(content_type), text)
         if kind == b"application/json" or (kind in _UNNAMED and first in (b"{", b"[")):
-            return partial(self._split_json, text)
+            return partial(split_json, text)
         if kind in _UNNAMED or kind in ((b"text/plain",) if text else IMAGES):
             return _alone
         raise UnknownEncoding(
@@ -151,12 +148,6 @@ class PredictRoute(ModelRoute):
         if encoding is not None:
             body = compression.decompress(body, encoding, self.max_body_bytes)
         return split(body)
-
-    def _split_json(self, text: bool, body: Bytes) -> Items:
-        if self.worker is None or len(body) <= _LONG_BYTES:
-            return split_json(body, text)
-        array = np.frombuffer(body, np.uint8)  # is sent without a copy
-        return self.worker.run(self.limit_us / 1e6, split_json, array, text)
 
 
 class HttpTaskCall(TaskCall):
@@ -172,9 +163,9 @@ class HttpTaskCall(TaskCall):
         reply_exception(self.client, error)
 
 
-def split_json(body: Bytes | np.ndarray, text: bool) -> Items:
-    """The items of a JSON document; `text`: strings, else base64. Raises BadInput."""
-    document = parse_document(bytes(body))
+def split_json(text: bool, body: Bytes) -> Items:
+    """The items of a JSON document; `text`: strings, else base64. Raises BadInput, TooLarge."""
+    document = _parse(bytes(body), _hint(text))
     kind = "text" if text else "image"
     if type(document) is dict:
         known = _TEXT if text else _IMAGE
@@ -267,9 +258,8 @@ class PipelineRoute:
         kind, name = (head.content_type or b"").lower(), self._pipeline.input
         takes = self._pipeline.takes
         json_text = takes == "text" and kind.startswith(b"application/json")
-        most = MOST_JSON_BYTES if json_text or takes == "json" else self._max_body_bytes
         if head.encoding is not None:
-            body = self._decompress(body, head.encoding, most)
+            body = compression.decompress(body, head.encoding, self._max_body_bytes)
         if kind.startswith(b"multipart/form-data"):
             fields = split_parts(body, find_boundary(head.content_type or b""), MOST_FIELDS)
             chosen = [each for each in fields if each.name == name] or fields
@@ -278,25 +268,24 @@ class PipelineRoute:
             body = chosen[0].content
         if not len(body):
             raise BadInput(f"the body is empty; '{name}' is needed")
-        if len(body) > most:
-            raise json_too_large()
         data = bytes(body)
+        if takes == "json":
+            check_json_size(data, NOT_JSON)
         return _text(data, name) if json_text else data
 
-    def _decompress(self, body: Bytes, encoding: bytes, most: int) -> Bytes:
-        """`body` decompressed; JSON, and a form that holds it, up to the limit for JSON."""
-        try:
-            return compression.decompress(body, encoding, min(most, self._max_body_bytes))
-        except TooLarge:
-            if most < self._max_body_bytes:
-                raise json_too_large() from None
-            raise
+
+def _parse(data: bytes, hint: str) -> Any:
+    """A JSON document of limited size; a large one alone."""
+    check_json_size(data, hint)
+    if len(data) <= _SMALL_BYTES:
+        return parse_document(data)
+    with ONE_JSON:
+        return parse_document(data)
 
 
 def _text(data: bytes, name: str) -> str:
     """A text from JSON: an object that holds it, or the string alone."""
-    with ONE_JSON:
-        value = parse_document(data)
+    value = _parse(data, NOT_JSON)
     found = value.get(name) if isinstance(value, dict) else value
     if not isinstance(found, str):
         raise BadInput(f"'{name}' must be a JSON string, or an object with it")

@@ -27,7 +27,6 @@ from deploykit.serving.http.infer import InferRoute
 from deploykit.serving.http.predict import PipelineRoute, PredictRoute
 from deploykit.serving.models.offload import Offload, Result, run_inline
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.observe.prometheus import Sample, expositions
 from deploykit.serving.oip.json import parse_json
 from deploykit.serving.options import VERSION
@@ -120,7 +119,6 @@ class Routes:
         self,
         repository: ModelRepository,
         offload: Offload = run_inline,
-        worker: WorkerProcess | None = None,
         *,
         scheme: str = "http",
         group: ServerGroup | None = None,
@@ -157,8 +155,8 @@ class Routes:
             self._add(name, "/config", "GET", _value(served.config))
             self._add(name, "/stats", "GET", partial(self._statistics, name))
         for name, model in repository.models.items():
-            self._add(name, "/infer", "POST", InferRoute(repository, model, offload, worker))
-            self._add(name, "/predict", "POST", PredictRoute(repository, model, offload, worker))
+            self._add(name, "/infer", "POST", InferRoute(repository, model, offload))
+            self._add(name, "/predict", "POST", PredictRoute(repository, model, offload))
         for name, pipeline in repository.pipelines.items():
             route = PipelineRoute(pipeline, repository.options.max_body_bytes)
             self._add(name, "/predict", "POST", route)

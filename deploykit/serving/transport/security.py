@@ -11,6 +11,7 @@ import hmac
 import re
 import ssl
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from deploykit.core.errors import BadInput, first_line, os_reason
 from deploykit.serving.options import ServeOptions
@@ -50,7 +51,7 @@ class AccessControl:
         for origin in origins:
             if not _ORIGIN.fullmatch(origin):
                 raise BadInput(
-                    f"`origin` {origin}: not an origin",
+                    f"`origins` {origin}: not an origin",
                     hint="scheme, host and port as a browser sends them: https://example.org:8080",
                 )
         self._guard = guard
@@ -108,9 +109,9 @@ def tls_context(options: ServeOptions, protocol: str) -> ssl.SSLContext | None:
 
     Raises BadInput naming the invalid file.
     """
-    cert, key = options.tls_cert, options.tls_key
-    if cert is None or key is None:
+    if options.tls_cert is None or options.tls_key is None:
         return None
+    cert, key = Path(options.tls_cert), Path(options.tls_key)
     for parameter, path in (("`tls_cert`", cert), ("`tls_key`", key)):
         try:
             data = path.read_bytes()

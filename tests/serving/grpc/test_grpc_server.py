@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput
+from deploykit.engines.oip.protobuf import MESSAGES
 from deploykit.serving.http2.connection import Http2Limits
-from deploykit.serving.oip.protobuf import MESSAGES
 from tests.support.serving.grpc_cases import (
     SERVICE,
     STREAM,

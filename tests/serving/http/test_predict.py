@@ -154,7 +154,7 @@ def test_a_list_of_one_is_answered_with_a_list_and_a_form_of_one_is_not(served: 
 
 
 def test_a_large_form_and_large_json_are_taken_apart_elsewhere(served: Running) -> None:
-    """Noise does not compress: 1.2 MB, which the event loop leaves to a process of its own."""
+    """Noise does not compress: 1.2 MB, which the event loop leaves to a thread."""
     noisy = encoded(np.random.default_rng(0).integers(0, 255, (640, 640, 3), np.uint8))
     assert len(noisy) > 1 << 20
     for body, kind in (

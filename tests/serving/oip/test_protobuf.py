@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
-from deploykit.serving.oip.protobuf import DESCRIPTORS, MESSAGES, message_from
+from deploykit.engines.oip.protobuf import DESCRIPTORS, MESSAGES, message_from
 from tests.support.serving.grpc_cases import serving
 
 triton = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")

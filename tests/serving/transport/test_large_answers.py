@@ -16,13 +16,12 @@ import pytest
 
 from deploykit.core.errors import TooLarge
 from deploykit.core.tensors import Bytes, parse_spec
+from deploykit.engines.oip.protobuf import MESSAGES
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.batching.runner import Splitter
 from deploykit.serving.http.infer import InferRoute
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import response
-from deploykit.serving.oip.protobuf import MESSAGES
 from deploykit.serving.oip.tensors import to_bytes
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport import call as compression
@@ -107,7 +106,7 @@ def test_the_outputs_of_a_disconnected_client_are_released_before_they_are_encod
     repository = ModelRepository({"m": FakeEngine(width=width)}, ServeOptions())
     try:
         model = repository.find("m")
-        infer = InferRoute(repository, model, lambda *work, **_: offloaded.append(work), None)
+        infer = InferRoute(repository, model, lambda *work, **_: offloaded.append(work))
         call = Seen(Head(), infer_json([0] * width, [1, width]))
         infer(call)
         eventually(lambda: len(offloaded) == 1)
@@ -249,7 +248,7 @@ def test_long_strings_are_encoded_on_another_thread(
         assert threads != [server.see(threading.get_ident)]
 
 
-def test_long_typed_contents_are_decoded_in_another_process() -> None:
+def test_long_typed_contents_are_decoded_on_another_thread() -> None:
     """Four clients with 4 million values each stopped the loop for 2.5 s from a thread."""
     values = np.arange(50_000, dtype=np.float32)
     message = MESSAGES["ModelInferRequest"](model_name="m")
@@ -263,7 +262,6 @@ def test_long_typed_contents_are_decoded_in_another_process() -> None:
             assert answer.status == 0
             got = MESSAGES["ModelInferResponse"].FromString(answer.data[5:])
             assert got.raw_output_contents[0] == (values * 2 + 1).tobytes()
-            assert server.server._worker._process is not None
             typed.shape[1] += 1
             assert client.call(3, message.SerializeToString()).status == 3
             short = MESSAGES["ModelInferRequest"].FromString(infer_bytes(width=len(values)))
@@ -300,9 +298,3 @@ def test_a_stream_that_has_failed_takes_no_more_answers(
         client.send(4, 0, 0, ALL_WINDOW)
         assert client.answer(1).status == 4
     assert not [each for each in caplog.records if each.levelname == "ERROR"]
-
-
-def test_the_worker_process_returns_arrays_that_it_did_not_copy() -> None:
-    array = np.arange(WIDTH, dtype=np.float32)
-    with WorkerProcess() as worker:
-        assert bytes(worker.run(WAIT_S, to_bytes, array.copy(), "FP32")) == array.tobytes()

@@ -215,7 +215,7 @@ def test_each_message_of_a_grpc_stream_counts_until_its_answer(eventually: Event
 def test_a_large_grpc_message_of_a_cancelled_call_is_released(
     eventually: Eventually, method: str
 ) -> None:
-    from deploykit.serving.oip.protobuf import MESSAGES
+    from deploykit.engines.oip.protobuf import MESSAGES
 
     message = MESSAGES["ModelInferRequest"](model_name="m")
     message.inputs.add(name="x", datatype="FP32", shape=[1, WIDTH])
@@ -598,7 +598,6 @@ def test_an_offloaded_body_of_a_cancelled_request_is_released() -> None:
             repository,
             repository.find("m"),
             lambda work, then, **_: offloaded.append((work, then)),
-            None,
         )
         array = np.zeros(LIMIT, np.uint8)
         alive = weakref.ref(array)

@@ -253,7 +253,7 @@ def unlimited_window(port: int) -> Iterator[Frames]:
 
 def infer_bytes(rows: int = 1, value: float = 1.0, width: int = 4, **fields: Any) -> bytes:
     """A ModelInferRequest for FakeEngine, by our own messages."""
-    from deploykit.serving.oip.protobuf import MESSAGES
+    from deploykit.engines.oip.protobuf import MESSAGES
 
     request = MESSAGES["ModelInferRequest"](**{"model_name": "m", **fields})
     request.inputs.add(name="x", datatype="FP32", shape=[rows, width])
@@ -264,7 +264,7 @@ def infer_bytes(rows: int = 1, value: float = 1.0, width: int = 4, **fields: Any
 
 def first_value(answer: Answer) -> float:
     """The first number of the first output."""
-    from deploykit.serving.oip.protobuf import MESSAGES
+    from deploykit.engines.oip.protobuf import MESSAGES
 
     response = MESSAGES["ModelInferResponse"].FromString(answer.data[5:])
     return float(np.frombuffer(response.raw_output_contents[0], np.float32)[0])
