@@ -2,9 +2,9 @@
 
     python benchmarks/identical_runs.py MODEL.onnx FOLDER [--runs 20] [-- OPTION ...]
 
-Each run is `deploykit bench COPY --baseline MODEL OPTION ...`, COPY being a copy of the model, in
+Each run is `deploykit bench COPY --against MODEL OPTION ...`, COPY being a copy of the model, in
 new processes and with the settings that the first run found. In ten minutes on a quiet machine:
-`--runs 20 -- --batches 8 --seconds 2 --warmup 0.5 --processes 10 --device cpu`.
+`--runs 20 -- --batches 8 --seconds 2 --device cpu`.
 
 Printed as Markdown: how many intervals hold the median of all runs, how often two runs that follow
 each other show "no difference", how often the copy is said to be faster or slower, and which runs
@@ -41,12 +41,12 @@ def measured(model: Path, folder: Path, runs: int, options: list[str]) -> list[P
     for report in reports:
         if (report / "report.json").exists():
             continue
-        settings = [] if report == reports[0] else ["--settings-of", reports[0]]
+        settings = [] if report == reports[0] else ["--against", reports[0]]
         command = (
             *DEPLOYKIT,
             "bench",
             copy,
-            "--baseline",
+            "--against",
             model,
             "-o",
             report,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
@@ -17,17 +18,16 @@ from typing import Any, ClassVar
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Gate, Interval
-from deploykit.core.files import read_json, write_together
+from deploykit.core.files import StrPath, read_json, write_together
 from deploykit.core.json_value import Record, json_value
 from deploykit.core.manifest import from_json
 from deploykit.engines.devices import Conditions
 from deploykit.evaluation.statistics import PROCESS_SPREAD, ratio
-from deploykit.reporting.html import report_page
+from deploykit.reporting.html import report_html, report_page
 from deploykit.reporting.layers import LayerTimes
 from deploykit.reporting.load_result import LoadResult
 from deploykit.reporting.machine_load import Outside
 from deploykit.reporting.markdown import markdown
-from deploykit.reporting.notebook import report_html
 from deploykit.reporting.points import BestCpu, CpuSearch, Point, ScenarioResult, crossover
 
 # Refuse a report.json whose values nothing can be made of, with the key that is wrong.
@@ -244,8 +244,9 @@ class Report:
     `energy`: of an inference; without a meter the reason is in `not_measured`.
     `provenance`: commits, host, clocks, CPUs and variables, as `core.provenance` reads them.
     `scenarios`: those of MLPerf that were asked for. `memory`: of each setup, where fresh processes
-    were timed. `price`: of an hour of the machine, in any currency. `layers`: of engines, where
-    that was asked for.
+    were timed. `price`: of an hour of the machine, in reports of earlier versions. `layers`: of
+    engines, where that was asked for. `against`: labels of the setups of engines that were given to
+    compare the others with.
     """
 
     title: str
@@ -282,6 +283,7 @@ class Report:
     memory: tuple[PeakMemory, ...] = ()
     price: float | None = None
     layers: tuple[LayerTimes, ...] = ()
+    against: tuple[str, ...] = ()
 
     shown: ClassVar[tuple[str, ...]] = ("speedups", "crossovers")
 
@@ -387,8 +389,17 @@ def _one_line(numbers: re.Match[str]) -> str:
     return " ".join(numbers[0].split()).replace("[ ", "[").replace(" ]", "]")
 
 
-def read(path: Path) -> Report:
+def is_report(source: object) -> bool:
+    """Return whether a path is that of a .json file, or of a folder with a report in it."""
+    if not isinstance(source, (str, os.PathLike)):
+        return False
+    path = Path(os.fsdecode(source))
+    return path.suffix == ".json" or (path / "report.json").is_file()
+
+
+def read(source: StrPath) -> Report:
     """Read a `report.json`, or the one in a folder. Raises NotFound or BadInput."""
+    path = Path(source)
     path = path / "report.json" if path.is_dir() else path
     values = read_json(path)
     version = values.get("report") if isinstance(values, dict) else None

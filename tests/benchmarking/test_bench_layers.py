@@ -22,7 +22,6 @@ from deploykit.benchmarking.columns import Entry, open_entry
 from deploykit.benchmarking.layers import measure_layers, name_layers, read_profile
 from deploykit.benchmarking.timing import Setup, Timing, sweep
 from deploykit.cli.main import main
-from deploykit.core.artefact import Artefact
 from deploykit.core.errors import DeploykitError
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays
@@ -60,15 +59,14 @@ def feeds_of(path: Path, batch: int) -> Arrays:
 
 
 def timed(path: Path, *setups: Setup) -> tuple[Entry, list[Point], Callable[[int], Arrays]]:
-    entry = open_entry(Artefact(path), False, lambda _: None)
+    entry = open_entry(path)
     feeds = partial(feeds_of, path)
     return entry, sweep(setups, [1, 4], Timing(0.0, 0.02, 2), feeds), feeds
 
 
 def named(path: Path, label: str = "m", **more: Any) -> Setup:
-    entry = open_entry(Artefact(path), False, lambda _: None)
     opener = partial(open_engine, path, "cpu", 1)
-    return Setup(label, opener, threads=1, file=path.name, entry=entry.key, **more)
+    return Setup(label, opener, threads=1, file=path.name, **more)
 
 
 def test_the_layers_of_the_fastest_session_are_timed_with_what_they_compute(
@@ -96,8 +94,8 @@ def test_a_process_that_dies_under_the_profiler_leaves_the_reason(tmp_path: Path
     good = named(path, "good")
     bad = replace(good, label="bad", engines=partial(dying, path, os.getpid()))
     entry, points, feeds = timed(path, good, bad)
-    wanted = [replace(entry, precision=key) for key in ("bad", "fp32", "absent")]
-    bad = replace(bad, entry=wanted[0].key)
+    wanted = [replace(entry, label=label) for label in ("bad", "", "absent")]
+    bad = replace(bad, entry="bad")
     found, (gap, none) = measure_layers(wanted, [good, bad], points, feeds, {})
     assert [each.label for each in found] == ["good"]
     assert none.what == "layers of m.onnx"
@@ -117,7 +115,7 @@ def test_the_command_shows_the_layers_and_writes_them(
 
     monkeypatch.chdir(tmp_path)
     path = save(mnist_like(), tmp_path / "m.onnx")
-    short = ["--batches", "1", "--warmup", "0", "--seconds", "0.1", "-o", "r"]
+    short = ["--batches", "1", "--seconds", "0.1", "-o", "r"]
     assert run_main("bench", str(path), *short, "--layers") == 0
     shown = capsys.readouterr().out
     assert "layer " in shown
