@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 _PUBLIC = {
-    "Answered": "deploykit.evaluation.predict_items:Answered",
+    "Answered": "deploykit.evaluation.predict:Answered",
     "Artefact": "deploykit.core.artefact:Artefact",
     "BadInput": "deploykit.core.errors:BadInput",
     "Bundled": "deploykit.deploying.bundle:Bundled",
@@ -76,7 +76,7 @@ _PUBLIC = {
     "MissingExtra": "deploykit.core.errors:MissingExtra",
     "ModelClient": "deploykit.serving.client:ModelClient",
     "NotFound": "deploykit.core.errors:NotFound",
-    "OpenPipeline": "deploykit.pipelines.run:OpenPipeline",
+    "OpenPipeline": "deploykit.pipelines.pipeline:OpenPipeline",
     "Planned": "deploykit.planning.plan:Planned",
     "Predicted": "deploykit.evaluation.predict:Predicted",
     "Profile": "deploykit.core.profile:Profile",
@@ -101,7 +101,7 @@ _PUBLIC = {
     "pipeline": "deploykit.pipelines.pipeline:pipeline",
     "plan": "deploykit.planning.plan:plan",
     "predict": "deploykit.evaluation.predict:predict",
-    "predict_items": "deploykit.evaluation.predict_items:predict_items",
+    "predict_items": "deploykit.evaluation.predict:predict_items",
     "profile": "deploykit.core.profile:load_profile",
     "quantize": "deploykit.quantization.quantize:quantize",
     "serve": "deploykit.serving.serve:serve",
@@ -131,12 +131,10 @@ if TYPE_CHECKING:
     from deploykit.evaluation.compare import Compared, compare
     from deploykit.evaluation.doctor import Health, doctor
     from deploykit.evaluation.inspect import Inspection, inspect
-    from deploykit.evaluation.predict import Predicted, predict
-    from deploykit.evaluation.predict_items import Answered, predict_items
+    from deploykit.evaluation.predict import Answered, Predicted, predict, predict_items
     from deploykit.exporting.export import export
     from deploykit.loadtest.load import load_test
-    from deploykit.pipelines.pipeline import pipeline
-    from deploykit.pipelines.run import OpenPipeline
+    from deploykit.pipelines.pipeline import OpenPipeline, pipeline
     from deploykit.planning.plan import Planned, plan
     from deploykit.quantization.quantize import quantize
     from deploykit.reporting.compare import ReportComparison, compare_reports

@@ -45,7 +45,7 @@ from deploykit.evaluation.parity import (
 )
 from deploykit.evaluation.simulate import open_rounded
 from deploykit.graph.graph import Graph
-from deploykit.quantization.evaluate import (
+from deploykit.quantization.job import (
     Job,
     QuantizeRequest,
     accuracy_notes,
@@ -54,9 +54,8 @@ from deploykit.quantization.evaluate import (
     evaluate_engines,
     golden_samples,
     prepare,
-    write_graph,
 )
-from deploykit.quantization.quantize import keep_if_passed
+from deploykit.quantization.quantize import keep_if_passed, write_graph
 
 if TYPE_CHECKING:
     import numpy as np
@@ -132,7 +131,7 @@ def place_if_better(
 def _place_by_data(
     source: Artefact, graph: Graph, request: QuantizeRequest, target: Profile, tmp: Path
 ) -> Placed:
-    from deploykit.quantization.calibrate import METHODS, Calibration, calibrate
+    from deploykit.quantization.calibrate import Calibration, calibrate
     from deploykit.quantization.moving import move_foreign_pairs
 
     if request.calib is None or "int8" not in graph.precision or not _products(graph):
@@ -151,7 +150,7 @@ def _place_by_data(
     moved = move_foreign_pairs(graph, target.runtime, measure)
     if moved is None:
         raise _stuck(source, target, graph, "`calib` cannot help: ")
-    record = calibration_record(request, found[0], METHODS[0], doubts)
+    record = calibration_record(request, found[0], doubts)
     return Placed(moved.graph.save(_move_file(tmp)), (_MEASURED, *doubts), record)
 
 

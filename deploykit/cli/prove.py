@@ -17,7 +17,7 @@ from deploykit.cli.tables import figure
 from deploykit.core.errors import BadInput, GateFailed
 
 if TYPE_CHECKING:
-    from deploykit.pipelines.file import AnsweredFiles
+    from deploykit.pipelines.pipeline import AnsweredFiles
 
 
 SUFFIXES = (".py", ".toml")  # of a pipeline, in the place of an engine
@@ -25,7 +25,7 @@ SUFFIXES = (".py", ".toml")  # of a pipeline, in the place of an engine
 
 def predict_pipelines(path: Path, data: list[Path], options: dict[str, Any], as_json: bool) -> None:
     """Answer files. `options`: of the command; those that are for models alone are refused."""
-    _refuse(options, text=[], restart=False, on="local")
+    _refuse(options, text=[], on="local")
     from deploykit.pipelines.pipeline import predict_files
 
     names = ("out", "device", "batch", "trust", "force")
@@ -92,9 +92,9 @@ def compare(
     fail_on_regression: str | None = None,
     as_json: bool = False,
 ) -> None:
-    """Compare the outputs of two models, or the figures of two reports.
+    """Compare the outputs of two models; exit 1 if they differ too much.
 
-    Exit 1 if the outputs differ too much. Reports are files or folders that `bench` wrote.
+    Also compares the figures of two reports that `bench` wrote, files or folders.
 
     Example: deploykit compare model.pt model.onnx
     """
@@ -136,8 +136,7 @@ DATA                   Images to answer; with --out the inputs: an .npz file or 
 --text TEXT            A sentence to answer; may be repeated
 -o --out FILE.npz      Where to write the outputs of all samples of DATA
 {FORCE}
---batch N              Samples per call
---restart              Begin anew instead of going on with a run that was stopped
+--batch N              Size of the batch axis in each call
 --on                   This machine, or a Ray cluster: that of $RAY_ADDRESS
 {DEVICE}
 {TRUST}
@@ -149,7 +148,6 @@ def predict(
     out: Path | None = None,
     force: bool = False,
     batch: int = 32,
-    restart: bool = False,
     on: Literal["local", "ray"] = "local",
     device: str = "auto",
     trust: bool = False,
@@ -159,7 +157,7 @@ def predict(
 
     A model with a task answers with labels, boxes, the parts of a mask or an embedding. With
     --out any model writes its outputs; they are kept in OUT.parts until all are there: after a run
-    that was stopped, the same command goes on where that was.
+    that was stopped, the same command goes on where that was; with --force it begins anew.
 
     Example: deploykit predict model.onnx cat.jpg
     """
@@ -174,9 +172,7 @@ def predict(
     if out is None:
         if any(each.suffix in (".npz", ".npy") for each in files):
             raise BadInput(f"{files[0]}: holds samples; `out` names the file for their outputs")
-        from deploykit.evaluation.predict_items import predict_items
-
-        answered = predict_items(
+        answered = predicting.predict_items(
             engine, files, text=sentences, device=device, trust=trust, on_note=note
         )
         output.show(answered, answers.answered(answered), as_json=as_json)
@@ -193,7 +189,6 @@ def predict(
             device=device,
             trust=trust,
             force=force,
-            restart=restart,
             on_progress=progress,
             on_note=note,
         )
@@ -209,7 +204,7 @@ ENGINE                 {ENGINE}s to measure; a .pt checkpoint too; or a pipeline
 -o --out DIR           Folder of the report
 {FORCE}
 --data FILE.npz|DIR    Time these inputs; with labels, measure accuracy too
---axis NAME=SIZE,...   Sizes of dynamic axes other than the batch [those of the data]
+--axis NAME=SIZE       Size of another dynamic axis; may be repeated [the data's]
 --arch MODULE:CALLABLE  What builds the module of an ENGINE that holds only weights
 {DEVICE}
 {TRUST}
@@ -227,7 +222,7 @@ def bench(
     out: Path = Path("report"),
     force: bool = False,
     data: Path | None = None,
-    axis: str | None = None,
+    axis: list[str] | None = None,
     arch: str | None = None,
     device: str = "auto",
     trust: bool = False,
@@ -250,7 +245,7 @@ def bench(
 
     given["against"] = against or ()
     given["batches"] = None if batches is None else sizes("batches", batches)
-    given["axis"] = axis_sizes("axis", axis or "")
+    given["axis"] = axis_sizes("axis", ",".join(axis or ()))
     names = given.pop("scenario")
     with Progress("bench") as progress:
         result = figures.bench(
@@ -274,7 +269,7 @@ def _bench_pipeline(options: dict[str, Any], as_json: bool) -> None:
     engines, batches = options["engines"], sizes("batches", options["batches"] or "1")
     if len(engines) > 1:
         raise BadInput("a pipeline is measured by itself")
-    _refuse(options, against=[], axis=None, slo_ms=None, scenario=None, layers=False, arch=None)
+    _refuse(options, against=[], axis=[], slo_ms=None, scenario=None, layers=False, arch=None)
     if options["data"] is None:
         raise BadInput("a pipeline is measured on files", hint="`data` FILE or `data` DIR")
     from deploykit.benchmarking.bench import QUICK_S

@@ -632,7 +632,7 @@ class _Candidates:
 # Set the scales of a precision: smooth outliers, and choose the calibrator that loses least.
 #
 # No calibrator is best for every model, and the error at each tensor does not show which one is:
-# the errors at the outputs do (`benchmarks/calibrators.py`).
+# the errors at the outputs do (`benchmarks/README.md`).
 
 # Samples to choose on: an eighth of them, and more as long as a calibrator costs fewer operations
 LEAST_SHARE, OPERATIONS = 1 / 8, 1e11

@@ -66,8 +66,7 @@ def charts(document: Json) -> tuple[list[Figure], list[str]]:
     for make, sentence in _MISSING.items():
         figure = make(document)
         drawn += [figure] if figure else []
-        if not figure and (make is not request_waterfall or document["serving"]):
-            missing.append(sentence)
+        missing += [] if figure else [sentence]
     on_gpu, traces = roofline(document, GPU_ROOFLINE), gpu_charts(document)
     drawn += [*([on_gpu] if on_gpu else []), *layers_chart(document), *traces]
     if not traces:
@@ -354,41 +353,12 @@ def served_chart(document: Json) -> Chart | None:
     )
 
 
-def request_waterfall(document: Json) -> Bars | None:
-    """What a request is made of at each load, where the server reports its own times."""
-    served = [result for result in document["serving"] if result["stages_ms"]]
-    if not served:
-        return None
-    parts = tuple(dict.fromkeys(name for result in served for name in result["stages_ms"]))
-    bars = [
-        (load_label(result), tuple(float(result["stages_ms"].get(name, 0.0)) for name in parts))
-        for result in served
-    ]
-    sentences = []
-    for label, values in bars:
-        most = max(range(len(parts)), key=values.__getitem__)
-        sentences.append(f"{label}: {parts[most]} takes {_share(values[most], sum(values))}")
-    return Bars(
-        name="request",
-        title="Where the time of a request goes",
-        finding="; ".join(sentences) + ". Means of all answers; decode to encode by the server's "
-        "own statistics, wire is the rest: network, kernel, and the wait for a connection.",
-        x_label="time of one request (ms)",
-        parts=parts,
-        bars=tuple(bars),
-        look=after_setups(document),
-        columns=("load", *(f"{name} (ms)" for name in parts), "whole (ms)"),
-        rows=tuple((label, *map(number, (*values, sum(values)))) for label, values in bars),
-    )
-
-
 _MISSING: Mapping[Callable[[Json], Figure | None], str] = {  # charts, and what to say without data
     calls_chart: "The latency of calls by percentile is not drawn: no calls were kept.",
     waterfall: "Where the time of a call goes is not drawn: compute alone was not timed.",
     roofline: "The roofline is not drawn: the limits of the machine were not measured.",
     _accuracy: "Accuracy against latency is not drawn: one of the two was not measured.",
     served_chart: "The latency of requests was not measured.",
-    request_waterfall: "Where the time of a request goes is not drawn: no server reported it.",
 }
 
 

@@ -63,7 +63,7 @@ def test_a_bench_has_every_stage_in_an_ordinary_report(
 
 
 WRONG = {
-    "an option of models": (("predict", "tiles.py", "page.png", "--restart"), "--restart has no"),
+    "an option of models": (("predict", "tiles.py", "page.png", "--on", "ray"), "--on has no"),
     "nothing to answer": (("predict", "tiles.py"), "there is no file"),
     "a file that is missing": (("predict", "tiles.py", "no.png"), "no.png"),
     "no image": (("predict", "tiles.py", "mean.onnx"), "mean.onnx: the image"),

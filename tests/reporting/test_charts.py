@@ -90,7 +90,6 @@ def test_figures_without_data_are_left_out_with_a_sentence(report: Report) -> No
         "Throughput against batch size",
         "Accuracy against latency",
         "Latency of requests, by percentile",
-        "Where the time of a request goes",
     ]
     assert len(missing) == 4
     assert [overlaps(draw(figure)) for figure in drawn] == [[]] * 5
