@@ -284,7 +284,7 @@ def _measure(options: _Options, run: _Run) -> list[Point]:
     memory = measure_memory(setups, points, inputs, progress) if apart else ()
     outside = sum_up(watch, before, watch.over(around_s, time.sleep))
     wanted = (run.entries[1:] or run.entries[:1]) if options.layers else ()
-    layers, missing = measure_layers(wanted, right, points, inputs, ceilings, progress)
+    layers, missing = measure_layers(wanted, right, points, inputs, progress)
     run.gaps += [*unprobed, *gpu.gaps, *energy.gaps(points), *missing]
     run.measured = {
         "scenarios": tuple(scenarios),
@@ -380,8 +380,8 @@ def choose_inputs(
     source = RANDOM if arrays is None else GOLDEN if samples is None else DATA
     sizes = dict(axes)
     for spec in specs if arrays is not None else ():
-        for axis, length in zip(spec.shape, arrays[spec.name].shape, strict=True):
-            sizes.setdefault(str(axis), length)
+        for at, axis in enumerate(spec.shape):
+            sizes.setdefault(str(axis), (arrays or {})[spec.name].shape[at])
     unknown = [axis for axis in free if axis not in sizes]
     if unknown:
         raise BadInput(

@@ -9,7 +9,7 @@ import shutil
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,22 +18,15 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
 
 from deploykit.benchmarking.columns import Entry
-from deploykit.benchmarking.limits import infer_point
 from deploykit.benchmarking.timing import Setup
 from deploykit.core.errors import DeploykitError, Unsupported, first_line
-from deploykit.core.machine import default_threads
 from deploykit.core.subprocesses import run_apart
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.planning.predict import Inferred
-from deploykit.planning.probe import CpuCalibration
-from deploykit.reporting.layers import LayerKey, LayerTime, LayerTimes
-from deploykit.reporting.points import CpuSettings, Point
+from deploykit.reporting.points import CpuSettings, LayerKey, LayerTime, LayerTimes, Point
 from deploykit.reporting.report import NotMeasured
 
 if TYPE_CHECKING:
-    import onnx
-
     from deploykit.engines.torch.engine import TorchEngine
 
 
@@ -44,13 +37,6 @@ _EVENT = re.compile(
 )
 _ARGUMENTS, _END = b'","args" : {', b"]\n"
 _OPERATOR, _NUMBER = re.compile(rb'"op_name" : "(.*?)"'), re.compile(rb'"node_index" : "(\d+)"')
-# what ONNX Runtime adds to the name of a node, or of the tensor that a fused one makes
-_TENSOR = "_nchwc"
-_PLAIN = re.compile(rf"(?:fused )?(.+?)(?:{_TENSOR})?(?:_token_\d+)?(?:/\w+Fusion/?)?", re.DOTALL)
-_INTEGERS = re.compile(r"QLinear|QGemm|Integer")
-_MULTIPLY = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "RNN", "Einsum"))
-_FUSED = 4  # nodes at most in a row that are one layer
-_CLEAR_MS = 0.01  # a shorter layer has no rate: the profiler counts whole microseconds
 _KEPT = 100
 
 
@@ -59,13 +45,11 @@ def measure_layers(
     setups: Sequence[Setup],
     points: Sequence[Point],
     feeds: Callable[[int], Arrays],
-    ceilings: Mapping[int, CpuCalibration],
     on_progress: Progress = no_progress,
 ) -> tuple[list[LayerTimes], list[NotMeasured]]:
     """Time the layers of each of `wanted` at the batch that was fastest; also return what failed.
 
     Each runs one session in a process of its own, however many sessions PyTorch was fastest in.
-    `ceilings`: of this CPU, by number of threads.
     """
     found, gaps = [], []
     for entry in wanted:
@@ -87,73 +71,8 @@ def measure_layers(
         except (DeploykitError, OSError) as exc:
             gaps.append(NotMeasured(f"layers of {setup.label}", first_line(exc)))
             continue
-        inferred = infer_point({}, entry, point)
-        probed = ceilings.get(setup.threads or default_threads())
-        found.append(name_layers(times, inferred, probed.ops_per_s if probed else {}))
+        found.append(replace(times, layers=times.layers[:_KEPT]))
     return found, gaps
-
-
-def name_layers(
-    times: LayerTimes, inferred: Inferred | None, ops_per_s: Mapping[str, float]
-) -> LayerTimes:
-    """`times` with the names of the file's nodes and, where these multiply, their rates.
-
-    `ops_per_s`: the ceilings of this CPU, by precision.
-    """
-    nodes = _Nodes(inferred, [each.name for each in times.layers]) if inferred else None
-    layers = [nodes.compare(each) for each in times.layers] if nodes else [*times.layers]
-    reached: dict[str, float] = {}
-    for each in layers:
-        if each.gflops and ops_per_s.get(each.precision):
-            most = reached.get(each.precision, ops_per_s[each.precision] / 1e9)
-            reached[each.precision] = max(most, each.gflops)
-    return replace(times, layers=tuple(layers[:_KEPT]), ceilings=reached)
-
-
-class _Nodes:
-    """The nodes of a file, by what ONNX Runtime calls the layers that it makes of them."""
-
-    def __init__(self, inferred: Inferred, layers: Sequence[str]) -> None:
-        self._named = {node.name: node for node in inferred.known.nodes}
-        self._makers = {name: node for node in inferred.known.nodes for name in node.output}
-        self._flops = {cost.name: cost.flops for cost in inferred.interpreted}
-        self._layers = {*map(_plain, layers)}
-
-    def compare(self, layer: LayerTime) -> LayerTime:
-        name = _plain(layer.name)
-        node = self._named.get(layer.name)
-        if node is None and layer.name != f"{name}{_TENSOR}":
-            node = self._named.get(name)
-        if node is None and name in self._makers:
-            node = self._first(self._makers[name], layer.op)
-        if node is None:
-            return layer
-        flops = self._flops.get(node.name)
-        named = replace(layer, name=node.name)
-        if node.op_type not in _MULTIPLY or not flops or layer.ms < _CLEAR_MS:
-            return named
-        precision = "int8" if _INTEGERS.search(layer.op) else "fp32"
-        return replace(named, gflops=flops / layer.ms / 1e6, precision=precision)
-
-    def _first(self, last: onnx.NodeProto, operator: str) -> onnx.NodeProto | None:
-        """The node of `operator` that `last` is fused with, which no other layer is made of."""
-        nodes = [last]
-        for _ in range(_FUSED):
-            for node in nodes:
-                if node.op_type in operator:
-                    return node
-            nodes = [
-                self._makers[name]
-                for node in nodes
-                for name in node.input
-                if name in self._makers and name not in self._layers
-            ]
-        return None
-
-
-def _plain(name: str) -> str:
-    match = _PLAIN.fullmatch(name)
-    return match[1] if match else name
 
 
 def _fastest(setups: Sequence[Setup], points: Sequence[Point]) -> tuple[Setup, Point] | None:
@@ -268,7 +187,7 @@ def time_layers(
     A few of each in a row, as threads that spin after one call slow the next. The middle half of
     the values counts, of each layer for itself: other work stops a call in one layer.
     """
-    sides = (engine, profiled)
+    sides: tuple[Callable[[Arrays], object], ...] = (engine, profiled)
     once_s = [max(_time(side, feeds) for side in sides) for _ in range(_WARM)][-1]
     each = math.ceil(max(_FEWEST, min(_MOST, _LENGTH_S / once_s)) / _TURNS)
     calls_s: tuple[list[float], list[float]] = ([], [])

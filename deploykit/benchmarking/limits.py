@@ -102,14 +102,15 @@ def limits(
     graphs: dict[str, Graph] = {}
     predicted: list[PredictedPoint] = []
     rooflines: dict[str, Any] = {}
-    for name, measured, here in (
+    both: tuple[tuple[str, list[CpuCalibration | GpuCeilings], list[Point]], ...] = (
         ("roofline", [*found.values()], [p for p in points if p.device == "cpu"]),
         (
             "gpu_roofline",
-            [gpu.ceilings] * bool(gpu.ceilings),
+            [gpu.ceilings] if gpu.ceilings else [],
             [p for p in points if p.device != "cpu"],
         ),
-    ):
+    )
+    for name, measured, here in both:
         marks, used = list[dict[str, Any]](), {"fp32"}
         for point in here:
             entry = files.get(point.label)

@@ -27,7 +27,7 @@ from deploykit.reporting.tables import (
 )
 
 GPU_ROOFLINE = "gpu_roofline"
-COLUMNS = ("layer", "operator", "ms", "share", "GFLOP/s", "of ceiling")
+COLUMNS = ("layer", "operator", "ms", "share")
 NEVER = "∞"  # an answer that did not come
 _POINT_COLUMNS = ("setup", "batch", "p50 (ms)", "p99 (ms)", "throughput (inferences/s)")
 _DRAWN = 15  # layers
@@ -397,15 +397,13 @@ def gpu_charts(document: Json) -> list[Chart]:
 
 def layer_rows(found: Json, most: int | None = None) -> list[tuple[str, ...]]:
     """Return the layers that take most of a LayerTimes in JSON, then the others in one row."""
-    rows, whole, rest_ms = list[tuple[str, ...]](), found["sum_ms"], found["sum_ms"]
-    for each in found["layers"][:most]:
-        ms, gflops = each["ms"], each["gflops"]
-        rate = number(gflops) if gflops else MISSING
-        reached = _part(gflops or 0.0, gflops and found["ceilings"].get(each["precision"]))
-        rows.append((each["name"], each["op"], number(ms), _part(ms, whole), rate, reached))
-        rest_ms = max(0.0, rest_ms - ms)
+    rows = [
+        (each["name"], each["op"], number(each["ms"]), _part(each["ms"], found["sum_ms"]))
+        for each in found["layers"][:most]
+    ]
     if others := found["count"] - len(rows):
-        rest = MISSING, number(rest_ms), _part(rest_ms, whole), MISSING, MISSING
+        rest_ms = max(0.0, found["sum_ms"] - sum(each["ms"] for each in found["layers"][:most]))
+        rest = MISSING, number(rest_ms), _part(rest_ms, found["sum_ms"])
         rows.append((f"{count(others)} others", *rest))
     return rows
 
@@ -429,21 +427,7 @@ def layer_note(found: Json) -> str:
     if abs(share - 1) > _ADDS_UP:
         text += f". NOT within 5{SPACE}%, so only the shares say something: the profiler takes "
         text += "time itself and may count whole microseconds, or other work ran meanwhile"
-    ceilings = found["ceilings"]
-    timed = [each for each in found["layers"] if each["gflops"] and each["precision"] in ceilings]
-    if not timed:
-        return f"{text}."
-    lost_ms = [each["ms"] * (1 - each["gflops"] / ceilings[each["precision"]]) for each in timed]
-    most = max(range(len(timed)), key=lost_ms.__getitem__)
-    names = ", ".join(
-        f"{number(ceilings[precision])} GFLOP/s in {precision}"
-        for precision in dict.fromkeys(each["precision"] for each in timed)
-    )
-    return (
-        f"{text}. The ceiling is {names}, the highest that a probe of this CPU or a layer reached; "
-        f"at it the most time would be gained in {timed[most]['name']}: "
-        f"{number(lost_ms[most])}{SPACE}ms."
-    )
+    return f"{text}."
 
 
 def layers_chart(document: Json) -> list[Bars]:

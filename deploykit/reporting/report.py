@@ -24,11 +24,17 @@ from deploykit.core.manifest import from_json
 from deploykit.engines.devices import Conditions
 from deploykit.evaluation.statistics import PROCESS_SPREAD, ratio
 from deploykit.reporting.html import report_html, report_page
-from deploykit.reporting.layers import LayerTimes
 from deploykit.reporting.load_result import LoadResult
 from deploykit.reporting.machine_load import Outside
 from deploykit.reporting.markdown import markdown
-from deploykit.reporting.points import BestCpu, CpuSearch, Point, ScenarioResult, crossover
+from deploykit.reporting.points import (
+    BestCpu,
+    CpuSearch,
+    LayerTimes,
+    Point,
+    ScenarioResult,
+    crossover,
+)
 
 # Refuse a report.json whose values nothing can be made of, with the key that is wrong.
 #

@@ -11,7 +11,7 @@ from deploykit.benchmarking.layers import time_layers
 from deploykit.core.errors import DeploykitError
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays
-from deploykit.reporting.layers import LayerKey, LayerTimes
+from deploykit.reporting.points import LayerKey, LayerTimes
 from tests.support.fake_engine import FakeEngine
 
 NOW_S = [0.0]

@@ -126,7 +126,7 @@ def test_bench_times_the_modules_of_a_checkpoint_however_many_sessions_it_ran_in
     setup = Setup("m", partial(entry.open, "cpu"), sessions=2)
     feeds = partial(feeds_of, (1, 28, 28))
     points = sweep([setup], [1], Timing(0.0, 0.02, 2), feeds)
-    (found,), gaps = bench_layers.measure_layers([entry], [setup], points, feeds, {})
+    (found,), gaps = bench_layers.measure_layers([entry], [setup], points, feeds)
     names = {each.name for each in found.layers}
     assert {"conv1", "dense1", "(model)", "inputs and outputs"} <= names
     assert (gaps, found.runtime) == ([], f"torch {torch.__version__}")
