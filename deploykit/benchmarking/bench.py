@@ -380,8 +380,8 @@ def choose_inputs(
     source = RANDOM if arrays is None else GOLDEN if samples is None else DATA
     sizes = dict(axes)
     for spec in specs if arrays is not None else ():
-        for at, axis in enumerate(spec.shape):
-            sizes.setdefault(str(axis), (arrays or {})[spec.name].shape[at])
+        for at, name in enumerate(spec.shape):
+            sizes.setdefault(str(name), (arrays or {})[spec.name].shape[at])
     unknown = [axis for axis in free if axis not in sizes]
     if unknown:
         raise BadInput(

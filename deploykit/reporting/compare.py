@@ -30,6 +30,7 @@ _FIGURES: Mapping[str, Callable[[Point], Interval | None]] = {
 _MOST = 3  # rows that a message names for what differs in them
 _TAIL = 0.025  # probability left out on each side
 _PROCESS_TAIL = 0.02  # for processes; with 0.025 the rounds' errors on top made 5.7 % of 5 %
+_LARGEST = 1e100  # of a figure: the square of a larger one is infinite
 _MANY = 10**6  # degrees of freedom of what is known
 _PACKAGES = ("deploykit", "numpy", "nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 _KEYS = ("label", "precision", "scenario", "batch", "sessions", "threads", "settings", "shapes")
@@ -220,7 +221,7 @@ def _figure_pair(name: str, a: Point, b: Point) -> tuple[Interval, Interval] | N
     known = [
         each
         for each in (first, second)
-        if each and 0 < each.value < math.inf and each.low <= each.value <= each.high < math.inf
+        if each and 0 < each.value <= each.high < _LARGEST and each.low <= each.value
     ]
     return (known[0], known[1]) if len(known) == 2 else None
 
@@ -248,7 +249,7 @@ def _check_valid(report: Report, name: str) -> None:
 def _facts(report: Report) -> Iterator[tuple[str, Any]]:
     """What has to be equal besides the rows, by name; None: not known."""
     machine = dict(report.machine)
-    packages = machine.pop("packages", None) or {}
+    packages = _mapping(machine.pop("packages", None))
     memory = machine.pop("memory_bytes", None)
     yield "memory", f"{memory / 2**30:.0f} GiB" if isinstance(memory, int) else None
     machine |= {f"version of {key}": packages[key] for key in _PACKAGES if key in packages}
@@ -256,7 +257,7 @@ def _facts(report: Report) -> Iterator[tuple[str, Any]]:
         machine[f"power mode of {each.name}"] = each.power_mode
         machine[f"highest clock of {each.name} in MHz"] = each.clock_max_mhz
     known = report.provenance
-    for key, value in known.get("clocks", {}).items():
+    for key, value in _mapping(known.get("clocks")).items():
         machine[f"clock {key}" if key == "governor" else f"clocks: {key}"] = value
     machine["CPUs that it may use"] = known.get("affinity")
     machine["inputs"] = known.get("inputs")
@@ -267,6 +268,10 @@ def _facts(report: Report) -> Iterator[tuple[str, Any]]:
         if value is not None or key in needed:  # most machines have no power mode
             yield key.replace("_", " "), value
     yield "length of the timing", "quick" if report.quick else "full"
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -333,8 +338,8 @@ def _notes(
 ) -> Iterator[str]:
     if a == b:
         yield f"{names[0]} and {names[1]} are the same run"
-    files = [{each["file"]: each["sha256"] for each in r.artefacts} for r in (a, b)]
-    changed = [name for name in files[0] if files[1].get(name, files[0][name]) != files[0][name]]
+    files = [{str(each.get("file")): each.get("sha256") for each in r.artefacts} for r in (a, b)]
+    changed = [name for name, sha in files[0].items() if files[1].get(name, sha) != sha]
     if changed:
         yield f"not the same file in both: {', '.join(changed)}"
     one, other = a.provenance, b.provenance
@@ -352,7 +357,7 @@ def _notes(
         if missing:
             more = f" and {len(missing) - 1} more" * (len(missing) > 1)
             yield f"{figure} not compared, without an interval in both: {missing[0]}{more}"
-    first = [r.artefacts[0]["sha256"] if r.artefacts else "" for r in (a, b)]
+    first = [r.artefacts[0].get("sha256") if r.artefacts else "" for r in (a, b)]
     moved = [row for row in rows if row.label == a.baseline == b.baseline]
     if first[0] == first[1] and any(
         each.finding in (FASTER, SLOWER) for row in moved for each in row.figures

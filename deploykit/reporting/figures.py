@@ -397,7 +397,7 @@ def gpu_charts(document: Json) -> list[Chart]:
 
 def layer_rows(found: Json, most: int | None = None) -> list[tuple[str, ...]]:
     """Return the layers that take most of a LayerTimes in JSON, then the others in one row."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (each["name"], each["op"], number(each["ms"]), _part(each["ms"], found["sum_ms"]))
         for each in found["layers"][:most]
     ]
