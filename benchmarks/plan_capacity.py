@@ -39,20 +39,10 @@ from mnist_graph import write_mnist  # noqa: E402
 from processes import Running, free_port, started  # noqa: E402
 
 from deploykit.core.errors import DeploykitError  # noqa: E402
-from deploykit.loadtest.check import AnswerCheck  # noqa: E402
-from deploykit.loadtest.client import wake_on_time  # noqa: E402
-from deploykit.loadtest.generator import run_processes  # noqa: E402
-from deploykit.loadtest.result import (  # noqa: E402
-    Load,
-    SendPlan,
-    summarise,
-)
-from deploykit.loadtest.target import (  # noqa: E402
-    RemoteModel,
-    find_model,
-    make_feeds,
-    make_requests,
-)
+from deploykit.loadtest.client import run_plans, wake_on_time  # noqa: E402
+from deploykit.loadtest.result import summarise  # noqa: E402
+from deploykit.loadtest.schedule import Load  # noqa: E402
+from deploykit.loadtest.target import RemoteModel, find_model, make_requests  # noqa: E402
 from deploykit.planning.capacity import (  # noqa: E402
     BYTE_S,
     QUANTILE,
@@ -60,7 +50,7 @@ from deploykit.planning.capacity import (  # noqa: E402
     capacity,
     served_s,
 )
-from tests.gpu.guard import workplace  # noqa: E402
+from scripts.gpu.guard import workplace  # noqa: E402
 
 WARM_UP_S, DRAIN_S, CONNECTIONS = 1.0, 2.0, 512
 CPU = "server's CPU us per request"
@@ -154,7 +144,7 @@ def replica(case: Case, folder: Path) -> Iterator[tuple[RemoteModel, Running, di
     times = folder / f"{port}.json"
     if case.base_ms is None:
         model = write_mnist(folder / "mnist.onnx")
-        words = [*DEPLOYKIT, "serve", model, "--http-port", port, "--no-grpc"]
+        words = [*DEPLOYKIT, "serve", model, "--http-port", port, "--grpc-port=none"]
         words += ["--max-batch", case.max_batch]
     else:
         words = [sys.executable, __file__, "--serve", port, case.max_batch, case.base_ms]
@@ -199,20 +189,10 @@ def p99_ms(
     due_s = np.sort(random.uniform(0, load.end_s, random.poisson(rate * load.end_s)))
     to = random.integers(len(remotes), size=len(due_s))
     plans = [
-        SendPlan(
-            remote.address,
-            remote.port,
-            make_requests(remote, make_feeds(remote, 1, 0)),
-            AnswerCheck(remote.outputs),
-            CONNECTIONS,
-            due_s[to == number].tolist(),
-            WARM_UP_S,
-            load.end_s,
-            DRAIN_S,
-        )
+        remote.plan(make_requests(remote), load, due_s[to == number].tolist())
         for number, remote in enumerate(remotes)
     ]
-    outcomes = run_processes(plans)
+    outcomes = run_plans(plans)
     taken_s = [
         end_s - start_s if status == 200 else math.inf
         for each in outcomes
@@ -284,19 +264,9 @@ def own(seconds: float) -> None:
         with workplace("plan-capacity-") as folder, replica(case, folder) as found:
             remote = found[0]
             closed = Load(None, 2 * most, WARM_UP_S, seconds, DRAIN_S)
-            plan = SendPlan(
-                remote.address,
-                remote.port,
-                make_requests(remote, make_feeds(remote, 1, 0)),
-                AnswerCheck(remote.outputs),
-                closed.connections,
-                None,
-                WARM_UP_S,
-                closed.end_s,
-                DRAIN_S,
-            )
+            plan = remote.plan(make_requests(remote), closed, None)
             before = counted(remote)
-            outcomes = run_processes([plan])
+            outcomes = run_plans([plan])
             calls, requests, engine_s = counted(remote) - before
         all_s = max(end_s for each in outcomes for end_s in each.ends_s)
         size = requests / calls
@@ -312,7 +282,7 @@ def own(seconds: float) -> None:
 
 def counted(remote: RemoteModel) -> np.ndarray:
     """Calls, requests and the engine's seconds so far, by the server's statistics."""
-    url = f"http://{remote.address}:{remote.port}/v2/models/m/stats"
+    url = f"{remote.server.url}/v2/models/m/stats"
     with urllib.request.urlopen(url) as answer:
         (model,) = json.load(answer)["model_stats"]
     found = [(each["batch_size"], each["compute_infer"]) for each in model["batch_stats"]]

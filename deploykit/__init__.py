@@ -76,7 +76,7 @@ _PUBLIC = {
     "MissingExtra": "deploykit.core.errors:MissingExtra",
     "ModelClient": "deploykit.serving.client:ModelClient",
     "NotFound": "deploykit.core.errors:NotFound",
-    "OpenPipeline": "deploykit.pipelines.run:OpenPipeline",
+    "OpenPipeline": "deploykit.pipelines.pipeline:OpenPipeline",
     "Planned": "deploykit.planning.plan:Planned",
     "Predicted": "deploykit.evaluation.predict:Predicted",
     "Profile": "deploykit.core.profile:Profile",
@@ -134,8 +134,7 @@ if TYPE_CHECKING:
     from deploykit.evaluation.predict import Answered, Predicted, predict, predict_items
     from deploykit.exporting.export import export
     from deploykit.loadtest.load import load_test
-    from deploykit.pipelines.pipeline import pipeline
-    from deploykit.pipelines.run import OpenPipeline
+    from deploykit.pipelines.pipeline import OpenPipeline, pipeline
     from deploykit.planning.plan import Planned, plan
     from deploykit.quantization.quantize import quantize
     from deploykit.reporting.compare import ReportComparison, compare_reports

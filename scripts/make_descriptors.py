@@ -1,4 +1,4 @@
-"""Compile the .proto files of serving/oip to descriptors.binpb, which the server reads.
+"""Compile the .proto files of engines/oip to descriptors.binpb, which server and load generator read.
 
 Needs grpcio-tools, from the extra `dev`. To be run after each change of a .proto file.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent.parent / "deploykit/serving/oip"
+FOLDER = Path(__file__).resolve().parent.parent / "deploykit/engines/oip"
 
 
 def compile_protos(out: Path) -> None:

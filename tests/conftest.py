@@ -33,8 +33,7 @@ os.environ["HOST_PROC"] = os.environ["HOST_SYS"] = "/nonexistent"
 DIED = pytest.StashKey[bool]()
 
 EXPORTS = (
-    "tests/api/test_export",
-    "tests/exporters/",
+    "tests/exporting/",
     "tests/test_examples.py",
     "tests/zoo/test_recipes.py",
     "tests/zoo/test_small.py",

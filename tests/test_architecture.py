@@ -74,7 +74,7 @@ OWNERS = {
     "uvloop": {"serving/server.py"},
     "orjson": {"serving/"},
     "hpack": {"serving/http2/", "loadtest/grpc.py"},
-    "google": {"serving/oip/protobuf.py", "graph/storage.py"},
+    "google": {"engines/oip/protobuf.py", "graph/storage.py"},
     "pynvml": {"engines/devices.py"},
     "prometheus_client": {"serving/observe/prometheus.py"},
     "opentelemetry": {"serving/observe/tracing.py"},
@@ -351,7 +351,7 @@ def test_recipes_know_the_core_and_what_gives_them_data(path: Path) -> None:
 
 
 TESTS = Path(__file__).resolve().parent
-PROGRAMS = ("support/", "containers/", "gpu/", "nvidia/")  # folders of helpers and of programs
+PROGRAMS = ("support/",)  # folders of helpers
 IMPORTS_A_TEST = re.compile(r"^ *(?:from|import) tests\b.*\b(?:test_\w+|conftest)\b.*", re.M)
 
 

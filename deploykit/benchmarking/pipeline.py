@@ -24,8 +24,7 @@ from deploykit.engines.engine import Arrays, BaseEngine
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.evaluation.outputs import claim_report
 from deploykit.pipelines.file import input_files
-from deploykit.pipelines.pipeline import pipeline
-from deploykit.pipelines.run import OpenPipeline
+from deploykit.pipelines.pipeline import OpenPipeline, pipeline
 from deploykit.reporting import report as reports
 from deploykit.reporting.machine_load import Watch, invalid, sum_up
 from deploykit.reporting.points import Point

@@ -17,7 +17,7 @@ from deploykit.core.files import StrPath
 from deploykit.core.profile import choose_profile, load_profile
 from deploykit.core.runtime import RUNTIMES
 from deploykit.evaluation.artefacts import Made, Progress, destination, no_progress, span, stage
-from deploykit.evaluation.outputs import claim_cache, named_files
+from deploykit.evaluation.outputs import named_files
 from deploykit.quantization.job import QuantizeRequest, prepare
 from deploykit.quantization.quantize import (
     TARGETS,
@@ -84,12 +84,10 @@ def build(
         source,
         out,
         RUNTIMES[target.runtime].suffix.format(profile=target.name),
-        read := (calib, data, *options.shapes.plugins, *named_files(metric, profile)),
+        (calib, data, *options.shapes.plugins, *named_files(metric, profile)),
         kind=RUNTIMES[target.runtime].opens[0],
         force=force,
     )
-    if options.shapes.timing_cache:
-        claim_cache(options.shapes.timing_cache, (source, *read), place)
     with stage(place) as tmp:
         if target.runtime == "tensorrt":
             made = _build_plan(source, options, tmp, place, on_progress)
@@ -161,7 +159,7 @@ def check_build(
     source = _open(model)
     if target.runtime != "tensorrt":
         raise BadInput(f"profile '{target.name}' does not run TensorRT: there is nothing to check")
-    return build_tensorrt.try_build(source, target, shapes or Shapes(), on_progress)
+    return build_tensorrt.check_model(source, target, shapes or Shapes(), on_progress)
 
 
 def _open(model: ArtefactLike) -> Artefact:

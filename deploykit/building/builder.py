@@ -26,15 +26,12 @@ class Shapes:
 
     batch: str | None = None
     axes: Sequence[str] = ()
-    level: int | None = None  # optimisation level, 0 to 5
     version_compatible: bool = False
     hardware_compatible: str | None = None  # "ampere-plus" or "same-compute-capability"
     dla: int | None = None
-    allow_wider: bool = False  # layers may run in more bits than the graph asks
     plugins: Sequence[StrPath] = ()  # libraries of TensorRT plugins
     device: int = 0  # the number of the GPU
-    workspace: str | None = None  # "512M", "4G"
-    timing_cache: StrPath | None = None
+    timing_cache: StrPath | None = None  # in place of the one in the cache folder
     tf32: bool = True  # float32 products may be rounded to TF32
 
     def refuse(self, target: Profile) -> None:

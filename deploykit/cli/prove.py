@@ -19,7 +19,7 @@ from deploykit.cli.tables import figure
 from deploykit.core.errors import BadInput, GateFailed
 
 if TYPE_CHECKING:
-    from deploykit.pipelines.file import AnsweredFiles
+    from deploykit.pipelines.pipeline import AnsweredFiles
     from deploykit.reporting.report import Report
 
 
@@ -54,7 +54,7 @@ def bench_pipelines(options: dict[str, Any], as_json: bool) -> None:
     if len(engines) > 1:
         raise BadInput("a pipeline is measured by itself")
     _refuse(
-        options, baseline=None, axis=None, slo_ms=None, price=None, processes=None, scenario=None,
+        options, baseline=None, axis=[], slo_ms=None, price=None, processes=None, scenario=None,
         strict=False, settings_of=None, fail_on_regression=None,
     )  # fmt: skip
     if options["data"] is None:
@@ -145,7 +145,7 @@ DATA                   Images to answer; with --out the inputs: an .npz file or 
 --text TEXT            A sentence to answer; may be repeated
 -o --out FILE.npz      Where to write the outputs of all samples of DATA
 {FORCE}
---batch N              Samples per call
+--batch N              Size of the batch axis in each call
 --on                   This machine, or a Ray cluster: that of $RAY_ADDRESS
 {DEVICE}
 {TRUST}
@@ -211,7 +211,7 @@ ENGINE                 {ENGINE}s to measure; a .pt checkpoint too; or a pipeline
 -o --out DIR           Folder of the report
 {FORCE}
 --data FILE.npz|DIR    Time these inputs; with labels, measure accuracy too
---axis NAME=SIZE,...   Sizes of dynamic axes other than the batch [those of the data]
+--axis NAME=SIZE       Size of another dynamic axis; may be repeated [the data's]
 --arch MODULE:CALLABLE  What builds the module of an ENGINE that holds only weights
 {DEVICE}
 {TRUST}
@@ -237,7 +237,7 @@ def bench(
     out: Path = Path("report"),
     force: bool = False,
     data: Path | None = None,
-    axis: str | None = None,
+    axis: list[str] | None = None,
     arch: str | None = None,
     device: str = "auto",
     trust: bool = False,
@@ -272,7 +272,7 @@ def bench(
             batches=None if batches is None else sizes("batches", batches),
             out=out,
             data=data,
-            axis=axis_sizes("axis", axis or ""),
+            axis=axis_sizes("axis", ",".join(axis or ())),
             **{name: given[name] for name in ("arch", "device", "quick")},
             warmup_s=warmup_s,
             seconds=seconds,

@@ -330,15 +330,12 @@ def load(result: LoadResult) -> list[Part]:
     counts |= {"failed": result.failed}
     counts |= {"never sent": result.unsent} if result.unsent else {}
     lines.append(f"  requests   {result.sent} sent, {result.ok} ok, {mix(counts)}")
-    if result.stages_ms:
-        stages = ", ".join(f"{name} {figure(ms)}" for name, ms in result.stages_ms.items())
-        lines.append(f"  where      {stages} ms, on average")
     if result.lag_p99_ms is not None:
         lines.append(f"  generator  p99 lag {result.lag_p99_ms:.2f} ms")
     if result.limits:
         lines.append("note: the generator was the limit: these figures do not describe the server")
         lines += [f"note: {text}" for text in result.limits]
-        lines.append("note: give it a machine or a core of its own, or more --processes")
+        lines.append("note: give it a machine or a core of its own")
     lines += [f"note: no verdict: {text}" for text in result.marks]
     lines += [f"note: {text}" for text in result.notes]
     if result.first_error:
@@ -453,9 +450,11 @@ def _answer_lines(answer: dict[str, Any]) -> list[str]:
         named = [(f"{b['label']} {_share(b['score'])}", b["box"]) for b in answer["boxes"]]
         at = [f"{text} at {x:.0f},{y:.0f} to {u:.0f},{v:.0f}" for text, (x, y, u, v) in named]
         return at or ["no boxes"]
-    size = answer["width"] * answer["height"]
-    parts = sorted(answer["segments"], key=lambda each: -int(each["pixels"]))
-    return [", ".join(f"{each['label']} {_share(each['pixels'] / size)}" for each in parts)]
+    if "segments" in answer:
+        size = answer["width"] * answer["height"]
+        parts = sorted(answer["segments"], key=lambda each: -int(each["pixels"]))
+        return [", ".join(f"{each['label']} {_share(each['pixels'] / size)}" for each in parts)]
+    return [", ".join(f"{name} {value}" for name, value in answer.items())]
 
 
 def _share(value: float) -> str:

@@ -25,21 +25,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from deploykit.core.errors import BadInput, DeploykitError, Unsupported, os_reason
-from deploykit.core.files import check_inside, make_folder, read_json, sha256, write_json
+from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.files import (
+    check_inside,
+    make_folder,
+    read_json,
+    sha256,
+    write_errors,
+    write_json,
+)
 from deploykit.core.json_value import Record
 from deploykit.core.manifest import from_json
 from deploykit.deploying.staging import sync
 
-# Decide how a device starts: from a cached engine, after a build, or from the previous engine.
-#
-# Pure: the cache's files are in slots.py. A cache has two slots, so that a build never touches
-# the
-# engine that serves. A key that was tried `MAX_TRIES` times without success is not tried again
-# while
-# another engine can serve: a build that takes the machine down would otherwise never end.
-
-MAX_TRIES = 3
+MAX_TRIES = 3  # of a key, while another engine can serve: a build may take the machine down
 _DIGITS = 16  # of the digest in a folder's name
 _ALIKE = ("name", "runtime", "architecture", "compute_capability", "gpu", "sm_count")
 
@@ -159,7 +158,6 @@ CACHE_VERSION = 1
 LOCK_FILE, STATE_FILE, SLOT_FILE = "lock", "state.json", "slot.json"
 TIMING_FILE = "timing.cache"
 _SLOT = re.compile(r"[ab]-[0-9a-f]{16}")
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _T = TypeVar("_T")
 
 
@@ -184,12 +182,12 @@ class EngineCache:
 
         `on_wait` is called once if another process has it. A kill releases it.
         """
-        with self.errors():
+        with write_errors(self.folder):
             if not self.folder.is_dir():
                 make_folder(self.folder)
             handle = self._open_lock()
         try:
-            with self.errors():
+            with write_errors(self.folder):
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -222,7 +220,7 @@ class EngineCache:
 
     def save(self, state: CacheState) -> None:
         """Replace `state.json`: the switch from one slot to the other."""
-        with self.errors():
+        with write_errors(self.folder):
             write_json(self.folder / STATE_FILE, {"cache": CACHE_VERSION, **state.to_dict()})
             sync(self.folder)
 
@@ -235,7 +233,7 @@ class EngineCache:
         return found
 
     def _folders(self) -> list[str]:
-        with self.errors():
+        with write_errors(self.folder):
             names = [each.name for each in self.folder.iterdir()]
         return sorted(name for name in names if _SLOT.fullmatch(name))
 
@@ -253,7 +251,7 @@ class EngineCache:
 
     def empty(self, slot: str) -> Path:
         """An empty folder for a build into `slot`; what that slot held before is removed."""
-        with self.errors():
+        with write_errors(self.folder):
             for path in list(self.folder.iterdir()):
                 if path.name.startswith(f"{slot[0]}-"):
                     _remove(path)
@@ -268,7 +266,7 @@ class EngineCache:
     def seal(self, slot: str, engine: str, key: EngineKey) -> None:
         """Record a proven engine as complete, once all that it consists of is on the disk."""
         folder = self.folder / slot
-        with self.errors():
+        with write_errors(self.folder):
             files = sorted(path for path in folder.iterdir() if path.is_file())
             for path in files:
                 sync(path)
@@ -277,25 +275,6 @@ class EngineCache:
             write_json(folder / SLOT_FILE, {"cache": CACHE_VERSION, **record.to_dict()})
             sync(folder)
             sync(self.folder)
-
-    @contextlib.contextmanager
-    def errors(self) -> Iterator[None]:
-        """Errors of the operating system as ours, with what to do about them."""
-        try:
-            yield
-        except OSError as exc:
-            raise self._error_of(exc) from exc
-
-    def _error_of(self, exc: OSError) -> DeploykitError:
-        if exc.errno in _FULL:
-            return Unsupported(
-                f"{self.folder}: no space left on the disk of the cache",
-                hint="free some space, or give another `cache`",
-            )
-        return BadInput(
-            f"{exc.filename or self.folder}: cannot be used: {os_reason(exc)}",
-            hint=f"`cache` has to be a folder that user {os.getuid()} may write to",
-        )
 
 
 def _read(kind: type[_T], path: Path) -> _T:

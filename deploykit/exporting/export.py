@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from deploykit.core.evidence import (
 )
 from deploykit.core.files import StrPath
 from deploykit.core.profile import Profile, load_profile
-from deploykit.core.task import DETECT, Task
+from deploykit.core.task import Task
 from deploykit.core.tensors import BATCH, TensorSpec, mismatch, parse_spec
 from deploykit.engines.data.preprocess import load_placing, load_preprocess
 from deploykit.engines.data.samples import random_feeds, read_samples
@@ -37,7 +37,7 @@ from deploykit.evaluation.outputs import claim, named_files
 from deploykit.evaluation.parity import feeds_at_sizes, parity_sizes
 from deploykit.exporting.load import ExportSource, check_source, open_source
 from deploykit.exporting.proof import Proof, prove_export
-from deploykit.exporting.task import Tasked, read_options, with_task
+from deploykit.exporting.task import Tasked, read_options, sides_of, with_task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,7 +61,6 @@ def export(
     dynamic_axes: Mapping[str, Mapping[int, str]] | None = None,
     opset: int | None = None,
     profile: str | None = None,
-    exporter: str = "auto",
     preprocess: str | None = None,
     samples: StrPath | None = None,
     task: str | None = None,
@@ -97,48 +96,44 @@ def export(
     """
     check_source(model)
     target, size = load_profile(profile) if profile is not None else None, _batch_size(batch)
-    options = read_options(task, labels, threshold, iou, boxes, tokenizer, max_length, pooling)
+    options = read_options(
+        task,
+        labels=labels,
+        threshold=threshold,
+        iou=iou,
+        boxes=boxes,
+        tokenizer=tokenizer,
+        max_length=max_length,
+        pooling=pooling,
+    )
     read = (samples, labels, tokenizer, *named_files(preprocess, profile, arch))
     place = claim(_destination(model, out), "onnx", (model, *read), force=force)
     pixels = load_preprocess(preprocess) if preprocess else None
-    how = _How(exporter, _check_options(exporter, opset, target), target, max_error)
+    from deploykit.exporting.onnx import DEFAULT_OPSET  # MissingExtra without torch
+
+    if opset is None:
+        opset = (target and target.opset) or DEFAULT_OPSET
     on_progress("loading the model", 0.0)
     specs = tuple(map(parse_spec, inputs))
     source = open_source(model, example_inputs, specs, dynamic_axes, arch, allow_pickle)
     job = with_task(source, options, pixels, load_placing(preprocess))
-    source = replace(source, loaded=_batched(job, size))
+    source = replace(source, loaded=_with_batch(job.loaded, size))
+    rows = source.loaded.inputs[0].shape[0]
+    if job.task is not None and isinstance(rows, int) and rows > 1:  # its items come one by one
+        raise BadInput(
+            "`task`: the batch is a single item, or of any size", hint="`batch`: dynamic or 1"
+        )
     feeds = _feeds(source, Path(samples) if samples else None, size, job.task)
-    return _export(source, job, feeds, place, how, on_progress)
-
-
-@dataclass(frozen=True)
-class _How:
-    """What the graph is written with, and the bound of its error."""
-
-    exporter: str
-    opset: int
-    target: Profile | None
-    max_error: float | None
-
-
-def _export(
-    source: ExportSource,
-    job: Tasked,
-    feeds: Sequence[Mapping[str, np.ndarray]],
-    place: Path,
-    how: _How,
-    on_progress: Progress,
-) -> Made:
     with stage(place) as tmp:
         on_progress("exporting", 0.1)
-        done = _write(source.loaded, tmp, how.opset, how.exporter, job.task)
+        done = _write(source.loaded, tmp, opset, job.task)
         on_progress("comparing with PyTorch", 0.7)
         with _naming_decisions(done, source.loaded):
-            proof = prove_export(source, tmp, feeds, how.max_error, place.name, done)
+            proof = prove_export(source, tmp, feeds, max_error, place.name, done)
         _check_found(proof.parity, job, place)
         with _naming_decisions(done, source.loaded):
             on_progress("writing the manifest", 0.95)
-            made = _record(source, done, place, tmp, proof, how.target, job)
+            made = _record(source, done, place, tmp, proof, target, job)
             return keep_if_equal(tmp, made, proof.parity)
 
 
@@ -148,7 +143,7 @@ def _check_found(parity: Parity, job: Tasked, place: Path) -> None:
     Of an untrained one all scores are equal, and a rounding decides which of its boxes are left.
     """
     task = job.task
-    if task is None or task.kind != DETECT:
+    if task is None or not task.outputs.boxes:
         return
     if all(row.zero or not row.values for row in parity.rows if row.output == task.outputs.scores):
         raise GateFailed(
@@ -179,7 +174,7 @@ def _naming_decisions(done: Exported, loaded: Loaded) -> Iterator[None]:
         if isinstance(exc, GateFailed) and (hint := _hint_of_weights(loaded.module)):
             exc.hint = hint
         else:
-            add_cause(exc, loaded.module, loaded.inputs, done.sizes, done.decided)
+            add_cause(exc, done.job, done.decided)
         raise
 
 
@@ -222,28 +217,16 @@ def _record(
 
 
 def _destination(model: ArtefactLike | torch.nn.Module, out: StrPath | None) -> Path:
-    """Where the graph goes: `out`, else next to the model."""
+    """Return where the graph goes: `out`, else next to the model."""
     source = Path(model) if isinstance(model, (str, os.PathLike)) else None
     if out is None and source is None:
         raise BadInput("`out` is missing: a live module has no file name", hint="out='model.onnx'")
-    folder = source is not None and source.is_dir()
-    own = None
-    if source is not None and folder:
-        base = source if source.name not in ("", "..") else source.resolve()
-        own = base.parent / f"{source.resolve().name or 'model'}.onnx"
-    return Path(out) if out is not None else own or Path(str(source)).with_suffix(".onnx")
-
-
-def _check_options(exporter: str, opset: int | None, target: Profile | None) -> int:
-    """The opset to write. Raises BadInput for an unknown exporter, MissingExtra without torch."""
-    from deploykit.exporting import onnx as exporters
-
-    if exporter not in exporters.EXPORTERS:
-        known = ", ".join(exporters.EXPORTERS)
-        raise BadInput(f"`exporter` {exporter}: unknown", hint=f"one of: {known}")
-    if opset is not None:
-        return opset
-    return exporters.opset_for(target) if target else exporters.DEFAULT_OPSET
+    if out is not None or source is None:
+        return Path(str(out))
+    if not source.is_dir():
+        return source.with_suffix(".onnx")
+    base = source if source.name not in ("", "..") else source.resolve()
+    return base.parent / f"{source.resolve().name or 'model'}.onnx"
 
 
 def _batch_size(batch: str | int) -> int | None:
@@ -254,17 +237,6 @@ def _batch_size(batch: str | int) -> int | None:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise BadInput(f"`batch` {batch}: must be 'dynamic' or a size of at least 1")
     return int(text)
-
-
-def _batched(job: Tasked, size: int | None) -> Loaded:
-    """As `_with_batch`. Raises BadInput where a task, whose items come one by one, has several."""
-    loaded = _with_batch(job.loaded, size)
-    first = loaded.inputs[0].shape[0]
-    if job.task is not None and isinstance(first, int) and first > 1:
-        raise BadInput(
-            "`task`: the batch is a single item, or of any size", hint="`batch`: dynamic or 1"
-        )
-    return loaded
 
 
 def _with_batch(loaded: Loaded, size: int | None) -> Loaded:
@@ -295,8 +267,6 @@ def _feeds(
         if not any(mismatch(s, example[s.name].dtype.name, example[s.name].shape) for s in inputs):
             feeds.append(example)  # else the batch is fixed at another size, or it takes bytes
     if task and task.image and not task.image.height:
-        from deploykit.exporting.heads import sides_of
-
         feeds.append(random_feeds(inputs, sides_of(inputs[0], task.image.multiple)))
     if samples is None:
         return feeds + feeds_at_sizes(inputs, limits)
@@ -311,18 +281,15 @@ def _feeds(
     return feeds
 
 
-def _write(loaded: Loaded, tmp: Path, opset: int, exporter: str, task: Task | None) -> Exported:
+def _write(loaded: Loaded, tmp: Path, opset: int, task: Task | None) -> Exported:
     from deploykit.exporting.capture import example_sizes
-    from deploykit.exporting.heads import sides_of
     from deploykit.exporting.onnx import export_module
 
     inputs, outputs, usual = loaded.inputs, loaded.outputs, example_sizes(loaded.inputs)
     sizes = {axis: low + 1 for axis, (low, _) in loaded.limits.items() if low >= usual[axis]}
     if task and task.image and task.image.multiple > 1:
         sizes |= sides_of(inputs[0], task.image.multiple)
-    return export_module(
-        loaded.module, inputs, outputs, tmp, opset=opset, exporter=exporter, sizes=sizes
-    )
+    return export_module(loaded.module, inputs, outputs, tmp, opset=opset, sizes=sizes)
 
 
 def _notes(

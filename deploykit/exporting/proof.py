@@ -67,7 +67,7 @@ def prove_export(
         with load(tmp, "cpu") as exported:
             bound = EXPORT_MAX_ERROR if max_error is None else max_error
             keep = batching.keep_runs(exported, feeds, joined)
-            parity = _compare(reference, exported, feeds, bound, names, done.sizes, keep)
+            parity = _compare(reference, exported, feeds, bound, names, done.job.sizes, keep)
             recorded = golden.record(reference, _few(feeds, loaded.inputs), tmp)
             rows = batching.prove_batch(exported, tmp, recorded, most, joined)
             notes = rows_note(most)
@@ -117,7 +117,7 @@ def _compare_parts(
     with tempfile.TemporaryDirectory(dir=tmp.parent) as folder:
         file = Path(folder) / "first.onnx"
         export_module(
-            first.module, first.inputs, first.outputs, file, opset=done.opset, sizes=done.sizes
+            first.module, first.inputs, first.outputs, file, opset=done.opset, sizes=done.job.sizes
         )
         with (
             TorchEngine(first, names[0], "cpu", None) as reference,

@@ -30,7 +30,6 @@ from deploykit.engines.torch.advice import (
 )
 
 torch: ModuleType = require("torch")
-torch_calls: Any = require("torch")
 _dispatch: Any = require("torch.utils._python_dispatch")
 
 
@@ -332,9 +331,9 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
     ) -> Any:
         place = innermost(sys._getframe())
         self.lines.setdefault(f"{func.namespace}.{func._opname}", place)
-        if torch_calls.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags:
             self.random = self.random or place
-        if func._schema.is_mutable and args and isinstance(args[0], torch_calls.Tensor):
+        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
             name = self._own.get(args[0].data_ptr())
             if name is not None:
                 self.changed.setdefault(name.removeprefix("module."), place)
@@ -359,7 +358,7 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
         error.hint = error.hint or self._by_layers(operator) or rewrite_for(operator)
 
     def _by_layers(self, operator: str) -> str | None:
-        parametrized = torch_calls.nn.utils.parametrize.is_parametrized
+        parametrized = torch.nn.utils.parametrize.is_parametrized
         layers = [each for _, each in self.module.named_modules() if parametrized(each)]
         if not layers or "linalg" not in operator:
             return None
@@ -383,4 +382,4 @@ def check_layers(error: BadInput, module: Any) -> None:
 
 
 def _has_layers(module: Any) -> bool:
-    return isinstance(module, torch_calls.nn.Module)
+    return isinstance(module, torch.nn.Module)

@@ -1,4 +1,4 @@
-"""Check that an answer of status 200 holds what was asked for: a result, and the right one.
+"""Check that an answer of status 200 holds a result, and the right one where that is known.
 
 An answer may carry an error under status 200, be empty, or be another service's. Answers that begin
 as one that was checked before are not read again, so that the check costs little.
@@ -8,26 +8,43 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from deploykit.core.tensors import DTYPE_BYTES, PROTOCOL_NAMES, carrier
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Arrays = Mapping[str, np.ndarray]
-
 _MOST_KNOWN = 4096  # beginnings of answers that are remembered
+_MOST_KNOWN_BYTES = 1 << 16  # of each
 _DTYPES = {name: dtype for dtype, name in PROTOCOL_NAMES.items()}
+LENGTH_BYTES = 4  # before a BYTES element
+
+
+class Output(NamedTuple):
+    """One output of an answer, as the server sent it. `value`: bytes, or a list out of JSON."""
+
+    name: str
+    datatype: Any
+    shape: Any
+    value: Any
+
+
+Outputs = Sequence[Output]
+# Returns the outputs of a message and its bytes before the tensors, or raises WrongAnswerError.
+ReadMessage = Callable[[bytes], tuple[Outputs, int]]
+
+
+class WrongAnswerError(Exception):
+    """What an answer of status 200 lacks."""
 
 
 @dataclass(frozen=True)
 class Expected:
     """What the requests must be answered with: outputs by request and name."""
 
-    answers: Sequence[Arrays]
+    answers: Sequence[Mapping[str, np.ndarray]]
     max_error: float  # max |a-b| / max |a|, as in `compare`
 
 
@@ -36,179 +53,164 @@ class AnswerCheck:
 
     def __init__(self, outputs: Sequence[str], expected: Expected | None = None) -> None:
         self.outputs, self.expected = frozenset(outputs), expected
-        # how an answer over HTTP begins that was right, with how many bytes it has
+        # how a right answer over HTTP begins, with the number of bytes it has
         self.usual: tuple[bytes, int] = (b"", -1)
         self._known: set[tuple[int, bytes, int]] = set()
+        self._head_bytes = 0  # of the last answer over gRPC, before its tensors
 
-    def json_problem(self, body: bytes, json_bytes: int | None, request: int) -> str | None:
-        """Why an answer over HTTP is none; None if it is right.
+    def http_problem(self, body: bytes, json_bytes: int | None, request: int) -> str | None:
+        """Return what is wrong with an answer over HTTP; None if it is right.
 
         `json_bytes`: of its JSON part, None where there is no binary part.
         """
-        at = len(body) if json_bytes is None or self.expected is not None else json_bytes
-        key = (request if self.expected is not None else 0, body[:at], len(body))
+        split = len(body) if json_bytes is None else json_bytes
+        key = (0, body[:split], len(body)) if self.expected is None else (request, body, 0)
         if key in self._known:
             return None
-        split = len(body) if json_bytes is None else json_bytes
-        problem = self._problem(request, *_read_json(body, split))
-        if problem is None:
-            self._remember(key)
-        return problem
+        try:
+            self._check(request, read_body(body, split))
+        except WrongAnswerError as exc:
+            return str(exc)
+        self._remember(key)
+        return None
 
-    def message_problem(self, message: bytes, prefix: int, request: int) -> tuple[str | None, int]:
-        """The same for a `ModelInferResponse`, with how many bytes of it come before the tensors.
-
-        `prefix`: that number as it was for the last answer.
-        """
-        at = len(message) if self.expected is not None else prefix
-        key = (request if self.expected is not None else 0, message[:at], len(message))
-        if at and key in self._known:
-            return None, prefix
-        why, found, prefix = read_message(message)
-        problem = self._problem(request, why, found)
-        if problem is None:
-            at = len(message) if self.expected is not None else prefix
-            self._remember((key[0], message[:at], len(message)))
-        return problem, prefix
+    def grpc_problem(self, message: bytes, request: int, read: ReadMessage) -> str | None:
+        """Return what is wrong with a `ModelInferResponse`; None if it is right."""
+        head, size = message[: self._head_bytes], len(message)
+        key = (0, head, size) if self.expected is None else (request, message, 0)
+        if key in self._known:
+            return None
+        try:
+            outputs, self._head_bytes = read(message)
+            self._check(request, outputs)
+        except WrongAnswerError as exc:
+            return str(exc)
+        self._remember(key if self.expected else (0, message[: self._head_bytes], size))
+        return None
 
     def _remember(self, key: tuple[int, bytes, int]) -> None:
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
-        if len(key[1]) <= 1 << 16:
+        if len(key[1]) <= _MOST_KNOWN_BYTES:
             self._known.add(key)
 
-    def _problem(self, request: int, why: str | None, found: Sequence[Any]) -> str | None:
-        if why is not None:
-            return why
-        names = {name for name, *_ in found}
-        if missing := sorted(self.outputs - names):
-            return f"200 without the output {', '.join(missing)}"
-        for name, datatype, shape, value in found:
+    def _check(self, request: int, outputs: Outputs) -> None:
+        if missing := sorted(self.outputs - {output.name for output in outputs}):
+            raise WrongAnswerError(f"200 without the output {', '.join(missing)}")
+        if not outputs:
+            raise WrongAnswerError("200 without outputs")
+        for name, datatype, shape, value in outputs:
             if isinstance(value, bytes) and _bytes_of(datatype, shape) not in (None, len(value)):
-                return f"200 with {len(value)} bytes of {name}, a {datatype}{shape}"
-        if not names:
-            return "200 without outputs"
+                raise WrongAnswerError(
+                    f"200 with {len(value)} bytes of {name}, a {datatype}{shape}"
+                )
         if self.expected is not None:
-            return _difference(self.expected, request, found)
+            _compare(self.expected, request, outputs)
+
+
+class BodyCheck(AnswerCheck):
+    """`is_json`: whether answers are JSON. `answers`: the right ones by request, where known."""
+
+    def __init__(self, is_json: bool, answers: Sequence[Any], max_error: float) -> None:
+        super().__init__(())
+        self._is_json, self._answers, self._max_error = is_json, answers, max_error
+        self._right: dict[int, bytes] = {}  # the last right answer, which need not be read again
+
+    def http_problem(self, body: bytes, json_bytes: int | None, request: int) -> str | None:  # noqa: ARG002 - of one part
+        if self._right.get(request) == body:
+            return None
+        if not body:
+            return "200 with an empty body"
+        if self._is_json:
+            try:
+                value = json.loads(body)
+            except (ValueError, RecursionError):
+                return "200 with a body that is not JSON"
+            if self._answers and not _same(self._answers[request], value, self._max_error):
+                return f"a wrong answer: it differs by more than {short_bound(self._max_error)}"
+        self._right[request] = body
         return None
 
+    def grpc_problem(self, message: bytes, request: int, read: ReadMessage) -> str | None:
+        try:
+            outputs, _ = read(message)
+        except WrongAnswerError as exc:
+            return str(exc)
+        if len(outputs) != 1 or outputs[0].datatype != "BYTES":
+            return "an answer that is not one of BYTES"
+        return self.http_problem(outputs[0].value[LENGTH_BYTES:], None, request)
 
-def _read_json(body: bytes, json_bytes: int) -> tuple[str | None, list[Any]]:
-    """What is wrong, and (name, datatype, shape, bytes or list) of each output."""
+
+def _same(right: Any, got: Any, max_error: float) -> bool:
+    """Compare JSON values; numbers may differ by `max_error` of the right one, or of 1."""
+    if isinstance(right, dict) and isinstance(got, dict):
+        keys = right.keys()
+        return keys == got.keys() and all(_same(right[k], got[k], max_error) for k in keys)
+    if isinstance(right, list) and isinstance(got, list):
+        pairs = zip(right, got, strict=False)
+        return len(right) == len(got) and all(_same(*pair, max_error) for pair in pairs)
+    numbers = isinstance(right, (int, float)) and isinstance(got, (int, float))
+    if numbers and bool not in (type(right), type(got)):
+        return bool(abs(right - got) <= max_error * max(1.0, abs(right)))
+    return type(right) is type(got) and bool(right == got)
+
+
+def read_body(body: bytes, json_bytes: int) -> Outputs:
+    """Return the outputs in an answer over HTTP. Raises WrongAnswerError."""
     if not body:
-        return "200 with an empty body", []
+        raise WrongAnswerError("200 with an empty body")
     try:
         document = json.loads(body[:json_bytes])
     except (ValueError, RecursionError):
-        return "200 with a body that is not JSON", []
+        raise WrongAnswerError("200 with a body that is not JSON") from None
     if not isinstance(document, dict) or not isinstance(document.get("outputs"), list):
         error = document.get("error") if isinstance(document, dict) else None
         why = "without outputs" if error is None else one_line(f"with an error: {error}")
-        return f"200 {why}", []
-    found, at = [], json_bytes
+        raise WrongAnswerError(f"200 {why}")
+    outputs, at = [], json_bytes
     for item in document["outputs"]:
         if not isinstance(item, dict) or not isinstance(item.get("name"), str):
-            return "200 with an output that has no name", []
+            raise WrongAnswerError("200 with an output that has no name")
         parameters = item.get("parameters")
         size = parameters.get("binary_data_size") if isinstance(parameters, dict) else None
-        if not isinstance(size, int):
-            value: Any = item.get("data")
-            if value is None:
-                return f"200 without the values of {item['name']}", []
-        else:
-            value = body[at : at + size]
+        if isinstance(size, int):
+            value: Any = body[at : at + size]
             at += size
-        found.append((item["name"], item.get("datatype"), item.get("shape"), value))
+        else:
+            value = item.get("data")
+            if value is None:
+                raise WrongAnswerError(f"200 without the values of {item['name']}")
+        outputs.append(Output(item["name"], item.get("datatype"), item.get("shape"), value))
     if at != len(body):
-        return f"200 with {len(body) - json_bytes} bytes of tensors, not {at - json_bytes}", []
-    return None, found
-
-
-def read_message(message: bytes) -> tuple[str | None, list[Any], int]:
-    """The same of a `ModelInferResponse`, and how many bytes come before its tensors."""
-    found, raw, prefix = [], [], len(message)
-    try:
-        for number, value, at in message_fields(message):
-            if number == 5:
-                parts = [(key, part) for key, part, _ in message_fields(value)]
-                names = [part.decode() for key, part in parts if key in (1, 2)]
-                shape = [size for key, part in parts if key == 3 for size in varints(part)]
-                found.append((*names, shape))
-            elif number == 6:
-                prefix = min(prefix, at)
-                raw.append(value)
-    except (IndexError, ValueError, TypeError, AttributeError):
-        return "an answer that is not a ModelInferResponse", [], 0
-    if len(raw) != len(found) or any(len(each) != 3 for each in found):
-        return f"an answer with {len(found)} outputs and {len(raw)} tensors", [], 0
-    return None, [(*each, value) for each, value in zip(found, raw, strict=True)], prefix
-
-
-def message_fields(message: bytes) -> Iterator[tuple[int, Any, int]]:
-    """Field numbers, values and where these begin; raises IndexError or ValueError on damage."""
-    at = 0
-    while at < len(message):
-        key, at = _varint(message, at)
-        number, kind = key >> 3, key & 7
-        if kind == 0:
-            value, end = _varint(message, at)
-            yield number, value, at
-            at = end
-            continue
-        size = {1: 8, 5: 4}.get(kind, 0)
-        if kind == 2:
-            size, at = _varint(message, at)
-        elif not size:
-            raise ValueError(f"wire type {kind}")
-        if at + size > len(message):
-            raise ValueError("a field is longer than its message")
-        yield number, message[at : at + size], at
-        at += size
-
-
-def varints(packed: bytes | int) -> list[int]:
-    """A repeated int64: packed, or one of its elements alone."""
-    found, at = [packed] if isinstance(packed, int) else [], 0
-    while not isinstance(packed, int) and at < len(packed):
-        value, at = _varint(packed, at)
-        found.append(value)
-    return [value - (1 << 64) if value >> 63 else value for value in found]
-
-
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = message[at]
-        at += 1
-        value |= (byte & 127) << shift
-        if byte < 128:
-            return value, at
-        shift += 7
+        raise WrongAnswerError(
+            f"200 with {len(body) - json_bytes} bytes of tensors, not {at - json_bytes}"
+        )
+    return outputs
 
 
 def _bytes_of(datatype: Any, shape: Any) -> int | None:
-    """Of a tensor; None where its elements have no fixed size, or that is not known."""
-    size = DTYPE_BYTES.get(_DTYPES.get(datatype, "") if isinstance(datatype, str) else "")
+    """Return the bytes of a tensor; None where its elements have no fixed or no known size."""
+    size = DTYPE_BYTES.get(_DTYPES.get(str(datatype), ""))
     try:
         return None if size is None else size * math.prod(shape)
     except TypeError:
         return None
 
 
-def _difference(expected: Expected, request: int, found: Sequence[Any]) -> str | None:
-    """Why an answer is not the expected one."""
-    import numpy as np  # late: a generator's process that compares nothing starts sooner
-
-    by_name = {name: each for name, *each in found}
+def _compare(expected: Expected, request: int, outputs: Outputs) -> None:
+    """Raise WrongAnswerError for outputs that are not the expected ones."""
+    by_name = {output.name: output for output in outputs}
     for name, right in expected.answers[request].items():
         if name not in by_name:
-            return f"200 without the output {name}"
-        datatype, shape, value = by_name[name]
-        dtype = _DTYPES.get(datatype, "")
+            raise WrongAnswerError(f"200 without the output {name}")
+        _, datatype, shape, value = by_name[name]
+        dtype = _DTYPES.get(str(datatype), "")
         if dtype not in DTYPE_BYTES or dtype == "bfloat16":
-            return f"an answer whose {name}, a {datatype}, cannot be compared"
+            raise WrongAnswerError(f"an answer whose {name}, a {datatype}, cannot be compared")
         if not isinstance(shape, list) or tuple(shape) != right.shape:
-            return f"an answer whose {name} has the shape {shape}, not {list(right.shape)}"
+            raise WrongAnswerError(
+                f"an answer whose {name} has the shape {shape}, not {list(right.shape)}"
+            )
         try:
             got = (
                 np.frombuffer(value, np.dtype(carrier(dtype)).newbyteorder("<"))
@@ -216,27 +218,27 @@ def _difference(expected: Expected, request: int, found: Sequence[Any]) -> str |
                 else np.array(value, carrier(dtype))
             ).reshape(right.shape)
         except (ValueError, TypeError, OverflowError):
-            return f"an answer whose {name} is not {datatype}{shape}"
+            raise WrongAnswerError(f"an answer whose {name} is not {datatype}{shape}") from None
         a, b = right.astype(np.float64), got.astype(np.float64)
         largest = float(np.abs(a).max(initial=0.0)) or 1.0
         error = float(np.abs(a - b).max(initial=0.0)) / largest
         if not (math.isfinite(error) and error <= expected.max_error):
-            return f"a wrong answer: {name} differs by more than {short_bound(expected.max_error)}"
-    return None
+            bound = short_bound(expected.max_error)
+            raise WrongAnswerError(f"a wrong answer: {name} differs by more than {bound}")
 
 
 def short_bound(bound: float) -> str:
-    """Such as 0.001, never 1e-3."""
+    """Return a number such as 0.001, never as 1e-3."""
     return f"{bound:f}".rstrip("0").rstrip(".") or "0"
 
 
 def error_text(body: bytes) -> str:
-    """The message of an error answer: its `error` member, else the start of its body; one line."""
+    """Return the message of an error answer, its `error` member or its start, as one line."""
     try:
-        found = json.loads(body)
+        document = json.loads(body)
     except (ValueError, RecursionError):
-        found = None
-    text = found.get("error") if isinstance(found, dict) else None
+        document = None
+    text = document.get("error") if isinstance(document, dict) else None
     if not isinstance(text, str):
         text = body[:200].decode("utf-8", "replace")
     return one_line(text) or "no message"

@@ -3,7 +3,7 @@
 Closed loop: each connection sends its next request when it has the answer to the last. Open loop:
 requests are sent at given times. An event loop of our own: a request costs two system calls and a
 few numbers. An answer counts from when the kernel reports it readable, not from when its turn
-comes among others; how late the generator itself was is recorded apart.
+comes among others; how late the generator itself was is recorded separately.
 """
 
 from __future__ import annotations
@@ -11,57 +11,87 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import gc
 import itertools
+import math
 import os
 import select
 import socket
 import struct
+import threading
 import time
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Union
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from deploykit.core.errors import Unsupported, os_reason
-from deploykit.loadtest.http import Http1, NotHttpError
-from deploykit.loadtest.result import NO_ANSWER, UNSENT, RunRecord, SendPlan
-
-if TYPE_CHECKING:
-    from deploykit.loadtest.grpc import Grpc
-
-
-# Sockets that do not wait, with the kernel's own time of what arrived (Linux).
+from deploykit.core.subprocesses import run_apart
+from deploykit.loadtest.http import Http1, NotHttpError, Wire
+from deploykit.loadtest.schedule import NO_ANSWER, UNSENT, RunRecord, SendPlan
 
 READ_BYTES = 1 << 16  # larger ones would be mapped and unmapped for each answer
 USUAL_BYTES = 1 << 12  # enough for most answers, and sooner allocated
+RETRY_S = 0.1  # between two attempts to connect to a server that refuses
+REPORT_S = 0.5  # between two reports of progress
+_POLL_S = 0.5  # between two checks for Ctrl-C
+_TOGETHER_S = 1.0  # in which several processes have to be ready to begin together
 _TIMESTAMPNS = getattr(socket, "SO_TIMESTAMPNS", 35)  # Linux, asm-generic/socket.h
-_SHORTEST_SPIN_S, _LONGEST_SPIN_S = 50e-6, 200e-6
 _TIMER_SLACK = 29  # prctl(2), PR_SET_TIMERSLACK: by default a wait ends up to 50 us late
+_SHORTEST_SPIN_S, _LONGEST_SPIN_S = 50e-6, 200e-6
+_OPEN_LOOP_START = 32  # connections opened beforehand; more follow when all are in use
+_MAX_ERRORS = 8  # different error messages that are kept
+_RECENT = 1000  # answers that a report of progress is about
+_WAKING_S = 50e-6  # that any client needs from an answer to its next request
+_OWN_LIMITS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
+
+Report = Callable[[str, float], None]
 
 
-def open_socket(address: str) -> socket.socket:
-    """A TCP socket for an IP address, not yet connected. Raises OSError."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    found.setblocking(False)
-    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with contextlib.suppress(OSError):
-        found.setsockopt(socket.SOL_SOCKET, _TIMESTAMPNS, 1)
-    return found
+def run_plans(plans: Sequence[SendPlan], on_progress: Report | None = None) -> list[RunRecord]:
+    """Carry out each plan in a process of its own, which nothing else disturbs; all begin together.
+
+    KeyboardInterrupt ends all of them, and has no result.
+    """
+    stop = threading.Event()
+    start_s = time.perf_counter() + _TOGETHER_S if len(plans) > 1 else 0.0
+
+    def carry_out(plan: SendPlan) -> RunRecord:
+        def report(message: str, part: float) -> None:
+            if stop.is_set():
+                raise KeyboardInterrupt
+            if on_progress is not None and plan is plans[-1]:
+                on_progress(message, part)
+
+        name = "the load generator"
+        record: RunRecord = run_apart(name, run_plan, plan, start_s, on_progress=report)
+        return record
+
+    with ThreadPoolExecutor(len(plans)) as pool:
+        runs = [pool.submit(carry_out, plan) for plan in plans]
+        try:
+            left = set(runs)
+            while left:  # without a timeout a Ctrl-C just before the wait would go unnoticed
+                done, left = wait(left, _POLL_S)
+                for run in done:
+                    run.result()
+        except BaseException:
+            stop.set()  # each ends at its next report of progress
+            raise
+        return [run.result() for run in runs]
 
 
-def read_with_lag(sock: socket.socket) -> tuple[bytes, float]:
-    """What came, and for how many seconds it had been there, by the kernel's own clock."""
-    data, extra, *_ = sock.recvmsg(READ_BYTES, 64)
-    if not extra:  # a kernel, or an end of the connection, without a time
-        return data, 0.0
-    seconds, nanoseconds = struct.unpack("qq", extra[0][2][:16])
-    return data, max(0.0, (time.time_ns() - seconds * 1_000_000_000 - nanoseconds) * 1e-9)
+def run_plan(plan: SendPlan, start_s: float, on_progress: Report | None) -> RunRecord:
+    """Carry out a plan in this process, from `start_s` of `time.perf_counter` on."""
+    client = Client(plan, on_progress)
+    gc.collect()
+    gc.disable()  # the generator's pauses are no latency
+    return client.run(start_s)
 
 
 def spin_s(requests: int, seconds: float) -> float:
-    """How long before a request is due to stay awake: asleep until then, a thread wakes late.
+    """Return how long before a request is due to stay awake: a thread that sleeps wakes late.
 
     A tenth of the time between two requests, 50 to 200 us.
     """
@@ -74,25 +104,28 @@ def wake_on_time() -> None:
         ctypes.CDLL(None).prctl(_TIMER_SLACK, 1, 0, 0, 0)
 
 
-RETRY_S = 0.1  # between two attempts to connect to a server that refuses
-REPORT_S = 0.5  # between two reports of progress
-_OPEN_LOOP_START = 32  # connections opened beforehand; more follow when all are in use
-_MAX_ERRORS = 8  # different error messages that are kept
-_RECENT = 1000  # answers that a report of progress is about
-_WAKING_S = 50e-6  # that any client needs from an answer to its next request
-_OWN_LIMITS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
-
-Wire = Union[Http1, "Grpc"]
-Report = Callable[[str, float], None]
-
-
 class _Connection:
     __slots__ = ("connected", "socket", "start_s", "unsent", "wire")
 
-    def __init__(self, connected: bool, sock: socket.socket, wire: Wire) -> None:
-        self.connected, self.socket, self.wire = connected, sock, wire
+    def __init__(self, address: str, wire: Wire) -> None:
+        """Make a TCP socket, not yet connected. Raises OSError."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self.socket = socket.socket(family, socket.SOCK_STREAM)
+        self.socket.setblocking(False)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):
+            self.socket.setsockopt(socket.SOL_SOCKET, _TIMESTAMPNS, 1)
+        self.connected, self.wire = False, wire
         self.start_s: float | None = None  # of the request in flight
         self.unsent: memoryview | None = None
+
+    def read_with_lag(self) -> tuple[bytes, float]:
+        """Return what came, and for how many seconds it had been there, by the kernel's clock."""
+        data, extra, *_ = self.socket.recvmsg(READ_BYTES, 64)
+        if not extra:  # a kernel, or an end of the connection, without a time
+            return data, 0.0
+        seconds, nanoseconds = struct.unpack("qq", extra[0][2][:16])
+        return data, max(0.0, (time.time_ns() - seconds * 1_000_000_000 - nanoseconds) * 1e-9)
 
 
 class Client:
@@ -101,7 +134,7 @@ class Client:
     def __init__(self, plan: SendPlan, on_progress: Report | None = None) -> None:
         if not hasattr(select, "epoll"):
             raise Unsupported("load tests need Linux: its event notification, epoll")
-        self.plan, self.outcome, self._on_progress = plan, RunRecord(), on_progress
+        self.plan, self.record, self._on_progress = plan, RunRecord(), on_progress
         self._due_s = array("d", plan.due_s or ())
         self._spin_s = spin_s(len(self._due_s), plan.end_s)
         self._waiting: deque[float] = deque()  # open loop: due, but no connection is free
@@ -112,25 +145,24 @@ class Client:
         self._clock = time.perf_counter
         self._read_bytes = USUAL_BYTES
         self._full = False  # all connections that may be open are
-        self._retry_s = self._report_s = float("inf")
-        self._cpu_s: tuple[float, float] | None = None  # thread and run time where measuring began
+        self._retry_s = math.inf
+        self._report_s = math.inf if on_progress is None else 0.0
+        self._measured_from: tuple[float, float] | None = None  # CPU time of the thread, and now()
         self._at = 0.0  # when the events were reported that are now handled
 
     def now(self) -> float:
-        return time.perf_counter() - self._zero
+        return self._clock() - self._zero
 
-    def run(self, zero: float | None = None) -> RunRecord:
+    def run(self, start_s: float = 0.0) -> RunRecord:
         """Send until the plan ends, wait for the last answers, close.
 
-        `zero`: what `time.perf_counter` shows at the start; now, where that is past.
+        `start_s`: what `time.perf_counter` shows at the start; now, where that is past.
         """
-        self._zero = max(zero or 0.0, time.perf_counter())
+        self._zero = max(start_s, self._clock())
         wake_on_time()
         self._epoll = select.epoll()
-        if self._on_progress is not None:
-            self._report_s = 0.0
         while (early_s := -self.now()) > 0:
-            time.sleep(early_s)  # until the time that all processes begin at
+            time.sleep(early_s)
         try:
             at_once = self.plan.connections
             for _ in range(at_once if self.plan.due_s is None else min(_OPEN_LOOP_START, at_once)):
@@ -139,7 +171,7 @@ class Client:
                 pass
         finally:
             self._close()
-        return self.outcome
+        return self.record
 
     def _step(self) -> bool:
         """Send what is due, wait for events and handle them. True: the run is over."""
@@ -147,30 +179,35 @@ class Client:
         if self._next_due < len(self._due_s):
             now = self._send_due(now)
         if now >= plan.end_s:
-            if self._cpu_s is not None:
-                self.outcome.busy = _share(self._cpu_s, now)
-                self._cpu_s = None
+            self._note_busy(now)
             if self._is_quiet() or now >= plan.end_s + plan.drain_s:
                 return True
-        elif now >= plan.begin_s and self._cpu_s is None:
-            self._cpu_s = (time.thread_time(), now)
+        elif now >= plan.begin_s and self._measured_from is None:
+            self._measured_from = time.thread_time(), now
         if now >= self._retry_s:
-            self._retry_s = float("inf")
+            self._retry_s = math.inf
             self._open_if_wanted()
-        if now >= self._report_s:
-            self._report(now)
+        if now >= self._report_s and self._on_progress is not None:
+            self._report_s = now + REPORT_S
+            self._on_progress(self.record.progress(_RECENT), min(now / plan.end_s, 1.0))
         events = self._wait(now)
         if events:
             self._handle(events)
         return False
 
+    def _note_busy(self, now: float) -> None:
+        """Note the share of a core used in the measured time, at its end."""
+        cpu_s, begun_s = self._measured_from or (0.0, now)
+        if now > begun_s and not self.record.busy:
+            self.record.busy = (time.thread_time() - cpu_s) / (now - begun_s)
+
     def _is_quiet(self) -> bool:
-        """Whether nothing is due, waits to be sent or waits for its answer."""
+        """Return whether nothing is due, waits to be sent or waits for its answer."""
         open_requests = any(each.start_s is not None for each in self._connections.values())
         return not (open_requests or self._waiting or self._next_due < len(self._due_s))
 
     def _wait(self, now: float) -> list[tuple[int, int]]:
-        """Events; none when it is time for something else, to some microseconds."""
+        """Return events; none when it is time for something else, to some microseconds."""
         plan = self.plan
         until_s = plan.begin_s if now < plan.begin_s else plan.end_s
         if now >= plan.end_s:
@@ -178,8 +215,7 @@ class Client:
         until_s = min(until_s, self._retry_s, self._report_s)
         if self._next_due >= len(self._due_s):
             return self._epoll.poll(max(0.0, until_s - now))
-        until_s = min(until_s, self._due_s[self._next_due])
-        wait_s = until_s - self.now()
+        wait_s = min(until_s, self._due_s[self._next_due]) - self.now()
         if wait_s > self._spin_s:  # epoll's own timeout is rounded up to whole milliseconds
             select.select([self._epoll], [], [], wait_s - self._spin_s)
         return self._epoll.poll(0)
@@ -191,8 +227,8 @@ class Client:
         of the kernel's own time, which costs more than a plain read.
         """
         before_s, self._at = self._at, self._clock() - self._zero
-        at, outcome, check = self._at, self.outcome, self.plan.check
-        starts_s, ends_s, statuses = outcome.starts_s, outcome.ends_s, outcome.statuses
+        at, record, check = self._at, self.record, self.plan.check
+        starts_s, ends_s, statuses = record.starts_s, record.ends_s, record.statuses
         done = len(ends_s)
         lag_s = at - before_s if at - before_s <= _WAKING_S else -1.0
         for fd, mask in events:
@@ -205,7 +241,7 @@ class Client:
                 continue
             try:
                 if lag_s < 0:
-                    data, lag_s = read_with_lag(connection.socket)
+                    data, lag_s = connection.read_with_lag()
                 else:
                     data = connection.socket.recv(self._read_bytes)
             except BlockingIOError:
@@ -230,16 +266,15 @@ class Client:
             self._free(connection)
         if self.plan.begin_s <= at < self.plan.end_s and lag_s >= 0:
             answers = len(ends_s) - done
-            outcome.read_lags_s.append(lag_s)
-            outcome.reads.append(answers)
+            record.read_lags_s.append(lag_s)
+            record.reads.append(answers)
             own_s = (self.now() - at) * (answers + 1) / 2  # they are handled one after another
-            outcome.behind_s += max(0.0, answers * (lag_s - _WAKING_S) + own_s)
+            record.behind_s += max(0.0, answers * (lag_s - _WAKING_S) + own_s)
 
     def _send_due(self, now: float) -> float:
         """Open loop: start every request whose time has come."""
-        due_s, plan, lags_s = self._due_s, self.plan, self.outcome.send_lags_s
-        late = bisect_right(due_s, now, self._next_due) - self._next_due
-        for _ in range(late):
+        due_s, plan, lags_s = self._due_s, self.plan, self.record.send_lags_s
+        for _ in range(bisect_right(due_s, now, self._next_due) - self._next_due):
             start_s = due_s[self._next_due]
             self._next_due += 1
             if self._idle:
@@ -249,7 +284,7 @@ class Client:
                 if self._opening < len(self._waiting):
                     self._open()
                 if self._full and start_s >= plan.begin_s:
-                    self.outcome.waited += 1
+                    self.record.waited += 1
             now = self.now()
             if start_s >= plan.begin_s:
                 lags_s.append(now - start_s)
@@ -322,16 +357,16 @@ class Client:
             self._drop(connection)
 
     def _record(self, start_s: float, end_s: float, status: int, error: str | None) -> None:
-        """One request is over."""
-        outcome = self.outcome
-        outcome.starts_s.append(start_s)
-        outcome.ends_s.append(end_s)
-        outcome.statuses.append(status)
-        if error is not None and (error in outcome.errors or len(outcome.errors) < _MAX_ERRORS):
-            outcome.errors[error] = outcome.errors.get(error, 0) + 1
+        """Record a request that is over."""
+        record = self.record
+        record.starts_s.append(start_s)
+        record.ends_s.append(end_s)
+        record.statuses.append(status)
+        if error is not None and (error in record.errors or len(record.errors) < _MAX_ERRORS):
+            record.errors[error] = record.errors.get(error, 0) + 1
 
     def _fail(self, connection: _Connection, error: str) -> None:
-        """The request in flight, if any, has no answer; its connection is of no more use."""
+        """Fail the request in flight, if any, and drop its connection."""
         start_s, connection.start_s = connection.start_s, None
         if start_s is not None:
             self._record(start_s, self.now(), NO_ANSWER, error)
@@ -350,7 +385,7 @@ class Client:
             return Http1(plan.requests, plan.check)
         from deploykit.loadtest.grpc import Grpc  # needs a package that HTTP/1.1 does not
 
-        return Grpc(plan.block, plan.requests, plan.check)
+        return Grpc(plan.requests, plan.check, plan.block)
 
     def _open_if_wanted(self) -> None:
         if self._waiting or (self.plan.due_s is None and self.now() < self.plan.end_s):
@@ -359,19 +394,18 @@ class Client:
     def _open(self) -> None:
         """Begin to connect, unless all connections that may be open are."""
         self._full = len(self._connections) >= self.plan.connections
-        if self._full or self._retry_s < float("inf"):
+        if self._full or self._retry_s < math.inf:
             return
         try:
-            sock = open_socket(self.plan.address)
+            connection = _Connection(self.plan.address, self._wire())
         except OSError as exc:
             self._limit(os_reason(exc))
             return
-        connection = _Connection(False, sock, self._wire())
-        self._connections[sock.fileno()] = connection
-        self._epoll.register(sock.fileno(), select.EPOLLOUT)
+        self._connections[connection.socket.fileno()] = connection
+        self._epoll.register(connection.socket.fileno(), select.EPOLLOUT)
         self._opening += 1
-        self.outcome.opened = max(self.outcome.opened, len(self._connections))
-        code = sock.connect_ex((self.plan.address, self.plan.port))
+        self.record.opened = max(self.record.opened, len(self._connections))
+        code = connection.socket.connect_ex((self.plan.address, self.plan.port))
         if code not in (0, errno.EINPROGRESS):
             self._not_connected(connection, code)
 
@@ -404,22 +438,14 @@ class Client:
             self._record(self._waiting.popleft(), self.now(), NO_ANSWER, error)
 
     def _limit(self, reason: str) -> None:
-        self.outcome.limit, self._full = reason, True
+        self.record.limit, self._full = reason, True
         self._retry_s = self.now() + RETRY_S
-
-    def _report(self, now: float) -> None:
-        """Tell how far the run is, with percentiles of the last answers."""
-        self._report_s = now + REPORT_S
-        if self._on_progress is None:
-            return
-        self._on_progress(self.outcome.progress(_RECENT), min(now / self.plan.end_s, 1.0))
 
     def _close(self) -> None:
         """Count what is still open as unanswered, or never sent, and close all connections."""
         now, plan = self.now(), self.plan
-        if self._cpu_s is not None:
-            self.outcome.busy = _share(self._cpu_s, now)
-        for connection in list(self._connections.values()):
+        self._note_busy(now)
+        for connection in self._connections.values():
             if connection.start_s is not None:
                 error = f"no answer within {plan.drain_s:g} s of the end"
                 self._record(connection.start_s, now, NO_ANSWER, error)
@@ -430,9 +456,3 @@ class Client:
             else:
                 self._record(start_s, now, NO_ANSWER, "no connection was open in time")
         self._epoll.close()
-
-
-def _share(began: tuple[float, float], now: float) -> float:
-    """Of one core, since `began`."""
-    cpu_s, at_s = began
-    return (time.thread_time() - cpu_s) / (now - at_s) if now > at_s else 0.0

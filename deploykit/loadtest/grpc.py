@@ -1,33 +1,28 @@
-"""Speak gRPC on one HTTP/2 connection of the load generator: unary calls, one at a time.
+"""Unary gRPC calls on one HTTP/2 connection of the load generator, one at a time.
 
-Header compression keeps no state, as no table is offered, so that a header block that was decoded
-once is known. RFC 9113 (HTTP/2), RFC 7541 (HPACK), "gRPC over HTTP2" of the gRPC project.
+Header compression keeps no state, as no table is offered, so a header block that was decoded once
+is known. RFC 9113 (HTTP/2), RFC 7541 (HPACK), "gRPC over HTTP2" of the gRPC project.
 """
 
 from __future__ import annotations
 
 import re
-import socket
 import struct
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
-from deploykit.core.errors import BadInput, NotFound, os_reason
 from deploykit.core.extras import require
-from deploykit.loadtest.check import AnswerCheck, message_fields, one_line, varints
-from deploykit.loadtest.http import MOST_BYTES, MOST_HEAD, TOO_LONG, NotHttpError
-from deploykit.loadtest.questions import TIMEOUT_S, Stage, stages_of
-from deploykit.loadtest.result import NO_ANSWER, WRONG
+from deploykit.engines.oip.protobuf import MESSAGES, DecodeError, Message
+from deploykit.loadtest.check import AnswerCheck, Output, Outputs, WrongAnswerError, one_line
+from deploykit.loadtest.http import MOST_BYTES, MOST_HEAD, TOO_LONG, NotHttpError, Tensor, Wire
+from deploykit.loadtest.schedule import NO_ANSWER, WRONG
 
 hpack = require("hpack")
 
-
 SERVICE = "/inference.GRPCInferenceService/"
-OK, UNIMPLEMENTED = 0, 12
-CALLER = {3, 5, 7, 9, 11, 12, 16}  # codes that blame the request
-_STATUSES: Mapping[int, int] = {4: 504, 8: 429, 14: 503}  # as HTTP calls them
+# gRPC's codes in HTTP's numbers; another one is a 500
+_STATUSES = {4: 504, 5: 404, 8: 429, 14: 503} | dict.fromkeys((3, 7, 9, 11, 12, 16), 400)
 _DATA, _HEADERS, _RST, _SETTINGS, _PUSH, _PING, _GOAWAY, _WINDOW, _CONTINUATION = (
     *range(2),
     *range(3, 10),
@@ -56,71 +51,50 @@ _GREETING = b"".join(
 
 
 def header_block(host: str, method: str) -> bytes:
-    """The header block of a call to `method` of the service, without compression."""
-    named = ((4, SERVICE + method), (1, host), (31, "application/grpc"))
-    block = b"\x83\x86"  # POST, http
-    for index, value in named:
-        block += (bytes((index,)) if index < 15 else bytes((15, index - 15))) + _string(value)
-    return block + b"\x00" + _string("te") + _string("trailers")
-
-
-def _string(text: str) -> bytes:
-    data = text.encode()
-    if len(data) < 127:
-        return bytes((len(data),)) + data
-    return b"\x7f" + encode_varint(len(data) - 127) + data
-
-
-def encode_varint(value: int) -> bytes:
-    """As protobuf and HPACK write integers; a negative one in 64 bits."""
-    value &= (1 << 64) - 1
-    found = bytearray()
-    while value > 127:
-        found.append(value & 127 | 128)
-        value >>= 7
-    found.append(value)
-    return bytes(found)
-
-
-def field(number: int, data: bytes) -> bytes:
-    """A field of a protobuf message that holds bytes."""
-    return encode_varint(number << 3 | 2) + encode_varint(len(data)) + data
+    """Return the header block of a call to `method` of the service, without compression."""
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": SERVICE + method,
+        ":authority": host,
+        "content-type": "application/grpc",
+        "te": "trailers",
+    }
+    # as sensitive, so that no table is used
+    never_indexed = [(name, value, True) for name, value in fields.items()]
+    block: bytes = hpack.Encoder().encode(never_indexed, huffman=False)
+    return block
 
 
 def call_of(message: bytes) -> bytes:
-    """A message as gRPC frames it."""
+    """Return a message as gRPC frames it."""
     return struct.pack(">BI", 0, len(message)) + message
 
 
-class Grpc:
-    """One connection. After an answer: `error` says what is wrong with it, `keep` if it goes on."""
+class Grpc(Wire):
+    """A connection of HTTP/2. `block`: the header block of each call."""
 
     greeting = _GREETING
     _blocks: ClassVar[dict[bytes, dict[str, str]]] = {}
 
-    def __init__(self, block: bytes, calls: Sequence[bytes], check: AnswerCheck | None) -> None:
-        self._block, self._calls, self._check = block, calls, check
-        self.control = b""  # to send besides requests
-        self.error: str | None = None
-        self.keep = True
-        self.code: int | None = None  # of the last answer
-        self.message = b""
-        self._stream, self._request, self._prefix = -1, 0, 0
+    def __init__(self, calls: Sequence[bytes], check: AnswerCheck | None, block: bytes) -> None:
+        super().__init__(calls, check)
+        self._block = block
+        self._stream = -1
         self._window, self._first_window, self._stream_window = (_WINDOW_BYTES,) * 3
         self._frame_bytes = _FRAME_BYTES
         self._left: memoryview = memoryview(b"")  # of the call, behind what windows let through
-        self.buffer = bytearray()
-        self._headers, self._body, self._fields = bytearray(), bytearray(), dict[str, str]()
+        self._headers, self._data, self._fields = bytearray(), bytearray(), dict[str, str]()
         self._ends = False  # the server's side of the call
         self._taken = 0  # bytes of the connection's window that the server used
 
     def request(self, number: int) -> bytes:
-        """The bytes of that call, as far as the server's windows let them through."""
+        """Return the bytes of that call, as far as the server's windows let them through."""
         self._request = number
         self._stream += 2
         self._stream_window = self._first_window
-        self._left = memoryview(self._calls[number])
-        self._fields, self._body, self._ends = {}, bytearray(), False
+        self._left = memoryview(self._requests[number])
+        self._fields, self._data, self._ends = {}, bytearray(), False
         return _frame(_HEADERS, _END_HEADERS, self._stream, self._block) + self._release()
 
     def _release(self) -> bytes:
@@ -133,15 +107,7 @@ class Grpc:
             frames.append(_frame(_DATA, 0 if self._left else _END_STREAM, self._stream, part))
         return b"".join(frames)
 
-    def end(self) -> int | None:
-        """The end of the connection completes no answer."""
-        return None
-
     def feed(self, data: bytes) -> int | None:
-        """The status of the answer that `data` completes, in HTTP's numbers; None: more must come.
-
-        Raises NotHttpError.
-        """
         self.buffer += data
         done, at = None, 0
         while len(self.buffer) >= at + 9:
@@ -193,7 +159,7 @@ class Grpc:
         return None
 
     def _on_part(self, kind: int, flags: int, stream: int, payload: bytes) -> int | None:
-        """A part of an answer. What belongs to an earlier call is left out."""
+        """Take a part of an answer, unless it belongs to an earlier call."""
         if kind == _DATA:
             self._taken += len(payload)
             if self._taken > _MOST // 2:
@@ -204,10 +170,10 @@ class Grpc:
         payload = payload[start : len(payload) - (payload[0] if padded else 0)]
         if kind == _DATA:
             if stream == self._stream:
-                self._body += payload
+                self._data += payload
         else:
             self._headers += payload
-        if len(self._body) > MOST_BYTES or len(self._headers) > MOST_HEAD:
+        if len(self._data) > MOST_BYTES or len(self._headers) > MOST_HEAD:
             raise NotHttpError(TOO_LONG)
         if flags & _END_HEADERS and kind != _DATA:
             block, self._headers = bytes(self._headers), bytearray()
@@ -234,28 +200,22 @@ class Grpc:
         return found
 
     def _complete(self) -> int:
-        """The answer is whole: the status in its trailers decides."""
+        """Return the status of the answer that is complete: its trailers decide."""
         code = self._fields.get("grpc-status", "")
-        if not re.fullmatch("[0-9]{1,3}", code):
-            status = self._fields.get(":status", "none")
-            return self._fail(WRONG, f"an answer without a gRPC status (HTTP status {status})")
-        self.code = int(code)
-        if self.code != OK:
+        if code != "0":
+            if not re.fullmatch("[0-9]{1,3}", code):
+                http = self._fields.get(":status", "none")
+                return self._fail(WRONG, f"an answer without a gRPC status (HTTP status {http})")
             message = unquote(self._fields.get("grpc-message", ""))
-            return self._fail(_STATUSES.get(self.code, 500), one_line(f"gRPC {code}: {message}"))
-        if (
-            len(self._body) < 5
-            or self._body[0]
-            or len(self._body) != 5 + int.from_bytes(self._body[1:5], "big")
-        ):
+            return self._fail(_STATUSES.get(int(code), 500), one_line(f"gRPC {code}: {message}"))
+        data = self._data
+        if len(data) < 5 or data[0] or len(data) != 5 + int.from_bytes(data[1:5], "big"):
             return self._fail(WRONG, "OK without one message that is not compressed")
-        self.message = bytes(self._body[5:])
+        self.body = bytes(memoryview(data)[5:])
         self.keep = self.keep and not self._left
         self.error = None
         if self._check is not None:
-            self.error, self._prefix = self._check.message_problem(
-                self.message, self._prefix, self._request
-            )
+            self.error = self._check.grpc_problem(self.body, self._request, read_message)
         return 200 if self.error is None else WRONG
 
     def _fail(self, status: int, error: str) -> int:
@@ -265,192 +225,76 @@ class Grpc:
         return status
 
 
-def infer_request(model: str, tensors: Iterable[tuple[str, str, Sequence[int], bytes]]) -> bytes:
-    """A `ModelInferRequest`; `tensors`: name, datatype, shape, values."""
-    inputs, raw = [], []
+def infer_request(model: str, tensors: Sequence[Tensor]) -> bytes:
+    """Return the call of a `ModelInferRequest`."""
+    request = MESSAGES["ModelInferRequest"](model_name=model)
     for name, datatype, shape, values in tensors:
-        sizes = b"".join(map(encode_varint, shape))
-        inputs.append(field(1, name.encode()) + field(2, datatype.encode()) + field(3, sizes))
-        raw.append(field(7, values))
-    return field(1, model.encode()) + b"".join([*(field(5, each) for each in inputs), *raw])
+        request.inputs.add(name=name, datatype=datatype, shape=shape)
+        request.raw_input_contents.append(values)
+    return call_of(request.SerializeToString())
 
 
-# Find a model on a server over gRPC: one call on a connection of its own for each question.
+def read_message(message: bytes) -> tuple[Outputs, int]:
+    """Return the outputs of a `ModelInferResponse` and its bytes before the tensors.
 
-_NOT_FOUND, _OK = 5, 0
-_DURATIONS = {"queue": 3, "compute_input": 4, "compute_infer": 5, "compute_output": 6}
-_KINDS = ("KIND_AUTO", "KIND_GPU", "KIND_CPU", "KIND_MODEL")
-
-
-class GrpcQuestions:
-    """What a server says over gRPC."""
-
-    def __init__(self, url: str, host: str, address: str, port: int) -> None:
-        self.url, self.host, self.address, self.port = url, host, address, port
-
-    def model_names(self) -> list[str] | None:
-        code, message, error = self.call("RepositoryIndex", b"")
-        if code != _OK:
-            if "name" not in self.about():
-                raise self._not_oip(error)
-            return None
-        items = [_values(item) for number, item, _ in message_fields(message) if number == 1]
-        ready = [item for item in items if item.get(3, b"READY") in (b"READY", b"")]
-        return list(dict.fromkeys(_string_grpc_target(item.get(1)) for item in ready))
-
-    def metadata(self, model: str) -> dict[str, Any]:
-        code, message, error = self.call("ModelMetadata", field(1, model.encode()))
-        if code == _NOT_FOUND:
-            raise NotFound(f"{self.url}: no model '{model}': {error}")
-        if code != _OK:
-            raise self._not_oip(error)
-        found = list(message_fields(message))
-        tensors = {
-            name: [_tensor(item) for number, item, _ in found if number == key]
-            for name, key in (("inputs", 4), ("outputs", 5))
-        }
-        return {"platform": _string_grpc_target(_values(message).get(3)), **tensors}
-
-    def about(self) -> dict[str, Any]:
-        code, message, _ = self.call("ServerMetadata", b"")
-        values = _values(message) if code == _OK else {}
-        return (
-            {
-                "name": _string_grpc_target(values.get(1)),
-                "version": _string_grpc_target(values.get(2)),
-            }
-            if values
-            else {}
-        )
-
-    def config(self, model: str) -> dict[str, Any]:
-        code, message, _ = self.call("ModelConfig", field(1, model.encode()))
-        config = _values(message).get(1) if code == _OK else None
-        if not isinstance(config, bytes):
-            return {}
-        values = _values(config)
-        entries = [_values(item) for number, item, _ in message_fields(config) if number == 14]
-        batching = values.get(11)
-        found: dict[str, Any] = {
-            "backend": _string_grpc_target(values.get(17)),
-            "max_batch_size": values.get(4, 0),
-            "instance_group": [
-                {
-                    "name": _string_grpc_target(each.get(1)),
-                    "count": each.get(2, 0),
-                    "kind": _kind(each.get(4)),
-                }
-                for each in (
-                    _values(item) for number, item, _ in message_fields(config) if number == 7
-                )
-            ],
-            "parameters": {
-                _string_grpc_target(each.get(1)): {
-                    "string_value": _string_grpc_target(_values(each.get(2, b"")).get(1))
-                }
-                for each in entries
-            },
-        }
-        if isinstance(batching, bytes):
-            parts = [part for number, part, _ in message_fields(batching) if number == 1]
-            found["dynamic_batching"] = {
-                "preferred_batch_size": [size for part in parts for size in varints(part)],
-                "max_queue_delay_microseconds": _values(batching).get(2, 0),
-            }
-        return found
-
-    def stages(self, model: str) -> dict[str, Stage]:
-        code, message, _ = self.call("ModelStatistics", field(1, model.encode()))
-        stats = _values(message).get(1) if code == _OK else None
-        inferences = _values(stats).get(6) if isinstance(stats, bytes) else None
-        if not isinstance(stats, bytes) or not isinstance(inferences, bytes):
-            return {}
-        values = _values(inferences)
-        entries = [_values(item) for number, item, _ in message_fields(stats) if number == 9]
-        responses = {
-            _string_grpc_target(each.get(1)): {
-                "compute_infer": _duration(_values(each.get(2, b"")).get(1))
-            }
-            for each in entries
-        }
-        durations = {name: _duration(values.get(at, b"")) for name, at in _DURATIONS.items()}
-        return stages_of(durations, responses)
-
-    def call(self, method: str, message: bytes) -> tuple[int | None, bytes, str]:
-        """GRPC's status, the answer, and what is wrong. Raises BadInput where there is none."""
-        try:
-            return self.exchange(method, call_of(message))
-        except TimeoutError as exc:
-            raise BadInput(f"{self.url}: {method}: no answer within {TIMEOUT_S:g} s") from exc
-        except OSError as exc:
-            raise self._not_oip(f"{method}: {os_reason(exc)}") from exc
-        except NotHttpError as exc:
-            raise self._not_oip(f"{method}: it {exc}") from exc
-
-    def exchange(self, method: str, call: bytes) -> tuple[int | None, bytes, str]:
-        """The same. Raises OSError, TimeoutError in time, and NotHttpError."""
-        wire = Grpc(header_block(self.host, method), [call], None)
-        until_s = time.monotonic() + TIMEOUT_S
-        with socket.create_connection((self.address, self.port), TIMEOUT_S) as connection:
-            connection.sendall(wire.greeting + wire.request(0))
-            while True:
-                data = connection.recv(1 << 16)
-                if not data:
-                    raise NotHttpError("closed the connection")
-                status = wire.feed(data)
-                control, wire.control = wire.control, b""
-                if control:
-                    connection.sendall(control)
-                if status is not None:
-                    return wire.code, wire.message, wire.error or ""
-                if time.monotonic() > until_s:
-                    raise TimeoutError
-
-    def _not_oip(self, why: str) -> BadInput:
-        return BadInput(
-            f"{self.url}: is not an Open Inference Protocol server over gRPC ({why})",
-            hint="grpc:// takes the port of its gRPC interface, 8001 by default",
-        )
-
-
-def probe_call(server: GrpcQuestions, model: str, call: bytes) -> None:
-    """Send one call before the run. Raises BadInput when the server blames the request."""
+    Raises WrongAnswerError.
+    """
     try:
-        code, _, error = server.exchange("ModelInfer", call)
-    except TimeoutError as exc:
-        why = f"no answer to an inference within {TIMEOUT_S:g} s"
-        raise BadInput(f"{server.url}: {model}: {why}") from exc
-    except (OSError, NotHttpError):
-        return  # the run counts it as a failure, with its message
-    if code in CALLER:
-        raise BadInput(f"{server.url}: {model}: answered {error}")
+        response = MESSAGES["ModelInferResponse"].FromString(message)
+    except DecodeError:
+        raise WrongAnswerError("an answer that is not a ModelInferResponse") from None
+    raw = list(response.raw_output_contents)
+    if len(raw) != len(response.outputs):
+        count = len(response.outputs)
+        raise WrongAnswerError(f"an answer with {count} outputs and {len(raw)} tensors")
+    outputs = [
+        Output(each.name, each.datatype, list(each.shape), value)
+        for each, value in zip(response.outputs, raw, strict=True)
+    ]
+    response.ClearField("raw_output_contents")
+    head = response.SerializeToString()
+    return outputs, len(head) if message.startswith(head) else len(message)
 
 
-def _values(message: bytes) -> dict[int, Any]:
-    """The last value of each field."""
-    return {number: value for number, value, _ in message_fields(message)}
+_METHODS = {
+    "index": "RepositoryIndex",
+    "about": "ServerMetadata",
+    "metadata": "ModelMetadata",
+    "config": "ModelConfig",
+}
 
 
-def _tensor(message: bytes) -> dict[str, Any]:
-    values = _values(message)
-    parts = [part for number, part, _ in message_fields(message) if number == 3]
-    shape = [size for part in parts for size in varints(part)]
-    return {
-        "name": _string_grpc_target(values.get(1)),
-        "datatype": _string_grpc_target(values.get(2)),
-        "shape": shape,
-    }
+def question(host: str, what: str, model: str) -> Grpc:
+    """Return the call that asks for the "index", "about", or a model's "metadata" or "config"."""
+    method = _METHODS[what]
+    request = MESSAGES[f"{method}Request"](**({"name": model} if model else {}))
+    return Grpc([call_of(request.SerializeToString())], None, header_block(host, method))
 
 
-def _string_grpc_target(value: object) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else ""
+def answer_value(what: str, message: bytes) -> Any:
+    """Return the answer to a question as the JSON value of the HTTP API; None for a damaged one."""
+    try:
+        values = to_dict(MESSAGES[f"{_METHODS[what]}Response"].FromString(message))
+    except DecodeError:
+        return None
+    return values.get({"index": "models", "config": "config"}.get(what, ""), values)
 
 
-def _duration(message: object) -> dict[str, int]:
-    values = _values(message) if isinstance(message, bytes) else {}
-    return {"count": values.get(1, 0), "ns": values.get(2, 0)}
-
-
-def _kind(number: object) -> str:
-    known = isinstance(number, int) and number < len(_KINDS)
-    return _KINDS[number] if known and isinstance(number, int) else str(number or _KINDS[0])
+def to_dict(message: Message) -> dict[str, Any]:
+    """Return a message as a JSON object, with the fields that have their default."""
+    found: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if isinstance(value, Message):
+            if message.HasField(field.name):
+                found[field.name] = to_dict(value)
+        elif hasattr(value, "items"):
+            found[field.name] = {key: to_dict(each) for key, each in value.items()}
+        elif field.enum_type and isinstance(value, int):
+            known = field.enum_type.values_by_number.get(value)
+            found[field.name] = known.name if known else value
+        elif isinstance(value, (str, int)):
+            found[field.name] = value
+        else:
+            found[field.name] = [to_dict(v) if isinstance(v, Message) else v for v in value]
+    return found

@@ -1,17 +1,22 @@
-"""Speak HTTP/1.1 on one connection of the load generator: whole requests out, answers in.
+"""HTTP/1.1 on one connection of the load generator: whole requests out, answers in.
 
-One request is in flight at a time. Heads of answers repeat, so that each is parsed once.
+One request is in flight at a time. Heads of answers repeat, so each is parsed once.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+from urllib.parse import quote
 
 from deploykit.loadtest.check import AnswerCheck, error_text
-from deploykit.loadtest.result import WRONG
+from deploykit.loadtest.schedule import WRONG
 
+TIMEOUT_S = 10.0  # of a request before the run
 MOST_BYTES, MOST_HEAD = 1 << 28, 1 << 16  # of an answer, and of its head
 TOO_LONG = f"is longer than {MOST_BYTES:,} bytes, or its head than {MOST_HEAD:,}"
 MOST_HEADS = 1024  # that are remembered
@@ -19,9 +24,63 @@ _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-5]\d\d)(?: [^\r\n]*)?")
 _SIZE = re.compile(rb"[0-9]{1,15}")
 _FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n]*?)[ \t]*")
 
+Tensor = tuple[str, str, Sequence[int], bytes]  # name, datatype, shape, values
+
 
 class NotHttpError(Exception):
-    """An answer that is not HTTP, or that nobody could find the end of."""
+    """An answer that is not of the protocol, or whose end cannot be found."""
+
+
+class Wire:
+    """One connection. After an answer: `error` says what is wrong with it, `keep` if it goes on.
+
+    `greeting` is sent before the first request, `control` besides requests. `buffer` holds an
+    answer that is not complete, `body` the last complete one.
+    """
+
+    greeting = b""
+
+    def __init__(self, requests: Sequence[bytes], check: AnswerCheck | None) -> None:
+        self._requests, self._check = requests, check
+        self._request = 0
+        self.buffer, self.body, self.control = bytearray(), b"", b""
+        self.error: str | None = None
+        self.keep = True
+
+    def request(self, number: int) -> bytes:
+        """Return the bytes of that request."""
+        self._request = number
+        return self._requests[number]
+
+    def feed(self, data: bytes) -> int | None:
+        """Return the status of the answer that `data` completes, in HTTP's numbers; else None.
+
+        Raises NotHttpError.
+        """
+        raise NotImplementedError
+
+    def end(self) -> int | None:
+        """Return the status of an answer that the end of its connection completes; else None."""
+        return None
+
+    def exchange(self, address: str, port: int) -> int:
+        """Send the first request on a connection of its own and return the answer's status.
+
+        Raises OSError (TimeoutError after 10 s) and NotHttpError.
+        """
+        until_s = time.monotonic() + TIMEOUT_S
+        with socket.create_connection((address, port), TIMEOUT_S) as connection:
+            connection.sendall(self.greeting + self.request(0))
+            while time.monotonic() < until_s:
+                data = connection.recv(1 << 16)
+                status = self.feed(data) if data else self.end()
+                if status is not None:
+                    return status
+                if not data:
+                    raise NotHttpError("closed the connection")
+                control, self.control = self.control, b""
+                connection.sendall(control)
+        raise TimeoutError
 
 
 class _Head(NamedTuple):
@@ -32,34 +91,16 @@ class _Head(NamedTuple):
     json_bytes: int | None
 
 
-class Http1:
-    """One connection. After an answer: `error` says what is wrong with it, `keep` if it goes on.
+class Http1(Wire):
+    """A connection of HTTP/1.1."""
 
-    `buffer`: what was read of an answer that is not whole.
-    """
-
-    greeting = b""  # to send before the first request
-    control: bytes = b""  # to send besides requests
     _heads: ClassVar[dict[bytes, _Head]] = {}
 
-    def __init__(self, requests: Sequence[bytes], check: AnswerCheck) -> None:
-        self._requests, self._check = requests, check
-        self._request = 0
-        self.buffer = bytearray()
+    def __init__(self, requests: Sequence[bytes], check: AnswerCheck | None) -> None:
+        super().__init__(requests, check)
         self._needed = 0  # bytes, before it is worth looking again
-        self.error: str | None = None
-        self.keep = True
-
-    def request(self, number: int) -> bytes:
-        """The bytes of that request."""
-        self._request = number
-        return self._requests[number]
 
     def feed(self, data: bytes) -> int | None:
-        """The status of the answer that `data` completes; None while more must come.
-
-        Raises NotHttpError.
-        """
         if self.buffer:
             self.buffer += data
             if len(self.buffer) < self._needed:
@@ -79,9 +120,7 @@ class Http1:
             return self._wait_for(data, len(data) + 1)
         at += 4
         if head.length is None:
-            if not head.chunked:
-                return self._wait_for(data, len(data) + 1)
-            body, end = _dechunk(data, at)
+            body, end = _dechunk(data, at) if head.chunked else (None, 0)
             if body is None:
                 return self._wait_for(data, len(data) + 1)
         else:
@@ -92,7 +131,6 @@ class Http1:
         return self._complete(head, body, data, end)
 
     def end(self) -> int | None:
-        """The status of an answer that the end of its connection completes; None if it does not."""
         data = bytes(self.buffer)
         at = data.find(b"\r\n\r\n")
         head = self._heads.get(data[:at]) if at >= 0 else None
@@ -109,17 +147,20 @@ class Http1:
         return None
 
     def _complete(self, head: _Head, body: bytes, data: bytes, end: int) -> int:
-        """`data`: the answer up to `end`; what comes behind that was not asked for."""
+        """`data`: the answer up to `end`; what follows was not asked for."""
         self.buffer.clear()
-        self.keep = head.keep and len(data) == end
+        self.body, self.keep = body, head.keep and len(data) == end
         if head.status != 200:
             self.error = f"{head.status}: {error_text(body)}"
             return head.status
-        self.error = self._check.json_problem(body, head.json_bytes, self._request)
+        check = self._check
+        if check is None:
+            return 200
+        self.error = check.http_problem(body, head.json_bytes, self._request)
         if self.error is not None:
             return WRONG
-        if self.keep and head.json_bytes is not None and not (head.chunked or self._check.expected):
-            self._check.usual = data[: end - len(body) + head.json_bytes], end
+        if self.keep and head.json_bytes is not None and not (head.chunked or check.expected):
+            check.usual = data[: end - len(body) + head.json_bytes], end
         return 200
 
     @classmethod
@@ -129,18 +170,16 @@ class Http1:
         matches = [_FIELD.fullmatch(line) for line in lines]
         if start is None or None in matches:
             raise NotHttpError(f"begins with {first[:40]!r}")
-        found = {match[1].lower(): match[2] for match in matches if match}
-        status, coding = int(start[2]), found.get(b"transfer-encoding", b"").lower()
-        sizes = [found.get(b"content-length"), found.get(b"inference-header-content-length")]
-        if not all(_SIZE.fullmatch(size or b"0") for size in sizes) or coding not in (
-            b"",
-            b"chunked",
-        ):
+        fields = {match[1].lower(): match[2] for match in matches if match}
+        status, coding = int(start[2]), fields.get(b"transfer-encoding", b"").lower()
+        sizes = [fields.get(b"content-length"), fields.get(b"inference-header-content-length")]
+        readable = all(_SIZE.fullmatch(size or b"0") for size in sizes)
+        if not readable or coding not in (b"", b"chunked"):
             raise NotHttpError("declares no length that can be read")
         length, json_bytes = (None if size is None else int(size) for size in sizes)
         if status < 200 or status in (204, 304):
             length = 0
-        connection = found.get(b"connection", b"").lower()
+        connection = fields.get(b"connection", b"").lower()
         keep = b"close" not in connection if start[1] == b"1" else b"keep-alive" in connection
         chunked = bool(coding)
         parsed = _Head(status, None if chunked else length, chunked, keep, json_bytes)
@@ -151,7 +190,7 @@ class Http1:
 
 
 def _dechunk(data: bytes, at: int) -> tuple[bytes | None, int]:
-    """The body in chunks from `at`, and where it ends; None while it is not complete."""
+    """Return the body in chunks from `at`, and where it ends; None while it is not complete."""
     parts = []
     while True:
         end = data.find(b"\r\n", at)
@@ -174,3 +213,53 @@ def _dechunk(data: bytes, at: int) -> tuple[bytes | None, int]:
         if end == at:
             return b"".join(parts), at + 2
         at = end + 2
+
+
+def question(host: str, what: str, model: str) -> bytes:
+    """Return the request for the "index", "about", or a model's "metadata" or "config"."""
+    verb, path = {
+        "index": ("POST", "/repository/index"),
+        "about": ("GET", ""),
+        "metadata": ("GET", f"/models/{quote(model, safe='')}"),
+        "config": ("GET", f"/models/{quote(model, safe='')}/config"),
+    }[what]
+    head = f"{verb} /v2{path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+    return f"{head}Content-Length: 0\r\n\r\n".encode()
+
+
+def json_or_none(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+
+
+def infer_request(host: str, model: str, tensors: Sequence[Tensor]) -> bytes:
+    """Return a whole request, with binary tensors both ways."""
+    items = [
+        {
+            "name": name,
+            "shape": list(shape),
+            "datatype": datatype,
+            "parameters": {"binary_data_size": len(raw)},
+        }
+        for name, datatype, shape, raw in tensors
+    ]
+    head = json.dumps({"inputs": items, "parameters": {"binary_data_output": True}}).encode()
+    fields = {
+        "Content-Type": "application/octet-stream",
+        "Inference-Header-Content-Length": str(len(head)),
+    }
+    body = b"".join([head, *(raw for *_, raw in tensors)])
+    return post_request(host, model, "infer", fields, body)
+
+
+def post_request(host: str, model: str, verb: str, fields: Mapping[str, str], body: bytes) -> bytes:
+    """Return a whole request for `verb` ("infer" or "predict") of a model."""
+    lines = [
+        f"POST /v2/models/{quote(model, safe='')}/{verb} HTTP/1.1",
+        f"Host: {host}",
+        *(f"{name}: {value}" for name, value in fields.items()),
+        f"Content-Length: {len(body)}",
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + body

@@ -1,78 +1,41 @@
-"""Put a running server under load and measure how it answers."""
+"""Put a running server under load and measure how it answers.
+
+Closed loop: a number of connections, each of which sends when its last request is answered. Open
+loop: a rate, with send times drawn beforehand; latency counts from the intended time, so that a
+stall of the server is part of it (no coordinated omission). By default an open loop at half of what
+a short closed loop finds to be the server's capacity.
+"""
 
 from __future__ import annotations
 
 import math
-import operator
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import resource
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from deploykit.core.arguments import checked
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Gate
-from deploykit.core.files import StrPath, check_readable
-from deploykit.core.machine import now, provenance, this_machine
+from deploykit.core.files import StrPath
+from deploykit.core.machine import now, provenance, this_machine, usable_cores
 from deploykit.evaluation.artefacts import Progress
 from deploykit.evaluation.outputs import claim_report
-from deploykit.loadtest.bodies import Bodies, Body
-from deploykit.loadtest.check import one_line
-from deploykit.loadtest.generator import run_load
-from deploykit.pipelines.file import input_files, read_answers
+from deploykit.loadtest.check import short_bound
+from deploykit.loadtest.client import run_plans
+from deploykit.loadtest.result import BUSY_CORE, apply_conditions, parse_conditions, summarise
+from deploykit.loadtest.schedule import Load
+from deploykit.loadtest.target import RemoteModel, Requests, find_model, make_requests
 from deploykit.reporting import report as reports
 from deploykit.reporting.load_result import LoadResult
+from deploykit.reporting.machine_load import Watch, marks, sum_up
 from deploykit.reporting.verdict import verdict
 
-# Read what a load test sends to /predict: files, sentences, or files with their answers.
-
-MOST_BODIES = 256  # different requests
-MOST_BYTES = 64 << 20  # of all
-_TYPES = {
-    **dict.fromkeys((".jpg", ".jpeg"), "image/jpeg"),
-    **{f".{kind}": f"image/{kind}" for kind in ("png", "webp")},
-    ".txt": "text/plain",
-    ".json": "application/json",
-}
-_TENSORS = (".npz", ".npy")
-_SHOWN = 20  # characters of a sentence, in the report
-
-
-def find_bodies(
-    data: Path | None, text: Sequence[str], expect: Path | None
-) -> Callable[[], Bodies] | None:
-    """What reads them, once they are wanted; None for arrays, and where nothing is given.
-
-    Raises BadInput for two of the three.
-    """
-    if text and (data or expect):
-        raise BadInput("`text` and `data` or `expect` exclude each other")
-    given = [each for each in (data, expect) if each and each.suffix not in _TENSORS]
-    return partial(_read_all, data, text, expect) if text or given else None
-
-
-def _read_all(data: Path | None, text: Sequence[str], expect: Path | None) -> Bodies:
-
-    if expect is not None:
-        lines = read_answers(expect)[:MOST_BODIES]
-        return Bodies([_read(file) for file, _ in lines], [answer for _, answer in lines])
-    found = [Body(one_line(each[:_SHOWN]), "text/plain", each.encode()) for each in text]
-    size = 0
-    for file in [] if data is None else input_files([data]):
-        size += file.stat().st_size
-        if found and (size > MOST_BYTES or len(found) >= MOST_BODIES):
-            break
-        found.append(_read(file))
-    return Bodies(found)
-
-
-def _read(file: Path) -> Body:
-
-    if check_readable(file).stat().st_size > MOST_BYTES:
-        raise BadInput(f"{file}: is above the {MOST_BYTES:,} bytes that can be sent")
-    kind = _TYPES.get(file.suffix.lower(), "application/octet-stream")
-    return Body(file.name, kind, file.read_bytes())
+MAX_SENDS = 5_000_000  # requests of one open loop
+MAX_CONNECTIONS = 1024
+_AROUND_S = 0.5  # in which the machine is watched before and after
+CAPACITY_CONNECTIONS, CAPACITY_S, CAPACITY_SHARE = 32, 2.0, 0.5  # of the closed loop before
 
 
 @checked
@@ -83,8 +46,9 @@ def load_test(
     rate: float | None = None,
     concurrency: int | None = None,
     duration_s: float = 10.0,
+    warmup_s: float = 1.0,
+    drain_s: float = 5.0,
     batch: int = 1,
-    processes: int = 1,
     slo_ms: float | None = None,
     fail_on: str | None = None,
     data: StrPath | None = None,
@@ -92,6 +56,7 @@ def load_test(
     expect: StrPath | None = None,
     max_error: float = 1e-3,
     axes: Mapping[str, int] | None = None,
+    seed: int = 0,
     out: StrPath | None = None,
     force: bool = False,
     command: str = "",
@@ -99,45 +64,178 @@ def load_test(
 ) -> LoadResult:
     """Load a running server: `rate` requests per second (open loop) or `concurrency` of them.
 
-    By default an open loop at half of what a closed loop of 32 connections reaches in 2 s. `data`:
-    the inputs to send, an .npz, a folder or golden samples; by default random ones. To a task or a
-    pipeline a file, or each of a folder, is sent as it is; `text`: such sentences. `expect`: golden
-    samples, or a pipeline's answers as `predict` wrote them (.jsonl): their inputs are sent, and an
-    answer that differs by more than `max_error` (max |a-b| / max |a|) has failed. `axes`: sizes of
-    axes of any length other than the batch, such as {"T": 128}, or {"axis1": 128, "axis2": 4} where
-    there are several. `processes`: generators that share the load. `slo_ms`: also count the answers
-    within it, the goodput. `fail_on`: conditions such as "p99>20ms,errors>0"; those that hold are
-    in `unmet`, which `raise_if_unmet` turns into GateFailed.
-    """
+    By default an open loop at half of what a closed loop of 32 connections reaches in 2 s. One
+    process sends; where it used up its core and was the limit, the run is repeated with more.
 
-    inputs, answers = (None if each is None else Path(each) for each in (data, expect))
-    bodies = find_bodies(inputs, text or (), answers)
+    Args:
+        warmup_s: before the measured `duration_s`.
+        drain_s: how long to wait for answers after it.
+        data: inputs to send, an .npz, a folder or golden samples; by default random ones, from
+            `seed`. To a task or a pipeline a file, or each of a folder, is sent as it is.
+        text: sentences to send to a task or a pipeline.
+        expect: golden samples, or a pipeline's answers as `predict` wrote them (.jsonl): their
+            inputs are sent, and an answer that differs by more than `max_error`
+            (max |a-b| / max |a|) has failed.
+        axes: sizes of dynamic axes other than the batch, such as {"T": 128}, or
+            {"axis1": 128, "axis2": 4} where there are several.
+        slo_ms: also count the answers within it, the goodput.
+        fail_on: conditions such as "p99>20ms,errors>0"; those that hold are in `unmet`, which
+            `raise_if_unmet` turns into GateFailed.
+
+    Raises:
+        BadInput: no such server, another protocol, contradictory options, a request that the
+            server calls wrong.
+        NotFound: no such model.
+    """
+    above_0 = {"rate": rate, "duration_s": duration_s, "slo_ms": slo_ms}
+    _check_numbers(above_0, {"warmup_s": warmup_s, "drain_s": drain_s, "max_error": max_error})
+    _check_options(rate, concurrency, duration_s, warmup_s)
+    if batch < 1:
+        raise BadInput(f"`batch` must be 1 or more, got {batch}")
+    if text and (data or expect):
+        raise BadInput("`text` and `data` or `expect` exclude each other")
+    if data and expect:
+        raise BadInput("`data` and `expect` exclude each other", hint="`expect` has inputs, too")
     conditions = parse_conditions(fail_on) if fail_on is not None else ()
     folder = claim_report(out, (data, expect), force=force) if out is not None else None
-    result = run_load(
-        url,
-        model=model,
-        rate=rate,
-        concurrency=concurrency,
-        duration_s=duration_s,
+    remote = find_model(url, model)
+    requests = make_requests(
+        remote,
         batch=batch,
-        processes=processes,
-        slo_ms=slo_ms,
-        data=inputs,
-        bodies=bodies,
-        expect=answers,
+        seed=seed,
+        data=None if data is None else Path(data),
+        text=text or (),
+        expect=None if expect is None else Path(expect),
         max_error=max_error,
         axes=axes,
-        on_progress=on_progress,
     )
+    remote.server.probe(remote.name, requests.messages[0])
+    capacity, processes = None, 1
+    if concurrency is None and rate is None:
+        trial = _find_capacity(remote, requests, on_progress)
+        capacity, processes = trial.achieved_per_s.value, trial.processes
+        most = 0.99 * MAX_SENDS / (duration_s + warmup_s)
+        rate = min(max(capacity * CAPACITY_SHARE, 1 / duration_s), most)
+    load = Load(rate, concurrency or _most_connections(), warmup_s, duration_s, drain_s, slo_ms)
+    result = run_load(remote, requests, load, seed, processes, on_progress)
+    result = replace(result, batch=batch, capacity_per_s=capacity)
     result = apply_conditions(result, conditions)
     if folder is not None:
         _write(result, [each.text for each in conditions], command, folder)
     return result
 
 
-def _write(result: LoadResult, conditions: Sequence[str], command: str, folder: Path) -> None:
+def _check_numbers(above_0: Mapping[str, float | None], not_below_0: Mapping[str, float]) -> None:
+    for name, value in above_0.items():
+        if value is not None and not 0 < value < math.inf:
+            raise BadInput(f"`{name}` must be above 0, got {value:g}")
+    for name, value in not_below_0.items():
+        if not 0 <= value < math.inf:
+            raise BadInput(f"`{name}` must be 0 or more, got {value:g}")
 
+
+def _check_options(
+    rate: float | None, concurrency: int | None, duration_s: float, warmup_s: float
+) -> None:
+    if concurrency is not None and rate is not None:
+        raise BadInput(
+            "`rate` and `concurrency` exclude each other",
+            hint="a rate is an open loop, a concurrency a closed one: run them one after the other",
+        )
+    if concurrency is not None and not 1 <= concurrency <= _most_connections():
+        raise BadInput(
+            f"`concurrency` must be 1 to {_most_connections()}, got {concurrency}",
+            hint=f"the limit on open files (ulimit -n) less 64, and {MAX_CONNECTIONS} at most",
+        )
+    if rate is not None and not 1 <= rate * duration_s <= MAX_SENDS - rate * warmup_s:
+        raise BadInput(
+            f"`rate` {short_bound(rate)} for {short_bound(duration_s)} s is not from 1 to "
+            f"{MAX_SENDS:,} requests",
+            hint="give a higher rate or a longer duration, or less of both",
+        )
+
+
+def _most_connections() -> int:
+    """Return how many this process may open at once, less some files for other uses."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(MAX_CONNECTIONS, soft - 64) if soft > 0 else MAX_CONNECTIONS)
+
+
+def _find_capacity(
+    remote: RemoteModel, requests: Requests, on_progress: Progress | None
+) -> LoadResult:
+    """Run a short closed loop. Raises BadInput where no request succeeds."""
+
+    def report(text: str, _part: float) -> None:
+        if on_progress is not None:
+            on_progress(f"capacity: {text}", 0.0)
+
+    trial = run_load(
+        remote, requests, Load(None, CAPACITY_CONNECTIONS, 0.5, CAPACITY_S), 0, 1, report
+    )
+    if trial.achieved_per_s.value == 0:
+        raise BadInput(
+            f"{remote}: no request had a good answer in {CAPACITY_S:g} s: "
+            f"{trial.first_error or 'no answer'}",
+            hint="choose the load with `rate` or `concurrency`",
+        )
+    return trial
+
+
+def run_load(
+    remote: RemoteModel,
+    requests: Requests,
+    load: Load,
+    seed: int = 0,
+    processes: int = 1,
+    on_progress: Progress | None = None,
+) -> LoadResult:
+    """Run a load, with twice as many processes as long as these used up their cores."""
+    cores = usable_cores()
+    most = min(cores // 2 if remote.server.loopback else cores, load.connections)
+    while True:
+        result = _run(remote, requests, load, seed, processes, on_progress)
+        limited = result.generator_limited and result.client_busy > BUSY_CORE
+        if not limited or 2 * processes > most:
+            return result
+        processes *= 2
+
+
+def _run(
+    remote: RemoteModel,
+    requests: Requests,
+    load: Load,
+    seed: int,
+    processes: int,
+    on_progress: Progress | None,
+) -> LoadResult:
+    plan = remote.plan(requests, load, load.due_s(seed))
+    watch = Watch(remote.server.processes())
+    around_s = min(_AROUND_S, load.duration_s / 10)
+    quiet = watch.over(around_s, time.sleep)
+    watch.begin()
+    records = run_plans(plan.share(processes), on_progress)
+    watch.know_children()  # a server may have started some
+    watch.close()
+    outside = sum_up(watch, quiet, watch.over(around_s, time.sleep))
+    return LoadResult(
+        url=remote.server.url,
+        model=remote.name,
+        batch=1,
+        seed=seed,
+        same_machine=remote.server.loopback,
+        server=remote.about,
+        options=remote.options,
+        protocol="grpc" if remote.server.grpc else "http",
+        shapes=requests.shapes,
+        sends=requests.sends,
+        outside=outside,
+        marks=marks(watch.windows, watch.bound),
+        **summarise(load, records),
+    )
+
+
+def _write(result: LoadResult, conditions: Sequence[str], command: str, folder: Path) -> None:
     failed = {why.partition(":")[0]: why for why in result.unmet}
     report = reports.Report(
         title=f"{result.model} under load",
@@ -151,97 +249,3 @@ def _write(result: LoadResult, conditions: Sequence[str], command: str, folder: 
         serving=(result,),
     )
     reports.write(replace(report, verdict=verdict(report)), folder)
-
-
-# Conditions under which a load test fails: "p99>20ms, errors>0, throughput<500".
-
-_OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-}
-_MS: Mapping[str, float] = {"ms": 1.0, "s": 1e3, "us": 1e-3}
-_PERCENTILES, _RATES = ("p50", "p90", "p99", "max"), ("throughput", "goodput")
-_COUNTS = ("errors", "refused", "expired", "failed", "unsent")
-_CONDITION = re.compile(r"\s*([a-z0-9]+)\s*(>=|<=|>|<)\s*([0-9]*\.?[0-9]+)\s*([a-z/%]*)\s*")
-
-
-@dataclass(frozen=True)
-class Condition:
-    """`bound`: in ms for latencies, per second for rates, requests or a share of them."""
-
-    text: str
-    metric: str
-    operator: str
-    bound: float
-    is_share: bool = False
-
-    def failure(self, result: LoadResult) -> str | None:
-        """Why the run fails by it: it holds, or nobody can tell. None: the run does not."""
-        value = self._value(result)
-        if value is None:
-            return f"{self.text}: {self.metric} is not known"
-        if not _OPERATORS[self.operator](value, self.bound):
-            return None
-        if self.is_share:
-            return f"{self.text}: {value:.2%}"
-        unit = " ms" if self.metric in _PERCENTILES else "/s" if self.metric in _RATES else ""
-        shown = f"{value:,.2f}" if unit else f"{value:,.0f}"
-        return f"{self.text}: {shown}{unit}"
-
-    def _value(self, result: LoadResult) -> float | None:
-        """None where it is not known. Percentiles that no answer reached are infinite."""
-        if self.metric in _COUNTS:
-            errors = result.failed + result.expired + result.unsent
-            found = errors if self.metric == "errors" else int(getattr(result, self.metric))
-            return found / max(result.sent + result.unsent, 1) if self.is_share else float(found)
-        if self.metric in _RATES:
-            rate = result.achieved_per_s if self.metric == "throughput" else result.goodput_per_s
-            return rate.value if rate else None
-        if result.latency is None:
-            return math.inf
-        if self.metric == "max":
-            return math.inf if result.latency.lost else result.latency.max_ms
-        found_ms = getattr(result.latency, f"{self.metric}_ms")
-        if found_ms is None:
-            return None if f"{self.metric}_ms" in result.latency.needs else math.inf
-        return float(found_ms.value)
-
-
-def parse_conditions(text: str) -> tuple[Condition, ...]:
-    """Read conditions with commas between them. Raises BadInput."""
-    return tuple(_parse(part) for part in text.split(","))
-
-
-def _parse(text: str) -> Condition:
-    match = _CONDITION.fullmatch(text)
-    metrics = (*_PERCENTILES, *_RATES, *_COUNTS)
-    hint = f"such as 'p99>20ms' or 'errors>1%'; metrics are {', '.join(metrics)}"
-    if match is None or match[1] not in metrics:
-        raise BadInput(f"`fail_on`: '{text.strip()}' is not a condition", hint=hint)
-    metric, compare, number, unit = match.groups()
-    wanted = tuple(_MS) if metric in _PERCENTILES else ("/s", "")
-    wanted = ("%", "") if metric in _COUNTS else wanted
-    if unit not in wanted:
-        units = " or ".join(each or "no unit" for each in wanted)
-        raise BadInput(f"`fail_on`: '{text.strip()}' needs {units}", hint=hint)
-    bound = float(number) * _MS.get(unit, 0.01 if unit == "%" else 1.0)
-    return Condition(f"{metric}{compare}{number}{unit}", metric, compare, bound, unit == "%")
-
-
-def apply_conditions(result: LoadResult, conditions: tuple[Condition, ...]) -> LoadResult:
-    """The result with what it fails by.
-
-    A run that the generator limited, or other processes disturbed, fails: it proves nothing.
-
-    The conditions hold for the values, not for the ends of their intervals.
-    """
-    if result.limits or result.marks:
-        limited = [f"the generator was the limit: {why}" for why in result.limits[:1]]
-        why = "; ".join([*limited, *result.marks])
-        return replace(
-            result, unmet=tuple(f"{each.text}: not known, as {why}" for each in conditions)
-        )
-    failures = (each.failure(result) for each in conditions)
-    return replace(result, unmet=tuple(why for why in failures if why is not None))

@@ -1,79 +1,25 @@
-"""What a load test found: counts, rate, percentiles, and whether they are the server's own."""
+"""What a load test found: counts, rate, percentiles, and whether they are the server's own.
+
+Also the conditions under which a load test fails: "p99>20ms, errors>0, throughput<500".
+"""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Interval
 from deploykit.evaluation.latency import Latency
 from deploykit.evaluation.statistics import throughput
-from deploykit.loadtest.check import AnswerCheck
-
-# What one process of the load generator is given, and what it gives back.
-
-NO_ANSWER, UNSENT, WRONG = 0, -1, -2  # statuses besides those of HTTP
-
-
-@dataclass(frozen=True)
-class SendPlan:
-    """What one process sends. Times are seconds since the start of the run.
-
-    `due_s`: when requests are due, ascending; None is the closed loop. Requests start before
-    `end_s`; `begin_s` is where the warm-up ends.
-    """
-
-    address: str
-    port: int
-    requests: Sequence[bytes]
-    check: AnswerCheck
-    connections: int  # that may be open at once
-    due_s: Sequence[float] | None
-    begin_s: float
-    end_s: float
-    drain_s: float
-    block: bytes = b""  # gRPC: the header block of a call; none: HTTP/1.1
-
-
-@dataclass
-class RunRecord:
-    """What came of it. The first three have an item for each request, in order of their ends.
-
-    `read_lags_s`: how long an answer was readable before the generator woke, for each time it did,
-    with the number of answers in `reads`. `behind_s`: time in which a connection waited for the
-    generator, summed over connections. Lags and busy times are of the measured time.
-    """
-
-    starts_s: array[float] = field(default_factory=lambda: array("d"))
-    ends_s: array[float] = field(default_factory=lambda: array("d"))
-    statuses: array[int] = field(default_factory=lambda: array("h"))
-    send_lags_s: array[float] = field(default_factory=lambda: array("d"))
-    read_lags_s: array[float] = field(default_factory=lambda: array("d"))
-    reads: array[int] = field(default_factory=lambda: array("l"))
-    behind_s: float = 0.0
-    busy: float = 0.0  # share of one core
-    waited: int = 0  # requests that were due when all connections that may be open were in use
-    opened: int = 0  # connections at once, at most
-    limit: str = ""  # why no more could be opened
-    errors: dict[str, int] = field(default_factory=dict)
-
-    def progress(self, recent: int) -> str:
-        """How many requests were answered, with percentiles of the last ones."""
-        starts_s, ends_s, statuses = (
-            each[-recent:] for each in (self.starts_s, self.ends_s, self.statuses)
-        )
-        last = zip(starts_s, ends_s, statuses, strict=True)
-        taken_s = sorted(end_s - start_s for start_s, end_s, status in last if status == 200)
-        text = f"{len(self.ends_s):,} requests"
-        if taken_s:
-            p50, p99 = (taken_s[int(len(taken_s) * share)] * 1e3 for share in (0.5, 0.99))
-            text += f", p50 {p50:.2f} ms, p99 {p99:.2f} ms"
-        return text
-
+from deploykit.loadtest.schedule import NO_ANSWER, UNSENT, Load, RunRecord
+from deploykit.reporting.load_result import LoadResult
 
 SLICES = 60  # the measured time is cut into these, for the interval of the rate
 REFUSED, EXPIRED = (429, 503), 504
@@ -81,22 +27,6 @@ BUSY_CORE = 0.9  # a closed-loop generator that used more of its core was the li
 MOST_LAG_MS, MOST_LAG, SEEN_LAG_MS = 1.0, 0.1, 0.2
 MOST_BEHIND = 0.1  # of the time of a connection, spent in the generator
 MOST_BACKLOG = 0.02  # of the requests, by which a server may fall behind an open loop
-
-
-@dataclass(frozen=True)
-class Load:
-    """What was asked of a server. `rate_per_s` None: a closed loop of `connections`."""
-
-    rate_per_s: float | None
-    connections: int
-    warmup_s: float
-    duration_s: float
-    drain_s: float = 5.0
-    slo_ms: float | None = None
-
-    @property
-    def end_s(self) -> float:
-        return self.warmup_s + self.duration_s
 
 
 def summarise(load: Load, outcomes: Sequence[RunRecord]) -> dict[str, Any]:
@@ -146,15 +76,6 @@ def summarise(load: Load, outcomes: Sequence[RunRecord]) -> dict[str, Any]:
         "goodput_per_s": _rate(load, end_s[within]) if load.slo_ms else None,
         "errors": _errors(outcomes),
     }
-
-
-def mean_answer_ms(outcomes: Sequence[RunRecord]) -> tuple[int, float]:
-    """How many requests the server answered with success, the warm-up's too, and their mean ms."""
-    statuses = np.concatenate([np.asarray(each.statuses) for each in outcomes])
-    taken_s = np.concatenate(
-        [np.asarray(each.ends_s) - np.asarray(each.starts_s) for each in outcomes]
-    )[np.isin(statuses, (200, WRONG))]
-    return len(taken_s), float(taken_s.mean()) * 1e3 if len(taken_s) else 0.0
 
 
 def _measured(load: Load, start_s: np.ndarray, end_s: np.ndarray, status: np.ndarray) -> np.ndarray:
@@ -264,3 +185,95 @@ def _errors(outcomes: Sequence[RunRecord]) -> dict[str, int]:
         for text, count in each.errors.items():
             found[text] = found.get(text, 0) + count
     return found
+
+
+_OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_MS: Mapping[str, float] = {"ms": 1.0, "s": 1e3, "us": 1e-3}
+_PERCENTILES, _RATES = ("p50", "p90", "p99", "max"), ("throughput", "goodput")
+_COUNTS = ("errors", "refused", "expired", "failed", "unsent")
+_CONDITION = re.compile(r"\s*([a-z0-9]+)\s*(>=|<=|>|<)\s*([0-9]*\.?[0-9]+)\s*([a-z/%]*)\s*")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """`bound`: in ms for latencies, per second for rates, requests or a share of them."""
+
+    text: str
+    metric: str
+    operator: str
+    bound: float
+    is_share: bool = False
+
+    def failure(self, result: LoadResult) -> str | None:
+        """Why the run fails by it: it holds, or nobody can tell. None: the run does not."""
+        value = self._value(result)
+        if value is None:
+            return f"{self.text}: {self.metric} is not known"
+        if not _OPERATORS[self.operator](value, self.bound):
+            return None
+        if self.is_share:
+            return f"{self.text}: {value:.2%}"
+        unit = " ms" if self.metric in _PERCENTILES else "/s" if self.metric in _RATES else ""
+        shown = f"{value:,.2f}" if unit else f"{value:,.0f}"
+        return f"{self.text}: {shown}{unit}"
+
+    def _value(self, result: LoadResult) -> float | None:
+        """None where it is not known. Percentiles that no answer reached are infinite."""
+        if self.metric in _COUNTS:
+            errors = result.failed + result.expired + result.unsent
+            found = errors if self.metric == "errors" else int(getattr(result, self.metric))
+            return found / max(result.sent + result.unsent, 1) if self.is_share else float(found)
+        if self.metric in _RATES:
+            rate = result.achieved_per_s if self.metric == "throughput" else result.goodput_per_s
+            return rate.value if rate else None
+        if result.latency is None:
+            return math.inf
+        if self.metric == "max":
+            return math.inf if result.latency.lost else result.latency.max_ms
+        found_ms = getattr(result.latency, f"{self.metric}_ms")
+        if found_ms is None:
+            return None if f"{self.metric}_ms" in result.latency.needs else math.inf
+        return float(found_ms.value)
+
+
+def parse_conditions(text: str) -> tuple[Condition, ...]:
+    """Read conditions with commas between them. Raises BadInput."""
+    return tuple(_parse(part) for part in text.split(","))
+
+
+def _parse(text: str) -> Condition:
+    match = _CONDITION.fullmatch(text)
+    metrics = (*_PERCENTILES, *_RATES, *_COUNTS)
+    hint = f"such as 'p99>20ms' or 'errors>1%'; metrics are {', '.join(metrics)}"
+    if match is None or match[1] not in metrics:
+        raise BadInput(f"`fail_on`: '{text.strip()}' is not a condition", hint=hint)
+    metric, compare, number, unit = match.groups()
+    wanted = tuple(_MS) if metric in _PERCENTILES else ("/s", "")
+    wanted = ("%", "") if metric in _COUNTS else wanted
+    if unit not in wanted:
+        units = " or ".join(each or "no unit" for each in wanted)
+        raise BadInput(f"`fail_on`: '{text.strip()}' needs {units}", hint=hint)
+    bound = float(number) * _MS.get(unit, 0.01 if unit == "%" else 1.0)
+    return Condition(f"{metric}{compare}{number}{unit}", metric, compare, bound, unit == "%")
+
+
+def apply_conditions(result: LoadResult, conditions: tuple[Condition, ...]) -> LoadResult:
+    """The result with what it fails by.
+
+    A run that the generator limited, or other processes disturbed, fails: it proves nothing.
+
+    The conditions hold for the values, not for the ends of their intervals.
+    """
+    if result.limits or result.marks:
+        limited = [f"the generator was the limit: {why}" for why in result.limits[:1]]
+        why = "; ".join([*limited, *result.marks])
+        return replace(
+            result, unmet=tuple(f"{each.text}: not known, as {why}" for each in conditions)
+        )
+    failures = (each.failure(result) for each in conditions)
+    return replace(result, unmet=tuple(why for why in failures if why is not None))

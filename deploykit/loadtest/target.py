@@ -1,87 +1,185 @@
-"""Find a model on an Open Inference Protocol server, and prepare requests for it.
+"""Find a model on an Open Inference Protocol server, and prepare the requests for it.
 
-Requests are whole HTTP messages as bytes, with tensors in the protocol's binary form. All of it
-happens before the timing starts.
+All of it happens before the timing starts.
 """
 
 from __future__ import annotations
 
-import http.client
 import ipaddress
-import json
+import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, NotFound, first_line, without_secrets
+from deploykit.core.errors import BadInput, NotFound, first_line, os_reason, without_secrets
+from deploykit.core.files import check_readable
 from deploykit.core.tensors import BATCH, DTYPE_BYTES, PROTOCOL_NAMES, TensorSpec
 from deploykit.engines.data.samples import Samples, random_feeds, read_npz, read_samples
-from deploykit.loadtest.check import Expected, error_text, one_line
-from deploykit.loadtest.questions import (
-    MOST_BYTES,
-    TIMEOUT_S,
-    HttpQuestions,
-    Questions,
-    answer_or,
-    model_options,
-    model_path,
-    not_oip,
-)
+from deploykit.loadtest import http
+from deploykit.loadtest.check import LENGTH_BYTES, AnswerCheck, BodyCheck, Expected, one_line
+from deploykit.loadtest.http import Http1, NotHttpError, Tensor, Wire
+from deploykit.loadtest.schedule import Load, SendPlan
+from deploykit.pipelines.file import input_files, read_answers
 
 OUTPUTS = "outputs/"  # before names in golden samples
 REFUSED = 429  # says nothing against the request
 VARIANTS = 8  # different inputs, so that a cache in the server does not answer
-VARIANTS_BYTES = 64 << 20  # together; one is always made
+MOST_BYTES = 64 << 20  # of all different requests together; one is always made
+MOST_BODIES = 256  # different requests that are not tensors
 _DTYPES = {PROTOCOL_NAMES[dtype]: dtype for dtype in DTYPE_BYTES if dtype != "bfloat16"}
 _DTYPES["BYTES"] = "string"  # for items alone
+_TYPES = {
+    **dict.fromkeys((".jpg", ".jpeg"), "image/jpeg"),
+    ".png": "image/png",
+    ".webp": "image/webp",
+    ".txt": "text/plain",
+    ".json": "application/json",
+}
+_ARRAYS = (".npz", ".npy")
+_SHOWN, _NAMED = 20, 3  # characters of a sentence and names of files, in the report
+_NO_OPTIONS = {"name", "platform", "input", "output", "parameters"}  # reported elsewhere
+_MOST_OPTIONS = 64
+_LISTENS = "0A"  # of a socket, in /proc/net/tcp
 
 
 @dataclass(frozen=True)
-class RemoteModel:
-    """One model on one server. `address`: what to connect to. `host`: the `Host:` header."""
+class Server:
+    """A server. `address`: what to connect to. `host`: the `Host:` header."""
 
     url: str
     host: str
     address: str
     port: int
-    model: str
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[str, ...] = ()  # names
-    about: Mapping[str, str] = field(default_factory=dict)  # what the server says of itself
     grpc: bool = False
-    options: Mapping[str, str] = field(default_factory=dict)  # of the model, as the server has them
-
-    def ask(self) -> Questions:
-        """What answers questions about the server."""
-        return questions(self.url, self.host, self.address, self.port, self.grpc)
-
-    @property
-    def block(self) -> bytes:
-        """The header block of each call over gRPC; none over HTTP."""
-        if not self.grpc:
-            return b""
-        from deploykit.loadtest.grpc import header_block
-
-        return header_block(self.host, "ModelInfer")
 
     @property
     def loopback(self) -> bool:
         return self.address == "localhost" or ipaddress.ip_address(self.address).is_loopback
 
-    @property
-    def path(self) -> str:
-        return model_path(self.model)
+    def ask(self, what: str, model: str = "") -> tuple[int, Any, str]:
+        """Ask for the "index" of models, "about", or the "metadata" or "config" of a model.
+
+        Returns the status in HTTP's numbers, the answer as a JSON value, and the error. Raises
+        BadInput where there is no answer.
+        """
+        wire: Wire
+        if self.grpc:
+            from deploykit.loadtest import grpc  # needs hpack and protobuf
+
+            wire = grpc.question(self.host, what, model)
+        else:
+            wire = Http1([http.question(self.host, what, model)], None)
+        try:
+            status = wire.exchange(self.address, self.port)
+        except TimeoutError as exc:
+            why = f"{what}: no answer within {http.TIMEOUT_S:g} s"
+            raise BadInput(f"{self.url}: {why}") from exc
+        except OSError as exc:
+            raise self.not_oip(f"{what}: {os_reason(exc)}") from exc
+        except NotHttpError as exc:
+            raise self.not_oip(f"{what}: it {one_line(str(exc))}") from exc
+        if status != 200:
+            return status, None, wire.error or ""
+        if self.grpc:
+            return status, grpc.answer_value(what, wire.body), ""
+        return status, http.json_or_none(wire.body), ""
+
+    def probe(self, model: str, request: bytes) -> None:
+        """Send one inference. Raises BadInput when the server calls the request wrong (4xx)."""
+        wire: Wire = Http1([request], None)
+        if self.grpc:
+            from deploykit.loadtest import grpc
+
+            wire = grpc.Grpc([request], None, grpc.header_block(self.host, "ModelInfer"))
+        try:
+            status = wire.exchange(self.address, self.port)
+        except TimeoutError as exc:
+            why = f"no answer to an inference within {http.TIMEOUT_S:g} s"
+            raise BadInput(f"{self.url}: {model}: {why}") from exc
+        except (OSError, NotHttpError):
+            return  # the run counts it as a failure, with its message
+        if 400 <= status < 500 and status != REFUSED:
+            raise BadInput(f"{self.url}: {model}: answered {wire.error}")
+
+    def not_oip(self, why: str) -> BadInput:
+        kind = " over gRPC" if self.grpc else ""
+        return BadInput(
+            f"{self.url}: is not an Open Inference Protocol server{kind} ({why})",
+            hint="http:// takes the port of its HTTP interface, 8000 by default; grpc:// that of "
+            "its gRPC interface, 8001",
+        )
+
+    def processes(self) -> tuple[int, ...]:
+        """Return the processes that listen at the port; none for a server elsewhere."""
+        proc = Path(os.environ.get("HOST_PROC", "/proc"))
+        links, found = set(), set()
+        for name in ("tcp", "tcp6") if self.loopback else ():
+            with suppress(OSError, UnicodeError):
+                for line in (proc / "net" / name).read_text(encoding="utf-8").splitlines()[1:]:
+                    fields = line.split()
+                    if fields[3] == _LISTENS and fields[1].endswith(f":{self.port:04X}"):
+                        links.add(f"socket:[{fields[9]}]")
+        for file in proc.glob("[0-9]*/fd/*") if links else ():  # those of other users are skipped
+            with suppress(OSError):
+                if str(file.readlink()) in links:
+                    found.add(int(file.parts[-3]))
+        return tuple(sorted(found))
+
+
+@dataclass(frozen=True)
+class RemoteModel:
+    """One model on a server."""
+
+    server: Server
+    name: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[str, ...] = ()  # names
+    about: Mapping[str, str] = field(default_factory=dict)  # what the server says of itself
+    options: Mapping[str, str] = field(default_factory=dict)  # of the model, as the server has them
+
+    def __str__(self) -> str:
+        return f"{self.server.url}: {self.name}"
 
     @property
     def pipeline(self) -> bool:
-        """Whether it takes no tensors."""
+        """Return whether it takes no tensors."""
         return self.about.get("platform") == "deploykit_pipeline"
+
+    def plan(self, requests: Requests, load: Load, due_s: Sequence[float] | None) -> SendPlan:
+        """Return what to send; `due_s`: when, in an open loop."""
+        block = b""
+        if self.server.grpc:
+            from deploykit.loadtest.grpc import header_block
+
+            block = header_block(self.server.host, "ModelInfer")
+        return SendPlan(
+            self.server.address,
+            self.server.port,
+            requests.messages,
+            requests.check,
+            load.connections,
+            due_s,
+            begin_s=load.warmup_s,
+            end_s=load.end_s,
+            drain_s=load.drain_s,
+            block=block,
+        )
+
+    def infer_request(self, tensors: Sequence[Tensor]) -> bytes:
+        """Return a whole request, with binary tensors both ways."""
+        if not self.server.grpc:
+            return http.infer_request(self.server.host, self.name, tensors)
+        from deploykit.loadtest.grpc import infer_request
+
+        return infer_request(self.name, tensors)
 
 
 def find_model(url: str, model: str | None) -> RemoteModel:
@@ -89,9 +187,16 @@ def find_model(url: str, model: str | None) -> RemoteModel:
 
     `model` None: the only one that is ready. Raises BadInput or NotFound.
     """
-    host, address, port, grpc = _resolve(url)
-    server = questions(url, host, address, port, grpc)
-    names = server.model_names()
+    server = find_server(url)
+    status, about, _ = server.ask("about")
+    about = about if isinstance(about, dict) else {}
+    status, index, error = server.ask("index")
+    names = None
+    if status == 200 and isinstance(index, list) and all(isinstance(one, dict) for one in index):
+        ready = [one for one in index if one.get("state", "READY") in ("READY", "")]
+        names = list(dict.fromkeys(str(one.get("name")) for one in ready))
+    elif not about.get("name"):
+        raise server.not_oip(f"index: {error or 'not a list of models'}")
     if model is None:
         if names is None or len(names) != 1:
             have = "does not list its models" if names is None else f"serves {len(names)} models"
@@ -100,39 +205,70 @@ def find_model(url: str, model: str | None) -> RemoteModel:
         model = names[0]
     elif names is not None and model not in names:
         raise NotFound(f"{url}: no model '{model}'", hint=f"the models are: {', '.join(names)}")
-    metadata = server.metadata(model)
-    inputs = tuple(_spec(url, model, item) for item in metadata["inputs"])
-    outputs = tuple(
-        item["name"]
-        for item in metadata.get("outputs") or ()
-        if isinstance(item, dict) and isinstance(item.get("name"), str)
+    status, metadata, error = server.ask("metadata", model)
+    if status == 404:
+        raise NotFound(f"{url}: no model '{model}': {error}")
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("inputs"), list):
+        raise server.not_oip(f"metadata: {error or 'no inputs'}")
+    config: Any = None
+    with suppress(BadInput):
+        _, config, _ = server.ask("config", model)
+    config = config if isinstance(config, dict) else {}
+    outputs = [each.get("name") for each in metadata.get("outputs") or () if isinstance(each, dict)]
+    return RemoteModel(
+        server,
+        model,
+        inputs=tuple(_spec(server, model, item) for item in metadata["inputs"]),
+        outputs=tuple(name for name in outputs if isinstance(name, str)),
+        about=_about(metadata, config, about),
+        options=model_options(config),
     )
-    config = answer_or(dict[str, Any](), server.config, model)
-    about = _about(metadata, config, server.about())
-    options = model_options(config)
-    return RemoteModel(url, host, address, port, model, inputs, outputs, about, grpc, options)
 
 
-def questions(url: str, host: str, address: str, port: int, grpc: bool) -> Questions:
-    """Over the protocol that the load is of."""
-    if not grpc:
-        return HttpQuestions(url, host, address, port)
-    from deploykit.loadtest.grpc import GrpcQuestions  # needs hpack
-
-    return GrpcQuestions(url, host, address, port)
+def find_server(url: str) -> Server:
+    """Look the name of a host up, once, and take the address that answers. Raises BadInput."""
+    hint = "write it as http://HOST:PORT or grpc://HOST:PORT"
+    try:
+        parts = urlsplit(url)
+        grpc = parts.scheme == "grpc"
+        name, port = parts.hostname, parts.port or (8001 if grpc else 80)
+    except ValueError as exc:
+        raise BadInput(f"'{without_secrets(url)}' is not a URL: {exc}", hint=hint) from exc
+    known = parts.scheme in ("http", "grpc") and url.isprintable()
+    if not known or not name or not re.fullmatch(r"[A-Za-z0-9.:_%-]+", name):
+        raise BadInput(f"'{without_secrets(url)}' is not an http:// or grpc:// URL", hint=hint)
+    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
+        raise BadInput(f"'{without_secrets(url)}': only a host and a port are allowed", hint=hint)
+    try:
+        addresses = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as exc:
+        raise BadInput(f"{url}: no such host '{name}'", hint=hint) from exc
+    # localhost may resolve to ::1 first, where nothing listens
+    for *_, address in addresses:
+        try:
+            socket.create_connection((str(address[0]), port), http.TIMEOUT_S).close()
+        except OSError as exc:
+            reason = exc.strerror or first_line(exc)
+            continue
+        shown = f"[{name}]" if ":" in name else name
+        return Server(url, f"{shown}:{port}", str(address[0]), port, grpc)
+    raise BadInput(
+        f"{url}: no server answers there: {reason}",
+        hint="start one with: deploykit serve model.onnx",
+    )
 
 
 def _about(
     metadata: Mapping[str, Any], config: Mapping[str, Any], server: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Name and version of the server; platform, device and file of the model, where it says so."""
-    own, more = metadata.get("parameters"), config.get("parameters")
-    more = more if isinstance(more, dict) else {}
+    """Return name and version of the server; platform, device and file of the model, if known."""
+    own, parameters = metadata.get("parameters"), config.get("parameters")
+    parameters = parameters if isinstance(parameters, dict) else {}
     values = {
         "server": server.get("name"),
         "version": server.get("version"),
         "platform": metadata.get("platform"),
-        **{k: v.get("string_value") for k, v in more.items() if isinstance(v, dict)},
+        **{k: v.get("string_value") for k, v in parameters.items() if isinstance(v, dict)},
         **(own if isinstance(own, dict) else {}),
     }
     return {
@@ -142,91 +278,185 @@ def _about(
     }
 
 
-def _resolve(url: str) -> tuple[str, str, int, bool]:
-    """`Host:` header, IP address, port, and whether it is gRPC. The name is looked up once."""
-    hint = "write it as http://HOST:PORT or grpc://HOST:PORT"
-    try:
-        parts = urlsplit(url)
-        grpc = parts.scheme == "grpc"
-        name, port = parts.hostname, parts.port or (8001 if grpc else 80)
-    except ValueError as exc:
-        raise BadInput(f"'{without_secrets(url)}' is not a URL: {exc}", hint=hint) from exc
-    if (
-        parts.scheme not in ("http", "grpc")
-        or not url.isprintable()
-        or not name
-        or not re.fullmatch(r"[A-Za-z0-9.:_%-]+", name)
-    ):
-        raise BadInput(f"'{without_secrets(url)}' is not an http:// or grpc:// URL", hint=hint)
-    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
-        raise BadInput(f"'{without_secrets(url)}': only a host and a port are allowed", hint=hint)
-    try:
-        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as exc:
-        raise BadInput(f"{url}: no such host '{name}'", hint=hint) from exc
-    # localhost may resolve to ::1 first, where nothing listens: take the address that answers
-    for family, kind, protocol, _, address in found:
-        with socket.socket(family, kind, protocol) as candidate:
-            candidate.settimeout(TIMEOUT_S)
-            try:
-                candidate.connect(address)
-            except OSError as exc:
-                reason = exc.strerror or first_line(exc)
-                continue
-            shown = f"[{name}]" if ":" in name else name
-            return f"{shown}:{port}", str(address[0]), port, grpc
-    raise BadInput(
-        f"{url}: no server answers there: {reason}",
-        hint="start one with: deploykit serve model.onnx",
-    )
+def model_options(config: Mapping[str, Any]) -> dict[str, str]:
+    """Flatten a ModelConfig: "dynamic_batching.max_queue_delay_microseconds": "0"."""
+    options = {name: value for name, value in config.items() if name not in _NO_OPTIONS}
+    pairs = list(_flatten("", options))[:_MOST_OPTIONS]
+    return {one_line(name): one_line(value) for name, value in pairs if value}
 
 
-def _spec(url: str, model: str, item: object) -> TensorSpec:
-    """A tensor of the metadata.
+def _flatten(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and depth < 4:
+        for key, each in value.items():
+            yield from _flatten(f"{name}.{key}" if name else str(key), each, depth + 1)
+    elif isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
+        for number, each in enumerate(value[:_MOST_OPTIONS]):
+            yield from _flatten(f"{name}[{number}]", each, depth + 1)
+    elif isinstance(value, list):
+        yield name, " ".join(map(str, value[:_MOST_OPTIONS]))
+    else:
+        yield name, str(value)
 
-    The protocol has no names for axes of any length: -1 on axis 0 is the batch, elsewhere "axis1".
+
+def _spec(server: Server, model: str, item: object) -> TensorSpec:
+    """Return a tensor of the metadata.
+
+    The protocol has no names for dynamic axes: -1 on axis 0 is the batch, elsewhere "axis1".
     """
-    if not isinstance(item, dict):
-        raise not_oip(url, "an input of its metadata is not an object")
-    name, datatype, shape = item.get("name"), item.get("datatype"), item.get("shape")
-    if not isinstance(name, str) or not isinstance(shape, list):
-        raise not_oip(url, "an input of its metadata has no name or shape")
+    try:
+        name, datatype = str(item["name"]), str(item["datatype"])  # type: ignore[index]
+        sizes = [int(size) for size in item["shape"]]  # type: ignore[index]
+    except (KeyError, TypeError, ValueError):
+        raise server.not_oip("an input of its metadata has no name, type or shape") from None
     if datatype not in _DTYPES:
-        raise BadInput(f"{url}: {model}: no random values can be made for {name}, a {datatype}")
-    axes: list[int | str] = []
-    for position, size in enumerate(shape):
-        if isinstance(size, bool) or not isinstance(size, int) or size < -1:
-            raise not_oip(url, f"'{name}' has the shape {shape}")
-        axes.append(size if size != -1 else f"axis{position}" if position else BATCH)
+        raise BadInput(
+            f"{server.url}: {model}: no random values can be made for {name}, {datatype}"
+        )
+    axes = [
+        size if size >= 0 else f"axis{position}" if position else BATCH
+        for position, size in enumerate(sizes)
+    ]
     return TensorSpec(name, _DTYPES[datatype], tuple(axes))
 
 
+class Body(NamedTuple):
+    """A request that is not tensors. `name`: of its file, or a sentence's beginning."""
+
+    name: str
+    type: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The requests to send in turn, and the check of their answers.
+
+    `shapes`: of the inputs in a request; `sends`: what requests hold that are not tensors.
+    """
+
+    messages: Sequence[bytes]
+    check: AnswerCheck
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    sends: str = ""
+
+
+def make_requests(
+    remote: RemoteModel,
+    *,
+    batch: int = 1,
+    seed: int = 0,
+    data: Path | None = None,
+    text: Sequence[str] = (),
+    expect: Path | None = None,
+    max_error: float = 1e-3,
+    axes: Mapping[str, int] | None = None,
+) -> Requests:
+    """Return whole requests: random tensors unless `data`, `text` or `expect` has others.
+
+    The arguments are those of `load_test`. Raises BadInput.
+    """
+    files = any(path and path.suffix not in _ARRAYS for path in (data, expect))
+    if (text or files) and "takes" in remote.about:
+        if batch > 1 or axes:
+            raise BadInput(f"`{'axes' if axes else 'batch'}` is for tensors")
+        bodies, answers = _read_bodies(data, text, expect)
+        check = BodyCheck(remote.about.get("gives") != "bytes", answers, max_error)
+        messages = [_body_request(remote, body) for body in bodies]
+        return Requests(messages, check, sends=_describe(bodies))
+    if remote.pipeline:
+        why = "is a pipeline: its requests are not made up"
+        raise BadInput(f"{remote} {why}", hint="`data` FILE or DIR, or `text`")
+    if text or (files and data is None):
+        raise BadInput(f"{remote} has no task, so it takes only tensors")
+    samples, expected = None, None
+    if data is not None:
+        samples = read_samples(data, remote.inputs)
+    elif expect is not None:
+        samples, expected = read_expected(expect, remote, batch, max_error)
+    feeds = make_feeds(remote, batch, seed, samples, axes)
+    messages = [
+        remote.infer_request([_tensor(spec, each[spec.name]) for spec in remote.inputs])
+        for each in feeds
+    ]
+    shapes = {name: array.shape for name, array in feeds[0].items()}
+    return Requests(messages, AnswerCheck(remote.outputs, expected), shapes)
+
+
+def _tensor(spec: TensorSpec, array: np.ndarray) -> Tensor:
+    raw = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
+    return spec.name, PROTOCOL_NAMES[spec.dtype], array.shape, raw
+
+
+def _read_bodies(
+    data: Path | None, text: Sequence[str], expect: Path | None
+) -> tuple[list[Body], list[Any]]:
+    """Return files or sentences, with their answers where these are known."""
+    if expect is not None:
+        lines = read_answers(expect)[:MOST_BODIES]
+        return [_read_body(file) for file, _ in lines], [answer for _, answer in lines]
+    bodies = [Body(one_line(each[:_SHOWN]), "text/plain", each.encode()) for each in text]
+    size = 0
+    for file in [] if data is None else input_files([data]):
+        size += file.stat().st_size
+        if bodies and (size > MOST_BYTES or len(bodies) >= MOST_BODIES):
+            break
+        bodies.append(_read_body(file))
+    return bodies, []
+
+
+def _read_body(file: Path) -> Body:
+    if check_readable(file).stat().st_size > MOST_BYTES:
+        raise BadInput(f"{file}: is above the {MOST_BYTES:,} bytes that can be sent")
+    kind = _TYPES.get(file.suffix.lower(), "application/octet-stream")
+    return Body(file.name, kind, file.read_bytes())
+
+
+def _describe(bodies: Sequence[Body]) -> str:
+    """Return types, sizes and names, for the report."""
+    sizes = sorted(len(body.data) for body in bodies)
+    span = f"{sizes[0]:,}" + (f" to {sizes[-1]:,}" if sizes[-1] > sizes[0] else "")
+    names = ", ".join(body.name for body in bodies[:_NAMED])
+    more = f" and {len(bodies) - _NAMED} more" if len(bodies) > _NAMED else ""
+    types = Counter(body.type for body in bodies)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in types.items())
+    return f"{kinds}, {span} bytes: {names}{more}"
+
+
+def _body_request(remote: RemoteModel, body: Body) -> bytes:
+    """Return a request to /predict; over gRPC one with a BYTES element."""
+    if not remote.server.grpc:
+        fields = {"Content-Type": body.type}
+        return http.post_request(remote.server.host, remote.name, "predict", fields, body.data)
+    name = remote.inputs[0].name if remote.pipeline else remote.about["takes"]
+    value = len(body.data).to_bytes(LENGTH_BYTES, "little") + body.data
+    return remote.infer_request([(name, "BYTES", [1], value)])
+
+
 def free_axis_sizes(remote: RemoteModel, axes: Mapping[str, int]) -> dict[str, int]:
-    """The size of each axis of any length but the batch, for random inputs.
+    """Return the size of each dynamic axis but the batch, for random inputs.
 
     `axes`: by "axis1", or by any name where there is one such axis. Raises BadInput where one has
     no size, and on a name or a size that fits none.
     """
     free = {axis: spec for spec in remote.inputs for axis in spec.shape if isinstance(axis, str)}
     free.pop(BATCH, None)
-    found = dict(axes)
+    sizes = dict(axes)
     if len(free) == 1 and len(axes) == 1:
-        found = dict.fromkeys(free, *axes.values())
-    names = " and ".join(free) or "none"
-    if any(size < 1 for size in found.values()) or not found.keys() <= free.keys():
+        sizes = dict.fromkeys(free, *axes.values())
+    if any(size < 1 for size in sizes.values()) or not sizes.keys() <= free.keys():
         given = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise BadInput(
-            f"`axes` {given}: the axes of any length of {remote.model}, besides the batch, are: "
-            f"{names}; each size is 1 or more"
+            f"`axes` {given}: the axes of any length of {remote.name}, besides the batch, are: "
+            f"{' and '.join(free) or 'none'}; each size is 1 or more"
         )
     for axis, spec in free.items():
-        if axis not in found:
+        if axis not in sizes:
             raise BadInput(
-                f"{remote.url}: {remote.model}: input {spec}: {axis} has no size",
+                f"{remote}: input {spec}: {axis} has no size",
                 hint=f"give one with `axis` {axis}=128, or inputs that the model takes with "
                 "`data`, such as its FILE.golden.npz",
             )
-    return found
+    return sizes
 
 
 def make_feeds(
@@ -236,37 +466,34 @@ def make_feeds(
     samples: Samples | None = None,
     axes: Mapping[str, int] | None = None,
 ) -> list[Mapping[str, np.ndarray]]:
-    """The inputs of up to VARIANTS requests, seeded and random.
+    """Return the inputs of up to VARIANTS requests, seeded and random, or rows of `samples`.
 
-    `samples`: their rows in turn instead. Raises BadInput when `batch` is above 1 and the model has
-    no batch axis, and as `free_axis_sizes` does.
+    Raises BadInput when `batch` is above 1 and the model has no batch axis, and as
+    `free_axis_sizes` does.
     """
     for spec in remote.inputs:
         if spec.dtype == "string":
-            raise BadInput(
-                f"{remote.url}: {remote.model}: no random values can be made for {spec.name}, "
-                "a BYTES"
-            )
+            raise BadInput(f"{remote}: no random values can be made for {spec.name}, a BYTES")
     if batch > 1 and not any(spec.batched for spec in remote.inputs):
-        raise BadInput(f"{remote.url}: {remote.model} has no batch axis: batch {batch} is not 1")
+        raise BadInput(f"{remote} has no batch axis: batch {batch} is not 1")
     if samples is not None and axes:
         raise BadInput("`axes` and `data` exclude each other", hint="the data have sizes")
     sizes = {BATCH: batch, **free_axis_sizes(remote, axes or {})} if samples is None else {}
 
-    def feeds(number: int) -> Mapping[str, np.ndarray]:
+    def make(number: int) -> Mapping[str, np.ndarray]:
         if samples is None:
             return random_feeds(remote.inputs, sizes, seed + number)
-        return rows_of(samples.inputs, number, samples.batching(batch, remote.inputs)[0])
+        return _rows_of(samples.inputs, number, samples.batching(batch, remote.inputs)[0])
 
-    found = [feeds(0)]
-    each_bytes = sum(array.nbytes for array in found[0].values())
-    while len(found) < VARIANTS and each_bytes * (len(found) + 1) <= VARIANTS_BYTES:
-        found.append(feeds(len(found)))
-    return found
+    feeds = [make(0)]
+    each_bytes = sum(array.nbytes for array in feeds[0].values())
+    while len(feeds) < VARIANTS and each_bytes * (len(feeds) + 1) <= MOST_BYTES:
+        feeds.append(make(len(feeds)))
+    return feeds
 
 
-def rows_of(arrays: Mapping[str, np.ndarray], number: int, size: int) -> dict[str, np.ndarray]:
-    """The rows of that request; after the last comes the first again."""
+def _rows_of(arrays: Mapping[str, np.ndarray], number: int, size: int) -> dict[str, np.ndarray]:
+    """Return the rows of that request; the first follow the last."""
     rows = range(number * size, (number + 1) * size)
     return {name: array.take(rows, axis=0, mode="wrap") for name, array in arrays.items()}
 
@@ -274,7 +501,7 @@ def rows_of(arrays: Mapping[str, np.ndarray], number: int, size: int) -> dict[st
 def read_expected(
     path: Path, remote: RemoteModel, batch: int, max_error: float
 ) -> tuple[Samples, Expected]:
-    """Golden samples: the inputs to send, and what the requests must be answered with."""
+    """Read golden samples: the inputs to send, and the outputs to be answered with."""
     samples = read_samples(path, remote.inputs)
     arrays = read_npz(path)
     outputs = {n.removeprefix(OUTPUTS): a for n, a in arrays.items() if n.startswith(OUTPUTS)}
@@ -284,72 +511,5 @@ def read_expected(
             hint="golden samples do: arrays outputs/NAME in the FILE.golden.npz next to a model",
         )
     size, _ = samples.batching(batch, remote.inputs)
-    answers = [rows_of(outputs, number, size) for number in range(VARIANTS)]
+    answers = [_rows_of(outputs, number, size) for number in range(VARIANTS)]
     return samples, Expected(answers, max_error)
-
-
-def make_requests(remote: RemoteModel, feeds: Sequence[Mapping[str, np.ndarray]]) -> list[bytes]:
-    """Whole requests, with binary tensors both ways."""
-    return [_request(remote, each) for each in feeds]
-
-
-def _request(remote: RemoteModel, feeds: Mapping[str, np.ndarray]) -> bytes:
-    tensors = [
-        (
-            spec.name,
-            PROTOCOL_NAMES[spec.dtype],
-            feeds[spec.name].shape,
-            np.ascontiguousarray(
-                feeds[spec.name], feeds[spec.name].dtype.newbyteorder("<")
-            ).tobytes(),
-        )
-        for spec in remote.inputs
-    ]
-    if remote.grpc:
-        from deploykit.loadtest.grpc import call_of, infer_request
-
-        return call_of(infer_request(remote.model, tensors))
-    items = [
-        {
-            "name": name,
-            "shape": list(shape),
-            "datatype": datatype,
-            "parameters": {"binary_data_size": len(raw)},
-        }
-        for name, datatype, shape, raw in tensors
-    ]
-    head = json.dumps({"inputs": items, "parameters": {"binary_data_output": True}}).encode()
-    lines = (
-        f"POST {remote.path}/infer HTTP/1.1",
-        f"Host: {remote.host}",
-        "Content-Type: application/octet-stream",
-        f"Inference-Header-Content-Length: {len(head)}",
-        f"Content-Length: {len(head) + sum(len(raw) for *_, raw in tensors)}",
-    )
-    return b"".join(["\r\n".join([*lines, "", ""]).encode(), head, *(raw for *_, raw in tensors)])
-
-
-def probe(remote: RemoteModel, request: bytes) -> None:
-    """Send one request before the run. Raises BadInput when the server calls it wrong (4xx)."""
-    if remote.grpc:
-        from deploykit.loadtest.grpc import GrpcQuestions, probe_call
-
-        server = GrpcQuestions(remote.url, remote.host, remote.address, remote.port)
-        probe_call(server, remote.model, request)
-        return
-    try:
-        with socket.create_connection((remote.address, remote.port), TIMEOUT_S) as connection:
-            connection.sendall(request)
-            response = http.client.HTTPResponse(connection, method="POST")
-            response.begin()
-            body = response.read(MOST_BYTES)
-    except TimeoutError as exc:
-        raise BadInput(
-            f"{remote.url}: {remote.model}: no answer to an inference within {TIMEOUT_S:g} s"
-        ) from exc
-    except (OSError, http.client.HTTPException):
-        return  # the run counts it as a failure, with its message
-    if 400 <= response.status < 500 and response.status != REFUSED:
-        raise BadInput(
-            f"{remote.url}: {remote.model}: answered {response.status}: {error_text(body)}"
-        )

@@ -1,4 +1,4 @@
-"""Connect the stages of a pipeline: every annotation checked where stages meet, no cycle.
+"""Connect the stages of a pipeline: annotations are checked where stages meet, cycles refused.
 
 A function's parameter is named after what it takes: a stage, an output of a model, or the
 request's input, which is the one name that no stage has. The answer is what no other stage takes.
@@ -8,73 +8,97 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from types import GenericAlias
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 import numpy as np
 
 from deploykit.core.errors import BadInput, did_you_mean, first_line
 from deploykit.core.json_value import ONE_JSON, json_value
 from deploykit.engines.engine import Engine
-from deploykit.pipelines.failures import StageFailed
 from deploykit.pipelines.stages import (
-    EACH,
     Definition,
     Function,
     Model,
     Origin,
     Ports,
+    StageFailed,
     WiredStage,
     conforms,
     describe_value,
-    meeting,
+    fits,
     shown,
 )
 
-# The input of a pipeline from bytes, and its answer as JSON values.
-
-_JSON_TYPES = (dict, list, int, float, bool)
+_KINDS = {bytes: "bytes", str: "text", np.ndarray: "image"} | dict.fromkeys(
+    (dict, list, int, float, bool, Any), "json"
+)
 _VALUE_BYTES = 80  # of memory, for each comma, colon and opening bracket of JSON
 
 
-def input_kind(takes: Any, where: str) -> str:
-    """What a request is by the annotation of its input: image, text, json or bytes.
+@dataclass(frozen=True)
+class StageGraph:
+    """A checked pipeline: its stages in an order in which they can run.
 
-    Raises BadInput for an annotation that nothing is read as.
+    `input`: the name of the request's input, `takes` its annotation, `kind` what a request is:
+    image, text, json or bytes. `answer`: the stage that gives the answer.
     """
-    kind = get_origin(takes) or takes
-    found = {bytes: "bytes", str: "text", np.ndarray: "image"}.get(kind)
-    if found is not None:
-        return found
-    if kind in _JSON_TYPES or takes is Any:
-        return "json"
-    raise BadInput(
-        f"{where}: the request's input is {shown(takes)}",
-        hint="bytes, str, numpy.ndarray (an image), dict, list, int, float or bool",
-    )
 
+    definition: Definition
+    stages: Mapping[str, WiredStage]
+    input: str
+    takes: Any
+    kind: str
+    answer: str
 
-def reader(kind: str, takes: Any) -> Callable[[bytes], Any]:
-    """How bytes become the input; it raises BadInput for bytes that are no such thing.
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """In the form of the Open Inference Protocol's metadata of a model, less the name."""
+        inputs, outputs = (
+            [{"name": name, "datatype": "BYTES", "shape": [1]}]
+            for name in (self.input, self.answer)
+        )
+        gives = shown(self.stages[self.answer].gives)
+        about = {"stages": ", ".join(self.stages), "takes": self.kind, "gives": gives}
+        return {
+            "versions": ["1"],
+            "platform": "deploykit_pipeline",
+            "inputs": inputs,
+            "outputs": outputs,
+            "parameters": about,
+        }
 
-    bytes: as they are; text: UTF-8; image: uint8 (height, width, 3); json: checked with `takes`.
-    """
-    if kind == "image":
-        from deploykit.pipelines.pixels import read_pixels  # Pillow, which others do not need
+    def read(self, data: bytes) -> Any:
+        """Return the bytes of a request as the input.
 
-        return read_pixels
-    if kind == "json":
-        return lambda data: _from_json(data, takes)
-    return _text if kind == "text" else bytes
+        bytes: as they are; text: UTF-8; image: uint8 (height, width, 3); json: as annotated.
+        Raises BadInput for bytes that are no such thing.
+        """
+        if self.kind == "image":
+            from deploykit.pipelines.pixels import read_pixels  # Pillow, which others do not need
 
+            return read_pixels(data)
+        if self.kind == "json":
+            return _from_json(data, self.takes)
+        try:
+            return data.decode("utf-8") if self.kind == "text" else data
+        except UnicodeDecodeError as exc:
+            raise BadInput(f"the text is not UTF-8: {exc.reason} at byte {exc.start}") from exc
 
-def _text(data: bytes) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as exc:
-        raise BadInput(f"the text is not UTF-8: {exc.reason} at byte {exc.start}") from exc
+    def answer_json(self, value: Any) -> Any:
+        """Return the answer as JSON values: arrays become lists, NaN and infinity null.
+
+        Raises StageFailed.
+        """
+        try:
+            return _json(value)
+        except RecursionError:
+            raise StageFailed(f"stage '{self.answer}': its answer is too deep for JSON") from None
+        except TypeError as exc:
+            raise StageFailed(f"stage '{self.answer}': {first_line(exc)}") from None
 
 
 def _from_json(data: bytes, takes: Any) -> Any:
@@ -96,16 +120,6 @@ def input_bytes(value: Any, data: bytes | None) -> int:
     return value.nbytes if isinstance(value, np.ndarray) else len(value)
 
 
-def answer_json(stage: str, value: Any) -> Any:
-    """The answer as JSON values: arrays become lists, NaN and infinity null. Raises StageFailed."""
-    try:
-        return _json(value)
-    except RecursionError:
-        raise StageFailed(f"stage '{stage}': its answer is too deep for JSON") from None
-    except TypeError as exc:
-        raise StageFailed(f"stage '{stage}': {first_line(exc)}") from None
-
-
 def _json(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         if value.dtype.kind == "f" and not np.isfinite(value).all():
@@ -125,228 +139,174 @@ def _json(value: Any) -> Any:
     return json_value(value)
 
 
-@dataclass(frozen=True)
-class StageGraph:
-    """A checked pipeline: its stages in an order in which they can run.
-
-    `input`: the name of the request's input, `takes` its annotation, `kind` what a request is:
-    image, text, json or bytes; `read`: how its bytes become the input.
-    `answer`: the stage that gives the answer.
-    """
-
-    definition: Definition
-    stages: Mapping[str, WiredStage]
-    input: str
-    takes: Any
-    kind: str
-    read: Callable[[bytes], Any]
-    answer: str
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """In the form of the Open Inference Protocol's metadata of a model, less the name."""
-        inputs, outputs = (
-            [{"name": name, "datatype": "BYTES", "shape": [1]}]
-            for name in (self.input, self.answer)
-        )
-        gives = shown(self.stages[self.answer].gives)
-        about = {"stages": ", ".join(self.stages), "takes": self.kind, "gives": gives}
-        return {
-            "versions": ["1"],
-            "platform": "deploykit_pipeline",
-            "inputs": inputs,
-            "outputs": outputs,
-            "parameters": about,
-        }
-
-    def answer_json(self, value: Any) -> Any:
-        """The answer as JSON values. Raises StageFailed."""
-        return answer_json(self.answer, value)
-
-
-def connect_stages(definition: Definition, ports: Mapping[str, Ports]) -> StageGraph:
-    """Check and connect the stages; `ports` by model. Raises BadInput naming what does not fit."""
-    return _Connecting(definition, ports).graph()
-
-
 def connect_engines(definition: Definition, engines: Mapping[str, Engine]) -> StageGraph:
-    """The same, with what the opened models take and give."""
-    return connect_stages(definition, {name: Ports.of(each) for name, each in engines.items()})
+    """Check and connect the stages; `engines` by model. Raises BadInput for what does not fit."""
+    return _Connecting(definition, {name: Ports.of(each) for name, each in engines.items()}).graph()
 
 
+@dataclass
 class _Connecting:
-    def __init__(self, definition: Definition, ports: Mapping[str, Ports]) -> None:
-        self._definition = definition
-        self._where = definition.path.name
-        self._ports = ports
-        self._stages = {each.name: each for each in definition.stages}
-        self._makers: dict[str, list[str]] = {}  # output -> models that have it
-        for name, each in ports.items():
+    definition: Definition
+    ports: Mapping[str, Ports]
+    sources: dict[str, dict[str, Origin]] = field(default_factory=dict)  # by stage and parameter
+
+    def __post_init__(self) -> None:
+        self.where = self.definition.path.name
+        self.stages = {each.name: each for each in self.definition.stages}
+        self.outputs: dict[str, list[str]] = {}  # output -> models that have it
+        for name, each in self.ports.items():
             for spec in () if each.task else each.outputs:
-                self._makers.setdefault(spec.name, []).append(name)
+                self.outputs.setdefault(spec.name, []).append(name)
+
+    def error(self, text: str, hint: str | None = None) -> BadInput:
+        return BadInput(f"{self.where}: {text}", hint=hint)
 
     def graph(self) -> StageGraph:
-        sources = {name: self._sources(name) for name in self._stages}
-        entry = self._input(sources)
-        order = self._order(sources)
-        answer = self._answer(sources)
-        takes = self._takes(entry, sources)
+        self.sources = {name: self._find_sources(name) for name in self.stages}
+        entry = self._find_input()
+        order = self._order()
+        answer = self._find_answer()
+        takes = self._find_annotation(entry)
+        kind = _KINDS.get(get_origin(takes) or takes)
+        if kind is None:
+            hint = "bytes, str, numpy.ndarray (an image), dict, list, int, float or bool"
+            raise self.error(f"the request's input is {shown(takes)}", hint)
         stages: dict[str, WiredStage] = {}
         for name in order:
-            stages[name] = self._stage(name, sources[name], stages, takes)
-        kind = input_kind(takes, self._where)
-        read = reader(kind, takes)
-        return StageGraph(self._definition, stages, entry, takes, kind, read, answer)
+            stages[name] = self._wire(name, stages, takes)
+        return StageGraph(self.definition, stages, entry, takes, kind, answer)
 
     def _parameters(self, name: str) -> Mapping[str, Any]:
-        about = self._stages[name]
-        return about.takes if isinstance(about, Function) else self._ports[name].takes
+        about = self.stages[name]
+        return about.takes if isinstance(about, Function) else self.ports[name].takes
 
-    def _sources(self, name: str) -> dict[str, Origin]:
-        """By parameter. What no stage has is taken for the request's input."""
-        about, parameters, found = self._stages[name], self._parameters(name), {}
+    def _find_sources(self, name: str) -> dict[str, Origin]:
+        """Return the origin of each parameter; a name that no stage has is the request's input."""
+        about, parameters, sources = self.stages[name], self._parameters(name), {}
         wired = dict(about.wired)
         if "" in wired and len(parameters) == 1:
             wired = {next(iter(parameters)): wired[""]}
         for parameter in wired:
             if parameter not in parameters:
-                raise BadInput(
-                    f"{self._where}: model '{name}' has no input '{parameter}'"
-                    if parameter
-                    else f"{self._where}: model '{name}' has {len(parameters)} inputs",
-                    hint=f"its inputs are: {', '.join(parameters)}",
-                )
+                what = f"no input '{parameter}'" if parameter else f"{len(parameters)} inputs"
+                hint = f"its inputs are: {', '.join(parameters)}"
+                raise self.error(f"model '{name}' has {what}", hint)
         for parameter in parameters:
             wanted = wired.get(parameter, parameter)
-            source = self._source(name, wanted)
+            source = self._find_source(name, wanted)
             optional = isinstance(about, Function) and parameter in about.optional
-            if source is not None:
-                found[parameter] = source
-            elif not optional:
-                found[parameter] = Origin(wanted)
-        if not found:
-            raise BadInput(f"{self._where}: stage '{name}' takes nothing")
-        return found
+            if source is not None or not optional:
+                sources[parameter] = source or Origin(wanted)
+        if not sources:
+            raise self.error(f"stage '{name}' takes nothing")
+        return sources
 
-    def _source(self, name: str, wanted: str) -> Origin | None:
-        if wanted in self._stages and wanted != name:
+    def _find_source(self, name: str, wanted: str) -> Origin | None:
+        if wanted in self.stages and wanted != name:
             return Origin(wanted)
-        makers = [each for each in self._makers.get(wanted, ()) if each != name]
-        if len(makers) == 1:
-            return self._output(makers[0], wanted)
-        if makers:
-            raise BadInput(
-                f"{self._where}: stage '{name}' takes '{wanted}', an output of "
-                f"{' and '.join(makers)}",
-                hint=f"name the model's too: {makers[0]}_{wanted}",
+        models = [each for each in self.outputs.get(wanted, ()) if each != name]
+        if len(models) > 1:
+            raise self.error(
+                f"stage '{name}' takes '{wanted}', an output of {' and '.join(models)}",
+                hint=f"name the model's too: {models[0]}_{wanted}",
             )
-        for model, ports in self._ports.items():
-            for spec in () if ports.task else ports.outputs:
-                if f"{model}_{spec.name}" == wanted:
-                    return self._output(model, spec.name)
+        found = {wanted: models[0]} if models else {}
+        for output, owners in self.outputs.items():
+            for model in () if found else owners:
+                if f"{model}_{output}" == wanted:
+                    found[output] = model
+        for output, model in found.items():
+            return Origin(model, output if len(self.ports[model].outputs) > 1 else "")
         if wanted == name:
-            raise BadInput(f"{self._where}: a cycle: {name} -> {name}")
+            raise self.error(f"a cycle: {name} -> {name}")
         return None
 
-    def _output(self, model: str, name: str) -> Origin:
-        return Origin(model, name if len(self._ports[model].outputs) > 1 else "")
-
-    def _input(self, sources: Mapping[str, Mapping[str, Origin]]) -> str:
-        """The one name that no stage has: the request's input. The first function says which."""
-        functions_first = sorted(sources, key=lambda n: isinstance(self._stages[n], Model))
+    def _find_input(self) -> str:
+        """Return the one name that no stage has; the first function decides which that is."""
+        functions_first = sorted(self.stages, key=lambda n: isinstance(self.stages[n], Model))
         unknown = {
             source.stage: name
             for name in reversed(functions_first)
-            for source in reversed(list(sources[name].values()))
-            if source.stage not in self._stages
+            for source in reversed(list(self.sources[name].values()))
+            if source.stage not in self.stages
         }
         if not unknown:
-            raise self._cycle(sources, self._stages)
+            self._order()
         *others, entry = unknown
         if others:
-            known = [*self._stages, *self._makers]
-            raise BadInput(
-                f"{self._where}: stage '{unknown[others[0]]}' takes '{others[0]}', which is "
-                f"neither a stage nor an output of a model; the request's input is '{entry}'",
+            known = [*self.stages, *self.outputs]
+            raise self.error(
+                f"stage '{unknown[others[0]]}' takes '{others[0]}', which is neither a stage nor "
+                f"an output of a model; the request's input is '{entry}'",
                 hint=did_you_mean(others[0], known, f"there are: {', '.join(known)}"),
             )
         return entry
 
-    def _order(self, sources: Mapping[str, Mapping[str, Origin]]) -> list[str]:
-        left, order = dict.fromkeys(self._stages), list[str]()
-        while left:
-            ready = [n for n in left if not any(s.stage in left for s in sources[n].values())]
-            if not ready:
-                raise self._cycle(sources, left)
-            order.append(ready[0])
-            del left[ready[0]]
-        return order
+    def _order(self) -> list[str]:
+        """Return the stages, each behind those that it takes. Raises BadInput for a cycle."""
+        before = {
+            name: [source.stage for source in sources.values() if source.stage in self.stages]
+            for name, sources in self.sources.items()
+        }
+        try:
+            return list(TopologicalSorter(before).static_order())
+        except CycleError as exc:
+            raise self.error(f"a cycle: {' -> '.join(exc.args[1])}") from None
 
-    def _cycle(self, sources: Mapping[str, Mapping[str, Origin]], left: Iterable[str]) -> BadInput:
-        """Each of `left` waits for another of them, or for one that does."""
-        trail = [next(iter(left))]
-        while trail[-1] not in trail[:-1]:
-            trail.append(next(s.stage for s in sources[trail[-1]].values() if s.stage in left))
-        cycle = trail[trail.index(trail[-1]) :][::-1]
-        return BadInput(f"{self._where}: a cycle: {' -> '.join(cycle)}")
-
-    def _answer(self, sources: Mapping[str, Mapping[str, Origin]]) -> str:
-        used = {source.stage for found in sources.values() for source in found.values()}
-        ends = [name for name in self._stages if name not in used]
+    def _find_answer(self) -> str:
+        used = {source.stage for found in self.sources.values() for source in found.values()}
+        ends = [name for name in self.stages if name not in used]
         if len(ends) == 1:
             return ends[0]
         answer = "answer" if "answer" in ends else ends[-1]
         unused = next(name for name in ends if name != answer)
-        raise BadInput(
-            f"{self._where}: no other stage takes '{unused}', and the answer is that of '{answer}'",
+        raise self.error(
+            f"no other stage takes '{unused}', and the answer is that of '{answer}'",
             hint=f"remove it, or name it _{unused} if it is not a stage",
         )
 
-    def _takes(self, entry: str, sources: Mapping[str, Mapping[str, Origin]]) -> Any:
-        """The annotation of the request's input; functions decide before models."""
-        found: dict[str, Any] = {}
-        for kind in (Function, Model):
-            for name, about in self._stages.items():
-                for parameter, source in sources[name].items():
-                    if source.stage == entry and isinstance(about, kind):
-                        found.setdefault(name, self._parameters(name)[parameter])
-            if found:
-                break
-        (first, takes), *others = found.items()
+    def _find_annotation(self, entry: str) -> Any:
+        """Return the annotation of the request's input; functions decide before models."""
+        takers = {
+            name: self._parameters(name)[parameter]
+            for name, sources in self.sources.items()
+            for parameter, source in reversed(sources.items())
+            if source.stage == entry
+        }
+        functions = {n: each for n, each in takers.items() if isinstance(self.stages[n], Function)}
+        (first, takes), *others = (functions or takers).items()
         for name, other in others:
             if other != takes:
-                raise BadInput(
-                    f"{self._where}: the request's input '{entry}' is {shown(takes)} in '{first}' "
-                    f"and {shown(other)} in '{name}'"
+                raise self.error(
+                    f"the request's input '{entry}' is {shown(takes)} in '{first}' and "
+                    f"{shown(other)} in '{name}'"
                 )
         return bytes if takes == np.ndarray | bytes else takes  # a task's model decodes images
 
-    def _stage(
-        self, name: str, sources: Mapping[str, Origin], before: Mapping[str, WiredStage], entry: Any
-    ) -> WiredStage:
-        about, arguments = self._stages[name], {}
-        for parameter, source in sources.items():
+    def _wire(self, name: str, before: Mapping[str, WiredStage], entry: Any) -> WiredStage:
+        about, arguments = self.stages[name], {}
+        for parameter, source in self.sources[name].items():
             wanted = self._parameters(name)[parameter]
-            given = self._given(source, before, entry)
-            how = meeting(given, wanted)
-            if how is None:
+            given = entry
+            if source.stage in before:
+                stage = before[source.stage]
+                tensor = list[np.ndarray] if stage.each else np.ndarray
+                given = tensor if source.output else stage.gives
+            each = not fits(given, wanted)
+            if each and not _holds(given, wanted):
                 origin = f"'{source.stage}' gives" if source.stage in before else "the request has"
-                raise BadInput(
-                    f"{self._where}: stage '{name}' takes '{parameter}' as {shown(wanted)}, "
-                    f"{origin} {shown(given)}"
+                raise self.error(
+                    f"stage '{name}' takes '{parameter}' as {shown(wanted)}, {origin} "
+                    f"{shown(given)}"
                 )
-            arguments[parameter] = Origin(source.stage, source.output, how == EACH)
-        ports = self._ports.get(name)
-        gives = about.gives if isinstance(about, Function) else self._ports[name].gives
-        stage = WiredStage(about, arguments, gives, ports)
-        if stage.each:
-            stage = WiredStage(about, arguments, GenericAlias(list, (gives,)), ports)
-        return stage
+            arguments[parameter] = Origin(source.stage, source.output, each)
+        gives = about.gives if isinstance(about, Function) else self.ports[name].gives
+        if any(source.each for source in arguments.values()):
+            gives = GenericAlias(list, (gives,))
+        return WiredStage(about, arguments, gives, self.ports.get(name))
 
-    def _given(self, source: Origin, before: Mapping[str, WiredStage], entry: Any) -> Any:
-        if source.stage not in before:
-            return entry
-        stage = before[source.stage]
-        if not source.output:
-            return stage.gives
-        return list[np.ndarray] if stage.each else np.ndarray
+
+def _holds(given: Any, wanted: Any) -> bool:
+    """Return whether `given` is a list whose elements may each be passed as `wanted`."""
+    is_list = (get_origin(given) or given) in (list, tuple)
+    return is_list and fits((get_args(given) or (Any,))[0], wanted)

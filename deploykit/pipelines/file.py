@@ -12,17 +12,14 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import replace
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, TextIO, get_type_hints
+from typing import Any, get_type_hints
 
 from deploykit.core.errors import BadInput, DeploykitError, NotFound, did_you_mean, users_code
 from deploykit.core.files import StrPath, check_readable, import_object, load_py, read_toml
-from deploykit.core.json_value import Record
 from deploykit.core.runtime import READS
-from deploykit.pipelines.failures import failure_reason
-from deploykit.pipelines.run import OpenPipeline
 from deploykit.pipelines.stages import Definition, Function, Model
 
 SUFFIXES = (".py", ".toml")
@@ -32,7 +29,7 @@ _MOST = {_IN_FLIGHT: 1 << 20, _TIMEOUT: 86_400_000}
 
 
 def read_pipeline(path: Path) -> Definition:
-    """Raises NotFound or BadInput with the line that a user has to change."""
+    """Read a pipeline. Raises NotFound or BadInput with the line that a user has to change."""
     check_readable(path)
     if path.suffix not in SUFFIXES:
         raise BadInput(f"{path}: a pipeline is a .py or a .toml file")
@@ -87,7 +84,7 @@ def _function(path: Path, name: str, call: Callable[..., Any]) -> Function:
         if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD, each.POSITIONAL_ONLY):
             raise BadInput(f"{where}: {each} takes no value by its name, as a stage's do")
     with users_code(f"{where}: its annotations cannot be read"):
-        hints = get_type_hints(call, include_extras=True)
+        hints = get_type_hints(call)
     missing = [f"of '{each}'" for each in signature.parameters if each not in hints]
     missing += ["of what it returns"] if "return" not in hints else []
     if missing:
@@ -101,7 +98,7 @@ def _function(path: Path, name: str, call: Callable[..., Any]) -> Function:
 
 
 def _check_names(path: Path, tree: ast.Module, stages: Mapping[str, object]) -> None:
-    """Python keeps the last of two definitions silently."""
+    """Refuse two definitions of a name, of which Python silently keeps the last."""
     lines: dict[str, int] = {}
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else []
@@ -135,7 +132,7 @@ def _limits(path: Path, name: str, given: Any, stages: Mapping[str, object]) -> 
 
 
 def _read_toml(path: Path) -> Definition:
-    """One model, with a function before it and one after, either of which may be left out."""
+    """Read one model, with a function before it and one after, each of which may be left out."""
     table, _ = read_toml(path)
     for key in table:
         if key not in _KEYS:
@@ -154,11 +151,7 @@ def _read_toml(path: Path) -> Definition:
     if before is not None:
         stages = [before, Model("model", path.parent / given["model"], {"": before.name})]
     if after is not None:
-        first = next(iter(after.takes), "")
-        wired = {first: "model"}
-        stages.append(
-            Function(after.name, after.call, after.takes, after.gives, after.optional, wired)
-        )
+        stages.append(replace(after, wired={next(iter(after.takes), ""): "model"}))
     names = {each.name: each for each in stages}
     if len(names) < len(stages):
         raise BadInput(f"{path}: the functions need two names, and neither may be 'model'")
@@ -179,23 +172,8 @@ def _imported(path: Path, key: str, reference: str | None) -> Function | None:
     return _function(path, found.__name__, found)
 
 
-# The files that a pipeline answers, and those of its models.
-
-
-@dataclass(frozen=True)
-class AnsweredFiles(Record):
-    """What a pipeline answered: `answers` by file, or in `path`, one JSON line each."""
-
-    pipeline: str
-    files: int
-    seconds: float
-    device: str
-    path: Path | None
-    answers: Mapping[str, Any]
-
-
 def files_of_models(definition: Definition) -> dict[str, Path]:
-    """The file of each model. Raises NotFound or BadInput naming the model."""
+    """Return the file of each model. Raises NotFound or BadInput naming the model."""
     for name, file in definition.models.items():
         try:
             check_readable(file)
@@ -206,34 +184,8 @@ def files_of_models(definition: Definition) -> dict[str, Path]:
     return definition.models
 
 
-def name_models_of(
-    definitions: Mapping[str, Definition], models: Mapping[str, Path]
-) -> tuple[dict[str, Path], dict[str, dict[str, str]]]:
-    """The files to serve by name, with those of `models`; by pipeline, the name for each stage.
-
-    A model is served as PIPELINE.STAGE, unless its file is served already. Raises BadInput for the
-    name of a pipeline that is taken.
-    """
-    files, stages = dict(models), dict[str, dict[str, str]]()
-    for name, definition in definitions.items():
-        served = {file.resolve(): model for model, file in files.items()}
-        stages[name] = {
-            stage: served.get(file.resolve(), f"{name}.{stage}")
-            for stage, file in files_of_models(definition).items()
-        }
-        for stage, model in stages[name].items():
-            files.setdefault(model, definition.models[stage])
-    for name in definitions:
-        if name in files:
-            raise BadInput(
-                f"the name '{name}' is that of a model and of a pipeline",
-                hint="give the pipeline another: NAME=FILE",
-            )
-    return files, stages
-
-
 def input_files(data: Sequence[StrPath]) -> list[Path]:
-    """Files, and those of folders in the order of their names. Raises NotFound, BadInput."""
+    """Return files, and those of folders in order of their names. Raises NotFound, BadInput."""
     found: list[Path] = []
     for each in map(Path, data):
         inside = sorted(each.iterdir()) if each.is_dir() else [check_readable(each)]
@@ -244,29 +196,8 @@ def input_files(data: Sequence[StrPath]) -> list[Path]:
     return found
 
 
-def answer_files(
-    opened: OpenPipeline,
-    files: Sequence[Path],
-    batch: int,
-    target: TextIO | None,
-    on_progress: Callable[[str, float], None],
-) -> dict[str, Any]:
-    """The answers by file; with `target`, written there as JSON Lines instead."""
-    answers: dict[str, Any] = {}
-    for at in range(0, len(files), batch):
-        several = files[at : at + batch]
-        for file, answer in zip(several, _answers(opened, several), strict=True):
-            if target is None:
-                answers[str(file)] = answer
-            else:
-                target.write(json.dumps({"file": str(file), "answer": answer}) + "\n")
-        done = at + len(several)
-        on_progress(f"{done}/{len(files)} files", done / len(files))
-    return answers
-
-
 def read_answers(path: Path) -> list[tuple[Path, Any]]:
-    """The files and answers in the lines that `answer_files` wrote. Raises NotFound, BadInput."""
+    """Return files and answers of the lines that `predict` wrote. Raises NotFound, BadInput."""
     found = []
     lines = check_readable(path).read_text("utf-8", "replace").splitlines()
     for number, line in enumerate(lines, 1):
@@ -279,21 +210,3 @@ def read_answers(path: Path) -> list[tuple[Path, Any]]:
                 hint="deploykit predict PIPELINE.py FILES -o answers.jsonl writes such lines",
             ) from None
     return found
-
-
-def _answers(opened: OpenPipeline, files: Sequence[Path]) -> list[Any]:
-    """The answers as JSON values. Raises BadInput naming the file."""
-    graph, inputs = opened.graph, list[Any]()
-    for file in files:
-        try:
-            inputs.append(graph.read(file.read_bytes()))
-        except BadInput as exc:
-            raise BadInput(f"{file}: {exc.message}", hint=exc.hint) from exc
-    try:
-        found = opened.run(inputs)
-        return [graph.answer_json(each) for each in found]
-    except DeploykitError as exc:
-        if len(files) > 1:  # which of them?
-            for file in files:
-                _answers(opened, [file])
-        raise BadInput(f"{files[0]}: {failure_reason(exc)}", hint=exc.hint) from exc

@@ -19,11 +19,11 @@ from deploykit.core.machine import usable_cores
 from deploykit.core.subprocesses import INSIDE
 from deploykit.engines.engine import Arrays, Closing
 from deploykit.pipelines.connect import StageGraph, input_bytes
-from deploykit.pipelines.failures import StageFailed, failure_reason, stage_error
-from deploykit.pipelines.stages import ModelCalls
+from deploykit.pipelines.stages import ModelCalls, StageFailed, failure_reason, stage_error
 
-# What runs a pipeline for many clients at once: an event loop, models in batches, counters.
+log = logging.getLogger(__name__)
 
+Work = Callable[[], Any]
 Ran = Callable[["Arrays | None", "DeploykitError | None"], None]
 
 
@@ -68,38 +68,54 @@ class Host(Protocol):
         ...
 
 
-# Threads for a stage's own code, which may hang: they never keep the process from ending.
+Given = bytes | str | np.ndarray
+MOST_THREADS = 16  # of a stage; a function holds Python's lock for most of its time
 
-WorkThreads = Callable[[], None]
 
+class LiveStage(Closing):
+    """One stage: `limit` requests at a time, each for `timeout_ms` at most.
 
-class StageThreads(Closing):
-    """Up to `most` daemon threads, started as they are needed, that run one piece of work each."""
+    `model`: the name that the host knows the model by; "" for a function. Its code runs on up to 16
+    daemon threads, started as they are needed: one that hangs does not keep the process from
+    ending.
+    """
 
-    def __init__(self, name: str, most: int) -> None:
-        self._name = name
-        self._most = most
-        self._queue: queue.SimpleQueue[WorkThreads | None] = queue.SimpleQueue()
+    def __init__(
+        self, name: str, graph: StageGraph, model: str, host: Host, labels: Mapping[str, str]
+    ) -> None:
+        self.name = name
+        self.model = model
+        self.timeout_ms = graph.definition.timeout_ms.get(name)
+        own = graph.definition.in_flight.get(name)
+        self.limit = host.limit if own is None else math.ceil(own / host.processes)
+        self._most = min(MOST_THREADS, max(2, usable_cores()), self.limit)
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._idle = 0
+        self._idle = self._started = 0
         self._since: dict[int, float] = {}  # thread -> when its work began
-        self._started = 0
+        self.counts: Counts = host.counts({**labels, "stage": name}, self._queue.qsize)
 
-    @property
-    def waiting(self) -> int:
-        return self._queue.qsize()
+    def enter(self) -> None:
+        """Count a request in. Raises Overloaded."""
+        if self.counts.in_flight >= self.limit:
+            self.counts.record("rejected")
+            raise Overloaded(
+                f"stage '{self.name}' has {self.limit} requests in flight, its limit",
+                hint="try again later",
+            )
+        self.counts.in_flight += 1
 
     def hanging(self, limit_s: float) -> bool:
-        """Whether every thread has been in one piece of work for longer than that."""
+        """Return whether every thread has been in one piece of work for longer than that."""
         began = list(self._since.values())
         end_s = time.monotonic() - limit_s
         return len(began) == self._most and max(began) < end_s
 
-    def submit(self, work: WorkThreads) -> None:
-        """Raises RuntimeError where the system starts no thread."""
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run `work` on a thread. Raises RuntimeError where the system starts none."""
         with self._lock:
             if self._idle <= self._queue.qsize() and self._started < self._most:
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                threading.Thread(target=self._run, name=f"stage {self.name}", daemon=True).start()
                 self._started += 1
         self._queue.put(work)
 
@@ -123,40 +139,6 @@ class StageThreads(Closing):
         """End the threads that have nothing to do; the others end with the process."""
         for _ in range(self._started):
             self._queue.put(None)
-
-
-Given = bytes | str | np.ndarray
-
-MOST_THREADS = 16  # of a stage; a function holds Python's lock for most of its time
-
-
-class LiveStage:
-    """One stage: `limit` requests at a time, each for `timeout_ms` at most.
-
-    `model`: the name that the host knows the model by; "" for a function.
-    """
-
-    def __init__(
-        self, name: str, graph: StageGraph, model: str, host: Host, labels: Mapping[str, str]
-    ) -> None:
-        self.name = name
-        self.model = model
-        self.timeout_ms = graph.definition.timeout_ms.get(name)
-        own = graph.definition.in_flight.get(name)
-        self.limit = host.limit if own is None else math.ceil(own / host.processes)
-        most = min(MOST_THREADS, max(2, usable_cores()), self.limit)
-        self.threads = StageThreads(f"stage {name}", most)
-        self.counts: Counts = host.counts({**labels, "stage": name}, lambda: self.threads.waiting)
-
-    def enter(self) -> None:
-        """Raises Overloaded."""
-        if self.counts.in_flight >= self.limit:
-            self.counts.record("rejected")
-            raise Overloaded(
-                f"stage '{self.name}' has {self.limit} requests in flight, its limit",
-                hint="try again later",
-            )
-        self.counts.in_flight += 1
 
 
 class LivePipeline(Closing):
@@ -211,34 +193,26 @@ class LivePipeline(Closing):
     def why_not_ready(self) -> str | None:
         """The reason in one sentence; None if every stage returns."""
         for stage in self.stages.values():
-            if stage.threads.hanging(2 * self.host.timeout_ms / 1000):
+            if stage.hanging(2 * self.host.timeout_ms / 1000):
                 return f"pipeline '{self.name}': stage '{stage.name}' does not return"
         return None
 
     def close(self) -> None:
         for stage in self.stages.values():
-            stage.threads.close()
-
-
-# One request on its way through a pipeline: each stage begins once it has its arguments.
-#
-# Functions run on the threads of their stage, models in their batches. All other methods run on
-# the
-# event loop's thread.
-
-log = logging.getLogger(__name__)
-
-Work = Callable[[], Any]
-Answer = bytes | Exception  # JSON, or what a stage gave as bytes
+            stage.close()
 
 
 class LiveRun:
-    """Calls `done` once with the answer or the error, unless it is cancelled."""
+    """One request on its way through a pipeline: each stage begins once it has its arguments.
+
+    Functions run on the threads of their stage, models in their batches, all else on the event
+    loop's thread. Calls `done` once with the answer or the error, unless it is cancelled.
+    """
 
     def __init__(
         self,
         pipeline: LivePipeline,
-        done: Callable[[Answer, bool], None],
+        done: Callable[[bytes | Exception, bool], None],
         trace: str | None,
         timeout_us: int | None,
     ) -> None:
@@ -252,10 +226,12 @@ class LiveRun:
         self._values: dict[str, Any] = {}
         self._began_us: dict[str, int] = {}  # of the stages that have begun
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._calls: dict[
-            LiveStage, list[Callable[[], object]]
-        ] = {}  # of the stages whose model runs
-        self._left = {name: each.after(self._stages) for name, each in self._graph.items()}
+        # of the stages whose model runs
+        self._calls: dict[LiveStage, list[Callable[[], object]]] = {}
+        self._left = {
+            name: {s.stage for s in each.arguments.values() if s.stage in self._stages}
+            for name, each in self._graph.items()
+        }
         self.over = False
 
     def start(self, read: Callable[[], tuple[Any, int]], reserve: Callable[[int], bool]) -> None:
@@ -274,8 +250,6 @@ class LiveRun:
         """The client has gone: stages that have not begun are not run."""
         if not self.over:
             self._end("cancelled")
-
-    # -- stages ------------------------------------------------------------------------------------
 
     def _admit(
         self, stage: LiveStage, reserve: Callable[[int], bool], read: tuple[Any, int]
@@ -329,7 +303,7 @@ class LiveRun:
                 del value, error
 
         try:
-            stage.threads.submit(job)
+            stage.submit(job)
         except RuntimeError as exc:
             self._leave(stage)
             log.warning("stage '%s': no thread can be started: %s", stage.name, exc)
@@ -377,8 +351,6 @@ class LiveRun:
                 del self._left[each]
                 self._begin(each)
 
-    # -- models ------------------------------------------------------------------------------------
-
     def _prepare(self, stage: LiveStage) -> ModelCalls:
         max_rows = self._pipeline.host.max_rows(stage.model)
         return self._graph[stage.name].prepare([self._values], max_rows)
@@ -422,8 +394,6 @@ class LiveRun:
         found = self._graph[stage.name].collect(calls, outputs)
         value = found if self._graph[stage.name].each else found[0]
         return self._encode(value) if stage.name == self._answer else value
-
-    # -- the end -----------------------------------------------------------------------------------
 
     def _expire(self, name: str | None) -> None:
         """The time of one stage is over, or that of the request."""

@@ -1,35 +1,88 @@
-"""Pipelines: open one with its models, run it on files, and describe it to the server."""
+"""Open a pipeline with its models, run it on files, and hand it to a server."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.files import StrPath, atomic_write
+from deploykit.core.json_value import Record
 from deploykit.engines.batching import prove_rows
-from deploykit.engines.engine import Engine
+from deploykit.engines.engine import Closing, Engine
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.evaluation.outputs import ANSWERS, claim
 from deploykit.evaluation.verify import open_proven
-from deploykit.pipelines.connect import connect_engines
-from deploykit.pipelines.file import (
-    AnsweredFiles,
-    answer_files,
-    files_of_models,
-    input_files,
-    name_models_of,
-    read_pipeline,
-)
+from deploykit.pipelines.connect import StageGraph, connect_engines
+from deploykit.pipelines.file import files_of_models, input_files, read_pipeline
 from deploykit.pipelines.live import Host, LivePipeline
-from deploykit.pipelines.run import OpenPipeline
+from deploykit.pipelines.stages import WiredStage, failure_reason, named
 
 log = logging.getLogger(__name__)
+
+
+class OpenPipeline(Closing):
+    """A checked graph and the engines of its models, which it closes; one thread at a time.
+
+    `max_rows`: of a model's call; 0 where its rows may not be joined.
+    """
+
+    def __init__(
+        self, graph: StageGraph, engines: Mapping[str, Engine], max_rows: Mapping[str, int]
+    ) -> None:
+        self.graph = graph
+        self.engines = engines
+        self._max_rows = max_rows
+
+    @property
+    def device(self) -> str:
+        """Those of its models."""
+        return " and ".join(sorted({each.device for each in self.engines.values()})) or "cpu"
+
+    def __call__(self, value: Any) -> Any:
+        """Answer one request. Raises StageFailed, and what a stage raises of our errors."""
+        return self.run([value])[0]
+
+    def run(
+        self, inputs: Sequence[Any], on_stage: Callable[[str, float], None] | None = None
+    ) -> list[Any]:
+        """Answer several requests, whose rows a model runs together.
+
+        `on_stage` gets the seconds of each stage.
+        """
+        values = [{self.graph.input: each} for each in inputs]
+        for name, stage in self.graph.stages.items():
+            began_s = time.perf_counter()
+            given = (
+                [stage.run(each) for each in values]
+                if stage.ports is None
+                else self._run_model(stage, values)
+            )
+            for each, value in zip(values, given, strict=True):
+                each[name] = value
+            if on_stage is not None:
+                on_stage(name, time.perf_counter() - began_s)
+        return [each[self.graph.answer] for each in values]
+
+    def _run_model(self, stage: WiredStage, values: Sequence[Mapping[str, Any]]) -> list[Any]:
+        prepared = stage.prepare(values, self._max_rows[stage.name])
+        with named(stage.name):
+            outputs = [self.engines[stage.name](call.feeds) for call in prepared.calls]
+        found = iter(stage.collect(prepared, outputs))
+        given = [[next(found) for _ in stage.items(each)] for each in values]
+        return given if stage.each else [each[0] for each in given]
+
+    def close(self) -> None:
+        for engine in self.engines.values():
+            engine.close()
 
 
 def pipeline(
@@ -46,7 +99,6 @@ def pipeline(
     Reading the file runs its code. `batch`: most rows of a model's call. Raises BadInput for a
     pipeline that cannot run, NotFound, and as `load` does for its models.
     """
-
     if batch < 1:
         raise BadInput(f"`batch` must be 1 or more, got {batch}")
     definition = read_pipeline(Path(path))
@@ -67,36 +119,16 @@ def pipeline(
     return OpenPipeline(graph, engines, rows)
 
 
-class ServedPipelines:
-    """The pipelines of a server by name, and in `files` the models of all, with those of `models`.
+@dataclass(frozen=True)
+class AnsweredFiles(Record):
+    """What a pipeline answered: `answers` by file, or in `path`, one JSON line each."""
 
-    A model of a pipeline is served as PIPELINE.STAGE, unless its file is served already. Raises
-    BadInput for a name that is taken, and for a pipeline's file that cannot be read.
-    """
-
-    def __init__(self, pipelines: Mapping[str, Path], models: Mapping[str, Path]) -> None:
-
-        self._definitions = {name: read_pipeline(path) for name, path in pipelines.items()}
-        self.files, self._stages = name_models_of(self._definitions, models)
-
-    def live(
-        self, models: Mapping[str, Sequence[Engine]]
-    ) -> dict[str, Callable[[Host], LivePipeline]]:
-        """Check the pipelines; `models`: the opened ones of `files`."""
-
-        found: dict[str, Callable[[Host], LivePipeline]] = {}
-        for name, definition in self._definitions.items():
-            stages = self._stages[name]
-            engines = {stage: models[model][0] for stage, model in stages.items()}
-            found[name] = partial(LivePipeline, name, connect_engines(definition, engines), stages)
-        return found
-
-
-def models_to_serve(
-    pipelines: Mapping[str, Path], models: Mapping[str, Path], _on_progress: object = None
-) -> dict[str, Path]:
-    """The `files` of `ServedPipelines`."""
-    return ServedPipelines(pipelines, models).files
+    pipeline: str
+    files: int
+    seconds: float
+    device: str
+    path: Path | None
+    answers: Mapping[str, Any]
 
 
 def predict_files(
@@ -116,10 +148,10 @@ def predict_files(
     `batch`: files at a time, whose rows a model runs together. Raises as `pipeline` does, and
     BadInput naming the file and the stage that could not answer; then nothing is written.
     """
-
     files, out = input_files(data), None if out is None else Path(out)
     if out is not None:
         out = claim(out, ANSWERS, (path, *data), force=force)
+    answers: dict[str, Any] = {}
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(sys.stderr))  # what stages print
         opened = stack.enter_context(
@@ -129,6 +161,76 @@ def predict_files(
         if out is not None:
             target = stack.enter_context(stack.enter_context(atomic_write(out)).open("w"))
         started_s = time.perf_counter()
-        answers = answer_files(opened, files, batch, target, on_progress)
+        for at in range(0, len(files), batch):
+            several = files[at : at + batch]
+            for file, answer in zip(several, _answer(opened, several), strict=True):
+                if target is None:
+                    answers[str(file)] = answer
+                else:
+                    target.write(json.dumps({"file": str(file), "answer": answer}) + "\n")
+            done = at + len(several)
+            on_progress(f"{done}/{len(files)} files", done / len(files))
         seconds = time.perf_counter() - started_s
     return AnsweredFiles(Path(path).name, len(files), seconds, opened.device, out, answers)
+
+
+def _answer(opened: OpenPipeline, files: Sequence[Path]) -> list[Any]:
+    """Return the answers as JSON values. Raises BadInput naming the file."""
+    graph, inputs = opened.graph, list[Any]()
+    for file in files:
+        try:
+            inputs.append(graph.read(file.read_bytes()))
+        except BadInput as exc:
+            raise BadInput(f"{file}: {exc.message}", hint=exc.hint) from exc
+    try:
+        return [graph.answer_json(each) for each in opened.run(inputs)]
+    except DeploykitError as exc:
+        if len(files) > 1:  # which of them?
+            for file in files:
+                _answer(opened, [file])
+        raise BadInput(f"{files[0]}: {failure_reason(exc)}", hint=exc.hint) from exc
+
+
+class ServedPipelines:
+    """The pipelines of a server by name, and in `files` the models of all, with those of `models`.
+
+    A model of a pipeline is served as PIPELINE.STAGE, unless its file is served already. Raises
+    BadInput for a name that is taken, and for a pipeline's file that cannot be read.
+    """
+
+    def __init__(self, pipelines: Mapping[str, Path], models: Mapping[str, Path]) -> None:
+        self._definitions = {name: read_pipeline(path) for name, path in pipelines.items()}
+        self._stages: dict[str, dict[str, str]] = {}  # pipeline -> stage -> model
+        self.files = dict(models)
+        for name, definition in self._definitions.items():
+            served = {file.resolve(): model for model, file in self.files.items()}
+            self._stages[name] = {
+                stage: served.get(file.resolve(), f"{name}.{stage}")
+                for stage, file in files_of_models(definition).items()
+            }
+            for stage, model in self._stages[name].items():
+                self.files.setdefault(model, definition.models[stage])
+        for name in self._definitions:
+            if name in self.files:
+                raise BadInput(
+                    f"the name '{name}' is that of a model and of a pipeline",
+                    hint="give the pipeline another: NAME=FILE",
+                )
+
+    def live(
+        self, models: Mapping[str, Sequence[Engine]]
+    ) -> dict[str, Callable[[Host], LivePipeline]]:
+        """Check the pipelines; `models`: the opened ones of `files`."""
+        found: dict[str, Callable[[Host], LivePipeline]] = {}
+        for name, definition in self._definitions.items():
+            stages = self._stages[name]
+            engines = {stage: models[model][0] for stage, model in stages.items()}
+            found[name] = partial(LivePipeline, name, connect_engines(definition, engines), stages)
+        return found
+
+
+def models_to_serve(
+    pipelines: Mapping[str, Path], models: Mapping[str, Path], _on_progress: object = None
+) -> dict[str, Path]:
+    """Return the `files` of `ServedPipelines`."""
+    return ServedPipelines(pipelines, models).files

@@ -23,7 +23,7 @@ from deploykit.engines.tasks.images import (
     PlacedImage,
     place,
 )
-from deploykit.pipelines.failures import StageFailed
+from deploykit.pipelines.stages import StageFailed
 
 
 def read_pixels(data: bytes) -> np.ndarray:

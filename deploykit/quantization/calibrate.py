@@ -3,7 +3,7 @@
 The same `Calibration` serves the range guard of float16 (every value seen) and the scales of INT8
 and FP8 (outliers left out, where the method does so).
 
-Which method loses least depends on the model (`benchmarks/calibrators.py`): all share the one pass,
+Which method loses least depends on the model (`benchmarks/README.md`): all share the one pass,
 and the caller chooses by the error that each makes at the outputs.
 """
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from deploykit.evaluation.formatting import MISSING, SPACE, count, number, percent, spread
 from deploykit.evaluation.latency import percentile_ms
-from deploykit.reporting.charts import BOUND, Bars, Chart, Figure, Mark, Series, short
+from deploykit.reporting.charts import BOUND, Bars, Chart, Figure, Mark, Series
 from deploykit.reporting.tables import (
     JsonRows as Json,
 )
@@ -65,35 +65,6 @@ def waterfall(document: Json) -> Bars | None:
         looks=tuple(look[name] for name, _ in bars),
         columns=("setup", "batch", "compute (ms)", "copies and launches (ms)", "whole (ms)"),
         rows=tuple(rows),
-    )
-
-
-def request_waterfall(document: Json) -> Bars | None:
-    """What a request is made of at each load, where the server reports its own times."""
-    served = [result for result in document["serving"] if result["stages_ms"]]
-    if not served:
-        return None
-    parts = tuple(dict.fromkeys(name for result in served for name in result["stages_ms"]))
-    bars = [
-        (load_label(result), tuple(float(result["stages_ms"].get(name, 0.0)) for name in parts))
-        for result in served
-    ]
-    sentences = []
-    for label, values in bars:
-        most = max(range(len(parts)), key=values.__getitem__)
-        share = 100 * values[most] / max(sum(values), 1e-12)
-        sentences.append(f"{label}: {parts[most]} takes {share:.0f}{SPACE}%")
-    return Bars(
-        name="request",
-        title="Where the time of a request goes",
-        finding="; ".join(sentences) + ". Means of all answers; decode to encode by the server's "
-        "own statistics, wire is the rest: network, kernel, and the wait for a connection.",
-        x_label="time of one request (ms)",
-        parts=parts,
-        bars=tuple(bars),
-        look=after_setups(document),
-        columns=("load", *(f"{name} (ms)" for name in parts), "whole (ms)"),
-        rows=tuple((label, *map(number, (*values, sum(values)))) for label, values in bars),
     )
 
 
@@ -260,7 +231,7 @@ def _bars(document: Json, found: Json) -> Bars:
         finding=takes + layer_note(found),
         x_label="time in one call (ms)",
         parts=("",),
-        bars=tuple((f"{short(each['name'], 30)} · {each['op']}", (each["ms"],)) for each in top),
+        bars=tuple((f"{each['name']} · {each['op']}", (each["ms"],)) for each in top),
         look=after_setups(document),
         columns=COLUMNS,
         rows=tuple(layer_rows(found)),
@@ -389,11 +360,7 @@ def charts(document: Json) -> tuple[list[Figure], list[str]]:
     drawn += [figure for figure in others.values() if figure]
     on_gpu = roofline(document, GPU_ROOFLINE)
     drawn += [*([on_gpu] if on_gpu else []), *layers_chart(document), *gpu_charts(document)]
-    missing = [
-        _MISSING[make]
-        for make, figure in others.items()
-        if not figure and (make is not request_waterfall or document["serving"])
-    ]
+    missing = [_MISSING[make] for make, figure in others.items() if not figure]
     if not points:
         missing.insert(0, "Latency and throughput of the engines were not measured.")
     if wrong:
@@ -542,5 +509,4 @@ _MISSING: Mapping[Callable[[Json], Figure | None], str] = {  # charts, and what 
     roofline: "The roofline is not drawn: the limits of the machine were not measured.",
     _accuracy: "Accuracy against latency is not drawn: one of the two was not measured.",
     served_chart: "The latency of requests was not measured.",
-    request_waterfall: "Where the time of a request goes is not drawn: no server reported it.",
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 from deploykit.core.files import asset
 from deploykit.evaluation.html_tables import Table, _e, html_table
-from deploykit.reporting.charts import NARROW, Figure, draw
+from deploykit.reporting.charts import Figure, draw
 from deploykit.reporting.figures import charts
 from deploykit.reporting.tables import best_by_batch, details, machine, summary
 
@@ -106,12 +106,11 @@ def section_html(title: str, name: str, content: str) -> str:
 
 
 def figure_html(figure: Figure) -> str:
-    """A chart, its finding, and its data as a table; it is drawn for wide and for narrow pages."""
+    """Return a chart with its finding, and its data as a table."""
     names = [i for i, name in enumerate(figure.columns) if name in _NAMES]
     table = Table(figure.title, figure.columns, figure.rows, tuple(names))
     return (
-        f'<figure><h2>{_e(figure.title)}</h2><div class="broad">{draw(figure)}</div>'
-        f'<div class="slim">{draw(figure, NARROW)}</div>'
+        f"<figure><h2>{_e(figure.title)}</h2>{draw(figure)}"
         f"<figcaption>{_e(figure.finding)}</figcaption><details><summary>The figures of this chart"
         f"</summary>{html_table(table, caption=False)}</details></figure>"
     )

@@ -24,11 +24,9 @@ class LoadResult(Record):
     share of a connection's time that the generator took. `limits`: why the figures describe the
     generator, not the server; `generator_limited` where there is any. `sustained`: whether the
     server kept up with an open loop. `server`: what it says of itself, with the model's file and
-    hash; `options`: the model's, as it is served. `stages_ms`: "decode", "queue", "compute" and
-    "encode" as the server's own statistics have them, those that it has, and "wire", the rest of
-    what the client measured, with the warm-up; {} where they are not of this run. `outside`: the
-    load of other processes on this machine, the generator's and those of a server here left out;
-    `marks`: why there is no verdict for it.
+    hash; `options`: the model's, as it is served. `outside`: the load of other processes on this
+    machine, the generator's and those of a server here left out; `marks`: why there is no verdict
+    for it.
     """
 
     url: str
@@ -69,7 +67,6 @@ class LoadResult(Record):
     sends: str = ""  # what requests hold that are not tensors
     server: Mapping[str, str] = field(default_factory=dict)  # what it says of itself
     options: Mapping[str, Any] = field(default_factory=dict)
-    stages_ms: Mapping[str, float] = field(default_factory=dict)  # mean, of requests with success
     outside: Outside | None = None
     marks: tuple[str, ...] = ()
     unmet: tuple[str, ...] = ()  # conditions by which the run fails, with the figures

@@ -23,7 +23,7 @@ from deploykit.core.machine import natural_number, usable_cores
 from deploykit.core.memory import does_not_fit, lacks_memory
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.training.distributed import Processes
-from deploykit.training.options import MOST_WORKERS, Settings
+from deploykit.training.options import Settings
 
 # Make the next batches while a step runs, and measure how long a step waited for its batch.
 
@@ -101,10 +101,9 @@ class WaitClock:
 # Random changes of training images: crop, flip, rotation and colour.
 #
 # Written once, in torch, for bytes and floats, on the CPU and on a GPU. A pixel comes from
-# operations
-# that each round once, and the only sum is one of integers, so that a sample is the same to the
-# last
-# bit in any batch, on any number of threads and on either processor. Labels stay as they are.
+# operations that each round once, and the only sum is one of integers, so that a sample is the same
+# to the last bit in any batch, on any number of threads and on either processor. Labels stay as
+# they are.
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 DRAWS = 8  # random numbers that a sample takes
@@ -457,32 +456,36 @@ class Loader:
         if share < LIMITING:
             waited = f"the steps waited for data in {share:.1%} of the time"
         else:
-            more = "more " if self.batches.workers else ""
-            cure = f"{more}`workers` make batches ahead of the steps where cores are free"
-            waited = f"the data loader was the limit: {share:.0%} of the time; {cure}"
+            cure = "; more cores would make batches ahead" if self.batches.workers else ""
+            waited = f"the data loader was the limit: {share:.0%} of the time{cure}"
         return [each for each in (self.note, waited) if each]
 
 
+def make_batches(
+    recipe: Recipe,
+    train: Split,
+    settings: Settings,
+    group: Processes,
+    augment_on: torch.device | None = None,
+) -> Batches:
+    """Make the batches of a run; where the CPU augments, each free core makes some ahead.
+
+    Raises BadInput where the recipe has nothing to augment.
+    """
+    augmentation = make_augmentation(recipe, train, augment_on) if augment_on else None
+    workers = max(1, free_cores(settings.device)) if augment_on == CPU else 0
+    seed = settings.options.seed
+    return Batches(train, settings.device, settings.batch_size, seed, group, augmentation, workers)
+
+
 def make_loader(recipe: Recipe, train: Split, settings: Settings, group: Processes) -> Loader:
-    """The batches of a run. Raises BadInput where the recipe has nothing to augment."""
-    options, device, size = settings.options, settings.device, settings.batch_size
-
-    def make(where: torch.device | None) -> Batches:
-        augmentation, workers = None, options.workers or 0
-        if where is not None:
-            augmentation = make_augmentation(recipe, train, where)
-            if where == CPU and options.workers is None:
-                workers = max(1, free_cores(device))
-        return Batches(train, device, size, options.seed, group, augmentation, workers)
-
+    """Make the batches of a run, augmented on the faster processor. Raises BadInput."""
     if not settings.augment:
-        return Loader(make(None))
-    if device.type == "cpu":
-        return Loader(make(CPU), "augmentation runs on the CPU, as the training does")
-    if options.augment_on != "auto":
-        where = CPU if options.augment_on == "cpu" else device
-        return Loader(make(where), f"augmentation runs on {where.type}, as `augment_on` says")
-    return _faster(make(CPU), make(device))
+        return Loader(make_batches(recipe, train, settings, group))
+    on_cpu = make_batches(recipe, train, settings, group, CPU)
+    if settings.device.type == "cpu":
+        return Loader(on_cpu, "augmentation runs on the CPU, as the training does")
+    return _faster(on_cpu, make_batches(recipe, train, settings, group, settings.device))
 
 
 def _faster(on_cpu: Batches, on_gpu: Batches) -> Loader:
@@ -517,7 +520,7 @@ def free_cores(device: torch.device) -> int:
     """Cores that no step computes on, of those that each process of this machine can have."""
     processes = natural_number(os.environ.get("LOCAL_WORLD_SIZE", "")) or 1
     used = torch.get_num_threads() if device.type == "cpu" else 1
-    return min(MOST_WORKERS, max(0, usable_cores() // processes - used))
+    return max(0, usable_cores() // processes - used)
 
 
 # What the recipes that classify images share: scikit-learn's digits as data, and their metric.

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,13 +22,13 @@ import numpy as np
 import torch
 
 from deploykit.core.errors import BadInput, Unsupported, first_line
+from deploykit.core.extras import require
 from deploykit.core.files import check_readable
 from deploykit.core.memory import check_fits, does_not_fit, lacks_memory, memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.engines.torch.loaded import before
 from deploykit.engines.torch.open import save_whole
 from deploykit.engines.torch.weights import copy_weights, list_names
-from deploykit.training.curve import EventFile
 from deploykit.training.data import check_labels, describe_augment, make_loader, tensors
 from deploykit.training.distributed import Processes, measure_scaling, parallel, whole_state
 from deploykit.training.options import (
@@ -67,7 +67,7 @@ class Stepper:
         alone: bool = True,
     ) -> None:
         self.alone = alone  # else the other processes would wait for the parts of a batch
-        self.run, self.loss, self.settings = run, recipe.loss, settings
+        self.run, self.loss, self.clip_norm = run, recipe.loss, recipe.clip_norm
         self.device, slower = settings.device, settings.options.unfreeze or 1.0
         self.weights = [each for each in run.parameters() if each.requires_grad]
         slow = {id(each) for each in slowly}
@@ -77,7 +77,7 @@ class Stepper:
         ]
         groups = [group for group in groups if group["params"]]
         self.optimiser = torch.optim.Adam(groups, lr=recipe.learning_rate)
-        self.schedule = make_schedule(settings.schedule, self.optimiser, steps)
+        self.schedule = make_schedule(recipe.schedule, self.optimiser, steps)
         self.parts, self.tried, self.updated = 1, 0, 0
         self.optimiser.register_step_post_hook(self._count)
         self.use(settings.amp_dtype)
@@ -160,9 +160,9 @@ class Stepper:
         return torch.autocast(self.device.type, dtype=self.amp_dtype)
 
     def _update(self) -> None:
-        if self.settings.clip_norm is not None:
+        if self.clip_norm is not None:
             self.scaler.unscale_(self.optimiser)
-            torch.nn.utils.clip_grad_norm_(self.weights, self.settings.clip_norm)
+            torch.nn.utils.clip_grad_norm_(self.weights, self.clip_norm)
         before = self.updated
         self.tried += 1
         self.scaler.step(self.optimiser)
@@ -203,6 +203,24 @@ def make_schedule(
     return kinds.ConstantLR(optimiser, factor=1.0, total_iters=1)
 
 
+class EventFile:
+    """TensorBoard's event files in `folder`. Raises MissingExtra where tensorboard is missing."""
+
+    def __init__(self, folder: Path) -> None:
+        require("tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder))
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        for name, value in entry.items():
+            if name != "epoch" and value is not None:
+                self.writer.add_scalar(name, value, entry["epoch"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
 # A recipe's metric for each sample of a split.
 
 _SAMPLES = 256  # at once
@@ -236,8 +254,7 @@ def score_module(module: torch.nn.Module, recipe: Recipe, split: Split) -> np.nd
 
 # The whole state of a run in one file, from which it goes on exactly as if it had not stopped.
 #
-# The file is replaced whole after each epoch: a run that is killed while it writes leaves the
-# state
+# The file is replaced whole after each epoch: a run that is killed while it writes leaves the state
 # of the epoch before. It holds tensors, numbers and strings; opening it runs no code.
 
 VERSION = 1
@@ -561,8 +578,8 @@ class Run:
                 "epochs": settings.epochs,
                 "batch_size": settings.batch_size,
                 "seed": options.seed,
-                "schedule": settings.schedule,
-                "clip_norm": settings.clip_norm,
+                "schedule": recipe.schedule,
+                "clip_norm": recipe.clip_norm,
                 "patience": options.patience,
                 "precision": settings.precision,
                 "learning_rate": recipe.learning_rate,
@@ -612,7 +629,7 @@ class Run:
             both = ", in mixed precision and in float32" if start is not None else ""
             raise Unsupported(
                 f"training diverged: the loss is {loss} in epoch {len(self.history) + 1}{both}",
-                hint="lower the recipe's learning rate, or limit the gradients (`clip_norm`)",
+                hint="lower the recipe's learning_rate, or limit the gradients (its clip_norm)",
             )
         self.seconds += seconds
         score = self._validate()
@@ -770,8 +787,8 @@ class Run:
             "tf32": settings.tf32,
             "compile": settings.options.compile,
             "channels_last": settings.channels_last,
-            "schedule": settings.schedule,
-            "clip_norm": settings.clip_norm,
+            "schedule": self.recipe.schedule,
+            "clip_norm": self.recipe.clip_norm,
             "seed": settings.options.seed,
             "train_samples": samples,
             "train_seconds": round(self.seconds, 3),

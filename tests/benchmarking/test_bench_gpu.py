@@ -16,7 +16,7 @@ from deploykit.benchmarking.columns import open_entries
 from deploykit.core.errors import BadInput, OutOfMemory
 from deploykit.core.profile import load_profile
 from deploykit.planning import probe
-from tests.gpu.cpu_as_gpu import NOTE, cpu_as_gpu
+from scripts.gpu.cpu_as_gpu import NOTE, cpu_as_gpu
 from tests.support.calibrations import keep_round_calibration
 from tests.support.onnx_zoo import mnist_like, save
 

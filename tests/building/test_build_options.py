@@ -17,7 +17,6 @@ from tests.support.onnx_zoo import make, mnist_like, save
 @pytest.mark.parametrize(
     ("profile", "option", "message"),
     [
-        ("l4", {"workspace": "4X"}, "'4X' is not a size"),
         ("l4", {"device": -1}, "must be the number of a GPU, got -1"),
         ("l4", {"plugins": (Path("nope.so"),)}, "no such plugin library"),
         ("l4", {"batch": "8,1,2"}, "batch"),

@@ -12,12 +12,12 @@ import pytest
 from deploykit.building.tensorrt import build as tensorrt
 from deploykit.building.tensorrt import module
 from deploykit.building.tensorrt.build import build, precision_flags
-from deploykit.building.tensorrt.options import Options, parse_workspace
-from deploykit.core.errors import BadInput, MissingExtra, NotFound, Unsupported
+from deploykit.building.tensorrt.options import Options
+from deploykit.core.errors import MissingExtra, NotFound, Unsupported
 from deploykit.core.extras import install_command
 from deploykit.core.files import sha256
 from deploykit.core.profile import load_profile
-from tests.nvidia import fetch
+from scripts.nvidia import fetch
 from tests.support.builders.fake_tensorrt import Severity
 from tests.support.builders.tensorrt_fixtures import (  # noqa: F401
     BATCH,
@@ -59,21 +59,12 @@ def test_strong_typing_is_asked_for_by_name(use: Use, model: Path, out: Path, nu
 
 def test_profile_and_options_reach_the_builder(use: Use, model: Path, out: Path) -> None:
     does = use()
-    build(model, out, options(level=4, version_compatible=True))
+    build(model, out, options(version_compatible=True))
     config = does.seen["config"]
     assert does.seen["shapes"] == {"x": ((1, 4), (4, 4), (8, 4))}
     assert does.seen["WORKSPACE"] == load_profile("l4").workspace_bytes
-    assert config.builder_optimization_level == 4
     assert config.profiling_verbosity == "DETAILED"
     assert config.flags == ["VERSION_COMPATIBLE"]
-
-
-def test_a_workspace_that_was_asked_for_replaces_the_profiles(
-    use: Use, model: Path, out: Path
-) -> None:
-    does = use()
-    build(model, out, options(workspace_bytes=1 << 20))
-    assert does.seen["WORKSPACE"] == 1 << 20
 
 
 @pytest.mark.parametrize("version", ["8.6.2", "8.5.2.2", "7.1"])
@@ -266,19 +257,6 @@ def test_warnings_of_the_builder_become_notes_each_once(use: Use, model: Path, o
     notes = [note for note in build(model, out, options()).notes if "warn" in note]
     assert notes[:2] == [f"TensorRT warns: weights of conv{n} overflow" for n in range(2)]
     assert (len(notes), notes[5]) == (6, "TensorRT gave 2 more warnings: see `--debug`")
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("512M", 512 << 20), ("4G", 4 << 30), ("1GiB", 1 << 30), ("300", 300 << 20)]
-)
-def test_a_workspace_is_a_size(text: str, size: int) -> None:
-    assert parse_workspace(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "many", "1.5G", "4T"])
-def test_a_workspace_that_is_no_size_is_bad_input(text: str) -> None:
-    with pytest.raises(BadInput, match="`workspace`"):
-        parse_workspace(text)
 
 
 # log lines, types, TensorRT for RTX

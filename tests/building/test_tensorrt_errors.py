@@ -115,15 +115,6 @@ def test_progress_from_several_threads_never_falls_and_comes_one_call_at_a_time(
 # what is refused before TensorRT is asked
 
 
-@pytest.mark.parametrize("level", [-1, 6])
-def test_an_optimisation_level_that_does_not_exist_is_bad_input(
-    use: Use, model: Path, out: Path, level: int
-) -> None:
-    use()
-    with pytest.raises(BadInput, match="`level` must be 0 to 5"):
-        build(model, out, options(level=level))
-
-
 def test_an_unknown_flavour_is_bad_input(model: Path, out: Path) -> None:
     with pytest.raises(BadInput, match="`flavour`: unknown value 'lite"):
         build(model, out, options(flavour="lite"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from deploykit.cli.help import reference
+from deploykit.cli.commands import reference
 from deploykit.cli.main import app
 from tests.support.cli.command import Run
 

@@ -18,7 +18,7 @@ from tests.support.installed import needs
 needs("cuda")
 
 _NAMES = ("cuda", "cuda_driver", "cuda_errors", "cuda_graphs", "tensorrt", "tensorrt_failures")
-SUITE = ["tests/cuda/test_driver_cases.py", *(f"tests/runtimes/test_{name}.py" for name in _NAMES)]
+SUITE = ["tests/cuda/test_driver_cases.py", *(f"tests/engines/test_{name}.py" for name in _NAMES)]
 
 
 def test_the_cuda_layer_passes_its_tests_through_the_real_bindings(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deploykit.core.machine import this_machine
-from tests.gpu.steps import PYTHON, ROOT, Result, Step
+from scripts.gpu.steps import PYTHON, ROOT, Result, Step
 
 sys.path[:0] = [str(ROOT / "benchmarks" / "serve"), str(ROOT / "benchmarks")]
 
@@ -147,7 +147,6 @@ def test_parts_of_the_servers_benchmark_can_be_chosen(tmp_path: Path) -> None:
     served = ["make the model", "the engine alone", "served by 1", "served by 16"]
     assert titles("workers") == served
     assert titles("front-ends") == ["no engine, 1", "no engine, 16"]
-    assert titles("decoding", "workers") == [*served, "Pillow and nvJPEG"]
 
 
 def test_a_load_that_failed_is_a_row_with_the_reason_and_no_figure() -> None:
@@ -163,24 +162,13 @@ def test_a_load_that_failed_is_a_row_with_the_reason_and_no_figure() -> None:
     }
     doubtful = {**good, "achieved_per_s": {"value": 450.0}, "limits": ["the generator was late"]}
     rows = [
-        {**row, "workers": 1, **good, "stages_ms": {"decode": 0.5, "wire": 0.25}},
+        {**row, "workers": 1, **good},
         {**row, "workers": 2, "error": "not reachable"},
-        {**row, "workers": 4, **doubtful, "stages_ms": {}},
+        {**row, "workers": 4, **doubtful},
     ]
     *_, first, second, third = gpu_serve.served_table(rows)
     begin = "| JPEG | 32 |"
-    assert first == f"{begin} 1 | 900 | 1.00 | 1 | – | 80 | – | – | decode 0.5, wire 0.25 |"
+    assert first == f"{begin} 1 | 900 | 1.00 | 1 | – | 80 | – | – |  |"
     assert second.startswith(f"{begin} 2 | not measured: not reachable |")
     assert second.count("|") == first.count("|")
-    assert third.endswith("| 0.50 | 1 | – | 80 | – | – | not reported ✗ the generator was late |")
-
-
-def test_decoding_that_cannot_run_here_has_the_reason() -> None:
-    size = {"jpeg": "640x427", "bytes": 2048}
-    rows = [
-        {**size, "way": "Pillow, one core", "per_s": 431.26},
-        {**size, "way": "nvJPEG", "per_s": None, "why": "this torch sees no GPU"},
-    ]
-    *_, first, second = gpu_serve.decoding(rows)
-    assert first == "| 640x427, 2 KiB | Pillow, one core | 431.3 |  |"
-    assert second == "| 640x427, 2 KiB | nvJPEG | not measured: this torch sees no GPU |  |"
+    assert third.endswith("| 0.50 | 1 | – | 80 | – | – | ✗ the generator was late |")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu import carry, server, session
-from tests.gpu.steps import PYTHON, ROOT, Result, Step
-from tests.nvidia import fetch
+from scripts.gpu import carry, server, session
+from scripts.gpu.steps import PYTHON, ROOT, Result, Step
+from scripts.nvidia import fetch
 
 METRICS = """# TYPE nv_gpu_memory_used_bytes gauge
 nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"} 1.5e+09
@@ -22,7 +22,7 @@ nv_gpu_utilization{gpu_uuid="GPU-1"} 0.5
 def test_what_matters_comes_first_and_each_step_has_a_limit(tmp_path: Path) -> None:
     found = list(session.planned(tmp_path, tmp_path))
     parts = [step.part for step in found]
-    assert parts[:7] == ["probe", "train", "train", "train", "cuda", "session", "path"]
+    assert parts[:6] == ["probe", "train", "train", "train", "cuda", "session"]
     assert (parts[-2], found[-1].title) == ("faults", "a server under load")
     assert "TensorRT" not in " ".join(step.title for step in found if not step.skip)
     assert all(0 < step.limit_s <= 120 for step in found if not step.skip)
@@ -86,7 +86,7 @@ def test_waiting_leaves_the_lock_on_our_own_cuda_driver(tmp_path: Path) -> None:
         pytest.skip(str(exc))
     small = {"FAKECUDA_TOTAL": str(4 << 20), "FAKECUDA_WAIT_MS": "100"}
     done = subprocess.run(
-        [PYTHON, "-m", "tests.gpu.lock"],
+        [PYTHON, "-m", "scripts.gpu.lock"],
         cwd=ROOT,
         capture_output=True,
         text=True,

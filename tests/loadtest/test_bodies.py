@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import deploykit as dk
-from deploykit.loadtest.bodies import BodyCheck
+from deploykit.loadtest.check import BodyCheck
 from deploykit.loadtest.load import load_test
 from deploykit.pipelines.pipeline import predict_files
 from tests.support.installed import needs
@@ -51,14 +51,11 @@ def urls(server: dk.RunningServer) -> tuple[str, str]:
 
 def test_files_are_sent_to_a_pipeline_and_to_a_task(server: dk.RunningServer, folder: Path) -> None:
     for url, model in [*product(urls(server), ["tiles"]), (urls(server)[1], "classify")]:
-        found = load(url, run=load_test, model=model, data=folder / "pages", **QUICK)
+        found = load(url, model=model, data=folder / "pages", **QUICK)
         assert (found.failed, found.ok > 0) == (0, True), found.errors
         assert found.sends.startswith("3 image/png, ")
         assert found.sends.endswith("bytes: 0.png, 1.png, 2.png")
         assert not found.shapes
-        if model == "tiles":
-            stages = {"queue", "page", "crops", "colours", "answer", "wire"}
-            assert found.stages_ms.keys() == stages, found.notes
 
 
 def test_sentences_are_sent_in_the_open_loop_and_they_are_in_the_report(
@@ -80,11 +77,11 @@ def test_an_answer_that_is_not_the_expected_one_has_failed(
 ) -> None:
     path = folder / "answers.jsonl"
     predict_files(folder / "tiles.py", [folder / "pages"], path)
-    found = load(urls(server)[1], run=load_test, model="tiles", expect=path, **QUICK)
+    found = load(urls(server)[1], model="tiles", expect=path, **QUICK)
     assert (found.failed, found.ok > 0) == (0, True), found.errors
     path.write_text(path.read_text().replace("green", "greem"))
     enough = at_least(3)  # each file once
-    found = load(server.url, enough=enough, run=load_test, model="tiles", expect=path, **QUICK)
+    found = load(server.url, enough=enough, model="tiles", expect=path, **QUICK)
     assert found.failed > 0
     assert found.ok > 0  # of the other two files
     assert found.first_error == "a wrong answer: it differs by more than 0.001"
@@ -134,8 +131,8 @@ def test_what_cannot_be_sent_is_one_line(
 def test_numbers_may_differ_by_the_bound_and_nothing_else(
     right: Any, got: Any, equal: bool
 ) -> None:
-    check = BodyCheck(json=True, answers=[right], max_error=1e-3)
-    problem = check.json_problem(json.dumps(got).encode(), None, 0)
+    check = BodyCheck(is_json=True, answers=[right], max_error=1e-3)
+    problem = check.http_problem(json.dumps(got).encode(), None, 0)
     assert (problem is None) is equal
-    assert check.json_problem(b"", None, 0) == "200 with an empty body"
-    assert check.json_problem(b"{", None, 0) == "200 with a body that is not JSON"
+    assert check.http_problem(b"", None, 0) == "200 with an empty body"
+    assert check.http_problem(b"{", None, 0) == "200 with a body that is not JSON"

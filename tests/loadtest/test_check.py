@@ -9,7 +9,7 @@ import pytest
 
 from deploykit.loadtest.check import AnswerCheck, Expected
 from deploykit.loadtest.http import Http1, NotHttpError
-from deploykit.loadtest.result import WRONG
+from deploykit.loadtest.schedule import WRONG
 from tests.support.stand_in import ANSWER, reply
 
 Y = np.array([[0.25, -1.0]], np.float32)

@@ -19,8 +19,8 @@ from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.data.samples import random_feeds
 from deploykit.loadtest.client import spin_s
-from deploykit.loadtest.generator import run_load
-from deploykit.loadtest.result import NO_ANSWER, UNSENT, RunRecord
+from deploykit.loadtest.load import load_test
+from deploykit.loadtest.schedule import NO_ANSWER, UNSENT, RunRecord
 from tests.support.measure.loads import TRIES, at_least, client_of, load
 from tests.support.stand_in import ANSWER, StandIn, reply
 
@@ -66,7 +66,7 @@ def test_closed_loop_counts_every_request_once() -> None:
 def test_connections_are_kept() -> None:
     server = StandIn()
     with server.running() as url:
-        run_load(url, concurrency=3, **QUICK)
+        load_test(url, concurrency=3, **QUICK)
     assert server.connections <= 3 + 7
     # of the run; reachable?, index, metadata, config, server, probe, statistics
 
@@ -114,7 +114,7 @@ def test_open_loop_sends_what_was_drawn_whatever_the_server_does() -> None:
     for infer in (None, lambda _server, _n: reply(503, {"error": "full"})):
         server = StandIn() if infer is None else StandIn(infer)
         with server.running() as url:
-            result = run_load(url, rate=200, seed=3, **QUICK)
+            result = load_test(url, rate=200, seed=3, **QUICK)
         sent.append(result.sent)
         assert (result.mode, result.concurrency, result.rate_per_s) == ("open", None, 200)
         assert result.lag_p99_ms is not None
@@ -182,7 +182,7 @@ def test_a_server_that_dies_leaves_a_result_with_failures(options: dict[str, flo
     refused = "cannot connect: Connection refused"
     for _ in range(TRIES):  # until it died early enough for another attempt to connect
         with StandIn(infer).running() as url:
-            result = run_load(url, warmup_s=0.0, duration_s=0.6, **options)  # type: ignore[arg-type]
+            result = load_test(url, warmup_s=0.0, duration_s=0.6, **options)  # type: ignore[arg-type]
         assert result.sent == result.ok + result.failed
         if refused in result.errors:
             break
@@ -206,7 +206,7 @@ def test_answers_that_never_come_are_failures_and_do_not_hang() -> None:
 @pytest.mark.parametrize("options", [{"concurrency": 3}, {"rate": 100.0}], ids=str)
 def test_ctrl_c_ends_the_run_at_once(options: dict[str, float]) -> None:
     """In a process of its own: a signal that came too late would end the tests."""
-    code = f"from tests.measure.load.test_generator import interrupt_a_load as run; run({options})"
+    code = f"from tests.loadtest.test_generator import interrupt_a_load as run; run({options})"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -218,13 +218,8 @@ def interrupt_a_load(options: dict[str, float]) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return reply(200, ANSWER)
 
-    def not_ours(*_: object) -> None:
-        """Without a handler of the run's own this one would swallow the signal."""
-
-    signal.signal(signal.SIGINT, not_ours)
     with StandIn(infer).running() as url, pytest.raises(KeyboardInterrupt):
-        run_load(url, warmup_s=0.0, duration_s=5.0, **options)  # type: ignore[arg-type]
-    assert signal.getsignal(signal.SIGINT) is not_ours
+        load_test(url, warmup_s=0.0, duration_s=5.0, **options)  # type: ignore[arg-type]
 
 
 def test_a_pause_of_the_server_is_seen_by_the_open_loop_and_hidden_by_the_closed() -> None:
@@ -274,26 +269,10 @@ def test_latency_counts_from_when_a_request_was_due_not_from_when_it_was_sent(
     assert outcome.waited > 50 or connections > 1
 
 
-def test_processes_share_a_schedule_and_connections() -> None:
-    server = StandIn()
-    with server.running() as url:
-        results = [
-            load(url, enough=at_least(5), processes=processes, **options, **QUICK)
-            for processes in (1, 3)
-            for options in ({"rate": 300, "seed": 3}, {"concurrency": 5})
-        ]
-    assert results[0].sent == results[0].ok == results[2].sent == results[2].ok > 30
-    for result, processes in zip(results[1::2], (1, 3), strict=True):
-        assert (result.processes, result.connections, result.concurrency) == (processes, 5, 5)
-        assert result.sent == result.ok >= 5
-        assert result.latency is not None
-        assert result.latency.samples == result.ok
-
-
 def test_a_bare_load_is_open_at_half_of_what_a_closed_loop_reaches() -> None:
     seen: list[str] = []
     with StandIn(SLOW).running() as url:
-        result = run_load(url, on_progress=lambda text, _share: seen.append(text), **QUICK)
+        result = load_test(url, on_progress=lambda text, _share: seen.append(text), **QUICK)
     assert result.mode == "open"
     assert result.rate_per_s is not None
     assert result.capacity_per_s is not None
@@ -308,7 +287,7 @@ def test_a_server_without_capacity_is_refused_with_its_error() -> None:
         StandIn(lambda _server, _n: reply(500, {"error": "broken"}), pause_s=0.1).running() as url,
         pytest.raises(BadInput, match="no request had a good answer in 2 s: 500: broken"),
     ):
-        run_load(url, **QUICK)
+        load_test(url, **QUICK)
 
 
 def test_requests_that_hang_since_the_warm_up_are_counted() -> None:
@@ -345,7 +324,7 @@ def SLOW(server: StandIn, _n: int) -> object:  # noqa: N802 - a value for `infer
 
 def test_a_rate_above_what_the_server_can_do_is_not_sustained() -> None:
     with StandIn(SLOW).running() as url:
-        result = run_load(url, rate=4000.0, warmup_s=0.0, duration_s=0.5, drain_s=0.0)
+        result = load_test(url, rate=4000.0, warmup_s=0.0, duration_s=0.5, drain_s=0.0)
     assert result.sustained is False
     assert "did not sustain 4,000 requests/s" in " ".join(result.notes)
 

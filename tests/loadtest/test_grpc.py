@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -13,19 +13,13 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, NotFound
-from deploykit.loadtest.check import AnswerCheck, Expected, message_fields, read_message
-from deploykit.loadtest.generator import run_load
-from deploykit.loadtest.grpc import (
-    Grpc,
-    GrpcQuestions,
-    call_of,
-    encode_varint,
-    field,
-    infer_request,
-    probe_call,
-)
+from deploykit.engines.oip.protobuf import message_from
+from deploykit.loadtest.check import AnswerCheck, Expected
+from deploykit.loadtest.grpc import Grpc, call_of, infer_request, read_message
 from deploykit.loadtest.http import NotHttpError
-from deploykit.loadtest.result import WRONG
+from deploykit.loadtest.load import load_test
+from deploykit.loadtest.schedule import WRONG
+from deploykit.loadtest.target import Server
 from tests.support.measure.loads import at_least, load
 from tests.support.stand_in import StandIn
 
@@ -35,28 +29,37 @@ QUICK: dict[str, Any] = {"warmup_s": 0.0, "duration_s": 0.3}
 Y = np.array([[0.25, -1.0]], np.float32)
 
 
-def answer(array: np.ndarray = Y, name: bytes = b"y") -> bytes:
-    shape = b"".join(bytes((size,)) for size in array.shape)
-    output = field(1, name) + field(2, b"FP32") + field(3, shape)
-    return field(1, b"m") + field(5, output) + field(6, array.tobytes())
+def encode(message: str, **values: Any) -> bytes:
+    return message_from(message, values).SerializeToString()
 
 
-def metadata(width: int = 3) -> bytes:
-    x = field(1, b"x") + field(2, b"FP32") + field(3, b"\xff" * 9 + b"\x01" + bytes((width,)))
-    y = field(1, b"y") + field(2, b"FP32") + field(3, b"\x01\x02")
-    return field(1, b"m") + field(3, b"native") + field(4, x) + field(5, y)
+def answer(array: np.ndarray = Y, name: str = "y") -> bytes:
+    output = {"name": name, "datatype": "FP32", "shape": list(array.shape)}
+    response = message_from("ModelInferResponse", {"model_name": "m", "outputs": [output]})
+    response.raw_output_contents.append(array.tobytes())  # type: ignore[attr-defined]
+    return response.SerializeToString()
+
+
+def metadata(datatype: str = "FP32", shape: Sequence[int] = (-1, 3)) -> bytes:
+    inputs = [{"name": "x", "datatype": datatype, "shape": shape}]
+    outputs = [{"name": "y", "datatype": "FP32", "shape": [1, 2]}]
+    about = {"platform": "native", "inputs": inputs, "outputs": outputs}
+    return encode("ModelMetadataResponse", name="m", **about)
+
+
+INDEX = encode("RepositoryIndexResponse", models=[{"name": "m"}])
 
 
 @contextmanager
 def serving(
     infer: Callable[[bytes, Any], bytes] = lambda _request, _context: answer(),
-    index: Callable[[bytes, Any], bytes] = lambda _request, _context: field(1, field(1, b"m")),
+    index: Callable[[bytes, Any], bytes] = lambda _request, _context: INDEX,
     about: bytes = b"",
 ) -> Iterator[str]:
     """A server of grpcio's with the methods that a load test calls; yields its URL."""
 
     def describe(request: bytes, context: Any) -> bytes:
-        if (1, b"m", 2) not in message_fields(request):
+        if request != encode("ModelMetadataRequest", name="m"):
             context.abort(grpc.StatusCode.NOT_FOUND, "no such model: 50 %")
         return about or metadata()
 
@@ -64,7 +67,9 @@ def serving(
         "ModelInfer": infer,
         "RepositoryIndex": index,
         "ModelMetadata": describe,
-        "ServerMetadata": lambda _request, _context: field(1, b"native") + field(2, b"7"),
+        "ServerMetadata": lambda _request, _context: encode(
+            "ServerMetadataResponse", name="native", version="7"
+        ),
     }
     handlers = {name: grpc.unary_unary_rpc_method_handler(each) for name, each in methods.items()}
     server = grpc.server(
@@ -102,7 +107,7 @@ def test_requests_are_the_protocol_s_for_its_own_client() -> None:
     service = pytest.importorskip("tritonclient.grpc.service_pb2")
     x, ids = np.arange(6, dtype="<f4").reshape(2, 3), np.arange(300, dtype="<i8").reshape(1, 300)
     tensors = [("x", "FP32", x.shape, x.tobytes()), ("ids", "INT64", ids.shape, ids.tobytes())]
-    request = service.ModelInferRequest.FromString(infer_request("m", tensors))
+    request = service.ModelInferRequest.FromString(infer_request("m", tensors)[5:])
     assert request.model_name == "m"
     assert [(each.name, each.datatype, list(each.shape)) for each in request.inputs] == [
         ("x", "FP32", [2, 3]),
@@ -112,16 +117,15 @@ def test_requests_are_the_protocol_s_for_its_own_client() -> None:
     response = service.ModelInferResponse(model_name="m", id="7")
     response.outputs.add(name="y", datatype="FP32", shape=[1, 2])
     response.raw_output_contents.append(Y.tobytes())
-    problem, found, prefix = read_message(response.SerializeToString())
-    assert (problem, found) == (None, [("y", "FP32", [1, 2], Y.tobytes())])
-    assert prefix == response.ByteSize() - Y.nbytes
+    outputs, head_bytes = read_message(response.SerializeToString())
+    assert outputs == [("y", "FP32", [1, 2], Y.tobytes())]
+    assert head_bytes == response.ByteSize() - Y.nbytes - 2
 
 
 def test_large_requests_and_answers_pass_the_windows() -> None:
     """Windows hold 64 KiB before the server opens them; frames hold 16 KiB."""
     large = np.zeros((1, 120, 100, 100), np.float32)
-    spec = field(1, b"x") + field(2, b"UINT8") + field(3, b"\x01\x80\x80\x80\x01")  # [1, 2 MiB]
-    about = field(4, spec) + field(5, field(1, b"y") + field(2, b"FP32"))
+    about = metadata("UINT8", [1, 2 << 20])
     sizes = []
 
     def infer(request: bytes, _context: object) -> bytes:
@@ -159,15 +163,15 @@ def test_what_is_no_server_of_the_protocol_is_named() -> None:
 
     with serving(refuse) as url:
         with pytest.raises(BadInput, match="gRPC 3: batch 64 is above 8"):
-            run_load(url, batch=64, concurrency=1)
+            load_test(url, batch=64, concurrency=1)
         with pytest.raises(NotFound, match="no model 'other'"):
-            run_load(url, model="other", concurrency=1)
+            load_test(url, model="other", concurrency=1)
     with StandIn().running() as url, pytest.raises(BadInput, match="over gRPC"):
-        run_load(url.replace("http", "grpc"), concurrency=1)
+        load_test(url.replace("http", "grpc"), concurrency=1)
 
 
 @contextmanager
-def listening(talk: Callable[[socket.socket], None]) -> Iterator[GrpcQuestions]:
+def listening(talk: Callable[[socket.socket], None]) -> Iterator[Server]:
     """A server that says to each connection what `talk` does."""
 
     def serve(listener: socket.socket) -> None:
@@ -181,27 +185,27 @@ def listening(talk: Callable[[socket.socket], None]) -> Iterator[GrpcQuestions]:
         pool.submit(serve, listener)
         host, port = listener.getsockname()
         try:
-            yield GrpcQuestions(f"grpc://{host}:{port}", host, host, port)
+            yield Server(f"grpc://{host}:{port}", host, host, port, grpc=True)
         finally:
             listener.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_server_that_drops_the_first_call_is_loaded_all_the_same() -> None:
     with listening(lambda connection: connection.close()) as server:
-        probe_call(GrpcQuestions(server.url, "h", server.address, server.port), "m", b"")
-        with pytest.raises(BadInput, match=r"ModelReady: (it closed|Connection reset)"):
-            server.call("ModelReady", b"")
+        server.probe("m", b"")
+        with pytest.raises(BadInput, match=r"index: (it closed|Connection reset)"):
+            server.ask("index")
 
 
 def test_a_server_that_never_stops_talking_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploykit.loadtest.grpc.TIMEOUT_S", 0.3)
+    monkeypatch.setattr("deploykit.loadtest.http.TIMEOUT_S", 0.3)
 
     def ping(connection: socket.socket) -> None:
         while True:
             connection.sendall(frame(6, 1, 0, bytes(8)))
 
     with listening(ping) as server, pytest.raises(BadInput, match="no answer within"):
-        server.call("ServerMetadata", b"")
+        server.ask("about")
 
 
 def test_a_server_without_an_index_needs_the_model_s_name() -> None:
@@ -211,9 +215,9 @@ def test_a_server_without_an_index_needs_the_model_s_name() -> None:
 
     with serving(index=unknown) as url:
         with pytest.raises(BadInput, match="does not list its models"):
-            run_load(url, concurrency=1)
+            load_test(url, concurrency=1)
         with pytest.raises(NotFound, match="no such model: 50 %"):
-            run_load(url, model="other", concurrency=1)
+            load_test(url, model="other", concurrency=1)
         assert load(url, model="m", concurrency=1, **QUICK).ok > 0
 
 
@@ -229,7 +233,11 @@ WITHOUT = "an answer without a gRPC status (HTTP status 200)"
 def encode_length(value: bytes) -> bytes:
     """As HPACK writes the length of a string."""
     size = len(value)
-    return bytes([size]) if size < 127 else b"\x7f" + encode_varint(size - 127)
+    return (
+        bytes([size])
+        if size < 127
+        else b"\x7f" + bytes([(size - 127) % 128 | 128, (size - 127) // 128])
+    )
 
 
 def whole(message: bytes, code: bytes = b"0", stream: int = 1) -> bytes:
@@ -247,7 +255,7 @@ def whole(message: bytes, code: bytes = b"0", stream: int = 1) -> bytes:
 
 @pytest.mark.parametrize("piece", [1, 10, 1 << 20])
 def test_an_answer_in_any_frames_is_one(piece: int) -> None:
-    wire = Grpc(b"", [call_of(b"x")], AnswerCheck(["y"]))
+    wire = Grpc([call_of(b"x")], AnswerCheck(["y"]), b"")
     for stream in (1, 3):
         assert frame(0, 1, stream, call_of(b"x")) in wire.request(0)
         data = whole(answer(), stream=stream)
@@ -261,10 +269,10 @@ def test_an_answer_in_any_frames_is_one(piece: int) -> None:
 @pytest.mark.parametrize(
     ("data", "status", "error"),
     [
-        (whole(answer(), b"7"), 500, "gRPC 7:"),
+        (whole(answer(), b"7"), 400, "gRPC 7:"),
         (whole(b""), WRONG, "200 without the output y"),
         (whole(b"\xff\xff"), WRONG, "an answer that is not a ModelInferResponse"),
-        (whole(answer(name=b"z")), WRONG, "200 without the output y"),
+        (whole(answer(name="z")), WRONG, "200 without the output y"),
         (frame(3, 0, 1, struct.pack(">I", 7)), 503, "the server reset the call: HTTP/2 code 7"),
         (frame(3, 0, 1, struct.pack(">I", 2)), 0, "the server reset the call: HTTP/2 code 2"),
         (frame(7, 0, 0, bytes(8)), 503, "the server is closing its connections"),
@@ -274,7 +282,7 @@ def test_an_answer_in_any_frames_is_one(piece: int) -> None:
     ],
 )
 def test_answers_that_fail_say_why(data: bytes, status: int, error: str) -> None:
-    wire = Grpc(b"", [call_of(b"x")], AnswerCheck(["y"]))
+    wire = Grpc([call_of(b"x")], AnswerCheck(["y"]), b"")
     wire.request(0)
     assert (wire.feed(data), wire.error) == (status, error)
 
@@ -290,7 +298,7 @@ def test_answers_that_fail_say_why(data: bytes, status: int, error: str) -> None
     ids=["HTTP/1.1", "headers", "window", "endless headers"],
 )
 def test_what_is_no_http2_is_refused(data: bytes) -> None:
-    wire = Grpc(b"", [call_of(b"x")], AnswerCheck(["y"]))
+    wire = Grpc([call_of(b"x")], AnswerCheck(["y"]), b"")
     wire.request(0)
     with pytest.raises(NotHttpError):
         wire.feed(data)
@@ -298,14 +306,14 @@ def test_what_is_no_http2_is_refused(data: bytes) -> None:
 
 @pytest.mark.parametrize("most", [0, 1, (1 << 32) - 1])
 def test_frames_are_no_smaller_and_no_larger_than_http2_has_them(most: int) -> None:
-    wire = Grpc(b"", [call_of(bytes(17 << 20))], AnswerCheck(["y"]))
+    wire = Grpc([call_of(bytes(17 << 20))], AnswerCheck(["y"]), b"")
     window = struct.pack(">HIHI", 5, most, 4, 1 << 30)
     wire.feed(frame(4, 0, 0, window) + frame(8, 0, 0, struct.pack(">I", 1 << 30)))
     assert len(wire.request(0)) > 17 << 20
 
 
 def test_a_call_waits_for_the_server_s_windows() -> None:
-    wire = Grpc(b"", [call_of(bytes(100_000))], AnswerCheck(["y"]))
+    wire = Grpc([call_of(bytes(100_000))], AnswerCheck(["y"]), b"")
     sent = wire.request(0)
     assert 65_535 < len(sent) < 65_535 + 200
     assert wire.feed(frame(8, 0, 0, struct.pack(">I", 100_000))) is None
@@ -316,7 +324,7 @@ def test_a_call_waits_for_the_server_s_windows() -> None:
 
 
 def test_answers_over_grpc_are_compared_with_those_expected() -> None:
-    wire = Grpc(b"", [call_of(b"x")], AnswerCheck([], Expected([{"y": Y}], 1e-3)))
+    wire = Grpc([call_of(b"x")], AnswerCheck([], Expected([{"y": Y}], 1e-3)), b"")
     for stream, got, right in ((1, Y, True), (3, Y * 2, False), (5, Y, True)):
         wire.request(0)
         assert wire.feed(whole(answer(got), stream=stream)) == (200 if right else WRONG)

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, GateFailed
-from deploykit.loadtest.load import apply_conditions, parse_conditions
-from deploykit.loadtest.result import NO_ANSWER, UNSENT, Load, RunRecord, summarise
+from deploykit.loadtest.result import apply_conditions, parse_conditions, summarise
+from deploykit.loadtest.schedule import NO_ANSWER, UNSENT, Load, RunRecord
 from deploykit.reporting.load_result import LoadResult
+from deploykit.reporting.report import Report
+from deploykit.reporting.verdict import verdict
 
 OPEN, CLOSED = Load(100.0, 1024, 0.0, 10.0), Load(None, 1, 0.0, 10.0)
 
@@ -204,6 +206,16 @@ def test_a_percentile_that_is_lost_or_unknown_fails() -> None:
     unknown = replace(lost, latency=replace(lost.latency, **few))
     unmet = apply_conditions(unknown, parse_conditions("p99>1000s")).unmet
     assert unmet == ("p99>1000s: p99 is not known",)
+
+
+def test_a_load_next_to_other_work_gives_no_verdict_and_meets_no_condition() -> None:
+    clean = result(OPEN, finished())
+    marked = replace(clean, marks=("other processes ran meanwhile, most of all make (process 7)",))
+    (sentence, *_) = verdict(Report("", "", "", serving=(marked,)))
+    assert "there is no verdict: other processes ran meanwhile, most of all make" in sentence
+    (unmet,) = apply_conditions(marked, parse_conditions("p99>1000s")).unmet
+    assert unmet.startswith("p99>1000s: not known, as other processes ran meanwhile")
+    assert apply_conditions(clean, parse_conditions("p99>1000s")).unmet == ()
 
 
 def test_a_run_that_the_generator_limited_meets_no_condition() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import deploykit as dk
 from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.tensors import TensorSpec
 from deploykit.loadtest.check import error_text
-from deploykit.loadtest.generator import run_load
-from deploykit.loadtest.target import RemoteModel, make_feeds
+from deploykit.loadtest.load import load_test
+from deploykit.loadtest.target import RemoteModel, Server, make_feeds, model_options
 from tests.support.measure.loads import at_least, load
 from tests.support.stand_in import StandIn, reply
 
@@ -24,7 +28,7 @@ def test_a_server_that_is_not_there_is_named() -> None:
         listener.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(BadInput, match="Connection refused") as caught:
-            run_load(url, **QUICK)
+            load_test(url, **QUICK)
     assert url in caught.value.message
     assert "deploykit serve" in str(caught.value.hint)
 
@@ -44,7 +48,7 @@ def test_another_kind_of_server_is_called_that(page: bytes) -> None:
         StandIn(other=lambda _path: page).running() as url,
         pytest.raises(BadInput, match="not an Open Inference Protocol server"),
     ):
-        run_load(url, **QUICK)
+        load_test(url, **QUICK)
 
 
 def test_an_unknown_model_lists_those_there_are() -> None:
@@ -52,14 +56,14 @@ def test_an_unknown_model_lists_those_there_are() -> None:
         StandIn(models=("cnn", "bert")).running() as url,
         pytest.raises(NotFound, match="no model 'resnet'") as caught,
     ):
-        run_load(url, model="resnet", **QUICK)
+        load_test(url, model="resnet", **QUICK)
     assert caught.value.hint == "the models are: cnn, bert"
 
 
 def test_of_several_models_one_must_be_named() -> None:
     with StandIn(models=("cnn", "bert")).running() as url:
         with pytest.raises(BadInput, match="serves 2 models: cnn, bert"):
-            run_load(url, **QUICK)
+            load_test(url, **QUICK)
         assert load(url, model="cnn", **QUICK).ok > 0
 
 
@@ -71,10 +75,10 @@ def test_a_server_without_an_index_needs_the_model_s_name() -> None:
 
     with StandIn(other=other).running() as url:
         with pytest.raises(BadInput, match="does not list its models"):
-            run_load(url, **QUICK)
+            load_test(url, **QUICK)
         assert load(url, model="m", **QUICK).ok > 0
         with pytest.raises(NotFound, match="no model 'other'"):
-            run_load(url, model="other", **QUICK)
+            load_test(url, model="other", **QUICK)
 
 
 def test_a_host_that_the_server_refuses_is_named_with_its_reason() -> None:
@@ -82,7 +86,7 @@ def test_a_host_that_the_server_refuses_is_named_with_its_reason() -> None:
         StandIn(other=lambda _path: reply(421, {"error": "no such host here"})).running() as url,
         pytest.raises(BadInput, match="421: no such host here"),
     ):
-        run_load(url, **QUICK)
+        load_test(url, **QUICK)
 
 
 def test_a_server_that_refuses_the_first_request_is_loaded_all_the_same() -> None:
@@ -95,7 +99,7 @@ def test_a_server_that_refuses_the_first_request_is_loaded_all_the_same() -> Non
 def test_a_request_that_the_server_calls_wrong_ends_the_run_before_it_begins() -> None:
     server = StandIn(lambda _server, _n: reply(400, {"error": "batch 64 is above 8"}))
     with server.running() as url, pytest.raises(BadInput, match="400: batch 64 is above 8"):
-        run_load(url, batch=64, **QUICK)
+        load_test(url, batch=64, **QUICK)
     assert len(server.bodies) == 1
 
 
@@ -113,7 +117,7 @@ def test_inputs_that_no_request_can_be_made_for_are_named(
     tensor: dict[str, object], message: str
 ) -> None:
     with StandIn(inputs=[tensor]).running() as url, pytest.raises(BadInput, match=message):
-        run_load(url, batch=2, **QUICK)
+        load_test(url, batch=2, **QUICK)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +138,7 @@ def test_inputs_that_no_request_can_be_made_for_are_named(
 )
 def test_what_is_no_url_of_a_host_is_refused(url: str) -> None:
     with pytest.raises(BadInput) as caught:
-        run_load(url)
+        load_test(url)
     assert caught.value.hint == "write it as http://HOST:PORT or grpc://HOST:PORT"
 
 
@@ -163,7 +167,7 @@ def test_options_that_make_no_sense_are_refused_before_anything_is_sent(
 ) -> None:
     server = StandIn()
     with server.running() as url, pytest.raises(BadInput) as caught:
-        run_load(url, **options)  # type: ignore[arg-type]
+        load_test(url, **options)  # type: ignore[arg-type]
     assert server.connections == 0
     named = [name for name in options if f"`{name}`" in caught.value.message]
     assert named  # and no other parameter
@@ -183,7 +187,7 @@ def test_a_model_of_several_inputs_of_any_length_is_loaded_with_its_golden_sampl
     server = StandIn(inputs=inputs)
     with server.running() as url:
         with pytest.raises(BadInput, match="axis1 has no size") as caught:
-            run_load(url, **QUICK)
+            load_test(url, **QUICK)
         assert "`data`" in str(caught.value.hint)
         data = tmp_path / "m.golden.npz"
         assert load(url, enough=at_least(8), batch=3, data=data, **QUICK).ok > 0
@@ -194,8 +198,9 @@ def test_a_model_of_several_inputs_of_any_length_is_loaded_with_its_golden_sampl
 
 
 def test_several_requests_share_a_bound_on_memory() -> None:
-    small = RemoteModel("u", "h", "127.0.0.1", 80, "m", (TensorSpec("x", "float32", ("N", 4)),))
-    large = RemoteModel("u", "h", "127.0.0.1", 80, "m", (TensorSpec("x", "uint8", ("N", 1 << 20)),))
+    server = Server("u", "h", "127.0.0.1", 80)
+    small = RemoteModel(server, "m", (TensorSpec("x", "float32", ("N", 4)),))
+    large = RemoteModel(server, "m", (TensorSpec("x", "uint8", ("N", 1 << 20)),))
     assert len(make_feeds(small, 1, 0)) == 8
     assert len(make_feeds(large, 40, 0)) == 1
 
@@ -220,7 +225,7 @@ IDS = [{"name": n, "datatype": "INT64", "shape": [-1, -1]} for n in ("ids", "mas
 @pytest.mark.parametrize("axes", [{"T": 5}, {"axis1": 5}], ids=str)
 def test_axes_of_any_length_get_the_size_that_is_asked_for(axes: dict[str, int]) -> None:
     with StandIn(inputs=IDS).running() as url:
-        result = run_load(url, batch=2, axes=axes, **QUICK)
+        result = load_test(url, batch=2, axes=axes, **QUICK)
     assert result.shapes == {"ids": (2, 5), "mask": (2, 5)}
 
 
@@ -230,12 +235,12 @@ def test_axes_that_fit_none_are_named(axes: dict[str, int]) -> None:
         StandIn(inputs=IDS).running() as url,
         pytest.raises(BadInput, match="besides the batch, are: axis1; each size is 1 or more"),
     ):
-        run_load(url, axes=axes, **QUICK)
+        load_test(url, axes=axes, **QUICK)
 
 
 def test_a_model_without_such_axes_says_so() -> None:
     with StandIn().running() as url, pytest.raises(BadInput, match="besides the batch, are: none"):
-        run_load(url, axes={"T": 5}, **QUICK)
+        load_test(url, axes={"T": 5}, **QUICK)
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.01])
@@ -255,12 +260,92 @@ def test_answers_are_compared_with_golden_samples(tmp_path: Path, wrong: float) 
         golden = tmp_path / "m.golden.npz"
         result = load(url, enough=at_least(3), batch=2, expect=golden, **QUICK)
         with pytest.raises(BadInput, match="exclude each other"):
-            run_load(url, expect=tmp_path / "m", data=tmp_path / "m", **QUICK)
+            load_test(url, expect=tmp_path / "m", data=tmp_path / "m", **QUICK)
         np.savez(tmp_path / "inputs.npz", image=image)
         with pytest.raises(BadInput, match="has no outputs to expect"):
-            run_load(url, expect=tmp_path / "inputs.npz", **QUICK)
+            load_test(url, expect=tmp_path / "inputs.npz", **QUICK)
     assert result.ok > 0
     assert (result.failed > 0) is (wrong > 0)
     if wrong:  # rows 2 and 0, then 1 and 2: two of the first three requests have the wrong row
         assert result.failed == pytest.approx(result.sent * 2 / 3, abs=result.sent / 10 + 2)
         assert result.first_error == "a wrong answer: y differs by more than 0.001"
+
+
+@pytest.fixture
+def running(affine_onnx: Path) -> Iterator[dk.RunningServer]:
+    with dk.serve(affine_onnx) as server:
+        yield server
+
+
+@pytest.mark.parametrize("grpc", [False, True], ids=["http", "grpc"])
+def test_a_server_s_options_and_the_model_s_hash_are_in_the_result(
+    running: dk.RunningServer, grpc: bool
+) -> None:
+    result = load(f"grpc://{running.grpc_url}" if grpc else running.url, **QUICK)
+    assert result.ok > 0
+    assert {"server", "version", "platform", "file", "sha256"} <= result.server.keys()
+    assert (result.server["server"], result.server["file"]) == ("deploykit", "affine.onnx")
+    assert len(result.server["sha256"]) == 64
+    assert result.options["backend"] == "onnxruntime"
+    assert int(result.options["max_batch_size"]) > 1
+    assert result.options["instance_group[0].kind"] == "KIND_CPU"
+    assert result.options["dynamic_batching.max_queue_delay_microseconds"].isdecimal()
+
+
+def test_the_load_of_other_processes_is_watched(
+    running: dk.RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOST_PROC", "/proc")
+    found = load(running.url, **QUICK).outside
+    assert found is not None
+    for window in (found.before, found.during, found.after):
+        assert window.seconds > 0  # by the kernel's ticks: of any length where they come late
+        assert window.others_cores is not None
+    assert f"(process {os.getpid()})" not in found.during.busiest  # it serves
+
+
+def test_a_server_without_options_is_loaded_all_the_same() -> None:
+    with StandIn().running() as url:
+        result = load(url, **QUICK)
+    assert result.ok > 0
+    assert (result.options, result.notes) == ({}, ())
+
+
+def test_options_are_flat_short_and_no_more_than_64() -> None:
+    config = {
+        "name": "m",
+        "input": [{"name": "x"}],
+        "backend": "ort\nx",
+        "max_batch_size": 8,
+        "instance_group": [{"kind": "KIND_GPU", "gpus": [0, 1]}],
+        "optimization": {"cuda": {"graphs": True}},
+        "parameters": {"sha256": {"string_value": "c0ffee"}},
+        "deep": {"a": {"b": {"c": {"d": {"e": 1}}}}},
+    }
+    assert model_options(config) == {
+        "backend": "ort x",
+        "max_batch_size": "8",
+        "instance_group[0].kind": "KIND_GPU",
+        "instance_group[0].gpus": "0 1",
+        "optimization.cuda.graphs": "True",
+        "deep.a.b.c": "{'d': {'e': 1}}",
+    }
+    many = model_options({f"k{n}": "v" * 1000 for n in range(1000)})
+    assert len(many) == 64
+    assert max(map(len, many.values())) == 300
+
+
+def test_the_process_that_listens_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOST_PROC", "/proc")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = Server("", "", "127.0.0.1", listener.getsockname()[1])
+        assert here.processes() == (os.getpid(),)
+        assert replace(here, address="192.0.2.1").processes() == ()
+    assert here.processes() == ()
+
+
+def test_a_machine_without_proc_has_no_such_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOST_PROC", str(tmp_path))
+    assert Server("", "", "127.0.0.1", 80).processes() == ()

@@ -15,10 +15,9 @@ from deploykit.core.files import sha256
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.task import CLASSIFY, ImageInput, Task, TaskOutputs
 from deploykit.engines.engine import Arrays, BaseEngine
-from deploykit.pipelines.connect import answer_json
-from deploykit.pipelines.failures import StageFailed
-from deploykit.pipelines.pipeline import predict_files
-from deploykit.pipelines.run import OpenPipeline
+from deploykit.pipelines.connect import StageGraph
+from deploykit.pipelines.pipeline import OpenPipeline, predict_files
+from deploykit.pipelines.stages import Definition, StageFailed
 from tests.support.onnx_zoo import linear, save, two_inputs
 from tests.support.runtimes.tiles import mean_model, page, png, write_pipeline
 
@@ -105,7 +104,7 @@ def b(a: np.ndarray) -> np.ndarray: return a + 1
 def answer(sum: np.ndarray, pair_product: np.ndarray, pair: dict[str, np.ndarray]) -> dict:
     return {"sum": sum, "product": pair_product, "all": sorted(pair)}
 """
-    found = answer_json("answer", run(tmp_path, text, [0.0, 1.0, 2.0, 3.0]))
+    found = answer_json(run(tmp_path, text, [0.0, 1.0, 2.0, 3.0]))
     assert found == {"sum": [1, 3, 5, 7], "product": [0, 2, 6, 12], "all": ["product", "sum"]}
 
 
@@ -174,15 +173,19 @@ def answer(a: int, b: str) -> str: return b * a
         run(tmp_path, text, 1)
 
 
+def answer_json(value: object) -> object:
+    return StageGraph(Definition(Path(), (), {}, {}), {}, "", None, "json", "a").answer_json(value)
+
+
 def test_answers_as_json_have_no_nan() -> None:
     value = {1: np.array([1.5, np.nan]), "b": (np.float32(2), float("inf")), "c": np.int64(3)}
-    assert answer_json("a", value) == {"1": [1.5, None], "b": [2.0, None], "c": 3}
+    assert answer_json(value) == {"1": [1.5, None], "b": [2.0, None], "c": 3}
     with pytest.raises(StageFailed, match="stage 'a': a set has no JSON form"):
-        answer_json("a", {1, 2})
+        answer_json({1, 2})
     endless: list[object] = []
     endless.append(endless)
     with pytest.raises(StageFailed, match="stage 'a': its answer is too deep for JSON"):
-        answer_json("a", endless)
+        answer_json(endless)
 
 
 def test_what_a_stage_prints_is_not_among_the_answers(

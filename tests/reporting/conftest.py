@@ -78,7 +78,6 @@ def served(**changes: object) -> LoadResult:
         client_busy=0.61,
         generator_limited=False,
         same_machine=True,
-        stages_ms={"decode": 0.05, "queue": 1.2, "compute": 5.4, "encode": 0.04, "wire": 0.52},
     )
     return replace(result, **changes)  # type: ignore[arg-type]
 

@@ -15,7 +15,7 @@ from deploykit.core.evidence import Interval
 from deploykit.engines.devices import Conditions
 from deploykit.evaluation.formatting import number
 from deploykit.evaluation.latency import CallHistogram, Latency
-from deploykit.reporting.charts import NARROW, WIDE, Bars, Chart, draw
+from deploykit.reporting.charts import Bars, Chart, draw
 from deploykit.reporting.figures import (
     calls_chart,
     charts,
@@ -114,8 +114,7 @@ def test_the_roofline_says_what_bounds_each_setup(report: Report) -> None:
     ]
     assert "int8 CPU at batch 64 comes closest to the limit of its arithmetic" in found.finding
     assert "log scale" in draw(found)
-    for frame in (WIDE, NARROW):
-        assert overlaps(draw(found, frame)) == []
+    assert overlaps(draw(found)) == []
 
 
 IDLE = {"label": "int8 CPU", "batch": 1, "intensity": 0.0, "gflops": 0.0}  # no arithmetic at all
@@ -182,8 +181,7 @@ def test_all_charts_of_a_full_report_have_no_text_over_another(report: Report) -
     assert len(drawn) == 9
     assert len(missing) == 1
     for figure in drawn:
-        for frame in (WIDE, NARROW):
-            assert overlaps(draw(figure, frame)) == [], figure.title
+        assert overlaps(draw(figure)) == [], figure.title
 
 
 def table(document: dict[str, Any], title: str) -> list[dict[str, str]]:

@@ -100,7 +100,6 @@ def test_a_report_with_a_part_missing_is_refused(path: str, report: Report, tmp_
         ("points.0.throughput_per_s.value", math.nan, "'value' must be a finite number"),
         ("points.0.round_rates", [1.0] * 100_001, "'round_rates' has more than 100,000 items"),
         ("accuracy.0.value.low", math.inf, "'accuracy'[0]: 'value': 'low' must be a finite number"),
-        ("serving.0.stages_ms.wire", math.nan, "'stages_ms': 'wire' must be a finite number"),
         (
             "parity.0.rows",
             [{"batch": 1}],

@@ -77,8 +77,7 @@ if TYPE_CHECKING:
 # Predict how much GPU memory a build needs at least, before it starts.
 #
 # A build that runs out of memory takes minutes to fail, and where CPU and GPU share their memory
-# the
-# system may kill it instead.
+# the system may kill it instead.
 
 LEAST_WORKSPACE = 64 << 20  # with less, TensorRT drops common kernels or finds none
 _ELEMENT_BYTES = 4  # float32, the largest type between layers but for small index tensors
@@ -232,8 +231,7 @@ def _shape(tensor: trt.ITensor) -> tuple[int, ...]:
 # Keep TensorRT's timing cache, its measurements of kernels, between builds.
 #
 # Two builds that start from one cache choose the same kernels, unless one meets a kernel that was
-# not
-# timed before.
+# not timed before.
 
 SUFFIX = ".cache"
 _MOST_BYTES = 256 << 20  # timings of some 10^5 kernels take a few MiB
@@ -509,7 +507,7 @@ class _Job:
         pin_linear(nv, network)
         inputs = inputs_of(network, self.model)
         sizes = ranges(inputs, options.batch, options.axes)
-        asked = space = options.workspace
+        asked = space = options.profile.workspace_bytes
         if asked is not None:
             shared = options.profile.unified_memory
             need = memory_need(network, self.model, asked, options.batch, options.axes, shared)
@@ -557,8 +555,6 @@ class _Job:
             config.set_memory_pool_limit(nv.MemoryPoolType.WORKSPACE, workspace)
         if not options.tf32:
             config.clear_flag(nv.BuilderFlag.TF32)  # set by default
-        if options.level is not None:
-            config.builder_optimization_level = options.level
         if options.version_compatible:
             names.append("VERSION_COMPATIBLE")
         if options.hardware_compatible:

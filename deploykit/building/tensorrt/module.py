@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 # Turn TensorRT's parser and builder errors into messages that name the culprit and the cure.
 #
-# TensorRT reports the condition that failed in its source ("false") or only writes to its log;
-# the
+# TensorRT reports the condition that failed in its source ("false") or only writes to its log; the
 # messages matched here were collected by giving it files that it refuses.
 
 NO_DRIVER = "cudaError 35"  # follows every other error of a machine without a driver
@@ -97,7 +96,7 @@ _PARSER: Sequence[tuple[str, Reason]] = (
 _BUILDER: Sequence[tuple[str, Reason]] = (
     (
         "workspace limit|insufficient workspace|increase the .*workspace",
-        Reason("no kernel fits into the workspace", "choose a larger workspace: `workspace_bytes`"),
+        Reason("no kernel fits into the workspace", "a larger `workspace_bytes` in the profile"),
     ),
     (
         r"libnvinfer_lean|libnvinfer_builder|libnvinfer_dispatch",
@@ -107,7 +106,7 @@ _BUILDER: Sequence[tuple[str, Reason]] = (
         "out of memory|OutOfMemory|Requested amount of GPU memory",
         Reason(
             "the GPU ran out of memory while building",
-            "stop other programs that use the GPU, or choose a smaller workspace or batch",
+            "stop other programs that use the GPU, or choose a smaller batch",
         ),
     ),
     (

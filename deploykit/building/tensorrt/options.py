@@ -136,7 +136,6 @@ def _check_fixed(inputs: Sequence[TensorSpec], batch: AxisRange) -> None:
     )
 
 
-LEVELS = range(6)  # builder optimisation levels; TensorRT's own default is 3
 # hardware compatibility level -> the oldest compute capability that it covers
 HARDWARE: Mapping[str, str] = {"ampere-plus": "8.0", "same-compute-capability": "0.0"}
 
@@ -145,7 +144,6 @@ HARDWARE: Mapping[str, str] = {"ampere-plus": "8.0", "same-compute-capability": 
 class Options:
     """Options of one build. `axes`: ranges of the dynamic axes other than the batch, by name.
 
-    `workspace_bytes`, `level` (0 to 5): None for the profile's and TensorRT's defaults.
     `timing_cache`: a file to use instead of the one in the cache folder. `version_compatible`: run
     on later TensorRT of this major version, and 10's on 11. `hardware_compatible`: one of HARDWARE.
     `dla`: the number of a DLA core; layers that it does not support run on the GPU. `plugins`:
@@ -156,8 +154,6 @@ class Options:
     profile: Profile
     batch: AxisRange
     axes: Mapping[str, AxisRange] = field(default_factory=dict)
-    workspace_bytes: int | None = None
-    level: int | None = None
     timing_cache: Path | None = None
     version_compatible: bool = False
     hardware_compatible: str | None = None
@@ -168,10 +164,6 @@ class Options:
     free_bytes: int | None = None
     device: int = 0
 
-    @property
-    def workspace(self) -> int | None:
-        return self.workspace_bytes or self.profile.workspace_bytes
-
     def built_on(self) -> dict[str, object]:
         """The manifest's part that loading compares, and that building again needs."""
         return {
@@ -179,31 +171,16 @@ class Options:
             "profile": self.profile.name,
             "batch": self.batch,
             "axes": " ".join(f"{name}={axis}" for name, axis in sorted(self.axes.items())),
-            "workspace_bytes": self.workspace,
-            "optimization_level": self.level,
+            "workspace_bytes": self.profile.workspace_bytes,
             "hardware_compatible": self.hardware_compatible,
             "dla": self.dla,
             "tf32": None if self.tf32 else "no",
         }
 
 
-_UNITS: Mapping[str, int] = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-def parse_workspace(text: str) -> int:
-    """Bytes of "512M" or "4G" (1024-based); a number alone is in MiB, as in trtexec."""
-    match = re.fullmatch(r"(\d{1,9})([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    size = int(match[1]) * _UNITS[match[2].upper() or "M"] if match else 0
-    if not size:
-        raise BadInput(f"`workspace`: '{text}' is not a size", hint="write 512M or 4G, for example")
-    return size
-
-
 def check_options(options: Options) -> None:
     """Raise BadInput or Unsupported for options that the profile's target cannot have."""
-    profile, level, hardware = options.profile, options.level, options.hardware_compatible
-    if level is not None and level not in LEVELS:
-        raise BadInput(f"`level` must be 0 to {LEVELS[-1]}, got {level}")
+    profile, hardware = options.profile, options.hardware_compatible
     if hardware is not None and hardware not in HARDWARE:
         raise BadInput(
             f"`hardware_compatible`: unknown level '{hardware}'",
@@ -254,8 +231,7 @@ def hardware_level(nv: Any, name: str) -> Any:
 # What a Jetson's deep learning accelerator (DLA) takes, and what of an engine runs on it.
 #
 # Source: NVIDIA's TensorRT documentation 10.7 to 11.4.1, "Working with DLA", "Strongly Typed
-# Networks
-# for DLA". Not yet run on a DLA.
+# Networks for DLA". Not yet run on a DLA.
 
 _ABSENT = ((10, 8), (11, 4, 1))  # from the first to before the second
 _PRECISIONS = ("fp16", "int8")

@@ -17,26 +17,31 @@ from deploykit.serving.models.offload import Offload, Result
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.task_call import Items, TaskCall
-from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import messages
-from deploykit.serving.oip.request import Request, RequestedOutput, Signature, fill
+from deploykit.serving.oip.request import Binary, Region, Request, RequestedOutput, Signature, fill
 from deploykit.serving.oip.response import Result as ResultPredict
 from deploykit.serving.oip.response import collect_results
 from deploykit.serving.oip.tensors import make_slot
 from deploykit.serving.options import VERSION
 
-# Images or sentences over gRPC: ModelInfer with one BYTES input, answered with BYTES of JSON.
-#
-# The input is "image" or "text", of shape [N]; the output is "answer", of the same shape.
+log = logging.getLogger(__name__)
 
 ANSWER = "answer"
-LARGE_BYTES_PREDICT = 256 << 10  # of a message: taken apart on another thread
-
+_LARGE_ITEMS_BYTES = 256 << 10  # of images or sentences: taken apart on another thread
 Message = tuple[bytes, bytes, int, tuple[messages.Span, ...]]  # see `messages.split_request`
 
 
+def _timeout_us(request: Request, client: Replying) -> int | None:
+    """How long a request may wait: by its parameter and by the deadline of its call."""
+    waits_us = [us for us in (request.timeout_us, client.left_us) if us is not None]
+    return max(1, min(waits_us)) if waits_us else None
+
+
 class TaskMethod:
-    """ModelInfer of one model with images or sentences."""
+    """ModelInfer of one model with images or sentences: one BYTES input, answered with JSON.
+
+    The input is "image" or "text", of shape [N]; the output is "answer", of the same shape.
+    """
 
     def __init__(self, route: ModelRoute, max_bytes: int) -> None:
         self._route = route
@@ -55,7 +60,7 @@ class TaskMethod:
             fail_with(client, exc)
         else:
             call.split(
-                source, partial(self._items, call), large=len(source[1]) > LARGE_BYTES_PREDICT
+                source, partial(self._items, call), large=len(source[1]) > _LARGE_ITEMS_BYTES
             )
 
     def _items(self, call: GrpcTaskCall, source: Message) -> Items:
@@ -64,8 +69,7 @@ class TaskMethod:
         planned = messages.plan_request(head, spans, signature)
         request = fill(planned, data, at, self._route.memory)
         call.request_id, call.priority = request.id, request.priority
-        waits_us = [us for us in (request.timeout_us, call.client.left_us) if us is not None]
-        call.timeout_us = max(1, min(waits_us)) if waits_us else None
+        call.timeout_us = _timeout_us(request, call.client)
         return Items([item for array in request.feeds.values() for item in array.tolist()])
 
 
@@ -89,14 +93,11 @@ class GrpcTaskCall(TaskCall):
         fail_with(self.client, error)
 
 
-# A pipeline over gRPC: ModelInfer with its input as one BYTES element, answered with one of
-# BYTES.
-#
-# Where the input is an image, it may be a UINT8 tensor [height, width, 3] instead.
-
-
 class PipelineMethod:
-    """ModelInfer of one pipeline."""
+    """ModelInfer of one pipeline, with one BYTES element, answered with one of BYTES.
+
+    Where the input is an image, it may be a UINT8 tensor [height, width, 3] instead.
+    """
 
     def __init__(self, pipeline: ServedPipeline, offload: Offload) -> None:
         self._pipeline = pipeline
@@ -105,7 +106,7 @@ class PipelineMethod:
     def __call__(self, client: Replying, source: Message, trace: str | None) -> None:
         """Raises Overloaded where a large message cannot be read on another thread."""
         read, start = partial(self._read, source), partial(self._start, client, trace)
-        if len(source[0]) <= LARGE_BYTES_PREDICT:
+        if len(source[0]) <= _LARGE_ITEMS_BYTES:
             start(read)
         else:
             self._offload(read, start, large=True, limit_s=self._pipeline.options.timeout_ms / 1e3)
@@ -124,11 +125,9 @@ class PipelineMethod:
             given = self._pipeline.input_of(request)
             if not client.reserve(len(given)):
                 raise over_budget()
-            waits_us = [us for us in (request.timeout_us, client.left_us) if us is not None]
             reply = partial(self._reply, client, request._replace(feeds={}))
-            timeout_us = max(1, min(waits_us)) if waits_us else None
             client.cancel = self._pipeline.start(
-                lambda: given, reply, trace, client.reserve, timeout_us
+                lambda: given, reply, trace, client.reserve, _timeout_us(request, client)
             )
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             self._pipeline.refuse(exc)
@@ -145,21 +144,17 @@ class PipelineMethod:
             fail_with(client, exc)
 
 
-log = logging.getLogger(__name__)
-
 LARGE_BYTES = 32 << 10  # what is slow to decode is decoded on another thread from this size on
-_LONG_BYTES = 128 << 10  # and with other long ones; without raw contents in another process
+_LONG_BYTES = 128 << 10  # and with other long ones
 
 
 class InferMethods:
     """ModelInfer and ModelStreamInfer."""
 
-    def __init__(
-        self, repository: ModelRepository, offload: Offload, worker: WorkerProcess | None
-    ) -> None:
+    def __init__(self, repository: ModelRepository, offload: Offload) -> None:
         self._repository = repository
         self.routes = {
-            name: ModelRoute(repository, model, offload, worker)
+            name: ModelRoute(repository, model, offload)
             for name, model in repository.models.items()
         }
         max_bytes = repository.options.max_body_bytes
@@ -216,7 +211,7 @@ def _reads_much(head: bytes, spans: tuple[messages.Span, ...], model: Signature)
         parts = messages.plan_request(head, spans, model).parts
     except DeploykitError:
         return False  # found again, and reported to the client
-    return sum(part.size for part in parts if part.region is not None) > LARGE_BYTES
+    return sum(part.size for part in parts if isinstance(part.data, Region)) > LARGE_BYTES
 
 
 class GrpcInference(Inference):
@@ -229,19 +224,12 @@ class GrpcInference(Inference):
     def decode(self, source: tuple[bytes, bytes, int, tuple[messages.Span, ...]]) -> Request:
         head, data, at, spans = source
         route = self.route
-        worker, signature = route.worker, route.model.signature
-        if worker is None or len(head) <= _LONG_BYTES:
-            plan = messages.plan_request(head, spans, signature)
-        else:
-            array = np.frombuffer(head, np.uint8)  # is sent without a copy
-            plan = worker.run(self.left_s(), messages.plan_large, array, spans, signature)
+        plan = messages.plan_request(head, spans, route.model.signature)
         self._plan = plan
         request = fill(plan, data, at, route.memory)
-        left_us = self.client.left_us
-        if left_us is not None:
-            wait_us = request.timeout_us or left_us
-            request = request._replace(timeout_us=max(1, min(wait_us, left_us)))
-        return request
+        if self.client.left_us is None:
+            return request
+        return request._replace(timeout_us=_timeout_us(request, self.client))
 
     def reserve(self, size: int) -> None:
         if not self.client.reserve(size):
@@ -252,7 +240,7 @@ class GrpcInference(Inference):
         self._decoded_bytes = sum(
             array_bytes(request.feeds[part.name])
             for part in self._plan.parts
-            if part.region is not None or part.value is not None or not part.slot.item_bytes
+            if not isinstance(part.data, Binary) or not part.slot.item_bytes
         )
         return request
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.serving.oip.protobuf import MESSAGES
+from deploykit.engines.oip.protobuf import MESSAGES
 from tests.support.installed import needs
 from tests.support.serving.grpc_cases import SERVICE, WAIT_S, Serving, serving
 

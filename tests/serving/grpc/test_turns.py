@@ -13,13 +13,14 @@ import pytest
 
 import deploykit
 from deploykit.serving.grpc.call import GrpcCall, Method
-from deploykit.serving.http2.connection import PREFACE, Http2Connection
-from deploykit.serving.http2.flow import (
+from deploykit.serving.http2.connection import (
     DATA,
     HEADERS,
+    PREFACE,
     READ_BYTES,
     RST_STREAM,
     SETTINGS,
+    Http2Connection,
     Http2Limits,
     frame,
 )
@@ -146,7 +147,7 @@ def test_a_tick_waits_until_the_last_one_has_seen_all_connections(
     def two_ticks() -> None:
         for _ in range(2):
             wire.now_s += 0.1
-            wire.shared.tick()
+            wire.shared.tick(wire.now_s)
 
     for link in wire.links:
         link.check = seen.append  # type: ignore[method-assign]
@@ -218,12 +219,16 @@ def test_requests_of_a_stream_that_was_reset_leave_the_queue(
     with serving({"m": engine}, max_batch=1) as server, frames(server.port) as client:
         engine.warm = True
         model = server.repository.models["m"]
-        client.open(1)
-        client.message(1, infer_bytes())
+        client.start(1, infer_bytes())
         assert engine.entered.acquire(timeout=WAIT_S)  # the engine is busy
         size = 5 + len(infer_bytes())
-        client.open(3, STREAM, **({"content-length": str(size)} if how[0] == "c" else {}))
-        client.message(3, infer_bytes(), end=False)
+        client.start(
+            3,
+            infer_bytes(),
+            STREAM,
+            end=False,
+            **{"content-length": str(size)} if how[0] == "c" else {},
+        )
         eventually(lambda: server.see(lambda: model.waiting) == 1)
         if how == "content-length":
             client.send(DATA, 0, 3, b"x")

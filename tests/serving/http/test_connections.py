@@ -79,9 +79,8 @@ def test_without_file_descriptors_idle_connections_are_closed(
     with running() as server:
         idle = [server.connect() for _ in range(2)]
         for raw in idle:
-            raw.send(LIVE)
-            assert raw.reply()
-        listener, acceptor = server.server._listener, server.server._acceptor
+            raw.ask(LIVE)
+        listener, acceptor = server.server._listener, server.server._acceptors[0]
         with monkeypatch.context() as patch:
 
             def later() -> None:
@@ -111,9 +110,7 @@ def test_a_health_check_gets_through_despite_any_number_of_idle_connections(
         while listener.now_s == before_s:  # a new one is never the longest idle
             pass
         raw = server.connect()
-        raw.send(LIVE)
-        reply = raw.reply()
-        assert reply is not None
+        reply = raw.ask(LIVE)
         assert reply.status == 200
         assert all(each.ended() for each in (*idle, *half))
 
@@ -130,31 +127,25 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Raw]]:
         yield server.connect
 
 
-def status(raw: Raw, data: bytes = b"") -> int:
-    raw.send(data)
-    reply = raw.reply()
-    return reply.status if reply else 0
-
-
 def test_a_health_check_gets_through_where_no_connection_is_idle_yet(
     full: Callable[[], Raw],
 ) -> None:
     """Half of a load balancer's checks got 503 in the first second of 5,000 new connections."""
     check = full()
-    assert [status(check, LIVE) for _ in range(3)] == [200] * 3
-    assert status(check, LIVE.replace(b"live", b"ready")) == 200
+    assert [check.ask(LIVE).status for _ in range(3)] == [200] * 3
+    assert check.ask(LIVE.replace(b"live", b"ready")).status == 200
     for other in (INFER, LIVE + INFER, b"GET /v2/health/live HTTP/1.1\r\n"):
         raw = full()
-        assert status(raw, other) == 503
+        assert raw.ask(other).status == 503
         assert raw.ended()
-    assert status(check, INFER) == 503
+    assert check.ask(INFER).status == 503
 
 
 def test_of_too_many_clients_above_the_limit_the_oldest_leave(
     full: Callable[[], Raw], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_listener, "SPARE", 2)
+    monkeypatch.setattr(http_listener, "SPARE_CLIENTS", 2)
     spare = [full() for _ in range(3)]
-    assert status(spare[0]) == 503
+    assert spare[0].status() == 503
     assert spare[0].ended()
-    assert [status(raw, LIVE) for raw in spare[1:]] == [200, 200]
+    assert [raw.ask(LIVE).status for raw in spare[1:]] == [200, 200]

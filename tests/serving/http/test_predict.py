@@ -154,7 +154,7 @@ def test_a_list_of_one_is_answered_with_a_list_and_a_form_of_one_is_not(served: 
 
 
 def test_a_large_form_and_large_json_are_taken_apart_elsewhere(served: Running) -> None:
-    """Noise does not compress: 1.2 MB, which the event loop leaves to a process of its own."""
+    """Noise does not compress: 1.2 MB, which the event loop leaves to a thread."""
     noisy = encoded(np.random.default_rng(0).integers(0, 255, (640, 640, 3), np.uint8))
     assert len(noisy) > 1 << 20
     for body, kind in (
@@ -220,9 +220,7 @@ def test_get_is_not_offered(served: Running) -> None:
 def test_a_body_above_the_limit_is_refused_before_it_is_read(served: Running) -> None:
     raw = served.connect()
     head = request("POST", "/v2/models/classify/predict", Content_Length="4000001")
-    raw.send(head)
-    reply = raw.reply()
-    assert reply is not None
+    reply = raw.ask(head)
     assert reply.status == 413
 
 

@@ -12,7 +12,14 @@ from deploykit.serving.http.routes import Scrapes
 from deploykit.serving.models.offload import Result
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.transport.call import Head
+from deploykit.serving.workers.group import ServerGroup
 from tests.support.serving.memory import Seen
+
+
+def group_of(samples: Callable[[], list[Sample]]) -> ServerGroup:
+    group = ServerGroup()
+    group.offer({"samples": samples}, {}, lambda _: [])
+    return group
 
 
 class Later:
@@ -47,7 +54,7 @@ def test_scrapes_that_wait_share_one_that_began_after_them() -> None:
 
     async def main() -> None:
         later = Later()
-        route = Scrapes(lambda then: then(samples), later)
+        route = Scrapes(group_of(samples), later)
         first = asked(route, 1)
         others = asked(route, 250)
         openmetrics = b"application/openmetrics-text; version=1.0.0"
@@ -78,7 +85,7 @@ def test_a_scrape_that_cannot_start_is_refused_and_the_next_one_tried() -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise Overloaded("no thread can be started; try again later")
 
-    route = Scrapes(lambda then: then(list), refuse)
+    route = Scrapes(group_of(list), refuse)
     assert [call.status for call in asked(route, 2)] == [503, 503]
 
 
@@ -87,7 +94,7 @@ def test_an_error_is_a_reply_to_each() -> None:
         raise ValueError
 
     async def main() -> None:
-        route = Scrapes(lambda then: then(broken), lambda work, then, **_: then(work))
+        route = Scrapes(group_of(broken), lambda work, then, **_: then(work))
         assert [call.status for call in asked(route, 2)] == [500, 500]
 
     asyncio.run(main())

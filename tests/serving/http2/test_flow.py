@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.serving.http2.flow import Http2Limits
+from deploykit.serving.http2.connection import IN_HEADERS, Http2Limits
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     DEADLINE_EXCEEDED,
@@ -50,7 +50,7 @@ def test_a_connection_gives_windows_to_four_large_messages_at_a_time() -> None:
         client.settle()
         granted = [stream for stream in (1, 3, 5, 7, 9) if stream in client.updates]
         assert granted == [1, 3, 5, 7]
-        client.send(3, 0, 3, (8).to_bytes(4, "big"))
+        client.cancel(3)
         client.settle()
         assert 9 in client.updates
 
@@ -58,12 +58,11 @@ def test_a_connection_gives_windows_to_four_large_messages_at_a_time() -> None:
 def test_answers_wait_for_the_clients_window(served: Serving) -> None:
     no_window = b"\0\4\0\0\0\0"
     with frames(served.port, settings=no_window) as client:
-        client.open(1)
-        client.message(1, infer_bytes(value=3))
+        client.start(1, infer_bytes(value=3))
         client.until(lambda: 1 in client.answers)
         client.settle()
         assert client.answers[1].data == b""
-        assert served.see(lambda: served.server.unanswered) == 1
+        assert served.see(lambda: served.grpc.unanswered) == 1
         client.send(8, 0, 1, b"\0\0\0\7")
         client.until(lambda: len(client.answers[1].data) >= 7)
         client.settle()
@@ -77,8 +76,7 @@ def test_a_large_answer_is_sent_as_the_connection_window_allows(served: Serving)
     """4 MB through the first 65535 bytes of window, which is then extended step by step."""
     request = infer_bytes(value=3, width=1_000_000, model_name="wide")
     with frames(served.port, settings=b"\0\4\x7f\xff\xff\xff") as client:
-        client.open(1)
-        client.message(1, request)
+        client.start(1, request)
         client.until(lambda: len(client.answers.get(1, Answer()).data) == 65535)
         while not client.answers[1].ended:
             client.send(8, 0, 0, (300_000).to_bytes(4, "big"))
@@ -91,11 +89,12 @@ def test_clients_that_exceed_a_time_limit_are_disconnected(eventually: Any) -> N
     """All have hours, which pass when the server has seen what they do."""
     hours = Http2Limits(header_s=3600, body_s=3600, write_s=3600, idle_s=7200)
     with serving(limits=hours) as running:
-        shared = running.server._shared
+        shared = running.grpc
 
         def pass_time(seconds: float = 4000) -> None:
-            clock_s = shared.clock_s
+            clock_s, tick = shared.clock_s, shared.tick
             shared.clock_s = lambda: clock_s() + seconds
+            shared.tick = lambda now_s: tick(now_s + seconds)
 
         def links() -> list[Any]:
             return running.see(lambda: list(shared.connections))
@@ -106,7 +105,7 @@ def test_clients_that_exceed_a_time_limit_are_disconnected(eventually: Any) -> N
             assert silent.closed()
         with frames(running.port) as headers:
             headers.send(1, 0, 1, b"\x83")
-            eventually(lambda: [each.in_header_block for each in links()] == [True])
+            eventually(lambda: [each.phase for each in links()] == [IN_HEADERS])
             pass_time()
             assert headers.closed()
         with frames(running.port) as body:
@@ -117,8 +116,7 @@ def test_clients_that_exceed_a_time_limit_are_disconnected(eventually: Any) -> N
             assert body.answer(1).status == DEADLINE_EXCEEDED
             assert body.call(3, infer_bytes()).status == 0
         with frames(running.port, settings=b"\0\4\0\0\0\0") as no_window:
-            no_window.open(1)
-            no_window.message(1, infer_bytes())
+            no_window.start(1, infer_bytes())
             no_window.until(lambda: 1 in no_window.answers)
             pass_time()
             assert no_window.closed()
@@ -128,10 +126,9 @@ def test_clients_that_exceed_a_time_limit_are_disconnected(eventually: Any) -> N
             assert idle.closed()
             assert idle.goaway == 0
         with frames(running.port) as stream:
-            stream.open(1, STREAM)
-            stream.message(1, infer_bytes(), end=False)
+            stream.start(1, infer_bytes(), STREAM, end=False)
             stream.until(lambda: bool(stream.answers.get(1, Answer()).data))
-        assert running.see(lambda: running.server.unanswered) == 0
+        assert running.see(lambda: running.grpc.unanswered) == 0
 
 
 def test_a_client_that_does_not_read_is_disconnected(eventually: Any) -> None:
@@ -147,9 +144,8 @@ def test_a_client_that_does_not_read_is_disconnected(eventually: Any) -> None:
             ConnectionError
         ):  # the server may disconnect it before it has sent everything
             for stream in (1, 3, 5, 7):
-                client.open(stream)
-                client.message(stream, request)
-        eventually(lambda: not running.see(lambda: running.server._shared.connections))
+                client.start(stream, request)
+        eventually(lambda: not running.see(lambda: running.grpc.connections))
 
 
 def test_unsent_error_answers_of_a_stream_are_bounded(served: Serving, client: Frames) -> None:
@@ -161,7 +157,7 @@ def test_unsent_error_answers_of_a_stream_are_bounded(served: Serving, client: F
     client.send(0, 1, 1, b"")
     client.until(lambda: len(client.answers.get(1, Answer()).data) == 65535)
     client.settle()
-    (connection,) = served.see(lambda: [c for c in served.server._shared.connections if c.streams])
+    (connection,) = served.see(lambda: [c for c in served.grpc.connections if c.streams])
     assert len(connection.streams[1].unsent) < 10
     client.send(8, 0, 1, (1 << 30).to_bytes(4, "big"))
     client.send(8, 0, 0, (1 << 30).to_bytes(4, "big"))

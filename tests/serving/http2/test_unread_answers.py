@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from deploykit.serving.http2.flow import Http2Limits
+from deploykit.serving.http2.connection import Http2Limits
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.grpc_cases import (
     INFER,
@@ -33,11 +33,11 @@ def wide(value: float = 1.0) -> bytes:
 
 
 def held(server: Serving) -> int:
-    return server.see(lambda: server.server._shared.memory.bytes)
+    return server.see(lambda: server.grpc.memory.bytes)
 
 
 def connections(server: Serving) -> int:
-    return server.see(lambda: len(server.server._shared.connections))
+    return server.see(lambda: len(server.grpc.connections))
 
 
 @pytest.mark.parametrize("path", [INFER, STREAM])
@@ -50,8 +50,7 @@ def test_answers_beyond_the_clients_window_are_counted_and_refused_above_the_lim
         with frames(server.port, settings=NO_WINDOW) as client:
             refused = 0
             for stream in range(1, 16, 2):
-                client.open(stream, path)
-                client.message(stream, wide(), end=path == INFER)
+                client.start(stream, wide(), path, end=path == INFER)
                 eventually(lambda: server.see(lambda: model.unanswered) == 0)
                 client.settle()
                 assert held(server) <= limit + 1000
@@ -72,11 +71,9 @@ def test_answers_that_fit_the_limit_arrive_whole_after_they_have_waited(
         frames(server.port, settings=NO_WINDOW) as client,
     ):
         for stream in (1, 3, 5, 7, 9, 11):
-            client.open(stream)
-            client.message(stream, wide())
+            client.start(stream, wide())
         client.settle()
-        client.send(4, 0, 0, ALL_WINDOW)
-        client.send(8, 0, 0, (1 << 30).to_bytes(4, "big"))
+        client.open_windows()
         for stream in (1, 3, 5, 7, 9, 11):
             answer = client.answer(stream)
             assert answer.status == 0
@@ -94,14 +91,12 @@ def test_a_connection_with_many_unread_answers_has_no_further_requests_run(
     ):
         runs = server.repository.models["wide"]
         for stream in range(1, 32, 2):
-            client.open(stream)
-            client.message(stream, wide())
+            client.start(stream, wide())
             eventually(lambda: server.see(lambda: runs.unanswered) == 0)
-        (link,) = server.see(lambda: list(server.server._shared.connections))
+        (link,) = server.see(lambda: list(server.grpc.connections))
         assert 16 << 20 < link.answer_bytes < 32 << 20
         assert len(link._parked) > 8
-        client.send(4, 0, 0, ALL_WINDOW)
-        client.send(8, 0, 0, (1 << 30).to_bytes(4, "big"))
+        client.open_windows()
         assert [client.answer(stream).status for stream in range(1, 32, 2)] == [0] * 16
 
 
@@ -119,8 +114,7 @@ def test_a_client_that_reads_a_byte_at_a_time_is_disconnected(eventually: Eventu
     limits = Http2Limits(write_s=0.3)
     models = {"m": FakeEngine(width=8000)}
     with serving(models, limits) as server, frames(server.port, settings=NO_WINDOW) as client:
-        client.open(1)
-        client.message(1, infer_bytes(width=8000))
+        client.start(1, infer_bytes(width=8000))
         trickle(client, server)
         eventually(lambda: connections(server) == 0)
         assert held(server) == 0
@@ -135,7 +129,7 @@ def test_what_the_socket_does_not_take_is_counted_and_ends_the_connection(
         with frames(server.port, settings=ALL_WINDOW) as client:
             client.send(8, 0, 0, (1 << 30).to_bytes(4, "big"))
             client.settle()
-            (link,) = server.see(lambda: list(server.server._shared.connections))
+            (link,) = server.see(lambda: list(server.grpc.connections))
             for stream in (1, 3, 5, 7, 9, 11):  # until the buffers of both sockets are full
                 client.open(stream)
                 before = len(engine.batches)
@@ -147,7 +141,7 @@ def test_what_the_socket_does_not_take_is_counted_and_ends_the_connection(
             eventually(lambda: 0 < link._buffered < 2 << 20)
             assert held(server) >= link._buffered
             for later_s in (20, 40):
-                server.see(lambda s=later_s: link.check(server.server._shared.clock_s() + s))
+                server.see(lambda s=later_s: link.check(server.grpc.clock_s() + s))
             assert connections(server) == 0
         eventually(lambda: held(server) == 0)
 
@@ -160,33 +154,30 @@ def test_watch_calls_are_bounded_per_client_and_in_all(
         with frames(server.port) as first, frames(server.port) as second:
             for client, most in ((first, 16), (second, 4)):
                 for stream in range(1, 36, 2):
-                    client.open(stream, WATCH)
-                    client.message(stream, b"")
+                    client.start(stream, b"", WATCH)
                 client.settle()
                 ended = [n for n, answer in client.answers.items() if answer.ended]
                 assert len(ended) == 18 - most
                 assert {client.answers[n].status for n in ended} == {8}
-            first.send(3, 0, 1, (8).to_bytes(4, "big"))
+            first.cancel(1)
             first.settle()
-            second.open(51, WATCH)
-            second.message(51, b"")
+            second.start(51, b"", WATCH)
             second.until(lambda: bool(second.answers.get(51, Answer()).data))
-        calls = server.server._calls
+        calls = server.grpc
         eventually(lambda: server.see(lambda: (len(calls._watches), calls._watching)) == (0, {}))
 
 
 def test_all_watch_calls_of_a_service_cost_one_look_at_its_health() -> None:
     with serving() as server, frames(server.port) as client:
         for stream in range(1, 32, 2):
-            client.open(stream, WATCH)
-            client.message(stream, b"")
+            client.start(stream, b"", WATCH)
         client.settle()
-        calls, asked = server.server._calls, []
+        calls, asked = server.grpc, []
 
         def count() -> int:
             health = calls._health
             calls._health = lambda name: asked.append(name) or health(name)  # type: ignore[method-assign, func-returns-value]
-            calls.tick()
+            calls.tick(0.0)
             del calls._health  # type: ignore[method-assign]
             return len(asked)
 
@@ -209,6 +200,6 @@ def test_the_streams_of_all_connections_are_bounded() -> None:
             client.settle()
             refused = [n for n, answer in client.answers.items() if answer.reset == 7]
             assert len(refused) == 9 - most
-        b.send(3, 0, 1, (8).to_bytes(4, "big"))
+        b.cancel(1)
         assert b.call(21, infer_bytes()).status == 0
-    assert server.server._shared.open_streams == 0
+    assert server.grpc.open_streams == 0

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.serving.transport.memory import MemoryBudget
+from deploykit.serving.transport.call import MemoryBudget
 from tests.support.serving.grpc_cases import INFER, Answer, frames, infer_bytes, serving
 from tests.support.serving.memory import held_bytes, raw_infer, send_without_end
 from tests.support.serving.running import WAIT_S, GatedEngine, Raw, request, running
@@ -31,7 +31,7 @@ def test_a_request_alone_in_the_server_may_exceed_the_limit() -> None:
 def test_the_default_limit_is_a_quarter_of_memory_but_at_least_one_body(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("deploykit.serving.transport.memory.memory_bytes", lambda: 4000)
+    monkeypatch.setattr("deploykit.serving.transport.call.memory_bytes", lambda: 4000)
     assert MemoryBudget(None, 64).limit == 1000
     assert MemoryBudget(None, 2000).limit == 2000
     assert MemoryBudget(300, 2000).limit == 300
@@ -53,20 +53,15 @@ def test_bodies_on_all_connections_share_one_limit(
             eventually(lambda count=count: held_bytes(server) >= count * (LIMIT // 2 - 70_000))
         send_without_end(raws[2], raw_infer(values), 8)
         refused = raws[2].reply()
-        assert refused is not None
         assert refused.status == 503
         assert refused.headers["retry-after"] == "1"
         assert f"holds {LIMIT} bytes" in refused.json["error"]
         for raw in raws[:2]:
-            raw.send(values.tobytes()[-8:])
-            reply = raw.reply()
-            assert reply is not None
+            reply = raw.ask(values.tobytes()[-8:])
             assert reply.status == 200
         eventually(lambda: held_bytes(server) == 0)
         again = server.connect()
-        again.send(raw_infer(values))
-        answered = again.reply()
-        assert answered is not None
+        answered = again.ask(raw_infer(values))
         assert answered.status == 200
 
 
@@ -119,9 +114,7 @@ def test_a_compressed_body_counts_with_its_decompressed_size(
         send_without_end(first, raw_infer(values), 8)
         eventually(lambda: held_bytes(server) > 0)
         raw = server.connect()
-        raw.send(data)
-        refused = raw.reply()
-        assert refused is not None
+        refused = raw.ask(data)
         assert refused.status == 503
         first.send(values.tobytes()[-8:])
         assert first.reply() is not None
@@ -139,7 +132,7 @@ def test_grpc_messages_on_all_connections_share_one_limit(eventually: Eventually
     size = LIMIT // 2
     message = b"\0" + (size + 8).to_bytes(4, "big") + bytes(size - 5)  # 8 are still to come
     with serving(max_held_bytes=LIMIT) as server:
-        budget = server.server._shared.memory
+        budget = server.grpc.memory
         with frames(server.port) as first:
             for stream in (1, 3):
                 first.open(stream)
@@ -168,7 +161,7 @@ def messages(data: bytes) -> int:
 def test_each_message_of_a_grpc_stream_counts_until_its_answer(eventually: Eventually) -> None:
     stream = INFER.replace("ModelInfer", "ModelStreamInfer")
     with serving() as server, frames(server.port) as client:
-        budget = server.server._shared.memory
+        budget = server.grpc.memory
         client.open(1, stream)
         for value in range(3):
             client.message(1, infer_bytes(value=value), end=False)
@@ -181,23 +174,27 @@ def test_each_message_of_a_grpc_stream_counts_until_its_answer(eventually: Event
 def test_a_large_grpc_message_of_a_cancelled_call_is_released(
     eventually: Eventually, method: str
 ) -> None:
-    from deploykit.serving.oip.protobuf import MESSAGES
+    from deploykit.engines.oip.protobuf import MESSAGES
 
     message = MESSAGES["ModelInferRequest"](model_name="m")
     message.inputs.add(name="x", datatype="FP32", shape=[1, WIDTH])
     message.inputs[0].contents.fp32_contents.extend([1.0] * WIDTH)
     waiting: list[Any] = []
     with serving() as server, frames(server.port) as client:
-        server.server._calls.inference.routes["m"].offload = lambda work, then, **_: waiting.append(
+        server.grpc.inference.routes["m"].offload = lambda work, then, **_: waiting.append(
             (work, then)
         )
-        client.open(1, INFER.replace("ModelInfer", method))
-        client.message(1, message.SerializeToString(), end=method == "ModelInfer")
+        client.start(
+            1,
+            message.SerializeToString(),
+            INFER.replace("ModelInfer", method),
+            end=method == "ModelInfer",
+        )
         eventually(lambda: len(waiting) == 1)
         ((work, then),) = waiting
         inference = work.__self__
         assert len(inference._source[0]) > WIDTH * 4
-        client.send(3, 0, 1, (8).to_bytes(4, "big"))  # RST_STREAM: CANCEL
+        client.cancel(1)  # RST_STREAM: CANCEL
         eventually(lambda: inference._source is None)
         server.see(lambda: then(work))
         assert client.call(3, infer_bytes(value=2)).status == 0

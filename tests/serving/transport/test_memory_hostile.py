@@ -46,7 +46,6 @@ from tests.support.serving.running import (
     WAIT_S,
     GatedEngine,
     Raw,
-    Reply,
     Running,
     request,
     running,
@@ -60,12 +59,6 @@ STREAM = INFER.replace("ModelInfer", "ModelStreamInfer")
 HEALTH = "/grpc.health.v1.Health/"
 INVALID_ARGUMENT, UNAVAILABLE = 3, 14
 Eventually = Callable[[Callable[[], bool]], None]
-
-
-def answered(raw: Raw) -> Reply:
-    reply = raw.reply()
-    assert reply is not None
-    return reply
 
 
 def values() -> np.ndarray:
@@ -89,7 +82,7 @@ def test_a_refused_body_is_released_before_the_earlier_answer_is_sent(
         eventually(lambda: raw_refused(server))
         assert held_bytes(server) == first
         engine.gate.set()
-        assert [answered(raw).status, answered(raw).status] == [200, 400]
+        assert [raw.reply().status, raw.reply().status] == [200, 400]
         eventually(lambda: held_bytes(server) == 0)
 
 
@@ -132,7 +125,6 @@ def test_held_bytes_return_to_zero_after_every_kind_of_request(
                 eventually(lambda: counted.bytes > len(BODY) - 70_000)
                 server.pass_time(HttpLimits().body_s + 1)
             reply = raw.reply(body=name != "HEAD")
-            assert reply is not None
             assert reply.status == status
         raw.close()
         eventually(lambda: not server.server._listener.connections)
@@ -165,14 +157,14 @@ def test_strings_count_with_their_size_in_memory(eventually: Eventually) -> None
     with running(models, max_held_bytes=LIMIT, max_body_bytes=2 * LIMIT) as server:
         alone = server.connect()
         alone.send(data)
-        assert answered(alone).status == 200
+        assert alone.reply().status == 200
         other = server.connect()
         send_without_end(other, raw_infer(values()).replace(b"/m/", b"/wide/"), 8)
         eventually(lambda: held_bytes(server) > 0)
         alone.send(data)
-        assert answered(alone).status == 503
+        assert alone.reply().status == 503
         other.send(BODY[-8:])
-        assert answered(other).status == 200
+        assert other.reply().status == 200
         eventually(lambda: held_bytes(server) == 0)
 
 
@@ -185,7 +177,6 @@ def test_an_offloaded_body_of_a_cancelled_request_is_released() -> None:
             repository,
             repository.find("m"),
             lambda work, then, **_: offloaded.append((work, then)),
-            None,
         )
         array = np.zeros(LIMIT, np.uint8)
         alive = weakref.ref(array)
@@ -255,7 +246,7 @@ def test_random_hostile_http_clients_leave_no_held_bytes(eventually: Eventually,
         def is_served() -> bool:
             with contextlib.closing(Raw(server.port)) as alone:
                 alone.send(raw_infer(values()))
-                return answered(alone).status == 200
+                return alone.reply().status == 200
 
         eventually(is_served)  # not at once: some of the closed connections are yet to be accepted
         eventually(lambda: not server.server._listener.connections)
@@ -267,7 +258,7 @@ def test_random_hostile_http_clients_leave_no_held_bytes(eventually: Eventually,
 def test_a_connection_made_during_shutdown_does_not_break_it(grpc_port: int | None) -> None:
     with running(grpc_port=grpc_port) as served:
         server = served.server
-        port = served.port if grpc_port is None else server._routes.grpc_port
+        port = served.port if grpc_port is None else server.grpc_port
 
         def end() -> None:
             server._begin_drain()
@@ -296,7 +287,7 @@ def test_health_checks_are_answered_when_the_memory_limit_is_reached(
     eventually: Eventually,
 ) -> None:
     with serving(max_held_bytes=4000) as server, frames(server.port) as first:
-        counted = server.server._shared.memory
+        counted = server.grpc.memory
         fill(first, 1, 4000)
         eventually(lambda: counted.bytes == 4000)
         with frames(server.port) as client:
@@ -312,14 +303,12 @@ def test_health_checks_are_answered_when_the_memory_limit_is_reached(
 def test_a_health_watch_is_not_an_unanswered_request(eventually: Eventually) -> None:
     engine = GatedEngine()
     with serving({"m": engine}) as server, frames(server.port) as client:
-        shared = server.server._shared
-        client.open(1, f"{HEALTH}Watch")
-        client.message(1, b"")
+        shared = server.grpc
+        client.start(1, b"", f"{HEALTH}Watch")
         client.until(lambda: len(client.answers.get(1, Answer()).data) > 0, 1)
         assert server.see(lambda: (shared.unanswered, shared.memory.bytes)) == (0, 0)
         engine.warm = True
-        client.open(3)
-        client.message(3, infer_bytes())
+        client.start(3, infer_bytes())
         assert engine.entered.acquire(timeout=WAIT_S)
         server.repository.drain()
         client.until(lambda: len(client.answers[1].data) > 7, 1)  # the watch reports the shutdown
@@ -347,7 +336,7 @@ def test_parallel_grpc_bodies_on_one_connection_are_answered_or_refused(
             assert UNAVAILABLE in found
             assert found <= {0, UNAVAILABLE}
             assert client.call(99, MESSAGE).status == 0
-        eventually(lambda: server.server._shared.memory.bytes == 0)
+        eventually(lambda: server.grpc.memory.bytes == 0)
 
 
 @pytest.mark.parametrize("seed", range(rounds(3, 100)))
@@ -358,7 +347,7 @@ def test_random_hostile_grpc_clients_leave_no_held_bytes(eventually: Eventually,
     gc.collect()
     calls = count(GrpcCall)
     with serving(models, max_held_bytes=2 * LIMIT, max_body_bytes=LIMIT) as server:
-        shared = server.server._shared
+        shared = server.grpc
         for _ in range(12):
             with contextlib.suppress(OSError), frames(server.port) as client:
                 client.socket.settimeout(1)

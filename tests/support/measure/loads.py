@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deploykit.loadtest.check import AnswerCheck
 from deploykit.loadtest.client import Client
-from deploykit.loadtest.generator import run_load
-from deploykit.loadtest.result import SendPlan
-from deploykit.loadtest.target import find_model, make_feeds, make_requests
+from deploykit.loadtest.load import load_test
+from deploykit.loadtest.schedule import Load
+from deploykit.loadtest.target import find_model, make_requests
 from deploykit.reporting.load_result import LoadResult
 
 TRIES = 5
@@ -19,7 +18,6 @@ def load(
     url: str,
     received: list[Any] | None = None,
     enough: Callable[[LoadResult], bool] = lambda result: result.sent > 0,
-    run: Callable[..., LoadResult] = run_load,
     **options: Any,
 ) -> LoadResult:
     """The result of a run in which `enough` happened: a closed loop sends nothing past its end.
@@ -30,7 +28,7 @@ def load(
     for _ in range(TRIES):
         if received is not None:
             received.clear()
-        result = run(url, **options)
+        result = load_test(url, **options)
         if enough(result):
             break
     return result
@@ -49,17 +47,5 @@ def client_of(
 ) -> Client:
     """What carries out a plan in this process."""
     remote = find_model(url, None)
-    requests = make_requests(remote, make_feeds(remote, 1, 0))
-    check = AnswerCheck(remote.outputs)
-    plan = SendPlan(
-        remote.address,
-        remote.port,
-        requests,
-        check,
-        connections,
-        due_s,
-        begin_s=0.0,
-        end_s=end_s,
-        drain_s=drain_s,
-    )
-    return Client(plan)
+    load = Load(None, connections, 0.0, end_s, drain_s)
+    return Client(remote.plan(make_requests(remote), load, due_s))

@@ -1,0 +1,106 @@
+"""What the load generator sends and when, and what it records of each request.
+
+Times are seconds since the start of the run.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from deploykit.loadtest.check import AnswerCheck
+
+NO_ANSWER, UNSENT, WRONG = 0, -1, -2  # statuses besides those of HTTP
+
+
+@dataclass(frozen=True)
+class Load:
+    """The load to put on a server. `rate_per_s` None: a closed loop of `connections`."""
+
+    rate_per_s: float | None
+    connections: int
+    warmup_s: float
+    duration_s: float
+    drain_s: float = 5.0
+    slo_ms: float | None = None
+
+    @property
+    def end_s(self) -> float:
+        return self.warmup_s + self.duration_s
+
+    def due_s(self, seed: int) -> array[float] | None:
+        """Return the send times of an open loop, ascending: a Poisson process."""
+        if self.rate_per_s is None:
+            return None
+        random = np.random.default_rng(seed)
+        count = random.poisson(self.rate_per_s * self.end_s)
+        return array("d", np.sort(random.uniform(0.0, self.end_s, count)).tobytes())
+
+
+@dataclass(frozen=True)
+class SendPlan:
+    """What one process of the load generator sends.
+
+    `due_s`: when requests are due, ascending; None is the closed loop. Requests start before
+    `end_s`; `begin_s` is where the warm-up ends.
+    """
+
+    address: str
+    port: int
+    requests: Sequence[bytes]
+    check: AnswerCheck
+    connections: int  # that may be open at once
+    due_s: Sequence[float] | None
+    begin_s: float
+    end_s: float
+    drain_s: float
+    block: bytes = b""  # gRPC: the header block of a call; none: HTTP/1.1
+
+    def share(self, processes: int) -> list[SendPlan]:
+        """Return a plan for each process: every n-th time, and an equal number of connections."""
+        return [
+            replace(
+                self,
+                connections=(self.connections + processes - 1 - number) // processes,
+                due_s=None if self.due_s is None else self.due_s[number::processes],
+            )
+            for number in range(processes)
+        ]
+
+
+@dataclass
+class RunRecord:
+    """What one process recorded. The first three have an item per request, by end.
+
+    `read_lags_s`: how long an answer was readable before the generator woke, for each time it did,
+    with the number of answers in `reads`. `behind_s`: time in which a connection waited for the
+    generator, summed over connections. Lags and busy times are of the measured time.
+    """
+
+    starts_s: array[float] = field(default_factory=lambda: array("d"))
+    ends_s: array[float] = field(default_factory=lambda: array("d"))
+    statuses: array[int] = field(default_factory=lambda: array("h"))
+    send_lags_s: array[float] = field(default_factory=lambda: array("d"))
+    read_lags_s: array[float] = field(default_factory=lambda: array("d"))
+    reads: array[int] = field(default_factory=lambda: array("l"))
+    behind_s: float = 0.0
+    busy: float = 0.0  # share of one core
+    waited: int = 0  # requests that were due when all connections that may be open were in use
+    opened: int = 0  # connections at once, at most
+    limit: str = ""  # why no more could be opened
+    errors: dict[str, int] = field(default_factory=dict)
+
+    def progress(self, recent: int) -> str:
+        """Return the number of requests answered, with percentiles of the last ones."""
+        last = zip(
+            self.starts_s[-recent:], self.ends_s[-recent:], self.statuses[-recent:], strict=True
+        )
+        taken_s = sorted(end_s - start_s for start_s, end_s, status in last if status == 200)
+        text = f"{len(self.ends_s):,} requests"
+        if taken_s:
+            p50, p99 = (taken_s[int(len(taken_s) * share)] * 1e3 for share in (0.5, 0.99))
+            text += f", p50 {p50:.2f} ms, p99 {p99:.2f} ms"
+        return text
