@@ -129,10 +129,12 @@ def _first_difference(
     first: Artefact, second: Artefact, feeds: Sequence[Mapping[str, np.ndarray]], parity: Parity
 ) -> Divergence | None:
     if not parity.passed and first.format == second.format == "onnx":
-        from deploykit.evaluation.divergence import CHUNK, diverging_node
+        from deploykit.evaluation.divergence import CHUNK, first_divergence
+        from deploykit.graph.graph import Graph
 
+        graphs = Graph.open(first.path), Graph.open(second.path)
         chunk = CHUNK * rows_that_fit(feeds[:1], first.path) // MOST_SAMPLES
-        return diverging_node(first.path, second.path, feeds, parity.max_error, chunk)
+        return first_divergence(*graphs, feeds[:1], parity.max_error, chunk)
     return None
 
 
