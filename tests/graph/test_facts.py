@@ -154,7 +154,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "in parts"])
 @pytest.mark.parametrize("content", [*DAMAGE.values(), deep()], ids=[*DAMAGE, "deep"])
-def test_a_file_that_is_no_model_is_refused(tmp_path: Path, content: bytes, whole: bool) -> None:
+def test_a_file_that_holds_no_model_is_refused(tmp_path: Path, content: bytes, whole: bool) -> None:
     path = tmp_path / "m.onnx"
     path.write_bytes(content)
     with pytest.raises(BadInput, match=r"m\.onnx: (is a truncated or damaged|has subgraphs in)"):
