@@ -107,6 +107,7 @@ def parse_model(path: Path, whole_bytes: int = 0) -> tuple[Any, dict[int, tuple[
     decode_error = require("google.protobuf.message").DecodeError
     try:
         with memory_errors(path, [path]), Pages(path) as data:
+            next(data.fields(0, data.size))  # raises for zeros, however many
             if data.size <= whole_bytes:
                 model.ParseFromString(data.read(0, data.size))
             else:
