@@ -223,7 +223,7 @@ class _Service:
                 on_start(server, host, port, grpc_port, self.names)
 
             if threading.current_thread() is threading.main_thread():
-                return http.run_alone(server, ready)
+                return http.run(server, ready)
             return server.run(ready)  # in the process of a user's program
 
 
