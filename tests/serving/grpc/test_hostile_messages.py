@@ -101,7 +101,7 @@ HOSTILE = {
     "parameters of an input": (field(1, b"m") + field(5, b"\x22\0" * 400_000), "262144"),
     "inputs of parameters": (field(1, b"m") + field(4, b"\x12\0" * 400_000), "262144"),
     "a long shape": (contents(6, bytes(16), b"\1" * 100_000), "100000 axes"),
-    "many packed numbers": (contents(1, b"\1" * 300_000), "more than 262144 elements"),
+    "many packed numbers": (contents(1, b"\1" * 5_000_000), "more than 262144 elements"),
     "much that is not raw": (contents(6, bytes(17 << 20)), "without raw_input_contents"),
     **{
         f"a broken field {data!r}": (data, "not a valid ModelInferRequest")
