@@ -21,11 +21,7 @@ from tests.support.serving.running import (
 )
 
 INFER = "/v2/models/m/infer"
-
-
 LIVE = request("GET", "/v2/health/live")
-
-
 CHUNKED = request("POST", INFER, Transfer_Encoding="chunked")
 
 

@@ -52,11 +52,7 @@ from tests.support.serving.memory import (
 from tests.support.serving.running import WAIT_S, GatedEngine, Raw, Running, request, running
 
 LIMIT = 1 << 20
-
-
 WIDTH = LIMIT // 8  # elements: half of the limit in a request
-
-
 Eventually = Callable[[Callable[[], bool]], None]
 
 
@@ -245,14 +241,8 @@ def test_a_large_grpc_message_of_a_cancelled_call_is_released(
 
 
 ANSWER = 8 << 20  # bytes; more than the buffers of two sockets take
-
-
 ANSWERS = 3 * ANSWER
-
-
 SLACK = 160 << 10  # what one connection may hold uncounted or above the limit
-
-
 PATH = "/v2/models/m/infer"
 
 
@@ -472,11 +462,7 @@ def test_tensors_in_shared_memory_count_like_received_ones(
 
 
 MESSAGE = infer_bytes(width=WIDTH)
-
-
 HEALTH = "/grpc.health.v1.Health/"
-
-
 INVALID_ARGUMENT, UNAVAILABLE = 3, 14
 
 
@@ -510,7 +496,6 @@ def raw_refused(server: Running) -> bool:
 
 
 BODY = values().tobytes()
-
 
 ENDS: dict[str, tuple[bytes, int | None]] = {  # data and status; None: the client disconnects
     "unknown path": (request("POST", "/v2/nothing", BODY), 404),
