@@ -115,25 +115,6 @@ def test_a_request_counts_until_it_is_answered(engine: GatedEngine, eventually: 
         eventually(lambda: held_bytes(server) == 0)
 
 
-@pytest.mark.parametrize("how", ["length", "chunks"])
-def test_the_bytes_of_a_disconnected_client_are_released(
-    engine: GatedEngine, eventually: Eventually, how: str
-) -> None:
-    values = np.ones(WIDTH, np.float32)
-    with running({"m": engine}, max_held_bytes=LIMIT) as server:
-        raw = Raw(server.port)
-        if how == "length":
-            send_without_end(raw, raw_infer(values), 8)
-        else:
-            head = request("POST", "/v2/models/m/infer")
-            head = head.replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n")
-            head = head.replace(b"Content-Length: 0\r\n", b"")
-            raw.send(head + b"80000\r\n" + values.tobytes()[:-8])
-        eventually(lambda: held_bytes(server) >= values.nbytes - 70_000)
-        raw.close()
-        eventually(lambda: held_bytes(server) == 0)
-
-
 def test_a_compressed_body_counts_with_its_decompressed_size(
     engine: GatedEngine, eventually: Eventually
 ) -> None:
