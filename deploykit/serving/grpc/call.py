@@ -253,7 +253,7 @@ class GrpcCall(Stream):
         return int((self.deadline_s - self.link.shared.clock_s()) * 1e6)
 
     def _is_late(self) -> bool:
-        """Whether the client's deadline has passed; the call has failed then."""
+        """Return whether the client's deadline has passed; the call has failed then."""
         if self.deadline_s is None or self.link.shared.clock_s() < self.deadline_s:
             return False
         self.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")

@@ -204,7 +204,7 @@ class Routes:
         raise NotFound(f"there is no route {quote(path)}")
 
     def _offer(self) -> None:
-        """What other processes may ask of this one."""
+        """Offer the reports and the changes that other processes may ask this one for."""
         repository, status, memory = self._repository, self.status, self._repository.memory
         reports: dict[str, Callable[[], object]] = {
             "samples": repository.samples,
