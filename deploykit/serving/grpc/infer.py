@@ -222,10 +222,6 @@ class GrpcInference(Inference):
             return request
         return request._replace(timeout_us=_timeout_us(request, self.client))
 
-    def reserve(self, size: int) -> None:
-        if not self.client.reserve(size):
-            raise over_budget()
-
     def decode_large(self) -> Request:
         request = super().decode_large()
         self._decoded_bytes = sum(
