@@ -274,10 +274,10 @@ def test_a_thread_that_wakes_during_an_inline_run_of_its_engine_keeps_no_lock() 
     def run() -> None:
         batcher.inline_max_rows = math.inf
         submit(batcher, row(0), 1, KEY, answers.done)
-        with batcher._dispatch.lock:
-            batcher._dispatch.idle.pop().wake.release()
+        with batcher._lock:
+            batcher._idle.pop().wake.release()
         asleep(batcher)  # in waits of a millisecond, as the clock stands still
-        with batcher._dispatch.lock:
+        with batcher._lock:
             batcher._queue.policy = BatchPolicy(max_batch=4)
         loop.turn()
         submit(batcher, row(1), 1, KEY, answers.done)
