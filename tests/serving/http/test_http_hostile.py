@@ -102,7 +102,9 @@ def test_a_million_chunks_of_one_byte_are_refused(small: Running) -> None:
     survives(small, data, (400, 413), says="65536 chunks", repeats=5)
 
 
-@pytest.mark.parametrize("value", ["99999999999", "-1", "abc", "", "1e3", "9" * 30, "9999999"])
+@pytest.mark.parametrize(
+    "value", ["99999999999", "-1", "abc", "", "1e3", "+5", "\xb2", "9" * 30, "9999999"]
+)
 def test_a_wrong_inference_header_length_is_refused(small: Running, value: str) -> None:
     """B1 to B3."""
     data = request(
