@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from deploykit.cli import output, tables
-from deploykit.cli import tables as answers
 from deploykit.cli.options import DEVICE, ENGINE, FORCE, JSON, TRUST, api_arguments, described
 from deploykit.cli.output import Part, Progress
 from deploykit.cli.tables import figure
@@ -175,7 +174,7 @@ def predict(
         answered = predicting.predict_items(
             engine, files, text=sentences, device=device, trust=trust, on_note=note
         )
-        output.show(answered, answers.answered(answered), as_json=as_json)
+        output.show(answered, tables.answered(answered), as_json=as_json)
         return
     if len(files) != 1 or sentences:
         raise BadInput("`out` is for the outputs of one file or folder of samples")

@@ -175,7 +175,7 @@ def prepare(
         # the check for float16 overflow needs no outliers left out
         pairs = request.to in (*CALIBRATED, "auto")
         places = own.places_to_choose_on(source, calib, batch_size) if pairs else ()
-        method = own.METHODS[0] if pairs else "minmax"
+        method = "mixed" if pairs else "minmax"
         calibration = own.calibrate_in_time(source, calib, method, budget, places)
         record = calibration_record(request, calibration, doubts)
         notes = (*doubts, *_overlap(request, calib, test), *own.left_out(calib, calibration))

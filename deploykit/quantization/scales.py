@@ -1,7 +1,7 @@
 """Choose what the scales of INT8 and FP8 are written from: the calibrator, and smoothed LayerNorms.
 
 No calibrator is best for every model, and the error at each tensor does not show which one is: the
-errors at the outputs do (`benchmarks/calibrators.py`). So does whether smoothing pays.
+errors at the outputs do (`benchmarks/README.md`). So does whether smoothing pays.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +214,7 @@ class _Run:
         for level in levels:
             if level.bits > bits and self.best is not None:
                 name, narrow_s = self.best.precision, self.best.cost_s
-                cost_s, passed = self._try(level, worth=lambda s, n=narrow_s: not _gains(n, s))
+                cost_s, passed = self._try(level, worth=partial(_close, narrow_s))
                 if passed:
                     self.notes.append(not_worth(name, narrow_s, level.precision, cost_s))
                     bits = level.bits
@@ -324,6 +324,10 @@ class _Run:
 def _gains(narrow_s: float, wider_s: float) -> bool:
     """Whether `narrow_s` is LEAST_GAIN or more below `wider_s`."""
     return narrow_s <= (1 - LEAST_GAIN) * wider_s
+
+
+def _close(narrow_s: float, wider_s: float) -> bool:
+    return not _gains(narrow_s, wider_s)
 
 
 def _comparison(narrow_s: float, wider: str, wider_s: float) -> str:
