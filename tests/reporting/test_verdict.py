@@ -12,13 +12,13 @@ import pytest
 
 from deploykit.core.evidence import Gate, Interval
 from deploykit.evaluation.latency import Latency
-from deploykit.evaluation.statistics import throughput
 from deploykit.reporting.charts import Chart
 from deploykit.reporting.figures import charts
-from deploykit.reporting.points import CLOSED_LOOP, Point
+from deploykit.reporting.points import Point
 from deploykit.reporting.report import NotMeasured, PointEnergy, Report, crossovers, speedup
 from deploykit.reporting.tables import best_by_batch, details, summary
 from deploykit.reporting.verdict import verdict
+from tests.support.measure.simulated import timed_point
 
 BASE = "fp32 CPU (baseline)"
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -353,13 +353,7 @@ def simulated(label: str, batch: int, rng: np.random.Generator, times: float = 1
     """Five rounds of log-normal calls; each round's speed differs by 1 %."""
     mean_s = (0.2e-3 + 0.1e-3 * batch) / times
     rounds = [rng.lognormal(np.log(mean_s), 0.1, 400) * rng.lognormal(0, 0.01) for _ in range(5)]
-    rows, seconds = [float(batch * 400)] * 5, [float(calls.sum()) for calls in rounds]
-    return Point(
-        *(label, "fp32", "cpu", "simulated", CLOSED_LOOP, batch, 1, 1, 2000, 5, sum(seconds)),
-        latency=Latency.of(*rounds),
-        throughput_per_s=throughput(rows, seconds),
-        round_rates=tuple(r / s for r, s in zip(rows, seconds, strict=True)),
-    )
+    return timed_point(label, batch, rounds)
 
 
 def of(points: list[Point], asked: str) -> Report:
