@@ -117,13 +117,13 @@ class Watch:
         self._last = self._read()
 
     def close(self) -> Window:
-        """The window since `begin`; its end is the next one's begin."""
+        """Return the window since `begin`; its end is the next one's begin."""
         window = self._window()
         self.windows.append(window)
         return window
 
     def over(self, length_s: float, sleep: Callable[[float], None]) -> Window:
-        """A window of that length in which this process sleeps; not in `windows`."""
+        """Return a window of that length in which this process sleeps; not in `windows`."""
         self.begin()
         sleep(length_s)
         return join([self._window()])
@@ -246,12 +246,12 @@ class Watch:
 
 
 def marks(windows: Sequence[Window], bound_cores: float) -> tuple[str, ...]:
-    """Why a row whose blocks ran in `windows` says little: the load from outside, past a bound."""
+    """Return why a row whose blocks ran in `windows` says little: load past a bound."""
     return tuple(what for what, _, _ in _disturbances(join(windows), bound_cores))
 
 
 def invalid(outside: Outside, bound_cores: float) -> tuple[str, ...]:
-    """Why a whole run is not valid, with the remedy."""
+    """Return why a whole run is not valid, with the remedy."""
     found = [
         f"{what} ({figure}): {cure}"
         for what, figure, cure in _disturbances(outside.during, bound_cores)
@@ -264,7 +264,7 @@ def invalid(outside: Outside, bound_cores: float) -> tuple[str, ...]:
 
 
 def sum_up(watch: Watch, before: Window, after: Window) -> Outside:
-    """Of a run in whose blocks `watch` had its windows."""
+    """Sum up a run in whose blocks `watch` had its windows."""
     stretch: list[Window] = []
     disturbed_s = 0.0
     for window in watch.windows:
@@ -311,7 +311,7 @@ def join(windows: Sequence[Window]) -> Window:
 
 
 def _disturbances(during: Window, bound_cores: float) -> Iterator[tuple[str, str, str]]:
-    """What disturbed, how much, and the remedy."""
+    """Yield what disturbed, how much, and the remedy."""
     long_enough = during.seconds >= _ROW_S
     if long_enough and (during.others_cores or 0) >= bound_cores:
         what = f"other processes ran meanwhile, most of all {during.busiest or _UNSEEN}"
@@ -327,7 +327,7 @@ def _disturbances(during: Window, bound_cores: float) -> Iterator[tuple[str, str
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines of a small file; none if it cannot be read."""
+    """Return the lines of a small file; none if it cannot be read."""
     with suppress(OSError, UnicodeError):
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     return []
