@@ -76,8 +76,7 @@ class Capacity(Record):
 
     `rate_each_per_s`: the most that one carries; the server's own work then takes `server_busy` of
     a core. `p99_ms`: with that many replicas. `why`: the reason where there is none. `max_batch`:
-    requests that one call takes, the server's `max_batch`. `per_million`: the price of a million
-    requests on all replicas.
+    requests that one call takes, the server's `max_batch`.
     """
 
     rate_per_s: float
@@ -89,7 +88,6 @@ class Capacity(Record):
     max_batch: int = 1
     server_busy: float = 0.0
     precision: str = ""
-    per_million: float | None = None
 
 
 def capacity(

@@ -160,8 +160,7 @@ class Prediction(Record):
     `latency_ms`: with the copies of inputs and outputs between host and GPU, `compute_ms`: without.
     `limit`: what most of the time goes to, "compute", "memory", "launch" or "copies", and `shares`
     how the time divides. `memory_bytes`: weights and activations; `build_bytes`: to build or to
-    load the engine. `joules`: per inference at most, at the target's full power. `per_million`: the
-    price of a million inferences at this batch, one after the other.
+    load the engine. `joules`: per inference at most, at the target's full power.
     """
 
     precision: str
@@ -177,7 +176,6 @@ class Prediction(Record):
     build_bytes: int
     fits: bool | None
     joules: float | None
-    per_million: float | None
 
 
 @dataclass(frozen=True)
@@ -226,10 +224,8 @@ def precisions(found: Inferred, target: Target) -> tuple[str, ...]:
     return ("fp32", *(name for name in target.precisions if name != "fp32"))
 
 
-def predict_call(
-    found: Inferred, target: Target, precision: str, price_per_hour: float | None = None
-) -> Prediction:
-    """One call of `found` on `target`, its nodes one after the other."""
+def predict_call(found: Inferred, target: Target, precision: str) -> Prediction:
+    """Predict one call of `found` on `target`, its nodes one after the other."""
     costs = [in_precision(cost, precision, found.stored, target) for cost in found.costs(target)]
     weights = sum(cost.weight_bytes for cost in costs)
     ceilings = target.ceilings(weights)
@@ -261,7 +257,6 @@ def predict_call(
         build_bytes=build,
         fits=None if limit_bytes is None else max(memory, build) <= limit_bytes,
         joules=None if watts is None or rate is None else watts / rate,
-        per_million=None if price_per_hour is None or not rate else price_per_hour / 3600e-6 / rate,
     )
 
 

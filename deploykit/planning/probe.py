@@ -22,17 +22,15 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.errors import DeploykitError, MissingExtra
 from deploykit.core.files import cache_folder, read_json, write_json
 from deploykit.core.json_value import Record
-from deploykit.core.machine import Machine, default_threads
+from deploykit.core.machine import Machine, default_threads, now, this_machine
 from deploykit.core.manifest import from_json
 from deploykit.engines.engine import load
 from deploykit.graph import cost as kinds
 from deploykit.graph.cost import Curve
 from deploykit.graph.graph import Graph
-
-# Graphs of equal nodes one after the other, to time what one node of a kind takes.
 
 _OPSET, _IR = 17, 8  # the first with LayerNormalization
 _SEED = 0
@@ -253,7 +251,7 @@ class CpuCalibration(Record):
             return ""
         return (
             f"the probe of the CPU ran next to other work: calls took {self.spread:.1f} times "
-            "their least; measure again when it is quiet (`calibrate`)"
+            "their least; the next plan measures again"
         )
 
 
@@ -430,33 +428,48 @@ def _time(
         return sorted(seconds), engine.runtime
 
 
-def find_calibration(machine: Machine, threads: int | None = None) -> CpuCalibration | None:
-    """What an earlier probe of this CPU left; None for another CPU's, or a damaged file."""
-    threads = threads or default_threads()
-    path = _path(threads)
+def cpu_calibration(
+    *,
+    threads: int | None = None,
+    only_kept: bool = False,
+    on_progress: Progress | None = None,
+) -> tuple[CpuCalibration | None, list[str]]:
+    """Return the kept calibration of this machine's CPU, else that of one probe; and notes on it.
+
+    One that was measured next to other work is measured again, and the better one is kept. None
+    without ONNX Runtime, and with `only_kept` where none is kept. `threads`: by default one per
+    core.
+    """
+    machine, threads = this_machine(), threads or default_threads()
+    path = cache_folder() / f"cpu-calibration-{threads}.json"
+    found, notes = _read_calibration(path, machine, threads), []
+    if not only_kept and (found is None or found.doubt):
+        try:
+            new = measure_cpu(machine.cpu, now(), threads=threads, on_progress=on_progress)
+        except MissingExtra:
+            return None, []
+        found = min((each for each in (found, new) if each), key=lambda each: each.spread)
+        notes += store_calibration(found)
+    return found, [*notes, *([found.doubt] if found and found.doubt else [])]
+
+
+def _read_calibration(path: Path, machine: Machine, threads: int) -> CpuCalibration | None:
+    """Read what an earlier probe left; None for another CPU's, or a damaged file."""
     try:
         found: CpuCalibration = from_json(CpuCalibration, read_json(path), str(path))
-    except (DeploykitError, BadInput):
+    except DeploykitError:
         return None
-    known = (VERSION, machine.cpu, threads, _runtime(machine))
-    same = (found.version, found.cpu, found.threads, found.runtime) == known
-    return found if same else None
+    runtime = f"onnxruntime {machine.packages.get('onnxruntime', '')}"
+    same = (found.version, found.cpu, found.threads, found.runtime)
+    return found if same == (VERSION, machine.cpu, threads, runtime) else None
 
 
-def store_calibration(found: CpuCalibration) -> str:
-    """Keep it for the next plan; why that was not possible, or ""."""
+def store_calibration(found: CpuCalibration) -> list[str]:
+    """Keep it for the next plan; return a note where that is not possible."""
+    path = cache_folder() / f"cpu-calibration-{found.threads}.json"
     try:
-        path = _path(found.threads)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, found.to_dict())
     except (DeploykitError, OSError) as exc:
-        return f"the calibration is measured again next time: {exc}"
-    return ""
-
-
-def _path(threads: int) -> Path:
-    return cache_folder() / f"cpu-calibration-{threads}.json"
-
-
-def _runtime(machine: Machine) -> str:
-    return f"onnxruntime {machine.packages.get('onnxruntime', '')}"
+        return [f"the calibration is measured again next time: {exc}"]
+    return []
