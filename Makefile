@@ -4,8 +4,8 @@
 # make ray-test  a Ray cluster of two nodes on this machine; installs Ray
 # make docs    the documentation as a site, into site/
 # make coverage  the tests once more, and what they reach
-# make gpu-test  what needs an NVIDIA GPU, in parts (tests/gpu/run.py); SYSTEM=1: without venv and pip
-# make gpu-session  the same in one call of ten minutes, for a machine rented for minutes (tests/gpu/session.py)
+# make gpu-test  what needs an NVIDIA GPU, in parts (scripts/gpu/run.py); SYSTEM=1: without venv and pip
+# make gpu-session  the same in one call of ten minutes, for a machine rented for minutes (scripts/gpu/session.py)
 # make containers-test  both Dockerfiles linted, built and run, arm64 under qemu: as root on Debian, slow
 # make bench   the project's own speed and memory figures, into benchmarks/
 # PYTHON=python3.12 picks an interpreter, TORCH_INDEX=URL an index of CPU wheels of torch.
@@ -57,7 +57,7 @@ tests: .venv/.compiled
 	$(BIN)/pytest $(WORKERS) --cache-clear || $(BIN)/python -m tests.support.again $$?
 
 nvidia: venv
-	$(BIN)/python -m tests.nvidia.run -- -q -n auto --dist loadgroup
+	$(BIN)/python -m scripts.nvidia.run -- -q -n auto --dist loadgroup
 
 test-all:
 	DEPLOYKIT_CAMPAIGN=1 $(MAKE) test
@@ -75,22 +75,22 @@ ray-test: venv
 coverage: venv
 	$(BIN)/pytest $(WORKERS) --cov --cov-report=term:skip-covered
 
-# SYSTEM=1: with $(PYTHON) as it is, no venv and no pip; GPU_TEST: options of tests.gpu.run
+# SYSTEM=1: with $(PYTHON) as it is, no venv and no pip; GPU_TEST: options of scripts.gpu.run
 gpu-test:
 ifdef SYSTEM
-	$(PYTHON) -m tests.gpu.run --system $(GPU_TEST)
+	$(PYTHON) -m scripts.gpu.run --system $(GPU_TEST)
 else
 	@$(SETUP) --dev --gpu
-	$(BIN)/python -m tests.gpu.run $(GPU_TEST)
+	$(BIN)/python -m scripts.gpu.run $(GPU_TEST)
 endif
 
-# ten minutes on a GPU, with this Python as it is; GPU_SESSION: options of tests.gpu.session
+# ten minutes on a GPU, with this Python as it is; GPU_SESSION: options of scripts.gpu.session
 gpu-session:
-	$(PYTHON) -m tests.gpu.session $(GPU_SESSION)
+	$(PYTHON) -m scripts.gpu.session $(GPU_SESSION)
 
-# writes benchmarks/results/containers_*.md; CONTAINERS: options of tests.containers.run
+# writes benchmarks/results/containers_*.md; CONTAINERS: options of scripts.containers.run
 containers-test: venv
-	$(BIN)/python -m tests.containers.run $(CONTAINERS)
+	$(BIN)/python -m scripts.containers.run $(CONTAINERS)
 
 bench: venv
 	$(BIN)/python benchmarks/run.py

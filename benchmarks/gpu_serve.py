@@ -1,15 +1,14 @@
-"""The server on an NVIDIA GPU: worker processes, tensors and JPEGs, decoding. Not yet run on a GPU.
+"""The server on an NVIDIA GPU: worker processes, tensors and JPEGs. Not yet run on a GPU.
 
-    python benchmarks/gpu_serve.py [--parts workers,decoding,front-ends] [--workers 1,2,4,8,16]
+    python benchmarks/gpu_serve.py [--parts workers,front-ends] [--workers 1,2,4,8,16]
         [--out out/gpu-serve] [--limit-s 570]
     python benchmarks/gpu_serve.py --rehearse     small, the CPU in the GPU's place
 
 `workers`: ResNet-50 in fp16 (random weights, made here) on ONNX Runtime's CUDA provider behind
 `deploykit serve --workers N`, asked by `deploykit load` on the same cores for uint8 tensors and for
 JPEGs: rate, latency, where a request's time goes, processor time and energy of each; and the engine
-alone, which no server can pass. `decoding`: a JPEG to 224x224 by Pillow, as the server does it, on
-one core and on all, next to nvJPEG (gpu_decoding.py). `front-ends`: `--workers` with an engine of
-no cost, which shows how the server itself scales.
+alone, which no server can pass. `front-ends`: `--workers` with an engine of no cost, which shows
+how the server itself scales.
 
 Each step is a process with its own limit; gpu_serve.md and .json are written after each, and one
 that fails stops no other. Exit 0 when no step failed, else 1; 2 for wrong options, 3 without a GPU
@@ -19,6 +18,7 @@ or a runtime for it. About 9 minutes, by estimate: `--parts` and `--workers` mak
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import statistics
@@ -35,19 +35,19 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent / "serve"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tests/
 
-from decoders import SIDE, jpeg
+import numpy as np
 from processes import Running, free_port, started
 
 from deploykit.core.errors import DeploykitError
 from deploykit.core.files import make_folder, read_json, write_json, write_text
 from deploykit.core.machine import this_machine
-from tests.gpu.guard import workplace
-from tests.gpu.run import run_all, use_site
-from tests.gpu.steps import LOADED_S, PYTHON, Result, Step
+from scripts.gpu.guard import workplace
+from scripts.gpu.run import run_all, use_site
+from scripts.gpu.steps import LOADED_S, PYTHON, Result, Step
 
 BENCHMARKS = Path(__file__).resolve().parent
 HERE, NAME = str(Path(__file__).resolve()), "gpu_serve"
-PARTS = ("workers", "decoding", "front-ends")
+PARTS = ("workers", "front-ends")
 WORKERS, CONNECTIONS = (1, 2, 4, 8, 16), (1, 32, 256)
 STAND_IN = str(BENCHMARKS / "serve" / "servers" / "stand_in.py")
 Row = dict[str, Any]
@@ -67,8 +67,6 @@ def planned(options: argparse.Namespace, work: Path) -> Iterator[Step]:
         for count in options.workers:
             words, after = ("serve", "--workers", str(count)), "make the model"
             yield step("workers", f"served by {count}", 90, *words, after=after)
-    if "decoding" in options.parts:
-        yield step("decoding", "Pillow and nvJPEG", 90, "decoding")
     if "front-ends" in options.parts:
         for count in options.workers:
             words = ("front-ends", "--workers", str(count))
@@ -84,10 +82,6 @@ def run_one(options: argparse.Namespace) -> int:
         found = iter([make(work, rehearse)])
     elif name == "engine":
         found = engine_alone(work, seconds, rehearse)
-    elif name == "decoding":
-        from gpu_decoding import rows
-
-        found = rows(seconds)
     else:
         found = serve(name, work, count, rehearse)
         name = f"{name}-{count}"
@@ -112,8 +106,21 @@ def make(work: Path, rehearse: bool) -> Row:
     files = prepare(member(name), work, samples=16)
     dk.export(files.model, out=work / "fp32.onnx", arch=name, task="classify")
     made = dk.quantize(work / "fp32.onnx", "fp16", work / "m.onnx")
-    (work / "m.jpg").write_bytes(jpeg(SIDE, SIDE))
+    (work / "m.jpg").write_bytes(jpeg(224))
     return {"model": name, "precision": "fp16", "bytes": made.path.stat().st_size}
+
+
+def jpeg(side: int) -> bytes:
+    """Smooth shapes with some noise, as a photo has: about 1 bit for each pixel."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    small = Image.fromarray(rng.integers(0, 256, (12, 16, 3), np.uint8))
+    smooth = np.asarray(small.resize((side, side), Image.Resampling.BICUBIC), np.int16)
+    noisy = np.clip(smooth + rng.integers(-6, 7, smooth.shape), 0, 255).astype(np.uint8)
+    data = io.BytesIO()
+    Image.fromarray(noisy).save(data, "JPEG", quality=85)
+    return data.getvalue()
 
 
 def engine_alone(work: Path, seconds: float, rehearse: bool) -> Iterator[Row]:
@@ -123,7 +130,7 @@ def engine_alone(work: Path, seconds: float, rehearse: bool) -> Iterator[Row]:
     import deploykit as dk
     from deploykit.benchmarking.timing import run_block
     from deploykit.engines.data.samples import random_feeds
-    from tests.gpu.cpu_as_gpu import cpu_as_gpu
+    from scripts.gpu.cpu_as_gpu import cpu_as_gpu
 
     with cpu_as_gpu() if rehearse else nullcontext(), dk.load(work / "m.onnx", "cuda") as engine:
         for batch in (1, 4) if rehearse else (1, 32, 128):
@@ -141,9 +148,9 @@ def serve(which: str, work: Path, count: int, rehearse: bool) -> Iterator[Row]:
     command = [PYTHON, STAND_IN, str(port), str(count)]
     if which == "serve":
         kinds = {"uint8 tensors": (), "JPEG": ("--data", str(work / "m.jpg"))}
-        program = "tests.gpu.cpu_as_gpu" if rehearse else "deploykit"
+        program = "scripts.gpu.cpu_as_gpu" if rehearse else "deploykit"
         command = [PYTHON, "-m", program, "serve", f"m={work / 'm.onnx'}", "--device", "cuda"]
-        command += ["--workers", str(count), "--http-port", str(port), "--no-grpc"]
+        command += ["--workers", str(count), "--http-port", str(port), "--grpc-port=none"]
     with started(command, lambda: ready(port), cwd=BENCHMARKS.parent) as running:
         for kind, more in kinds.items():
             for connections in (8,) if rehearse else CONNECTIONS:
@@ -229,12 +236,12 @@ def collect(options: argparse.Namespace, work: Path, results: Sequence[Result]) 
     document = {
         "rehearsal": options.rehearse,
         "machine": this_machine().to_dict(),
-        **{name: found.get(name, []) for name in ("make", "engine", "decoding")},
+        **{name: found.get(name, []) for name in ("make", "engine")},
         "served": sorted(served, key=lambda row: (row["kind"], row["connections"], row["workers"])),
         "steps": [each.to_dict() for each in results],
     }
     write_json(options.out / f"{NAME}.json", document)
-    lines = [*head(document), *served_table(document["served"]), *decoding(document["decoding"])]
+    lines = [*head(document), *served_table(document["served"])]
     lines += ["", "| part | step | result | s | figures |", "| --- | --- | --- | --: | --- |"]
     write_text(options.out / f"{NAME}.md", "\n".join([*lines, *(r.row for r in results)]) + "\n")
 
@@ -280,18 +287,6 @@ def served_table(rows: Sequence[Row]) -> Iterator[str]:
             f"✗ {doubts}" * bool(doubts),
         ]
         yield f"{start} | {' | '.join(cells)} |"
-
-
-def decoding(rows: Sequence[Row]) -> Iterator[str]:
-    if not rows:
-        return
-    yield "\n## A JPEG to 224x224\n"
-    yield "Differs: the most that a pixel differs from Pillow's, of 255.\n"
-    yield "| JPEG | way | images/s | differs |\n| --- | --- | --: | --: |"
-    for row in rows:
-        rate = f"not measured: {row['why']}" if row["per_s"] is None else f"{row['per_s']:,.4g}"
-        what = f"{row['jpeg']}, {row['bytes'] / 1024:.0f} KiB"
-        yield f"| {what} | {row['way']} | {rate} | {row.get('differs', '')} |"
 
 
 def shown(value: float | None, form: str) -> str:

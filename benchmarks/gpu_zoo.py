@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tests/
 from deploykit.core.errors import DeploykitError, GateFailed
 from deploykit.core.files import make_folder, read_json, write_json, write_text
 from deploykit.core.machine import this_machine
-from tests.gpu.guard import workplace
-from tests.gpu.run import NOTHING, has_gpu, run_all, use_site
-from tests.gpu.steps import LOADED_S, PYTHON, Result, Step
+from scripts.gpu.guard import workplace
+from scripts.gpu.run import NOTHING, has_gpu, run_all, use_site
+from scripts.gpu.steps import LOADED_S, PYTHON, Result, Step
 from tests.support.runtimes.cases import absent
 
 HERE = str(Path(__file__).resolve())
@@ -67,11 +67,10 @@ def planned(names: Sequence[str], work: Path, out: Path, rehearse: bool) -> Iter
         made = f"{name}: make"
         make_s, bench_s = (LOADED_S, LOADED_S) if rehearse else (MAKE_S, plan.limit_s)
         yield Step(NAME, made, [PYTHON, HERE, "--make", name, str(work)], make_s)
-        program = ["tests.gpu.cpu_as_gpu"] if rehearse else ["deploykit"]
+        program = ["scripts.gpu.cpu_as_gpu"] if rehearse else ["deploykit"]
         words = [PYTHON, "-m", *program, "bench", *_engines(name, work), "--device", "cuda"]
         batches = plan.small if rehearse else plan.batches
         words += ["--batches", ",".join(map(str, batches))]
-        words += ["--warmup", "0.1" if rehearse else "0.5"]
         words += ["--seconds", "1" if rehearse else "1.5"]
         words += ["-o", str(out / name), "--force"]
         yield Step(NAME, f"{name}: bench", words, bench_s, after=made)

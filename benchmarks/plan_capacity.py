@@ -50,7 +50,7 @@ from deploykit.planning.capacity import (  # noqa: E402
     capacity,
     served_s,
 )
-from tests.gpu.guard import workplace  # noqa: E402
+from scripts.gpu.guard import workplace  # noqa: E402
 
 WARM_UP_S, DRAIN_S, CONNECTIONS = 1.0, 2.0, 512
 CPU = "server's CPU us per request"
@@ -144,7 +144,7 @@ def replica(case: Case, folder: Path) -> Iterator[tuple[RemoteModel, Running, di
     times = folder / f"{port}.json"
     if case.base_ms is None:
         model = write_mnist(folder / "mnist.onnx")
-        words = [*DEPLOYKIT, "serve", model, "--http-port", port, "--no-grpc"]
+        words = [*DEPLOYKIT, "serve", model, "--http-port", port, "--grpc-port=none"]
         words += ["--max-batch", case.max_batch]
     else:
         words = [sys.executable, __file__, "--serve", port, case.max_batch, case.base_ms]

@@ -23,7 +23,7 @@ from tests.support.bundling.cluster import slow_bundle, two_nodes
 REPLICAS = (1, 2, 4)
 CONNECTIONS = 32
 WAITING = """
-from deploykit.deploying.ray import ray_application
+from deploykit.deploying.ray_app import ray_application
 
 
 def replica():

@@ -29,13 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from deploykit.core.files import write_json, write_text
 from deploykit.core.machine import this_machine
 from deploykit.training.compare_devices import ARTICLES
-from tests.gpu.guard import workplace
-from tests.gpu.run import NOTHING, run_all
-from tests.gpu.steps import LOADED_S, PYTHON, Result, Step
+from scripts.gpu.guard import workplace
+from scripts.gpu.run import NOTHING, run_all
+from scripts.gpu.steps import LOADED_S, PYTHON, Result, Step
 
 HERE = str(Path(__file__).resolve())
 EPOCHS = 20
-GPU = {"device": "cuda", "amp": False, "tf32": False}
+GPU = {"device": "cuda", "amp": "off", "tf32": False}
 RUNS: Mapping[str, Mapping[str, Any]] = {  # name -> what `deploykit.training.train.train` gets
     "gpu float32": GPU,
     "cpu float32": {"device": "cpu"},

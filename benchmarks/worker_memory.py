@@ -54,7 +54,7 @@ def request(model: Path) -> tuple[bytes, dict[str, str]]:
 def measure(model: Path, workers: int, count: int) -> tuple[float, list[float], float]:
     """PSS, what each process has of its own, and CPU ms for a request, of all processes."""
     body, headers = request(model)
-    options = ["--http-port", "0", "--no-grpc", "--threads", "1", "--workers", str(workers)]
+    options = ["--http-port", "0", "--grpc-port=none", "--threads", "1", "--workers", str(workers)]
     command = [sys.executable, "-m", "deploykit", "serve", f"m={model}", *options]
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(command, stdout=pipe, stderr=nothing, text=True) as server:

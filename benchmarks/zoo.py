@@ -92,7 +92,6 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(MEMBERS), help="names, or none")
     parser.add_argument("--to", default="fp16,int8,auto")
     parser.add_argument("--samples", type=int, default=64, help="to calibrate on")
-    parser.add_argument("--budget", type=float, default=300.0, help="seconds auto may search")
     parser.add_argument("--speed", action="store_true", help="the bounds on time and memory")
     parser.add_argument("--rounds", type=int, default=5, help="of the interleaved comparisons")
     parser.add_argument("--huge", action="store_true", help="a 2.7 GB model; needs 24 GiB")
@@ -150,8 +149,6 @@ def one_model(name: str, folder: Path, options: argparse.Namespace, tables: Tabl
         words: list[object] = ["--to", to, "-o", out, "--calib", files["calib"], "--json"]
         if files["data"]:
             words += ["--data", files["data"]]
-        if to == "auto":
-            words += ["--budget", options.budget]
         ran = deploykit("quantize", exported, *words)
         tables.precisions.append(precision_row(name, to, ran, out))
 

@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 _PUBLIC = {
-    "Answered": "deploykit.evaluation.predict_items:Answered",
+    "Answered": "deploykit.evaluation.predict:Answered",
     "Artefact": "deploykit.core.artefact:Artefact",
     "BadInput": "deploykit.core.errors:BadInput",
     "Bundled": "deploykit.deploying.bundle:Bundled",
@@ -101,7 +101,7 @@ _PUBLIC = {
     "pipeline": "deploykit.pipelines.pipeline:pipeline",
     "plan": "deploykit.planning.plan:plan",
     "predict": "deploykit.evaluation.predict:predict",
-    "predict_items": "deploykit.evaluation.predict_items:predict_items",
+    "predict_items": "deploykit.evaluation.predict:predict_items",
     "profile": "deploykit.core.profile:load_profile",
     "quantize": "deploykit.quantization.quantize:quantize",
     "serve": "deploykit.serving.serve:serve",
@@ -131,8 +131,7 @@ if TYPE_CHECKING:
     from deploykit.evaluation.compare import Compared, compare
     from deploykit.evaluation.doctor import Health, doctor
     from deploykit.evaluation.inspect import Inspection, inspect
-    from deploykit.evaluation.predict import Predicted, predict
-    from deploykit.evaluation.predict_items import Answered, predict_items
+    from deploykit.evaluation.predict import Answered, Predicted, predict, predict_items
     from deploykit.exporting.export import export
     from deploykit.loadtest.load import load_test
     from deploykit.pipelines.pipeline import OpenPipeline, pipeline

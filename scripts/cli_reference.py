@@ -23,15 +23,15 @@ colour off. `deploykit --install-completion` sets up completion for your shell.
 
 ## `serve` and `boot` from a file or the environment
 
-Each option of `serve` and `boot` is also a key of the file that `--config` names, and an
-environment variable that begins with `DEPLOYKIT_`. A flag overrides a
+Each option of `serve` is also a key of the file that `serve --config` or `boot --serve-config`
+names, and an environment variable that begins with `DEPLOYKIT_`. A flag overrides a
 variable, a variable the file, the file the default. An unknown key is an error.
 
 ```toml
 engine = ["mnist=model.int8.onnx"]
 http_port = 9000
 max_batch = 16
-grpc = false
+grpc_port = "none"
 ```
 
 `DEPLOYKIT_HTTP_PORT=9001 deploykit serve --config serve.toml` listens on port 9001.

@@ -59,7 +59,6 @@ OWNERS = {
         "planning/probe.py",
         "evaluation/divergence.py",
         "evaluation/simulate.py",
-        "benchmarking/layers.py",
     },
     "onnxruntime": {
         "engines/onnxruntime/engine.py",
@@ -351,7 +350,7 @@ def test_recipes_know_the_core_and_what_gives_them_data(path: Path) -> None:
 
 
 TESTS = Path(__file__).resolve().parent
-PROGRAMS = ("support/", "containers/", "gpu/", "nvidia/")  # folders of helpers and of programs
+PROGRAMS = ("support/",)  # folders of helpers
 IMPORTS_A_TEST = re.compile(r"^ *(?:from|import) tests\b.*\b(?:test_\w+|conftest)\b.*", re.M)
 
 

@@ -39,7 +39,15 @@ def test_a_users_recipe_is_trained_and_exported(tmp_path: Path) -> None:
 
 def test_the_example_client_gets_an_answer(tmp_path: Path) -> None:
     save(mnist_like(), tmp_path / "model.onnx")
-    command = ["-m", "deploykit", "serve", "mnist=model.onnx", "--http-port", "0", "--no-grpc"]
+    command = [
+        "-m",
+        "deploykit",
+        "serve",
+        "mnist=model.onnx",
+        "--http-port",
+        "0",
+        "--grpc-port=none",
+    ]
     server = subprocess.Popen([sys.executable, *command], cwd=tmp_path, stdout=subprocess.PIPE)
     try:
         assert server.stdout is not None

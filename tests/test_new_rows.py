@@ -1,4 +1,4 @@
-"""A runtime and a precision that only the tables know go through every command.
+"""A runtime, a precision and a task that only the tables know go through every command.
 
 This is what `docs/contributing.md` promises: a row, the functions that it names, and a profile.
 """
@@ -66,8 +66,8 @@ def test_the_engine_is_compared_run_and_timed(folder: Path) -> None:
     assert deploykit("compare", "model.onnx", "model.wrapped", folder=folder).returncode == 0
     ran = answer("predict", "model.wrapped", "samples.npz", "-o", "y.npz", folder=folder)
     assert ran["samples"] == 8
-    timed = ["--batches", "1", "--quick", "--warmup", "0.1", "--seconds", "0.3"]
-    report = answer("bench", "model.wrapped", "--baseline", "model.onnx", *timed, folder=folder)
+    timed = ["--batches", "1", "--quick", "--seconds", "0.3"]
+    report = answer("bench", "model.wrapped", "--against", "model.onnx", *timed, folder=folder)
     assert {"wrapped 1.0"} < {point["runtime"] for point in report["points"]}
 
 
@@ -82,6 +82,7 @@ def test_doctor_says_whether_its_engines_work(folder: Path) -> None:
     [
         ("quantize", ["wrapped|tensorrt|onnxruntime", "int8-stored|fp16|"]),
         ("bench", [".onnx or .trt or .wrapped files"]),
+        ("export", ["--task rate|classify|"]),
     ],
 )
 def test_help_offers_them(command: str, choices: list[str], folder: Path) -> None:
@@ -109,3 +110,24 @@ def test_int8_pairs_are_placed_for_the_new_runtime(folder: Path) -> None:
     wanted = ["--to", "int8", "--runtime", "wrapped", "--calib", "samples.npz", "-o", "pairs.onnx"]
     made = answer("quantize", "model.onnx", *wanted, folder=folder)
     assert made["manifest"]["evidence"]["quantize"]["runtime"] == "wrapped"
+
+
+def test_a_model_gets_the_outputs_of_the_new_task_and_answers_with_them(folder: Path) -> None:
+    for package in ("torch", "onnxscript", "PIL"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    import torch
+    from PIL import Image
+
+    net = "import torch\n\ndef Net():\n    return torch.nn.Sequential("
+    (folder / "net.py").write_text(net + "torch.nn.Flatten(), torch.nn.Linear(48, 1))\n")
+    torch.save({"1.weight": torch.zeros(1, 48), "1.bias": torch.zeros(1)}, folder / "net.pt")
+    Image.new("RGB", (8, 8)).save(folder / "photo.png")
+    words = ["--arch", "./net.py:Net", "--input", "image:float32[N,3,4,4]"]
+    words += ["--preprocess", "imagenet", "--task", "rate"]
+    made = answer("export", "net.pt", *words, folder=folder)
+    assert made["manifest"]["task"]["kind"] == "rate"
+    answer("build", "net.onnx", "--profile", "./wrapped.toml", folder=folder)
+    (found,) = answer("predict", "net.wrapped", "photo.png", folder=folder)["answers"]
+    assert found == {"stars": 2.5}
+    refused = deploykit("export", "net.pt", *words, "--labels", "net.py", folder=folder)
+    assert "--labels does not go with --task rate" in refused.stderr

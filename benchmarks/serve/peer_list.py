@@ -66,24 +66,6 @@ PEERS = {
             "raw",
             ("fastapi==0.165.0", *_UVICORN),
         ),
-        Peer(
-            "pytriton",
-            "NVIDIA PyTriton {}",
-            "pytriton_app.py",
-            "v2 binary",
-            ("nvidia-pytriton==0.7.0",),
-            grpc=True,
-        ),
-        Peer("mlserver", "MLServer {}", "mlserver_app.py", "v2 JSON", ("mlserver==1.7.1",)),
-        Peer("litserve", "LitServe {}", "litserve_app.py", "raw", ("litserve==0.2.19", *_UVICORN)),
-        Peer(
-            "bentoml",
-            "BentoML {}, no batching",
-            "bentoml_app.py",
-            "raw",
-            ("bentoml==1.4.39", "fastapi==0.165.0", "httptools==0.9.0", "uvloop==0.23.0"),
-        ),
-        Peer("ray", "Ray Serve {}", "ray_app.py", "raw", ("ray[serve]==2.60.0",)),
         Peer("mosec", "mosec {}", "mosec_app.py", "raw", ("mosec==0.9.8",)),
     )
 }
@@ -131,5 +113,4 @@ def command_of(
 def environment_of(peer: Peer) -> dict[str, str]:
     if not peer.packages:
         return {"PYTHONPATH": str(ROOT)}
-    # Triton's stub is linked with libpython, which a venv does not have beside it
-    return {"LD_LIBRARY_PATH": f"{sys.base_prefix}/lib", "PYTHONPATH": ""}
+    return {"PYTHONPATH": ""}

@@ -10,6 +10,7 @@ from pathlib import Path
 from deploykit.building.builder import Shapes, find_builder
 from deploykit.building.runtime import build_for_runtime
 from deploykit.building.tensorrt import prove as build_tensorrt
+from deploykit.building.tensorrt.options import check_options
 from deploykit.building.tensorrt.prove import CheckResult, PlanOptions
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError
@@ -17,8 +18,8 @@ from deploykit.core.files import StrPath
 from deploykit.core.profile import choose_profile, load_profile
 from deploykit.core.runtime import RUNTIMES
 from deploykit.evaluation.artefacts import Made, Progress, destination, no_progress, span, stage
-from deploykit.evaluation.outputs import claim_cache, named_files
-from deploykit.quantization.evaluate import QuantizeRequest, prepare
+from deploykit.evaluation.outputs import named_files
+from deploykit.quantization.job import QuantizeRequest, prepare
 from deploykit.quantization.quantize import (
     TARGETS,
     check_quantize_options,
@@ -84,12 +85,10 @@ def build(
         source,
         out,
         RUNTIMES[target.runtime].suffix.format(profile=target.name),
-        read := (calib, data, *options.shapes.plugins, *named_files(metric, profile)),
+        (calib, data, *options.shapes.plugins, *named_files(metric, profile)),
         kind=RUNTIMES[target.runtime].opens[0],
         force=force,
     )
-    if options.shapes.timing_cache:
-        claim_cache(options.shapes.timing_cache, (source, *read), place)
     with stage(place) as tmp:
         if target.runtime == "tensorrt":
             made = _build_plan(source, options, tmp, place, on_progress)
@@ -105,8 +104,10 @@ def _check(source: Artefact, options: PlanOptions) -> None:
     """Raise BadInput, Unsupported for all that shows before the work."""
     target, request = options.target, options.request
     if target.runtime == "tensorrt":
-        build_tensorrt.check_asked(source, options)
+        check_options(build_tensorrt.options_of(target, options.shapes, source))
         build_tensorrt.check_here(target, source)
+    else:
+        options.shapes.refuse(target)
     if request.to not in ("fp32", *TARGETS):
         raise BadInput(
             f"`precision` {request.to} is unknown", hint="one of: fp32, " + ", ".join(TARGETS)
@@ -161,7 +162,7 @@ def check_build(
     source = _open(model)
     if target.runtime != "tensorrt":
         raise BadInput(f"profile '{target.name}' does not run TensorRT: there is nothing to check")
-    return build_tensorrt.try_build(source, target, shapes or Shapes(), on_progress)
+    return build_tensorrt.check_model(source, target, shapes or Shapes(), on_progress)
 
 
 def _open(model: ArtefactLike) -> Artefact:

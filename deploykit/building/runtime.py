@@ -45,7 +45,7 @@ from deploykit.evaluation.parity import (
 )
 from deploykit.evaluation.simulate import open_rounded
 from deploykit.graph.graph import Graph
-from deploykit.quantization.evaluate import (
+from deploykit.quantization.job import (
     Job,
     QuantizeRequest,
     accuracy_notes,
@@ -54,9 +54,8 @@ from deploykit.quantization.evaluate import (
     evaluate_engines,
     golden_samples,
     prepare,
-    write_graph,
 )
-from deploykit.quantization.quantize import keep_if_passed
+from deploykit.quantization.quantize import keep_if_passed, write_graph
 
 if TYPE_CHECKING:
     import numpy as np
@@ -132,7 +131,7 @@ def place_if_better(
 def _place_by_data(
     source: Artefact, graph: Graph, request: QuantizeRequest, target: Profile, tmp: Path
 ) -> Placed:
-    from deploykit.quantization.calibrate import METHODS, Calibration, calibrate
+    from deploykit.quantization.calibrate import Calibration, calibrate
     from deploykit.quantization.moving import move_foreign_pairs
 
     if request.calib is None or "int8" not in graph.precision or not _products(graph):
@@ -151,7 +150,7 @@ def _place_by_data(
     moved = move_foreign_pairs(graph, target.runtime, measure)
     if moved is None:
         raise _stuck(source, target, graph, "`calib` cannot help: ")
-    record = calibration_record(request, found[0], METHODS[0], doubts)
+    record = calibration_record(request, found[0], doubts)
     return Placed(moved.graph.save(_move_file(tmp)), (_MEASURED, *doubts), record)
 
 
@@ -176,7 +175,7 @@ def check_integers(
 
 
 def _stuck(source: Artefact, target: Profile, graph: Graph, start: str) -> BadInput:
-    """The error for pairs that cannot be moved."""
+    """Return the error for pairs that cannot be moved."""
     halves = sorted({"float16", "bfloat16"} & set(graph.precision))
     why = "its pairs are placed for TensorRT, and no ranges follow to move them"
     if halves:
@@ -204,7 +203,7 @@ def _unknown(source: Artefact, target: Profile, moved: Moved) -> tuple[str, ...]
 
 
 def _few(graph: Graph, built: Graph) -> bool:
-    """Whether less than half of the INT8 nodes run as such."""
+    """Return whether less than half of the INT8 nodes run as such."""
     return 2 * built.precision.get("int8", 0) < graph.precision.get("int8", 0)
 
 
@@ -222,7 +221,7 @@ def _products(graph: Graph) -> int:
 
 
 def _kernels(built: Graph) -> int:
-    """Those that run in integers."""
+    """Count those that run in integers."""
     places = ((node, _KERNELS.get(node.op_type)) for node in built.model.graph.node)
     return sum(
         place is not None and node.input[place] in built.initializers for node, place in places
@@ -302,7 +301,7 @@ def _manifest(
     evidence: Evidence,
     built: BuildResult,
 ) -> Manifest:
-    """Of the built file `tmp`; `result`: its graph."""
+    """Return the manifest of the built file `tmp`; `result`: its graph."""
     runtime = RUNTIMES[target.runtime]
     manifest = onnx_manifest(
         result,
@@ -380,7 +379,7 @@ def _prove(
 
 
 def _bound(graph: Graph, target: Profile, max_error: float) -> float:
-    """Of the error; another runtime rounds narrow types at other places than the reference."""
+    """Return the bound of the error: another runtime rounds narrow types at other places."""
     narrow = set(graph.precision) - {"float32"}
     if not narrow or RUNTIMES[target.runtime].opens[0] == "onnx":
         return max_error
@@ -422,7 +421,7 @@ def _read_back(
 def _precision_notes(
     asked: Mapping[str, int], built: Mapping[str, int], done: str
 ) -> tuple[str, ...]:
-    """A note for each precision of which the built engine has fewer nodes than the graph.
+    """Return a note for each precision of which the built engine has fewer nodes than the graph.
 
     `done`: the precision that this build wrote, which is not recommended once more.
     """

@@ -2,63 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, field, fields, make_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any
+
+import typer
 
 from deploykit.cli import output, tables
-from deploykit.cli.options import JSON, api_arguments, described
+from deploykit.cli.options import JSON, BundleKind, api_arguments, described
 from deploykit.cli.output import Progress
-from deploykit.cli.serve import (
-    SERVE_PAGE,
-    ServeArguments,
-    fields_as_options,
-    raise_if_dropped,
-    service_options,
-    show_ready,
-)
+from deploykit.cli.serve import lines_of, raise_if_dropped, serve_options, show_ready
+from deploykit.core.errors import BadInput
 
 if TYPE_CHECKING:
     from deploykit.deploying.boot import Booted
-
-# `boot` serves the bundle's model alone, from a file that nobody replaces
-_NOT_OF_BOOT = {
-    each.name: f"--{each.name.replace('_', '-')}"
-    for each in fields(ServeArguments)
-    if each.name in ("models", "engine", "pipeline", "trust", "reload")
-    or each.name.startswith("shadow")
-}
 
 
 @described(f"""
 MODEL                  An .onnx file
 --profile PROFILE      The hardware target; NAME@MODE for a power mode
--o --out DIR           The folder to write
+-o --out DIR|DIR.tar   The folder to write; with DIR.tar the same as one file, too
 --to                   Where it will run: a container on one machine, or a cluster's server
 --name NAME            The name to serve it under [the file's]
---batch MIN,OPT,MAX    Smallest, usual and largest batch
---axis NAME=MIN,OPT,MAX  The same for another dynamic axis; may be repeated
+--batch MIN,OPT,MAX    Sizes of the batch axis: smallest, usual and largest
+--axis NAME=MIN,OPT,MAX  Sizes of another dynamic axis; may be repeated
 --samples FILE.npz|DIR  Inputs for the samples that the device replays [those kept with the
         model, else random]
 --wheels               Bring the Python packages, for a target without a network
---timing-cache FILE    TensorRT's measurements of kernels on the same kind of device
 --release RELEASE      The target's JetPack or CUDA: jetpack-6.2, cuda-12 [the profile's usual one]
---tar                  Also write DIR.tar
 --force                Replace a bundle that somebody changed
 {JSON}""")
 def bundle(
     model: Path,
     profile: str,
     out: Path,
-    to: Literal["docker", "triton", "kserve", "ray"] = "docker",
+    to: BundleKind = "docker",
     name: str | None = None,
     batch: str = "1,8,32",
     axes: list[str] | None = None,
     samples: Path | None = None,
     wheels: bool = False,
-    timing_cache: Path | None = None,
     release: str | None = None,
-    tar: bool = False,
     force: bool = False,
     as_json: bool = False,
 ) -> None:
@@ -74,55 +57,59 @@ def bundle(
     output.show(result, tables.bundled(result), as_json=as_json)
 
 
-def _boot_arguments() -> type:
-    """The bundle, the cache, and the options of `serve` that remain."""
-    hints = get_type_hints(ServeArguments)
-    own: list[tuple[str, Any, Any]] = [
-        ("bundle", Path, field(default=MISSING)),
-        ("cache", Path, field(default=MISSING)),
-        ("rollback", bool, field(default=False)),
-        ("retry", bool, field(default=False)),
-    ]
-    served = [each for each in fields(ServeArguments) if each.name not in _NOT_OF_BOOT]
-    shared = [(each.name, hints[each.name], field(default=each.default)) for each in served]
-    return make_dataclass("BootArguments", [*own, *shared], frozen=True)
-
-
-def _boot_page() -> str:
-    own = """
+@described(f"""
 BUNDLE                 The folder that `deploykit bundle` wrote for this device
 --cache DIR            Folder for its engines, kept from one start to the next
 --rollback             Serve the previous engine from now on
 --retry                Build an engine again that failed or was rolled back
-"""
-    gone = ("[NAME=]FILE", *_NOT_OF_BOOT.values())
-    lines = [line for line in SERVE_PAGE.splitlines() if line and not line.startswith(gone)]
-    return own + "\n".join(lines)
-
-
-@described(_boot_page())
-@fields_as_options(_boot_arguments())
-def boot(options: Any) -> None:
+--serve-config FILE.toml  Read options of `serve` from this file, as its --config
+{lines_of("host", "http_port", "grpc_port")}""")
+def boot(
+    context: typer.Context,
+    bundle: Path,
+    cache: Path,
+    rollback: bool = False,
+    retry: bool = False,
+    serve_config: Path | None = None,
+    host: str = "127.0.0.1",
+    http_port: int = 8000,
+    grpc_port: str = "8001",
+) -> None:
     """Build a bundle's engine on this device, check its outputs and serve it.
 
     Later starts take the engine from the cache, unless something changed that it depends on; if a
-    new engine fails, the previous one serves. The ports open when the engine is ready.
+    new engine fails, the previous one serves. The ports open when the engine is ready. Options of
+    `serve` come from --serve-config, or from variables such as DEPLOYKIT_MAX_BATCH=8.
 
     Example: deploykit boot /bundle --cache /engines --host 0.0.0.0
     """
     from deploykit.deploying import boot as booting
 
-    def ready(host: str, http: int, grpc: int | None, models: list[str], booted: Booted) -> None:
-        show_ready(options, host, http, grpc, models, engine=booted.to_dict())
+    flags = {"config": serve_config, "host": host, "http_port": http_port, "grpc_port": grpc_port}
+    words = [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in flags.items()
+        if name == "config" or "DEFAULT" not in str(context.get_parameter_source(name))
+        if value is not None
+    ]
+    command: Any = context.find_root().command
+    with command.commands["serve"].make_context("boot", words, parent=context.parent) as served:
+        given = served.params
+    for name in ("engine", "pipelines", "shadows", "trust"):
+        if given[name]:
+            raise BadInput(f"`{name}`: `boot` serves the model of the bundle alone")
+    options = serve_options(given)
 
-    own = ("bundle", "cache", "rollback", "retry")
-    shared = {name: value for name, value in service_options(options).items() if name not in own}
+    def ready(*address: Any, booted: Booted) -> None:
+        show_ready(options, given["log"], *address, engine=booted.to_dict())
+
     dropped = booting.boot_until_stopped(
-        options.bundle,
-        options.cache,
-        rollback=options.rollback,
-        retry=options.retry,
+        bundle,
+        cache,
+        options,
+        rollback=rollback,
+        retry=retry,
+        log_format=given["log"],
         on_ready=ready,
-        **shared,
     )
     raise_if_dropped(dropped)

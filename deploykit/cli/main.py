@@ -10,18 +10,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from difflib import get_close_matches
-from importlib import import_module
-from pathlib import Path
+from collections.abc import Callable
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
 
 from deploykit.cli import output
-from deploykit.cli.help import Command, reference, reword, write_sections
+from deploykit.cli.commands import Group
 from deploykit.core.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -31,169 +27,6 @@ from deploykit.core.errors import (
     os_reason,
 )
 from deploykit.core.memory import does_not_fit
-
-# The options of `serve` from flags, DEPLOYKIT_ variables and a TOML file, in this order.
-
-
-class ConfigurableCommand(Command):
-    """A command whose options may also come from the environment and from `--config`."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        params: list[Any] = self.params
-        for each in params:
-            if each.param_type_name == "option":
-                each.envvar, each.show_envvar = f"DEPLOYKIT_{_key(each).upper()}", False
-            if each.name == "config":
-                each.is_eager, each.callback = True, _load
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        rest = super().parse_args(ctx, args)
-        source = ctx.get_parameter_source("engine")
-        if ctx.params.get("models") and source.name != "COMMANDLINE":
-            ctx.params["engine"] = None  # arguments outrank a variable and a file, as flags do
-        return rest
-
-
-def _key(option: Any) -> str:
-    """The flag as a key: `--http-port` is http_port."""
-    return str(max(option.opts, key=len)).lstrip("-").replace("-", "_")
-
-
-def _load(ctx: Any, _: Any, given: Path | str | None) -> Path | str | None:
-    """Make the values of a file the defaults of this call. Raises BadInput on a wrong one."""
-    if given is None or ctx.resilient_parsing:
-        return given
-    from deploykit.core.files import read_toml  # late: `--help` does without
-
-    path = Path(given)  # typer before 0.29 converts it later
-    options = {_key(each): each for each in ctx.command.params if each.param_type_name == "option"}
-    del options["config"]
-    ctx.default_map = {}
-    for name, value in read_toml(path)[0].items():
-        option = options.get(name.replace("-", "_"))
-        if option is None:
-            close = get_close_matches(name.replace("-", "_"), options, 1)
-            raise BadInput(
-                f"{path}: unknown key '{name}'",
-                hint=f"did you mean {close[0]}?" if close else "keys: " + ", ".join(options),
-            )
-        ctx.default_map[option.name] = _check_value(ctx, option, value, f"{path}: {name}")
-    return given
-
-
-def _check_value(ctx: Any, option: Any, value: Any, where: str) -> Any:
-    """The value as the command line would give it: a list for an option that may be repeated."""
-    if isinstance(value, dict):
-        raise BadInput(f"{where}: must be a value, not a table")
-    if isinstance(value, bool) != bool(option.is_flag):
-        raise BadInput(f"{where}: must {'' if option.is_flag else 'not '}be true or false")
-    values = [str(each) for each in value] if isinstance(value, list) else [str(value)]
-    found: Any = values if option.multiple else ",".join(values)
-    if option.is_flag:
-        found = value
-    try:
-        option.process_value(ctx, found)
-    except typer.BadParameter as exc:
-        raise BadInput(f"{where}: {reword(exc.message)}") from exc
-    return found
-
-
-# The commands by section. Each is imported and parsed into options when it is asked for.
-
-# section -> command -> the module that holds it and the first sentence of its help, which the list
-# of all commands shows without an import
-SECTIONS = {
-    "Make": {
-        "train": ("make", "Train a recipe and write a checkpoint that can be exported."),
-        "export": ("make", "Export a PyTorch model to ONNX and check the outputs."),
-        "quantize": ("make", "Lower an ONNX model's precision and measure the lost accuracy."),
-        "build": ("make", "Build an engine for a hardware target and check its outputs."),
-    },
-    "Plan": {
-        "plan": ("plan", "Predict memory, latency and throughput on each hardware target."),
-    },
-    "Prove": {
-        "compare": ("prove", "Compare the outputs of two models; exit 1 if they differ too much."),
-        "inspect": ("prove", "Show a model's tensors, precisions, operators and origin."),
-        "predict": (
-            "prove",
-            "Answer images or text, or write the outputs for all samples.",
-        ),
-        "bench": (
-            "prove",
-            "Measure latency and throughput against the float32 model on the CPU.",
-        ),
-    },
-    "Serve": {
-        "serve": ("serve", "Serve models over HTTP and gRPC, with dynamic batching."),
-        "load": ("serve", "Measure a running server under load."),
-        "health": ("serve", "Ask a running server whether it is ready; exit 1 if not."),
-    },
-    "Deploy": {
-        "bundle": ("deploy", "Bundle a model with all that a device or a cluster needs."),
-        "boot": (
-            "deploy",
-            "Build a bundle's engine on this device, check its outputs and serve it.",
-        ),
-    },
-    "Machine": {
-        "doctor": ("machine", "Show what this machine has and which commands work on it."),
-        "profiles": ("machine", "List the hardware targets with their figures and sources."),
-        "demo": ("machine", "Run all steps, from training to serving, on real data."),
-    },
-}
-_MODULES = {name: module for rows in SECTIONS.values() for name, (module, _summary) in rows.items()}
-
-
-class Commands(Mapping[str, Any]):
-    """The commands by name, each built when it is looked up."""
-
-    def __init__(self) -> None:
-        self._built: dict[str, Any] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._built:
-            self._built[name] = _build(name, _MODULES[name])
-        return self._built[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_MODULES)
-
-    def __len__(self) -> int:
-        return len(_MODULES)
-
-
-def _build(name: str, module: str) -> Any:
-    function = getattr(import_module(f"deploykit.cli.{module}"), name)
-    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-    app.command(name, cls=ConfigurableCommand if name in ("serve", "boot") else Command)(function)
-    return typer.main.get_command(app)
-
-
-class Group(TyperGroup):
-    """The commands by section."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.commands: Any = Commands()
-
-    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - typer's signature
-        return list(self.commands)
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections = {
-            title: [(name, summary) for name, (_module, summary) in rows.items()]
-            for title, rows in SECTIONS.items()
-        }
-        write_sections(formatter, sections)
-        rows = (each.get_help_record(ctx) for each in self.get_params(ctx))
-        write_sections(formatter, {"Options": [row for row in rows if row is not None]})
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as above
-        formatter.write(f"\n{output.bold('Example:')} deploykit demo\n")
-        formatter.write(f"{output.bold('Documentation:')} {reference()}\n")
-
 
 app = typer.Typer(
     name="deploykit",
@@ -220,38 +53,28 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def _log(wanted: bool, level: int) -> None:
-    if wanted:
-        logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
-        logging.root.setLevel(min(level, logging.root.level))
+def _log(level: int) -> Callable[[bool], None]:
+    def start(wanted: bool) -> None:
+        if wanted:
+            logging.basicConfig(stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+            logging.root.setLevel(min(level, logging.root.level))
+
+    return start
 
 
-def _verbose(wanted: bool) -> None:
-    _log(wanted, logging.INFO)
-
-
-def _debug(wanted: bool) -> None:
-    _log(wanted, logging.DEBUG)
+def _option(*names: str, do: Callable[[bool], None], about: str) -> Any:
+    return typer.Option(*names, callback=do, expose_value=False, is_eager=True, help=about)
 
 
 @app.callback()
 def options(
     verbose: Annotated[
-        bool,
-        typer.Option(
-            "--verbose", "-v", callback=_verbose, expose_value=False, help="Log what is done."
-        ),
+        bool, _option("--verbose", "-v", do=_log(logging.INFO), about="Log what is done.")
     ] = False,
     debug: Annotated[
-        bool,
-        typer.Option(
-            "--debug", callback=_debug, expose_value=False, help="Log more, and show tracebacks."
-        ),
+        bool, _option("--debug", do=_log(logging.DEBUG), about="Log more, and show tracebacks.")
     ] = False,
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
-    ] = False,
+    version: Annotated[bool, _option("--version", do=_version, about="Print the version.")] = False,
 ) -> None:
     """Options that all commands have."""
 
@@ -297,7 +120,7 @@ def script() -> NoReturn:
         _exit(0)
     except Exception as exc:  # noqa: BLE001 - the edge: every error becomes a line and a code
         if "--debug" in sys.argv:
-            traceback.print_exc()
+            output.note(traceback.format_exc())
         if interrupted.is_set():
             _exit_interrupted()
         _drop_output()
@@ -319,7 +142,7 @@ def _drop_output() -> None:
     """Discard what stdout still holds and cannot take; else Python fails at exit."""
     try:
         sys.stdout.flush()
-    except (OSError, BadInput):
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -339,14 +162,15 @@ def _exit_with(exc: Exception) -> NoReturn:
     """One of our errors, a usage error of typer's (it has `format_message`), or a bug."""
     if isinstance(exc, MemoryError):
         exc = does_not_fit("", str(exc))
-    if isinstance(exc, FileNotFoundError) and "temporary directory" in str(exc):  # tempfile's
-        exc = Unsupported(os_reason(exc), hint="TMPDIR=DIR, a folder that can be written to")
+    if isinstance(exc, OSError):  # the system refused a file that nobody named: a full disk, TMPDIR
+        kind = Unsupported if "temporary directory" in str(exc) else BadInput
+        exc = kind(": ".join(filter(None, (str(exc.filename or ""), os_reason(exc)))))
     if isinstance(exc, DeploykitError):
         output.error(exc)
         _exit(exc.exit_code)
     message = getattr(exc, "format_message", None)
     if type(exc).__name__ == "NoArgsIsHelpError" and message is not None:
-        typer.echo(message(), err=True)
+        output.note(message())
         _exit(BadInput.exit_code)
     if message is not None:
         output.error(_usage_error(exc, str(message())))
@@ -357,14 +181,16 @@ def _exit_with(exc: Exception) -> NoReturn:
 
 
 def _usage_error(exc: Any, message: str) -> BadInput:
-    context = getattr(exc, "ctx", None)
-    command = context.command_path if context is not None else "deploykit"
+    context: Any = getattr(exc, "ctx", None)
     parameter: Any = getattr(exc, "param", None)
+    command = context.command_path if context is not None else "deploykit"
     source = context.get_parameter_source(parameter.name) if context and parameter else None
     if source is not None and source.name == "ENVIRONMENT":
         message = f"{parameter.envvar}: {message}"
-    text = reword(message)
-    return BadInput(text or "a command is needed", hint=f"see: {command} --help")
+    if source is not None and source.name == "DEFAULT_MAP":
+        message = f"{context.params['config']}: {message}"
+    message = message.replace("Value error, ", "")  # pydantic's
+    return BadInput(message, hint=f"see: {command} --help")
 
 
 def _terminate() -> NoReturn:

@@ -17,6 +17,7 @@ from deploykit.cli.options import (
     LowPrecision,
     OtherPrecision,
     TargetRuntime,
+    TaskKind,
     api_arguments,
     described,
 )
@@ -38,12 +39,9 @@ RECIPE                 mnist-cnn, cats-dogs, char-lstm, resnet18-transfer, vgg16
 {FORCE}
 --data FILE|DIR        Training data, for a recipe that does not bring its own
 --save-splits DIR      Write calibration.npz and test.npz into this folder
---strict-data          Refuse data with unreadable files, which are skipped otherwise
 Training:
 --epochs N             Passes over the data [the recipe's]
 --batch-size N         Samples per step [the recipe's]
---schedule             How the learning rate goes down [the recipe's]
---clip-norm X          Largest norm of the gradients [the recipe's]
 --patience N           Stop after N epochs without a better score on the validation data, and keep
         the best epoch's weights [never]
 --weights FILE         Weights to start from; for the transfer recipes, those of the backbone
@@ -53,18 +51,13 @@ Training:
 --seed N               Seed for the weights, the order of the data and their augmentation
 Speed:
 --device               Where to train
---amp/--no-amp         Mixed precision [on a GPU]
---amp-dtype            Its type; auto is bf16 if the device has it, else fp16 with loss scaling
+--amp                  Mixed precision; fp16 scales the loss [on a GPU: bf16 if it has that, else
+        fp16]
 --tf32/--no-tf32       Multiply float32 in TF32 on GPUs that have it
---channels-last/--no-channels-last  Keep images with their channels last [on a GPU]
 --compile              Compile the model with torch.compile
---augment-on           Where to augment; auto times both
---workers N            Threads that make batches ahead of the steps [one for each free core where
-        the CPU augments, else none]
 --fsdp                 With torchrun: spread the weights over the processes (FSDP2)
 Record:
 --checkpoint FILE.ckpt  Save the whole state here after each epoch; the same command resumes from it
---curve FILE.svg       Draw loss and score
 --tensorboard DIR      Write event files for TensorBoard
 --compare-devices      Time training on this machine's CPU and GPU instead
 {JSON}""")
@@ -74,27 +67,19 @@ def train(
     force: bool = False,
     data: Path | None = None,
     save_splits: Path | None = None,
-    strict_data: bool = False,
     epochs: int | None = None,
     batch_size: int | None = None,
-    schedule: Literal["cosine", "linear", "one-cycle", "constant"] | None = None,
-    clip_norm: float | None = None,
     patience: int | None = None,
     weights: Path | None = None,
     unfreeze: float | None = None,
     augment: bool | None = None,
     seed: int = 0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
-    amp: bool | None = None,
-    amp_dtype: Literal["auto", "bf16", "fp16"] = "auto",
+    amp: Literal["off", "bf16", "fp16"] | None = None,
     tf32: bool = True,
-    channels_last: bool | None = None,
     compile: bool = False,  # noqa: A002 - torch's own name for it
-    augment_on: Literal["auto", "cpu", "cuda"] = "auto",
-    workers: int | None = None,
     fsdp: bool = False,
     checkpoint: Path | None = None,
-    curve: Path | None = None,
     tensorboard: Path | None = None,
     compare_devices: bool = False,
     as_json: bool = False,
@@ -166,11 +151,10 @@ Model:
 --input SPEC           'NAME:DTYPE[AXES]' for each input, such as 'image:float32[N,3,224,224]'.
         A number is a fixed size; a letter is an axis of any size: N is the batch, other
         letters or names (T, H, W) are yours to choose
---batch dynamic|N      A batch axis of any size, or of this size
+--batch dynamic|N      Size of the batch axis; dynamic is any
 --allow-pickle         Run code that the file contains. Only if you trust it
 Exporter:
 --opset N              ONNX operator set, 18 to 23 [20, or what the profile needs]
---exporter             PyTorch's exporter; auto tries torchscript where dynamo fails
 {JSON}""")
 def export(
     model: Path,
@@ -180,7 +164,7 @@ def export(
     preprocess: str | None = None,
     samples: Path | None = None,
     max_error: float | None = None,
-    task: Literal["classify", "detect", "segment", "embed", "text-classify"] | None = None,
+    task: TaskKind | None = None,
     labels: Path | None = None,
     threshold: float | None = None,
     iou: float | None = None,
@@ -193,7 +177,6 @@ def export(
     batch: str = "dynamic",
     allow_pickle: bool = False,
     opset: int | None = None,
-    exporter: Literal["auto", "dynamo", "torchscript"] = "auto",
     as_json: bool = False,
 ) -> None:
     """Export a PyTorch model to ONNX and check the outputs.
@@ -210,15 +193,11 @@ def export(
 
 @described(f"""
 MODEL                  An .onnx file
---to                   The precision; auto is the fastest one that keeps the accuracy
+--to                   The precision; auto searches up to 10 minutes for the fastest one that
+        keeps the accuracy
 {OUT}
 {FORCE}
---budget SECONDS       How long auto may search
 Accuracy:{_ACCURACY}
---min-sqnr DB          Without labels: lowest signal-to-noise ratio of each output [15]
---calibrator           How scales are computed from the calibration data; auto tries all and
-        keeps mixed unless another changes the outputs less [auto]
---smoothquant          Before int8 or fp8, move outlier channels of LayerNorms into the weights
 Target:
 --runtime              What will run the file; each wants INT8 nodes at other places
         [the profile's, or tensorrt]
@@ -230,14 +209,10 @@ def quantize(
     to: LowPrecision,
     out: Path | None = None,
     force: bool = False,
-    budget_s: float = 600.0,
     calib: Path | None = None,
     data: Path | None = None,
     metric: str | None = None,
     max_drop: float | None = None,
-    min_sqnr_db: float | None = None,
-    calibrator: Literal["auto", "mixed", "percentile", "mse", "entropy", "minmax"] | None = None,
-    smoothquant: bool = False,
     runtime: TargetRuntime | None = None,
     profile: str | None = None,
     other_nodes: OtherPrecision = "fp32",
@@ -262,8 +237,11 @@ def quantize(
 
 def _shapes(given: dict[str, Any]) -> dict[str, Any]:
     """The fields of `Shapes` among the parameters of `build`."""
-    names = "batch level version_compatible hardware_compatible dla allow_wider"
-    found = {name: given[name] for name in f"{names} device workspace timing_cache".split()}
+    from deploykit.deploying.device import gpu_number
+
+    names = "batch version_compatible hardware_compatible dla"
+    found = {name: given[name] for name in names.split()}
+    found["device"] = gpu_number(given["device"])
     lists = {name: tuple(given[name] or ()) for name in ("axes", "plugins")}
     return {**found, **lists, "tf32": not given["no_tf32"]}
 
@@ -278,17 +256,13 @@ MODEL                  An .onnx file
 --check                Only test whether NVIDIA's builder accepts the model; keep no engine
 Accuracy:{_ACCURACY}
 TensorRT:
---batch MIN,OPT,MAX    Smallest, usual and largest batch [1,8,32]
---axis NAME=MIN,OPT,MAX  The same for another dynamic axis; may be repeated
---level 0-5            Optimisation level [TensorRT's]
+--batch MIN,OPT,MAX    Sizes of the batch axis: smallest, usual and largest [1,8,32]
+--axis NAME=MIN,OPT,MAX  Sizes of another dynamic axis; may be repeated
 --dla CORE             DLA core of a Jetson; the GPU runs what the DLA cannot
 --version-compatible   The engine also runs in later TensorRT of the same major version, 10's in 11
 --hardware-compatible  The engine also runs on these other GPUs
---allow-wider          Keep an engine even if over 10 % of its operations run in more bits
 --plugin LIB           Library of TensorRT plugins that the model needs; may be repeated
---device N             The GPU to build on
---workspace SIZE       Memory for kernels while they run, such as 512M or 4G [the profile's]
---timing-cache FILE    TensorRT's measurements of kernels, to start from and add to [one per GPU]
+--device cuda|cuda:N   The GPU to build on
 --no-tf32              Multiply float32 in float32, not in TF32
 {JSON}""")
 def build(
@@ -304,15 +278,11 @@ def build(
     max_drop: float | None = None,
     batch: str | None = None,
     axes: list[str] | None = None,
-    level: int | None = None,
     dla: int | None = None,
     version_compatible: bool = False,
     hardware_compatible: Literal["ampere-plus", "same-compute-capability"] | None = None,
-    allow_wider: bool = False,
     plugins: list[Path] | None = None,
-    device: int = 0,
-    workspace: str | None = None,
-    timing_cache: Path | None = None,
+    device: str = "cuda",
     no_tf32: bool = False,
     as_json: bool = False,
 ) -> None:

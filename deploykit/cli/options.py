@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 
 from deploykit.core.precision import OTHER_NODES, QUANTIZED
 from deploykit.core.runtime import BUILT, TARGET_RUNTIMES
+from deploykit.core.task import KINDS
+from deploykit.deploying import WRITERS
 
 GENERAL = "General"  # the section of a help page that comes last
 
@@ -21,11 +23,15 @@ if TYPE_CHECKING:  # typer reads the choices when it runs
     AnyPrecision = str
     OtherPrecision = str
     TargetRuntime = str
+    BundleKind = str
+    TaskKind = str
 else:
     LowPrecision = Literal[_WRITTEN]
     AnyPrecision = Literal[_BUILT]
     OtherPrecision = Literal[OTHER_NODES]
     TargetRuntime = Literal[TARGET_RUNTIMES]
+    BundleKind = Literal[tuple(WRITERS)]
+    TaskKind = Literal[tuple(KINDS)]
 
 JSON = f"{GENERAL}:\n--json  Print one JSON document on stdout"
 DEVICE = "--device auto|cpu|cuda|cuda:N  Where the model runs"
@@ -37,7 +43,6 @@ ENGINE = f"{' or '.join(BUILT)} file"
 FORCE = "--force  Replace a file that deploykit did not write"
 OUT = "-o --out FILE  The file to write [next to the model]"
 
-_DEFAULT = re.compile(r"(.*?)(?: \[(.+)\])?", re.DOTALL)
 _Function = TypeVar("_Function", bound=Callable[..., None])
 
 
@@ -49,8 +54,8 @@ def api_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
 def described(page: str) -> Callable[[_Function], _Function]:
     """Name and explain the parameters of a command: one line of `page` each, in their order.
 
-    A line reads `NAMES VALUE  Help [default]`; what is further indented continues it, and a line
-    that ends with a colon begins a section. An argument has a VALUE only.
+    A `typer.Context` has none. A line reads `NAMES VALUE  Help [default]`; what is further indented
+    continues it, and a line that ends with a colon begins a section. An argument has a VALUE only.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -62,33 +67,44 @@ def described(page: str) -> Callable[[_Function], _Function]:
                 section = head[:-1]
             if not about:
                 continue
-            infos.append(_info(head.split(), about.strip(), section))
-        parameters = [
-            each.replace(annotation=Annotated[each.annotation, info])
-            for each, info in zip(signature.parameters.values(), infos, strict=True)
-        ]
-        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+            infos.append((head.split(), about.strip(), section))
+        typed = [each for each in signature.parameters.values() if each.annotation != typer.Context]
+        parameters = dict(signature.parameters) | {
+            each.name: each.replace(
+                annotation=Annotated[each.annotation, _info(each.annotation, *info)]
+            )
+            for each, info in zip(typed, infos, strict=True)
+        }
+        ordered = signature.replace(parameters=list(parameters.values()))
+        function.__signature__ = ordered  # type: ignore[attr-defined]
         return function
 
     return decorate
 
 
-def _info(declared: list[str], about: str, section: str | None) -> Any:
+def _info(kind: Any, declared: list[str], about: str, section: str | None) -> Any:
     names = [word for word in declared if word.startswith("-")]
-    metavar = " ".join(word for word in declared if not word.startswith("-")) or None
-    match = _DEFAULT.fullmatch(about)
-    about, default = match.groups() if match else (about, None)
+    metavar = " ".join(word for word in declared if not word.startswith("-")) or _choices(kind)
+    about, _, default = about.partition(" [") if about.endswith("]") else (about, "", "")
+    about = f"{about}. [default: {default}" if default else f"{about}."
     complete = next((do for key, do in _COMPLETE.items() if (metavar or "").startswith(key)), None)
     if not names:
-        return typer.Argument(metavar=metavar, help=f"{about}.", autocompletion=complete)
+        return typer.Argument(metavar=metavar, help=about, autocompletion=complete)
     return typer.Option(
         *names,
         metavar=metavar,
-        help=f"{about}.",
+        help=about,
         rich_help_panel=section,
-        show_default=default or True,
+        show_default=not default,
+        show_envvar=False,
         autocompletion=complete,
     )
+
+
+def _choices(kind: Any) -> str | None:
+    """Return the values of a Literal, also of an optional one, as they are typed: `auto|cpu`."""
+    literals = (each for each in (kind, *get_args(kind)) if get_origin(each) is Literal)
+    return next(("|".join(get_args(each)) for each in literals), None)
 
 
 def _profiles(incomplete: str) -> list[str]:

@@ -7,14 +7,13 @@ import io
 import logging
 import os
 import re
-import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
-from deploykit.core.errors import BadInput, DeploykitError, GateFailed, os_reason
+from deploykit.core.errors import DeploykitError, GateFailed
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -65,51 +64,16 @@ class JsonResult(Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
-class _Stdout(io.FileIO):
-    """What all bytes for stdout pass: no place for them is an error of the user's, no bug."""
-
-    def write(self, data: Any) -> int:
-        try:
-            while (count := super().write(data)) is None:
-                select.select([], [self], [])  # a pipe that another program made non-blocking
-        except BrokenPipeError:
-            raise  # nobody reads on: no error
-        except OSError as exc:
-            raise BadInput(f"cannot write to standard output: {os_reason(exc)}") from exc
-        return count
-
-
-class _Stderr(io.FileIO):
-    """What all bytes for stderr pass: where nobody can read them, they are dropped."""
-
-    def write(self, data: Any) -> int:
-        with contextlib.suppress(OSError):
-            super().write(data)
-        return len(data)
-
-
 def open_streams() -> None:
-    """Make both streams take any text; one that the caller closed (`>&-`) writes nowhere.
-
-    Left alone where the process that runs this has replaced them.
-    """
+    """Make both streams take any text; one that the caller closed (`>&-`) writes nowhere."""
     while (free := os.open(os.devnull, os.O_RDWR)) < 3:
         pass  # else the next file that is opened would be standard output
     os.close(free)
-    if sys.stdout is sys.__stdout__:
-        sys.stdout = _stream(_Stdout(1, "w", closefd=False), sys.stdout)
-    if sys.stderr is sys.__stderr__:
-        sys.stderr = _stream(_Stderr(2, "w", closefd=False), sys.stderr)
-
-
-def _stream(raw: io.FileIO, before: TextIO | None) -> io.TextIOWrapper:
-    errors = before.errors if before is not None else None
-    return io.TextIOWrapper(
-        io.BufferedWriter(raw),
-        encoding=before.encoding if before is not None else "utf-8",
-        errors="backslashreplace" if errors in (None, "strict") else errors,
-        line_buffering=True,
-    )
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - until the end
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def show(result: JsonResult, parts: Sequence[Part], *, as_json: bool) -> None:
@@ -165,8 +129,9 @@ def line(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print one line on stderr."""
-    print(spell(text), file=sys.stderr, flush=True)
+    """Print one line on stderr; nothing where nobody can read it."""
+    with contextlib.suppress(OSError):
+        print(spell(text), file=sys.stderr, flush=True)
 
 
 def error(exc: DeploykitError) -> None:

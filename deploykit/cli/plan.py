@@ -26,7 +26,7 @@ _UNKNOWN = "-"
 MODEL                  A .onnx file; its weights are not read
 --profile PROFILE      A hardware target; may be repeated [all]
 --batches N,N,...      Batch sizes
---axis NAME=SIZE       The size of a dynamic axis other than the batch; may be repeated
+--axis NAME=SIZE       Size of another dynamic axis; may be repeated
 --slo-ms MS            The latency to meet: name the targets that do; exit 1 if none does
 --rate N               Requests per second: show how many replicas carry it with p99 within --slo-ms
 {JSON}""")

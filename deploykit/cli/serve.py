@@ -6,140 +6,76 @@ import inspect
 import os
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 import typer
 
 from deploykit.cli import output, tables
-from deploykit.cli.options import DEVICE, ENGINE, FORCE, JSON, TRUST, api_arguments, described
+from deploykit.cli.options import ENGINE, FORCE, JSON, api_arguments, described
 from deploykit.cli.output import Progress
-from deploykit.cli.prove import axis_sizes, sizes
+from deploykit.cli.prove import axis_sizes
+from deploykit.core.errors import BadInput
+from deploykit.core.files import StrPath
+from deploykit.serving.options import ServeOptions
+
+_OWN = (  # what the command line alone has: parameter, type, default, line of the help page
+    ("models", list[str] | None, None, f"[NAME=]FILE  The {ENGINE}s to serve"),
+    (
+        "engine",
+        list[str] | None,
+        None,
+        "--engine [NAME=]FILE  The same as [NAME=]FILE, as an option; may be repeated",
+    ),
+    ("config", Path | None, None, "--config FILE.toml  Read options from this file"),
+)
+_LOG = (
+    "log",
+    Literal["text", "json"],
+    "text",
+    "--log  Format of the log on stderr; json: the ready line on stdout is JSON, too",
+)
 
 
-@dataclass(frozen=True)
-class ServeArguments:
-    """The options of `serve`; their flags are also the keys of its configuration file."""
-
-    models: list[str] | None = None
-    engine: list[str] | None = None
-    pipeline: list[str] | None = None
-    config: Path | None = None
-    device: str = "auto"
-    trust: bool = False
-    host: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int = 8001
-    grpc: bool = True
-    max_batch: int = 32
-    batching: bool = True
-    assume_batched: bool = False
-    max_delay_us: int = 0
-    preferred: str | None = None
-    slo_ms: float | None = None
-    buckets: list[str] | None = None
-    pad: list[str] | None = None
-    queue: int = 1024
-    timeout_ms: int = 30_000
-    max_body_bytes: int = 64 << 20
-    max_held_bytes: int | None = None
-    instances: int = 1
-    threads: int | None = None
-    workers: str = "1"
-    cpu_fallback: bool = False
-    cuda_graphs: bool = True
-    overlap: bool = True
-    reload: bool = True
-    shared_memory: bool = False
-    token_file: Path | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    origin: list[str] | None = None
-    shadow: list[str] | None = None
-    shadow_rate: float = 0.01
-    shadow_alarm: float = 0.01
-    log: Literal["text", "json"] = "text"
-    otlp: str | None = None
+def _described_fields() -> Iterator[tuple[str, Any, Any, str]]:
+    """The options of `ServeOptions` that have a line of the help page, as those of `_OWN`."""
+    hints = get_type_hints(ServeOptions)
+    for each in fields(ServeOptions):
+        about = each.metadata
+        if not about["line"]:
+            continue
+        kind, default = about["typed"] or hints[each.name], about["shown"] or each.default
+        if kind == list[str]:
+            kind, default = list[str] | None, None
+        elif kind == StrPath | None:
+            kind = Path | None
+        section = f"{about['section']}:\n" if about["section"] else ""
+        yield each.name, kind, default, f"{section}{about['line']}"
 
 
-_RENAMED = {"engine", "models", "pipeline", "grpc", "pad", "origin", "shadow", "log"}
-_CONVERTED = {*_RENAMED, "config", "grpc_port", "preferred", "buckets"}  # not passed on as they are
-SERVE_PAGE = f"""
-[NAME=]FILE            The {ENGINE}s to serve
---engine [NAME=]FILE   The same as [NAME=]FILE, as an option; may be repeated
---pipeline [NAME=]FILE  A .py or .toml file: models with steps around them; may be repeated
---config FILE.toml     Read options from this file
-{DEVICE}
-{TRUST}
-Address:
---host ADDRESS         Address to listen on
---http-port PORT       Port for HTTP; 0 picks a free one
---grpc-port PORT       Port for gRPC; 0 picks a free one
---grpc/--no-grpc       Serve gRPC too
-Batching:
---max-batch N          Largest number of samples per call
---batching/--no-batching  Join requests if a trial shows that answers stay the same
---assume-batched       Join requests without that trial
---max-delay-us MICROSECONDS  How long to wait for more requests
---preferred N,N,...    Batch sizes worth waiting for, within --max-delay-us
---slo-ms MS            Adapt batch and delay to keep p99 below this
---buckets AXIS=16,32,64  Pad a dynamic axis to these sizes, to share batches; may be repeated
---pad INPUT=VALUE      What to pad an input with; may be repeated [0]
-Limits:
---queue N              Requests that may wait, per model; more are answered 503
---timeout-ms MS        Longest wait of a request; then it is answered 504
---max-body-bytes BYTES  Largest request
---max-held-bytes BYTES  Memory for all large requests and answers together [a quarter of the memory]
-Engines:
---instances N          Engines per model
---threads N            CPU threads per call [one per core]
---workers N|shared:N|auto  Processes behind the same ports, each with its own engines; with
-                       shared:N, or N and a GPU, one more process runs the engines of all;
-                       auto measures and chooses
---cpu-fallback         Run an ONNX model on the CPU if the GPU cannot
---cuda-graphs/--no-cuda-graphs  Run batches of TensorRT engines as CUDA graphs
---overlap/--no-overlap  Submit a batch to a TensorRT engine before the last one is done
---reload/--no-reload   Load a model again when its file changes
---shared-memory        Let clients pass tensors in shared memory
-Security:
---token-file FILE      The first line is the token that clients must send
---tls-cert FILE.pem    Certificate for HTTPS
---tls-key FILE.pem     Its private key
---origin URL           Web pages from there may call this server; may be repeated
-Monitoring:
---shadow [NAME=]FILE   Run some live requests again on this model and compare the answers
---shadow-rate 0-1      Share of the requests to run again
---shadow-alarm 0-1     Share of different answers that raises an alarm
---log                  Format of the log on stderr; json: the ready line on stdout is JSON, too
---otlp URL             Send OpenTelemetry traces to http(s)://HOST:PORT
-"""
+def lines_of(*names: str) -> str:
+    """The lines of the help page of some options."""
+    return "\n".join(line.rpartition(":\n")[2] for name, *_, line in ROWS if name in names)
 
 
-def fields_as_options(kind: type) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
-    """Make a command of a function of one dataclass: its fields become the options."""
-
-    def decorate(function: Callable[[Any], None]) -> Callable[..., None]:
-        def run(**values: Any) -> None:
-            function(kind(**values))
-
-        hints = get_type_hints(kind)
-        parameters = [
-            each.replace(annotation=hints[each.name], kind=inspect.Parameter.KEYWORD_ONLY)
-            for each in inspect.signature(kind).parameters.values()
-        ]
-        run.__name__, run.__doc__ = function.__name__, function.__doc__
-        run.__annotations__ = hints
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return run
-
-    return decorate
+ROWS = (*_OWN, *_described_fields(), _LOG)
 
 
-@described(SERVE_PAGE)
-@fields_as_options(ServeArguments)
-def serve(options: ServeArguments) -> None:
+def _with_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a function of any options those of `serve`."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter(name, kind, default=default, annotation=hint)
+        for name, hint, default, _line in ROWS
+    ]
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return described("\n".join(line for *_, line in ROWS))(function)
+
+
+@_with_options
+def serve(**given: Any) -> None:
     """Serve models over HTTP and gRPC, with dynamic batching.
 
     Each option may also be an environment variable (DEPLOYKIT_HTTP_PORT=9000) or a key of the
@@ -149,28 +85,26 @@ def serve(options: ServeArguments) -> None:
     """
     from deploykit.serving import serve as service
 
+    options = serve_options(given)
     dropped = service.serve_until_stopped(
-        [*(options.engine or ()), *(options.models or ())],
-        pipelines=options.pipeline or (),
-        shadows=options.shadow or (),
-        on_start=lambda _server, *ready: show_ready(options, *ready),
-        **service_options(options),
+        options,
+        log_format=given["log"],
+        on_start=lambda _server, *ready: show_ready(options, given["log"], *ready),
     )
     raise_if_dropped(dropped)
 
 
-def service_options(options: Any) -> dict[str, Any]:
-    """Those that `serve` and `boot` share, as `serve_until_stopped` takes them."""
-    same = {name: value for name, value in vars(options).items() if name not in _CONVERTED}
-    return {
-        **same,
-        "grpc_port": options.grpc_port if options.grpc else None,
-        "preferred": tuple(sizes("preferred", options.preferred)) if options.preferred else (),
-        "buckets": options.buckets or (),
-        "pads": options.pad or (),
-        "origins": tuple(options.origin or ()),
-        "log_format": options.log,
-    }
+def serve_options(given: Mapping[str, Any]) -> ServeOptions:
+    """The values of the command line, of variables and of a file. Raises BadInput."""
+    port = given["grpc_port"].lower()
+    if port != "none" and not (port.isascii() and port.isdigit()):
+        raise BadInput(f"`grpc_port` {given['grpc_port']}: must be a port, or none")
+    others = {each.name for each in fields(ServeOptions)} - {"models", "grpc_port"}
+    return ServeOptions(
+        [*(given["engine"] or ()), *(given["models"] or ())],
+        grpc_port=None if port == "none" else int(port),
+        **{n: each for n, each in given.items() if n in others and each not in (None, [])},
+    )
 
 
 def raise_if_dropped(dropped: int) -> None:
@@ -187,7 +121,7 @@ URL                    The server, http://HOST:PORT or grpc://HOST:PORT
                        [half of what 32 connections reach in 2 s]
 --concurrency N        Closed loop: this many connections, each of which waits for its answer
 --duration SECONDS     How long to measure
---batch N              Samples per request
+--batch N              Size of the batch axis in each request
 --slo-ms MS            Also count the answers within this time
 --fail-on CONDITIONS   Exit 1 if one of these holds, such as 'p99>20ms,errors>0,throughput<500'
 --data FILE|DIR        Inputs to send: an .npz, such as FILE.golden.npz; for a task or a
@@ -196,7 +130,7 @@ URL                    The server, http://HOST:PORT or grpc://HOST:PORT
 --expect FILE          Golden samples, or answers.jsonl of a pipeline: send their inputs and compare
                        the answers
 --max-error X          Largest max |a-b| / max |a| of an answer, with --expect
---axis NAME=SIZE,...   Sizes of dynamic axes other than the batch
+--axis NAME=SIZE       Size of another dynamic axis; may be repeated
 -o --out DIR           Write a report into this folder
 {FORCE}
 {JSON}""")
@@ -213,7 +147,7 @@ def load(
     text: list[str] | None = None,
     expect: Path | None = None,
     max_error: float = 1e-3,
-    axis: str | None = None,
+    axis: list[str] | None = None,
     out: Path | None = None,
     force: bool = False,
     as_json: bool = False,
@@ -223,7 +157,7 @@ def load(
     Example: deploykit load http://127.0.0.1:8000 --rate 200 --fail-on 'p99>20ms,errors>0'
     """
     given = api_arguments(locals())
-    given["axes"] = axis_sizes("axis", given.pop("axis") or "")
+    given["axes"] = axis_sizes("axis", ",".join(given.pop("axis") or ()))
     from deploykit.loadtest import load as loading
 
     with Progress("load", bar_only=True) as progress:
@@ -234,7 +168,8 @@ def load(
 
 
 def show_ready(
-    options: Any,
+    options: ServeOptions,
+    log: str,
     host: str,
     http_port: int,
     grpc_port: int | None,
@@ -247,7 +182,7 @@ def show_ready(
     """
     place = f"[{host}]" if ":" in host else host
     grpc = None if grpc_port is None else f"{place}:{grpc_port}"
-    if options.log == "json" or not sys.stdout.isatty():
+    if log == "json" or not sys.stdout.isatty():
         import json  # late: `--help` does without
 
         ready = {"event": "ready", "http": f"{place}:{http_port}", "grpc": grpc, "models": models}

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from deploykit.evaluation.compare import Compared
     from deploykit.evaluation.inspect import Inspection
     from deploykit.evaluation.latency import Latency
-    from deploykit.evaluation.predict import Predicted
-    from deploykit.evaluation.predict_items import Answered
+    from deploykit.evaluation.predict import Answered, Predicted
     from deploykit.reporting.compare import ReportComparison
     from deploykit.reporting.load_result import LoadResult
     from deploykit.reporting.report import Report
@@ -451,9 +450,11 @@ def _answer_lines(answer: dict[str, Any]) -> list[str]:
         named = [(f"{b['label']} {_share(b['score'])}", b["box"]) for b in answer["boxes"]]
         at = [f"{text} at {x:.0f},{y:.0f} to {u:.0f},{v:.0f}" for text, (x, y, u, v) in named]
         return at or ["no boxes"]
-    size = answer["width"] * answer["height"]
-    parts = sorted(answer["segments"], key=lambda each: -int(each["pixels"]))
-    return [", ".join(f"{each['label']} {_share(each['pixels'] / size)}" for each in parts)]
+    if "segments" in answer:
+        size = answer["width"] * answer["height"]
+        parts = sorted(answer["segments"], key=lambda each: -int(each["pixels"]))
+        return [", ".join(f"{each['label']} {_share(each['pixels'] / size)}" for each in parts)]
+    return [", ".join(f"{name} {value}" for name, value in answer.items())]
 
 
 def _share(value: float) -> str:

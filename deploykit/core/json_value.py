@@ -13,7 +13,21 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
-ONE_JSON = threading.Lock()  # a parser holds the GIL: several in a row would starve other threads
+from deploykit.core.errors import TooLarge
+
+# A parser holds the GIL: one of them for 0.1 s at most, and not several at once.
+ONE_JSON = threading.Lock()
+MOST_JSON_VALUES = 1 << 18
+_WINDOW_BYTES = 1 << 20
+
+
+def check_json_size(text: bytes | memoryview, hint: str) -> None:
+    """Raise TooLarge for more than MOST_JSON_VALUES values, keys and lists."""
+    left = MOST_JSON_VALUES
+    for at in range(0, len(text) if len(text) > left else 0, _WINDOW_BYTES):
+        left -= sum(map(bytes(text[at : at + _WINDOW_BYTES]).count, (b",", b":", b"[", b"{")))
+        if left < 0:
+            raise TooLarge(f"the JSON has more than {MOST_JSON_VALUES} values", hint=hint)
 
 
 def json_value(obj: object, *properties: str, without: Collection[str] = ()) -> Any:

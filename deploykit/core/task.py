@@ -7,6 +7,7 @@ tokenising, is described here and happens before it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from deploykit.core.errors import BadInput
@@ -15,8 +16,6 @@ from deploykit.core.json_value import Record
 CLASSIFY, DETECT, SEGMENT, EMBED = "classify", "detect", "segment", "embed"
 TEXT_CLASSIFY = "text-classify"
 MEAN, CLS = "mean", "cls"  # of the tokens of a text: all of them, or the first
-KINDS = (CLASSIFY, DETECT, SEGMENT, EMBED, TEXT_CLASSIFY)
-
 STRETCH = "stretch"  # both sides to the model's size, or `resize_to`; the aspect ratio changes
 SHORTEST_EDGE = "shortest-edge"  # the shorter side to `resize_to`, then the middle is cut out
 LETTERBOX = "letterbox"  # as large as fits, then filled with `padding` to the model's size
@@ -24,6 +23,76 @@ RESIZE_RULES = (STRETCH, SHORTEST_EDGE, LETTERBOX)
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
 COLOURS = ("RGB", "BGR", "L")
 TOKENIZER = ".tokenizer.json"  # behind the artefact's name
+_HEADS = "deploykit.exporting.heads"
+_ANSWERS = "deploykit.engines.tasks.engine"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One row of the table of tasks.
+
+    `takes`: "image", "text" or both. `outputs`: the fields of `TaskOutputs` that an answer is made
+    of. `head`: "module:function" that puts these outputs behind a model; `answer`: the one that
+    makes JSON values of them. `options`: parameters of `export` that the task has. `resize`: how an
+    image is placed where neither the user nor the model's library says it. `any_size`: the model
+    may take images of any size.
+    """
+
+    name: str
+    takes: tuple[str, ...]
+    outputs: tuple[str, ...]
+    head: str
+    answer: str
+    options: tuple[str, ...] = ("labels",)
+    resize: str = STRETCH
+    any_size: bool = False
+
+
+ALL = (
+    Kind(
+        CLASSIFY,
+        takes=("image",),
+        outputs=("scores",),
+        head=f"{_HEADS}.classify:add_head",
+        answer=f"{_ANSWERS}:label_rows",
+        resize=SHORTEST_EDGE,
+    ),
+    Kind(
+        DETECT,
+        takes=("image",),
+        outputs=("scores", "boxes", "classes"),
+        head=f"{_HEADS}.detect:add_head",
+        answer=f"{_ANSWERS}:box_rows",
+        options=("labels", "threshold", "iou", "boxes"),
+        resize=LETTERBOX,
+    ),
+    Kind(
+        SEGMENT,
+        takes=("image",),
+        outputs=("mask",),
+        head=f"{_HEADS}.segment:add_head",
+        answer=f"{_ANSWERS}:segment_rows",
+        any_size=True,
+    ),
+    Kind(
+        EMBED,
+        takes=("image", "text"),
+        outputs=("embedding",),
+        head=f"{_HEADS}.embed:add_head",
+        answer=f"{_ANSWERS}:embedding_rows",
+        options=("tokenizer", "max_length", "pooling"),
+        resize=SHORTEST_EDGE,
+    ),
+    Kind(
+        TEXT_CLASSIFY,
+        takes=("text",),
+        outputs=("scores",),
+        head=f"{_HEADS}.classify:add_head",
+        answer=f"{_ANSWERS}:label_rows",
+        options=("labels", "tokenizer", "max_length"),
+    ),
+)
+KINDS: Mapping[str, Kind] = {each.name: each for each in ALL}
 
 
 @dataclass(frozen=True)

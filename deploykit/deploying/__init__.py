@@ -1,0 +1,11 @@
+"""Write what a device or a cluster needs to serve a model, and start it there."""
+
+from __future__ import annotations
+
+WRITERS = {  # kind of bundle -> what fills its folder
+    "docker": "deploykit.deploying.docker:write",
+    "triton": "deploykit.deploying.triton:write",
+    "kserve": "deploykit.deploying.kserve:write",
+    "ray": "deploykit.deploying.ray:write",
+}
+STARTED = ("docker", "kserve")  # by `deploykit boot`; the others have a server of their own

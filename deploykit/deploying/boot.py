@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from deploykit.building.builder import Shapes
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed
-from deploykit.core.files import StrPath
+from deploykit.core.files import StrPath, write_errors
 from deploykit.core.json_value import Record
 from deploykit.core.machine import this_machine
 from deploykit.core.profile import Profile, load_profile
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.subprocesses import run_apart
+from deploykit.deploying import STARTED
 from deploykit.deploying import device as machines
 from deploykit.deploying.slots import (
     TIMING_FILE,
@@ -41,7 +41,7 @@ from deploykit.evaluation.artefacts import span
 from deploykit.evaluation.bundle_folder import Bundle, read_bundle, verify
 from deploykit.evaluation.verify import open_proven, prove_engine
 from deploykit.serving.observe.prometheus import Sample
-from deploykit.serving.options import VERSION
+from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.serve import serve_until_stopped
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STARTED = ("docker", "kserve")  # the kinds of bundles; others have a server of their own
 _QUIET_S = 10.0  # between two lines on the progress of a build
 
 
@@ -63,38 +62,53 @@ class Booted(Record):
     why: str
 
 
-OnReady = Callable[[str, int, "int | None", list[str], Booted], None]
+class OnReady(Protocol):
+    """Called once the server answers: where, with which models, from which engine."""
+
+    def __call__(
+        self, host: str, port: int, grpc_port: int | None, names: list[str], /, *, booted: Booted
+    ) -> None: ...
 
 
 def boot_until_stopped(
     bundle: StrPath,
     cache: StrPath,
+    options: ServeOptions = ServeOptions(),  # noqa: B008 - frozen
     *,
     rollback: bool = False,
     retry: bool = False,
-    device: str = "auto",
+    log_format: str = "text",
     on_ready: OnReady | None = None,
-    **options: Any,
 ) -> int:
     """Serve a bundle until SIGTERM or Ctrl-C, from an engine that was built on this device.
 
-    `cache`: the folder of its engines. `rollback`: serve the previous engine from now on. `retry`:
-    build again what failed or was rolled back. `options`: those of `serve_until_stopped`. Returns
-    how many accepted requests were left unanswered.
+    Args:
+        bundle: the folder that `bundle` wrote.
+        cache: the folder of its engines.
+        options: how to serve; not what.
+        rollback: serve the previous engine from now on.
+        retry: build again what failed or was rolled back.
+        log_format: text or json lines on stderr.
+        on_ready: called once it is ready.
 
-    Raises BadInput for a bundle or a cache that is damaged, Unsupported for another machine than
-    the bundle's, GateFailed for an engine with other outputs, where no earlier one can serve.
+    Returns how many accepted requests were left unanswered. Raises BadInput for a bundle or a cache
+    that is damaged, Unsupported for another machine than the bundle's, GateFailed for an engine
+    with other outputs, where no earlier one can serve.
     """
-
-    check_device(device)
+    check_device(options.device)
     found = _read(Path(bundle))
     if Path(cache).resolve().is_relative_to(Path(bundle).resolve()):
         raise BadInput(f"`cache` {cache}: is inside the bundle, which may hold only its own files")
     profile = load_profile(found.profile)
-    if profile.device == "cpu" and device == "auto":
-        device = "cpu"
+    if profile.device == "cpu" and options.device == "auto":
+        options = replace(options, device="cpu")
     boot = Boot(
-        Path(bundle), profile, EngineCache(Path(cache)), device, rollback=rollback, retry=retry
+        Path(bundle),
+        profile,
+        EngineCache(Path(cache)),
+        options.device,
+        rollback=rollback,
+        retry=retry,
     )
     with ExitStack() as stack:
 
@@ -104,18 +118,14 @@ def boot_until_stopped(
             booted = boot.confirm()
             stack.close()  # another process may use the cache
             if on_ready is not None:
-                on_ready(host, port, grpc_port, names, booted)
-
-        def engines() -> list[str]:
-            return [f"{found.name}={stack.enter_context(boot.prepare())}"]
+                on_ready(host, port, grpc_port, names, booted=booted)
 
         return serve_until_stopped(
-            engines,
-            device=device,
-            reload=False,
+            replace(options, reload=False),
+            find=lambda: {found.name: stack.enter_context(boot.prepare())},
+            log_format=log_format,
             on_start=on_start,
             on_serve=lambda server: _publish(boot.booted, server.repository),
-            **options,
         )
 
 
@@ -141,27 +151,23 @@ def _publish(booted: Booted, repository: ModelRepository) -> None:
     repository.add_metrics(lambda: [Sample("deploykit_previous_engine", labels, previous)])
 
 
+@dataclass
 class Boot:
     """One start, from the checks to the engine that may be served.
 
-    `run` calls a function that builds or proves, by default in a process of its own.
+    `run` calls a function that builds or proves, by default in a process of its own. `booted`: what
+    `prepare` chose.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        profile: Profile,
-        cache: EngineCache,
-        device: str = "cpu",
-        *,
-        rollback: bool = False,
-        retry: bool = False,
-        run: Callable[..., Any] = run_apart,
-    ) -> None:
-        self.folder, self.profile, self.cache, self.device = folder, profile, cache, device
-        self.rollback, self.retry, self._run = rollback, retry, run
-        self._state = CacheState()
-        self._booted: Booted | None = None
+    folder: Path
+    profile: Profile
+    cache: EngineCache
+    device: str = "cpu"
+    rollback: bool = False
+    retry: bool = False
+    run: Callable[..., Any] = run_apart
+    state: CacheState = CacheState()  # noqa: RUF009 - frozen
+    booted: Booted = Booted("", "", "")
 
     @contextlib.contextmanager
     def prepare(self) -> Iterator[Path]:
@@ -175,16 +181,10 @@ class Boot:
         with self.cache.lock(waiting) as lock:
             yield self._choose(bundle, key, lock)
 
-    @property
-    def booted(self) -> Booted:
-        """What `prepare` chose."""
-        assert self._booted is not None
-        return self._booted
-
     def confirm(self) -> Booted:
         """The engine is ready: its key counts as a success."""
-        if self._state.key and self.booted.source != "previous":
-            self._save(self._state.confirm())
+        if self.state.key and self.booted.source != "previous":
+            self._save(self.state.confirm())
         return self.booted
 
     def _check(self, bundle: Bundle) -> EngineKey:
@@ -204,15 +204,22 @@ class Boot:
 
     def _choose(self, bundle: Bundle, key: EngineKey, lock: int) -> Path:
         """Follow the steps that `decide` names, until one gives an engine."""
-        self._state, slots = self._begin(key), self.cache.slots()
+        self.state, slots = self.cache.state(), self.cache.slots()
+        if self.state.name not in ("", key.name):
+            raise BadInput(
+                f"{self.cache.folder}: is the cache of '{self.state.name}', not of '{key.name}'",
+                hint="give each model a `cache` of its own",
+            )
+        if self.retry:
+            self.state = self.state.confirm()
         failure: DeploykitError | None = None
         if self.rollback:
-            self._state = self._state.fail(key.digest, "rolled back")
-            if decide(self._state, key, slots).do != "fall back":
+            self.state = self.state.fail(key.digest, "rolled back")
+            if decide(self.state, key, slots).do != "fall back":
                 raise BadInput(f"{self.cache.folder}: has no earlier engine to roll back to")
-            self._save(self._state)
+            self._save(self.state)
         while True:
-            step = decide(self._state, key, slots)
+            step = decide(self.state, key, slots)
             if step.do == "build":
                 if failure is not None:
                     raise failure
@@ -228,36 +235,24 @@ class Boot:
                 log.error("the engine in %s is not used: %s", step.slot, exc.message)
                 del slots[step.slot]
 
-    def _begin(self, key: EngineKey) -> CacheState:
-        state = self.cache.state()
-        if state.name and state.name != key.name:
-            raise BadInput(
-                f"{self.cache.folder}: is the cache of '{state.name}', not of '{key.name}'",
-                hint="give each model a `cache` of its own",
-            )
-        return state.confirm() if self.retry else state
-
     def _start(self, step: Decision, key: EngineKey, lock: int) -> Path:
         """Check a cached engine; one of another key has to be proven here first."""
         engine = self.cache.check(step.slot)
         if step.do == "fall back":
-            log.error(
-                "SERVING THE PREVIOUS ENGINE (%s): %s; boot --retry builds again",
-                step.slot,
-                step.why,
-            )
-            with self.cache.errors():
-                self._run(str(engine), prove, engine, self.device, inherit=(lock,))
-            self._booted = Booted("previous", step.slot, step.why)
+            text = "SERVING THE PREVIOUS ENGINE (%s): %s; boot --retry builds again"
+            log.error(text, step.slot, step.why)
+            with write_errors(self.cache.folder):
+                self.run(str(engine), prove, engine, self.device, inherit=(lock,))
+            self.booted = Booted("previous", step.slot, step.why)
         else:
             log.info("starting from the cached engine in %s", step.slot)
-            self._booted = Booted("cache", step.slot, step.why)
-        before = self._state
+            self.booted = Booted("cache", step.slot, step.why)
+        before = self.state
         if step.do == "start" and before.key == key.digest:  # it was never ready so far
-            self._state = self._state.begin(key.name, key.digest)
-        self._state = self._state.switch(step.slot)
-        if self._state != before:
-            self._save(self._state)
+            self.state = self.state.begin(key.name, key.digest)
+        self.state = self.state.switch(step.slot)
+        if self.state != before:
+            self._save(self.state)
         return engine
 
     def _build(self, bundle: Bundle, key: EngineKey, step: Decision, lock: int) -> Path:
@@ -266,30 +261,29 @@ class Boot:
         log.info("building the engine in %s: %s", step.slot, step.why)
         name = f"{key.name}.{RUNTIMES[self.profile.runtime].suffix.rpartition('.')[2]}"
         out = self.cache.folder / step.slot / name
-        self._state = self._state.begin(key.name, key.digest)
+        self.state = self.state.begin(key.name, key.digest)
         try:
-            self.cache.save(self._state)
+            self.cache.save(self.state)
             self.cache.empty(step.slot)
-            timing = self.folder / bundle.timing_cache if bundle.timing_cache else None
-            build = (build_and_prove, model, bundle.profile, key.batch, self.device, timing, out)
-            with self.cache.errors():
-                notes = self._run(str(model), *build, on_progress=_Progress(), inherit=(lock,))
+            build = (build_and_prove, model, bundle.profile, key.batch, self.device, out)
+            with write_errors(self.cache.folder):
+                notes = self.run(str(model), *build, on_progress=_Progress(), inherit=(lock,))
             self.cache.seal(step.slot, name, key)
-            self.cache.save(self._state.switch(step.slot))
+            self.cache.save(self.state.switch(step.slot))
         except DeploykitError as exc:
             if not isinstance(exc, GateFailed):  # what failed its gate is kept to be looked at
                 self.cache.drop(step.slot)
-            self._state = self._state.fail(key.digest, exc.message)
-            self._save(self._state)
+            self.state = self.state.fail(key.digest, exc.message)
+            self._save(self.state)
             raise
         except BaseException:  # Ctrl-C, SIGTERM
             self.cache.drop(step.slot)
-            self._save(self._state.interrupt())
+            self._save(self.state.interrupt())
             raise
         for note in notes:
             log.info("%s", note)
-        self._state = self._state.switch(step.slot)
-        self._booted = Booted("build", step.slot, step.why)
+        self.state = self.state.switch(step.slot)
+        self.booted = Booted("build", step.slot, step.why)
         return out
 
     def _save(self, state: CacheState) -> None:
@@ -331,14 +325,12 @@ def build_and_prove(
     profile: str,
     batch: str,
     device: str,
-    timing: Path | None,
     out: Path,
     on_progress: Callable[[str, float], None],
 ) -> tuple[str, ...]:
     """Build `model` into `out`, open that and replay its golden samples; the notes of the build.
 
-    `batch`: as in `EngineKey`. `timing`: the bundle's timing cache. The device's own is next to
-    the slots, and is kept.
+    `batch`: as in `EngineKey`. TensorRT's timing cache is next to the slots, and is kept.
     """
     from deploykit.building.build import build
 
@@ -346,8 +338,6 @@ def build_and_prove(
     if load_profile(profile).runtime == "tensorrt":
         batched = source.manifest is None or any(s.batched for s in source.manifest.inputs)
         kept = out.parents[1] / TIMING_FILE
-        if timing is not None and not kept.exists():
-            shutil.copyfile(timing, kept)
         sizes, *axes = batch.split(";")
         number = machines.gpu_number(device)
         shapes = Shapes(sizes if batched else None, axes, device=number, timing_cache=kept)

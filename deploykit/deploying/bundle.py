@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, did_you_mean, quote
 from deploykit.core.evidence import Evidence
-from deploykit.core.files import StrPath, atomic_write, check_readable
+from deploykit.core.files import StrPath, atomic_write
 from deploykit.core.json_value import Record
 from deploykit.core.manifest import write_manifest
 from deploykit.core.precision import CALIBRATED, max_engine_error, names_of
 from deploykit.core.profile import Profile, load_profile, profile_names
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.tensors import BATCH
+from deploykit.deploying import WRITERS
 from deploykit.deploying.staging import staged_folder
 from deploykit.engines.data.samples import random_feeds, read_samples
 from deploykit.engines.engine import Engine, load
@@ -86,7 +87,6 @@ def complete_model(
 
 
 def _inputs(engine: Engine, samples: StrPath | None) -> dict[str, np.ndarray]:
-
     if samples is None:
         return random_feeds(
             engine.inputs, {**parity_sizes(engine.inputs)[0], BATCH: golden.SAMPLES}
@@ -94,14 +94,6 @@ def _inputs(engine: Engine, samples: StrPath | None) -> dict[str, np.ndarray]:
     read = read_samples(Path(samples), engine.inputs)
     size, _ = read.batching(golden.SAMPLES, engine.inputs)
     return next(read.batches(size))
-
-
-WRITERS: Mapping[str, str] = {  # kind -> what fills an empty folder
-    "docker": "deploykit.deploying.docker:write",
-    "triton": "deploykit.deploying.triton:write",
-    "kserve": "deploykit.deploying.kserve:write",
-    "ray": "deploykit.deploying.ray:write",
-}
 
 
 @dataclass(frozen=True)
@@ -115,7 +107,6 @@ class Bundled(Record):
     notes: tuple[str, ...] = ()
 
     def _repr_html_(self) -> str:
-
         facts: dict[str, object] = {
             "folder": self.path,
             "tar": self.tar,
@@ -140,29 +131,32 @@ def bundle(
     axes: Sequence[str] = (),
     samples: StrPath | None = None,
     wheels: bool = False,
-    timing_cache: StrPath | None = None,
     release: str | None = None,
-    tar: bool = False,
     force: bool = False,
     on_progress: Progress = no_progress,
 ) -> Bundled:
     """Write a folder with `model` and all that the target needs to serve it.
 
-    `to`: "docker", "triton", "kserve" or "ray". `name`: as the model is served [the file's].
-    `batch`: "MIN,OPT,MAX", and `axes` of other dynamic axes, ["T=16,128,512"], for TensorRT.
-    `samples`: inputs to record golden samples on, for a model of another tool or in place of
-    recorded ones. `wheels`: also what `pip` installs, for a target without a network.
-    `timing_cache`: TensorRT's, made on the same kind of device. `release`: of the target's host,
-    "jetpack-6.2" or "cuda-12" [the profile's usual one]. `tar`: also write `out`.tar.
-    `force`: replace a bundle that was changed. The same inputs give the same bytes; their time is
-    `$SOURCE_DATE_EPOCH`.
+    The same inputs give the same bytes; their time is `$SOURCE_DATE_EPOCH`.
+
+    Args:
+        model: An ONNX file.
+        profile: The hardware target.
+        out: The folder; with a name that ends in .tar, that file and the folder without the ending.
+        to: "docker", "triton", "kserve" or "ray".
+        name: As the model is served [the file's].
+        batch: "MIN,OPT,MAX", for TensorRT; `axes`: of other dynamic axes, ["T=16,128,512"].
+        samples: Inputs to record golden samples on [the recorded ones].
+        wheels: Also write what `pip` installs, for a target without a network.
+        release: Of the target's host, "jetpack-6.2" or "cuda-12" [the profile's usual one].
+        force: Replace a bundle that was changed.
 
     Raises BadInput for an engine, which belongs to one device, for a file made for ONNX Runtime
     where the target runs TensorRT, for a precision that the target lacks, and for an INT8 or FP8
     model without golden samples.
     """
     source, target = Artefact.open(model), load_profile(profile)
-    _check_asked(to, target, {"wheels": wheels, "timing_cache": timing_cache, "release": release})
+    _check_asked(to, target, {"wheels": wheels, "release": release})
     _check(source, target)
     contents = Contents(
         model=source,
@@ -170,11 +164,12 @@ def bundle(
         name=_served_name(name, source.path),
         batch=_batch(batch),
         wheels=wheels,
-        timing_cache=check_readable(Path(timing_cache)) if timing_cache else None,
         release=release,
         axes=tuple(axes),
     )
-    place = claim_bundle(out, (source, samples, timing_cache), tar=tar, force=force)
+    tar = Path(out).suffix == ".tar"
+    folder = Path(out).with_suffix("") if tar else out
+    place = claim_bundle(folder, (source, samples), tar=tar, force=force)
     packed = place.with_name(f"{place.name}.tar") if tar else None
     made, notes = _write(place, packed, contents, to, samples, on_progress)
     total = sum(entry.bytes for entry in made.files.values())
@@ -216,8 +211,6 @@ def _check_asked(to: str, target: Profile, for_docker: Mapping[str, object]) -> 
     for option, value in for_docker.items():
         if value and to != "docker":
             raise BadInput(f"`{option}` has no effect with `to` {to}")
-    if for_docker["timing_cache"] and target.runtime != "tensorrt":
-        raise BadInput("`timing_cache` has no effect: the target's runtime times no kernels")
     if target.runtime not in ("onnxruntime", "tensorrt"):  # whose packages the locks have
         raise BadInput(
             f"profile '{target.name}': no bundle has {RUNTIMES[target.runtime].title}'s packages",

@@ -15,17 +15,22 @@ from deploykit.deploying.slots import EngineKey
 from deploykit.engines.engine import check_device
 from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS, Here
 from deploykit.evaluation.bundle_folder import Bundle
-from deploykit.evaluation.host import first_jetpack, in_range, range_text
+from deploykit.evaluation.host import (
+    first_jetpack,
+    in_range,
+    jetpack_fits,
+    profile_differences,
+    range_text,
+)
 
 _FIRST = "make a bundle for this machine: deploykit bundle MODEL --profile {}"
 
 
 def gpu_number(device: str) -> int:
-    """The number of the GPU that "auto", "cuda" or "cuda:N" names. Raises BadInput for a CPU."""
-
+    """Return the number of the GPU that "auto", "cuda" or "cuda:N" names; BadInput for a CPU."""
     check_device(device)
     if device == "cpu":
-        raise BadInput("`device` cpu: this bundle's engine runs on a GPU")
+        raise BadInput("`device` cpu: the engine runs on a GPU")
     return int(device.partition(":")[2] or 0)
 
 
@@ -38,9 +43,9 @@ def read_gpu(number: int) -> Here:
 
 
 def check_machine(bundle: Bundle, profile: Profile, machine: Machine) -> list[str]:
-    """Compare processor, board, JetPack and power mode; the differences that are no error.
+    """Compare processor, board or GPU; return the other differences, which are no error.
 
-    Raises Unsupported, the most basic difference first.
+    Raises Unsupported.
     """
     if profile.architecture not in ("any", machine.architecture):
         raise Unsupported(
@@ -48,25 +53,19 @@ def check_machine(bundle: Bundle, profile: Profile, machine: Machine) -> list[st
             f"{profile.architecture}; this machine's is {machine.architecture}",
             hint=_FIRST.format("NAME"),
         )
-    if profile.boards:
-        return [*_check_board(bundle, profile, machine), *_check_jetpack(profile, machine)]
-    if machine.gpus and profile.gpu_names and not fits(profile, machine):
-        raise _other_machine(bundle, profile, machine, machine.gpus[0].name)
-    return []
-
-
-def _check_board(bundle: Bundle, profile: Profile, machine: Machine) -> list[str]:
-    notes = []
-    if not machine.board_ids:
-        notes.append("the board is not known: /proc/device-tree is not readable here")
-    elif not fits(profile, machine):
-        what = machine.board or machine.board_ids[0]
+    notes = list(profile_differences(profile, machine))
+    if profile.boards and not machine.board_ids:
+        return ["the board is not known: /proc/device-tree is not readable here", *notes]
+    known = machine.board_ids if profile.boards else profile.gpu_names and machine.gpus
+    if known and not fits(profile, machine):
+        what = (machine.board or machine.board_ids[0]) if profile.boards else machine.gpus[0].name
         raise _other_machine(bundle, profile, machine, what)
+    release = find_jetpack(machine.l4t) if profile.boards and machine.l4t else None
+    if release and not jetpack_fits(profile, release):
+        raise Unsupported(notes[0])
     wanted, mode = profile.power_mode, machine.power_mode
     if wanted and mode and mode != wanted:
-        notes.append(
-            f"the power mode is {mode}, the bundle was planned for {wanted}: sudo nvpmodel -m"
-        )
+        notes.append(f"the power mode is {mode}, the bundle was planned for {wanted}")
     return notes
 
 
@@ -80,30 +79,16 @@ def _other_machine(bundle: Bundle, profile: Profile, machine: Machine, what: str
     )
 
 
-def _check_jetpack(profile: Profile, machine: Machine) -> list[str]:
-    """The board's release must bring a TensorRT that the profile takes."""
-    if machine.l4t is None:
-        return ["the JetPack release is not known: /etc/nv_tegra_release is not readable here"]
-    release = find_jetpack(machine.l4t)
-    if release is None:
-        first, last = JETPACKS[0], JETPACKS[-1]
-        if release_numbers(machine.l4t) < release_numbers(first.l4t):
-            raise Unsupported(
-                f"L4T {machine.l4t} is older than JetPack {first.version}, the first that "
-                "deploykit knows",
-                hint=_cure(profile),
-            )
-        return [f"L4T {machine.l4t} is newer than JetPack {last.version}, the last one known"]
-    what = f"JetPack {release.version} (L4T {machine.l4t})"
-    if profile.compute_capability not in release.compute_capabilities:
-        raise Unsupported(f"{what} is not for {profile.summary}", hint=_cure(profile))
-    _check_range(profile, release.tensorrt, f"{what} brings TensorRT {release.tensorrt}")
-    return []
-
-
 def check_gpu(profile: Profile, machine: Machine, gpu: Here) -> None:
     """Compare TensorRT and the driver. Raises Unsupported."""
-    _check_range(profile, gpu.tensorrt, f"TensorRT {gpu.tensorrt} is here")
+    if not in_range(profile, gpu.tensorrt):
+        versions = range_text(profile)
+        first = first_jetpack(profile) if profile.boards else None
+        raise Unsupported(
+            f"TensorRT {gpu.tensorrt} is here; {profile.name} needs {versions}",
+            hint="install "
+            + (f"JetPack {first.version} or later" if first else f"TensorRT {versions}"),
+        )
     made_for = [each for each in JETPACKS if _same(each.tensorrt, gpu.tensorrt)]
     majors = {release_numbers(each.l4t)[0] for each in made_for}
     board = release_numbers(machine.l4t or "")
@@ -127,22 +112,8 @@ def _same(a: str, b: str) -> bool:
     return all(x == y for x, y in zip(a.split("."), b.split("."), strict=False))
 
 
-def _check_range(profile: Profile, version: str, what: str) -> None:
-    if not in_range(profile, version):
-        needed = range_text(profile)
-        raise Unsupported(f"{what}; {profile.name} needs {needed}", hint=_cure(profile))
-
-
-def _cure(profile: Profile) -> str:
-    first = first_jetpack(profile) if profile.boards else None
-    if first is not None:
-        return f"install JetPack {first.version} or later"
-    return f"install TensorRT {range_text(profile)}"
-
-
 def engine_key(bundle: Bundle, profile: Profile, machine: Machine, gpu: Here | None) -> EngineKey:
-    """All that the engine of `bundle` depends on here. `gpu`: None for a profile without one."""
-
+    """Return all that the engine of `bundle` depends on here. `gpu`: None without one."""
     folder = str(Path(bundle.model).parent)
     parts = {p: e.sha256 for p, e in bundle.files.items() if str(Path(p).parent) == folder}
     model = hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()

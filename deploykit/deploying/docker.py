@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import time
 import uuid
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ from deploykit import __version__
 from deploykit.core.files import sha256
 from deploykit.core.profile import Profile
 from deploykit.core.tensors import BATCH, PROTOCOL_NAMES
-from deploykit.deploying.samples import raw_bytes, sample_rows
 from deploykit.deploying.wheels import (
     Image,
     Locked,
@@ -31,7 +29,8 @@ from deploykit.deploying.wheels import (
     read_lock,
     write_requirements,
 )
-from deploykit.evaluation.bundle_folder import TIMING_CACHE, Contents, epoch_s, fill_templates
+from deploykit.evaluation.bundle_folder import Contents, epoch_s, fill_templates, sample_rows
+from deploykit.serving.oip.tensors import to_bytes
 
 # A bundle's software bill of materials as CycloneDX 1.6 JSON.
 #
@@ -107,8 +106,6 @@ def write(folder: Path, contents: Contents) -> None:
     model = folder / "model" / f"{contents.name}.onnx"
     model.parent.mkdir()
     contents.copy_model(model)
-    if contents.timing_cache is not None:
-        shutil.copyfile(contents.timing_cache, folder / TIMING_CACHE)
     request, header_bytes = smoke_request(contents, model)
     (folder / "smoke-test.request").write_bytes(request)
     write_requirements(folder, image, wheels=contents.wheels)
@@ -174,8 +171,9 @@ def smoke_request(contents: Contents, model: Path) -> tuple[bytes, int]:
     samples = sample_rows(contents, model, joined=joined)
     for spec in specs:
         array = samples[spec.name]
-        blobs.append(raw_bytes(array, spec.dtype))
-        row = {"name": spec.name, "shape": array.shape, "datatype": PROTOCOL_NAMES[spec.dtype]}
+        datatype = PROTOCOL_NAMES[spec.dtype]
+        blobs.append(bytes(to_bytes(array, datatype)))
+        row = {"name": spec.name, "shape": array.shape, "datatype": datatype}
         inputs.append({**row, "parameters": {"binary_data_size": len(blobs[-1])}})
     document = {"inputs": inputs, "parameters": {"binary_data_output": True}}
     header = json.dumps(document, separators=(",", ":")).encode()

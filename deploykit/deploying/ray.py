@@ -5,19 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from deploykit import __version__
-from deploykit.core.files import StrPath
 from deploykit.evaluation.bundle_folder import Contents, fill_templates
-from deploykit.serving.opening import Opening
-from deploykit.serving.options import ServeOptions
-
-if TYPE_CHECKING:
-    from deploykit.serving.hosted import HostedApp
-
 
 _CORES = 2  # of a replica on a CPU
 
@@ -43,34 +34,3 @@ def write(folder: Path, contents: Contents) -> None:
         "CPU": "" if gpu else "yes",
     }
     fill_templates("ray", folder, known)
-
-
-# Serve a model on a Ray cluster: what `app.py` of a Ray bundle calls.
-
-
-def ray_application(open_service: Callable[[], HostedApp]) -> Any:
-    """A Ray Serve application; each replica runs what `open_service` returns: `open_replica`.
-
-    Ray passes the function by its name: its module must be importable on every node.
-    """
-    from deploykit.deploying.ray_app import application
-
-    return application(open_service, ServeOptions.max_body_bytes)
-
-
-def open_replica(
-    model: StrPath,
-    name: str,
-    *,
-    device: str = "auto",
-    threads: int | None = None,
-    max_batch: int = 32,
-) -> HostedApp:
-    """Open `model` and serve it as `name` on the running event loop, once it is warm."""
-    from deploykit.serving.hosted import HostedApp
-
-    options = ServeOptions(max_batch=max_batch)
-    engines = Opening(device, threads, 1, trust=False, cpu_fallback=False)(Path(model), options)
-    app = HostedApp({name: engines}, options)
-    app.start()
-    return app

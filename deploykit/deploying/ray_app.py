@@ -10,9 +10,14 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 from deploykit.core.extras import require
+from deploykit.core.files import StrPath
+from deploykit.serving.hosted import Answered, Asked, HostedApp
+from deploykit.serving.opening import open_engines
+from deploykit.serving.options import ServeOptions
 
 serve = require("ray.serve")
 ray_exceptions = require("ray.exceptions")
@@ -26,28 +31,37 @@ ASKS = 2  # one more after a replica or node is lost
 _LOST = (ray_exceptions.RayActorError, ray_exceptions.WorkerCrashedError)
 _AGAIN_S = 0.1  # until Ray knows what else went down with it
 
-Fields = tuple[tuple[bytes, bytes], ...]  # of a header, in lower case
-Asked = tuple[str, str, Fields, bytes]  # method, path with query, headers, body
-Answered = tuple[int, Fields, bytes]  # status, headers without Content-Length, body
+
+def ray_application(open_service: Callable[[], HostedApp]) -> Any:
+    """Return the application for `serve run` and serve.yaml, which holds its options.
+
+    `open_service` runs in each replica, on its event loop's thread: it calls `open_replica`. Ray
+    passes it by its name: its module must be importable on every node.
+    """
+    replica = serve.deployment(name=REPLICA)(Replica)
+    front = serve.deployment(name=FRONT)(Front)
+    return front.bind(replica.bind(open_service), ServeOptions.max_body_bytes)
 
 
-class Service(Protocol):
-    """What a replica runs: answers requests until it is closed."""
-
-    async def answer(self, asked: Asked) -> Answered: ...
-
-    def why_not_ready(self) -> str | None: ...
-
-    def close(self) -> None: ...
-
-
-Open = Callable[[], Service]  # runs in the replica, on its event loop's thread
+def open_replica(
+    model: StrPath,
+    name: str,
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    max_batch: int = 32,
+) -> HostedApp:
+    """Open `model` and serve it as `name` on the running event loop, once it is warm."""
+    options = ServeOptions(device=device, threads=threads, max_batch=max_batch)
+    app = HostedApp({name: open_engines(Path(model), options)}, options)
+    app.start()
+    return app
 
 
 class Replica:
     """One engine with its own batcher."""
 
-    def __init__(self, open_service: Open) -> None:
+    def __init__(self, open_service: Callable[[], HostedApp]) -> None:
         self._service = open_service()
 
     async def __call__(self, asked: Asked) -> Answered:
@@ -79,14 +93,12 @@ class Front:
         headers = tuple((name, value) for name, value in request.headers.raw)
         received = await self._receive(request)
         if received is None:
-            reason = f"the body is above {self._max_body_bytes} bytes"
-            status, fields, body = _refused(413, reason)
+            answered = _refused(413, f"the body is above {self._max_body_bytes} bytes")
         else:
-            asked = (request.method, target, headers, received)
-            status, fields, body = await self._ask(asked)
+            answered = await self._ask((request.method, target, headers, received))
+        status, fields, body = answered
         response = responses.Response(body, status_code=status)
-        length = [(b"content-length", str(len(body)).encode())]
-        response.raw_headers = [*fields, *length]
+        response.raw_headers = [*fields, (b"content-length", str(len(body)).encode())]
         return response
 
     async def _receive(self, request: Any) -> bytes | None:
@@ -114,17 +126,6 @@ class Front:
             else:
                 return answered
         return _refused(503, "two replicas were lost with the request; try again later")
-
-
-def application(open_service: Open, max_body_bytes: int) -> Any:
-    """The application for `serve run` and serve.yaml; its options are those of serve.yaml.
-
-    `open_service` runs in each replica. Ray passes it by its name, so its module must be
-    importable there.
-    """
-    replica = serve.deployment(name=REPLICA)(Replica)
-    front = serve.deployment(name=FRONT)(Front)
-    return front.bind(replica.bind(open_service), max_body_bytes)
 
 
 def _refused(status: int, reason: str) -> Answered:

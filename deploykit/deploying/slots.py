@@ -1,6 +1,5 @@
 """The cache of engines on a device: two slots, of which `state.json` names the one that serves.
 
-    DIR/lock            held by the process that decides or builds
     DIR/state.json      `CacheState`, replaced as a whole
     DIR/timing.cache    TensorRT's measurements of kernels, for the next build
     DIR/a-DIGEST/       an engine with its manifest and golden samples
@@ -13,7 +12,6 @@ that is removed by the next build. Nothing depends on the time.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -25,21 +23,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from deploykit.core.errors import BadInput, DeploykitError, Unsupported, os_reason
-from deploykit.core.files import check_inside, make_folder, read_json, sha256, write_json
+from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.files import (
+    check_inside,
+    make_folder,
+    read_json,
+    sha256,
+    write_errors,
+    write_json,
+)
 from deploykit.core.json_value import Record
 from deploykit.core.manifest import from_json
 from deploykit.deploying.staging import sync
 
-# Decide how a device starts: from a cached engine, after a build, or from the previous engine.
-#
-# Pure: the cache's files are in slots.py. A cache has two slots, so that a build never touches
-# the
-# engine that serves. A key that was tried `MAX_TRIES` times without success is not tried again
-# while
-# another engine can serve: a build that takes the machine down would otherwise never end.
-
-MAX_TRIES = 3
+MAX_TRIES = 3  # of a key, while another engine can serve: a build may take the machine down
 _DIGITS = 16  # of the digest in a folder's name
 _ALIKE = ("name", "runtime", "architecture", "compute_capability", "gpu", "sm_count")
 
@@ -156,10 +153,9 @@ def decide(state: CacheState, key: EngineKey, slots: Mapping[str, EngineKey]) ->
 
 
 CACHE_VERSION = 1
-LOCK_FILE, STATE_FILE, SLOT_FILE = "lock", "state.json", "slot.json"
+STATE_FILE, SLOT_FILE = "state.json", "slot.json"
 TIMING_FILE = "timing.cache"
 _SLOT = re.compile(r"[ab]-[0-9a-f]{16}")
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _T = TypeVar("_T")
 
 
@@ -184,12 +180,12 @@ class EngineCache:
 
         `on_wait` is called once if another process has it. A kill releases it.
         """
-        with self.errors():
+        with write_errors(self.folder):
             if not self.folder.is_dir():
                 make_folder(self.folder)
-            handle = self._open_lock()
+            handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            with self.errors():
+            with write_errors(self.folder):
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -202,17 +198,6 @@ class EngineCache:
         finally:
             os.close(handle)
 
-    def _open_lock(self) -> int:
-        path, flags = self.folder / LOCK_FILE, os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o644)
-        except OSError as exc:  # a read-only cache can still be served from
-            if exc.errno == errno.EROFS and not os.path.lexists(path):
-                return os.open(self.folder, os.O_RDONLY | flags)
-            if not path.is_file():
-                raise
-            return os.open(path, os.O_RDONLY | flags)
-
     def state(self) -> CacheState:
         """What `state.json` says; an empty state where it is missing or damaged."""
         path = self.folder / STATE_FILE
@@ -222,22 +207,19 @@ class EngineCache:
 
     def save(self, state: CacheState) -> None:
         """Replace `state.json`: the switch from one slot to the other."""
-        with self.errors():
+        with write_errors(self.folder):
             write_json(self.folder / STATE_FILE, {"cache": CACHE_VERSION, **state.to_dict()})
             sync(self.folder)
 
     def slots(self) -> dict[str, EngineKey]:
         """The folders of complete engines, with their keys; their files are not yet checked."""
         found = {}
-        for name in self._folders():
+        with write_errors(self.folder):
+            names = sorted(path.name for path in self.folder.iterdir())
+        for name in filter(_SLOT.fullmatch, names):
             with contextlib.suppress(DeploykitError):
                 found[name] = _read(SlotRecord, self.folder / name / SLOT_FILE).key
         return found
-
-    def _folders(self) -> list[str]:
-        with self.errors():
-            names = [each.name for each in self.folder.iterdir()]
-        return sorted(name for name in names if _SLOT.fullmatch(name))
 
     def check(self, slot: str) -> Path:
         """The engine of a slot. Raises BadInput unless every file is what was built."""
@@ -253,22 +235,21 @@ class EngineCache:
 
     def empty(self, slot: str) -> Path:
         """An empty folder for a build into `slot`; what that slot held before is removed."""
-        with self.errors():
+        with write_errors(self.folder):
             for path in list(self.folder.iterdir()):
                 if path.name.startswith(f"{slot[0]}-"):
-                    _remove(path)
+                    shutil.rmtree(path)
             (self.folder / slot).mkdir()
         return self.folder / slot
 
     def drop(self, slot: str) -> None:
         """Remove a slot as far as that can be done."""
-        with contextlib.suppress(OSError):
-            _remove(self.folder / slot)
+        shutil.rmtree(self.folder / slot, ignore_errors=True)
 
     def seal(self, slot: str, engine: str, key: EngineKey) -> None:
         """Record a proven engine as complete, once all that it consists of is on the disk."""
         folder = self.folder / slot
-        with self.errors():
+        with write_errors(self.folder):
             files = sorted(path for path in folder.iterdir() if path.is_file())
             for path in files:
                 sync(path)
@@ -278,25 +259,6 @@ class EngineCache:
             sync(folder)
             sync(self.folder)
 
-    @contextlib.contextmanager
-    def errors(self) -> Iterator[None]:
-        """Errors of the operating system as ours, with what to do about them."""
-        try:
-            yield
-        except OSError as exc:
-            raise self._error_of(exc) from exc
-
-    def _error_of(self, exc: OSError) -> DeploykitError:
-        if exc.errno in _FULL:
-            return Unsupported(
-                f"{self.folder}: no space left on the disk of the cache",
-                hint="free some space, or give another `cache`",
-            )
-        return BadInput(
-            f"{exc.filename or self.folder}: cannot be used: {os_reason(exc)}",
-            hint=f"`cache` has to be a folder that user {os.getuid()} may write to",
-        )
-
 
 def _read(kind: type[_T], path: Path) -> _T:
     """A JSON document of the cache. Raises BadInput, NotFound."""
@@ -305,10 +267,3 @@ def _read(kind: type[_T], path: Path) -> _T:
         raise BadInput(f"{path}: does not have version {CACHE_VERSION}")
     found: _T = from_json(kind, values, str(path))
     return found
-
-
-def _remove(path: Path) -> None:
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(path)

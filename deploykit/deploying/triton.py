@@ -15,9 +15,9 @@ import numpy as np
 from deploykit.core.errors import Unsupported
 from deploykit.core.precision import names_of
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
-from deploykit.deploying.samples import raw_bytes, sample_rows
 from deploykit.engines.batching import why_no_batch
-from deploykit.evaluation.bundle_folder import Contents, fill_templates
+from deploykit.evaluation.bundle_folder import Contents, fill_templates, sample_rows
+from deploykit.serving.oip.tensors import to_bytes
 
 _MODEL = "model.onnx"
 # what a graph may compute in besides float32 for ONNX Runtime's TensorRT provider: the values of
@@ -47,7 +47,7 @@ def write(folder: Path, contents: Contents) -> None:
     (home / "warmup").mkdir()
     for number, spec in enumerate(contents.manifest.inputs):
         (home / "warmup" / _warmup_file(number)).write_bytes(
-            raw_bytes(samples[spec.name], spec.dtype)
+            to_bytes(samples[spec.name], PROTOCOL_NAMES[spec.dtype])
         )
     fill_templates("triton", folder, _placeholders(contents))
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
+
 from deploykit import __version__
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, NotFound, os_reason, quote
@@ -25,6 +27,7 @@ from deploykit.core.json_value import Record
 from deploykit.core.manifest import Manifest, from_json, write_manifest
 from deploykit.core.profile import Profile
 from deploykit.core.task import TOKENIZER
+from deploykit.engines.data.samples import INPUTS, read_npz
 from deploykit.engines.onnxruntime.file import external_files
 
 # What every kind of bundle is made of: a model, its target and its name when it is served.
@@ -39,9 +42,8 @@ class Contents:
     """`model`: a typed ONNX file with its manifest and golden samples. `name`: as it is served.
 
     `batch`: the smallest, usual and largest. `wheels`: bring what `pip` installs on the target.
-    `timing_cache`: TensorRT's, of the same kind of device. `release`: of the target's host,
-    "jetpack-6.2" or "cuda-13"; None for the profile's usual one. `axes`: sizes of other dynamic
-    axes, "T=16,128,512".
+    `release`: of the target's host, "jetpack-6.2" or "cuda-13"; None for the profile's usual one.
+    `axes`: sizes of other dynamic axes, "T=16,128,512".
     """
 
     model: Artefact
@@ -49,7 +51,6 @@ class Contents:
     name: str
     batch: tuple[int, int, int]
     wheels: bool = False
-    timing_cache: Path | None = None
     release: str | None = None
     axes: tuple[str, ...] = ()
 
@@ -97,6 +98,13 @@ class Contents:
         write_manifest(out, replace(copied, task=task and task.named_after(out.name)))
 
 
+def sample_rows(contents: Contents, model: Path, *, joined: bool) -> dict[str, np.ndarray]:
+    """Return the golden samples next to the copied `model`: one row if `joined`, else all."""
+    arrays = read_npz(Path(f"{model}.golden.npz"))
+    inputs = {spec.name: arrays[INPUTS + spec.name] for spec in contents.manifest.inputs}
+    return {name: array[:1] for name, array in inputs.items()} if joined else inputs
+
+
 def copy_checked(model: Path, name: str, digest: str, out: Path) -> None:
     check_inside(model.parent, name, str(model))
     source = model.with_name(name)
@@ -126,7 +134,7 @@ def _fill(text: str, known: Mapping[str, str]) -> str:
 
 BUNDLE_VERSION = 1
 BUNDLE_FILE, SUMS_FILE = "bundle.json", "SHA256SUMS"
-MODEL_FOLDER, TIMING_CACHE = "model/", "model/timing.cache"
+MODEL_FOLDER = "model/"
 DEFAULT_EPOCH_S = 315_532_800  # 1980-01-01, the first day that a zip file can hold
 _LARGEST_JSON_BYTES = 4 << 20
 _COMMENT = "deploykit bundle"
@@ -147,8 +155,7 @@ class Bundle(Record):
 
     `model`: the path of the ONNX file. `batch`: the smallest, usual and largest. `axes`: the same
     of other dynamic axes, "T=16,128,512". `tensorrt_min` and `tensorrt_max`: first and last
-    MAJOR.MINOR that the target takes, None for no limit. `timing_cache`: the path of TensorRT's,
-    None without one.
+    MAJOR.MINOR that the target takes, None for no limit.
     """
 
     bundle: int
@@ -162,7 +169,6 @@ class Bundle(Record):
     axes: tuple[str, ...]
     tensorrt_min: str | None
     tensorrt_max: str | None
-    timing_cache: str | None
     deploykit: str
     files: Mapping[str, FileEntry]
 
@@ -195,7 +201,6 @@ def seal(folder: Path, contents: Contents, kind: str) -> Bundle:
         axes=contents.axes,
         tensorrt_min=profile.tensorrt_min,
         tensorrt_max=profile.tensorrt_max,
-        timing_cache=TIMING_CACHE if (folder / TIMING_CACHE).is_file() else None,
         deploykit=__version__,
         files={
             path: FileEntry(sha256(folder / path), (folder / path).stat().st_size)
@@ -248,9 +253,8 @@ def _check_names(bundle: Bundle, path: Path) -> None:
     """Raise BadInput for a name that leaves the folder, or that another system would not hold."""
     if not SERVED_NAME.fullmatch(bundle.name):
         raise BadInput(f"{path}: its name {quote(bundle.name)} cannot be that of a model")
-    for named in filter(None, (bundle.model, bundle.timing_cache)):
-        if named not in bundle.files:
-            raise BadInput(f"{path}: names {quote(named)}, which is not a file of this bundle")
+    if bundle.model and bundle.model not in bundle.files:
+        raise BadInput(f"{path}: names {quote(bundle.model)}, which is not a file of this bundle")
     seen: dict[str, str] = {}
     for name in [*bundle.files, BUNDLE_FILE, SUMS_FILE]:
         parts = PurePosixPath(name).parts
@@ -278,33 +282,25 @@ def verify(folder: Path, *, whole: bool = True) -> Bundle:
     """
     bundle = read_bundle(folder)
     with _reading(folder):
-        _check_files(folder, bundle, whole)
+        listed, there = {*bundle.files, BUNDLE_FILE, SUMS_FILE}, set[str]()
+        for name in _files(folder, refuse_links=True):
+            if name not in listed:
+                raise BadInput(f"{folder / name}: is not a file of this bundle")
+            there.add(name)
+        for name in sorted(listed - there):
+            if whole or name not in bundle.files or name.startswith(MODEL_FOLDER):
+                raise BadInput(f"{folder / name}: is missing from this bundle")
+        sums, expected = folder / SUMS_FILE, _sums(bundle, sha256(folder / BUNDLE_FILE))
+        if sums.read_bytes() != expected.encode():
+            raise BadInput(f"{sums}: does not fit {BUNDLE_FILE}: one of the two was changed")
+        for name in sorted(there & bundle.files.keys()):
+            path, entry = folder / name, bundle.files[name]
+            size = path.stat().st_size
+            if size != entry.bytes:
+                raise BadInput(f"{path}: has {size} bytes, {BUNDLE_FILE} says {entry.bytes}")
+            if sha256(path) != entry.sha256:
+                raise BadInput(f"{path}: was changed (SHA-256 differs from {BUNDLE_FILE})")
     return bundle
-
-
-def _check_files(folder: Path, bundle: Bundle, whole: bool) -> None:
-    sums, listed = folder / SUMS_FILE, {*bundle.files, BUNDLE_FILE, SUMS_FILE}
-    there = set()
-    for name in _files(folder, refuse_links=True):
-        if name not in listed:
-            raise BadInput(f"{folder / name}: is not a file of this bundle")
-        there.add(name)
-    for name in sorted(listed - there):
-        if name in bundle.files and not whole and not name.startswith(MODEL_FOLDER):
-            continue
-        raise BadInput(f"{folder / name}: is missing from this bundle")
-    expected = _sums(bundle, sha256(folder / BUNDLE_FILE)).encode()
-    if sums.stat().st_size != len(expected) or sums.read_bytes() != expected:
-        raise BadInput(f"{sums}: does not fit {BUNDLE_FILE}: one of the two was changed")
-    for name, entry in bundle.files.items():
-        path = folder / name
-        if name not in there:
-            continue
-        size = path.stat().st_size
-        if size != entry.bytes:
-            raise BadInput(f"{path}: has {size} bytes, {BUNDLE_FILE} says {entry.bytes}")
-        if sha256(path) != entry.sha256:
-            raise BadInput(f"{path}: was changed (SHA-256 differs from {BUNDLE_FILE})")
 
 
 def _files(folder: Path, *, refuse_links: bool = False, below: str = "") -> Iterator[str]:

@@ -7,7 +7,7 @@ the outputs do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -38,27 +38,33 @@ def evaluate(
     samples: Samples | None,
     metric: Metric | None = None,
     max_drop: float | None = None,
-    min_sqnr_db: float | None = None,
     names: tuple[str, str] = ("reference", "candidate"),
     batch_size: int = 32,
     sizes: Mapping[str, int] | None = None,
-    step: Callable[[int], object] = lambda _: None,
 ) -> Evaluation:
     """Run both engines once over the samples and decide.
 
     NaN, or infinity on one side only, always fails; where the samples hold it, they are BadInput.
     On labelled data with a metric, the upper end of the drop's 95 % interval must be at most
-    `max_drop` (a fraction, or the metric's own unit; 0.01 where None). Otherwise every floating
-    output's SQNR must be at least `min_sqnr_db`; and, if `max_drop` is given or all outputs are
-    integers, the upper end of the share of samples with another answer at most `max_drop`.
+    `max_drop`. Otherwise every floating output's SQNR must be at least 15 dB; and, if `max_drop` is
+    given or all outputs are integers, the upper end of the share of samples with another answer at
+    most `max_drop`. One batch of outputs is in memory at a time.
 
-    `samples`: None for seeded random inputs, where `sizes` gives the dynamic axes other than the
-    batch. Samples that do not fill a fixed batch are left out. `step`: called before each batch of
-    samples, with how many are left. One batch of outputs is in memory at a time. Raises what `step`
-    does, and BadInput where the two cannot be compared, the metric does not fit, or `max_drop` is
-    given and nothing can be measured against it.
+    Args:
+        reference, candidate: the two engines.
+        samples: None for seeded random inputs. Those that do not fill a fixed batch are left out.
+        metric: of the labels that the samples have.
+        max_drop: a fraction, or in the metric's own unit; 0.01 where None.
+        names: of the two, for tables and errors.
+        batch_size: samples per call.
+        sizes: of the dynamic axes of random inputs other than the batch.
+
+    Raises:
+        BadInput: the two cannot be compared, the metric does not fit, or `max_drop` is given and
+            nothing can be measured against it.
     """
-    min_sqnr_db = _check_bounds(max_drop, min_sqnr_db)
+    if max_drop is not None and not (math.isfinite(max_drop) and max_drop > 0):
+        raise BadInput(f"`max_drop` must be a number above 0, got {max_drop}")
     if samples is None:
         if max_drop is not None:
             raise BadInput(
@@ -67,38 +73,21 @@ def evaluate(
             )
         random = _random(reference, candidate, sizes or {}, batch_size)
         parity = compare_engines(reference, candidate, random, names=names, random=True)
-        return _without_labels(parity, None, None, None, min_sqnr_db)
+        return _without_labels(parity, None, None, None)
     size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
     answers = _Answers(samples.first(used), size, metric)
-    batches = _stepping(answers.samples.batches(size), -(-used // size), step)
+    batches = answers.samples.batches(size)
     parity = compare_engines(reference, candidate, batches, names=names, each=answers.add)
     broken = _broken(parity)
     if broken:
         check_finite(answers.samples)
-        return Evaluation(parity, None, None, used, False, broken, max_drop, min_sqnr_db)
+        return Evaluation(parity, None, None, used, False, broken, max_drop, MIN_SQNR_DB)
     if not answers.scores:
-        return _without_labels(parity, answers.agreement, used, max_drop, min_sqnr_db)
+        return _without_labels(parity, answers.agreement, used, max_drop)
     drop = drop_of(*answers.scores)
     bound = MAX_DROP if max_drop is None else max_drop
     passed, reason = _drop_verdict(drop, bound)
-    return Evaluation(parity, drop, answers.agreement, used, passed, reason, bound, min_sqnr_db)
-
-
-def _stepping(
-    batches: Iterator[dict[str, np.ndarray]], count: int, step: Callable[[int], object]
-) -> Iterator[dict[str, np.ndarray]]:
-    for number, feeds in enumerate(batches):
-        step(count - number)
-        yield feeds
-
-
-def _check_bounds(max_drop: float | None, min_sqnr_db: float | None) -> float:
-    """The bound on the SQNR. Raises BadInput on a bound that is not a number."""
-    if max_drop is not None and not (math.isfinite(max_drop) and max_drop > 0):
-        raise BadInput(f"`max_drop` must be a number above 0, got {max_drop}")
-    if min_sqnr_db is not None and math.isnan(min_sqnr_db):
-        raise BadInput("`min_sqnr_db` must be a number of decibels")
-    return MIN_SQNR_DB if min_sqnr_db is None else min_sqnr_db
+    return Evaluation(parity, drop, answers.agreement, used, passed, reason, bound, MIN_SQNR_DB)
 
 
 class _Answers:
@@ -157,10 +146,9 @@ def _without_labels(
     agreement: Interval | None,
     samples: int | None,
     max_drop: float | None,
-    min_sqnr_db: float,
 ) -> Evaluation:
     def verdict(passed: bool, reason: str) -> Evaluation:
-        return Evaluation(parity, None, agreement, samples, passed, reason, max_drop, min_sqnr_db)
+        return Evaluation(parity, None, agreement, samples, passed, reason, max_drop, MIN_SQNR_DB)
 
     floating = [row for row in parity.rows if row.floating]
     broken = _broken(parity)
@@ -174,9 +162,9 @@ def _without_labels(
     if floating:
         worst = min(floating, key=lambda row: row.sqnr_db)
         text = f"{_where(worst)}: SQNR {worst.sqnr_db:.1f} dB is"
-        if worst.sqnr_db < min_sqnr_db:
-            return verdict(False, f"{text} below {min_sqnr_db:g} dB")
-        reasons.append(f"{text} {min_sqnr_db:g} dB or more")
+        if worst.sqnr_db < MIN_SQNR_DB:
+            return verdict(False, f"{text} below {MIN_SQNR_DB:g} dB")
+        reasons.append(f"{text} {MIN_SQNR_DB:g} dB or more")
     elif samples is None:  # only integers, and no data that shows how many may differ
         row = parity.worst
         passed = not row.problem

@@ -47,15 +47,13 @@ def _jetpack(profile: Profile, machine: Machine) -> Iterator[str]:
 
 def first_jetpack(profile: Profile) -> JetPack | None:
     """The first release for the module whose TensorRT runs there."""
-    return next(
-        (
-            row
-            for row in JETPACKS
-            if profile.compute_capability in row.compute_capabilities
-            and in_range(profile, row.tensorrt)
-        ),
-        None,
-    )
+    return next((row for row in JETPACKS if jetpack_fits(profile, row)), None)
+
+
+def jetpack_fits(profile: Profile, row: JetPack) -> bool:
+    """Whether the release is for the module and its TensorRT runs there."""
+    known = profile.compute_capability in row.compute_capabilities
+    return known and in_range(profile, row.tensorrt)
 
 
 def _tensorrt(profile: Profile, machine: Machine) -> Iterator[str]:

@@ -1,17 +1,15 @@
-"""Run every sample of a data set through an engine."""
+"""Answer images or sentences, or run every sample of a data set through an engine into a file."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
-import json
 import logging
 import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -27,6 +25,7 @@ from deploykit.core.errors import BadInput, DeploykitError, Unsupported, quote
 from deploykit.core.evidence import Interval
 from deploykit.core.files import (
     StrPath,
+    check_readable,
     make_folder,
     manifest_path,
     read_json,
@@ -43,6 +42,7 @@ from deploykit.engines.data.samples import (
     write_npz,
 )
 from deploykit.engines.engine import Arrays, Engine
+from deploykit.engines.tasks.engine import MOST_ROWS, TaskEngine
 from deploykit.evaluation import html_tables
 from deploykit.evaluation.accuracy import top1
 from deploykit.evaluation.artefacts import Progress, no_progress
@@ -53,6 +53,78 @@ from deploykit.evaluation.verify import open_proven
 log = logging.getLogger(__name__)
 
 _BLOCK = 4096  # rows of outputs at a time
+_IMAGE_FILES, _TEXT_FILES = (".jpg", ".jpeg", ".png", ".webp"), (".txt",)
+
+
+@dataclass(frozen=True)
+class Answered(Record):
+    """The answers by item: a file's path, or the text itself; their form depends on the task."""
+
+    engine: Path
+    task: str
+    device: str
+    items: tuple[str, ...]
+    answers: tuple[dict[str, Any], ...]
+
+
+@checked
+def predict_items(
+    engine: ArtefactLike,
+    files: Sequence[StrPath] = (),
+    *,
+    text: Sequence[str] = (),
+    device: str = "auto",
+    trust: bool = False,
+    on_note: Callable[[str], None] = log.warning,
+) -> Answered:
+    """Decode images or text files, run them through `engine` and read its answers.
+
+    Args:
+        engine: a model that has a task.
+        files: a folder stands for the images in it, or for its text files, as the model takes.
+        text: sentences.
+        device, trust, on_note: as in `open_proven`.
+
+    Returns:
+        The answers of `POST /v2/models/M/predict`.
+
+    Raises:
+        BadInput: for a model without a task and for an item that it does not take, naming it.
+    """
+    artefact = Artefact.open(engine)
+    task = artefact.task
+    if task is None:
+        raise BadInput(
+            f"{artefact}: has no task, so it takes only tensors",
+            hint="export it with `task`; or give its inputs as an .npz file, and `out`",
+        )
+    suffixes = _IMAGE_FILES if task.image else _TEXT_FILES
+    names = [*(str(file) for path in files for file in _files_of(Path(path), suffixes)), *text]
+    if not names:
+        raise BadInput("there is nothing to predict", hint="give image files, or `text`")
+    count = len(names) - len(text)
+    for name in names[:count]:
+        check_readable(Path(name))
+    (opened,) = open_proven(artefact, device, trust=trust, on_note=on_note)
+    answers: list[dict[str, Any]] = []
+    with opened:
+        steps = TaskEngine(opened, task)
+        for at in range(0, len(names), MOST_ROWS):  # the files of one call are in memory at a time
+            some = range(at, min(at + MOST_ROWS, len(names)))
+            answers += steps.predict(
+                [Path(names[n]).read_bytes() if n < count else names[n] for n in some],
+                names=[names[n] if n < count else f"text {n - count + 1}" for n in some],
+            )
+        return Answered(artefact.path, task.kind, opened.device, tuple(names), tuple(answers))
+
+
+def _files_of(path: Path, suffixes: Sequence[str]) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = sorted(file for file in path.iterdir() if file.suffix.lower() in suffixes)
+    if not found:
+        raise BadInput(f"{path}: holds no file that ends in {', '.join(suffixes)}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -72,7 +144,6 @@ class Predicted(Record):
     resumed: int = 0
 
     def _repr_html_(self) -> str:
-
         facts = self.to_dict() | {"seconds": f"{self.seconds:.3g}", "accuracy": ""}
         if (score := self.accuracy) is not None:
             shown = f"{score.value:.2%}, {score.low:.2%} to {score.high:.2%}"
@@ -91,7 +162,6 @@ def predict(
     on: str = "local",
     trust: bool = False,
     force: bool = False,
-    restart: bool = False,
     on_progress: Progress = no_progress,
     on_note: Callable[[str], None] = log.warning,
 ) -> Predicted:
@@ -99,12 +169,19 @@ def predict(
 
     Samples are read as they are needed, and outputs kept in `OUT.parts` until all are there: after
     a run that was stopped, the same call goes on where that was. It begins anew, with a note, if
-    engine, runtime, device or batch are others or the samples so far have changed, and with
-    `restart`. `on`: "local", or "ray" to spread the batches over a Ray cluster, that of
-    $RAY_ADDRESS or one on this machine; the outputs are the same. `trust`: see `open_proven`.
-    `force`: replace a file that deploykit did not write.
-    """
+    engine, runtime, device or batch are others or the samples so far have changed.
 
+    Args:
+        engine: an artefact.
+        data: an .npz or a folder.
+        out: the .npz to write.
+        batch: samples per call.
+        device, trust: as in `open_proven`.
+        on: "local", or "ray" to spread the batches over a Ray cluster, that of $RAY_ADDRESS or one
+            on this machine; the outputs are the same.
+        force: begin anew, and replace a file that deploykit did not write.
+        on_progress, on_note: called with the step and the share done, and with each note.
+    """
     if batch < 1:
         raise BadInput(f"`batch` must be 1 or more, got {batch}")
     if on not in ("local", "ray"):
@@ -117,7 +194,7 @@ def predict(
         source = find_source(Path(data), opened.inputs, task=artefact.task)
         size = batch if opened.inputs[0].batched else 1
         made_by = {"engine": artefact.sha256, "runtime": opened.runtime, "device": opened.device}
-        parts = PartialOutputs(out, {**made_by, "batch": str(size)}, restart=restart)
+        parts = PartialOutputs(out, {**made_by, "batch": str(size)}, restart=force)
         stack.enter_context(parts)
         stream = stack.enter_context(_open_stream(source, parts, on_progress))
         resumed = parts.done.samples
@@ -142,7 +219,6 @@ def predict(
 
 def _open_stream(source: DataSource, parts: PartialOutputs, on_progress: Progress) -> SampleStream:
     """The samples after those of `parts`, or all, where these have changed."""
-
     stream = SampleStream(source)
     if not parts.done.samples:
         return stream
@@ -162,7 +238,6 @@ def _append_all(
     on_progress: Progress,
 ) -> None:
     """Run all that is left, in order; the next batches are read meanwhile."""
-
     waiting: deque[Batch] = deque()  # those that are running, without their arrays
 
     def feeds() -> Iterator[Arrays]:
@@ -182,8 +257,6 @@ def _append_all(
 
 def _note_nan(outputs: Mapping[str, np.ndarray], on_note: Callable[[str], None]) -> None:
     """Pass on a note for each output that is NaN somewhere; it may be larger than the memory."""
-    import numpy as np
-
     for name, values in outputs.items():
         rows, others = [], tuple(range(1, values.ndim))
         for at in range(0, len(values) if values.dtype.kind in "fc" else 0, _BLOCK):
@@ -198,7 +271,6 @@ def _accuracy(
     source: DataSource, answers: np.ndarray | None, labels: np.ndarray | None
 ) -> tuple[Interval | None, str]:
     """Top-1 accuracy of the first output; None where there is none, and a note."""
-
     if labels is None or answers is None:
         names = ", ".join(map(quote, source.unused))
         why = f"no accuracy: run without {names}; labels are an array named 'labels'"
@@ -214,15 +286,16 @@ def _on_ray(
     artefact: Artefact, opened: Engine, batches: Iterator[Arrays], *, trust: bool
 ) -> Iterator[Arrays]:
     """The outputs of each batch; `opened` has shown that the file is the one its manifest names."""
-    from deploykit.evaluation.ray_data import Shipped, predict_batches
+    from deploykit.evaluation.ray_data import predict_batches
 
-    path, evidence = artefact.path, artefact.manifest and artefact.manifest.evidence
-    others = [manifest_path(path)] if evidence else []
-    if evidence:
-        others += [path.with_name(e.file) for e in (evidence.weights, evidence.golden) if e]
+    path, files = artefact.path, [artefact.path]
+    if artefact.manifest is not None:
+        evidence = artefact.manifest.evidence
+        files.append(manifest_path(path))
+        files += [path.with_name(e.file) for e in (evidence.weights, evidence.golden) if e]
     kind = opened.device.partition(":")[0]
     return predict_batches(
-        Shipped.read(path, others),
+        {file.name: file.read_bytes() for file in files},
         partial(_open_on_node, device=kind, trust=trust),
         batches,
         gpu=kind == "cuda",
@@ -238,9 +311,8 @@ def _open_on_node(path: Path, device: str, trust: bool) -> Engine:
 # Outputs of a long run on disk, so that it goes on where it was stopped.
 #
 # `OUT.parts/` holds one file of raw values for each output, and `state.json`: what made them, how
-# many samples they are of, and the digest of these. The files are longer than the state says
-# where a
-# run was killed; what is beyond is dropped.
+# many samples they are of, and the digest of these. The files are longer than the state says where
+# a run was killed; what is beyond is dropped.
 
 _EVERY_S = 2.0  # between two states
 _STATE, _KIND = "state.json", "deploykit predictions"
@@ -269,10 +341,10 @@ class PartialOutputs:
         self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
         self._files: dict[str, BinaryIO] = {}
         self._saved_s = time.monotonic()
-        self._stack = contextlib.ExitStack()
+        self._stack = ExitStack()
 
     def __enter__(self) -> PartialOutputs:
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             _lock(make_folder(self.folder), self._out, stack)
             state = self._read_state()
             why = self._resume(state) if state and not self._restart else ""
@@ -285,9 +357,13 @@ class PartialOutputs:
         with self._stack:
             with contextlib.suppress(DeploykitError):  # such as a full disk, reported before
                 self._save()
-            self._close()
+            for file in self._files.values():
+                with contextlib.suppress(OSError):
+                    file.close()
             if not self.done.samples:
-                self._remove()
+                with contextlib.suppress(OSError):  # somebody else's file is in it
+                    self._remove_files()
+                    self.folder.rmdir()
 
     def append(self, outputs: Mapping[str, np.ndarray], samples: int, digest: str) -> None:
         """Add the outputs of the next `samples`; `digest`: of all samples up to these.
@@ -323,11 +399,11 @@ class PartialOutputs:
 
     def drop(self, why: str) -> None:
         """Begin anew."""
-        self._close()
+        for file in self._files.values():
+            file.close()
         self.done, self.dropped, self._kinds, self._files = Done(), why, {}, {}
         with write_errors(self._out):
-            for path in self._ours():
-                path.unlink()
+            self._remove_files()
         self._save()
 
     def _check(self, name: str, values: np.ndarray, where: str) -> None:
@@ -363,8 +439,7 @@ class PartialOutputs:
             for name, (dtype, row) in self._kinds.items()
         }
         state = {"kind": _KIND, "made_by": self._made_by, "samples": self.done.samples}
-        state |= {"digest": self.done.digest, "outputs": outputs}
-        write_json(self.folder / _STATE, {**state, "sha256": _hash(state)})
+        write_json(self.folder / _STATE, {**state, "digest": self.done.digest, "outputs": outputs})
         self._saved_s = time.monotonic()
 
     def _read_state(self) -> dict[str, Any] | None:
@@ -381,54 +456,32 @@ class PartialOutputs:
         )
 
     def _resume(self, state: Mapping[str, Any]) -> str:
-        """Go on with an earlier run; why that cannot be, or ""."""
-        if state.get("sha256") != _hash({n: v for n, v in state.items() if n != "sha256"}):
-            return "its files are damaged"
-        made_by = state.get("made_by")
-        if not isinstance(made_by, dict) or made_by.keys() != self._made_by.keys():
-            return "another version of deploykit made it"
-        other = [name for name, value in self._made_by.items() if made_by[name] != value]
+        """Go on with an earlier run; say why that cannot be, or ""."""
+        other = [name for name, value in self._made_by.items() if state["made_by"][name] != value]
         if other:
             return f"another {' and another '.join(other)}"
+        nbytes = {}
         try:
-            nbytes = {}
-            for name, each in state["outputs"].items():
-                self._kinds[name] = (np.dtype(each["dtype"]), tuple(each["row"]))
+            for name, kind in state["outputs"].items():
+                self._kinds[name] = np.dtype(kind["dtype"]), tuple(kind["row"])
                 self._open(name, "r+b")
-                nbytes[name] = size = int(each["bytes"])
-                dtype, row = self._kinds[name]
-                whole = 0 <= size <= self._files[name].seek(0, os.SEEK_END)
-                if dtype.hasobject or min(row, default=0) < 0 or not whole:
+                nbytes[name] = size = kind["bytes"]
+                if self._files[name].seek(0, os.SEEK_END) < size:
                     return "its files are damaged"
                 self._files[name].seek(size)
-            self.done = Done(int(state["samples"]), str(state["digest"]), nbytes)
-        except (KeyError, TypeError, ValueError, AttributeError, OSError, DeploykitError):
+        except DeploykitError:  # a file is gone
             return "its files are damaged"
+        self.done = Done(state["samples"], state["digest"], nbytes)
         return ""
 
-    def _ours(self) -> Iterator[Path]:
+    def _remove_files(self) -> None:
         for path in self.folder.iterdir():
             own = path.suffix == ".bin" and path.stem.isdecimal()
             if own or path.name.startswith((_STATE, f".{_STATE}.")):
-                yield path
-
-    def _close(self) -> None:
-        for file in self._files.values():
-            with contextlib.suppress(OSError):
-                file.close()
-
-    def _remove(self) -> None:
-        with contextlib.suppress(OSError):  # somebody else's file is in it
-            for path in self._ours():
                 path.unlink()
-            self.folder.rmdir()
 
 
-def _hash(state: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
-def _lock(folder: Path, out: Path, stack: contextlib.ExitStack) -> None:
+def _lock(folder: Path, out: Path, stack: ExitStack) -> None:
     """Hold the folder until `stack` ends; without a lock where the file system has none."""
     number = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     stack.callback(os.close, number)

@@ -11,7 +11,6 @@ import pickle
 import socket
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +29,22 @@ Arrays = Mapping[str, np.ndarray]
 Run = Callable[[Arrays], dict[str, np.ndarray]]
 
 
-@dataclass(frozen=True)
-class Shipped:
-    """A model's files by name, for nodes that do not share a file system. `name`: the model's."""
-
-    name: str
-    files: Mapping[str, bytes]
-
-    @classmethod
-    def read(cls, model: Path, others: Iterable[Path]) -> Shipped:
-        return cls(model.name, {path.name: path.read_bytes() for path in (model, *others)})
-
-
 def predict_batches(
-    shipped: Shipped,
+    files: Mapping[str, bytes],
     open_engine: Callable[[Path], Run],
     batches: Iterable[Arrays],
     *,
     gpu: bool,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The outputs of each batch, in order, while the cluster runs the later ones.
+    """Yield the outputs of each batch, in order, while the cluster runs the later ones.
 
-    `open_engine` runs once in each actor: Ray passes it by its name. An actor has one GPU, or one
-    CPU core; Ray starts as many as there are, and runs again what was on a node that it lost.
+    Args:
+        files: the model's by name, itself first, for nodes that share no file system.
+        open_engine: runs once in each actor; Ray passes it by its name.
+        batches: inputs of one call each.
+        gpu: an actor has one GPU, else one CPU core. Ray starts as many as there are, and runs
+            again what was on a node that it lost.
+
     Raises Unsupported where no cluster answers, and what the engines raise.
     """
     _connect()
@@ -64,7 +56,7 @@ def predict_batches(
     most = max(1, int(ray.cluster_resources().get(kind, 1)))
     mapped = ray_data.from_arrow_refs(blocks).map_batches(
         _Actor,
-        fn_constructor_args=([ray.put(shipped)], open_engine),
+        fn_constructor_args=([ray.put(dict(files))], open_engine),
         batch_size=None,
         batch_format="pyarrow",
         compute=ray_data.ActorPoolStrategy(min_size=1, max_size=min(most, len(blocks))),
@@ -104,11 +96,11 @@ class _Actor:
     """One engine. Its errors are answers, as Ray would wrap them in its own and try again."""
 
     def __init__(self, shipped: list[Any], open_engine: Callable[[Path], Run]) -> None:
-        model: Shipped = ray.get(shipped[0])  # in a list: Ray would not start an actor again
+        files: Mapping[str, bytes] = ray.get(shipped[0])  # a list: Ray would not start it again
         self._folder = tempfile.TemporaryDirectory(prefix="deploykit-")
-        for name, content in model.files.items():
+        for name, content in files.items():
             Path(self._folder.name, name).write_bytes(content)
-        path = Path(self._folder.name, model.name)
+        path = Path(self._folder.name, next(iter(files)))
         self._run: Callable[[Arrays], object]
         try:
             self._run = open_engine(path)

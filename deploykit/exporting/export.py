@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,13 @@ from deploykit.core.errors import BadInput, GateFailed, Unsupported
 from deploykit.core.evidence import (
     Evidence,
     ExportRecord,
-    GoldenSamples,
     Parity,
     Preflight,
-    Problem,
 )
 from deploykit.core.files import StrPath
+from deploykit.core.manifest import Manifest
 from deploykit.core.profile import Profile, load_profile
-from deploykit.core.task import DETECT, Task
+from deploykit.core.task import Task
 from deploykit.core.tensors import BATCH, TensorSpec, mismatch, parse_spec
 from deploykit.engines.data.preprocess import load_placing, load_preprocess
 from deploykit.engines.data.samples import random_feeds, read_samples
@@ -37,7 +36,7 @@ from deploykit.evaluation.outputs import claim, named_files
 from deploykit.evaluation.parity import feeds_at_sizes, parity_sizes
 from deploykit.exporting.load import ExportSource, check_source, open_source
 from deploykit.exporting.proof import Proof, prove_export
-from deploykit.exporting.task import Tasked, read_options, with_task
+from deploykit.exporting.task import Tasked, read_options, sides_of, with_task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,7 +60,6 @@ def export(
     dynamic_axes: Mapping[str, Mapping[int, str]] | None = None,
     opset: int | None = None,
     profile: str | None = None,
-    exporter: str = "auto",
     preprocess: str | None = None,
     samples: StrPath | None = None,
     task: str | None = None,
@@ -79,67 +77,71 @@ def export(
 ) -> Made:
     """Export a PyTorch model to ONNX and prove that it computes the same at several sizes.
 
-    `model`: a live `nn.Module`, which stays as it is; a .pt, .pth, .ckpt, .pt2, .safetensors or
-    TorchScript file; or a Hugging Face folder. `example_inputs`: a tensor, a tuple by position or a
-    dict by name; axis 0 is the batch, and `dynamic_axes` names others, {"input_ids": {1: "T"}}.
-    `inputs` gives the specs instead, 'x:float32[N,3,224,224]'. `out`: by default MODEL.onnx.
-    `arch`: what builds the model of bare weights, pkg.mod:callable, ./file.py:callable, a name of
-    torchvision's, or "timm:NAME". `batch`: "dynamic" or a size. `profile`: the target, for opset
-    and operators. `preprocess`: "imagenet" or a TOML file; the graph then takes bytes. `samples`:
-    real inputs to compare on (.npz or a folder), else random ones. `max_error`: the bound of
-    max |a-b| / max |a| [1e-4, or 8 times what float32 itself gives]. `force`: replace any file.
+    Args:
+        model: a live `nn.Module`, which stays as it is; a .pt, .pth, .ckpt, .pt2, .safetensors or
+            TorchScript file; or a Hugging Face folder.
+        example_inputs: a tensor, a tuple by position or a dict by name; axis 0 is the batch.
+        out: by default MODEL.onnx.
+        arch: what builds the model of bare weights: pkg.mod:callable, ./file.py:callable, a name of
+            torchvision's, or "timm:NAME".
+        inputs: specs in place of an example, 'x:float32[N,3,224,224]'.
+        batch: "dynamic" or a size.
+        dynamic_axes: other dynamic axes of the example, {"input_ids": {1: "T"}}.
+        profile: the target, for opset and operators.
+        preprocess: "imagenet" or a TOML file; the graph then takes bytes.
+        samples: real inputs to compare on (.npz or a folder), else random ones.
+        task: what the model is for, of `core.task.KINDS`; `labels` of its classes, names or a file,
+            become part of it. `threshold` of a box, `iou` of two of a class, `boxes` at most;
+            `tokenizer`: a tokenizer.json, `max_length` in tokens, `pooling` of them: "mean", "cls".
+        max_error: the bound of max |a-b| / max |a| [1e-4, or 8 times what float32 itself gives].
+        force: replace any file.
 
-    `task`: what the model is for, of `core.task.KINDS`, and `labels`, names or a file, become part
-    of it; `threshold` of a box, `iou` of two of a class, `boxes` at most; `tokenizer`: a
-    tokenizer.json, `max_length` in tokens; `pooling` of them: "mean" or "cls". Raises BadInput for
-    what is missing or wrong, MissingExtra, and GateFailed past `max_error`; NAME.rejected.onnx is
-    kept then.
+    Raises:
+        BadInput: something is missing or wrong.
+        MissingExtra: torch is not installed.
+        GateFailed: the graph differs by more than `max_error`; NAME.rejected.onnx is kept.
     """
     check_source(model)
     target, size = load_profile(profile) if profile is not None else None, _batch_size(batch)
-    options = read_options(task, labels, threshold, iou, boxes, tokenizer, max_length, pooling)
+    options = read_options(
+        task,
+        labels=labels,
+        threshold=threshold,
+        iou=iou,
+        boxes=boxes,
+        tokenizer=tokenizer,
+        max_length=max_length,
+        pooling=pooling,
+    )
     read = (samples, labels, tokenizer, *named_files(preprocess, profile, arch))
     place = claim(_destination(model, out), "onnx", (model, *read), force=force)
     pixels = load_preprocess(preprocess) if preprocess else None
-    how = _How(exporter, _check_options(exporter, opset, target), target, max_error)
+    from deploykit.exporting.onnx import DEFAULT_OPSET  # MissingExtra without torch
+
+    if opset is None:
+        opset = (target and target.opset) or DEFAULT_OPSET
     on_progress("loading the model", 0.0)
     specs = tuple(map(parse_spec, inputs))
     source = open_source(model, example_inputs, specs, dynamic_axes, arch, allow_pickle)
     job = with_task(source, options, pixels, load_placing(preprocess))
-    source = replace(source, loaded=_batched(job, size))
+    source = replace(source, loaded=_with_batch(job.loaded, size))
+    rows = source.loaded.inputs[0].shape[0]
+    if job.task is not None and isinstance(rows, int) and rows > 1:  # its items come one by one
+        raise BadInput(
+            "`task`: the batch is a single item, or of any size", hint="`batch`: dynamic or 1"
+        )
     feeds = _feeds(source, Path(samples) if samples else None, size, job.task)
-    return _export(source, job, feeds, place, how, on_progress)
-
-
-@dataclass(frozen=True)
-class _How:
-    """What the graph is written with, and the bound of its error."""
-
-    exporter: str
-    opset: int
-    target: Profile | None
-    max_error: float | None
-
-
-def _export(
-    source: ExportSource,
-    job: Tasked,
-    feeds: Sequence[Mapping[str, np.ndarray]],
-    place: Path,
-    how: _How,
-    on_progress: Progress,
-) -> Made:
     with stage(place) as tmp:
         on_progress("exporting", 0.1)
-        done = _write(source.loaded, tmp, how.opset, how.exporter, job.task)
+        done = _write(source.loaded, tmp, opset, job.task)
         on_progress("comparing with PyTorch", 0.7)
-        with _naming_decisions(done, source.loaded):
-            proof = prove_export(source, tmp, feeds, how.max_error, place.name, done)
+        with _naming_decisions(done):
+            proof = prove_export(source, tmp, feeds, max_error, place.name, done)
         _check_found(proof.parity, job, place)
-        with _naming_decisions(done, source.loaded):
+        with _naming_decisions(done):
             on_progress("writing the manifest", 0.95)
-            made = _record(source, done, place, tmp, proof, how.target, job)
-            return keep_if_equal(tmp, made, proof.parity)
+            manifest, notes = _record(source, job, done, proof, target, tmp)
+            return keep_if_equal(tmp, Made(place, manifest, notes), proof.parity)
 
 
 def _check_found(parity: Parity, job: Tasked, place: Path) -> None:
@@ -148,7 +150,7 @@ def _check_found(parity: Parity, job: Tasked, place: Path) -> None:
     Of an untrained one all scores are equal, and a rounding decides which of its boxes are left.
     """
     task = job.task
-    if task is None or task.kind != DETECT:
+    if task is None or not task.outputs.boxes:
         return
     if all(row.zero or not row.values for row in parity.rows if row.output == task.outputs.scores):
         raise GateFailed(
@@ -160,7 +162,7 @@ def _check_found(parity: Parity, job: Tasked, place: Path) -> None:
 
 
 def _hint_of_weights(module: Any) -> str | None:
-    """That weights are NaN or infinite, as after a training that diverged; None where none is."""
+    """Say that weights are NaN or infinite, as after a training that diverged."""
     weights = list(module.parameters())
     broken = sum(not bool(each.float().isfinite().all()) for each in weights)
     if not broken:
@@ -169,102 +171,81 @@ def _hint_of_weights(module: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def _naming_decisions(done: Exported, loaded: Loaded) -> Iterator[None]:
+def _naming_decisions(done: Exported) -> Iterator[None]:
     """Add to the error of a graph that is not the model which branches it keeps, and the cure."""
     from deploykit.exporting.onnx import add_cause
 
     try:
         yield
     except (BadInput, GateFailed, Unsupported) as exc:
-        if isinstance(exc, GateFailed) and (hint := _hint_of_weights(loaded.module)):
+        if isinstance(exc, GateFailed) and (hint := _hint_of_weights(done.job.module)):
             exc.hint = hint
         else:
-            add_cause(exc, loaded.module, loaded.inputs, done.sizes, done.decided)
+            add_cause(exc, done.job, done.decided)
         raise
 
 
 def _record(
     source: ExportSource,
+    job: Tasked,
     done: Exported,
-    place: Path,
-    tmp: Path,
     proof: Proof,
     target: Profile | None,
-    job: Tasked,
-) -> Made:
-    """The manifest of the graph at `tmp`, and the notes for the user."""
+    tmp: Path,
+) -> tuple[Manifest, tuple[str, ...]]:
+    """Return the manifest of the graph at `tmp`, and notes for the user."""
     from deploykit.graph import preflight
     from deploykit.graph.graph import Graph
 
-    graph = Graph.open(tmp)
+    graph, name = Graph.open(tmp), target.name if target else None
     problems = tuple(preflight.unsupported(graph, target)) if target else ()
     evidence = Evidence(
         parity=proof.parity,
         source=source.record,
-        export=ExportRecord(
-            done.exporter,
-            done.opset,
-            done.fallback or None,
-            target.name if target else None,
-            job.pixels,
-        ),
-        preflight=Preflight(target.name, problems) if target else None,
+        export=ExportRecord(done.exporter, done.opset, done.fallback or None, name, job.pixels),
+        preflight=Preflight(name, problems) if name else None,
         batching=proof.batching,
         golden=proof.recorded,
     )
-    tools = ("torch", "onnx", "onnxscript")
-    task = job.keep_tokenizer(tmp)
+    tools, task = ("torch", "onnx", "onnxscript"), job.keep_tokenizer(tmp)
     manifest = onnx_manifest(graph, source.hashes, tools=tools, evidence=evidence, task=task)
-    warnings = proof.parity.warnings
-    notes = (*_notes(source, done, proof.recorded, target, problems, warnings), *proof.notes)
-    notes = (*job.notes, *notes)
-    return Made(place, manifest, notes)
+    notes = [*job.notes, *source.loaded.notes, *proof.parity.warnings]
+    if source.loaded.ran_pickle:
+        notes.append(f"{source.name} ran code of its own while it was loaded (`allow_pickle`)")
+    if done.fallback:
+        notes.append(f"exported with torch's older {done.exporter} exporter: {done.fallback}")
+    elif done.decided:
+        notes.append(f"the graph is for sizes with {', '.join(done.decided)}")
+    if proof.recorded is None:
+        notes.append("no golden samples recorded: inputs and outputs are too large")
+    notes += [
+        f"preflight for {name}: node '{each.node}' ({each.operator}): {each.why}"
+        for each in problems
+    ]
+    return manifest, (*notes, *proof.notes)
 
 
 def _destination(model: ArtefactLike | torch.nn.Module, out: StrPath | None) -> Path:
-    """Where the graph goes: `out`, else next to the model."""
+    """Return where the graph goes: `out`, else next to the model."""
     source = Path(model) if isinstance(model, (str, os.PathLike)) else None
     if out is None and source is None:
         raise BadInput("`out` is missing: a live module has no file name", hint="out='model.onnx'")
-    folder = source is not None and source.is_dir()
-    own = None
-    if source is not None and folder:
-        base = source if source.name not in ("", "..") else source.resolve()
-        own = base.parent / f"{source.resolve().name or 'model'}.onnx"
-    return Path(out) if out is not None else own or Path(str(source)).with_suffix(".onnx")
-
-
-def _check_options(exporter: str, opset: int | None, target: Profile | None) -> int:
-    """The opset to write. Raises BadInput for an unknown exporter, MissingExtra without torch."""
-    from deploykit.exporting import onnx as exporters
-
-    if exporter not in exporters.EXPORTERS:
-        known = ", ".join(exporters.EXPORTERS)
-        raise BadInput(f"`exporter` {exporter}: unknown", hint=f"one of: {known}")
-    if opset is not None:
-        return opset
-    return exporters.opset_for(target) if target else exporters.DEFAULT_OPSET
+    if out is not None or source is None:
+        return Path(str(out))
+    if not source.is_dir():
+        return source.with_suffix(".onnx")
+    base = source if source.name not in ("", "..") else source.resolve()
+    return base.parent / f"{source.resolve().name or 'model'}.onnx"
 
 
 def _batch_size(batch: str | int) -> int | None:
-    """None for "dynamic", else the fixed size."""
+    """Return None for "dynamic", else the fixed size."""
     text = str(batch)
     if text == "dynamic":
         return None
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise BadInput(f"`batch` {batch}: must be 'dynamic' or a size of at least 1")
     return int(text)
-
-
-def _batched(job: Tasked, size: int | None) -> Loaded:
-    """As `_with_batch`. Raises BadInput where a task, whose items come one by one, has several."""
-    loaded = _with_batch(job.loaded, size)
-    first = loaded.inputs[0].shape[0]
-    if job.task is not None and isinstance(first, int) and first > 1:
-        raise BadInput(
-            "`task`: the batch is a single item, or of any size", hint="`batch`: dynamic or 1"
-        )
-    return loaded
 
 
 def _with_batch(loaded: Loaded, size: int | None) -> Loaded:
@@ -295,8 +276,6 @@ def _feeds(
         if not any(mismatch(s, example[s.name].dtype.name, example[s.name].shape) for s in inputs):
             feeds.append(example)  # else the batch is fixed at another size, or it takes bytes
     if task and task.image and not task.image.height:
-        from deploykit.exporting.heads import sides_of
-
         feeds.append(random_feeds(inputs, sides_of(inputs[0], task.image.multiple)))
     if samples is None:
         return feeds + feeds_at_sizes(inputs, limits)
@@ -311,40 +290,12 @@ def _feeds(
     return feeds
 
 
-def _write(loaded: Loaded, tmp: Path, opset: int, exporter: str, task: Task | None) -> Exported:
+def _write(loaded: Loaded, tmp: Path, opset: int, task: Task | None) -> Exported:
     from deploykit.exporting.capture import example_sizes
-    from deploykit.exporting.heads import sides_of
     from deploykit.exporting.onnx import export_module
 
     inputs, outputs, usual = loaded.inputs, loaded.outputs, example_sizes(loaded.inputs)
     sizes = {axis: low + 1 for axis, (low, _) in loaded.limits.items() if low >= usual[axis]}
     if task and task.image and task.image.multiple > 1:
         sizes |= sides_of(inputs[0], task.image.multiple)
-    return export_module(
-        loaded.module, inputs, outputs, tmp, opset=opset, exporter=exporter, sizes=sizes
-    )
-
-
-def _notes(
-    source: ExportSource,
-    done: Exported,
-    recorded: GoldenSamples | None,
-    target: Profile | None,
-    problems: Sequence[Problem],
-    warnings: Sequence[str],
-) -> tuple[str, ...]:
-    notes = [*source.loaded.notes, *warnings]
-    if source.loaded.ran_pickle:
-        notes.append(f"{source.name} ran code of its own while it was loaded (`allow_pickle`)")
-    if done.decided and not done.fallback:
-        notes.append(f"the graph is for sizes with {', '.join(done.decided)}")
-    if done.fallback:
-        notes.append(f"exported with torch's older {done.exporter} exporter: {done.fallback}")
-    if recorded is None:
-        notes.append("no golden samples recorded: inputs and outputs are too large")
-    notes += [
-        f"preflight for {target.name}: node '{each.node}' ({each.operator}): {each.why}"
-        for each in problems
-        if target
-    ]
-    return tuple(notes)
+    return export_module(loaded.module, inputs, outputs, tmp, opset=opset, sizes=sizes)

@@ -1,4 +1,4 @@
-"""Export a torch module to ONNX: torch's current exporter first, the older one only by name.
+"""Export a torch module to ONNX: torch's current exporter first, the older one where that fails.
 
 The tensors are named as the specs say and dynamic axes are dynamic; `Exported` says which exporter
 wrote the file and why. A graph that would silently be wrong is refused: one that keeps a single
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,9 +18,9 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, GateFailed, Unsupported
 from deploykit.core.extras import require
-from deploykit.core.profile import Profile
 from deploykit.core.tensors import TensorSpec
 from deploykit.exporting.capture import (
+    ExportJob,
     by_dynamo,
     by_torchscript,
     cutting_line,
@@ -38,10 +38,9 @@ torch: ModuleType = require("torch")
 
 # Write attention as its formula has it, where torch's exporter adds steps that change no value.
 #
-# It transposes the key of `scaled_dot_product_attention` in three nodes, and with a boolean mask
-# it
+# It transposes the key of `scaled_dot_product_attention` in three nodes, and with a boolean mask it
 # looks for NaN in all weights, though the masks that it writes are finite. On a CPU these cost a
-# transformer up to a quarter of its time: benchmarks/cpu_attention.py.
+# transformer up to a quarter of its time: benchmarks/README.md.
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -83,7 +82,7 @@ def _drop_guard(node: Any) -> bool:
 
 
 def _finite(mask: Any) -> bool:
-    """Whether it is a float32 constant, or chosen from two, that float32 can hold."""
+    """Return whether it is a float32 constant, or chosen from two, that float32 can hold."""
     where = _maker(mask, "Where")
     held = [_held(each) for each in (where.inputs[1:] if where is not None else (mask,))]
     return all(each is not None and max(map(abs, each)) <= _LARGEST for each in held)
@@ -135,19 +134,19 @@ def _expand_mask(node: Any) -> None:
 
 
 def _axes(value: Any) -> list[int | str | None]:
-    """Sizes and names of its axes; None for what is not known."""
+    """Return the sizes and names of its axes; None for what is not known."""
     shape = value.shape if value.shape is not None else ()
     return [dim if isinstance(dim, int) else dim.value for dim in shape]
 
 
 def _maker(value: Any, kind: str) -> Any:
-    """The node of operator `kind` that makes `value`; None for any other."""
+    """Return the node of operator `kind` that makes `value`; None for any other."""
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type == kind and node.domain == "" else None
 
 
 def _held(value: Any) -> tuple[float, float] | None:
-    """The least and largest value of a float32 constant; None for others."""
+    """Return the least and largest value of a float32 constant; None for others."""
     tensor = value.const_value if value is not None and not value.is_graph_input() else None
     if tensor is None or tensor.dtype != ir.DataType.FLOAT or not tensor.size:
         return None
@@ -157,8 +156,7 @@ def _held(value: Any) -> tuple[float, float] | None:
 
 # Name the tensors and axes of an exported graph as the specs do, clean it, and save it.
 #
-# Notes on where a node came from are removed: they hold paths of the machine, and the same model
-# is
+# Notes on where a node came from are removed: they hold paths of the machine, and the same model is
 # to give the same bytes.
 
 _ONNX_NAMES = {"float32": "FLOAT", "float64": "DOUBLE"}
@@ -166,31 +164,21 @@ _BY_DATA = ("NonMaxSuppression", "NonZero", "Unique", "Compress")  # the data gi
 _WRAPPER = "module."  # attribute of a wrapper that gives the user's module the signature we need
 
 
-def finish(
-    model: Any,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
-    parameters: Sequence[str],
-    sizes: Mapping[str, int],
-) -> None:
-    """Name and clean `model` in place. Raises BadInput where it is not what the specs say.
-
-    `parameters`: names of the exported module's parameters; `sizes`: what the dynamic axes were
-    exported at.
-    """
-    _infer_doubtful(model, sizes)
+def finish(model: Any, job: ExportJob) -> None:
+    """Name and clean `model` in place. Raises BadInput where it is not what the specs say."""
+    _infer_doubtful(model, job.sizes)
     simplify_attention(model)
     graph = model.graph
-    _add_unread(graph.inputs, inputs)
-    _fit("inputs", graph.inputs, inputs)
+    _add_unread(graph.inputs, job.inputs)
+    _fit("inputs", graph.inputs, job.inputs)
     nodes = list(graph.all_nodes())
-    _fit("outputs", graph.outputs, outputs, any(node.op_type in _BY_DATA for node in nodes))
+    _fit("outputs", graph.outputs, job.outputs, any(node.op_type in _BY_DATA for node in nodes))
     made = (value for node in nodes for value in node.outputs)
     given = (*graph.inputs, *graph.initializers.values())
     for part in (model, *_graphs(graph), *nodes, *made, *given):
         part.metadata_props.clear()
         part.doc_string = None
-    _unwrap(graph, parameters)
+    _unwrap(graph, _parameters(job.module))
     used = {node.domain for node in graph.all_nodes()} | {""}
     for domain in set(model.opset_imports) - used:
         del model.opset_imports[domain]
@@ -281,7 +269,6 @@ def _graphs(graph: Any) -> Iterator[Any]:
 DEFAULT_OPSET = 20  # what torch's exporter writes itself; NVIDIA's parsers take it
 OPSETS = range(18, 24)  # older ones torch's current exporter does not write
 TORCHSCRIPT_OPSETS = range(18, 21)  # the older exporter stopped at 20
-EXPORTERS = ("auto", "dynamo", "torchscript")
 _BRANCH_HINT = (
     "torch.where computes both branches and torch.cond keeps both; else give the axis a fixed size "
     "in `inputs`"
@@ -294,20 +281,14 @@ class Exported:
     """What wrote the file: "dynamo" or "torchscript", and the opset that is in it.
 
     `fallback`: why it was not torch's current exporter; empty if it was. `decided`: lines of the
-    user's code of which the graph keeps what they decided by a size, and for which sizes. `sizes`:
-    what the dynamic axes were exported at.
+    user's code of which the graph keeps what they decided by a size, and for which sizes.
     """
 
     exporter: str
     opset: int
     fallback: str
-    decided: tuple[str, ...] = ()
-    sizes: Mapping[str, int] = field(default_factory=dict)
-
-
-def opset_for(profile: Profile) -> int:
-    """The opset to export with for a target: the one its profile names, else 20."""
-    return profile.opset or DEFAULT_OPSET
+    decided: tuple[str, ...]
+    job: ExportJob
 
 
 def export_module(
@@ -317,150 +298,110 @@ def export_module(
     out: Path,
     *,
     opset: int = DEFAULT_OPSET,
-    exporter: str = "auto",
     sizes: Mapping[str, int] | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> Exported:
     """Write `module` to `out`; past `max_bytes` of weights, these to OUT.data next to it.
 
     `module.forward` takes one tensor for each of `inputs`, by position, and returns a tuple in the
-    order of `outputs`. `exporter`: "auto" takes torch's current exporter, and the older one where
-    that fails for a reason that does not make the older one's graph wrong. `sizes`: the size to
-    export at, by axis, where the model does not run at small ones.
+    order of `outputs`. TorchScript goes through torch's older exporter; so does a module that the
+    current one fails on, where the reason does not make the older one's graph wrong. `sizes`: the
+    size to export at, by axis, where the model does not run at small ones.
 
     Raises BadInput when torch cannot export the model, naming the reason and the line of the user's
     code that it comes from.
     """
-    if exporter not in EXPORTERS:
-        raise BadInput(f"exporter {exporter}: unknown", hint="one of: " + ", ".join(EXPORTERS))
-    scripted = is_scripted(module)
-    if exporter == "dynamo" and scripted:
-        raise BadInput(
-            "a TorchScript module goes through torch's older exporter only",
-            hint="leave the exporter to be chosen, or export the original module",
-        )
-    older = scripted or exporter == "torchscript"
+    older = is_scripted(module)
     offered = TORCHSCRIPT_OPSETS if older else OPSETS
     if opset not in offered:
-        which = " by torch's older exporter" if older else ""
+        which = " for TorchScript" if older else ""
         raise BadInput(
             f"opset {opset} is not offered{which}", hint=f"{offered[0]} to {offered[-1]}"
         )
-    at = example_sizes(inputs, sizes)
+    job = ExportJob(module, inputs, outputs, opset, example_sizes(inputs, sizes))
     decided: tuple[str, ...] = ()
-    why = "the file is TorchScript" if scripted else "it was asked for" if older else ""
+    why = "the file is TorchScript" if older else ""
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as folder:
         if not older:
             try:
-                model, decided = _at_size_taken(module, inputs, outputs, opset, at)
+                model, decided = _at_size_taken(job)
             except NotExported as first:
-                if exporter == "dynamo" or first.final:
-                    raise _add_advice(first, module, inputs, at) from first.__cause__
-                model, why = _fall_back(module, inputs, outputs, opset, at, Path(folder), first)
+                if first.final:
+                    raise _add_advice(first, job) from first.__cause__
+                model, why = _fall_back(job, Path(folder), first), first.message
         else:
-            model, frozen = by_torchscript(module, inputs, outputs, opset, at, Path(folder))
-            if frozen:
-                why += f"; it keeps what the example decided at {', '.join(frozen)}"
-                decided = frozen
-        _finish(model, module, inputs, outputs, at)
+            model, decided = by_torchscript(job, Path(folder))
+            if decided:
+                why += f"; it keeps what the example decided at {', '.join(decided)}"
+        try:
+            finish(model, job)
+        except BadInput as exc:
+            add_cause(exc, job)
+            raise
         save(model, out, max_bytes)
     written = model.opset_imports[""]
     if written > opset:
         raise BadInput(f"torch wrote opset {written}, {opset} was asked for")
-    return Exported("torchscript" if why else "dynamo", written, why, decided, at)
-
-
-def _finish(
-    model: Any,
-    module: Any,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
-    sizes: Mapping[str, int],
-) -> None:
-    try:
-        finish(model, inputs, outputs, _parameters(module), sizes)
-    except BadInput as exc:
-        add_cause(exc, module, inputs, sizes)
-        raise
+    return Exported("torchscript" if why else "dynamo", written, why, decided, job)
 
 
 def add_cause(
-    error: BadInput | GateFailed | Unsupported,
-    module: Any,
-    inputs: Sequence[TensorSpec],
-    sizes: Mapping[str, int],
-    decided: tuple[str, ...] = (),
+    error: BadInput | GateFailed | Unsupported, job: ExportJob, decided: tuple[str, ...] = ()
 ) -> None:
-    """Name in `error` the lines by which a graph exported at `sizes` is wrong, and the rewrite."""
+    """Name in `error` the lines by which the graph of `job` is wrong, and the rewrite."""
     if isinstance(error, Unsupported):  # ONNX Runtime has no kernel for it
-        if any(str(each.dtype) == "torch.bfloat16" for each in module.parameters()):
+        if any(str(each.dtype) == "torch.bfloat16" for each in job.module.parameters()):
             error.message = "the model is in bfloat16, in which ONNX Runtime's CPU cannot check it"
             error.hint = "export it in float32, `model.float()`, and quantize the graph to bf16"
         return
-    if isinstance(error, GateFailed) and watch_calls(module, inputs, sizes).add_to(error):
+    if isinstance(error, GateFailed) and watch_calls(job).add_to(error):
         return
     if decided:
         error.message += f"; the graph keeps what was decided at {', '.join(decided)}"
         error.hint = _BRANCH_HINT
-    elif place := cutting_line(module, inputs, sizes):
+    elif place := cutting_line(job):
         error.message += f"; a size decides at {place}"
         error.hint = hint_for(place, FREE_HINT)
 
 
-def _at_size_taken(
-    module: Any,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
-    opset: int,
-    sizes: dict[str, int],
-) -> tuple[Any, tuple[str, ...]]:
-    """As `by_dynamo`, exported at larger `sizes` where the model needs them."""
+def _at_size_taken(job: ExportJob) -> tuple[Any, tuple[str, ...]]:
+    """Run `by_dynamo`, at larger `sizes` where the model needs them."""
     while True:
         try:
-            return by_dynamo(module, inputs, outputs, opset, sizes)
+            return by_dynamo(job)
         except TooSmall as exc:
-            if sizes[exc.axis] >= exc.least:
+            if job.sizes[exc.axis] >= exc.least:
                 raise
-            sizes[exc.axis] = 2 * exc.least  # at the least itself what is left of it may be 1
+            job.sizes[exc.axis] = 2 * exc.least  # at the least itself what is left of it may be 1
 
 
-def _fall_back(
-    module: Any,
-    inputs: Sequence[TensorSpec],
-    outputs: Sequence[TensorSpec],
-    opset: int,
-    sizes: Mapping[str, int],
-    folder: Path,
-    first: NotExported,
-) -> tuple[Any, str]:
-    """The older exporter's graph and why it was used; raises `first` where that fails as well."""
-    if opset not in TORCHSCRIPT_OPSETS:
-        raise _add_advice(first, module, inputs, sizes)
+def _fall_back(job: ExportJob, folder: Path, first: NotExported) -> Any:
+    """Return the older exporter's graph; raises `first` where that fails as well."""
+    if job.opset not in TORCHSCRIPT_OPSETS:
+        raise _add_advice(first, job)
     try:
-        model, frozen = by_torchscript(module, inputs, outputs, opset, sizes, folder)
+        model, frozen = by_torchscript(job, folder)
     except NotExported:
-        raise _add_advice(first, module, inputs, sizes) from None
+        raise _add_advice(first, job) from None
     if frozen and not first.captured:
         raise NotExported(
             f"{first.message}; and torch's older exporter would keep one branch at {frozen[0]}",
             hint=first.hint,
             final=True,
         )
-    return model, first.message
+    return model
 
 
-def _add_advice(
-    error: NotExported, module: Any, inputs: Sequence[TensorSpec], sizes: Mapping[str, int]
-) -> NotExported:
-    """`error` with the line that calls an operator which ONNX lacks, and what to do."""
+def _add_advice(error: NotExported, job: ExportJob) -> NotExported:
+    """Add to `error` the line that calls an operator which ONNX lacks, and what to do."""
     if error.operator:
-        watch_calls(module, inputs, sizes).add_operator(error, error.operator)
-    check_layers(error, module)
+        watch_calls(job).add_operator(error, error.operator)
+    check_layers(error, job.module)
     return error
 
 
 def _parameters(module: Any) -> list[str]:
-    """Names of its parameters; a TorchScript function has none."""
+    """Return the names of its parameters; a TorchScript function has none."""
     if not isinstance(module, torch.nn.Module):
         return []
     return [name for name, _ in module.named_parameters()]

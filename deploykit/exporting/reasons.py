@@ -30,7 +30,6 @@ from deploykit.engines.torch.advice import (
 )
 
 torch: ModuleType = require("torch")
-torch_calls: Any = require("torch")
 _dispatch: Any = require("torch.utils._python_dispatch")
 
 
@@ -109,7 +108,7 @@ class TooSmall(NotExported):
 def explain(
     exc: BaseException, inputs: Sequence[TensorSpec], sizes: Mapping[str, int]
 ) -> NotExported:
-    """What went wrong in a sentence, with the innermost line of the user's own code.
+    """Return what went wrong in a sentence, with the innermost line of the user's own code.
 
     `sizes`: what the dynamic axes of `inputs` were exported at.
     """
@@ -161,7 +160,7 @@ def explain(
 
 
 def _operator(chain: Sequence[BaseException], reason: str) -> tuple[str, str]:
-    """The operator that ONNX or torch lacks, "" if none, and the reason with its name."""
+    """Return the operator that ONNX or torch lacks, "" if none, and the reason with its name."""
     if missing := _NO_OPERATOR.search(reason):
         return missing[1], f"ONNX has no operator for {missing[1]}"
     if node := next((match for item in chain if (match := _NODE.search(str(item)))), None):
@@ -185,7 +184,7 @@ def baked(spec: TensorSpec, at: int, size: object, place: str) -> NotExported:
 
 
 def hint_for(place: str, other: str | None) -> str | None:
-    """How to write the line at `place` where it cuts into pieces or pools, else `other`."""
+    """Return how to write the line at `place` where it cuts into pieces or pools, else `other`."""
     return _PIECES_HINT if _CUTS.search(place) else _POOL_HINT if _POOLS.search(place) else other
 
 
@@ -332,9 +331,9 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
     ) -> Any:
         place = innermost(sys._getframe())
         self.lines.setdefault(f"{func.namespace}.{func._opname}", place)
-        if torch_calls.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags:
             self.random = self.random or place
-        if func._schema.is_mutable and args and isinstance(args[0], torch_calls.Tensor):
+        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
             name = self._own.get(args[0].data_ptr())
             if name is not None:
                 self.changed.setdefault(name.removeprefix("module."), place)
@@ -359,7 +358,7 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
         error.hint = error.hint or self._by_layers(operator) or rewrite_for(operator)
 
     def _by_layers(self, operator: str) -> str | None:
-        parametrized = torch_calls.nn.utils.parametrize.is_parametrized
+        parametrized = torch.nn.utils.parametrize.is_parametrized
         layers = [each for _, each in self.module.named_modules() if parametrized(each)]
         if not layers or "linalg" not in operator:
             return None
@@ -371,7 +370,7 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
 
 
 def check_layers(error: BadInput, module: Any) -> None:
-    """Where the export failed over torch's own quantized layers, say that instead."""
+    """Say that the export failed over torch's own quantized layers, if it did."""
     for name, layer in module.named_modules() if _has_layers(module) else ():
         if type(layer).__module__.startswith(_QUANTIZED):
             error.message = (
@@ -383,4 +382,4 @@ def check_layers(error: BadInput, module: Any) -> None:
 
 
 def _has_layers(module: Any) -> bool:
-    return isinstance(module, torch_calls.nn.Module)
+    return isinstance(module, torch.nn.Module)

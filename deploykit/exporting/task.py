@@ -2,42 +2,331 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from deploykit.core.errors import BadInput
-from deploykit.core.files import StrPath, check_readable, read_json, sha256
+from deploykit.core.files import check_readable, read_json, sha256
 from deploykit.core.task import (
-    CLASSIFY,
     CLS,
     DETECT,
-    EMBED,
     KINDS,
     LETTERBOX,
     MEAN,
-    SEGMENT,
     SHORTEST_EDGE,
-    TEXT_CLASSIFY,
     ImageInput,
+    Kind,
     Preprocess,
     Task,
     TextInput,
     tokenizer_name,
 )
-from deploykit.core.tensors import TensorSpec
+from deploykit.core.tensors import TensorSpec, concrete
 from deploykit.exporting.load import ExportSource
 
 if TYPE_CHECKING:
     from deploykit.engines.torch.loaded import Loaded
     from deploykit.engines.torch.presets import Preset
-    from deploykit.exporting.heads import TaskHead
+    from deploykit.exporting.heads.head import TaskHead
+
+_IMAGENET_CROP = 0.875  # torchvision's: 224 of 256
+_MOST_BOXES = 3840  # TensorRT's TopK takes no more
+_JOINERS = {0x200C: "", 0x200D: ""}  # between letters of some scripts, and parts of an emoji
 
 
-# How a text becomes a model's tokens, as its tokenizer and the files next to it say.
+@dataclass(frozen=True)
+class TaskOptions:
+    """What the user says of the task; None where the model's own metadata decide."""
+
+    kind: Kind
+    labels: tuple[str, ...] | None = None
+    labels_from: str = "`labels`"
+    threshold: float = 0.25
+    iou: float = 0.7
+    boxes: int = 300
+    max_length: int | None = None
+    tokenizer: Path | None = None
+    pooling: str | None = None
+
+
+@dataclass(frozen=True)
+class Tasked:
+    """A model with its task. `tokenizer`: the file to keep next to the graph."""
+
+    loaded: Loaded
+    task: Task | None = None
+    pixels: Preprocess | None = None
+    tokenizer: Path | None = None
+    notes: tuple[str, ...] = ()
+
+    def keep_tokenizer(self, graph: Path) -> Task | None:
+        """Copy the tokenizer next to `graph`, and return the task that names the copy."""
+        if self.task is None or self.tokenizer is None:
+            return self.task
+        shutil.copyfile(self.tokenizer, graph.with_name(tokenizer_name(graph.name)))
+        return self.task.named_after(graph.name)
+
+
+def read_options(kind: str | None, **given: Any) -> TaskOptions | None:
+    """Check the parameters of `export` that are about the task, None where not given.
+
+    Returns None without a task. Raises NotFound or BadInput.
+    """
+    given = {key: value for key, value in given.items() if value is not None}
+    if kind is None:
+        for key in given:
+            raise BadInput(f"`{key}` needs `task`", hint=f"`task`: one of {', '.join(KINDS)}")
+        return None
+    if kind not in KINDS:
+        raise BadInput(f"`task` {kind}: unknown", hint=f"one of: {', '.join(KINDS)}")
+    row = KINDS[kind]
+    for key in (key for key in given if key not in row.options):
+        having = ", ".join(each.name for each in KINDS.values() if key in each.options)
+        raise BadInput(f"`{key}` does not go with `task` {kind}", hint=f"it goes with {having}")
+    for key in ("threshold", "iou"):
+        if not 0 <= given.get(key, 0) <= 1:
+            raise BadInput(f"`{key}` must be from 0 to 1, got {given[key]:g}")
+    if not 1 <= given.get("boxes", 1) <= _MOST_BOXES:
+        raise BadInput(f"`boxes` must be from 1 to {_MOST_BOXES}, got {given['boxes']}")
+    if given.get("max_length", 2) < 2:
+        raise BadInput(f"`max_length` must be 2 or more, got {given['max_length']}")
+    if given.get("pooling", MEAN) not in (MEAN, CLS):
+        raise BadInput(f"`pooling` {given['pooling']}: unknown", hint=f"one of: {MEAN}, {CLS}")
+    labels = given.get("labels")
+    if isinstance(labels, (str, os.PathLike)):
+        given |= {"labels": _read_labels(Path(labels)), "labels_from": str(labels)}
+    elif labels is not None:
+        given["labels"] = tuple(map(str, labels))
+    if "tokenizer" in given:
+        given["tokenizer"] = Path(given["tokenizer"])
+    return TaskOptions(row, **given)
+
+
+def with_task(
+    source: ExportSource,
+    options: TaskOptions | None,
+    pixels: Preprocess | None,
+    rule: dict[str, Any],
+) -> Tasked:
+    """Put a model behind its preprocessing, and the outputs of its task behind it.
+
+    Args:
+        source: the model.
+        options: None for a model without a task.
+        pixels: what the user's `preprocess` says of values.
+        rule: what it says of placing an image.
+
+    Raises:
+        BadInput: the task does not fit the model, or something of it is not known.
+    """
+    if options is None:
+        from deploykit.engines.torch.loaded import with_preprocess
+
+        loaded = source.loaded
+        return Tasked(with_preprocess(loaded, pixels) if pixels else loaded, pixels=pixels)
+    takes, image = options.kind.takes, any(len(spec.shape) == 4 for spec in source.loaded.inputs)
+    if "text" not in takes or ("image" in takes and image):
+        return _with_image(source.loaded, options, pixels, rule)
+    if pixels or rule:
+        raise BadInput(
+            f"`preprocess` is for an image; `task` {options.kind.name} of the model has none"
+        )
+    return _with_text(source, options)
+
+
+def _head(
+    loaded: Loaded, options: TaskOptions, config: dict[str, Any], size: tuple[int, int] = (0, 0)
+) -> TaskHead:
+    from deploykit.exporting.heads.head import HeadRequest
+
+    kind = options.kind.name
+    if loaded.preset and loaded.preset.task == DETECT != kind:
+        raise BadInput(
+            f"`task` {kind}: by {loaded.preset.source} the model finds boxes",
+            hint=f"`task` {DETECT}",
+        )
+    request = HeadRequest(
+        loaded,
+        kind,
+        size=size,
+        iou=options.iou,
+        boxes=options.boxes,
+        labelled=options.labels is not None,
+        problem=str(config.get("problem_type") or ""),
+    )
+    head: TaskHead = resolve_name(options.kind.head)(request)
+    return head
+
+
+def _with_image(
+    loaded: Loaded, options: TaskOptions, pixels: Preprocess | None, rule: dict[str, Any]
+) -> Tasked:
+    from deploykit.engines.torch.loaded import with_preprocess
+    from deploykit.engines.torch.presets import switch_resizing_off
+
+    kind, preset = options.kind, loaded.preset
+    text = loaded.inputs[0].dtype == "int64" and ids_of([spec.name for spec in loaded.inputs])
+    if text or len(loaded.inputs) > 1:
+        readers = " or ".join(each.name for each in KINDS.values() if "text" in each.takes)
+        raise BadInput(
+            f"`task` {kind.name} is for one image; the model takes "
+            + ", ".join(map(str, loaded.inputs)),
+            hint=f"for a text: `task` {readers}"
+            if text
+            else "one input is the image; wrap the model in a module that makes the others itself",
+        )
+    for key in ("tokenizer", "max_length"):
+        if getattr(options, key) is not None:
+            raise BadInput(f"`{key}` is for a text, and the model takes an image")
+    spec = next((each for each in loaded.inputs if _takes_bytes(each)), None)
+    if spec is None:
+        pixels = pixels or (preset.preprocess if preset else None)
+        if pixels is None:
+            raise BadInput(
+                f"`task` {kind.name}: nothing says how the pixels are normalised",
+                hint="`preprocess`: imagenet, or a TOML file with mean and std",
+            )
+        loaded = with_preprocess(loaded, pixels)
+        spec = next(each for each in loaded.inputs if _takes_bytes(each))
+    _, height, width, channels = spec.shape
+    if kind.any_size and {type(height), type(width)} == {str}:
+        height = width = 0
+    if not isinstance(height, int) or not isinstance(width, int):
+        raise BadInput(
+            f"`task` {kind.name}: the image {spec} has no fixed height and width",
+            hint="images are resized to the model's size: give numbers in `inputs`",
+        )
+    resizing = switch_resizing_off(loaded.module, height, width) if height else ()
+    placed = _place_image(
+        ImageInput(spec.name, height, width, colours="RGB" if channels == 3 else "L"),
+        kind,
+        preset,
+        imagenet=pixels is not None and pixels.name == "imagenet",
+        rule=rule,
+    )
+    if (placed.colours == "L") != (channels == 1):
+        raise BadInput(
+            f"`preprocess`: colours = {placed.colours}, but the model has {channels} channels"
+        )
+    config = _config(loaded, None)
+    head = _head(loaded, options, config, (height, width))
+    placed = replace(placed, multiple=1 if height else _size_multiple(loaded))
+    known, source = (preset.labels, preset.source) if preset else (_named(config), "")
+    labels, notes = _labels(options, head.classes, known)
+    task = Task(kind.name, head.outputs, placed, None, labels, options.threshold, source=source)
+    return Tasked(head.loaded, task, pixels, None, (*resizing, *head.notes, *notes))
+
+
+def _takes_bytes(spec: TensorSpec) -> bool:
+    return spec.dtype == "uint8" and len(spec.shape) == 4 and spec.shape[3] in (1, 3)
+
+
+def _place_image(
+    placed: ImageInput, kind: Kind, preset: Preset | None, *, imagenet: bool, rule: dict[str, Any]
+) -> ImageInput:
+    """Decide how an image is placed: by the user's `rule`, the preset, or what is usual."""
+    height, width = placed.height, placed.width
+    if preset is not None and preset.image is not None:
+        least = min(preset.image.height, preset.image.width)
+        edge = round(preset.image.resize_to * min(height, width) / least)
+        resize = preset.image.resize
+        if not height:
+            resize, edge = SHORTEST_EDGE, least
+        placed = replace(
+            preset.image,
+            tensor=placed.tensor,
+            height=height,
+            width=width,
+            resize=resize,
+            resize_to=edge,
+        )
+    elif kind.resize == LETTERBOX:
+        placed = replace(placed, resize=LETTERBOX)
+    elif kind.resize == SHORTEST_EDGE and imagenet:
+        edge = round(min(height, width) / _IMAGENET_CROP)
+        placed = replace(placed, resize=SHORTEST_EDGE, resize_to=max(edge, height, width))
+    placed = replace(placed, **rule)
+    if not height and placed.resize != SHORTEST_EDGE:
+        raise BadInput(
+            f"`task` {kind.name}: nothing says how large an image of any ratio is made",
+            hint=f'`preprocess`: a TOML file with resize = "{SHORTEST_EDGE}" and resize_to',
+        )
+    if placed.resize == SHORTEST_EDGE and placed.resize_to < max(height, width):
+        raise BadInput(
+            f"`preprocess`: resize_to = {placed.resize_to} is below the model's {height}x{width}",
+            hint="the shorter side of an image is resized to it, then the middle is cut out",
+        )
+    return placed
+
+
+def _size_multiple(loaded: Loaded) -> int:
+    """Return what height and width must be multiples of, as for the skip connections of a U-Net.
+
+    `loaded`: its one input is uint8 [N, H, W, C]. Raises BadInput where no power of 2 will do.
+    """
+    import torch
+
+    (spec,) = loaded.inputs
+    for multiple in (1, 2, 4, 8, 16, 32, 64):
+        shape = concrete(spec, sides_of(spec, multiple))
+        with contextlib.suppress(Exception), torch.inference_mode():  # whatever a module raises
+            loaded.module(torch.zeros(shape, dtype=torch.uint8))
+            return multiple
+    raise BadInput(
+        f"the model takes no image of {shape[1]}x{shape[2]} pixels",
+        hint="give height and width as numbers in `inputs`",
+    )
+
+
+def sides_of(image: TensorSpec, multiple: int) -> dict[str, int]:
+    """Return sizes for H and W of `image` [N, H, W, C], which no larger power of 2 divides.
+
+    One is above a power, one below: halving rounds down in some models, up in others.
+    """
+    height, width = map(str, image.shape[1:3])
+    return {height: 128 + multiple, width: 256 - multiple}
+
+
+def _labels(
+    options: TaskOptions, classes: int | None, known: tuple[str, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the user's labels, else those of the model where they are as many as its classes."""
+    given = options.labels
+    if "labels" not in options.kind.options:
+        return (), ()
+    if given is None:
+        found = known if classes in (None, len(known)) else ()
+        named = found or classes is None
+        return found, () if named else ("its labels have no names: `labels` gives them",)
+    if classes is not None and len(given) != classes:
+        raise BadInput(
+            f"{options.labels_from}: holds {len(given)} labels, the model has {classes} classes",
+            hint="one label per line, in the order of the classes",
+        )
+    return given, ()
+
+
+def _read_labels(path: Path) -> tuple[str, ...]:
+    """Return one label per line. Raises NotFound or BadInput."""
+    try:
+        text = check_readable(path).read_text(encoding="utf-8-sig")
+    except ValueError as exc:
+        raise BadInput(f"{path}: is not a text file in UTF-8", hint="one label per line") from exc
+    lines = [line.strip() for line in text.rstrip().split("\n")] if text.strip() else []
+    if not lines:
+        raise BadInput(f"{path}: holds no labels", hint="one label per line")
+    if "" in lines:
+        raise BadInput(f"{path}: line {lines.index('') + 1} is empty", hint="one label per line")
+    if not "".join(lines).translate(_JOINERS).isprintable():
+        raise BadInput(f"{path}: is not a text file with one label per line")
+    return tuple(lines)
+
 
 _IDS = ("input_ids", "ids", "tokens")
 _NO_LIMIT = 1 << 20  # what a tokenizer's configuration writes for none is far above
@@ -60,7 +349,7 @@ def read_settings(folder: Path | None, name: str) -> dict[str, Any]:
 def describe_text(
     tokenizer: Path, names: Sequence[str], max_length: int | None, config: dict[str, Any]
 ) -> TextInput:
-    """The inputs `names` of a model with this `config`, filled by `tokenizer`.
+    """Return the inputs `names` of a model with this `config`, filled by `tokenizer`.
 
     `max_length`: the user's. Raises BadInput for a file that is no tokenizer or not the model's,
     MissingExtra without the package that opens it.
@@ -99,7 +388,7 @@ def _read_tokenizer(path: Path) -> dict[str, Any]:
 
 
 def _positions(config: dict[str, Any]) -> int | None:
-    """The longest row of tokens that the model takes; None where nothing says so."""
+    """Return the longest row of tokens that the model takes; None where nothing says so."""
     found = config.get("max_position_embeddings")
     if type(found) is not int or found < 1:
         return None
@@ -124,284 +413,13 @@ def _pad_id(tokenizer: dict[str, Any], config: dict[str, Any]) -> int:
     return found if type(found) is int and found >= 0 else 0
 
 
-_IMAGENET_CROP = 0.875  # torchvision's: 224 of 256
-_MOST_BOXES = 3840  # TensorRT's TopK takes no more
-_JOINERS = {0x200C: "", 0x200D: ""}  # between letters of some scripts, and parts of an emoji
-
-
-@dataclass(frozen=True)
-class TaskOptions:
-    """What the user says of the task; None where the model's own metadata decide."""
-
-    kind: str
-    labels: tuple[str, ...] | None = None
-    labels_from: str = ""
-    threshold: float = 0.25
-    iou: float = 0.7
-    boxes: int = 300
-    max_length: int | None = None
-    tokenizer: Path | None = None
-    pooling: str | None = None
-
-
-@dataclass(frozen=True)
-class Tasked:
-    """A model with its task. `tokenizer`: the file to keep next to the graph."""
-
-    loaded: Loaded
-    task: Task | None = None
-    pixels: Preprocess | None = None
-    tokenizer: Path | None = None
-    notes: tuple[str, ...] = ()
-
-    def keep_tokenizer(self, graph: Path) -> Task | None:
-        """The task for the graph at `graph`, its tokenizer copied next to it."""
-        if self.task is None or self.tokenizer is None:
-            return self.task
-        shutil.copyfile(self.tokenizer, graph.with_name(tokenizer_name(graph.name)))
-        return self.task.named_after(graph.name)
-
-
-def read_options(
-    kind: str | None,
-    labels: StrPath | Sequence[str] | None,
-    threshold: float | None,
-    iou: float | None,
-    boxes: int | None,
-    tokenizer: StrPath | None,
-    max_length: int | None,
-    pooling: str | None,
-) -> TaskOptions | None:
-    """The options of `export` that are about the task, checked; None without a task.
-
-    Raises NotFound or BadInput.
-    """
-    numbers = {"threshold": threshold, "iou": iou, "boxes": boxes, "max_length": max_length}
-    named: dict[str, Any] = {key: value for key, value in numbers.items() if value is not None}
-    if kind is None:
-        others = {"labels": labels, "tokenizer": tokenizer, "pooling": pooling, **named}
-        for key in (key for key, value in others.items() if value is not None):
-            raise BadInput(f"`{key}` needs `task`", hint=f"`task`: one of {', '.join(KINDS)}")
-        return None
-    if kind not in KINDS:
-        raise BadInput(f"`task` {kind}: unknown", hint=f"one of: {', '.join(KINDS)}")
-    for key in ("threshold", "iou", "boxes"):
-        if key in named and kind != DETECT:
-            raise BadInput(f"`{key}` goes with `task` {DETECT}, not with {kind}")
-        if key != "boxes" and not 0 <= named.get(key, 0) <= 1:
-            raise BadInput(f"`{key}` must be from 0 to 1, got {named[key]:g}")
-    if not 1 <= named.get("boxes", 1) <= _MOST_BOXES:
-        raise BadInput(f"`boxes` must be from 1 to {_MOST_BOXES}, got {named['boxes']}")
-    if named.get("max_length", 2) < 2:
-        raise BadInput(f"`max_length` must be 2 or more, got {named['max_length']}")
-    if pooling not in (None, MEAN, CLS):
-        raise BadInput(f"`pooling` {pooling}: unknown", hint=f"one of: {MEAN}, {CLS}")
-    if pooling is not None and kind != EMBED:
-        raise BadInput(f"`pooling` goes with `task` {EMBED}, not with {kind}")
-    if labels is not None and kind == EMBED:
-        raise BadInput(f"`labels` does not go with `task` {EMBED}, which has none")
-    if isinstance(labels, (str, os.PathLike)):
-        path = Path(labels)
-        named |= {"labels": _read_labels(path), "labels_from": str(path)}
-    elif labels is not None:
-        named |= {"labels": tuple(map(str, labels)), "labels_from": "`labels`"}
-    file = Path(tokenizer) if tokenizer else None
-    return TaskOptions(kind, tokenizer=file, pooling=pooling, **named)
-
-
-def with_task(
-    source: ExportSource,
-    options: TaskOptions | None,
-    pixels: Preprocess | None,
-    rule: dict[str, Any],
-) -> Tasked:
-    """The model of `source` behind its preprocessing and with the outputs of its task.
-
-    `pixels` and `rule`: what the user's `preprocess` says of values and of placing an image.
-    Raises BadInput where the task does not fit the model, or something of it is not known.
-    """
-    if options is None:
-        from deploykit.engines.torch.loaded import with_preprocess
-
-        loaded = source.loaded
-        return Tasked(with_preprocess(loaded, pixels) if pixels else loaded, pixels=pixels)
-    takes_images = any(len(spec.shape) == 4 for spec in source.loaded.inputs)
-    if options.kind != TEXT_CLASSIFY and (options.kind != EMBED or takes_images):
-        return _with_image(source.loaded, options, pixels, rule)
-    if pixels or rule:
-        raise BadInput(f"`preprocess` is for an image; `task` {options.kind} of the model has none")
-    return _with_text(source, options)
-
-
-# images
-def _with_image(
-    loaded: Loaded, options: TaskOptions, pixels: Preprocess | None, rule: dict[str, Any]
-) -> Tasked:
-    from deploykit.engines.torch.loaded import with_preprocess
-    from deploykit.engines.torch.presets import switch_resizing_off
-    from deploykit.exporting.heads import size_multiple
-
-    text = loaded.inputs[0].dtype == "int64" and ids_of([spec.name for spec in loaded.inputs])
-    if text or len(loaded.inputs) > 1:
-        raise BadInput(
-            f"`task` {options.kind} is for one image; the model takes "
-            + ", ".join(map(str, loaded.inputs)),
-            hint=f"for a text: `task` {TEXT_CLASSIFY} or {EMBED}"
-            if text
-            else "one input is the image; wrap the model in a module that makes the others itself",
-        )
-    for key in ("tokenizer", "max_length"):
-        if getattr(options, key) is not None:
-            raise BadInput(f"`{key}` is for a text, and the model takes an image")
-    preset, kind = loaded.preset, options.kind
-    spec = next((each for each in loaded.inputs if _takes_bytes(each)), None)
-    if spec is None:
-        pixels = pixels or (preset.preprocess if preset else None)
-        if pixels is None:
-            raise BadInput(
-                f"`task` {kind}: nothing says how the pixels are normalised",
-                hint="`preprocess`: imagenet, or a TOML file with mean and std",
-            )
-        loaded = with_preprocess(loaded, pixels)
-        spec = next(each for each in loaded.inputs if _takes_bytes(each))
-    _, height, width, channels = spec.shape
-    if kind == SEGMENT and {type(height), type(width)} == {str}:
-        height = width = 0
-    if not isinstance(height, int) or not isinstance(width, int):
-        raise BadInput(
-            f"`task` {kind}: the image {spec} has no fixed height and width",
-            hint="images are resized to the model's size: give numbers in `inputs`",
-        )
-    resizing = switch_resizing_off(loaded.module, height, width) if kind == DETECT else ()
-    placed = _placed(spec.name, (height, width, channels), kind, preset, pixels, rule)
-    config, classes = _config(loaded, None), preset.classes if preset else None
-    head = _head(loaded, options, (height, width), classes, config)
-    placed = replace(placed, multiple=1 if height else size_multiple(loaded))
-    known, source = (preset.labels, preset.source) if preset else (_named(config), "")
-    labels, notes = _labels(options, head.classes, () if kind == EMBED else known)
-    if kind == EMBED and preset and preset.task == CLASSIFY:
-        notes = ("the embedding is a classifier's scores: build it without its last layer",)
-    task = Task(kind, head.outputs, placed, None, labels, options.threshold, source=source)
-    return Tasked(head.loaded, task, pixels, None, (*resizing, *head.notes, *notes))
-
-
-def _takes_bytes(spec: TensorSpec) -> bool:
-    return spec.dtype == "uint8" and len(spec.shape) == 4 and spec.shape[3] in (1, 3)
-
-
-def _placed(
-    name: str,
-    shape: tuple[int, int, int | str],
-    kind: str,
-    preset: Preset | None,
-    pixels: Preprocess | None,
-    rule: dict[str, Any],
-) -> ImageInput:
-    """How an image is placed into the input, by the user's file, the preset, or what is usual."""
-    height, width, channels = shape
-    if preset is not None and preset.image is not None:
-        placed, least = preset.image, min(preset.image.height, preset.image.width)
-        edge = round(placed.resize_to * min(height, width) / least)
-        if not height:
-            placed, edge = replace(placed, resize=SHORTEST_EDGE), least
-        placed = replace(placed, height=height, width=width, resize_to=edge)
-    else:
-        placed = ImageInput("", height, width, colours="RGB" if channels == 3 else "L")
-        if kind == DETECT:
-            placed = replace(placed, resize=LETTERBOX)
-        elif kind in (CLASSIFY, EMBED) and pixels is not None and pixels.name == "imagenet":
-            edge = round(min(height, width) / _IMAGENET_CROP)
-            placed = replace(placed, resize=SHORTEST_EDGE, resize_to=max(edge, height, width))
-    placed = replace(placed, tensor=name, **rule)
-    if not height and placed.resize != SHORTEST_EDGE:
-        raise BadInput(
-            f"`task` {kind}: nothing says how large an image of any ratio is made",
-            hint=f'`preprocess`: a TOML file with resize = "{SHORTEST_EDGE}" and resize_to',
-        )
-    if placed.resize == SHORTEST_EDGE and placed.resize_to < max(height, width):
-        raise BadInput(
-            f"`preprocess`: resize_to = {placed.resize_to} is below the model's {height}x{width}",
-            hint="the shorter side of an image is resized to it, then the middle is cut out",
-        )
-    if (placed.colours == "L") != (channels == 1):
-        raise BadInput(
-            f"`preprocess`: colours = {placed.colours}, but the model has {channels} channels"
-        )
-    return placed
-
-
-def _head(
-    loaded: Loaded,
-    options: TaskOptions,
-    size: tuple[int, int],
-    classes: int | None,
-    config: dict[str, Any],
-) -> TaskHead:
-    from deploykit.exporting.heads import Boxes, with_head
-
-    classifies, problem = options.kind in (CLASSIFY, TEXT_CLASSIFY), config.get("problem_type")
-    if classifies and problem == "regression":
-        raise BadInput(
-            f"`task` {options.kind}: the outputs are numbers, not classes (regression)",
-            hint="without `task` they stay as they are",
-        )
-    if loaded.preset and loaded.preset.task == DETECT != options.kind:
-        raise BadInput(
-            f"`task` {options.kind}: by {loaded.preset.source} the model finds boxes",
-            hint=f"`task` {DETECT}",
-        )
-    if classifies and loaded.preset and loaded.preset.task == EMBED and not options.labels:
-        raise BadInput(
-            f"`task` {options.kind}: by {loaded.preset.source} the outputs are features",
-            hint="`task` embed; where they are classes, `labels` says so",
-        )
-    independent = problem == "multi_label_classification"
-    boxes = Boxes(options.iou, options.boxes)
-    return with_head(loaded, options.kind, size, boxes, classes, independent=independent)
-
-
-# labels
-def _labels(
-    options: TaskOptions, classes: int | None, known: tuple[str, ...]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The user's labels, else those of the model where they are as many as its classes."""
-    given = options.labels
-    if given is None:
-        found = known if classes in (None, len(known)) else ()
-        named = found or classes is None
-        return found, () if named else ("its labels have no names: `labels` gives them",)
-    if classes is not None and len(given) != classes:
-        raise BadInput(
-            f"{options.labels_from}: holds {len(given)} labels, the model has {classes} classes",
-            hint="one label per line, in the order of the classes",
-        )
-    return given, ()
-
-
-def _read_labels(path: Path) -> tuple[str, ...]:
-    """One label per line. Raises NotFound or BadInput."""
-    try:
-        text = check_readable(path).read_text(encoding="utf-8-sig")
-    except ValueError as exc:
-        raise BadInput(f"{path}: is not a text file in UTF-8", hint="one label per line") from exc
-    lines = [line.strip() for line in text.rstrip().split("\n")] if text.strip() else []
-    if not lines:
-        raise BadInput(f"{path}: holds no labels", hint="one label per line")
-    if "" in lines:
-        raise BadInput(f"{path}: line {lines.index('') + 1} is empty", hint="one label per line")
-    if not "".join(lines).translate(_JOINERS).isprintable():
-        raise BadInput(f"{path}: is not a text file with one label per line")
-    return tuple(lines)
-
-
-# text
 def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
     loaded = source.loaded
     names = [spec.name for spec in loaded.inputs]
     ids = ids_of(names)
     if ids is None:
         raise BadInput(
-            f"`task` {options.kind}: no input holds token ids, as input_ids:int64[N,T] does",
+            f"`task` {options.kind.name}: no input holds token ids, as input_ids:int64[N,T] does",
             hint="the inputs are: " + ", ".join(map(str, loaded.inputs)),
         )
     folder = source.path if source.path is None or source.path.is_dir() else source.path.parent
@@ -409,7 +427,7 @@ def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
     if path is None or not path.is_file():
         where = f"{path}: no such file" if path else "a live module has no folder"
         raise BadInput(
-            f"`task` {options.kind} needs the model's tokenizer; {where}",
+            f"`task` {options.kind.name} needs the model's tokenizer; {where}",
             hint="`tokenizer`: the tokenizer.json that tokenizer.save_pretrained(folder) writes",
         )
     config = _config(loaded, folder)
@@ -418,26 +436,26 @@ def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
     if isinstance(axis, str):  # no longer rows are compared
         low, _ = loaded.limits.get(axis, (1, None))
         loaded = replace(loaded, limits={**loaded.limits, axis: (low, text.max_length)})
-    if options.kind == EMBED:
-        from deploykit.exporting.heads import with_pooling
+    if "pooling" in options.kind.options:
+        from deploykit.exporting.heads.embed import with_pooling
 
         loaded = with_pooling(loaded, options.pooling, folder)
-    head = _head(loaded, options, (0, 0), None, config)
+    head = _head(loaded, options, config)
     labels, notes = _labels(options, head.classes, _named(config))
     model_type = str(config.get("model_type") or "")
-    task = Task(options.kind, head.outputs, text=text, labels=labels, source=model_type)
+    task = Task(options.kind.name, head.outputs, text=text, labels=labels, source=model_type)
     return Tasked(head.loaded, task, None, path, (*head.notes, *notes))
 
 
 def _config(loaded: Loaded, folder: Path | None) -> dict[str, Any]:
-    """The configuration of a transformers model; else what config.json in `folder` holds."""
+    """Return the configuration of a transformers model; else what config.json in `folder` holds."""
     found: list[Any] = [getattr(part, "config", None) for part in loaded.module.modules()]
     own = [each.to_dict() for each in found if hasattr(each, "problem_type")]
     return own[0] if own else read_settings(folder, "config.json")
 
 
 def _named(config: dict[str, Any]) -> tuple[str, ...]:
-    """The labels of a transformers' config, in the order of their numbers."""
+    """Return the labels of a transformers' config, in the order of their numbers."""
     found = config.get("id2label")
     if not isinstance(found, dict) or not all(str(key).isdigit() for key in found):
         return ()

@@ -1,19 +1,13 @@
-"""List what a target's TensorRT will refuse in a graph, before anybody waits for a build.
+"""Say what speaks against a graph for a target, before anybody waits for a build.
 
-Only the graph is read, no weights. The tables are of the parser's own documents:
-
-- operators: https://github.com/onnx/onnx-tensorrt/blob/main/docs/operators.md (10.15; 9.2 before)
-- in which version an operator came: docs/Changelog.md in the same repository
-- opsets: 9 to 24 in 10.15; 25 in 11.x by
-  https://docs.nvidia.com/deeplearning/tensorrt/latest/reference/onnx-opset-guide.html
-
-and were compared, operator by operator, with what the parser of TensorRT 11.4 says of itself.
-For ONNX Runtime, operators of unknown domains are named: it has kernels for all the others.
+The parser of TensorRT is asked by `deploykit build --check`, and has the last word. What is listed
+here needs no TensorRT: operators that torch exports and no version of it imports, types that it has
+no layers for, and pairs of quantization that another runtime wants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import onnx
 from onnx import numpy_helper
@@ -23,52 +17,19 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Problem
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES, Runtime
-from deploykit.graph.graph import Graph, dtype_name, opset
+from deploykit.graph.graph import Graph, dtype_name
 from deploykit.graph.skeleton import all_nodes
 from deploykit.graph.validate import RUNTIME_DOMAINS
 
-Version = tuple[int, ...]
-
 _STANDARD = ("", "ai.onnx")
-_NEWEST = (99,)
-_LAST_OPSETS: tuple[tuple[Version, int], ...] = (((11,), 25), ((10, 8), 24), ((0,), 20))
-
-# Standard operators that no version imports.
-_NEVER = frozenset(
-    word
-    for line in (
-        "AffineGrid Bernoulli BitCast BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor",
-        "CenterCropPad Col2Im Compress ConvInteger CumProd DFT Det DynamicQuantizeLinear",
-        "ImageDecoder MatMulInteger MaxRoiPool MaxUnpool MelWeightMatrix Multinomial",
-        "NegativeLogLikelihoodLoss Optional OptionalGetElement OptionalHasElement QLinearConv",
-        "QLinearMatMul RegexFullMatch SoftmaxCrossEntropyLoss StringConcat StringNormalizer",
-        "StringSplit SwiGLU TfIdfVectorizer Unique",
-        "ConcatFromSequence SequenceAt SequenceConstruct SequenceEmpty SequenceErase",
-        "SequenceInsert SequenceLength SequenceMap SplitToSequence",
-    )
-    for word in line.split()
+# https://github.com/onnx/onnx-tensorrt/blob/main/docs/operators.md
+_ABSENT = (
+    "AffineGrid Bernoulli BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Col2Im Compress "
+    "ConvInteger CumProd DFT Det DynamicQuantizeLinear MatMulInteger MaxUnpool Multinomial "
+    "Optional QLinearConv QLinearMatMul SequenceAt SequenceConstruct SequenceEmpty SequenceInsert "
+    "SequenceMap SplitToSequence StringNormalizer TfIdfVectorizer Unique"
 )
-# The first version that imports an operator, where it is not the first of all.
-_SINCE: Mapping[str, Version] = {
-    "BlackmanWindow": (10, 4),
-    "HammingWindow": (10, 4),
-    "HannWindow": (10, 4),
-    "STFT": (10, 5),
-    "Attention": (10, 14),
-    "RMSNormalization": (10, 15),
-    "RotaryEmbedding": (10, 15),
-    "TensorScatter": (10, 15),
-    "Swish": (11, 4),
-    "LinearAttention": (11, 4),
-    "CausalConvWithState": (11, 4),
-}
-# In the table of 10.15 and not in that of 9.2; the list of changes does not say since when.
-_UNDATED = frozenset(("Gelu", "Mish"))
-_SURELY_DATED = (10, 15)
-_PLUGINS: Mapping[str, str] = {
-    "NonZero": "the size of its output depends on the data; some versions need a plugin for it",
-    "DeformConv": "needs a plugin that comes with TensorRT, from 10.1, but not with TensorRT-RTX",
-}
+_NO_OPERATORS = frozenset(_ABSENT.split())
 # Types that no layer computes in; uint8 and the quantized types have rules of their own.
 _NO_LAYERS = frozenset(("string", "int16", "uint16", "uint32", "uint64", "complex64", "complex128"))
 _LOW, _HIGH = "QuantizeLinear", "DequantizeLinear"
@@ -78,26 +39,24 @@ _INTEGERS = frozenset(
 
 
 def unsupported(source: Graph, profile: Profile) -> tuple[Problem, ...]:
-    """What `profile`'s runtime will not take, in the graph's order.
+    """Return what `profile`'s runtime will not take, in the graph's order.
 
     Empty means that nothing is known against the model, not that a build is sure to succeed.
     """
     model = source.model
     own = {(function.domain, function.name) for function in model.functions}
+    nodes = [node for node in all_nodes(model.graph) if (node.domain, node.op_type) not in own]
     if profile.runtime != "tensorrt":
-        return tuple(_foreign_to_onnxruntime(model, own))
-    version = _version(profile)
-    found = list(_opset(model, version))
+        return tuple(_foreign_to_onnxruntime(nodes))
+    found = []
     types = {name: dtype_name(kind) for name, kind in source.element_types.items()}
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
-    for node in all_nodes(model.graph):
-        why = _operator(node, version, own) or _attributes(node, version)
-        why = why or _type(node, types) or _pair(node, types, weights)
-        if why:
+    for node in nodes:
+        if why := _operator(node) or _type(node, types) or _pair(node, types, weights):
             found.append(Problem(node.name, node.op_type, why))
     for function in model.functions:  # their tensors are named apart from the graph's
         for node in function.node:
-            if why := _operator(node, version, own) or _attributes(node, version):
+            if (node.domain, node.op_type) not in own and (why := _operator(node)):
                 found.append(Problem(node.name, node.op_type, why))
     return tuple(found)
 
@@ -159,72 +118,19 @@ def placed_for(source: Artefact, graph: Graph) -> Runtime | None:
     return RUNTIMES.get(record.runtime) if record and int8 else None
 
 
-def _version(profile: Profile) -> Version:
-    """The oldest TensorRT that the target may run; the newest where nothing binds it."""
-    oldest = profile.tensorrt_min or profile.tensorrt_max
-    return tuple(int(part) for part in oldest.split(".")) if oldest else _NEWEST
-
-
-def _name(version: Version) -> str:
-    return "TensorRT" if version == _NEWEST else "TensorRT " + ".".join(map(str, version))
-
-
-def _foreign_to_onnxruntime(model: onnx.ModelProto, own: set[tuple[str, str]]) -> Iterator[Problem]:
-    for node in all_nodes(model.graph):
-        known = node.domain in (*_STANDARD, "ai.onnx.ml") or node.domain.startswith(RUNTIME_DOMAINS)
-        if not known and (node.domain, node.op_type) not in own:
+def _foreign_to_onnxruntime(nodes: Sequence[onnx.NodeProto]) -> Iterator[Problem]:
+    for node in nodes:
+        if node.domain not in (*_STANDARD, "ai.onnx.ml") and not node.domain.startswith(
+            RUNTIME_DOMAINS
+        ):
             why = f"ONNX Runtime has no operators of the domain '{node.domain}' of its own"
             yield Problem(node.name, node.op_type, why)
 
 
-def _opset(model: onnx.ModelProto, version: Version) -> Iterator[Problem]:
-    last = next(number for since, number in _LAST_OPSETS if version >= since)
-    if opset(model) > last:
-        why = f"the model has opset {opset(model)}, {_name(version)} is sure to take up to {last}"
-        yield Problem("", "opset", why)
-
-
-def _operator(node: onnx.NodeProto, version: Version, own: set[tuple[str, str]]) -> str:
-    name = node.op_type
-    if (node.domain, name) in own:
-        return ""  # a function of the model's: its nodes are taken in its place
+def _operator(node: onnx.NodeProto) -> str:
     if node.domain not in _STANDARD:
         return f"has the domain '{node.domain}': TensorRT needs a plugin for it"
-    if name in _NEVER:
-        return "no version of TensorRT imports this operator"
-    since = _SINCE.get(name)
-    if since and version < since:
-        return f"came with {_name(since)}, the target has {_name(version)}"
-    if name in _UNDATED and version < _SURELY_DATED:
-        return (
-            f"{_name(_SURELY_DATED)} imports it and 9.2 does not; of {_name(version)} it is not "
-            "known: an export with opset 18 does without"
-        )
-    return _PLUGINS.get(name, "")
-
-
-def _attributes(node: onnx.NodeProto, version: Version) -> str:
-    """Uses that the parser's table excludes; two of them 11.4 takes nevertheless."""
-    set_to = {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
-    extra = sum(1 for name in node.output[1:] if name)
-    if node.op_type == "MaxPool" and extra:
-        return "its second output, the indices, is not supported"
-    if node.op_type == "LayerNormalization" and extra:
-        return "only its first output is supported"
-    if node.op_type in ("AveragePool", "LpPool") and any(
-        d != 1 for d in set_to.get("dilations", ())
-    ):
-        return "dilations other than 1 are not supported"
-    if node.op_type == "ScatterND" and set_to.get("reduction", b"none") != b"none":
-        return "a reduction is not supported"
-    if node.op_type == "Resize" and set_to.get("antialias", 0):
-        return "antialiasing is not supported"
-    if version < (11,):
-        if node.op_type == "LSTM" and set_to.get("layout", 0):
-            return "layout 1, the batch first, is not supported before TensorRT 11"
-        if node.op_type == "TopK" and not set_to.get("sorted", 1):
-            return "an unsorted answer is not supported before TensorRT 11"
-    return ""
+    return "no version of TensorRT imports this operator" if node.op_type in _NO_OPERATORS else ""
 
 
 def _type(node: onnx.NodeProto, types: Mapping[str, str]) -> str:

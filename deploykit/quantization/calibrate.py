@@ -3,7 +3,7 @@
 The same `Calibration` serves the range guard of float16 (every value seen) and the scales of INT8
 and FP8 (outliers left out, where the method does so).
 
-Which method loses least depends on the model (`benchmarks/calibrators.py`): all share the one pass,
+Which method loses least depends on the model (`benchmarks/README.md`): all share the one pass,
 and the caller chooses by the error that each makes at the outputs.
 """
 
@@ -27,34 +27,29 @@ from deploykit.engines.batching import spread_places
 from deploykit.engines.data.samples import Samples
 from deploykit.engines.engine import Arrays
 from deploykit.engines.onnxruntime.engine import onnxruntime_errors, session_options
+from deploykit.evaluation.parity import axis_sizes
+from deploykit.graph import cost
 from deploykit.graph.edit import Editor, fold
 from deploykit.graph.graph import Graph
-from deploykit.graph.skeleton import infer_shapes
 from deploykit.quantization.formats import TensorHistogram, transposed
 from deploykit.quantization.qdq_placement import place_pairs, quantizable_nodes
 
 ort = require("onnxruntime")
 
 
-# The model's outputs for calibration samples: to choose a calibrator by, and to evaluate against.
-#
-# The pass that calibrates computes them for every sample, in batches of its own. They serve for
-# other
-# batches where a few samples, at other places in another batch, were seen to have the same
-# outputs.
-
 Kept: TypeAlias = tuple[np.ndarray, list[np.ndarray]]  # numbers of samples, the outputs for them
 Run: TypeAlias = Callable[[Sequence[str], Arrays], list[np.ndarray]]
-MOST_BYTES = 1 << 28  # of outputs for some batches
 _EVERY_BYTES = 1 << 26  # of those for all samples
 _FEW = 8  # samples to prove them by
 _SAME = 1e-3  # of the largest value: kernels may round otherwise in another batch
 
 
 class SampleOutputs:
-    """The outputs `names` for batches of `size` samples, which may be `fixed`.
+    """The model's outputs for calibration samples: to choose a calibrator by, and to evaluate by.
 
-    `every`: also for all samples in order, as long as they are small.
+    The pass that calibrates computes them in batches of `size`, which may be `fixed`. They serve
+    for other batches where a few samples, elsewhere in another batch, were seen to have the same.
+    `every`: keep those of all samples, as long as they are small.
     """
 
     def __init__(self, names: Sequence[str], size: int, *, fixed: bool, every: bool) -> None:
@@ -99,9 +94,8 @@ class SampleOutputs:
         places: Iterable[np.ndarray],
         samples: Samples,
         run: Run,
-        out_of_time: Callable[[], bool] | None,
     ) -> Iterator[Kept]:
-        """The samples at `places` and the outputs for them, in time and until too large.
+        """The samples at `places` and the outputs for them, until they are too large.
 
         Before these, those for all samples are proven.
         """
@@ -115,7 +109,7 @@ class SampleOutputs:
                 outputs = [each.copy() for each in run(self._names, feeds)]
             yield rows, outputs
             kept_bytes += sum(each.nbytes for each in outputs)
-            if kept_bytes > MOST_BYTES or (out_of_time is not None and out_of_time()):
+            if kept_bytes > MOST_BYTES:
                 return
 
 
@@ -127,9 +121,8 @@ def _same(got: np.ndarray, want: np.ndarray) -> bool:
 
 
 METHODS = ("mixed", "percentile", "mse", "entropy", "minmax")  # the first where none is better
-AUTO = "auto"  # all of them, to choose from
 MIN_SAMPLES = 8  # fewer say nothing of a range: one odd sample would set every scale
-MOST_BYTES = 1 << 28  # of activations in one batch, if they were all kept
+MOST_BYTES = 1 << 28  # of activations in one batch; of outputs for some batches
 Stored: TypeAlias = tuple[np.ndarray, np.ndarray]  # a weight: its scale, its numbers
 _REDUCTIONS = ("ReduceMin", "ReduceMax", "ReduceSum")
 _REDUCED = "{}/deploykit.{}"  # the name of an output: the tensor, the reduction
@@ -186,28 +179,29 @@ def calibrate(
     method: str = METHODS[0],
     batch_size: int = 32,
     out_of_time: Callable[[], bool] | None = None,
-    step: Callable[[int], object] = lambda _: None,
     places: Iterable[np.ndarray] = (),
     every_output: bool = False,
 ) -> Calibration:
-    """Ranges of the inputs and of every float tensor of the main graph; `samples` fit its inputs.
+    """Return the ranges of the inputs and of every float tensor of the main graph.
 
-    "minmax" reduces inside the graph and keeps two numbers a tensor. The others keep a histogram of
-    each tensor that `qdq` may give a scale: "percentile" (the middle 99.999 % of the values), "mse"
-    (INT8 makes the least squared error at the MatMuls and Convs), "mixed" ("mse" for the tensors
-    where it makes much less, else "percentile"), "entropy" (INT8 loses the least information).
-    "auto": all of them, of which `clipped` is the first's.
+    Args:
+        graph: in float32. One with a fixed batch runs at that size.
+        samples: fit its inputs. Those that do not fill a fixed batch are left out.
+        method: "minmax" reduces inside the graph and keeps two numbers per tensor. The others keep
+            a histogram of each tensor that `qdq` may give a scale; all come from one pass, see
+            `Calibration.using`. "percentile": the middle 99.999 % of the values. "mse": INT8 makes
+            the least squared error at the MatMuls and Convs. "mixed": "mse" for the tensors where
+            it makes much less, else "percentile". "entropy": INT8 loses the least information.
+        batch_size: smaller where a batch would need more than 256 MiB of activations.
+        out_of_time: asked before each batch from 8 samples on; where it is true the samples so
+            far, from all over the data, are what is used.
+        places: batches of samples, by their numbers, whose outputs are kept up to 256 MiB.
+        every_output: keep those of all samples; not with `out_of_time`.
 
-    Batches are smaller than `batch_size` where one would need more than 256 MiB of activations. A
-    graph with a fixed batch runs at that size; samples that do not fill the last are left out.
-    `out_of_time`: asked before each batch from 8 samples on; where it is true the samples so far,
-    from all over the data, are what is used. `step`: called before each batch up to these, with how
-    many are left; what it raises passes through. `places`: batches of samples, by their numbers,
-    whose outputs are kept up to 256 MiB. `every_output`: keep those of all, without `out_of_time`.
-    Raises BadInput for a wrong method, fewer than 8 samples, samples that are NaN, infinite or
-    all the same, and for a model that itself gives NaN.
+    Raises:
+        BadInput: fewer than 8 samples, samples that are NaN, infinite or all the same, and a model
+            that itself gives NaN.
     """
-    _check_method(method)
     check_samples(samples)
     fixed = _fixed_batch(graph.inputs)
     if fixed and len(samples) < fixed:
@@ -216,7 +210,9 @@ def calibrate(
     editor = Editor(graph)
     weights = _weights(editor)
     names = _float_tensors(graph)
-    size = fixed or _batch_that_fits(graph, names, samples, batch_size)
+    costs = cost.node_costs(graph, axis_sizes(samples, graph.inputs, 1))
+    needed = 2 * sum(each.write_bytes or 0 for each in costs)  # fused nodes are apart here
+    size = fixed or max(1, min(batch_size, MOST_BYTES // max(needed, 1)))
     own = [value.name for value in editor.graph.output]
     reduced = [name for name in names if name not in counted]
     outputs = _add_reductions(editor.graph, reduced)
@@ -225,7 +221,7 @@ def calibrate(
     every, used = SampleOutputs(own, size, fixed=bool(fixed), every=every_output), 0
     with onnxruntime_errors(graph.path):
         session = _session(editor.model)
-        for feeds in _in_time(samples, size, fixed, out_of_time, step):
+        for feeds in _in_time(samples, size, fixed, out_of_time):
             wanted = list(dict.fromkeys((*outputs, *counted, *every.wanted)))
             values = dict(zip(wanted, _run(session, weights, wanted, feeds), strict=True))
             used += _rows(feeds)
@@ -233,17 +229,11 @@ def calibrate(
             batch = {name: _reduce(values, name) for name in reduced}
             batch |= {name: Range(*each.add(values[name])) for name, each in counted.items()}
             ranges = {name: _merge(ranges.get(name, batch[name]), batch[name]) for name in names}
-        kept = tuple(every.at(places, samples, partial(_run, session, weights), out_of_time))
+        kept = tuple(every.at(places, samples, partial(_run, session, weights)))
     _check_numbers(graph, ranges, samples)
-    found = _choose_ranges(ranges, counted, used, METHODS if method == AUTO else (method,))
+    found = _choose_ranges(ranges, counted, used, method)
     stopped = used < len(samples) - len(samples) % (fixed or 1)
     return replace(found, stopped=stopped, outputs=kept, every_output=every.proven)
-
-
-def _check_method(method: str) -> None:
-    if method not in (AUTO, *METHODS):
-        known = ", ".join((AUTO, *METHODS))
-        raise BadInput(f"unknown calibration method '{method}'", hint=f"one of: {known}")
 
 
 def _check_numbers(graph: Graph, ranges: Mapping[str, Range], samples: Samples) -> None:
@@ -267,15 +257,12 @@ def _in_time(
     size: int,
     fixed: int | None,
     out_of_time: Callable[[], bool] | None,
-    step: Callable[[int], object],
 ) -> Iterator[Mapping[str, np.ndarray]]:
     """Batches until there is no time for more; at least 8 samples."""
     used = 0
     for feeds in samples.batches(size, spread=out_of_time is not None):
         if out_of_time is not None and out_of_time() and used >= MIN_SAMPLES:
             return
-        if used < MIN_SAMPLES:
-            step(math.ceil((MIN_SAMPLES - used) / size))
         if not fixed or _rows(feeds) == size:
             used += _rows(feeds)
             yield feeds
@@ -285,26 +272,25 @@ def _choose_ranges(
     ranges: Mapping[str, Range],
     counted: Mapping[str, TensorHistogram],
     samples: int,
-    methods: Sequence[str],
+    method: str,
 ) -> Calibration:
+    if method == "minmax":
+        return Calibration(ranges, ranges, samples, method)
     cut = {
         each: {name: _cut(ranges[name], counts, each) for name, counts in counted.items()}
-        for each in dict.fromkeys((*methods, "percentile", "mse"))
-        if each in methods or "mixed" in methods
+        for each in METHODS
     }
-    if "mixed" in methods:
-        safe, least = cut["percentile"], cut["mse"]
-        cut["mixed"] = {
-            name: (least if counts.gains(safe[name].peak, least[name].peak) else safe)[name]
-            for name, counts in counted.items()
-        }
+    safe, least = cut["percentile"], cut["mse"]
+    cut["mixed"] = {
+        name: (least if counts.gains(safe[name].peak, least[name].peak) else safe)[name]
+        for name, counts in counted.items()
+    }
     peaks = {
         name: tuple(counts.channel_peaks.tolist())
         for name, counts in counted.items()
         if counts.importance is not None
     }
-    first, cut = methods[0], {each: cut[each] for each in methods}
-    return Calibration(ranges, {**ranges, **cut[first]}, samples, first, cut, peaks)
+    return Calibration(ranges, ranges, samples, method, cut, peaks).using(method)
 
 
 def check_samples(samples: Samples) -> None:
@@ -386,27 +372,6 @@ def _float_tensors(graph: Graph) -> list[str]:
             hint="export the model in float32: module.float()",
         )
     return floats
-
-
-def _batch_that_fits(graph: Graph, names: Sequence[str], samples: Samples, batch_size: int) -> int:
-    """`batch_size`, or less where the tensors of one sample times it are above `MOST_BYTES`."""
-    sized = onnx.ModelProto()
-    sized.CopyFrom(graph.skeleton)
-    for value in sized.graph.input:
-        if value.name in samples.inputs:
-            shape = (1, *samples.inputs[value.name].shape[1:])
-            kind = value.type.tensor_type.elem_type
-            value.CopyFrom(helper.make_tensor_value_info(value.name, kind, shape))
-    del sized.graph.value_info[:]
-    for value in sized.graph.output:
-        value.type.tensor_type.ClearField("shape")
-    inferred = infer_shapes(sized, data_prop=True).graph
-    elements = {
-        value.name: math.prod(axis.dim_value or 1 for axis in value.type.tensor_type.shape.dim)
-        for value in (*inferred.input, *inferred.value_info, *inferred.output)
-    }
-    needed: int = 4 * sum(elements.get(name, 0) for name in names)
-    return max(1, min(batch_size, MOST_BYTES // max(needed, 1)))
 
 
 def _fixed_batch(inputs: Sequence[TensorSpec]) -> int | None:

@@ -9,7 +9,6 @@ from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.evidence import Evidence
 from deploykit.core.files import StrPath, sha256
-from deploykit.core.manifest import Manifest
 from deploykit.core.precision import (
     BY_NAME,
     CALIBRATED,
@@ -34,7 +33,7 @@ from deploykit.evaluation.artefacts import (
 )
 from deploykit.evaluation.outputs import named_files
 from deploykit.graph.graph import Graph
-from deploykit.quantization.evaluate import (
+from deploykit.quantization.job import (
     Job,
     QuantizeRequest,
     accuracy_notes,
@@ -42,9 +41,7 @@ from deploykit.quantization.evaluate import (
     golden_samples,
     open_both,
     prepare,
-    write_graph,
 )
-from deploykit.quantization.search import check_seconds
 
 TARGETS = (*QUANTIZED, "auto")
 
@@ -58,48 +55,48 @@ def quantize(
     data: StrPath | None = None,
     metric: str | None = None,
     max_drop: float | None = None,
-    min_sqnr_db: float | None = None,
     other_nodes: str = "fp32",
-    calibrator: str | None = None,
-    smoothquant: bool = False,
     runtime: str | None = None,
     profile: str | None = None,
-    budget_s: float = 600.0,
     force: bool = False,
     on_progress: Progress = no_progress,
 ) -> Made:
-    """Put `to` ("fp16", "bf16", "int8", "fp8", "int8-weight-only", ... or "auto") into the graph.
+    """Put precision `to` into the graph, and evaluate the result.
 
-    `calib`: inputs, an .npz or a folder; needed for int8, fp8 and auto, and used by fp16's range
-    guard. `data`: labelled inputs; then the upper end of the 95 % interval of the drop in `metric`
-    ("top1" where None, "perplexity" or `pkg.mod:callable`) must stay within `max_drop` (a fraction:
-    0.01, the default, is one percentage point). Without labels a `metric` is BadInput, every output
-    must keep a signal-to-noise ratio of `min_sqnr_db` (15 where None), and with `max_drop` the
-    share of samples whose answer changes is bounded too. `other_nodes`: the precision of the nodes
-    around int8, fp8 or stored weights, "fp32" or "fp16". `calibrator`: "auto", which None means,
-    "mixed", "percentile", "mse", "entropy" or "minmax". `smoothquant`: move outliers of LayerNorms
-    into the weights before int8 or fp8. `runtime`: what will run the file,
-    "tensorrt" or "onnxruntime", which need INT8's Q/DQ pairs at different places; None takes the
-    profile's, or TensorRT. `profile`: the target; its precisions are checked and `auto` predicts
-    costs for it. `budget_s`: seconds that `auto` may take, calibration included. `force`: replace a
-    file that deploykit did not write. Raises GateFailed; the file is then kept as
-    NAME.rejected.onnx.
+    Args:
+        model: the float32 graph.
+        to: "fp16", "bf16", "int8", "fp8", "int8-weight-only", ... or "auto", which searches for the
+            fastest that keeps the accuracy, for at most 10 minutes.
+        out: the file to write [next to the model].
+        calib: inputs, an .npz or a folder; needed for int8, fp8 and auto, and used by fp16's range
+            guard. Calibrator and SmoothQuant are chosen by what they lose on these inputs.
+        data: labelled inputs. Without labels every output must keep a signal-to-noise ratio of
+            15 dB, and with `max_drop` the share of samples whose answer changes is bounded too.
+        metric: "top1" where None, "perplexity" or `pkg.mod:callable`; BadInput without labels.
+        max_drop: bound for the upper end of the 95 % interval of the drop in `metric`, a fraction:
+            0.01, the default, is one percentage point.
+        other_nodes: the precision of the nodes around int8, fp8 or stored weights: "fp32", "fp16".
+        runtime: what will run the file, "tensorrt" or "onnxruntime", which need INT8's Q/DQ pairs
+            at different places; None takes the profile's, or TensorRT.
+        profile: the target; its precisions are checked, and `auto` predicts costs for it.
+        force: replace a file that deploykit did not write.
+        on_progress: called with the step, and the share done.
+
+    Raises:
+        GateFailed: the accuracy is too low; the file is then kept as NAME.rejected.onnx.
     """
     source = Artefact.open(model)
     target = load_profile(profile) if profile is not None else None
+    own = BY_NAME[to].runtime if to in BY_NAME else ""
     request = QuantizeRequest(
         to=to,
         other_nodes=other_nodes,
-        runtime=runtime or (target.runtime if target else _default_runtime(to)),
+        runtime=runtime or (target.runtime if target else own or "tensorrt"),
         target=target,
         calib=Path(calib) if calib else None,
         data=Path(data) if data else None,
         metric=metric,
         max_drop=max_drop,
-        min_sqnr_db=min_sqnr_db,
-        calibrator=calibrator,
-        smoothquant=smoothquant,
-        budget_s=budget_s,
     )
     check_quantize_options(request)
     read = (calib, data, *named_files(metric, profile))
@@ -109,25 +106,61 @@ def quantize(
         return keep_if_passed(tmp, write_quantized(job, tmp, place, on_progress), to)
 
 
-def _default_runtime(to: str) -> str:
-    return (BY_NAME[to].runtime if to in BY_NAME else "") or "tensorrt"
+def check_quantize_options(request: QuantizeRequest) -> None:
+    """Raise BadInput for options that contradict each other, before any work."""
+    to, other, runtime, target = request.to, request.other_nodes, request.runtime, request.target
+    for name, value, known in (
+        ("to", to, TARGETS),
+        ("other_nodes", other, OTHER_NODES),
+        ("runtime", runtime, TARGET_RUNTIMES),
+    ):
+        if value not in known:
+            raise BadInput(f"`{name}` '{value}' is unknown", hint="one of: " + ", ".join(known))
+    if other != "fp32" and (to == "auto" or BY_NAME[to].writer == CAST or RUNTIMES[runtime].on_cpu):
+        raise BadInput(
+            f"`other_nodes` {other}: goes with int8, fp8 and weight-only precisions for GPUs, "
+            f"not with {to} for {runtime}"
+        )
+    if request.max_drop is not None and not 0 < request.max_drop <= 1:
+        raise BadInput(f"`max_drop` must be a fraction above 0, at most 1, got {request.max_drop}")
+    if to in (*CALIBRATED, "auto") and request.calib is None:
+        raise BadInput(
+            f"`calib` is missing: {to} needs calibration data",
+            hint="an .npz of the inputs or a folder, some 100 samples",
+        )
+    if to == "auto":
+        return
+    only, computes_in = BY_NAME[to].runtime, hardware(to)
+    if only and runtime != only:
+        raise BadInput(f"`to` {to} runs only on {only}, not on {runtime}", hint=f"`runtime` {only}")
+    if target and computes_in in HARDWARE and computes_in not in target.precisions:
+        raise BadInput(
+            f"`profile` {target.name} does not run {to}",
+            hint="it runs: " + ", ".join(target.precisions),
+        )
+
+
+def write_graph(job: Job, tmp: Path, name: str, on_progress: Progress) -> tuple[Graph, Evidence]:
+    """Write the graph in the requested precision to `tmp`; return it with its evidence.
+
+    Only `auto` has evaluated it by then. `name`: of the file to be, for tables and errors.
+    """
+    to = job.request.to
+    if to == "auto":
+        from deploykit.quantization.search import search_precision
+
+        return search_precision(job, tmp, name, on_progress)
+    if to in CALIBRATED:
+        on_progress("choosing the calibrator", 0.2)
+    scales = job.scales_for(to, tmp.parent)
+    on_progress(f"converting to {to}", 0.3)
+    converted, notes = job.convert(scales, to, job.request.other_nodes)
+    return converted.save(tmp), job.evidence(scales, notes)
 
 
 def write_quantized(job: Job, tmp: Path, place: Path, on_progress: Progress) -> Made:
     """Write the graph in the requested precision to `tmp`, with the manifest it has at `place`."""
     graph, evidence = write_graph(job, tmp, place.name, on_progress)
-    _check_lowered(job, graph, evidence)
-    on_progress("measuring accuracy", 0.5)
-    with open_both(job, graph) as (reference, candidate):
-        found = evidence.accuracy or evaluate_engines(job, reference, candidate, place.name)
-        samples = golden_samples(job, tmp, reference, candidate)
-    notes = (*evidence.notes, *accuracy_notes(job, found))
-    evidence = replace(evidence, parity=found.parity, accuracy=found, golden=samples, notes=notes)
-    return Made(place, _manifest(job, graph, evidence), notes)
-
-
-def _check_lowered(job: Job, graph: Graph, evidence: Evidence) -> None:
-    """Raise BadInput where no node computes in the half precision that was asked for."""
     to = BY_NAME.get(job.request.to)
     if to is not None and to.writer == CAST and to.dtype not in graph.precision:
         raise BadInput(
@@ -137,6 +170,26 @@ def _check_lowered(job: Job, graph: Graph, evidence: Evidence) -> None:
                 "8-bit nodes, bodies of If and Loop and index arithmetic stay as they are",
             ),
         )
+    on_progress("measuring accuracy", 0.5)
+    with open_both(job, graph) as (reference, candidate):
+        found = evidence.accuracy or evaluate_engines(job, reference, candidate, place.name)
+        samples = golden_samples(job, tmp, reference, candidate)
+    notes = (*evidence.notes, *accuracy_notes(job, found))
+    evidence = replace(evidence, parity=found.parity, accuracy=found, golden=samples, notes=notes)
+    data = job.request.data
+    hashes = (
+        job.model.sha256,
+        evidence.calibration.data_sha256 if evidence.calibration else "",
+        sha256(data) if data and data.is_file() else "",
+    )
+    manifest = onnx_manifest(
+        graph,
+        tuple(filter(None, hashes)),
+        tools=("onnx", "onnxruntime"),
+        evidence=evidence,
+        task=carry_task(job.model, graph.path),
+    )
+    return Made(place, manifest, notes)
 
 
 def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
@@ -151,58 +204,3 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
         + ("" if to == "auto" else "; precision 'auto' keeps the most sensitive nodes in float32"),
         result=made,
     )
-
-
-def check_quantize_options(request: QuantizeRequest) -> None:
-    """Raise BadInput for options that contradict each other, before any work."""
-
-    check_seconds(request.budget_s)
-    to, other, runtime, target = request.to, request.other_nodes, request.runtime, request.target
-    for name, value, known in (
-        ("to", to, TARGETS),
-        ("other_nodes", other, OTHER_NODES),
-        ("runtime", runtime, TARGET_RUNTIMES),
-    ):
-        if value not in known:
-            raise BadInput(f"`{name}` '{value}' is unknown", hint="one of: " + ", ".join(known))
-    around = to != "auto" and BY_NAME[to].writer != CAST and not RUNTIMES[runtime].on_cpu
-    if other != "fp32" and not around:
-        raise BadInput(
-            f"`other_nodes` {other}: goes with int8, fp8 and weight-only precisions for GPUs, "
-            f"not with {to} for {runtime}"
-        )
-    if request.smoothquant and to not in (*CALIBRATED, "auto"):
-        raise BadInput(f"`smoothquant` goes with {', '.join(CALIBRATED)} and auto, not with {to}")
-    if request.max_drop is not None and not 0 < request.max_drop <= 1:
-        raise BadInput(f"`max_drop` must be a fraction above 0, at most 1, got {request.max_drop}")
-    if to in (*CALIBRATED, "auto") and request.calib is None:
-        raise BadInput(
-            f"`calib` is missing: {to} needs calibration data",
-            hint="an .npz of the inputs or a folder, some 100 samples",
-        )
-    only = "" if to == "auto" else BY_NAME[to].runtime
-    if only and runtime != only:
-        raise BadInput(f"`to` {to} runs only on {only}, not on {runtime}", hint=f"`runtime` {only}")
-    if (
-        target
-        and to != "auto"
-        and hardware(to) in HARDWARE
-        and hardware(to) not in target.precisions
-    ):
-        raise BadInput(
-            f"`profile` {target.name} does not run {to}",
-            hint="it runs: " + ", ".join(target.precisions),
-        )
-
-
-def _manifest(job: Job, graph: Graph, evidence: Evidence) -> Manifest:
-    """Of the graph at its own path, where the tokenizer of its task goes next to it."""
-    data = job.request.data
-    hashes = (
-        job.model.sha256,
-        evidence.calibration.data_sha256 if evidence.calibration else "",
-        sha256(data) if data and data.is_file() else "",
-    )
-    sources = tuple(filter(None, hashes))
-    tools, task = ("onnx", "onnxruntime"), carry_task(job.model, graph.path)
-    return onnx_manifest(graph, sources, tools=tools, evidence=evidence, task=task)

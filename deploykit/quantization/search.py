@@ -1,4 +1,4 @@
-"""Search for the cheapest precision that keeps the accuracy: the logic of precision "auto".
+"""Precision "auto": search for the cheapest precision that keeps the accuracy.
 
 1. Each level as it is, until one passes: from here on there is something to keep.
 2. A wider one is kept where the passing one is not 5 % cheaper: "FP16 is not worth it here".
@@ -12,97 +12,36 @@ Float32 always passes: `best` is None where it is what remains.
 
 from __future__ import annotations
 
-import itertools
 import math
+import statistics
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from deploykit.core.errors import BadInput, Unsupported
-from deploykit.core.evidence import SearchStep
-
-# The seconds that `--to auto` may take: no step begins that would end after them.
-
-
-class OutOfTime(BadInput):
-    """What is left of the budget does not do for the next step."""
-
-
-@dataclass(frozen=True)
-class Budget:
-    """`seconds` on `clock`, from `began` on. Raises BadInput where they are not above 0."""
-
-    began: float
-    seconds: float
-    clock: Callable[[], float] = time.monotonic
-
-    def __post_init__(self) -> None:
-        check_seconds(self.seconds)
-
-    @property
-    def end(self) -> float:
-        return self.began + self.seconds
-
-    def check(self, needed_s: float = 0.0) -> None:
-        """Raise OutOfTime where `needed_s` more would end after the budget, or it has ended."""
-        now = self.clock()
-        if now >= self.end or now + needed_s > self.end:
-            raise OutOfTime(
-                f"`budget_s` {self.seconds:g}: too short to try one candidate, "
-                f"after {now - self.began:.3g} s of preparing",
-                hint="give more seconds (600 is the default) or fewer samples, or name a precision",
-            )
-
-    def pace(self, share: float) -> Pace:
-        """For steps that may take this share of what is left."""
-        now = self.clock()
-        return Pace(now + share * max(self.end - now, 0.0), self.clock)
-
-    def steps(self) -> Callable[[int], None]:
-        """To call before each of equal steps, with how many are left; raises OutOfTime.
-
-        They are expected to take as long as the shortest so far.
-        """
-        began: list[float] = []  # one for each step
-
-        def check(left: int) -> None:
-            began.append(self.clock())
-            took_s = (later - earlier for earlier, later in itertools.pairwise(began))
-            self.check(left * min(took_s, default=0.0))
-
-        return check
-
-
-def check_seconds(seconds: float) -> None:
-    """Raise BadInput for a budget that is not above 0."""
-    if not seconds > 0:
-        raise BadInput(f"`budget_s` must be above 0 seconds, got {seconds}")
-
-
-class Pace:
-    """Whether one more step would end after `until`, if it took as long as the longest so far."""
-
-    def __init__(self, until: float, clock: Callable[[], float]) -> None:
-        self.until, self.clock = until, clock
-        self.last = clock()
-        self.longest_s = 0.0
-
-    def out_of_time(self) -> bool:
-        """Ask before each step."""
-        now = self.clock()
-        self.longest_s, self.last = max(self.longest_s, now - self.last), now
-        return now + self.longest_s > self.until or now >= self.until
-
+from deploykit.core.evidence import Evaluation, Evidence, SearchRecord, SearchStep
+from deploykit.core.precision import DYNAMIC, PAIRS, auto_levels
+from deploykit.core.profile import load_profile, precisions_everywhere
+from deploykit.core.runtime import RUNTIMES
+from deploykit.engines.engine import load
+from deploykit.evaluation.artefacts import Progress
+from deploykit.evaluation.parity import axis_sizes
+from deploykit.evaluation.simulate import open_graph
+from deploykit.graph import cost, storage
+from deploykit.graph.cost import Ceilings, NodeCost
+from deploykit.graph.graph import Graph
+from deploykit.quantization import dynamic, qdq
+from deploykit.quantization.job import Job, evaluate_engines, open_both
+from deploykit.quantization.scales import Budget, Pace, Scales, noise_share
 
 LEAST_GAIN = 0.05  # predictions and measurements are no finer, and a wider type is safer
-
-OUT_OF_TIME = "time budget"
-INTERRUPTED = "interrupted"
-
-Model = TypeVar("Model")
+OUT_OF_TIME, INTERRUPTED = "time budget", "interrupted"
 
 
 @dataclass(frozen=True)
@@ -115,7 +54,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Level(Generic[Model]):
+class Level:
     """A precision to try.
 
     `nodes`: names of those that can be kept in float32, in graph order. `make`: a model in which
@@ -128,88 +67,87 @@ class Level(Generic[Model]):
     precision: str
     bits: int
     nodes: tuple[str, ...]
-    make: Callable[[frozenset[str]], Model]
-    cost_s: Callable[[Model], float]
+    make: Callable[[frozenset[str]], Any]
+    cost_s: Callable[[Any], float]
     sensitivity: Callable[[str], float]
     saving_s: Callable[[str], float]
 
 
 @dataclass(frozen=True)
-class Found(Generic[Model]):
-    """A model that passed."""
+class Outcome:
+    """The end of a search: the model that is kept, and its step. None: keep float32.
 
-    precision: str
-    model: Model
-    float32_nodes: tuple[str, ...]
-    verdict: Verdict
-    cost_s: float
-
-
-@dataclass(frozen=True)
-class Outcome(Generic[Model]):
-    """The end of a search. `best` None: keep float32. `notes`: verdicts as text.
-
-    `stopped`: "" if the search came to its end, else "time budget" or "interrupted"; `best` is
-    then the cheapest model that had passed.
+    `record.stopped`: "" if the search came to its end, else "time budget" or "interrupted"; `best`
+    is then the cheapest model that had passed.
     """
 
-    best: Found[Model] | None
-    steps: tuple[SearchStep, ...]
-    notes: tuple[str, ...]
-    stopped: str
-
-    @property
-    def interrupted(self) -> bool:
-        return self.stopped == INTERRUPTED
-
-    @property
-    def why(self) -> str:
-        """The result in one sentence."""
-        kept = "float32 stays: no narrower precision passed"
-        if self.best is not None:
-            count = len(self.best.float32_nodes)
-            nodes = f", {_count(count)} kept in float32" if count else ""
-            kept = f"{self.best.precision.upper()}{nodes}: {self.best.verdict.why}"
-        elif any(step.passed for step in self.steps):
-            kept = "float32 stays: what passed is not worth it"
-        elif self.stopped:
-            kept = "float32 stays: no narrower precision had passed"
-        reason = {OUT_OF_TIME: "the time budget ran out", INTERRUPTED: "interrupted"}
-        return f"{kept} ({reason[self.stopped]})" if self.stopped else kept
+    best: SearchStep | None
+    model: Any
+    record: SearchRecord
 
 
 def search(
-    levels: Sequence[Level[Model]],
-    evaluate: Callable[[Model], Verdict],
+    levels: Sequence[Level],
+    evaluate: Callable[[Any], Verdict],
     *,
     float32_cost_s: float = math.inf,
     budget: Budget,
-    on_step: Callable[[SearchStep], object] | None = None,
-) -> Outcome[Model]:
-    """The cheapest model that passes; see the head of this file for the order of work.
+    on_step: Callable[[SearchStep], object] = lambda _: None,
+) -> Outcome:
+    """Find the cheapest model that passes; see the head of this file for the order of work.
 
-    `levels`: narrowest first, float32 not among them. `budget`: no candidate begins that would end
-    after it, if it took as long as the longest before it, and at most half of what is left goes
-    into ranking; a callback gives up a candidate by OutOfTime. Ctrl-C (KeyboardInterrupt out of any
-    callback) ends the search, too. Either keeps the best so far. Raises OutOfTime where no
-    candidate came to its end; other errors of the callbacks pass through.
+    Args:
+        levels: narrowest first, float32 not among them.
+        evaluate: decides on a model of a level.
+        float32_cost_s: of the model as it is.
+        budget: after the first candidate none begins that would end after it, if it took as long as
+            the longest before, and at most half of what is left goes into ranking.
+        on_step: called after each evaluation. Ctrl-C (KeyboardInterrupt out of any callback) ends
+            the search and keeps the best so far; other errors pass through.
     """
-    run = _Run(evaluate, float32_cost_s, budget, on_step)
-    stopped = ""
+    run, stopped = _Run(evaluate, float32_cost_s, budget, on_step), ""
     try:
         run.search(levels)
-    except OutOfTime:
-        if not run.steps:
-            raise
+    except _OutOfTimeError:
         stopped = OUT_OF_TIME
-        run.note_left_out(levels)
+        tried = {step.precision for step in run.steps}
+        missing = [level.precision for level in levels if level.precision not in tried]
+        if missing:
+            run.notes.append(f"not tried, for lack of time: {', '.join(missing)}")
     except KeyboardInterrupt:
         stopped = INTERRUPTED
-    return Outcome(run.best, tuple(run.steps), tuple(run.notes), stopped)
+    best = run.best
+    record = SearchRecord(
+        passed=best is not None,
+        why=_sentence(best, run.steps, stopped),
+        precision=best.precision if best else "float32",
+        float32_nodes=best.float32_nodes if best else (),
+        cost_s=best.cost_s if best else None,
+        drop=best.drop if best else None,
+        stopped=stopped,
+        notes=tuple(run.notes),
+        steps=tuple(run.steps),
+    )
+    return Outcome(best, run.model, record)
+
+
+def _sentence(best: SearchStep | None, steps: Sequence[SearchStep], stopped: str) -> str:
+    """Return the result in one sentence."""
+    kept = "float32 stays: no narrower precision passed"
+    if best is not None:
+        count = len(best.float32_nodes)
+        nodes = f", {_count(count)} kept in float32" if count else ""
+        kept = f"{best.precision.upper()}{nodes}: {best.why}"
+    elif any(step.passed for step in steps):
+        kept = "float32 stays: what passed is not worth it"
+    elif stopped:
+        kept = "float32 stays: no narrower precision had passed"
+    reason = {OUT_OF_TIME: "the time budget ran out", INTERRUPTED: "interrupted"}
+    return f"{kept} ({reason[stopped]})" if stopped else kept
 
 
 def not_worth(narrow: str, narrow_s: float, wider: str, wider_s: float) -> str:
-    """Why `narrow` is not worth it where `wider` passes too; "" if it saves LEAST_GAIN."""
+    """Say why `narrow` is not worth it where `wider` passes too; "" if it saves LEAST_GAIN."""
     figures = _comparison(narrow_s, wider, wider_s)
     return f"{narrow.upper()} is not worth it here: {figures}" if figures else ""
 
@@ -217,7 +155,7 @@ def not_worth(narrow: str, narrow_s: float, wider: str, wider_s: float) -> str:
 def rank(
     nodes: Sequence[str], sensitivity: Mapping[str, float], saving_s: Callable[[str], float]
 ) -> list[str]:
-    """Nodes by sensitivity per second saved, most first; those never measured come last.
+    """Sort nodes by sensitivity per second saved, most first; those never measured come last.
 
     First come nodes that cost accuracy and save nothing, or whose sensitivity is infinite or NaN.
     """
@@ -235,67 +173,35 @@ def rank(
     return sorted(nodes, key=lambda name: -price(name))
 
 
-def sensitivities(
-    nodes: Sequence[str], sensitivity: Callable[[str], float], out_of_time: Callable[[], bool]
-) -> dict[str, float]:
-    """`sensitivity` of one node after the other, of as many as there is time for."""
-    found: dict[str, float] = {}
-    for name in nodes:
-        if out_of_time():
-            break
-        found[name] = sensitivity(name)
-    return found
+class _OutOfTimeError(Exception):
+    """One more candidate would end after the budget."""
 
 
-def noise_share(wanted: Sequence[np.ndarray], got: Sequence[np.ndarray]) -> float:
-    """Sensitivity seen at the outputs: noise energy by signal energy, added up over the outputs.
-
-    Places that are not finite in `wanted` are left out; a value that is not where `wanted` is
-    finite makes it infinite. For an integer output: the share that differs. Of another shape: 1.
-    """
-    total = 0.0
-    for a, b in zip(wanted, got, strict=True):
-        if a.shape != b.shape:  # a size that depends on the values, such as the number of boxes
-            total += 1.0
-            continue
-        if a.dtype.kind in "biuO":
-            total += float(np.mean(a != b)) if a.size else 0.0
-            continue
-        there = np.isfinite(a)
-        x, y = a[there].astype(np.float64), b[there].astype(np.float64)
-        if not np.isfinite(y).all():
-            return math.inf
-        signal, noise = float(np.sum(x**2)), float(np.sum((x - y) ** 2))
-        total += noise / signal if signal > 0 else (math.inf if noise > 0 else 0.0)
-    return total
-
-
-class _Run(Generic[Model]):
+class _Run:
     """The state of one search: what was tried, and the best so far."""
 
     def __init__(
         self,
-        evaluate: Callable[[Model], Verdict],
+        evaluate: Callable[[Any], Verdict],
         float32_cost_s: float,
         budget: Budget,
-        on_step: Callable[[SearchStep], object] | None,
+        on_step: Callable[[SearchStep], object],
     ) -> None:
         self.evaluate = evaluate
         self.float32_cost_s = float32_cost_s
         self.budget = budget
-        self.clock = budget.clock
         self.on_step = on_step
-        self.best: Found[Model] | None = None
+        self.best: SearchStep | None = None
+        self.model: Any = None
         self.steps: list[SearchStep] = []
         self.notes: list[str] = []
-        self.candidate_began = self.clock()
+        self.candidate_began = budget.clock()
         self.longest_s = 0.0  # of a candidate
 
-    def search(self, levels: Sequence[Level[Model]]) -> None:
-        failed: list[tuple[Level[Model], float]] = []
+    def search(self, levels: Sequence[Level]) -> None:
+        failed: list[tuple[Level, float]] = []
         for place, level in enumerate(levels):
-            self._check_time()
-            cost_s = self._plain(level)
+            cost_s, _ = self._try(level)
             if self.best is not None:
                 self._prefer_wider(level.bits, levels[place + 1 :])
                 break
@@ -303,44 +209,29 @@ class _Run(Generic[Model]):
         for level, cost_s in reversed(failed):  # each has to beat the wider one before it
             self._repair(level, cost_s)
 
-    def _plain(self, level: Level[Model]) -> float:
-        """Try it with no node in float32; returns its cost, infinite if it cannot be made."""
-        model = self._make(level, ())
-        if model is None:
-            return math.inf
-        cost_s = level.cost_s(model)
-        self._passes(level, model, (), cost_s)
-        return cost_s
-
-    def _prefer_wider(self, bits: int, levels: Sequence[Level[Model]]) -> None:
+    def _prefer_wider(self, bits: int, levels: Sequence[Level]) -> None:
         """Give up what passed, of `bits`, for something wider that passes at about that cost."""
         for level in levels:
-            if level.bits <= bits:
-                continue
-            self._check_time()
-            model = self._make(level, ())
-            if model is None or self.best is None:
-                continue
-            cost_s = level.cost_s(model)
-            note = not_worth(self.best.precision, self.best.cost_s, level.precision, cost_s)
-            if note and self._passes(level, model, (), cost_s):
-                self.notes.append(note)
-                bits = level.bits
+            if level.bits > bits and self.best is not None:
+                name, narrow_s = self.best.precision, self.best.cost_s
+                cost_s, passed = self._try(level, worth=partial(_close, narrow_s))
+                if passed:
+                    self.notes.append(not_worth(name, narrow_s, level.precision, cost_s))
+                    bits = level.bits
         if self.best is not None:
-            kept = self.best.precision, self.best.cost_s
-            note = not_worth(*kept, "float32", self.float32_cost_s)
+            note = not_worth(self.best.precision, self.best.cost_s, "float32", self.float32_cost_s)
             if note:
                 self.notes.append(note)
                 self.best = None
 
-    def _repair(self, level: Level[Model], plain_s: float) -> None:
+    def _repair(self, level: Level, plain_s: float) -> None:
         """Keep as few nodes in float32 as it passes with, if it is then still worth it."""
-        name, rival, rival_s = level.precision, "float32", self.float32_cost_s
+        rival, rival_s = "float32", self.float32_cost_s
         if self.best is not None:
             rival, rival_s = self.best.precision, self.best.cost_s
         if not level.nodes or plain_s == math.inf:
             return
-        note = not_worth(name, plain_s, rival, rival_s)
+        note = not_worth(level.precision, plain_s, rival, rival_s)
         if note:  # and float32 nodes only add to its cost
             self.notes.append(note)
             return
@@ -350,15 +241,11 @@ class _Run(Generic[Model]):
         dear, found = "", False
         while upper - failed > 1:
             count = (failed + upper) // 2 if bounded else min(max(2 * failed, 1), upper - 1)
-            self._check_time()
-            kept = tuple(order[:count])
-            model = self._make(level, kept)
-            if model is None:
+            cost_s, passed = self._try(level, order[:count], lambda s: _gains(s, rival_s))
+            if cost_s == math.inf:
                 return
-            cost_s = level.cost_s(model)
-            too_dear = _comparison(cost_s, rival, rival_s)
-            passed = not too_dear and self._passes(level, model, kept, cost_s)
             found |= passed
+            too_dear = _comparison(cost_s, rival, rival_s)
             if passed or too_dear:
                 upper, bounded, dear = count, True, too_dear
             else:
@@ -366,78 +253,297 @@ class _Run(Generic[Model]):
         if not found:
             end = f"; with {upper} it is not worth it: {dear}" if dear else ""
             tried = f"{failed} of {_count(len(order))} kept in float32"
-            self.notes.append(f"{name.upper()} fails with {tried}{end}")
+            self.notes.append(f"{level.precision.upper()} fails with {tried}{end}")
 
-    def _order(self, level: Level[Model]) -> list[str]:
+    def _order(self, level: Level) -> list[str]:
         """The nodes, worst first; what half of the time left cannot rank comes last."""
-        now = self.clock()
-        until = min(now + (self.budget.end - now) / 2, self.budget.end - self.longest_s)
-        pace = Pace(until, self.clock)
-        sensitivity = sensitivities(level.nodes, level.sensitivity, pace.out_of_time)
-        missing = len(level.nodes) - len(sensitivity)
-        if missing:
-            self.notes.append(
-                f"{level.precision.upper()}: there was no time to rank {_count(missing)}"
-            )
+        now, end = self.budget.clock(), self.budget.end
+        pace = Pace(min(now + (end - now) / 2, end - self.longest_s), self.budget.clock)
+        sensitivity: dict[str, float] = {}
+        for name in level.nodes:
+            if pace.out_of_time():
+                missing = len(level.nodes) - len(sensitivity)
+                self.notes.append(
+                    f"{level.precision.upper()}: there was no time to rank {_count(missing)}"
+                )
+                break
+            sensitivity[name] = level.sensitivity(name)
         return rank(level.nodes, sensitivity, level.saving_s)
 
-    def _make(self, level: Level[Model], kept: tuple[str, ...]) -> Model | None:
-        try:
-            return level.make(frozenset(kept))
-        except (BadInput, Unsupported) as exc:
-            if isinstance(exc, OutOfTime):
-                raise
-            self._note_step(level, kept, Verdict(False, math.inf, exc.message), math.inf)
-            return None
+    def _try(
+        self,
+        level: Level,
+        kept: Sequence[str] = (),
+        worth: Callable[[float], bool] = lambda _: True,
+    ) -> tuple[float, bool]:
+        """Make a candidate, and evaluate it where `worth` says so of its cost.
 
-    def _passes(
-        self, level: Level[Model], model: Model, kept: tuple[str, ...], cost_s: float
-    ) -> bool:
-        """Evaluate it. What passes is the best at once: Ctrl-C may come at any time."""
+        Return its cost, infinite if it cannot be made, and whether it passed. What passes is the
+        best at once: Ctrl-C may come at any time.
+        """
+        self._check_time()
+        try:
+            model = level.make(frozenset(kept))
+        except (BadInput, Unsupported) as exc:
+            self._note_step(level, kept, Verdict(False, math.inf, exc.message), math.inf)
+            return math.inf, False
+        cost_s = level.cost_s(model)
+        if not worth(cost_s):
+            return cost_s, False
         verdict = self.evaluate(model)
         if verdict.passed:
-            self.best = Found(level.precision, model, kept, verdict, cost_s)
+            self.model = model
         self._note_step(level, kept, verdict, cost_s)
-        return verdict.passed
+        return cost_s, verdict.passed
 
     def _note_step(
-        self, level: Level[Model], kept: tuple[str, ...], verdict: Verdict, cost_s: float
+        self, level: Level, kept: Sequence[str], verdict: Verdict, cost_s: float
     ) -> None:
-        now = self.clock()
+        now = self.budget.clock()
         self.longest_s = max(self.longest_s, now - self.candidate_began)
-        elapsed_s = now - self.budget.began
-        passed, drop, why = verdict.passed, verdict.drop, verdict.why
-        step = SearchStep(level.precision, kept, passed, drop, why, cost_s, elapsed_s)
+        step = SearchStep(
+            level.precision,
+            tuple(kept),
+            verdict.passed,
+            verdict.drop,
+            verdict.why,
+            cost_s,
+            elapsed_s=now - self.budget.began,
+        )
         self.steps.append(step)
-        if self.on_step is not None:
-            self.on_step(step)
+        if verdict.passed:
+            self.best = step
+        self.on_step(step)
 
     def _check_time(self) -> None:
-        self.candidate_began = self.clock()
-        self.budget.check(self.longest_s)
+        self.candidate_began = self.budget.clock()
+        if self.steps and self.candidate_began + self.longest_s > self.budget.end:
+            raise _OutOfTimeError
 
-    def note_left_out(self, levels: Sequence[Level[Model]]) -> None:
-        """What there was no time for."""
-        tried = {step.precision for step in self.steps}
-        missing = [level.precision for level in levels if level.precision not in tried]
-        if missing:
-            self.notes.append(f"not tried, for lack of time: {', '.join(missing)}")
+
+def _gains(narrow_s: float, wider_s: float) -> bool:
+    """Whether `narrow_s` is LEAST_GAIN or more below `wider_s`."""
+    return narrow_s <= (1 - LEAST_GAIN) * wider_s
+
+
+def _close(narrow_s: float, wider_s: float) -> bool:
+    return not _gains(narrow_s, wider_s)
 
 
 def _comparison(narrow_s: float, wider: str, wider_s: float) -> str:
-    """The figures that speak against `narrow_s`; "" if it is LEAST_GAIN or more below `wider_s`."""
-    if narrow_s <= (1 - LEAST_GAIN) * wider_s:
+    """Give the figures that speak against `narrow_s`; "" if it gains."""
+    if _gains(narrow_s, wider_s):
         return ""
-    figures = f"{_ms(narrow_s)} against {_ms(wider_s)} in {wider.upper()}"
+    figures = f"{narrow_s * 1e3:.3g} ms against {wider_s * 1e3:.3g} ms in {wider.upper()}"
     if wider_s > 0:  # else it computes nothing
         share = narrow_s / wider_s - 1
         figures += f", {abs(share):.1%} {'more' if share > 0 else 'less'}"
     return f"{figures}; {LEAST_GAIN:.0%} less is asked for"
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
-
-
 def _count(nodes: int) -> str:
     return f"{nodes} node" if nodes == 1 else f"{nodes} nodes"
+
+
+# The candidates of one search: each is written, costed and evaluated.
+
+GENERIC_PROFILE = "l4"  # predicts the costs where no profile is named
+COST_BATCH = 8
+_SENSITIVITY_SAMPLES = 16
+_RUNS = 7  # the median is the cost, where it is measured
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A graph in one precision, on disk: large models would not fit into memory several times."""
+
+    graph: Graph
+    cost_s: float
+    notes: tuple[str, ...]
+
+
+def search_precision(
+    job: Job, out: Path, name: str, on_progress: Progress
+) -> tuple[Graph, Evidence]:
+    """Write the cheapest graph that passes to `out`, the model itself where float32 stays.
+
+    For ONNX Runtime a cost is measured on this machine's CPU, for TensorRT it is predicted from the
+    peaks of the target. `name`: of the file to be, for tables and errors.
+    """
+    budget = job.budget or Budget(time.monotonic())
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".auto.") as folder:
+        candidates = _Candidates(job, Path(folder), name)
+        on_progress(candidates.cost_note, 0.0)
+
+        def report(step: SearchStep) -> None:
+            count, result = len(step.float32_nodes), "passes" if step.passed else "fails"
+            kept = f", {count} nodes kept in float32" if count else ""
+            share = min((budget.clock() - budget.began) / budget.seconds, 1.0)
+            on_progress(f"{step.precision}{kept} {result}: {step.why}", share)
+
+        outcome = search(
+            candidates.levels(),
+            candidates.evaluate,
+            float32_cost_s=candidates.cost_s(job.source),
+            budget=budget,
+            on_step=report,
+        )
+        record = outcome.record
+        notes = [record.why, *record.notes, candidates.cost_note]
+        notes += [note for scales in candidates.scales.values() for note in scales.notes]
+        if outcome.best is None:
+            return job.source.save(out), job.evidence(job.scales, notes, search=record)
+        if record.float32_nodes:
+            notes.append(f"kept in float32 by the search: {', '.join(record.float32_nodes)}")
+        best: _Candidate = outcome.model
+        path, scales = best.graph.path, candidates.scales_for(record.precision)
+        data = path.with_name(f"{path.name}.data")
+        if data.exists():
+            storage.point_to(path, f"{out.name}.data")
+            data.replace(out.with_name(f"{out.name}.data"))
+        path.replace(out)
+        notes += best.notes
+        return Graph.open(out), job.evidence(scales, notes, candidates.passed[path], record)
+
+
+class _Candidates:
+    """Writes, costs and evaluates the candidates of one search."""
+
+    def __init__(self, job: Job, folder: Path, name: str) -> None:
+        if job.calib is None:
+            raise BadInput("precision auto needs calibration data: `calib`")
+        self.job, self.folder, self.calib = job, folder, job.calib
+        self.runtime = job.request.runtime
+        self.measured = RUNTIMES[self.runtime].on_cpu
+        self.target = job.request.target or load_profile(GENERIC_PROFILE)
+        self.ceilings = Ceilings(
+            self.target.peak_ops_per_s, self.target.bandwidth_bytes_per_s or 0.0
+        )
+        self.offered: Collection[str] = self.target.precisions
+        self.sizes = axis_sizes(self.calib, job.source.inputs, COST_BATCH)
+        batch = f"batch {COST_BATCH}"
+        self.cost_note = f"costs are predicted for {self.target.name}, {batch}"
+        if self.measured:
+            self.cost_note = f"costs are measured on this machine, {batch}"
+        elif job.request.target is None:
+            self.offered = precisions_everywhere(self.runtime)
+            self.cost_note = (
+                f"no `profile` was named: tried what every target runs ({', '.join(self.offered)})"
+                f", and {self.cost_note}"
+            )
+        self.name = name
+        self.passed: dict[Path, Evaluation] = {}
+        self.written = 0
+        self.scales: dict[str, Scales] = {}  # by precision: its calibrator is chosen once
+        self.reference: list[np.ndarray] = []  # outputs for the samples of `_outputs`
+
+    def levels(self) -> list[Level]:
+        """Precisions to try, fewest bits first."""
+        source = self.job.source
+        computing = tuple(cost.name for cost in self._costs(source) if cost.flops)
+        levels = []
+        for precision, other in auto_levels(self.runtime, self.offered):
+            name = precision.name if other == "fp32" else f"{precision.name}+{other}"
+            nodes = computing
+            if precision.writer == PAIRS:
+                nodes = qdq.quantizable(source, self.runtime, precision.name)
+            elif precision.writer == DYNAMIC:
+                nodes = dynamic.quantizable(source)
+                if not nodes:
+                    continue
+            levels.append(self._level(name, precision.bits, nodes))
+        return levels
+
+    def _level(self, precision: str, bits: int, nodes: tuple[str, ...]) -> Level:
+        every = frozenset(nodes)
+
+        def sensitivity(name: str) -> float:
+            self.reference = self.reference or self._outputs(self.job.source)
+            alone, _ = self._convert(precision, every - {name})
+            part = alone.save(self.folder / "part.onnx", temporary=True)
+            return noise_share(self.reference, self._outputs(part))
+
+        @cache
+        def savings_s() -> Mapping[str, float]:
+            """Seconds that each node saves as predicted; where costs are measured, operations."""
+            float32 = self._costs(self.job.source)
+            if self.measured:
+                return {each.name: float(each.flops or 0) for each in float32}
+            converted = self._costs(self._convert(precision, ())[0])
+            return cost.savings_s(float32, converted, self.ceilings)
+
+        return Level(
+            precision,
+            bits,
+            nodes,
+            make=lambda keep_float32: self._make(precision, keep_float32),
+            cost_s=lambda candidate: float(candidate.cost_s),
+            sensitivity=sensitivity,
+            saving_s=lambda name: savings_s().get(name, 0.0),
+        )
+
+    def scales_for(self, precision: str) -> Scales:
+        to = precision.partition("+")[0]
+        if to not in self.scales:
+            self.scales[to] = self.job.scales_for(to, self.folder)
+        return self.scales[to]
+
+    def _convert(self, precision: str, keep_float32: Collection[str]) -> tuple[Graph, list[str]]:
+        to, _, other = precision.partition("+")
+        return self.job.convert(self.scales_for(precision), to, other or "fp32", keep_float32)
+
+    def _make(self, precision: str, keep_float32: Collection[str]) -> _Candidate:
+        """The model in `precision` but for the nodes in `keep_float32`, on disk, with its cost."""
+        graph, notes = self._convert(precision, keep_float32)
+        self.written += 1
+        graph = graph.save(self.folder / f"{self.written}.onnx")
+        return _Candidate(graph, self.cost_s(graph), tuple(notes))
+
+    def _costs(self, graph: Graph) -> tuple[NodeCost, ...]:
+        return cost.node_costs(graph, self.sizes)
+
+    def cost_s(self, graph: Graph) -> float:
+        """Seconds of one call at COST_BATCH: measured, or the sum of its nodes' rooflines."""
+        if not self.measured:
+            return cost.predicted_s(self._costs(graph), self.ceilings)
+        feeds = self._feeds(COST_BATCH)
+        with open_graph(self.runtime, graph, self.folder) as engine:
+            engine(feeds)
+            times_s = []
+            for _ in range(_RUNS):
+                began = time.perf_counter()
+                engine(feeds)
+                times_s.append(time.perf_counter() - began)
+        return statistics.median(times_s)
+
+    def evaluate(self, candidate: _Candidate) -> Verdict:
+        path = candidate.graph.path
+        with open_both(self.job, candidate.graph) as (reference, engine):
+            found = evaluate_engines(self.job, reference, engine, self.name)
+        if found.passed:
+            self.passed[path] = found
+        else:
+            path.unlink()
+            path.with_name(f"{path.name}.data").unlink(missing_ok=True)
+        if found.drop is not None:
+            figure = found.drop.drop.high
+        elif found.agreement is not None:
+            figure = 1 - found.agreement.low
+        else:
+            figure = math.inf if found.sqnr_db is None else 10 ** (-found.sqnr_db / 10)
+        return Verdict(found.passed, figure, found.describe())
+
+    def _outputs(self, graph: Graph) -> list[np.ndarray]:
+        """The outputs of a graph for the samples that sensitivity is measured on."""
+        feeds = self._feeds(_SENSITIVITY_SAMPLES)
+        if graph is self.job.source:
+            engine = load(self.job.model, "cpu")
+        else:
+            engine = open_graph(self.runtime, graph, self.folder)
+        with engine:
+            return list(engine(feeds).values())
+
+    def _feeds(self, samples: int) -> dict[str, np.ndarray]:
+        """The first calibration samples; a graph with a fixed batch gets that many."""
+        size, _ = self.calib.batching(samples, self.job.source.inputs)
+        return next(self.calib.batches(size))

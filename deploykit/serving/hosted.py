@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from deploykit.core.errors import Overloaded, TooLarge
 from deploykit.core.tensors import Bytes
@@ -17,10 +17,8 @@ from deploykit.serving.batching.queue import Pending
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport.call import Head, reply_exception
-from deploykit.serving.transport.memory import MemoryBudget
+from deploykit.serving.transport.call import Call, Head, MemoryBudget, reply_exception
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +45,7 @@ class HostedApp(Closing):
         )
         self._memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes)
         self._offload = ThreadOffload(self._loop, _OFFLOAD_THREADS)
-        self._worker = WorkerProcess()
-        self._routes = Routes(self.repository, self._offload, self._worker)
+        self._routes = Routes(self.repository, self._offload)
         self._ticking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -65,8 +62,10 @@ class HostedApp(Closing):
 
     async def answer(self, asked: Asked) -> Answered:
         """Answer one request; an error is an answer too. Cancelled, it leaves the queue."""
-        body = asked[3]
-        call = _Call(_head(asked), body, self._memory, self._loop.create_future())
+        method, target, fields, body = asked
+        headers = dict(fields)
+        head = Head.of(method, target, headers, host=headers.get(b"host"), length=len(body))
+        call = _Call(head, self._memory, body)
         try:
             if len(body) > self._options.max_body_bytes:
                 limit = self._options.max_body_bytes
@@ -85,7 +84,6 @@ class HostedApp(Closing):
             self._ticking.cancel()
         self.repository.close()
         self._offload.close()
-        self._worker.close()
         for engines in self._engines.values():
             for engine in engines if isinstance(engines, Sequence) else [engines]:
                 engine.close()
@@ -103,55 +101,19 @@ class HostedApp(Closing):
             log.error("%d requests finished after the shutdown", len(requests))
 
 
-class _Call:
-    """A `Call` whose reply resolves a future."""
+class _Call(Call):
+    """A call whose reply resolves a future."""
 
-    def __init__(
-        self, head: Head, body: Bytes, memory: MemoryBudget, answered: asyncio.Future[Answered]
-    ) -> None:
-        self.head = head
-        self.body = body
-        self.cancel: Callable[[], object] | None = None
-        self.gone = False
-        self.answered = answered
-        self._memory = memory
-        self._held_bytes = 0
+    __slots__ = ("answered",)
 
-    def reserve(self, size: int) -> bool:
-        self._held_bytes += size
-        return self._memory.add(size, self._held_bytes)
+    def __init__(self, head: Head, memory: MemoryBudget, body: bytes) -> None:
+        super().__init__(head, memory, body)
+        self.answered: asyncio.Future[Answered] = asyncio.get_running_loop().create_future()
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
         body = b"" if self.head.method == "HEAD" else b"".join(parts)
         if not self.answered.done():
             self.answered.set_result((status, tuple(_fields(headers)), body))
-
-    def abandon(self) -> None:
-        """Nobody waits any more, perhaps as it was answered."""
-        self.gone = True
-        self._memory.release(self._held_bytes)
-        self._held_bytes = 0
-        cancel, self.cancel = self.cancel, None
-        if cancel is not None:
-            cancel()
-
-
-def _head(asked: Asked) -> Head:
-    method, target, fields, body = asked
-    headers = dict(fields)
-    return Head(
-        method=method,
-        target=target,
-        path=target.partition("?")[0],
-        host=headers.get(b"host"),
-        length=len(body),
-        json_bytes=headers.get(b"inference-header-content-length"),
-        encoding=headers.get(b"content-encoding"),
-        content_type=headers.get(b"content-type"),
-        accept=headers.get(b"accept"),
-        accept_encoding=headers.get(b"accept-encoding"),
-        trace=headers.get(b"traceparent"),
-    )
 
 
 def _fields(headers: bytes) -> Iterable[tuple[bytes, bytes]]:

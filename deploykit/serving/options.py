@@ -1,88 +1,266 @@
-"""How to serve: every option of the server, checked once."""
+"""How to serve: each option once, for Python, the command line, a file and variables.
+
+A field has the type and the default that Python sees; `option` adds its line of the help page, its
+bounds, and its type and default on the command line where they differ.
+"""
+
+# ruff: noqa: RUF009 - `option` makes fields
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
+from functools import wraps
+from inspect import signature
 from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
-from deploykit.core.errors import BadInput
+from deploykit.core.arguments import check_arguments
+from deploykit.core.artefact import ArtefactLike
+from deploykit.core.errors import BadInput, os_reason
+from deploykit.core.files import StrPath, check_readable
 
 VERSION = "1"  # every model has one version
-_BOUNDS: Mapping[str, tuple[float, float]] = {
-    "http_port": (0, 65535),
-    "grpc_port": (0, 65535),
-    "max_batch": (1, 1 << 20),
-    "max_delay_us": (0, 60_000_000),
-    "slo_ms": (0.1, 3_600_000),
-    "queue": (1, 1 << 20),
-    "timeout_ms": (1, 86_400_000),
-    "max_body_bytes": (1, 1 << 40),
-    "max_held_bytes": (1, 1 << 50),
-    "shadow_rate": (0, 1),
-    "shadow_alarm": (0, 1),
-}
+_BUCKETS = re.compile(r"([^=]+)=(\d{1,9}(?:,\d{1,9})*)(?::(.+))?")
+_NUMBER = re.compile(r"[-+]?(inf|nan|(\d+\.?\d*|\.\d+)(e[-+]?\d+)?)", re.I)
+_P = ParamSpec("_P")
+_S = TypeVar("_S")
+_R = TypeVar("_R")
+
+Models = ArtefactLike | Sequence[ArtefactLike] | Mapping[str, ArtefactLike]
+
+
+def option(
+    default: Any,
+    line: str = "",
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    section: str = "",
+    typed: Any = None,
+    shown: Any = None,
+) -> Any:
+    """A field. `line`: of the help page; an option without one is for Python alone.
+
+    `section`: begins a section of the page. `typed`: its type on the command line, if it is
+    another one, with the default `shown`.
+    """
+    about = {
+        "line": line,
+        "bounds": (low, high),
+        "section": section,
+        "typed": typed,
+        "shown": shown,
+    }
+    if callable(default):
+        return field(default_factory=default, metadata=about)
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How to serve. `max_batch` in rows, `queue` in requests per model. Raises BadInput.
+    """What to serve, and how. Raises BadInput.
 
-    `grpc_port` None: no gRPC. `slo_ms`: adapt batch size and delay to this latency; None: both are
-    fixed. `token`: required from clients as `Authorization: Bearer`. `buckets`: lengths that a
-    dynamic axis is padded to; `pad`: the padding value per input. `batching` False: requests are
-    never joined; `assume_batched`: they are joined without the proof that this changes no answer.
-    `cuda_graphs`, `overlap`: of TensorRT engines, run batches as CUDA graphs, and submit the next
-    one before waiting for the last.
+    `models`, `pipelines`: a file, several, or files by name. `buckets`: axis -> sizes, or strings
+    as on the command line; `pad`: input -> value to pad with. `shadows`: by model, a file that
+    repeats some requests. `token`: what clients send as `Authorization: Bearer`; `token_file` has
+    it on its first line. Port 0: a free one; `grpc_port` None: HTTP alone.
     """
 
-    host: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int | None = None
-    max_batch: int = 32
-    batching: bool = True
-    assume_batched: bool = False
-    max_delay_us: int = 0
-    preferred: tuple[int, ...] = ()  # batch sizes in rows that run without further delay
-    slo_ms: float | None = None
-    cuda_graphs: bool = True
-    overlap: bool = True
-    buckets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    pad: Mapping[str, float] = field(default_factory=dict)
-    queue: int = 1024
-    timeout_ms: int = 30_000
-    max_body_bytes: int = 64 << 20
-    max_held_bytes: int | None = None  # of all large requests at once; None: a quarter of memory
-    token: str | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    origins: tuple[str, ...] = ()  # web origins that may call a server that is not on loopback
-    shared_memory: bool = False
-    shadow_rate: float = 0.0  # share of live requests that the shadow engine repeats
-    shadow_alarm: float = 0.01  # share of disagreeing rows that raises the alarm in /metrics
-    otlp: str | None = None  # OTLP collector for traces, http(s)://host:port
-
-    @property
-    def graph_sizes(self) -> tuple[int, ...]:
-        """Batch sizes to capture as CUDA graphs; smaller batches are padded to the next one."""
-        powers = {1 << n for n in range(self.max_batch.bit_length())}
-        return tuple(sorted({*powers, self.max_batch, *self.preferred} if self.cuda_graphs else ()))
+    models: Models = option(())
+    _: KW_ONLY
+    pipelines: Models = option(
+        (),
+        "--pipeline [NAME=]FILE  A .py or .toml file: models with steps around them; may be "
+        "repeated",
+        typed=list[str],
+    )
+    device: str = option("auto", "--device auto|cpu|cuda|cuda:N  Where the model runs")
+    trust: bool = option(
+        False,
+        "--trust  Also run a TensorRT engine whose results cannot be verified here, or one that "
+        "brings code from elsewhere",
+    )
+    host: str = option("127.0.0.1", "--host ADDRESS  Address to listen on", section="Address")
+    http_port: int = option(
+        0, "--http-port PORT  Port for HTTP; 0 picks a free one", 0, 65535, shown=8000
+    )
+    grpc_port: int | None = option(
+        0,
+        "--grpc-port PORT|none  Port for gRPC; 0 picks a free one, none serves HTTP alone",
+        0,
+        65535,
+        typed=str,
+        shown="8001",
+    )
+    max_batch: int = option(
+        32,
+        "--max-batch N  Largest number of samples per call; 1 never joins requests",
+        1,
+        1 << 20,
+        section="Batching",
+    )
+    assume_batched: bool = option(
+        False, "--assume-batched  Join requests without a trial that answers stay the same"
+    )
+    max_delay_us: int = option(
+        0, "--max-delay-us MICROSECONDS  How long to wait for more requests", 0, 60_000_000
+    )
+    slo_ms: float | None = option(
+        None, "--slo-ms MS  Adapt batch and delay to keep p99 below this", 0.1, 3_600_000
+    )
+    buckets: Mapping[str, Sequence[int]] | Sequence[str] = option(
+        (),
+        "--buckets AXIS=16,32,64[:INPUT=VALUE]  Pad a dynamic axis to these sizes, to share "
+        "batches, and an input with VALUE instead of 0; may be repeated",
+        typed=list[str],
+    )
+    pad: Mapping[str, float] = option(dict)
+    queue: int = option(
+        1024,
+        "--queue N  Requests that may wait, per model; more are answered 503",
+        1,
+        1 << 20,
+        section="Limits",
+    )
+    timeout_ms: int = option(
+        30_000,
+        "--timeout-ms MS  Longest wait of a request; then it is answered 504",
+        1,
+        86_400_000,
+    )
+    max_body_bytes: int = option(64 << 20, "--max-body-bytes BYTES  Largest request", 1, 1 << 40)
+    max_held_bytes: int | None = option(
+        None,
+        "--max-held-bytes BYTES  Memory for all large requests and answers together "
+        "[a quarter of the memory]",
+        1,
+        1 << 50,
+    )
+    instances: int = option(1, "--instances N  Engines per model", section="Engines")
+    threads: int | None = option(None, "--threads N  CPU threads per call [one per core]")
+    workers: int | str = option(
+        1,
+        "--workers N|shared:N|auto  Processes behind the same ports, each with its own engines; "
+        "with shared:N, or N and a GPU, one more process runs the engines of all; auto measures "
+        "and chooses",
+        typed=str,
+        shown="1",
+    )
+    cpu_fallback: bool = option(
+        False, "--cpu-fallback  Run an ONNX model on the CPU if the GPU cannot"
+    )
+    reload: bool = option(True, "--reload/--no-reload  Load a model again when its file changes")
+    shared_memory: bool = option(
+        False, "--shared-memory  Let clients pass tensors in shared memory"
+    )
+    token: str | None = option(None)
+    token_file: StrPath | None = option(
+        None,
+        "--token-file FILE  The first line is the token that clients must send",
+        section="Security",
+    )
+    tls_cert: StrPath | None = option(None, "--tls-cert FILE.pem  Certificate for HTTPS")
+    tls_key: StrPath | None = option(None, "--tls-key FILE.pem  Its private key")
+    origins: Sequence[str] = option(
+        (),
+        "--origin URL  Web pages from there may call this server; may be repeated",
+        typed=list[str],
+    )
+    shadows: Mapping[str, ArtefactLike] | Sequence[str] = option(
+        (),
+        "--shadow [NAME=]FILE  Run some live requests again on this model and compare the answers",
+        typed=list[str],
+        section="Monitoring",
+    )
+    otlp: str | None = option(None, "--otlp URL  Send OpenTelemetry traces to http(s)://HOST:PORT")
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _BOUNDS.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise BadInput(f"`{name}` must be between {low} and {high}, got {value}")
-        if self.assume_batched and not self.batching:
-            raise BadInput("`assume_batched` contradicts `batching` being off")
-        for size in self.preferred:
-            if not 1 <= size <= self.max_batch:
-                raise BadInput(
-                    f"`preferred` {size} must be between 1 and `max_batch` {self.max_batch}"
-                )
+        for each in fields(self):
+            value = getattr(self, each.name)
+            low, high = each.metadata["bounds"]
+            if high < math.inf and value is not None and not low <= value <= high:
+                raise BadInput(f"`{each.name}` must be between {low} and {high}, got {value}")
+        if self.token_file is not None:  # read once: it may be a pipe
+            object.__setattr__(self, "token", _read_token(self.token_file))
+            object.__setattr__(self, "token_file", None)
+        if not isinstance(self.buckets, Mapping):
+            sizes, values = _parse_buckets(self.buckets)
+            object.__setattr__(self, "buckets", sizes)
+            object.__setattr__(self, "pad", {**self.pad, **values})
+        if self.pad and not self.buckets:
+            raise BadInput(
+                "`pad` has no effect without `buckets`",
+                hint="`buckets` T=16,32:ids=1 pads axis T to 16, 32",
+            )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise BadInput("`tls_cert` and `tls_key` must be given together")
         if self.token is not None and (len(self.token) < 16 or not self.token.isprintable()):
             raise BadInput("`token` must have at least 16 printable characters")
         if self.http_port and self.http_port == self.grpc_port:
             raise BadInput(f"`http_port` and `grpc_port` are both {self.http_port}")
+
+    @property
+    def lengths(self) -> dict[str, tuple[int, ...]]:
+        """The sizes of each axis in `buckets`."""
+        assert isinstance(self.buckets, Mapping)
+        return {axis: tuple(sizes) for axis, sizes in self.buckets.items()}
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Batch sizes to capture as CUDA graphs; smaller batches are padded to the next one."""
+        return tuple(
+            sorted({self.max_batch, *(1 << n for n in range(self.max_batch.bit_length()))})
+        )
+
+
+def takes(kind: Callable[_P, _S]) -> Callable[[Callable[[_S], _R]], Callable[_P, _R]]:
+    """Make a function of one dataclass a function of its fields, whose types are checked."""
+
+    def decorate(function: Callable[[_S], _R]) -> Callable[_P, _R]:
+        parameters = signature(kind)
+
+        @wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            given = parameters.bind(*args, **kwargs).arguments
+            check_arguments(kind.__init__, given)
+            return function(kind(*args, **kwargs))
+
+        call.__signature__ = parameters  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def _read_token(file: StrPath) -> str:
+    """The first line of the file. Raises BadInput."""
+    try:
+        first = check_readable(Path(file)).read_text("utf-8").partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = os_reason(exc) if isinstance(exc, OSError) else "is not text"
+        raise BadInput(f"`token_file` {file}: {reason}") from exc
+    if not first:
+        raise BadInput(f"`token_file` {file}: its first line is empty")
+    return first
+
+
+def _parse_buckets(texts: Sequence[str]) -> tuple[dict[str, tuple[int, ...]], dict[str, float]]:
+    """The sizes by axis and the padding values by input of strings AXIS=16,32:INPUT=VALUE,..."""
+    sizes, values = dict[str, tuple[int, ...]](), dict[str, float]()
+    for text in texts:
+        match = _BUCKETS.fullmatch(text)
+        axis, numbers, more = match.groups() if match else ("", "", None)
+        parts = [each.rpartition("=") for each in more.split(",")] if more else []
+        pads = {name: value for name, _, value in parts}
+        known = axis in sizes or values.keys() & pads.keys() or len(pads) < len(parts)
+        if not axis or known or "" in pads or not all(map(_NUMBER.fullmatch, pads.values())):
+            raise BadInput(
+                f"`buckets` {text}: AXIS=16,32,64 or AXIS=16,32,64:INPUT=VALUE is needed, "
+                "each name once",
+                hint="deploykit inspect shows the names of the axes and inputs",
+            )
+        sizes[axis] = tuple(map(int, numbers.split(",")))
+        values |= {name: float(value) for name, value in pads.items()}
+    return sizes, values

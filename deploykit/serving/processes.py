@@ -31,7 +31,6 @@ from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.models.model import why_not_batched
 from deploykit.serving.models.warmup import WarmUp
 from deploykit.serving.observe import logs
-from deploykit.serving.opening import Opening
 from deploykit.serving.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -75,13 +74,14 @@ def parse_workers(workers: int | str) -> Workers:
     return Workers(int(number), number != text)
 
 
-def choose_workers(wanted: Workers, files: Mapping[str, Path], opening: Opening) -> Workers:
-    """How many workers to start. Raises Unsupported where the system cannot."""
+def choose_workers(files: Mapping[str, Path], options: ServeOptions) -> Workers:
+    """How many workers to start. Raises BadInput, and Unsupported where the system cannot."""
+    wanted = parse_workers(options.workers)
     if not wanted.several:
         return wanted
     from deploykit.serving.workers.parent import check_supported
 
-    why_shared = _why_shared(files, opening.device)
+    why_shared = _why_shared(files, options.device)
     if wanted.count is not None:
         check_supported()
         if wanted.count > usable_cores():
@@ -89,16 +89,16 @@ def choose_workers(wanted: Workers, files: Mapping[str, Path], opening: Opening)
         if why_shared and not wanted.shared:
             log.info("one process runs the engines of all workers: %s", why_shared)
         return replace(wanted, shared=wanted.shared or bool(why_shared))
-    count, why = (1, why_shared) if why_shared else _measure(files, opening)
+    count, why = (1, why_shared) if why_shared else _measure(files, options)
     log.info("workers: %s chose %d: %s", AUTO, count, why)
     return Workers(count)
 
 
-def threads_each(opening: Opening, workers: Workers) -> int | None:
+def threads_each(options: ServeOptions, workers: Workers) -> int | None:
     """CPU threads per call: workers with engines divide the cores, unless the number was given."""
-    if workers.shared or workers.count in (None, 1) or opening.threads is not None:
-        return opening.threads
-    return max(1, usable_cores() // (workers.count * opening.instances))
+    if workers.shared or workers.count in (None, 1) or options.threads is not None:
+        return options.threads
+    return max(1, usable_cores() // (workers.count * options.instances))
 
 
 def check_on_cpu(name: str, device: str) -> None:
@@ -125,7 +125,7 @@ def run_workers(
 
     `level`: of the log. `stop`: see `Parent`.
     """
-    import deploykit.serving.grpc.server
+    import deploykit.serving.grpc.methods
     import deploykit.serving.server
     from deploykit.serving.workers.parent import Parent
 
@@ -203,12 +203,12 @@ def _takes_cuda(_on_progress: object) -> bool:
     return "CUDAExecutionProvider" in providers()
 
 
-def _measure(files: Mapping[str, Path], opening: Opening) -> tuple[int, str]:
+def _measure(files: Mapping[str, Path], options: ServeOptions) -> tuple[int, str]:
     if usable_cores() < 2:
         return 1, "there is one core"
-    if opening.threads is not None or opening.instances > 1:
+    if options.threads is not None or options.instances > 1:
         return 1, "`threads` or `instances` are given"
-    job = time_threads, dict(files), opening.device, usable_cores()
+    job = time_threads, dict(files), options.device, usable_cores()
     timed: Timed | str = run_apart("`workers` auto", *job)
     if isinstance(timed, str):
         return 1, timed
@@ -240,7 +240,7 @@ def time_threads(
             with load(file, device, threads=threads) as engine:
                 if engine.device != "cpu":
                     return f"model '{name}' runs on {engine.device}"
-                rows = 0 if why_not_batched(engine, ServeOptions()) else 1
+                rows = 0 if why_not_batched(engine) else 1
                 times, _ = WarmUp(name, engine, monotonic_us, max_batch=rows).run(again_us=_LONG_US)
                 found.append(min(times.values(), default=0))
         timed[name] = (found[0], found[1])

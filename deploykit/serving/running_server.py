@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,6 +28,7 @@ class RunningServer:
 
     def __init__(self, run: Callable[[OnStart, socket], int], settings: ServeOptions) -> None:
         """`run` ends when the other end of its socket is shut down, or its server is stopped."""
+        self._process = os.getpid()
         self._ready = threading.Event()
         self._stopping = False
         self._server: Server | None = None
@@ -89,7 +91,12 @@ class RunningServer:
         return self._unanswered
 
     def close(self) -> int:
-        """Answer what was accepted, then end; returns as `wait`. A second call does nothing."""
+        """Answer what was accepted, then end; returns as `wait`. A second call does nothing.
+
+        Nor does one in a forked process: the server is its parent's.
+        """
+        if os.getpid() != self._process:
+            return 0
         self._begin_stop()
         return self.wait()
 

@@ -8,17 +8,16 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from socket import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from deploykit.core.arguments import checked
 from deploykit.core.artefact import Artefact, ArtefactLike
-from deploykit.core.errors import BadInput, os_reason
+from deploykit.core.errors import BadInput
 from deploykit.core.extras import check_installed
-from deploykit.core.files import StrPath, check_readable
+from deploykit.core.files import check_readable
 from deploykit.core.machine import return_large_blocks
 from deploykit.core.subprocesses import run_apart
 from deploykit.engines.engine import Engine
@@ -29,8 +28,8 @@ from deploykit.serving.models.reload import Reloader, Source
 from deploykit.serving.models.shadow import Shadow, check_reference
 from deploykit.serving.observe import logs
 from deploykit.serving.observe.tracing import Tracer
-from deploykit.serving.opening import Opening
-from deploykit.serving.options import ServeOptions
+from deploykit.serving.opening import check_file, open_engines
+from deploykit.serving.options import Models, ServeOptions, takes
 from deploykit.serving.processes import Workers
 from deploykit.serving.running_server import RunningServer
 
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
 
 _NAMED = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,128})=(?P<file>.+)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-SIZES = re.compile(r"(?P<name>[^=]+)=(?P<value>\d{1,9}(,\d{1,9})*)")
-PAD = re.compile(r"(?P<name>[^=]+)=(?P<value>[-+]?(inf|nan|(\d+\.?\d*|\.\d+)(e[-+]?\d+)?))", re.I)
 
 
 def name_models(values: Sequence[str]) -> dict[str, Path]:
@@ -70,47 +67,24 @@ def name_models(values: Sequence[str]) -> dict[str, Path]:
     return files
 
 
-def name_shadows(shadows: Sequence[str], models: Sequence[str]) -> dict[str, Path]:
+def name_shadows(
+    shadows: Mapping[str, ArtefactLike] | Sequence[str], models: Sequence[str]
+) -> dict[str, Path]:
     """Shadows by the model that they belong to."""
     found: dict[str, Path] = {}
+    if isinstance(shadows, Mapping):
+        shadows = [f"{name}={file}" for name, file in shadows.items()]
     for text in shadows:
         match = _NAMED.fullmatch(text)
         if not match and len(models) > 1:
-            raise BadInput(f"`shadow` {text}: of which model?", hint="`shadow` NAME=FILE")
+            raise BadInput(f"`shadows` {text}: of which model?", hint="`shadows` NAME=FILE")
         name = match["name"] if match else "".join(models[:1])
         if name not in models or name in found:
             raise BadInput(
-                f"`shadow` {text}: " + ("is given twice" if name in found else "no such model"),
+                f"`shadows` {text}: " + ("is given twice" if name in found else "no such model"),
                 hint="served here: " + ", ".join(models),
             )
         found[name] = Path(match["file"] if match else text)
-    return found
-
-
-def read_token(file: Path | None) -> str | None:
-    """The first line of the file. Raises BadInput."""
-    if file is None:
-        return None
-    try:
-        first = check_readable(file).read_text("utf-8").partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError) as exc:
-        reason = os_reason(exc) if isinstance(exc, OSError) else "is not text"
-        raise BadInput(f"`token_file` {file}: {reason}") from exc
-    if not first:
-        raise BadInput(f"`token_file` {file}: its first line is empty")
-    return first
-
-
-def assignments(
-    parameter: str, values: Sequence[str], form: re.Pattern[str], example: str, hint: str
-) -> dict[str, str]:
-    """Strings NAME=VALUE as a dict. Raises BadInput for another form, or a name given twice."""
-    found: dict[str, str] = {}
-    for each in values:
-        match = form.fullmatch(each)
-        if not match or match["name"] in found:
-            raise BadInput(f"`{parameter}` {each}: {example} is needed, each name once", hint=hint)
-        found[match["name"]] = match["value"]
     return found
 
 
@@ -118,195 +92,81 @@ log = logging.getLogger(__name__)
 
 _SHADOW_THREADS = 1  # of the reference: it must not take the cores from what serves
 
-Models = ArtefactLike | Sequence[ArtefactLike] | Mapping[str, ArtefactLike]
 
-
-@checked
-def serve(
-    models: Models = (),
-    *,
-    pipelines: Models = (),
-    host: str = "127.0.0.1",
-    http_port: int = 0,
-    grpc_port: int | None = 0,
-    device: str = "auto",
-    threads: int | None = None,
-    instances: int = 1,
-    workers: int | str = 1,
-    max_batch: int = 32,
-    batching: bool = True,
-    assume_batched: bool = False,
-    max_delay_us: int = 0,
-    preferred: Sequence[int] = (),
-    slo_ms: float | None = None,
-    buckets: Mapping[str, Sequence[int]] | None = None,
-    pad: Mapping[str, float] | None = None,
-    queue: int = 1024,
-    timeout_ms: int = 30_000,
-    max_body_bytes: int = 64 << 20,
-    max_held_bytes: int | None = None,
-    trust: bool = False,
-    cpu_fallback: bool = False,
-    cuda_graphs: bool = True,
-    overlap: bool = True,
-    reload: bool = True,
-    shared_memory: bool = False,
-    token: str | None = None,
-    tls_cert: StrPath | None = None,
-    tls_key: StrPath | None = None,
-    origins: Sequence[str] = (),
-    shadows: Mapping[str, ArtefactLike] | None = None,
-    shadow_rate: float = 0.01,
-    shadow_alarm: float = 0.01,
-    otlp: str | None = None,
-) -> RunningServer:
+@takes(ServeOptions)
+def serve(options: ServeOptions) -> RunningServer:
     """Serve models over HTTP and gRPC from a thread of this process; return when it is ready.
 
-    `models`, `pipelines`: a file, several, or files by name. Port 0: a free one; `grpc_port` None:
-    HTTP alone. `instances`: engines per model. `workers`: how many processes share the ports, each
-    with its engines; "shared:2": two, and one more that runs the engines of both, as for a GPU; or
-    "auto". Several are children of this process, end with it, and log to its stderr. `max_batch`:
-    samples in one call; `batching` False: requests are never joined, `assume_batched`: without a
-    trial. `slo_ms`: adapt batch and delay to keep p99 below. `cuda_graphs`, `overlap`: run batches
-    of TensorRT engines as CUDA graphs, and submit the next one before the last is done. `buckets`:
-    pad a dynamic axis to these sizes, {"T": (16, 32)}, with the values of `pad`. `queue`: waiting
-    requests per model. `shadows`: by model, a file that repeats some requests.
+    Takes the fields of `ServeOptions`: `dk.serve("model.onnx", max_batch=8)`. Several `workers` are
+    children of this process, end with it, and log to its stderr.
 
     Raises BadInput, NotFound, MissingExtra, Unsupported (no such device), GateFailed (its proof).
     """
-    settings = _settings(locals())
     check_installed(*PACKAGES)
-    files, steps = _files_by_name(models), _files_by_name(pipelines)
-    references = [f"{name}={file}" for name, file in (shadows or {}).items()]
-    opening = Opening(device, threads, instances, trust, cpu_fallback)
-    wanted = multiprocess.parse_workers(workers)
-    how = partial(_prepare, files, steps, references, settings, opening, reload, wanted)
-    return RunningServer(partial(_run_here_or_apart, how), settings)
+    multiprocess.parse_workers(options.workers)
 
+    def run(on_start: OnStart, stop: socket) -> int:
+        service, chosen = _prepare(options)
+        if not chosen.several:
+            return service.run(on_start)
+        return multiprocess.run_workers_apart(
+            chosen, service.run, service.settings, service.names, on_start, stop
+        )
 
-def _run_here_or_apart(
-    prepare: Callable[[], tuple[_Service, Workers]], on_start: OnStart, stop: socket
-) -> int:
-    """Serve from this thread, or with several workers from other processes."""
-    service, chosen = prepare()
-    if not chosen.several:
-        return service.run(on_start)
-    start = service.run, service.settings, service.names, on_start
-    return multiprocess.run_workers_apart(chosen, *start, stop)
-
-
-def _settings(given: Mapping[str, Any]) -> ServeOptions:
-    """The options among the arguments of `serve`."""
-
-    converted = {
-        **{name: tuple(given[name]) for name in ("preferred", "origins")},
-        **{name: given[name] and Path(given[name]) for name in ("tls_cert", "tls_key")},
-        "buckets": {axis: tuple(sizes) for axis, sizes in (given["buckets"] or {}).items()},
-        "pad": given["pad"] or {},
-    }
-    names = {each.name for each in fields(ServeOptions)}
-    return ServeOptions(**{n: converted.get(n, value) for n, value in given.items() if n in names})
+    return RunningServer(run, options)
 
 
 def serve_until_stopped(
-    engines: Sequence[str] | Callable[[], Sequence[str]],
+    options: ServeOptions,
     *,
-    device: str = "auto",
-    threads: int | None = None,
-    instances: int = 1,
-    trust: bool = False,
-    cpu_fallback: bool = False,
-    reload: bool = True,
-    pipelines: Sequence[str] = (),
-    shadows: Sequence[str] = (),
-    token_file: Path | None = None,
-    buckets: Sequence[str] = (),
-    pads: Sequence[str] = (),
+    find: Callable[[], Mapping[str, Path]] | None = None,
     log_format: str = "text",
-    workers: int | str = 1,
-    on_start: OnStart | None = None,
+    on_start: OnStart = lambda *_: None,
     on_serve: Callable[[Server], None] | None = None,
-    **options: Any,
 ) -> int:
-    """Serve until SIGTERM or Ctrl-C, for the command line; its strings are read here.
+    """Serve until SIGTERM or Ctrl-C, for the command line.
 
-    `engines`, `pipelines`, `shadows`: `FILE` or `NAME=FILE`, for a shadow NAME is optional where
-    there is one model; `engines` may be a function that finds them, called once the options are
-    known to be right. `token_file`: its first line is the token. `buckets`: `AXIS=16,32`, `pads`:
-    `INPUT=0`. `log_format`: text or json lines on stderr. `workers`: processes that share the
-    ports, each with its engines; "shared:2": two, and one that runs the engines of both, as it is
-    on a GPU; or "auto". `on_start`: called once the ports are open, before the
-    first request is read; with several workers, where there is no server. `on_serve`: called with
-    each server, in its process. `options`: those of `ServeOptions`. Returns how many accepted
-    requests were left unanswered.
+    Args:
+        options: `models`, `pipelines` and `shadows` are strings `FILE` or `NAME=FILE`; for a shadow
+            NAME is optional where there is one model.
+        find: returns the models, once the log is configured.
+        log_format: text or json lines on stderr.
+        on_start: called once the ports are open, before the first request is read; with several
+            workers, where there is no server.
+        on_serve: called with each server, in its process.
+
+    Returns how many accepted requests were left unanswered.
     """
     check_installed(*PACKAGES)
-    hint = "deploykit inspect shows the names of the axes and inputs"
-    sizes = assignments("buckets", buckets, SIZES, "AXIS=16,32,64", hint)
-    values = assignments("pad", pads, PAD, "INPUT=VALUE", hint)
-    settings = ServeOptions(
-        token=read_token(token_file),
-        buckets={axis: tuple(map(int, each.split(","))) for axis, each in sizes.items()},
-        pad={name: float(value) for name, value in values.items()},
-        **options,
-    )
-    opening = Opening(device, threads, instances, trust, cpu_fallback)
-    wanted = multiprocess.parse_workers(workers)
-    started = on_start or (lambda *_: None)
-
+    multiprocess.parse_workers(options.workers)
     with logs.configure(log_format):
-        files = name_models(engines() if callable(engines) else engines)
-        steps = name_models(pipelines)
-        service, chosen = _prepare(files, steps, shadows, settings, opening, reload, wanted)
+        if find is not None:
+            options = replace(options, models=find())
+        service, chosen = _prepare(options)
         run = partial(service.run, on_serve=on_serve)
         if not chosen.several:
-            return run(started)
-    return multiprocess.run_workers(chosen, run, settings, log_format, service.names, started)
+            return run(on_start)
+    return multiprocess.run_workers(
+        chosen, run, service.settings, log_format, service.names, on_start
+    )
 
 
-def _prepare(
-    files: Mapping[str, Path],
-    pipelines: Mapping[str, Path],
-    shadows: Sequence[str],
-    settings: ServeOptions,
-    opening: Opening,
-    reload: bool,
-    wanted: Workers,
-) -> tuple[_Service, Workers]:
+def _prepare(options: ServeOptions) -> tuple[_Service, Workers]:
     """What to serve, checked, and from how many processes."""
-    job = models_to_serve, dict(pipelines), dict(files)
-    apart = pipelines and wanted.several  # they may start threads, for which a fork waits for ever
+    files, pipelines = _files_by_name(options.models), _files_by_name(options.pipelines)
+    job = models_to_serve, pipelines, files
+    # a pipeline may start threads, for which a fork would wait for ever
+    apart = pipelines and multiprocess.parse_workers(options.workers).several
     served = run_apart("`pipelines`", *job) if apart else job[0](*job[1:])
-    references = name_shadows(shadows, list(served))
-    _check(files, pipelines, references, settings)
-    chosen = multiprocess.choose_workers(wanted, served, opening)
-    opening = replace(opening, threads=multiprocess.threads_each(opening, chosen))
-    names = [*served, *pipelines]
-    return _Service(files, pipelines, references, settings, opening, reload, names), chosen
-
-
-def _check(
-    files: Mapping[str, Path],
-    pipelines: Mapping[str, Path],
-    references: Mapping[str, Path],
-    settings: ServeOptions,
-) -> None:
-    """Raise BadInput for options that contradict each other, and files that cannot be read."""
+    references = name_shadows(options.shadows, list(served))
     if not files and not pipelines:
         raise BadInput("no engine to serve", hint="give one as FILE or NAME=FILE")
-    if settings.preferred and not settings.max_delay_us and settings.slo_ms is None:
-        raise BadInput(
-            "`preferred` has no effect without `max_delay_us` or `slo_ms`",
-            hint="a request waits for a preferred batch size as long as `max_delay_us` says",
-        )
-    if settings.pad and not settings.buckets:
-        raise BadInput(
-            "`pad` has no effect without `buckets`", hint="`buckets` T=16,32 pads axis T to 16, 32"
-        )
-    if references and not settings.shadow_rate:
-        raise BadInput("`shadow` needs a `shadow_rate` above 0")
     for file in (*files.values(), *references.values()):
         check_readable(file)
+    chosen = multiprocess.choose_workers(served, options)
+    threads = multiprocess.threads_each(options, chosen)
+    settings = replace(options, models=(), pipelines=(), shadows=(), threads=threads)
+    return _Service(files, pipelines, references, settings, [*served, *pipelines]), chosen
 
 
 PACKAGES = ("orjson", "uvloop", "httptools", "google.protobuf", "hpack", "prometheus_client")
@@ -320,8 +180,6 @@ class _Service:
     pipelines: Mapping[str, Path]
     references: Mapping[str, Path]
     settings: ServeOptions
-    opening: Opening
-    reload: bool
     names: list[str]
 
     def run(
@@ -350,14 +208,13 @@ class _Service:
                 sources: dict[str, Source] = {}
                 references, otlp = {}, None
             else:
-                opening = replace(self.opening, shared=shared)
-                models, sources = _open(steps.files, opening, settings, group, stack)
+                models, sources = _open(steps.files, settings, shared, group, stack)
             _check_pad(settings, models)
-            shadowing = _shadows(references, models, settings, stack) if references else {}
+            shadowing = _shadows(references, models, stack)
             live = {} if group.runs_engines else steps.live(models)
             server = http.Server(models, settings, group=group, pipelines=live)
             _watch(server.repository, shadowing, otlp, stack)
-            if sources and self.reload:
+            if sources and settings.reload:
                 _reload(server.repository, sources, group, stack)
             if on_serve is not None:
                 on_serve(server)
@@ -372,15 +229,19 @@ class _Service:
 
 def _open(
     files: Mapping[str, Path],
-    opening: Opening,
     settings: ServeOptions,
+    shared: Path | None,
     group: ServerGroup,
     stack: ExitStack,
 ) -> tuple[dict[str, Sequence[Engine]], dict[str, Source]]:
     """The models by name, which `stack` closes, and where they come from."""
 
     sources = {
-        name: Source(file, partial(opening, file, settings), opening.check)
+        name: Source(
+            file,
+            partial(open_engines, file, settings, shared),
+            partial(check_file, device=settings.device),
+        )
         for name, file in files.items()
     }
     models: dict[str, Sequence[Engine]] = {}
@@ -396,7 +257,7 @@ def _open(
 def _check_pad(settings: ServeOptions, models: Mapping[str, Sequence[Engine]]) -> None:
     """Raise BadInput for an input to pad that no served model pads."""
     inputs = [spec for engines in models.values() for spec in engines[0].inputs]
-    padded = {s.name for s in inputs if any(axis in settings.buckets for axis in s.shape[1:])}
+    padded = {s.name for s in inputs if any(axis in settings.lengths for axis in s.shape[1:])}
     for name in settings.pad:
         if name not in padded:
             known = ", ".join(sorted(padded)) or "none"
@@ -449,7 +310,6 @@ def _files_by_name(models: Models) -> dict[str, Path]:
 def _shadows(
     references: Mapping[str, Path],
     models: Mapping[str, Sequence[Engine]],
-    options: ServeOptions,
     stack: ExitStack,
 ) -> dict[str, Shadow]:
     """By model, what runs a share of its live requests again on what they should agree with."""
@@ -459,6 +319,5 @@ def _shadows(
         (reference,) = open_proven(file, "cpu", threads=_SHADOW_THREADS)
         stack.callback(reference.close)
         check_reference(models[name][0], reference)
-        shadow = Shadow(name, reference, rate=options.shadow_rate, alarm=options.shadow_alarm)
-        found[name] = stack.enter_context(shadow)
+        found[name] = stack.enter_context(Shadow(name, reference))
     return found

@@ -25,17 +25,16 @@ from deploykit.engines.cuda.memory import DeviceLost
 from deploykit.engines.engine import Engine
 from deploykit.serving.batching.batcher import deliver_inline
 from deploykit.serving.batching.queue import Pending
-from deploykit.serving.http.connection import HttpConnection, Listener
+from deploykit.serving.http.connection import Listener
 from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.pipelines import MakePipeline
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport.listener import Acceptor, is_loopback
-from deploykit.serving.transport.memory import MemoryBudget
+from deploykit.serving.transport.call import MemoryBudget
+from deploykit.serving.transport.listener import Acceptor, Client, Port, is_loopback
 from deploykit.serving.transport.security import AccessControl, Guard, tls_context
 from deploykit.serving.transport.turns import DELIVERY_S, Turns
 from deploykit.serving.web.page import FILES
@@ -43,7 +42,7 @@ from deploykit.serving.workers.group import Hooks, ServerGroup
 from deploykit.serving.workers.signals import Signals
 
 if TYPE_CHECKING:
-    from deploykit.serving.grpc.server import GrpcServer
+    from deploykit.serving.http2.connection import Http2Limits
 
 log = logging.getLogger(__name__)
 
@@ -103,21 +102,23 @@ class Server:
         limits: HttpLimits | None = None,
         group: ServerGroup | None = None,
         pipelines: Mapping[str, MakePipeline] | None = None,
+        grpc_limits: Http2Limits | None = None,
     ) -> None:
         """`group`: the processes that share the address, and the limits, of this server."""
         group = group or ServerGroup()
         options, limits = group.share_of(options), limits or HttpLimits()
         limits = replace(limits, connections=math.ceil(limits.connections / group.count))
-        guard, cert, key = Guard(options.token), options.tls_cert, options.tls_key
-        tls = None if cert is None or key is None else tls_context(cert, key)
+        guard = Guard(options.token)
+        tls = tls_context(options, "http/1.1")
         self._options = options
         self._group = group
-        self._socket = group.bind(options.host, options.http_port, "`http_port`")
+        self._acceptors: list[Acceptor] = []
+        self._sockets = [group.bind(options.host, options.http_port, "`http_port`")]
         self._loop = uvloop.new_event_loop()
         self._signals = Signals(self._loop, self._begin_drain)
         self._finished = Turns(turn_s=DELIVERY_S)  # what other threads have finished
         try:
-            self.host, self.port = self._socket.getsockname()[:2]
+            self.host, self.port = self._sockets[0].getsockname()[:2]
             loopback = is_loopback(self.host)
             access = AccessControl(guard, loopback=loopback, origins=options.origins, public=FILES)
             self.repository = ModelRepository(
@@ -125,35 +126,34 @@ class Server:
                 processes=group.count, make_model=group.make_model,
             )  # fmt: skip
             self.repository.add_pipelines(pipelines or {}, self._loop, group.count)
+            self.grpc_port: int | None = None
+            if options.grpc_port is not None and not group.runs_engines:
+                self._sockets.append(group.bind(options.host, options.grpc_port, "`grpc_port`"))
+                self.grpc_port = self._sockets[1].getsockname()[1]
         except BaseException:
             self._release()
             raise
         self._offload = ThreadOffload(self._loop, OFFLOAD_THREADS, self._finished.run)
-        self._worker = WorkerProcess()
         self._routes = Routes(
-            self.repository, self._offload, self._worker,
-            scheme="https" if tls else "http", group=group,
+            self.repository, self._offload,
+            scheme="https" if tls else "http", group=group, grpc_port=self.grpc_port,
         )  # fmt: skip
         memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes, group.count)
         self.repository.add_metrics(partial(_held_samples, memory))
         self._listener = Listener(
             self._routes.handle, limits, access, options.max_body_bytes, memory
         )
-        make = partial(HttpConnection, self._listener)
-        self._acceptor = Acceptor(
-            self._loop, self._socket, make, tls,
-            self._listener.connections, limits.connections, limits.header_s,
-            self._listener.close_idle,
-        )  # fmt: skip
-        self._grpc: GrpcServer | None = None
-        if options.grpc_port is not None and not group.runs_engines:
-            from deploykit.serving.grpc.server import GrpcServer
-            from deploykit.serving.http2.flow import Http2Limits
+        self._acceptors.append(Acceptor(self._loop, self._sockets[0], self._listener, tls))
+        if self.grpc_port is not None:
+            from deploykit.serving.grpc.methods import GrpcPort
+            from deploykit.serving.http2.connection import Http2Limits
 
-            self._grpc = GrpcServer(
+            self._grpc = GrpcPort(
                 self.repository, options, guard, memory, self._offload,
-                Http2Limits.divided(group.count), self._worker, group,
+                (grpc_limits or Http2Limits()).divided(group.count), group,
             )  # fmt: skip
+            tls = tls_context(options, "h2")
+            self._acceptors.append(Acceptor(self._loop, self._sockets[1], self._grpc, tls))
         self._stopped = asyncio.Event()
 
     def run(self, on_ready: OnReady) -> int:
@@ -169,7 +169,6 @@ class Server:
             sys.setswitchinterval(switch_s)
             gc.set_threshold(*collection)
             self._offload.close()
-            self._worker.close()
             self.repository.close(drain=False, timeout_s=0 if aborted else self._limit_s(CLOSE_S))
             self._release()
         if self.repository.fatal:
@@ -181,8 +180,16 @@ class Server:
         self._loop.call_soon_threadsafe(self._begin_drain)
 
     @property
+    def _ports(self) -> list[Port]:
+        return [acceptor.port for acceptor in self._acceptors]
+
+    @property
     def _unanswered(self) -> int:
-        return self._listener.unanswered + (self._grpc.unanswered if self._grpc else 0)
+        return sum(port.unanswered for port in self._ports)
+
+    @property
+    def _connections(self) -> list[Client]:
+        return [connection for port in self._ports for connection in port.connections]
 
     def _limit_s(self, usual_s: float) -> float:
         return FATAL_S if self.repository.fatal else usual_s
@@ -191,32 +198,29 @@ class Server:
         if threading.current_thread() is threading.main_thread():
             # not the loop's: on its end it puts the default back, which ends the process
             self._signals.handle(self._group.signals)
-        hooks = Hooks(self.repository, self._begin_drain, self._abort, self._set_elsewhere)
+        elsewhere = partial(setattr, self.repository, "elsewhere")
+        hooks = Hooks(self.repository, self._begin_drain, self._abort, elsewhere)
         await self._group.join(hooks)
-        grpc_port = await self._grpc.start() if self._grpc else None
-        self._routes.grpc_port = grpc_port
         if not self._group.runs_engines:
-            self._acceptor.open()
+            for acceptor in self._acceptors:
+                acceptor.open()
             self._warn()
         ticking = asyncio.ensure_future(self._tick())
         try:
-            on_ready(self.host, self.port, grpc_port)
+            on_ready(self.host, self.port, self.grpc_port)
             self._group.listening()
             await self._stopped.wait()
             may_close = self._group.may_close
             await self._until(lambda: not self._unanswered and may_close(), DRAIN_S)
-            if not self._group.runs_engines:
-                self._acceptor.close()
-            self._socket.close()  # new clients are refused from now on instead of waiting
+            for acceptor in self._acceptors:
+                acceptor.close()
             dropped = self._unanswered
-            self._listener.close_all()
-            if self._grpc:
-                await self._grpc.stop(self._limit_s(CLOSE_S) if self._signals.count < 2 else 0.0)
-            left, acceptor = self._listener.connections, self._acceptor
-            await self._until(lambda: not (left or acceptor.handshakes), CLOSE_S)
+            for connection in self._connections:
+                connection.close()
+            await self._until(lambda: not any(each.busy for each in self._acceptors), CLOSE_S)
         finally:
             ticking.cancel()
-            for connection in list(self._listener.connections):
+            for connection in self._connections:
                 connection.abort()
         if self._signals.count > 1 or self._signals.interrupted:
             if dropped:
@@ -247,7 +251,8 @@ class Server:
     async def _tick(self) -> None:
         while True:
             self.repository.expire()
-            self._listener.tick(time.monotonic())
+            for port in self._ports:
+                port.tick(time.monotonic())
             self._group.report_state(self.repository.own_problem())
             if self._group.count == 1:
                 self._routes.status.tick(time.monotonic_ns() // 1000)
@@ -270,7 +275,8 @@ class Server:
 
     def _begin_drain(self) -> None:
         self.repository.drain()
-        self._listener.draining = True
+        for port in self._ports:
+            port.draining = True
         self._stopped.set()
 
     def _abort(self) -> None:
@@ -278,11 +284,9 @@ class Server:
         self._signals.count = 2
         self._begin_drain()
 
-    def _set_elsewhere(self, not_ready: str | None) -> None:
-        self.repository.elsewhere = not_ready
-
     def _release(self) -> None:
-        self._socket.close()
+        for listening in self._sockets:
+            listening.close()
         self._signals.restore(self._group.ends_process)
         self._loop.close()
 

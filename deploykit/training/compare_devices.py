@@ -30,7 +30,7 @@ from deploykit.reporting import html
 from deploykit.reporting.charts import Chart, Mark, Series
 from deploykit.reporting.markdown import table_lines
 from deploykit.reporting.tables import NOT_MEASURED, machine
-from deploykit.training.data import check_labels, make_loader, time_batches
+from deploykit.training.data import check_labels, make_batches, time_batches
 from deploykit.training.distributed import Processes
 from deploykit.training.loop import Run, use_tf32
 from deploykit.training.options import Progress as ProgressDevices
@@ -39,9 +39,10 @@ from deploykit.training.options import TrainingOptions, build_from_recipe, read_
 
 @dataclass(frozen=True)
 class DeviceRow(Record):
-    """`samples_per_s`: of loader and step, in turns. `run_s`: all epochs at this rate.
+    """What training costs on a device; `absent`: why it was not measured.
 
-    Of augmentation: of the loader alone, and `threads` are those that make batches.
+    `samples_per_s`: of loader and step, in turns. `run_s`: all epochs at this rate. Of augmentation
+    there are no steps, and `threads` are those that make batches.
     """
 
     device: str
@@ -55,6 +56,32 @@ class DeviceRow(Record):
     steps: int = 0
     load_1_min: float | None = None
     absent: str | None = None
+
+    def measured(
+        self, batch: int, step_s: Sequence[float], loader_s: Sequence[float], samples: int
+    ) -> DeviceRow:
+        """Return this row with the seconds of steps and of making their batches, in turns.
+
+        `batch`: the samples that a step had. `samples`: of all epochs of a run.
+        """
+        both = [sum(each) for each in zip(step_s, loader_s, strict=True)] if step_s else loader_s
+        rate = throughput([batch] * len(both), both)
+        one = [1] * len(both)
+        return replace(
+            self,
+            batch=batch,
+            samples_per_s=rate,
+            step_ms=_time_of(1e3, throughput(one, step_s)) if step_s else None,
+            loader_ms=_time_of(1e3, throughput(one, loader_s)),
+            run_s=_time_of(samples, rate),
+            steps=len(both),
+        )
+
+
+def _time_of(count: float, rate: Interval) -> Interval:
+    """Return how long `count` takes at a rate."""
+    ends = (rate.value, rate.high, rate.low)
+    return Interval(*(count / each if each > 0 else float("inf") for each in ends))
 
 
 @dataclass(frozen=True)
@@ -106,13 +133,8 @@ def compare_devices(
     splits = read_splits(chosen, Path(data) if data else None)
     middle = batch_size or chosen.batch_size
     batches = sorted({max(1, middle // 8), middle, 4 * middle})
-    times = time_devices(chosen, splits, batches, on_progress, augment=augment, compile=compile)
-    augmentation = time_augmentation(chosen, splits, batches, on_progress)
+    rows = time_devices(chosen, splits, batches, on_progress, augment=augment, compile=compile)
     samples = len(splits.train.labels)
-    rows, augmented = (
-        tuple(_row(each, samples * chosen.epochs) for each in found)
-        for found in (times, augmentation)
-    )
     table = DeviceTable(
         folder=place,
         recipe=recipe,
@@ -123,52 +145,18 @@ def compare_devices(
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(" ", "seconds"),
         command=command,
         machine=this_machine().to_dict(),
-        rows=rows,
+        rows=tuple(rows),
         crossovers=tuple(find_crossovers(rows)),
         augment=chosen.augmented if augment is None else augment,
-        augmentation=augmented,
+        augmentation=tuple(time_augmentation(chosen, splits, batches, on_progress)),
         articles=ARTICLES,
     )
     table = replace(table, verdict=tuple(conclude(table)))
-    _write(table)
-    return table
-
-
-def _write(table: DeviceTable) -> None:
-
     document = table.to_dict()
     files = {"html": devices_html(document), "md": devices_markdown(document)}
     files["json"] = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
-    write_together(table.folder, {f"report.{end}": each for end, each in files.items()})
-
-
-def _row(times: DeviceTimes, samples: int) -> DeviceRow:
-    """`samples`: of all epochs of a run."""
-
-    row = DeviceRow(times.device, times.precision, times.batch, absent=times.absent)
-    if times.absent is not None:
-        return row
-    steps_s = times.step_s or (0.0,) * len(times.loader_s)
-    both = [sum(each) for each in zip(steps_s, times.loader_s, strict=True)]
-    count = len(both)
-    rate = throughput([times.batch] * count, both)
-    one = [1] * count
-    return replace(
-        row,
-        threads=times.threads,
-        samples_per_s=rate,
-        step_ms=_inverse(throughput(one, times.step_s), 1e3) if times.step_s else None,
-        loader_ms=_inverse(throughput(one, times.loader_s), 1e3),
-        run_s=_inverse(rate, samples),
-        steps=count,
-        load_1_min=times.load_1_min,
-    )
-
-
-def _inverse(rate: Interval, over: float) -> Interval:
-    """How long `over` takes at a rate."""
-    ends = (rate.value, rate.high, rate.low)
-    return Interval(*(over / each if each > 0 else float("inf") for each in ends))
+    write_together(place, {f"report.{end}": each for end, each in files.items()})
+    return table
 
 
 # The report of `train --compare-devices` as HTML and Markdown, made from its JSON alone.
@@ -208,7 +196,7 @@ def devices_markdown(document: Json) -> str:
 
 
 def against(document: Json) -> Table:
-    """A row for each precision and batch, CPU next to GPU."""
+    """Return a row for each precision and batch, CPU next to GPU."""
     rows, threads, gpus = {}, "", document["machine"].get("gpus") or ()
     for row in document["rows"]:
         threads = f", {row['threads']} threads" if row["threads"] else threads
@@ -220,7 +208,7 @@ def against(document: Json) -> Table:
 
 
 def _tables(document: Json) -> list[Table]:
-    """Those that have rows, the articles' among them."""
+    """Return the tables that have rows."""
     own = [_find(document, device, "float32", document["batch"]) for device in ("cpu", "cuda")]
     what = f"{document['recipe']} on this machine: {count(document['epochs'])} epochs of "
     what += f"{count(document['samples'])} samples at batch {document['batch']}, float32"
@@ -243,7 +231,7 @@ def _tables(document: Json) -> list[Table]:
 
 
 def _augmentation(document: Json) -> Table:
-    """A row for each batch size: what augmenting it takes on each processor."""
+    """Return a row for each batch size: what augmenting it takes on each processor."""
     sizes: dict[int, dict[str, Json]] = {}
     for row in document["augmentation"]:
         sizes.setdefault(row["batch"], {})[row["device"]] = row
@@ -258,7 +246,7 @@ def _augmentation(document: Json) -> Table:
 
 
 def _faster(cpu: Json, gpu: Json) -> str:
-    """The processor that takes less time, where the intervals do not touch."""
+    """Return the processor that takes less time, where the intervals do not touch."""
     one, other = (row.get("loader_ms") for row in (cpu, gpu))
     if not one or not other:
         return MISSING
@@ -295,7 +283,7 @@ def _measured(document: Json) -> list[Json]:
 
 
 def _find(document: Json, *wanted: object) -> Json:
-    """The row of a device, precision and batch; {} where there is none."""
+    """Return the row of a device, precision and batch; {} where there is none."""
     keys = ("device", "precision", "batch")
     rows = (row for row in document["rows"] if tuple(row[key] for key in keys) == wanted)
     return next(rows, {})
@@ -350,23 +338,6 @@ ARTICLES: tuple[Mapping[str, str], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class DeviceTimes:
-    """Seconds of each step and of each batch's making, in turns; `absent`: why there are none.
-
-    Of augmentation there are no steps, and `threads` are those that make batches.
-    """
-
-    device: str
-    precision: str
-    batch: int
-    threads: int | None = None
-    step_s: tuple[float, ...] = ()
-    loader_s: tuple[float, ...] = ()
-    load_1_min: float | None = None
-    absent: str | None = None
-
-
 def time_devices(
     recipe: Recipe,
     splits: Splits,
@@ -375,8 +346,8 @@ def time_devices(
     *,
     augment: bool | None = None,
     compile: bool = False,  # noqa: A002 - torch's own name for it
-) -> list[DeviceTimes]:
-    """A row for each device, precision and batch size. Raises BadInput."""
+) -> list[DeviceRow]:
+    """Return a row for each device, precision and batch size. Raises BadInput."""
     recipe = recipe.sized_for(splits.build_with)
     check_labels(recipe, splits)
     splits = replace(splits, calibration=_first(splits.calibration, 0))
@@ -392,14 +363,13 @@ def time_devices(
         name = f"{precision} compiled" if compiled else precision
         if on_progress is not None:
             on_progress(f"{device} {name}, batch {batch}", number / len(wanted))
-        row = DeviceTimes(device, name, batch, absent=_lacks(device, precision))
+        row = DeviceRow(device, name, batch, absent=_lacks(device, precision))
         if row.absent is None:
             options = TrainingOptions(
                 device=device,
                 epochs=1,
                 batch_size=batch,
-                amp=precision in ("bf16", "fp16"),
-                amp_dtype=precision if precision in ("bf16", "fp16") else "auto",
+                amp=precision if precision in ("bf16", "fp16") else "off",
                 tf32=precision != "float32",
                 augment=augment,
                 compile=compiled,
@@ -414,7 +384,7 @@ def time_augmentation(
     splits: Splits,
     batches: Sequence[int],
     on_progress: ProgressDevices | None = None,
-) -> list[DeviceTimes]:
+) -> list[DeviceRow]:
     """A row for each batch size and processor that may augment; none without `recipe.augment`.
 
     From the images in memory until the augmented batch is where the steps run.
@@ -425,28 +395,28 @@ def time_augmentation(
     for batch, device in itertools.product(batches, PRECISIONS):
         if on_progress is not None:
             on_progress(f"{device} {AUGMENTED}, batch {batch}", 1.0)
-        row = DeviceTimes(device, AUGMENTED, batch, absent=_lacks(device, AUGMENTED))
+        row = DeviceRow(device, AUGMENTED, batch, absent=_lacks(device, AUGMENTED))
         if row.absent is None:
-            options = TrainingOptions(
-                device=trains_on, batch_size=batch, augment=True, augment_on=device
-            )
+            options = TrainingOptions(device=trains_on, batch_size=batch, augment=True)
             row = _time_making(recipe, splits.train, options, row)
         rows.append(row)
     return rows
 
 
 def _time_making(
-    recipe: Recipe, train: Split, options: TrainingOptions, row: DeviceTimes
-) -> DeviceTimes:
+    recipe: Recipe, train: Split, options: TrainingOptions, row: DeviceRow
+) -> DeviceRow:
     try:
-        made = make_loader(recipe, train, settle(recipe, options), Processes()).batches
+        settings, where = settle(recipe, options), torch.device(row.device)
+        made = make_batches(recipe, train, settings, Processes(), where)
         seconds: list[float] = []
         while len(seconds) < _ROUNDS and (len(seconds) < _FEWEST or sum(seconds) < _LIMIT_S / 4):
             seconds.append(time_batches(made) / 1e3)
     except OutOfMemory as exc:
         return replace(row, absent=exc.message)
-    batch = min(row.batch, len(train.labels))
-    return replace(row, batch=batch, threads=made.workers, loader_s=tuple(seconds))
+    samples = len(train.labels)
+    row = replace(row, threads=made.workers)
+    return row.measured(min(row.batch, samples), (), seconds, samples * recipe.epochs)
 
 
 def _first(split: Split, count: int) -> Split:
@@ -466,10 +436,10 @@ def _lacks(device: str, precision: str) -> str | None:
 
 
 def _time_row(
-    recipe: Recipe, splits: Splits, options: TrainingOptions, row: DeviceTimes
-) -> DeviceTimes:
+    recipe: Recipe, splits: Splits, options: TrainingOptions, row: DeviceRow
+) -> DeviceRow:
     try:
-        settings = settle(recipe, options)
+        settings, samples = settle(recipe, options), len(splits.train.labels) * recipe.epochs
         torch.manual_seed(0)
         splits = replace(splits, train=_first(splits.train, row.batch))
         run = Run(recipe, splits, settings, build_from_recipe(recipe), "", Processes())
@@ -480,14 +450,9 @@ def _time_row(
             return replace(row, absent=f"too little memory: fits in {run.stepper.parts} parts only")
     except (OutOfMemory, Unsupported) as exc:
         return replace(row, absent=exc.message)
-    return replace(
-        row,
-        batch=batch,
-        threads=torch.get_num_threads(),
-        step_s=tuple(step_s),
-        loader_s=tuple(loader_s),
-        load_1_min=round(os.getloadavg()[0], 2),
-    )
+    load = round(os.getloadavg()[0], 2)
+    row = replace(row, threads=torch.get_num_threads(), load_1_min=load)
+    return row.measured(batch, step_s, loader_s, samples)
 
 
 def _time_steps(run: Run) -> tuple[list[float], list[float], int]:
@@ -510,7 +475,7 @@ def _time_steps(run: Run) -> tuple[list[float], list[float], int]:
 
 
 def find_crossovers(rows: Sequence[Any]) -> list[dict[str, Any]]:
-    """Of each precision of the GPU: the smallest batch from which on it is faster than the CPU.
+    """Find, for each precision of the GPU, the smallest batch from which on it beats the CPU.
 
     float32 is compared with the CPU's float32, anything else with the CPU's fastest. Faster: the
     intervals do not touch. Within the batches that were `measured`; `batch` is None where the CPU
@@ -542,7 +507,7 @@ def find_crossovers(rows: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def conclude(table: Any) -> list[str]:
-    """What a table comes to: a headline, then the other sentences."""
+    """Return what a table comes to: a headline, then the other sentences."""
     rows = [row for row in table.rows if row.samples_per_s is not None]
     like = {r.device: r for r in rows if (r.precision, r.batch) == ("float32", table.batch)}
     best = {r.device: r for r in sorted(rows, key=lambda row: row.samples_per_s.value)}
@@ -574,7 +539,7 @@ def conclude(table: Any) -> list[str]:
 
 
 def conclude_augmentation(table: Any) -> list[str]:
-    """Where augmentation takes less time, in a sentence; none where nothing was augmented."""
+    """Say where augmentation takes less time; say nothing where nothing was augmented."""
     for each in find_crossovers(table.augmentation):
         where = f"from batch {each['batch']} on" if each["batch"] else "at no batch size"
         batches = ", ".join(map(str, each["measured"]))

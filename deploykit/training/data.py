@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, did_you_mean, first_line
+from deploykit.core.errors import BadInput, OutOfMemory, did_you_mean, users_code
 from deploykit.core.extras import require
 from deploykit.core.json_value import Record
 from deploykit.core.machine import natural_number, usable_cores
-from deploykit.core.memory import does_not_fit, lacks_memory
+from deploykit.core.memory import memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.training.distributed import Processes
-from deploykit.training.options import MOST_WORKERS, Settings
+from deploykit.training.options import Settings
 
 # Make the next batches while a step runs, and measure how long a step waited for its batch.
 
@@ -101,10 +101,9 @@ class WaitClock:
 # Random changes of training images: crop, flip, rotation and colour.
 #
 # Written once, in torch, for bytes and floats, on the CPU and on a GPU. A pixel comes from
-# operations
-# that each round once, and the only sum is one of integers, so that a sample is the same to the
-# last
-# bit in any batch, on any number of threads and on either processor. Labels stay as they are.
+# operations that each round once, and the only sum is one of integers, so that a sample is the same
+# to the last bit in any batch, on any number of threads and on either processor. Labels stay as
+# they are.
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 DRAWS = 8  # random numbers that a sample takes
@@ -163,7 +162,7 @@ class Augment(Record):
         return found.permute(0, 2, 3, 1) if from_bytes else found
 
     def _numbers(self, uniform: torch.Tensor, h: int, w: int) -> torch.Tensor:
-        """Of each sample: x and y of a pixel's source as a * x + b * y + c, then factors: (N, 9).
+        """Return (N, 9): x and y of a pixel's source as a * x + b * y + c, then the factors.
 
         The source is in an image with a border of 1. In float64, and each angle by itself: the
         sines of a vector need not be those of single numbers.
@@ -217,7 +216,7 @@ def _grey(images_NCHW: torch.Tensor) -> torch.Tensor:
 
 
 def _move(images_NCHW: torch.Tensor, numbers: torch.Tensor, *, between: bool) -> torch.Tensor:
-    """Each pixel from its source, outside of which all is 0; `between` pixels in float32."""
+    """Return each pixel from its source, outside of which all is 0; `between` pixels in float32."""
     n, c, h, w = images_NCHW.shape
     device = images_NCHW.device
     padded = torch.zeros((c, n, h + 3, w + 3), dtype=images_NCHW.dtype, device=device)
@@ -261,7 +260,7 @@ def read_augment(recipe: Recipe) -> Change | None:
 
 
 def describe_augment(recipe: Recipe) -> str:
-    """What it does, the same in each process."""
+    """Return what it does, the same in each process."""
     change = read_augment(recipe)
     if change is None or isinstance(change, Augment):
         return repr(change)
@@ -278,16 +277,9 @@ class Augmentation:
 
     def __call__(self, images: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """Raises OutOfMemory, BadInput where the recipe's function fails."""
-        try:
+        where = f"{self.device}: the augmentation of {len(images)} images"
+        with users_code("the recipe's augment failed"), memory_errors(where):
             found = self.change(images, uniform)
-        except DeploykitError:
-            raise
-        except Exception as exc:
-            if isinstance(exc, torch.OutOfMemoryError) or lacks_memory(exc):
-                where = f"{self.device}: the augmentation of {len(images)} images"
-                raise does_not_fit(where, first_line(exc)) from exc
-            what = f"{type(exc).__name__}: {first_line(exc)}"
-            raise BadInput(f"the recipe's augment failed: {what}") from exc
         kinds = [
             (each.dtype, tuple(each.shape)) if isinstance(each, torch.Tensor) else type(each)
             for each in (images, found)
@@ -298,7 +290,7 @@ class Augmentation:
 
 
 def make_augmentation(recipe: Recipe, split: Split, device: torch.device) -> Augmentation:
-    """Of the only input with four axes. Raises BadInput where there is nothing to augment."""
+    """Augment the only input with four axes. Raises BadInput where there is none."""
     change = read_augment(recipe)
     if change is None:
         raise BadInput(
@@ -457,36 +449,40 @@ class Loader:
         if share < LIMITING:
             waited = f"the steps waited for data in {share:.1%} of the time"
         else:
-            more = "more " if self.batches.workers else ""
-            cure = f"{more}`workers` make batches ahead of the steps where cores are free"
-            waited = f"the data loader was the limit: {share:.0%} of the time; {cure}"
+            cure = "; more cores would make batches ahead" if self.batches.workers else ""
+            waited = f"the data loader was the limit: {share:.0%} of the time{cure}"
         return [each for each in (self.note, waited) if each]
 
 
+def make_batches(
+    recipe: Recipe,
+    train: Split,
+    settings: Settings,
+    group: Processes,
+    augment_on: torch.device | None = None,
+) -> Batches:
+    """Make the batches of a run; where the CPU augments, each free core makes some ahead.
+
+    Raises BadInput where the recipe has nothing to augment.
+    """
+    augmentation = make_augmentation(recipe, train, augment_on) if augment_on else None
+    workers = max(1, free_cores(settings.device)) if augment_on == CPU else 0
+    seed = settings.options.seed
+    return Batches(train, settings.device, settings.batch_size, seed, group, augmentation, workers)
+
+
 def make_loader(recipe: Recipe, train: Split, settings: Settings, group: Processes) -> Loader:
-    """The batches of a run. Raises BadInput where the recipe has nothing to augment."""
-    options, device, size = settings.options, settings.device, settings.batch_size
-
-    def make(where: torch.device | None) -> Batches:
-        augmentation, workers = None, options.workers or 0
-        if where is not None:
-            augmentation = make_augmentation(recipe, train, where)
-            if where == CPU and options.workers is None:
-                workers = max(1, free_cores(device))
-        return Batches(train, device, size, options.seed, group, augmentation, workers)
-
+    """Make the batches of a run, augmented on the faster processor. Raises BadInput."""
     if not settings.augment:
-        return Loader(make(None))
-    if device.type == "cpu":
-        return Loader(make(CPU), "augmentation runs on the CPU, as the training does")
-    if options.augment_on != "auto":
-        where = CPU if options.augment_on == "cpu" else device
-        return Loader(make(where), f"augmentation runs on {where.type}, as `augment_on` says")
-    return _faster(make(CPU), make(device))
+        return Loader(make_batches(recipe, train, settings, group))
+    on_cpu = make_batches(recipe, train, settings, group, CPU)
+    if settings.device.type == "cpu":
+        return Loader(on_cpu, "augmentation runs on the CPU, as the training does")
+    return _faster(on_cpu, make_batches(recipe, train, settings, group, settings.device))
 
 
 def _faster(on_cpu: Batches, on_gpu: Batches) -> Loader:
-    """The one that makes batches in less time. Not yet run on a GPU."""
+    """Return the one that makes batches in less time. Not yet run on a GPU."""
     cpu_ms = time_batches(on_cpu)
     try:
         gpu_ms = time_batches(on_gpu)
@@ -501,7 +497,7 @@ def _faster(on_cpu: Batches, on_gpu: Batches) -> Loader:
 
 
 def time_batches(batches: Batches) -> float:
-    """Milliseconds per batch, after a warm-up; the order of later batches is as before."""
+    """Return milliseconds per batch, after a warm-up; the order of later batches is as before."""
     state, seconds = batches.shuffle.get_state(), 0.0
     for _ in range(2):
         started = time.perf_counter()
@@ -517,7 +513,7 @@ def free_cores(device: torch.device) -> int:
     """Cores that no step computes on, of those that each process of this machine can have."""
     processes = natural_number(os.environ.get("LOCAL_WORLD_SIZE", "")) or 1
     used = torch.get_num_threads() if device.type == "cpu" else 1
-    return min(MOST_WORKERS, max(0, usable_cores() // processes - used))
+    return max(0, usable_cores() // processes - used)
 
 
 # What the recipes that classify images share: scikit-learn's digits as data, and their metric.
@@ -532,7 +528,7 @@ def top1_per_sample(outputs: dict[str, np.ndarray], labels: np.ndarray) -> np.nd
 
 
 def enlarged_digits(side: int, count: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """The first `count` of the 1,797 digits in an order that is the same on every machine.
+    """Return the first `count` of the 1,797 digits in an order that is the same on every machine.
 
     Pixels float32 (count, side, side) in 0..1, enlarged linearly from 8x8; labels int64 (count,).
     """
@@ -545,7 +541,7 @@ def enlarged_digits(side: int, count: int | None = None) -> tuple[np.ndarray, np
 
 
 def _linear(before: int, after: int) -> np.ndarray:
-    """The matrix (after, before) that resizes an axis, pixel centres aligned."""
+    """Return the matrix (after, before) that resizes an axis, pixel centres aligned."""
     at = np.clip((np.arange(after) + 0.5) * before / after - 0.5, 0, before - 1)
     distances = np.abs(at[:, None] - np.arange(before))
     return np.maximum(0.0, 1.0 - distances).astype(np.float32)

@@ -12,8 +12,8 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ import numpy as np
 import torch
 
 from deploykit.core.errors import BadInput, Unsupported, first_line
+from deploykit.core.extras import require
 from deploykit.core.files import check_readable
 from deploykit.core.memory import check_fits, does_not_fit, lacks_memory, memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.engines.torch.loaded import before
 from deploykit.engines.torch.open import save_whole
 from deploykit.engines.torch.weights import copy_weights, list_names
-from deploykit.training.curve import EventFile
 from deploykit.training.data import check_labels, describe_augment, make_loader, tensors
 from deploykit.training.distributed import Processes, measure_scaling, parallel, whole_state
 from deploykit.training.options import (
@@ -67,7 +67,7 @@ class Stepper:
         alone: bool = True,
     ) -> None:
         self.alone = alone  # else the other processes would wait for the parts of a batch
-        self.run, self.loss, self.settings = run, recipe.loss, settings
+        self.run, self.loss, self.clip_norm = run, recipe.loss, recipe.clip_norm
         self.device, slower = settings.device, settings.options.unfreeze or 1.0
         self.weights = [each for each in run.parameters() if each.requires_grad]
         slow = {id(each) for each in slowly}
@@ -77,7 +77,7 @@ class Stepper:
         ]
         groups = [group for group in groups if group["params"]]
         self.optimiser = torch.optim.Adam(groups, lr=recipe.learning_rate)
-        self.schedule = make_schedule(settings.schedule, self.optimiser, steps)
+        self.schedule = make_schedule(recipe.schedule, self.optimiser, steps)
         self.parts, self.tried, self.updated = 1, 0, 0
         self.optimiser.register_step_post_hook(self._count)
         self.use(settings.amp_dtype)
@@ -146,7 +146,8 @@ class Stepper:
         return total
 
     def _loss(self, inputs: Sequence[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
-        with self._autocast():
+        half = self.amp_dtype is not None
+        with torch.autocast(self.device.type, self.amp_dtype) if half else nullcontext():
             loss: torch.Tensor = self.loss(self.run(*inputs), labels)
         return loss
 
@@ -154,15 +155,10 @@ class Stepper:
         scaled: Any = self.scaler.scale(loss)
         scaled.backward()
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.amp_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.amp_dtype)
-
     def _update(self) -> None:
-        if self.settings.clip_norm is not None:
+        if self.clip_norm is not None:
             self.scaler.unscale_(self.optimiser)
-            torch.nn.utils.clip_grad_norm_(self.weights, self.settings.clip_norm)
+            torch.nn.utils.clip_grad_norm_(self.weights, self.clip_norm)
         before = self.updated
         self.tried += 1
         self.scaler.step(self.optimiser)
@@ -191,7 +187,7 @@ class Stepper:
 def make_schedule(
     name: str, optimiser: torch.optim.Optimizer, steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """The learning rate over `steps` updates: one of `SCHEDULES`."""
+    """Return the learning rate over `steps` updates: one of `SCHEDULES`."""
     kinds = torch.optim.lr_scheduler
     if name == "cosine":
         return kinds.CosineAnnealingLR(optimiser, T_max=steps)
@@ -203,13 +199,31 @@ def make_schedule(
     return kinds.ConstantLR(optimiser, factor=1.0, total_iters=1)
 
 
+class EventFile:
+    """TensorBoard's event files in `folder`. Raises MissingExtra where tensorboard is missing."""
+
+    def __init__(self, folder: Path) -> None:
+        require("tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder))
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        for name, value in entry.items():
+            if name != "epoch" and value is not None:
+                self.writer.add_scalar(name, value, entry["epoch"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
 # A recipe's metric for each sample of a split.
 
 _SAMPLES = 256  # at once
 
 
 def score_module(module: torch.nn.Module, recipe: Recipe, split: Split) -> np.ndarray:
-    """The recipe's metric for each sample of `split`, shape (samples,), in float32.
+    """Return the recipe's metric for each sample of `split`, shape (samples,), in float32.
 
     Computed on the device that holds `module`, in eval mode; the mode is restored. Raises
     OutOfMemory.
@@ -236,8 +250,7 @@ def score_module(module: torch.nn.Module, recipe: Recipe, split: Split) -> np.nd
 
 # The whole state of a run in one file, from which it goes on exactly as if it had not stopped.
 #
-# The file is replaced whole after each epoch: a run that is killed while it writes leaves the
-# state
+# The file is replaced whole after each epoch: a run that is killed while it writes leaves the state
 # of the epoch before. It holds tensors, numbers and strings; opening it runs no code.
 
 VERSION = 1
@@ -245,7 +258,7 @@ KEY = "deploykit_training_state"
 
 
 def describe_run(recipe: str, splits: Splits, chosen: dict[str, Any]) -> dict[str, Any]:
-    """What a run must have in common with the one whose state it goes on from."""
+    """Return what a run must have in common with the one whose state it goes on from."""
     labels = splits.train.labels
     data = f"{splits.source}, {len(labels)} samples, checksum {zlib.crc32(labels.tobytes()):08x}"
     return {"recipe": recipe, **chosen, "data": data}
@@ -256,21 +269,23 @@ def save_state(path: Path, run: dict[str, Any], state: dict[str, Any]) -> None:
 
 
 def load_state(path: Path, run: dict[str, Any]) -> dict[str, Any] | None:
-    """The state in `path`, None where there is no such file yet.
+    """Read the state in `path`; None where there is no such file yet.
 
     Raises BadInput for a file that is no state, or is that of another run, naming the difference.
     """
     if not path.exists():
         return None
     check_readable(path)
+    reason = "it was not written by `checkpoint`"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as exc:  # torch's reader of damaged files raises anything
-        raise _no_state(path, first_line(exc)) from exc
-    if not isinstance(state, dict) or KEY not in state:
-        raise _no_state(path, "it was not written by `checkpoint`")
-    if state[KEY] != VERSION:
-        raise BadInput(f"{path}: is a state of version {state[KEY]}, this is {VERSION}")
+    except Exception as exc:  # noqa: BLE001 - torch's reader of damaged files raises anything
+        state, reason = None, first_line(exc).rstrip(".")
+    if not isinstance(state, dict) or state.get(KEY) != VERSION:
+        raise BadInput(
+            f"{path}: is not the state of a training run: {reason}",
+            hint="name a file that does not exist yet as `checkpoint`",
+        )
     for name, value in run.items():
         if state["run"].get(name) != value:
             raise BadInput(
@@ -281,15 +296,8 @@ def load_state(path: Path, run: dict[str, Any]) -> dict[str, Any] | None:
     return dict(state)
 
 
-def _no_state(path: Path, reason: str) -> BadInput:
-    return BadInput(
-        f"{path}: is not the state of a training run: {reason.rstrip('.')}",
-        hint="name a file that does not exist yet as `checkpoint`",
-    )
-
-
 def random_state(device: torch.device, shuffle: torch.Generator) -> dict[str, Any]:
-    """The state of all generators of random numbers that a run draws from."""
+    """Return the state of all generators of random numbers that a run draws from."""
     states = {"shuffle": shuffle.get_state(), "torch": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -390,7 +398,7 @@ def freeze(
 
 
 def _first_dense(head: torch.nn.Module) -> torch.nn.Linear | None:
-    """The dense layer with a bias that the head, a sequence, begins with."""
+    """Return the dense layer with a bias that the head, a sequence, begins with."""
     first = next(iter(head.children()), None) if isinstance(head, torch.nn.Sequential) else head
     return first if isinstance(first, torch.nn.Linear) and first.bias is not None else None
 
@@ -561,8 +569,8 @@ class Run:
                 "epochs": settings.epochs,
                 "batch_size": settings.batch_size,
                 "seed": options.seed,
-                "schedule": settings.schedule,
-                "clip_norm": settings.clip_norm,
+                "schedule": recipe.schedule,
+                "clip_norm": recipe.clip_norm,
                 "patience": options.patience,
                 "precision": settings.precision,
                 "learning_rate": recipe.learning_rate,
@@ -612,7 +620,7 @@ class Run:
             both = ", in mixed precision and in float32" if start is not None else ""
             raise Unsupported(
                 f"training diverged: the loss is {loss} in epoch {len(self.history) + 1}{both}",
-                hint="lower the recipe's learning rate, or limit the gradients (`clip_norm`)",
+                hint="lower the recipe's learning_rate, or limit the gradients (its clip_norm)",
             )
         self.seconds += seconds
         score = self._validate()
@@ -632,7 +640,7 @@ class Run:
         on_progress(text, len(self.history) / self.settings.epochs)
 
     def _run_epoch(self, on_progress: Progress) -> tuple[float, float, float]:
-        """The mean loss of the epoch, its seconds, and those spent waiting for batches."""
+        """Return the mean loss of the epoch, its seconds, and those spent waiting for batches."""
         count, epochs, done = len(self.batches), self.settings.epochs, len(self.history)
         parts, waited_s = self.stepper.parts, self.batches.waited.seconds
         self.module.train()
@@ -739,7 +747,7 @@ class Run:
         self.best, self.seconds = state["best"], state["seconds"]
 
     def measure_scaling(self) -> dict[str, Any]:
-        """What the other processes cost; measured after the weights were copied."""
+        """Return what the other processes cost; measured after the weights were copied."""
         if self.group.size == 1:
             return {}
         if self.settings.options.fsdp:
@@ -770,8 +778,8 @@ class Run:
             "tf32": settings.tf32,
             "compile": settings.options.compile,
             "channels_last": settings.channels_last,
-            "schedule": settings.schedule,
-            "clip_norm": settings.clip_norm,
+            "schedule": self.recipe.schedule,
+            "clip_norm": self.recipe.clip_norm,
             "seed": settings.options.seed,
             "train_samples": samples,
             "train_seconds": round(self.seconds, 3),

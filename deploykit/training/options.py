@@ -17,8 +17,7 @@ from deploykit.core.recipe import Recipe, Splits
 from deploykit.engines.torch.files import with_torchvision
 
 SCHEDULES = ("cosine", "linear", "one-cycle", "constant")
-MOST_WORKERS = 256
-AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Progress = Callable[[str, float], None]  # what happens now, share done 0..1
 
@@ -27,34 +26,27 @@ Progress = Callable[[str, float], None]  # what happens now, share done 0..1
 class TrainingOptions:
     """What a user may change of a run; None takes the recipe's own, or what suits the device.
 
-    `clip_norm`: largest norm of all gradients together. `patience`: epochs without a better score
-    on the validation data after which the run ends, with the weights of the best one.
-    `checkpoint`: a file that gets the whole state after each epoch, and from which a run with the
-    same options goes on. `tensorboard`: a folder for event files. `unfreeze`: train a backbone too,
-    with this share of the learning rate. `fsdp`: spread the weights over the processes (FSDP2).
-    `augment`: change the images as the recipe declares; `augment_on`: "cpu", "cuda", or "auto" for
-    the faster one. `workers`: threads that make batches ahead of the steps.
+    `amp`: mixed precision, one of `AMP`. `patience`: epochs without a better score on the
+    validation data after which the run ends, with the weights of the best one. `checkpoint`: a file
+    that gets the whole state after each epoch, and from which a run with the same options goes on.
+    `tensorboard`: a folder for event files. `unfreeze`: train a backbone too, with this share of
+    the learning rate. `fsdp`: spread the weights over the processes (FSDP2). `augment`: change the
+    images as the recipe declares.
     """
 
     epochs: int | None = None
     batch_size: int | None = None
     device: str = "auto"
-    amp: bool | None = None
+    amp: str | None = None
     seed: int = 0
-    amp_dtype: str = "auto"
     tf32: bool = True
     compile: bool = False
     unfreeze: float | None = None
     fsdp: bool = False
-    channels_last: bool | None = None
-    clip_norm: float | None = None
-    schedule: str | None = None
     patience: int | None = None
     checkpoint: Path | None = None
     tensorboard: Path | None = None
     augment: bool | None = None
-    augment_on: str = "auto"
-    workers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -80,11 +72,13 @@ class Settings:
     device: torch.device
     amp_dtype: torch.dtype | None
     tf32: bool
-    channels_last: bool
-    clip_norm: float | None
-    schedule: str
     augment: bool
     options: TrainingOptions
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether images have their channels last in memory, as a GPU's convolutions want them."""
+        return self.device.type == "cuda"
 
     @property
     def precision(self) -> str:
@@ -95,18 +89,19 @@ class Settings:
 
 def settle(recipe: Recipe, options: TrainingOptions) -> Settings:
     """Decide what `options` leaves open. Raises BadInput, or Unsupported for a missing device."""
-    epochs = _positive("epochs", options.epochs, recipe.epochs)
-    batch_size = _positive("batch_size", options.batch_size, recipe.batch_size)
-    if options.patience is not None:
-        _positive("patience", options.patience, 1)
-    clip_norm = recipe.clip_norm if options.clip_norm is None else options.clip_norm
-    if clip_norm is not None and not 0 < clip_norm < float("inf"):
-        raise BadInput(f"`clip_norm` must be a number above 0, got {clip_norm}")
-    schedule = options.schedule or recipe.schedule
-    if schedule not in SCHEDULES:
+    epochs, batch_size = options.epochs, options.batch_size
+    epochs = recipe.epochs if epochs is None else epochs
+    batch_size = recipe.batch_size if batch_size is None else batch_size
+    numbers = {"epochs": epochs, "batch_size": batch_size, "patience": options.patience}
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise BadInput(f"`{name}` must be 1 or more, got {value}")
+    if recipe.clip_norm is not None and not 0 < recipe.clip_norm < float("inf"):
+        raise BadInput(f"the recipe's `clip_norm` must be above 0, got {recipe.clip_norm}")
+    if recipe.schedule not in SCHEDULES:
         raise BadInput(
-            f"unknown `schedule` '{schedule}'",
-            hint=did_you_mean(schedule, SCHEDULES, f"one of: {', '.join(SCHEDULES)}"),
+            f"the recipe's `schedule` '{recipe.schedule}' is unknown",
+            hint=did_you_mean(recipe.schedule, SCHEDULES, f"one of: {', '.join(SCHEDULES)}"),
         )
     if options.unfreeze is not None and not (recipe.backbone and 0 < options.unfreeze <= 1):
         raise BadInput(
@@ -125,48 +120,36 @@ def settle(recipe: Recipe, options: TrainingOptions) -> Settings:
         raise BadInput("`fsdp` goes neither with `checkpoint` nor with `patience`")
     if not -(2**63) <= options.seed < 2**63:
         raise BadInput(f"`seed` must fit into 64 bits, got {options.seed}")
-    if options.workers is not None and not 0 <= options.workers <= MOST_WORKERS:
-        raise BadInput(f"`workers` must be 0 to {MOST_WORKERS}, got {options.workers}")
     device = choose_device(options.device)
     on_gpu = device.type == "cuda"
-    if options.augment_on not in ("auto", "cpu", "cuda"):
-        raise BadInput(f"unknown `augment_on` '{options.augment_on}'", hint="auto, cpu or cuda")
-    if options.augment_on == "cuda" and not on_gpu:
-        raise BadInput("`augment_on` is cuda, but the training runs on the CPU")
-    amp = on_gpu if options.amp is None else options.amp
-    return Settings(
-        epochs,
-        batch_size,
-        device,
-        _half(device, options.amp_dtype) if amp else None,
-        on_gpu and options.tf32 and torch.cuda.get_device_capability(device) >= (8, 0),
-        on_gpu if options.channels_last is None else options.channels_last,
-        clip_norm,
-        schedule,
-        augment,
-        options,
-    )
+    tf32 = on_gpu and options.tf32 and torch.cuda.get_device_capability(device) >= (8, 0)
+    return Settings(epochs, batch_size, device, _half(device, options.amp), tf32, augment, options)
 
 
-def _half(device: torch.device, name: str) -> torch.dtype:
-    """bfloat16 where the device has it, which needs no loss scaling, else float16."""
-    if name == "auto":
-        on_cpu = device.type == "cpu"
-        bf16 = on_cpu or torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if bf16 else torch.float16
-    if name not in AMP_DTYPES:
-        raise BadInput(f"unknown `amp_dtype` '{name}'", hint="one of: auto, bf16, fp16")
-    return AMP_DTYPES[name]
+def _half(device: torch.device, name: str | None) -> torch.dtype | None:
+    """Return the type of mixed precision; by default bfloat16 on a GPU, or float16 on older ones.
+
+    float16 needs loss scaling.
+    """
+    if name is None and device.type == "cuda":
+        name = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    name = name or "off"
+    if name not in AMP:
+        raise BadInput(f"unknown `amp` '{name}'", hint=f"one of: {', '.join(AMP)}")
+    return AMP[name]
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is the first GPU that torch can use, else the CPU. Raises BadInput or Unsupported."""
+    """Return the device; `auto` is the first GPU that torch can use, else the CPU.
+
+    Raises BadInput or Unsupported.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise BadInput(f"unknown device '{name}'", hint="one of: auto, cpu, cuda") from None
+        device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
         raise BadInput(f"unknown device '{name}'", hint="one of: auto, cpu, cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -177,18 +160,11 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def _positive(what: str, chosen: int | None, default: int) -> int:
-    value = default if chosen is None else chosen
-    if value < 1:
-        raise BadInput(f"`{what}` must be 1 or more, got {value}")
-    return value
-
-
 # Call what a recipe brings. It is the user's own code: what fails there is named as such.
 
 
 def read_splits(recipe: Recipe, path: Path | None) -> Splits:
-    """The recipe's data. Raises BadInput."""
+    """Return the recipe's data. Raises BadInput."""
     with users_code("the recipe's data failed"), memory_errors("the recipe's data"):
         found: object = recipe.data(path)
     if not isinstance(found, Splits):
@@ -197,7 +173,7 @@ def read_splits(recipe: Recipe, path: Path | None) -> Splits:
 
 
 def build_from_recipe(recipe: Recipe) -> torch.nn.Module:
-    """The recipe's model with fresh weights. Raises BadInput, MissingExtra, OutOfMemory."""
+    """Return the recipe's model with fresh weights. Raises BadInput, MissingExtra, OutOfMemory."""
     with users_code("the recipe's build failed"), memory_errors("the recipe's model"):
         found: object = with_torchvision(recipe.build)
     if not isinstance(found, torch.nn.Module):
@@ -206,7 +182,7 @@ def build_from_recipe(recipe: Recipe) -> torch.nn.Module:
 
 
 def score_samples(recipe: Recipe, outputs: dict[str, np.ndarray], labels: np.ndarray) -> np.ndarray:
-    """The recipe's metric, shape (samples,), in 0..1. Raises BadInput."""
+    """Return the recipe's metric, shape (samples,), in 0..1. Raises BadInput."""
     with users_code("the recipe's metric failed"):
         found = np.asarray(recipe.metric(outputs, labels), np.float64)
     if found.shape != (len(labels),):

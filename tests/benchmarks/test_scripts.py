@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.gpu.guard import marked
+from scripts.gpu.guard import marked
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 

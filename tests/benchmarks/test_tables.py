@@ -1,4 +1,4 @@
-"""The comparison's Markdown, memory from /proc, and what an overload's requests add up to."""
+"""The comparison's Markdown, and memory from /proc."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 import sys
 from pathlib import Path
 
-import numpy as np
-import overload
 import pytest
 from clients import Sample
 from memory import file_pages_kib, held_mib
@@ -133,33 +131,3 @@ def test_a_server_ends_with_all_that_it_started(tmp_path: Path) -> None:
         assert server.held_mib() > 5
     state = Path(f"/proc/{pid}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
-
-
-def test_an_overload_counts_good_answers_and_the_time_to_recover() -> None:
-    start_s = np.arange(0, 10, 0.01)
-    status = np.full(len(start_s), 200)
-    taken_s = np.full(len(start_s), 0.04)
-    during = (start_s >= 2) & (start_s < 5)
-    refused = during & (np.arange(len(start_s)) % 2 == 0)
-    status[refused], taken_s[refused] = 503, 0.001
-    taken_s[(start_s >= 5) & (start_s < 5.65)] = 0.3  # what the overload left in the queue
-    found = overload.summary(start_s, start_s + taken_s, status, 2.0, 5.0, 0.0)
-    assert found.goodput_per_s == pytest.approx(50, rel=0.05)
-    assert found.refused_share == pytest.approx(0.5, abs=0.01)
-    assert found.refused_p99_ms == pytest.approx(1.0)
-    assert found.recovery_s == pytest.approx(0.75)
-    assert found.failed == 0
-
-
-def test_an_answer_after_the_limit_is_not_good() -> None:
-    start_s = np.arange(0, 4, 0.01)
-    taken_s = np.where(start_s < 1, 0.04, overload.LIMIT_MS / 1e3 + 0.1)
-    found = overload.summary(start_s, start_s + taken_s, np.full(len(start_s), 200), 1.0, 4.0, 0.0)
-    assert found.goodput_per_s < 2  # what was due just before ends just after
-    assert found.refused_p99_ms is None
-
-
-@pytest.mark.parametrize(("lag_ms", "marked"), [(2.0, False), (30.0, True)])
-def test_a_late_generator_gives_no_verdict(lag_ms: float, marked: bool) -> None:
-    run = overload.Overload(390.0, 400.0, 0.5, 1.0, 9.0, 0, 0.25, lag_ms)
-    assert ("no verdict" in overload.row(2, [run], [0.98])) == marked

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import deploykit as dk
-from deploykit.building.builder import Shapes
-from deploykit.building.tensorrt import prove as apart
-from deploykit.building.tensorrt import prove as target
+from deploykit.building.builder import BuildResult, Shapes
 from deploykit.building.tensorrt.build import workspace_that_fits
+from deploykit.building.tensorrt.prove import build_engine
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.memory import BuildMemory
 from deploykit.core.profile import load_profile
 from deploykit.core.subprocesses import run_apart
-from tests.support.builders.tensorrt_fixtures import (  # noqa: F401
-    cache_fixture,
-    model_fixture,
-    options,
-    out_fixture,
-)
 from tests.support.runtimes.gpu_machine import gpu_machine
 
 ORIN = "jetson-orin-nano-8gb"
@@ -43,18 +37,16 @@ def child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
 
 
+def build(model: Path, out: Path, on_progress: Any = None, profile: str = ORIN) -> BuildResult:
+    return build_engine(Artefact.open(model), out, load_profile(profile), Shapes(), on_progress)
+
+
 def test_a_shared_memory_builds_in_another_process_and_reports_progress(
     monkeypatch: pytest.MonkeyPatch, model: Path, out: Path
 ) -> None:
     child(monkeypatch, CHILD.format(error=None))
     phases: list[str] = []
-    built = target.build_engine(
-        Artefact.open(model),
-        out,
-        load_profile(ORIN),
-        Shapes(batch="1,4,8"),
-        lambda phase, _share: phases.append(phase),
-    )
+    built = build(model, out, lambda phase, _share: phases.append(phase))
     assert "tensorrt" not in sys.modules
     assert out.exists()
     assert built.built_on["tensorrt"] == "10.3.0"
@@ -66,8 +58,8 @@ def test_an_error_there_is_the_error_here(
 ) -> None:
     child(monkeypatch, CHILD.format(error="no tactics within workspace limit"))
     with pytest.raises(Unsupported, match="no kernel fits into the workspace") as caught:
-        apart.build_apart(model, out, options(ORIN))
-    assert caught.value.hint == "choose a larger workspace: `workspace_bytes`"
+        build(model, out)
+    assert caught.value.hint == "a larger `workspace_bytes` in the profile"
     assert not out.exists()
 
 
@@ -78,7 +70,7 @@ def test_a_process_that_reported_an_error_is_not_interrupted(
     end = f"import time; time.sleep(0.3); open({str(tmp_path / 'ended')!r}, 'w')"
     child(monkeypatch, CHILD.format(error="no tactics within workspace limit") + end)
     with pytest.raises(Unsupported):
-        apart.build_apart(model, out, options(ORIN))
+        build(model, out)
     assert (tmp_path / "ended").exists()
 
 
@@ -95,7 +87,7 @@ def test_a_build_that_is_killed_is_an_error_with_its_cause(
 ) -> None:
     child(monkeypatch, f"import os; {end}")
     with pytest.raises(error, match=says) as caught:
-        apart.build_apart(model, out, options(ORIN))
+        build(model, out)
     assert type(caught.value) is error
 
 
@@ -121,7 +113,7 @@ except KeyboardInterrupt:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        apart.build_apart(model, out, options(ORIN), stop)
+        build(model, out, stop)
     assert mark.exists()
 
 
@@ -141,7 +133,7 @@ def test_a_discrete_gpu_builds_in_this_process(
 ) -> None:
     child(monkeypatch, "raise SystemExit(9)")
     with pytest.raises(DeploykitError) as caught:
-        target.build_engine(Artefact.open(model), out, load_profile("l4"), Shapes())
+        build(model, out, profile="l4")
     assert "code 9" not in caught.value.message
 
 

@@ -110,7 +110,7 @@ def test_an_engine_that_computes_something_else_is_rejected(
 
 def test_build_options_are_refused(model: Path) -> None:
     with pytest.raises(BadInput, match=r"runs OpenVINO, which takes no build options"):
-        dk.build(model, "cpu-openvino", shapes=dk.Shapes(level=3))
+        dk.build(model, "cpu-openvino", shapes=dk.Shapes(dla=3))
 
 
 def test_an_operator_that_openvino_lacks_leaves_no_file(tmp_path: Path) -> None:

@@ -27,15 +27,9 @@ from deploykit.core.files import sha256
 from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.profile import load_profile
 from deploykit.engines.tensorrt.compatibility import Here, rebuild
-from deploykit.quantization.evaluate import QuantizeRequest
-from tests.support.builders.fake_tensorrt import Behaviour
+from deploykit.quantization.job import QuantizeRequest
+from tests.support.builders.fake_tensorrt import Behaviour, Use
 from tests.support.builders.fake_tensorrt import make as fake_module
-from tests.support.builders.tensorrt_fixtures import (  # noqa: F401
-    Use,
-    cache_fixture,
-    model_fixture,
-    use_fixture,
-)
 from tests.support.runtimes import fake_tensorrt as fake
 from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
 from tests.support.runtimes.modules import replaced
@@ -135,7 +129,7 @@ def test_a_layer_in_the_requested_precision_passes(tmp_path: Path, use: Use, mod
 
 def test_shapes_reach_the_builder(model: Path, tmp_path: Path, use: Use) -> None:
     use(layers=layers("Float"))
-    assert built(model, tmp_path, batch="2,4,64", level=5).manifest.built_on["batch"] == "2,4,64"
+    assert built(model, tmp_path, batch="2,4,64").manifest.built_on["batch"] == "2,4,64"
 
 
 @pytest.mark.parametrize("batch", ["8,4,1", "x", "1,2", "-1,2,3"])
@@ -162,7 +156,7 @@ def test_the_manifest_records_the_engines_facts_and_its_source(
     machine: Machine, affine_onnx: Path, tmp_path: Path
 ) -> None:
     machine()
-    made = dk.build(affine_onnx, "l4", shapes=Shapes(level=4))
+    made = dk.build(affine_onnx, "l4")
     built_on = dict(made.manifest.built_on)
     assert len(built_on.pop("timing_cache_sha256")) == 64
     assert built_on == {
@@ -175,7 +169,6 @@ def test_the_manifest_records_the_engines_facts_and_its_source(
         "flavour": "tensorrt",
         "profile": "l4",
         "batch": "1,8,32",
-        "optimization_level": "4",
         "workspace_bytes": str(6 << 30),
         "typing": "strong",
         "architecture": platform.machine(),
@@ -250,24 +243,17 @@ def test_an_engine_of_unknown_types_is_not_verified(machine: Machine, affine_onn
     assert made.notes[-1] == ("not verified: it is not known what 100.0% of the operations run in")
 
 
-@pytest.mark.parametrize("allow_wider", [False, True])
-def test_wider_layers_are_accepted_on_request(
-    machine: Machine, affine_onnx: Path, allow_wider: bool
+def test_an_engine_with_too_many_wider_layers_is_rejected(
+    machine: Machine, affine_onnx: Path
 ) -> None:
     first = json.loads(LAYERS)["Layers"][0]
     half = [{"Name": "t", "Format/Datatype": "Half"}]
     layers = [{**first, "Name": "Mul_0"}]
     layers += [{**first, "Name": "Add_1", "Inputs": half, "Outputs": half}]
     machine(content=plan(layers=json.dumps({"Layers": layers})))
-    shapes = Shapes(allow_wider=allow_wider)
-    if not allow_wider:
-        with pytest.raises(dk.GateFailed, match=r"50\.0% of the operations run wider") as caught:
-            dk.build(affine_onnx, "l4", precision="fp16", shapes=shapes)
-        assert "`allow_wider`" in caught.value.hint
-        return
-    made = dk.build(affine_onnx, "l4", precision="fp16", shapes=shapes)
-    assert made.manifest.evidence.verified is True
-    assert "'Mul_0' was requested in float16 and runs in float32" in made.notes[-1]
+    with pytest.raises(dk.GateFailed, match=r"50\.0% of the operations run wider") as caught:
+        dk.build(affine_onnx, "l4", precision="fp16")
+    assert caught.value.result.path.name == "affine.rejected.trt"
 
 
 def test_sizes_are_compared_within_what_the_engine_takes(
@@ -292,34 +278,6 @@ def test_an_engine_whose_outputs_differ_is_rejected(machine: Machine, affine_onn
     assert kept is not None
     assert kept.evidence.verified is False
     assert kept.evidence.golden.file == "affine.rejected.trt.golden.npz"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"timing_cache": "affine.onnx"},
-        {"timing_cache": "link.cache"},
-        {"timing_cache": "affine.trt"},
-        {"timing_cache": "test.npz"},
-        {"timing_cache": "affine.rejected.trt"},
-        {"timing_cache": "other.onnx"},
-        {"timing_cache": "affine.so", "plugins": ["affine.so"]},
-    ],
-    ids=["model", "link", "out", "data", "rejected", "another-model", "plugin"],
-)
-def test_a_timing_cache_replaces_no_file_of_the_command(
-    machine: Machine, affine_onnx: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    machine()
-    monkeypatch.chdir(affine_onnx.parent)
-    Path("link.cache").symlink_to("affine.onnx")
-    Path("other.onnx").write_bytes(affine_onnx.read_bytes())
-    Path("affine.so").write_bytes(b"code")
-    np.savez("test.npz", x=np.zeros((4, 4), np.float32), y=np.zeros(4, np.int64))
-    before = {file.name: file.read_bytes() for file in Path().iterdir() if file.is_file()}
-    with pytest.raises(dk.BadInput, match="timing_cache"):
-        dk.build(affine_onnx, "l4", data="test.npz", shapes=Shapes(**options))
-    assert before == {file.name: file.read_bytes() for file in Path().iterdir() if file.is_file()}
 
 
 def test_an_engine_replaces_no_plugin_that_it_needs(

@@ -37,11 +37,6 @@ from tests.support.onnx_zoo import (
 )
 
 
-@pytest.fixture(autouse=True)
-def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEPLOYKIT_CACHE", str(tmp_path / "cache"))
-
-
 @ask
 @needs
 @pytest.mark.parametrize("graph", [linear, conv_relu, two_inputs, int64_ids, mnist_like])
@@ -116,7 +111,7 @@ def test_an_empty_batch_may_be_in_the_range(tmp_path: Path) -> None:
 @ask
 @needs
 def test_options_of_the_builder_are_taken(tmp_path: Path) -> None:
-    found = checked(linear(), tmp_path, level=1, hardware_compatible="ampere-plus")
+    found = checked(linear(), tmp_path, hardware_compatible="ampere-plus")
     assert found.accepted, found.problems
 
 

@@ -14,7 +14,6 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-import deploykit as dk
 from deploykit.core.errors import BadInput
 from deploykit.core.protobuf import varint
 from tests.support.any_model import verbs
@@ -144,14 +143,6 @@ def test_weights_that_are_not_in_a_file_next_to_the_model_are_refused(
         assert "ONNXRuntimeError" not in caught.value.message
 
 
-def test_a_model_with_weights_in_a_second_file_is_built_in_another_folder(tmp_path: Path) -> None:
-    path = external(tmp_path / "m.onnx", "w.bin")
-    (tmp_path / "out").mkdir()
-    dk.build(path, profile="cpu", out=tmp_path / "out" / "m.onnx")
-    with dk.load(tmp_path / "out" / "m.onnx") as engine:
-        assert engine({"x": np.ones((1, 8), np.float32)})["y"].shape == (1, 300)
-
-
 @pytest.fixture(scope="session")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 400 MB, of which the disk holds a page."""
@@ -177,7 +168,7 @@ def limited(nbytes: int) -> None:
         ("bench", "m.onnx", "--quick", "-o", "report"),
         ("compare", "m.onnx", "m.onnx"),
         ("quantize", "m.onnx", "--to", "fp16", "-o", "q.onnx"),
-        ("serve", "--engine", "m.onnx", "--http-port", "0", "--no-grpc"),
+        ("serve", "--engine", "m.onnx", "--http-port", "0", "--grpc-port=none"),
         ("predict", "m.onnx", "d.npz", "-o", "p.npz"),
     ],
     ids=lambda words: words[0],

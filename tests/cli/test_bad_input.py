@@ -11,17 +11,7 @@ import pytest
 from tests.support.cli.command import Run
 from tests.support.cli.damage import Bomb, damaged
 
-KINDS = (
-    "missing",
-    "empty",
-    "folder",
-    "half",
-    "one-byte",
-    "last-byte-missing",
-    "noise",
-    "page",
-    "pointer",
-)
+KINDS = ("missing", "empty", "folder", "half", "last-byte-missing", "page", "pointer")
 COMMANDS = {
     "inspect": ("inspect", "FILE"),
     "quantize": ("quantize", "FILE", "--to", "fp16", "-o", "OUT"),
@@ -181,6 +171,7 @@ OPTIONS = {
     ),
     "int8 without data": (("quantize", "MODEL", "--to", "int8"), "calibration"),
     "max drop of 0": (("quantize", "MODEL", "--to", "fp16", "--max-drop", "0"), "--max-drop"),
+    "an axis without a size": (("bench", "MODEL", "--axis", "T="), "--axis T="),
     "unknown device": (("predict", "MODEL", "DATA", "-o", "OUT", "--device", "tpu"), "tpu"),
     "batch of 0": (
         ("predict", "MODEL", "DATA", "-o", "OUT", "--batch", "0"),

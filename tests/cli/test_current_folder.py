@@ -12,10 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploykit import demonstration as demo
-from deploykit.benchmarking.processes import ProcessEngine
 from tests.support.bundles import proven_model
-from tests.support.fake_engine import FakeEngine
 from tests.support.installed import needs
 from tests.support.serving.faults import ROOT, Process, request, until
 from tests.support.serving.reloading import model
@@ -41,7 +38,7 @@ COMMANDS = (
     "quantize model.onnx --to fp16 -o half.onnx",
     "build model.onnx --profile cpu -o built.onnx",
     "predict model.onnx model.onnx.golden.npz -o predictions.npz",
-    "bench model.onnx --warmup 0 --seconds 0.1 --batches 1 --processes 2 -o report",
+    "bench model.onnx --seconds 0.1 --batches 1 --layers -o report",
     "bundle model.onnx --profile cpu -o another",
 )
 
@@ -108,20 +105,6 @@ def test_pip_runs_no_file_of_the_current_folder(folder: Folder) -> None:
     assert "No matching distribution" in out
 
 
-@pytest.mark.torch
-@pytest.mark.slow
-def test_training_and_export_run_no_file_of_the_current_folder_but_the_recipe(
-    folder: Folder,
-) -> None:
-    needs("torch", "onnxscript")
-    (folder.path / "mine.py").write_text("from tests.support.training import LINE as RECIPE\n")
-    train = "train ./mine.py:RECIPE --epochs 1 -o line.pt"
-    export = "export line.pt --arch ./mine.py:RECIPE --exporter torchscript -o line.onnx"
-    for words in (train, export):
-        code, out = folder.run(*words.split())
-        assert code == 0, out
-
-
 def test_a_server_runs_no_file_of_the_current_folder(tmp_path: Path) -> None:
     """Neither for a large request, nor for a replaced file, nor where another command calls it."""
     folder = Folder(tmp_path)
@@ -131,7 +114,7 @@ def test_a_server_runs_no_file_of_the_current_folder(tmp_path: Path) -> None:
         large = request(1.0) + b" " * (1 << 20)
         status, _, body = server.ask("POST", "/v2/models/m/infer", large)
         assert (status, folder.ran()) == (200, ""), body
-        load = ("load", "--concurrency", "2", "--duration", "0.1", "--processes", "2")
+        load = ("load", "--concurrency", "2", "--duration", "0.1")
         for words in (("health",), load):
             code, out = folder.run(*words, f"http://127.0.0.1:{server.port}")
             assert code == 0, out
@@ -140,17 +123,16 @@ def test_a_server_runs_no_file_of_the_current_folder(tmp_path: Path) -> None:
         assert folder.ran() == ""
 
 
-def test_workers_run_no_file_of_the_current_folder(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
-    model(folder.path / "model.onnx", 1)
-    program = {"command": folder.deploykit, "engine": "m=model.onnx"}
-    with Process(folder.path, "--workers", "2", **program) as server:
-        assert server.infer(1.0)[0] == 200
-    assert folder.ran() == ""
-
-
 def test_boot_runs_no_file_of_the_current_folder(folder: Folder) -> None:
-    words = [*folder.deploykit, "boot", "bundle", "--cache", "cache", "--http-port=0", "--no-grpc"]
+    words = [
+        *folder.deploykit,
+        "boot",
+        "bundle",
+        "--cache",
+        "cache",
+        "--http-port=0",
+        "--grpc-port=none",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         words, cwd=folder.path, env=environment, stdout=subprocess.PIPE
@@ -160,24 +142,6 @@ def test_boot_runs_no_file_of_the_current_folder(folder: Folder) -> None:
         device.terminate()
     assert folder.ran() == ""
     assert json.loads(line)["engine"]["source"] == "build"
-
-
-def test_a_process_of_bench_runs_no_file_of_the_current_folder(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(folder.path)
-    with ProcessEngine(FakeEngine) as engine:
-        assert engine({"x": np.ones((2, 4), np.float32)})["y"].shape == (2, 4)
-    assert folder.ran() == ""
-
-
-def test_the_server_of_demo_runs_no_file_of_the_current_folder(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(folder.path)
-    with demo._server(Path("model.onnx")) as url:
-        assert url.startswith("http://")
-    assert folder.ran() == ""
 
 
 def test_python_m_deploykit_leaves_the_current_folder(tmp_path: Path) -> None:

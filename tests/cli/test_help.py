@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from deploykit.cli.help import reference
+from deploykit.cli.commands import reference
 from deploykit.cli.main import app
 from tests.support.cli.command import Run
 
@@ -72,7 +72,6 @@ def test_a_page_is_as_wide_as_the_terminal(
     ("command", "shown"),
     [
         ("quantize", "--to fp16|bf16|int8|int8-dynamic|fp8|int8-weight-only|int4-weight-only|auto"),
-        ("quantize", "--calibrator auto|mixed|percentile|mse|entropy|minmax"),
         ("quantize", "[default: fp32]"),
         ("export", "[default: 20, or what the profile needs]"),
         ("export", "N is the batch"),

@@ -5,10 +5,7 @@ Each is refused with exit 2, one `error:` line that names it, and nothing of it 
 
 from __future__ import annotations
 
-import contextlib
-import os
 import struct
-import threading
 import zipfile
 from pathlib import Path
 
@@ -19,7 +16,7 @@ from onnx import TensorProto, helper
 
 from tests.support.cli.command import Run
 from tests.support.cli.damage import Bomb, damaged
-from tests.support.cli.refusals import HANGS_S, Maker, refused
+from tests.support.cli.refusals import Maker, refused
 from tests.support.onnx_zoo import mnist_like, save
 
 # Data
@@ -181,65 +178,3 @@ def test_data_with_nan_name_the_sample(run: Run, model: Path, tmp_path: Path) ->
         naming=path.name,
     )
     assert "sample 7" in err
-
-
-# What is no file
-
-
-def fifo(folder: Path) -> Path:
-    path = folder / "pipe"
-    os.mkfifo(path)
-    return path
-
-
-NO_FILES: dict[str, Maker] = {
-    "a FIFO": fifo,
-    "/dev/zero": lambda _: Path("/dev/zero"),
-    "a folder": lambda f: f,
-    "this folder": lambda _: Path(),
-    "the root": lambda _: Path("/"),
-}
-OPENERS = {
-    "export": ("export", "FILE", "-o", "OUT"),
-    "inspect": ("inspect", "FILE"),
-    "quantize": ("quantize", "FILE", "--to", "fp16", "-o", "OUT"),
-    "calib": ("quantize", "MODEL", "--to", "int8", "--calib", "FILE", "-o", "OUT"),
-    "predict": ("predict", "MODEL", "FILE", "-o", "OUT"),
-    "serve": ("serve", "FILE", "--http-port", "0", "--no-grpc"),
-    "build": ("build", "FILE", "-o", "OUT"),
-    "compare": ("compare", "FILE", "MODEL"),
-    "bench": ("bench", "FILE", "-o", "OUT"),
-    "preprocess": ("export", "WEIGHTS", "--preprocess", "FILE", "-o", "OUT"),
-}
-
-
-@pytest.mark.parametrize("command", OPENERS)
-@pytest.mark.parametrize("case", NO_FILES)
-def test_a_path_that_is_not_a_file_is_exit_2_at_once(
-    run: Run, model: Path, tmp_path: Path, case: str, command: str
-) -> None:
-    if command == "export":
-        pytest.importorskip("torch")  # a folder may be one of Hugging Face's
-    folder = tmp_path / "given"
-    folder.mkdir()
-    path = NO_FILES[case](folder)
-    weights = tmp_path / "weights.safetensors"
-    weights.write_bytes(struct.pack("<Q", 2) + b"{}")
-    places = {"FILE": path, "MODEL": model, "WEIGHTS": weights, "OUT": tmp_path / "out"}
-    hung = threading.Event()
-    stop = threading.Timer(HANGS_S, lambda: feed(path, hung))  # so that a hang fails and ends
-    stop.start()
-    try:
-        words = [places.get(word, word) for word in OPENERS[command]]
-        refused(run, *words, naming=path.name)
-    finally:
-        stop.cancel()
-    assert not hung.is_set()
-    assert not (tmp_path / "out").exists()
-
-
-def feed(path: Path, hung: threading.Event) -> None:
-    hung.set()
-    if path.is_fifo():
-        with contextlib.suppress(OSError):  # nobody reads it
-            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.files import read_toml
-from tests.support.campaign import only_in_a_campaign
+from tests.support.cli.terminal import DEPLOYKIT
 from tests.support.onnx_zoo import mnist_like, save
 from tests.support.serving.faults import until
 
@@ -87,24 +87,11 @@ def interrupted(
 
 
 WITH_ONNX = {
-    "quantize": [
-        "quantize",
-        "model.onnx",
-        "--to",
-        "int8",
-        "--calib",
-        "data.npz",
-        "-o",
-        "out",
-        "--force",
-    ],
-    "build": [
-        *("build", "model.onnx", "--profile", "cpu", "--precision", "int8"),
-        *("--calib", "data.npz", "-o", "out", "--force"),
-    ],
-    "compare": ["compare", "model.onnx", "model.onnx", "--data", "data.npz"],
-    "predict": ["predict", "model.onnx", "data.npz", "-o", "out", "--force", "--batch", "1"],
-    "bench": ["bench", "model.onnx", "-o", "report"],
+    "quantize": "quantize model.onnx --to int8 --calib data.npz -o out --force",
+    "build": "build model.onnx --profile cpu --precision int8 --calib data.npz -o out --force",
+    "compare": "compare model.onnx model.onnx --data data.npz",
+    "predict": "predict model.onnx data.npz -o out --force --batch 1",
+    "bench": "bench model.onnx -o report",
 }
 
 
@@ -113,7 +100,7 @@ def test_ctrl_c_leaves_nothing_half_done(place: Path, verb: str) -> None:
     if verb != "compare":
         (place / "out").write_bytes(BEFORE)
     before = {path: path.read_bytes() for path in place.iterdir() if path.name != "data.npz"}
-    code, said = interrupted(place, WITH_ONNX[verb], MAPPED)
+    code, said = interrupted(place, WITH_ONNX[verb].split(), MAPPED)
     assert (code, "Traceback" in said) == (130, False), said
     parts = place / "out.parts"  # those of `predict`, from which the same command goes on
     files = (
@@ -159,17 +146,7 @@ def test_ctrl_c_while_exporting(place: Path) -> None:
 
 def test_ctrl_c_ends_a_server_and_a_load_on_it(place: Path) -> None:
     server = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "deploykit",
-            "serve",
-            "--engine",
-            "m=model.onnx",
-            "--http-port",
-            "0",
-            "--no-grpc",
-        ],
+        [*DEPLOYKIT, "serve", "--engine", "m=model.onnx", "--http-port", "0", "--grpc-port=none"],
         cwd=place,
         stdout=subprocess.PIPE,
     )
@@ -275,28 +252,3 @@ def busy(url: str) -> bool:
     with urllib.request.urlopen(f"{url}/v2/models/m/stats", timeout=LIMIT_S) as answer:
         stats = json.loads(answer.read())["model_stats"][0]
     return stats["inference_count"] > 100
-
-
-@only_in_a_campaign
-@pytest.mark.torch
-@pytest.mark.slow
-def test_ctrl_c_in_the_demo_leaves_no_process(place: Path) -> None:
-    pytest.importorskip("torch")
-    code, said = interrupted(
-        place, ["demo", "--quick", "-o", "demo"], working=lambda: served_by(place) is not None
-    )
-    assert (code, "Traceback" in said) == (130, False), said
-    assert served_by(place) is None
-
-
-def served_by(place: Path) -> int | None:
-    """The process that serves an engine of the demo in `place`, if there is one."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            here = (folder / "cwd").resolve() == place.resolve()
-        except OSError:
-            continue
-        if here and b"serve" in words:
-            return int(folder.name)
-    return None

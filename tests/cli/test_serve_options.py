@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from deploykit.serving.options import ServeOptions
 from tests.support.cli.command import Run
 
 
@@ -15,8 +16,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the command passes on; nothing is served."""
     seen: dict[str, Any] = {}
 
-    def serve_until_stopped(engines: list[str], **options: Any) -> int:
-        seen.update(options, engines=engines)
+    def serve_until_stopped(options: ServeOptions, **_more: Any) -> int:
+        seen.update(vars(options))
         return 0
 
     monkeypatch.setattr("deploykit.serving.serve.serve_until_stopped", serve_until_stopped)
@@ -31,15 +32,15 @@ def config(folder: Path, text: str) -> Path:
 
 def test_models_are_arguments_or_options(run: Run, served: dict[str, Any]) -> None:
     run("serve", "a.onnx", "b=b.onnx")
-    assert served["engines"] == ["a.onnx", "b=b.onnx"]
+    assert served["models"] == ["a.onnx", "b=b.onnx"]
     run("serve", "--engine", "a.onnx", "c=c.onnx", "--engine", "b=b.onnx")
-    assert served["engines"] == ["a.onnx", "b=b.onnx", "c=c.onnx"]
+    assert served["models"] == ["a.onnx", "b=b.onnx", "c=c.onnx"]
 
 
 def test_a_flag_comes_before_a_variable_and_that_before_the_file(
     run: Run, served: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = config(tmp_path, "http_port = 1\nmax-batch = 1\nqueue = 1\ngrpc = false\n")
+    path = config(tmp_path, 'http_port = 1\nmax-batch = 1\nqueue = 1\ngrpc_port = "none"\n')
     monkeypatch.setenv("DEPLOYKIT_HTTP_PORT", "2")
     monkeypatch.setenv("DEPLOYKIT_MAX_BATCH", "2")
     assert run("serve", "m.onnx", "--config", path, "--http-port", 3).code == 0
@@ -51,7 +52,7 @@ def test_a_flag_comes_before_a_variable_and_that_before_the_file(
 def test_a_flag_may_be_turned_off_by_a_variable(
     run: Run, served: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DEPLOYKIT_GRPC", "false")
+    monkeypatch.setenv("DEPLOYKIT_GRPC_PORT", "none")
     monkeypatch.setenv("DEPLOYKIT_TRUST", "1")
     assert run("serve", "m.onnx").code == 0
     assert (served["grpc_port"], served["trust"]) == (None, True)
@@ -62,23 +63,22 @@ def test_models_of_a_file_or_a_variable_give_way_to_arguments(
 ) -> None:
     path = config(tmp_path, 'engine = ["a=a.onnx", "b.onnx"]\nbuckets = "T=1,2"\n')
     run("serve", "--config", path)
-    assert served["engines"] == ["a=a.onnx", "b.onnx"]
-    assert served["buckets"] == ["T=1,2"]
+    assert served["models"] == ["a=a.onnx", "b.onnx"]
+    assert served["buckets"] == {"T": (1, 2)}
     monkeypatch.setenv("DEPLOYKIT_ENGINE", "c.onnx d=d.onnx")
     run("serve", "--config", path)
-    assert served["engines"] == ["c.onnx", "d=d.onnx"]
+    assert served["models"] == ["c.onnx", "d=d.onnx"]
     run("serve", "--config", path, "e.onnx")
-    assert served["engines"] == ["e.onnx"]
+    assert served["models"] == ["e.onnx"]
 
 
 WRONG = {
     "http_prot = 1": "unknown key 'http_prot'",
     'config = "other.toml"': "unknown key 'config'",
     'http_port = "x"': "valid int",
-    "http_port = true": "http_port: must not be true or false",
-    "grpc = 1": "grpc: must be true or false",
-    'log = "xml"': "log: 'xml' is not one of 'text', 'json'",
-    '[engine]\na = "b.onnx"': "engine: must be a value, not a table",
+    "http_port = true": "valid int",
+    "reload = 2": "valid bool",
+    'log = "xml"': "'--log': 'xml' is not one of 'text', 'json'",
     "http_port =": "is not valid TOML",
     "a = " + "[" * 5000: "is not valid TOML",
 }
@@ -112,3 +112,40 @@ def test_a_wrong_variable_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     ran = run("serve", "m.onnx")
     assert ran.code == 2
     assert "DEPLOYKIT_HTTP_PORT" in ran.error()
+
+
+@pytest.fixture
+def booted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `boot` passes on; nothing is served."""
+    seen: dict[str, Any] = {}
+
+    def boot_until_stopped(_bundle: Path, _cache: Path, options: ServeOptions, **more: Any) -> int:
+        seen.update(vars(options), **more)
+        return 0
+
+    monkeypatch.setattr("deploykit.deploying.boot.boot_until_stopped", boot_until_stopped)
+    return seen
+
+
+def test_boot_takes_the_options_of_serve_from_a_file_and_from_variables(
+    run: Run, booted: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = config(tmp_path, 'max_batch = 1\nqueue = 1\nhost = "::1"\nlog = "json"\n')
+    monkeypatch.setenv("DEPLOYKIT_MAX_BATCH", "2")
+    command = ("boot", "bundle", "--cache", "cache", "--serve-config", path)
+    assert run(*command, "--http-port", 3).code == 0
+    names = ("max_batch", "queue", "host", "http_port", "grpc_port", "log_format")
+    assert [booted[name] for name in names] == [2, 1, "::1", 3, 8001, "json"]
+
+
+@pytest.mark.parametrize(
+    "text", ['engine = "m.onnx"', 'shadow = "m.onnx"', "trust = true", "x = 1"]
+)
+def test_boot_refuses_other_models_than_the_bundles(
+    run: Run, booted: dict[str, Any], tmp_path: Path, text: str
+) -> None:
+    path = config(tmp_path, text)
+    ran = run("boot", "bundle", "--cache", "cache", "--serve-config", path)
+    assert ran.code == 2
+    assert text.partition(" ")[0] in ran.error()
+    assert not booted

@@ -32,7 +32,7 @@ def test_nothing_is_coloured_where_colour_is_not_wanted(
 
 
 def test_help_and_errors_are_coloured_on_a_terminal() -> None:
-    assert "\x1b[1mMake:" in on_terminal(["--help"])[1]
+    assert "\x1b[1mMake" in on_terminal(["--help"])[1]
     assert "\x1b[31;1merror:\x1b[0m nothing.onnx" in on_terminal(["inspect", "nothing.onnx"])[1]
 
 
@@ -74,7 +74,7 @@ def test_verbose_prints_each_step_with_the_seconds_since_the_start(model: Path) 
 
 
 def test_ready_is_an_address_on_a_terminal_and_ctrl_c_stops_the_server(model: Path) -> None:
-    words = ["serve", f"m={model}", "--http-port", 0, "--no-grpc"]
+    words = ["serve", f"m={model}", "--http-port", 0, "--grpc-port=none"]
     code, seen = on_terminal(words, until="Ctrl-C", NO_COLOR="1")
     assert "Serving m" in seen
     assert "dashboard  http://127.0.0.1:" in seen
@@ -84,7 +84,7 @@ def test_ready_is_an_address_on_a_terminal_and_ctrl_c_stops_the_server(model: Pa
 
 
 def test_ready_is_json_with_log_json(model: Path) -> None:
-    words = ["serve", f"m={model}", "--http-port", 0, "--no-grpc", "--log", "json"]
+    words = ["serve", f"m={model}", "--http-port", 0, "--grpc-port=none", "--log", "json"]
     _, seen = on_terminal(words, until='"ready"')
     (line,) = [line for line in seen.splitlines() if '"ready"' in line]
     assert json.loads(line)["models"] == ["m"]
@@ -118,7 +118,7 @@ def ran_by_shell(
 def test_an_output_that_takes_nothing_is_one_error_line(words: list[object]) -> None:
     ran = ran_by_shell("{} > /dev/full", words)
     assert ran.returncode == 2
-    assert ran.stderr.startswith("error: cannot write to standard output: No space left")
+    assert ran.stderr.startswith("error: No space left")
     assert ran.stderr.count("\n") == 1
 
 
@@ -170,11 +170,11 @@ def test_a_parameter_in_an_error_is_spelled_as_its_flag(
     from deploykit.core.errors import BadInput
 
     def refuse(*_: object, **__: object) -> None:
-        raise BadInput("`max_drop` and `budget_s` of `model`: `other`", hint="lower `max_drop`")
+        raise BadInput("`max_drop` and `other_nodes` of `model`: `other`", hint="lower `max_drop`")
 
     monkeypatch.setattr("deploykit.quantization.quantize.quantize", refuse)
     ran = run("quantize", model, "--to", "fp16")
-    assert ran.error() == "error: --max-drop and --budget of MODEL: `other`"
+    assert ran.error() == "error: --max-drop and --other-nodes of MODEL: `other`"
     assert "hint: lower --max-drop" in ran.err
 
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import pytest
 
 import deploykit
-from deploykit.core.errors import BadInput
 from deploykit.core.files import read_toml
 from deploykit.core.profile import load_profile, profile_names
 from deploykit.deploying.wheels import container_file, pin, read_digests
@@ -124,6 +123,7 @@ def test_every_base_of_a_profile_has_a_row_in_the_lock() -> None:
     rows = read_digests(container_file("Dockerfile.lock"))
     assert bases <= set(rows)
     assert all(not image.endswith(":latest") for image in rows)
+    assert all(re.fullmatch("sha256:[0-9a-f]{64}", digest) for digest in rows.values() if digest)
 
 
 def test_the_dockerfiles_start_from_images_of_profiles() -> None:
@@ -156,16 +156,6 @@ def test_the_build_sees_what_the_wheel_is_made_of_and_nothing_else() -> None:
     assert needed | {"deploykit", "pyproject.toml", "README.md", "LICENSE"} <= shown
     assert {"bundle.json", "SHA256SUMS", "model", "wheels", "requirements.lock"} <= shown
     assert not shown & {".git", ".venv", "tests", "docs", "benchmarks"}
-
-
-@pytest.mark.parametrize(
-    "row", ["image sha256:1", f"image:tag {DIGEST} more", f"a:1 {DIGEST}\na:1 {DIGEST}", "a:1"]
-)
-def test_a_wrong_row_of_the_lock_is_named(tmp_path: Path, row: str) -> None:
-    path = tmp_path / "Dockerfile.lock"
-    path.write_text(f"# digests\n{row}\n")
-    with pytest.raises(BadInput, match=r"Dockerfile\.lock: line [23]"):
-        read_digests(path)
 
 
 def test_a_digest_of_the_lock_is_appended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from deploykit.benchmarking.bench import bench
 from deploykit.core.arguments import check_arguments
 from deploykit.core.errors import BadInput
 from deploykit.core.files import StrPath
-from deploykit.evaluation.predict import predict
-from deploykit.evaluation.predict_items import predict_items
+from deploykit.evaluation.predict import predict, predict_items
 from deploykit.loadtest.load import load_test
 from deploykit.planning.plan import plan
 from deploykit.serving.serve import serve

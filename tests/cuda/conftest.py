@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.nvidia import fetch
+from scripts.nvidia import fetch
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_DRIVER = os.environ.get("DEPLOYKIT_TEST_CUDA") == "driver"

@@ -42,7 +42,7 @@ class Device:
     def __init__(self, bundle: Path, cache: Path, *before: str, after: Sequence[str] = ()) -> None:
         command = (sys.executable, "-m", "deploykit", "boot", bundle, "--cache", cache)
         self.popen = subprocess.Popen(
-            [*before, *command, "--http-port", "0", "--no-grpc", *after],
+            [*before, *command, "--http-port", "0", "--grpc-port=none", *after],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

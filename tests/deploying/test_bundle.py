@@ -58,7 +58,7 @@ def test_the_same_inputs_give_the_same_bytes(model: Path, tmp_path: Path) -> Non
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     for folder in "ab":
-        dk.bundle(model, "cpu", out=tmp_path / folder / "out", tar=True)
+        dk.bundle(model, "cpu", out=tmp_path / folder / "out.tar")
     assert content(tmp_path / "a") == content(tmp_path / "b")
 
 
@@ -171,18 +171,6 @@ def test_an_option_for_containers_is_refused_for_a_cluster(
 ) -> None:
     with pytest.raises(dk.BadInput, match="has no effect with `to` triton"):
         dk.bundle(model, "cpu", out=tmp_path / "out", to="triton", **option)
-
-
-def test_a_timing_cache_is_for_tensorrt_and_travels_with_the_model(
-    model: Path, tmp_path: Path
-) -> None:
-    timings = tmp_path / "mine.bin"
-    timings.write_bytes(bytes(range(256)))
-    with pytest.raises(dk.BadInput, match="`timing_cache` has no effect"):
-        dk.bundle(model, "cpu", out=tmp_path / "out", timing_cache=timings)
-    made = dk.bundle(model, "l4", out=tmp_path / "out", timing_cache=timings)
-    assert made.bundle.timing_cache == "model/timing.cache"
-    assert (tmp_path / "out" / "model" / "timing.cache").read_bytes() == timings.read_bytes()
 
 
 def test_weights_that_the_manifest_does_not_name_are_refused(tmp_path: Path) -> None:

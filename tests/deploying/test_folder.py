@@ -25,7 +25,7 @@ from tests.support.bundles import proven_model
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("onnxruntime")
     top = tmp_path_factory.mktemp("made")
-    dk.bundle(proven_model(top / "tiny.onnx"), "cpu", out=top / "out", tar=True)
+    dk.bundle(proven_model(top / "tiny.onnx"), "cpu", out=top / "out.tar")
     return top / "out"
 
 
@@ -116,7 +116,7 @@ def test_what_this_user_may_not_read_is_one_clear_line(
 
 @pytest.mark.parametrize(
     "change",
-    [{"model": "../x"}, {"timing_cache": "/etc/passwd"}, {"name": "../x"}, {"name": ""}],
+    [{"model": "../x"}, {"name": "../x"}, {"name": ""}],
     ids=str,
 )
 def test_a_bundle_names_nothing_outside_itself(change: dict[str, str], folder: Path) -> None:

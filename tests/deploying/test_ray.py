@@ -36,7 +36,7 @@ def test_the_application_names_the_model_that_is_in_the_folder(tmp_path: Path) -
 
 
 def test_the_deployments_are_those_of_the_package(tmp_path: Path) -> None:
-    source = Path(ray.__file__).parents[1] / "cluster" / "serve.py"
+    source = Path(ray.__file__).with_name("ray_app.py")
     assert '"front", "model"' in source.read_text("utf-8")
     assert set(deployments(written(tmp_path))) == {"front", "model"}
 

@@ -25,7 +25,7 @@ from deploykit.engines.tensorrt.compatibility import (
     open_plan,
     record_build,
 )
-from tests.nvidia import fetch
+from scripts.nvidia import fetch
 from tests.support.builders.fake_tensorrt import Behaviour
 from tests.support.runtimes.gpu_machine import gpu_machine
 from tests.support.runtimes.plans import CONTENT, HERE, described

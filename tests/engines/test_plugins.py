@@ -15,7 +15,7 @@ from deploykit.core.files import sha256
 from deploykit.core.manifest import write_manifest
 from deploykit.engines.tensorrt.compatibility import Here, rebuild
 from deploykit.engines.tensorrt.plugins import recorded_plugins
-from tests.nvidia import fetch
+from scripts.nvidia import fetch
 from tests.support.runtimes.gpu_machine import gpu_machine
 
 

@@ -187,7 +187,7 @@ def test_too_little_memory_is_refused_by_prepare_with_the_sizes(short: str) -> N
     found.cuda.total_bytes = found.cuda.used_bytes + left
     with pytest.raises(OutOfMemory, match="free of") as caught:
         found.engine.prepare(calls(*SIZES), joined=True)
-    assert "`cuda_graphs`" in str(caught.value.hint)
+    assert "`max_batch`" in str(caught.value.hint)
     found.engine.close()
     assert found.cuda.held() == {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tracemalloc
@@ -83,7 +82,7 @@ def test_a_run_that_was_stopped_goes_on_and_gives_the_same_bytes(model: Path, da
 KILLED = """
 import os, signal, sys
 import deploykit as dk
-from deploykit.runtimes.data import partial
+from deploykit.evaluation import predict as partial
 
 partial._EVERY_S = 0.0
 def progress(text, share):
@@ -151,7 +150,7 @@ def damaged(_model: Path, data: Path) -> dict[str, Any]:
         (other_beginning, "the samples so far have changed"),
         (fewer, "the samples so far have changed"),
         (damaged, "its files are damaged"),
-        (lambda *_: {"restart": True}, None),
+        (lambda *_: {"force": True}, None),
     ],
 )
 def test_what_changes_the_outputs_begins_anew_and_says_why(
@@ -186,7 +185,7 @@ def test_a_folder_of_somebody_else_is_refused_and_stays(model: Path, data: Path)
     parts(data).mkdir()
     (parts(data) / "0.bin").write_text("a user's")
     with pytest.raises(BadInput, match="is not what deploykit wrote there"):
-        run(model, data, restart=True)
+        run(model, data, force=True)
     assert (parts(data) / "0.bin").read_text() == "a user's"
 
 
@@ -302,34 +301,6 @@ def test_nan_is_counted_and_an_accuracy_of_it_fails_with_the_outputs_written(
         run(model, data)
     assert np.isnan(np.load(data.parent / "out.npz")["y"][17]).all()
     assert not parts(data).exists()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"samples": -5},
-        {"bytes": 12},
-        {"bytes": -5},
-        {"bytes": 10**15},
-        {"bytes": "many"},
-        {"row": [-3]},
-        {"dtype": "|O"},
-        {"row": 7},
-    ],
-    ids=str,
-)
-def test_a_state_that_somebody_changed_begins_anew(
-    model: Path, data: Path, change: dict[str, Any]
-) -> None:
-    run(model, data, stop=100)
-    path = parts(data) / "state.json"
-    state = json.loads(path.read_text())
-    (state if "samples" in change else state["outputs"]["y"]).update(change)
-    path.write_text(json.dumps(state))
-    found, notes = run(model, data)
-    assert found is not None
-    assert notes == [f"{parts(data)}: begun anew: its files are damaged"]
-    assert np.load(found.path)["y"].shape == (COUNT, 3)
 
 
 def test_a_corrupt_image_is_named_and_the_run_goes_on_without_it(tmp_path: Path) -> None:

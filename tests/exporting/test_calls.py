@@ -14,6 +14,7 @@ needs("onnxscript")
 from deploykit.core.errors import BadInput, GateFailed  # noqa: E402
 from deploykit.core.tensors import parse_spec  # noqa: E402
 from deploykit.engines.torch.files import module_errors  # noqa: E402
+from deploykit.exporting.capture import ExportJob  # noqa: E402
 from deploykit.exporting.onnx import add_cause, export_module  # noqa: E402
 from deploykit.exporting.reasons import CallWatch, check_layers  # noqa: E402
 
@@ -59,7 +60,7 @@ def test_a_graph_that_is_not_the_model_says_what_differs_from_call_to_call(
     module: torch.nn.Module, message: str, hint: str
 ) -> None:
     error = GateFailed("error 1 is above 0.1", hint="see the other rows")
-    add_cause(error, module, [X], {"N": 2})
+    add_cause(error, ExportJob(module, [X], [], 20, {"N": 2}))
     assert message in error.message
     assert "in forward: `" in error.message
     assert hint in str(error.hint)

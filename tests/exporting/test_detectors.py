@@ -80,19 +80,6 @@ def test_a_branch_of_the_user_s_own_is_still_refused(tmp_path: Path, select: Any
         )
 
 
-def test_a_detector_asked_of_the_current_exporter_says_what_to_do(
-    tmp_path: Path, select: Any
-) -> None:
-    with pytest.raises(BadInput, match="does not take torchvision's selection of boxes") as caught:
-        export(
-            detector(select, branch=False),
-            inputs=["images:float32[1,3,8,8]"],
-            out=tmp_path / "m.onnx",
-            exporter="dynamo",
-        )
-    assert "one image of a fixed size" in str(caught.value.hint)
-
-
 def test_a_constant_that_the_optimizer_lost_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's optimizer does so to Faster R-CNN, when it infers shapes."""
     ir = capture.onnxscript.ir
@@ -130,6 +117,7 @@ def doubled(rows):
 """
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_loop_over_the_boxes_keeps_them_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +131,8 @@ def test_a_loop_over_the_boxes_keeps_them_all(
             found: torch.Tensor = doubled(rows)
             return found
 
-    export(Loop(), inputs=["rows:float32[N,4]"], out=tmp_path / "m.onnx", exporter="torchscript")
+    traced = torch.jit.trace(Loop(), torch.ones(2, 4))
+    export(traced, inputs=["rows:float32[N,4]"], out=tmp_path / "m.onnx")
     with load(tmp_path / "m.onnx", "cpu") as engine:
         for count in (1, 3, 0):
             rows = np.arange(4 * count, dtype=np.float32).reshape(count, 4)

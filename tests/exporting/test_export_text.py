@@ -147,7 +147,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(bert: Path, tmp_
 def test_a_task_for_images_names_the_one_for_text(bert: Path, tmp_path: Path) -> None:
     with pytest.raises(dk.BadInput) as caught:
         dk.export(bert, out=tmp_path / "x.onnx", task="classify")
-    assert caught.value.hint == "for a text: `task` text-classify or embed"
+    assert caught.value.hint == "for a text: `task` embed or text-classify"
 
 
 def test_several_labels_at_once_have_probabilities_of_their_own(bert: Path, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_two_heads_of_a_text_model_are_refused(
 
 def test_pooling_is_for_embeddings_alone(sentences: Path, tmp_path: Path) -> None:
     for given, reason in (
-        ({"task": "text-classify", "pooling": "mean"}, "`pooling` goes with `task` embed"),
+        ({"task": "text-classify", "pooling": "mean"}, "`pooling` does not go with `task` text"),
         ({"task": "embed", "pooling": "max"}, "`pooling` max: unknown"),
     ):
         with pytest.raises(dk.BadInput, match=reason):

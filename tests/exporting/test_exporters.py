@@ -15,15 +15,16 @@ from tests.support.installed import needs
 torch = pytest.importorskip("torch", reason="torch is not installed")
 needs("onnxscript")
 
-from deploykit.core import files as paths  # noqa: E402
 from deploykit.core.errors import BadInput  # noqa: E402
-from deploykit.core.profile import load_profile  # noqa: E402
 from deploykit.core.tensors import parse_spec  # noqa: E402
 from deploykit.engines.engine import load  # noqa: E402
-from deploykit.exporting.onnx import export_module, opset_for  # noqa: E402
+from deploykit.exporting.onnx import export_module  # noqa: E402
 from tests.support.exporters import models  # noqa: E402
 
-pytestmark = pytest.mark.torch
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+]
 
 ROW, ANSWER = parse_spec("x:float32[N,4]"), parse_spec("y:float32[N,4]")
 
@@ -58,16 +59,6 @@ def test_a_fallback_that_would_freeze_a_branch_is_refused(tmp_path: Path) -> Non
         export_module(models.AddressAndBranch(), [ROW], [ANSWER], tmp_path / "m.onnx")
 
 
-def test_the_older_exporter_when_asked_for_says_what_it_froze(tmp_path: Path) -> None:
-    done = export_module(
-        models.Branch(), [ROW], [ANSWER], tmp_path / "m.onnx", exporter="torchscript"
-    )
-    assert (done.exporter, done.opset) == ("torchscript", 20)
-    assert "it was asked for; it keeps what the example decided at models.py:" in done.fallback
-    assert "`if x.sum() > 0:`" in done.fallback
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("wrapped", [True, False], ids=["wrapped", "bare"])
 def test_torchscript_goes_through_the_older_exporter_and_keeps_its_branches(
     tmp_path: Path, wrapped: bool
@@ -81,25 +72,24 @@ def test_torchscript_goes_through_the_older_exporter_and_keeps_its_branches(
         np.testing.assert_array_equal(ran(tmp_path / "m.onnx", x=x)["y"], expected)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_torchscript_through_the_current_exporter_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="older exporter only"):
-        export_module(
-            torch.jit.script(models.Gate()),
-            [ROW],
-            [ANSWER],
-            tmp_path / "m.onnx",
-            exporter="dynamo",
-        )
+BOTH = pytest.mark.parametrize("scripted", [False, True], ids=["dynamo", "torchscript"])
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-def test_inputs_keep_their_dtypes_and_share_two_dynamic_axes(tmp_path: Path, exporter: str) -> None:
+def script(module: torch.nn.Module, *, scripted: bool) -> torch.nn.Module:
+    """TorchScript of the module, which goes through the older exporter."""
+    found: torch.nn.Module = torch.jit.script(module.eval()) if scripted else module.eval()
+    return found
+
+
+@BOTH
+def test_inputs_keep_their_dtypes_and_share_two_dynamic_axes(
+    tmp_path: Path, scripted: bool
+) -> None:
     specs = ("ids:int64", "keep:bool", "half:float16", "bytes_:uint8")
     inputs = tuple(parse_spec(f"{text}[N,T]") for text in specs)
     module = models.Kinds().eval()
-    out = tmp_path / "m.onnx"
-    export_module(module, inputs, [parse_spec("y:float32[N,T]")], out, exporter=exporter)
+    out, outputs = tmp_path / "m.onnx", [parse_spec("y:float32[N,T]")]
+    export_module(script(module, scripted=scripted), inputs, outputs, out)
     with load(out, "cpu") as engine:
         assert engine.inputs == inputs
         for shape in ((1, 1), (5, 3), (2, 9)):
@@ -110,17 +100,18 @@ def test_inputs_keep_their_dtypes_and_share_two_dynamic_axes(tmp_path: Path, exp
             np.testing.assert_allclose(engine(feeds)["y"], expected.numpy(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@BOTH
 def test_an_input_that_the_model_does_not_read_stays_an_input(
-    tmp_path: Path, exporter: str
+    tmp_path: Path, scripted: bool
 ) -> None:
     class First(torch.nn.Module):
-        def forward(self, unread: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def forward(self, unread: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
             del unread
             return (x * 2,)
 
     inputs = (parse_spec("unread:int64[N,T]"), ROW)
-    export_module(First(), inputs, [ANSWER], tmp_path / "m.onnx", exporter=exporter)
+    module = script(First(), scripted=scripted)
+    export_module(module, inputs, [ANSWER], tmp_path / "m.onnx")
     with load(tmp_path / "m.onnx", "cpu") as engine:
         assert engine.inputs == inputs
 
@@ -134,13 +125,13 @@ def test_outputs_keep_their_order_even_where_two_are_the_same(tmp_path: Path) ->
     np.testing.assert_array_equal(found["again"], rows(3) * 2)
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-def test_weights_are_named_as_the_users_module_names_them(tmp_path: Path, exporter: str) -> None:
+@BOTH
+def test_weights_are_named_as_the_users_module_names_them(tmp_path: Path, scripted: bool) -> None:
     user = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(8, 3))
-    module = models.Wrapper(models.Wrapper(user)).eval()
+    module = models.Wrapper(models.Wrapper(script(user, scripted=scripted)))
     out = tmp_path / "m.onnx"
     image, answer = parse_spec("image:float32[N,1,4,4]"), parse_spec("y:float32[N,3]")
-    export_module(module, [image], [answer], out, exporter=exporter)
+    export_module(module, [image], [answer], out)
     names = {tensor.name for tensor in onnx.load(out).graph.initializer}
     assert {"0.weight", "0.bias", "2.weight", "2.bias"} <= names
     assert not any(name.startswith("module.") for name in names)
@@ -156,35 +147,36 @@ def test_a_model_that_needs_longer_inputs_is_exported_at_longer_ones(tmp_path: P
 def test_the_size_to_export_at_can_be_named(tmp_path: Path) -> None:
     module = models.Window().eval()
     inputs, outputs = [parse_spec("x:float32[N,T]")], [parse_spec("y:float32[N,U]")]
-    with pytest.raises(BadInput, match="Kernel size"):
-        export_module(module, inputs, outputs, tmp_path / "m.onnx", exporter="torchscript")
-    export_module(
-        module, inputs, outputs, tmp_path / "m.onnx", exporter="torchscript", sizes={"T": 30}
-    )
+    module = script(module, scripted=True)
+    with pytest.raises(BadInput, match="cannot export the model"):
+        export_module(module, inputs, outputs, tmp_path / "m.onnx")
+    export_module(module, inputs, outputs, tmp_path / "m.onnx", sizes={"T": 30})
     assert ran(tmp_path / "m.onnx", x=rows(3, 20))["y"].shape == (3, 12)
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@BOTH
 def test_image_models_are_exported_at_sizes_large_enough_for_their_pooling(
-    tmp_path: Path, exporter: str
+    tmp_path: Path, scripted: bool
 ) -> None:
     halved = [torch.nn.MaxPool2d(2) for _ in range(5)]
     module = torch.nn.Sequential(*halved, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
     image, answer = parse_spec("image:float32[N,3,H,W]"), parse_spec("y:float32[N,3]")
-    export_module(models.Wrapper(module), [image], [answer], tmp_path / "m.onnx", exporter=exporter)
+    module = models.Wrapper(script(module, scripted=scripted))
+    export_module(module, [image], [answer], tmp_path / "m.onnx")
     image = np.ones((2, 3, 70, 130), np.float32)
     np.testing.assert_array_equal(ran(tmp_path / "m.onnx", image=image)["y"], np.ones((2, 3)))
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@BOTH
 def test_weights_above_the_limit_are_written_to_one_external_file(
-    tmp_path: Path, exporter: str
+    tmp_path: Path, scripted: bool
 ) -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 4)).eval()
+    module = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 4))
+    module = script(module, scripted=scripted)
     one, two = tmp_path / "one.onnx", tmp_path / "two" / "m.onnx"
     two.parent.mkdir()
-    export_module(module, [ROW], [ANSWER], one, exporter=exporter)
-    export_module(module, [ROW], [ANSWER], two, exporter=exporter, max_bytes=2000)
+    export_module(module, [ROW], [ANSWER], one)
+    export_module(module, [ROW], [ANSWER], two, max_bytes=2000)
     assert sorted(file.name for file in two.parent.iterdir()) == ["m.onnx", "m.onnx.data"]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["one.onnx", "two"]
     assert two.stat().st_size < 2000 < (two.parent / "m.onnx.data").stat().st_size
@@ -211,38 +203,3 @@ def test_an_encoder_takes_any_length_and_torchs_settings_are_put_back(
             expected = module(torch.from_numpy(x))[0].numpy()
         np.testing.assert_allclose(ran(tmp_path / "m.onnx", x=x)["y"], expected, atol=1e-5)
     assert capfd.readouterr() == ("", "")
-
-
-def test_an_encoder_goes_through_the_older_exporter_too(tmp_path: Path) -> None:
-    """Where the fast path of torch's transformer layers would have no ONNX operator."""
-    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    module = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
-    spec = parse_spec("x:float32[2,5,8]")
-    out = tmp_path / "m.onnx"
-    export_module(module, [spec], [replace(spec, name="y")], out, exporter="torchscript")
-    x = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
-    with torch.inference_mode():
-        expected = module(torch.from_numpy(x)).numpy()
-    np.testing.assert_allclose(ran(out, x=x)["y"], expected, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("profile", "opset"),
-    [
-        ("cpu", 20),
-        ("h100-sxm", 20),
-        ("jetson-orin-nano-8gb", 18),
-        ("jetson-thor-t5000", 18),
-        ("gb10", 20),
-        ("v100", 18),
-    ],
-)
-def test_a_profile_names_the_opset_to_export_with(profile: str, opset: int) -> None:
-    assert opset_for(load_profile(profile)) == opset
-
-
-def test_the_opset_does_not_depend_on_the_name_of_a_profile(tmp_path: Path) -> None:
-    source = paths.folder("profiles") / "jetson-orin-nano-8gb.toml"
-    mine = tmp_path / "mine.toml"
-    mine.write_text(source.read_text().replace("opset = 18", "opset = 19"))
-    assert opset_for(load_profile(str(mine))) == 19

@@ -88,7 +88,7 @@ def test_recurrent_layers_are_one_operator_each_and_take_any_length(
         TensorSpec(f"y{at}", str(y.dtype), tuple(names.get(size, size) for size in y.shape))
         for at, y in enumerate(answers(module, 11, 7)[1])
     ]
-    export_module(module, inputs, outputs, out, exporter="dynamo")
+    export_module(module, inputs, outputs, out)
     kinds = {node.op_type for node in onnx.load(out).graph.node}
     assert kinds & {"LSTM", "GRU", "RNN", "Loop", "Scan"} == {"LSTM", "GRU", "RNN"}
     with load(out, "cpu") as engine:

@@ -29,9 +29,8 @@ def refused(module: torch.nn.Module, out: Path, **options: object) -> BadInput:
     return caught.value
 
 
-@pytest.mark.parametrize("exporter", ["auto", "dynamo"])
-def test_a_branch_on_the_data_is_refused_naming_its_line(tmp_path: Path, exporter: str) -> None:
-    error = refused(models.Wrapper(models.Branch()), tmp_path / "m.onnx", exporter=exporter)
+def test_a_branch_on_the_data_is_refused_naming_its_line(tmp_path: Path) -> None:
+    error = refused(models.Wrapper(models.Branch()), tmp_path / "m.onnx")
     code = "if x.sum() > 0:"
     assert f"models.py:{models.line_of(code)}, in forward: `{code}`" in error.message
     assert "torch.where" in str(error.hint)
@@ -68,16 +67,12 @@ def test_axes_that_must_be_equal_are_named(tmp_path: Path) -> None:
         export_module(Sum(), inputs, [parse_spec("z:float32[N,4]")], tmp_path / "m.onnx")
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-def test_an_output_of_a_fixed_size_is_named(tmp_path: Path, exporter: str) -> None:
+@pytest.mark.parametrize("scripted", [False, True], ids=["dynamo", "torchscript"])
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_an_output_of_a_fixed_size_is_named(tmp_path: Path, scripted: bool) -> None:
+    module = torch.jit.script(models.TwoRows()) if scripted else models.TwoRows()
     with pytest.raises(BadInput, match=r"axis 0 \(N\) of output 'y' at 2"):
-        export_module(
-            models.TwoRows(),
-            [X],
-            [parse_spec("y:float32[N,M]")],
-            tmp_path / "m.onnx",
-            exporter=exporter,
-        )
+        export_module(module, [X], [parse_spec("y:float32[N,M]")], tmp_path / "m.onnx")
 
 
 def test_an_error_in_the_model_names_its_line(tmp_path: Path) -> None:
@@ -101,16 +96,12 @@ def test_the_number_of_outputs_must_be_the_specs(tmp_path: Path) -> None:
         export_module(models.Outputs(), [X], [Y], tmp_path / "m.onnx")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"opset": 17}, "opset 17"),
-        ({"opset": 21, "exporter": "torchscript"}, "opset 21 is not offered by torch's older"),
-        ({"exporter": "onnx"}, "exporter onnx: unknown"),
-    ],
-    ids=str,
-)
-def test_what_is_not_offered_is_refused(
-    tmp_path: Path, options: dict[str, object], words: str
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(("scripted", "opset"), [(False, 17), (True, 21)], ids=str)
+def test_an_opset_that_is_not_offered_is_refused(
+    tmp_path: Path, scripted: bool, opset: int
 ) -> None:
-    assert words in refused(models.Branch(), tmp_path / "m.onnx", **options).message
+    module = torch.jit.script(models.Gate()) if scripted else models.Branch()
+    which = " for TorchScript" if scripted else ""
+    error = refused(module, tmp_path / "m.onnx", opset=opset)
+    assert error.message == f"opset {opset} is not offered{which}"

@@ -44,8 +44,8 @@ class Decoder(torch.nn.Module):
         return values
 
 
-def exported(branch: str, out: Path, **options: str) -> list[str]:
-    made = export(Decoder(branch), inputs=["ids:int64[N,T]"], out=out, **options)
+def exported(branch: str, out: Path) -> list[str]:
+    made = export(Decoder(branch), inputs=["ids:int64[N,T]"], out=out)
     return [note for note in made.notes if "sizes" in note]
 
 
@@ -59,16 +59,15 @@ def test_a_check_of_the_length_is_exported_and_reported(tmp_path: Path) -> None:
     assert 'if self.branch == "check" and length > 300:' in note
 
 
-@pytest.mark.parametrize("exporter", ["auto", "torchscript"])
 @pytest.mark.parametrize(
     ("branch", "code"),
     [("short", 'if self.branch == "short" and'), ("odd", 'if self.branch == "odd" and')],
 )
 def test_a_branch_by_the_length_is_refused_with_its_line_and_the_cure(
-    tmp_path: Path, branch: str, code: str, exporter: str
+    tmp_path: Path, branch: str, code: str
 ) -> None:
     with pytest.raises((BadInput, GateFailed)) as caught:
-        exported(branch, tmp_path / "m.onnx", exporter=exporter)
+        exported(branch, tmp_path / "m.onnx")
     assert "test_size_branches.py:" in caught.value.message
     assert code in caught.value.message
     assert "torch.where" in str(caught.value.hint)
@@ -132,7 +131,6 @@ def twice(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("exporter", ["auto", "torchscript"])
 @pytest.mark.parametrize(
     ("cut", "code"),
     [
@@ -144,10 +142,10 @@ def twice(x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_pieces_that_follow_the_length_are_refused_with_their_line_and_the_cure(
-    tmp_path: Path, cut: Callable[[torch.Tensor], torch.Tensor], code: str, exporter: str
+    tmp_path: Path, cut: Callable[[torch.Tensor], torch.Tensor], code: str
 ) -> None:
     with pytest.raises((BadInput, GateFailed)) as caught:
-        export(Cut(cut), inputs=["x:float32[N,T]"], out=tmp_path / "m.onnx", exporter=exporter)
+        export(Cut(cut), inputs=["x:float32[N,T]"], out=tmp_path / "m.onnx")
     assert "axis N" not in caught.value.message
     assert "test_size_branches.py:" in caught.value.message
     assert f"in {cut.__name__}: `" in caught.value.message

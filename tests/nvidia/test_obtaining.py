@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.nvidia import fetch, rig, stubs, typed
+from scripts.nvidia import fetch, rig, stubs, typed
 
 
 def test_another_processor_is_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -62,8 +62,11 @@ def test_build_reads_the_kernels_back(model: Path, tmp_path: Path) -> None:
 
 @needs_exact_sums
 def test_a_gate_that_it_fails_keeps_it_as_rejected(model: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", x=np.random.default_rng(0).random((9, 4, 32), np.float32))
     with pytest.raises(dk.GateFailed):
-        dk.quantize(model, "int8-dynamic", tmp_path / "q.onnx", min_sqnr_db=90)
+        dk.quantize(
+            model, "int8-dynamic", tmp_path / "q.onnx", data=tmp_path / "x.npz", max_drop=1e-9
+        )
     assert (tmp_path / "q.rejected.onnx").is_file()
 
 
@@ -83,14 +86,9 @@ def test_a_model_of_convolutions_is_pointed_to_int8(tmp_path: Path) -> None:
 def test_auto_tries_it_on_a_cpu(tmp_path: Path) -> None:
     source = save(mnist_like(), tmp_path / "c.onnx")
     np.savez(tmp_path / "calib.npz", **feeds(mnist_like(), 16))
-    made = dk.quantize(
-        source,
-        "auto",
-        tmp_path / "q.onnx",
-        calib=tmp_path / "calib.npz",
-        runtime="onnxruntime",
-        min_sqnr_db=200.0,
-    )
-    search = made.manifest.evidence.search
+    options = {"calib": tmp_path / "calib.npz", "runtime": "onnxruntime", "max_drop": 1e-9}
+    with pytest.raises(dk.GateFailed) as caught:
+        dk.quantize(source, "auto", tmp_path / "q.onnx", **options)
+    search = caught.value.result.search
     assert search is not None
     assert {"int8", "int8-dynamic"} <= {step.precision for step in search.steps}

@@ -1,13 +1,11 @@
-"""What is said of a graph before a build: by operator, by use, by type, by opset, for each target.
+"""What speaks against a graph before a build: by operator, by type, by pair of quantization.
 
-Each refusal here was also seen from the parser of TensorRT 11.4, except where a rule is of an older
-version.
+Each refusal here was also seen from the parser of TensorRT 11.4.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +38,6 @@ def graph(
     read: int = FLOAT,
     written: int = FLOAT,
     weights: Sequence[tuple[str, np.ndarray]] = (),
-    opset: int = 20,
 ) -> onnx.ModelProto:
     """A model x -> y of these nodes; every node is named after its operator."""
     for node in nodes:
@@ -53,7 +50,7 @@ def graph(
         [numpy_helper.from_array(array, name) for name, array in weights],
     )
     domains = {node.domain for node in nodes} - {""}
-    imports = [helper.make_opsetid("", opset), *(helper.make_opsetid(d, 1) for d in domains)]
+    imports = [helper.make_opsetid("", 20), *(helper.make_opsetid(d, 1) for d in domains)]
     return helper.make_model(body, opset_imports=imports, ir_version=10)
 
 
@@ -90,15 +87,6 @@ def test_every_bad_node_is_listed_those_in_bodies_too(newest: Profile) -> None:
     assert [problem.node for problem in found] == ["det", "inner", "inner"]
 
 
-def test_an_operator_newer_than_the_targets_tensorrt_is_refused_there_only(
-    newest: Profile, orin: Profile
-) -> None:
-    model = graph(node("Gelu"))
-    assert unsupported(model, newest) == ()
-    (problem,) = unsupported(model, orin)
-    assert "of TensorRT 10.3 it is not known: an export with opset 18" in problem.why
-
-
 def test_an_operator_of_another_domain_needs_a_plugin(newest: Profile) -> None:
     (problem,) = unsupported(graph(node("FusedMatMul", "x", "x", domain="com.microsoft")), newest)
     assert "com.microsoft" in problem.why
@@ -128,61 +116,6 @@ def test_nodes_inside_the_models_own_functions_are_checked(newest: Profile) -> N
     imports = [helper.make_opsetid("", 20)]
     model.functions.append(helper.make_function("mine", "Zap", ["a"], ["b"], inside, imports))
     assert [problem.node for problem in unsupported(model, newest)] == ["within"]
-
-
-@pytest.mark.parametrize(
-    ("profile", "opset", "sure"),
-    [
-        ("jetson-orin-nano-8gb", 20, True),
-        ("jetson-orin-nano-8gb", 21, False),
-        ("jetson-thor-t5000", 24, True),
-        ("jetson-thor-t5000", 25, False),
-        ("h100-sxm", 25, True),
-        ("h100-sxm", 26, False),
-    ],
-)
-def test_an_opset_above_the_targets_parser_is_reported(
-    profile: str, opset: int, sure: bool
-) -> None:
-    found = unsupported(graph(node("Relu"), opset=opset), load_profile(profile))
-    assert [problem.operator for problem in found] == ([] if sure else ["opset"])
-
-
-@pytest.mark.parametrize(
-    ("nodes", "words"),
-    [
-        ([helper.make_node("MaxPool", ["x"], ["y", "at"], kernel_shape=[2, 2])], "indices"),
-        (
-            [helper.make_node("LayerNormalization", ["x", "scale"], ["y", "mean"])],
-            "first output",
-        ),
-        ([node("AveragePool", kernel_shape=[2, 2], dilations=[2, 2])], "dilations"),
-        ([node("ScatterND", "x", "at", "new", reduction="add")], "reduction"),
-        ([node("Resize", "x", "", "sizes", mode="linear", antialias=1)], "antialiasing"),
-        ([node("NonZero")], "depends on the data"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_use_that_the_parser_refuses_is_named(
-    newest: Profile, nodes: list[onnx.NodeProto], words: str
-) -> None:
-    (problem,) = unsupported(graph(*nodes), newest)
-    assert words in problem.why
-
-
-def test_a_pooling_without_dilation_is_taken(newest: Profile) -> None:
-    assert (
-        unsupported(graph(node("AveragePool", kernel_shape=[2, 2], dilations=[1, 1])), newest) == ()
-    )
-
-
-def test_an_unsorted_topk_is_refused_for_an_old_tensorrt_only(
-    newest: Profile, orin: Profile
-) -> None:
-    model = graph(node("TopK", "x", "k", sorted=0), weights=[("k", np.array([2]))])
-    model.graph.node[0].output.append("at")
-    assert unsupported(model, newest) == ()
-    assert "unsorted" in unsupported(model, orin)[0].why
 
 
 def test_bytes_may_come_in_and_be_cast_but_nothing_else(newest: Profile) -> None:
@@ -232,12 +165,6 @@ def test_weights_are_quantized_to_what_tensorrt_takes(
     )
     (problem,) = unsupported(model, newest)
     assert words in problem.why
-
-
-def test_the_oldest_tensorrt_of_a_target_decides(newest: Profile) -> None:
-    model = graph(node("STFT", "x", "step"))
-    assert unsupported(model, replace(newest, tensorrt_min="10.5")) == ()
-    assert "TensorRT 10.5" in unsupported(model, replace(newest, tensorrt_min="10.4"))[0].why
 
 
 def one_pair(zero: str) -> tuple[onnx.NodeProto, onnx.NodeProto]:

@@ -96,9 +96,18 @@ def test_an_accuracy_drop_is_measured_on_labelled_data(
     assert made.manifest.evidence.accuracy.drop.n == 400
 
 
-def test_without_labels_a_broken_output_is_refused(model: Path, calib: Path) -> None:
-    with pytest.raises(dk.GateFailed, match=r"SQNR .* is below 99 dB") as caught:
-        dk.quantize(model, "int8", calib=calib, min_sqnr_db=99)
+def test_without_labels_a_broken_output_is_refused(tmp_path: Path) -> None:
+    """One input is so much larger than the others that INT8 rounds these to nothing."""
+    weights = np.eye(4, dtype=np.float32)[:, :, None, None] * [[[[0.0]]], *[[[[1.0]]]] * 3]
+    node = helper.make_node("Conv", ["x", "W"], ["y"], name="product")
+    axes = ("N", 4, 2, 2)
+    model = make([node], {"x": axes}, {"y": axes}, {"W": weights.astype(np.float32)})
+    path = save(model, tmp_path / "model.onnx")
+    x = np.random.default_rng(0).standard_normal((64, 4, 2, 2)).astype(np.float32)
+    x[:, 0] *= 1e4
+    np.savez(tmp_path / "x.npz", x=x)
+    with pytest.raises(dk.GateFailed, match=r"SQNR .* is below 15 dB") as caught:
+        dk.quantize(path, "int8", calib=tmp_path / "x.npz")
     assert caught.value.result.path.name == "model.int8.rejected.onnx"
     assert caught.value.result.path.is_file()
 
@@ -193,31 +202,16 @@ def test_ctrl_c_in_auto_keeps_the_best_so_far(model: Path, calib: Path, tmp_path
     assert any("interrupted" in note for note in made.notes)
 
 
-@pytest.mark.parametrize("budget_s", [1e-9, 0.001])
-def test_a_budget_that_does_for_nothing_is_bad_input_and_leaves_no_file(
-    model: Path, calib: Path, budget_s: float
-) -> None:
-    before = sorted(model.parent.iterdir())
-    with pytest.raises(dk.BadInput, match=f"`budget_s` {budget_s}: too short") as caught:
-        dk.quantize(model, "auto", calib=calib, budget_s=budget_s)
-    assert "name a precision" in (caught.value.hint or "")
-    assert sorted(model.parent.iterdir()) == before
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"to": "fp8", "profile": "t4"}, "`profile` t4 does not run fp8"),
         ({"to": "fp12"}, "`to` 'fp12' is unknown"),
-        ({"to": "int8", "calibrator": "guess"}, "unknown calibration method 'guess'"),
         ({"to": "fp16", "other_nodes": "fp16"}, "`other_nodes` fp16"),
         ({"to": "int8", "other_nodes": "fp16", "runtime": "onnxruntime"}, "`other_nodes` fp16"),
         ({"to": "int8", "other_nodes": "fp64"}, "`other_nodes` 'fp64'"),
         ({"to": "int8", "max_drop": 0.0}, "`max_drop` must be"),
         ({"to": "int8", "max_drop": float("nan")}, "`max_drop` must be"),
-        ({"to": "int8", "min_sqnr_db": float("nan")}, "min_sqnr_db"),
-        ({"to": "auto", "budget_s": 0.0}, "`budget_s` must be above 0 seconds"),
-        ({"to": "auto", "budget_s": float("nan")}, "`budget_s` must be above 0 seconds"),
     ],
     ids=str,
 )

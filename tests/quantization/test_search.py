@@ -1,149 +1,216 @@
-"""The search on a made-up network: error adds up over the narrow nodes, and so does the time."""
+"""The search on a made-up network, where error adds up over the narrow nodes, and on a real one."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
+from onnx import helper
 
+from deploykit.core.errors import BadInput
 from deploykit.core.evidence import SearchStep
-from deploykit.quantization.search import Budget, Level, Verdict, not_worth, search
-from tests.support.graphs.search_network import FAILS, Network, sensitivities
+from deploykit.graph.cost import Ceilings, predicted_s, savings_s
+from deploykit.quantization.scales import Budget, noise_share
+from deploykit.quantization.search import Level, Outcome, Verdict, not_worth, rank, search
+from tests.support.graphs.data import feeds, samples
+from tests.support.graphs.protos import calibrate, node_costs, quantizable, to_pairs
+from tests.support.onnx_zoo import make, save
+
+Made = tuple[str, frozenset[str]]  # precision, nodes kept in float32
+LIMIT = 1.0  # the sensitivity that passes
+NARROW_S = {"int8": 0.002, "fp8": 0.002, "fp16": 0.005, "bf16": 0.005}  # of a node; float32: 10 ms
+
+
+@dataclass
+class Network:
+    """A candidate takes 10 s, ranking a node 1 s. `bad`: sensitivities above 0, by precision."""
+
+    nodes: int
+    bad: Mapping[str, Mapping[int, float]]
+    narrow_s: Mapping[str, float] = field(default_factory=dict)
+    refused: str = ""
+    now: float = 0.0
+    evaluated: list[Made] = field(default_factory=list)
+    ranked: list[str] = field(default_factory=list)
+
+    def level(self, precision: str) -> Level:
+        def make(float32_nodes: frozenset[str]) -> Made:
+            if precision == self.refused:
+                raise BadInput("nothing to quantize")
+            return precision, float32_nodes
+
+        def sensitivity(name: str) -> float:
+            self.now += 1
+            self.ranked.append(name)
+            return self.bad[precision].get(int(name[1:]), 0.0)
+
+        names = tuple(f"n{number}" for number in range(self.nodes))
+        bits = 8 if "8" in precision else 16
+        return Level(precision, bits, names, make, self.cost_s, sensitivity, lambda _: 0.008)
+
+    def cost_s(self, made: Made) -> float:
+        narrow_s = {**NARROW_S, **self.narrow_s}[made[0]]
+        return 0.01 * len(made[1]) + narrow_s * (self.nodes - len(made[1]))
+
+    def evaluate(self, made: Made) -> Verdict:
+        self.now += 10
+        self.evaluated.append(made)
+        drop = sum(bad for number, bad in self.bad[made[0]].items() if f"n{number}" not in made[1])
+        return Verdict(drop <= LIMIT, drop, f"drop {drop:.2f}")
+
+    def search(
+        self,
+        budget_s: float = math.inf,
+        on_step: Callable[[SearchStep], object] = lambda _: None,
+    ) -> Outcome:
+        return search(
+            [self.level(precision) for precision in self.bad],
+            self.evaluate,
+            float32_cost_s=0.01 * self.nodes,
+            budget=Budget(0.0, budget_s, lambda: self.now),
+            on_step=on_step,
+        )
+
+
+def kept(outcome: Outcome) -> tuple[str, int]:
+    """The precision of the model that is kept, and how many of its nodes are in float32."""
+    record = outcome.record
+    assert record.passed is (outcome.best is not None)
+    return record.precision, len(record.float32_nodes)
+
+
+def fails(count: int = 1) -> dict[int, float]:
+    return dict.fromkeys(range(count), 9.0)
 
 
 def test_the_narrowest_level_is_kept_as_it_is_where_it_passes() -> None:
-    network = Network({"int8": sensitivities(4), "fp16": sensitivities(4)})
+    network = Network(4, {"int8": {}, "fp16": {}})
     outcome = network.search()
-    assert outcome.best is not None
-    assert (outcome.best.precision, outcome.best.float32_nodes, outcome.stopped) == ("int8", (), "")
+    assert (kept(outcome), outcome.record.stopped) == (("int8", 0), "")
     assert network.evaluated == [("int8", frozenset())]
     assert not network.ranked
 
 
 def test_only_the_sensitive_nodes_are_kept_in_float32() -> None:
-    network = Network({"int8": sensitivities(12, {3: 5.0, 7: 2.0, 9: 0.9})})
-    outcome = network.search()
-    assert outcome.best is not None
-    assert outcome.best.float32_nodes == ("n3", "n7")
-    assert outcome.best.model == ("int8", frozenset({"n3", "n7"}))
-    assert outcome.best.verdict.drop == pytest.approx(0.9)
+    outcome = Network(12, {"int8": {3: 5.0, 7: 2.0, 9: 0.9}}).search()
+    assert outcome.record.float32_nodes == ("n3", "n7")
+    assert outcome.model == ("int8", frozenset({"n3", "n7"}))
+    assert outcome.record.drop == pytest.approx(0.9)
 
 
-@pytest.mark.parametrize("guilty", range(1, 40))
+@pytest.mark.parametrize("guilty", [*range(1, 20), 39])
 def test_the_fewest_that_pass_are_kept_in_float32(guilty: int) -> None:
-    network = Network({"int8": sensitivities(64, dict.fromkeys(range(guilty), 1.1))})
-    outcome = network.search()
-    assert outcome.best is not None
-    assert len(outcome.best.float32_nodes) == guilty
+    bad = dict.fromkeys(range(guilty), 1.1)
+    assert kept(Network(64, {"int8": bad}).search()) == ("int8", guilty)
 
 
 def test_two_hundred_nodes_need_few_runs_of_the_evaluation() -> None:
-    network = Network({"int8": sensitivities(200, dict.fromkeys(range(100), 1.1))})
-    outcome = network.search()
-    assert outcome.best is not None
-    assert len(outcome.best.float32_nodes) == 100
+    network = Network(200, {"int8": dict.fromkeys(range(100), 1.1)})
+    assert kept(network.search()) == ("int8", 100)
     assert len(network.evaluated) <= 1 + 2 * math.ceil(math.log2(200))
 
 
-def test_a_wider_level_passes_where_the_narrow_one_cannot_be_repaired() -> None:
-    network = Network(
-        {"int8": sensitivities(4, dict.fromkeys(range(4), 9.0)), "fp16": sensitivities(4)}
-    )
+@pytest.mark.parametrize(
+    ("network", "result", "note"),
+    [
+        pytest.param(
+            Network(4, {"int8": fails(4), "fp16": {}}),
+            ("fp16", 0),
+            "INT8 fails with 1 of 4 nodes kept in float32; with 2 it is not",
+            id="beyond-repair",
+        ),
+        pytest.param(  # with 8 of 20 nodes in float32, INT8 takes 104 ms, FP16 100 ms
+            Network(20, {"int8": fails(8), "fp16": {}}),
+            ("fp16", 0),
+            "INT8 fails with 6 of 20 nodes kept in float32; with 7 it is not worth it: 96 ms ",
+            id="repaired-too-dear",
+        ),
+        pytest.param(
+            Network(20, {"int8": fails(6), "fp16": {}}), ("int8", 6), "", id="repaired-cheaper"
+        ),
+        pytest.param(
+            Network(10, {"int8": {}, "fp16": {}}, {"int8": 0.0049}),
+            ("fp16", 0),
+            "INT8 is not worth it here: 49 ms against 50 ms in FP16, 2.0% less; 5% less is asked",
+            id="saves-too-little",
+        ),
+        pytest.param(
+            Network(10, {"int8": {}, "fp16": fails()}, {"int8": 0.0049}),
+            ("int8", 0),
+            "",
+            id="saves-too-little-but-the-wider-fails",
+        ),
+        pytest.param(
+            Network(10, {"fp16": {}}, {"fp16": 0.0099}),
+            ("float32", 0),
+            "FP16 is not worth it here: 99 ms against 100 ms in FLOAT32",
+            id="nothing-saves",
+        ),
+        pytest.param(
+            Network(3, {"int8": fails(3)}),
+            ("float32", 0),
+            "INT8 fails with 2 of 3 nodes kept in float32",
+            id="nothing-passes",
+        ),
+        pytest.param(
+            Network(10, {"int8": fails(), "fp16": {}}, {"int8": 0.005}),
+            ("fp16", 0),
+            "INT8 is not worth it here: 50 ms against 50 ms in FP16",
+            id="no-cheaper-than-what-passes",
+        ),
+        pytest.param(
+            Network(1, {"int8": {}, "fp8": {}}), ("int8", 0), "", id="as-many-bits-is-no-reason"
+        ),
+        pytest.param(
+            Network(1, {"int8": {0: 0.1}, "fp16": {}, "bf16": {}}, {"int8": 0.005}),
+            ("fp16", 0),
+            "INT8 is not worth it here",
+            id="first-of-two-wider",
+        ),
+    ],
+)
+def test_what_is_kept_has_to_be_cheaper_than_what_is_wider(
+    network: Network, result: tuple[str, int], note: str
+) -> None:
     outcome = network.search()
-    assert outcome.best is not None
-    assert outcome.best.precision == "fp16"
-    assert outcome.notes[0].startswith(
-        "INT8 fails with 1 of 4 nodes kept in float32; with 2 it is not"
-    )
+    assert kept(outcome) == result
+    assert (outcome.record.notes or ("",))[0].startswith(note)
+    assert bool(outcome.record.notes) == bool(note)
 
 
-def test_a_repaired_narrow_model_has_to_be_cheaper_than_the_wider_one_that_passes() -> None:
-    network = Network(
-        {"int8": sensitivities(20, dict.fromkeys(range(8), 9.0)), "fp16": sensitivities(20)},
-        narrow_s={"int8": 0.002, "fp16": 0.005},
-    )
-    # with 8 of 20 nodes in float32, INT8 takes 104 ms, FP16 100 ms: 104 > 95
-    outcome = network.search()
-    assert outcome.best is not None
-    assert outcome.best.precision == "fp16"
+def test_a_model_that_is_too_dear_is_not_evaluated_nor_a_level_ranked() -> None:
+    network = Network(20, {"int8": fails(8), "fp16": {}})
+    network.search()
     assert all(len(float32_nodes) <= 6 for _, float32_nodes in network.evaluated)  # 7 cost 96 ms
-    assert (
-        "INT8 fails with 6 of 20 nodes kept in float32; with 7 it is not worth it: 96 ms against "
-        in (outcome.notes[0])
-    )
-
-
-def test_a_repaired_narrow_model_is_kept_where_it_is_cheaper() -> None:
-    network = Network(
-        {"int8": sensitivities(20, dict.fromkeys(range(6), 9.0)), "fp16": sensitivities(20)}
-    )
-    outcome = network.search()
-    assert outcome.best is not None
-    assert (outcome.best.precision, len(outcome.best.float32_nodes)) == ("int8", 6)
-    assert outcome.best.cost_s == pytest.approx(0.088)
-
-
-def test_int8_that_passes_but_saves_too_little_gives_way_to_fp16() -> None:
-    network = Network(
-        {"int8": sensitivities(10), "fp16": sensitivities(10)},
-        narrow_s={"int8": 0.0049, "fp16": 0.005},
-    )
-    outcome = network.search()
-    assert outcome.best is not None
-    assert outcome.best.precision == "fp16"
-    assert outcome.notes == (
-        "INT8 is not worth it here: 49 ms against 50 ms in FP16, 2.0% less; 5% less is asked for",
-    )
-
-
-def test_int8_that_saves_too_little_stays_where_fp16_fails() -> None:
-    network = Network(
-        {"int8": sensitivities(10), "fp16": sensitivities(10, FAILS)},
-        narrow_s={"int8": 0.0049, "fp16": 0.005},
-    )
-    outcome = network.search()
-    assert outcome.best is not None
-    assert outcome.best.precision == "int8"
-    assert outcome.notes == ()
-
-
-def test_float32_stays_where_nothing_saves_anything() -> None:
-    network = Network({"fp16": sensitivities(10)}, narrow_s={"fp16": 0.0099})
-    outcome = network.search()
-    assert outcome.best is None
-    assert outcome.notes[0].startswith("FP16 is not worth it here: 99 ms against 100 ms in FLOAT32")
-    assert outcome.why == "float32 stays: what passed is not worth it"
-
-
-def test_float32_stays_where_nothing_passes() -> None:
-    network = Network({"int8": sensitivities(3, dict.fromkeys(range(3), 9.0))})
-    outcome = network.search()
-    assert outcome.best is None
-    assert outcome.stopped == ""
-    assert outcome.notes == ("INT8 fails with 2 of 3 nodes kept in float32",)
-    assert outcome.why == "float32 stays: no narrower precision passed"
-
-
-def test_a_level_that_costs_as_much_as_what_passes_is_not_ranked_at_all() -> None:
-    network = Network(
-        {"int8": sensitivities(10, FAILS), "fp16": sensitivities(10)},
-        narrow_s={"int8": 0.005, "fp16": 0.005},
-    )
-    outcome = network.search()
-    assert outcome.best is not None
-    assert outcome.best.precision == "fp16"
+    network = Network(10, {"int8": fails(), "fp16": {}}, {"int8": 0.005})
+    network.search()
     assert not network.ranked
-    assert outcome.notes[0].startswith("INT8 is not worth it here: 50 ms against 50 ms in FP16")
+
+
+@pytest.mark.parametrize(
+    ("network", "budget_s", "why"),
+    [
+        (Network(10, {"fp16": {}}, {"fp16": 0.0099}), math.inf, "what passed is not worth it"),
+        (Network(3, {"int8": fails(3)}), math.inf, "no narrower precision passed"),
+        (
+            Network(8, {"int8": fails(), "fp16": {}}),
+            10,
+            "no narrower precision had passed (the time budget ran out)",
+        ),
+    ],
+)
+def test_why_float32_stays_is_one_sentence(network: Network, budget_s: float, why: str) -> None:
+    assert network.search(budget_s).record.why == f"float32 stays: {why}"
 
 
 def test_a_level_that_cannot_be_made_is_a_step_that_says_why() -> None:
-    network = Network(
-        {"int8": sensitivities(4), "fp16": sensitivities(4)}, refused=frozenset({"int8"})
-    )
-    outcome = network.search()
-    assert outcome.best is not None
-    assert outcome.best.precision == "fp16"
-    assert [(s.precision, s.passed, s.why) for s in outcome.steps] == [
+    outcome = Network(4, {"int8": {}, "fp16": {}}, refused="int8").search()
+    assert [(s.precision, s.passed, s.why) for s in outcome.record.steps] == [
         ("int8", False, "nothing to quantize"),
         ("fp16", True, "drop 0.00"),
     ]
@@ -151,9 +218,8 @@ def test_a_level_that_cannot_be_made_is_a_step_that_says_why() -> None:
 
 def test_each_step_reports_its_float32_nodes_drop_and_cost() -> None:
     seen: list[SearchStep] = []
-    network = Network({"int8": sensitivities(4, {1: 9.0, 2: 9.0})})
-    outcome = network.search(on_step=seen.append)
-    assert tuple(seen) == outcome.steps
+    outcome = Network(4, {"int8": {1: 9.0, 2: 9.0}}).search(on_step=seen.append)
+    assert tuple(seen) == outcome.record.steps
     assert [(s.float32_nodes, s.passed, s.drop) for s in seen] == [
         ((), False, 18.0),
         (("n1",), False, 9.0),
@@ -164,14 +230,12 @@ def test_each_step_reports_its_float32_nodes_drop_and_cost() -> None:
 
 
 def test_a_level_without_nodes_is_tried_as_it_is_only() -> None:
-    level = Level("fp8", 8, (), lambda _: "m", lambda _: 1.0, lambda _: 0.0, lambda _: 0.0)
-    outcome = search([level], lambda _: Verdict(False, 1.0, "fails"), budget=Budget(0.0, math.inf))
-    assert (outcome.best, len(outcome.steps)) == (None, 1)
+    outcome = Network(0, {"int8": {0: 9.0}}).search()
+    assert (outcome.best, len(outcome.record.steps)) == (None, 1)
 
 
 @pytest.mark.parametrize(
-    ("narrow_s", "verdict"),
-    [(0.95, ""), (0.951, "4.9% less"), (1.2, "20.0% more")],
+    ("narrow_s", "verdict"), [(0.95, ""), (0.951, "4.9% less"), (1.2, "20.0% more")]
 )
 def test_narrow_has_to_save_five_percent(narrow_s: float, verdict: str) -> None:
     text = not_worth("int8", narrow_s, "fp16", 1.0)
@@ -179,23 +243,153 @@ def test_narrow_has_to_save_five_percent(narrow_s: float, verdict: str) -> None:
     assert bool(text) == bool(verdict)
 
 
-def test_a_precision_of_as_many_bits_does_not_make_one_not_worth_it() -> None:
-    """FP8 at the cost of an INT8 that passes is no reason to give INT8 up."""
-    network = Network(
-        {"int8": {"a": 0.1}, "fp8": {"a": 0.1}}, narrow_s={"int8": 0.002, "fp8": 0.002}
-    )
-    outcome = network.search()
-    assert outcome.best is not None
-    assert outcome.best.precision == "int8"
-    assert [step.precision for step in outcome.steps] == ["int8"]
+# A search that is cut short, by its budget or by Ctrl-C
 
 
-def test_of_two_wider_precisions_of_as_many_bits_the_first_is_kept() -> None:
-    network = Network(
-        {"int8": {"a": 0.1}, "fp16": {"a": 0.0}, "bf16": {"a": 0.0}},
-        narrow_s={"int8": 0.005, "fp16": 0.005, "bf16": 0.005},
+def test_the_time_budget_keeps_what_had_passed() -> None:
+    network = Network(100, {"int8": fails(30), "fp16": {}})
+    outcome = network.search(35)  # both as they are, 5 s of ranking, one candidate
+    assert (kept(outcome), outcome.record.stopped) == (("fp16", 0), "time budget")
+    assert 0 < len(network.ranked) < 100
+    assert outcome.record.why.endswith("(the time budget ran out)")
+
+
+@pytest.mark.parametrize("nodes", [3, 40, 100])
+def test_no_budget_is_overrun_but_by_the_first_candidate(nodes: int) -> None:
+    for budget_s in range(1, 150, 3):
+        network = Network(nodes, {"int8": fails(nodes // 3), "fp16": fails()})
+        network.search(budget_s)
+        assert network.now <= max(budget_s, 10.0)
+
+
+def test_what_there_was_no_time_for_is_named_in_a_note() -> None:
+    network = Network(100, {"int8": fails(30)})
+    outcome = network.search(110)
+    assert len(network.ranked) == 50
+    assert outcome.record.notes[0] == "INT8: there was no time to rank 50 nodes"
+    network = Network(3, {"fp8": fails(), "int8": fails(), "fp16": {}})
+    assert network.search(15).record.notes == ("not tried, for lack of time: int8, fp16",)
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_ctrl_c_keeps_the_best_so_far(later: int) -> None:
+    since: list[SearchStep] = []
+
+    def stop(step: SearchStep) -> None:
+        if step.passed or since:
+            since.append(step)
+        if len(since) > later:
+            raise KeyboardInterrupt
+
+    outcome = Network(64, {"int8": fails(5)}).search(on_step=stop)
+    assert outcome.record.interrupted
+    assert kept(outcome) == ("int8", [8, 6][later])  # 5 would have done
+
+
+def test_ctrl_c_while_ranking_keeps_the_wider_level_that_passed() -> None:
+    network = Network(4, {"int8": fails(), "fp16": {}})
+
+    def interrupted(name: str) -> float:
+        raise KeyboardInterrupt
+
+    levels = [replace(network.level("int8"), sensitivity=interrupted), network.level("fp16")]
+    outcome = search(levels, network.evaluate, budget=Budget(0.0, math.inf, lambda: 0.0))
+    assert (outcome.record.precision, outcome.record.stopped) == ("fp16", "interrupted")
+
+
+# How sensitivity is measured and ranked
+
+
+def test_nodes_with_most_sensitivity_per_saving_come_first() -> None:
+    sensitivity = {"cheap": 2.0, "dear": 3.0, "free": 0.1, "unknown": math.nan}
+    saving = {"cheap": 0.001, "dear": 0.004, "free": 0.0, "unknown": 1.0}
+    order = rank(["late", "dear", "cheap", "free", "unknown"], sensitivity, saving.__getitem__)
+    assert order == ["free", "unknown", "cheap", "dear", "late"]
+
+
+SIGNAL = np.array([3.0, 4.0], np.float32)
+MASK = np.array([1.0, -np.inf], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "got", "share"),
+    [
+        ([SIGNAL], [np.array([3.0, 4.5], np.float32)], 0.01),
+        ([SIGNAL, SIGNAL], [SIGNAL, SIGNAL], 0.0),
+        ([MASK], [MASK], 0.0),
+        ([np.ones(2)], [np.array([1.0, np.inf])], math.inf),
+        ([np.array([1, 2, 3, 4])], [np.array([1, 2, 3, 5])], 0.25),
+        ([np.ones((3, 4)), SIGNAL], [np.ones((2, 4)), SIGNAL], 1.0),  # another number of boxes
+        ([np.arange(3)], [np.arange(2)], 1.0),
+    ],
+    ids=["share", "equal", "mask", "overflow", "integers", "boxes", "integers-of-boxes"],
+)
+def test_noise_is_a_share_of_the_signal(
+    wanted: list[np.ndarray], got: list[np.ndarray], share: float
+) -> None:
+    assert noise_share(wanted, got) == pytest.approx(share)
+
+
+def outlier() -> onnx.ModelProto:
+    """Three matrices; one input of 'guilty' is 1000 times the others, and its weights small."""
+    random = np.random.default_rng(0)
+    width = 32
+    weights = {f"w{n}": random.standard_normal((width, width)) / np.sqrt(width) for n in range(3)}
+    weights["boost"] = np.where(np.arange(width) == 5, 1e3, 1)
+    weights["w1"][5] /= 1e3
+    nodes = [
+        helper.make_node("MatMul", ["x", "w0"], ["a"], name="first"),
+        helper.make_node("Mul", ["a", "boost"], ["b"], name="mul"),
+        helper.make_node("MatMul", ["b", "w1"], ["c"], name="guilty"),
+        helper.make_node("Relu", ["c"], ["r"], name="relu"),
+        helper.make_node("MatMul", ["r", "w2"], ["y"], name="last"),
+    ]
+    row = {"x": ("N", width)}, {"y": ("N", width)}
+    return make(nodes, *row, {name: array.astype(np.float32) for name, array in weights.items()})
+
+
+def run(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    ort = pytest.importorskip("onnxruntime")
+    from deploykit.engines.onnxruntime.engine import session_options
+
+    session = ort.InferenceSession(model.SerializeToString(), session_options(1))
+    return list(session.run(None, dict(inputs)))
+
+
+def test_on_real_graphs_only_the_node_that_int8_ruins_stays_float32(tmp_path: Path) -> None:
+    model = outlier()
+    calibration = calibrate(save(model, tmp_path / "m.onnx"), samples(model, 64))
+    inputs = feeds(model, 64, seed=1)
+    wanted = run(model, inputs)
+    target = Ceilings({"fp32": 1e12, "int8": 8e12}, 1e11)
+    nodes = quantizable(model)
+
+    def made(keep_float32: frozenset[str]) -> onnx.ModelProto:
+        return to_pairs(model, calibration, keep_float32=keep_float32)
+
+    def noise(candidate: onnx.ModelProto) -> float:
+        return noise_share(wanted, run(candidate, inputs))
+
+    def evaluate(candidate: onnx.ModelProto) -> Verdict:
+        share = noise(candidate)
+        return Verdict(share < 0.01, share, f"noise {share:.2%}")
+
+    def cost_s(candidate: onnx.ModelProto) -> float:
+        return predicted_s(node_costs(candidate, {"N": 256}), target)
+
+    wide_costs, narrow_costs = (node_costs(m, {"N": 256}) for m in (model, made(frozenset())))
+    saved = savings_s(wide_costs, narrow_costs, target)
+    level = Level(
+        "int8",
+        8,
+        nodes,
+        made,
+        cost_s,
+        sensitivity=lambda name: noise(made(frozenset(nodes) - {name})),
+        saving_s=saved.__getitem__,
     )
-    outcome = network.search()
-    assert outcome.best is not None
-    assert outcome.best.precision == "fp16"
-    assert [step.precision for step in outcome.steps] == ["int8", "fp16"]
+    outcome = search([level], evaluate, float32_cost_s=cost_s(model), budget=Budget(0.0, math.inf))
+    assert not outcome.record.steps[0].passed
+    assert outcome.record.float32_nodes == ("guilty",)
+    assert outcome.record.cost_s is not None
+    assert outcome.record.cost_s < 0.95 * cost_s(model)

@@ -27,7 +27,7 @@ def test_a_report_shows_its_verdict_its_table_and_its_charts(report: Report) -> 
     assert html.index("<table>") < html.index("<iframe")
     assert html.count("<iframe") == 1
     assert 'sandbox=""' in html
-    assert frame(html).count("<figure>") == 5
+    assert frame(html).count("<figure>") == 4
 
 
 def test_a_load_result_shows_its_row_and_its_percentiles(report: Report) -> None:
@@ -63,4 +63,4 @@ def test_an_evaluation_shows_its_verdict_above_its_parity() -> None:
 def test_a_real_browser_draws_the_charts_of_the_frame(report: Report, tmp_path: Path) -> None:
     (tmp_path / "frame.html").write_text(frame(report._repr_html_()), encoding="utf-8")
     shown = loaded(tmp_path / "frame.html", tmp_path / "profile")
-    assert len(re.findall(r'<div class="broad"><svg ', shown)) == 5
+    assert len(re.findall(r'<svg class="plot" ', shown)) == 4

@@ -15,13 +15,14 @@ import pytest
 
 import deploykit
 from deploykit.serving.http.connection import HttpConnection
-from deploykit.serving.http2.connection import PREFACE, Http2Connection
-from deploykit.serving.http2.flow import (
+from deploykit.serving.http2.connection import (
     DATA,
     END_HEADERS,
     END_STREAM,
     HEADERS,
+    PREFACE,
     SETTINGS,
+    Http2Connection,
     frame,
     literal,
 )
@@ -115,7 +116,7 @@ def test_an_http_request_passes_through_few_functions(server: Server) -> None:
 
 def test_a_grpc_call_passes_through_few_functions(server: Server) -> None:
     assert server._grpc is not None
-    connections = [Http2Connection(server._grpc._shared) for _ in range(CLIENTS)]
+    connections = [Http2Connection(server._grpc) for _ in range(CLIENTS)]
     wires = [Wire() for _ in connections]
     fields = {
         ":method": "POST",

@@ -47,7 +47,7 @@ def infer_all(server: Process, *values: float) -> list[tuple[int, object]]:
 
 def test_f8_out_of_memory_at_load_exits_with_3(tmp_path: Path) -> None:
     found = subprocess.run(
-        [*STAND_IN, "serve", "--engine", "m=x", "--http-port", "0", "--no-grpc"],
+        [*STAND_IN, "serve", "--engine", "m=x", "--http-port", "0", "--grpc-port=none"],
         cwd=tmp_path,
         env={"PYTHONPATH": str(Path(__file__).parents[2]), "FAULT_LOAD": "1"},
         capture_output=True,

@@ -182,7 +182,9 @@ def test_f18_a_port_in_use_exits_with_2(tmp_path: Path) -> None:
     engine(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        found = run(tmp_path, "serve", "--engine", "m.onnx", "--http-port", port, "--no-grpc")
+        found = run(
+            tmp_path, "serve", "--engine", "m.onnx", "--http-port", port, "--grpc-port=none"
+        )
     assert found.returncode == 2
     assert f"--http-port {port}: already in use" in found.stderr
     assert "Traceback" not in found.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import signal
 import threading
@@ -21,6 +22,7 @@ import pytest
 
 import deploykit as dk
 from deploykit.serving import server as http
+from deploykit.serving.options import ServeOptions
 from deploykit.serving.serve import serve_until_stopped
 from tests.support.onnx_zoo import linear, mnist_like, save
 
@@ -91,7 +93,8 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Serving:
 
         def run() -> None:
             try:
-                serve_until_stopped(engines, http_port=0, on_start=on_start, **options)
+                chosen = ServeOptions(engines, grpc_port=None, **options)
+                serve_until_stopped(chosen, on_start=on_start)
             except BaseException as exc:
                 failed.append(exc)
                 raise
@@ -147,7 +150,7 @@ def test_disagreements_of_a_shadow_are_in_the_metrics(
             values = onnx.numpy_helper.to_array(tensor)[::-1] * 9
             tensor.CopyFrom(onnx.numpy_helper.from_array(values.copy(), tensor.name))
     shadow = save(other, tmp_path / "other.onnx")
-    with serving(str(model), shadows=[str(shadow)], shadow_rate=1.0) as served:
+    with serving(str(model), shadows=[str(shadow)]) as served:
         served.infer("model", np.ones((2, 1, 28, 28), np.float32))
         name = 'deploykit_shadow_total{model="model",version="1"} 2.0'
         text = served.until(lambda: found if name in (found := served.get("/metrics")) else None)
@@ -183,15 +186,15 @@ def test_a_request_without_the_token_is_refused(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"shadows": ["x=MODEL"], "shadow_rate": 0.1}, "no such model"),
-        ({"shadows": ["MODEL", "MODEL"], "shadow_rate": 0.1}, "given twice"),
-        ({"shadows": ["MODEL"]}, "`shadow_rate` above 0"),
+        ({"shadows": ["x=MODEL"]}, "no such model"),
+        ({"shadows": ["MODEL", "MODEL"]}, "given twice"),
         ({"buckets": ["T"]}, "AXIS=16,32,64"),
         ({"buckets": ["Q=16"]}, "no served model has an input with that axis"),
-        ({"pads": ["x"]}, "INPUT=VALUE"),
-        ({"pads": ["x=y"]}, "INPUT=VALUE"),
-        ({"pads": ["image=1"]}, "`pad` has no effect without `buckets`"),
-        ({"preferred": (4,)}, "`preferred` has no effect without `max_delay_us` or `slo_ms`"),
+        ({"buckets": ["T=8:x"]}, "INPUT=VALUE"),
+        ({"buckets": ["T=8:x=y"]}, "INPUT=VALUE"),
+        ({"buckets": ["T=8:x=1,x=2"]}, "each name once"),
+        ({"buckets": ["T=8", "T=16"]}, "each name once"),
+        ({"pad": {"image": 1}}, "`pad` has no effect without `buckets`"),
         ({"instances": 0}, "`instances` 0"),
         ({"token_file": Path("/nonexistent")}, "/nonexistent"),
         ({"token_file": "EMPTY"}, "its first line is empty"),
@@ -205,6 +208,7 @@ def test_a_request_without_the_token_is_refused(
 def test_contradictory_serve_options_are_refused(
     model: Path, tmp_path: Path, options: dict[str, Any], said: str
 ) -> None:
+    options = dict(options)
     files = {"EMPTY": "\n", "SHORT": "abc\n"}
     if options.get("token_file") in files:
         path = tmp_path / "token"
@@ -213,16 +217,17 @@ def test_contradictory_serve_options_are_refused(
     if "shadows" in options:
         shadows = [text.replace("MODEL", str(model)) for text in options["shadows"]]
         options = {**options, "shadows": shadows}
+    log_format = options.pop("log_format", "text")
     with pytest.raises(dk.BadInput, match=said):
-        serve_until_stopped([str(model)], http_port=0, **options)
+        serve_until_stopped(ServeOptions([str(model)], **options), log_format=log_format)
 
 
 @pytest.mark.parametrize("name", ["nope", "IDS", "fixed"])
 def test_padding_of_an_input_that_is_not_padded_is_refused(tmp_path: Path, name: str) -> None:
     model = save(two_inputs(), tmp_path / "two.onnx")
-    options: dict[str, Any] = {"buckets": ["T=8"], "pads": ["ids=0", f"{name}=1"]}
+    options = ServeOptions([str(model)], buckets=[f"T=8:ids=0,{name}=1"])
     with pytest.raises(dk.BadInput, match=f"`pad` {name}: no served model") as caught:
-        serve_until_stopped([str(model)], http_port=0, **options)
+        serve_until_stopped(options)
     assert caught.value.hint == "the padded inputs are: ids"
 
 
@@ -236,7 +241,7 @@ def two_inputs() -> onnx.ModelProto:
 def test_a_shadow_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
     other = save(linear(), tmp_path / "linear.onnx")
     with pytest.raises(dk.BadInput, match="the shadow's inputs"):
-        dk.serve(model, shadows={"model": other}, shadow_rate=0.5)
+        dk.serve(model, shadows={"model": other})
 
 
 def test_a_server_in_a_thread_answers_until_it_is_closed(model: Path) -> None:
@@ -251,6 +256,16 @@ def test_a_server_in_a_thread_answers_until_it_is_closed(model: Path) -> None:
     assert "closed" in repr(server)
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(server.url, timeout=WAIT_S)
+
+
+def test_a_forked_process_does_not_close_the_server_of_its_parent(model: Path) -> None:
+    with dk.serve(model, grpc_port=None) as server:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(server.close())
+        assert os.waitpid(pid, 0)[1] == 0
+        with urllib.request.urlopen(f"{server.url}/v2/health/live", timeout=WAIT_S) as reply:
+            assert reply.status == 200
 
 
 def test_two_servers_run_in_one_process(model: Path) -> None:

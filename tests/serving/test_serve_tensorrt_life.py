@@ -28,13 +28,12 @@ SCRIPT = Path(__file__).resolve().parents[1] / "support" / "serving" / "serve_te
 WEIGHTS = 1 << 20
 
 
-@pytest.mark.parametrize("overlap", ["--overlap", "--no-overlap"])
 def test_sigterm_while_the_gpu_is_busy_answers_what_was_accepted(
-    tmp_path: Path, affine_onnx: Path, overlap: str
+    tmp_path: Path, affine_onnx: Path
 ) -> None:
     shutil.copyfile(affine_onnx, tmp_path / "m.onnx")
     command, env = [sys.executable, str(SCRIPT)], {"GPU_TAKES_S": "0.1"}
-    options = "--max-batch", "2", "--no-cuda-graphs", overlap
+    options = "--max-batch", "2"
     with Process(tmp_path, *options, command=command, engine="m=m.trt", env=env) as server:
         (tmp_path / "hold").touch()
         with ThreadPoolExecutor(8) as pool:

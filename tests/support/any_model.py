@@ -172,11 +172,11 @@ def any_model(chance: random.Random) -> bytes:
 def _serve(path: Path) -> None:
     """What `serve` does before the first request."""
     from deploykit.serving.models.repository import ModelRepository
-    from deploykit.serving.opening import Opening
+    from deploykit.serving.opening import open_engines
     from deploykit.serving.options import ServeOptions
 
-    options = ServeOptions(max_batch=4)
-    engines = Opening("cpu", 1, 1, trust=False, cpu_fallback=False)(path, options)
+    options = ServeOptions(device="cpu", threads=1, max_batch=4)
+    engines = open_engines(path, options)
     repository = ModelRepository({"m": engines}, options)
     try:
         repository.warm_up()

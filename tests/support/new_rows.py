@@ -1,4 +1,4 @@
-"""Run the command line with one more runtime and one more precision than the tables have.
+"""Run the command line with one more runtime, precision and task than the tables have.
 
 `python new_rows.py COMMAND ...` is the `deploykit` of somebody who added the rows below and the
 functions that they name, and nothing else. The runtime reads its own format: ONNX behind 4 bytes.
@@ -29,6 +29,14 @@ RUNTIME = f"""Runtime(
 PRECISION = """Precision(
     "int8-stored", "int8", 8, WEIGHTS, onnx_type="INT8", max_stored=127, min_opset=13
 )"""
+TASK = f"""Kind(
+    "rate",
+    takes=("image",),
+    outputs=("scores",),
+    head="{HERE.stem}:add_head",
+    answer="{HERE.stem}:star_rows",
+    options=(),
+)"""
 PROFILE = """summary = "The CPU through the wrapped runtime"
 runtime = "wrapped"
 device = "cpu"
@@ -55,6 +63,20 @@ def build_engine(model: Any, out: Path, target: Any, _shapes: Any, _on_progress:
     return BuildResult({"runtime": "wrapped 1.0", "device": "cpu", "profile": target.name})
 
 
+def add_head(request: Any) -> Any:
+    """One number for each image becomes a share of five stars."""
+    from deploykit.core.tensors import TensorSpec
+
+    def stars(values: Any) -> Any:
+        return (values.flatten(1).sigmoid(),)
+
+    return request.head(stars, [0], [TensorSpec("scores", "float32", ("N", 1))])
+
+
+def star_rows(_task: Any, outputs: Any, _placed: Any, _mask: str) -> list[dict[str, Any]]:
+    return [{"stars": 5 * float(row[0])} for row in outputs["scores"]]
+
+
 def _with_row(name: str, row: str) -> None:
     """Import the module `name` with `row` in its table `ALL`."""
     spec = find_spec(name)
@@ -69,6 +91,7 @@ def _with_row(name: str, row: str) -> None:
 if __name__ == "__main__":
     _with_row("deploykit.core.runtime", RUNTIME)
     _with_row("deploykit.core.precision", PRECISION)
+    _with_row("deploykit.core.task", TASK)
     from deploykit.cli.main import script
 
     script()

@@ -51,8 +51,9 @@ def train_two_layers(options: dict[str, Any], group: Processes) -> dict[str, Any
     """What a run on the CPU with these options gives, as JSON values; all processes call it."""
     given = dict(options)
     checkpoint = Path(given.pop("checkpoint")) if "checkpoint" in given else None
-    chosen = TrainingOptions(device="cpu", clip_norm=1.0, checkpoint=checkpoint, **given)
-    made = run_training(replace(LINE, build=two_layers), SPLITS, chosen, group=group)
+    chosen = TrainingOptions(device="cpu", checkpoint=checkpoint, **given)
+    recipe = replace(LINE, build=two_layers, clip_norm=1.0)
+    made = run_training(recipe, SPLITS, chosen, group=group)
     return {
         "losses": [each["loss"] for each in made.history],
         "weights": torch.cat([each.flatten() for each in made.module.parameters()]).tolist(),

@@ -16,9 +16,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deploykit.core.errors import BadInput, OutOfMemory  # noqa: E402
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe  # noqa: E402
-from deploykit.training import data as augment  # noqa: E402
 from deploykit.training import data as loader  # noqa: E402
-from deploykit.training import data as prefetch  # noqa: E402
 from deploykit.training.data import (  # noqa: E402
     Augment,
     Augmentation,
@@ -65,11 +63,16 @@ def same(one: Trained, other: Trained) -> bool:
     return equal and losses(one) == losses(other)
 
 
-@pytest.mark.parametrize("workers", [1, 3, 50])
-def test_the_number_of_workers_changes_no_bit(workers: int) -> None:
-    alone = run_training(RECIPE, SPLITS, replace(ON, workers=0))
+@pytest.mark.parametrize("workers", [3, 50])
+def test_the_number_of_threads_that_make_batches_changes_no_bit(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = run_training(RECIPE, SPLITS, ON)
     threads = torch.get_num_threads()
-    assert same(alone, run_training(RECIPE, SPLITS, replace(ON, workers=workers)))
+    monkeypatch.setattr(loader, "free_cores", lambda _device: workers)
+    made = run_training(RECIPE, SPLITS, ON)
+    assert made.figures["workers"] == workers
+    assert same(alone, made)
     assert torch.get_num_threads() == threads
     assert losses(alone) != losses(run_training(RECIPE, SPLITS, replace(ON, augment=False)))
 
@@ -79,7 +82,7 @@ def test_a_recipe_declares_its_augmentation_in_a_line() -> None:
     assert same(declared, run_training(RECIPE, SPLITS, ON))
     assert declared.figures["augment"] == repr(EVERYTHING)
     recipe = load_recipe("cats-dogs")
-    assert isinstance(augment.read_augment(recipe), Augment)
+    assert isinstance(loader.read_augment(recipe), Augment)
 
 
 def test_a_recipe_may_augment_by_default() -> None:
@@ -110,7 +113,7 @@ def test_an_augmented_run_that_goes_on_equals_an_unbroken_one(tmp_path: Path) ->
         if text.startswith("epoch 2/"):
             raise StopError
 
-    options = replace(ON, checkpoint=tmp_path / "run.ckpt", workers=2)
+    options = replace(ON, checkpoint=tmp_path / "run.ckpt")
     with pytest.raises(StopError):
         run_training(RECIPE, SPLITS, options, on_progress=stop)
     resumed = run_training(RECIPE, SPLITS, options)
@@ -134,10 +137,11 @@ def test_processes_make_the_samples_of_one(size: int) -> None:
 
 
 def test_the_figures_say_what_was_done_and_where() -> None:
-    trained = run_training(RECIPE, SPLITS, replace(ON, workers=2))
+    trained = run_training(RECIPE, SPLITS, ON)
     figures = trained.figures
     assert figures["augment"] == repr(EVERYTHING)
-    assert (figures["augment_on"], figures["workers"]) == ("cpu", 2)
+    assert figures["augment_on"] == "cpu"
+    assert figures["workers"] >= 1
     assert 0 <= figures["loader_share"] <= 1
     assert "augmentation runs on the CPU, as the training does" in trained.notes
 
@@ -160,7 +164,7 @@ def slow(images: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     [
         (0, 0.0, "the steps waited for data in 0.0% of the time"),
         (1, 1 / 16, "the steps waited for data in 6.2% of the time"),
-        (10, 0.4, "the data loader was the limit: 40% of the time; `workers` make batches"),
+        (10, 0.4, "the data loader was the limit: 40% of the time"),
     ],
 )
 def test_a_run_says_how_long_it_waited_for_its_data(
@@ -182,7 +186,8 @@ def test_a_run_says_how_long_it_waited_for_its_data(
 
     monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
     recipe = replace(flat(BYTES.shape[1:], change), loss=loss)
-    trained = run_training(recipe, SPLITS, replace(ON, epochs=1, workers=0))
+    monkeypatch.setattr(loader, "prefetch", lambda make, parts, _: map(make, parts))
+    trained = run_training(recipe, SPLITS, replace(ON, epochs=1))
     assert trained.figures["loader_share"] == round(share, 4)
     assert trained.notes[-1].startswith(said)
     assert trained.figures["augment"].startswith("test_a_run_says")
@@ -196,7 +201,6 @@ def failing(images: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return images @ images
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     ("change", "error", "named"),
     [
@@ -209,10 +213,10 @@ def failing(images: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     ids=["memory", "error", "samples", "type", "crop"],
 )
 def test_an_augmentation_that_fails_is_one_line(
-    change: Callable[..., Any], error: type[Exception], named: str, workers: int
+    change: Callable[..., Any], error: type[Exception], named: str
 ) -> None:
     with pytest.raises(error, match=named):
-        run_training(flat(BYTES.shape[1:], change), SPLITS, replace(ON, workers=workers))
+        run_training(flat(BYTES.shape[1:], change), SPLITS, ON)
 
 
 def test_a_batch_that_does_not_fit_is_computed_in_parts_when_augmented() -> None:
@@ -230,41 +234,24 @@ NAN = np.where(FLOATS > 0.99, np.float32(math.nan), FLOATS)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "images", "options", "named"),
+    ("recipe", "images", "named"),
     [
-        (flat((9, 13, 3), None), BYTES, {}, "declares no augmentation"),
-        (flat((9, 13, 3), {"flp": 0.5}), BYTES, {}, "unknown option 'flp'"),
-        (flat((9, 13, 3), {"flip": 2}), BYTES, {}, "`flip` must be"),
-        (flat((1,)), BYTES.reshape(40, -1), {}, "one input of images, with four axes"),
-        (flat((7, 5)), FLOATS.astype(np.float64), {}, "not in float64"),
-        (flat((7, 5)), FLOATS * 2, {}, "floats must be in 0..1"),
-        (flat((7, 5)), NAN, {}, "floats must be in 0..1"),
-        (RECIPE, BYTES, {"augment_on": "cuda"}, "`augment_on` is cuda"),
-        (RECIPE, BYTES, {"augment_on": "tpu"}, "`augment_on`"),
-        (RECIPE, BYTES, {"workers": -1}, "`workers`"),
-        (RECIPE, BYTES, {"workers": 257}, "`workers`"),
-        (replace(RECIPE, backbone=("0", "1")), BYTES, {}, "`augment`: the features of a frozen"),
+        (flat((9, 13, 3), None), BYTES, "declares no augmentation"),
+        (flat((9, 13, 3), {"flp": 0.5}), BYTES, "unknown option 'flp'"),
+        (flat((9, 13, 3), {"flip": 2}), BYTES, "`flip` must be"),
+        (flat((1,)), BYTES.reshape(40, -1), "one input of images, with four axes"),
+        (flat((7, 5)), FLOATS.astype(np.float64), "not in float64"),
+        (flat((7, 5)), FLOATS * 2, "floats must be in 0..1"),
+        (flat((7, 5)), NAN, "floats must be in 0..1"),
+        (replace(RECIPE, backbone=("0", "1")), BYTES, "`augment`: the features of a frozen"),
     ],
-    ids=[
-        "none",
-        "name",
-        "value",
-        "axes",
-        "dtype",
-        "range",
-        "nan",
-        "device",
-        "tpu",
-        "-1",
-        "257",
-        "frozen",
-    ],
+    ids=["none", "name", "value", "axes", "dtype", "range", "nan", "frozen"],
 )
 def test_what_cannot_be_augmented_is_refused(
-    recipe: Recipe, images: np.ndarray, options: dict[str, Any], named: str
+    recipe: Recipe, images: np.ndarray, named: str
 ) -> None:
     with pytest.raises(BadInput, match=named):
-        run_training(recipe, bright(images), replace(ON, **options))
+        run_training(recipe, bright(images), ON)
 
 
 def test_nan_in_images_that_are_only_moved_ends_as_a_run_that_diverged() -> None:
@@ -312,12 +299,12 @@ def test_batches_come_in_order_and_an_error_at_its_place() -> None:
             raise ValueError("five")
         return number
 
-    assert list(prefetch.prefetch(made, range(5), 3)) == [0, 1, 2, 3, 4]
+    assert list(loader.prefetch(made, range(5), 3)) == [0, 1, 2, 3, 4]
     seen = []
     with pytest.raises(ValueError, match="five"):
-        seen += [seen.append(each) for each in prefetch.prefetch(made, range(9), 2)]
+        seen += [seen.append(each) for each in loader.prefetch(made, range(9), 2)]
     assert seen == [0, 1, 2, 3, 4]
-    assert list(prefetch.prefetch(made, [], 2)) == []
+    assert list(loader.prefetch(made, [], 2)) == []
 
 
 class Event:
@@ -341,7 +328,7 @@ class Event:
 def test_a_gpu_waits_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the end of a step to the arrival of a batch: (4 - 1) + (16 - 9) s."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    clock = prefetch.WaitClock(torch.device("cuda"))
+    clock = loader.WaitClock(torch.device("cuda"))
     for _ in range(2):
         with clock:
             pass
@@ -350,9 +337,8 @@ def test_a_gpu_waits_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
-@pytest.mark.parametrize("where", ["auto", "cpu", "cuda"])
-def test_training_on_a_gpu_gets_the_same_batches(where: str) -> None:
-    options = replace(ON, device="cuda", amp=False, tf32=False, augment_on=where)
+def test_training_on_a_gpu_gets_the_same_batches() -> None:
+    options = replace(ON, device="cuda", amp="off", tf32=False)
     trained = run_training(RECIPE, cut(SPLITS, 40), options)
     alone = run_training(RECIPE, SPLITS, ON)
     assert losses(trained) == pytest.approx(losses(alone), rel=1e-3)

@@ -20,8 +20,7 @@ from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.evidence import Interval  # noqa: E402
 from deploykit.core.recipe import Split  # noqa: E402
 from deploykit.training import compare_devices as devices  # noqa: E402
-from deploykit.training import compare_devices as verb  # noqa: E402
-from deploykit.training.compare_devices import (  # noqa: E402  # noqa: E402
+from deploykit.training.compare_devices import (  # noqa: E402
     NO_GPU,
     devices_html,
     devices_markdown,
@@ -43,8 +42,8 @@ def test_each_device_and_precision_has_a_row_or_a_reason(monkeypatch: pytest.Mon
     assert cpu == [("float32", 5), ("float32", 20), ("bf16", 5), ("bf16", 20)]
     for row in rows:
         if row.absent is None:
-            assert len(row.step_s) == len(row.loader_s) == 4
-            assert min(row.step_s) > 0 < min(row.loader_s)
+            assert row.steps == 4
+            assert row.step_ms.value > 0 < row.loader_ms.value
     if not torch.cuda.is_available():
         gpu = [row for row in rows if row.device == "cuda"]
         assert len(gpu) == 8
@@ -82,7 +81,7 @@ def test_the_head_on_a_frozen_backbone_is_timed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(devices, "_MOST", 3)
     frozen = replace(LINE, build=OnFeatures, backbone=("backbone", "head"))
     row = time_devices(frozen, SPLITS, [5])[0]
-    assert (row.absent, len(row.step_s)) == (None, 3)
+    assert (row.absent, row.steps) == (None, 3)
 
 
 def test_compiled_rows_stand_next_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +96,9 @@ def rows_of(device: str, precision: str, rates: list[float], spread: float = 0.0
     for batch, rate in zip((8, 32, 150), rates, strict=True):
         interval = Interval(rate, rate * (1 - spread), rate * (1 + spread))
         times = Interval(1e3 * batch / rate, 1e3 * batch / rate, 1e3 * batch / rate)
-        row = verb.DeviceRow(device, precision, batch, 16, interval, times, times, times, 20, 0.1)
+        row = devices.DeviceRow(
+            device, precision, batch, 16, interval, times, times, times, 20, 0.1
+        )
         found.append(row)
     return found
 
@@ -137,7 +138,7 @@ def test_augmentation_is_timed_on_each_processor_or_the_reason_given() -> None:
     rows = time_augmentation(recipe, splits, [4, 1000])
     cpu = [row for row in rows if row.device == "cpu"]
     assert [row.batch for row in cpu] == [4, len(BYTES)]
-    assert all(len(row.loader_s) >= 3 and min(row.loader_s) > 0 < row.threads for row in cpu)
+    assert all(row.steps >= 3 and row.loader_ms.value > 0 < row.threads for row in cpu)
     if not torch.cuda.is_available():
         assert [row.absent for row in rows if row.device == "cuda"] == [NO_GPU] * 2
     assert time_augmentation(LINE, SPLITS, [4]) == []  # which declares none
@@ -167,7 +168,7 @@ def test_the_report_gives_the_crossover_of_augmentation(
 
 
 def test_without_a_gpu_the_report_gives_what_augmentation_takes_on_the_cpu() -> None:
-    absent = verb.DeviceRow("cuda", devices.AUGMENTED, 32, absent=NO_GPU)
+    absent = devices.DeviceRow("cuda", devices.AUGMENTED, 32, absent=NO_GPU)
     cpu = rows_of("cpu", devices.AUGMENTED, [200, 250, 300])
     table = SimpleNamespace(augmentation=(*cpu, absent), batch=32)
     expected = f"The CPU augments a batch of 32 in 128 ms. GPU: not measured, {NO_GPU}."
@@ -184,10 +185,10 @@ def a_document(recipe: str = "cats-dogs") -> dict[str, Any]:
         *rows_of("cuda", "float32", [150, 2000, 6000]),
         *rows_of("cuda", "tf32", [160, 2500, 9000]),
         *rows_of("cuda", "bf16", [140, 2600, 15000]),
-        verb.DeviceRow("cuda", "fp16", 8, absent="this GPU is too small"),
+        devices.DeviceRow("cuda", "fp16", 8, absent="this GPU is too small"),
     ]
     gpu = {"name": "NVIDIA H200", "driver": "570.1", "memory_bytes": 1 << 37}
-    table = verb.DeviceTable(
+    table = devices.DeviceTable(
         folder=Path("out"),
         recipe=recipe,
         data="photographs",
@@ -263,7 +264,7 @@ def test_a_hostile_name_runs_nothing() -> None:
 
 
 def test_a_report_without_a_measured_row_gives_the_reason() -> None:
-    row = verb.DeviceRow("cpu", "float32", 8, absent="does not fit into memory")
+    row = devices.DeviceRow("cpu", "float32", 8, absent="does not fit into memory")
     document = a_document()
     document |= {"rows": [row.to_dict()], "crossovers": [], "verdict": ["No."]}
     assert "not measured: does not fit into memory" in devices_html(document)
@@ -297,4 +298,4 @@ def test_the_folder_holds_the_report_and_the_articles_claims(
         assert f"GPU: not measured, {NO_GPU}." in (folder / "report.md").read_text()
     (folder / "report.json").write_text("{}")
     with pytest.raises(BadInput, match=r"report\.json"):
-        verb.compare_devices(recipe, folder)
+        devices.compare_devices(recipe, folder)

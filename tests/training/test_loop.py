@@ -65,14 +65,6 @@ def test_progress_ends_at_one() -> None:
     assert shares == sorted(shares)
 
 
-@pytest.mark.parametrize(
-    "options", [TrainingOptions(epochs=0), TrainingOptions(batch_size=-1)], ids=str
-)
-def test_options_out_of_range_are_refused(options: TrainingOptions) -> None:
-    with pytest.raises(BadInput, match="1 or more"):
-        run_training(LINE, SPLITS, options)
-
-
 def test_a_loss_that_is_not_finite_stops_the_run() -> None:
     broken = replace(LINE, loss=lambda y, _: (y * float("nan")).sum())
     with pytest.raises(Unsupported, match="diverged"):

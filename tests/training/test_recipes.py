@@ -78,9 +78,6 @@ def test_corrupt_images_are_named_and_skipped(photos: Path, tmp_path: Path) -> N
     made = dk.train("cats-dogs", tmp_path / "m.pt", data=place, epochs=1, device="cpu")
     assert "skipped, 3:" in made.notes[0]
     assert "a.jpg" in made.notes[0]
-    with pytest.raises(BadInput, match=r"unreadable files, 3: .*a\.jpg"):
-        dk.train("cats-dogs", tmp_path / "n.pt", data=place, strict_data=True)
-    assert not (tmp_path / "n.pt").exists()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from deploykit.core.errors import BadInput, OutOfMemory  # noqa: E402
+from deploykit.core.errors import BadInput, MissingExtra, OutOfMemory, Unsupported  # noqa: E402
 from deploykit.training import loop as state  # noqa: E402
 from deploykit.training import train as verb  # noqa: E402
 from deploykit.training.loop import run_training  # noqa: E402
@@ -29,6 +28,7 @@ from tests.support.training import LINE, SPLITS, dropping, losses  # noqa: E402
 
 pytestmark = pytest.mark.torch
 CPU = TrainingOptions(device="cpu", epochs=4)
+OWN_RECIPE = Path(__file__).parents[2] / "examples" / "own_recipe.py"
 
 
 class StopError(Exception):
@@ -48,8 +48,8 @@ def test_a_run_that_goes_on_equals_an_unbroken_one_bit_for_bit(
     tmp_path: Path, schedule: str
 ) -> None:
     """With dropout, whose random numbers go on too; stopped before the third epoch is kept."""
-    recipe = replace(LINE, build=dropping, clip_norm=1.0)
-    options = replace(CPU, schedule=schedule, checkpoint=tmp_path / "run.ckpt")
+    recipe = replace(LINE, build=dropping, clip_norm=1.0, schedule=schedule)
+    options = replace(CPU, checkpoint=tmp_path / "run.ckpt")
     unbroken = run_training(recipe, SPLITS, replace(options, checkpoint=None))
     with pytest.raises(StopError):
         run_training(recipe, SPLITS, options, on_progress=stop_after(2))
@@ -184,7 +184,7 @@ def test_the_weights_of_the_best_epoch_are_kept() -> None:
         return sign * torch.nn.functional.cross_entropy(y, labels)
 
     trained = run_training(
-        replace(LINE, loss=loss), SPLITS, replace(CPU, epochs=9, patience=5, schedule="constant")
+        replace(LINE, loss=loss, schedule="constant"), SPLITS, replace(CPU, epochs=9, patience=5)
     )
     scores = [each["score"] for each in trained.history]
     assert scores[-1] < max(scores)
@@ -202,7 +202,7 @@ def test_gradients_are_clipped() -> None:
 
     handle = optimizer.register_optimizer_step_pre_hook(seen)
     try:
-        run_training(LINE, SPLITS, replace(CPU, epochs=1, clip_norm=1e-3))
+        run_training(replace(LINE, clip_norm=1e-3), SPLITS, replace(CPU, epochs=1))
     finally:
         handle.remove()
     assert len(norms) == 10
@@ -217,7 +217,7 @@ def test_half_precision_that_gives_no_finite_loss_falls_back_to_float32() -> Non
         return found * (math.inf if y.dtype == torch.bfloat16 else 1.0)
 
     fragile = replace(LINE, loss=loss)
-    trained = run_training(fragile, SPLITS, replace(CPU, amp=True))
+    trained = run_training(fragile, SPLITS, replace(CPU, amp="bf16"))
     plain = run_training(fragile, SPLITS, CPU)
     assert trained.notes[0].startswith("bfloat16 gave a loss of")
     assert torch.equal(trained.module.weight, plain.module.weight)
@@ -227,7 +227,7 @@ def test_half_precision_that_gives_no_finite_loss_falls_back_to_float32() -> Non
 def test_float16_overflow_skips_steps_and_is_counted() -> None:
     """The first loss scales carry the gradients out of float16; the scale falls until they fit."""
     loud = replace(LINE, loss=lambda y, z: torch.nn.functional.cross_entropy(y.float(), z) * 3e4)
-    options = replace(CPU, amp=True, amp_dtype="fp16", epochs=3)
+    options = replace(CPU, amp="fp16", epochs=3)
     trained = run_training(loud, SPLITS, options)
     skipped = trained.figures["skipped_steps"]
     assert 0 < skipped < 30
@@ -235,10 +235,8 @@ def test_float16_overflow_skips_steps_and_is_counted() -> None:
     assert sum(each["skipped_steps"] for each in trained.history) == skipped
 
 
-@pytest.mark.parametrize("half", ["auto", "bf16"])
-def test_mixed_precision_on_the_cpu_learns(half: str) -> None:
-    options = TrainingOptions(device="cpu", amp=True, amp_dtype=half)
-    trained = run_training(LINE, SPLITS, options)
+def test_mixed_precision_on_the_cpu_learns() -> None:
+    trained = run_training(LINE, SPLITS, TrainingOptions(device="cpu", amp="bf16"))
     assert trained.scores.mean() > 0.95
     assert trained.figures["precision"] == "bfloat16"
 
@@ -301,25 +299,38 @@ def test_no_training_data_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("recipe", "options", "named"),
     [
-        ({"clip_norm": 0.0}, "clip_norm"),
-        ({"clip_norm": math.nan}, "clip_norm"),
-        ({"schedule": "cosin"}, "schedule"),
-        ({"patience": 0}, "patience"),
-        ({"amp": True, "amp_dtype": "fp8"}, "amp_dtype"),
-        ({"seed": 2**64}, "seed"),
+        ({"clip_norm": 0.0}, {}, "clip_norm"),
+        ({"clip_norm": math.nan}, {}, "clip_norm"),
+        ({"schedule": "cosin"}, {}, "schedule"),
+        ({}, {"epochs": 0}, "epochs"),
+        ({}, {"batch_size": -1}, "batch_size"),
+        ({}, {"patience": 0}, "patience"),
+        ({}, {"amp": "fp8"}, "amp"),
+        ({}, {"seed": 2**64}, "seed"),
     ],
     ids=str,
 )
-def test_wrong_options_are_named(options: dict[str, Any], named: str) -> None:
+def test_wrong_options_are_named(
+    recipe: dict[str, Any], options: dict[str, Any], named: str
+) -> None:
     with pytest.raises(BadInput, match=f"`{named}`"):
-        run_training(LINE, SPLITS, replace(CPU, **options))
+        run_training(replace(LINE, **recipe), SPLITS, replace(CPU, **options))
 
 
-def test_the_verb_passes_every_option_on() -> None:
-    given = set(signature(verb.train).parameters) - {*verb._OWN, "on_progress"}
-    assert given == {each.name for each in fields(TrainingOptions)}
+def test_the_verb_passes_every_option_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with a value that is not its default."""
+    values = {"amp": "bf16", "device": "cpu", "checkpoint": tmp_path / "c.ckpt"}
+    given = {
+        each.name: values.get(each.name) or (tmp_path / "t" if each.name == "tensorboard" else 7)
+        for each in fields(TrainingOptions)
+    }
+    seen = []
+    monkeypatch.setattr(state, "run_training", lambda *found, **_: seen.append(found[2]) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        verb.train(str(OWN_RECIPE), tmp_path / "m.pt", **given)
+    assert seen == [TrainingOptions(**given)]
 
 
 @only_in_a_campaign
@@ -331,23 +342,6 @@ def test_compile_gives_the_same_answers() -> None:
     assert compiled.figures["compile"]
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-5)
     assert list(compiled.module.state_dict()) == ["weight", "bias"]
-
-
-def test_channels_last_is_recorded_and_changes_no_answer() -> None:
-    def build() -> torch.nn.Module:
-        layers = torch.nn.Conv2d(1, 2, 2), torch.nn.Flatten(), torch.nn.Linear(18, 2)
-        return torch.nn.Sequential(*layers)
-
-    images = np.random.default_rng(0).standard_normal((40, 1, 4, 4)).astype(np.float32)
-    part = replace(SPLITS.train, inputs={"x": images}, labels=(images.mean((1, 2, 3)) > 0) * 1)
-    splits = replace(SPLITS, train=part, calibration=part, test=part)
-    recipe = replace(LINE, build=build)
-    plain, last = (
-        run_training(recipe, splits, replace(CPU, channels_last=each)) for each in (False, True)
-    )
-    assert (plain.figures["channels_last"], last.figures["channels_last"]) == (False, True)
-    assert losses(plain) == pytest.approx(losses(last), rel=1e-4)
-    assert last.module[0].weight.is_contiguous()
 
 
 def test_the_figures_name_what_the_run_used() -> None:
@@ -367,3 +361,23 @@ def test_a_state_does_not_run_code(tmp_path: Path) -> None:
     torch.save({state.KEY: state.VERSION, "run": {}, "x": Evil()}, tmp_path / "run.ckpt")
     with pytest.raises(BadInput, match="not the state"):
         run_training(LINE, SPLITS, replace(CPU, checkpoint=tmp_path / "run.ckpt"))
+
+
+def test_event_files_hold_the_history(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trained = run_training(LINE, SPLITS, replace(CPU, tensorboard=tmp_path / "events"))
+    read = EventAccumulator(str(tmp_path / "events"))
+    read.Reload()
+    assert [each.value for each in read.Scalars("loss")] == pytest.approx(losses(trained))
+    assert [each.step for each in read.Scalars("score")] == [1, 2, 3, 4]
+
+
+def test_a_missing_tensorboard_names_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises((MissingExtra, Unsupported)) as caught:
+        run_training(LINE, SPLITS, replace(CPU, tensorboard=tmp_path))
+    assert "[tensorboard]" in str(caught.value.hint)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploykit.building.tensorrt.module import member, version
+from deploykit.building.tensorrt.module import version
 from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.evidence import Layer
 from deploykit.core.precision import narrowest
@@ -49,7 +49,15 @@ def parse_batch(text: str, parameter: str = "`batch`") -> AxisRange:
             hint="write MIN,OPT,MAX, for example 1,8,32, or one size",
         )
     sizes = [int(part) for part in parts]
-    return _check_range(AxisRange(sizes[0], sizes[len(sizes) // 2], sizes[-1]), parameter)
+    axis = AxisRange(sizes[0], sizes[len(sizes) // 2], sizes[-1])
+    if not axis.minimum <= axis.optimum <= axis.maximum:
+        raise BadInput(
+            f"{parameter}: {axis} is not a range: MIN <= OPT <= MAX is needed",
+            hint="OPT is the size to optimise for; an example: 1,8,32",
+        )
+    if axis.optimum < 1 or axis.maximum > LARGEST:
+        raise BadInput(f"{parameter}: {axis}: OPT must be 1 or more and MAX at most {LARGEST}")
+    return axis
 
 
 def parse_axis(text: str) -> tuple[str, AxisRange]:
@@ -62,18 +70,6 @@ def parse_axis(text: str) -> tuple[str, AxisRange]:
     return name.strip(), parse_batch(sizes, f"`axes` {name.strip()}")
 
 
-def _check_range(axis: AxisRange, parameter: str) -> AxisRange:
-    """`axis` if 0 <= minimum <= optimum <= maximum with an optimum of 1 or more; else BadInput."""
-    if not 0 <= axis.minimum <= axis.optimum <= axis.maximum:
-        raise BadInput(
-            f"{parameter}: {axis} is not a range: MIN <= OPT <= MAX is needed, none below 0",
-            hint="OPT is the size to optimise for; an example: 1,8,32",
-        )
-    if axis.optimum < 1 or axis.maximum > LARGEST:
-        raise BadInput(f"{parameter}: {axis}: OPT must be 1 or more and MAX at most {LARGEST}")
-    return axis
-
-
 def ranges(
     inputs: Sequence[TensorSpec], batch: AxisRange, others: Mapping[str, AxisRange]
 ) -> dict[str, ShapeRange]:
@@ -81,12 +77,9 @@ def ranges(
 
     A dynamic axis takes its range from `others` by name, else from `batch` if it is axis 0 of an
     input or shares its name. Without such an axis `batch` must be 1 or the fixed size of axis 0.
-    Raises BadInput naming the input, the axis and the parameter: a range out of order, a name that
-    no input has, an axis without a range.
+    Raises BadInput naming the input, the axis and the parameter: a name that no input has, an axis
+    without a range.
     """
-    _check_range(batch, "`batch`")
-    for name, axis in others.items():
-        _check_range(axis, f"`axes` {name}")
     dynamic = {axis for spec in inputs for axis in spec.shape if isinstance(axis, str)}
     for name in others:
         if name == BATCH:
@@ -136,7 +129,6 @@ def _check_fixed(inputs: Sequence[TensorSpec], batch: AxisRange) -> None:
     )
 
 
-LEVELS = range(6)  # builder optimisation levels; TensorRT's own default is 3
 # hardware compatibility level -> the oldest compute capability that it covers
 HARDWARE: Mapping[str, str] = {"ampere-plus": "8.0", "same-compute-capability": "0.0"}
 
@@ -145,7 +137,6 @@ HARDWARE: Mapping[str, str] = {"ampere-plus": "8.0", "same-compute-capability": 
 class Options:
     """Options of one build. `axes`: ranges of the dynamic axes other than the batch, by name.
 
-    `workspace_bytes`, `level` (0 to 5): None for the profile's and TensorRT's defaults.
     `timing_cache`: a file to use instead of the one in the cache folder. `version_compatible`: run
     on later TensorRT of this major version, and 10's on 11. `hardware_compatible`: one of HARDWARE.
     `dla`: the number of a DLA core; layers that it does not support run on the GPU. `plugins`:
@@ -156,8 +147,6 @@ class Options:
     profile: Profile
     batch: AxisRange
     axes: Mapping[str, AxisRange] = field(default_factory=dict)
-    workspace_bytes: int | None = None
-    level: int | None = None
     timing_cache: Path | None = None
     version_compatible: bool = False
     hardware_compatible: str | None = None
@@ -168,42 +157,23 @@ class Options:
     free_bytes: int | None = None
     device: int = 0
 
-    @property
-    def workspace(self) -> int | None:
-        return self.workspace_bytes or self.profile.workspace_bytes
-
     def built_on(self) -> dict[str, object]:
-        """The manifest's part that loading compares, and that building again needs."""
+        """Return the manifest's part that loading compares, and that building again needs."""
         return {
             "flavour": self.flavour,
             "profile": self.profile.name,
             "batch": self.batch,
             "axes": " ".join(f"{name}={axis}" for name, axis in sorted(self.axes.items())),
-            "workspace_bytes": self.workspace,
-            "optimization_level": self.level,
+            "workspace_bytes": self.profile.workspace_bytes,
             "hardware_compatible": self.hardware_compatible,
             "dla": self.dla,
             "tf32": None if self.tf32 else "no",
         }
 
 
-_UNITS: Mapping[str, int] = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-def parse_workspace(text: str) -> int:
-    """Bytes of "512M" or "4G" (1024-based); a number alone is in MiB, as in trtexec."""
-    match = re.fullmatch(r"(\d{1,9})([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    size = int(match[1]) * _UNITS[match[2].upper() or "M"] if match else 0
-    if not size:
-        raise BadInput(f"`workspace`: '{text}' is not a size", hint="write 512M or 4G, for example")
-    return size
-
-
 def check_options(options: Options) -> None:
     """Raise BadInput or Unsupported for options that the profile's target cannot have."""
-    profile, level, hardware = options.profile, options.level, options.hardware_compatible
-    if level is not None and level not in LEVELS:
-        raise BadInput(f"`level` must be 0 to {LEVELS[-1]}, got {level}")
+    profile, hardware = options.profile, options.hardware_compatible
     if hardware is not None and hardware not in HARDWARE:
         raise BadInput(
             f"`hardware_compatible`: unknown level '{hardware}'",
@@ -247,15 +217,19 @@ def check_target(nv: Any, options: Options) -> None:
 
 def hardware_level(nv: Any, name: str) -> Any:
     """TensorRT's enum member for one of HARDWARE. Raises Unsupported where it lacks that."""
-    levels = nv.HardwareCompatibilityLevel
-    return member(levels, name.upper().replace("-", "_"), f"`hardware_compatible` {name}")
+    member = name.upper().replace("-", "_")
+    try:
+        return getattr(nv.HardwareCompatibilityLevel, member)
+    except AttributeError as exc:
+        raise Unsupported(
+            f"`hardware_compatible` {name}: needs a newer TensorRT, with {member}"
+        ) from exc
 
 
 # What a Jetson's deep learning accelerator (DLA) takes, and what of an engine runs on it.
 #
 # Source: NVIDIA's TensorRT documentation 10.7 to 11.4.1, "Working with DLA", "Strongly Typed
-# Networks
-# for DLA". Not yet run on a DLA.
+# Networks for DLA". Not yet run on a DLA.
 
 _ABSENT = ((10, 8), (11, 4, 1))  # from the first to before the second
 _PRECISIONS = ("fp16", "int8")
@@ -299,7 +273,7 @@ def weakly_typed(nv: Any, options: Options) -> bool:
 
 
 def note_dla(layers: Sequence[Layer] | None, options: Options, where: str) -> tuple[str, ...]:
-    """How many layers run on the DLA. Raises Unsupported where none does.
+    """Return how many layers run on the DLA. Raises Unsupported where none does.
 
     TensorRT runs on the GPU what a DLA refuses, and says so in a verbose log only.
     """

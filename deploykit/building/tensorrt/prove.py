@@ -14,10 +14,8 @@ from deploykit.building.tensorrt.build import BuildCheck
 from deploykit.building.tensorrt.options import (
     AxisRange,
     Options,
-    check_options,
     parse_axis,
     parse_batch,
-    parse_workspace,
 )
 from deploykit.building.tensorrt.progress import OnProgress
 from deploykit.core.artefact import Artefact
@@ -38,7 +36,7 @@ from deploykit.evaluation import batching, golden, verify
 from deploykit.evaluation.artefacts import Made, Progress, carry_task, keep, reject
 from deploykit.evaluation.parity import feeds_at_sizes
 from deploykit.graph.graph import Graph
-from deploykit.quantization.evaluate import QuantizeRequest, evaluate_engine
+from deploykit.quantization.job import QuantizeRequest, evaluate_engine
 
 _NOT_RECORDED = (
     "the engine brings code along, and the cache folder cannot record that it was built here: "
@@ -74,14 +72,6 @@ class CheckResult:
             raise GateFailed(f"{self.path}: refused: {problems[0]}{more}", result=self)
 
 
-def try_build(
-    model: Artefact, target: Profile, shapes: Shapes, on_progress: Progress | None = None
-) -> CheckResult:
-    """Parse and build `model` with whatever NVIDIA builder is here, report, and keep nothing."""
-
-    return CheckResult(model.path, target.name, check(model, target, shapes, on_progress))
-
-
 def prove_plan(
     built: BuildResult,
     source: Artefact,
@@ -110,8 +100,8 @@ def prove_plan(
         made = reject(tmp, made)
         raise GateFailed(
             f"{place.name}: {evidence.wrong}; the engine is kept as {made.path}",
-            hint="other kernels: `level` 5; wider ones where they are few or fast: `allow_wider`; "
-            "or find the node that differs: deploykit compare",
+            hint="a `precision` that the target has kernels for; or find the node that differs: "
+            "deploykit compare",
             result=made,
         )
     return keep(tmp, made)
@@ -120,14 +110,14 @@ def prove_plan(
 def _manifest(
     built: BuildResult, source: Artefact, graph_file: Artefact, tmp: Path, options: PlanOptions
 ) -> Manifest:
-    """The manifest of a plan that has not run yet, and golden samples next to it."""
+    """Return the manifest of a plan that has not run yet, and golden samples next to it."""
 
     graph, layers, request = Graph.open(graph_file.path), built.layers, options.request
     samples = golden.carry(graph_file, tmp) or verify.record_on_cpu(
         graph_file, tmp, _sizes(options, graph.inputs)
     )
     asked = verify.asked_of(graph)
-    read = verify.compare_layers(layers, asked, allow_wider=options.shapes.allow_wider)
+    read = verify.compare_layers(layers, asked)
     precision = _count(layers or ()) if read.known else graph.precision
     if samples is not None:
         bound = max(samples.max_error, max_engine_error(precision))
@@ -213,12 +203,6 @@ def _sizes(options: PlanOptions, inputs: Sequence[TensorSpec]) -> dict[str, int]
     return {axis: axes[axis].optimum if axis in axes else rows for axis in dynamic}
 
 
-def check_asked(model: Artefact, options: PlanOptions) -> None:
-    """Raise BadInput, NotFound or Unsupported for options that are wrong on every machine."""
-
-    check_options(options_of(options.target, options.shapes, model))
-
-
 def check_here(target: Profile, model: Artefact) -> None:
     """Raise Unsupported unless this machine is the target and has what it takes to build there."""
     machine = this_machine()
@@ -250,7 +234,7 @@ def _is_target(machine: Machine, target: Profile) -> bool:
 
 
 def _built_on(built: BuildResult, number: int) -> Mapping[str, str]:
-    """What the builder reports, overridden by what the CUDA driver reports of the device.
+    """Return what the builder reports, overridden by what the CUDA driver reports of the device.
 
     `nvidia-smi` counts GPUs that CUDA_VISIBLE_DEVICES hides, and knows no multiprocessors.
     """
@@ -273,12 +257,6 @@ def _count(layers: Sequence[Layer]) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-# Build in this process, or in one of its own whose memory is free again when it has ended.
-#
-# TensorRT keeps what its builder allocated. On a board where CPU and GPU share memory, the engine
-# that is loaded next would lack it.
-
-
 def build_here(
     model: Path, out: Path, options: Options, on_progress: OnProgress | None = None
 ) -> BuildResult:
@@ -294,18 +272,6 @@ def build_here(
     return plans.build(model, out, options, on_progress)
 
 
-def build_apart(
-    model: Path, out: Path, options: Options, on_progress: OnProgress | None = None
-) -> BuildResult:
-    """`build_here` in a process of its own; raises what it raises, and OutOfMemory if killed."""
-    built: BuildResult = run_apart(
-        str(model), build_here, model, out, options, on_progress=on_progress
-    )
-    return built
-
-
-# Build or check a graph for a TensorRT target, with the user's options parsed.
-
 DEFAULT_BATCH = "1,8,32"
 
 
@@ -316,25 +282,27 @@ def build_engine(
     shapes: Shapes,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> BuildResult:
-    """Write the plan of `model` to `out`; raises as `plans.build` does.
+    """Write the plan of `model` to `out`; raises as `plans.build` does, and OutOfMemory.
 
-    Where CPU and GPU share memory, in a process that ends before the engine is run and proven.
+    TensorRT keeps what its builder allocated. Where CPU and GPU share memory, the engine that is
+    run and proven next would lack it: there the build has a process of its own.
     """
     options = options_of(target, shapes, model)
-    run = build_apart if target.unified_memory else build_here
-    return run(model.path, out, options, on_progress)
+    if not target.unified_memory:
+        return build_here(model.path, out, options, on_progress)
+    built: BuildResult = run_apart(
+        str(model), build_here, model.path, out, options, on_progress=on_progress
+    )
+    return built
 
 
-def check(
-    model: Artefact,
-    target: Profile,
-    shapes: Shapes,
-    on_progress: Callable[[str, float], None] | None = None,
-) -> BuildCheck:
-    """Parse and build with the installed NVIDIA builder, and write nothing."""
+def check_model(
+    model: Artefact, target: Profile, shapes: Shapes, on_progress: Progress | None = None
+) -> CheckResult:
+    """Parse and build `model` with whatever NVIDIA builder is here, report, and keep nothing."""
     flavour = "tensorrt" if installed("tensorrt") or not installed("tensorrt_rtx") else "rtx"
     options = replace(options_of(target, shapes, model), flavour=flavour)
-    return plans.check(model.path, options, on_progress)
+    return CheckResult(model.path, target.name, plans.check(model.path, options, on_progress))
 
 
 def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:
@@ -345,12 +313,10 @@ def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:
         profile=target,
         batch=parse_batch(text) if text else AxisRange(1, 1, 1),
         axes=dict(parse_axis(each) for each in shapes.axes),
-        level=shapes.level,
         version_compatible=shapes.version_compatible,
         hardware_compatible=shapes.hardware_compatible,
         dla=shapes.dla,
         plugins=tuple(map(Path, shapes.plugins)),
-        workspace_bytes=parse_workspace(shapes.workspace) if shapes.workspace else None,
         timing_cache=Path(shapes.timing_cache) if shapes.timing_cache else None,
         tf32=shapes.tf32,
         device=shapes.device,

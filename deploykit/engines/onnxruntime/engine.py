@@ -341,7 +341,7 @@ _OF_CUDA = (
 )
 _CUDA_FAILURE = re.compile(r"CUDA failure (\d+): ([^;\n]*)")
 # Fused, these are slower on a CPU than in parts: a BERT took 1.11 (float32) to 1.24 (INT8) times as
-# long; benchmarks/cpu_int8.py
+# long; benchmarks/README.md
 SLOWER_ON_CPU = ("SkipLayerNormFusion", "BiasGeluFusion")
 
 

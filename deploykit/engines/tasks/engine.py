@@ -7,12 +7,13 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from deploykit.core.errors import BadInput
-from deploykit.core.task import DETECT, EMBED, SEGMENT, ImageInput, Task, TextInput
+from deploykit.core.task import KINDS, ImageInput, Task, TextInput
 from deploykit.core.tensors import Bytes, TensorSpec, mismatch
 from deploykit.engines.engine import Engine
 
@@ -49,18 +50,39 @@ def answer(
     `mask`: "rle", COCO's run lengths for each label, or "png", one image of label indices.
     Raises BadInput for scores that are not finite.
     """
-    names = task.outputs
-    if task.kind == EMBED:
-        return [{"embedding": row} for row in _finite(outputs, names.embedding).tolist()]
-    if task.kind == DETECT:
-        return [_boxes(task, outputs, row, image) for row, image in enumerate(placed) if image]
-    if task.kind == SEGMENT:
-        return [
-            _segments(task, classes, image, mask)
-            for classes, image in zip(outputs[names.mask], placed, strict=True)
-            if image
-        ]
-    return [_labels(task, row) for row in _finite(outputs, names.scores)]
+    rows: list[Answer] = resolve_name(KINDS[task.kind].answer)(task, outputs, placed, mask)
+    return rows
+
+
+def label_rows(
+    task: Task, outputs: Mapping[str, np.ndarray], _placed: object, _mask: str
+) -> list[Answer]:
+    return [_labels(task, row) for row in _finite(outputs, task.outputs.scores)]
+
+
+def box_rows(
+    task: Task,
+    outputs: Mapping[str, np.ndarray],
+    placed: Sequence[PlacedImage | None],
+    _mask: str,
+) -> list[Answer]:
+    return [_boxes(task, outputs, row, image) for row, image in enumerate(placed) if image]
+
+
+def segment_rows(
+    task: Task,
+    outputs: Mapping[str, np.ndarray],
+    placed: Sequence[PlacedImage | None],
+    mask: str,
+) -> list[Answer]:
+    rows = zip(outputs[task.outputs.mask], placed, strict=True)
+    return [_segments(task, classes, image, mask) for classes, image in rows if image]
+
+
+def embedding_rows(
+    task: Task, outputs: Mapping[str, np.ndarray], _placed: object, _mask: str
+) -> list[Answer]:
+    return [{"embedding": row} for row in _finite(outputs, task.outputs.embedding).tolist()]
 
 
 def _finite(outputs: Mapping[str, np.ndarray], name: str) -> np.ndarray:
@@ -288,11 +310,7 @@ def _check_text(text: TextInput, specs: Mapping[str, TensorSpec]) -> int | None:
 
 def _check_outputs(task: Task, specs: Mapping[str, TensorSpec]) -> None:
     names = task.outputs
-    needed = {
-        DETECT: (names.scores, names.boxes, names.classes),
-        SEGMENT: (names.mask,),
-        EMBED: (names.embedding,),
-    }.get(task.kind, (names.scores,))
+    needed = tuple(getattr(names, field) for field in KINDS[task.kind].outputs)
     ranks = {names.boxes: 3, names.mask: 3}
     for name in needed:
         if name not in specs or len(specs[name].shape) != ranks.get(name, len(specs[name].shape)):

@@ -295,7 +295,6 @@ def rebuild(path: Path, manifest: Manifest, here: Here) -> str:
     words.append("auto" if other else shlex.quote(built.get("profile", "auto")))
     precision = built.get("precision", "") if len(manifest.made_from) > 1 else ""
     options = {"--precision": precision, "--batch": built.get("batch", "")}
-    options["--level"] = built.get("optimization_level", "")
     options["--dla"] = "" if other else built.get("dla", "")
     options["--hardware-compatible"] = built.get(HARDWARE_COMPATIBLE, "")
     words += [f"{option} {shlex.quote(value)}" for option, value in options.items() if value]

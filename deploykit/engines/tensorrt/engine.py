@@ -255,7 +255,7 @@ class TensorRtEngine(BaseEngine):
             yield
         except OutOfMemory as exc:
             traceback.clear_frames(exc.__traceback__)  # they hold the engine, which holds memory
-            hint = f"{exc.hint}; to serve it: fewer `instances`, no `cuda_graphs`, no `overlap`"
+            hint = f"{exc.hint}; to serve it: fewer `instances`, or a smaller `max_batch`"
             if "free of" in exc.message:
                 raise OutOfMemory(exc.message, hint=hint) from exc
             free, total = self._driver.memory()

@@ -27,14 +27,12 @@ DEFAULT_LEVEL = 2  # for a request without a valid priority, as in Triton
 class BatchPolicy:
     """`max_batch` in rows, 0 for a model that is never batched; `queue` in waiting requests.
 
-    `preferred`: batch sizes in rows that run without waiting for the delay to pass, as in
-    Triton. `queue_rows`: rows that may wait, None for as many as `queue` allows.
+    `queue_rows`: rows that may wait, None for as many as `queue` allows.
     """
 
     max_batch: int = 32
     max_delay_us: int = 0
     queue: int = 1024
-    preferred: tuple[int, ...] = ()
     queue_rows: int | None = None
 
 
@@ -122,10 +120,10 @@ class Watchers(Watcher):
 def due(waiting: Iterable[Pending], policy: BatchPolicy, now_us: int) -> int:
     """How many requests at the head of `waiting`, all of one key, to run now; 0 means wait.
 
-    Before the delay has passed: the largest preferred size that the requests add up to. Else, or
-    once the batch is full: all that fit into `max_batch`. A request of more rows runs alone.
+    All that fit into `max_batch`, once the batch is full or the delay has passed. A request of more
+    rows runs alone.
     """
-    take = rows = preferred = 0
+    take = rows = 0
     oldest_us = now_us
     full = False
     for request in waiting:
@@ -135,14 +133,10 @@ def due(waiting: Iterable[Pending], policy: BatchPolicy, now_us: int) -> int:
         if not take:
             oldest_us = request.arrived_us
         take, rows = take + 1, rows + request.rows
-        if rows in policy.preferred:
-            preferred = take
         if rows >= policy.max_batch:
             full = True
             break
     late = policy.max_delay_us > 0 and now_us - oldest_us >= policy.max_delay_us
-    if preferred and not late:
-        return preferred
     return take if full or late or not policy.max_delay_us else 0
 
 
@@ -214,17 +208,16 @@ class RequestQueue:
         policy = self.policy
         if was_empty or not policy.max_delay_us:
             return True
-        return group.rows >= min(policy.preferred, default=policy.max_batch)
+        return group.rows >= policy.max_batch
 
     def take(self, now_us: int, *, hurry: bool = False) -> list[Pending]:
         """The next batch, or nothing if it should wait. `hurry`: without any delay."""
         policy = self.policy
         if not self.count:
             return []
-        plain = not (policy.max_delay_us or policy.preferred)
         for group in self._in_order(now_us):
             requests = group.requests
-            if plain and group.rows <= policy.max_batch:
+            if not policy.max_delay_us and group.rows <= policy.max_batch:
                 batch = list(requests)
                 requests.clear()
                 self._count_removed(group, batch)

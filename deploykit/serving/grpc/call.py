@@ -13,7 +13,7 @@ from urllib.parse import quote as percent_encode
 
 from deploykit.core.errors import DeploykitError, UnknownEncoding, quote
 from deploykit.core.tensors import Bytes
-from deploykit.serving.http2.flow import (
+from deploykit.serving.http2.connection import (
     DATA,
     END_HEADERS,
     END_STREAM,
@@ -22,25 +22,50 @@ from deploykit.serving.http2.flow import (
     PROTOCOL_ERROR,
     STREAM_WINDOW,
     WAITING_BYTES,
-    Flow,
+    Http2Connection,
     Stream,
     frame,
     literal,
 )
 from deploykit.serving.models.inference import Receiver
-from deploykit.serving.transport.call import BUG, decompress, refusal_of
+from deploykit.serving.transport.call import BUG, decompress, message_of, refusal_of
 
-# Assemble gRPC messages, which have a prefix of 5 bytes, from the pieces of a stream.
+log = logging.getLogger(__name__)
 
-PREFIX_BYTES = 5  # compressed or not, length
+PREFIX_BYTES = 5  # of a message: compressed or not, length
 _LENGTH = struct.Struct(">I")
-_SMALL_BYTES_ASSEMBLY = (
-    1024  # pieces below it are joined, as an object of Python costs more than its bytes
-)
+_PIECE_BYTES = 1024  # smaller ones are joined, as an object of Python costs more than its bytes
+_SMALL_BYTES = 64 << 10  # compressed messages up to it are decompressed on the loop's thread
+_HEALTH_BYTES = 1024  # largest message to a public method over the memory budget
+_MESSAGES_PER_TURN = 64  # of a streaming call before other calls get their turn
+_CONTENT_TYPE = re.compile(rb"application/grpc(\+proto)?[ \t]*(;.*)?", re.IGNORECASE)
+_TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
+_UNITS_US = {b"H": 3.6e9, b"M": 6e7, b"S": 1e6, b"m": 1e3, b"u": 1.0, b"n": 1e-3}
+STATUS = {
+    "OK": 0, "CANCELLED": 1, "INVALID_ARGUMENT": 3, "DEADLINE_EXCEEDED": 4, "NOT_FOUND": 5,
+    "RESOURCE_EXHAUSTED": 8, "UNIMPLEMENTED": 12, "INTERNAL": 13, "UNAVAILABLE": 14,
+    "UNAUTHENTICATED": 16,
+}  # fmt: skip
+# The constant parts of replies do not use HPACK's dynamic table, so that they are the same for all
+# connections.
+NOT_GRPC = b"\x08\x03415" + literal(b"content-type", b"application/grpc")  # index 8: ":status"
+REPLY_HEADERS = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88: ":status: 200"
+REPLY_HEADERS += literal(b"grpc-accept-encoding", b"identity,deflate,gzip")
+OK = literal(b"grpc-status", b"0")
+# FIRST_FRAME, stream, REPLY_HEADERS; length << 8 | DATA, no flag, stream; not compressed, length
+REPLY_START = struct.Struct(f">5sI{len(REPLY_HEADERS)}sIxIxI")
+REPLY_END = struct.Struct(f">5sI{len(OK)}s")  # LAST_FRAME, stream, OK
+FIRST_FRAME = frame(HEADERS, END_HEADERS, 0, REPLY_HEADERS)[:5]  # without its stream
+LAST_FRAME = frame(HEADERS, END_HEADERS | END_STREAM, 0, OK)[:5]
+_SAFE = " !\"#$&'()*+,/:;<=>?@[\\]^_`{|}~"  # characters of a message that need no encoding; not "%"
+_LONGEST_MESSAGE = 1000
 
 
 class MessageReader:
-    """`have`: bytes received and not taken. `need`: of the next message with its prefix."""
+    """Assembles messages with their prefixes from the pieces of a stream.
+
+    `have`: bytes received and not taken. `need`: of the next message with its prefix.
+    """
 
     __slots__ = ("_data", "_later", "_start", "have", "need")
 
@@ -54,7 +79,7 @@ class MessageReader:
     def add(self, piece: bytes) -> None:
         if self.have:
             later = self._later
-            if len(piece) >= _SMALL_BYTES_ASSEMBLY:
+            if len(piece) >= _PIECE_BYTES:
                 later.append(piece)
             elif later and type(later[-1]) is bytearray:
                 later[-1] += piece
@@ -89,13 +114,6 @@ class MessageReader:
     def _join(self) -> None:
         self._data = b"".join((self._data[self._start :], *self._later))
         self._start, self._later = 0, []
-
-
-# Parse the headers of a gRPC call, or say why it is refused.
-
-_CONTENT_TYPE = re.compile(rb"application/grpc(\+proto)?[ \t]*(;.*)?", re.IGNORECASE)
-_TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
-_UNITS_US = {b"H": 3.6e9, b"M": 6e7, b"S": 1e6, b"m": 1e3, b"u": 1.0, b"n": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -180,46 +198,10 @@ class HeadParser:
         )
 
 
-# The constant parts of gRPC replies, as HTTP/2 frames and HPACK blocks.
-#
-# They do not use HPACK's dynamic table, so they are the same for all connections.
-
-STATUS = {
-    "OK": 0,
-    "CANCELLED": 1,
-    "INVALID_ARGUMENT": 3,
-    "DEADLINE_EXCEEDED": 4,
-    "NOT_FOUND": 5,
-    "RESOURCE_EXHAUSTED": 8,
-    "UNIMPLEMENTED": 12,
-    "INTERNAL": 13,
-    "UNAVAILABLE": 14,
-    "UNAUTHENTICATED": 16,
-}
-NOT_GRPC = b"\x08\x03415" + literal(b"content-type", b"application/grpc")  # index 8: ":status"
-REPLY_HEADERS = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88: ":status: 200"
-REPLY_HEADERS += literal(b"grpc-accept-encoding", b"identity,deflate,gzip")
-OK = literal(b"grpc-status", b"0")
-# FIRST_FRAME, stream, REPLY_HEADERS; length << 8 | DATA, no flag, stream; not compressed, length
-REPLY_START = struct.Struct(f">5sI{len(REPLY_HEADERS)}sIxIxI")
-REPLY_END = struct.Struct(f">5sI{len(OK)}s")  # LAST_FRAME, stream, OK
-FIRST_FRAME = frame(HEADERS, END_HEADERS, 0, REPLY_HEADERS)[:5]  # without its stream
-LAST_FRAME = frame(HEADERS, END_HEADERS | END_STREAM, 0, OK)[:5]
-_SAFE = " !\"#$&'()*+,/:;<=>?@[\\]^_`{|}~"  # characters of a message that need no encoding; not "%"
-_LONGEST_MESSAGE = 1000
-
-
 def error_block(status: str, message: str) -> bytes:
     """The trailers of a call that failed."""
     encoded = percent_encode(message[:_LONGEST_MESSAGE], safe=_SAFE).encode()
     return literal(b"grpc-status", b"%d" % STATUS[status]) + literal(b"grpc-message", encoded)
-
-
-log = logging.getLogger(__name__)
-
-_SMALL_BYTES = 64 << 10  # compressed messages up to it are decompressed on the loop's thread
-_HEALTH_BYTES = 1024  # largest message to a public method over the memory budget
-_MESSAGES_PER_TURN = 64  # of a streaming call before other calls get their turn
 
 
 class GrpcCall(Stream):
@@ -231,9 +213,7 @@ class GrpcCall(Stream):
         "opened", "slots", "unreplied"
     )  # fmt: skip
 
-    link: Flow
-
-    def __init__(self, link: Flow, number: int, head: CallHead) -> None:
+    def __init__(self, link: Http2Connection, number: int, head: CallHead) -> None:
         Stream.__init__(self, link, number)
         shared = link.shared
         self.head = head
@@ -571,14 +551,12 @@ class GrpcCall(Stream):
         if self._reader.have:  # an incomplete message
             self._reader = MessageReader()
         Stream.finish(self)
-        self._free(self.held_bytes)
+        self.link.shared.memory.bytes -= self.held_bytes
+        self.held_bytes = 0
         if self._answer_bytes:
             self._free_answers()
         if cancel is not None:
             cancel()
-
-
-# Send an error as the reply to one message of gRPC.
 
 
 class Replying(Receiver, Protocol):
@@ -597,4 +575,4 @@ def fail_with(reply_to: Replying, error: Exception) -> None:
         log.error("a gRPC call failed", exc_info=error)
         reply_to.fail("INTERNAL", BUG)
     else:
-        reply_to.fail(exc.grpc_status, f"{exc.message}; {exc.hint}" if exc.hint else exc.message)
+        reply_to.fail(exc.grpc_status, message_of(exc))

@@ -17,98 +17,89 @@ from deploykit.serving.models.offload import Offload, Result
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.task_call import Items, TaskCall
-from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import messages
-from deploykit.serving.oip.request import Request, RequestedOutput, Signature, fill
+from deploykit.serving.oip.request import Binary, Region, Request, RequestedOutput, Signature, fill
 from deploykit.serving.oip.response import Result as ResultPredict
 from deploykit.serving.oip.response import collect_results
-from deploykit.serving.oip.tensors import make_slot
+from deploykit.serving.oip.tensors import Slot, make_slot
 from deploykit.serving.options import VERSION
 
-# Images or sentences over gRPC: ModelInfer with one BYTES input, answered with BYTES of JSON.
-#
-# The input is "image" or "text", of shape [N]; the output is "answer", of the same shape.
+log = logging.getLogger(__name__)
 
 ANSWER = "answer"
-LARGE_BYTES_PREDICT = 256 << 10  # of a message: taken apart on another thread
-
+LARGE_BYTES = 32 << 10  # what is slow to decode is decoded on another thread from this size on
+_LONG_BYTES = 128 << 10  # and with other long ones
+_LARGE_ITEMS_BYTES = 256 << 10  # of images or sentences: taken apart on another thread
 Message = tuple[bytes, bytes, int, tuple[messages.Span, ...]]  # see `messages.split_request`
 
 
-class TaskMethod:
-    """ModelInfer of one model with images or sentences."""
+def _items(name: str) -> Slot:
+    return make_slot(TensorSpec(name, "string", ("N",)))
 
-    def __init__(self, route: ModelRoute, max_bytes: int) -> None:
-        self._route = route
-        names = ("image", "text", ANSWER)
-        slots = {name: make_slot(TensorSpec(name, "string", ("N",))) for name in names}
-        given = {ANSWER: slots.pop(ANSWER)}
-        self._signatures = {
-            name: Signature({name: replace(slot, raw=True)}, given, 0, max_bytes)
-            for name, slot in slots.items()
-        }
 
-    def __call__(self, client: Replying, source: Message, trace: str | None) -> None:
-        try:
-            call = GrpcTaskCall(self._route, client, trace)
-        except DeploykitError as exc:
-            fail_with(client, exc)
-        else:
-            call.split(
-                source, partial(self._items, call), large=len(source[1]) > LARGE_BYTES_PREDICT
-            )
-
-    def _items(self, call: GrpcTaskCall, source: Message) -> Items:
-        head, data, at, spans = source
-        signature = self._signatures[self._route.model.task.parameters["takes"]]
-        planned = messages.plan_request(head, spans, signature)
-        request = fill(planned, data, at, self._route.memory)
-        call.request_id, call.priority = request.id, request.priority
-        waits_us = [us for us in (request.timeout_us, call.client.left_us) if us is not None]
-        call.timeout_us = max(1, min(waits_us)) if waits_us else None
-        return Items([item for array in request.feeds.values() for item in array.tolist()])
+def _timeout_us(request: Request, client: Replying) -> int | None:
+    """How long a request may wait: by its parameter and by the deadline of its call."""
+    waits_us = [us for us in (request.timeout_us, client.left_us) if us is not None]
+    return max(1, min(waits_us)) if waits_us else None
 
 
 class GrpcTaskCall(TaskCall):
-    """One message."""
+    """ModelInfer of a model with images or sentences: one BYTES input, answered with JSON.
+
+    The input is "image" or "text", of shape [N]; the output is "answer", of the same shape.
+    """
 
     client: Replying
 
-    def __init__(self, route: ModelRoute, client: Replying, trace: str | None) -> None:
+    def __init__(
+        self, route: ModelRoute, client: Replying, trace: str | None, signature: Signature
+    ) -> None:
         super().__init__(route, client, trace)
-        self.request_id: str | None = None
+        self._signature = signature
+        self._request_id: str | None = None
+
+    def begin(self, source: Message) -> None:
+        self.split(source, self._items, large=len(source[1]) > _LARGE_ITEMS_BYTES)
+
+    def _items(self, source: Message) -> Items:
+        head, data, at, spans = source
+        planned = messages.plan_request(head, spans, self._signature)
+        request = fill(planned, data, at, self.route.memory)
+        self._request_id, self.priority = request.id, request.priority
+        self.timeout_us = _timeout_us(request, self.client)
+        return Items([item for array in request.feeds.values() for item in array.tolist()])
 
     def reply(self, answers: Sequence[bytes]) -> None:
         array = np.empty(len(answers), object)
         array[:] = answers
         found = ResultPredict(ANSWER, "BYTES", array.shape, array, RequestedOutput(ANSWER, True))
         name = self.route.model.name
-        self.client.reply(messages.encode(name, VERSION, self.request_id, [found]))
+        self.client.reply(messages.encode(name, VERSION, self._request_id, [found]))
 
     def refuse(self, error: Exception) -> None:
         fail_with(self.client, error)
 
 
-# A pipeline over gRPC: ModelInfer with its input as one BYTES element, answered with one of
-# BYTES.
-#
-# Where the input is an image, it may be a UINT8 tensor [height, width, 3] instead.
+class GrpcPipelineCall:
+    """ModelInfer of a pipeline, with one BYTES element, answered with one of BYTES.
 
+    Where the input is an image, it may be a UINT8 tensor [height, width, 3] instead.
+    """
 
-class PipelineMethod:
-    """ModelInfer of one pipeline."""
+    _request: Request
 
-    def __init__(self, pipeline: ServedPipeline, offload: Offload) -> None:
+    def __init__(self, pipeline: ServedPipeline, client: Replying, trace: str | None) -> None:
         self._pipeline = pipeline
-        self._offload = offload
+        self._client = client
+        self._trace = trace
 
-    def __call__(self, client: Replying, source: Message, trace: str | None) -> None:
+    def start(self, source: Message, offload: Offload) -> None:
         """Raises Overloaded where a large message cannot be read on another thread."""
-        read, start = partial(self._read, source), partial(self._start, client, trace)
-        if len(source[0]) <= LARGE_BYTES_PREDICT:
-            start(read)
+        if len(source[0]) <= _LARGE_ITEMS_BYTES:
+            self._start(lambda: self._read(source))
         else:
-            self._offload(read, start, large=True, limit_s=self._pipeline.options.timeout_ms / 1e3)
+            limit_s = self._pipeline.options.timeout_ms / 1e3
+            offload(lambda: self._read(source), self._start, large=True, limit_s=limit_s)
 
     def _read(self, source: Message) -> Request:
         head, data, at, spans = source
@@ -116,7 +107,8 @@ class PipelineMethod:
         signature = pipeline.signature if messages.sends_bytes(head) else pipeline.tensors
         return fill(messages.plan_request(head, spans, signature), data, at, pipeline.memory)
 
-    def _start(self, client: Replying, trace: str | None, result: Result[Request]) -> None:
+    def _start(self, result: Result[Request]) -> None:
+        client = self._client
         if client.gone:
             return
         try:
@@ -124,19 +116,17 @@ class PipelineMethod:
             given = self._pipeline.input_of(request)
             if not client.reserve(len(given)):
                 raise over_budget()
-            waits_us = [us for us in (request.timeout_us, client.left_us) if us is not None]
-            reply = partial(self._reply, client, request._replace(feeds={}))
-            timeout_us = max(1, min(waits_us)) if waits_us else None
+            self._request = request._replace(feeds={})
             client.cancel = self._pipeline.start(
-                lambda: given, reply, trace, client.reserve, timeout_us
-            )
+                lambda: given, self._reply, self._trace, client.reserve,
+                _timeout_us(request, client),
+            )  # fmt: skip
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             self._pipeline.refuse(exc)
             fail_with(client, exc)
 
-    def _reply(
-        self, client: Replying, request: Request, answer: bytes | Exception, _json: bool
-    ) -> None:
+    def _reply(self, answer: bytes | Exception, _json: bool) -> None:
+        client, request = self._client, self._request
         client.cancel = None
         try:
             found = self._pipeline.results(request, answer)
@@ -145,26 +135,23 @@ class PipelineMethod:
             fail_with(client, exc)
 
 
-log = logging.getLogger(__name__)
-
-LARGE_BYTES = 32 << 10  # what is slow to decode is decoded on another thread from this size on
-_LONG_BYTES = 128 << 10  # and with other long ones; without raw contents in another process
-
-
 class InferMethods:
     """ModelInfer and ModelStreamInfer."""
 
-    def __init__(
-        self, repository: ModelRepository, offload: Offload, worker: WorkerProcess | None
-    ) -> None:
+    def __init__(self, repository: ModelRepository, offload: Offload) -> None:
         self._repository = repository
+        self._offload = offload
+        most = repository.options.max_body_bytes
         self.routes = {
-            name: ModelRoute(repository, model, offload, worker)
+            name: ModelRoute(repository, model, offload)
             for name, model in repository.models.items()
         }
-        max_bytes = repository.options.max_body_bytes
-        self._tasks = {n: TaskMethod(route, max_bytes) for n, route in self.routes.items()}
-        self._pipelines = {n: PipelineMethod(p, offload) for n, p in repository.pipelines.items()}
+        self._signatures = {  # of images and of sentences
+            name: Signature(
+                {name: replace(_items(name), raw=True)}, {ANSWER: _items(ANSWER)}, 0, most
+            )
+            for name in ("image", "text")
+        }
 
     def stream(self, call: GrpcCall, data: bytes, at: int) -> None:
         slot = ReplySlot(call)
@@ -181,33 +168,32 @@ class InferMethods:
     def infer(self, call: GrpcCall, data: bytes, at: int, slot: ReplySlot | None = None) -> None:
         """Start one message of a call, which is answered in `slot` if the call is a stream."""
         client: Replying = call if slot is None else slot
+        trace = call.head.trace
         try:
             head, spans = messages.split_request(data, at)
             name, version = messages.model_of(head)
             source = (head, data, at, spans)
-            if name in self._pipelines and version in ("", VERSION):
-                self._pipelines[name](client, source, call.head.trace)
+            if name in self._repository.pipelines and version in ("", VERSION):
+                pipeline = self._repository.pipelines[name]
+                GrpcPipelineCall(pipeline, client, trace).start(source, self._offload)
                 return
             model = self._repository.find(name, version or VERSION)
-            has_items = model.task.ready and messages.sends_bytes(head)
+            route = self.routes[model.name]
+            if model.task.ready and messages.sends_bytes(head):
+                signature = self._signatures[model.task.parameters["takes"]]
+                GrpcTaskCall(route, client, trace, signature).begin(source)
+                return
+            inference = GrpcInference(route, client, source, trace)
+            slow = len(head) > LARGE_BYTES or (route.strings and len(data) > LARGE_BYTES)
+            if slow or (route.memory is not None and _reads_much(head, spans, model.signature)):
+                inference.large = not slow or len(data) > _LONG_BYTES
+                del head, data, source
+                inference.start_offloaded()
+                return
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             fail_with(client, exc)
             return
-        route = self.routes[model.name]
-        if has_items:
-            self._tasks[model.name](client, source, call.head.trace)
-            return
-        inference = GrpcInference(route, client, source, call.head.trace)
-        slow = len(head) > LARGE_BYTES or (route.strings and len(data) > LARGE_BYTES)
-        if slow or (route.memory is not None and _reads_much(head, spans, model.signature)):
-            inference.large = not slow or len(data) > _LONG_BYTES
-            del head, data, source
-            try:
-                inference.start_offloaded()
-            except DeploykitError as exc:  # no thread can be started
-                fail_with(client, exc)
-        else:
-            inference.start()
+        inference.start()
 
 
 def _reads_much(head: bytes, spans: tuple[messages.Span, ...], model: Signature) -> bool:
@@ -216,7 +202,7 @@ def _reads_much(head: bytes, spans: tuple[messages.Span, ...], model: Signature)
         parts = messages.plan_request(head, spans, model).parts
     except DeploykitError:
         return False  # found again, and reported to the client
-    return sum(part.size for part in parts if part.region is not None) > LARGE_BYTES
+    return sum(part.size for part in parts if isinstance(part.data, Region)) > LARGE_BYTES
 
 
 class GrpcInference(Inference):
@@ -229,19 +215,12 @@ class GrpcInference(Inference):
     def decode(self, source: tuple[bytes, bytes, int, tuple[messages.Span, ...]]) -> Request:
         head, data, at, spans = source
         route = self.route
-        worker, signature = route.worker, route.model.signature
-        if worker is None or len(head) <= _LONG_BYTES:
-            plan = messages.plan_request(head, spans, signature)
-        else:
-            array = np.frombuffer(head, np.uint8)  # is sent without a copy
-            plan = worker.run(self.left_s(), messages.plan_large, array, spans, signature)
+        plan = messages.plan_request(head, spans, route.model.signature)
         self._plan = plan
         request = fill(plan, data, at, route.memory)
-        left_us = self.client.left_us
-        if left_us is not None:
-            wait_us = request.timeout_us or left_us
-            request = request._replace(timeout_us=max(1, min(wait_us, left_us)))
-        return request
+        if self.client.left_us is None:
+            return request
+        return request._replace(timeout_us=_timeout_us(request, self.client))
 
     def reserve(self, size: int) -> None:
         if not self.client.reserve(size):
@@ -252,7 +231,7 @@ class GrpcInference(Inference):
         self._decoded_bytes = sum(
             array_bytes(request.feeds[part.name])
             for part in self._plan.parts
-            if part.region is not None or part.value is not None or not part.slot.item_bytes
+            if not isinstance(part.data, Binary) or not part.slot.item_bytes
         )
         return request
 

@@ -1,102 +1,104 @@
-"""The methods of the Open Inference Protocol over gRPC, and of grpc.health.v1."""
+"""The gRPC port: the methods of the Open Inference Protocol, and of grpc.health.v1."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from deploykit.core.errors import BadInput, NotFound, Unsupported, quote
-from deploykit.serving.grpc.call import GrpcCall, Method, fail_with
+from deploykit.engines.oip.protobuf import MESSAGES, Message, message_from
+from deploykit.serving.grpc.call import GrpcCall, HeadParser, Method, fail_with
 from deploykit.serving.grpc.infer import InferMethods
-from deploykit.serving.http2.flow import Flow
+from deploykit.serving.http2.connection import Http2Connection, Http2Limits, Http2Port
 from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import ModelRepository, Served
-from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import messages as infer
-from deploykit.engines.oip.protobuf import MESSAGES, Message, message_from
-from deploykit.serving.options import VERSION
+from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.shared_memory import SharedMemory
+from deploykit.serving.transport.call import MemoryBudget
+from deploykit.serving.transport.security import Guard
 from deploykit.serving.workers.group import Result, ServerGroup, of_model
-
-log = logging.getLogger(__name__)
 
 SERVICE = "inference.GRPCInferenceService"
 _HEALTH = "grpc.health.v1.Health"
-_EXTENSIONS = (  # not supported, unless `Calls.methods` has them
-    "RepositoryModelLoad",
-    "RepositoryModelUnload",
-    "TraceSetting",
-    "LogSettings",
-    *(
-        f"{kind}SharedMemory{what}"
-        for kind in ("System", "Cuda")
-        for what in ("Status", "Register", "Unregister")
-    ),
-)
+_MEMORY = [
+    f"{kind}SharedMemory{action}"
+    for kind in ("System", "Cuda")
+    for action in ("Status", "Register", "Unregister")
+]
+_EXTENSIONS = ("RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings")
 _SMALL_BYTES = 64 << 10  # of a message to any method but inference
 _WATCHES = 1024  # calls of Health.Watch, which needs no token
 _WATCHES_EACH = 16  # of one connection
 _SERVICE_BYTES = 256  # of a service's name in them
 _SERVING, _NOT_SERVING, _UNKNOWN = 1, 2, 3
 
-Later = Callable[[Any, Callable[[Result], None]], None]  # takes the request, and what to call then
+Then = Callable[[Result], None]  # takes a function that returns the reply or raises
+Handler = Callable[[Any, Then], None]  # takes the request, and what to call then
 
 
-class Calls:
-    """The handlers of all methods by path. `offload`, `worker`: see ModelRoute."""
+class GrpcPort(Http2Port):
+    """Serves a repository to the gRPC clients of one port. `offload`: see ModelRoute."""
 
     def __init__(
         self,
         repository: ModelRepository,
+        options: ServeOptions,
+        guard: Guard,
+        memory: MemoryBudget,
         offload: Offload,
-        worker: WorkerProcess | None,
+        limits: Http2Limits,
         group: ServerGroup,
     ) -> None:
         self._repository = repository
         self._group = group
-        self.inference = inference = InferMethods(repository, offload, worker)
+        self.inference = inference = InferMethods(repository, offload)
         self._watching: dict[str, dict[GrpcCall, None]] = {}  # by the name of the service
         self._health_sent: dict[str, int] = {}
-        self._watches: Counter[Flow] = Counter()
-        unary: dict[str, Callable[[Any], Message]] = {
-            "ServerMetadata": lambda _: message_from(
-                "ServerMetadataResponse", repository.metadata()
-            ),
-            "ModelReady": self._model_ready,
-            "ModelMetadata": self._model_metadata,
-            "ModelConfig": self._model_config,
-            "RepositoryIndex": self._index,
-            **(_regions(repository.memory) if repository.memory is not None else {}),
+        self._watches: Counter[Http2Connection] = Counter()
+        handlers: dict[str, Handler] = {
+            "ServerMetadata": _at_once(self._metadata),
+            "ModelReady": _at_once(self._model_ready),
+            "ModelMetadata": _at_once(self._model_metadata),
+            "ModelConfig": _at_once(self._model_config),
+            "RepositoryIndex": _at_once(self._index),
+            "ModelStatistics": self._statistics,
         }
-        later: dict[str, Later] = {"ModelStatistics": self._statistics}
         if repository.memory is not None:
-            later |= _changes(group)
-        self.methods = {
-            f"/{SERVICE}/ServerLive": _small(_unary("ServerLive", self._live), public=True),
-            f"/{SERVICE}/ServerReady": _small(_unary("ServerReady", self._ready), public=True),
+            handlers["SystemSharedMemoryStatus"] = _at_once(partial(_regions, repository.memory))
+            handlers["SystemSharedMemoryRegister"] = self._register
+            handlers["SystemSharedMemoryUnregister"] = self._unregister
+            # NVIDIA's examples call it first
+            handlers["CudaSharedMemoryUnregister"] = _at_once(
+                lambda _: _message("CudaSharedMemoryUnregisterResponse")
+            )
+        methods = {
+            f"/{SERVICE}/ServerLive": _small("ServerLive", _at_once(self._live), public=True),
+            f"/{SERVICE}/ServerReady": _small("ServerReady", _at_once(self._ready), public=True),
             f"/{SERVICE}/ModelInfer": Method(inference.infer),
             f"/{SERVICE}/ModelStreamInfer": Method(inference.stream, inference.end_stream),
-            **{f"/{SERVICE}/{name}": _small(_not_offered) for name in _EXTENSIONS},
-            **{f"/{SERVICE}/{name}": _small(_unary(name, to)) for name, to in unary.items()},
-            **{
-                f"/{SERVICE}/{name}": _small(_answered_later(name, to))
-                for name, to in later.items()
-            },
-            f"/{_HEALTH}/Check": _small(_unary("HealthCheck", self._check), public=True),
-            f"/{_HEALTH}/Watch": _small(self._watch, public=True),
+            f"/{_HEALTH}/Check": _small("HealthCheck", _at_once(self._check), public=True),
+            f"/{_HEALTH}/Watch": Method(self._watch, public=True, max_bytes=_SMALL_BYTES),
         }
+        for name in (*_EXTENSIONS, *_MEMORY):
+            methods[f"/{SERVICE}/{name}"] = Method(_not_offered, max_bytes=_SMALL_BYTES)
+        for name, handler in handlers.items():
+            methods[f"/{SERVICE}/{name}"] = _small(name, handler)
+        parse = HeadParser(methods, guard.allows, limits.headers)
+        large = partial(offload, large=True)
+        super().__init__(parse, GrpcCall, limits, options.max_body_bytes, memory, large)
 
-    def tick(self) -> None:
-        """Send health changes to the Watch calls."""
+    def tick(self, now_s: float) -> None:
+        """Send health changes to the Watch calls, too."""
         for name, calls in list(self._watching.items()):
             now = self._health(name)
             if now != self._health_sent[name]:
                 self._health_sent[name] = now
                 for call in list(calls):
                     _send_health(call, now)
+        super().tick(now_s)
 
     # -- unary methods ---------------------------------------------------------------------------
 
@@ -105,6 +107,9 @@ class Calls:
 
     def _ready(self, _: Any) -> Message:
         return _message("ServerReadyResponse", ready=self._repository.why_not_ready() is None)
+
+    def _metadata(self, _: Any) -> Message:
+        return message_from("ServerMetadataResponse", self._repository.metadata())
 
     def _model_ready(self, request: Any) -> Message:
         try:
@@ -122,14 +127,6 @@ class Calls:
         model = self._find(request.name, request.version)
         return message_from("ModelConfigResponse", {"config": model.config()})
 
-    def _statistics(self, request: Any, then: Callable[[Result], None]) -> None:
-        name = self._find(request.name, request.version).name if request.name else None
-
-        def answer(result: Result) -> None:
-            then(lambda: message_from("ModelStatisticsResponse", of_model(name, result())))
-
-        self._group.collect("statistics", answer)
-
     def _index(self, request: Any) -> Message:
         models = self._repository.index()
         if request.ready:
@@ -138,6 +135,33 @@ class Calls:
 
     def _find(self, name: str, version: str) -> Served:
         return self._repository.find_any(name, version or VERSION)
+
+    # -- methods in which other processes take part ----------------------------------------------
+
+    def _statistics(self, request: Any, then: Then) -> None:
+        name = self._find(request.name, request.version).name if request.name else None
+
+        def answer(result: Result) -> None:
+            then(lambda: message_from("ModelStatisticsResponse", of_model(name, result())))
+
+        self._group.collect("statistics", answer)
+
+    def _register(self, request: Any, then: Then) -> None:
+        arguments = request.name, request.key, request.offset, request.byte_size
+        self._change("Register", arguments, then)
+
+    def _unregister(self, request: Any, then: Then) -> None:
+        self._change("Unregister", (request.name or None,), then)
+
+    def _change(self, action: str, arguments: tuple[Any, ...], then: Then) -> None:
+        def answer(result: Result) -> None:
+            def message() -> Message:
+                result()  # raises what is wrong
+                return _message(f"SystemSharedMemory{action}Response")
+
+            then(message)
+
+        self._group.change(action.lower(), arguments, answer)
 
     # -- health ----------------------------------------------------------------------------------
 
@@ -190,29 +214,17 @@ def _send_health(call: GrpcCall, status: int) -> None:
     call.send_message([_message("HealthCheckResponse", status=status).SerializeToString()])
 
 
-def _small(message: Callable[[GrpcCall, bytes, int], None], *, public: bool = False) -> Method:
-    return Method(message, public=public, max_bytes=_SMALL_BYTES)
-
-
 def _message(name: str, **values: Any) -> Message:
     message: Message = MESSAGES[name](**values)
     return message
 
 
-def _unary(name: str, make: Callable[[Any], Message]) -> Callable[[GrpcCall, bytes, int], None]:
-    def message(call: GrpcCall, data: bytes, at: int) -> None:
-        try:
-            reply = make(infer.parse(f"{name}Request", data[at:])).SerializeToString()
-        except Exception as exc:  # noqa: BLE001 - every error is a reply
-            fail_with(call, exc)
-        else:
-            call.reply([reply])
-
-    return message
+def _at_once(make: Callable[[Any], Message]) -> Handler:
+    return lambda request, then: then(partial(make, request))
 
 
-def _answered_later(name: str, start: Later) -> Callable[[GrpcCall, bytes, int], None]:
-    """A method that other processes take part in."""
+def _small(name: str, handle: Handler, *, public: bool = False) -> Method:
+    """A method whose requests and replies are one small message each."""
 
     def message(call: GrpcCall, data: bytes, at: int) -> None:
         def then(result: Result) -> None:
@@ -224,49 +236,16 @@ def _answered_later(name: str, start: Later) -> Callable[[GrpcCall, bytes, int],
                 call.reply([reply])
 
         try:
-            start(infer.parse(f"{name}Request", data[at:]), then)
+            handle(infer.parse(f"{name}Request", data[at:]), then)
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             fail_with(call, exc)
 
-    return message
+    return Method(message, public=public, max_bytes=_SMALL_BYTES)
 
 
-def _regions(memory: SharedMemory) -> dict[str, Callable[[Any], Message]]:
-    """The methods of the system shared-memory extension that change nothing."""
-
-    def status(request: Any) -> Message:
-        regions = {region["name"]: region for region in memory.status(request.name or None)}
-        return message_from("SystemSharedMemoryStatusResponse", {"regions": regions})
-
-    return {
-        "SystemSharedMemoryStatus": status,
-        # NVIDIA's examples call it first
-        "CudaSharedMemoryUnregister": lambda _: _message("CudaSharedMemoryUnregisterResponse"),
-    }
-
-
-def _changes(group: ServerGroup) -> dict[str, Later]:
-    """The methods of the extension that register regions in all processes."""
-
-    def register(request: Any, then: Callable[[Result], None]) -> None:
-        arguments = request.name, request.key, request.offset, request.byte_size
-        group.change("register", arguments, done("SystemSharedMemoryRegisterResponse", then))
-
-    def unregister(request: Any, then: Callable[[Result], None]) -> None:
-        answer = done("SystemSharedMemoryUnregisterResponse", then)
-        group.change("unregister", (request.name or None,), answer)
-
-    def done(name: str, then: Callable[[Result], None]) -> Callable[[Result], None]:
-        def answer(result: Result) -> None:
-            def message() -> Message:
-                result()  # raises what is wrong
-                return _message(name)
-
-            then(message)
-
-        return answer
-
-    return {"SystemSharedMemoryRegister": register, "SystemSharedMemoryUnregister": unregister}
+def _regions(memory: SharedMemory, request: Any) -> Message:
+    regions = {region["name"]: region for region in memory.status(request.name or None)}
+    return message_from("SystemSharedMemoryStatusResponse", {"regions": regions})
 
 
 def _not_offered(call: GrpcCall, _data: bytes, _at: int) -> None:

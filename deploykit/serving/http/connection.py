@@ -7,28 +7,40 @@ large body is received directly into its final memory.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from email.utils import formatdate
 from enum import IntEnum
 from http import HTTPStatus
 from socket import SO_ERROR, SOL_SOCKET
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 
 from deploykit.core.errors import DeploykitError, Overloaded
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http.head import END, ChunkedBody, HeadReader, HttpLimits
-from deploykit.serving.transport.call import RETRY, Head, reply_error
-from deploykit.serving.transport.listener import SPARE as SPARE_LISTENER
-from deploykit.serving.transport.listener import IdleClient, Places
-from deploykit.serving.transport.memory import MemoryBudget
+from deploykit.serving.transport.call import (
+    RETRY,
+    Call,
+    Head,
+    MemoryBudget,
+    message_of,
+    reply_error,
+)
+from deploykit.serving.transport.listener import SPARE as SPARE_CLIENTS
+from deploykit.serving.transport.listener import Port
 from deploykit.serving.transport.security import HEALTH, AccessControl
-from deploykit.serving.transport.turns import BUSY_BYTES, Checked, Checks, Turns
+from deploykit.serving.transport.turns import BUSY_BYTES
 
-# The states of an HTTP/1.1 connection.
+READ_BYTES = 64 << 10
+PIECE_BYTES = 1 << 20  # of a body, received at once: its new memory takes 1 ms
+_JOINED_BYTES = 64 << 10  # larger replies are written in parts, without a copy
+_HEALTH = (b"GET " + HEALTH.encode(), b"HEAD " + HEALTH.encode())
+_KNOWN_HEADS = 1024
+_KNOWN_HEAD_BYTES = 1024
+_UNREAD = Head()
+_START = b"HTTP/1.1 "  # of every answer
 
 
 class State(IntEnum):
@@ -36,87 +48,29 @@ class State(IntEnum):
 
     IDLE = 0  # waiting for a request
     HEAD = 1  # part of a head received
-    BODY = 2  # a head and part of its body received
-    LAST = 3  # reads no more; closes after the last reply
-    REFUSED = 4  # reads no more; the error reply is still to be sent
-    LINGERING = 5  # the client gets time to read the error reply
-    CLOSED = 6
-    SPARE = 7  # above the limit of connections: only health checks are answered
+    SIZED = 2  # part of a body received whose length is known
+    CHUNKED = 3  # part of a chunked body received
+    WHOLE = 4  # a body received, which waits for a turn of the event loop
+    LAST = 5  # reads no more; closes after the last reply
+    REFUSED = 6  # reads no more; the error reply is still to be sent
+    LINGERING = 7  # the client gets time to read the error reply
+    CLOSED = 8
+    SPARE = 9  # above the limit of connections: only health checks are answered
 
 
-def is_reset(transport: asyncio.BaseTransport) -> bool:
-    """Whether the client has refused what was sent; not seen otherwise once it has ended."""
-    error: int = transport.get_extra_info("socket").getsockopt(SOL_SOCKET, SO_ERROR)
-    return error != 0
+IDLE, HEAD, SIZED, CHUNKED, WHOLE, LAST, REFUSED, LINGERING, CLOSED, SPARE = State
 
 
-# One HTTP request and its reply, which waits for the replies to the requests before it.
-
-_JOINED_BYTES = 64 << 10  # larger replies are written in parts, without a copy
-
-
-class ExchangeListener(Protocol):
-    """What an exchange needs of the server's listener."""
-
-    memory: MemoryBudget
-    draining: bool
-
-    def line(self, status: int) -> bytes: ...
-
-
-class Connection(Protocol):
-    """What an exchange needs of the connection that it came on."""
-
-    @property
-    def listener(self) -> ExchangeListener: ...
-
-    def is_last(self, exchange: Exchange) -> bool: ...
-
-    def flush(self) -> None: ...
-
-    def release_sent(self) -> None: ...
-
-
-class Exchange:
+class Exchange(Call):
     """A request, and its reply until it is sent."""
 
-    __slots__ = (
-        "body",
-        "cancel",
-        "connection",
-        "gone",
-        "head",
-        "held_bytes",
-        "keep_alive",
-        "pending_reply",
-    )
+    __slots__ = ("connection", "keep_alive", "pending_reply")
 
-    def __init__(self, connection: Connection, head: Head) -> None:
+    def __init__(self, connection: HttpConnection, head: Head) -> None:
+        super().__init__(head, connection.listener.memory)
         self.connection = connection
-        self.head = head
-        self.body: Bytes = b""
-        self.cancel: Callable[[], object] | None = None
-        self.gone = False  # no reply can be sent any more
         self.keep_alive = head.keep_alive
         self.pending_reply: list[Bytes] | None = None
-        self.held_bytes = 0  # bytes counted in the memory budget
-
-    def reserve(self, size: int) -> bool:
-        """Count `size` bytes in the memory budget until the reply; whether they fit."""
-        self.held_bytes += size
-        return self.connection.listener.memory.add(size, self.held_bytes)
-
-    def release(self) -> None:
-        self.connection.listener.memory.release(self.held_bytes)
-        self.held_bytes = 0
-
-    def abandon(self) -> None:
-        """The client has disconnected."""
-        self.gone = True
-        self.release()
-        cancel, self.cancel = self.cancel, None
-        if cancel is not None:
-            cancel()
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
         """Send after the replies before it; does nothing if the client has disconnected.
@@ -140,13 +94,10 @@ class Exchange:
         if head.method == "HEAD":
             parts = ()
             length = 0
+        first = (listener.line(status), headers, head.cors, size, state, b"\r\n")
         if length <= _JOINED_BYTES:
-            line = listener.line(status)
-            self.pending_reply = [
-                b"".join((line, headers, head.cors, size, state, b"\r\n", *parts))
-            ]
+            self.pending_reply = [b"".join((*first, *parts))]
         else:
-            first = (listener.line(status), headers, head.cors, size, state, b"\r\n")
             self._reserve_answer(status, length)
             self.pending_reply = [b"".join(first), *parts]
         connection.flush()
@@ -158,42 +109,11 @@ class Exchange:
             return
         self.connection.release_sent()
         if not self.reserve(size):
-            raise Overloaded(self.connection.listener.memory.message)
+            raise Overloaded(self.memory.message)
 
 
-def body_memory(length: int, json_bytes: bytes | None) -> memoryview:
-    """Uninitialised memory for a body; the binary part is aligned for numbers.
-
-    The operating system allocates pages on the first write, so a length that a client only claims
-    costs nothing.
-    """
-    json = int(json_bytes) if json_bytes is not None and json_bytes[:18].isdigit() else 0
-    pad = -json % 16
-    return np.empty(pad + length, np.uint8).data[pad:]
-
-
-# What all HTTP/1.1 connections of a server share: limits, known heads, status lines, the clock.
-
-READ_BYTES = 64 << 10
-PIECE_BYTES = 1 << 20  # of a body, received at once: its new memory takes 1 ms
-_HEALTH = (b"GET " + HEALTH.encode(), b"HEAD " + HEALTH.encode())
-_KNOWN_HEADS = 1024
-_KNOWN_HEAD_BYTES = 1024
-
-
-class HttpClient(IdleClient, Checked, Protocol):
-    """What the listener needs of a connection."""
-
-    @property
-    def unanswered(self) -> int: ...
-
-    def close(self) -> None: ...
-
-    def refuse_spare(self) -> None: ...
-
-
-class Listener:
-    """The state shared by all connections of a server. `handle` gets each complete request."""
+class Listener(Port):
+    """What all HTTP/1.1 connections of a server share. `handle` gets each complete request."""
 
     def __init__(
         self,
@@ -203,78 +123,28 @@ class Listener:
         max_body_bytes: int,
         memory: MemoryBudget,
     ) -> None:
+        super().__init__(limits.connections, limits.header_s, memory)
         self.handle = handle
-        self.memory = memory
         self.limits = limits
         self.access = access
         self.max_body_bytes = max_body_bytes
-        self.turns = Turns()
-        self.draining = False
-        self.connections: set[HttpClient] = set()
-        self._checks = Checks(self.turns, self.connections)
-        self._places = Places(self.connections, limits.connections)
-        self._spare: deque[HttpClient] = deque()  # clients above the limit, the newest of them
         self.read_into = bytearray(READ_BYTES)  # shared: only one connection reads at a time
         self.view = memoryview(self.read_into)
-        self.busy_bytes = BUSY_BYTES
-        self.known_heads: dict[bytes, Head] = {}  # clients repeat theirs
+        self._spare: deque[HttpConnection] = deque()  # clients above the limit, the newest of them
+        self._known_heads: dict[bytes, Head] = {}  # clients repeat theirs
         self.last_head: tuple[bytes, Head | None] = b"", None  # the last that was found
         self._lines: dict[int, bytes] = {}
-        self._date = ""
-        self.tick(time.monotonic())
+        self._date = formatdate(usegmt=True)
+
+    def connect(self) -> HttpConnection:
+        return HttpConnection(self)
 
     def tick(self, now_s: float) -> None:
-        """Take the time, and close connections that are past a limit."""
-        self.now_s = now_s
         date = formatdate(usegmt=True)
         if date != self._date:
             self._date = date
             self._lines.clear()
-        self._checks.begin(now_s)
-
-    def find_head(self, at: int, end: int) -> tuple[bytes, Head | None]:
-        """The head received from `at` on, if it is known; the next one often equals it."""
-        raw = bytes(self.view[at : self.read_into.find(END, at, end) + len(END)])
-        head = self.known_heads.get(raw)
-        if head is not None:
-            self.last_head = raw, head
-        return raw, head
-
-    def keep(self, raw: bytes, head: Head) -> None:
-        """Cache a head; not with a trace id or a boundary, which differ in each request."""
-        form = head.content_type is not None and b"boundary" in head.content_type
-        if len(raw) <= _KNOWN_HEAD_BYTES and head.trace is None and not form:
-            if len(self.known_heads) >= _KNOWN_HEADS:
-                self.known_heads.clear()
-            self.known_heads[raw] = head
-
-    def chunked_body(self) -> ChunkedBody:
-        return ChunkedBody(
-            max_body_bytes=self.max_body_bytes,
-            max_chunks=self.limits.chunks,
-            max_trailer_bytes=self.limits.header_bytes,
-        )
-
-    def is_health_check(self, end: int) -> bool:
-        """Whether the first `end` bytes received are just that: it costs little."""
-        data = self.read_into
-        return data.startswith(_HEALTH, 0, end) and data.find(END, 0, end) == end - len(END)
-
-    def make_room(self, connection: HttpClient) -> bool:
-        """Whether a new connection has a place; otherwise it may ask for the server's health.
-
-        So that a load balancer's check gets through. Of too many such clients the oldest leave.
-        """
-        if self._places.make_room(self.now_s):
-            return True
-        self._spare.append(connection)
-        if len(self._spare) > SPARE_LISTENER:
-            self._spare.popleft().refuse_spare()
-        return False
-
-    def close_idle(self) -> None:
-        """Close idle connections, as there are no file descriptors left."""
-        self._places.close_idle(self.now_s)
+        super().tick(now_s)
 
     def line(self, status: int) -> bytes:
         """The status line and the Date of a reply, cached for a second."""
@@ -284,44 +154,63 @@ class Listener:
             self._lines[status] = found = text.encode()
         return found
 
-    @property
-    def unanswered(self) -> int:
-        """Complete requests whose reply has not been written."""
-        return sum(connection.unanswered for connection in self.connections)
+    def find_head(self, at: int, end: int) -> tuple[bytes, Head | None]:
+        """The head received from `at` on, if it is known; the next one often equals it."""
+        raw = bytes(self.view[at : self.read_into.find(END, at, end) + len(END)])
+        head = self._known_heads.get(raw)
+        if head is not None:
+            self.last_head = raw, head
+        return raw, head
 
-    def close_all(self) -> None:
-        for connection in list(self.connections):
-            connection.close()
+    def keep(self, raw: bytes, head: Head) -> None:
+        """Cache a head; not with a trace id or a boundary, which differ in each request."""
+        form = head.content_type is not None and b"boundary" in head.content_type
+        if len(raw) <= _KNOWN_HEAD_BYTES and head.trace is None and not form:
+            if len(self._known_heads) >= _KNOWN_HEADS:
+                self._known_heads.clear()
+            self._known_heads[raw] = head
 
+    def is_health_check(self, end: int) -> bool:
+        """Whether the first `end` bytes received are just that: it costs little."""
+        data = self.read_into
+        return data.startswith(_HEALTH, 0, end) and data.find(END, 0, end) == end - len(END)
 
-IDLE, HEAD, BODY, LAST, REFUSED, LINGERING, CLOSED, SPARE = State
-_UNREAD = Head()
-_START = b"HTTP/1.1 "  # of every answer
+    def make_room(self, connection: HttpConnection) -> bool:
+        """Whether a new connection has a place; otherwise it may ask for the server's health.
+
+        So that a load balancer's check gets through. Of too many such clients the oldest leave.
+        """
+        if self.has_place():
+            return True
+        self._spare.append(connection)
+        if len(self._spare) > SPARE_CLIENTS:
+            self._spare.popleft().refuse_spare()
+        return False
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """One client."""
+    """One client. `_state` says what is being read, and which of the attributes below is in use."""
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
         self._limits = listener.limits
-        self._exchanges: deque[Exchange] = deque()  # complete, not yet answered
-        self._exchange = Exchange(self, _UNREAD)  # the one being read
-        self._reader: HeadReader | None = None  # of an incomplete or uncached head
-        self._body_left: memoryview | None = None  # memory for the rest of a body of known length
-        self._body: memoryview = self.listener.view
-        self._chunks: ChunkedBody | None = None
         self._state = IDLE
+        self._since_s = listener.now_s  # when it began to wait for the client
         self._served = False  # at least one request was complete
-        self._since_s = listener.now_s
-        self._stalled_s: float | None = None  # since when the client does not read
-        self._paused = False  # no request is processed until replies are sent
-        self._waits = False  # a whole body waits for a turn of the event loop
-        self._turn = 0  # requests processed in this turn of the event loop
-        self._ended = False  # the client sends no more
-        self._begun_bytes = 0  # of the next answer, sent already
+        # the request that is being read
+        self._reader: HeadReader | None = None  # HEAD: of an incomplete or uncached head
+        self._exchange = Exchange(self, _UNREAD)  # SIZED, CHUNKED, WHOLE
+        self._body: memoryview | None = None  # SIZED, WHOLE: its memory
+        self._left: memoryview | None = None  # SIZED: the part that has not been received
+        self._chunks: ChunkedBody | None = None  # CHUNKED
+        # the requests that are being answered
+        self._exchanges: deque[Exchange] = deque()
+        self._paused = False  # no request is processed until replies are sent, or in this turn
         self._kept = b""  # received meanwhile; counted in the memory budget
         self._unsent_bytes = 0  # of replies that the client has not taken, counted there too
+        self._stalled_s: float | None = None  # since when the client does not read
+        self._ended = False  # the client sends no more
+        self._begun_bytes = 0  # of the next answer, sent already
 
     @property
     def unanswered(self) -> int:
@@ -356,39 +245,33 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._exchanges.popleft().abandon()
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
-        left, listener = self._body_left, self.listener
+        left, listener = self._left, self.listener
         if listener.turns.late() if self._tls else listener.turns.busy:  # it is used up
-            return (left or listener.view)[: listener.busy_bytes[self._tls]]
-        return listener.view if left is None else left[:PIECE_BYTES]
+            return (left or listener.view)[: BUSY_BYTES[self._tls]]
+        return left[:PIECE_BYTES] if left else listener.view
 
     def buffer_updated(self, nbytes: int) -> None:
-        turns = self.listener.turns
-        if self._body_left is not None and self._state is BODY:
-            if self._reserve(nbytes):
-                self._body_left = self._body_left[nbytes:] or None
-                self._waits = self._body_left is None
-                if turns.busy if self._waits else turns.late():
-                    self._transport.pause_reading()
-                    turns.wait(self._continue)
-                elif self._waits:
-                    self._continue()
-        elif self._state < LAST:
-            urgent = turns.busy and self._state is IDLE and self.listener.is_health_check(nbytes)
+        state, turns = self._state, self.listener.turns
+        if state is SIZED:
+            self._receive(nbytes)
+        elif state < LAST:
+            urgent = turns.busy and state is IDLE and self.listener.is_health_check(nbytes)
             if not turns.busy or (urgent and not turns.overdrawn):
                 self._read(nbytes)
                 return
             self._pause()
             self._keep(0, nbytes)
             self._resume(urgent=urgent)
-        elif self._state is SPARE and self.listener.is_health_check(nbytes):
+        elif state is not SPARE:  # what comes is dropped
+            if turns.late():
+                self._transport.pause_reading()
+                turns.wait(self._continue)
+        elif self.listener.is_health_check(nbytes):
             self._state = IDLE
             self._read(nbytes)
             self._state = SPARE if self._state is IDLE else self._state
-        elif self._state is SPARE:
+        else:
             self.refuse_spare()
-        elif turns.late():
-            self._transport.pause_reading()
-            turns.wait(self._continue)
 
     def refuse_spare(self) -> None:
         """Close it, unless it has got a place or ended."""
@@ -431,7 +314,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _resume(self, *, urgent: bool = False) -> None:
         """Process requests again if enough replies were sent."""
         room = len(self._exchanges) < self._limits.pipelined
-        if self._stalled_s is None and room and not self._waits:
+        if self._stalled_s is None and room and self._state is not WHOLE:
             self._paused = False
             if self._kept:  # not now: another connection may be using the shared buffer
                 self.listener.turns.wait(self._read_kept, urgent=urgent)
@@ -467,12 +350,14 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _read(self, end: int) -> None:
         """Process received data: the first `end` bytes of the shared buffer."""
         listener, data = self.listener, self.listener.read_into
-        at = self._turn = 0
+        at, steps = 0, self._limits.pipelined
         while at < end and self._state < LAST and not self._paused:
-            if self._chunks is not None:
-                at += self._read_chunks(self._chunks, bytes(listener.view[at:end]))
-                if listener.turns.late():
-                    self._pause()
+            if not steps:  # the rest in the next turn, after other clients
+                self._pause()
+                break
+            steps -= 1
+            if self._state is CHUNKED:
+                at += self._read_chunks(cast("ChunkedBody", self._chunks), at, end)
                 continue
             if self._state is IDLE:
                 raw, head = listener.last_head
@@ -489,7 +374,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             at = self._read_head(cast("HeadReader", self._reader), at, end)
         if at < end and self._state < LAST:
             self._keep(at, end)
-        if self._paused:  # the rest in the next turn, after other clients
+        if self._paused:
             self._resume()
 
     def _read_head(self, reader: HeadReader, at: int, end: int) -> int:
@@ -508,39 +393,62 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Start a request: take the received part of its body from `at` on."""
         exchange = self._exchange = Exchange(self, head)
         if head.refusal is not None:
-            self._enter(BODY)
+            self._enter(SIZED)
             self._refuse(head.refusal.status, head.refusal.text, head.refusal.headers)
             return end
         received, length, view = end - at, head.length, self.listener.view
         if length is not None and received >= length:
             self._complete(exchange, bytes(view[at : at + length]) if length else b"")
             return at + length
-        self._enter(BODY)
         if head.expect and not received and not self._exchanges:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if length is None:
-            self._chunks = self.listener.chunked_body()
+            self._enter(CHUNKED)
+            self._chunks = ChunkedBody(self._limits, self.listener.max_body_bytes)
             return at
+        self._enter(SIZED)
+        # Uninitialised: the system allocates pages on the first write, so a length that a client
+        # only claims costs nothing. The binary part is aligned for numbers.
+        json = head.json_bytes
+        pad = -int(json) % 16 if json is not None and json[:18].isdigit() else 0
         try:
-            self._body = body_memory(length, head.json_bytes)
+            self._body = np.empty(pad + length, np.uint8).data[pad:]
         except MemoryError:
             self._refuse(503, f"there is no memory for a body of {length} bytes", RETRY)
             return end
         self._body[:received] = view[at:end]
-        self._body_left = self._body[received:]
+        self._left = self._body[received:]
         return end
 
-    def _read_chunks(self, chunks: ChunkedBody, data: bytes) -> int:
+    def _receive(self, size: int) -> None:
+        """`size` bytes of a body of known length have been received in their place."""
+        if self._left is None or not self._reserve(size):
+            return
+        self._left, turns = self._left[size:], self.listener.turns
+        if self._left:
+            must_wait = turns.late()
+        else:
+            self._state, self._left, must_wait = WHOLE, None, turns.busy
+        if must_wait:
+            self._transport.pause_reading()
+            turns.wait(self._continue)
+        elif self._state is WHOLE:
+            self._continue()
+
+    def _read_chunks(self, chunks: ChunkedBody, at: int, end: int) -> int:
+        data = bytes(self.listener.view[at:end])
         try:
             used = chunks.feed(data)
         except DeploykitError as exc:
-            self._refuse(exc.http_status, f"{exc.message}; {exc.hint}" if exc.hint else exc.message)
+            self._refuse(exc.http_status, message_of(exc))
             return len(data)
         if not self._reserve(used):
             return len(data)
         if chunks.done:
             self._chunks = None
             self._complete(self._exchange, chunks.body)
+        if self.listener.turns.late():
+            self._pause()
         return used
 
     def _reserve(self, size: int) -> bool:
@@ -551,10 +459,9 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _continue(self) -> None:
         """It is this connection's turn: its body of known length is whole, or it may send more."""
-        whole, self._waits = self._waits, False
-        if whole and self._state is BODY:  # else it has ended meanwhile
-            body, self._body = self._body, self.listener.view  # frees the memory of the body
-            self._complete(self._exchange, body)
+        if self._state is WHOLE:
+            body, self._body = self._body, None  # frees the memory of the body
+            self._complete(self._exchange, cast("memoryview", body))
         if not self._transport.is_closing():
             self._resume()
 
@@ -563,12 +470,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._state = IDLE if exchange.keep_alive else LAST
         self._served = True
         self._exchanges.append(exchange)
-        turns, most = self.listener.turns, self._limits.pipelined
+        turns = self.listener.turns
         begun_s = turns.clock_s()
         self.listener.handle(exchange)
         turns.spend(begun_s)
-        self._turn += 1
-        full = self._turn >= most or len(self._exchanges) >= most
+        full = len(self._exchanges) >= self._limits.pipelined
         if full or turns.busy or turns.waiting:  # one at a time while others wait for their turn
             self._pause()
 
@@ -611,7 +517,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Reply with an error after the pending replies, and read no more."""
         if self._state >= LAST:
             return
-        exchange = self._exchange if self._state is BODY else Exchange(self, _UNREAD)
+        exchange = self._exchange if self._state >= SIZED else Exchange(self, _UNREAD)
         self._state = REFUSED
         self._discard()
         exchange.keep_alive = False
@@ -631,11 +537,10 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _discard(self) -> None:
         """Free the data of an incomplete request."""
-        self._chunks = self._reader = None
+        body, self._body = self._body, None
+        self._left = self._chunks = self._reader = None
         self._take_kept()
-        body, view = self._body, self.listener.view
-        self._body = self._body_left = view  # what else comes is dropped
-        if body is not view:
+        if body is not None:
             self.listener.turns.run(body.release)  # 4 ms for 36 MB
 
     # -- deadlines and the end -------------------------------------------------------------------
@@ -651,8 +556,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._stalled_s is not None:
             if now_s - self._stalled_s > limits.write_s:
                 self._transport.abort()
-        elif self._exchanges or self._kept or self._waits:  # it is the server's turn
-            if self._ended and is_reset(self._transport):
+        elif self._exchanges or self._kept or state is WHOLE:  # it is the server's turn
+            if self._ended and self._transport.get_extra_info("socket").getsockopt(
+                SOL_SOCKET, SO_ERROR
+            ):  # the client has refused what was sent; not seen otherwise
                 self._transport.abort()
         elif state >= LAST:  # closed, but for what the client has not taken
             if waited_s > (limits.linger_s if state is LINGERING else limits.write_s):

@@ -16,20 +16,8 @@ from deploykit.serving.transport.call import Head, Refusal
 from deploykit.serving.transport.security import AccessControl, allow_origin
 
 _USED = frozenset(
-    {
-        b"host",
-        b"origin",
-        b"expect",
-        b"content-length",
-        b"content-encoding",
-        b"content-type",
-        b"transfer-encoding",
-        b"inference-header-content-length",
-        b"accept",
-        b"accept-encoding",
-        b"authorization",
-        b"traceparent",
-    }
+    b"host origin expect content-length content-encoding content-type transfer-encoding accept "
+    b"accept-encoding authorization traceparent inference-header-content-length".split()
 )
 END = b"\r\n\r\n"
 # RFC 9112, 3.2.2: a target as for a proxy; its host counts instead of the header
@@ -91,12 +79,12 @@ class HeadReader:
             self._refuse(400, "the request's head does not end where it should")
         if self._refused is None and not self._complete:
             return used, None
-        head = self._head() if self._refused is None else self._refused_head()
+        if self._refused is None:
+            head = self._head()
+        else:
+            head = Head(target=self._target.decode("latin-1"), refusal=self._refused)
         del self._parser  # a reference cycle: only the garbage collector would free it
         return used, head
-
-    def _refused_head(self) -> Head:
-        return Head(target=self._target.decode("latin-1"), refusal=self._refused)
 
     def _refuse(self, status: int, text: str) -> None:
         if self._refused is None:
@@ -152,25 +140,13 @@ class HeadReader:
         elif length is not None and length > self._max_body_bytes:
             limit = f"the body is above {self._max_body_bytes} bytes"
             self._refuse(413, f"{limit}; start the server with a larger `max_body_bytes`")
-        return Head(
-            method=method,
-            target=target,
-            path=path,
-            host=host,
-            keep_alive=self._keep_alive,
-            old=old,
-            length=length,
+        return Head.of(
+            method, target, headers,
+            host=host, keep_alive=self._keep_alive, old=old, length=length,
             expect=not old and headers.get(b"expect", b"").lower() == b"100-continue",
-            json_bytes=headers.get(b"inference-header-content-length"),
-            encoding=headers.get(b"content-encoding"),
-            content_type=headers.get(b"content-type"),
-            accept=headers.get(b"accept"),
-            accept_encoding=headers.get(b"accept-encoding"),
-            authorization=authorization,
-            trace=headers.get(b"traceparent"),
             cors=allow_origin(origin) if origin is not None and self._refused is None else b"",
             refusal=self._refused,
-        )
+        )  # fmt: skip
 
 
 # Read a chunked body (RFC 9112, 7.1) strictly and within limits; trailers are dropped.
@@ -184,10 +160,9 @@ _SIZE_LINE, _DATA, _DATA_END, _TRAILER = range(4)
 class ChunkedBody:
     """The state of one chunked body. Raises BadInput, and TooLarge above a limit."""
 
-    def __init__(self, *, max_body_bytes: int, max_chunks: int, max_trailer_bytes: int) -> None:
+    def __init__(self, limits: HttpLimits, max_body_bytes: int) -> None:
+        self._limits = limits
         self._max_body_bytes = max_body_bytes
-        self._max_chunks = max_chunks
-        self._max_trailer_bytes = max_trailer_bytes
         self._pieces: list[bytes] = []
         self._state = _SIZE_LINE
         self._line = b""  # the part received of a size line, a chunk's end or a trailer
@@ -225,9 +200,8 @@ class ChunkedBody:
             if not b"\r\n".startswith(line):
                 raise BadInput("a chunk does not end where its size says")
         elif self._state == _TRAILER:
-            if self._trailer_bytes + len(line) > self._max_trailer_bytes:
-                limit = self._max_trailer_bytes
-                raise TooLarge(f"the trailers are above {limit} bytes")
+            if self._trailer_bytes + len(line) > self._limits.header_bytes:
+                raise TooLarge(f"the trailers are above {self._limits.header_bytes} bytes")
             if complete and not line.endswith(b"\r\n"):
                 raise BadInput("a line after the last chunk does not end with CR LF")
         elif len(line) > _SIZE_LINE_BYTES:
@@ -250,8 +224,8 @@ class ChunkedBody:
         self._left = int(match[1], 16)
         self._chunks += 1
         self._body_bytes += self._left
-        if self._chunks > self._max_chunks:
-            raise TooLarge(f"the body has more than {self._max_chunks} chunks")
+        if self._chunks > self._limits.chunks:
+            raise TooLarge(f"the body has more than {self._limits.chunks} chunks")
         if self._body_bytes > self._max_body_bytes:
             raise TooLarge(
                 f"the body is above {self._max_body_bytes} bytes",

@@ -1,16 +1,14 @@
 """Inference over HTTP: decode a call's body, encode the outputs as its reply.
 
-Large JSON and compressed bodies are offloaded to another thread, very large JSON, which would hold
-the GIL for long, to another process.
+Large JSON and compressed bodies are offloaded to another thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from deploykit.core.errors import BadInput, Overloaded, TooLarge
+from deploykit.core.json_value import ONE_JSON
 from deploykit.core.tensors import Bytes
 from deploykit.serving.models.inference import Inference, ModelRoute, array_bytes, over_budget
 from deploykit.serving.models.offload import Result
@@ -23,9 +21,7 @@ from deploykit.serving.transport.call import JSON, Call, reply_exception
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
 _COMPRESSED = b"Content-Encoding: %s\r\nVary: Accept-Encoding\r\n"
 LARGE_BYTES = 256 << 10  # of JSON, of a request or a reply: offloaded to a thread
-_LONG_BYTES = 1 << 20  # about 20 ms of JSON: offloaded to the process
 _INLINE_BYTES = 4 << 10  # of outputs that are compressed on the event loop's thread
-_REGION = b"shared_memory_region"
 
 
 class InferRoute(ModelRoute):
@@ -44,8 +40,7 @@ class InferRoute(ModelRoute):
         if large and not call.reserve(0):  # before the engine works for nothing
             raise over_budget()
         slow_bytes = len(body) if json_bytes is None or self.strings else json_bytes
-        trace = None if head.trace is None else head.trace.decode("latin-1")
-        inference = HttpInference(self, call, (body, json_bytes), trace)
+        inference = HttpInference(self, call, (body, json_bytes), head.trace)
         del body
         inference.large = slow_bytes > LARGE_BYTES
         if inference.large or head.encoding is not None:
@@ -86,18 +81,8 @@ class HttpInference(Inference):
                 if limit < route.max_body_bytes:  # it waits with the large requests
                     self._source, self.large = source, True
                 raise
-        signature, size = route.model.signature, len(body) if json_bytes is None else json_bytes
-        in_process = size > _LONG_BYTES
-        if in_process and route.memory is not None:  # the worker process has no shared memory
-            in_process = _REGION not in bytes(body[:size])
-        if route.worker is not None and in_process:
-            # as an array: Python 3.11's garbage collector crashes on a shared memoryview
-            array = np.frombuffer(body, np.uint8)
-            request: Request = route.worker.run(
-                self.left_s(), json.decode, array, json_bytes, signature
-            )
-        else:
-            request = json.decode(body, json_bytes, signature, route.memory)
+        with ONE_JSON:
+            request = json.decode(body, json_bytes, route.model.signature, route.memory)
         self._decoded_bytes = sum(map(array_bytes, request.feeds.values()))
         return request
 
@@ -123,20 +108,7 @@ class HttpInference(Inference):
     def encode(self) -> tuple[int, bytes, Sequence[Bytes]]:
         route, request, outputs = self.route, self.request, self.pending.outputs
         name, signature = route.model.name, route.model.signature
-        worker = route.worker if route.model.largest_output_bytes > LARGE_BYTES else None
-        if (
-            worker is not None
-            and self.slow_bytes(json=True) > _LONG_BYTES
-            and not any(wanted.region for wanted in request.outputs)
-        ):
-            small = request._replace(feeds={})
-            parts, json_bytes = worker.run(
-                self.encode_s(), json.encode, name, VERSION, small, outputs, signature
-            )
-        else:
-            parts, json_bytes = json.encode(
-                name, VERSION, request, outputs, signature, route.memory
-            )
+        parts, json_bytes = json.encode(name, VERSION, request, outputs, signature, route.memory)
         headers = JSON if json_bytes is None else _BINARY % json_bytes
         accept = self.client.head.accept_encoding
         coding = compression.choose_encoding(accept) if accept else None

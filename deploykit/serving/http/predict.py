@@ -11,23 +11,22 @@ import base64
 import binascii
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
-import numpy as np
-
 from deploykit.core.errors import BadInput, TooLarge, UnknownEncoding, quote
-from deploykit.core.json_value import ONE_JSON
+from deploykit.core.json_value import ONE_JSON, check_json_size
 from deploykit.core.tensors import Bytes
 from deploykit.engines.tasks.engine import PNG, RLE, Item
 from deploykit.serving.models.inference import ModelRoute
-from deploykit.serving.models.pipelines import MOST_JSON_BYTES, ServedPipeline, json_too_large
+from deploykit.serving.models.pipelines import NOT_JSON, ServedPipeline
 from deploykit.serving.models.task_call import MOST_ITEMS, Items, TaskCall, too_many
 from deploykit.serving.oip.json import parse_document
 from deploykit.serving.transport import call as compression
-from deploykit.serving.transport.call import JSON, Call, Head, reply_exception
+from deploykit.serving.transport.call import JSON, Call, Head, reply_exception, reply_with
 
 # Take the fields out of a multipart/form-data body (RFC 7578), strictly and within limits.
 
@@ -60,37 +59,31 @@ def split_parts(body: Bytes, boundary: bytes, most: int) -> list[FormField]:
     found: list[FormField] = []
     start = len(delimiter) - 2
     for stop in _places(body, delimiter):
-        if not _ends_line(body, stop + len(delimiter)):
+        end = stop + len(delimiter)
+        if bytes(body[end : end + 2]) not in (b"\r\n", b"--"):
             continue  # it only begins like the boundary
         if len(found) == most:
             raise TooLarge(f"the form has more than {most} fields")
         found.append(_part(body, start, stop))
-        start = stop + len(delimiter)
+        start = end
     if bytes(body[start : start + 2]) != b"--":
         raise BadInput("the form ends before its last boundary")
     return found
-
-
-def _ends_line(body: Bytes, at: int) -> bool:
-    return bytes(body[at : at + 2]) in (b"\r\n", b"--")
 
 
 def _part(body: Bytes, start: int, stop: int) -> FormField:
     """The field between two boundaries."""
     head = bytes(body[start : min(stop + 4, start + _HEAD_BYTES)])  # with the CR LF before a stop
     end = head.find(b"\r\n\r\n")
-    if end < 0 or start + end + 4 > stop + 4:
+    if end < 0 or start + end > stop:
         raise BadInput(f"a field of the form has no end of its headers within {_HEAD_BYTES} bytes")
-    lines = head[:end].split(b"\r\n")
-    fields = {line.partition(b":")[0].strip().lower(): line.partition(b":")[2] for line in lines}
+    lines = [line.partition(b":") for line in head[:end].split(b"\r\n")]
+    fields = {name.strip().lower(): value for name, _, value in lines}
     match = _NAME.search(fields.get(b"content-disposition", b""))
     if match is None:
         raise BadInput("a field of the form has no name")
-    if fields.get(b"content-transfer-encoding", b"binary").strip().lower() not in (
-        b"binary",
-        b"8bit",
-        b"7bit",
-    ):
+    encoding = fields.get(b"content-transfer-encoding", b"binary").strip().lower()
+    if encoding not in (b"binary", b"8bit", b"7bit"):
         raise BadInput("a field of the form is not binary", hint="send its bytes as they are")
     name = (match[1] if match[1] is not None else match[2]).decode("utf-8", "replace")
     return FormField(name, body[start + end + 4 : stop])
@@ -106,22 +99,12 @@ def _places(body: Bytes, delimiter: bytes) -> Iterator[int]:
             place = window.find(delimiter, place + len(delimiter))
 
 
-def check_form(parts: list[FormField], known: tuple[str, ...]) -> None:
-    """Raise BadInput for a field of another name."""
-    for part in parts:
-        if part.name.removesuffix("[]") not in known:
-            raise BadInput(
-                f"the form has a field {quote(part.name)}", hint=f"possible: {', '.join(known)}"
-            )
-
-
 IMAGES = (b"image/jpeg", b"image/png", b"image/webp")
 _IMAGE, _TEXT = ("image", "images"), ("text", "texts")
 _UNNAMED = (b"", b"application/octet-stream", b"application/x-www-form-urlencoded")  # as curl's
 _NUMBER = 20  # digits
 _SMALL_BYTES = 64 << 10  # taken apart on the event loop's thread
 _LARGE_BYTES = 256 << 10  # taken apart with other large bodies
-_LONG_BYTES = 1 << 20  # of JSON: taken apart in another process
 
 
 class PredictRoute(ModelRoute):
@@ -130,8 +113,7 @@ class PredictRoute(ModelRoute):
     def __call__(self, call: Call) -> None:
         """Raises BadInput for a wrong request, Unsupported for a model without a task."""
         head, body = call.head, call.body
-        trace = None if head.trace is None else head.trace.decode("latin-1")
-        prediction = HttpTaskCall(self, call, trace)
+        prediction = HttpTaskCall(self, call, head.trace)
         _read_query(head.target, prediction)
         text = prediction.steps.task.image is None
         content_type = head.content_type or b""
@@ -154,7 +136,7 @@ class PredictRoute(ModelRoute):
         if kind == b"multipart/form-data":
             return partial(_split_form, find_boundary(content_type), text)
         if kind == b"application/json" or (kind in _UNNAMED and first in (b"{", b"[")):
-            return partial(self._split_json, text)
+            return partial(split_json, text)
         if kind in _UNNAMED or kind in ((b"text/plain",) if text else IMAGES):
             return _alone
         raise UnknownEncoding(
@@ -167,12 +149,6 @@ class PredictRoute(ModelRoute):
         if encoding is not None:
             body = compression.decompress(body, encoding, self.max_body_bytes)
         return split(body)
-
-    def _split_json(self, text: bool, body: Bytes) -> Items:
-        if self.worker is None or len(body) <= _LONG_BYTES:
-            return split_json(body, text)
-        array = np.frombuffer(body, np.uint8)  # is sent without a copy
-        return self.worker.run(self.limit_us / 1e6, split_json, array, text)
 
 
 class HttpTaskCall(TaskCall):
@@ -188,9 +164,12 @@ class HttpTaskCall(TaskCall):
         reply_exception(self.client, error)
 
 
-def split_json(body: Bytes | np.ndarray, text: bool) -> Items:
-    """The items of a JSON document; `text`: strings, else base64. Raises BadInput."""
-    document = parse_document(bytes(body))
+def split_json(text: bool, body: Bytes) -> Items:
+    """The items of a JSON document; `text`: strings, else base64. Raises BadInput, TooLarge."""
+    data = bytes(body)
+    check_json_size(data, _hint(text))
+    with ONE_JSON if len(data) > _SMALL_BYTES else nullcontext():  # a small one: on the loop
+        document = parse_document(data)
     kind = "text" if text else "image"
     if type(document) is dict:
         known = _TEXT if text else _IMAGE
@@ -220,8 +199,12 @@ def _from_base64(value: str, number: int) -> bytes:
 
 
 def _split_form(boundary: bytes, text: bool, body: Bytes) -> Items:
-    parts = split_parts(body, boundary, MOST_ITEMS)
-    check_form(parts, (*_TEXT, "file") if text else (*_IMAGE, "file"))
+    parts, known = split_parts(body, boundary, MOST_ITEMS), (*(_TEXT if text else _IMAGE), "file")
+    for part in parts:
+        if part.name.removesuffix("[]") not in known:
+            raise BadInput(
+                f"the form has a field {quote(part.name)}", hint=f"possible: {', '.join(known)}"
+            )
     return Items([part.content for part in parts], several=len(parts) > 1)
 
 
@@ -271,18 +254,16 @@ class PipelineRoute:
         """Raises Overloaded during the shutdown."""
         head, body = call.head, call.body
         call.body = b""
-        trace = None if head.trace is None else head.trace.decode("latin-1")
         read = partial(self._read, head, body)
-        call.cancel = self._pipeline.start(read, partial(_reply, call), trace, call.reserve)
+        call.cancel = self._pipeline.start(read, partial(_reply, call), head.trace, call.reserve)
 
     def _read(self, head: Head, body: Bytes) -> bytes | str:
         """What the input is made of, on a thread. Raises BadInput, TooLarge, UnknownEncoding."""
         kind, name = (head.content_type or b"").lower(), self._pipeline.input
         takes = self._pipeline.takes
         json_text = takes == "text" and kind.startswith(b"application/json")
-        most = MOST_JSON_BYTES if json_text or takes == "json" else self._max_body_bytes
         if head.encoding is not None:
-            body = self._decompress(body, head.encoding, most)
+            body = compression.decompress(body, head.encoding, self._max_body_bytes)
         if kind.startswith(b"multipart/form-data"):
             fields = split_parts(body, find_boundary(head.content_type or b""), MOST_FIELDS)
             chosen = [each for each in fields if each.name == name] or fields
@@ -291,23 +272,15 @@ class PipelineRoute:
             body = chosen[0].content
         if not len(body):
             raise BadInput(f"the body is empty; '{name}' is needed")
-        if len(body) > most:
-            raise json_too_large()
         data = bytes(body)
+        if takes == "json":
+            check_json_size(data, NOT_JSON)
         return _text(data, name) if json_text else data
-
-    def _decompress(self, body: Bytes, encoding: bytes, most: int) -> Bytes:
-        """`body` decompressed; JSON, and a form that holds it, up to the limit for JSON."""
-        try:
-            return compression.decompress(body, encoding, min(most, self._max_body_bytes))
-        except TooLarge:
-            if most < self._max_body_bytes:
-                raise json_too_large() from None
-            raise
 
 
 def _text(data: bytes, name: str) -> str:
     """A text from JSON: an object that holds it, or the string alone."""
+    check_json_size(data, NOT_JSON)
     with ONE_JSON:
         value = parse_document(data)
     found = value.get(name) if isinstance(value, dict) else value
@@ -320,8 +293,5 @@ def _reply(call: Call, answer: bytes | Exception, is_json: bool) -> None:
     call.cancel = None
     if isinstance(answer, Exception):
         reply_exception(call, answer)
-        return
-    try:
-        call.reply(200, JSON if is_json else _BYTES, [answer])
-    except Exception as exc:  # noqa: BLE001 - every error is a reply
-        reply_exception(call, exc)
+    else:
+        reply_with(call, lambda: answer, JSON if is_json else _BYTES)

@@ -27,46 +27,45 @@ from deploykit.serving.http.infer import InferRoute
 from deploykit.serving.http.predict import PipelineRoute, PredictRoute
 from deploykit.serving.models.offload import Offload, Result, run_inline
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.observe.prometheus import Sample, expositions
 from deploykit.serving.oip.json import parse_json
 from deploykit.serving.options import VERSION
-from deploykit.serving.shared_memory import SharedMemory
-from deploykit.serving.transport.call import JSON, Call, reply_error, reply_exception
+from deploykit.serving.transport.call import JSON, Call, reply_error, reply_exception, reply_with
 from deploykit.serving.transport.security import PREFLIGHT
 from deploykit.serving.web import examples as guide
 from deploykit.serving.web import openapi
 from deploykit.serving.web.page import FILES
-from deploykit.serving.web.status import Status, since_us, with_history
+from deploykit.serving.web.status import Samples, Status, since_us, with_history
 from deploykit.serving.workers.group import ServerGroup, of_model
-
-# Reply to GET /metrics, however many clients ask.
-#
-# Writing the metrics takes some ms of Python, on any thread: done for each request, it would keep
-# the
-# event loop from running. So they are written for all that wait, and not again at once.
 
 PAGE_HEADERS = (  # a page loads nothing from other sites and cannot be framed
     b"Content-Security-Policy: default-src 'self'; frame-ancestors 'none'\r\n"
     b"X-Content-Type-Options: nosniff\r\nReferrer-Policy: no-referrer\r\nContent-Type: %s\r\n"
 )
-_PAUSE_S = 0.01  # after one, while others wait
-_REPLIES = 100  # in one turn of the event loop
+_PAUSE_S = 0.01  # after the metrics were written, while others wait
+_REPLIES = 100  # with metrics, in one turn of the event loop
 _ACCEPT_BYTES = 1024  # of a longer header the rest is ignored
+_DOCUMENT_BYTES = 64 << 10
+_REGION = re.compile(r"/v2/systemsharedmemory(?:/region/([^/]+))?/(status|register|unregister)")
+_UNREGISTER_CUDA = "/v2/cudasharedmemory/unregister"  # NVIDIA's examples begin by calling it
+_NOT_OFFERED = (
+    "/v2/systemsharedmemory", "/v2/cudasharedmemory", "/v2/trace", "/v2/logging",
+    "/v2/repository/models",
+)  # fmt: skip
 
 Expositions = dict[str, tuple[bytes, str]]
+Route = Callable[[Call], None]
 
 
 class Scrapes:
-    """The route. A reply holds what was counted when its request came, or later."""
+    """GET /metrics, however many clients ask: a reply holds what was counted at its time, or later.
 
-    def __init__(
-        self,
-        collect: Callable[[Callable[[Result[Iterable[Sample]]], None]], None],
-        offload: Offload,
-    ) -> None:
-        """`collect` passes the samples, or a function that takes them, to its argument."""
-        self._collect = collect
+    Writing the metrics takes some ms of Python, on any thread: done for each request, it would keep
+    the event loop from running. So they are written for all that wait, and not again at once.
+    """
+
+    def __init__(self, group: ServerGroup, offload: Offload) -> None:
+        self._group = group
         self._offload = offload
         self._waiting: list[Call] = []
         self._busy = False
@@ -79,9 +78,8 @@ class Scrapes:
     def _write(self) -> None:
         calls, self._waiting = self._waiting, []
         self._busy = bool(calls)
-        if not calls:
-            return
-        self._collect(partial(self._expose, calls))
+        if calls:
+            self._group.collect("samples", partial(self._expose, calls))
 
     def _expose(self, calls: list[Call], samples: Result[Iterable[Sample]]) -> None:
         accepts = {_accept(call) for call in calls}
@@ -96,7 +94,12 @@ class Scrapes:
 
     def _reply(self, calls: deque[Call], result: Result[Expositions]) -> None:
         for _ in range(min(_REPLIES, len(calls))):
-            _answer(calls.popleft(), result)
+            call = calls.popleft()
+            try:
+                text, content_type = result()[_accept(call)]
+                call.reply(200, PAGE_HEADERS % content_type.encode(), [text])
+            except Exception as exc:  # noqa: BLE001 - every error is a reply
+                reply_exception(call, exc)
         if calls:
             asyncio.get_running_loop().call_soon(self._reply, calls, result)
         elif self._waiting:
@@ -109,30 +112,6 @@ def _accept(call: Call) -> str:
     return (call.head.accept or b"")[:_ACCEPT_BYTES].decode("latin-1")
 
 
-def _answer(call: Call, result: Result[Expositions]) -> None:
-    try:
-        text, content_type = result()[_accept(call)]
-        call.reply(200, PAGE_HEADERS % content_type.encode(), [text])
-    except Exception as exc:  # noqa: BLE001 - every error is a reply
-        reply_exception(call, exc)
-
-
-_DOCUMENT_BYTES = 64 << 10
-_REGION = re.compile(
-    r"/v2/systemsharedmemory(/region/(?P<name>[^/]+))?/(?P<what>status|register|unregister)"
-)
-_UNREGISTER_CUDA = "/v2/cudasharedmemory/unregister"  # NVIDIA's examples begin by calling it
-_NOT_OFFERED = (
-    "/v2/systemsharedmemory",
-    "/v2/cudasharedmemory",
-    "/v2/trace",
-    "/v2/logging",
-    "/v2/repository/models",
-)
-
-Route = Callable[[Call], None]
-
-
 class Routes:
     """The table: path -> (method, route). HEAD is GET without a body."""
 
@@ -140,16 +119,18 @@ class Routes:
         self,
         repository: ModelRepository,
         offload: Offload = run_inline,
-        worker: WorkerProcess | None = None,
         *,
         scheme: str = "http",
         group: ServerGroup | None = None,
+        grpc_port: int | None = None,
     ) -> None:
-        """`group`: the processes that share this server's address, if there are several."""
+        """`group`: the processes that share this server's address, if there are several.
+
+        `scheme` and `grpc_port` are for the examples at /docs.
+        """
         self._repository = repository
         self._scheme = scheme
-        self._offload = offload
-        self.grpc_port: int | None = None  # for the examples at /docs
+        self._grpc_port = grpc_port
         self.status = Status(repository)
         self.group = group or ServerGroup()
         self._offer()
@@ -157,35 +138,32 @@ class Routes:
             "/v2": ("GET", _value(repository.metadata)),
             "/v2/": ("GET", _value(repository.metadata)),
             "/v2/health/live": ("GET", _value(lambda: {"live": True})),
-            "/v2/health/ready": ("GET", self._ready(repository.why_not_ready, {"ready": True})),
+            "/v2/health/ready": ("GET", _ready(repository.why_not_ready, {"ready": True})),
             "/v2/models/stats": ("GET", partial(self._statistics, None)),
             "/v2/repository/index": ("POST", self._index),
-            "/metrics": ("GET", Scrapes(partial(self.group.collect, "samples"), offload)),
+            "/metrics": ("GET", Scrapes(self.group, offload)),
             "/status": ("GET", self._status),
             "/openapi.json": ("GET", _value(partial(openapi.document, repository))),
             "/docs": ("GET", self._guide),
         }
         for path, (content_type, body) in FILES.items():
-            self._table[path] = ("GET", _text(content_type, partial(bytes, body)))
+            self._table[path] = ("GET", _file(content_type, body))
         for name, served in repository.served.items():
-            ready, why_not = (
-                {"name": name, "ready": True},
-                partial(repository.why_not_ready, served),
-            )
-            for base in (f"/v2/models/{name}", f"/v2/models/{name}/versions/{VERSION}"):
-                self._table[base] = ("GET", _value(served.metadata))
-                self._table[f"{base}/ready"] = ("GET", self._ready(why_not, ready))
-                self._table[f"{base}/config"] = ("GET", _value(served.config))
-                self._table[f"{base}/stats"] = ("GET", partial(self._statistics, name))
+            why_not = partial(repository.why_not_ready, served)
+            self._add(name, "", "GET", _value(served.metadata))
+            self._add(name, "/ready", "GET", _ready(why_not, {"name": name, "ready": True}))
+            self._add(name, "/config", "GET", _value(served.config))
+            self._add(name, "/stats", "GET", partial(self._statistics, name))
         for name, model in repository.models.items():
-            for what, kind in (("infer", InferRoute), ("predict", PredictRoute)):
-                self._post(name, what, kind(repository, model, offload, worker))
+            self._add(name, "/infer", "POST", InferRoute(repository, model, offload))
+            self._add(name, "/predict", "POST", PredictRoute(repository, model, offload))
         for name, pipeline in repository.pipelines.items():
-            self._post(name, "predict", PipelineRoute(pipeline, repository.options.max_body_bytes))
+            route = PipelineRoute(pipeline, repository.options.max_body_bytes)
+            self._add(name, "/predict", "POST", route)
 
-    def _post(self, name: str, what: str, route: Route) -> None:
+    def _add(self, name: str, rest: str, verb: str, route: Route) -> None:
         for base in (f"/v2/models/{name}", f"/v2/models/{name}/versions/{VERSION}"):
-            self._table[f"{base}/{what}"] = ("POST", route)
+            self._table[base + rest] = (verb, route)
 
     def handle(self, call: Call) -> None:
         """Answer one call, now or later. Never raises: a bug is a 500, not a lost connection."""
@@ -206,11 +184,16 @@ class Routes:
 
     def _find(self, path: str) -> tuple[str, Route]:
         """Routes that are not in the table. Raises NotFound, Unsupported."""
+        memory = self._repository.memory
         region = _REGION.fullmatch(path)
-        if region and self._repository.memory is not None:
-            verb, make = _REGION_ROUTES[region["what"]]
-            return verb, partial(make, self._repository.memory, self.group, region["name"])
-        if path == _UNREGISTER_CUDA and self._repository.memory is not None:
+        if region and memory is not None:
+            name, action = region.groups()
+            if action == "status":
+                return "GET", _value(partial(memory.status, name))
+            if action == "register":
+                return "POST", partial(self._register, name)
+            return "POST", partial(self._change, "unregister", (name,))
+        if path == _UNREGISTER_CUDA and memory is not None:
             return "POST", lambda call: call.reply(200, JSON, [])
         if path.startswith(_NOT_OFFERED) or path.endswith("/trace/setting"):
             raise Unsupported("this extension is not offered by this server")
@@ -220,20 +203,9 @@ class Routes:
             self._repository.find(parts[3], version)
         raise NotFound(f"there is no route {quote(path)}")
 
-    def _ready(self, why_not: Callable[[], str | None], value: Mapping[str, Any]) -> Route:
-        body = orjson.dumps(value)
-
-        def route(call: Call) -> None:
-            reason = why_not()
-            if reason is not None:
-                raise Overloaded(reason)
-            call.reply(200, JSON, [body])
-
-        return route
-
     def _offer(self) -> None:
         """What other processes may ask of this one."""
-        repository, status = self._repository, self.status
+        repository, status, memory = self._repository, self.status, self._repository.memory
         reports: dict[str, Callable[[], object]] = {
             "samples": repository.samples,
             "statistics": repository.statistics,
@@ -241,35 +213,47 @@ class Routes:
             "counts": status.counts,
             "most_waiting": status.most_waiting,
         }
-        memory = repository.memory
         changes: dict[str, Callable[..., None]] = {}
         if memory is not None:
             changes = {"register": memory.register, "unregister": memory.unregister}
         self.group.offer(reports, changes, status.history.since)
 
     def _status(self, call: Call) -> None:
-        since = since_us(call.head.target.partition("?")[2])
-        self.group.collect(
-            "status", partial(_reply, call, lambda found: with_history(*found)), since
-        )
+        def then(result: Result[tuple[dict[str, Any], Samples]]) -> None:
+            reply_with(call, lambda: orjson.dumps(with_history(*result())))
+
+        self.group.collect("status", then, since_us(call.head.target.partition("?")[2]))
 
     def _statistics(self, name: str | None, call: Call) -> None:
-        self.group.collect("statistics", partial(_reply, call, partial(of_model, name)))
+        def then(result: Result[dict[str, Any]]) -> None:
+            reply_with(call, lambda: orjson.dumps(of_model(name, result())))
+
+        self.group.collect("statistics", then)
+
+    def _register(self, name: str | None, call: Call) -> None:
+        body = _document(call)
+        arguments = name, body.get("key"), body.get("offset", 0), body.get("byte_size")
+        self._change("register", arguments, call)
+
+    def _change(self, action: str, arguments: tuple[Any, ...], call: Call) -> None:
+        def then(result: Result[None]) -> None:
+            reply_with(call, lambda: result() or b"")  # type: ignore[func-returns-value]
+
+        self.group.change(action, arguments, then)
 
     def _guide(self, call: Call) -> None:
-
         host = (call.head.host or b"localhost").decode("latin-1")
         token = self._repository.options.token is not None
-        address = guide.Address(self._scheme, host, self.grpc_port, token)
+        address = guide.Address(self._scheme, host, self._grpc_port, token)
         page = guide.page(self._repository, address)
         call.reply(200, PAGE_HEADERS % guide.CONTENT_TYPE.encode(), [page])
 
     def _index(self, call: Call) -> None:
-        wanted = _document(call).get("ready", False) if call.body else False
-        if type(wanted) is not bool:
-            raise BadInput(f"'ready' must be true or false, got {quote(wanted)}")
-        found = self._repository.index()
-        chosen = [each for each in found if each["state"] == "READY" or not wanted]
+        ready = _document(call).get("ready", False) if call.body else False
+        if type(ready) is not bool:
+            raise BadInput(f"'ready' must be true or false, got {quote(ready)}")
+        models = self._repository.index()
+        chosen = [model for model in models if model["state"] == "READY" or not ready]
         call.reply(200, JSON, [orjson.dumps(chosen)])
 
 
@@ -286,46 +270,16 @@ def _value(make: Callable[[], object]) -> Route:
     return lambda call: call.reply(200, JSON, [orjson.dumps(make())])
 
 
-def _reply(call: Call, make: Callable[[Any], object], result: Callable[[], Any]) -> None:
-    """Reply with what `make` makes of a result that has come, perhaps from other processes."""
-    try:
-        call.reply(200, JSON, [orjson.dumps(make(result()))])
-    except Exception as exc:  # noqa: BLE001 - every error is a reply
-        reply_exception(call, exc)
-
-
-def _text(content_type: str, make: Callable[[], bytes]) -> Route:
+def _file(content_type: str, content: bytes) -> Route:
     headers = PAGE_HEADERS % content_type.encode()
-    return lambda call: call.reply(200, headers, [make()])
+    return lambda call: call.reply(200, headers, [content])
 
 
-# -- system shared memory: a reply names a client's region, never a file
-def _regions(memory: SharedMemory, _group: ServerGroup, name: str | None, call: Call) -> None:
-    call.reply(200, JSON, [orjson.dumps(memory.status(name))])
+def _ready(why_not: Callable[[], str | None], value: Mapping[str, Any]) -> Route:
+    def route(call: Call) -> None:
+        reason = why_not()
+        if reason is not None:
+            raise Overloaded(reason)
+        call.reply(200, JSON, [orjson.dumps(value)])
 
-
-def _register(_memory: SharedMemory, group: ServerGroup, name: str | None, call: Call) -> None:
-    body = _document(call)
-    arguments = name, body.get("key"), body.get("offset", 0), body.get("byte_size")
-    group.change("register", arguments, partial(_reply_done, call))
-
-
-def _unregister(_memory: SharedMemory, group: ServerGroup, name: str | None, call: Call) -> None:
-    group.change("unregister", (name,), partial(_reply_done, call))
-
-
-def _reply_done(call: Call, result: Callable[[], object]) -> None:
-    try:
-        result()
-        call.reply(200, JSON, [])
-    except Exception as exc:  # noqa: BLE001 - every error is a reply
-        reply_exception(call, exc)
-
-
-_REGION_ROUTES: Mapping[
-    str, tuple[str, Callable[[SharedMemory, ServerGroup, str | None, Call], None]]
-] = {
-    "status": ("GET", _regions),
-    "register": ("POST", _register),
-    "unregister": ("POST", _unregister),
-}
+    return route

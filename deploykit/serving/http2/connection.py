@@ -1,53 +1,56 @@
-"""One HTTP/2 connection: reads frames and passes their content to the streams.
+"""One HTTP/2 connection: frames in, streams, flow control in both directions, deadlines, the end.
 
+Large messages are granted receive window, oldest first, up to a limit per connection.
 `benchmarks/grpc_stacks.md` has the measurement that chose this over grpcio's servers.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import struct
+import time
+from abc import abstractmethod
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any, cast
 
 from hpack import HPACKError
 
-from deploykit.serving.http2.flow import (
-    ACK,
-    COMPRESSION_ERROR,
-    CONTINUATION,
-    DATA,
-    END_HEADERS,
-    END_STREAM,
-    ENHANCE_YOUR_CALM,
-    FLOW_CONTROL_ERROR,
-    FRAME,
-    FRAME_BYTES,
-    FRAME_SIZE_ERROR,
-    GOAWAY,
-    HEADERS,
-    INTERNAL_ERROR,
-    LARGEST_STREAM,
-    LARGEST_WINDOW,
-    PADDED,
-    PING,
-    PRIORITIZED,
-    PRIORITY,
-    PROTOCOL_ERROR,
-    PUSH_PROMISE,
-    REFUSED_STREAM,
-    RST_STREAM,
-    SETTINGS,
-    STREAM_CLOSED,
-    UPDATE_BYTES,
-    WINDOW_UPDATE,
-    ConnectionFault,
-    Flow,
-    Shared,
-    frame,
-)
-from deploykit.serving.http2.headers import HeaderReader, MalformedHeaders, check_fields
+from deploykit.core.tensors import Bytes
+from deploykit.serving.http2.headers import HeaderReader, MalformedHeaders, Pairs, check_fields
+from deploykit.serving.transport.call import MemoryBudget
+from deploykit.serving.transport.listener import Port
+from deploykit.serving.transport.turns import BUSY_BYTES
 
 log = logging.getLogger(__name__)
 
+# RFC 9113: types of frames, their flags, error codes
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = 0, 1, 2, 3, 4
+PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 5, 6, 7, 8, 9
+END_STREAM, ACK, END_HEADERS, PADDED, PRIORITIZED = 1, 1, 4, 8, 32
+NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR = 0, 1, 2, 3
+STREAM_CLOSED, FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL = 5, 6, 7, 8
+COMPRESSION_ERROR, ENHANCE_YOUR_CALM = 9, 11
+FRAME = struct.Struct(">BHBBI")  # length (8 + 16 bits), type, flags, stream
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_SIZES = {PRIORITY: 5, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}  # of a frame's payload
+LARGEST_WINDOW = LARGEST_STREAM = (1 << 31) - 1
+FRAME_BYTES = 1 << 14  # the largest frame that we accept: HTTP/2's default
+FIRST_WINDOW = 65535
+
+STREAM_WINDOW = 1 << 20  # bytes that a client may send on a stream before an update
+CONNECTION_WINDOW = 1 << 24  # bytes of DATA that a client may send before an update
+UPDATE_BYTES = CONNECTION_WINDOW // 2  # of DATA, after which we send it
+READ_BYTES = 256 << 10
+LEAST_BYTES_S = 32 << 10  # a client that reads its answers more slowly is disconnected
+WAITING_BYTES = 16 << 20  # of answers, above which a connection's requests wait
+_RESERVED_MESSAGES = 4  # of maximum size that one connection may send at once
+_TOGETHER_BYTES = 1 << 18  # written at once
+_HIGH_WATER_BYTES = 1 << 20  # unsent bytes from which on we stop reading
+_LEFT_OPEN = 1024  # streams that we have ended and the client perhaps not; twice the largest count
 _TURN_COST = 1024  # frames that one connection may have processed in a turn of the loop
 _BUSY_COST = 128  # and while frames of others wait for their turn
 _CHECKED = 15  # the time is checked after so many frames, and after every 16 more
@@ -55,23 +58,304 @@ _MOST_SETTINGS = 64  # in one frame
 _SETTINGS_COST = 10  # frames, as each may move the windows of all streams
 
 
-class Http2Connection(Flow):
+class ConnectionFault(Exception):  # noqa: N818 - RFC 9113 calls it a connection error
+    """The connection must close; `code` is one of HTTP/2's error codes."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    return FRAME.pack(len(payload) >> 16, len(payload) & 0xFFFF, kind, flags, stream) + payload
+
+
+def _number(value: int) -> bytes:
+    """A window or an error code as a payload."""
+    return value.to_bytes(4, "big")
+
+
+def literal(name: bytes, value: bytes) -> bytes:
+    """An HPACK literal that is not added to the client's table; the name is below 127 bytes."""
+    length, size = bytearray([min(len(value), 127)]), len(value) - 127  # a prefix of 7 bits
+    while size >= 128:
+        length.append(size % 128 + 128)
+        size //= 128
+    if size >= 0:
+        length.append(size)
+    return b"\x00" + bytes([len(name)]) + name + length + value
+
+
+class Stream:
+    """A stream from its headers to its trailers. A subclass interprets what it receives."""
+
+    __slots__ = (
+        "ended", "gone", "granted_bytes", "id", "link", "receive_window", "requested_bytes",
+        "send_window", "trailers", "unsent",
+    )  # fmt: skip
+
+    def __init__(self, link: Http2Connection, number: int) -> None:
+        self.link = link
+        self.id = number
+        self.send_window = link.first_window  # bytes of DATA that the client accepts
+        self.receive_window = STREAM_WINDOW  # bytes of DATA that the client may still send
+        self.granted_bytes = 0  # added to it for a large message
+        self.requested_bytes = 0  # to be added once the connection's limit allows
+        self.unsent: list[memoryview] = []  # DATA blocked by the windows; few, so no deque
+        self.trailers: bytes | None = None  # the frame that follows `unsent`
+        self.ended = False  # the client sends no more
+        self.gone = False  # it has ended: nothing can be sent
+
+    @property
+    @abstractmethod
+    def unanswered(self) -> int:
+        """Requests whose replies have not been written."""
+
+    @abstractmethod
+    def begin(self, ended: bool) -> None:
+        """The headers have been read; `ended`: nothing follows."""
+
+    @abstractmethod
+    def receive(self, piece: bytes, ended: bool) -> None:
+        """The content of a DATA frame; `ended`: it is the last."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """All output was sent; there may be more."""
+
+    @abstractmethod
+    def check(self, now_s: float) -> None:
+        """Fail the stream if it is past a limit; called periodically."""
+
+    def send(self, parts: Iterable[Bytes]) -> None:
+        self.unsent.extend(map(memoryview, parts))
+        self.push()
+
+    def end(self, trailers: bytes) -> None:
+        """Send the last frame once the DATA before it is sent."""
+        self.trailers = trailers
+        self.push()
+
+    def push(self) -> None:
+        """Send what the windows allow."""
+        link, unsent = self.link, self.unsent
+        while unsent:
+            take = min(link.sendable(self), link.frame_bytes)
+            if take <= 0:
+                return
+            pieces = []
+            size = 0
+            while unsent and size < take:
+                piece = unsent.pop(0)
+                if size + len(piece) > take:
+                    unsent.insert(0, piece[take - size :])
+                    piece = piece[: take - size]
+                pieces.append(piece)
+                size += len(piece)
+            link.count_sent(self, size)
+            head = FRAME.pack(size >> 16, size & 0xFFFF, DATA, 0, self.id)
+            link.write(b"".join((head, *pieces)))
+        if self.trailers is None:
+            self.resume()
+        else:
+            link.write(self.trailers)
+            if self.ended:
+                self.finish()
+            else:  # the client need not send more
+                self.reset(NO_ERROR)
+
+    def reset(self, code: int) -> None:
+        """End the stream with an error code of HTTP/2."""
+        self.link.write(frame(RST_STREAM, 0, self.id, _number(code)))
+        self.finish()
+
+    def finish(self) -> None:
+        """End the stream; unsent output is dropped."""
+        self.gone = True
+        self.trailers = None
+        self.unsent.clear()
+        self.link.drop(self)
+
+
+@dataclass(frozen=True)
+class Http2Limits:
+    """What one connection may send and how long it may take."""
+
+    connections: int = 4096
+    streams: int = 512  # concurrent, per connection
+    outstanding: int = 256  # unsent replies of one stream
+    all_streams: int = 16384  # of all connections; each costs memory and time while it is open
+    header_bytes: int = 64 << 10
+    header_frames: int = 128  # of one header block
+    headers: int = 100
+    empty_frames: int = 2000  # a second: pings, resets, refused calls, ...
+    header_s: float = 10.0  # until the settings arrive; until a header block is complete
+    body_s: float = 30.0  # of one message
+    idle_s: float = 75.0  # without a stream
+    write_s: float = 30.0  # for a client that does not read its reply
+    linger_s: float = 2.0  # for reading the reason of a close
+
+    def divided(self, parts: int) -> Http2Limits:
+        """The limits of one of `parts` processes, which share those of all connections."""
+        connections, streams = -(-self.connections // parts), -(-self.all_streams // parts)
+        return replace(self, connections=connections, all_streams=streams)
+
+
+class Http2Port(Port):
+    """What all HTTP/2 connections of a server share.
+
+    `parse` makes a head from a stream's headers; `open` makes a stream from connection, number and
+    head; `offload(work, then)` runs `work` on another thread, then `then` on the event loop's.
+    """
+
+    def __init__(
+        self,
+        parse: Callable[[Pairs], Any],
+        open: Callable[[Any, int, Any], Stream],  # noqa: A002 - it opens a stream
+        limits: Http2Limits,
+        max_message_bytes: int,
+        memory: MemoryBudget,
+        offload: Callable[[Callable[[], Any], Callable[[Callable[[], Any]], None]], None],
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(limits.connections, limits.header_s, memory, clock_s)
+        self.parse = parse
+        self.open = open
+        self.limits = limits
+        self.max_message_bytes = max_message_bytes
+        self.offload = offload
+        self.clock_s = clock_s
+        self.open_streams = 0  # of all connections
+        self.view = memoryview(bytearray(READ_BYTES))  # only one connection reads at a time
+        self._written: list[Http2Connection] = []  # with output for the end of this turn
+
+    def connect(self) -> Http2Connection:
+        return Http2Connection(self)
+
+    def flush_soon(self, connection: Http2Connection) -> None:
+        """Flush it once what runs in this turn of the loop has written."""
+        if not self._written:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._written.append(connection)
+
+    def _flush(self) -> None:
+        written, self._written = self._written, []
+        for connection in written:
+            try:
+                connection.flush()
+            except Exception:  # the others must not lose their output
+                log.exception("writing to an HTTP/2 connection failed")
+
+
+class Phase(IntEnum):
+    """What a connection expects next."""
+
+    AWAIT_PREFACE = 0
+    AWAIT_SETTINGS = 1
+    OPEN = 2
+    IN_HEADERS = 3  # the rest of a header block
+    CLOSED = 4  # nothing more is read
+
+
+AWAIT_PREFACE, AWAIT_SETTINGS, OPEN, IN_HEADERS, CLOSED = Phase
+
+
+class Http2Connection(asyncio.BufferedProtocol):
     """One client."""
 
-    def __init__(self, shared: Shared) -> None:
-        super().__init__(shared)
-        self._heads = HeaderReader(shared.parse, shared.limits.header_bytes)
+    def __init__(self, shared: Http2Port) -> None:
+        self.shared = shared
+        self.phase = AWAIT_PREFACE
+        self.since_s = shared.now_s  # start of the current wait: idle, or inside a header block
+        self.queued = False  # its frames wait for a turn of the loop
         self._left = b""  # an incomplete frame, and frames that wait for the next turn of the loop
+        self._heads = HeaderReader(shared.parse, shared.limits.header_bytes)
         self._block: list[bytes] = []  # an incomplete header block
         self._block_bytes = 0
-        self._block_of = (0, 0)
-        self._opened = 0  # how many streams the client has opened
-        self._has_preface = False
+        self._block_of = (0, 0)  # its flags and its stream
+        self.empty_frames = 0
+        # streams
+        self.streams: dict[int, Stream] = {}
+        self.last = 0  # the highest stream that the client has opened
+        self._opened = 0  # how many it has opened
+        # number -> receive window of streams that we have ended, and the client not: what it sent
+        # before it knew is ignored
+        self.left_open: OrderedDict[int, int] = OrderedDict()
+        # what the client sends
+        self.received_bytes = 0  # of DATA since our last update
+        self._reserved = 0  # window granted to large messages
+        self._waiting: deque[Stream] = deque()
+        # what the client takes
+        self.frame_bytes = FRAME_BYTES  # of the largest frame
+        self.send_window = FIRST_WINDOW  # bytes of DATA
+        self.first_window = FIRST_WINDOW  # and on a new stream
+        self.answer_bytes = 0  # of answers that its windows do not take
+        self._will_push = False
+        self._parked: dict[Stream, None] = {}  # with requests that wait until answers are read
+        self._writes: list[bytes] = []
+        self._write_bytes = 0
+        self._flushed = 0  # bytes given to the transport
+        self._buffered = 0  # of them, not yet sent: counted in the memory budget
+        self._read_by_s: float | None = None  # when the client must have read more of them
+        self._stalled_s: float | None = None  # when the client stopped reading
+        self._blocked_s: float | None = None  # when its windows began to block a reply
+
+    @property
+    def unanswered(self) -> int:
+        return sum(stream.unanswered for stream in self.streams.values())
+
+    @property
+    def idle_since_s(self) -> float | None:
+        busy = self.streams or self._buffered or self.phase is CLOSED
+        return None if busy else self.since_s
+
+    # -- asyncio ---------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._tls = transport.get_extra_info("sslcontext") is not None
+        self._transport.set_write_buffer_limits(_HIGH_WATER_BYTES)
+        shared, limits = self.shared, self.shared.limits
+        shared.connections.add(self)
+        values = ((3, limits.streams), (4, STREAM_WINDOW), (6, limits.header_bytes))
+        settings = b"".join(struct.pack(">HI", *pair) for pair in values)
+        self.write(frame(SETTINGS, 0, 0, settings))
+        self._update(0, CONNECTION_WINDOW - FIRST_WINDOW)
+        if not shared.has_place():
+            self.end(ENHANCE_YOUR_CALM, f"there are {limits.connections} connections already")
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
+        self.phase = CLOSED
+        self.shared.connections.discard(self)
+        self.shared.memory.release(self._buffered)
+        self._buffered = 0
+        self.shared.turns.run(self._finish_all)
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
+        shared, tls = self.shared, self._tls
+        if shared.turns.late() if tls else shared.turns.busy:  # it is used up
+            return shared.view[: BUSY_BYTES[tls]]
+        return shared.view
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self.shared.view[:nbytes]))
+
+    def pause_writing(self) -> None:
+        self._stalled_s = self.shared.now_s
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._stalled_s = None
+        if self.queued:
+            self.shared.turns.wait(self._continue_reading)
+        else:
+            self._transport.resume_reading()
+        self._push_soon()
 
     # -- frames in -------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if self.closed_for_reading:
+        if self.phase is CLOSED:
             return
         if self._left:
             data = self._left + data
@@ -81,7 +365,7 @@ class Http2Connection(Flow):
         turns = self.shared.turns
         if turns.busy:
             self._left = data
-            self.wait_for_turn()
+            self._wait_for_turn()
             return
         begun_s = turns.clock_s()
         try:
@@ -95,19 +379,37 @@ class Http2Connection(Flow):
             self.end(INTERNAL_ERROR, "an error inside the server; its log says more")
         turns.spend(begun_s)
 
+    def _wait_for_turn(self) -> None:
+        """Process the frames that were received in later turns of the loop, and read no more."""
+        self.queued = True
+        self._transport.pause_reading()
+        self.shared.turns.wait(self._continue_reading)
+
+    def _continue_reading(self) -> None:
+        """It is this connection's turn; a client that does not read must wait."""
+        if self.queued and self._can_read:
+            self.queued = False
+            self.data_received(b"")
+            if not self.queued and self._can_read:
+                self._transport.resume_reading()
+
+    @property
+    def _can_read(self) -> bool:
+        return self._stalled_s is None and self.phase is not CLOSED
+
     def _frames(self, data: bytes) -> int:
         """Process the complete frames that this turn of the loop allows; the index after them."""
         at, size = 0, len(data)
-        if not self._has_preface:
+        if self.phase is AWAIT_PREFACE:
             if not data.startswith(PREFACE[:size]):
                 raise ConnectionFault(PROTOCOL_ERROR, "this port speaks HTTP/2 with gRPC only")
             if size < len(PREFACE):
                 return 0
-            self._has_preface = True
+            self.phase = AWAIT_SETTINGS
             at = len(PREFACE)
         turns, count = self.shared.turns, 0
         cost = _BUSY_COST if turns.waiting else _TURN_COST
-        while size - at >= 9 and not self.closed_for_reading:
+        while size - at >= 9 and self.phase is not CLOSED:
             high, low, kind, flags, number = FRAME.unpack_from(data, at)
             number &= LARGEST_STREAM  # the highest bit is reserved
             length = high << 16 | low
@@ -117,25 +419,29 @@ class Http2Connection(Flow):
             if end > size:
                 break
             if cost <= 0 or (count & _CHECKED == _CHECKED and turns.late()):
-                self.wait_for_turn()
+                self._wait_for_turn()
                 break
             cost -= 1
             count += 1
-            if kind == CONTINUATION:
-                self._receive_continuation(data[at + 9 : end], flags, number)
-            elif self.in_header_block:
-                raise ConnectionFault(PROTOCOL_ERROR, "a frame inside a header block")
-            elif not self.has_settings and kind != SETTINGS:
-                raise ConnectionFault(PROTOCOL_ERROR, "the first frame must be SETTINGS")
-            elif kind == DATA:
+            if self.phase is not OPEN:
+                self._check_phase(kind, number)
+            if kind == DATA:
                 self._data(data, at + 9, end, flags, number)
             elif kind == HEADERS:
                 cost -= length >> 3  # HPACK makes a header of a single byte
                 self._headers(data[at + 9 : end], flags, number)
+            elif kind == CONTINUATION:
+                self._continue_headers(data[at + 9 : end], flags)
             else:
                 self._other(kind, flags, number, data[at + 9 : end])
             at = end
-        return size if self.closed_for_reading else at
+        return size if self.phase is CLOSED else at
+
+    def _check_phase(self, kind: int, number: int) -> None:
+        if self.phase is IN_HEADERS and (kind, number) != (CONTINUATION, self._block_of[1]):
+            raise ConnectionFault(PROTOCOL_ERROR, "a frame inside a header block")
+        if self.phase is AWAIT_SETTINGS and kind != SETTINGS:
+            raise ConnectionFault(PROTOCOL_ERROR, "the first frame must be SETTINGS")
 
     def _data(self, data: bytes, at: int, end: int, flags: int, number: int) -> None:
         length = end - at
@@ -144,7 +450,8 @@ class Http2Connection(Flow):
             self._late(number, length, flags)
         self.received_bytes += length
         if self.received_bytes > UPDATE_BYTES:
-            self.allow_more()
+            self._update(0, self.received_bytes)
+            self.received_bytes = 0
         if flags & PADDED:
             if not length or data[at] >= length:
                 raise ConnectionFault(PROTOCOL_ERROR, "more padding than the frame has")
@@ -164,8 +471,7 @@ class Http2Connection(Flow):
 
     def _late(self, number: int, size: int, flags: int) -> None:
         """Check a frame of a stream that has ended: the client may not know it yet."""
-        if number > self.last or not number & 1:
-            raise ConnectionFault(PROTOCOL_ERROR, "a frame on an idle stream")
+        self._check_open(number)
         window = self.left_open.pop(number, None)
         if window is None:
             raise ConnectionFault(STREAM_CLOSED, "a frame after the end of the stream")
@@ -174,32 +480,40 @@ class Http2Connection(Flow):
         if not flags & END_STREAM:
             self.left_open[number] = window - size
 
+    def _check_open(self, number: int) -> None:
+        if number > self.last or not number & 1:
+            raise ConnectionFault(PROTOCOL_ERROR, "a frame on an idle stream")
+
     def _headers(self, payload: bytes, flags: int, number: int) -> None:
         if not number & 1:
             raise ConnectionFault(PROTOCOL_ERROR, "a client's stream number must be odd")
         if flags & (PADDED | PRIORITIZED):
-            payload = _strip_padding(payload, flags)
+            padded = bool(flags & PADDED)
+            start = padded + (5 if flags & PRIORITIZED else 0)
+            end = len(payload) - (payload[0] if padded and payload else 0)
+            if start > end:
+                raise ConnectionFault(PROTOCOL_ERROR, "more padding than the frame has")
+            payload = payload[start:end]
         if flags & END_HEADERS:
             self._open(payload, flags, number)
         else:
             self._block, self._block_of = [payload], (flags, number)
             self._block_bytes = len(payload)
-            self.in_header_block = True
+            self.phase = IN_HEADERS
             self.since_s = self.shared.now_s
 
-    def _receive_continuation(self, payload: bytes, flags: int, number: int) -> None:
-        block, (first, expected) = self._block, self._block_of
-        if not self.in_header_block or number != expected:
+    def _continue_headers(self, payload: bytes, flags: int) -> None:
+        if self.phase is not IN_HEADERS:
             raise ConnectionFault(PROTOCOL_ERROR, "CONTINUATION without HEADERS")
+        block, limits = self._block, self.shared.limits
         block.append(payload)
         self._block_bytes += len(payload)
-        limits = self.shared.limits
         if self._block_bytes > limits.header_bytes or len(block) > limits.header_frames:
             raise ConnectionFault(ENHANCE_YOUR_CALM, "the headers are too large")
         self.count_frame()
         if flags & END_HEADERS:
-            self.in_header_block = False
-            self._open(b"".join(block), first, number)
+            self.phase = OPEN
+            self._open(b"".join(block), *self._block_of)
 
     def _open(self, block: bytes, flags: int, number: int) -> None:
         if number <= self.last:
@@ -211,12 +525,12 @@ class Http2Connection(Flow):
             head = self._heads.read(block)
         except MalformedHeaders as exc:
             log.info("HTTP/2 headers are refused: %s", exc)
-            self.refuse(number, PROTOCOL_ERROR, flags)
+            self._refuse(number, PROTOCOL_ERROR, flags)
             return
         shared, streams = self.shared, self.streams
         limits = shared.limits
         if len(streams) >= limits.streams or shared.open_streams >= limits.all_streams:
-            self.refuse(number, REFUSED_STREAM, flags)
+            self._refuse(number, REFUSED_STREAM, flags)
             return
         shared.open_streams += 1
         stream = streams[number] = shared.open(self, number, head)
@@ -226,9 +540,9 @@ class Http2Connection(Flow):
         """Headers on a stream that was opened before: they can only be its last frame."""
         pairs = self._heads.decode(block)
         stream = self.streams.get(number)
-        if stream is None and number not in self.left_open and self._opened < (self.last + 1) // 2:
-            raise ConnectionFault(PROTOCOL_ERROR, "stream numbers must rise")
         if stream is None:
+            if number not in self.left_open and self._opened < (self.last + 1) // 2:
+                raise ConnectionFault(PROTOCOL_ERROR, "stream numbers must rise")
             self._late(number, 0, flags)
             return
         if stream.ended:
@@ -243,112 +557,271 @@ class Http2Connection(Flow):
 
     def _other(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         self.count_frame()
+        size = _SIZES.get(kind, len(payload))
+        if len(payload) != size:
+            raise ConnectionFault(
+                FRAME_SIZE_ERROR, f"a frame of type {kind} must have {size} bytes"
+            )
+        if kind in (SETTINGS, PING, GOAWAY) and number:
+            raise ConnectionFault(PROTOCOL_ERROR, f"a frame of type {kind} belongs on stream 0")
         if kind == WINDOW_UPDATE:
-            self._window_update(number, payload)
+            self._window_update(number, int.from_bytes(payload, "big") & LARGEST_WINDOW)
         elif kind == RST_STREAM:
-            _check_size(kind, payload, 4)
-            if number > self.last or not number & 1:
-                raise ConnectionFault(PROTOCOL_ERROR, "RST_STREAM for an idle stream")
+            self._check_open(number)
             self.left_open.pop(number, None)
             stream = self.streams.get(number)
             if stream is not None:
                 stream.ended = True
                 stream.finish()
         elif kind == SETTINGS:
-            self._settings(flags, number, payload)
-        elif kind == PING:
-            _check_stream_0(kind, number)
-            _check_size(kind, payload, 8)
-            if not flags & ACK:
-                self.write(frame(PING, ACK, 0, payload))
+            self._settings(flags, payload)
+        elif kind == PING and not flags & ACK:
+            self.write(frame(PING, ACK, 0, payload))
         elif kind == PUSH_PROMISE:
             raise ConnectionFault(PROTOCOL_ERROR, "a client does not push")
-        elif kind == PRIORITY:
-            if not number:
-                raise ConnectionFault(PROTOCOL_ERROR, "PRIORITY on stream 0")
-            _check_size(kind, payload, 5)
-        elif kind == GOAWAY:
-            _check_stream_0(kind, number)
-            if len(payload) < 8:
-                raise ConnectionFault(FRAME_SIZE_ERROR, "GOAWAY needs 8 bytes")
+        elif kind == PRIORITY and not number:
+            raise ConnectionFault(PROTOCOL_ERROR, "PRIORITY on stream 0")
+        elif kind == GOAWAY and len(payload) < 8:
+            raise ConnectionFault(FRAME_SIZE_ERROR, "GOAWAY needs 8 bytes")
 
-    def _settings(self, flags: int, number: int, payload: bytes) -> None:
-        _check_stream_0(SETTINGS, number)
+    def _settings(self, flags: int, payload: bytes) -> None:
         if len(payload) % 6 or (flags & ACK and payload):
             raise ConnectionFault(FRAME_SIZE_ERROR, "malformed SETTINGS")
         if len(payload) > 6 * _MOST_SETTINGS:
             raise ConnectionFault(ENHANCE_YOUR_CALM, f"more than {_MOST_SETTINGS} settings")
         if flags & ACK:
             return
-        self.has_settings = True
+        if self.phase is AWAIT_SETTINGS:
+            self.phase = OPEN
         self.count_frame(_SETTINGS_COST)
         first_window = self.first_window
-        for at in range(0, len(payload), 6):
-            name = int.from_bytes(payload[at : at + 2], "big")
-            value = int.from_bytes(payload[at + 2 : at + 6], "big")
+        for name, value in struct.iter_unpack(">HI", payload):
             if name == 2 and value > 1:
                 raise ConnectionFault(PROTOCOL_ERROR, "ENABLE_PUSH is neither 0 nor 1")
             if name == 4:
-                if value > LARGEST_WINDOW:
-                    raise ConnectionFault(FLOW_CONTROL_ERROR, "a window above 2^31-1")
-                first_window = value
+                first_window = _checked_window(value)
             elif name == 5:
                 if not 1 << 14 <= value < 1 << 24:
                     raise ConnectionFault(PROTOCOL_ERROR, "a frame size out of range")
                 self.frame_bytes = min(value, 1 << 20)
-        self._set_first_window(first_window)
-        self.write(frame(SETTINGS, ACK, 0))
-
-    def _set_first_window(self, value: int) -> None:
-        more, self.first_window = value - self.first_window, value
+        more, self.first_window = first_window - self.first_window, first_window
         if more:
             for stream in self.streams.values():
-                stream.send_window += more
-                if stream.send_window > LARGEST_WINDOW:
-                    raise ConnectionFault(FLOW_CONTROL_ERROR, "a window above 2^31-1")
-            self.push_soon()
+                stream.send_window = _checked_window(stream.send_window + more)
+            self._push_soon()
+        self.write(frame(SETTINGS, ACK, 0))
 
-    def _window_update(self, number: int, payload: bytes) -> None:
-        _check_size(WINDOW_UPDATE, payload, 4)
-        more = int.from_bytes(payload, "big") & LARGEST_WINDOW
-        if number and (number > self.last or not number & 1):
-            raise ConnectionFault(PROTOCOL_ERROR, "WINDOW_UPDATE on an idle stream")
-        if number == 0:
-            self.send_window = _add_window(self.send_window, more)
-            self.push_soon()
-            return
+    def _window_update(self, number: int, more: int) -> None:
+        if number:
+            self._check_open(number)
         stream = self.streams.get(number)
-        if stream is not None:
-            stream.send_window = _add_window(stream.send_window, more)
+        if (stream is not None or not number) and not more:
+            raise ConnectionFault(PROTOCOL_ERROR, "WINDOW_UPDATE by 0")
+        if not number:
+            self.send_window = _checked_window(self.send_window + more)
+            self._push_soon()
+        elif stream is not None:
+            stream.send_window = _checked_window(stream.send_window + more)
             stream.push()
 
+    def count_frame(self, frames: int = 1) -> None:
+        """Count a frame that carries no content. Raises ConnectionFault for too many."""
+        self.empty_frames += frames
+        if self.empty_frames > self.shared.limits.empty_frames:
+            raise ConnectionFault(ENHANCE_YOUR_CALM, "too many frames without content")
 
-def _strip_padding(payload: bytes, flags: int) -> bytes:
-    """The header block in a HEADERS frame with padding or a priority."""
-    start, end = 0, len(payload)
-    if flags & PADDED:
-        start = 1
-        end -= payload[0] if payload else 0
-    if flags & PRIORITIZED:
-        start += 5
-    if start > end:
-        raise ConnectionFault(PROTOCOL_ERROR, "more padding than the frame has")
-    return payload[start:end]
+    # -- windows ---------------------------------------------------------------------------------
+
+    def reserve(self, stream: Stream, more: int) -> None:
+        """Grant window for `more` bytes of a large message once the connection's limit allows."""
+        if not stream.requested_bytes:
+            stream.requested_bytes = more
+            self._waiting.append(stream)
+            self._grant()
+
+    def release(self, stream: Stream) -> None:
+        """Return the window granted to a large message."""
+        self._reserved -= stream.granted_bytes
+        stream.granted_bytes = 0
+        if self._waiting:
+            self._grant()
+
+    def _grant(self) -> None:
+        budget = _RESERVED_MESSAGES * self.shared.max_message_bytes
+        while self._waiting:
+            stream = self._waiting[0]
+            more = stream.requested_bytes
+            if not stream.gone and self._reserved and self._reserved + more > budget:
+                return
+            self._waiting.popleft()
+            stream.requested_bytes = 0
+            if not stream.gone:
+                stream.granted_bytes += more
+                self._reserved += more
+                self.allow(stream, more)
+
+    def allow(self, stream: Stream, more: int) -> None:
+        """Let the client send `more` bytes on this stream."""
+        stream.receive_window += more
+        self._update(stream.id, more)
+
+    def _update(self, number: int, more: int) -> None:
+        self.write(frame(WINDOW_UPDATE, 0, number, _number(more)))
+
+    def sendable(self, stream: Stream) -> int:
+        """Bytes of DATA that may be sent on this stream now."""
+        return 0 if self._stalled_s is not None else min(self.send_window, stream.send_window)
+
+    def take_window(self, stream: Stream, size: int) -> bool:
+        """Count `size` bytes of DATA as sent, if they may be sent on this stream in one frame."""
+        free = self._stalled_s is None and size <= self.frame_bytes
+        if not free or size > self.send_window or size > stream.send_window:
+            return False
+        self.count_sent(stream, size)
+        return True
+
+    def count_sent(self, stream: Stream, size: int) -> None:
+        self.send_window -= size
+        stream.send_window -= size
+        self._blocked_s = None
+        self.empty_frames -= 2  # the client may tell us that it has read them
+
+    def park(self, stream: Stream) -> None:
+        """Resume this stream once the client has read answers."""
+        self._parked[stream] = None
+
+    def answers_read(self, size: int) -> None:
+        self.answer_bytes -= size
+        if self._parked and self.answer_bytes <= WAITING_BYTES:
+            for stream in self._parked:
+                self.shared.turns.wait(stream.resume)
+            self._parked = {}
+
+    def _push_soon(self) -> None:
+        """Push in one of the next turns, once for all that the client has changed."""
+        if not self._will_push and self.streams:
+            self._will_push = True
+            self.shared.turns.wait(self._push)
+
+    def _push(self) -> None:
+        self._will_push = False
+        for stream in list(self.streams.values()):
+            if stream.unsent or stream.trailers is not None:
+                stream.push()
+
+    # -- output, deadlines and the end -----------------------------------------------------------
+
+    def write(self, data: bytes) -> None:
+        """Send, joined with other writes of this turn of the loop."""
+        writes = self._writes
+        if not writes:
+            self.shared.flush_soon(self)
+        writes.append(data)
+        self._write_bytes += len(data)
+        if self._write_bytes > _TOGETHER_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Give what was written to the transport."""
+        writes = self._writes
+        if writes and not self._transport.is_closing():
+            self._transport.write(writes[0] if len(writes) == 1 else b"".join(writes))
+            self._flushed += self._write_bytes
+        writes.clear()
+        self._write_bytes = 0
+
+    def drop(self, stream: Stream) -> None:
+        """Forget a finished stream."""
+        if self.streams.pop(stream.id, None) is not None:
+            self.shared.open_streams -= 1
+        if not stream.ended:
+            self._leave_open(stream.id, stream.receive_window)
+        if stream.granted_bytes or self._waiting:
+            self.release(stream)
+        if not self.streams:
+            self.since_s = self.shared.now_s
+
+    def _refuse(self, number: int, code: int, flags: int) -> None:
+        """Reset a stream that has not begun."""
+        self.count_frame()
+        self.write(frame(RST_STREAM, 0, number, _number(code)))
+        if not flags & END_STREAM:
+            self._leave_open(number, STREAM_WINDOW)
+
+    def _leave_open(self, number: int, window: int) -> None:
+        self.left_open[number] = window
+        if len(self.left_open) > _LEFT_OPEN:
+            self.left_open.popitem(last=False)
+
+    def check(self, now_s: float) -> None:
+        """Close the connection if it is past a limit, and let each stream check its own."""
+        limits, waited_s = self.shared.limits, now_s - self.since_s
+        allowed = max(1, round(limits.empty_frames * self.shared.tick_s))
+        self.empty_frames = max(0, self.empty_frames - allowed)
+        for stream in list(self.streams.values()):
+            stream.check(now_s)
+        if not any(stream.unsent for stream in self.streams.values()):
+            self._blocked_s = None
+        elif self._blocked_s is None:
+            self._blocked_s = now_s
+        reads = self._count_buffered(now_s)
+        since_s = self._stalled_s if self._stalled_s is not None else self._blocked_s
+        late = not reads or (since_s is not None and now_s - since_s > limits.write_s)
+        if self.phase is CLOSED:
+            late = late or waited_s > limits.linger_s
+        elif self.phase is not OPEN:
+            late = late or waited_s > limits.header_s
+        if late:
+            self._transport.abort()
+        elif not self.streams and waited_s > limits.idle_s:
+            self.close()
+
+    def _count_buffered(self, now_s: float) -> bool:
+        """Count what the transport has not sent; whether the client reads it fast enough."""
+        size = self._transport.get_write_buffer_size()
+        if size == self._buffered == 0:
+            return True
+        sent, self._flushed = self._flushed - (size - self._buffered), 0
+        self.shared.memory.release(self._buffered - size)
+        self._buffered = size
+        latest_s = now_s + self.shared.limits.write_s
+        if size == 0 or self._read_by_s is None:
+            self._read_by_s = latest_s if size else None
+            return True
+        self._read_by_s = min(latest_s, self._read_by_s + sent / LEAST_BYTES_S)
+        return now_s <= self._read_by_s
+
+    def close(self) -> None:
+        """Accept no more streams; close once all written data is sent."""
+        self.end(NO_ERROR, "")
+
+    def end(self, code: int, text: str) -> None:
+        """Send GOAWAY and read no more; after an error, wait for the client to read it."""
+        if self.phase is CLOSED:
+            return
+        self.phase = CLOSED
+        self.write(frame(GOAWAY, 0, 0, _number(self.last) + _number(code) + text.encode()))
+        self.flush()
+        if not code:
+            self._transport.close()
+            return
+        log.info("an HTTP/2 connection is closed: %s", text)
+        self._finish_all()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+            self.since_s = self.shared.now_s
+        else:
+            self._transport.close()
+
+    def _finish_all(self) -> None:
+        for stream in list(self.streams.values()):
+            stream.finish()
+
+    def abort(self) -> None:
+        self._transport.abort()
 
 
-def _add_window(window: int, more: int) -> int:
-    if not more:
-        raise ConnectionFault(PROTOCOL_ERROR, "WINDOW_UPDATE by 0")
-    if window + more > LARGEST_WINDOW:
+def _checked_window(window: int) -> int:
+    if window > LARGEST_WINDOW:
         raise ConnectionFault(FLOW_CONTROL_ERROR, "a window above 2^31-1")
-    return window + more
-
-
-def _check_stream_0(kind: int, number: int) -> None:
-    if number:
-        raise ConnectionFault(PROTOCOL_ERROR, f"a frame of type {kind} belongs on stream 0")
-
-
-def _check_size(kind: int, payload: bytes, size: int) -> None:
-    if len(payload) != size:
-        raise ConnectionFault(FRAME_SIZE_ERROR, f"a frame of type {kind} must have {size} bytes")
+    return window

@@ -81,7 +81,7 @@ def config(
     }
     if batched:
         found["dynamic_batching"] = {
-            "preferred_batch_size": list(policy.preferred),
+            "preferred_batch_size": [],
             "max_queue_delay_microseconds": policy.max_delay_us,
             "priority_levels": LEVELS,
             "default_priority_level": DEFAULT_LEVEL,

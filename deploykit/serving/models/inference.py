@@ -20,7 +20,6 @@ from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.offload import Offload, Result
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip.request import Request
 from deploykit.serving.oip.tensors import string_blocks
 
@@ -44,7 +43,7 @@ class Receiver(Protocol):
 
 
 class ModelRoute:
-    """What the inference requests of one model share. `worker`: for very large ones.
+    """What the inference requests of one model share.
 
     `offload(work, then)` runs `work` on another thread, then `then` on the event loop's, within
     `limit_us` from the arrival of a request.
@@ -55,11 +54,9 @@ class ModelRoute:
         repository: ModelRepository,
         model: ServedModel,
         offload: Offload,
-        worker: WorkerProcess | None = None,
     ) -> None:
         self.model = model
         self.offload = offload
-        self.worker = worker
         self.memory = repository.memory
         self.limit_us = repository.options.timeout_ms * 1000
         self.max_body_bytes = repository.options.max_body_bytes
@@ -139,19 +136,14 @@ class Inference:
         """Whether `encode` takes long enough to be offloaded; sets `large`."""
         return False
 
-    def slow_bytes(self, *, json: bool = False) -> int:
-        """Bytes of the largest output that takes long to encode; plain raw numbers do not.
-
-        `json`: only of those that become JSON or strings.
-        """
+    def slow_bytes(self) -> int:
+        """Bytes of the largest output that takes long to encode; plain raw numbers do not."""
         most = 0
         for wanted in self.request.outputs:
             array = self.pending.outputs[wanted.name]
             if not wanted.binary or wanted.classes or array.dtype.kind == "O":
                 few = array.dtype.kind == "O" and array.size <= _FEW_STRINGS
                 most = max(most, array_bytes(array) if few else array.nbytes)
-            elif json:
-                continue
             elif wanted.region is not None:
                 most = max(most, array.nbytes // _REGION_SPEED)
             elif self.route.model.signature.outputs[wanted.name].datatype == "BF16":

@@ -33,12 +33,10 @@ from deploykit.serving.options import VERSION, ServeOptions
 # Check whether an engine can be served, and whether it can replace another.
 
 
-def why_not_batched(engine: Engine, options: ServeOptions) -> str:
+def why_not_batched(engine: Engine) -> str:
     """Why requests are not joined, as far as it is known without a run; empty if they may be."""
     if not engine.inputs or not engine.outputs:
         raise Unsupported("a model without inputs or without outputs cannot be served")
-    if not options.batching:
-        return "`batching` is off"
     return why_no_batch(engine.inputs, engine.outputs)
 
 
@@ -108,9 +106,9 @@ class ServedModel:
             check_compatible(name, engines[0], engine)
         self._options = options
         self.task = ModelTask(name, engines[0])
-        self.not_batched = why_not_batched(engines[0], options)
+        self.not_batched = why_not_batched(engines[0])
         # the same, where the names of the axes make users expect a batch
-        self._dependent = self.not_batched if looks_batched(engines[0]) and options.batching else ""
+        self._dependent = self.not_batched if looks_batched(engines[0]) else ""
         self._set_batch()
         self.buckets = _buckets(name, engines[0], options) if self.max_batch else None
         self.metrics = ModelMetrics(name, VERSION)
@@ -340,7 +338,6 @@ class ServedModel:
         """Set what follows from `not_batched`."""
         engine, options = self.engines[0], self._options
         self.max_batch = 0 if self.not_batched else largest_batch(engine, options.max_batch)
-        self._preferred = tuple(n for n in sorted(set(options.preferred)) if n <= self.max_batch)
         self.signature: Signature = signature(
             engine.inputs, engine.outputs, self.max_batch, options.max_body_bytes
         )
@@ -370,7 +367,7 @@ class ServedModel:
 
     def _policy(self) -> BatchPolicy:
         options = self._options
-        return BatchPolicy(self.max_batch, options.max_delay_us, options.queue, self._preferred)
+        return BatchPolicy(self.max_batch, options.max_delay_us, options.queue)
 
     def _new_steering(self, engines: int) -> Steering | None:
         slo_ms = self._options.slo_ms
@@ -414,7 +411,6 @@ class ServedModel:
                 engine,
                 self._clock_us,
                 max_batch=self.max_batch,
-                preferred=self._preferred,
                 lengths=lengths,
                 known=known if engine is engines[0] else None,
             )
@@ -433,7 +429,7 @@ class ServedModel:
 def _buckets(name: str, engine: Engine, options: ServeOptions) -> Buckets | None:
     """The buckets of the options whose axes this model has."""
     axes = {axis for spec in engine.inputs for axis in spec.shape[1:]}
-    lengths = {axis: found for axis, found in options.buckets.items() if axis in axes}
+    lengths = {axis: found for axis, found in options.lengths.items() if axis in axes}
     if not lengths:
         return None
     return Buckets(name, engine.inputs, engine.outputs, lengths, options.pad)

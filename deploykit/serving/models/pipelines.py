@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 import orjson
 
-from deploykit.core.errors import BadInput, DeploykitError, TooLarge
+from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.json_value import check_json_size
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import Arrays
 from deploykit.serving.batching.queue import Pending
@@ -30,7 +31,10 @@ from deploykit.serving.oip.response import Result, collect_results
 from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.shared_memory import SharedMemory
 
-MOST_JSON_BYTES = 1 << 20  # of an input: the event loop cannot run for the 0.1 s of its parsing
+NOT_JSON = (
+    "send less at once, or not as JSON: a pipeline whose input is annotated as str takes text, as "
+    "numpy.ndarray an image, and as bytes anything, such as an .npy file"
+)
 _RECENT = 256  # durations, counted together
 
 Ran = Callable[["Arrays | None", "DeploykitError | None"], None]
@@ -194,8 +198,8 @@ class ServedPipeline:
         (array,) = request.feeds.values()
         if array.dtype.kind == "O":
             given: bytes = array[0]
-            if self.takes == "json" and len(given) > MOST_JSON_BYTES:
-                raise json_too_large()
+            if self.takes == "json":
+                check_json_size(given, NOT_JSON)
             return given
         if not array.size:
             raise BadInput(f"'{self.input}' has no pixels")
@@ -263,14 +267,6 @@ class ServedPipeline:
             "in_flight": self._total.in_flight,
             **self.counted(),
         }
-
-
-def json_too_large() -> TooLarge:
-    return TooLarge(
-        f"the JSON is above {MOST_JSON_BYTES} bytes, the limit for JSON to a pipeline",
-        hint="send less at once, or not as JSON: a pipeline whose input is annotated as str takes "
-        "text, as numpy.ndarray an image, and as bytes anything, such as an .npy file",
-    )
 
 
 class PipelineHost:

@@ -89,7 +89,7 @@ class ModelRepository:
     def _check_buckets(self) -> None:
         """Raise BadInput for an axis that no model has."""
         served = [model.buckets.lengths for model in self.models.values() if model.buckets]
-        for axis in self.options.buckets:
+        for axis in self.options.lengths:
             if not any(axis in lengths for lengths in served):
                 raise BadInput(
                     f"`buckets` {axis}: no served model has an input with that axis, and a batch",

@@ -32,6 +32,9 @@ from deploykit.serving.options import VERSION
 
 log = logging.getLogger(__name__)
 
+RATE = 0.01  # of the requests
+LONGEST_US = 1_000_000  # without a sample
+ALARM = 0.01  # of the rows
 QUEUE = 64  # sampled requests that may wait for the reference engine
 QUEUE_BYTES = 64 << 20
 WINDOW_ROWS = 2000  # that the alarm considers
@@ -61,15 +64,21 @@ class _Sample:
 
 
 class Shadow(Watcher, Closing):
-    """Samples a `rate` of the requests of one model. The caller closes `reference`."""
+    """Samples requests of one model: a `rate` of them, and one after each second without.
 
-    def __init__(self, name: str, reference: Engine, *, rate: float, alarm: float) -> None:
+    The caller closes `reference`. `alarm`: the share of disagreeing rows from which on it alarms.
+    """
+
+    def __init__(
+        self, name: str, reference: Engine, *, rate: float = RATE, alarm: float = ALARM
+    ) -> None:
         self._name = name
         self._reference = reference
         self._rate = rate
         self._alarm = alarm
         self._batched = all(spec.batched for spec in (*reference.inputs, *reference.outputs))
         self._count = 0  # requests seen, for the sampling
+        self._sampled_us = -LONGEST_US
         self._queue: deque[_Sample] = deque()
         self._queued_bytes = 0
         self._closing = False
@@ -85,7 +94,9 @@ class Shadow(Watcher, Closing):
         """Copy sampled requests into the queue; called on an engine's thread."""
         for request in run.requests:
             self._count += 1  # engines' threads race here: a lost count does not matter
-            if self._count * _TURN % 1.0 < self._rate:
+            late = run.started_us - self._sampled_us >= LONGEST_US
+            if late or self._count * _TURN % 1.0 < self._rate:
+                self._sampled_us = run.started_us
                 self._sample(request.feeds, request.outputs)
 
     def _sample(self, feeds: Arrays, outputs: Arrays) -> None:

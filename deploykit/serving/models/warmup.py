@@ -7,7 +7,7 @@ the error names the shape.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 
 import numpy as np
@@ -39,7 +39,6 @@ class WarmUp:
         clock_us: Callable[[], int],
         *,
         max_batch: int,
-        preferred: Collection[int] = (),
         lengths: Sequence[Mapping[str, int]] = ({},),
         known: Mapping[int, int] | None = None,
     ) -> None:
@@ -51,7 +50,7 @@ class WarmUp:
         self._batch_axis = str(engine.inputs[0].shape[0]) if max_batch else None
         self._lengths = lengths
         self._known = (known or {}) if len(lengths) == 1 else {}
-        self._required = sorted({1, *preferred, max_batch}) if max_batch else [1]
+        self._required = sorted({1, max_batch}) if max_batch else [1]
         self._between = [
             rows
             for rows in takewhile(lambda rows: rows < max_batch, _powers())

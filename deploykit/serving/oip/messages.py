@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from deploykit.core.errors import BadInput, TooLarge, quote
+from deploykit.core.json_value import MOST_JSON_VALUES
 from deploykit.core.tensors import Bytes
 from deploykit.engines.oip.protobuf import MESSAGES, DecodeError, Message
 from deploykit.serving.oip.request import (
@@ -34,7 +33,6 @@ _CACHED_BYTES = 2048
 _CACHED_SPANS = 16
 _MAX_FIELDS = 1024  # of a request; an input, an output, a parameter and raw contents are one each
 _MAX_NESTED = 1 << 18  # in inputs and outputs; a string in bytes_contents is one
-_MAX_ELEMENTS = 1 << 22  # in the typed contents of an input: each becomes an object of Python
 _MAX_HEAD_BYTES = 16 << 20  # of a request without its raw contents
 _MAX_AXES = 64  # as in NumPy
 _MAX_NAME_BYTES = 1024  # of a model or its version
@@ -209,11 +207,6 @@ def plan_request(head: bytes, spans: tuple[Span, ...], model: Signature) -> Plan
     return (_plan_cached if len(head) <= _CACHED_BYTES else _plan)(head, spans, model)
 
 
-def plan_large(head: np.ndarray, spans: tuple[Span, ...], model: Signature) -> Plan:
-    """As `plan_request`, in another process."""
-    return _plan(head.tobytes(), spans, model)
-
-
 def _plan(head: bytes, spans: tuple[Span, ...], model: Signature) -> Plan:
     if len(head) > _CACHED_BYTES:
         _count_fields(head)
@@ -244,8 +237,8 @@ def _input_data(item: Any, raw: Iterator[Binary], all_raw: bool) -> InputData:
     if len(item.shape) > _MAX_AXES:
         raise BadInput(f"{where} has {len(item.shape)} axes")
     for values in contents.values():
-        if len(values) > _MAX_ELEMENTS:
-            text = f"{where} has more than {_MAX_ELEMENTS} elements in its contents"
+        if len(values) > MOST_JSON_VALUES:
+            text = f"{where} has more than {MOST_JSON_VALUES} elements in its contents"
             raise TooLarge(text, hint=_INSTEAD)
     if contents and (all_raw or region is not None):
         instead = "raw_input_contents" if all_raw else "shared_memory_region"

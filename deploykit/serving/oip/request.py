@@ -28,7 +28,7 @@ from deploykit.serving.oip.tensors import (
     make_slot,
 )
 
-MAX_ID_BYTES = 1024
+_MAX_ID_BYTES = 1024
 MAX_CLASSES = 10_000
 _MAX_NAME_BYTES = 256  # of a shared-memory region
 
@@ -117,17 +117,14 @@ class Request(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One input of a `Plan`: an array, or the place of its bytes."""
+    """One input of a `Plan`: an array, or the place of its `size` bytes."""
 
     name: str
     slot: Slot
     shape: tuple[int, ...]
     elements: int
-    at: int
     size: int
-    body: Bytes | None
-    region: Region | None
-    value: np.ndarray | None
+    data: Binary | Region | np.ndarray
 
 
 class Plan(NamedTuple):
@@ -153,12 +150,12 @@ def plan(
     from `check_parameters`. `binary`: send all outputs as binary data. Raises BadInput for a
     request that does not fit the protocol or the model, TooLarge above `model.max_bytes`.
     """
-    if name is not None and (type(name) is not str or len(name.encode()) > MAX_ID_BYTES):
-        raise BadInput(f"'id' must be a string of at most {MAX_ID_BYTES} bytes")
+    if name is not None and (type(name) is not str or len(name.encode()) > _MAX_ID_BYTES):
+        raise BadInput(f"'id' must be a string of at most {_MAX_ID_BYTES} bytes")
     requested_outputs = _outputs(outputs, parameters, model, binary)
     parts = _inputs(inputs, model)
     key = tuple((part.name, part.slot.datatype, part.shape[1:]) for part in parts)
-    used = [part.region.byte_size for part in parts if part.region]
+    used = [part.data.byte_size for part in parts if isinstance(part.data, Region)]
     regions = bool(used) or any(item.region for item in requested_outputs)
     timeout_us = _integer(parameters, "timeout", "microseconds") or None
     priority = _integer(parameters, "priority")
@@ -175,16 +172,14 @@ def fill(plan: Plan, body: Bytes = b"", start: int = 0, memory: Memory | None = 
     if plan.regions and memory is None:
         raise BadInput("shared memory is not enabled", hint="send binary data")
     feeds = {}
-    for name, slot, shape, count, at, size, own, region, value in plan.parts:
-        if value is not None:
-            feeds[name] = value
-        elif region is None:
-            if own is None:
-                feeds[name] = from_bytes(body, start + at, size, count, shape, slot)
-            else:
-                feeds[name] = from_bytes(own, at, size, count, shape, slot)
+    for name, slot, shape, count, size, data in plan.parts:
+        if isinstance(data, Binary):
+            source, at = (body, start + data.at) if data.body is None else (data.body, data.at)
+            feeds[name] = from_bytes(source, at, size, count, shape, slot)
+        elif not isinstance(data, Region):
+            feeds[name] = data
         elif memory is not None:
-            feeds[name] = from_bytes(memory.read(region), 0, size, count, shape, slot)
+            feeds[name] = from_bytes(memory.read(data), 0, size, count, shape, slot)
     return Request(feeds, *plan.fields)
 
 
@@ -319,16 +314,14 @@ def _input(item: InputData, slot: Slot, model: Signature, budget: int) -> tuple[
         in_place = isinstance(data, Binary) and slot.item_bytes and datatype != "BF16"
         needed = 0 if in_place else _bytes_needed(count, size, slot)
         _check_limit(needed, budget, model, name)
-        if isinstance(data, Region):
-            return Part(name, slot, shape, count, 0, size, None, data, None), needed
-        return Part(name, slot, shape, count, data.at, size, data.body, None, None), needed
+        return Part(name, slot, shape, count, size, data), needed
     flat = flatten(data, count, shape, slot)
     size = 0 if slot.item_bytes else sum(len(x) for x in flat if type(x) in (str, bytes))
     needed = _bytes_needed(count, size, slot)
     _check_limit(needed, budget, model, name)
     value = from_list(flat, shape, slot)
     value.flags.writeable = False
-    return Part(name, slot, shape, count, 0, 0, None, None, value), needed
+    return Part(name, slot, shape, count, 0, value), needed
 
 
 def _size(size: object, count: int, shape: tuple[int, ...], slot: Slot) -> int:

@@ -242,7 +242,7 @@ def _to_element(element: object) -> bytes:
     return len(data).to_bytes(LENGTH_BYTES, "little") + data
 
 
-def to_json(array: np.ndarray, datatype: str, name: str) -> object:
+def to_json(array: np.ndarray, datatype: str, name: str) -> list[str] | np.ndarray:
     """An output as orjson takes it, flat. Raises BadInput for what JSON cannot represent."""
     if datatype == "BYTES":
         try:

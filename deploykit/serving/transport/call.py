@@ -1,4 +1,4 @@
-"""One HTTP request as a route sees it, and error replies. Independent of sockets."""
+"""One HTTP request as a route sees it, its memory, and error replies. Independent of sockets."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import io
 import logging
 import re
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Any
 
 import orjson
 
@@ -23,6 +24,7 @@ from deploykit.core.errors import (
     os_reason,
     quote,
 )
+from deploykit.core.machine import memory_bytes
 from deploykit.core.tensors import Bytes
 
 log = logging.getLogger(__name__)
@@ -30,7 +32,45 @@ log = logging.getLogger(__name__)
 JSON = b"Content-Type: application/json\r\n"
 RETRY = b"Retry-After: 1\r\n"
 BUG = "an error inside the server; its log says more"
+_UNKNOWN_MEMORY = 4 << 30
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class MemoryBudget:
+    """`bytes` of requests that wait for their answer, and of answers that wait for their client.
+
+    Over all connections of both protocols: each has its limits, but thousands of them together
+    could use all memory. Counted: what was received, decompressed, or copied from shared memory,
+    then the answer until the client has taken it. Call all methods on the event loop's thread.
+    """
+
+    def __init__(self, limit: int | None, max_body_bytes: int, parts: int = 1) -> None:
+        """`limit` None: a quarter of this machine's memory, but at least one largest body.
+
+        `parts`: processes that have one budget together.
+        """
+        if limit is None:
+            limit = max(max_body_bytes, (memory_bytes() or _UNKNOWN_MEMORY) // 4 // parts)
+        self.limit = limit
+        self.bytes = 0
+
+    def add(self, size: int, own: int) -> bool:
+        """Count `size` more bytes of a request or answer, which has `own` in total then.
+
+        Returns whether they fit; they are counted in any case, until `release`. One that is alone
+        in the server may exceed the budget; its own limit bounds it.
+        """
+        self.bytes += size
+        return self.bytes <= self.limit or self.bytes == own
+
+    def release(self, size: int) -> None:
+        """No longer count `size` bytes."""
+        self.bytes -= size
+
+    @property
+    def message(self) -> str:
+        """The error message for a request or answer that does not fit."""
+        return f"the server holds {self.limit} bytes of requests and answers already"
 
 
 @dataclass(frozen=True)
@@ -59,27 +99,60 @@ class Head:
     content_type: bytes | None = None
     accept: bytes | None = None
     accept_encoding: bytes | None = None
-    authorization: bytes | None = None
-    trace: bytes | None = None  # traceparent
+    trace: str | None = None  # traceparent
     cors: bytes = b""  # CORS headers of the reply, for an allowed origin
     refusal: Refusal | None = None
 
+    @classmethod
+    def of(cls, method: str, target: str, headers: Mapping[bytes, bytes], **values: Any) -> Head:
+        """A head with these headers, whose names are in lower case."""
+        trace = headers.get(b"traceparent")
+        return cls(
+            method,
+            target,
+            target.partition("?")[0],
+            json_bytes=headers.get(b"inference-header-content-length"),
+            encoding=headers.get(b"content-encoding"),
+            content_type=headers.get(b"content-type"),
+            accept=headers.get(b"accept"),
+            accept_encoding=headers.get(b"accept-encoding"),
+            trace=None if trace is None else trace.decode("latin-1"),
+            **values,
+        )
 
-class Call(Protocol):
-    """One request and the connection back to its client."""
 
-    head: Head
-    body: Bytes
-    cancel: Callable[[], object] | None  # called if the client disconnects before the reply
+class Call:
+    """One request and the way back to its client."""
 
-    @property
-    def gone(self) -> bool:
-        """Whether the client has disconnected."""
+    __slots__ = ("body", "cancel", "gone", "head", "held_bytes", "memory")
+
+    def __init__(self, head: Head, memory: MemoryBudget, body: Bytes = b"") -> None:
+        self.head = head
+        self.memory = memory
+        self.body = body
+        self.cancel: Callable[[], object] | None = None  # if the client disconnects before
+        self.gone = False  # the client has disconnected: no reply can be sent
+        self.held_bytes = 0  # bytes counted in the memory budget
+
+    @abstractmethod
+    def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None: ...
 
     def reserve(self, size: int) -> bool:
         """Count `size` more bytes in the memory budget until the reply; whether they fit."""
+        self.held_bytes += size
+        return self.memory.add(size, self.held_bytes)
 
-    def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None: ...
+    def release(self) -> None:
+        self.memory.release(self.held_bytes)
+        self.held_bytes = 0
+
+    def abandon(self) -> None:
+        """Nobody waits for the reply any more."""
+        self.gone = True
+        self.release()
+        cancel, self.cancel = self.cancel, None
+        if cancel is not None:
+            cancel()
 
 
 def refusal_of(error: Exception) -> DeploykitError | None:
@@ -93,6 +166,11 @@ def refusal_of(error: Exception) -> DeploykitError | None:
     return None
 
 
+def message_of(error: DeploykitError) -> str:
+    """The message and the hint in one line."""
+    return f"{error.message}; {error.hint}" if error.hint else error.message
+
+
 def reply_exception(call: Call, error: Exception) -> None:
     """Reply with an error; a bug is logged and not sent."""
     exc = refusal_of(error)
@@ -100,21 +178,24 @@ def reply_exception(call: Call, error: Exception) -> None:
         log.error("a request to %s failed", quote(call.head.target), exc_info=error)
         reply_error(call, 500, BUG)
         return
-    text = f"{exc.message}; {exc.hint}" if exc.hint else exc.message
-    reply_error(call, exc.http_status, text, RETRY if exc.http_status == 503 else b"")
+    headers = RETRY if exc.http_status == 503 else b""
+    reply_error(call, exc.http_status, message_of(exc), headers)
 
 
 def reply_error(call: Call, status: int, text: str, headers: bytes = b"") -> None:
     """The protocol's error body, `{"error": "one sentence"}`, and one line in the log."""
     if log.isEnabledFor(logging.INFO):
-        log.info(
-            "%s %s: %d %s",
-            quote(call.head.method),
-            quote(call.head.target),
-            status,
-            quote(text),
-        )
+        method, target = quote(call.head.method), quote(call.head.target)
+        log.info("%s %s: %d %s", method, target, status, quote(text))
     call.reply(status, JSON + headers, [orjson.dumps({"error": text})])
+
+
+def reply_with(call: Call, make: Callable[[], Bytes], headers: bytes = JSON) -> None:
+    """Reply with what `make` returns, or with the error that it raises."""
+    try:
+        call.reply(200, headers, [make()])
+    except Exception as exc:  # noqa: BLE001 - every error is a reply
+        reply_exception(call, exc)
 
 
 # Decompress request bodies, and compress replies for clients that accept it.

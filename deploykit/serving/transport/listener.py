@@ -13,77 +13,118 @@ import logging
 import math
 import socket
 import ssl
+import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Sized
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from operator import itemgetter
 from typing import Any, Protocol
 
 from deploykit.core.errors import BadInput, first_line, os_reason
-from deploykit.serving.transport.call import EXHAUSTED
+from deploykit.serving.transport.call import EXHAUSTED, MemoryBudget
+from deploykit.serving.transport.turns import Turns
 
-# Places for connections: while too many are open, those that are idle for longest are closed.
+log = logging.getLogger(__name__)
 
 SPARE = 512  # clients above the limit that may ask for the server's health; 2 turns of accepting
+BACKLOG = 1024
+PAUSE_S = 0.2  # after running out of file descriptors
 _IDLE_S = 1.0  # after which a connection without a request is closed if there are too many
 _EXHAUSTED_IDLE_S = 5.0  # the same if the process has no file descriptor left
-
-
 _CLOSED_AT_ONCE = 32  # finding them takes a millisecond
+_BURST = 200  # connections accepted per turn of the event loop: some 20 ms
+_HANDSHAKES = 8  # begun per turn of the event loop: each takes it a millisecond
 
 
-class IdleClient(Protocol):
-    """A connection. `idle_since_s`: None while it has a request."""
+class Client(Protocol):
+    """A connection, as its port sees it."""
 
     @property
-    def idle_since_s(self) -> float | None: ...
+    def idle_since_s(self) -> float | None:
+        """None while it has a request."""
+
+    @property
+    def unanswered(self) -> int:
+        """Complete requests whose replies have not been written."""
+
+    def check(self, now_s: float) -> None:
+        """Close the connection if it is past a limit."""
+
+    def close(self) -> None: ...
 
     def abort(self) -> None: ...
 
 
-class Places:
-    """The places at one port: `limit` connections."""
+class Port(ABC):
+    """What the connections of one protocol share: memory budget, turns of the event loop, time."""
 
-    def __init__(self, connections: Collection[IdleClient], limit: int) -> None:
-        """`connections`: the open ones, which their owner adds and removes."""
-        self._connections = connections
-        self._limit = limit
+    def __init__(
+        self,
+        places: int,
+        handshake_s: float,
+        memory: MemoryBudget,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.places = places  # for connections
+        self.handshake_s = handshake_s  # for TLS
+        self.memory = memory
+        self.turns = Turns(clock_s)
+        self.connections: set[Client] = set()
+        self.draining = False
+        self.now_s = clock_s()
+        self.tick_s = 0.0  # between the last two ticks
+        self._unchecked: list[Client] = []
         self._closing = 0  # connections, to make room
         self._searched_s = math.nan  # when none was idle: not again before the next tick
 
-    def make_room(self, now_s: float) -> bool:
+    @abstractmethod
+    def connect(self) -> asyncio.BaseProtocol:
+        """The protocol of a new connection."""
+
+    @property
+    def unanswered(self) -> int:
+        return sum(connection.unanswered for connection in self.connections)
+
+    def tick(self, now_s: float) -> None:
+        """Take the time and check all connections, unless that is still being done."""
+        if not self._unchecked:
+            self.tick_s, self.now_s = now_s - self.now_s, now_s
+            self._unchecked = list(self.connections)
+            self.turns.run(self._check_all)
+
+    def _check_all(self) -> None:
+        """Check in as many turns as it takes: all may reach a limit at one moment."""
+        while self._unchecked:
+            if self.turns.late():
+                self.turns.wait(self._check_all)
+                return
+            self._unchecked.pop().check(self.now_s)
+
+    def has_place(self) -> bool:
         """Whether the newest connection has a place, perhaps since idle ones are closed for it."""
-        if len(self._connections) <= self._limit:
+        if len(self.connections) <= self.places:
             self._closing = 0
         elif self._closing:  # those close in the next turn of the event loop
             self._closing -= 1
-        elif self._searched_s == now_s:
+        elif self._searched_s == self.now_s:
             return False
         else:
-            self._closing = self.close_idle(now_s, _IDLE_S)
-            self._searched_s = math.nan if self._closing else now_s
+            self._closing = self.close_idle(_IDLE_S)
+            self._searched_s = math.nan if self._closing else self.now_s
             return self._closing > 0
         return True
 
-    def close_idle(self, now_s: float, least_s: float = _EXHAUSTED_IDLE_S) -> int:
+    def close_idle(self, least_s: float = _EXHAUSTED_IDLE_S) -> int:
         """Close connections that are idle for longest, for `least_s` at least; returns how many."""
-        last_s = now_s - least_s
-        found = [(each.idle_since_s, each) for each in self._connections]
+        last_s = self.now_s - least_s
+        found = [(each.idle_since_s, each) for each in self.connections]
         idle = [(since_s, each) for since_s, each in found if since_s and since_s <= last_s]
         chosen = heapq.nsmallest(_CLOSED_AT_ONCE, idle, key=itemgetter(0))
         for _, connection in chosen:
             connection.abort()
         return len(chosen)
-
-
-log = logging.getLogger(__name__)
-
-BACKLOG = 1024
-PAUSE_S = 0.2  # after running out of file descriptors
-_BURST = 200  # connections accepted per turn of the event loop: some 20 ms
-_HANDSHAKES = 8  # begun per turn of the event loop: each takes it a millisecond
-_CLOSED_AT_ONCE = 32  # without file descriptors
 
 
 def bind(host: str, port: int, parameter: str = "`http_port`") -> socket.socket:
@@ -152,56 +193,48 @@ def is_loopback(host: str) -> bool:
 
 
 class Acceptor:
-    """Accepts connections until `close`; `make` returns a protocol for each."""
+    """Accepts the connections of a port from `open` until `close`."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         listening: socket.socket,
-        make: Callable[[], asyncio.BaseProtocol],
+        port: Port,
         tls: ssl.SSLContext | None,
-        connections: Sized,
-        max_connections: int,
-        handshake_s: float,
-        close_idle: Callable[[], object] = lambda: None,
     ) -> None:
-        """`close_idle`: called when there are no file descriptors left."""
+        self.port = port
         self._loop = loop
-        self._close_idle = close_idle
+        self._socket = listening
+        self._tls = tls
+        self._handshake_s = port.handshake_s if tls else None
         self._silent: dict[socket.socket, asyncio.Task[None]] = {}  # have not sent their hello
         self._hellos: deque[asyncio.Future[None]] = deque()  # of clients that have
-        self._socket = listening
-        self._connections = connections
-        self._most = max_connections + 2 * SPARE  # with their handshakes
-        self._handshake_s = handshake_s if tls else None
-        self._make = make
-        self._tls = tls
         self._handshakes: set[asyncio.Task[None]] = set()
         self._paused: asyncio.TimerHandle | None = None
-        self._closed = False
+        self._open = False
 
     @property
-    def handshakes(self) -> int:
-        """Accepted connections that have no protocol yet."""
-        return len(self._handshakes)
+    def busy(self) -> bool:
+        """Whether there are connections, or handshakes of connections to be."""
+        return bool(self._handshakes or self.port.connections)
 
     def open(self) -> None:
-        self._paused = None
+        self._open, self._paused = True, None
         self._socket.listen(BACKLOG)  # one that others share does not so far
         self._loop.add_reader(self._socket, self._accept)
 
     def close(self) -> None:
         """Accept the clients in the backlog, and none after that."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._paused is not None:
-            self._paused.cancel()
-        else:
-            self._loop.remove_reader(self._socket)
-            self._accept()
-        for task in self._handshakes if self._tls else ():
-            task.cancel()
+        if self._open:
+            self._open = False
+            if self._paused is not None:
+                self._paused.cancel()
+            else:
+                self._loop.remove_reader(self._socket)
+                self._accept()
+            for task in self._handshakes if self._tls else ():
+                task.cancel()
+        self._socket.close()  # new clients are refused from now on instead of waiting
 
     def _accept(self) -> None:
         for _ in range(_BURST):
@@ -215,8 +248,8 @@ class Acceptor:
                 self._pause(exc)
                 return
             client.setblocking(False)
-            count = len(self._handshakes) + len(self._connections)
-            if self._tls and count >= self._most and not self._close_silent():
+            count, most = len(self._handshakes) + len(self.port.connections), self.port.places
+            if self._tls and count >= most + 2 * SPARE and not self._close_silent():
                 client.close()  # fewer get a protocol, which replies with the reason
                 log.info("a connection was closed: there are %d already", count)
                 continue
@@ -228,8 +261,8 @@ class Acceptor:
 
     def _pause(self, exc: OSError) -> None:
         log.warning("connections cannot be accepted for now: %s", os_reason(exc))
-        if not self._closed:
-            self._close_idle()
+        if self._open:
+            self.port.close_idle()
             self._close_silent(_CLOSED_AT_ONCE)
             self._loop.remove_reader(self._socket)
             self._paused = self._loop.call_later(PAUSE_S, self.open)
@@ -246,7 +279,7 @@ class Acceptor:
             if self._tls:
                 await asyncio.wait_for(self._hello(client), self._handshake_s)
             await self._loop.connect_accepted_socket(
-                self._make, client, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
+                self.port.connect, client, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
             )
         except (OSError, asyncio.TimeoutError) as exc:  # ssl.SSLError is one
             client.close()

@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from deploykit.core.errors import BadInput, first_line, os_reason
+from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.call import Refusal
 
 _LOCAL = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
@@ -50,7 +51,7 @@ class AccessControl:
         for origin in origins:
             if not _ORIGIN.fullmatch(origin):
                 raise BadInput(
-                    f"`origin` {origin}: not an origin",
+                    f"`origins` {origin}: not an origin",
                     hint="scheme, host and port as a browser sends them: https://example.org:8080",
                 )
         self._guard = guard
@@ -103,8 +104,14 @@ PREFLIGHT = (
 )
 
 
-def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
-    """TLS 1.2 or newer with this certificate. Raises BadInput naming the invalid file."""
+def tls_context(options: ServeOptions, protocol: str) -> ssl.SSLContext | None:
+    """TLS 1.2 or newer for `protocol` with the server's certificate; None without one.
+
+    Raises BadInput naming the invalid file.
+    """
+    if options.tls_cert is None or options.tls_key is None:
+        return None
+    cert, key = Path(options.tls_cert), Path(options.tls_key)
     for parameter, path in (("`tls_cert`", cert), ("`tls_key`", key)):
         try:
             data = path.read_bytes()
@@ -119,7 +126,7 @@ def tls_context(cert: Path, key: Path) -> ssl.SSLContext:
             )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
+    context.set_alpn_protocols([protocol])
     try:
         context.load_cert_chain(cert, key)
     except ssl.SSLError as exc:

@@ -6,8 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection
-from typing import Protocol
+from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
@@ -17,12 +16,6 @@ DELIVERY_S = 0.01  # for what other threads have finished
 # a record of its own, which takes a microsecond to decrypt
 BUSY_BYTES = {False: 4 << 10, True: 256}
 _SHORT_S = 0.001  # a turn with less is not counted
-
-
-class Checked(Protocol):
-    """A connection that closes itself if it is past a limit."""
-
-    def check(self, now_s: float) -> None: ...
 
 
 class Turns:
@@ -99,31 +92,3 @@ class Turns:
                 log.exception("work on the event loop failed")
             if self.clock_s() - begun_s > self._turn_s / 2:
                 break
-
-
-class Checks:
-    """Checks connections in as many turns as it takes: all may reach a limit at one moment."""
-
-    def __init__(self, turns: Turns, connections: Collection[Checked]) -> None:
-        self._turns = turns
-        self._connections = connections
-        self._left: list[Checked] = []
-        self._now_s = 0.0
-
-    @property
-    def running(self) -> bool:
-        return bool(self._left)
-
-    def begin(self, now_s: float) -> None:
-        """Check all that are connected now, unless the last round is still running."""
-        if not self._left:
-            self._left, self._now_s = list(self._connections), now_s
-            if self._left:
-                self._turns.run(self._check)
-
-    def _check(self) -> None:
-        while self._left:
-            if self._turns.late():
-                self._turns.wait(self._check)
-                return
-            self._left.pop().check(self._now_s)

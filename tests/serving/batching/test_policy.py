@@ -46,40 +46,6 @@ def test_a_batch_is_due_when_full_or_when_its_delay_has_passed(
     assert due(queue, BatchPolicy(8, max_delay_us), now_us) == take
 
 
-@pytest.mark.parametrize(
-    ("rows", "max_delay_us", "now_us", "take"),
-    [
-        ([1] * 3, 100, 0, 0),
-        ([1] * 4, 100, 0, 4),
-        ([1] * 5, 100, 0, 4),
-        ([1] * 7, 100, 0, 6),
-        ([1] * 5, 100, 100, 5),
-        ([1] * 3, 0, 0, 3),
-        ([1] * 5, 0, 0, 4),
-        ([3, 3], 100, 0, 2),
-        ([3, 2], 100, 0, 0),
-        ([1] * 9, 100, 0, 6),
-    ],
-    ids=[
-        "no preferred size is reached",
-        "one is reached exactly",
-        "what is above it waits for the next batch",
-        "the largest that can be made",
-        "all go when the delay has passed",
-        "without a delay nothing is waited for",
-        "without a delay a preferred size still goes first",
-        "rows count, not requests",
-        "rows that step over it do not reach it",
-        "a full queue is cut to a preferred size",
-    ],
-)
-def test_batches_are_cut_to_preferred_sizes(
-    rows: list[int], max_delay_us: int, now_us: int, take: int
-) -> None:
-    policy = BatchPolicy(8, max_delay_us, preferred=(4, 6))
-    assert due([pending(n) for n in rows], policy, now_us) == take
-
-
 def test_a_model_without_batching_runs_one_request_at_a_time() -> None:
     assert due([pending(), pending()], BatchPolicy(0), 0) == 1
 

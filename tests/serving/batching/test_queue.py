@@ -149,5 +149,3 @@ def test_add_wakes_an_engine_only_when_a_batch_can_be_due() -> None:
     assert [at_once.add(pending(n)) for n in range(3)] == [True] * 3
     delayed = RequestQueue(BatchPolicy(4, 100))
     assert [delayed.add(pending(n)) for n in range(4)] == [True, False, False, True]
-    preferred = RequestQueue(BatchPolicy(8, 100, preferred=(2, 6)))
-    assert [preferred.add(pending(n)) for n in range(3)] == [True, True, True]

@@ -237,7 +237,7 @@ def test_a_batch_size_that_was_slow_once_is_tried_again() -> None:
 
 
 def test_the_policy_is_unchanged_before_anything_was_measured() -> None:
-    base = BatchPolicy(32, 500, queue=7, preferred=(4,))
+    base = BatchPolicy(32, 500, queue=7)
     assert Steering(SLO_US, base).step(0, 0) is base
 
 

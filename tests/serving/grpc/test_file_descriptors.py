@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def process(tmp_path: Path) -> Iterator[Process]:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
 
-    with Process(tmp_path, "--grpc", "--grpc-port", "0", before=limit) as process:
+    with Process(tmp_path, "--grpc-port", "0", before=limit) as process:
         yield process
 
 
@@ -43,6 +44,9 @@ def test_without_file_descriptors_open_connections_are_served_and_new_ones_accep
         assert first.call(1, infer_bytes(value=3)).status == 0
         crowd = [Frames(port) for _ in range(CROWD)]
         until(lambda: waits(process))
+        began_s = process.cpu_s()
+        threading.Event().wait(1.0)  # the CPU time of this second is measured
+        assert process.cpu_s() - began_s < 0.5
         answer = first.call(3, infer_bytes(value=4))
         assert answer.status == 0
         assert first_value(answer) == 9

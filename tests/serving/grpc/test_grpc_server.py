@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +11,8 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput
-from deploykit.serving.http2.flow import Http2Limits
 from deploykit.engines.oip.protobuf import MESSAGES
+from deploykit.serving.http2.connection import Http2Limits
 from tests.support.serving.grpc_cases import (
     SERVICE,
     STREAM,
@@ -112,14 +111,12 @@ def test_a_call_that_expires_in_the_queue_is_not_run(
     gated: tuple[Serving, GatedEngine], how: str
 ) -> None:
     running, engine = gated
-    running.see(running.server._ticking.cancel)  # which would end the call, but later than this
+    running.grpc.tick = lambda _: None  # type: ignore[method-assign]  # which would end the call, but later than this
     with frames(running.port) as client:
-        client.open(1)
-        client.message(1, infer_bytes(value=1))
+        client.start(1, infer_bytes(value=1))
         assert engine.entered.acquire(timeout=WAIT_S)
         if how == "deadline":
-            client.open(3, grpc_timeout="30m")
-            client.message(3, infer_bytes(value=2))
+            client.start(3, infer_bytes(value=2), grpc_timeout="30m")
         else:
             client.open(3)
             parameters = {"timeout": {"int64_param": 30_000}}
@@ -134,14 +131,13 @@ def test_a_call_that_expires_in_the_queue_is_not_run(
 
 def test_a_deadline_counts_from_the_call_not_from_the_last_tick() -> None:
     with serving() as running, frames(running.port) as client:
-        running.see(running.server._ticking.cancel)
+        running.grpc.tick = lambda _: None  # type: ignore[method-assign]
 
         def an_hour_ago() -> None:
-            running.server._shared.now_s -= 3600
+            running.grpc.now_s -= 3600
 
         running.see(an_hour_ago)
-        client.open(1, grpc_timeout="600S")
-        client.message(1, infer_bytes())
+        client.start(1, infer_bytes(), grpc_timeout="600S")
         assert client.answer(1).status == 0
 
 
@@ -150,10 +146,9 @@ def test_a_call_ends_at_its_deadline_even_while_it_runs(
 ) -> None:
     running, _ = gated
     with frames(running.port) as client:
-        client.open(1, grpc_timeout="50m")
-        client.message(1, infer_bytes())
+        client.start(1, infer_bytes(), grpc_timeout="50m")
         assert client.answer(1).status == 4
-        assert running.see(lambda: running.server.unanswered) == 0
+        assert running.see(lambda: running.grpc.unanswered) == 0
 
 
 def test_a_cancelled_call_is_removed_from_the_queue(
@@ -162,12 +157,11 @@ def test_a_cancelled_call_is_removed_from_the_queue(
     running, engine = gated
     with frames(running.port) as client:
         for stream in (1, 3):
-            client.open(stream)
-            client.message(stream, infer_bytes(value=stream))
+            client.start(stream, infer_bytes(value=stream))
         eventually(lambda: waiting(running) == 1)
-        client.send(3, 0, 3, (8).to_bytes(4, "big"))
+        client.cancel(3)
         eventually(lambda: waiting(running) == 0)
-        client.send(3, 0, 1, (8).to_bytes(4, "big"))  # while it runs: the result is dropped
+        client.cancel(1)  # while it runs: the result is dropped
         client.settle()
         engine.gate.set()
         assert first_value(client.call(5, infer_bytes(value=5))) == 11
@@ -181,16 +175,13 @@ def test_calls_of_a_closed_connection_are_removed_from_the_queue(
 ) -> None:
     running, engine = gated
     with frames(running.port) as client:
-        client.open(1)
-        client.message(1, infer_bytes(value=1))
+        client.start(1, infer_bytes(value=1))
         assert engine.entered.acquire(timeout=WAIT_S)
-        client.open(3)
-        client.message(3, infer_bytes(value=2))
-        client.open(5, STREAM)
-        client.message(5, infer_bytes(value=3), end=False)
+        client.start(3, infer_bytes(value=2))
+        client.start(5, infer_bytes(value=3), STREAM, end=False)
         eventually(lambda: waiting(running) == 2)
     eventually(lambda: waiting(running) == 0)
-    assert running.see(lambda: running.server.unanswered) == 0
+    assert running.see(lambda: running.grpc.unanswered) == 0
     engine.gate.set()
     assert engine.fed == [1]
 
@@ -198,12 +189,10 @@ def test_calls_of_a_closed_connection_are_removed_from_the_queue(
 def test_a_full_queue_answers_unavailable(gated: tuple[Serving, GatedEngine]) -> None:
     running, engine = gated
     with frames(running.port) as client:
-        client.open(1)
-        client.message(1, infer_bytes(value=1))
+        client.start(1, infer_bytes(value=1))
         assert engine.entered.acquire(timeout=WAIT_S)
         for stream in (3, 5, 7):
-            client.open(stream)
-            client.message(stream, infer_bytes(value=stream))
+            client.start(stream, infer_bytes(value=stream))
         refused = client.answer(7)
         assert refused.status == 14
         assert "`queue`" in refused.headers["grpc-message"]
@@ -217,8 +206,7 @@ def test_a_half_closed_stream_stays_open_until_all_answers_are_sent(
     """The client has closed its side; a request beyond the queue is refused in its turn."""
     running, engine = gated
     with frames(running.port) as client:
-        client.open(1, STREAM)
-        client.message(1, infer_bytes(value=1), end=False)
+        client.start(1, infer_bytes(value=1), STREAM, end=False)
         assert engine.entered.acquire(timeout=WAIT_S)
         for value in (2, 3):
             client.message(1, infer_bytes(value=value), end=False)
@@ -260,11 +248,10 @@ def test_during_the_drain_accepted_calls_finish_and_new_ones_are_refused(
 ) -> None:
     running, engine = gated
     with frames(running.port) as client, frames(running.port) as other:
-        client.open(1)
-        client.message(1, infer_bytes(value=1))
+        client.start(1, infer_bytes(value=1))
         assert engine.entered.acquire(timeout=WAIT_S)
-        running.repository.drain()
-        stopping = asyncio.run_coroutine_threadsafe(running.server.stop(WAIT_S), running.loop)
+        running.server.stop()
+        eventually(lambda: running.repository.draining)
         live = other.call(1, b"", f"{SERVICE}/ServerLive")
         assert MESSAGES["ServerLiveResponse"].FromString(live.data[5:]).live
         ready = other.call(3, b"", f"{SERVICE}/ServerReady")
@@ -272,12 +259,11 @@ def test_during_the_drain_accepted_calls_finish_and_new_ones_are_refused(
         refused = other.call(5, infer_bytes())
         assert refused.status == 14
         assert "shutting down" in refused.headers["grpc-message"]
-        assert not stopping.done()
         engine.gate.set()
         assert first_value(client.answer(1)) == 3
         assert client.closed()
         assert client.goaway == 0
-        stopping.result(WAIT_S)
+        assert running.stop() == 0
         with pytest.raises(ConnectionRefusedError), frames(running.port):
             pass
 
@@ -285,11 +271,9 @@ def test_during_the_drain_accepted_calls_finish_and_new_ones_are_refused(
 def test_shutdown_waits_no_longer_than_grace_s(gated: tuple[Serving, GatedEngine]) -> None:
     running, engine = gated
     with frames(running.port) as client:
-        client.open(1)
-        client.message(1, infer_bytes(value=1))
+        client.start(1, infer_bytes(value=1))
         assert engine.entered.acquire(timeout=WAIT_S)
-        running.stop(grace_s=0.05)
-        assert running.see(lambda: running.server.unanswered) == 0
+        assert running.stop(grace_s=0.05) == 1
         assert client.closed()
 
 
@@ -310,7 +294,7 @@ def test_health_can_be_checked_and_watched() -> None:
         seen = watch(b"", timeout=WAIT_S)
         assert next(seen).status == 1
         assert next(watch(b"\n\5other", timeout=WAIT_S)).status == 3
-        assert running.see(lambda: running.server.unanswered) == 0
+        assert running.see(lambda: running.grpc.unanswered) == 0
         running.repository.drain()
         assert next(seen).status == 2
         seen.cancel()
@@ -328,51 +312,6 @@ def test_large_typed_contents_of_the_wrong_size_are_refused(
         refused = client.call(1, request.SerializeToString())
         assert refused.status == 3
         assert "has 4 elements, 'data' has 100000" in refused.headers["grpc-message"]
-
-
-def test_shared_memory_is_registered_and_used_for_input_and_output() -> None:
-    from multiprocessing.shared_memory import SharedMemory
-
-    block = SharedMemory(create=True, size=64)
-    try:
-        with serving(shared_memory=True) as running:
-            block.buf[:16] = np.arange(4, dtype=np.float32).tobytes()
-            with grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel:
-                register = MESSAGES["SystemSharedMemoryRegisterRequest"](
-                    name="r", key=f"/{block.name.strip('/')}", byte_size=64
-                )
-                ask(
-                    channel,
-                    "SystemSharedMemoryRegister",
-                    "SystemSharedMemoryRegisterResponse",
-                    data=register.SerializeToString(),
-                )
-                status = ask(
-                    channel, "SystemSharedMemoryStatus", "SystemSharedMemoryStatusResponse"
-                )
-                assert status.regions["r"].byte_size == 64
-                request = MESSAGES["ModelInferRequest"](model_name="m")
-                item = request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
-                wanted = request.outputs.add(name="y")
-                for of, offset in ((item, 0), (wanted, 16)):
-                    of.parameters["shared_memory_region"].string_param = "r"
-                    of.parameters["shared_memory_byte_size"].int64_param = 16
-                    of.parameters["shared_memory_offset"].int64_param = offset
-                data = request.SerializeToString()
-                answer = ask(channel, "ModelInfer", "ModelInferResponse", data=data)
-                assert list(answer.raw_output_contents) == [b""]
-                found = np.frombuffer(block.buf, np.float32, 4, 16).copy()
-                np.testing.assert_array_equal(found, [1, 3, 5, 7])
-                ask(
-                    channel,
-                    "SystemSharedMemoryUnregister",
-                    "SystemSharedMemoryUnregisterResponse",
-                )
-                with pytest.raises(grpc.RpcError, match="there is no region"):
-                    ask(channel, "ModelInfer", "ModelInferResponse", data=data)
-    finally:
-        block.close()
-        block.unlink()
 
 
 def test_an_engine_error_is_internal_and_shows_no_file_path() -> None:

@@ -154,7 +154,7 @@ def test_a_list_of_one_is_answered_with_a_list_and_a_form_of_one_is_not(served: 
 
 
 def test_a_large_form_and_large_json_are_taken_apart_elsewhere(served: Running) -> None:
-    """Noise does not compress: 1.2 MB, which the event loop leaves to a process of its own."""
+    """Noise does not compress: 1.2 MB, which the event loop leaves to a thread."""
     noisy = encoded(np.random.default_rng(0).integers(0, 255, (640, 640, 3), np.uint8))
     assert len(noisy) > 1 << 20
     for body, kind in (
@@ -211,25 +211,6 @@ def test_a_hostile_text_is_refused_in_one_line(opened: dict[str, Any], name: str
     with running({"text-classify": opened["text-classify"]}) as server:
         status, found = post(server, "text-classify", text, "text/plain")
     assert (status, found) == (400, {"error": f"the text: {reason}"})
-
-
-def test_get_is_not_offered(served: Running) -> None:
-    assert served.ask("GET", "/v2/models/classify/predict").status == 405
-
-
-def test_a_body_above_the_limit_is_refused_before_it_is_read(served: Running) -> None:
-    raw = served.connect()
-    head = request("POST", "/v2/models/classify/predict", Content_Length="4000001")
-    raw.send(head)
-    reply = raw.reply()
-    assert reply is not None
-    assert reply.status == 413
-
-
-def test_bytes_of_a_compressed_bomb_are_limited(served: Running) -> None:
-    body = gzip.compress(bytes(5_000_000))
-    found = post(served, "classify", body, "image/png", Content_Encoding="gzip")
-    assert found[0] == 413
 
 
 def test_a_client_that_dies_in_its_upload_leaves_nothing(

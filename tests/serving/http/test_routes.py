@@ -1,17 +1,30 @@
-"""The routes of the protocol and their errors, through a real socket."""
+"""The routes of the protocol and their errors, and the metrics of many clients."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
+from deploykit.core.errors import Overloaded
 from deploykit.core.tensors import TensorSpec
+from deploykit.serving.http import routes as scrapes
+from deploykit.serving.http.routes import Scrapes
+from deploykit.serving.models.offload import Result
+from deploykit.serving.observe.prometheus import Sample
+from deploykit.serving.transport.call import Head
+from deploykit.serving.workers.group import ServerGroup
 from tests.support.fake_engine import FakeEngine
-from tests.support.serving.running import Running, infer_json, running
+from tests.support.serving.memory import Seen
+from tests.support.serving.running import Running, binary_request, infer_json, request, running
 
 GOOD = infer_json([1, 2, 3, 4], [1, 4])
+
+
 INFER = "/v2/models/m/infer"
 
 
@@ -96,82 +109,30 @@ def test_infer_returns_the_id_and_the_outputs(server: Running) -> None:
 
 def test_infer_accepts_and_returns_binary_tensors(server: Running) -> None:
     rows = np.arange(8, dtype=np.float32).reshape(2, 4)
-    item = {
-        "name": "x",
-        "datatype": "FP32",
-        "shape": [2, 4],
-        "parameters": {"binary_data_size": 32},
-    }
-    head = json.dumps({"inputs": [item], "parameters": {"binary_data_output": True}}).encode()
-    reply = server.ask(
-        "POST",
-        INFER,
-        head + rows.tobytes(),
-        Inference_Header_Content_Length=str(len(head)),
-    )
+    reply = server.connect().ask(binary_request(rows))
     size = int(reply.headers["inference-header-content-length"])
     assert reply.headers["content-type"] == "application/octet-stream"
     assert json.loads(reply.body[:size])["outputs"][0]["parameters"] == {"binary_data_size": 32}
-    np.testing.assert_array_equal(
-        np.frombuffer(reply.body[size:], np.float32).reshape(2, 4), rows * 2 + 1
-    )
+    assert reply.body[size:] == (rows * 2 + 1).tobytes()
 
 
-NAMES = [
-    "../etc",
-    "a/../b",
-    "../../etc/passwd",
-    "/etc/passwd",
-    "..",
-    "m/x",
-    "%2e%2e%2fetc",
-    "m%00",
-    "A" * 256,
-    "model.version1",
-    "model....1",
-    "<img>",
-]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_unknown_model_is_not_found(server: Running, name: str) -> None:
-    reply = server.ask("POST", f"/v2/models/{name}/infer", GOOD)
-    assert reply.status == 404
-    assert "there is no model" in reply.json["error"] or "no route" in reply.json["error"]
-
-
-@pytest.mark.parametrize("version", ["2", "01", "-1", "1e3", "9" * 20])
-def test_an_unknown_version_is_not_found(server: Running, version: str) -> None:
-    reply = server.ask("GET", f"/v2/models/m/versions/{version}/ready")
-    assert reply.status == 404
-    assert f"'m' has no version '{version}'; served here: m (version 1)" in reply.json["error"]
+UNKNOWN_VERSION = "'m' has no version '2'; served here: m (version 1)"
 
 
 @pytest.mark.parametrize(
-    "target", ["/v3", "/v2/health", "/docs/", "*", "/v2/models/m/x", "//", "/page.py"]
-)
-def test_an_unknown_route_is_not_found(server: Running, target: str) -> None:
-    reply = server.ask("GET", target)
-    assert reply.status == 404
-    assert "no route" in reply.json["error"]
-
-
-@pytest.mark.parametrize(
-    "target",
+    ("target", "says"),
     [
-        "/v2/repository/models/m/load",
-        "/v2/repository/models/m/unload",
-        "/v2/systemsharedmemory/status",
-        "/v2/cudasharedmemory/region/r/register",
-        "/v2/trace/setting",
-        "/v2/models/m/trace/setting",
-        "/v2/logging",
+        ("/v2/models/m/versions/2/ready", UNKNOWN_VERSION),
+        ("/v2/models/other", "there is no model 'other'"),
+        ("/v2/models/a/../b/infer", "there is no model 'a'"),
+        *((target, "no route") for target in ("/v3", "/v2/health", "/docs/", "*", "//")),
+        *((target, "no route") for target in ("/v2/models/m/x", "/page.py")),
     ],
 )
-def test_a_protocol_route_that_is_not_offered_gets_501(server: Running, target: str) -> None:
-    reply = server.ask("POST", target, b"{}")
-    assert reply.status == 501
-    assert "not offered" in reply.json["error"]
+def test_what_is_not_there_is_not_found(server: Running, target: str, says: str) -> None:
+    reply = server.ask("GET", target)
+    assert reply.status == 404
+    assert says in reply.json["error"]
 
 
 @pytest.mark.parametrize(
@@ -180,6 +141,7 @@ def test_a_protocol_route_that_is_not_offered_gets_501(server: Running, target: 
         ("DELETE", "/v2", "GET, HEAD"),
         ("POST", "/v2/health/live", "GET, HEAD"),
         ("GET", INFER, "POST"),
+        ("GET", "/v2/models/m/predict", "POST"),
         ("HEAD", INFER, "POST"),
         ("GET", "/v2/repository/index", "POST"),
         ("OPTIONS", "/v2/models/m", "GET, HEAD"),
@@ -188,8 +150,7 @@ def test_a_protocol_route_that_is_not_offered_gets_501(server: Running, target: 
 )
 def test_a_wrong_method_gets_405(server: Running, method: str, target: str, allow: str) -> None:
     reply = server.ask(method, target)
-    assert reply.status == 405
-    assert reply.headers["allow"] == allow
+    assert (reply.status, reply.headers["allow"]) == (405, allow)
     if method != "HEAD":
         assert "is not allowed here" in reply.json["error"]
 
@@ -198,13 +159,7 @@ def test_a_wrong_method_gets_405(server: Running, method: str, target: str, allo
 def test_a_head_request_gets_the_headers_of_get_without_a_body(
     server: Running, target: str
 ) -> None:
-    raw = server.connect()
-    raw.send(f"HEAD {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-    head = raw.reply(body=False)
-    raw.send(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-    get = raw.reply()
-    assert head is not None
-    assert get is not None
+    head, get = (server.ask(method, target) for method in ("HEAD", "GET"))
     assert head.status == get.status == 200
     assert int(head.headers["content-length"]) == len(get.body)
 
@@ -213,10 +168,7 @@ def test_a_head_request_gets_the_headers_of_get_without_a_body(
 def test_a_bad_body_gets_400_and_the_connection_stays_open(server: Running, body: bytes) -> None:
     raw = server.connect()
     for content, status in ((body, 400), (GOOD, 200)):
-        size = f"Host: localhost\r\nContent-Length: {len(content)}\r\n\r\n".encode()
-        raw.send(f"POST {INFER} HTTP/1.1\r\n".encode() + size + content)
-        reply = raw.reply()
-        assert reply is not None
+        reply = raw.ask(request("POST", INFER, content, Content_Length=str(len(content))))
         assert reply.status == status
         assert ("error" in reply.json) == (status == 400)
 
@@ -236,17 +188,6 @@ def test_two_models_answer_by_their_names() -> None:
         assert names == ["a", "b.2"]
 
 
-def test_nan_in_a_json_output_is_refused_with_a_hint_at_binary_data() -> None:
-    class Nan(FakeEngine):
-        def __call__(self, feeds):
-            return {"y": super().__call__(feeds)["y"] * np.float32("nan")}
-
-    with running({"m": Nan()}) as server:
-        reply = server.ask("POST", INFER, GOOD)
-        assert reply.status == 400
-        assert "binary_data" in reply.json["error"]
-
-
 def test_routes_that_take_little_take_no_large_documents(server: Running) -> None:
     """They parse on the event loop's thread: 30 MB stopped it for a second."""
     filler = b" " * ((64 << 10) - len(b'{"ready":true}'))
@@ -254,3 +195,90 @@ def test_routes_that_take_little_take_no_large_documents(server: Running) -> Non
     reply = server.ask("POST", "/v2/repository/index", b'{"ready":true} ' + filler)
     assert reply.status == 413
     assert "65536 bytes" in reply.json["error"]
+
+
+# -- However many clients ask for /metrics, they are written once for all that wait
+
+
+def group_of(samples: Callable[[], list[Sample]]) -> ServerGroup:
+    group = ServerGroup()
+    group.offer({"samples": samples}, {}, lambda _: [])
+    return group
+
+
+class Later:
+    """An Offload whose work is done when the test says so."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[Callable[[], Any], Callable[[Result[Any]], None]]] = []
+
+    def __call__(self, work: Callable[[], Any], then: Any, **_: object) -> None:
+        self.jobs.append((work, then))
+
+    def finish(self) -> None:
+        work, then = self.jobs.pop(0)
+        result = work()
+        then(lambda: result)
+
+
+def asked(route: Scrapes, count: int, accept: bytes | None = None) -> list[Seen]:
+    calls = [Seen(Head(accept=accept), b"") for _ in range(count)]
+    for call in calls:
+        route(call)
+    return calls
+
+
+def test_scrapes_that_wait_share_one_that_began_after_them() -> None:
+    count = 0
+
+    def samples() -> list[Sample]:
+        nonlocal count
+        count += 1
+        return [Sample("deploykit_held_bytes", {}, count)]
+
+    async def main() -> None:
+        later = Later()
+        route = Scrapes(group_of(samples), later)
+        first = asked(route, 1)
+        others = asked(route, 250)
+        openmetrics = b"application/openmetrics-text; version=1.0.0"
+        others += asked(route, 50, openmetrics)
+        others += [asked(route, 1, b"text/plain;q=0.%d" % number)[0] for number in range(1, 9)]
+        assert len(later.jobs) == 1
+        later.finish()
+        assert [call.status for call in first] == [200]
+        assert not any(call.status for call in others)  # what counts may have come since
+        assert not later.jobs  # and not again at once
+        while not later.jobs:
+            await asyncio.sleep(scrapes._PAUSE_S)
+        assert len(later.jobs) == 1
+        later.finish()
+        assert sum(call.status == 200 for call in others) == scrapes._REPLIES
+        while not all(call.status == 200 for call in others):
+            await asyncio.sleep(0)
+        assert count == 2
+        last = asked(route, 1)
+        later.finish()
+        assert last[0].status == 200
+        assert not later.jobs
+
+    asyncio.run(main())
+
+
+def test_a_scrape_that_cannot_start_is_refused_and_the_next_one_tried() -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise Overloaded("no thread can be started; try again later")
+
+    route = Scrapes(group_of(list), refuse)
+    assert [call.status for call in asked(route, 2)] == [503, 503]
+
+
+def test_an_error_is_a_reply_to_each() -> None:
+    def broken() -> list[Sample]:
+        raise ValueError
+
+    async def main() -> None:
+        route = Scrapes(group_of(broken), lambda work, then, **_: then(work))
+        assert [call.status for call in asked(route, 2)] == [500, 500]
+
+    asyncio.run(main())

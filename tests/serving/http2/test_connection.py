@@ -5,17 +5,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import zlib
-from typing import Any
 
 import pytest
 
-from deploykit.serving.http2.flow import Http2Limits
+from deploykit.serving.http2.connection import Http2Limits
 from deploykit.serving.transport import listener as places
 from tests.support.serving.grpc_cases import (
     CALM,
-    COMPRESSION_ERROR,
-    FLOW_CONTROL_ERROR,
-    FRAME_SIZE_ERROR,
     INFER,
     INVALID_ARGUMENT,
     LIVE,
@@ -28,7 +24,6 @@ from tests.support.serving.grpc_cases import (
     first_value,
     frames,
     infer_bytes,
-    packed,
     serving,
 )
 
@@ -74,13 +69,8 @@ def test_unknown_methods_are_unimplemented(client: Frames) -> None:
     for stream, path in enumerate(("/inference.GRPCInferenceService/Nothing", "/", "x" * 9000)):
         answer = client.call(2 * stream + 1, b"", path)
         assert answer.status == UNIMPLEMENTED
-
-
-def test_http2_requests_that_are_not_grpc_are_unimplemented(client: Frames) -> None:
-    client.open(1, **{":method": "GET"}, flags=5)
-    assert client.answer(1).status == UNIMPLEMENTED
-    client.open(3, content_type="application/json", flags=5)
-    assert client.answer(3).status == UNIMPLEMENTED
+    client.open(7, **{":method": "GET"}, flags=5)
+    assert client.answer(7).status == UNIMPLEMENTED
 
 
 def test_unary_calls_need_exactly_one_whole_message(client: Frames) -> None:
@@ -89,8 +79,7 @@ def test_unary_calls_need_exactly_one_whole_message(client: Frames) -> None:
     client.open(3)
     client.send(0, 1, 3, b"\0\0\0\0\7abc")
     assert "ends after 8 of 12 bytes" in client.answer(3).headers["grpc-message"]
-    client.open(5)
-    client.message(5, infer_bytes(), end=False)
+    client.start(5, infer_bytes(), end=False)
     client.message(5, infer_bytes())
     assert "more than one message" in client.answer(5).headers["grpc-message"]
     assert [client.answers[n].status for n in (1, 3, 5)] == [INVALID_ARGUMENT] * 3
@@ -158,78 +147,6 @@ def test_too_many_headers_and_a_malformed_timeout_are_refused(
     assert client.call(3, infer_bytes()).status == 0
 
 
-def test_a_header_block_of_a_megabyte_closes_the_connection(client: Frames) -> None:
-    client.send(1, 0, 1, b"\x00\x01a" + b"\x7f" * 16000)
-    with contextlib.suppress(ConnectionError):  # it need not read all of it
-        for _ in range(64):
-            client.send(9, 0, 1, b"x" * 16000)
-    assert client.closed()
-    assert client.goaway == CALM
-
-
-def test_a_header_block_that_decompresses_to_megabytes_closes_the_connection(
-    client: Frames,
-) -> None:
-    """One large entry of the dynamic table, then one byte for each reference to it."""
-    entry = b"\x40\x01a\x7f\x81\x1e" + b"x" * 4000
-    client.send(1, 4, 1, entry + b"\xbe" * 10_000)
-    assert client.closed()
-    assert client.goaway == COMPRESSION_ERROR
-
-
-@pytest.mark.parametrize(
-    "block", [b"\xff\xff\xff\xff\xff\xff", b"\x80", b"\xc5", b"\x40", b"\x3f\xff\x7f"]
-)
-def test_headers_that_are_not_hpack_close_the_connection(client: Frames, block: bytes) -> None:
-    client.send(1, 4, 1, block)
-    assert client.closed()
-    assert client.goaway == COMPRESSION_ERROR
-
-
-@pytest.mark.parametrize(
-    ("send", "code"),
-    [
-        ([(0, 1, 1, b"abc")], PROTOCOL_ERROR),  # data on a stream that is not open
-        ([(0, 1, 0, b"abc")], PROTOCOL_ERROR),
-        ([(3, 0, 1, bytes(4))], PROTOCOL_ERROR),  # a reset of it
-        ([(8, 0, 1, b"\0\0\0\1")], PROTOCOL_ERROR),  # a window of it
-        ([(8, 0, 0, bytes(4))], PROTOCOL_ERROR),  # by nothing
-        ([(8, 0, 0, b"\x7f\xff\xff\xff")], FLOW_CONTROL_ERROR),
-        ([(5, 4, 1, bytes(4))], PROTOCOL_ERROR),  # a push
-        ([(6, 0, 0, b"abc")], FRAME_SIZE_ERROR),  # a ping of 3 bytes
-        ([(4, 0, 0, b"abc")], FRAME_SIZE_ERROR),
-        ([(4, 0, 1, b"")], PROTOCOL_ERROR),
-        ([(4, 0, 0, b"\0\4\xff\xff\xff\xff")], FLOW_CONTROL_ERROR),
-        ([(4, 0, 0, b"\0\5\0\0\0\1")], PROTOCOL_ERROR),
-        ([(1, 4, 2, b"\x82")], PROTOCOL_ERROR),  # a stream that is not the client's
-        ([(1, 0, 1, b"\x82"), (6, 0, 0, bytes(8))], PROTOCOL_ERROR),  # within a header block
-        ([(1, 0, 1, b"\x82"), (9, 4, 3, b"")], PROTOCOL_ERROR),
-        ([(9, 4, 1, b"")], PROTOCOL_ERROR),  # a continuation without headers
-        ([(1, 12, 1, b"\x09\x82")], PROTOCOL_ERROR),  # more padding than the frame is long
-        ([(1, 12, 1, b"")], PROTOCOL_ERROR),
-        ([(6, 0, 0, bytes(8))] * 3000, CALM),  # pings
-        ([(4, 0, 0, b"")] * 3000, CALM),
-        ([(2, 0, 1, bytes(5))] * 3000, CALM),
-        ([(1, 0, 1, b"\x82"), *([(9, 0, 1, b"")] * 3000)], CALM),
-    ],
-    ids=lambda value: f"{value[0][0]}x{len(value)}" if isinstance(value, list) else str(value),
-)
-def test_invalid_frames_close_the_connection_with_their_error_code(
-    client: Frames, send: Any, code: int
-) -> None:
-    with contextlib.suppress(ConnectionError):
-        client.socket.sendall(b"".join(packed(*frame) for frame in send))
-    assert client.closed()
-    assert client.goaway == code
-
-
-def test_unknown_frames_and_settings_are_ignored(client: Frames) -> None:
-    client.send(77, 255, 0, b"abc")
-    client.send(4, 0, 0, b"\0\x63\0\0\0\1")
-    client.send(2, 0, 1, bytes(5))
-    assert client.call(1, infer_bytes()).status == 0
-
-
 def test_rapid_reset_closes_the_connection_and_empties_the_queue() -> None:
     """CVE-2023-44487."""
     data = infer_bytes()
@@ -237,12 +154,11 @@ def test_rapid_reset_closes_the_connection_and_empties_the_queue() -> None:
     with serving(limits=limits) as running, frames(running.port) as client:
         with contextlib.suppress(ConnectionError):
             for stream in range(1, 20_001, 2):
-                client.open(stream)
-                client.message(stream, data)
-                client.send(3, 0, stream, (8).to_bytes(4, "big"))
+                client.start(stream, data)
+                client.cancel(stream)
         assert client.closed()
         assert client.goaway == CALM
-        assert running.see(lambda: running.server.unanswered) == 0
+        assert running.see(lambda: running.grpc.unanswered) == 0
 
 
 def test_a_stream_above_the_limit_is_refused() -> None:
@@ -257,8 +173,7 @@ def test_a_stream_above_the_limit_is_refused() -> None:
 
 
 def compressed(client: Frames, stream: int, data: bytes, encoding: str) -> Answer:
-    client.open(stream, grpc_encoding=encoding)
-    client.message(stream, data, compressed=1)
+    client.start(stream, data, compressed=1, grpc_encoding=encoding)
     return client.answer(stream)
 
 
@@ -316,8 +231,8 @@ def test_idle_connections_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch
     limits = Http2Limits(connections=2)
     with serving(limits=limits) as running, frames(running.port) as a, frames(running.port) as b:
         assert a.call(1, infer_bytes()).status == 0
-        before_s = running.see(lambda: running.server._shared.now_s)
-        while running.see(lambda: running.server._shared.now_s) == before_s:
+        before_s = running.see(lambda: running.grpc.now_s)
+        while running.see(lambda: running.grpc.now_s) == before_s:
             pass
         with frames(running.port) as c:
             assert c.call(1, infer_bytes()).status == 0

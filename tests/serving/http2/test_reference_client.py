@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from deploykit.serving.http2.connection import PREFACE
+from deploykit.serving.http2.connection import CLOSED, PREFACE
 from tests.support.campaign import rounds
 from tests.support.serving.wired import Wired
 
@@ -160,7 +160,7 @@ class ReferenceClient(RuleBasedStateMachine):
     @invariant()
     def the_server_counts_right(self) -> None:
         connection = self.wired.connection
-        assert not connection.closed_for_reading
+        assert connection.phase is not CLOSED
         assert self.wired.shared.open_streams == len(connection.streams)
         assert connection.answer_bytes == sum(
             stream._answer_bytes for stream in connection.streams.values()
@@ -225,7 +225,7 @@ def test_any_frames_are_answered_or_end_the_connection() -> None:
     while inputs < most:
         wired = Wired()
         wired.feed(PREFACE + frames.SettingsFrame(0).serialize())
-        while not wired.connection.closed_for_reading and chance.random() < 0.99:
+        while wired.connection.phase is not CLOSED and chance.random() < 0.99:
             data = any_frame(chance)
             if chance.random() < 0.2:
                 cut = chance.randrange(len(data) + 1)
@@ -237,7 +237,7 @@ def test_any_frames_are_answered_or_end_the_connection() -> None:
                 wired.tick()
         out = wired.wire.take()
         assert b"an error inside the server" not in out
-        if wired.connection.closed_for_reading:
+        if wired.connection.phase is CLOSED:
             assert wired.wire.closed
         wired.close()
         assert (wired.memory.bytes, wired.shared.open_streams) == (0, 0)

@@ -94,6 +94,15 @@ ENDS_THE_CONNECTION: dict[str, tuple[list[Any], int]] = {
     "8.1 second HEADERS that end nothing": ([OPEN, (HEADERS, 4, 1, block())], PROTOCOL),
     "8.1 a pseudo-header in trailers": ([OPEN, ASK], PROTOCOL),
     "HPACK 2.3.3 an index beyond the table": ([(HEADERS, 4, 1, b"\xff\x20")], COMPRESSION),
+    **{
+        f"HPACK 5.1 {data.hex()}": ([(HEADERS, 4, 1, data)], COMPRESSION)
+        for data in (b"\xff" * 6, b"\xc5", b"\x40", b"\x3f\xff\x7f")
+    },
+    # one large entry of the dynamic table, then one byte for each reference to it
+    "HPACK 7.3 megabytes when decompressed": (
+        [(HEADERS, 4, 1, b"\x40\x01a\x7f\x81\x1e" + b"x" * 4000 + b"\xbe" * 10_000)],
+        COMPRESSION,
+    ),
     "HPACK 4.2 a table size after a header": ([(HEADERS, 4, 1, b"\x82\x20")], COMPRESSION),
     "HPACK 4.2 many table sizes": ([(HEADERS, 4, 1, b"\x20" * 3 + block())], COMPRESSION),
     "HPACK 5.2 a string with wrong padding": (
@@ -107,6 +116,19 @@ ENDS_THE_CONNECTION: dict[str, tuple[list[Any], int]] = {
     ),
     "10.5 many settings in a frame": ([(SETTINGS, 0, 0, b"\0\4\0\0\0\1" * 65)], CALM),
     "10.5 many SETTINGS": ([(SETTINGS, 0, 0, b"\0\4\0\0\0\1")] * 2000, CALM),
+    "10.5 a megabyte in a header block": (
+        [
+            (HEADERS, 0, 1, b"\x00\x01a" + b"\x7f" * 16000),
+            *[(CONTINUATION, 0, 1, bytes(16000))] * 64,
+        ],
+        CALM,
+    ),
+    "10.5 many PING": ([(PING, 0, 0, bytes(8))] * 3000, CALM),
+    "10.5 many PRIORITY": ([(PRIORITY, 0, 1, bytes(5))] * 3000, CALM),
+    "10.5 many empty CONTINUATION": (
+        [(HEADERS, 0, 1, b"\x82"), *[(CONTINUATION, 0, 1, b"")] * 3000],
+        CALM,
+    ),
     "10.5 many SETTINGS with ACK": ([(SETTINGS, 1, 0, b"")] * 8000, CALM),
     "10.5 many GOAWAY": ([(GOAWAY, 0, 0, bytes(8))] * 8000, CALM),
     "10.5 many unknown frames": ([(99, 0, 0, b"")] * 8000, CALM),

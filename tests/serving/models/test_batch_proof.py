@@ -110,20 +110,11 @@ def test_a_dependent_model_takes_requests_of_any_number_of_rows(
         assert np.array_equal(answer(repository, x), x[::-1])
 
 
-def test_without_batching_no_requests_are_joined_and_nothing_is_tried(tmp_path: Path) -> None:
-    with served(linear(), tmp_path, batching=False) as repository:
-        model = repository.find("m")
-        assert (model.max_batch, model.not_batched) == (0, "`batching` is off")
-        assert model.notes == ()
-
-
 def test_a_model_that_is_assumed_to_be_batched_is_batched(tmp_path: Path) -> None:
     with served(same_for_all(), tmp_path, assume_batched=True) as repository:
         assert repository.find("m").max_batch == 32
     with served(similarity(), tmp_path, assume_batched=True) as repository:  # [N,N] is never split
         assert repository.find("m").max_batch == 0
-    with pytest.raises(BadInput, match="contradicts"):
-        ServeOptions(assume_batched=True, batching=False)
 
 
 class Counting(FakeEngine):
@@ -232,7 +223,6 @@ def test_four_clients_get_the_values_of_their_own_rows(tmp_path: Path) -> None:
                 request("POST", "/v2/models/m/infer", infer_json(x.ravel().tolist(), [rows, 4]))
             )
             reply = raw.reply()
-            assert reply is not None
             if reply.status != 200:
                 wrong.append(reply.body.decode())
                 continue

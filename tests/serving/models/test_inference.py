@@ -18,7 +18,7 @@ def test_an_input_above_its_buckets_is_counted_once_as_a_bad_request(protocol: s
             reply = server.ask("POST", "/v2/models/m/infer", infer_json([1] * 4, [1, 4]))
             assert (reply.status, "axis T is 4" in reply.json["error"]) == (400, True)
         else:
-            with frames(server.server._routes.grpc_port) as client:
+            with frames(server.server.grpc_port) as client:
                 answer = client.call(1, infer_bytes(width=4))
                 assert answer.status == 3
                 assert "axis T is 4" in answer.headers["grpc-message"]

@@ -13,14 +13,14 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.core.files import sha256
-from deploykit.serving.models.reload import Reloader, Source
 from deploykit.engines.oip.protobuf import message_from
-from deploykit.serving.opening import Opening
+from deploykit.serving.models.reload import Reloader, Source
+from deploykit.serving.opening import open_engines
 from deploykit.serving.options import ServeOptions
 from tests.support.serving.reloading import model, replace
 from tests.support.serving.running import Running, running
 
-OPENING = Opening("cpu", 1, 1, trust=False, cpu_fallback=False)
+OPTIONS = ServeOptions(device="cpu", threads=1)
 
 PLACES: dict[str, Callable[[Running], str]] = {
     "metadata": lambda server: str(server.ask("GET", "/v2/models/m").json["parameters"]),
@@ -44,7 +44,7 @@ def test_every_description_names_the_file_that_answers_now(
 ) -> None:
     caplog.set_level(logging.INFO, "deploykit.serving.models.reload")
     path = model(tmp_path / "m.onnx", 1.0)
-    first, source = sha256(path), Source(path, partial(OPENING, path, ServeOptions()))
+    first, source = sha256(path), Source(path, partial(open_engines, path, OPTIONS))
     with running({"m": source.load()}) as server:
         reloader = Reloader(server.server.repository, {"m": source}, poll_s=3600)
         path.write_bytes(b"not a model")  # before anybody looks: it never answers
@@ -73,4 +73,4 @@ def test_a_file_name_that_is_not_utf_8_is_refused_by_name(tmp_path: Path) -> Non
     except OSError:
         pytest.skip("this file system takes UTF-8 names only")
     with pytest.raises(BadInput, match="the path is not UTF-8"):
-        OPENING(path, ServeOptions())
+        open_engines(path, OPTIONS)

@@ -28,12 +28,12 @@ def ask(rows: int = 1) -> Request:
 def test_the_configuration_shows_the_batching_options() -> None:
     repository = ModelRepository(
         {"m": [FakeEngine(), FakeEngine()]},
-        ServeOptions(max_batch=8, max_delay_us=500, preferred=(8, 4)),
+        ServeOptions(max_batch=8, max_delay_us=500),
     )
     config = repository.find("m").config()
     repository.close()
     assert config["dynamic_batching"] == {
-        "preferred_batch_size": [4, 8],
+        "preferred_batch_size": [],
         "max_queue_delay_microseconds": 500,
         "priority_levels": 3,
         "default_priority_level": 2,

@@ -8,6 +8,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,13 @@ from deploykit.engines.engine import Engine, load
 from deploykit.serving.models import trial
 from deploykit.serving.models.reload import Reloader, Source
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.opening import Opening
+from deploykit.serving.opening import check_file
 from deploykit.serving.options import ServeOptions
 from tests.support.serving import checks
 from tests.support.serving.reloading import LIMIT_S, Serving, model, replace
 
 Eventually = Callable[[Callable[[], bool]], None]
-OPENING = Opening("cpu", 1, 1, trust=False, cpu_fallback=False)
+CHECK = partial(check_file, device="cpu")
 
 
 @contextlib.contextmanager
@@ -293,7 +294,7 @@ def _bomb(operator: str, path: Path) -> Path:
 def test_a_small_model_that_would_take_all_memory_or_all_time_is_not_run_here(
     tmp_path: Path, operator: str, why: str, limit_s: float
 ) -> None:
-    with serving_with(tmp_path / "m.onnx", OPENING.check, limit_s=limit_s) as serving:
+    with serving_with(tmp_path / "m.onnx", CHECK, limit_s=limit_s) as serving:
         replace(_bomb(operator, tmp_path / "new"), serving.path)
         serving.poll_twice()
         assert why in (serving.reloader.error("m") or "")

@@ -23,9 +23,9 @@ from tests.support.serving.warming import Clock, Lengths, TimedEngine, warmed
     [
         ({"max_batch": 1}, [1]),
         ({"max_batch": 16}, [1, 16, 2, 4, 8]),
-        ({"max_batch": 24, "preferred": (6, 12)}, [1, 6, 12, 24, 2, 4, 8, 16]),
+        ({"max_batch": 24}, [1, 24, 2, 4, 8, 16]),
     ],
-    ids=["one row", "powers of two", "preferred sizes first"],
+    ids=["one row", "powers of two", "the largest first"],
 )
 def test_expected_batch_sizes_are_warmed_up(options: dict[str, Any], batches: list[int]) -> None:
     engine = FakeEngine()

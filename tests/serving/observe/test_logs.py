@@ -195,7 +195,6 @@ def test_the_server_answers_while_nobody_reads_the_log() -> None:
             connection.send(bad * 50)
             for _ in range(50):
                 reply = connection.reply()
-                assert reply is not None
                 assert reply.status == 400
                 refused += 1
             assert refused < 100_000

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
-from deploykit.serving.oip import json as oip
 from deploykit.serving.oip.request import (
     Binary,
     InputData,
     Region,
-    RequestedOutput,
     check_parameters,
     fill,
     find_region,
@@ -25,7 +21,6 @@ from deploykit.serving.oip.response import collect_results
 from deploykit.serving.oip.tensors import CONTENTS, typed_values
 from tests.support.serving.requests import (
     DTYPES,
-    JSON_DTYPES,
     FakeMemory,
     build,
     model,
@@ -39,30 +34,6 @@ def raw(dtype: str, array: np.ndarray, name: str = "x") -> InputData:
     payload = wire(dtype, array)
     data = Binary(payload, 0, len(payload))
     return InputData(name, PROTOCOL_NAMES[dtype], list(array.shape), data)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_raw_contents_are_decoded_and_encoded(dtype: str) -> None:
-    array = values(dtype, 3, 4)
-    request = build([raw(dtype, array)], None, {}, "7", model(dtype), binary=True)
-    np.testing.assert_array_equal(request.feeds["x"], array, strict=True)
-    assert (request.rows, request.id, request.outputs) == (3, "7", (RequestedOutput("y", True),))
-    (result,) = collect_results(request, {"y": array}, model(dtype))
-    assert result.raw_contents() == wire(dtype, array)
-    assert (result.name, result.datatype, result.shape) == ("y", PROTOCOL_NAMES[dtype], (3, 4))
-
-
-@pytest.mark.parametrize("dtype", JSON_DTYPES)
-def test_typed_contents_of_each_datatype_are_decoded(dtype: str) -> None:
-    """As protobuf has them: bytes for strings, small integers in 32-bit fields."""
-    array = values(dtype, 2, 4)
-    datatype = PROTOCOL_NAMES[dtype]
-    sent = [x.encode() if dtype == "string" else x for x in array.ravel().tolist()]
-    data = typed_values("x", datatype, {CONTENTS[datatype]: sent})
-    request = build(
-        [InputData("x", datatype, [2, 4], data)], None, {}, None, model(dtype), binary=True
-    )
-    np.testing.assert_array_equal(request.feeds["x"], array, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -114,41 +85,6 @@ def test_a_finite_number_never_becomes_infinite() -> None:
     given = InputData("x", "FP32", [1, 4], [np.inf, 1e300, 2.0, 3.0])
     with pytest.raises(BadInput, match="out of range for FP32"):
         build([given], None, {}, None, model())
-
-
-def test_over_grpc_a_float16_output_is_binary() -> None:
-    array = values("float16", 1, 4)
-    request = build([raw("float16", array)], [("y", None)], {}, None, model("float16"), binary=True)
-    assert request.outputs == (RequestedOutput("y", True),)
-
-
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
-        ([-1, 4], "'shape' must be"),
-        ([2**63 - 1, 4], "above 8"),
-        ([2**63 - 1, -1], "'shape' must be"),
-        ([], "got shape"),
-        ([1] * 70, "got shape"),
-    ],
-)
-def test_negative_huge_and_deep_shapes_are_refused(shape: list[int], message: str) -> None:
-    given = InputData("x", "FP32", shape, Binary(bytes(16), 0, 16))
-    with pytest.raises(BadInput, match=message):
-        build([given], None, {}, None, model())
-
-
-def test_http_and_grpc_give_the_same_error_message() -> None:
-    """Both transports share one decoder."""
-    wrong = {"name": "x", "datatype": "FP64", "shape": [1, 4], "data": [1, 2, 3, 4]}
-    with pytest.raises(BadInput) as over_http:
-        oip.decode(json.dumps({"inputs": [wrong]}).encode(), None, model())
-    given = InputData(
-        "x", "FP64", [1, 4], typed_values("x", "FP64", {"fp64_contents": [1, 2, 3, 4]})
-    )
-    with pytest.raises(BadInput) as over_grpc:
-        build([given], None, {}, None, model())
-    assert over_http.value.message == over_grpc.value.message
 
 
 def test_one_plan_serves_many_requests() -> None:

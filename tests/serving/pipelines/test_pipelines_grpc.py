@@ -20,7 +20,7 @@ needs("PIL", "onnxruntime", "grpc", "tritonclient")
 import grpc  # noqa: E402
 import tritonclient.grpc as triton  # noqa: E402
 
-from deploykit.serving.models.pipelines import MOST_JSON_BYTES  # noqa: E402
+from deploykit.core.json_value import MOST_JSON_VALUES  # noqa: E402
 from deploykit.engines.oip.protobuf import MESSAGES  # noqa: E402
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -167,11 +167,10 @@ def test_a_wrong_request_is_refused(
 
 
 def test_json_has_the_limit_that_it_has_over_http(words: Client) -> None:
-    body = json.dumps({"row": [1, 2, 3, 4], "id": "a"})
-    code, message = refused(words, "echo", "request", body.ljust(MOST_JSON_BYTES + 1))
+    body = json.dumps({"row": [1] * MOST_JSON_VALUES, "id": "a"})
+    code, message = refused(words, "echo", "request", body)
     assert code == "RESOURCE_EXHAUSTED"
-    assert message.startswith(f"the JSON is above {MOST_JSON_BYTES} bytes")
-    assert json.loads(ask(words, "echo", "request", body.ljust(MOST_JSON_BYTES)))["id"] == "a"
+    assert message.startswith(f"the JSON has more than {MOST_JSON_VALUES} values")
 
 
 def test_two_elements_and_another_version_are_refused(tiles: Client) -> None:

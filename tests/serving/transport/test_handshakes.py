@@ -10,8 +10,19 @@ import ssl
 import pytest
 
 from deploykit.serving.transport import listener
-from deploykit.serving.transport.listener import Acceptor
+from deploykit.serving.transport.call import MemoryBudget
+from deploykit.serving.transport.listener import Acceptor, Port
 from tests.support.serving.running import WAIT_S
+
+
+class Nobody(Port):
+    """A port without connections."""
+
+    def __init__(self, handshake_s: float) -> None:
+        super().__init__(100, handshake_s, MemoryBudget(1, 1))
+
+    def connect(self) -> asyncio.Protocol:
+        return asyncio.Protocol()
 
 
 def test_few_tls_handshakes_begin_in_one_turn_of_the_loop() -> None:
@@ -21,7 +32,7 @@ def test_few_tls_handshakes_begin_in_one_turn_of_the_loop() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        acceptor = Acceptor(loop, socket.socket(), asyncio.Protocol, tls, (), 100, 9.0)
+        acceptor = Acceptor(loop, socket.socket(), Nobody(9.0), tls)
 
         async def handshake(client: socket.socket) -> None:
             await acceptor._hello(client)
@@ -52,7 +63,7 @@ def test_a_tls_client_that_says_nothing_is_disconnected(leaves: bool) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        acceptor = Acceptor(loop, socket.socket(), asyncio.Protocol, tls, (), 100, 0.05)
+        acceptor = Acceptor(loop, socket.socket(), Nobody(0.05), tls)
         server, client = socket.socketpair()
         server.setblocking(False)
         if leaves:

@@ -16,13 +16,12 @@ import pytest
 
 from deploykit.core.errors import TooLarge
 from deploykit.core.tensors import Bytes, parse_spec
+from deploykit.engines.oip.protobuf import MESSAGES
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.batching.runner import Splitter
 from deploykit.serving.http.infer import InferRoute
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.worker import WorkerProcess
 from deploykit.serving.oip import response
-from deploykit.engines.oip.protobuf import MESSAGES
 from deploykit.serving.oip.tensors import to_bytes
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport import call as compression
@@ -107,7 +106,7 @@ def test_the_outputs_of_a_disconnected_client_are_released_before_they_are_encod
     repository = ModelRepository({"m": FakeEngine(width=width)}, ServeOptions())
     try:
         model = repository.find("m")
-        infer = InferRoute(repository, model, lambda *work, **_: offloaded.append(work), None)
+        infer = InferRoute(repository, model, lambda *work, **_: offloaded.append(work))
         call = Seen(Head(), infer_json([0] * width, [1, width]))
         infer(call)
         eventually(lambda: len(offloaded) == 1)
@@ -146,8 +145,7 @@ def test_bodies_that_are_refused_on_another_thread_are_freed_at_once(
     try:
         if grpc:
             with serving() as server, frames(server.port) as client:
-                client.open(1, **{"grpc-encoding": "gzip"})
-                client.message(1, bomb + bytes(100_000), compressed=1)
+                client.start(1, bomb + bytes(100_000), compressed=1, **{"grpc-encoding": "gzip"})
                 assert client.answer(1).status == 8
                 eventually(lambda: [each() for each in seen] == [None])
         else:
@@ -250,21 +248,20 @@ def test_long_strings_are_encoded_on_another_thread(
         assert threads != [server.see(threading.get_ident)]
 
 
-def test_long_typed_contents_are_decoded_in_another_process() -> None:
+def test_long_typed_contents_are_decoded_on_another_thread() -> None:
     """Four clients with 4 million values each stopped the loop for 2.5 s from a thread."""
     values = np.arange(50_000, dtype=np.float32)
     message = MESSAGES["ModelInferRequest"](model_name="m")
     typed = message.inputs.add(name="x", datatype="FP32", shape=[1, len(values)])
     typed.contents.fp32_contents.extend(values.tolist())
     with running({"m": FakeEngine(width=len(values))}, grpc_port=0) as server:
-        port = server.server._routes.grpc_port
+        port = server.server.grpc_port
         assert port is not None
         with unlimited_window(port) as client:
             answer = client.call(1, message.SerializeToString())
             assert answer.status == 0
             got = MESSAGES["ModelInferResponse"].FromString(answer.data[5:])
             assert got.raw_output_contents[0] == (values * 2 + 1).tobytes()
-            assert server.server._worker._process is not None
             typed.shape[1] += 1
             assert client.call(3, message.SerializeToString()).status == 3
             short = MESSAGES["ModelInferRequest"].FromString(infer_bytes(width=len(values)))
@@ -283,15 +280,14 @@ def test_a_stream_that_has_failed_takes_no_more_answers(
         frames(server.port, settings=b"\0\4\0\0\0\0") as client,
     ):
         engine.warm = True
-        client.open(1, STREAM)
-        client.message(1, classified(WIDTH), end=False)
+        client.start(1, classified(WIDTH), STREAM, end=False)
         client.message(1, classified(WIDTH), end=False)
         model = server.repository.models["m"]
         eventually(lambda: server.see(lambda: model.unanswered) == 2)
         assert engine.entered.acquire(timeout=WAIT_S)
         steps.release()
         assert engine.entered.acquire(timeout=WAIT_S)
-        (link,) = server.see(lambda: list(server.server._shared.connections))
+        (link,) = server.see(lambda: list(server.grpc.connections))
         eventually(lambda: link.answer_bytes > 0)
         (call,) = server.see(lambda: list(link.streams.values()))
         server.see(lambda: call.fail("DEADLINE_EXCEEDED", "in a test"))
@@ -302,9 +298,3 @@ def test_a_stream_that_has_failed_takes_no_more_answers(
         client.send(4, 0, 0, ALL_WINDOW)
         assert client.answer(1).status == 4
     assert not [each for each in caplog.records if each.levelname == "ERROR"]
-
-
-def test_the_worker_process_returns_arrays_that_it_did_not_copy() -> None:
-    array = np.arange(WIDTH, dtype=np.float32)
-    with WorkerProcess() as worker:
-        assert bytes(worker.run(WAIT_S, to_bytes, array.copy(), "FP32")) == array.tobytes()

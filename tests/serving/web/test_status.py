@@ -53,9 +53,7 @@ def test_status_gives_the_engines_notes_and_why_it_is_not_ready(server: Running)
         assert server.ask("GET", "/status").json["models"][0]["notes"] == list(engine.notes)
         connection = server.connect()
         server.server.repository.drain()
-        connection.send(b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        reply = connection.reply()
-        assert reply is not None
+        reply = connection.ask(b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert reply.json["not_ready"] == "the server is shutting down"
         assert reply.json["models"][0]["not_ready"] == "the server is shutting down"
 
@@ -105,7 +103,7 @@ def test_the_history_has_the_most_requests_that_waited_since_the_last_sample(
             assert raw is not raws[0] or engine.entered.acquire(timeout=20)  # it waits no more
         eventually(lambda: server.server.repository.models["m"].waiting == 3)
         engine.gate.set()
-        assert [getattr(raw.reply(), "status", 0) for raw in raws] == [200] * 4
+        assert [raw.status() for raw in raws] == [200] * 4
         status.tick(1 << 60)
         status.tick(1 << 61)
         busy, quiet = (orjson.loads(models) for _, models in status.history.since(-1)[-2:])

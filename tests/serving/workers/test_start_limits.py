@@ -20,7 +20,16 @@ def test_more_workers_than_there_are_files_for_are_refused(tmp_path: Path) -> No
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
 
-    command = [*STAND_IN, "serve", "m=stand-in", "--http-port", "0", "--no-grpc", "--workers", "30"]
+    command = [
+        *STAND_IN,
+        "serve",
+        "m=stand-in",
+        "--http-port",
+        "0",
+        "--grpc-port=none",
+        "--workers",
+        "30",
+    ]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)}, preexec_fn=limit,

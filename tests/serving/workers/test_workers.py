@@ -11,7 +11,6 @@ import struct
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace as replace_fields
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import pytest
 
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.machine import usable_cores
-from deploykit.serving.opening import Opening
+from deploykit.serving.options import ServeOptions
 from deploykit.serving.processes import (
     Workers,
     check_on_cpu,
@@ -61,7 +60,7 @@ TWO = ("--workers", "2")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("two")
-    options = (*TWO, "--shared-memory", "--grpc", "--grpc-port", "0", "--timeout-ms", "60000")
+    options = (*TWO, "--shared-memory", "--grpc-port", "0", "--timeout-ms", "60000")
     with Process(folder, *options) as found:
         yield found
 
@@ -282,7 +281,7 @@ def test_large_weights_are_in_memory_once(tmp_path: Path) -> None:
 
 def refused(folder: Path, *options: str, **env: str) -> tuple[int, str]:
     """The exit code and stderr of a server that cannot start."""
-    command = [*STAND_IN, "serve", "m=stand-in", "--http-port", "0", "--no-grpc", *options]
+    command = [*STAND_IN, "serve", "m=stand-in", "--http-port", "0", "--grpc-port=none", *options]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), **env},
@@ -357,26 +356,25 @@ def test_the_engines_of_a_gpu_run_in_one_process(tmp_path: Path) -> None:
     files = {"m": model(tmp_path / "m.onnx", 1.0)}
     plan = tmp_path / "m.trt"
     plan.write_bytes(b"ptrt" + bytes(64))
-    on_gpu = Opening("cuda", None, 1, trust=False, cpu_fallback=False)
-    two, shared = parse_workers(2), parse_workers("shared:2")
-    assert choose_workers(two, files, on_gpu) == shared == Workers(2, shared=True)
-    anywhere = replace_fields(on_gpu, device="auto")
-    assert choose_workers(two, {"t": plan}, anywhere) == shared
-    assert choose_workers(two, files, replace_fields(on_gpu, device="cpu")) == two
-    assert choose_workers(shared, files, replace_fields(on_gpu, device="cpu")) == shared
-    one = parse_workers("auto"), parse_workers(1)
-    assert [choose_workers(each, files, on_gpu) for each in one] == [Workers(1)] * 2
+
+    def chosen(device: str, workers: int | str, files: dict[str, Path] = files) -> Workers:
+        return choose_workers(files, ServeOptions(device=device, workers=workers))
+
+    shared = Workers(2, shared=True)
+    assert chosen("cuda", 2) == chosen("auto", 2, {"t": plan}) == shared
+    assert chosen("cpu", 2) == Workers(2)
+    assert chosen("cpu", "shared:2") == shared
+    assert chosen("cuda", "auto") == chosen("cuda", 1) == Workers(1)
     with pytest.raises(Unsupported, match="model 'm' runs on cuda:0") as caught:
         check_on_cpu("m", "cuda:0")
     assert "shared:2" in (caught.value.hint or "")
 
 
 def test_workers_with_engines_divide_the_threads_and_others_leave_them_to_one() -> None:
-    opening = Opening("cpu", None, 1, trust=False, cpu_fallback=False)
     cores = usable_cores()
-    assert threads_each(opening, Workers(cores)) in (1, None)
-    assert threads_each(opening, Workers(cores, shared=True)) is None
-    assert threads_each(replace_fields(opening, threads=3), Workers(2)) == 3
+    assert threads_each(ServeOptions(), Workers(cores)) in (1, None)
+    assert threads_each(ServeOptions(), Workers(cores, shared=True)) is None
+    assert threads_each(ServeOptions(threads=3), Workers(2)) == 3
 
 
 def test_workers_that_all_die_and_cannot_start_again_end_the_server(tmp_path: Path) -> None:

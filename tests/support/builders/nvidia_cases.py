@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,8 @@ needs = pytest.mark.skipif(
 INT8 = TensorProto.INT8
 
 
-def options(**more: Any) -> Options:
-    small = {"workspace_bytes": 1 << 30, **more}
-    return Options(load_profile("l4"), small.pop("batch", BATCH), **small)
+def options(workspace_bytes: int = 1 << 30, batch: AxisRange = BATCH, **more: Any) -> Options:
+    return Options(replace(load_profile("l4"), workspace_bytes=workspace_bytes), batch, **more)
 
 
 def checked(model: onnx.ModelProto, tmp_path: Path, **more: Any) -> BuildCheck:

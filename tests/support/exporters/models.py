@@ -20,21 +20,21 @@ def line_of(code: str) -> int:
 
 
 class Branch(nn.Module):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
         if x.sum() > 0:
             return (x + 1,)
         return (x - 1,)
 
 
 class Repeat(nn.Module):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
         while (x < 10).all():
             x = x + 4
         return (x,)
 
 
 class PerStep(nn.Module):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
         for step in range(x.shape[1]):
             x = x + step
         return (x,)
@@ -45,35 +45,35 @@ class Positions(nn.Module):
         super().__init__()
         self.table = nn.Parameter(torch.ones(7, 4))
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
         return (x + self.table,)
 
 
 class TwoRows(nn.Module):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
         return (x.reshape(2, -1),)
 
 
 class Broken(nn.Module):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
         return (x + self.absent,)
 
 
 class Svd(nn.Module):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
         return (torch.linalg.svd(x)[1],)
 
 
 class Address(nn.Module):
     """Only the older exporter runs it: torch.export has tensors without memory."""
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
         aligned = x.data_ptr() % 4 == 0
         return (x * 3 if aligned else x * 2,)
 
 
 class AddressAndBranch(nn.Module):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
         if x.data_ptr() % 4 == 0 and bool(x.sum() > -1):
             return (x * 3,)
         return (x * 2,)
@@ -88,7 +88,7 @@ class Kinds(nn.Module):
 
     def forward(
         self, ids: torch.Tensor, keep: torch.Tensor, half: torch.Tensor, bytes_: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[torch.Tensor]:
         known = torch.where(keep, self.embedding(ids)[:, :, 0], 0.0)
         return (known + half.float() + bytes_.float(),)
 
@@ -100,7 +100,7 @@ class Window(nn.Module):
         super().__init__()
         self.conv = nn.Conv1d(1, 1, 9)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
         return (self.conv(x[:, None])[:, 0],)
 
 

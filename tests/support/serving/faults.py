@@ -56,7 +56,7 @@ class Process:
                 [
                     *command,
                     "serve",
-                    *("--engine", engine, "--http-port", str(port), "--no-grpc"),
+                    *("--engine", engine, "--http-port", str(port), "--grpc-port=none"),
                     *options,
                 ],
                 cwd=folder,

@@ -5,30 +5,24 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import numpy as np
-import uvloop
 from hpack import Decoder, Encoder
 
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import BaseEngine
-from deploykit.serving.batching.batcher import deliver_inline
-from deploykit.serving.grpc.server import GrpcServer
-from deploykit.serving.http2.flow import Http2Limits
-from deploykit.serving.models.offload import ThreadOffload
-from deploykit.serving.models.repository import ModelRepository
+from deploykit.serving import server as server_module
+from deploykit.serving.http2.connection import Http2Limits
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport.memory import MemoryBudget
-from deploykit.serving.transport.security import Guard
-from deploykit.serving.workers.group import ServerGroup
+from deploykit.serving.server import Server
 from tests.support.fake_engine import FakeEngine
+from tests.support.serving.running import WAIT_S, Running
 
-WAIT_S = 60  # a limit against hanging, not a measure
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 SERVICE = INFER.rpartition("/")[0]
 STREAM = f"{SERVICE}/ModelStreamInfer"
@@ -56,38 +50,17 @@ class Echo(BaseEngine):
         pass
 
 
-class Serving:
-    """A ModelRepository and its GrpcServer, on an event loop of their own."""
+class Serving(Running):
+    """A server with a gRPC port, which is its `port` here."""
 
     def __init__(
         self, models: Mapping[str, Any], options: ServeOptions, limits: Http2Limits | None
     ) -> None:
-        self.loop = uvloop.new_event_loop()
-        self.repository = ModelRepository(models, options, deliver=self._deliver)
-        held = MemoryBudget(options.max_held_bytes, options.max_body_bytes)
-        self.offload = ThreadOffload(self.loop, 1)
-        guard = Guard(options.token)
-        group = ServerGroup()
-        memory = self.repository.memory
-        changes = (
-            {} if memory is None else {"register": memory.register, "unregister": memory.unregister}
-        )
-        group.offer({"statistics": self.repository.statistics}, changes, lambda _: [])
-        self.server = GrpcServer(
-            self.repository, options, guard, held, self.offload, limits, group=group
-        )
-        self._thread = threading.Thread(target=self._run, daemon=True)  # else no exit
-        self._thread.start()
-        try:
-            self.port = self.do(self.server.start())
-        except BaseException:
-            self.close()
-            raise
-        self._ticking = self.loop.call_soon_threadsafe(self._tick)
-
-    def do(self, what: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop."""
-        return asyncio.run_coroutine_threadsafe(what, self.loop).result(WAIT_S)
+        super().__init__(Server(models, options, grpc_limits=limits))
+        assert self.server.grpc_port is not None
+        self.port = self.server.grpc_port
+        self.grpc = self.server._grpc
+        self.repository = self.server.repository
 
     def see(self, what: Callable[[], T]) -> T:
         """Call a function on the loop."""
@@ -95,29 +68,14 @@ class Serving:
         async def call() -> T:
             return what()
 
-        return self.do(call())
+        return asyncio.run_coroutine_threadsafe(call(), self.server._loop).result(WAIT_S)
 
-    def stop(self, grace_s: float = WAIT_S) -> None:
-        self.repository.drain()
-        self.do(self.server.stop(grace_s))
-
-    def close(self) -> None:
-        self.repository.close(drain=False, timeout_s=5)
-        self.offload.close()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(WAIT_S)
-        self.loop.close()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-
-    def _deliver(self, requests: Any) -> None:
-        self.loop.call_soon_threadsafe(deliver_inline, requests)
-
-    def _tick(self) -> None:
-        self.repository.expire()
-        self.loop.call_later(0.02, self._tick)
+    def stop(self, grace_s: float = WAIT_S) -> int | None:
+        with (
+            patch.object(server_module, "DRAIN_S", grace_s),
+            patch.object(server_module, "CLOSE_S", min(grace_s, server_module.CLOSE_S)),
+        ):
+            return super().stop()
 
 
 @contextmanager
@@ -125,15 +83,13 @@ def serving(
     models: Mapping[str, Any] | None = None, limits: Http2Limits | None = None, **options: Any
 ) -> Iterator[Serving]:
     """FakeEngine as `m`, unless other models are given."""
-    chosen = ServeOptions(**{"grpc_port": 0, **options})
+    chosen = ServeOptions(**{"http_port": 0, "grpc_port": 0, **options})
     running = Serving(models or {"m": FakeEngine()}, chosen, limits)
     try:
         yield running
     finally:
-        try:
-            running.stop(1)
-        finally:
-            running.close()
+        running.stop(1)
+        running.close()
 
 
 @dataclass
@@ -196,10 +152,31 @@ class Frames:
             last = at + 16384 >= len(data)
             self.send(0, 1 if end and last else 0, stream, data[at : at + 16384])
 
-    def call(self, stream: int, data: bytes, path: str = INFER, **headers: str) -> Answer:
+    def start(
+        self,
+        stream: int,
+        data: bytes,
+        path: str = INFER,
+        *,
+        end: bool = True,
+        compressed: int = 0,
+        **headers: str,
+    ) -> None:
+        """Open a call and send its first message."""
         self.open(stream, path, **headers)
-        self.message(stream, data)
+        self.message(stream, data, end=end, compressed=compressed)
+
+    def call(self, stream: int, data: bytes, path: str = INFER, **headers: Any) -> Answer:
+        self.start(stream, data, path, **headers)
         return self.answer(stream)
+
+    def cancel(self, stream: int) -> None:
+        self.send(3, 0, stream, (8).to_bytes(4, "big"))
+
+    def open_windows(self) -> None:
+        """Let the server send all of every answer."""
+        self.send(4, 0, 0, b"\0\4\x7f\xff\xff\xff")
+        self.send(8, 0, 0, (1 << 30).to_bytes(4, "big"))
 
     def answer(self, stream: int) -> Answer:
         """Wait for the end of a stream, or of the connection."""
@@ -269,9 +246,8 @@ def frames(port: int, **options: Any) -> Iterator[Frames]:
 @contextmanager
 def unlimited_window(port: int) -> Iterator[Frames]:
     """A client whose flow-control windows have room for every answer."""
-    most = (1 << 30).to_bytes(4, "big")
-    with frames(port, settings=b"\0\4" + most) as client:
-        client.send(8, 0, 0, most)
+    with frames(port) as client:
+        client.open_windows()
         yield client
 
 

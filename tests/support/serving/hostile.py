@@ -109,10 +109,8 @@ def _one(server: Running, data: bytes) -> Reply:
 
 def _good(server: Running) -> bytes:
     raw = Raw(server.port)
-    raw.send(GOOD)
-    reply = raw.reply()
+    reply = raw.ask(GOOD)
     raw.close()
-    assert reply is not None
     assert reply.status == 200
     return reply.body
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from deploykit.core.tensors import Bytes
-from deploykit.serving.transport.call import Head
+from deploykit.serving.transport.call import Call, Head, MemoryBudget
 from tests.support.serving.running import Raw, Running, request
 
 
@@ -32,19 +32,12 @@ def chunked(body: bytes, path: str = "/v2/models/m/infer") -> bytes:
     return head.encode() + b"%x\r\n" % len(body) + body
 
 
-class Seen:
+class Seen(Call):
     """A call that remembers its reply."""
 
-    gone = False
-
     def __init__(self, head: Head, body: Bytes) -> None:
-        self.head = head
-        self.body = body
-        self.cancel: Callable[[], object] | None = None
+        super().__init__(head, MemoryBudget(1 << 60, 1), body)
         self.status = 0
-
-    def reserve(self, size: int) -> bool:
-        return size >= 0
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:  # noqa: ARG002
         self.status = status

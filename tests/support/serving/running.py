@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from deploykit.core.tensors import TensorSpec
 from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
@@ -45,11 +46,20 @@ class Raw:
     def send(self, data: bytes) -> None:
         self.socket.sendall(data)
 
-    def reply(self, *, body: bool = True) -> Reply | None:
-        """The next reply, or None when the server has closed the connection."""
+    def ask(self, data: bytes) -> Reply:
+        """Send a request; returns its reply."""
+        self.send(data)
+        return self.reply()
+
+    def status(self) -> int:
+        """The status of the next reply; 0 once the server has closed the connection."""
+        return self.reply().status if self._stream.peek(1) else 0
+
+    def reply(self, *, body: bool = True) -> Reply:
+        """The next reply; `body`: not that to HEAD."""
         line = self._stream.readline()
         if not line:
-            return None
+            raise ConnectionAbortedError("the server has closed the connection")
         headers = {}
         while (header := self._stream.readline().strip()) != b"":
             name, _, value = header.decode().partition(":")
@@ -96,9 +106,7 @@ class Running:
         """One request on a connection of its own."""
         raw = self.connect()
         raw.send(request(method, target, body, **headers))
-        reply = raw.reply(body=method != "HEAD")
-        assert reply is not None
-        return reply
+        return raw.reply(body=method != "HEAD")
 
     def pass_time(self, seconds: float) -> None:
         """Let the server check its connections as if it were so much later."""
@@ -136,6 +144,24 @@ def infer_json(data: object, shape: list[int], **more: object) -> bytes:
     """The body of a JSON request for FakeEngine."""
     item = {"name": "x", "datatype": "FP32", "shape": shape, "data": data}
     return json.dumps({"inputs": [item], **more}).encode()
+
+
+def binary_request(rows: np.ndarray, **more: object) -> bytes:
+    """A request for FakeEngine as `m`, with binary tensors in and out."""
+    item = {"name": "x", "datatype": "FP32", "shape": list(rows.shape)}
+    inputs = [{**item, "parameters": {"binary_data_size": rows.nbytes}}]
+    document = {"inputs": inputs, "parameters": {"binary_data_output": True}, **more}
+    head = json.dumps(document).encode()
+    length = {"Inference_Header_Content_Length": str(len(head))}
+    return request("POST", "/v2/models/m/infer", head + rows.tobytes(), **length)
+
+
+def free_axis() -> FakeEngine:
+    """A FakeEngine whose rows have any length."""
+    engine = FakeEngine()
+    engine.inputs = (TensorSpec("x", "float32", ("N", "T")),)
+    engine.outputs = (TensorSpec("y", "float32", ("N", "T")),)
+    return engine
 
 
 @contextmanager

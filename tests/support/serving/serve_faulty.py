@@ -94,7 +94,7 @@ if __name__ == "__main__":
     signals.ECHO_S = float(os.environ.get("FAULT_ECHO_S", signals.ECHO_S))
     group.CONNECT_S = float(os.environ.get("FAULT_CONNECT_S", group.CONNECT_S))
     parent.DELAY_S = float(os.environ.get("FAULT_DELAY_S", parent.DELAY_S))
-    serve.Opening.__call__ = lambda opening, file, _: open_proven(file, instances=opening.instances)
+    serve.open_engines = lambda file, options, _: open_proven(file, instances=options.instances)
     if "FAULT_LIMITS" in os.environ:
         limits = head.HttpLimits(**json.loads(os.environ["FAULT_LIMITS"]))
         server.HttpLimits = lambda: limits

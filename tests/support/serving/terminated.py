@@ -51,8 +51,7 @@ def over_http(port: int) -> Any:
 
     def ask() -> Asked:
         try:
-            raw.send(INFER)
-            reply = raw.reply()
+            reply = raw.ask(INFER)
         except OSError:
             reply = None
         if reply is None or reply.status != 200 or "connection" in reply.headers:

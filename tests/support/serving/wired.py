@@ -6,9 +6,8 @@ import asyncio
 from typing import Any
 
 from deploykit.serving.grpc.call import GrpcCall, HeadParser, Method
-from deploykit.serving.http2.connection import Http2Connection
-from deploykit.serving.http2.flow import Http2Limits, Shared
-from deploykit.serving.transport.memory import MemoryBudget
+from deploykit.serving.http2.connection import Http2Connection, Http2Limits, Http2Port
+from deploykit.serving.transport.call import MemoryBudget
 from tests.support.serving.grpc_cases import LIVE
 
 
@@ -93,7 +92,7 @@ class Wired:
         parse = HeadParser(METHODS, lambda _: True, limits.headers)
         self.now_s = 0.0
         self.memory = MemoryBudget(1 << 30, max_bytes)
-        self.shared = Shared(
+        self.shared = Http2Port(
             parse, GrpcCall, limits, max_bytes, self.memory,
             lambda work, then: then(work), lambda: self.now_s,
         )  # fmt: skip
@@ -122,7 +121,7 @@ class Wired:
 
     def tick(self, later_s: float = 0.1) -> None:
         self.now_s += later_s
-        self.turn(self.shared.tick)
+        self.turn(self.shared.tick, self.now_s)
 
     def close(self) -> None:
         self.turn(self.connection.connection_lost, None)

@@ -1,0 +1,217 @@
+"""The commands by section, each imported and parsed into options when it is asked for."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from deploykit.cli import output
+from deploykit.cli.options import GENERAL
+from deploykit.core.errors import BadInput, did_you_mean
+
+# section -> command -> the module that holds it and the first sentence of its help, which the list
+# of all commands shows without an import
+SECTIONS = {
+    "Make": {
+        "train": ("make", "Train a recipe and write a checkpoint that can be exported."),
+        "export": ("make", "Export a PyTorch model to ONNX and check the outputs."),
+        "quantize": ("make", "Lower an ONNX model's precision and measure the lost accuracy."),
+        "build": ("make", "Build an engine for a hardware target and check its outputs."),
+    },
+    "Plan": {
+        "plan": ("plan", "Predict memory, latency and throughput on each hardware target."),
+    },
+    "Prove": {
+        "compare": ("prove", "Compare the outputs of two models; exit 1 if they differ too much."),
+        "inspect": ("prove", "Show a model's tensors, precisions, operators and origin."),
+        "predict": ("prove", "Answer images or text, or write the outputs for all samples."),
+        "bench": ("prove", "Measure latency and throughput against the float32 model on the CPU."),
+    },
+    "Serve": {
+        "serve": ("serve", "Serve models over HTTP and gRPC, with dynamic batching."),
+        "load": ("serve", "Measure a running server under load."),
+        "health": ("serve", "Ask a running server whether it is ready; exit 1 if not."),
+    },
+    "Deploy": {
+        "bundle": ("deploy", "Bundle a model with all that a device or a cluster needs."),
+        "boot": (
+            "deploy",
+            "Build a bundle's engine on this device, check its outputs and serve it.",
+        ),
+    },
+    "Machine": {
+        "doctor": ("machine", "Show what this machine has and which commands work on it."),
+        "profiles": ("machine", "List the hardware targets with their figures and sources."),
+        "demo": ("machine", "Run all steps, from training to serving, on real data."),
+    },
+}
+_MODULES = {name: module for rows in SECTIONS.values() for name, (module, _summary) in rows.items()}
+_CONFIGURABLE = ("serve", "boot")
+ENVIRONMENT = "DEPLOYKIT"  # how their variables begin
+_PARAMETER = re.compile(r"`(\w+)`")
+_Sections = dict[str, list[tuple[str, str]]]
+
+
+def reference() -> str:
+    """Return where the options are described; a wheel holds no documentation."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
+    return str(page) if page.is_file() else "docs/cli.md in the sources of deploykit"
+
+
+class Command(TyperCommand):
+    """A command with sections in its help, whose errors spell its parameters as they are typed."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        root = ctx.find_root().command
+        shared = [each for each in root.params if each.name in ("verbose", "debug")]
+        return [*super().get_params(ctx), *shared]
+
+    def invoke(self, ctx: Any) -> Any:
+        commands = getattr(ctx.find_root().command, "commands", {})
+
+        def spell(message: str) -> str:
+            if not _PARAMETER.search(message):
+                return message  # without building all commands, whose options a hint may name
+            all_of_them = [option for each in commands.values() for option in each.params]
+            options = [each for each in all_of_them if each.param_type_name == "option"]
+            flags = {each.name: _typed(each) for each in (*options, *self.params)}
+            return _PARAMETER.sub(lambda match: flags.get(match[1], match[0]), message)
+
+        output.spell = spell
+        return super().invoke(ctx)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [each.strip("{}") for each in super().collect_usage_pieces(ctx)]
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - typer's signature
+        about, _, example = inspect.cleandoc(self.help or "").partition("\n\nExample: ")
+        formatter.write_paragraph()
+        formatter.write_text(about)
+        formatter.write(f"\n{output.bold('Example:')}\n  {example}\n")
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: _Sections = {"Arguments": [], "Options": []}
+        for each in self.get_params(ctx):
+            name, about = each.get_help_record(ctx)
+            if each.param_type_name == "argument":
+                sections["Arguments"].append((_typed(each), about))
+            else:
+                own = each in self.params and "--help" not in each.opts
+                title = each.rich_help_panel or "Options" if own else GENERAL
+                sections.setdefault(title, []).append((name, about))
+        sections[GENERAL] = sections.pop(GENERAL)
+        _write(formatter, sections)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as above
+        formatter.write(f"\n{output.bold('Documentation:')} {reference()}\n")
+
+
+def _typed(parameter: Any) -> str:
+    """Return a parameter as the user types it: `--max-drop`, or an argument's name in capitals."""
+    if parameter.param_type_name == "argument":
+        return str(parameter.metavar or parameter.name.upper())
+    return str(max(parameter.opts, key=len))
+
+
+def _write(formatter: Any, sections: _Sections) -> None:
+    for title, rows in sections.items():
+        if rows:
+            with formatter.section(output.bold(title)):
+                formatter.write_dl([(name, about.replace("  [", " [")) for name, about in rows])
+
+
+class ConfigurableCommand(Command):
+    """A command whose options may also come from the environment and from `--config`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for each in self.params:
+            if each.param_type_name == "option":
+                each.envvar = f"{ENVIRONMENT}_{_key(each).upper()}"
+            if each.name == "config":
+                each.is_eager, each.callback = True, _load
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        source = ctx.get_parameter_source("engine")
+        if ctx.params.get("models") and source.name != "COMMANDLINE":
+            ctx.params["engine"] = None  # arguments outrank a variable and a file, as flags do
+        return rest
+
+
+def _key(option: Any) -> str:
+    """Return an option as a key of the file: `--http-port` is http_port."""
+    return _typed(option).lstrip("-").replace("-", "_")
+
+
+def _load(ctx: Any, _: Any, path: Path | str | None) -> Path | str | None:
+    """Make the values of a file the defaults of this call. Raises BadInput on an unknown key."""
+    if path is None or ctx.resilient_parsing:
+        return path
+    from deploykit.core.files import read_toml  # late: `--help` does without
+
+    options = {_key(each): each for each in ctx.command.params if each.param_type_name == "option"}
+    del options["config"]
+    ctx.default_map = {}
+    for key, value in read_toml(Path(path))[0].items():
+        name = key.replace("-", "_")
+        if name not in options:
+            hint = did_you_mean(name, options, "keys: " + ", ".join(options))
+            raise BadInput(f"{path}: unknown key '{key}'", hint=hint)
+        values = [str(each) for each in value] if isinstance(value, list) else [str(value)]
+        option = options[name]
+        ctx.default_map[option.name] = values if option.multiple else ",".join(values)
+    return path
+
+
+class Commands(Mapping[str, Any]):
+    """The commands by name, each built when it is looked up."""
+
+    def __init__(self) -> None:
+        self._built: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._built:
+            function = getattr(import_module(f"deploykit.cli.{_MODULES[name]}"), name)
+            app = typer.Typer(rich_markup_mode=None, add_completion=False)
+            kind = ConfigurableCommand if name in _CONFIGURABLE else Command
+            app.command(name, cls=kind)(function)
+            self._built[name] = typer.main.get_command(app)
+        return self._built[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_MODULES)
+
+    def __len__(self) -> int:
+        return len(_MODULES)
+
+
+class Group(TyperGroup):
+    """The commands by section."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.commands: Any = Commands()
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - typer's signature
+        return list(self.commands)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: _Sections = {
+            title: [(name, summary) for name, (_module, summary) in rows.items()]
+            for title, rows in SECTIONS.items()
+        }
+        options: list[Any] = [each.get_help_record(ctx) for each in self.get_params(ctx)]
+        sections["Options"] = options
+        _write(formatter, sections)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as above
+        formatter.write(f"\n{output.bold('Example:')} deploykit demo\n")
+        formatter.write(f"{output.bold('Documentation:')} {reference()}\n")

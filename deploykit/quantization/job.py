@@ -1,0 +1,329 @@
+"""One model to quantize: its data, its calibration, and its evaluation against float32."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploykit.core.artefact import Artefact
+from deploykit.core.errors import BadInput
+from deploykit.core.evidence import (
+    CalibrationRecord,
+    Evaluation,
+    Evidence,
+    GoldenSamples,
+    QuantizeRecord,
+    SearchRecord,
+)
+from deploykit.core.files import sha256
+from deploykit.core.precision import BY_NAME, CALIBRATED, CAST, PAIRS
+from deploykit.core.profile import Profile
+from deploykit.core.tensors import BATCH
+from deploykit.engines.data.samples import Samples, check_calibration, overlap, read_samples
+from deploykit.engines.engine import Engine, KnownOutputs, load
+from deploykit.evaluation import golden
+from deploykit.evaluation.accuracy import Metric, find_metric
+from deploykit.evaluation.artefacts import Progress
+from deploykit.evaluation.evaluation import MAX_DROP, evaluate
+from deploykit.evaluation.parity import MOST_SAMPLES, axis_sizes, batch_that_fits
+from deploykit.evaluation.simulate import open_graph, runs_graphs
+from deploykit.evaluation.statistics import samples_to_show_no_drop
+from deploykit.graph.graph import Graph
+
+if TYPE_CHECKING:
+    from deploykit.quantization.calibrate import Calibration
+    from deploykit.quantization.scales import Budget, Scales
+
+DEFAULT_METRIC = "top1"
+_FEW_AGREE = 0.9
+
+
+@dataclass(frozen=True)
+class QuantizeRequest:
+    """The parameters of `quantize`."""
+
+    to: str
+    runtime: str
+    target: Profile | None = None
+    other_nodes: str = "fp32"
+    calib: Path | None = None
+    data: Path | None = None
+    metric: str | None = None
+    max_drop: float | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model to convert: its graph, its data, and the metric that it is evaluated by.
+
+    `metric`: None without labels. `scales`: before a calibrator is chosen. `batch_size`: of one
+    call. `budget`: of precision "auto".
+    """
+
+    model: Artefact
+    request: QuantizeRequest
+    calib: Samples | None
+    test: Samples | None
+    metric: Metric | None
+    scales: Scales
+    batch_size: int = MOST_SAMPLES
+    budget: Budget | None = None
+
+    @property
+    def source(self) -> Graph:
+        return self.scales.graph
+
+    @property
+    def samples(self) -> Samples | None:
+        """The samples to compare both graphs on; None for random inputs."""
+        return self.test or self.calib
+
+    def scales_for(self, to: str, folder: Path) -> Scales:
+        """The scales that precision `to` is written from. `folder`: for temporary files."""
+        if BY_NAME[to].writer != PAIRS or self.calib is None:
+            return self.scales
+        from deploykit.quantization.scales import choose_scales
+
+        return choose_scales(
+            self.scales,
+            self.calib,
+            to,
+            runtime=self.request.runtime,
+            other_nodes=self.request.other_nodes,
+            folder=folder,
+            budget=self.budget,
+        )
+
+    def convert(
+        self, scales: Scales, to: str, other_nodes: str, keep_float32: Collection[str] = ()
+    ) -> tuple[Graph, list[str]]:
+        """The graph in precision `to`, except the nodes in `keep_float32`, and notes."""
+        from deploykit.quantization.convert import convert
+
+        converted, kept = convert(
+            scales.graph,
+            to,
+            scales.calibration,
+            runtime=self.request.runtime,
+            other_nodes=other_nodes,
+            keep_float32=keep_float32,
+        )
+        half = to if BY_NAME[to].writer == CAST else other_nodes
+        notes = []
+        if kept:
+            notes.append(f"kept in float32, too close to float16's limit: {', '.join(kept)}")
+        if BY_NAME[half].guarded and scales.calibration is None:
+            kind = BY_NAME[half].dtype
+            notes.append(
+                f"activations not checked for {kind} overflow: no calibration data (`calib`)"
+            )
+        if BY_NAME[half].cpu_note and not runs_graphs(self.request.runtime):
+            notes.append(BY_NAME[half].cpu_note)
+        return converted, notes
+
+    def evidence(
+        self,
+        scales: Scales,
+        notes: Sequence[str],
+        evaluation: Evaluation | None = None,
+        search: SearchRecord | None = None,
+    ) -> Evidence:
+        """The evidence of a graph that was written from `scales`."""
+        return Evidence(
+            parity=evaluation.parity if evaluation else None,
+            accuracy=evaluation,
+            quantize=QuantizeRecord(
+                self.request.to, self.request.other_nodes, self.request.runtime
+            ),
+            calibration=scales.record,
+            search=search,
+            notes=tuple(dict.fromkeys((*scales.notes, *notes))),
+        )
+
+
+def prepare(
+    model: Artefact,
+    request: QuantizeRequest,
+    on_progress: Progress,
+    clock: Callable[[], float] = time.monotonic,
+) -> Job:
+    """Open the graph, read and check the data, and calibrate.
+
+    The budget of "auto" begins here, on `clock`; a third of it is for the calibration.
+    """
+    from deploykit.quantization import scales as own
+
+    budget = own.Budget(clock(), clock=clock) if request.to == "auto" else None
+    on_progress("reading the model", 0.0)
+    source = Graph.open(model.path)
+    calib, test = (
+        read_samples(path, source.inputs, task=model.task) if path else None
+        for path in (request.calib, request.data)
+    )
+    metric = find_metric(request.metric or DEFAULT_METRIC)
+    labelled = _check_labels(request, test)
+    batch_size = batch_that_fits(source, axis_sizes(test or calib, source.inputs, 1))
+    scales = own.Scales(source)
+    if calib:
+        on_progress("calibrating", 0.1)
+        doubts = tuple(check_calibration(calib, source.inputs))
+        # the check for float16 overflow needs no outliers left out
+        pairs = request.to in (*CALIBRATED, "auto")
+        places = own.places_to_choose_on(source, calib, batch_size) if pairs else ()
+        method = "mixed" if pairs else "minmax"
+        calibration = own.calibrate_in_time(source, calib, method, budget, places)
+        record = calibration_record(request, calibration, doubts)
+        notes = (*doubts, *_overlap(request, calib, test), *own.left_out(calib, calibration))
+        scales = own.Scales(source, calibration, record, notes)
+    return Job(
+        model, request, calib, test, metric if labelled else None, scales, batch_size, budget
+    )
+
+
+def calibration_record(
+    request: QuantizeRequest, calibration: Calibration, doubts: Sequence[str]
+) -> CalibrationRecord:
+    digest = sha256(request.calib) if request.calib and request.calib.is_file() else ""
+    why = "; ".join(doubts)
+    return CalibrationRecord(not doubts, why, calibration.method, calibration.samples, digest)
+
+
+def _check_labels(request: QuantizeRequest, test: Samples | None) -> bool:
+    """Whether there are labels.
+
+    Raises BadInput where a metric has none, or where even equal answers could not pass.
+    """
+    if test is None or test.labels is None:
+        if request.metric is not None:
+            missing = f", {request.data} has none" if request.data else ""
+            raise BadInput(
+                f"`metric` {request.metric}: needs labels{missing}",
+                hint="`data`: an .npz with an array named 'labels'",
+            )
+        return False
+    max_drop = MAX_DROP if request.max_drop is None else request.max_drop
+    fewest = samples_to_show_no_drop(max_drop)
+    top1 = request.metric in (None, DEFAULT_METRIC)
+    if request.to == "auto" and top1 and len(test) < fewest:
+        raise BadInput(
+            f"{test.where}: {len(test)} samples cannot show a drop within "
+            f"{max_drop * 100:g} pp even where there is none, {fewest} are needed",
+            hint="give more labelled samples, or a larger `max_drop`",
+        )
+    return True
+
+
+def _overlap(request: QuantizeRequest, calib: Samples, test: Samples | None) -> tuple[str, ...]:
+    shared = overlap(calib, test) if test else 0
+    if not shared or test is None:
+        return ()
+    note = f"{shared} of the {len(test)} samples of {request.data} are also in {request.calib}"
+    return (f"{note}: accuracy on samples that also set the scales looks too good",)
+
+
+@contextlib.contextmanager
+def open_both(job: Job, converted: Graph) -> Iterator[tuple[Engine, Engine]]:
+    """Open the float32 model and `converted` as engines on the CPU."""
+    with (
+        tempfile.TemporaryDirectory(dir=converted.path.parent, prefix=".rounded.") as folder,
+        open_graph(job.request.runtime, converted, Path(folder)) as candidate,  # needs the most
+        load(job.model, "cpu") as reference,
+    ):
+        yield reference, candidate
+
+
+def evaluate_engines(
+    job: Job,
+    reference: Engine,
+    candidate: Engine,
+    name: str,
+) -> Evaluation:
+    """Compare the candidate with the float32 model, on labelled, calibration or random samples.
+
+    Args:
+        job: gives the samples, the metric and the bound.
+        reference, candidate: the two engines.
+        name: of the candidate, for tables and errors.
+    """
+    known = job.scales.calibration.every_output if job.scales.calibration else {}
+    if job.calib is not None and job.samples is job.calib and known:
+        reference = KnownOutputs(reference, job.calib.inputs, known)
+    return evaluate(
+        reference,
+        candidate,
+        samples=job.samples,
+        metric=job.metric,
+        max_drop=job.request.max_drop,
+        names=(job.model.name, name),
+        batch_size=job.batch_size,
+    )
+
+
+def evaluate_engine(
+    reference: Engine, engine: Engine, request: QuantizeRequest, names: tuple[str, str]
+) -> Evaluation | None:
+    """Return the accuracy of `engine` against the model; None without data that has labels.
+
+    Samples that do not fill the smallest batch it accepts are left out. Raises BadInput.
+    """
+    if request.data is None:
+        return None
+    task = engine.source.task if engine.source else None
+    samples = read_samples(request.data, engine.inputs, task=task)
+    if samples.labels is None:
+        return None
+    low, high = engine.limits.get(BATCH, (1, None))
+    low = max(low, 1)
+    size = min(32, high or 32) // low * low or low
+    if low > 1:
+        if len(samples) < low:
+            raise BadInput(
+                f"{request.data}: {len(samples)} samples, the engine needs {low} or more"
+            )
+        samples = samples.first(len(samples) // low * low)
+    return evaluate(
+        reference,
+        engine,
+        samples=samples,
+        metric=find_metric(request.metric or DEFAULT_METRIC),
+        max_drop=request.max_drop,
+        names=names,
+        batch_size=size,
+    )
+
+
+def golden_samples(
+    job: Job, path: Path, reference: Engine, candidate: Engine
+) -> GoldenSamples | None:
+    """Write golden samples next to `path`, with a bound that fits the candidate's precision.
+
+    With data, the float32 graph's outputs on the first samples: the random inputs that `export` may
+    have recorded are outside the range that INT8 and FP8 are scaled for. Without data, a copy of
+    the model's own.
+    """
+    if job.samples is None:
+        found = golden.carry(job.model, path)
+    else:
+        size, _ = job.samples.batching(golden.SAMPLES, reference.inputs)
+        found = golden.record(reference, next(job.samples.batches(size)), path)
+    return golden.loosen(found, path, candidate) if found else None
+
+
+def accuracy_notes(job: Job, evaluation: Evaluation) -> list[str]:
+    """Notes on what an evaluation without labels cannot show."""
+    if job.metric is not None:
+        return []
+    on = job.samples.where if job.samples else "random inputs"
+    notes = [f"accuracy not measured: no labelled data (`data`); agreement and SQNR are of {on}"]
+    agreement = evaluation.agreement
+    if agreement is not None and agreement.value < _FEW_AGREE:
+        notes.append(
+            f"{(1 - agreement.value) * 100:.1f} % of the samples change their answer: measure on "
+            "labelled data before you rely on it"
+        )
+    return notes

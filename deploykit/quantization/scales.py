@@ -1,0 +1,324 @@
+"""Choose what the scales of INT8 and FP8 are written from: the calibrator, and smoothed LayerNorms.
+
+No calibrator is best for every model, and the error at each tensor does not show which one is: the
+errors at the outputs do (`benchmarks/README.md`). So does whether smoothing pays.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TypeAlias
+
+import numpy as np
+
+from deploykit.core.evidence import CalibrationRecord
+from deploykit.core.runtime import RUNTIMES
+from deploykit.engines.data.samples import Samples
+from deploykit.engines.engine import Arrays, Engine, load
+from deploykit.engines.onnxruntime.engine import open_as_written
+from deploykit.evaluation.parity import axis_sizes
+from deploykit.evaluation.simulate import open_graph
+from deploykit.graph import cost
+from deploykit.graph.graph import Graph
+from deploykit.quantization.calibrate import METHODS, Calibration, calibrate
+from deploykit.quantization.convert import convert
+from deploykit.quantization.smoothquant import smooth
+
+# Samples to choose on: an eighth of them, and more as long as a calibrator costs fewer operations
+LEAST_SHARE, OPERATIONS = 1 / 8, 1e11
+# A calibrator must gain a quarter of a decibel on the first few samples, or it is dropped.
+FEW, WORTH = 8, 0.06
+# A calibrator that cuts more, or less, than one that was dropped is not tried.
+_FURTHER = {"entropy": "mse", "minmax": "percentile"}
+_CALIBRATION_SHARE = 1 / 3  # of the time left
+OUTLIERS = 8.0  # largest peak of a channel by the usual one: below it smoothing is not tried
+EQUAL = 1e-8  # noise by signal of two graphs that compute the same
+
+Batches: TypeAlias = list[tuple[Arrays, list[np.ndarray]]]  # inputs, and the model's outputs
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The ten minutes that precision "auto" may take, calibration included."""
+
+    began: float
+    seconds: float = 600.0
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def end(self) -> float:
+        return self.began + self.seconds
+
+    def pace(self, share: float) -> Pace:
+        """The pace of steps that may take this share of the time left."""
+        now = self.clock()
+        return Pace(now + share * max(self.end - now, 0.0), self.clock)
+
+
+class Pace:
+    """Whether one more step would end after `until`, if it took as long as the longest so far."""
+
+    def __init__(self, until: float, clock: Callable[[], float]) -> None:
+        self.until, self.clock = until, clock
+        self.last = clock()
+        self.longest_s = 0.0
+
+    def out_of_time(self) -> bool:
+        """Ask before each step."""
+        now = self.clock()
+        self.longest_s, self.last = max(self.longest_s, now - self.last), now
+        return now + self.longest_s > self.until or now >= self.until
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What a precision is written from: the graph, smoothed or as it is, and its calibration."""
+
+    graph: Graph
+    calibration: Calibration | None = None
+    record: CalibrationRecord | None = None
+    notes: tuple[str, ...] = ()
+
+
+def calibrate_in_time(
+    graph: Graph,
+    samples: Samples,
+    method: str,
+    budget: Budget | None,
+    places: Iterable[np.ndarray] = (),
+) -> Calibration:
+    """Calibrate on all samples, or on as many as a third of the time left is enough for."""
+    return calibrate(
+        graph,
+        samples,
+        method=method,
+        out_of_time=budget.pace(_CALIBRATION_SHARE).out_of_time if budget else None,
+        places=places,
+        every_output=budget is None,
+    )
+
+
+def left_out(samples: Samples, calibration: Calibration) -> tuple[str, ...]:
+    """A note where calibration had no time for all samples."""
+    if not calibration.stopped:
+        return ()
+    used = f"{calibration.samples} of {len(samples)} samples"
+    return (f"calibrated on {used}: all of them would take too much of the time budget",)
+
+
+def choose_scales(
+    scales: Scales,
+    samples: Samples,
+    to: str,
+    *,
+    runtime: str,
+    other_nodes: str,
+    folder: Path,
+    budget: Budget | None = None,
+) -> Scales:
+    """Return `scales` with what makes the least noise at the outputs in precision `to`.
+
+    Args:
+        scales: calibrated on `samples`, with outputs for the batches of `places_to_choose_on`.
+        samples: the calibration data.
+        to: "int8" or "fp8".
+        runtime, other_nodes: as in `convert`.
+        folder: for temporary files.
+        budget: for another calibration, of a smoothed graph. None: no limit.
+    """
+    calibration = scales.calibration
+    if calibration is None or not calibration.outputs:
+        return scales
+    batches: Batches = [
+        ({name: array[rows] for name, array in samples.inputs.items()}, outputs)
+        for rows, outputs in calibration.outputs
+    ]
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".calibrators.") as name:
+        trials = _Trials(to, runtime, other_nodes, batches, Path(name))
+        best, noise = trials.choose(scales, calibration)
+        peaks = {
+            name: each
+            for name, each in calibration.channel_peaks.items()
+            if max(each) > OUTLIERS * median(each)
+        }
+        norms = any(n.op_type == "LayerNormalization" for n in scales.graph.skeleton.graph.node)
+        if not (peaks and norms):
+            return best
+        graph, names = smooth(scales.graph, peaks)
+        if not names or not trials.computes_the_same(graph):
+            return best
+        again = calibrate_in_time(graph, samples, METHODS[0], budget)
+        again = replace(again, every_output=calibration.every_output)  # of the model itself
+        record = scales.record and replace(scales.record, samples=again.samples, smoothed=names)
+        notes = tuple(dict.fromkeys((*scales.notes, *left_out(samples, again))))
+        smoothed, less = trials.choose(Scales(graph, again, record, notes), again)
+        return smoothed if _gains(noise, less) else best
+
+
+@dataclass(frozen=True)
+class _Trials:
+    """Writes one precision with one calibration after the other, and measures the noise."""
+
+    to: str
+    runtime: str
+    other_nodes: str
+    batches: Batches
+    folder: Path
+
+    def choose(self, scales: Scales, calibration: Calibration) -> tuple[Scales, np.ndarray]:
+        """Choose the first calibrator, or the one that is seen to make less noise.
+
+        Also return that noise, of each sample.
+        """
+        cut, shared = calibration.cut, replace(calibration, weights={})
+        twins = {each: next(other for other in cut if cut[other] == cut[each]) for each in cut}
+        first, *others = dict.fromkeys(twins.values())
+        noise: dict[str, np.ndarray] = {}
+
+        def run(methods: Iterable[str], batches: Batches) -> None:
+            for method in methods:
+                found = self.noise(replace(scales, calibration=shared.using(method)), batches)
+                noise[method] = np.concatenate([noise.get(method, found[:0]), found])
+
+        few = math.ceil(FEW / max(_rows(self.batches[0][0]), 1))
+        run([first, *(each for each in others if each not in _FURTHER)], self.batches[:few])
+        works = math.isfinite(noise[first].mean())
+        for each in (each for each in others if each in _FURTHER):
+            near = noise.get(twins[_FURTHER[each]])
+            if near is None or not works or _gains(noise[first], near):
+                run([each], self.batches[:few])
+        left = [each for each in noise if each != first and _gains(noise[first], noise[each])]
+        if self.batches[few:] and left:
+            run([first, *left], self.batches[few:])
+        best = least_noise({each: noise[each] for each in (first, *left)})
+        noise |= {each: noise[twin] for each, twin in twins.items() if twin in noise}
+        record = scales.record and replace(scales.record, method=best, sqnr_db=self._sqnr_db(noise))
+        return replace(scales, calibration=calibration.using(best), record=record), noise[best]
+
+    def noise(self, scales: Scales, batches: Batches) -> np.ndarray:
+        """The noise of each sample at the outputs with these scales."""
+        typed, _ = convert(
+            scales.graph,
+            self.to,
+            scales.calibration,
+            runtime=self.runtime,
+            other_nodes=self.other_nodes,
+        )
+        graph = typed.save(self.folder / "tried.onnx", temporary=True)
+        if RUNTIMES[self.runtime].on_cpu or self.other_nodes != "fp32":
+            engine = open_graph(self.runtime, graph, self.folder)
+        else:
+            engine = open_as_written(graph.path)  # optimised, it would hold float32 weights, too
+        with engine:
+            return _noise(engine, batches)
+
+    def computes_the_same(self, graph: Graph) -> bool:
+        """Whether a smoothed graph gives the model's outputs in float32."""
+        saved = graph.save(self.folder / "smoothed.onnx", temporary=True)
+        with load(saved.path, "cpu") as engine:
+            return bool(_noise(engine, self.batches).mean() <= EQUAL)
+
+    def _sqnr_db(self, noise: Mapping[str, np.ndarray]) -> dict[str, float]:
+        shares = {method: float(rows.mean()) for method, rows in noise.items()}
+        floating = any(array.dtype.kind == "f" for _, outputs in self.batches for array in outputs)
+        return {
+            method: -10 * math.log10(share) if share else math.inf
+            for method, share in shares.items()
+            if floating and share < math.inf
+        }
+
+
+def places_to_choose_on(source: Graph, calib: Samples, batch_size: int) -> Iterator[np.ndarray]:
+    """Batches of calibration samples, by their numbers, from the beginning to the end of the data.
+
+    The first few are spread over it as well.
+    """
+    least, used = calib.batching(batch_size, source.inputs)
+    costs = cost.node_costs(source, axis_sizes(calib, source.inputs, 1))
+    operations = sum(each.flops or 0 for each in costs)
+    wanted = max(least, int(used * LEAST_SHARE), int(OPERATIONS / max(operations, 1)))
+    places = np.arange(0, used, max(1, used // wanted))
+    early = places[:: max(1, len(places) // FEW)][:FEW]
+    places = np.concatenate([early, np.setdiff1d(places, early)])
+    size, _ = calib.batching(min(FEW, batch_size), source.inputs)
+    whole = len(places) if size < least else len(places) // size * size  # a fixed batch is filled
+    for start in range(0, whole, size):
+        yield places[start : start + size]
+
+
+def _rows(feeds: Arrays) -> int:
+    return len(next(iter(feeds.values())))
+
+
+def _gains(first: np.ndarray, other: np.ndarray) -> bool:
+    """Whether the other makes less noise by a quarter of a decibel."""
+    return bool(other.mean() < (1 - WORTH) * first.mean())
+
+
+def least_noise(noise: Mapping[str, np.ndarray]) -> str:
+    """Return the first, or one that makes less noise by more than chance would: a standard error.
+
+    The least alone is a choice by few samples: what it wins on these it may lose on all others.
+    """
+    first = next(iter(noise))
+    for method in sorted(noise, key=lambda each: float(noise[each].mean())):
+        if method == first:
+            break
+        rows = min(len(noise[first]), len(noise[method]))
+        less = noise[first][:rows] - noise[method][:rows]
+        if not math.isfinite(less.mean()) or less.mean() > less.std() / math.sqrt(max(rows - 1, 1)):
+            return method
+    return first
+
+
+def _noise(engine: Engine, batches: Batches) -> np.ndarray:
+    """Noise energy of each sample by the signal energy in its batch, the mean of floating outputs.
+
+    Where all outputs are integers: the share that differs.
+    """
+    found = []
+    for feeds, wanted in batches:
+        pairs = list(zip(wanted, engine(feeds).values(), strict=True))
+        pairs = [pair for pair in pairs if pair[0].dtype.kind == "f"] or pairs
+        found.append(sum(noise_by_row(a, b, _rows(feeds)) for a, b in pairs) / len(pairs))
+    return np.concatenate(found)
+
+
+def noise_by_row(wanted: np.ndarray, got: np.ndarray, rows: int) -> np.ndarray:
+    """The noise of one output, whose mean is that of the batch; even where it has no rows."""
+    share = noise_share([wanted], [got])
+    if wanted.shape != got.shape or wanted.shape[:1] != (rows,) or not 0 < share < math.inf:
+        return np.full(rows, share)
+    there = np.isfinite(wanted)
+    energy = (np.where(there, wanted, 0) - np.where(there, got, 0).astype(np.float64)) ** 2
+    by_row = energy.reshape(rows, -1).sum(axis=1)
+    return np.asarray(share * rows * by_row / by_row.sum())
+
+
+def noise_share(wanted: Sequence[np.ndarray], got: Sequence[np.ndarray]) -> float:
+    """Noise energy by signal energy, added up over the outputs.
+
+    Places that are not finite in `wanted` are left out; a value that is not where `wanted` is
+    finite makes it infinite. For an integer output: the share that differs. Of another shape: 1.
+    """
+    total = 0.0
+    for a, b in zip(wanted, got, strict=True):
+        if a.shape != b.shape:  # a size that depends on the values, such as the number of boxes
+            total += 1.0
+            continue
+        if a.dtype.kind in "biuO":
+            total += float(np.mean(a != b)) if a.size else 0.0
+            continue
+        there = np.isfinite(a)
+        x, y = a[there].astype(np.float64), b[there].astype(np.float64)
+        if not np.isfinite(y).all():
+            return math.inf
+        signal, noise = float(np.sum(x**2)), float(np.sum((x - y) ** 2))
+        total += noise / signal if signal > 0 else (math.inf if noise > 0 else 0.0)
+    return total
