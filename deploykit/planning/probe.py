@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -77,23 +77,19 @@ def convolution(
     return Chain(kind, precision, made.graph(shape), shape, count, flops, flops, nbytes)
 
 
-def product(rows: int, width: int, *, count: int = 3, precision: str = "fp32") -> Chain:
-    """Matrix products of (rows, width) by stored (width, width)."""
+def product(
+    rows: int, width: int, *, count: int = 3, precision: str = "fp32", shared: bool = False
+) -> Chain:
+    """Matrix products of (rows, width) by stored (width, width), `shared` by all or not."""
     made = _Builder(precision)
+    name = made.weight((width, width)) if shared else ""
     for _ in range(count):
-        made.add("MatMul", (width, width))
+        if shared:
+            made.plain("MatMul", [made.last, name])
+        else:
+            made.add("MatMul", (width, width))
     shape, flops, weights = (rows, width), 2.0 * rows * width * width, 4.0 * width * width
     return Chain(kinds.PRODUCT, precision, made.graph(shape), shape, count, flops, flops, weights)
-
-
-def repeated(rows: int, width: int, precision: str) -> Chain:
-    """Products of (rows, width) by one stored (width, width), "fp32" or "fp16", to load a GPU."""
-    made, count = _Builder(precision), 8
-    name = made.weight((width, width))
-    for _ in range(count):
-        made.plain("MatMul", [made.last, name])
-    shape, flops = (rows, width), 2.0 * rows * width * width
-    return Chain(kinds.PRODUCT, precision, made.graph(shape), shape, count, flops, flops)
 
 
 def attention(heads: int, rows: int) -> Chain:
@@ -156,7 +152,9 @@ class _Builder:
         if self._int8:
             self._quantize()
             values = self._random.integers(-64, 64, weight).astype(np.int8)
-            name = self._dequantize(self._store(values))
+            stored = [self._store(values), self._store(np.float32(0.01)), self._store(np.int8(0))]
+            name = f"{stored[0]}_float"
+            self._nodes.append(helper.make_node("DequantizeLinear", stored, [name]))
         else:
             name = self.weight(weight)
         self.plain(operator, [self.last, name], **options)
@@ -188,13 +186,6 @@ class _Builder:
         self.plain("QuantizeLinear", [self.last, scale, zero])
         self.plain("DequantizeLinear", [self.last, scale, zero])
 
-    def _dequantize(self, name: str) -> str:
-        before = self.last
-        scale, zero = self._store(np.float32(0.01)), self._store(np.int8(0))
-        self.plain("DequantizeLinear", [name, scale, zero])
-        name, self.last = self.last, before
-        return name
-
     def _store(self, values: np.ndarray | np.generic) -> str:
         name = f"w{len(self._stored)}"
         self._stored.append(numpy_helper.from_array(np.asarray(values), name))
@@ -208,16 +199,17 @@ Progress = Callable[[str, float], None]
 _BUDGET_S = 0.03  # of each chain
 _LEAST_RUNS = 5
 _QUIET_SPREAD = 1.25
-_CONVOLUTIONS = ((16, 16, 3), (64, 28, 3), (64, 56, 3), (256, 28, 3))  # channels, size, kernel
-_POINTWISE = ((32, 14, 1), (256, 14, 1), (256, 28, 1))
-_DEPTHWISE = ((32, 14, 3), (96, 28, 3), (96, 56, 3))
-_STEMS = ((16, 28, 3), (16, 224, 3), (64, 224, 7))
+_CONVOLUTIONS = {  # kind: channels, size, kernel
+    kinds.CONVOLUTION: ((16, 16, 3), (64, 28, 3), (64, 56, 3), (256, 28, 3)),
+    kinds.POINTWISE: ((32, 14, 1), (256, 14, 1), (256, 28, 1)),
+    kinds.DEPTHWISE: ((32, 14, 3), (96, 28, 3), (96, 56, 3)),
+    kinds.STEM: ((16, 28, 3), (16, 224, 3), (64, 224, 7)),
+}
 _PRODUCTS = ((16, 64), (32, 256), (128, 512), (256, 1024))  # rows, width
-_RECURRENT = ((64, 1), (64, 8), (256, 8))  # width, batch
+_PASSING = (kinds.SIMPLE, kinds.FUNCTION, kinds.NORMALISATION, kinds.POOLING, kinds.MOVEMENT)
 _ELEMENTS = (1 << 10, 1 << 15, 1 << 19)
 _MANY = 1 << 22  # 16 MiB a tensor: more than most caches hold
 _GPU_ROWS, _GPU_WIDTH, _GPU_ELEMENTS = 8192, 4096, 1 << 25  # 128 MiB a tensor
-_STREAMED = (128, 512, 2048, 4096)  # widths of weights that one row is multiplied by
 
 
 @dataclass(frozen=True)
@@ -285,7 +277,7 @@ def measure_gpu(
     clock, ops = time.perf_counter_ns, dict[str, float]()
     with tempfile.TemporaryDirectory(prefix="deploykit-probe-") as folder:
         for precision in ("fp32", "fp16"):
-            chain = repeated(rows, width, precision)
+            chain = product(rows, width, count=8, precision=precision, shared=True)
             seconds, _ = _time(chain, Path(folder), None, clock, budget_s, device)
             ops[precision] = chain.flops * chain.count / seconds[0]
         chain = passing(kinds.SIMPLE, elements)
@@ -308,7 +300,7 @@ def measure_cpu(
     work on it. `budget_s`: of each of the chains.
     """
     threads = threads or default_threads()
-    every = [*_chains()]
+    every = _chains()
     timed: list[tuple[Chain, float, float]] = []
     spreads: list[float] = []
     runtime = ""
@@ -374,34 +366,26 @@ def _curve(points: Mapping[float, float]) -> Curve:
     return Curve(tuple(work), tuple(seconds))
 
 
-def _chains() -> Iterator[Callable[[], Chain]]:
-    """Makers of the chains: large weights should not all be in memory at once."""
-    yield partial(passing, kinds.SIMPLE, 1, count=1)
-    yield partial(passing, kinds.SIMPLE, 1, count=33)
-    convolutions = (
-        (kinds.CONVOLUTION, _CONVOLUTIONS),
-        (kinds.POINTWISE, _POINTWISE),
-        (kinds.DEPTHWISE, _DEPTHWISE),
-        (kinds.STEM, _STEMS),
-    )
-    for kind, sizes in convolutions:
-        for channels, size, kernel in sizes:
-            yield partial(convolution, kind, channels, size, kernel)
-        for channels, size, kernel in sizes if kind == kinds.STEM else sizes[:2]:
-            yield partial(convolution, kind, channels, size, kernel, precision="int8")
-    for rows, width in _PRODUCTS:
-        yield partial(product, rows, width)
-    for rows, width in _PRODUCTS[1:3]:
-        yield partial(product, rows, width, precision="int8")
-    yield partial(attention, 2, 24)
-    yield partial(attention, 8, 192)
-    for width, batch in _RECURRENT:
-        yield partial(recurrent, width, 16, batch)
-    for kind in (kinds.SIMPLE, kinds.FUNCTION, kinds.NORMALISATION, kinds.POOLING, kinds.MOVEMENT):
-        for elements in (*_ELEMENTS, *[_MANY] * (kind == kinds.SIMPLE)):
-            yield partial(passing, kind, elements)
-    for width in _STREAMED:
-        yield partial(product, 1, width, count=1)
+def _chains() -> list[Callable[[], Chain]]:
+    """Return makers of the chains: large weights should not all be in memory at once."""
+    chains: list[Callable[[], Chain]] = [
+        partial(passing, kinds.SIMPLE, 1, count=count) for count in (1, 33)
+    ]
+    for kind, sizes in _CONVOLUTIONS.items():
+        in_int8 = sizes if kind == kinds.STEM else sizes[:2]
+        chains += [partial(convolution, kind, *each) for each in sizes]
+        chains += [partial(convolution, kind, *each, precision="int8") for each in in_int8]
+    chains += [partial(product, *each) for each in _PRODUCTS]
+    chains += [partial(product, *each, precision="int8") for each in _PRODUCTS[1:3]]
+    chains += [partial(attention, 2, 24), partial(attention, 8, 192)]
+    chains += [
+        partial(recurrent, width, 16, batch) for width, batch in ((64, 1), (64, 8), (256, 8))
+    ]
+    chains += [partial(passing, kind, elements) for kind in _PASSING for elements in _ELEMENTS]
+    chains.append(partial(passing, kinds.SIMPLE, _MANY))
+    # widths of weights that one row is multiplied by, as fast as they are read
+    chains += [partial(product, 1, width, count=1) for width in (128, 512, 2048, 4096)]
+    return chains
 
 
 def _time(
