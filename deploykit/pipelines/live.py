@@ -54,7 +54,7 @@ class Host(Protocol):
         ...
 
     def max_rows(self, model: str) -> int:
-        """Of one call; 0 where rows may not be joined."""
+        """Return the most rows of one call; 0 where rows may not be joined."""
         ...
 
     def submit(
@@ -191,7 +191,7 @@ class LivePipeline(Closing):
         return value, input_bytes(value, given if self.graph.kind == "json" else None)
 
     def why_not_ready(self) -> str | None:
-        """The reason in one sentence; None if every stage returns."""
+        """Return the reason in one sentence; None if every stage returns."""
         for stage in self.stages.values():
             if stage.hanging(2 * self.host.timeout_ms / 1000):
                 return f"pipeline '{self.name}': stage '{stage.name}' does not return"
@@ -247,7 +247,7 @@ class LiveRun:
         self._begin(stage.name, read, partial(self._admit, stage, reserve))
 
     def cancel(self) -> None:
-        """The client has gone: stages that have not begun are not run."""
+        """End the run, as the client has gone: stages that have not begun are not run."""
         if not self.over:
             self._end("cancelled")
 
@@ -335,7 +335,7 @@ class LiveRun:
         return pipeline.host.encode(pipeline.graph.answer_json(value)), True
 
     def _finish(self, stage: LiveStage, value: Any) -> None:
-        """The stage has given `value`: begin those that have waited for it."""
+        """Keep the value that the stage gave, and begin the stages that have waited for it."""
         name = stage.name
         self._leave(stage)
         stage.counts.record("success", _now_us() - self._began_us.pop(name))
@@ -396,7 +396,7 @@ class LiveRun:
         return self._encode(value) if stage.name == self._answer else value
 
     def _expire(self, name: str | None) -> None:
-        """The time of one stage is over, or that of the request."""
+        """Fail the run, as the time of one stage is over, or that of the request."""
         stage = self._stages[name or next(iter(self._began_us))]
         limit_ms = self._limit_us / 1000 if name is None else stage.timeout_ms
         of = "the request's" if name is None else "its"
@@ -443,7 +443,7 @@ def _now_us() -> int:
 
 
 def outcome_of(error: DeploykitError) -> str:
-    """How an error is counted."""
+    """Return the name under which an error is counted."""
     if isinstance(error, Expired):
         return "expired"
     if isinstance(error, Overloaded):

@@ -114,7 +114,7 @@ def recurrent(width: int, steps: int, batch: int) -> Chain:
 
 
 def passing(kind: str, elements: int, *, count: int = 4) -> Chain:
-    """Nodes without arithmetic to speak of, on `elements` values: `work` is what they move."""
+    """Make nodes with little arithmetic, on `elements` values: `work` is what they move."""
     side = 32
     shape: tuple[int, ...] = (1, elements // side**2 or 1, side, side)
     made, moved = _Builder("fp32"), 2
@@ -147,7 +147,7 @@ class _Builder:
             self.plain("Cast", ["x"], to=TensorProto.FLOAT16)
 
     def add(self, operator: str, weight: Sequence[int], **options: Any) -> None:
-        """A node with stored weights, in INT8 between pairs of QuantizeLinear and its inverse."""
+        """Add a node with stored weights, in INT8 between pairs of QuantizeLinear and its inverse."""
         if self._int8:
             self._quantize()
             values = self._random.integers(-64, 64, weight).astype(np.int8)
@@ -237,7 +237,7 @@ class CpuCalibration(Record):
 
     @property
     def doubt(self) -> str:
-        """Why it may be wrong, or ""."""
+        """The reason why it may be wrong, or ""."""
         if self.spread <= _QUIET_SPREAD:
             return ""
         return (
@@ -272,7 +272,7 @@ def measure_gpu(
     elements: int = _GPU_ELEMENTS,
     budget_s: float = _BUDGET_S,
 ) -> GpuCeilings:
-    """Takes some seconds. Raises as engines do: Unsupported, OutOfMemory."""
+    """Measure a GPU, which takes some seconds. Raises as engines do: Unsupported, OutOfMemory."""
     clock, ops = time.perf_counter_ns, dict[str, float]()
     with tempfile.TemporaryDirectory(prefix="deploykit-probe-") as folder:
         for precision in ("fp32", "fp16"):
@@ -359,7 +359,7 @@ def _conclude(
 
 
 def _curve(points: Mapping[float, float]) -> Curve:
-    """More work never takes less time: a point that says so was disturbed."""
+    """Return a curve where more work never takes less time: such a point was disturbed."""
     work = sorted(points)
     seconds = [min(points[later] for later in work[place:]) for place in range(len(work))]
     return Curve(tuple(work), tuple(seconds))
@@ -395,7 +395,7 @@ def _time(
     budget_s: float,
     device: str = "cpu",
 ) -> tuple[list[float], str]:
-    """The seconds of each call without its copies, the least first, and what ran it."""
+    """Return the seconds of each call without its copies, the least first, and what ran it."""
     path = folder / "chain.onnx"
     chain.graph.save(path, temporary=True)
     feeds = {"x": np.random.default_rng(0).standard_normal(chain.shape, np.float32)}
