@@ -66,7 +66,7 @@ class Target:
         return self.calibration.call_s if self.calibration else 0.0
 
     def copies_s(self, sizes: Sequence[int]) -> float:
-        """Return the seconds to copy tensors of these bytes between host and GPU, one after the other."""
+        """Return the seconds to copy tensors of these bytes between host and GPU, one by one."""
         if self.calibration:
             return 0.0
         shared = self.profile.unified_memory and self.profile.bandwidth_bytes_per_s

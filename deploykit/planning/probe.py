@@ -147,7 +147,7 @@ class _Builder:
             self.plain("Cast", ["x"], to=TensorProto.FLOAT16)
 
     def add(self, operator: str, weight: Sequence[int], **options: Any) -> None:
-        """Add a node with stored weights, in INT8 between pairs of QuantizeLinear and its inverse."""
+        """Add a node with stored weights, in INT8 between pairs of quantization nodes."""
         if self._int8:
             self._quantize()
             values = self._random.integers(-64, 64, weight).astype(np.int8)
