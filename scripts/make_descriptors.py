@@ -1,4 +1,4 @@
-"""Compile the .proto files of engines/oip to descriptors.binpb, which server and load generator read.
+"""Compile the .proto files of engines/oip to descriptors.binpb, for server and load generator.
 
 Needs grpcio-tools, from the extra `dev`. To be run after each change of a .proto file.
 """

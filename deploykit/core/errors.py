@@ -31,6 +31,12 @@ class DeploykitError(Exception):
         self.hint = hint
 
 
+class StageFailed(DeploykitError):
+    """A stage raised, or gave what its annotation does not allow. `message` names the stage."""
+
+    exit_code = 2
+
+
 class GateFailed(DeploykitError):
     """A gate was not met: parity, accuracy, SLO. `result` has the measurements: show it first."""
 

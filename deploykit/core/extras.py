@@ -51,7 +51,7 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def check_installed(*modules: str) -> None:
-    """Raise MissingExtra for the first of `modules` that is not installed, without importing any."""
+    """Raise MissingExtra for the first module that is not installed. Imports none."""
     for module in modules:
         if not installed(module):
             raise missing(module.partition(".")[0])

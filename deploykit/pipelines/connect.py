@@ -16,7 +16,7 @@ from typing import Any, get_args, get_origin
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, did_you_mean, first_line
+from deploykit.core.errors import BadInput, StageFailed, did_you_mean, first_line
 from deploykit.core.json_value import ONE_JSON, json_value
 from deploykit.engines.engine import Engine
 from deploykit.pipelines.stages import (
@@ -25,7 +25,6 @@ from deploykit.pipelines.stages import (
     Model,
     Origin,
     Ports,
-    StageFailed,
     WiredStage,
     conforms,
     describe_value,

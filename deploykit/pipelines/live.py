@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, DeploykitError, Expired, Overloaded
+from deploykit.core.errors import BadInput, DeploykitError, Expired, Overloaded, StageFailed
 from deploykit.core.machine import usable_cores
 from deploykit.core.subprocesses import INSIDE
 from deploykit.engines.engine import Arrays, Closing
 from deploykit.pipelines.connect import StageGraph, input_bytes
-from deploykit.pipelines.stages import ModelCalls, StageFailed, failure_reason, stage_error
+from deploykit.pipelines.stages import ModelCalls, failure_reason, stage_error
 
 log = logging.getLogger(__name__)
 

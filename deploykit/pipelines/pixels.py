@@ -7,6 +7,7 @@ import io
 
 import numpy as np
 
+from deploykit.core.errors import StageFailed
 from deploykit.core.task import ImageInput
 from deploykit.engines.data.images import (
     Image,
@@ -23,7 +24,6 @@ from deploykit.engines.tasks.images import (
     PlacedImage,
     place,
 )
-from deploykit.pipelines.stages import StageFailed
 
 
 def read_pixels(data: bytes) -> np.ndarray:

@@ -16,16 +16,10 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import numpy as np
 
-from deploykit.core.errors import DeploykitError, first_line
+from deploykit.core.errors import DeploykitError, StageFailed, first_line
 from deploykit.core.tensors import TensorSpec, carrier, mismatch
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.engines.tasks.engine import TaskSteps
-
-
-class StageFailed(DeploykitError):  # noqa: N818 - named after what is wrong
-    """A stage raised, or gave what its annotation does not allow. `message` names the stage."""
-
-    exit_code = 2
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def examined(root: Path, changes: Mapping[str, object] = {}) -> Health:
 
 
 def text(health: Health) -> str:
-    return "\n".join(part for part in hardware.doctor_hardware(health) if isinstance(part, str))
+    return "\n".join(part for part in hardware.health_lines(health) if isinstance(part, str))
 
 
 def test_a_jetson_is_named_by_its_board_and_nothing_is_wrong_with_it(tmp_path: Path) -> None:

@@ -11,13 +11,14 @@ import pytest
 from onnx import TensorProto, helper
 
 import deploykit as dk
+from deploykit.core.errors import StageFailed
 from deploykit.core.files import sha256
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.task import CLASSIFY, ImageInput, Task, TaskOutputs
 from deploykit.engines.engine import Arrays, BaseEngine
 from deploykit.pipelines.connect import StageGraph
 from deploykit.pipelines.pipeline import OpenPipeline, predict_files
-from deploykit.pipelines.stages import Definition, StageFailed
+from deploykit.pipelines.stages import Definition
 from tests.support.onnx_zoo import linear, save, two_inputs
 from tests.support.runtimes.tiles import mean_model, page, png, write_pipeline
 
