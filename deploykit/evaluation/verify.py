@@ -91,7 +91,6 @@ def compare_layers(
 
 def read_engine(engine: Any, before: PrecisionReadBack) -> PrecisionReadBack:
     """What the layers of an engine that is open compute in; `before` where it does not tell."""
-
     try:
         layers = inspector.read_layers(engine.layer_information())
     except (DeploykitError, ValueError):
@@ -152,7 +151,6 @@ def record_on_cpu(graph: Artefact, path: Path, sizes: Mapping[str, int]) -> Gold
 
     `sizes`: of the dynamic axes. None where the graph does not run here, or its tensors are large.
     """
-
     try:
         with load(graph, "cpu") as reference:
             return golden.record(reference, random_feeds(reference.inputs, sizes), path)
@@ -222,7 +220,6 @@ def outputs_gate(artefact: Artefact, parity: Parity, drop: Drop | None, precisio
     on the accuracy where there are labels, or on the signal-to-noise ratio, of which float32, that
     rounds nothing, needs more.
     """
-
     manifest = artefact.manifest
     gated = manifest.evidence.accuracy if manifest else None
     most = (gated.max_drop if gated else None) or MAX_DROP
@@ -244,8 +241,7 @@ def outputs_gate(artefact: Artefact, parity: Parity, drop: Drop | None, precisio
 
 # Open an artefact for serving or timing; a TensorRT engine only once it is proven on its device.
 #
-# An engine that was built where it could not run is run here first, against the graph it was
-# built
+# An engine that was built where it could not run is run here first, against the graph it was built
 # from or the golden samples next to it; the result is written into its manifest.
 
 log = logging.getLogger(__name__)
@@ -271,7 +267,6 @@ def open_proven(
     warning once. Raises GateFailed for an engine whose outputs differ from its graph's, BadInput
     for one that cannot be proven, and as `load` does.
     """
-
     if instances < 1:
         raise BadInput(f"`instances` {instances}: 1 or more is needed")
     artefact = Artefact.open(source)
