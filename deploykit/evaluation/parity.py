@@ -65,7 +65,10 @@ def compare_engines(
         left, right = ({spec.name: each[spec.name] for spec in a.outputs} for each in values)
         x, y, boxes = pair(left, right)
         for name in left:
-            _check_arrays(name, batch, x[name], y[name], names)
+            if x[name].dtype != y[name].dtype or x[name].shape != y[name].shape:
+                found = (f"{each.dtype}{list(each.shape)}" for each in (x[name], y[name]))
+                sides = ", ".join(map("{} from {}".format, found, names))
+                raise BadInput(f"output '{name}' at batch {batch} is {sides}")
             axis = class_axis(name, x[name], feeds) if x[name] is left[name] else None
             tally = tallies.setdefault((name, batch), _Tally())
             images = [array.shape[:3] for array in feeds.values() if array.ndim == 4]
@@ -169,17 +172,6 @@ def _check_same(
         )
         if spec.dtype != other.dtype or not fits:
             raise BadInput(f"{kind} '{name}' is {spec} in {names[0]}, {other} in {names[1]}")
-
-
-def _check_arrays(
-    output: str, batch: int, x: np.ndarray, y: np.ndarray, names: tuple[str, str]
-) -> None:
-    """A dynamic axis can hide a difference that only shows in the arrays."""
-    if x.dtype != y.dtype or x.shape != y.shape:
-        raise BadInput(
-            f"output '{output}' at batch {batch} is {x.dtype}{list(x.shape)} from {names[0]}, "
-            f"{y.dtype}{list(y.shape)} from {names[1]}"
-        )
 
 
 def _batch(specs: Sequence[TensorSpec], feeds: Arrays) -> int:

@@ -98,11 +98,6 @@ def read_engine(engine: Any, before: PrecisionReadBack) -> PrecisionReadBack:
     return compare_layers(layers, before.asked, allow_wider=before.allow_wider)
 
 
-def find_graph(path: Path, manifest: Manifest) -> Path | None:
-    """The graph that `path` was built from, found next to it by its hash."""
-    return _hashes_next_to(path).get(manifest.made_from[-1]) if manifest.made_from else None
-
-
 def find_sources(path: Path, manifest: Manifest) -> Iterator[Path]:
     """The ONNX files next to `path` that it was made from, then theirs, by their manifests."""
     hashes, wanted = _hashes_next_to(path), list(manifest.made_from)
@@ -165,7 +160,8 @@ def check_proven(
     evidence = manifest.evidence
     if evidence.verified:
         return
-    graph = find_graph(path, manifest)
+    made_from = manifest.made_from[-1:]  # the graph is next to it, or nowhere
+    graph = _hashes_next_to(path).get(made_from[0]) if made_from else None
     parity, why = prove_engine(engine, path, manifest, graph, path.name)
     if parity is None:
         if not trust:
@@ -178,7 +174,12 @@ def check_proven(
         return
     read = evidence.precision
     if read is None or not read.known:
-        read = read_engine(engine, _asked_before(read, graph))
+        from deploykit.graph.graph import Graph
+
+        read = read or PrecisionReadBack(None)
+        if graph is not None and not read.asked:  # a manifest of an earlier deploykit
+            read = replace(read, asked=asked_of(Graph.open(graph)))
+        read = read_engine(engine, read)
     evidence = replace(evidence, parity=parity, precision=read)
     _write(path, manifest, evidence, on_note)
     if evidence.wrong:
@@ -188,16 +189,6 @@ def check_proven(
         )
     if not evidence.verified:
         on_note(f"{path}: computes what its graph does; which types its layers run in is not known")
-
-
-def _asked_before(read: PrecisionReadBack | None, graph: Path | None) -> PrecisionReadBack:
-    """`read`, with what the graph asks where a manifest of an earlier deploykit lacks it."""
-    from deploykit.graph.graph import Graph
-
-    read = read or PrecisionReadBack(None)
-    if read.asked or graph is None:
-        return read
-    return replace(read, asked=asked_of(Graph.open(graph)))
 
 
 def _write(
