@@ -22,7 +22,8 @@ from deploykit.core.json_value import Record
 from deploykit.engines.engine import Arrays
 from deploykit.engines.onnxruntime.engine import open_as_written
 from deploykit.evaluation.parity import exact_noun, relative
-from deploykit.graph.graph import Graph, dtype_name
+from deploykit.graph.graph import Graph
+from deploykit.graph.parse import dtype_name
 from deploykit.graph.validate import RUNTIME_DOMAINS
 
 # Make tensors inside a graph outputs, and find those of two graphs that mean the same.

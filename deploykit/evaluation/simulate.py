@@ -20,8 +20,8 @@ from deploykit.core.precision import ALL, HALVES
 from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.engine import Engine, OpenEngine, load
 from deploykit.graph.edit import Editor
-from deploykit.graph.graph import Graph, dtype_name
-from deploykit.graph.parse import subgraphs
+from deploykit.graph.graph import Graph
+from deploykit.graph.parse import dtype_name, subgraphs
 
 _FLOAT = TensorProto.FLOAT
 _HALVES = frozenset(TensorProto.DataType.Value(each.onnx_type) for each in HALVES)

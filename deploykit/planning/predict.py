@@ -25,7 +25,8 @@ from deploykit.graph.cost import (
     node_time,
     peak_bytes,
 )
-from deploykit.graph.graph import Graph, dtype_name
+from deploykit.graph.graph import Graph
+from deploykit.graph.parse import dtype_name
 from deploykit.graph.shapes import TensorShapes, fixed_shapes
 from deploykit.planning.probe import CpuCalibration
 
