@@ -71,9 +71,3 @@ def test_the_score_of_an_image_is_that_of_a_set_of_one() -> None:
     alone = [mean_average_precision(found[n : n + 1], labels[n : n + 1]).coco for n in (0, 1, 3)]
     np.testing.assert_allclose(got, [alone[0], alone[1], 1.0, alone[2]])
     assert 0 < alone[0] < 1
-
-
-def test_the_boxes_of_the_truth_score_1() -> None:
-    _, labels = scene(3)
-    found = [FoundBoxes(own[:, 1:], (own[:, 0] >= 0) * 0.9, own[:, 0]) for own in labels]
-    assert mean_average_precision(found, labels) == MeanPrecision(1.0, 1.0)

@@ -59,13 +59,6 @@ def test_the_lineage_leads_back_to_the_weights(demo: tuple[Path, object]) -> Non
         assert source.sha256 in made.made_from
 
 
-def test_the_int8_engine_computes_in_int8(demo: tuple[Path, object]) -> None:
-    manifest = read_manifest(demo[0] / "model.int8.cpu.onnx")
-    assert manifest is not None
-    assert manifest.precision.get("float32", 0) == 0
-    assert manifest.precision["int8"] >= 5  # three convolutions, two dense layers
-
-
 def test_accuracy_is_reported_for_each_precision_with_its_interval(report: dict) -> None:
     rows = {row["precision"]: row for row in report["accuracy"]}
     assert set(rows) >= {"fp32", "fp16", "int8"}  # bf16 too, on some CPUs
@@ -88,11 +81,6 @@ def test_a_demo_that_succeeds_reports_nothing_that_was_not_met(demo: tuple[Path,
     text = (demo[0] / "report.md").read_text()
     assert "its accuracy decides" in text
     assert "NOT " not in text
-
-
-def test_the_report_lists_what_was_not_measured(report: dict) -> None:
-    if not report["machine"]["gpus"]:
-        assert "GPU" in {gap["what"] for gap in report["not_measured"]}
 
 
 def test_it_was_served_and_nothing_failed(report: dict) -> None:

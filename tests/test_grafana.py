@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -142,29 +141,3 @@ def test_every_metric_is_emitted(emitted: dict[str, set[str]]) -> None:
         name if name in METRICS else re.sub(r"_(bucket|sum|count)$", "", name) for name in emitted
     }
     assert families == METRICS.keys()
-
-
-def test_legends_use_existing_labels(emitted: dict[str, set[str]]) -> None:
-    for panel in PANELS:
-        for target in panel["targets"]:
-            labels = set().union(*(emitted[name] for name in names_in(target["expr"])))
-            used = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
-            assert used <= labels | ADDED, panel["title"]
-
-
-def test_panels_do_not_overlap_and_have_ids() -> None:
-    taken: set[tuple[int, int]] = set()
-    for panel in DASHBOARD["panels"]:
-        place: dict[str, Any] = panel["gridPos"]
-        cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
-        }
-        assert not cells & taken, panel["title"]
-        assert place["x"] + place["w"] <= 24
-        taken |= cells
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
-    assert len(set(ids)) == len(ids)
-    sources = {panel["datasource"]["uid"] for panel in PANELS}
-    assert sources == {"${datasource}"}  # of whoever imports it

@@ -43,11 +43,6 @@ def test_versions_come_from_the_index_alone_and_old_ones_are_left_out(
     assert sorted(found, key=setup.release) == ["2.12.1+cpu", "2.13.0+cpu"]
 
 
-def test_only_the_package_that_was_asked_for_is_listed(setup: ModuleType, index: str) -> None:
-    assert len(setup.versions_of(Path(sys.executable), "torch", index)) == 3
-    assert setup.versions_of(Path(sys.executable), "torchvision", index) == []
-
-
 @pytest.mark.parametrize(
     ("torch", "torchvision"),
     [
@@ -64,25 +59,6 @@ def test_torchvision_matches_the_version_and_if_possible_the_build_of_torch(
 ) -> None:
     versions = ["0.29.0", "0.28.2", "0.28.1+cpu", "0.28.0+cpu", "0.25.0"]
     assert setup.matching_torchvision(versions, torch) == torchvision
-
-
-def test_an_installed_version_is_read_without_importing(setup: ModuleType) -> None:
-    assert setup.version_in(Path(sys.executable), "pytest") == pytest.__version__
-    assert setup.version_in(Path(sys.executable), "no-such-package") == ""
-
-
-def test_an_index_without_torch_has_no_versions(setup: ModuleType, tmp_path: Path) -> None:
-    assert setup.versions_of_torch(Path(sys.executable), (tmp_path / "nowhere").as_uri()) == []
-
-
-@pytest.mark.parametrize(
-    ("version", "parts"),
-    [("2.13.0+cpu", (2, 13, 0)), ("2.9.1", (2, 9, 1)), ("2.14.0rc1+cu130", (2, 14, 0)), ("", ())],
-)
-def test_versions_compare_by_their_numbers(
-    setup: ModuleType, version: str, parts: tuple[int, ...]
-) -> None:
-    assert setup.release(version) == parts
 
 
 LISTED = """\
@@ -106,13 +82,6 @@ def test_uv_gets_the_places_that_pip_is_configured_for(setup: ModuleType) -> Non
     ]
     assert variables["SSL_CERT_FILE"] == "/etc/ca.crt"
     assert variables["UV_HTTP_TIMEOUT"] == "180"
-
-
-@pytest.mark.parametrize("listed", ["", "global.cert=''\n", "install.no-index='false'\n"])
-def test_nothing_configured_names_no_place(setup: ModuleType, listed: str) -> None:
-    options, variables = setup.for_uv(listed)
-    assert options == ["--index-strategy", "unsafe-best-match"]
-    assert "SSL_CERT_FILE" not in variables
 
 
 def test_pip_installs_where_uv_cannot(
@@ -139,13 +108,6 @@ def test_pip_installs_where_uv_cannot(
     said.clear()
     setup.install(tmp_path / "python", "one==1")
     assert said == [("config", "list")]
-
-
-def test_a_local_wheel_has_its_files_size(setup: ModuleType, tmp_path: Path) -> None:
-    wheel = tmp_path / "a+b.whl"
-    wheel.write_bytes(b"x" * 123)
-    assert setup.size_of(wheel.as_uri().replace("+", "%2B")) == 123
-    assert setup.size_of((tmp_path / "none.whl").as_uri()) is None
 
 
 @pytest.mark.parametrize(

@@ -117,13 +117,3 @@ def test_a_function_that_acts_is_a_verb() -> None:
         and participle.fullmatch(node.name)
     ]
     assert found == []
-
-
-@pytest.mark.parametrize("line", ["was told", "was_told", "Told, once", "two\ntexts", "told_by"])
-def test_a_word_is_found_in_prose_and_in_names(line: str) -> None:
-    assert len(found_in(line)) == 1
-
-
-@pytest.mark.parametrize("line", ["stolidly", "context", "harmonic mean", "insider", "a text"])
-def test_a_word_is_not_found_inside_another(line: str) -> None:
-    assert found_in(line) == []

@@ -44,7 +44,7 @@ _FIGURES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
 }
 
 
-def profiles_hardware(found: Sequence[Profile]) -> list[Part]:
+def profile_list(found: Sequence[Profile]) -> list[Part]:
     rows = [
         (
             profile.name,
@@ -147,7 +147,7 @@ def state(gpu: GpuState) -> str:
     return "; ".join(known)
 
 
-def doctor_hardware(result: Health) -> list[Part]:
+def health_lines(result: Health) -> list[Part]:
     machine = result.machine
     lines: list[Part] = [
         f"machine    {machine.cpu}, {memory(machine.memory_bytes)}",
@@ -190,7 +190,7 @@ def doctor(as_json: bool = False) -> None:
     from deploykit.evaluation import doctor as health
 
     result = health.doctor()
-    output.show(result, doctor_hardware(result), as_json=as_json)
+    output.show(result, health_lines(result), as_json=as_json)
 
 
 @described(f"PROFILE  Show this profile in full\n{JSON}")
@@ -206,7 +206,7 @@ def profiles(name: str | None = None, as_json: bool = False) -> None:
         documents = [profile.to_dict() for profile in found]
         output.show_json(documents[0] if name else documents)
     else:
-        output.show_parts(card(found[0]) if name else profiles_hardware(found))
+        output.show_parts(card(found[0]) if name else profile_list(found))
 
 
 @described(f"""

@@ -23,6 +23,7 @@ from deploykit.core.errors import (
     EXIT_INTERRUPTED,
     BadInput,
     DeploykitError,
+    Unsupported,
     os_reason,
 )
 from deploykit.core.memory import does_not_fit
@@ -162,7 +163,8 @@ def _exit_with(exc: Exception) -> NoReturn:
     if isinstance(exc, MemoryError):
         exc = does_not_fit("", str(exc))
     if isinstance(exc, OSError):  # the system refused a file that nobody named: a full disk, TMPDIR
-        exc = BadInput(": ".join(filter(None, (str(exc.filename or ""), os_reason(exc)))))
+        kind = Unsupported if "temporary directory" in str(exc) else BadInput
+        exc = kind(": ".join(filter(None, (str(exc.filename or ""), os_reason(exc)))))
     if isinstance(exc, DeploykitError):
         output.error(exc)
         _exit(exc.exit_code)

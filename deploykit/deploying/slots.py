@@ -1,6 +1,5 @@
 """The cache of engines on a device: two slots, of which `state.json` names the one that serves.
 
-    DIR/lock            held by the process that decides or builds
     DIR/state.json      `CacheState`, replaced as a whole
     DIR/timing.cache    TensorRT's measurements of kernels, for the next build
     DIR/a-DIGEST/       an engine with its manifest and golden samples
@@ -13,7 +12,6 @@ that is removed by the next build. Nothing depends on the time.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -155,7 +153,7 @@ def decide(state: CacheState, key: EngineKey, slots: Mapping[str, EngineKey]) ->
 
 
 CACHE_VERSION = 1
-LOCK_FILE, STATE_FILE, SLOT_FILE = "lock", "state.json", "slot.json"
+STATE_FILE, SLOT_FILE = "state.json", "slot.json"
 TIMING_FILE = "timing.cache"
 _SLOT = re.compile(r"[ab]-[0-9a-f]{16}")
 _T = TypeVar("_T")
@@ -185,7 +183,7 @@ class EngineCache:
         with write_errors(self.folder):
             if not self.folder.is_dir():
                 make_folder(self.folder)
-            handle = self._open_lock()
+            handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with write_errors(self.folder):
                 try:
@@ -199,17 +197,6 @@ class EngineCache:
             yield handle
         finally:
             os.close(handle)
-
-    def _open_lock(self) -> int:
-        path, flags = self.folder / LOCK_FILE, os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o644)
-        except OSError as exc:  # a read-only cache can still be served from
-            if exc.errno == errno.EROFS and not os.path.lexists(path):
-                return os.open(self.folder, os.O_RDONLY | flags)
-            if not path.is_file():
-                raise
-            return os.open(path, os.O_RDONLY | flags)
 
     def state(self) -> CacheState:
         """What `state.json` says; an empty state where it is missing or damaged."""
@@ -227,15 +214,12 @@ class EngineCache:
     def slots(self) -> dict[str, EngineKey]:
         """The folders of complete engines, with their keys; their files are not yet checked."""
         found = {}
-        for name in self._folders():
+        with write_errors(self.folder):
+            names = sorted(path.name for path in self.folder.iterdir())
+        for name in filter(_SLOT.fullmatch, names):
             with contextlib.suppress(DeploykitError):
                 found[name] = _read(SlotRecord, self.folder / name / SLOT_FILE).key
         return found
-
-    def _folders(self) -> list[str]:
-        with write_errors(self.folder):
-            names = [each.name for each in self.folder.iterdir()]
-        return sorted(name for name in names if _SLOT.fullmatch(name))
 
     def check(self, slot: str) -> Path:
         """The engine of a slot. Raises BadInput unless every file is what was built."""
@@ -254,14 +238,13 @@ class EngineCache:
         with write_errors(self.folder):
             for path in list(self.folder.iterdir()):
                 if path.name.startswith(f"{slot[0]}-"):
-                    _remove(path)
+                    shutil.rmtree(path)
             (self.folder / slot).mkdir()
         return self.folder / slot
 
     def drop(self, slot: str) -> None:
         """Remove a slot as far as that can be done."""
-        with contextlib.suppress(OSError):
-            _remove(self.folder / slot)
+        shutil.rmtree(self.folder / slot, ignore_errors=True)
 
     def seal(self, slot: str, engine: str, key: EngineKey) -> None:
         """Record a proven engine as complete, once all that it consists of is on the disk."""
@@ -284,10 +267,3 @@ def _read(kind: type[_T], path: Path) -> _T:
         raise BadInput(f"{path}: does not have version {CACHE_VERSION}")
     found: _T = from_json(kind, values, str(path))
     return found
-
-
-def _remove(path: Path) -> None:
-    if path.is_symlink() or not path.is_dir():
-        path.unlink(missing_ok=True)
-    else:
-        shutil.rmtree(path)

@@ -38,7 +38,7 @@ COMMANDS = (
     "quantize model.onnx --to fp16 -o half.onnx",
     "build model.onnx --profile cpu -o built.onnx",
     "predict model.onnx model.onnx.golden.npz -o predictions.npz",
-    "bench model.onnx --warmup 0 --seconds 0.1 --batches 1 --processes 2 -o report",
+    "bench model.onnx --seconds 0.1 --batches 1 --layers -o report",
     "bundle model.onnx --profile cpu -o another",
 )
 
@@ -114,7 +114,7 @@ def test_a_server_runs_no_file_of_the_current_folder(tmp_path: Path) -> None:
         large = request(1.0) + b" " * (1 << 20)
         status, _, body = server.ask("POST", "/v2/models/m/infer", large)
         assert (status, folder.ran()) == (200, ""), body
-        load = ("load", "--concurrency", "2", "--duration", "0.1", "--processes", "2")
+        load = ("load", "--concurrency", "2", "--duration", "0.1")
         for words in (("health",), load):
             code, out = folder.run(*words, f"http://127.0.0.1:{server.port}")
             assert code == 0, out

@@ -187,5 +187,5 @@ def test_a_machine_without_a_folder_for_temporary_files_is_no_bug(run: Run, here
         patch.setattr("tempfile.tempdir", None)
         patch.setattr("tempfile._get_default_tempdir", no_folder)
         ran = run("bench", MODEL, "--batches", "1", "--seconds", "0.05", "-o", "report")
-    assert ran.code == 2
+    assert ran.code == 3
     assert "No usable temporary directory" in ran.error()

@@ -31,7 +31,7 @@ def examined(root: Path, changes: Mapping[str, object] = {}) -> Health:
 
 
 def text(health: Health) -> str:
-    return "\n".join(part for part in hardware.doctor_hardware(health) if isinstance(part, str))
+    return "\n".join(part for part in hardware.health_lines(health) if isinstance(part, str))
 
 
 def test_a_jetson_is_named_by_its_board_and_nothing_is_wrong_with_it(tmp_path: Path) -> None:
@@ -46,11 +46,6 @@ def test_a_jetson_is_named_by_its_board_and_nothing_is_wrong_with_it(tmp_path: P
     assert "JetPack 6.2 (L4T 36.4.3), power mode 25W" in lines
     assert "state      37% busy; 5.5 W; rails in W: VDD_CPU_GPU_CV 1.5, VDD_IN 5.5" in lines
     assert "none found" not in lines
-
-
-def test_a_jetson_needs_no_nvidia_smi_to_run_engines(tmp_path: Path) -> None:
-    checks = {each.command: each for each in examined(tmp_path).checks}
-    assert "no NVIDIA GPU" not in checks["build, bench, serve of TensorRT engines"].why
 
 
 @pytest.mark.parametrize(

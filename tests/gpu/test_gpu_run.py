@@ -16,7 +16,7 @@ import pytest
 from deploykit.building.tensorrt.options import ranges
 from deploykit.core.machine import this_machine
 from scripts.gpu import builds, leak, run, zoo
-from scripts.gpu.steps import PYTHON, ROOT, Result, Step, figures, reason, run_step
+from scripts.gpu.steps import PYTHON, ROOT, Result, Step, figures, run_step
 from scripts.nvidia import fetch
 from tests.support.campaign import rounds
 from tests.support.runtimes.cases import CASES, Case, plan_of, plan_options
@@ -146,21 +146,12 @@ def test_a_failure_is_recorded_and_the_other_steps_run(tmp_path: Path) -> None:
     assert "| part | d | skipped | 0 | not here |" in (tmp_path / "summary.md").read_text()
 
 
-def test_steps_past_the_time_are_skipped(tmp_path: Path) -> None:
-    results = run.run_all(iter([step("pass")]), 0, tmp_path)
-    assert (results[0].status, results[0].why) == ("skipped", "the time for all of it was up")
-
-
 def test_figures_are_those_that_prove_something() -> None:
     rows = [{"sqnr_db": 40.0, "error": 1e-4}, {"sqnr_db": None, "error": 2e-4}]
     document = {"path": "x", "parity": {"max_error": 1, "rows": rows}, "accuracy": {"value": 0.9}}
     assert figures(json.dumps(document)) == {"error": 2e-4, "sqnr_db": 40.0, "accuracy": 0.9}
     assert figures("....\n3 passed, 1 failed in 2 s") == {"passed": 3, "failed": 1}
     assert figures("") == {}
-
-
-def test_a_step_without_output_reports_its_exit_code() -> None:
-    assert reason("", "", 7) == "exit 7"
 
 
 @pytest.mark.torch
@@ -218,14 +209,6 @@ def test_every_suite_selects_tests_of_its_runtime_alone(monkeypatch: pytest.Monk
         assert all((ROOT / word).is_file() for word in words if word.endswith(".py"))
 
 
-@pytest.mark.skipif(bool(this_machine().gpus), reason="there is a GPU here")
-def test_a_suite_whose_tests_are_all_skipped_is_skipped_with_their_reasons(tmp_path: Path) -> None:
-    (found,) = planned(["cuda"], tmp_path)
-    result = run_step(found, 120, tmp_path)
-    assert result.status == "skipped"
-    assert "driver" in result.why or "not installed" in result.why
-
-
 @pytest.mark.parametrize(
     ("part", "status", "code"),
     [
@@ -245,13 +228,6 @@ def test_a_gpu_whose_tensorrt_or_cuda_was_skipped_is_no_success(
     assert run.exit_code([passed, asked]) == code
     assert run.exit_code([failed, asked]) == 1
     assert ("error: " in capsys.readouterr().err) == (code == run.LACKING)
-
-
-def test_an_older_jetson_has_a_gpu_without_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
-    for l4t, found in ((None, False), ("36.4.3", True)):
-        here = replace(this_machine(), gpus=(), l4t=l4t)
-        monkeypatch.setattr(run, "this_machine", lambda here=here: here)
-        assert run.has_gpu() is found
 
 
 def test_every_option_of_build_has_a_step_and_a_replay(tmp_path: Path) -> None:
@@ -295,20 +271,6 @@ def test_faults_are_answered_on_our_own_cuda_driver(tmp_path: Path) -> None:
     assert [each["ok"] for each in json.loads(done.stdout).values()] == [True] * 2
 
 
-def test_zoo_is_left_out_where_nothing_can_run_it(tmp_path: Path) -> None:
-    (only,) = zoo.steps([], ["fp32"], tmp_path, ("not installed", "no provider"))
-    assert only.skip == "TensorRT: not installed; ONNX Runtime: no provider"
-
-
-def test_zoo_skips_what_one_library_lacks(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
-    found = list(zoo.steps(["encoder"], ["fp32"], tmp_path, ("not installed", "")))
-    assert [each.title for each in found if each.skip] == [
-        "encoder: build fp32",
-        "encoder: fp32: TensorRT against the CPU",
-    ]
-
-
 @pytest.mark.parametrize(
     ("looks", "grown"),
     [
@@ -338,12 +300,6 @@ def test_a_leak_of_one_buffer_per_call_is_found() -> None:
     command = [sys.executable, "-c", LOSING]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("this process grew by")
-
-
-def test_growth_of_gpu_memory_is_reported() -> None:
-    part = {"rss_growth_bytes": 0, "gpu_growth_bytes": 8 * MIB}
-    assert leak.grew(part) == "memory in use on the GPU grew by 8 MiB"
-    assert leak.grew({"rss_growth_bytes": None, "gpu_growth_bytes": None}) == ""
 
 
 def test_engine_on_the_cpu_does_not_leak() -> None:

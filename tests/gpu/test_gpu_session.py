@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.gpu import carry, server, session
-from scripts.gpu.steps import PYTHON, ROOT, Result, Step
+from scripts.gpu.steps import PYTHON, ROOT
 from scripts.nvidia import fetch
 
 METRICS = """# TYPE nv_gpu_memory_used_bytes gauge
@@ -26,13 +26,6 @@ def test_what_matters_comes_first_and_each_step_has_a_limit(tmp_path: Path) -> N
     assert (parts[-2], found[-1].title) == ("faults", "a server under load")
     assert "TensorRT" not in " ".join(step.title for step in found if not step.skip)
     assert all(0 < step.limit_s <= 120 for step in found if not step.skip)
-
-
-def test_all_logs_become_one_file(tmp_path: Path) -> None:
-    step = Step("part", "a title", [], 1)
-    (tmp_path / f"{step.log}.log").write_text("said\n")
-    session.gathered([Result(step, "passed", 2.0)], tmp_path, tmp_path)
-    assert (tmp_path / "session.log").read_text() == "== passed: part: a title (2 s)\nsaid\n"
 
 
 @pytest.fixture(name="sent")
@@ -61,10 +54,6 @@ def test_a_part_that_was_damaged_on_its_way_is_refused(sent: list[Path], tmp_pat
     part.write_bytes(part.read_bytes()[:-1])
     with pytest.raises(SystemExit, match="damaged on its way"):
         carry.unpack(sent[0], tmp_path / "dest")
-
-
-def test_every_part_leaves_room_for_the_checkout_in_a_transfer() -> None:
-    assert carry.PART_BYTES + (4 << 20) < 64 << 20
 
 
 def test_gpu_figures_of_the_server_are_compared_with_nvidia_smi() -> None:

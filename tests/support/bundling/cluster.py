@@ -60,7 +60,8 @@ class TwoNodes:
         front["num_replicas"] = fronts
         model |= {"num_replicas": replicas, "ray_actor_options": {"num_cpus": cpus}}
         model["max_replicas_per_node"] = max(1, replicas // fronts)
-        config["applications"][0]["runtime_env"] = {"env_vars": {"PYTHONPATH": str(bundle)}}
+        path = os.pathsep.join([str(bundle), os.environ.get("PYTHONPATH", "")])
+        config["applications"][0]["runtime_env"] = {"env_vars": {"PYTHONPATH": path}}
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         context._get_global_client().deploy_apps(schema.ServeDeploySchema(**config))
         name, end = config["applications"][0]["name"], time.monotonic() + WAIT_S
