@@ -36,8 +36,8 @@ def build(path: Path, out: Path) -> dict[str, str]:
     """Optimise `path` into `out`; returns the facts for the manifest's `built_on`.
 
     The level is "extended", whose result runs on any CPU. The next level rewrites the memory layout
-    for one machine, so the runtime applies it on loading. Raises BadInput or Unsupported for a graph
-    that ONNX Runtime refuses or a full disk; `out` is complete or unchanged.
+    for one machine, so the runtime applies it on loading. Raises BadInput or Unsupported for what
+    ONNX Runtime refuses, and for a full disk; `out` is complete or unchanged.
     """
     check_readable(path)
     _check_size(path)
