@@ -71,7 +71,6 @@ def planned(names: Sequence[str], work: Path, out: Path, rehearse: bool) -> Iter
         words = [PYTHON, "-m", *program, "bench", *_engines(name, work), "--device", "cuda"]
         batches = plan.small if rehearse else plan.batches
         words += ["--batches", ",".join(map(str, batches))]
-        words += ["--warmup", "0.1" if rehearse else "0.5"]
         words += ["--seconds", "1" if rehearse else "1.5"]
         words += ["-o", str(out / name), "--force"]
         yield Step(NAME, f"{name}: bench", words, bench_s, after=made)

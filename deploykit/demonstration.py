@@ -193,12 +193,11 @@ class _Demo:
         with self.steps("measure against the CPU baseline"):
             return bench.bench(
                 [self.built["int8"], self.typed["fp16"]],
-                baseline=self.typed["fp32"],
+                against=[self.typed["fp32"]],
                 batches=(1, 32) if quick else (1, 4, 16, 64),
                 out=self.out,
                 data=self.test,
                 force=self.force,
-                warmup_s=0.2 if quick else 1.0,
                 seconds=0.5 if quick else 3.0,
                 on_progress=self.steps.progress,
             )

@@ -59,7 +59,6 @@ OWNERS = {
         "planning/probe.py",
         "evaluation/divergence.py",
         "evaluation/simulate.py",
-        "benchmarking/layers.py",
     },
     "onnxruntime": {
         "engines/onnxruntime/engine.py",

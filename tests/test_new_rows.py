@@ -66,8 +66,8 @@ def test_the_engine_is_compared_run_and_timed(folder: Path) -> None:
     assert deploykit("compare", "model.onnx", "model.wrapped", folder=folder).returncode == 0
     ran = answer("predict", "model.wrapped", "samples.npz", "-o", "y.npz", folder=folder)
     assert ran["samples"] == 8
-    timed = ["--batches", "1", "--quick", "--warmup", "0.1", "--seconds", "0.3"]
-    report = answer("bench", "model.wrapped", "--baseline", "model.onnx", *timed, folder=folder)
+    timed = ["--batches", "1", "--quick", "--seconds", "0.3"]
+    report = answer("bench", "model.wrapped", "--against", "model.onnx", *timed, folder=folder)
     assert {"wrapped 1.0"} < {point["runtime"] for point in report["points"]}
 
 

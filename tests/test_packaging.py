@@ -253,7 +253,7 @@ def test_the_cpu_extra_quantizes_builds_predicts_and_measures_without_torch(
         ("build", "model.onnx", "--profile", "cpu", "-o", "built.onnx"),
         ("predict", "built.onnx", "data.npz", "-o", "out.npz"),
         ("compare", "model.onnx", "built.onnx"),
-        ("bench", "model.onnx", "--batches", "1", "--seconds", "0.05", "--warmup", "0"),
+        ("bench", "model.onnx", "--batches", "1", "--seconds", "0.05"),
     ):
         done = light.run(*words)
         assert done.returncode == 0, (words, done.stderr)

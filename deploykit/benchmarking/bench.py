@@ -1,4 +1,8 @@
-"""Time engines against the CPU baseline, interleaved in one run."""
+"""Time engines against the float32 model on the CPU, interleaved in one run, into a report.
+
+First the columns are chosen: each engine is compared with the baseline, and its fastest settings of
+the CPU are searched for. Then all of them are timed, and then the verdict is drawn.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,23 @@ import hashlib
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from deploykit.benchmarking.columns import (
     BASELINE,
-    Columns,
+    SEARCHED,
     Entry,
-    choose_columns,
+    find_gpu,
     find_rivals,
+    make_columns,
     on_gpu_alone,
     open_entries,
-    open_on_cpu,
 )
 from deploykit.benchmarking.cpu_search import best_cpu, choices_for, search_cpu
 from deploykit.benchmarking.layers import measure_layers
@@ -32,45 +37,280 @@ from deploykit.benchmarking.limits import (
     limits,
     measure_memory,
 )
-from deploykit.benchmarking.scenarios import choose_scenarios
-from deploykit.benchmarking.timing import PROCESSES, Timing, sweep, sweep_apart
+from deploykit.benchmarking.scenarios import check_scenarios, run_scenarios
+from deploykit.benchmarking.timing import FULL_S, Setup, Timing, sweep, sweep_apart
 from deploykit.core.arguments import checked
 from deploykit.core.artefact import Artefact, ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.evidence import Gate, Parity
 from deploykit.core.files import StrPath
-from deploykit.core.machine import (
-    Machine,
-    default_threads,
-    now,
-    provenance,
-    this_machine,
-    usable_cores,
-)
+from deploykit.core.machine import default_threads, now, provenance, this_machine, usable_cores
 from deploykit.core.tensors import TensorSpec, batch_axes, steps_counted
 from deploykit.engines.data.samples import Samples, random_feeds, read_samples
 from deploykit.engines.devices import Devices, EnergyMeter, GpuWatch
 from deploykit.engines.engine import Engine
 from deploykit.evaluation.accuracy import TOP1, top1_scores
-from deploykit.evaluation.artefacts import Progress
+from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.evaluation.golden import find_samples, open_samples
 from deploykit.evaluation.outputs import claim_report
 from deploykit.evaluation.parity import compare_engines, comparison_feeds
 from deploykit.evaluation.statistics import paired_drop
 from deploykit.evaluation.verify import outputs_gate
-from deploykit.reporting import report as reports
 from deploykit.reporting.machine_load import Watch, invalid, sum_up
-from deploykit.reporting.points import CpuSearch, Point, ScenarioResult
-from deploykit.reporting.report import Accuracy, NotMeasured, Report, read, write
+from deploykit.reporting.points import CpuSearch, Point
+from deploykit.reporting.report import Accuracy, NotMeasured, Report, is_report, read, write
 from deploykit.reporting.verdict import verdict
 
-if TYPE_CHECKING:
-    import numpy as np
+log = logging.getLogger(__name__)
+
+BATCHES, QUICK_BATCHES = (1, 2, 4, 8, 16, 32), (1, 8, 32)
+QUICK_S = 1.5  # of a point
+DATA, GOLDEN, RANDOM = "the data given", "golden samples", "random numbers"  # what is timed
+_AROUND_S = 0.5  # in which the machine is watched before and after
+_SEARCH_SHARE, _SEARCH_MAX_S = 1 / 30, 1.0  # of a point, for each window of the search on the CPU
 
 
-# The inputs that a benchmark times: the data given, else golden samples, else random numbers.
+@checked
+def bench(
+    engines: Sequence[ArtefactLike],
+    *,
+    against: Sequence[ArtefactLike] = (),
+    batches: Sequence[int] | None = None,
+    out: StrPath = "report",
+    data: StrPath | None = None,
+    axis: Mapping[str, int] = MappingProxyType({}),
+    device: str = "auto",
+    quick: bool = False,
+    seconds: float | None = None,
+    slo_ms: float | None = None,
+    scenarios: Sequence[str] = (),
+    layers: bool = False,
+    trust: bool = False,
+    force: bool = False,
+    arch: str | None = None,
+    command: str = "",
+    on_progress: Progress | None = None,
+    on_note: Callable[[str], None] = log.warning,
+) -> Report:
+    """Time `engines` against a float32 .onnx file on the CPU, interleaved, into a report.
 
-DATA, GOLDEN, RANDOM = "the data given", "golden samples", "random numbers"
+    Args:
+        against: what to compare with. A float32 .onnx file is the baseline, by default the first
+            engine or the float32 model next to it that it was made from; another engine is timed
+            in the same run; of a report the settings of the CPU are taken, instead of a search.
+        batches: sizes to time, by default BATCHES, with `quick` QUICK_BATCHES.
+        data: an .npz file, which is what is timed, else golden samples, else random numbers; with
+            labels, accuracy is measured.
+        axis: the sizes of dynamic axes other than the batch, such as {"T": 128}, by default those
+            of the data.
+        seconds: for which each point is timed: 60, with `quick` 1.5. From 60 s on, ten fresh
+            processes share them.
+        slo_ms: the wanted p99.
+        scenarios: of MLPerf, each for `seconds` more.
+        layers: time the layers of the engines too.
+        trust: open a TensorRT engine that cannot be proven.
+        force: replace files in `out`.
+        arch: builds the module of weights alone.
+    """
+    report = Report("", now(), command, slo_ms=slo_ms)
+    options = _Options(
+        tuple(batches if batches is not None else QUICK_BATCHES if quick else BATCHES),
+        Timing.lasting(seconds if seconds is not None else QUICK_S if quick else FULL_S),
+        device,
+        data,
+        axis,
+        tuple(scenarios),
+        layers,
+        slo_ms,
+        _NoteOnce(on_note),
+        on_progress or no_progress,
+    )
+    check_scenarios(scenarios, slo_ms)
+    earlier = [search for each in against if is_report(each) for search in read(each).cpu_search]
+    others = [each for each in against if not is_report(each)]
+    entries = open_entries(engines, others, trust=trust, on_note=options.note, arch=arch)
+    folder = claim_report(out, (*engines, *against, data), force=force)
+    with tempfile.TemporaryDirectory(prefix="deploykit-bench-") as scratch:
+        run = _choose_columns(options, entries, earlier, Path(scratch))
+        points = _measure(options, run)
+    failed = {key for key, gate in run.proofs.gates.items() if not gate.passed}
+    wrong = tuple(dict.fromkeys(each.label for each in run.setups if each.entry in failed))
+    asked = {e.label for e in entries[1:] if not e.against} or {entries[0].label}
+    rivals = {entry.label for entry in entries if entry.against}
+    report = replace(
+        report,
+        title=f"{entries[0].artefact.path.stem}: latency and throughput",
+        quick=options.timing.seconds < FULL_S,
+        baseline=BASELINE,
+        artefacts=tuple(entry.to_dict() for entry in entries),
+        machine=this_machine().to_dict(),
+        provenance={**provenance(), "inputs": run.inputs.identify()},
+        accuracy=tuple(run.proofs.accuracy),
+        parity=tuple(each.to_dict() for each in run.proofs.parity),
+        gates=tuple(run.proofs.gates.values()),
+        points=tuple(points),
+        wrong=wrong,
+        asked=tuple(each.label for each in run.setups if each.entry in asked),
+        against=tuple(each.label for each in run.setups if each.entry in rivals),
+        best_cpu=best_cpu(points, wrong),
+        cpu_search=tuple(run.searches.values()),
+        not_measured=tuple(run.gaps),
+        notes=(
+            _describe_method(options.timing, points),
+            run.inputs.describe(),
+            *sorted(options.note.seen),
+        ),
+        **run.measured,
+    )
+    report = replace(report, verdict=verdict(report))
+    write(report, folder)
+    return report
+
+
+class _NoteOnce:
+    """Passes each note on once, as an engine is opened several times."""
+
+    def __init__(self, on_note: Callable[[str], None]) -> None:
+        self.seen: set[str] = set()
+        self._on_note = on_note
+
+    def __call__(self, note: str) -> None:
+        if note not in self.seen:
+            self.seen.add(note)
+            self._on_note(note)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What was asked for, with the defaults filled in."""
+
+    batches: tuple[int, ...]
+    timing: Timing
+    device: str
+    data: StrPath | None
+    axis: Mapping[str, int]
+    scenarios: tuple[str, ...]
+    layers: bool
+    slo_ms: float | None
+    note: _NoteOnce
+    progress: Progress
+
+
+@dataclass
+class _Run:
+    """The columns that were chosen, and what was measured: fields of the report by name."""
+
+    entries: list[Entry]
+    inputs: BenchInputs
+    proofs: Proofs
+    searches: dict[tuple[str, int], CpuSearch]
+    setups: list[Setup]
+    gpu: str  # on which columns of ONNX Runtime and PyTorch are
+    gaps: list[NotMeasured]
+    measured: dict[str, Any] = field(default_factory=dict)
+
+
+def _choose_columns(
+    options: _Options, entries: list[Entry], earlier: Sequence[CpuSearch], scratch: Path
+) -> _Run:
+    machine, reference, device = this_machine(), entries[0], options.device
+    with reference.open("cpu") as base:
+        task = reference.artefact.task
+        samples = read_samples(Path(options.data), base.inputs, task=task) if options.data else None
+        inputs = choose_inputs(reference.artefact, base, samples, options.axis)
+        proofs = Proofs(base, reference, samples, device, options.note)
+        right = [reference, *(each for each in entries[1:] if proofs.prove(each).passed)]
+        rivals, gaps = find_rivals(right, machine, scratch)
+        rivals = [each for each in rivals if not on_gpu_alone(each, device)]
+        rivals = [each for each in rivals if proofs.admit(each, gaps)]
+        gpu, why = find_gpu(reference, machine, device)
+        gaps += [] if gpu else [NotMeasured("GPU", why)]
+        on_gpu = [each for each in entries if gpu and "cuda" in each.artefact.runtime.devices]
+        on_gpu = [each for each in on_gpu if each.on_cpu and proofs.admit(each, gaps, gpu)]
+    searches = {}
+    for entry in (*right, *rivals):
+        if entry.on_cpu and entry.runtime in SEARCHED and not (gpu and on_gpu_alone(entry, device)):
+            for batch in options.batches:
+                if found := _search_cpu(options, inputs, entry, batch, earlier):
+                    searches[entry.label, batch] = found
+    every = [*entries, *rivals]
+    setups, untimed = make_columns(every, searches, options.batches, device, gpu, on_gpu)
+    gaps = [*untimed, *gaps]
+    if not proofs.accuracy:
+        gaps.append(NotMeasured("accuracy", "no labelled data were given"))
+    return _Run(entries, inputs, proofs, searches, setups, gpu, gaps)
+
+
+def _search_cpu(
+    options: _Options,
+    inputs: BenchInputs,
+    entry: Entry,
+    batch: int,
+    earlier: Sequence[CpuSearch],
+) -> CpuSearch | None:
+    """Return the earlier search, else a new one; None for a size that is not the model's."""
+    rows = inputs.specs[0].shape[0] if inputs.specs and inputs.specs[0].shape else batch
+    if isinstance(rows, int) and rows != batch:
+        return None
+    for search in earlier:
+        known = (search.file, search.batch, search.runtime)
+        if known == (entry.artefact.name, batch, entry.runtime) and search.trials:
+            return search
+    what = entry.label if entry.rival else entry.artefact.name
+    options.progress(f"{what}, batch {batch}: fastest settings of the CPU", 0.0)
+    window_s = min(_SEARCH_MAX_S, options.timing.seconds * _SEARCH_SHARE)
+    choices = choices_for(entry.runtime, sorted({default_threads(), usable_cores()}))
+    trials = search_cpu(choices, entry.open_on_cpu, inputs(batch), batch, window_s)
+    return CpuSearch(entry.artefact.name, batch, trials, entry.runtime)
+
+
+def _measure(options: _Options, run: _Run) -> list[Point]:
+    """Time the columns; what else was measured is in `run.measured`, what was not in `run.gaps`."""
+    setups, inputs, progress, timing = run.setups, run.inputs, options.progress, options.timing
+    ceilings, unprobed = cpu_ceilings(setups, timing.seconds, progress)
+    gpu = gpu_limits(run.gpu, timing.seconds, progress)
+    watch, around_s = Watch(), min(_AROUND_S, timing.seconds / 10)
+    before = watch.over(around_s, time.sleep)
+    apart = timing.seconds >= FULL_S
+    with GpuWatch() as gpu_watch:
+        with EnergyMeter(devices=Devices()) as meter:
+            energy = EnergyLog(meter, progress)
+            timed = sweep_apart if apart else sweep
+            points = timed(setups, options.batches, timing, inputs, energy, watch=watch)
+        right = [each for each in setups if run.proofs.is_right(each.entry)]
+        scenarios = run_scenarios(
+            options.scenarios, right, points, timing.seconds, options.slo_ms, inputs, progress
+        )
+    memory = measure_memory(setups, points, inputs, progress) if apart else ()
+    outside = sum_up(watch, before, watch.over(around_s, time.sleep))
+    wanted = (run.entries[1:] or run.entries[:1]) if options.layers else ()
+    layers, missing = measure_layers(wanted, right, points, inputs, progress)
+    run.gaps += [*unprobed, *gpu.gaps, *energy.gaps(points), *missing]
+    run.measured = {
+        "scenarios": tuple(scenarios),
+        "memory": memory,
+        "layers": tuple(layers),
+        "throttled": gpu_watch.reasons if {point.device for point in points} - {"cpu"} else (),
+        "conditions": gpu_watch.conditions,
+        "outside": outside,
+        "invalid": invalid(outside, watch.bound),
+        "energy": energy.energy(points),
+        **limits(run.entries, setups, points, ceilings, gpu),
+    }
+    return points
+
+
+def _describe_method(timing: Timing, points: Sequence[Point]) -> str:
+    count = max((point.processes for point in points), default=1)
+    where = f"in {count} fresh processes, over which the intervals are"
+    if count == 1:
+        where = "in one process, so that what changes from process to process, 1 % or so, is unseen"
+    rounds = sorted({point.rounds for point in points}) or [timing.rounds]
+    number = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else f"{rounds[0]}"
+    return (
+        f"each point: {timing.seconds:g} s in {number} rounds after "
+        f"about {timing.warmup_s:g} s of warm-up; setups interleaved; in host memory; {where}"
+    )
 
 
 @dataclass(frozen=True)
@@ -87,16 +327,13 @@ class BenchInputs:
     arrays: Mapping[str, np.ndarray] | None = None
 
     def __call__(self, batch: int) -> dict[str, np.ndarray]:
-        """Inputs of `batch` rows; a fixed axis 0 keeps its size."""
-
+        """Return inputs of `batch` rows; a fixed axis 0 keeps its size."""
         sizes = {**self.sizes, **dict.fromkeys(batch_axes(self.specs), batch)}
         if self.arrays is None:
             return random_feeds(self.specs, sizes)
         return {spec.name: self._fit(spec, sizes) for spec in self.specs}
 
     def _fit(self, spec: TensorSpec, sizes: Mapping[str, int]) -> np.ndarray:
-        import numpy as np
-
         array = (self.arrays or {})[spec.name]
         for place, axis in enumerate(spec.shape):
             size = axis if isinstance(axis, int) else sizes.get(axis, array.shape[place])
@@ -107,7 +344,7 @@ class BenchInputs:
         return np.ascontiguousarray(array)
 
     def identify(self) -> dict[str, str]:
-        """What tells them from other inputs: where they are from, and a hash of 32 rows."""
+        """Return what tells them from other inputs: their source, and a hash of 32 rows."""
         digest = hashlib.sha256()
         for name, array in sorted(self(32).items()):
             kept = array.astype(str) if array.dtype.hasobject else array
@@ -115,7 +352,7 @@ class BenchInputs:
         return {"from": self.source, "sha256": digest.hexdigest()}
 
     def describe(self) -> str:
-        """For the report: "inputs: golden samples, T = 128"."""
+        """Return a note for the report: "inputs: golden samples, T = 128"."""
         sizes = "".join(f", {name} = {size}" for name, size in self.sizes.items())
         return f"inputs: {self.source}{sizes}"
 
@@ -123,41 +360,14 @@ class BenchInputs:
 def choose_inputs(
     artefact: Artefact, engine: Engine, samples: Samples | None, axes: Mapping[str, int]
 ) -> BenchInputs:
-    """For the model in `artefact`, open as `engine`. `axes`: sizes that were asked for.
+    """Return the inputs of the model in `artefact`, open as `engine`.
 
-    Raises BadInput for an axis that the model does not have, or the batch's, and where nothing
-    tells the size of one.
+    `axes`: sizes that were asked for. Raises BadInput for an axis that the model does not have, or
+    the batch's, and for one of unknown size.
     """
     specs = engine.inputs
     named = dict.fromkeys(str(a) for spec in specs for a in spec.shape if isinstance(a, str))
     free = [axis for axis in named if axis not in batch_axes(specs)]
-    _check_axes(axes, free, specs)
-    arrays = samples.inputs if samples is not None else _golden(artefact, engine)
-    source = RANDOM if arrays is None else GOLDEN if samples is None else DATA
-    sizes = dict(axes)
-    for spec in specs:
-        for place, axis in enumerate(spec.shape):
-            if arrays is not None and axis in free:
-                sizes.setdefault(str(axis), arrays[spec.name].shape[place])
-    unknown = [axis for axis in free if axis not in sizes]
-    if unknown:
-        raise BadInput(
-            f"{artefact}: how large is the axis {', '.join(unknown)} of its inputs?",
-            hint=f"`axis` {unknown[0]}=SIZE, or `data` of the usual size: time depends on it",
-        )
-    if any(size == 0 for array in (arrays or {}).values() for size in array.shape):
-        raise BadInput(f"{artefact}: an input of size 0 cannot be timed")
-    found = BenchInputs(specs, {axis: sizes[axis] for axis in free}, source, arrays)
-    if source == RANDOM:
-        try:
-            engine(found(1))
-        except BadInput as exc:
-            hint = "`data`: inputs that the model takes; these were random numbers"
-            raise BadInput(exc.message, hint=exc.hint or hint) from exc
-    return found
-
-
-def _check_axes(axes: Mapping[str, int], free: Sequence[str], specs: Sequence[TensorSpec]) -> None:
     for axis, size in axes.items():
         if axis in batch_axes(specs):
             raise BadInput(f"`axis` {axis} is the batch", hint="its sizes are `batches`")
@@ -166,21 +376,39 @@ def _check_axes(axes: Mapping[str, int], free: Sequence[str], specs: Sequence[Te
             raise BadInput(f"`axis` {axis} is no dynamic axis of the inputs; there are: {there}")
         if size < 1:
             raise BadInput(f"`axis` {axis} must be 1 or more, got {size}")
+    arrays = samples.inputs if samples is not None else _read_golden(artefact, engine)
+    source = RANDOM if arrays is None else GOLDEN if samples is None else DATA
+    sizes = dict(axes)
+    for spec in specs if arrays is not None else ():
+        for at, name in enumerate(spec.shape):
+            sizes.setdefault(str(name), (arrays or {})[spec.name].shape[at])
+    unknown = [axis for axis in free if axis not in sizes]
+    if unknown:
+        raise BadInput(
+            f"{artefact}: how large is the axis {', '.join(unknown)} of its inputs?",
+            hint=f"`axis` {unknown[0]}=SIZE, or `data` of the usual size: time depends on it",
+        )
+    if any(size == 0 for array in (arrays or {}).values() for size in array.shape):
+        raise BadInput(f"{artefact}: an input of size 0 cannot be timed")
+    inputs = BenchInputs(specs, {axis: sizes[axis] for axis in free}, source, arrays)
+    if source == RANDOM:
+        try:
+            engine(inputs(1))
+        except BadInput as exc:
+            hint = "`data`: inputs that the model takes; these were random numbers"
+            raise BadInput(exc.message, hint=exc.hint or hint) from exc
+    return inputs
 
 
-def _golden(artefact: Artefact, engine: Engine) -> Mapping[str, np.ndarray] | None:
-
+def _read_golden(artefact: Artefact, engine: Engine) -> Mapping[str, np.ndarray] | None:
     golden = find_samples(artefact.path, artefact.manifest) if artefact.manifest else None
     if golden is None:
         return None
     return open_samples(golden, artefact.path, engine.inputs, engine.outputs)[1]
 
 
-# Prove what a benchmark times: parity with the baseline, and accuracy where there are labels.
-
-
 class Proofs:
-    """Of entries against `base`, the open baseline. `gates`: by the entry's key."""
+    """Compares entries with `base`, the open baseline. `gates`: by the entry's label."""
 
     def __init__(
         self,
@@ -190,7 +418,6 @@ class Proofs:
         device: str,
         note: Callable[[str], None],
     ) -> None:
-
         self._base, self._reference, self._samples = base, reference, samples
         self._device, self._note = device, note
         self.parity: list[Parity] = []
@@ -199,332 +426,59 @@ class Proofs:
         self._scores: np.ndarray | None = None
         if samples is not None and samples.labels is not None:
             feeds = comparison_feeds(base, base, samples, reference.artefact.path)[0]
-            self._scores = self._top1(base, feeds)
+            self._scores = self._score(base, feeds)
         if self._scores is not None:
             score = paired_drop(self._scores, self._scores, TOP1)
             row = Accuracy(reference.precision, TOP1, score.n, score.reference, None, BASELINE)
             self.accuracy.append(row)
 
-    def prove(self, item: Entry, gpu: str = "") -> Gate:
-        """Parity, accuracy and the gate of `item`; those of a wrong rival are not kept.
+    def prove(self, entry: Entry, gpu: str = "") -> Gate:
+        """Measure parity and accuracy, and return the gate; those of a wrong rival are not kept.
 
-        `gpu`: run it there, in place of the CPU.
+        `gpu`: where it runs, in place of the CPU.
         """
-
         samples, reference = self._samples, self._reference
-        name = item.artefact.name
-        if item.rival:
-            name = f"{name} in {item.rival}"
-        if gpu:
-            name = f"{name} on {gpu}"
-        device = gpu or ("cpu" if item.artefact.runtime.on_cpu else self._device)
-        with item.open(device) as engine:
+        name = f"{entry.artefact.name} in {entry.label}" if entry.rival else entry.artefact.name
+        name += f" on {gpu}" if gpu else ""
+        with entry.open(gpu or ("cpu" if entry.on_cpu else self._device)) as engine:
             feeds, fewer = comparison_feeds(self._base, engine, samples, reference.artefact.path)
             for text in (*(f"parity: {each}" for each in fewer), *engine.notes):
                 self._note(text)
             names, random = (reference.artefact.name, name), samples is None
             parity = compare_engines(self._base, engine, feeds, names=names, random=random)
-            drop, found = None, self._top1(engine, feeds)
-        if found is not None and self._scores is not None:
-            drop = paired_drop(self._scores, found, TOP1)
-        gate = outputs_gate(item.artefact, parity, drop, item.precision)
+            scores, drop = self._score(engine, feeds), None
+        if scores is not None and self._scores is not None:
+            drop = paired_drop(self._scores, scores, TOP1)
+        gate = outputs_gate(entry.artefact, parity, drop, entry.precision)
         gate = replace(gate, name=f"outputs of {name}")
-        if item.rival and not gate.passed:
+        if entry.rival and not gate.passed:
             return gate
         if drop is not None and not gpu:
-            row = Accuracy(item.precision, TOP1, drop.n, drop.candidate, drop.drop, item.label)
+            row = Accuracy(entry.precision, TOP1, drop.n, drop.candidate, drop.drop, entry.label)
             self.accuracy.append(row)
         self.parity.append(parity)
-        if not item.rival:
-            self.gates[f"{item.key} {gpu}" if gpu else item.key] = gate
+        if not entry.rival:
+            self.gates[f"{entry.label} {gpu}" if gpu else entry.label] = gate
         return gate
 
-    def admit(self, item: Entry, gaps: list[NotMeasured], gpu: str = "") -> bool:
-        """Whether its outputs are right; else `gaps` says why it is not timed."""
-
+    def admit(self, entry: Entry, gaps: list[NotMeasured], gpu: str = "") -> bool:
+        """Return whether its outputs are right; else `gaps` says why it is not timed."""
         try:
-            gate = self.prove(item, gpu)
+            gate = self.prove(entry, gpu)
+            why = "" if gate.passed else gate.detail
         except DeploykitError as exc:
             why = exc.message
-        else:
-            why = "" if gate.passed else gate.detail
         if why:
-            what = f"{item.artefact.name} on the GPU" if gpu else f"{item.rival} on the CPU"
+            what = f"{entry.artefact.name} on the GPU" if gpu else f"{entry.label} on the CPU"
             gaps.append(NotMeasured(what, why))
         return not why
 
-    def _top1(self, engine: Engine, feeds: Sequence[Mapping[str, np.ndarray]]) -> np.ndarray | None:
+    def is_right(self, key: str) -> bool:
+        return key not in self.gates or self.gates[key].passed
 
+    def _score(
+        self, engine: Engine, feeds: Sequence[Mapping[str, np.ndarray]]
+    ) -> np.ndarray | None:
         if self._samples is None or self._samples.labels is None:
             return None
         return top1_scores(engine, self._samples, len(next(iter(feeds[0].values()))))
-
-
-log = logging.getLogger(__name__)
-
-BATCHES = (1, 2, 4, 8, 16, 32)
-QUICK_BATCHES = (1, 8, 32)
-_AROUND_S = 0.5  # in which the machine is watched before and after
-FULL_S = 60.0  # of a point
-_SEARCH_SHARE, _SEARCH_MAX_S = 1 / 30, 1.0  # of a point, for each window of the search on the CPU
-
-
-@checked
-def bench(
-    engines: Sequence[ArtefactLike],
-    *,
-    baseline: ArtefactLike | None = None,
-    batches: Sequence[int] | None = None,
-    out: StrPath = "report",
-    data: StrPath | None = None,
-    axis: Mapping[str, int] = MappingProxyType({}),
-    device: str = "auto",
-    quick: bool = False,
-    warmup_s: float | None = None,
-    seconds: float | None = None,
-    slo_ms: float | None = None,
-    price: float | None = None,
-    processes: int | None = None,
-    scenarios: Sequence[str] = (),
-    layers: bool = False,
-    trust: bool = False,
-    force: bool = False,
-    settings_of: StrPath | None = None,
-    arch: str | None = None,
-    command: str = "",
-    on_progress: Progress | None = None,
-    on_note: Callable[[str], None] = log.warning,
-) -> Report:
-    """Time `engines` against `baseline` (float32 .onnx on the CPU), interleaved, into a report.
-
-    Without `baseline` it is the first engine, or the float32 model next to a TensorRT engine that
-    was made from it; such an engine is proven first, or opened with `trust`. `data`: an .npz, which
-    is what is timed, else golden samples, else random numbers; with labels, accuracy is measured.
-    `axis`: the sizes of dynamic axes other than the batch, such as {"T": 128}, by default those of
-    the data. Each point, by default of BATCHES, is timed for `seconds` after `warmup_s` (60 and 10;
-    with `quick` of fewer batches, 1.5 and 1). `slo_ms`: the wanted p99. `price`: of an hour of the
-    machine. `processes`: fresh ones that share the time, 10 for 60 s, else this one. `scenarios`:
-    of MLPerf, each for `seconds` more. `layers`: time those of the engines too. `force`: replace
-    files in `out`. `settings_of`: a report whose settings are taken. `arch` builds weights alone.
-    """
-
-    batches = batches if batches is not None else QUICK_BATCHES if quick else BATCHES
-    empty = reports.Report("", now(), command, slo_ms=slo_ms, price=price)
-    every = open_entries(engines, baseline, trust, note := _Once(on_note), arch)
-    timing, count = _timing(quick, warmup_s, seconds, processes)
-    after = choose_scenarios(scenarios, timing.seconds, slo_ms), layers, on_progress
-    folder = claim_report(out, (*engines, baseline, data, settings_of), force=force)
-    with tempfile.TemporaryDirectory(prefix="deploykit-bench-") as rounded:
-        what = (data, axis, device, batches, timing, settings_of, note, on_progress)
-        run = _prepare(every, Path(rounded), *what)
-        points, conditions, gaps = _time(run, every, batches, timing, count, *after)
-    report = replace(
-        empty,
-        title=f"{every[0].artefact.path.stem}: latency and throughput",
-        quick=timing.seconds < FULL_S,
-        baseline=BASELINE,
-        artefacts=tuple(item.to_dict() for item in every),
-        **run.known(points, gaps),
-        notes=(_method(timing, points), run.inputs.describe(), *sorted(note.seen)),
-        **conditions,
-    )
-    return _written(report, folder)
-
-
-def _written(report: Report, folder: Path) -> Report:
-
-    report = replace(report, verdict=verdict(report))
-    write(report, folder)
-    return report
-
-
-def _timing(
-    quick: bool, warmup_s: float | None, seconds: float | None, processes: int | None
-) -> tuple[Timing, int]:
-    """Also in how many processes."""
-
-    if processes is not None and processes < 1:
-        raise BadInput(f"`processes` must be 1 or more, got {processes}")
-    timing = Timing(
-        warmup_s=(1.0 if quick else 10.0) if warmup_s is None else warmup_s,
-        seconds=(1.5 if quick else FULL_S) if seconds is None else seconds,
-    )
-    return timing, processes or (PROCESSES if timing.seconds >= FULL_S else 1)
-
-
-class _Once:
-    """Passes each note on once, as an engine is opened several times."""
-
-    def __init__(self, on_note: Callable[[str], None]) -> None:
-        self.seen: set[str] = set()
-        self._on_note = on_note
-
-    def __call__(self, note: str) -> None:
-        if note not in self.seen:
-            self.seen.add(note)
-            self._on_note(note)
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What is known before anything is timed, and the setups to time."""
-
-    machine: Machine
-    inputs: BenchInputs
-    parity: list[Parity]
-    accuracy: list[Accuracy]
-    gates: dict[str, Gate]  # by the entry's key
-    columns: Columns
-    gaps: list[NotMeasured]
-    asked: Set[str]  # keys of the engines; the baseline's where there is no other
-
-    def known(self, points: Sequence[Point], gaps: Sequence[NotMeasured]) -> dict[str, Any]:
-        """The fields of the report that depend on the run and its points."""
-
-        failed = {key for key, gate in self.gates.items() if not gate.passed}
-        columns = self.columns.setups
-        wrong = tuple(dict.fromkeys(each.label for each in columns if each.entry in failed))
-        return {
-            "machine": self.machine.to_dict(),
-            "provenance": {**provenance(), "inputs": self.inputs.identify()},
-            "accuracy": tuple(self.accuracy),
-            "parity": tuple(item.to_dict() for item in self.parity),
-            "gates": tuple(self.gates.values()),
-            "points": tuple(points),
-            "wrong": wrong,
-            "asked": tuple(each.label for each in columns if each.entry in self.asked),
-            "best_cpu": best_cpu(points, wrong),
-            "cpu_search": tuple(self.columns.searches),
-            "not_measured": (*self.columns.gaps, *self.gaps, *gaps),
-        }
-
-
-def _prepare(
-    every: Sequence[Entry],
-    folder: Path,
-    data: StrPath | None,
-    axes: Mapping[str, int],
-    device: str,
-    batches: Sequence[int],
-    timing: Timing,
-    settings_of: StrPath | None,
-    note: Callable[[str], None],
-    on_progress: Progress | None,
-) -> _Run:
-
-    earlier = read(Path(settings_of)).cpu_search if settings_of else ()
-    machine, reference = this_machine(), every[0]
-    with reference.open("cpu") as base:
-        task = reference.artefact.task
-        samples = read_samples(Path(data), base.inputs, task=task) if data else None
-        inputs = choose_inputs(reference.artefact, base, samples, axes)
-        proofs = Proofs(base, reference, samples, device, note)
-        right = [reference, *(each for each in every[1:] if proofs.prove(each).passed)]
-        rivals, gaps = find_rivals(right, machine, folder)
-        rivals = [each for each in rivals if not on_gpu_alone(each, device)]
-        rivals = [each for each in rivals if proofs.admit(each, gaps)]
-        right += rivals
-        search_s = min(_SEARCH_MAX_S, timing.seconds * _SEARCH_SHARE)
-        search = partial(_search_cpu, right, inputs, search_s, earlier, on_progress)
-        every = (*every, *rivals)
-        what = (machine, device, batches, search, proofs.admit)
-        columns = choose_columns(reference, every, *what)
-    if not proofs.accuracy:
-        gaps.append(NotMeasured("accuracy", "no labelled data were given"))
-    asked = frozenset(each.key for each in every[1:] if not each.rival) or {reference.key}
-    return _Run(machine, inputs, proofs.parity, proofs.accuracy, proofs.gates, columns, gaps, asked)
-
-
-def _failed(gate: Gate | None) -> bool:
-    return gate is not None and not gate.passed
-
-
-def _search_cpu(
-    right: Sequence[Entry],
-    inputs: BenchInputs,
-    window_s: float,
-    earlier: Sequence[CpuSearch],
-    on_progress: Progress | None,
-    item: Entry,
-    batch: int,
-) -> CpuSearch | None:
-    """None for an artefact whose outputs are wrong, and for a size that is not the model's.
-
-    What is among the `earlier` ones is not searched again.
-    """
-
-    specs = inputs.specs
-    rows = specs[0].shape[0] if specs and specs[0].shape else batch
-    if item not in right or (isinstance(rows, int) and rows != batch):
-        return None
-    for each in earlier:
-        known = (each.file, each.batch, each.runtime) == (item.artefact.name, batch, item.runtime)
-        if known and each.trials:
-            return each
-    if on_progress is not None:
-        what = item.rival or item.artefact.name
-        on_progress(f"{what}, batch {batch}: fastest settings of the CPU", 0.0)
-    feeds = inputs(batch)
-    cores = sorted({default_threads(), usable_cores()})
-    tried = choices_for(item.runtime, cores)
-    trials = search_cpu(tried, partial(open_on_cpu, item), feeds, batch, window_s)
-    return CpuSearch(item.artefact.name, batch, trials, item.runtime)
-
-
-def _time(
-    run: _Run,
-    every: Sequence[Entry],
-    batches: Sequence[int],
-    timing: Timing,
-    count: int,
-    scenarios: Callable[..., list[ScenarioResult]],
-    layers: bool,
-    on_progress: Progress | None,
-) -> tuple[list[Point], dict[str, Any], tuple[NotMeasured, ...]]:
-    """The points, the fields of the report on the machine meanwhile, and what was not measured."""
-
-    ceilings, unprobed = cpu_ceilings(run.columns.setups, timing.seconds, on_progress)
-    gpu = gpu_limits(run.columns.gpu, timing.seconds, on_progress)
-    watch, around_s = Watch(), min(_AROUND_S, timing.seconds / 10)
-    before = watch.over(around_s, time.sleep)
-    setups = run.columns.setups
-    with GpuWatch() as gpu_watch:
-        with EnergyMeter(devices=Devices()) as meter:
-            energy = EnergyLog(meter, on_progress)
-            what = (setups, batches, timing, run.inputs, energy)
-            if count > 1:
-                points = sweep_apart(*what, processes=count, watch=watch)
-            else:
-                points = sweep(*what, watch=watch)
-        right = [each for each in setups if not _failed(run.gates.get(each.entry))]
-        ran = scenarios(setups=right, points=points, feeds=run.inputs, on_progress=on_progress)
-    memory = measure_memory(setups, points, run.inputs, on_progress) if count > 1 else ()
-    outside = sum_up(watch, before, watch.over(around_s, time.sleep))
-    wanted = (every[1:] or every[:1]) if layers else ()
-    layer_times, missing = measure_layers(wanted, right, points, run.inputs, ceilings, on_progress)
-    on_gpu = {point.device for point in points} - {"cpu"}
-    found = {
-        "scenarios": tuple(ran),
-        "memory": memory,
-        "layers": tuple(layer_times),
-        "throttled": gpu_watch.reasons if on_gpu else (),
-        "conditions": gpu_watch.conditions,
-        "outside": outside,
-        "invalid": invalid(outside, watch.bound),
-        "energy": energy.energy(points),
-        **limits(every, run.columns.setups, points, ceilings, gpu),
-    }
-    return points, found, (*unprobed, *gpu.gaps, *energy.gaps(points), *missing)
-
-
-def _method(timing: Timing, points: Sequence[Point]) -> str:
-    count = max((point.processes for point in points), default=1)
-    where = f"in {count} fresh processes, over which the intervals are"
-    if count == 1:
-        where = "in one process, so that what changes from process to process, 1 % or so, is unseen"
-    rounds = sorted({point.rounds for point in points}) or [timing.rounds]
-    number = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else f"{rounds[0]}"
-    return (
-        f"each point: {timing.seconds:g} s in {number} rounds after "
-        f"about {timing.warmup_s:g} s of warm-up; setups interleaved; in host memory; {where}"
-    )

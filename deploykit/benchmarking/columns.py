@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from types import MappingProxyType
 from typing import Any
 
 from deploykit.benchmarking.processes import ProcessEngine
@@ -18,17 +17,296 @@ from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.extras import install_hint, installed
 from deploykit.core.machine import Machine
 from deploykit.core.precision import narrowest
-from deploykit.core.runtime import ALL, BUILT, RUNTIMES, Runtime
+from deploykit.core.runtime import ALL, BUILT, RUNTIMES
 from deploykit.engines.engine import Engine
 from deploykit.evaluation.verify import find_sources, open_proven
+from deploykit.graph.graph import Graph
 from deploykit.reporting.points import CpuSearch, CpuSettings
 from deploykit.reporting.report import NotMeasured
 
-# The columns of a TensorRT engine: CUDA graphs, and calls in flight, on the same weights.
+BASELINE = "fp32 CPU"  # ONNX Runtime, the fastest settings of one session
+SEARCHED = ("onnxruntime", "openvino", "torch")  # whose settings of the CPU are chosen by a search
+_NEAR = 0.25  # below the fastest rate of a search, whose windows are short
+_HALF = "bf16"
+_RIVALS = ("fp32", _HALF, "int8")  # what rivals compute in where the CPU can
+ON_GPU_ALONE = "the GPU was asked for (`device`)"
+Note = Callable[[str], None]
+
+
+def _ignore(note: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One artefact in one runtime. `precision`: "fp32", "fp16", "int8", ...
+
+    `label`: of its columns, or their start. `rival`: nobody asked for it, but it may be faster on
+    this CPU. `against`: it was given to compare the others with. `options`: what its runtime needs
+    to open it. `opened_as_built`: it is opened as its format says, with its proof.
+    """
+
+    artefact: Artefact
+    precision: str
+    runtime: str
+    label: str = ""
+    rival: bool = False
+    against: bool = False
+    built_on: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    opened_as_built: bool = True
+    trust: bool = False
+    on_note: Note = _ignore
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.artefact.runtime.on_cpu
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "on_note": _ignore}  # a copy in another process repeats no note
+
+    def open(self, device: str = "cpu") -> Engine:
+        """Open it with the usual settings of its runtime."""
+        if not self.opened_as_built:
+            return self.open_session(None, device)
+        return open_proven(
+            self.artefact, device, trust=self.trust, overlap=False, on_note=self.on_note
+        )[0]
+
+    def open_session(self, settings: CpuSettings | None, device: str = "cpu") -> Engine:
+        """Open one session in this process; with the usual threads if `settings` is None."""
+        options = dict(self.options)
+        if self.runtime == "onnxruntime" and settings is not None:
+            options["spinning"] = bool(settings.spinning)
+        if self.runtime == "torch":
+            options["bf16"] = self.precision == _HALF
+        open_engine = resolve_name(RUNTIMES[self.runtime].engine)
+        threads = settings and settings.threads
+        engine: Engine = open_engine(self.artefact, device, threads, **options)
+        return engine
+
+    def open_on_cpu(self, settings: CpuSettings) -> Engine:
+        """Open one session, in a process of its own where the settings say so."""
+        opener = partial(self.open_session, settings)
+        return ProcessEngine(opener) if settings.processes else opener()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "file": self.artefact.name,
+            "sha256": self.artefact.sha256,
+            "precision": self.precision,
+            "format": self.artefact.format,
+            "bytes": self.artefact.facts["bytes"],
+            "built_on": dict(self.built_on),
+        }
+
+
+def open_entry(
+    source: ArtefactLike, trust: bool = False, on_note: Note = _ignore, arch: str | None = None
+) -> Entry:
+    """Return the entry of an .onnx file, a built engine or a module; BadInput for other formats.
+
+    `arch` builds the module of a file that holds only weights.
+    """
+    artefact = Artefact.open(source)
+    entry = Entry(artefact, "fp32", artefact.runtime.name, trust=trust, on_note=on_note)
+    if artefact.format == "onnx":
+        return replace(entry, precision=narrowest(Graph.open(artefact.path).precision))
+    if artefact.runtime.name == "torch":
+        if artefact.format == "torch" and not _describes_itself(artefact):
+            if arch is None:
+                raise wrong_format(artefact, artefact.format, f"an {' or '.join(BUILT)} file")
+            return replace(entry, options={"arch": arch}, opened_as_built=False)
+        return entry
+    if not artefact.runtime.builder:
+        raise wrong_format(artefact, artefact.format, f"an {' or '.join(BUILT)} file")
+    manifest = artefact.manifest
+    built_on = manifest.built_on if manifest else {}
+    counted = narrowest(manifest.precision) if manifest else "unknown"
+    return replace(entry, precision=built_on.get("precision", counted), built_on=built_on)
+
+
+def _describes_itself(artefact: Artefact) -> bool:
+    """Return whether a PyTorch file says how to run it."""
+    from deploykit.engines.torch.engine import describes_itself
+
+    return describes_itself(artefact.path)
+
+
+def open_entries(
+    engines: Sequence[ArtefactLike],
+    against: Sequence[ArtefactLike] = (),
+    *,
+    trust: bool = False,
+    on_note: Note = _ignore,
+    arch: str | None = None,
+) -> list[Entry]:
+    """Return each file once, the baseline first.
+
+    The baseline is the float32 model of `against`, else the first engine, or the float32 model next
+    to it that it was made from. `arch` builds the module of bare weights, whose inputs are the
+    baseline's.
+    """
+    if not engines:
+        raise BadInput("`engines` names no file to time")
+    entries = [open_entry(each, trust, on_note, arch) for each in engines]
+    others = [replace(open_entry(each, trust, on_note), against=True) for each in against]
+    if arch and not any(entry.options for entry in entries):
+        raise BadInput(f"`arch` {arch}: none of the engines is a file of weights only")
+    baseline = next((each for each in others if _is_float32(each)), None)
+    baseline = replace(baseline or _find_baseline(entries[0]), label=BASELINE, against=False)
+    bare = {"inputs": Graph.open(baseline.artefact.path).inputs} if arch else {}
+    entries = [replace(e, options={**e.options, **bare}) if e.options else e for e in entries]
+    distinct = {each.artefact.path.resolve(): each for each in (*others, *entries)}
+    distinct.pop(baseline.artefact.path.resolve(), None)
+    return [baseline, *_label([*distinct.values()], baseline)]
+
+
+def _is_float32(entry: Entry) -> bool:
+    return entry.artefact.format == "onnx" and entry.precision == "fp32"
+
+
+def _find_baseline(first: Entry) -> Entry:
+    """Return `first`, or the float32 model next to it that it was made from."""
+    if _is_float32(first):
+        return first
+    manifest = first.artefact.manifest
+    for path in find_sources(first.artefact.path, manifest) if manifest else ():
+        found = open_entry(path, first.trust, first.on_note)
+        if _is_float32(found):
+            return found
+    raise BadInput(
+        f"{first.artefact}: is {first.precision} in {first.artefact.format}, and the float32 model "
+        "that it was made from is not next to it",
+        hint="`against`: the float32 .onnx file that all are compared with",
+    )
+
+
+def _label(entries: Sequence[Entry], baseline: Entry) -> list[Entry]:
+    """Give each a label of its own: its stem, or as much of its path as tells it from others.
+
+    No label reads as one of the baseline's.
+    """
+    names = []
+    for entry in entries:
+        runtime, path = entry.artefact.runtime, entry.artefact.path.resolve()
+        where = f" in {runtime.title}" if entry.runtime != baseline.runtime else ""
+        where = where if runtime.on_cpu else f", {runtime.title}"
+        ends = ["/".join(path.parts[-n:]) for n in range(1, len(path.parts) + 1)]
+        own = [end + where for end in dict.fromkeys([path.stem, *ends])]
+        names.append([name for name in own if not name.startswith(f"{BASELINE}, ")])
+    taken = Counter([BASELINE, *(name for own in names for name in own)])
+    free = [next(name for name in own if taken[name] == 1) for own in names]
+    return [replace(entry, label=label) for entry, label in zip(entries, free, strict=True)]
+
+
+def make_columns(
+    entries: Sequence[Entry],
+    searches: Mapping[tuple[str, int], CpuSearch],
+    batches: Sequence[int],
+    device: str,
+    gpu: str = "",
+    on_gpu: Sequence[Entry] = (),
+) -> tuple[list[Setup], list[NotMeasured]]:
+    """Return the setups to time and what has none.
+
+    The baseline, the first of `entries`, has its fastest single session and its fastest settings,
+    and each other artefact the same; one that is faster in other settings has a column more. One
+    that does not run on CPUs has columns on its GPU; one in another runtime the settings of its
+    own. A rival has a column where its search was near the fastest. `searches`: by label and batch.
+    `on_gpu` are timed on `gpu` too.
+    """
+    setups, gaps = list[Setup](), list[NotMeasured]()
+    alike: dict[int, list[CpuSettings]] = {}
+    for entry in entries:
+        if not entry.on_cpu:
+            setup = _setup(entry, entry.label, device)
+            overlaps = entry.artefact.runtime.overlaps
+            setups += with_graphs(setup, batches) if overlaps else [setup]
+            continue
+        if gpu and on_gpu_alone(entry, device):
+            gaps.append(NotMeasured(f"{entry.artefact.name} on the CPU", ON_GPU_ALONE))
+            continue
+        found = {n: searches[entry.label, n] for n in batches if (entry.label, n) in searches}
+        if entry is entries[0]:
+            for batch in batches:
+                best = [found[batch].fastest_of_one, found[batch].fastest] if batch in found else []
+                alike[batch] = list(dict.fromkeys(best or [CpuSettings()]))
+        behind = [
+            batch for batch in found if entry.rival and _is_behind(found[batch], searches.values())
+        ]
+        if behind:
+            what = f"{entry.label} on the CPU at batch {', '.join(map(str, behind))}"
+            gaps.append(NotMeasured(what, "far slower than others in the search"))
+        own = {batch: s.fastest for batch, s in found.items() if batch not in behind}
+        if entry.runtime == entries[0].runtime:
+            setups += _like_the_baseline(entry, alike, own)
+        else:
+            setups += _place(entry, [(entry.label, each, batch) for batch, each in own.items()])
+            setups += [] if own or entry.rival else [_setup(entry, entry.label, "cpu")]
+    for entry in on_gpu:
+        name = entry.artefact.path.stem if entry is entries[0] else entry.label
+        setups.append(_setup(entry, f"{name}, GPU", gpu))
+    return setups, gaps
+
+
+def on_gpu_alone(entry: Entry, device: str) -> bool:
+    """Return whether it is timed on the GPU that was asked for, as a CPU never runs it fastest."""
+    return device.startswith("cuda") and (entry.precision == "fp16" or entry.runtime == "torch")
+
+
+def _is_behind(search: CpuSearch, searches: Iterable[CpuSearch]) -> bool:
+    """Return whether it lost the search at its batch size by more than noise explains."""
+    rates = [s.trials[0].throughput_per_s for s in searches if s.batch == search.batch]
+    return search.trials[0].throughput_per_s < (1 - _NEAR) * max(rates)
+
+
+def _like_the_baseline(
+    entry: Entry, alike: Mapping[int, Sequence[CpuSettings]], own: Mapping[int, CpuSettings]
+) -> list[Setup]:
+    """Return it in the baseline's settings at each batch size, and in its own that are others."""
+    counts = {each.sessions for found in alike.values() for each in found[1:]}
+    several = f"{counts.pop()} sessions" if len(counts) == 1 else "several sessions"
+    placed = []
+    for batch, (one, *more) in alike.items():
+        placed += [(entry.label, one, batch)]
+        placed += [(f"{entry.label}, {several}", each, batch) for each in more]
+        if batch in own and own[batch] not in alike[batch]:
+            placed.append((f"{entry.label}, own settings", own[batch], batch))
+    return _place(entry, placed)
+
+
+def _place(entry: Entry, placed: Sequence[tuple[str, CpuSettings, int]]) -> list[Setup]:
+    """Return a setup for each label and settings, at its batch sizes."""
+    batches: dict[tuple[str, CpuSettings], list[int]] = defaultdict(list)
+    for label, settings, batch in placed:
+        batches[label, settings].append(batch)
+    return [
+        replace(
+            _setup(entry, label, "cpu"),
+            engines=partial(entry.open_on_cpu, settings),
+            sessions=settings.sessions,
+            threads=settings.threads,
+            settings=str(settings),
+            processes=settings.processes,
+            batches=tuple(sizes),
+        )
+        for (label, settings), sizes in sorted(batches.items(), key=lambda pair: pair[0][0])
+    ]
+
+
+def _setup(entry: Entry, label: str, device: str) -> Setup:
+    return Setup(
+        label=label,
+        engines=partial(entry.open, device),
+        precision=entry.precision,
+        file=entry.artefact.name,
+        sha256=entry.artefact.sha256,
+        entry=entry.label,
+    )
 
 
 def with_graphs(plain: Setup, batches: Sequence[int]) -> list[Setup]:
-    """With and without CUDA graphs, with one call and with two in flight; the weights once."""
+    """Return it with and without CUDA graphs, with one call and two in flight; the weights once."""
     shared = _Shared(plain)
     return [
         replace(
@@ -55,330 +333,8 @@ class _Shared:
         return self._opened[-1]
 
 
-BASELINE = "fp32 CPU"  # ONNX Runtime, the fastest settings of one session
-_NEAR = 0.25  # below the fastest rate of a search, whose windows are short
-SEARCHED = ("onnxruntime", "openvino", "torch")  # whose settings of the CPU are chosen by a search
-
-
-def _say_nothing(note: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class Opener:
-    """Opens an artefact; a copy in another process leaves the notes to this one."""
-
-    artefact: Artefact
-    trust: bool
-    note: Callable[[str], None]
-
-    def __call__(self, device: str = "cpu") -> Engine:
-
-        return open_proven(
-            self.artefact, device, trust=self.trust, overlap=False, on_note=self.note
-        )[0]
-
-    def __reduce__(self) -> tuple[type[Opener], tuple[Artefact, bool, Callable[[str], None]]]:
-        return Opener, (self.artefact, self.trust, _say_nothing)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One artefact in one runtime. `precision`: "fp32", "fp16", "int8", ...
-
-    `rival`: the label of one that nobody asked for, which may be faster on this CPU, else "".
-    `options`: what its runtime needs besides to open it. `label`: of its columns, or their start.
-    """
-
-    artefact: Artefact
-    precision: str
-    built_on: Mapping[str, str]
-    open: Callable[..., Engine]  # (device)
-    runtime: str
-    rival: str = ""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    label: str = ""
-
-    @property
-    def key(self) -> str:
-        return f"{self.artefact.sha256} {self.runtime} {self.precision}"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "file": self.artefact.name,
-            "sha256": self.artefact.sha256,
-            "precision": self.precision,
-            "format": self.artefact.format,
-            "bytes": self.artefact.facts["bytes"],
-            "built_on": dict(self.built_on),
-        }
-
-
-def open_entry(
-    artefact: Artefact,
-    trust: bool,
-    note: Callable[[str], None],
-    bare: Mapping[str, Any] = MappingProxyType({}),
-) -> Entry:
-    """Of an .onnx file, a built engine or a module; BadInput for any other format.
-
-    `bare`: "arch" and "inputs" of a file that holds only weights.
-    """
-    from deploykit.graph.graph import Graph
-
-    if not artefact.runtime.builder and not _is_module(artefact):
-        if not bare or artefact.runtime.name != "torch":
-            raise wrong_format(artefact, artefact.format, f"an {' or '.join(BUILT)} file")
-        open_it = partial(open_session, "torch", artefact, "fp32", None, bare)
-        return Entry(artefact, "fp32", {}, open_it, "torch", options=bare)
-    built_on: Mapping[str, str] = {}
-    if artefact.format == "onnx":
-        precision = narrowest(Graph.open(artefact.path).precision)
-    elif artefact.runtime.name == "torch":
-        precision = "fp32"
-    else:
-        manifest = artefact.manifest
-        built_on = manifest.built_on if manifest else {}
-        counted = narrowest(manifest.precision) if manifest else "unknown"
-        precision = built_on.get("precision", counted)
-    opener = Opener(artefact, trust, note)
-    return Entry(artefact, precision, built_on, opener, artefact.runtime.name)
-
-
-def _is_module(artefact: Artefact) -> bool:
-    """Whether a PyTorch file says how to run it."""
-    if artefact.format != "torch":
-        return False
-    from deploykit.engines.torch.engine import describes_itself
-
-    return describes_itself(artefact.path)
-
-
-def open_entries(
-    sources: Sequence[ArtefactLike],
-    baseline: ArtefactLike | None,
-    trust: bool,
-    note: Callable[[str], None],
-    arch: str | None = None,
-) -> tuple[Entry, ...]:
-    """Each file once, the baseline first: the given one, or as `_find_baseline`.
-
-    `arch` builds the module of bare weights, whose inputs are the baseline's.
-    """
-    from deploykit.graph.graph import Graph
-
-    if not sources:
-        raise BadInput("`engines` names no file to time")
-    artefacts = [Artefact.open(source) for source in sources]
-    if baseline:
-        reference = open_entry(Artefact.open(baseline), trust, note)
-    else:
-        reference = _find_baseline(open_entry(artefacts[0], trust, note), trust, note)
-    if reference.artefact.format != "onnx" or reference.precision != "fp32":
-        raise BadInput(
-            f"{reference.artefact}: is {reference.precision} in {reference.artefact.format}; the "
-            "baseline is a float32 model in ONNX",
-            hint="`baseline`: the .onnx file that the engine was made from",
-        )
-    bare = {"arch": arch, "inputs": Graph.open(reference.artefact.path).inputs} if arch else {}
-    found = [open_entry(each, trust, note, bare) for each in artefacts]
-    if arch and not any(item.options for item in found):
-        raise BadInput(f"`arch` {arch}: none of the engines is a file of weights only")
-    others = {item.artefact.path.resolve(): item for item in found}
-    others.pop(reference.artefact.path.resolve(), None)
-    return (replace(reference, label=BASELINE), *_labelled([*others.values()], reference))
-
-
-def _labelled(found: Sequence[Entry], reference: Entry) -> list[Entry]:
-    """Each with a label of its own: its stem, or as much of its path as tells it from others."""
-    names = [_names(item, reference) for item in found]
-    taken = Counter([BASELINE, *(name for each in names for name in each)])
-    free = [next(name for name in each if taken[name] == 1) for each in names]
-    return [replace(item, label=label) for item, label in zip(found, free, strict=True)]
-
-
-def _names(item: Entry, reference: Entry) -> list[str]:
-    """What its columns may be called, the shortest first; no name reads as one of the baseline."""
-    runtime, path = item.artefact.runtime, item.artefact.path.resolve()
-    where = f" in {runtime.title}" if item.runtime != reference.runtime else ""
-    where = where if runtime.on_cpu else f", {runtime.title}"
-    ends = ["/".join(path.parts[-n:]) for n in range(1, len(path.parts) + 1)]
-    names = [end + where for end in dict.fromkeys([path.stem, *ends])]
-    return [name for name in names if not name.startswith(f"{BASELINE}, ")]
-
-
-def _find_baseline(first: Entry, trust: bool, note: Callable[[str], None]) -> Entry:
-    """`first`, or the float32 model next to it that an engine was made from."""
-
-    if first.artefact.format == "onnx":
-        return first
-    manifest = first.artefact.manifest
-    for path in find_sources(first.artefact.path, manifest) if manifest else ():
-        found = open_entry(Artefact.open(path), trust, note)
-        if found.precision == "fp32":
-            return found
-    raise BadInput(
-        f"{first.artefact}: the float32 model that it was made from is not next to it",
-        hint="`baseline`: the .onnx file that all are compared with",
-    )
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The setups to time, what was tried to choose those on the CPU, and what was not."""
-
-    setups: list[Setup]
-    searches: list[CpuSearch]
-    gaps: list[NotMeasured]
-    gpu: str = ""  # on which columns of ONNX Runtime and PyTorch are
-
-
-def choose_columns(
-    reference: Entry,
-    every: Sequence[Entry],
-    machine: Machine,
-    device: str,
-    batches: Sequence[int],
-    search: Callable[[Entry, int], CpuSearch | None],
-    admit: Callable[[Entry, list[NotMeasured], str], bool] = lambda *_: True,
-) -> Columns:
-    """The baseline in one session and in its fastest, and each other artefact in the same ways.
-
-    `search` tries settings of the CPU on an artefact at a batch size, None where it cannot. An
-    artefact that is faster in other settings than the baseline's has a column more; one that does
-    not run on CPUs has its own, on its GPU; one in another runtime the settings of its own. Rivals,
-    the last of `every`, have a column where the search found them near the fastest or faster.
-    `admit` says whether the outputs on a GPU are right, which then is a column.
-    """
-
-    gpu, why = _gpu(reference, machine, device)
-    gaps = [] if gpu else [NotMeasured("GPU", why)]
-    searches, setups, on_gpu = list["CpuSearch"](), list["Setup"](), list["Setup"]()
-    alike: dict[int, list[CpuSettings]] = {}
-    for item in every:
-        runtime, label = item.artefact.runtime, item.label
-        if not runtime.on_cpu:
-            setup = _setup(item, label, device)
-            setups += with_graphs(setup, batches) if runtime.overlaps else [setup]
-            continue
-        if gpu and not item.rival and "cuda" in runtime.devices and admit(item, gaps, gpu):
-            name = item.artefact.path.stem if item is reference else label
-            on_gpu.append(_setup(item, f"{name}, GPU", gpu))
-        if gpu and on_gpu_alone(item, device):
-            gaps.append(NotMeasured(f"{item.artefact.name} on the CPU", _ON_GPU_ALONE))
-            continue
-        if item.runtime not in SEARCHED:  # its settings are not ours to try
-            setups.append(_setup(item, label, "cpu"))
-            continue
-        own, behind = dict[int, CpuSettings](), list[int]()
-        for batch in batches:
-            found = search(item, batch)
-            if found:
-                searches.append(found)
-                own[batch] = found.fastest
-            if found and item.rival and _behind(found, searches):
-                behind.append(batch)
-                del own[batch]
-            if item is reference:
-                best = (found.fastest_of_one, found.fastest) if found else (CpuSettings(),)
-                alike[batch] = list(dict.fromkeys(best))
-        if behind:
-            what = f"{item.rival} on the CPU at batch {', '.join(map(str, behind))}"
-            gaps.append(NotMeasured(what, "far slower than others in the search"))
-        if item.runtime == reference.runtime:
-            setups += _on_cpu(item, label, alike, own)
-        else:
-            setups += _placed(item, _by_settings(label, own))
-            setups += [] if own or item.rival else [_setup(item, label, "cpu")]
-    return Columns([*setups, *on_gpu], searches, gaps, gpu)
-
-
-def on_gpu_alone(item: Entry, device: str) -> bool:
-    """Where a GPU is asked for, what is never the fastest on a CPU is not searched for there."""
-    return device.startswith("cuda") and (item.precision == "fp16" or item.runtime == "torch")
-
-
-_ON_GPU_ALONE = "the GPU was asked for (`device`)"
-
-
-def _behind(found: CpuSearch, every: Sequence[CpuSearch]) -> bool:
-    """Whether it lost the search at its batch size by more than noise explains."""
-    rates = [each.trials[0].throughput_per_s for each in every if each.batch == found.batch]
-    return found.trials[0].throughput_per_s < (1 - _NEAR) * max(rates)
-
-
-def _on_cpu(
-    item: Entry,
-    label: str,
-    alike: Mapping[int, Sequence[CpuSettings]],
-    own: Mapping[int, CpuSettings],
-) -> list[Setup]:
-    """In the baseline's settings at each batch size, and in those of its own that are others."""
-    counts = {each.sessions for found in alike.values() for each in found[1:]}
-    many = f"{label}, {counts.pop()} sessions" if len(counts) == 1 else f"{label}, several sessions"
-    found: dict[tuple[str, CpuSettings], list[int]] = {}
-    for batch, (one, *several) in alike.items():
-        found.setdefault((label, one), []).append(batch)
-        for each in several:
-            found.setdefault((many, each), []).append(batch)
-        if batch in own and own[batch] not in alike[batch]:
-            found.setdefault((f"{label}, own settings", own[batch]), []).append(batch)
-    return _placed(item, found)
-
-
-def _by_settings(
-    label: str, own: Mapping[int, CpuSettings]
-) -> dict[tuple[str, CpuSettings], list[int]]:
-    found: dict[tuple[str, CpuSettings], list[int]] = {}
-    for batch, settings in own.items():
-        found.setdefault((label, settings), []).append(batch)
-    return found
-
-
-def _placed(item: Entry, found: Mapping[tuple[str, CpuSettings], Sequence[int]]) -> list[Setup]:
-    """A setup for each label and settings, at its batch sizes."""
-    return [
-        replace(
-            _setup(item, name, "cpu"),
-            engines=partial(open_on_cpu, item, settings),
-            sessions=settings.sessions,
-            threads=settings.threads,
-            settings=str(settings),
-            processes=settings.processes,
-            batches=tuple(batches),
-        )
-        for (name, settings), batches in sorted(found.items(), key=lambda each: each[0][0])
-    ]
-
-
-def open_on_cpu(item: Entry, settings: CpuSettings) -> Engine:
-    """One of its sessions."""
-
-    what = item.runtime, item.artefact, item.precision, settings, item.options
-    open_it = partial(open_session, *what)
-    return ProcessEngine(open_it) if settings.processes else open_it()
-
-
-def open_session(
-    runtime: str,
-    artefact: Artefact,
-    precision: str,
-    settings: CpuSettings | None,
-    more: Mapping[str, Any],
-    device: str = "cpu",
-) -> Engine:
-    """In this process. `settings`: of the CPU, None for one session with the usual threads."""
-    options = dict(more)
-    if runtime == "onnxruntime" and settings is not None:
-        options["spinning"] = bool(settings.spinning)
-    if runtime == "torch":
-        options["bf16"] = precision == "bf16"
-    open_engine = resolve_name(RUNTIMES[runtime].engine)
-    engine: Engine = open_engine(artefact, device, settings and settings.threads, **options)
-    return engine
-
-
-def _gpu(reference: Entry, machine: Machine, device: str) -> tuple[str, str]:
-    """The GPU to measure on, or "" and why there is none.
+def find_gpu(baseline: Entry, machine: Machine, device: str) -> tuple[str, str]:
+    """Return the GPU to measure on, or "" and why there is none.
 
     With "auto" one that cannot be used is left out and the report says why; one that was asked for
     by name raises Unsupported.
@@ -393,7 +349,7 @@ def _gpu(reference: Entry, machine: Machine, device: str) -> tuple[str, str]:
         return "", "the installed onnxruntime has no CUDA provider"
     chosen = "cuda" if device == "auto" else device
     try:
-        reference.open(chosen).close()
+        baseline.open(chosen).close()
     except Unsupported as exc:
         if device != "auto":
             raise
@@ -401,36 +357,15 @@ def _gpu(reference: Entry, machine: Machine, device: str) -> tuple[str, str]:
     return chosen, ""
 
 
-def _setup(item: Entry, label: str, device: str) -> Setup:
-
-    return Setup(
-        label=label,
-        engines=partial(item.open, device),
-        precision=item.precision,
-        file=item.artefact.name,
-        sha256=item.artefact.sha256,
-        entry=item.key,
-    )
-
-
-# What else may be fastest on this CPU: other runtimes that are installed, and bfloat16.
-#
-# A rival is timed only if its outputs are right; nobody asked for it, so its failure fails
-# nothing.
-
-_HALF = "bf16"
-_RUNS = ("fp32", _HALF, "int8")  # what rivals compute in where the CPU can
-
-
 def find_rivals(
-    every: Sequence[Entry], machine: Machine, folder: Path
+    entries: Sequence[Entry], machine: Machine, folder: Path
 ) -> tuple[list[Entry], list[NotMeasured]]:
-    """The rivals of these entries, and what was not tried, with the reason.
+    """Return what else may be fastest on this CPU, and what was not tried, with the reason.
 
-    `folder` is for the float32 model in bfloat16, and has to live as long as they are used.
+    Other runtimes that are installed, and bfloat16. `folder` is for the float32 model in bfloat16,
+    and has to live as long as they are used.
     """
-
-    graphs = [e for e in every if e.artefact.format == "onnx" and e.precision in _RUNS]
+    graphs = [e for e in entries if e.artefact.format == "onnx" and e.precision in _RIVALS]
     graphs = [*{each.artefact.sha256: each for each in reversed(graphs)}.values()][::-1]
     gaps: dict[str, str] = {}
     found: list[Entry] = []
@@ -440,39 +375,48 @@ def find_rivals(
         if not all(map(installed, runtime.modules)):
             gaps[runtime.title] = f"not installed: {install_hint(runtime.modules[0])}"
             continue
-        found += [_rival(runtime, each, each.artefact, each.precision) for each in graphs]
+        found += [_rival(each, runtime.name, each.precision) for each in graphs]
         if "avx512_bf16" not in machine.cpu_features:
             gaps[f"{runtime.title} {_HALF}"] = "this CPU has no instructions for it"
-        elif every[0].precision == "fp32" and not any(e.precision == _HALF for e in graphs):
+        elif entries[0].precision == "fp32" and not any(e.precision == _HALF for e in graphs):
             try:
-                rounded = _rounded(every[0].artefact, folder)
-                found.append(_rival(runtime, every[0], rounded, _HALF))
+                rounded = replace(entries[0], artefact=_round(entries[0].artefact, folder))
+                found.append(_rival(rounded, runtime.name, _HALF))
             except DeploykitError as exc:
                 gaps[f"{runtime.title} {_HALF}"] = exc.message
-    modules = [each for each in every if each.runtime == "torch"]
-    torch = RUNTIMES["torch"]
-    found += [_rival(torch, each, each.artefact, _HALF) for each in modules]
+    modules = [each for each in entries if each.runtime == "torch"]
+    found += [_rival(each, "torch", _HALF) for each in modules]
     if not modules:
         gaps["PyTorch"] = "no module was given: add the checkpoint that the model was exported from"
-    if not any(item.precision == "int8" and item.artefact.runtime.on_cpu for item in every):
+    if not any(entry.precision == "int8" and entry.on_cpu for entry in entries):
         gaps["INT8"] = "no INT8 file was given; `deploykit quantize --to int8` makes one"
-    alike = Counter(each.rival for each in found)
-    names = [each.rival + f" of {each.label}" * (alike[each.rival] > 1) for each in found]
-    found = [replace(each, rival=n, label=n) for each, n in zip(found, names, strict=True)]
+    names = [f"{RUNTIMES[each.runtime].title} {each.precision}" for each in found]
+    alike = Counter(names)
+    found = [
+        replace(each, label=name + f" of {_name(each)}" * (alike[name] > 1))
+        for each, name in zip(found, names, strict=True)
+    ]
     return found, [NotMeasured(f"{what} on the CPU", why) for what, why in gaps.items()]
 
 
-def _rival(runtime: Runtime, of: Entry, artefact: Artefact, precision: str) -> Entry:
-    """Of the entry `of`, whose name is its label until all are known."""
-    opener = partial(open_session, runtime.name, artefact, precision, None, of.options)
-    label = artefact.path.stem if of.label == BASELINE else of.label
-    rival = f"{runtime.title} {precision}"
-    return Entry(artefact, precision, {}, opener, runtime.name, rival, of.options, label)
+def _name(entry: Entry) -> str:
+    return entry.artefact.path.stem if entry.label == BASELINE else entry.label
 
 
-def _rounded(artefact: Artefact, folder: Path) -> Artefact:
-    """The graph in bfloat16, as `quantize` writes it."""
-    from deploykit.graph.graph import Graph
+def _rival(of: Entry, runtime: str, precision: str) -> Entry:
+    return replace(
+        of,
+        precision=precision,
+        runtime=runtime,
+        rival=True,
+        against=False,
+        built_on={},
+        opened_as_built=False,
+    )
+
+
+def _round(artefact: Artefact, folder: Path) -> Artefact:
+    """Write the graph in bfloat16, as `quantize` does."""
     from deploykit.quantization.convert import convert
 
     path = folder / f"{artefact.path.stem}.{_HALF}.onnx"

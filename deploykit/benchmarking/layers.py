@@ -9,35 +9,26 @@ import shutil
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, cast
 
-from deploykit.benchmarking.columns import Entry, open_session
-from deploykit.benchmarking.limits import infer_point
+from deploykit.benchmarking.columns import Entry
 from deploykit.benchmarking.timing import Setup
 from deploykit.core.errors import DeploykitError, Unsupported, first_line
-from deploykit.core.machine import default_threads
 from deploykit.core.subprocesses import run_apart
 from deploykit.engines.engine import Arrays, Engine
-from deploykit.evaluation.artefacts import Progress
-from deploykit.planning.predict import Inferred
-from deploykit.planning.probe import CpuCalibration
-from deploykit.reporting.layers import LayerKey, LayerTime, LayerTimes, middle
-from deploykit.reporting.points import CpuSettings, Point
+from deploykit.evaluation.artefacts import Progress, no_progress
+from deploykit.reporting.points import CpuSettings, LayerKey, LayerTime, LayerTimes, Point
 from deploykit.reporting.report import NotMeasured
 
 if TYPE_CHECKING:
-    import onnx
-
     from deploykit.engines.torch.engine import TorchEngine
 
-
-# Where the time of a call of each engine goes, in a run of its own after the timed one.
 
 _KERNEL, _CALL = b"_kernel_time", b"model_run"
 _EVENT = re.compile(
@@ -46,13 +37,6 @@ _EVENT = re.compile(
 )
 _ARGUMENTS, _END = b'","args" : {', b"]\n"
 _OPERATOR, _NUMBER = re.compile(rb'"op_name" : "(.*?)"'), re.compile(rb'"node_index" : "(\d+)"')
-# what ONNX Runtime adds to the name of a node, or of the tensor that a fused one makes
-_TENSOR = "_nchwc"
-_PLAIN = re.compile(rf"(?:fused )?(.+?)(?:{_TENSOR})?(?:_token_\d+)?(?:/\w+Fusion/?)?", re.DOTALL)
-_INTEGERS = re.compile(r"QLinear|QGemm|Integer")
-_MULTIPLY = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "RNN", "Einsum"))
-_FUSED = 4  # nodes at most in a row that are one layer
-_CLEAR_MS = 0.01  # a shorter layer has no rate: the profiler counts whole microseconds
 _KEPT = 100
 
 
@@ -61,109 +45,34 @@ def measure_layers(
     setups: Sequence[Setup],
     points: Sequence[Point],
     feeds: Callable[[int], Arrays],
-    ceilings: Mapping[int, CpuCalibration],
-    on_progress: Progress | None = None,
+    on_progress: Progress = no_progress,
 ) -> tuple[list[LayerTimes], list[NotMeasured]]:
-    """Of each of `wanted`, in one session, at the batch that was fastest; and what failed.
+    """Time the layers of each of `wanted` at the batch that was fastest; also return what failed.
 
-    Each in a process of its own, however many sessions PyTorch was fastest in. `ceilings`: of this
-    CPU, by number of threads.
+    Each runs one session in a process of its own, however many sessions PyTorch was fastest in.
     """
-
     found, gaps = [], []
     for entry in wanted:
-        chosen = _fastest([each for each in setups if each.entry == entry.key], points)
+        chosen = _fastest([each for each in setups if each.entry == entry.label], points)
         if not chosen:
             why = "no column is one session in the process that measures, or its outputs are wrong"
             gaps.append(NotMeasured(f"layers of {entry.artefact.name}", why))
             continue
         setup, point = chosen
-        if on_progress is not None:
-            on_progress(f"{setup.label}, batch {point.batch}: time of each layer", 1.0)
+        on_progress(f"{setup.label}, batch {point.batch}: time of each layer", 1.0)
         try:
-            times = _time_bench_layers(entry, setup, feeds, point)
+            time_here = _READERS.get(point.runtime.partition(" ")[0])
+            if point.device != "cpu" or time_here is None:
+                raise Unsupported("only ONNX Runtime and PyTorch on CPUs report them")
+            with TemporaryDirectory(prefix="deploykit-layers-") as folder:
+                times: LayerTimes = run_apart(
+                    "bench: layers", time_here, entry, setup, feeds(point.batch), point, folder
+                )
         except (DeploykitError, OSError) as exc:
             gaps.append(NotMeasured(f"layers of {setup.label}", first_line(exc)))
             continue
-        inferred = infer_point({}, entry, point)
-        probed = ceilings.get(setup.threads or default_threads())
-        found.append(name_layers(times, inferred, probed.ops_per_s if probed else {}))
+        found.append(replace(times, layers=times.layers[:_KEPT]))
     return found, gaps
-
-
-def _time_bench_layers(
-    entry: Entry, setup: Setup, feeds: Callable[[int], Arrays], point: Point
-) -> LayerTimes:
-    read = _READERS.get(point.runtime.partition(" ")[0])
-    if point.device != "cpu" or read is None:
-        raise Unsupported("only ONNX Runtime and PyTorch on CPUs report them")
-    with TemporaryDirectory(prefix="deploykit-layers-") as folder:
-        what = entry, setup, feeds, point.batch, folder
-        times: LayerTimes = run_apart("bench: layers", read, *what)
-    return times
-
-
-def name_layers(
-    times: LayerTimes, inferred: Inferred | None, ops_per_s: Mapping[str, float]
-) -> LayerTimes:
-    """`times` with the names of the file's nodes and, where these multiply, their rates.
-
-    `ops_per_s`: the ceilings of this CPU, by precision.
-    """
-    nodes = _Nodes(inferred, [each.name for each in times.layers]) if inferred else None
-    layers = [nodes.compare(each) for each in times.layers] if nodes else [*times.layers]
-    reached: dict[str, float] = {}
-    for each in layers:
-        if each.gflops and ops_per_s.get(each.precision):
-            most = reached.get(each.precision, ops_per_s[each.precision] / 1e9)
-            reached[each.precision] = max(most, each.gflops)
-    return replace(times, layers=tuple(layers[:_KEPT]), ceilings=reached)
-
-
-class _Nodes:
-    """The nodes of a file, by what ONNX Runtime calls the layers that it makes of them."""
-
-    def __init__(self, inferred: Inferred, layers: Sequence[str]) -> None:
-        self._named = {node.name: node for node in inferred.known.nodes}
-        self._makers = {name: node for node in inferred.known.nodes for name in node.output}
-        self._flops = {cost.name: cost.flops for cost in inferred.interpreted}
-        self._layers = {*map(_plain, layers)}
-
-    def compare(self, layer: LayerTime) -> LayerTime:
-        name = _plain(layer.name)
-        node = self._named.get(layer.name)
-        if node is None and layer.name != f"{name}{_TENSOR}":
-            node = self._named.get(name)
-        if node is None and name in self._makers:
-            node = self._first(self._makers[name], layer.op)
-        if node is None:
-            return layer
-        flops = self._flops.get(node.name)
-        named = replace(layer, name=node.name)
-        if node.op_type not in _MULTIPLY or not flops or layer.ms < _CLEAR_MS:
-            return named
-        precision = "int8" if _INTEGERS.search(layer.op) else "fp32"
-        return replace(named, gflops=flops / layer.ms / 1e6, precision=precision)
-
-    def _first(self, last: onnx.NodeProto, operator: str) -> onnx.NodeProto | None:
-        """The node of `operator` that `last` is fused with, which no other layer is made of."""
-        nodes = [last]
-        for _ in range(_FUSED):
-            for node in nodes:
-                if node.op_type in operator:
-                    return node
-            nodes = [
-                self._makers[name]
-                for node in nodes
-                for name in node.input
-                if name in self._makers and name not in self._layers
-            ]
-        return None
-
-
-def _plain(name: str) -> str:
-    match = _PLAIN.fullmatch(name)
-    return match[1] if match else name
 
 
 def _fastest(setups: Sequence[Setup], points: Sequence[Point]) -> tuple[Setup, Point] | None:
@@ -181,24 +90,19 @@ def _fastest(setups: Sequence[Setup], points: Sequence[Point]) -> tuple[Setup, P
 
 
 def _time_modules(
-    entry: Entry, setup: Setup, feeds: Callable[[int], Arrays], batch: int, _: str, __: Progress
+    entry: Entry, setup: Setup, feeds: Arrays, point: Point, _: str, __: Progress
 ) -> LayerTimes:
     from deploykit.engines.torch.engine import LayerWatch
 
     settings = CpuSettings(threads=setup.threads) if setup.threads else None
-    what = entry.runtime, entry.artefact, entry.precision, settings, entry.options
-    with open_session(*what) as engine, open_session(*what) as other:
+    with entry.open_session(settings) as engine, entry.open_session(settings) as other:
         watch = LayerWatch(cast("TorchEngine", other))
-        return time_layers((setup.label, batch), (engine, watch), feeds(batch), lambda: watch.runs)
+        times = time_layers(engine, watch, feeds, lambda: watch.runs)
+    return replace(times, label=setup.label, batch=point.batch)
 
 
-def _time_layers(
-    _: Entry,
-    setup: Setup,
-    feeds: Callable[[int], Arrays],
-    batch: int,
-    folder: str,
-    __: Progress,
+def _time_nodes(
+    _: Entry, setup: Setup, feeds: Arrays, point: Point, folder: str, __: Progress
 ) -> LayerTimes:
     """The file of the profile loses its name once it is open: no kill can leave it behind."""
     from deploykit.engines.onnxruntime.engine import SPINNING, OnnxRuntimeEngine
@@ -217,10 +121,11 @@ def _time_layers(
                 profiled.session.end_profiling()  # type: ignore[union-attr]
                 return read_profile(profile.read())
 
-            return time_layers((setup.label, batch), (engine, profiled), feeds(batch), read)
+            times = time_layers(engine, profiled, feeds, read)
+    return replace(times, label=setup.label, batch=point.batch)
 
 
-_READERS = {"onnxruntime": _time_layers, "torch": _time_modules}
+_READERS = {"onnxruntime": _time_nodes, "torch": _time_modules}
 
 
 def read_profile(data: bytes) -> list[Counter[LayerKey]]:
@@ -269,46 +174,53 @@ def _name(written: bytes) -> str:
 
 
 _LENGTH_S, _FEWEST, _MOST, _WARM, _TURNS = 1.0, 8, 200, 3, 4  # of the calls on each side
-Read = Callable[[], Sequence[Counter[LayerKey]]]
 
 
 def time_layers(
-    what: tuple[str, int],
-    engines: tuple[Engine, Callable[[Arrays], object]],
+    engine: Engine,
+    profiled: Callable[[Arrays], object],
     feeds: Arrays,
-    read: Read,
+    read: Callable[[], Sequence[Counter[LayerKey]]],
 ) -> LayerTimes:
-    """`what`: label and batch. `engines`: without and with a profiler; `read`: ms of its calls."""
-    plain_s, profiled_s = _take_turns(*(partial(engine, feeds) for engine in engines))
-    runs = [run for run in read()[-len(profiled_s) :] if run]
+    """Time calls without and with a profiler in turns; `read` returns the ms of all profiled calls.
+
+    A few of each in a row, as threads that spin after one call slow the next. The middle half of
+    the values counts, of each layer for itself: other work stops a call in one layer.
+    """
+    sides: tuple[Callable[[Arrays], object], ...] = (engine, profiled)
+    once_s = [max(_time(side, feeds) for side in sides) for _ in range(_WARM)][-1]
+    each = math.ceil(max(_FEWEST, min(_MOST, _LENGTH_S / once_s)) / _TURNS)
+    calls_s: tuple[list[float], list[float]] = ([], [])
+    for _ in range(_TURNS):
+        for times_s, side in zip(calls_s, sides, strict=True):
+            times_s += [_time(side, feeds) for _ in range(each)]
+    runs = [run for run in read()[-len(calls_s[1]) :] if run]
     if not runs:
-        raise DeploykitError(f"{what[0]}: its profile holds no whole call")
-    found = [  # each for itself: where other work stops a call, it stops it in one layer
+        raise DeploykitError("its profile holds no whole call")
+    layers = [
         LayerTime(key[0], key[1], _mean([run[key] for run in runs]))
         for key in dict.fromkeys(key for run in runs for key in run)
     ]
-    call_ms, with_ms = (1e3 * _mean(seconds) for seconds in (plain_s, profiled_s))
-    top = tuple(sorted(found, key=lambda each: -each.ms))
-    whole = call_ms, with_ms, math.fsum(each.ms for each in found)
-    return LayerTimes(*what, engines[0].runtime, len(profiled_s), *whole, len(found), top)
+    return LayerTimes(
+        label="",
+        batch=0,
+        runtime=engine.runtime,
+        calls=len(calls_s[1]),
+        call_ms=1e3 * _mean(calls_s[0]),
+        profiled_ms=1e3 * _mean(calls_s[1]),
+        sum_ms=math.fsum(layer.ms for layer in layers),
+        count=len(layers),
+        layers=tuple(sorted(layers, key=lambda layer: -layer.ms)),
+    )
 
 
 def _mean(values: Sequence[float]) -> float:
-    return fmean(values[at] for at in middle(values))
+    """Return the mean of the middle half: what neither other work nor a cold start made."""
+    ranked, quarter = sorted(values), len(values) // 4
+    return fmean(ranked[quarter : len(ranked) - quarter])
 
 
-def _take_turns(*sides: Callable[[], object]) -> tuple[list[float], ...]:
-    """Seconds of calls in turns; of a few each, as threads that spin after one slow the next."""
-    once_s = [max(map(_time, sides)) for _ in range(_WARM)][-1]
-    each = math.ceil(max(_FEWEST, min(_MOST, _LENGTH_S / once_s)) / _TURNS)
-    found: tuple[list[float], ...] = tuple([] for _ in sides)
-    for _ in range(_TURNS):
-        for calls_s, call in zip(found, sides, strict=True):
-            calls_s += [_time(call) for _ in range(each)]
-    return found
-
-
-def _time(call: Callable[[], object]) -> float:
+def _time(call: Callable[[Arrays], object], feeds: Arrays) -> float:
     begun = time.perf_counter()
-    call()
+    call(feeds)
     return time.perf_counter() - begun

@@ -19,11 +19,12 @@ from deploykit.core.profile import load_profile, recognise
 from deploykit.core.subprocesses import run_apart
 from deploykit.engines.devices import EnergyMeter
 from deploykit.engines.engine import Arrays
-from deploykit.evaluation.artefacts import Progress
+from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.graph.graph import Graph
+from deploykit.planning import probe
 from deploykit.planning.plan import probe_cpu
 from deploykit.planning.predict import Inferred, Target, infer, predict_call, target_of
-from deploykit.planning.probe import CpuCalibration, GpuCeilings, measure_gpu
+from deploykit.planning.probe import CpuCalibration, GpuCeilings
 from deploykit.reporting.points import Point
 from deploykit.reporting.report import NotMeasured, PeakMemory, PointEnergy, PredictedPoint
 
@@ -33,7 +34,7 @@ _ROUND = re.compile(r"(.+), batch (\d+): round \d+", re.DOTALL)
 
 
 def cpu_ceilings(
-    setups: Sequence[Setup], seconds: float, on_progress: Progress | None
+    setups: Sequence[Setup], seconds: float, on_progress: Progress
 ) -> tuple[dict[int, CpuCalibration], list[NotMeasured]]:
     """What a probe measured of this machine's CPU, for each number of threads of one session.
 
@@ -65,16 +66,15 @@ class GpuLimits:
     gaps: tuple[NotMeasured, ...] = ()
 
 
-def gpu_limits(device: str, seconds: float, on_progress: Progress | None) -> GpuLimits:
+def gpu_limits(device: str, seconds: float, on_progress: Progress) -> GpuLimits:
     """Of the GPU `device`; nothing where there is none ("") or the run is short."""
 
     if not device or seconds < PROBE_FROM_S:
         return GpuLimits()
-    if on_progress is not None:
-        on_progress("ceilings of the GPU", 0.0)
+    on_progress("ceilings of the GPU", 0.0)
     gaps, ceilings = [], None
     try:
-        ceilings = measure_gpu(device)
+        ceilings = probe.measure_gpu(device)
     except DeploykitError as exc:
         gaps.append(NotMeasured("ceilings of the GPU", exc.message))
     profile, why = recognise(this_machine())
@@ -87,47 +87,47 @@ def gpu_limits(device: str, seconds: float, on_progress: Progress | None) -> Gpu
 
 
 def limits(
-    every: Sequence[Entry],
+    entries: Sequence[Entry],
     setups: Sequence[Setup],
     points: Sequence[Point],
     found: Mapping[int, CpuCalibration],
     gpu: GpuLimits,
 ) -> dict[str, Any]:
-    """The report's `predicted`, `roofline` of the CPU and `gpu_roofline`.
+    """Return the report's `predicted`, `roofline` of the CPU and `gpu_roofline`.
 
     `found`: what a probe measured of the CPU, by number of threads.
     """
-    entries = {entry.artefact.sha256: entry for entry in every}
-    files = {setup.label: entries.get(setup.sha256) for setup in setups}
+    by_hash = {entry.artefact.sha256: entry for entry in entries}
+    files = {setup.label: by_hash.get(setup.sha256) for setup in setups}
     graphs: dict[str, Graph] = {}
     predicted: list[PredictedPoint] = []
-    measured: dict[bool, list[CpuCalibration | GpuCeilings]] = {
-        False: [*found.values()],
-        True: [gpu.ceilings] if gpu.ceilings else [],
-    }
-    marks: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
-    used: dict[bool, set[str]] = {False: set(), True: set()}
-    for point in points:
-        entry, on_gpu = files.get(point.label), point.device != "cpu"
-        if entry is None or entry.artefact.format != "onnx":
-            continue
-        target = gpu.target if on_gpu else _cpu_target(found, point)
-        if not measured[on_gpu] and target is None:
-            continue
-        inferred = infer_point(graphs, entry, point)
-        if inferred is None:
-            continue
-        moved = sum(each.traffic_bytes for each in inferred.interpreted)
-        if measured[on_gpu] and inferred.flops and moved:
-            marks[on_gpu].append(_place(point, inferred, moved))
-            used[on_gpu].add(point.precision)
-        if target is not None and point.runtime.startswith("onnxruntime"):
-            predicted += _predicted(point, inferred, target)
-    rooflines = {
-        name: {"ceilings": _ceilings(marks[of], used[of], measured[of]), "points": marks[of]}
-        for name, of in (("roofline", False), ("gpu_roofline", True))
-        if marks[of]
-    }
+    rooflines: dict[str, Any] = {}
+    both: tuple[tuple[str, list[CpuCalibration | GpuCeilings], list[Point]], ...] = (
+        ("roofline", [*found.values()], [p for p in points if p.device == "cpu"]),
+        (
+            "gpu_roofline",
+            [gpu.ceilings] if gpu.ceilings else [],
+            [p for p in points if p.device != "cpu"],
+        ),
+    )
+    for name, measured, here in both:
+        marks, used = list[dict[str, Any]](), {"fp32"}
+        for point in here:
+            entry = files.get(point.label)
+            target = _cpu_target(found, point) if point.device == "cpu" else gpu.target
+            if entry is None or entry.artefact.format != "onnx" or not (measured or target):
+                continue
+            inferred = infer_point(graphs, entry, point)
+            if inferred is None:
+                continue
+            moved = sum(each.traffic_bytes for each in inferred.interpreted)
+            if measured and inferred.flops and moved:
+                marks.append(_place(point, inferred, moved))
+                used.add(point.precision)
+            if target is not None and point.runtime.startswith("onnxruntime"):
+                predicted += _predict(point, inferred, target)
+        if marks:
+            rooflines[name] = {"ceilings": _ceilings(marks, used, measured), "points": marks}
     return {"predicted": tuple(predicted), **rooflines}
 
 
@@ -155,7 +155,7 @@ def _cpu_target(found: Mapping[int, CpuCalibration], point: Point) -> Target | N
     return target if isinstance(target, Target) else None
 
 
-def _predicted(point: Point, inferred: Inferred, target: Target) -> list[PredictedPoint]:
+def _predict(point: Point, inferred: Inferred, target: Target) -> list[PredictedPoint]:
     """Of a point in one session."""
 
     measured = point.latency.p50_ms
@@ -182,11 +182,11 @@ def _ceilings(
     used: Collection[str],
     found: Sequence[CpuCalibration | GpuCeilings],
 ) -> dict[str, float]:
-    """The highest that a probe reached in the precisions `used`, or a point did."""
+    """Return the highest that a probe reached in the precisions `used`, or a point did."""
     by_precision: dict[str, float] = {}
     for each in found:
         for name, rate in each.ops_per_s.items():
-            if name in {*used, "fp32"}:
+            if name in used:
                 key = f"gflops {name}"
                 by_precision[key] = max(by_precision.get(key, 0.0), rate / 1e9)
     moved = [mark["gflops"] / mark["intensity"] for mark in marks]
@@ -203,7 +203,7 @@ class EnergyLog:
     """Reads the meters between the steps of a sweep, and so divides what they count by point."""
 
     meter: EnergyMeter
-    forward: Progress | None
+    forward: Progress
     clock: Callable[[], float] = time.perf_counter
     idle_w: Mapping[str, float] = field(default_factory=dict)
 
@@ -223,8 +223,7 @@ class EnergyLog:
             self._spent.setdefault(self._step, []).append(since)
         match = _ROUND.fullmatch(what)
         self._step = (match[1], int(match[2])) if match else None
-        if self.forward is not None:
-            self.forward(what, share)
+        self.forward(what, share)
 
     def energy(self, points: Sequence[Point]) -> tuple[PointEnergy, ...]:
         """Power during a point's rounds by its throughput: joules per inference."""
@@ -265,8 +264,6 @@ def _key(point: Point) -> tuple[str, int]:
     return point.label, point.batch
 
 
-# How much memory a setup takes: the most that a fresh process of its own had resident.
-
 _CALLS = 3
 _HIGHEST = re.compile(r"^VmHWM:\s*(\d+) kB$", re.MULTILINE)
 
@@ -275,7 +272,7 @@ def measure_memory(
     setups: Sequence[Setup],
     points: Sequence[Point],
     feeds: Callable[[int], Arrays],
-    on_progress: Progress | None = None,
+    on_progress: Progress = no_progress,
 ) -> tuple[PeakMemory, ...]:
     """Of each label at the largest batch that it was timed at; none where the system has no figure.
 
@@ -290,8 +287,7 @@ def measure_memory(
         batch = largest.get(setup.label)
         if batch is None or (setup.batches and batch not in setup.batches):
             continue
-        if on_progress is not None:
-            on_progress(f"{setup.label}: memory", 1.0)
+        on_progress(f"{setup.label}: memory", 1.0)
         peak = run_apart("bench: a process whose memory is read", _peak_bytes, setup, feeds, batch)
         found += [PeakMemory(setup.label, batch, peak)] * bool(peak)
     return tuple(found)

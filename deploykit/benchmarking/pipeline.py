@@ -15,8 +15,15 @@ from pathlib import Path
 
 import numpy as np
 
-from deploykit.benchmarking.bench import FULL_S
-from deploykit.benchmarking.timing import Block, Measured, Setup, Timing, make_point, time_setups
+from deploykit.benchmarking.timing import (
+    FULL_S,
+    Block,
+    Measured,
+    Setup,
+    Timing,
+    make_point,
+    time_setups,
+)
 from deploykit.core.files import StrPath, sha256
 from deploykit.core.machine import now, provenance, this_machine
 from deploykit.core.tensors import TensorSpec
@@ -25,10 +32,9 @@ from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.evaluation.outputs import claim_report
 from deploykit.pipelines.file import input_files
 from deploykit.pipelines.pipeline import OpenPipeline, pipeline
-from deploykit.reporting import report as reports
 from deploykit.reporting.machine_load import Watch, invalid, sum_up
 from deploykit.reporting.points import Point
-from deploykit.reporting.report import Report
+from deploykit.reporting.report import Report, write
 from deploykit.reporting.verdict import verdict
 
 log = logging.getLogger(__name__)
@@ -54,8 +60,7 @@ def bench_pipeline(
     *,
     batches: Sequence[int] = (1,),
     out: StrPath = "report",
-    warmup_s: float = 1.0,
-    seconds: float = 10.0,
+    seconds: float = FULL_S,
     device: str = "auto",
     trust: bool = False,
     force: bool = False,
@@ -68,8 +73,7 @@ def bench_pipeline(
     One call after the other, in this process; the points of stages have the scenario "stage of
     NAME". Raises as `predict_files` does.
     """
-
-    timing = Timing(warmup_s, seconds)
+    timing = Timing.lasting(seconds)
     files, folder = input_files([data]), claim_report(out, (path, data), force=force)
     name, around_s = Path(path).stem, min(0.5, seconds / 10)
     points: list[Point] = []
@@ -85,7 +89,11 @@ def bench_pipeline(
             (found,) = time_setups([setup], [batch], timing, timed.feeds, rounds, watch=watch)
             points += [make_point([found]), *_stages(found, timed.calls, rounds.begins)]
         outside = sum_up(watch, before, watch.over(around_s, time.sleep))
-    report = reports.Report(
+    how = (
+        f"each point: {timing.seconds:g} s in rounds after about {timing.warmup_s:g} s of warm-up, "
+        f"in one process; {len(files)} files in turn, from their bytes to the JSON of the answers"
+    )
+    report = Report(
         title=f"{name}: a pipeline from end to end and by stage",
         created=now(),
         command=command,
@@ -96,26 +104,17 @@ def bench_pipeline(
         asked=(name,),
         outside=outside,
         invalid=invalid(outside, watch.bound),
-        notes=(_method(timing, len(files)),),
+        notes=(how,),
     )
     report = replace(report, verdict=verdict(report))
-    reports.write(report, folder)
+    write(report, folder)
     return report
-
-
-def _method(timing: Timing, files: int) -> str:
-    return (
-        f"each point: {timing.seconds:g} s in rounds after about {timing.warmup_s:g} s of warm-up, "
-        f"in one process; {files} files in turn, from their bytes to the JSON of the answers"
-    )
 
 
 def _stages(
     found: Measured, calls: Sequence[Mapping[str, float]], begins: list[int]
 ) -> list[Point]:
     """What each stage took in the timed calls, which are the last of each round."""
-    import numpy as np
-
     ends = [*begins[1:], len(calls)]
     timed = [
         calls[end - len(block.calls_ns) : end]
@@ -132,9 +131,6 @@ def _stages(
         scenario = f"stage of {found.setup.label}"
         points.append(replace(make_point([part]), scenario=scenario))
     return points
-
-
-# A pipeline as an engine, so that it is timed as engines are, and the time of each stage.
 
 
 class TimedPipeline(BaseEngine):

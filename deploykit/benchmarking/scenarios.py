@@ -14,15 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from deploykit.benchmarking.timing import Clock, Setup, no_garbage_collection, run_block
 from deploykit.core.errors import BadInput
 from deploykit.engines.engine import Arrays, Engine
-from deploykit.evaluation.artefacts import Progress
+from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.evaluation.latency import Latency
 from deploykit.reporting.points import Point, ScenarioResult
 
@@ -50,6 +49,24 @@ class Subject:
     precision: str
     settings: str
     engines: Sequence[Engine]
+
+    def result(self, scenario: str, batch: int) -> ScenarioResult:
+        """Return a result without a value."""
+        metric = {OFFLINE: "samples/s", SERVER: "queries/s"}.get(scenario)
+        return ScenarioResult(
+            scenario=scenario,
+            label=self.label,
+            precision=self.precision,
+            device=self.engines[0].device,
+            runtime=self.engines[0].runtime,
+            settings=self.settings,
+            batch=batch,
+            metric=metric or f"p{_PERCENTILE[scenario]:.0f} ms",
+            value=None,
+            queries=0,
+            duration_s=0.0,
+            latency=None,
+        )
 
 
 def early_stopping_ms(latencies_s: np.ndarray, q: float) -> float | int:
@@ -107,19 +124,17 @@ def run_stream(
         calls.append(block.calls_ns / 1e9)
         spent_s += block.seconds
         count += len(block.calls_ns)
-    found = early_stopping_ms(np.concatenate(calls), q)
-    known = isinstance(found, float)
-    return _result(
-        scenario,
-        subject,
-        samples,
-        count,
-        spent_s,
-        value=found if known else None,
+    result = replace(
+        subject.result(scenario, samples),
+        queries=count,
+        duration_s=spent_s,
         latency=Latency.of(*calls),
-        needs=None if known else needs,
-        why="" if known else f"{count} queries in {spent_s:.3g} s, {needs} are needed",
     )
+    found = early_stopping_ms(np.concatenate(calls), q)
+    if isinstance(found, float):
+        return replace(result, value=found)
+    why = f"{count} queries in {spent_s:.3g} s, {needs} are needed"
+    return replace(result, needs=needs, why=why)
 
 
 def run_offline(
@@ -132,8 +147,9 @@ def run_offline(
     """All samples are there at once: each engine takes the next `batch` when it has ended one."""
     settle_s = seconds * _WARM_UP
     block = run_block(subject.engines, feeds, batch, seconds, clock, settle_s=settle_s)
-    calls, spent_s = len(block.calls_ns), block.seconds
-    return _result(OFFLINE, subject, batch, calls, spent_s, value=block.rate, latency=None)
+    calls = len(block.calls_ns)
+    result = subject.result(OFFLINE, batch)
+    return replace(result, queries=calls, duration_s=block.seconds, value=block.rate)
 
 
 def run_server(
@@ -145,16 +161,14 @@ def run_server(
     serve: Callable[..., np.ndarray] | None = None,
     clock: Clock = time.perf_counter_ns,
 ) -> ScenarioResult:
-    """The highest rate of Poisson arrivals, by bisection, that keeps p99 within `slo_ms`.
+    """Find the highest rate of Poisson arrivals, by bisection, that keeps p99 within `slo_ms`.
 
     A rate holds where so few queries are late that p99 is within the bound with 99 % confidence.
     Each rate is tried in a short run, which ends as soon as it has failed; the highest that holds
-    is run for `seconds`, and a little less where that fails. Raises BadInput on no bound.
+    is run for `seconds`, and a little less where that fails.
     `serve(engines, feeds, due_s, slo_s, most_late)` gives the latencies; `replay` by default.
     """
-    if not (math.isfinite(slo_ms) and slo_ms > 0):
-        raise BadInput(f"`slo_ms` must be above 0, got {slo_ms}")
-    serve, slo_s = serve or replay, slo_ms / 1e3
+    slo_s, result = slo_ms / 1e3, replace(subject.result(SERVER, 1), slo_ms=slo_ms)
     fewest = fewest_queries(_PERCENTILE[SERVER])
     seeds = itertools.count()
 
@@ -162,7 +176,7 @@ def run_server(
         count = max(fewest, math.ceil(rate * length_s))
         gaps = np.random.default_rng(next(seeds)).exponential(1 / rate, count)
         most_late = most_above(count, _PERCENTILE[SERVER])
-        return serve(subject.engines, feeds, np.cumsum(gaps), slo_s, most_late)
+        return (serve or replay)(subject.engines, feeds, np.cumsum(gaps), slo_s, most_late)
 
     def holds(found: np.ndarray) -> bool:
         return int((found > slo_s).sum()) <= most_above(len(found), _PERCENTILE[SERVER])
@@ -179,20 +193,16 @@ def run_server(
     while low >= lowest:
         found = latencies(low, seconds)
         if holds(found):
-            span = len(found) / low
-            return _result(
-                SERVER,
-                subject,
-                1,
-                len(found),
-                span,
+            return replace(
+                result,
                 value=low,
+                queries=len(found),
+                duration_s=len(found) / low,
                 latency=Latency.of(found),
-                slo_ms=slo_ms,
             )
         low *= _LOWER
     why = f"p99 is not within {slo_ms:g} ms at {lowest:.3g} queries/s, the lowest rate tried"
-    return refused(SERVER, subject, 1, why, slo_ms)
+    return replace(result, why=why)
 
 
 def replay(
@@ -242,136 +252,71 @@ def replay(
     return ended
 
 
-def refused(
-    scenario: str, subject: Subject, batch: int, why: str, slo_ms: float | None = None
-) -> ScenarioResult:
-    """A result without a value."""
-    return _result(scenario, subject, batch, 0, 0.0, latency=None, slo_ms=slo_ms, why=why)
-
-
-def _result(
-    scenario: str,
-    subject: Subject,
-    batch: int,
-    queries: int,
-    duration_s: float,
-    *,
-    latency: Latency | None,
-    value: float | None = None,
-    slo_ms: float | None = None,
-    needs: int | None = None,
-    why: str = "",
-) -> ScenarioResult:
-    metric = {OFFLINE: "samples/s", SERVER: "queries/s"}.get(scenario)
-    return ScenarioResult(
-        scenario=scenario,
-        label=subject.label,
-        precision=subject.precision,
-        device=subject.engines[0].device,
-        runtime=subject.engines[0].runtime,
-        settings=subject.settings,
-        batch=batch,
-        metric=metric or f"p{_PERCENTILE[scenario]:.0f} ms",
-        value=value,
-        queries=queries,
-        duration_s=duration_s,
-        latency=latency,
-        slo_ms=slo_ms,
-        needs=needs,
-        why=why,
-    )
-
-
-# Run MLPerf's scenarios on the setups that were fastest in the sweep.
-
-
-def choose_scenarios(
-    names: Sequence[str], seconds: float, slo_ms: float | None
-) -> Callable[..., list[ScenarioResult]]:
-    """`run_scenarios` of these; raises BadInput for no such name, a server without its bound."""
-
+def check_scenarios(names: Sequence[str], slo_ms: float | None) -> None:
+    """Raise BadInput for a name that is no scenario's, and for a server without its bound."""
     for name in names:
         if name not in SCENARIOS:
             raise BadInput(
                 f"`scenario` {name}: no such scenario", hint=f"one of: {', '.join(SCENARIOS)}"
             )
     if SERVER in names and slo_ms is None:
-        raise BadInput(
-            "`scenario` server needs `slo_ms`, the bound of p99",
-            hint="`slo_ms` 15",
-        )
-    return partial(run_scenarios, names, seconds=seconds, slo_ms=slo_ms)
+        raise BadInput("`scenario` server needs `slo_ms`, the bound of p99", hint="`slo_ms` 15")
 
 
 def run_scenarios(
     names: Sequence[str],
-    *,
     setups: Sequence[Setup],
     points: Sequence[Point],
     seconds: float,
     slo_ms: float | None,
     feeds: Callable[[int], Arrays],
-    on_progress: Progress | None = None,
+    on_progress: Progress = no_progress,
 ) -> list[ScenarioResult]:
-    """Each scenario on each file and device, in the settings that were fastest for it.
+    """Run each scenario on each file and device, in the settings that were fastest for it.
 
     `points`: of `setups`. `feeds(n)`: inputs of n samples. An engine that takes no query of the
     scenario's size has a result without a value.
     """
-    return [
-        _run(name, setup, batch, seconds, slo_ms, feeds, on_progress)
-        for name in dict.fromkeys(names)
-        for setup, batch in _fastest(name, setups, points)
-    ]
+    results = []
+    for name in dict.fromkeys(names):
+        for setup, batch in _fastest(name, setups, points):
+            on_progress(f"{setup.label}: {name}", 1.0)
+            with ExitStack() as stack:
+                engines = [stack.enter_context(setup.engines()) for _ in range(setup.sessions)]
+                subject = Subject(setup.label, setup.precision, setup.settings, engines)
+                inputs = engines[0].inputs
+                fixed = inputs[0].shape[0] if inputs and inputs[0].shape else batch
+                other = isinstance(fixed, int) and fixed != batch
+                if other or batch > (engines[0].max_batch or batch):
+                    why = f"it takes no query of {batch} samples"
+                    results.append(replace(subject.result(name, batch), why=why))
+                elif name == OFFLINE:
+                    results.append(run_offline(subject, feeds(batch), batch, seconds))
+                elif name == SERVER and slo_ms is not None:
+                    results.append(run_server(subject, feeds(batch), slo_ms, seconds))
+                else:
+                    results.append(run_stream(name, subject, feeds(batch), seconds))
+    return results
 
 
 def _fastest(
     name: str, setups: Sequence[Setup], points: Sequence[Point]
 ) -> list[tuple[Setup, int]]:
-    """By file and device, of the setups that fit the scenario, at the batch size nearest to it."""
+    """Return, by file and device, the fastest setup that fits, at the batch nearest to a query's.
 
-    one_call = [
-        (point, setup)
-        for point in points
-        for setup in setups
-        if (setup.label, setup.in_flight) == (point.label, 1)
-        and point.batch in (setup.batches or (point.batch,))
-        and (name in (OFFLINE, SERVER) or setup.sessions == 1)
-        and not (name == SERVER and setup.processes)
-    ]
+    With the samples of a query.
+    """
     found: dict[tuple[str, str], tuple[tuple[int, float], Setup, int]] = {}
-    for point, setup in one_call:
+    for point, setup in itertools.product(points, setups):
+        if (
+            (setup.label, setup.in_flight) != (point.label, 1)
+            or point.batch not in (setup.batches or (point.batch,))
+            or (name in (SINGLE, MULTI) and setup.sessions > 1)
+            or (name == SERVER and setup.processes)
+        ):
+            continue
         away = 0 if name == OFFLINE else abs(point.batch - SAMPLES[name])
-        rank = (away, -point.throughput_per_s.value)
-        key = (setup.file, point.device)
+        rank, key = (away, -point.throughput_per_s.value), (setup.file, point.device)
         if key not in found or rank < found[key][0]:
             found[key] = (rank, setup, point.batch)
     return [(setup, SAMPLES.get(name, batch)) for _, setup, batch in found.values()]
-
-
-def _run(
-    name: str,
-    setup: Setup,
-    batch: int,
-    seconds: float,
-    slo_ms: float | None,
-    feeds: Callable[[int], Arrays],
-    on_progress: Progress | None,
-) -> ScenarioResult:
-
-    if on_progress is not None:
-        on_progress(f"{setup.label}: {name}", 1.0)
-    with ExitStack() as stack:
-        engines = [stack.enter_context(setup.engines()) for _ in range(setup.sessions)]
-        subject = Subject(setup.label, setup.precision, setup.settings, engines)
-        inputs, given = engines[0].inputs, feeds(batch)
-        fixed = inputs[0].shape[0] if inputs and inputs[0].shape else batch
-        most = engines[0].max_batch or batch
-        if batch > most or (isinstance(fixed, int) and fixed != batch):
-            why = f"it takes no query of {batch} samples"
-            return refused(name, subject, batch, why)
-        if name == OFFLINE:
-            return run_offline(subject, given, batch, seconds)
-        if slo_ms is not None and name == SERVER:
-            return run_server(subject, given, slo_ms, seconds)
-        return run_stream(name, subject, given, seconds)

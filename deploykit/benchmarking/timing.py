@@ -16,9 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -26,6 +24,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.subprocesses import run_apart
 from deploykit.core.tensors import batch_axes
 from deploykit.engines.engine import Arrays, Engine, check_feeds
+from deploykit.evaluation.artefacts import Progress, no_progress, span
 from deploykit.evaluation.latency import CallHistogram, Latency
 from deploykit.evaluation.statistics import FEWEST_DEPENDENT, throughput
 from deploykit.reporting.machine_load import Watch, Window, marks
@@ -34,13 +33,6 @@ from deploykit.reporting.points import CLOSED_LOOP, Point
 Clock = Callable[[], int]  # nanoseconds, monotonic
 
 _POLL_S = 0.5  # between two checks for Ctrl-C
-
-
-@runtime_checkable
-class RunsLoop(Protocol):
-    """An engine that is called in a loop somewhere else; see `closed_loop`."""
-
-    def run_loop(self, feeds: Arrays, length_ns: int, stop: Callable[[], bool]) -> array[int]: ...
 
 
 @dataclass(frozen=True)
@@ -102,12 +94,13 @@ def closed_loop(
     clock: Clock,
     stop: Callable[[], bool] | None = None,
 ) -> array[int]:
-    """Nanoseconds of each call, from the end of the last: they sum to the time that passed.
+    """Return the nanoseconds of each call, from the end of the last: they sum to the time.
 
     An engine that has a `run_loop` of its own, in another process, runs it there.
     """
-    if isinstance(engine, RunsLoop):
-        return engine.run_loop(feeds, length_ns, stop or bool)
+    run_loop: Callable[..., array[int]] | None = getattr(engine, "run_loop", None)
+    if run_loop is not None:
+        return run_loop(feeds, length_ns, stop or bool)
     calls = array("q")
     last = clock()
     end = last + length_ns
@@ -139,55 +132,37 @@ def _loop_overlapping(
     return Block(np.frombuffer(calls, dtype=np.int64), rows, rows / (max(1, now - begun) / 1e9))
 
 
-class _Gate:
-    """Opens for all when the last of `count` has arrived, or when it is forced."""
-
-    def __init__(self, count: int) -> None:
-        self._left = count
-        self._lock = threading.Lock()
-        self._open = threading.Event()
-        self.is_open = self._open.is_set
-        self.wait = self._open.wait
-        self.force = self._open.set
-
-    def arrive(self) -> None:
-        with self._lock:
-            self._left -= 1
-            if self._left == 0:
-                self._open.set()
-
-
 def _run_together(
     engines: Sequence[Engine], feeds: Arrays, settle_ns: int, length_ns: int, clock: Clock
 ) -> list[array[int]]:
-    """One thread per engine; they start together. The first failure stops all and is raised."""
-    # this thread arrives last: after Ctrl-C inside `submit` no session is left waiting
-    ready, done, stop = _Gate(len(engines) + 1), _Gate(len(engines)), threading.Event()
-
-    def give_up() -> None:
-        stop.set()
-        ready.force()
-        done.force()
+    """Run one thread per engine from one start; the first failure stops all and is raised."""
+    ready, stop = threading.Barrier(len(engines) + 1), threading.Event()
+    finished: list[Engine] = []
 
     def session(engine: Engine) -> array[int]:
         try:
             if settle_ns:
                 closed_loop(engine, feeds, settle_ns, clock, stop.is_set)
-            ready.arrive()
-            ready.wait()
+            with contextlib.suppress(threading.BrokenBarrierError):
+                ready.wait()
             calls = closed_loop(engine, feeds, length_ns, clock, stop.is_set)
-            done.arrive()
-            while not done.is_open():  # keep the load up until the others' last call ends
-                engine(feeds)
+            finished.append(engine)
+            while len(finished) < len(engines) and not stop.is_set():
+                engine(feeds)  # keep the load up until the others' last call ends
         except BaseException:
             give_up()
             raise
         return calls
 
+    def give_up() -> None:
+        stop.set()
+        ready.abort()
+
     with ThreadPoolExecutor(len(engines), thread_name_prefix="deploykit-session") as pool:
         try:
             futures = [pool.submit(session, engine) for engine in engines]
-            ready.arrive()
+            with contextlib.suppress(threading.BrokenBarrierError):
+                ready.wait()
             while wait(futures, timeout=_POLL_S).not_done:
                 pass  # without a timeout a signal just before the wait would go unnoticed
         except BaseException:
@@ -211,11 +186,6 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-# Call an engine until its calls no longer speed up, and tell a rate that still rises.
-#
-# The first calls pay for lazy loading, page faults, rising clocks and compilers that run
-# meanwhile.
-
 _WINDOWS = 10  # in the limit
 _LAST = 4  # windows that have to agree, within 10 % as perf_analyzer asks, and without a trend
 _STABLE = 1.10
@@ -236,18 +206,17 @@ class Warmth:
     call_s: float = 0.0
 
 
-def warm_up(run: Callable[[float], Block], limit_s: float) -> Warmth:
+def _warm_up(column: _Column, feeds: Arrays, batch: int, clock: Clock, limit_s: float) -> Warmth:
     """Run windows until the last four agree within 10 % and do not rise by 1 % a window.
 
-    At most `limit_s`, or three times that where calls speed up. `run` calls the engine for so many
-    seconds.
+    At most `limit_s`, or three times that where calls speed up.
     """
     if limit_s == 0:
         return Warmth("no warm-up")
     rates: list[float] = []
     spent_s = 0.0
     while True:
-        block = run(limit_s / _WINDOWS)
+        block = column.run(feeds, batch, limit_s / _WINDOWS, clock)
         spent_s += block.seconds
         rates.append(block.rate)
         call_s = float(block.calls_ns.max()) / 1e9
@@ -289,19 +258,15 @@ def _rise(rates: Sequence[float]) -> float:
     return float((place * np.log(rates)).sum() / (place**2).sum())
 
 
-# Time engines against each other in a closed loop, over batch sizes.
-#
 # Per batch size the setups take turns in rounds, forwards and backwards, so that drift of clocks
-# and
-# other load on the machine affects all of them; every two rounds in another order, so that none
-# has
-# always the same one before it. A closed loop is right for throughput, and blind to stalls.
+# and other load on the machine affects all of them; every two rounds in another order, so that none
+# has always the same one before it. A closed loop is right for throughput, and blind to stalls.
 
+FULL_S = 60.0  # of a point
+PROCESSES = 10  # even, for the order; five leave several ratios no narrow interval together
 _ROUNDS, _ROUND_S = 60, 0.05  # the most, and the shortest
 _FEW_ROUNDS = 5  # where calls are long: settling after each switch would take most of the time
 _SETTLE_SHARE, _SETTLE_MAX_S = 0.1, 0.5  # of a block
-
-Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -311,8 +276,8 @@ class Setup:
     `in_flight`: calls of the one engine at a time; more than one is another scenario. `threads`:
     CPU threads of each engine, None where that means nothing. `device`: "" for the engine's own.
     `file`, `sha256`: of the artefact. `settings`: of the CPU, as text. `batches`: the only sizes
-    to time it at; () for all. `processes`: each session has a process of its own. `entry`: names
-    what is timed, over all its setups.
+    to time it at; () for all. `processes`: each session has a process of its own. `entry`: the
+    label of what is timed, over all its setups.
     """
 
     label: str
@@ -340,8 +305,13 @@ class Timing:
     """`seconds` per point in at most `rounds`, after `warmup_s`, three times that if needed."""
 
     warmup_s: float = 10.0
-    seconds: float = 60.0
+    seconds: float = FULL_S
     rounds: int = _ROUNDS
+
+    @classmethod
+    def lasting(cls, seconds: float) -> Timing:
+        """Return the timing of points of `seconds`, with 10 s of warm-up or less."""
+        return cls(min(10.0, seconds * 2 / 3) if seconds > 0 else 0.0, seconds)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and self.seconds > 0):
@@ -366,12 +336,12 @@ def sweep(
     batches: Sequence[int],
     timing: Timing,
     feeds: Callable[[int], Arrays],
-    on_progress: Progress | None = None,
+    on_progress: Progress = no_progress,
     *,
     clock: Clock = time.perf_counter_ns,
     watch: Watch | None = None,
 ) -> list[Point]:
-    """Time every setup at every batch size in this process: `time_setups`, as points."""
+    """Time every setup at every batch size in this process; see `time_setups`."""
     found = time_setups(setups, batches, timing, feeds, on_progress, clock=clock, watch=watch)
     return [make_point([each]) for each in found]
 
@@ -381,7 +351,7 @@ def time_setups(
     batches: Sequence[int],
     timing: Timing,
     feeds: Callable[[int], Arrays],
-    on_progress: Progress | None = None,
+    on_progress: Progress = no_progress,
     *,
     clock: Clock = time.perf_counter_ns,
     watch: Watch | None = None,
@@ -389,35 +359,38 @@ def time_setups(
 ) -> list[Measured]:
     """Time every setup at every batch size; they come by batch, then in the setups' order.
 
-    `feeds(batch)`: the inputs of one call, `batch` rows, made once for all setups. A setup is left
-    out at batches above its engine's `max_batch`. `on_progress(what, share)` is called before each
-    step, and with 1.0 at the end. `clock`: monotonic, in nanoseconds. `watch` has a window for each
-    block, and marks points that other processes disturbed. `number`: of this process, each of which
-    opens, warms up and times the setups in another order. All engines are open at once.
+    All engines are open at once. A setup is left out at batches above its engine's `max_batch`.
+
+    Args:
+        feeds: makes the inputs of one call of so many rows, once for all setups.
+        on_progress: is called with what is done next and the share that is done, 1.0 at the end.
+        clock: monotonic, in nanoseconds.
+        watch: has a window for each block, and marks points that other processes disturbed.
+        number: of this process, each of which opens, warms up and times in another order.
 
     Raises BadInput on options that make no sense, or when no engine takes any of the batches.
     """
     _check_options(setups, batches)
+    measured: list[Measured] = []
     with contextlib.ExitStack() as stack:
         opened = {at: _open(setups[at], stack) for at in order(len(setups), number)}
         columns = [opened[at] for at in range(len(setups))]
         if watch is not None:
             watch.know_children()
-        plan = [(batch, [column for column in columns if column.takes(batch)]) for batch in batches]
-        if not any(fitting for _, fitting in plan):
+        plan = {batch: [column for column in columns if column.takes(batch)] for batch in batches}
+        if not any(plan.values()):
             raise BadInput(
                 f"no engine takes a batch of {min(batches)}",
                 hint=f"the largest is {max(column.max_batch or 0 for column in columns)}",
             )
-        steps = sum(len(fitting) for _, fitting in plan)
-        progress = _Steps(on_progress, total_s=steps * (timing.warmup_s + timing.seconds))
-        measured = []
-        for batch, fitting in plan:
+        steps = sum(map(len, plan.values()))
+        turns = _Turns(
+            timing, clock, watch, number, on_progress, steps * (timing.warmup_s + timing.seconds)
+        )
+        for batch, fitting in plan.items():
             if fitting:
-                turns = _Turns(fitting, batch, timing, progress, clock, watch, number)
-                measured += turns.run(_check_inputs(feeds(batch), batch, fitting))
-        if on_progress is not None:
-            on_progress("done", 1.0)
+                measured += turns.run(fitting, batch, _check_inputs(feeds(batch), batch, fitting))
+    on_progress("done", 1.0)
     return measured
 
 
@@ -496,20 +469,6 @@ def order(count: int, turn: int) -> list[int]:
 
 
 @dataclass
-class _Steps:
-    """Turns steps of known length into a share of the whole."""
-
-    on_progress: Progress | None
-    total_s: float
-    done_s: float = 0.0
-
-    def begin(self, what: str, length_s: float) -> None:
-        if self.on_progress is not None:
-            self.on_progress(what, min(1.0, self.done_s / self.total_s))
-        self.done_s += length_s
-
-
-@dataclass
 class Measured:
     """What one process measured of one setup at one batch size; `shapes`: of its inputs."""
 
@@ -526,33 +485,32 @@ class Measured:
     bound_cores: float = math.inf  # of other processes, past which they disturb
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Turns:
-    """The setups that fit a batch size, which are timed in turns."""
+    """Times setups in turns, and reports what share of `total_s` is done."""
 
-    columns: Sequence[_Column]
-    batch: int
     timing: Timing
-    progress: _Steps
     clock: Clock
     watch: Watch | None
     number: int
+    on_progress: Progress
+    total_s: float
+    done_s: float = 0.0
 
-    def run(self, feeds: Arrays) -> list[Measured]:
-        timing, columns = self.timing, self.columns
+    def run(self, columns: Sequence[_Column], batch: int, feeds: Arrays) -> list[Measured]:
+        timing = self.timing
         first = [columns[at] for at in order(len(columns), self.number)]
-        found = {column.setup.label: self._warm_up(column, feeds) for column in first}
+        found = {column.setup.label: self._warm_up(column, batch, feeds) for column in first}
         rounds = timing.rounds_for(max(each.warmth.call_s for each in found.values()))
         block_s = timing.seconds / rounds
         settle_s = min(block_s * _SETTLE_SHARE, _SETTLE_MAX_S)  # caches and clocks
         for number in range(rounds):
             for at in order(len(columns), self.number * rounds + number):
-                column = columns[at]
-                label = column.setup.label
-                self.progress.begin(f"{label}, batch {self.batch}: round {number + 1}", block_s)
+                column, label = columns[at], columns[at].setup.label
+                self._begin(f"{label}, batch {batch}: round {number + 1}", block_s)
                 if self.watch is not None:
                     self.watch.begin()
-                block = column.run(feeds, self.batch, block_s, self.clock, settle_s)
+                block = column.run(feeds, batch, block_s, self.clock, settle_s)
                 found[label].blocks.append(block)
                 if self.watch is not None:
                     found[label].windows.append(self.watch.close())
@@ -561,16 +519,20 @@ class _Turns:
             found[column.setup.label].compute_s += _compute_s(column, feeds, more_s, self.clock)
         return [found[column.setup.label] for column in columns]
 
-    def _warm_up(self, column: _Column, feeds: Arrays) -> Measured:
+    def _begin(self, what: str, length_s: float) -> None:
+        self.on_progress(what, min(1.0, self.done_s / self.total_s))
+        self.done_s += length_s
+
+    def _warm_up(self, column: _Column, batch: int, feeds: Arrays) -> Measured:
         setup, engine, limit_s = column.setup, column.engines[0], self.timing.warmup_s
-        self.progress.begin(f"{setup.label}, batch {self.batch}: warm-up", limit_s)
+        self._begin(f"{setup.label}, batch {batch}: warm-up", limit_s)
         return Measured(
             setup=setup,
-            batch=self.batch,
+            batch=batch,
             device=setup.device or engine.device,
             runtime=engine.runtime,
             options=dict(engine.options),
-            warmth=warm_up(partial(column.run, feeds, self.batch, clock=self.clock), limit_s),
+            warmth=_warm_up(column, feeds, batch, self.clock, limit_s),
             shapes={name: array.shape for name, array in feeds.items()},
             bound_cores=self.watch.bound if self.watch is not None else math.inf,
         )
@@ -631,12 +593,8 @@ def make_point(parts: Sequence[Measured]) -> Point:
     )
 
 
-# Time engines in several fresh processes, one after the other, each with its share of the rounds.
-#
 # Where a process lies in memory, and on which cores its threads begin, changes its speed by a per
 # cent or so for as long as it lives: no number of rounds in one process shows that.
-
-PROCESSES = 10  # even, for the order; five leave several ratios no narrow interval together
 
 
 def sweep_apart(
@@ -644,37 +602,28 @@ def sweep_apart(
     batches: Sequence[int],
     timing: Timing,
     feeds: Callable[[int], Arrays],
-    on_progress: Progress | None = None,
+    on_progress: Progress = no_progress,
     *,
     processes: int = PROCESSES,
     watch: Watch | None = None,
 ) -> list[Point]:
-    """As `sweep`, with `seconds` and `rounds` shared among fresh processes.
+    """Time as `sweep` does, with `seconds` and `rounds` shared among two or more fresh processes.
 
-    Each opens the engines anew, in another order, and warms up. `setups`
-    and `feeds` have to be picklable. Raises also OutOfMemory and DeploykitError, where one ends.
+    Each opens the engines anew, in another order, and warms up. `setups` and `feeds` have to be
+    picklable. Raises also OutOfMemory and DeploykitError, where one ends.
     """
-    if processes < 2:
-        raise BadInput(f"`processes` must be 2 or more for an interval, got {processes}")
     share = replace(
         timing, seconds=timing.seconds / processes, rounds=max(2, timing.rounds // processes)
     )
     watch = watch or Watch()
     parts: dict[tuple[int, str], list[Measured]] = {}
     for number in range(processes):
-
-        def step(what: str, done: float, number: int = number) -> None:
-            if on_progress is not None:
-                on_progress(what, (number + done) / processes)
-
+        job = _Job(setups, batches, share, feeds, (watch.proc, watch.sys), number, os.getpid())
         found, windows = run_apart(
             "bench: a process that measures",
             _time_here,
-            (setups, batches, share, feeds),
-            (watch.proc, watch.sys),
-            number,
-            os.getpid(),
-            on_progress=step,
+            job,
+            on_progress=span(on_progress, number / processes, (number + 1) / processes),
         )
         watch.windows += windows
         for each in found:
@@ -682,16 +631,25 @@ def sweep_apart(
     return [make_point(part) for part in parts.values()]
 
 
-def _time_here(
-    run: tuple[Sequence[Setup], Sequence[int], Timing, Callable[[int], Arrays]],
-    folders: tuple[Path, Path],
-    number: int,
-    parent: int,
-    on_progress: Progress,
-) -> tuple[list[Measured], list[Window]]:
-    """In the process of its own."""
-    watch = Watch((parent,), *folders)
-    found = time_setups(*run, on_progress, watch=watch, number=number)
+@dataclass(frozen=True)
+class _Job:
+    """What one of several processes times. `folders`: /proc and /sys of its watch."""
+
+    setups: Sequence[Setup]
+    batches: Sequence[int]
+    timing: Timing
+    feeds: Callable[[int], Arrays]
+    folders: tuple[Path, Path]
+    number: int
+    parent: int
+
+
+def _time_here(job: _Job, on_progress: Progress) -> tuple[list[Measured], list[Window]]:
+    """Run in the process of its own."""
+    watch = Watch((job.parent,), *job.folders)
+    found = time_setups(
+        job.setups, job.batches, job.timing, job.feeds, on_progress, watch=watch, number=job.number
+    )
     for each in found:
         each.setup = replace(each.setup, engines=_closed)  # engines cannot be sent
     return found, watch.windows

@@ -10,6 +10,7 @@ from pathlib import Path
 from deploykit.building.builder import Shapes, find_builder
 from deploykit.building.runtime import build_for_runtime
 from deploykit.building.tensorrt import prove as build_tensorrt
+from deploykit.building.tensorrt.options import check_options
 from deploykit.building.tensorrt.prove import CheckResult, PlanOptions
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError
@@ -103,8 +104,10 @@ def _check(source: Artefact, options: PlanOptions) -> None:
     """Raise BadInput, Unsupported for all that shows before the work."""
     target, request = options.target, options.request
     if target.runtime == "tensorrt":
-        build_tensorrt.check_asked(source, options)
+        check_options(build_tensorrt.options_of(target, options.shapes, source))
         build_tensorrt.check_here(target, source)
+    else:
+        options.shapes.refuse(target)
     if request.to not in ("fp32", *TARGETS):
         raise BadInput(
             f"`precision` {request.to} is unknown", hint="one of: fp32, " + ", ".join(TARGETS)

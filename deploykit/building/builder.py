@@ -35,7 +35,7 @@ class Shapes:
     tf32: bool = True  # float32 products may be rounded to TF32
 
     def refuse(self, target: Profile) -> None:
-        """Raise BadInput for options that were given: `target` runs another runtime."""
+        """Raise BadInput for options that were given: they are TensorRT's, not `target`'s."""
         given = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
         if given:
             names = ", ".join(f"`{key}`" for key in given)
@@ -67,23 +67,7 @@ Builder = Callable[
 ]  # (graph, out, target, shapes, on_progress)
 
 
-def without_options(build: Callable[[Artefact, Path, Profile], BuildResult]) -> Builder:
-    """`build`, which takes seconds, as a Builder: BadInput for options, which are TensorRT's."""
-
-    def build_engine(
-        model: Artefact,
-        out: Path,
-        target: Profile,
-        shapes: Shapes,
-        on_progress: Callable[[str, float], None] | None = None,  # noqa: ARG001 - takes seconds
-    ) -> BuildResult:
-        shapes.refuse(target)
-        return build(model, out, target)
-
-    return build_engine
-
-
 def find_builder(runtime: str) -> Builder:
-    """The builder for a profile's runtime; its module is imported now."""
+    """Import the builder of a profile's runtime."""
     found: Builder = resolve_name(RUNTIMES[runtime].builder)
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from deploykit.building.builder import BuildResult, without_options
+from deploykit.building.builder import BuildResult, Shapes
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.extras import require
@@ -26,9 +26,9 @@ ort = require("onnxruntime")
 _MOST_BYTES = (1 << 31) - 1  # of a protobuf message
 
 
-@without_options
-def build_engine(model: Artefact, out: Path, target: Profile) -> BuildResult:
-    """As `build`."""
+def build_engine(
+    model: Artefact, out: Path, target: Profile, _shapes: Shapes, _on_progress: object
+) -> BuildResult:
     return BuildResult({**build(model.path, out), "profile": target.name})
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deploykit.building.builder import BuildResult, without_options
+from deploykit.building.builder import BuildResult, Shapes
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import Unsupported
 from deploykit.core.profile import Profile
@@ -19,8 +19,9 @@ from deploykit.graph.storage import MAX_BYTES
 _PRODUCER = RUNTIMES["openvino"].magic[1][2:].decode()
 
 
-@without_options
-def build_engine(model: Artefact, out: Path, target: Profile) -> BuildResult:
+def build_engine(
+    model: Artefact, out: Path, target: Profile, _shapes: Shapes, _on_progress: object
+) -> BuildResult:
     """Mark the graph and compile it once.
 
     Raises Unsupported for an operator that OpenVINO lacks and for a graph that one file cannot

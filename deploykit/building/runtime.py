@@ -175,7 +175,7 @@ def check_integers(
 
 
 def _stuck(source: Artefact, target: Profile, graph: Graph, start: str) -> BadInput:
-    """The error for pairs that cannot be moved."""
+    """Return the error for pairs that cannot be moved."""
     halves = sorted({"float16", "bfloat16"} & set(graph.precision))
     why = "its pairs are placed for TensorRT, and no ranges follow to move them"
     if halves:
@@ -203,7 +203,7 @@ def _unknown(source: Artefact, target: Profile, moved: Moved) -> tuple[str, ...]
 
 
 def _few(graph: Graph, built: Graph) -> bool:
-    """Whether less than half of the INT8 nodes run as such."""
+    """Return whether less than half of the INT8 nodes run as such."""
     return 2 * built.precision.get("int8", 0) < graph.precision.get("int8", 0)
 
 
@@ -221,7 +221,7 @@ def _products(graph: Graph) -> int:
 
 
 def _kernels(built: Graph) -> int:
-    """Those that run in integers."""
+    """Count those that run in integers."""
     places = ((node, _KERNELS.get(node.op_type)) for node in built.model.graph.node)
     return sum(
         place is not None and node.input[place] in built.initializers for node, place in places
@@ -301,7 +301,7 @@ def _manifest(
     evidence: Evidence,
     built: BuildResult,
 ) -> Manifest:
-    """Of the built file `tmp`; `result`: its graph."""
+    """Return the manifest of the built file `tmp`; `result`: its graph."""
     runtime = RUNTIMES[target.runtime]
     manifest = onnx_manifest(
         result,
@@ -379,7 +379,7 @@ def _prove(
 
 
 def _bound(graph: Graph, target: Profile, max_error: float) -> float:
-    """Of the error; another runtime rounds narrow types at other places than the reference."""
+    """Return the bound of the error: another runtime rounds narrow types at other places."""
     narrow = set(graph.precision) - {"float32"}
     if not narrow or RUNTIMES[target.runtime].opens[0] == "onnx":
         return max_error
@@ -421,7 +421,7 @@ def _read_back(
 def _precision_notes(
     asked: Mapping[str, int], built: Mapping[str, int], done: str
 ) -> tuple[str, ...]:
-    """A note for each precision of which the built engine has fewer nodes than the graph.
+    """Return a note for each precision of which the built engine has fewer nodes than the graph.
 
     `done`: the precision that this build wrote, which is not recommended once more.
     """

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stdout
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,10 +17,7 @@ from deploykit.core.errors import BadInput, GateFailed
 
 if TYPE_CHECKING:
     from deploykit.pipelines.pipeline import AnsweredFiles
-    from deploykit.reporting.report import Report
 
-
-# `deploykit predict` and `bench` of a pipeline, and what they print.
 
 SUFFIXES = (".py", ".toml")  # of a pipeline, in the place of an engine
 
@@ -41,46 +36,14 @@ def predict_pipelines(path: Path, data: list[Path], options: dict[str, Any], as_
     output.show(result, answered(result), as_json=as_json)
 
 
-def find_bench(engines: list[Path] | None) -> Callable[[dict[str, Any], bool], None] | None:
-    """What times them, where a pipeline is among them."""
-    return bench_pipelines if any(each.suffix in SUFFIXES for each in engines or ()) else None
-
-
-def bench_pipelines(options: dict[str, Any], as_json: bool) -> None:
-    """Time a pipeline. `options`: of the command."""
-
-    engines, batches = options["engines"], sizes("batches", options["batches"] or "1")
-    if len(engines) > 1:
-        raise BadInput("a pipeline is measured by itself")
-    _refuse(
-        options, baseline=None, axis=[], slo_ms=None, price=None, processes=None, scenario=None,
-        strict=False, settings_of=None, fail_on_regression=None,
-    )  # fmt: skip
-    if options["data"] is None:
-        raise BadInput("a pipeline is measured on files", hint="`data` FILE or `data` DIR")
-    from deploykit.benchmarking.pipeline import bench_pipeline
-
-    usual_s = (1.0, 1.5) if options["quick"] else (10.0, 60.0)
-    warmup_s, seconds = options["warmup_s"], options["seconds"]
-    with Progress("bench") as progress, redirect_stdout(sys.stderr):  # what stages print
-        result = bench_pipeline(
-            engines[0], options["data"], batches=batches, device=options["device"],
-            warmup_s=usual_s[0] if warmup_s is None else warmup_s,
-            seconds=usual_s[1] if seconds is None else seconds,
-            trust=options["trust"], out=options["out"], force=options["force"],
-            command=shlex.join(["deploykit", *sys.argv[1:]]), on_progress=progress, on_note=_note,
-        )  # fmt: skip
-    output.show(result, tables.report(result, options["out"]), as_json=as_json)
-
-
 def _note(text: str) -> None:
     output.note(f"note: {output.one_line(text)}")
 
 
-def _refuse(options: dict[str, Any], **usual: Any) -> None:
+def _refuse(options: dict[str, Any], what: str = "a pipeline", **usual: Any) -> None:
     wrong = [name for name, value in usual.items() if options[name] not in (value, None)]
     if wrong:
-        raise BadInput(f"`{wrong[0]}` has no effect on a pipeline")
+        raise BadInput(f"`{wrong[0]}` has no effect on {what}")
 
 
 def answered(result: AnsweredFiles) -> list[Part]:
@@ -107,7 +70,7 @@ def inspect(path: Path, as_json: bool = False) -> None:
 
 
 @described(f"""
-A                      The reference
+A                      The reference: a model, or a report of `bench`
 B                      What to compare with it; without B, A is compared with its stored samples
 --data FILE.npz|DIR    Inputs to run [random, or the golden samples of INT8 and FP8]
 --max-error X          Largest max |a-b| / max |a| [0.001, or as stored with the samples]
@@ -115,6 +78,7 @@ B                      What to compare with it; without B, A is compared with it
         ./file.py:Net, or the file of your own recipe
 --allow-pickle         Run code that a PyTorch file contains. Only if you trust it
 {DEVICE}
+--fail-on-regression SHARE%  Exit 1 if a figure of report B is certainly slower by more than this
 {JSON}""")
 def compare(
     a: Path,
@@ -124,18 +88,45 @@ def compare(
     arch: str | None = None,
     allow_pickle: bool = False,
     device: str = "cpu",
+    fail_on_regression: str | None = None,
     as_json: bool = False,
 ) -> None:
     """Compare the outputs of two models; exit 1 if they differ too much.
 
+    Also compares the figures of two reports that `bench` wrote, files or folders.
+
     Example: deploykit compare model.pt model.onnx
     """
     given = api_arguments(locals())
+    bound = given.pop("fail_on_regression")
+    from deploykit.reporting.report import is_report
+
+    if is_report(a) or (b is not None and is_report(b)):
+        _refuse(
+            given, "two reports", data=None, max_error=None, arch=None, allow_pickle=False,
+            device="cpu",
+        )  # fmt: skip
+        _compare_reports(a, b, bound, as_json)
+        return
+    if bound is not None:
+        raise BadInput("`fail_on_regression` is for two reports")
     from deploykit.evaluation import compare as proof
 
     result = proof.compare(**given)
     output.show(result, tables.compared(result), as_json=as_json)
     result.raise_if_over()
+
+
+def _compare_reports(a: Path, b: Path | None, bound: str | None, as_json: bool) -> None:
+    from deploykit.reporting.compare import compare_reports
+
+    if b is None:
+        raise BadInput(f"{a}: is a report; which report is compared with it?")
+    result = compare_reports(
+        a, b, fail_on_regression=None if bound is None else share("fail_on_regression", bound)
+    )
+    output.show(result, tables.report_comparison(result), as_json=as_json)
+    result.raise_if_slower()
 
 
 @described(f"""
@@ -205,7 +196,9 @@ def predict(
 
 @described(f"""
 ENGINE                 {ENGINE}s to measure; a .pt checkpoint too; or a pipeline
---baseline FILE.onnx   The float32 model to compare with [the first ENGINE]
+--against --baseline FILE|REPORT  What to compare with: the float32 .onnx file, an engine in the
+        same run, or a report, whose settings of the CPU are taken; may be repeated [the first
+        ENGINE]
 --batches N,N,...      Batch sizes to measure [1,2,4,8,16,32, or 1,8,32 with --quick]
 -o --out DIR           Folder of the report
 {FORCE}
@@ -216,22 +209,14 @@ ENGINE                 {ENGINE}s to measure; a .pt checkpoint too; or a pipeline
 {TRUST}
 Timing:
 --quick                Measure briefly; a report of less than 60 s for each point says so
---warmup SECONDS       Warm-up before each point [10, or 1 with --quick]
 --seconds SECONDS      Length of each point [60, or 1.5 with --quick]
 --slo-ms MS            The wanted p99: report the highest throughput within it
---price X              Price of an hour of this machine: show the cost of a million inferences
---processes N          Fresh processes that share the --seconds [10 from 60 s on, else 1]
 --scenario NAME,...    Run scenarios of MLPerf too: offline, single-stream, multi-stream, server
 --layers               Show where the time of a call goes, layer by layer, in a separate run
---strict               Exit 1 if the GPU lowered its clocks during the run
-Compare two reports:
---settings-of REPORT   Take the CPU's settings from this report instead of searching
---compare A B          Compare report B with report A, files or folders; nothing is measured
---fail-on-regression SHARE%  Exit 1 if a figure of B is certainly slower by more than this share
 {JSON}""")
 def bench(
-    engines: list[Path] | None = None,
-    baseline: Path | None = None,
+    engines: list[Path],
+    against: list[Path] | None = None,
     batches: str | None = None,
     out: Path = Path("report"),
     force: bool = False,
@@ -241,92 +226,69 @@ def bench(
     device: str = "auto",
     trust: bool = False,
     quick: bool = False,
-    warmup_s: float | None = None,
     seconds: float | None = None,
     slo_ms: float | None = None,
-    price: float | None = None,
-    processes: int | None = None,
     scenario: str | None = None,
     layers: bool = False,
-    strict: bool = False,
-    settings_of: Path | None = None,
-    compare: tuple[Path, Path] | None = None,
-    fail_on_regression: str | None = None,
     as_json: bool = False,
 ) -> None:
     """Measure latency and throughput against the float32 model on the CPU.
 
-    Example: deploykit bench model.int8.onnx --baseline model.onnx --quick
+    Example: deploykit bench model.int8.onnx --against model.onnx --quick
     """
     given = api_arguments(locals())
-    if other := compare_two if compare is not None else find_bench(engines):
-        other(given, as_json)
+    if any(each.suffix in SUFFIXES for each in engines):
+        _bench_pipeline(given, as_json)
         return
     from deploykit.benchmarking import bench as figures
 
+    given["against"] = against or ()
+    given["batches"] = None if batches is None else sizes("batches", batches)
+    given["axis"] = axis_sizes("axis", ",".join(axis or ()))
+    names = given.pop("scenario")
     with Progress("bench") as progress:
         result = figures.bench(
-            _engines(engines, fail_on_regression),
-            baseline=baseline,
-            batches=None if batches is None else sizes("batches", batches),
-            out=out,
-            data=data,
-            axis=axis_sizes("axis", ",".join(axis or ())),
-            **{name: given[name] for name in ("arch", "device", "quick")},
-            warmup_s=warmup_s,
-            seconds=seconds,
-            slo_ms=slo_ms,
-            price=price,
-            processes=processes,
-            scenarios=[each.strip() for each in scenario.split(",")] if scenario else (),
-            layers=layers,
-            trust=trust,
-            force=force,
-            settings_of=settings_of,
-            command=shlex.join(["deploykit", *sys.argv[1:]]),
+            **given,
+            scenarios=[each.strip() for each in names.split(",")] if names else (),
+            command=_command(),
             on_progress=progress,
             on_note=lambda text: output.note(f"warning: {output.one_line(text)}"),
         )
     output.show(result, tables.report(result, out), as_json=as_json)
-    _check_report(result, strict)
-
-
-def _engines(engines: list[Path] | None, fail_on_regression: str | None) -> list[Path]:
-    """Those to measure, where nothing is compared."""
-    if fail_on_regression is not None:
-        raise BadInput("`fail_on_regression` needs `compare`")
-    if not engines:
-        raise BadInput("which ENGINE?", hint="deploykit bench model.onnx, or `compare` A B")
-    return engines
-
-
-def _check_report(result: Report, strict: bool) -> None:
-    """Raise GateFailed where a gate is not met; with `strict` also for a GPU that was throttled."""
     for gate in result.gates:
         if not gate.passed:
             raise GateFailed(f"{gate.name}: {gate.detail}", hint="its speed is in no comparison")
     if result.throttled:
-        why = f"the GPU lowered its clocks during the measurement: {', '.join(result.throttled)}"
-        if strict:
-            raise GateFailed(why, hint="the report is written, without a speed-up")
-        output.note(f"warning: {why}")
+        why = ", ".join(result.throttled)
+        output.note(f"warning: the GPU lowered its clocks during the measurement: {why}")
 
 
-def compare_two(given: dict[str, Any], as_json: bool) -> None:
-    """Compare two reports; exit 1 past the bound. `given`: the parameters of `bench`."""
-    a, b = given.pop("compare")
-    bound = given.pop("fail_on_regression")
-    usual = signature(bench).parameters
-    others = [f"`{name}`" for name in given if given[name] not in (usual[name].default, [])]
-    if others:
-        raise BadInput(f"`compare` measures nothing: it takes no {' and no '.join(others)}")
-    from deploykit.reporting.compare import compare_reports
+def _bench_pipeline(options: dict[str, Any], as_json: bool) -> None:
+    """Time a pipeline. `options`: of the command."""
+    engines, batches = options["engines"], sizes("batches", options["batches"] or "1")
+    if len(engines) > 1:
+        raise BadInput("a pipeline is measured by itself")
+    _refuse(options, against=[], axis=[], slo_ms=None, scenario=None, layers=False, arch=None)
+    if options["data"] is None:
+        raise BadInput("a pipeline is measured on files", hint="`data` FILE or `data` DIR")
+    from deploykit.benchmarking.bench import QUICK_S
+    from deploykit.benchmarking.pipeline import bench_pipeline
+    from deploykit.benchmarking.timing import FULL_S
 
-    result = compare_reports(
-        a, b, fail_on_regression=None if bound is None else share("fail_on_regression", bound)
-    )
-    output.show(result, tables.report_comparison(result), as_json=as_json)
-    result.raise_if_slower()
+    seconds = options["seconds"]
+    usual_s = QUICK_S if options["quick"] else FULL_S
+    with Progress("bench") as progress, redirect_stdout(sys.stderr):  # what stages print
+        result = bench_pipeline(
+            engines[0], options["data"], batches=batches, device=options["device"],
+            seconds=usual_s if seconds is None else seconds, trust=options["trust"],
+            out=options["out"], force=options["force"], command=_command(),
+            on_progress=progress, on_note=_note,
+        )  # fmt: skip
+    output.show(result, tables.report(result, options["out"]), as_json=as_json)
+
+
+def _command() -> str:
+    return shlex.join(["deploykit", *sys.argv[1:]])
 
 
 def share(parameter: str, text: str) -> float:

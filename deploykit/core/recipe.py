@@ -55,14 +55,15 @@ class Recipe:
 
     `build(**splits.build_with)` gives a torch module with fresh weights; `data(path or None)` the
     splits; `inputs`/`outputs` the specs that `export` uses; `metric(outputs, labels)` one value per
-    sample in 0..1 (for top-1: right or wrong), `metric_name` its name. `epochs`, `batch_size`,
-    `learning_rate`, `schedule` and `clip_norm` (of the gradients) are the defaults of `train`.
+    sample in 0..1 (for top-1: right or wrong), `metric_name` its name. `epochs` and
+    `batch_size` are the defaults of `train`. `schedule` of the `learning_rate`: "cosine", "linear",
+    "one-cycle" or "constant". `clip_norm`: the largest norm of all gradients together.
     `preprocess`: for uint8 (N, H, W, C), where the module takes normalised float32 (N, C, H, W).
 
     `backbone`: the names of the child that is frozen, in eval mode, and of the head that is
     trained on its features: the module computes `head(backbone(x))`. `needs_weights`: how to get
     the backbone's weights, where it has none of its own. `report(module, splits)`: further figures
-    of the trained module. `augment`: for `train --augment`, options of `training.augment.Augment`;
+    of the trained module. `augment`: for `train --augment`, options of `training.data.Augment`;
     `augmented`: whether `train` augments by default.
     """
 

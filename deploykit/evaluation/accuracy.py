@@ -146,22 +146,6 @@ class Scores:
         return np.concatenate(self._weights) if self._weights else np.ones(len(self.values))
 
 
-def score(engine: Engine, samples: Samples, metric: Metric, batch_size: int = 64) -> Scores:
-    """Score an engine over labelled samples; no more than one batch of outputs is kept.
-
-    Samples that do not fill a fixed batch are left out. Raises BadInput.
-    """
-    if samples.labels is None:
-        raise BadInput(f"{samples.where}: no array 'labels'", hint="labelled data are needed here")
-    scores = Scores(metric, samples.where)
-    size, used = samples.batching(batch_size, engine.inputs)
-    for number, feeds in enumerate(samples.first(used).batches(size)):
-        values = engine(feeds)
-        outputs = {spec.name: values[spec.name] for spec in engine.outputs}
-        scores.add(outputs, samples.labels[number * size : number * size + size])
-    return scores
-
-
 def drop_of(reference: Scores, candidate: Scores) -> Drop:
     """How much worse the candidate scores, with its interval. Raises BadInput."""
     metric = reference.metric

@@ -282,33 +282,25 @@ def verify(folder: Path, *, whole: bool = True) -> Bundle:
     """
     bundle = read_bundle(folder)
     with _reading(folder):
-        _check_files(folder, bundle, whole)
+        listed, there = {*bundle.files, BUNDLE_FILE, SUMS_FILE}, set[str]()
+        for name in _files(folder, refuse_links=True):
+            if name not in listed:
+                raise BadInput(f"{folder / name}: is not a file of this bundle")
+            there.add(name)
+        for name in sorted(listed - there):
+            if whole or name not in bundle.files or name.startswith(MODEL_FOLDER):
+                raise BadInput(f"{folder / name}: is missing from this bundle")
+        sums, expected = folder / SUMS_FILE, _sums(bundle, sha256(folder / BUNDLE_FILE))
+        if sums.read_bytes() != expected.encode():
+            raise BadInput(f"{sums}: does not fit {BUNDLE_FILE}: one of the two was changed")
+        for name in sorted(there & bundle.files.keys()):
+            path, entry = folder / name, bundle.files[name]
+            size = path.stat().st_size
+            if size != entry.bytes:
+                raise BadInput(f"{path}: has {size} bytes, {BUNDLE_FILE} says {entry.bytes}")
+            if sha256(path) != entry.sha256:
+                raise BadInput(f"{path}: was changed (SHA-256 differs from {BUNDLE_FILE})")
     return bundle
-
-
-def _check_files(folder: Path, bundle: Bundle, whole: bool) -> None:
-    sums, listed = folder / SUMS_FILE, {*bundle.files, BUNDLE_FILE, SUMS_FILE}
-    there = set()
-    for name in _files(folder, refuse_links=True):
-        if name not in listed:
-            raise BadInput(f"{folder / name}: is not a file of this bundle")
-        there.add(name)
-    for name in sorted(listed - there):
-        if name in bundle.files and not whole and not name.startswith(MODEL_FOLDER):
-            continue
-        raise BadInput(f"{folder / name}: is missing from this bundle")
-    expected = _sums(bundle, sha256(folder / BUNDLE_FILE)).encode()
-    if sums.stat().st_size != len(expected) or sums.read_bytes() != expected:
-        raise BadInput(f"{sums}: does not fit {BUNDLE_FILE}: one of the two was changed")
-    for name, entry in bundle.files.items():
-        path = folder / name
-        if name not in there:
-            continue
-        size = path.stat().st_size
-        if size != entry.bytes:
-            raise BadInput(f"{path}: has {size} bytes, {BUNDLE_FILE} says {entry.bytes}")
-        if sha256(path) != entry.sha256:
-            raise BadInput(f"{path}: was changed (SHA-256 differs from {BUNDLE_FILE})")
 
 
 def _files(folder: Path, *, refuse_links: bool = False, below: str = "") -> Iterator[str]:

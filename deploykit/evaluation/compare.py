@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploykit.core.artefact import Artefact, ArtefactLike
-from deploykit.core.errors import BadInput, GateFailed
+from deploykit.core.errors import BadInput, GateFailed, NotFound
 from deploykit.core.evidence import Parity
 from deploykit.core.files import StrPath
 from deploykit.core.json_value import json_value
@@ -129,10 +129,12 @@ def _first_difference(
     first: Artefact, second: Artefact, feeds: Sequence[Mapping[str, np.ndarray]], parity: Parity
 ) -> Divergence | None:
     if not parity.passed and first.format == second.format == "onnx":
-        from deploykit.evaluation.divergence import CHUNK, diverging_node
+        from deploykit.evaluation.divergence import CHUNK, first_divergence
+        from deploykit.graph.graph import Graph
 
+        graphs = Graph.open(first.path), Graph.open(second.path)
         chunk = CHUNK * rows_that_fit(feeds[:1], first.path) // MOST_SAMPLES
-        return diverging_node(first.path, second.path, feeds, parity.max_error, chunk)
+        return first_divergence(*graphs, feeds[:1], parity.max_error, chunk)
     return None
 
 
@@ -201,8 +203,11 @@ def _recorded(
 
 def _replay(artefact: Artefact, max_error: float | None, device: str) -> Parity:
 
+    found = golden.find_samples(artefact.path, artefact.manifest) if artefact.manifest else None
+    if found is None:
+        raise NotFound(
+            f"{artefact}: has no golden samples next to it",
+            hint="name a second file to compare with; `deploykit export` records samples",
+        )
     with load(artefact, artefact.runtime.usable(device)) as engine:
-        recorded, feeds, found = golden.find_and_open(artefact, engine.inputs, engine.outputs)
-        bound = found.max_error if max_error is None else max_error
-        names = (f"{found.reference}, recorded", artefact.name)
-        return compare_engines(recorded, engine, [feeds], max_error=bound, names=names)
+        return golden.replay(found, artefact.path, engine, artefact.name, max_error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -18,11 +18,10 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
 from deploykit.engines.engine import Arrays
 from deploykit.engines.onnxruntime.engine import open_as_written
-from deploykit.evaluation.parity import check_bound, exact_noun, relative
+from deploykit.evaluation.parity import exact_noun, relative
 from deploykit.graph.graph import Graph, dtype_name
 from deploykit.graph.validate import RUNTIME_DOMAINS
 
@@ -59,12 +58,8 @@ def expose(graph: Graph, names: Sequence[str]) -> tuple[Graph, list[str]]:
     """A copy that has these tensors as outputs, too, and what they are called there, in order.
 
     Their types must be among those that `shared` compares; one that numpy lacks is shown as
-    float32. Raises BadInput for a name that no node of the main graph makes.
+    float32.
     """
-    made = {name for node in graph.model.graph.node for name in node.output if name}
-    for name in names:
-        if name not in made:
-            raise BadInput(f"no node makes a tensor '{name}'")
     types = graph.element_types
     there = {value.name for value in graph.model.graph.output}
     probed = onnx.ModelProto()
@@ -131,12 +126,9 @@ def _same_work(a: onnx.NodeProto, b: onnx.NodeProto) -> bool:
     return fused or bool(kinds & _CONVERTS or kinds & _MERGED)
 
 
-CHUNK = 64
+CHUNK = 64  # tensors of each graph that are in memory at once
 # An attention mask: float16 cannot hold -3.4e38, and what replaces it masks as well.
 _MASK, _HALF_MASK = -1e30, -65504.0
-
-Run = Callable[[Arrays], Sequence[np.ndarray]]  # feeds -> the tensors that were asked for, in order
-Tap = Callable[[Sequence[str]], Run]  # names of tensors -> a way to run the graph that returns them
 
 
 @dataclass(frozen=True)
@@ -189,25 +181,15 @@ class Divergence(Record):
 
 
 def first_divergence(
-    a: Tap,
-    b: Tap,
-    pairs: Sequence[Pair],
-    feeds_list: Sequence[Arrays],
-    *,
-    max_error: float,
-    chunk: int = CHUNK,
+    a: Graph, b: Graph, feeds_list: Sequence[Arrays], max_error: float, chunk: int = CHUNK
 ) -> Divergence | None:
-    """The first of `pairs` whose error exceeds `max_error` on any of the feeds; None if none does.
+    """Find the first tensor whose error exceeds `max_error` on any of the feeds.
 
-    `a` is the reference. Its tensors may be of another float type than those of `b`; a pair whose
-    shapes differ is left out. Stops at the chunk with the answer. Raises BadInput without feeds,
-    for a bound that is negative or not finite, and where no pair can be compared.
+    `a` is the reference. A pair of tensors whose shapes differ is left out. None where nothing
+    differs, and where the graphs share no names to go by. Stops at the chunk with the answer.
     """
-    check_bound(max_error)
-    if not feeds_list:
-        raise BadInput("no inputs to compare on")
-    compared = 0
-    before = highest = 0.0
+    pairs = shared(a, b)
+    compared, before, highest = 0, 0.0, 0.0
     steepest: Rise | None = None
     for first in range(0, len(pairs), chunk):
         part = pairs[first : first + chunk]
@@ -216,63 +198,61 @@ def first_divergence(
                 continue
             error, batch, problem = found
             compared += 1
-            rise = Rise(pair.node, pair.operator, pair.a_name, highest, error)
             if steepest is None or error - highest > steepest.error - steepest.before:
-                steepest = rise
+                steepest = Rise(pair.node, pair.operator, pair.a_name, highest, error)
             if error > max_error:
                 return Divergence(
-                    pair.node,
-                    pair.operator,
-                    pair.a_name,
-                    error,
-                    before,
-                    batch,
-                    problem,
-                    steepest,
-                    compared,
-                    max_error,
+                    node=pair.node,
+                    operator=pair.operator,
+                    tensor=pair.a_name,
+                    error=error,
+                    before=before,
+                    batch=batch,
+                    problem=problem,
+                    steepest=steepest,
+                    compared=compared,
+                    max_error=max_error,
                 )
             before, highest = error, max(highest, error)
-    if not compared:
-        raise BadInput(
-            "no tensor inside the two graphs can be compared: they share no names",
-            hint="compare a model with one that was made from it, not with another export",
-        )
     return None
 
 
-def diverging_node(
-    a: Path, b: Path, feeds: Sequence[Arrays], max_error: float, chunk: int = CHUNK
-) -> Divergence | None:
-    """The first node whose tensor differs; None where the graphs share no names to go by.
+def _errors(
+    a: Graph, b: Graph, pairs: Sequence[Pair], feeds_list: Sequence[Arrays]
+) -> list[tuple[float, int, str] | None]:
+    """Each pair's largest error, its batch and the problem; None where the shapes differ."""
+    found: list[tuple[float, int, str] | None] = [None] * len(pairs)
+    runs = zip(
+        _values(a, [pair.a_name for pair in pairs], feeds_list),
+        _values(b, [pair.b_name for pair in pairs], feeds_list),
+        feeds_list,
+        strict=True,
+    )
+    for left, right, feeds in runs:
+        array = next(iter(feeds.values()), None)
+        batch = int(array.shape[0]) if array is not None and array.ndim else 1
+        for place, (x, y) in enumerate(zip(left, right, strict=True)):
+            if x.shape != y.shape:
+                continue
+            error, problem = tensor_error(x, y)
+            worst = found[place]
+            if worst is None or error > worst[0]:
+                found[place] = error, batch, problem
+    return found
 
-    `chunk`: tensors of each graph that are in memory at once.
-    """
-    graphs = Graph.open(a), Graph.open(b)
-    pairs = shared(*graphs)
-    with tempfile.TemporaryDirectory() as folder:
-        left, right = (_tap(graph, Path(folder) / f"{n}.onnx") for n, graph in enumerate(graphs))
-        try:
-            return first_divergence(left, right, pairs, feeds[:1], max_error=max_error, chunk=chunk)
-        except BadInput:
-            return None
 
-
-def _tap(graph: Graph, path: Path) -> Tap:
-    """Run a graph as it is written and give the tensors asked for, however they are shown."""
-
-    def tap(names: Sequence[str]) -> Run:
-        tapped, shown = expose(graph, names)
-        tapped.save(path)
-        engine = open_as_written(path)
-
-        def run(feeds: Arrays) -> list[np.ndarray]:
+def _values(
+    graph: Graph, names: Sequence[str], feeds_list: Sequence[Arrays]
+) -> Iterator[list[np.ndarray]]:
+    """Run a graph as it is written, and give these tensors for each of the feeds."""
+    tapped, shown = expose(graph, names)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open_as_written(tapped.save(Path(folder) / "tapped.onnx").path) as engine,
+    ):
+        for feeds in feeds_list:
             values = engine(feeds)
-            return [values[name] for name in shown]
-
-        return run
-
-    return tap
+            yield [values[name] for name in shown]
 
 
 def tensor_error(a: np.ndarray, b: np.ndarray) -> tuple[float, str]:
@@ -298,29 +278,6 @@ def tensor_error(a: np.ndarray, b: np.ndarray) -> tuple[float, str]:
     with np.errstate(over="ignore"):  # float64 near its end: an infinite error is right
         scale = float(np.abs(x).max() or np.abs(y).max())
         return relative(float(np.abs(x - y).max()), scale), ""
-
-
-def _errors(
-    a: Tap, b: Tap, pairs: Sequence[Pair], feeds_list: Sequence[Arrays]
-) -> Iterator[tuple[float, int, str] | None]:
-    """Each pair's largest error, its batch and the problem; None where the shapes differ."""
-    run_a, run_b = a([pair.a_name for pair in pairs]), b([pair.b_name for pair in pairs])
-    found: list[tuple[float, int, str] | None] = [None] * len(pairs)
-    for feeds in feeds_list:
-        batch = _batch(feeds)
-        for place, (x, y) in enumerate(zip(run_a(feeds), run_b(feeds), strict=True)):
-            if x.shape != y.shape:
-                continue
-            error, problem = tensor_error(x, y)
-            worst = found[place]
-            if worst is None or error > worst[0]:
-                found[place] = error, batch, problem
-    return iter(found)
-
-
-def _batch(feeds: Arrays) -> int:
-    array = next(iter(feeds.values()), None)
-    return int(array.shape[0]) if array is not None and array.ndim else 1
 
 
 def _name_of(at: Divergence | Rise) -> str:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploykit.core.artefact import Artefact
-from deploykit.core.errors import BadInput, NotFound
-from deploykit.core.evidence import GoldenSamples
+from deploykit.core.errors import BadInput
+from deploykit.core.evidence import GoldenSamples, Parity
 from deploykit.core.files import check_inside, sha256
 from deploykit.core.manifest import Manifest
-from deploykit.core.tensors import TensorSpec
+from deploykit.core.tensors import BATCH, TensorSpec
 from deploykit.engines.data.samples import read_npz, write_npz
 from deploykit.engines.engine import Engine, RecordedEngine
 from deploykit.evaluation.parity import compare_engines
@@ -62,27 +62,38 @@ def carry(source: Artefact, to: Path) -> GoldenSamples | None:
 
 def loosen(golden: GoldenSamples, path: Path, engine: Engine) -> GoldenSamples:
     """The samples next to `path` with a bound for low precision: twice the error of `engine`."""
-
-    recorded, feeds = open_samples(golden, path, engine.inputs, engine.outputs)
-    worst = compare_engines(recorded, engine, [feeds]).worst.error
+    worst = replay(golden, path, engine, path.name).worst.error
     bound = max(golden.max_error, _MARGIN * worst) if worst < float("inf") else golden.max_error
     return replace(golden, max_error=bound)
 
 
-def find_and_open(
-    artefact: Artefact, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]
-) -> tuple[RecordedEngine, dict[str, np.ndarray], GoldenSamples]:
-    """The golden samples of `artefact`: an engine, its feeds, and their entry in the manifest.
+def replay(
+    golden: GoldenSamples, path: Path, engine: Engine, name: str, max_error: float | None = None
+) -> Parity:
+    """Compare `engine` with the samples next to `path`, as many rows as it takes at once.
 
-    Raises NotFound where there are none, BadInput where they are not what the manifest says.
+    `name`: of the engine, for messages. `max_error`: None for the bound of the samples.
     """
-    golden = find_samples(artefact.path, artefact.manifest) if artefact.manifest else None
-    if golden is None:
-        raise NotFound(
-            f"{artefact}: has no golden samples next to it",
-            hint="name a second file to compare with; `deploykit export` records samples",
-        )
-    return *open_samples(golden, artefact.path, inputs, outputs), golden
+    inputs, outputs = engine.inputs, engine.outputs
+    recorded, feeds = open_samples(golden, path, inputs, outputs)
+    low, high = engine.limits.get(BATCH, (1, None))
+    rows = min(max(SAMPLES, low), high or SAMPLES)
+    batched = {spec.name for spec in (*inputs, *outputs) if spec.batched}
+    feeds, values = (
+        {
+            name: array.take(range(rows), axis=0, mode="wrap") if name in batched else array
+            for name, array in arrays.items()
+        }
+        for arrays in (feeds, recorded(feeds))
+    )
+    reference = RecordedEngine(inputs, outputs, (feeds, values), golden.reference)
+    return compare_engines(
+        reference,
+        engine,
+        [feeds],
+        max_error=golden.max_error if max_error is None else max_error,
+        names=(f"{golden.reference}, recorded", name),
+    )
 
 
 def open_samples(

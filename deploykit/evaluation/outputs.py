@@ -1,7 +1,7 @@
 """The one place where a verb's output is checked, before any work: no file of a user's is lost.
 
 An output is none of the command's inputs, its name does not promise another kind of file, and what
-it replaces was written by deploykit, unless `force` is set.
+it replaces was written by deploykit and not changed since, unless `force` is set.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import zipfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -40,7 +39,12 @@ _ENDS: Mapping[str, tuple[str, ...]] = {  # kind -> how the names of its files e
     CURVE: (".svg",),
     ANSWERS: (".jsonl",),
 }
-_FIRST_LINE = 64 << 20  # bytes of an answer at most
+_MARKS = {  # kind -> what the first or the last bytes of a file of deploykit's hold
+    PREDICTIONS: b"deploykit predictions",
+    SPLIT: b"deploykit split",
+    CURVE: b"deploykit: training curve",
+    ANSWERS: b'", "answer": ',
+}
 _OTHERS = ".safetensors .pt2 .npy .json .csv .txt .md .html .toml .yaml .py .zip .png .jpg .jpeg"
 _KNOWN = {end for ends in _ENDS.values() for end in ends} | set(_OTHERS.split())
 
@@ -59,14 +63,18 @@ def claim(out: StrPath, kind: str, inputs: Iterable[object], *, force: bool = Fa
             hint=f"`{'curve' if kind == CURVE else 'out'}` {place.with_suffix(_ENDS[kind][0])}",
         )
     check_writable(place)
-    archive = kind in (PREDICTIONS, SPLIT, CURVE, ANSWERS)
-    written = (place,) if archive else (place, rejected(place), *_other_rejected(place, kind))
     given = tuple(_paths(inputs))
-    for each in written:
-        files = (each,) if archive else (each, *_next_to(each))
-        ours = _archive(each, kind) if archive else _artefact(each, kind)
-        _check_inputs(files, given, keeps=not archive and each.name in ours)
-        _check_owned(files, ours, force)
+    if kind in _MARKS:
+        _check_inputs((place,), given)
+        _check_owned((place,), {place.name} if _marked(place, kind) else (), force)
+        return place
+    written = [place, rejected(place)]
+    if kind == "tensorrt":  # the graph that fails its gate before it is built
+        written.append(rejected(place.with_suffix(".onnx")))
+    for file in written:
+        ours = _artefact(file, kind)
+        _check_inputs((file, *_next_to(file)), given, keeps=file.name in ours)
+        _check_owned((file, *_next_to(file)), ours, force)
     return place
 
 
@@ -84,8 +92,12 @@ def claim_report(
     """
     with new_folder(Path(folder)) as place:
         files = tuple(place / name for name in REPORT)
-        _check_inputs(files, tuple(_paths(inputs)), keeps=False)
-        _check_owned(files, _json_with(files[0], set(keys), REPORT), force)
+        _check_inputs(files, tuple(_paths(inputs)))
+        ours: Collection[str] = ()
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            found = json.loads(files[0].read_text(encoding="utf-8"))
+            ours = REPORT if isinstance(found, dict) and set(keys) <= set(found) else ()
+        _check_owned(files, ours, force)
     return place
 
 
@@ -109,23 +121,34 @@ def claim_run(
     """
     given = tuple(inputs)
     if checkpoint is not None:
-        if checkpoint.suffix.lower() in _KNOWN - {".ckpt"}:
-            raise BadInput(
-                f"`checkpoint` {checkpoint}: the name says {checkpoint.suffix}",
-                hint=f"`checkpoint` {checkpoint.with_suffix('.ckpt')}",
-            )
         check_writable(checkpoint)
-        _check_inputs((checkpoint,), tuple(_paths(given)), keeps=False)
-        for each in filter(None, (*given, curve)):
-            if checkpoint.resolve() == Path(str(each)).resolve():
-                raise BadInput(
-                    f"`checkpoint` {checkpoint}: is another file of this command",
-                    hint="give it a file of its own, such as run.ckpt",
-                )
+        _check_inputs((checkpoint,), tuple(_paths(given)))
+        _check_apart("checkpoint", checkpoint, ".ckpt", filter(None, (*given, curve)))
     if curve is not None:
         claim(curve, CURVE, given, force=force)
     if tensorboard is not None:
         make_folder(tensorboard)
+
+
+def claim_cache(cache: StrPath, inputs: Iterable[object], out: Path) -> None:
+    """Check the file that TensorRT's timings are read from and written to. Raises BadInput.
+
+    `inputs`: all else that the command reads; `out`: the engine.
+    """
+    others = (out, rejected(out), *_next_to(out), *_paths(inputs))
+    _check_apart("timing_cache", Path(cache), ".cache", others)
+
+
+def _check_apart(parameter: str, place: Path, end: str, others: Iterable[object]) -> None:
+    """Raise BadInput for a file that is another one of the command, or has another's suffix."""
+    hint = f"give it a file of its own: `{parameter}` {place.with_suffix(end)}"
+    if place.suffix.lower() in _KNOWN - {end}:
+        raise BadInput(f"`{parameter}` {place}: the name says {place.suffix}", hint=hint)
+    for other in others:
+        if place.resolve() == Path(str(other)).resolve():
+            raise BadInput(
+                f"`{parameter}` {place}: is another file of this command, {other}", hint=hint
+            )
 
 
 def claim_bundle(
@@ -135,60 +158,33 @@ def claim_bundle(
 
     `force` replaces a bundle that somebody changed, never a folder that is not one.
     """
-
     place = Path(os.path.abspath(folder))  # noqa: PTH100 - a link to a folder stays one
     given = tuple(_paths(inputs))
-    if place.is_symlink() or (os.path.lexists(place) and not place.is_dir()):
+    if not place.name or place.is_symlink() or (os.path.lexists(place) and not place.is_dir()):
         raise BadInput(f"{place}: exists, and is not a folder", hint="choose another `out`")
-    if not place.name:
-        raise BadInput(f"{place}: cannot be the folder of a bundle", hint="choose another `out`")
     make_folder(place.parent)
-    archive = place.with_name(f"{place.name}.tar")
     for each in given:
         if place in (each.resolve(), *each.resolve().parents):
-            raise BadInput(
-                f"{each}: is an input of this command, and would be overwritten",
-                hint="choose another `out`",
-            )
+            raise _overwrites(each)
     if place.is_dir() and any(place.iterdir()):
-        _check_bundle(place, force)
-    if tar and os.path.lexists(archive):
-        _check_inputs((archive,), given, keeps=False)
-        _check_owned((archive,), {archive.name} if is_bundle_tar(archive) else (), force)
-    return place
-
-
-def _check_bundle(place: Path, force: bool) -> None:
-
-    if not (place / BUNDLE_FILE).is_file():
-        raise BadInput(
-            f"{place}: is a folder with other files, and no bundle",
-            hint="choose another `out`, or remove the folder",
-        )
-    if not force:
+        if not (place / BUNDLE_FILE).is_file():
+            raise BadInput(
+                f"{place}: is a folder with other files, and no bundle",
+                hint="choose another `out`, or remove the folder",
+            )
         try:
-            verify(place)
+            if not force:
+                verify(place)
         except DeploykitError as exc:
             raise BadInput(
                 f"{place}: is not as deploykit wrote it: {exc.message}",
                 hint="choose another `out`, or replace the bundle with `force`",
             ) from exc
-
-
-def claim_cache(cache: StrPath, inputs: Iterable[object], out: Path) -> None:
-    """Check the file that TensorRT's timings are read from and written to. Raises BadInput.
-
-    `inputs`: all else that the command reads; `out`: the engine. It is none of these, and its name
-    does not promise another kind of file.
-    """
-    place, hint = Path(cache), "give it a file of its own, such as timing.cache"
-    if place.suffix.lower() in _KNOWN:
-        raise BadInput(f"`timing_cache` {place}: the name says {place.suffix}", hint=hint)
-    for each in (out, rejected(out), *_next_to(out), *_paths(inputs)):
-        if place.resolve() == each.resolve():
-            raise BadInput(
-                f"`timing_cache` {place}: is another file of this command, {each}", hint=hint
-            )
+    archive = place.with_name(f"{place.name}.tar")
+    if tar and os.path.lexists(archive):
+        _check_inputs((archive,), given)
+        _check_owned((archive,), {archive.name} if is_bundle_tar(archive) else (), force)
+    return place
 
 
 def named_files(*references: str | None) -> list[str]:
@@ -202,11 +198,6 @@ def rejected(place: Path) -> Path:
     return place.with_name(f"{place.stem}.rejected{place.suffix}")
 
 
-def _other_rejected(place: Path, kind: str) -> tuple[Path, ...]:
-    """The graph that an engine would have been built from is kept too when it fails its gate."""
-    return (rejected(place.with_suffix(".onnx")),) if kind == "tensorrt" else ()
-
-
 def _next_to(place: Path) -> tuple[Path, ...]:
     names = (place.with_name(place.name + suffix) for suffix in SIDECARS.values())
     return (manifest_path(place), *names)
@@ -218,51 +209,41 @@ def _paths(inputs: Iterable[object]) -> Iterator[Path]:
         if not isinstance(each, (str, os.PathLike, Artefact)):
             continue
         path = Path(each)
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, DeploykitError):
             if path.is_dir():
                 yield path
             elif path.is_file():
                 yield path
-                yield from filter(Path.is_file, _next_to(path))
-                yield from _weights(path)
+                others = list(_next_to(path))
+                if sniff(path) == "onnx":
+                    others += [path.parent / name for name in external_files(path)]
+                yield from filter(os.path.isfile, others)
 
 
-def _weights(path: Path) -> Iterator[Path]:
-    """The files that hold the weights of an ONNX model."""
-    with contextlib.suppress(DeploykitError):
-        if sniff(path) == "onnx":
-            yield from (path.parent / name for name in external_files(path))
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a model names files of any length for its weights
-        return False
-
-
-def _check_inputs(files: Iterable[Path], inputs: Iterable[Path], *, keeps: bool) -> None:
+def _check_inputs(files: Iterable[Path], inputs: Iterable[Path], *, keeps: bool = False) -> None:
     """Raise BadInput where a file is an input. `keeps`: an input folder may hold it already."""
     for file in filter(Path.exists, files):
-        for given in filter(_exists, inputs):
+        for given in inputs:
             inside = not keeps and given.is_dir() and given.resolve() in file.resolve().parents
             if inside or given.samefile(file):
-                raise BadInput(
-                    f"{file}: is an input of this command, and would be overwritten",
-                    hint="choose another `out`",
-                )
+                raise _overwrites(file)
+
+
+def _overwrites(file: Path) -> BadInput:
+    return BadInput(
+        f"{file}: is an input of this command, and would be overwritten",
+        hint="choose another `out`",
+    )
 
 
 def _check_owned(files: Iterable[Path], ours: Collection[str], force: bool) -> None:
+    """Raise BadInput for a file whose name is not among `ours`, those that deploykit wrote."""
     for file in files:
         if not force and os.path.lexists(file) and file.name not in ours:
             raise BadInput(
                 f"{file}: exists, and is not what deploykit wrote there",
                 hint="choose another `out`, or replace the file with `force`",
             )
-
-
-# What deploykit wrote there, by the names of the files
 
 
 def _artefact(place: Path, kind: str) -> set[str]:
@@ -279,27 +260,10 @@ def _artefact(place: Path, kind: str) -> set[str]:
     return set()
 
 
-def _archive(place: Path, kind: str) -> set[str]:
-    if kind == CURVE:
-        with contextlib.suppress(OSError):
-            return {place.name} if b"deploykit: training curve" in place.read_bytes() else set()
-        return set()
-    if kind == ANSWERS:
-        with contextlib.suppress(OSError, ValueError, RecursionError), place.open() as lines:
-            first = json.loads(lines.readline(_FIRST_LINE))
-            return {place.name} if set(first) == {"file", "answer"} else set()
-        return set()
-    damaged = contextlib.suppress(OSError, ValueError, zipfile.BadZipFile)
-    with damaged, zipfile.ZipFile(place) as archive:
-        if archive.comment == f"deploykit {kind}".encode():
-            return {place.name}
-    return set()
-
-
-def _json_with(path: Path, keys: set[str], names: Collection[str]) -> Collection[str]:
-    """`names`, where the JSON document has the `keys` of one that deploykit wrote."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict) and keys <= set(found):
-            return names
-    return ()
+def _marked(place: Path, kind: str) -> bool:
+    """Whether the beginning or the end of a file says that deploykit wrote it."""
+    with contextlib.suppress(OSError), place.open("rb") as file:
+        head = file.read(1 << 16)
+        file.seek(-min(64, file.seek(0, os.SEEK_END)), os.SEEK_END)
+        return _MARKS[kind] in head or _MARKS[kind] in file.read()
+    return False

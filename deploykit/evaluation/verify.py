@@ -28,9 +28,8 @@ from deploykit.core.evidence import (
 from deploykit.core.files import sha256
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.precision import max_engine_error
-from deploykit.core.tensors import BATCH
 from deploykit.engines.data.samples import random_feeds
-from deploykit.engines.engine import Engine, RecordedEngine, load
+from deploykit.engines.engine import Engine, load
 from deploykit.engines.tensorrt import inspector
 from deploykit.evaluation import golden
 from deploykit.evaluation.batching import add_evidence
@@ -38,8 +37,6 @@ from deploykit.evaluation.evaluation import MAX_DROP, MIN_SQNR_DB
 from deploykit.evaluation.parity import compare_engines, comparison_feeds
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from deploykit.graph.graph import Graph
 
 
@@ -133,14 +130,19 @@ def prove_engine(
     why = "the graph it was built from is not next to it"
     if graph is not None:
         try:
-            return _compare_with(graph, engine, name, max_engine_error(manifest.precision)), ""
+            feeds, _ = comparison_feeds(engine, engine, None, graph)
+            bound, names = max_engine_error(manifest.precision), (graph.name, name)
+            with load(graph, "cpu") as reference:
+                return compare_engines(
+                    reference, engine, feeds, max_error=bound, names=names, random=True
+                ), ""
         except Unsupported as exc:  # no ONNX Runtime, or a type that its CPU provider has not
             why = exc.message
     try:
         found = golden.find_samples(path, manifest)
         if found is None:
             return None, f"{why}, and it has no golden samples"
-        return _replay(found, engine, path, name), ""
+        return golden.replay(found, path, engine, name), ""
     except (BadInput, Unsupported) as exc:
         return None, f"{why}, and its golden samples cannot be replayed: {exc.message}"
 
@@ -156,38 +158,6 @@ def record_on_cpu(graph: Artefact, path: Path, sizes: Mapping[str, int]) -> Gold
             return golden.record(reference, random_feeds(reference.inputs, sizes), path)
     except DeploykitError:
         return None
-
-
-def _compare_with(graph: Path, engine: Engine, name: str, max_error: float) -> Parity:
-
-    feeds, _ = comparison_feeds(engine, engine, None, graph)
-    names = (graph.name, name)
-    with load(graph, "cpu") as reference:
-        return compare_engines(
-            reference, engine, feeds, max_error=max_error, names=names, random=True
-        )
-
-
-def _replay(found: GoldenSamples, engine: Engine, path: Path, name: str) -> Parity:
-    """Compare with the golden samples, as many rows as the engine takes at once."""
-
-    inputs, outputs = engine.inputs, engine.outputs
-    recorded, feeds = golden.open_samples(found, path, inputs, outputs)
-    values = recorded(feeds)
-    low, high = engine.limits.get(BATCH, (1, None))
-    rows = min(max(golden.SAMPLES, low), high or golden.SAMPLES)
-
-    def fitting(arrays: Mapping[str, np.ndarray], batched: set[str]) -> dict[str, np.ndarray]:
-        return {
-            name: array.take(range(rows), axis=0, mode="wrap") if name in batched else array
-            for name, array in arrays.items()
-        }
-
-    batched = {spec.name for spec in (*inputs, *outputs) if spec.batched}
-    feeds, values = fitting(feeds, batched), fitting(values, batched)
-    reference = RecordedEngine(inputs, outputs, (feeds, values), found.reference)
-    names = (f"{found.reference}, recorded", name)
-    return compare_engines(reference, engine, [feeds], max_error=found.max_error, names=names)
 
 
 def check_proven(

@@ -51,7 +51,7 @@ _RAISED = (
 def example_sizes(
     inputs: Sequence[TensorSpec], sizes: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """A size for every dynamic axis; `sizes` goes first.
+    """Return a size for every dynamic axis; `sizes` goes first.
 
     Axes of images and signals (the third or later of an input) get 64, 96, ...: several times
     halved they must still hold a kernel. The others get 2, 3, ...
@@ -179,7 +179,7 @@ def by_torchscript(job: ExportJob, folder: Path) -> tuple[Any, tuple[str, ...]]:
 
 
 def is_scripted(module: Any) -> bool:
-    """Whether `module` is TorchScript, or a wrapper of some."""
+    """Return whether `module` is TorchScript, or a wrapper of some."""
     while module is not None:
         if isinstance(module, _SCRIPTED):
             return True
@@ -188,7 +188,7 @@ def is_scripted(module: Any) -> bool:
 
 
 def _simplify(load: Callable[[], Any]) -> Any:
-    """The graph that `load` gives with its constants folded.
+    """Return the graph that `load` gives with its constants folded.
 
     With shape inference the optimizer may remove a constant that is still read: without it, then.
     """
@@ -220,7 +220,7 @@ def _forget_sizes_in_loops(model: Any) -> None:
 
 
 def _reads_nothing(graph: Any, known: set[int]) -> bool:
-    """Whether a node reads a value that nothing gives."""
+    """Return whether a node reads a value that nothing gives."""
     known = known | {id(value) for value in (*graph.inputs, *graph.initializers.values())}
     for node in graph:
         for value in node.inputs:

@@ -14,12 +14,11 @@ from deploykit.core.errors import BadInput, GateFailed, Unsupported
 from deploykit.core.evidence import (
     Evidence,
     ExportRecord,
-    GoldenSamples,
     Parity,
     Preflight,
-    Problem,
 )
 from deploykit.core.files import StrPath
+from deploykit.core.manifest import Manifest
 from deploykit.core.profile import Profile, load_profile
 from deploykit.core.task import Task
 from deploykit.core.tensors import BATCH, TensorSpec, mismatch, parse_spec
@@ -78,21 +77,29 @@ def export(
 ) -> Made:
     """Export a PyTorch model to ONNX and prove that it computes the same at several sizes.
 
-    `model`: a live `nn.Module`, which stays as it is; a .pt, .pth, .ckpt, .pt2, .safetensors or
-    TorchScript file; or a Hugging Face folder. `example_inputs`: a tensor, a tuple by position or a
-    dict by name; axis 0 is the batch, and `dynamic_axes` names others, {"input_ids": {1: "T"}}.
-    `inputs` gives the specs instead, 'x:float32[N,3,224,224]'. `out`: by default MODEL.onnx.
-    `arch`: what builds the model of bare weights, pkg.mod:callable, ./file.py:callable, a name of
-    torchvision's, or "timm:NAME". `batch`: "dynamic" or a size. `profile`: the target, for opset
-    and operators. `preprocess`: "imagenet" or a TOML file; the graph then takes bytes. `samples`:
-    real inputs to compare on (.npz or a folder), else random ones. `max_error`: the bound of
-    max |a-b| / max |a| [1e-4, or 8 times what float32 itself gives]. `force`: replace any file.
+    Args:
+        model: a live `nn.Module`, which stays as it is; a .pt, .pth, .ckpt, .pt2, .safetensors or
+            TorchScript file; or a Hugging Face folder.
+        example_inputs: a tensor, a tuple by position or a dict by name; axis 0 is the batch.
+        out: by default MODEL.onnx.
+        arch: what builds the model of bare weights: pkg.mod:callable, ./file.py:callable, a name of
+            torchvision's, or "timm:NAME".
+        inputs: specs in place of an example, 'x:float32[N,3,224,224]'.
+        batch: "dynamic" or a size.
+        dynamic_axes: other dynamic axes of the example, {"input_ids": {1: "T"}}.
+        profile: the target, for opset and operators.
+        preprocess: "imagenet" or a TOML file; the graph then takes bytes.
+        samples: real inputs to compare on (.npz or a folder), else random ones.
+        task: what the model is for, of `core.task.KINDS`; `labels` of its classes, names or a file,
+            become part of it. `threshold` of a box, `iou` of two of a class, `boxes` at most;
+            `tokenizer`: a tokenizer.json, `max_length` in tokens, `pooling` of them: "mean", "cls".
+        max_error: the bound of max |a-b| / max |a| [1e-4, or 8 times what float32 itself gives].
+        force: replace any file.
 
-    `task`: what the model is for, of `core.task.KINDS`, and `labels`, names or a file, become part
-    of it; `threshold` of a box, `iou` of two of a class, `boxes` at most; `tokenizer`: a
-    tokenizer.json, `max_length` in tokens; `pooling` of them: "mean" or "cls". Raises BadInput for
-    what is missing or wrong, MissingExtra, and GateFailed past `max_error`; NAME.rejected.onnx is
-    kept then.
+    Raises:
+        BadInput: something is missing or wrong.
+        MissingExtra: torch is not installed.
+        GateFailed: the graph differs by more than `max_error`; NAME.rejected.onnx is kept.
     """
     check_source(model)
     target, size = load_profile(profile) if profile is not None else None, _batch_size(batch)
@@ -128,13 +135,13 @@ def export(
         on_progress("exporting", 0.1)
         done = _write(source.loaded, tmp, opset, job.task)
         on_progress("comparing with PyTorch", 0.7)
-        with _naming_decisions(done, source.loaded):
+        with _naming_decisions(done):
             proof = prove_export(source, tmp, feeds, max_error, place.name, done)
         _check_found(proof.parity, job, place)
-        with _naming_decisions(done, source.loaded):
+        with _naming_decisions(done):
             on_progress("writing the manifest", 0.95)
-            made = _record(source, done, place, tmp, proof, target, job)
-            return keep_if_equal(tmp, made, proof.parity)
+            manifest, notes = _record(source, job, done, proof, target, tmp)
+            return keep_if_equal(tmp, Made(place, manifest, notes), proof.parity)
 
 
 def _check_found(parity: Parity, job: Tasked, place: Path) -> None:
@@ -155,7 +162,7 @@ def _check_found(parity: Parity, job: Tasked, place: Path) -> None:
 
 
 def _hint_of_weights(module: Any) -> str | None:
-    """That weights are NaN or infinite, as after a training that diverged; None where none is."""
+    """Say that weights are NaN or infinite, as after a training that diverged."""
     weights = list(module.parameters())
     broken = sum(not bool(each.float().isfinite().all()) for each in weights)
     if not broken:
@@ -164,14 +171,14 @@ def _hint_of_weights(module: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def _naming_decisions(done: Exported, loaded: Loaded) -> Iterator[None]:
+def _naming_decisions(done: Exported) -> Iterator[None]:
     """Add to the error of a graph that is not the model which branches it keeps, and the cure."""
     from deploykit.exporting.onnx import add_cause
 
     try:
         yield
     except (BadInput, GateFailed, Unsupported) as exc:
-        if isinstance(exc, GateFailed) and (hint := _hint_of_weights(loaded.module)):
+        if isinstance(exc, GateFailed) and (hint := _hint_of_weights(done.job.module)):
             exc.hint = hint
         else:
             add_cause(exc, done.job, done.decided)
@@ -180,40 +187,42 @@ def _naming_decisions(done: Exported, loaded: Loaded) -> Iterator[None]:
 
 def _record(
     source: ExportSource,
+    job: Tasked,
     done: Exported,
-    place: Path,
-    tmp: Path,
     proof: Proof,
     target: Profile | None,
-    job: Tasked,
-) -> Made:
-    """The manifest of the graph at `tmp`, and the notes for the user."""
+    tmp: Path,
+) -> tuple[Manifest, tuple[str, ...]]:
+    """Return the manifest of the graph at `tmp`, and notes for the user."""
     from deploykit.graph import preflight
     from deploykit.graph.graph import Graph
 
-    graph = Graph.open(tmp)
+    graph, name = Graph.open(tmp), target.name if target else None
     problems = tuple(preflight.unsupported(graph, target)) if target else ()
     evidence = Evidence(
         parity=proof.parity,
         source=source.record,
-        export=ExportRecord(
-            done.exporter,
-            done.opset,
-            done.fallback or None,
-            target.name if target else None,
-            job.pixels,
-        ),
-        preflight=Preflight(target.name, problems) if target else None,
+        export=ExportRecord(done.exporter, done.opset, done.fallback or None, name, job.pixels),
+        preflight=Preflight(name, problems) if name else None,
         batching=proof.batching,
         golden=proof.recorded,
     )
-    tools = ("torch", "onnx", "onnxscript")
-    task = job.keep_tokenizer(tmp)
+    tools, task = ("torch", "onnx", "onnxscript"), job.keep_tokenizer(tmp)
     manifest = onnx_manifest(graph, source.hashes, tools=tools, evidence=evidence, task=task)
-    warnings = proof.parity.warnings
-    notes = (*_notes(source, done, proof.recorded, target, problems, warnings), *proof.notes)
-    notes = (*job.notes, *notes)
-    return Made(place, manifest, notes)
+    notes = [*job.notes, *source.loaded.notes, *proof.parity.warnings]
+    if source.loaded.ran_pickle:
+        notes.append(f"{source.name} ran code of its own while it was loaded (`allow_pickle`)")
+    if done.fallback:
+        notes.append(f"exported with torch's older {done.exporter} exporter: {done.fallback}")
+    elif done.decided:
+        notes.append(f"the graph is for sizes with {', '.join(done.decided)}")
+    if proof.recorded is None:
+        notes.append("no golden samples recorded: inputs and outputs are too large")
+    notes += [
+        f"preflight for {name}: node '{each.node}' ({each.operator}): {each.why}"
+        for each in problems
+    ]
+    return manifest, (*notes, *proof.notes)
 
 
 def _destination(model: ArtefactLike | torch.nn.Module, out: StrPath | None) -> Path:
@@ -230,7 +239,7 @@ def _destination(model: ArtefactLike | torch.nn.Module, out: StrPath | None) -> 
 
 
 def _batch_size(batch: str | int) -> int | None:
-    """None for "dynamic", else the fixed size."""
+    """Return None for "dynamic", else the fixed size."""
     text = str(batch)
     if text == "dynamic":
         return None
@@ -290,28 +299,3 @@ def _write(loaded: Loaded, tmp: Path, opset: int, task: Task | None) -> Exported
     if task and task.image and task.image.multiple > 1:
         sizes |= sides_of(inputs[0], task.image.multiple)
     return export_module(loaded.module, inputs, outputs, tmp, opset=opset, sizes=sizes)
-
-
-def _notes(
-    source: ExportSource,
-    done: Exported,
-    recorded: GoldenSamples | None,
-    target: Profile | None,
-    problems: Sequence[Problem],
-    warnings: Sequence[str],
-) -> tuple[str, ...]:
-    notes = [*source.loaded.notes, *warnings]
-    if source.loaded.ran_pickle:
-        notes.append(f"{source.name} ran code of its own while it was loaded (`allow_pickle`)")
-    if done.decided and not done.fallback:
-        notes.append(f"the graph is for sizes with {', '.join(done.decided)}")
-    if done.fallback:
-        notes.append(f"exported with torch's older {done.exporter} exporter: {done.fallback}")
-    if recorded is None:
-        notes.append("no golden samples recorded: inputs and outputs are too large")
-    notes += [
-        f"preflight for {target.name}: node '{each.node}' ({each.operator}): {each.why}"
-        for each in problems
-        if target
-    ]
-    return tuple(notes)

@@ -114,6 +114,6 @@ def _open_file(
 
 
 def _file_of(arch: str | None) -> Path | None:
-    """The user's own file that `arch` names; None for a module of a package."""
+    """Return the user's own file that `arch` names; None for a module of a package."""
     where = (arch or "").rpartition(":")[0]
     return Path(where) if where.endswith(".py") else None

@@ -82,7 +82,7 @@ def _drop_guard(node: Any) -> bool:
 
 
 def _finite(mask: Any) -> bool:
-    """Whether it is a float32 constant, or chosen from two, that float32 can hold."""
+    """Return whether it is a float32 constant, or chosen from two, that float32 can hold."""
     where = _maker(mask, "Where")
     held = [_held(each) for each in (where.inputs[1:] if where is not None else (mask,))]
     return all(each is not None and max(map(abs, each)) <= _LARGEST for each in held)
@@ -134,19 +134,19 @@ def _expand_mask(node: Any) -> None:
 
 
 def _axes(value: Any) -> list[int | str | None]:
-    """Sizes and names of its axes; None for what is not known."""
+    """Return the sizes and names of its axes; None for what is not known."""
     shape = value.shape if value.shape is not None else ()
     return [dim if isinstance(dim, int) else dim.value for dim in shape]
 
 
 def _maker(value: Any, kind: str) -> Any:
-    """The node of operator `kind` that makes `value`; None for any other."""
+    """Return the node of operator `kind` that makes `value`; None for any other."""
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type == kind and node.domain == "" else None
 
 
 def _held(value: Any) -> tuple[float, float] | None:
-    """The least and largest value of a float32 constant; None for others."""
+    """Return the least and largest value of a float32 constant; None for others."""
     tensor = value.const_value if value is not None and not value.is_graph_input() else None
     if tensor is None or tensor.dtype != ir.DataType.FLOAT or not tensor.size:
         return None
@@ -401,7 +401,7 @@ def _add_advice(error: NotExported, job: ExportJob) -> NotExported:
 
 
 def _parameters(module: Any) -> list[str]:
-    """Names of its parameters; a TorchScript function has none."""
+    """Return the names of its parameters; a TorchScript function has none."""
     if not isinstance(module, torch.nn.Module):
         return []
     return [name for name, _ in module.named_parameters()]

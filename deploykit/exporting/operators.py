@@ -1,4 +1,4 @@
-"""Operators of ours, for what torch's exporters cannot put into a graph of any size.
+"""Our own operators, for what torch's exporters cannot put into a graph of any size.
 
 Each is one operator in PyTorch, with a translation into ONNX's own:
 
@@ -51,7 +51,7 @@ def translations() -> Mapping[Any, Callable[..., Any]]:
 
 @torch.library.register_fake("deploykit::recurrent", lib=_library)  # type: ignore[untyped-decorator]
 def _recurrent_shapes(x: Any, states: Sequence[Any], *options: Any) -> tuple[Any, Any, Any]:
-    """Of the outputs, (T, N, width) as `x` is laid out, and of the states, as they are given."""
+    """Return the shapes of the outputs, laid out as `x` is, and of the states."""
     _weights, _kind, _biases, _layers, both, *_ = options
     y = x.new_empty((*x.shape[:2], states[0].shape[2] * (2 if both else 1)))
     return y, torch.empty_like(states[0]), torch.empty_like(states[-1])
@@ -104,7 +104,7 @@ def _translate_recurrent(
 
 
 def _in_order(weight: Any, kind: str) -> Any:
-    """The gates of a weight or bias as ONNX has them."""
+    """Return the gates of a weight or bias as ONNX has them."""
     gates = _GATES.get(kind)
     if gates is None:
         return weight
@@ -114,7 +114,7 @@ def _in_order(weight: Any, kind: str) -> Any:
 
 
 def _join(weights: Sequence[Any]) -> Any:
-    """One weight for each direction, with these as a first axis."""
+    """Return one weight for each direction, with these as a first axis."""
     wide = [op.Unsqueeze(weight, op.Constant(value_ints=[0])) for weight in weights]
     return op.Concat(*wide, axis=0) if len(wide) > 1 else wide[0]
 
@@ -247,7 +247,7 @@ def _suppress_shape(_boxes: Any, scores: Any, *_options: Any) -> Any:
 def _translate_nms(
     boxes: VALUE, scores: VALUE, classes: INDICES, count: int, iou: float, most: int
 ) -> Any:
-    """Each class has a row of scores of its own, 0 for boxes of the others."""
+    """Give each class a row of scores of its own, 0 for boxes of the others."""
     one = op.Constant(value_ints=[1])
     each = op.Constant(value_ints=list(range(count)))
     own = op.Equal(op.Unsqueeze(classes, one), op.Reshape(each, op.Constant(value_ints=[1, -1, 1])))

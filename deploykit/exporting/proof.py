@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -56,25 +57,41 @@ def prove_export(
     out_name: str,
     done: Exported,
 ) -> Proof:
-    """Compare the graph with the module, record golden samples next to it, prove its batch."""
+    """Compare the graph with the module, record golden samples next to it, prove its batch.
+
+    Args:
+        source: the module.
+        tmp: the graph.
+        feeds: the inputs to compare on, at several sizes.
+        max_error: the user's bound.
+        out_name: how the graph is called in the comparison.
+        done: how it was exported.
+    """
     from deploykit.engines.torch.engine import TorchEngine
 
-    loaded, names = source.loaded, (source.name, out_name)
+    loaded = source.loaded
     joined: list[JoinedRun] = []
     most = rows_that_fit(feeds, tmp)
     feeds = first_rows(feeds, most)
+    bound = EXPORT_MAX_ERROR if max_error is None else max_error
+    check = partial(compare_engines, max_error=bound, names=(source.name, out_name))
     with TorchEngine(loaded, source.name, "cpu", None) as reference:
         with load(tmp, "cpu") as exported:
-            bound = EXPORT_MAX_ERROR if max_error is None else max_error
-            keep = batching.keep_runs(exported, feeds, joined)
-            parity = _compare(reference, exported, feeds, bound, names, done.job.sizes, keep)
+            try:
+                keep = batching.keep_runs(exported, feeds, joined)
+                parity = check(reference, exported, feeds, each=keep)
+            except DeploykitError as exc:
+                raise _name_fixed_axis(exc, reference, exported, done, out_name) from exc
             recorded = golden.record(reference, _few(feeds, loaded.inputs), tmp)
             rows = batching.prove_batch(exported, tmp, recorded, most, joined)
             notes = rows_note(most)
             chooses = all("float" not in spec.dtype for spec in loaded.outputs)
             if loaded.parts is not None and (chooses or not parity.passed):
-                given = (exported, tmp, feeds, bound, names, done, most)
-                parity, first = _compare_parts(loaded.parts, *given)
+                with _first_part(loaded.parts, source.name, tmp, done) as parts:
+                    values = check(parts.reference, parts.graph, feeds)
+                    chosen = check(cast("Engine", parts), exported, feeds)
+                    first = batching.prove_batch(parts.graph, parts.file, None, most)
+                parity = replace(parity, rows=(*values.rows, *chosen.rows))
                 rows, notes = rows if rows.passed else first, (*notes, _IN_PARTS)
             notes = (*notes, *batching.notes(exported, rows))
         if max_error is None and not parity.passed:  # the graph is closed: float64 needs its memory
@@ -83,52 +100,43 @@ def prove_export(
         return Proof(parity, recorded, rows, notes)
 
 
-class _Chained:
-    """Of an Engine what a comparison needs: `second` takes the outputs of `first`."""
-
-    def __init__(self, first: Engine, second: Engine) -> None:
-        self.inputs, self.outputs = first.inputs, second.outputs
-        self._first, self._second = first, second
-
-    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        return self._second(self._first(feeds))
-
-
-def _compare_parts(
-    parts: tuple[Loaded, Loaded],
-    exported: Engine,
-    tmp: Path,
-    feeds: Sequence[Mapping[str, np.ndarray]],
-    bound: float,
-    names: tuple[str, str],
-    done: Exported,
-    most: int,
-) -> tuple[Parity, RowIndependence]:
-    """Prove a model that chooses by values: what it chooses by, then what it chooses.
+class _Parts:
+    """A model that chooses by values, as two: the values, from a graph, and then the choice.
 
     Equal scores have no order: where a difference of 1e-7 decides, another box is chosen and both
-    are right; and choices alone that are equal show little of the scores. So the first of `parts`
-    is exported alone and compared, and the second, in PyTorch, chooses by the values of that graph.
+    are right; and choices alone that are equal show little of the scores. So the first part is
+    exported alone and compared, and the second, in PyTorch, chooses by the values of that graph.
+    Of an Engine it has what a comparison needs.
     """
+
+    def __init__(self, file: Path, reference: Engine, graph: Engine, choice: Engine) -> None:
+        self.file, self.reference, self.graph, self.choice = file, reference, graph, choice
+        self.inputs, self.outputs = graph.inputs, choice.outputs
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        return self.choice(self.graph(feeds))
+
+
+@contextlib.contextmanager
+def _first_part(
+    parts: tuple[Loaded, Loaded], name: str, tmp: Path, done: Exported
+) -> Iterator[_Parts]:
+    """Export the first of `parts` alone, as the whole model was."""
     from deploykit.engines.torch.engine import TorchEngine
     from deploykit.exporting.onnx import export_module
 
     first, second = parts
     with tempfile.TemporaryDirectory(dir=tmp.parent) as folder:
-        file = Path(folder) / "first.onnx"
+        file, sizes = Path(folder) / "first.onnx", done.job.sizes
         export_module(
-            first.module, first.inputs, first.outputs, file, opset=done.opset, sizes=done.job.sizes
+            first.module, first.inputs, first.outputs, file, opset=done.opset, sizes=sizes
         )
         with (
-            TorchEngine(first, names[0], "cpu", None) as reference,
-            TorchEngine(second, names[0], "cpu", None) as chooses,
+            TorchEngine(first, name, "cpu", None) as reference,
+            TorchEngine(second, name, "cpu", None) as choice,
             load(file, "cpu") as graph,
         ):
-            values = compare_engines(reference, graph, feeds, max_error=bound, names=names)
-            chained = cast("Engine", _Chained(graph, chooses))
-            chosen = compare_engines(chained, exported, feeds, max_error=bound, names=names)
-            rows = batching.prove_batch(graph, file, None, most)
-    return Parity(*names, (*values.rows, *chosen.rows), bound), rows
+            yield _Parts(file, reference, graph, choice)
 
 
 def _add_float32_errors(
@@ -150,38 +158,23 @@ def _add_float32_errors(
         return parity
 
 
-def _compare(
-    reference: Engine,
-    exported: Engine,
-    feeds: Sequence[Mapping[str, np.ndarray]],
-    max_error: float,
-    names: tuple[str, str],
-    sizes: Mapping[str, int],
-    keep: Callable[[int, Arrays, Arrays], None],
-) -> Parity:
-    """Parity over all sizes; where the graph fails at one, the axis that it fixed is named.
-
-    `sizes`: what the dynamic axes were exported at. `keep`: as `each` of a comparison.
-    """
-
-    try:
-        return compare_engines(
-            reference, exported, feeds, max_error=max_error, names=names, each=keep
-        )
-    except DeploykitError as exc:
-        axis = _fixed_axis(reference, exported, sizes)
-        if axis is None:
-            raise
-        raise BadInput(
-            f"{names[1]}: the exporter fixed axis {axis}: at another size the graph does not "
-            f"compute what the model does ({exc.message})",
-            hint="export with a fixed size for that axis, or find where the model reads it as a "
-            "Python number",
-        ) from exc
+def _name_fixed_axis(
+    error: DeploykitError, reference: Engine, exported: Engine, done: Exported, name: str
+) -> DeploykitError:
+    """Return the error of a comparison, which names the axis that the exporter fixed, if it did."""
+    axis = _fixed_axis(reference, exported, done.job.sizes)
+    if axis is None:
+        return error
+    return BadInput(
+        f"{name}: the exporter fixed axis {axis}: at another size the graph does not "
+        f"compute what the model does ({error.message})",
+        hint="export with a fixed size for that axis, or find where the model reads it as a "
+        "Python number",
+    )
 
 
 def _fixed_axis(reference: Engine, exported: Engine, base: Mapping[str, int]) -> str | None:
-    """The first dynamic axis along which the graph fails and the model does not.
+    """Return the first dynamic axis along which the graph fails and the model does not.
 
     `base`: the sizes at which the graph was exported. None where it fails at these too.
     """

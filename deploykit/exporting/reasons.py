@@ -108,7 +108,7 @@ class TooSmall(NotExported):
 def explain(
     exc: BaseException, inputs: Sequence[TensorSpec], sizes: Mapping[str, int]
 ) -> NotExported:
-    """What went wrong in a sentence, with the innermost line of the user's own code.
+    """Return what went wrong in a sentence, with the innermost line of the user's own code.
 
     `sizes`: what the dynamic axes of `inputs` were exported at.
     """
@@ -160,7 +160,7 @@ def explain(
 
 
 def _operator(chain: Sequence[BaseException], reason: str) -> tuple[str, str]:
-    """The operator that ONNX or torch lacks, "" if none, and the reason with its name."""
+    """Return the operator that ONNX or torch lacks, "" if none, and the reason with its name."""
     if missing := _NO_OPERATOR.search(reason):
         return missing[1], f"ONNX has no operator for {missing[1]}"
     if node := next((match for item in chain if (match := _NODE.search(str(item)))), None):
@@ -184,7 +184,7 @@ def baked(spec: TensorSpec, at: int, size: object, place: str) -> NotExported:
 
 
 def hint_for(place: str, other: str | None) -> str | None:
-    """How to write the line at `place` where it cuts into pieces or pools, else `other`."""
+    """Return how to write the line at `place` where it cuts into pieces or pools, else `other`."""
     return _PIECES_HINT if _CUTS.search(place) else _POOL_HINT if _POOLS.search(place) else other
 
 
@@ -370,7 +370,7 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
 
 
 def check_layers(error: BadInput, module: Any) -> None:
-    """Where the export failed over torch's own quantized layers, say that instead."""
+    """Say that the export failed over torch's own quantized layers, if it did."""
     for name, layer in module.named_modules() if _has_layers(module) else ():
         if type(layer).__module__.startswith(_QUANTIZED):
             error.message = (

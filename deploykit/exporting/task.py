@@ -173,11 +173,11 @@ def _with_image(
     kind, preset = options.kind, loaded.preset
     text = loaded.inputs[0].dtype == "int64" and ids_of([spec.name for spec in loaded.inputs])
     if text or len(loaded.inputs) > 1:
-        texts = " or ".join(each.name for each in KINDS.values() if "text" in each.takes)
+        readers = " or ".join(each.name for each in KINDS.values() if "text" in each.takes)
         raise BadInput(
             f"`task` {kind.name} is for one image; the model takes "
             + ", ".join(map(str, loaded.inputs)),
-            hint=f"for a text: `task` {texts}"
+            hint=f"for a text: `task` {readers}"
             if text
             else "one input is the image; wrap the model in a module that makes the others itself",
         )
@@ -313,7 +313,7 @@ def _labels(
 
 
 def _read_labels(path: Path) -> tuple[str, ...]:
-    """One label per line. Raises NotFound or BadInput."""
+    """Return one label per line. Raises NotFound or BadInput."""
     try:
         text = check_readable(path).read_text(encoding="utf-8-sig")
     except ValueError as exc:
@@ -349,7 +349,7 @@ def read_settings(folder: Path | None, name: str) -> dict[str, Any]:
 def describe_text(
     tokenizer: Path, names: Sequence[str], max_length: int | None, config: dict[str, Any]
 ) -> TextInput:
-    """The inputs `names` of a model with this `config`, filled by `tokenizer`.
+    """Return the inputs `names` of a model with this `config`, filled by `tokenizer`.
 
     `max_length`: the user's. Raises BadInput for a file that is no tokenizer or not the model's,
     MissingExtra without the package that opens it.
@@ -388,7 +388,7 @@ def _read_tokenizer(path: Path) -> dict[str, Any]:
 
 
 def _positions(config: dict[str, Any]) -> int | None:
-    """The longest row of tokens that the model takes; None where nothing says so."""
+    """Return the longest row of tokens that the model takes; None where nothing says so."""
     found = config.get("max_position_embeddings")
     if type(found) is not int or found < 1:
         return None
@@ -448,14 +448,14 @@ def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
 
 
 def _config(loaded: Loaded, folder: Path | None) -> dict[str, Any]:
-    """The configuration of a transformers model; else what config.json in `folder` holds."""
+    """Return the configuration of a transformers model; else what config.json in `folder` holds."""
     found: list[Any] = [getattr(part, "config", None) for part in loaded.module.modules()]
     own = [each.to_dict() for each in found if hasattr(each, "problem_type")]
     return own[0] if own else read_settings(folder, "config.json")
 
 
 def _named(config: dict[str, Any]) -> tuple[str, ...]:
-    """The labels of a transformers' config, in the order of their numbers."""
+    """Return the labels of a transformers' config, in the order of their numbers."""
     found = config.get("id2label")
     if not isinstance(found, dict) or not all(str(key).isdigit() for key in found):
         return ()

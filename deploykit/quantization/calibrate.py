@@ -27,34 +27,29 @@ from deploykit.engines.batching import spread_places
 from deploykit.engines.data.samples import Samples
 from deploykit.engines.engine import Arrays
 from deploykit.engines.onnxruntime.engine import onnxruntime_errors, session_options
+from deploykit.evaluation.parity import axis_sizes
+from deploykit.graph import cost
 from deploykit.graph.edit import Editor, fold
 from deploykit.graph.graph import Graph
-from deploykit.graph.skeleton import infer_shapes
 from deploykit.quantization.formats import TensorHistogram, transposed
 from deploykit.quantization.qdq_placement import place_pairs, quantizable_nodes
 
 ort = require("onnxruntime")
 
 
-# The model's outputs for calibration samples: to choose a calibrator by, and to evaluate against.
-#
-# The pass that calibrates computes them for every sample, in batches of its own. They serve for
-# other
-# batches where a few samples, at other places in another batch, were seen to have the same
-# outputs.
-
 Kept: TypeAlias = tuple[np.ndarray, list[np.ndarray]]  # numbers of samples, the outputs for them
 Run: TypeAlias = Callable[[Sequence[str], Arrays], list[np.ndarray]]
-MOST_BYTES = 1 << 28  # of outputs for some batches
 _EVERY_BYTES = 1 << 26  # of those for all samples
 _FEW = 8  # samples to prove them by
 _SAME = 1e-3  # of the largest value: kernels may round otherwise in another batch
 
 
 class SampleOutputs:
-    """The outputs `names` for batches of `size` samples, which may be `fixed`.
+    """The model's outputs for calibration samples: to choose a calibrator by, and to evaluate by.
 
-    `every`: also for all samples in order, as long as they are small.
+    The pass that calibrates computes them in batches of `size`, which may be `fixed`. They serve
+    for other batches where a few samples, elsewhere in another batch, were seen to have the same.
+    `every`: keep those of all samples, as long as they are small.
     """
 
     def __init__(self, names: Sequence[str], size: int, *, fixed: bool, every: bool) -> None:
@@ -127,7 +122,7 @@ def _same(got: np.ndarray, want: np.ndarray) -> bool:
 
 METHODS = ("mixed", "percentile", "mse", "entropy", "minmax")  # the first where none is better
 MIN_SAMPLES = 8  # fewer say nothing of a range: one odd sample would set every scale
-MOST_BYTES = 1 << 28  # of activations in one batch, if they were all kept
+MOST_BYTES = 1 << 28  # of activations in one batch; of outputs for some batches
 Stored: TypeAlias = tuple[np.ndarray, np.ndarray]  # a weight: its scale, its numbers
 _REDUCTIONS = ("ReduceMin", "ReduceMax", "ReduceSum")
 _REDUCED = "{}/deploykit.{}"  # the name of an output: the tensor, the reduction
@@ -215,7 +210,9 @@ def calibrate(
     editor = Editor(graph)
     weights = _weights(editor)
     names = _float_tensors(graph)
-    size = fixed or _batch_that_fits(graph, names, samples, batch_size)
+    costs = cost.node_costs(graph, axis_sizes(samples, graph.inputs, 1))
+    needed = 2 * sum(each.write_bytes or 0 for each in costs)  # fused nodes are apart here
+    size = fixed or max(1, min(batch_size, MOST_BYTES // max(needed, 1)))
     own = [value.name for value in editor.graph.output]
     reduced = [name for name in names if name not in counted]
     outputs = _add_reductions(editor.graph, reduced)
@@ -375,27 +372,6 @@ def _float_tensors(graph: Graph) -> list[str]:
             hint="export the model in float32: module.float()",
         )
     return floats
-
-
-def _batch_that_fits(graph: Graph, names: Sequence[str], samples: Samples, batch_size: int) -> int:
-    """`batch_size`, or less where the tensors of one sample times it are above `MOST_BYTES`."""
-    sized = onnx.ModelProto()
-    sized.CopyFrom(graph.skeleton)
-    for value in sized.graph.input:
-        if value.name in samples.inputs:
-            shape = (1, *samples.inputs[value.name].shape[1:])
-            kind = value.type.tensor_type.elem_type
-            value.CopyFrom(helper.make_tensor_value_info(value.name, kind, shape))
-    del sized.graph.value_info[:]
-    for value in sized.graph.output:
-        value.type.tensor_type.ClearField("shape")
-    inferred = infer_shapes(sized, data_prop=True).graph
-    elements = {
-        value.name: math.prod(axis.dim_value or 1 for axis in value.type.tensor_type.shape.dim)
-        for value in (*inferred.input, *inferred.value_info, *inferred.output)
-    }
-    needed: int = 4 * sum(elements.get(name, 0) for name in names)
-    return max(1, min(batch_size, MOST_BYTES // max(needed, 1)))
 
 
 def _fixed_batch(inputs: Sequence[TensorSpec]) -> int | None:

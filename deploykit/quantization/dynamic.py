@@ -19,7 +19,6 @@ from deploykit.graph.edit import Editor, replace
 from deploykit.graph.graph import Graph
 from deploykit.quantization.formats import channel_axis, int8_steps, transposed, weight_scale
 from deploykit.quantization.qdq_placement import (
-    check_names,
     check_opset,
     edit_float32,
     quantizable_nodes,
@@ -40,12 +39,10 @@ def to_dynamic(source: Graph, *, keep_float32: Collection[str] = ()) -> Graph:
 
     Weights: symmetric, one scale per output (of an LSTM: per gate and unit), max|w| / 127. `source`
     stays as it is. Raises BadInput for a graph without such a node (or with none left), one that is
-    quantized already or of too old an opset, weights that are NaN or infinite, and a name in
-    `keep_float32` that no node has.
+    quantized already or of too old an opset, and weights that are NaN or infinite.
     """
     editor = edit_float32(source)
     check_opset(editor.model, "int8-dynamic")
-    check_names(editor, keep_float32)
     nodes = editor.graph.node
     chosen = {n for n in _places(editor) if nodes[n].name not in keep_float32}
     if not chosen:

@@ -157,7 +157,6 @@ def prepare(
     The budget of "auto" begins here, on `clock`; a third of it is for the calibration.
     """
     from deploykit.quantization import scales as own
-    from deploykit.quantization.calibrate import METHODS
 
     budget = own.Budget(clock(), clock=clock) if request.to == "auto" else None
     on_progress("reading the model", 0.0)
@@ -176,7 +175,7 @@ def prepare(
         # the check for float16 overflow needs no outliers left out
         pairs = request.to in (*CALIBRATED, "auto")
         places = own.places_to_choose_on(source, calib, batch_size) if pairs else ()
-        method = METHODS[0] if pairs else "minmax"
+        method = "mixed" if pairs else "minmax"
         calibration = own.calibrate_in_time(source, calib, method, budget, places)
         record = calibration_record(request, calibration, doubts)
         notes = (*doubts, *_overlap(request, calib, test), *own.left_out(calib, calibration))

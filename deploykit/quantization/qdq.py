@@ -21,7 +21,7 @@ from deploykit.core.precision import BY_NAME, Precision
 from deploykit.core.runtime import RUNTIMES
 from deploykit.graph.edit import Editor, raise_opset
 from deploykit.graph.graph import Graph
-from deploykit.quantization.calibrate import Calibration, Range, Stored
+from deploykit.quantization.calibrate import Calibration, Stored
 from deploykit.quantization.formats import (
     FP8,
     TINY,
@@ -68,9 +68,8 @@ def to_pairs(
     `keep_float32`. Batch normalisation is folded into its convolution first; `source` stays
     as it is.
     Raises BadInput for a model without an operator that `runtime` has in 8 bits and that has
-    constant weights (or with none left), one that is quantized already, one that is not what
-    `calibration` saw or whose opset is too old, weights that are NaN or infinite, and a name in
-    `keep_float32` that no node has.
+    constant weights (or with none left), one that is quantized already or whose opset is too
+    old, and weights that are NaN or infinite.
     """
     precision = BY_NAME[to]
     float8 = precision.dtype == "float8"
@@ -114,7 +113,7 @@ def _placement(
         runtime,
         to,
         keep_float32=keep_float32,
-        holds=lambda name: bool(np.isfinite(_range(calibration, name).peak)),
+        holds=lambda name: bool(np.isfinite(calibration.clipped[name].peak)),
     )
     if not placement.chosen:
         kinds = operators(runtime, to)
@@ -130,16 +129,6 @@ def _placement(
             hint=hint,
         )
     return placement
-
-
-def _range(calibration: Calibration, name: str) -> Range:
-    seen = calibration.clipped.get(name)
-    if seen is None:
-        raise BadInput(
-            f"the calibration holds no range for tensor '{name}'",
-            hint="calibrate the same file that is quantized",
-        )
-    return seen
 
 
 class _Writer:
@@ -185,7 +174,7 @@ class _Writer:
         return self.editor.finish(self.nodes)
 
     def _scale(self, name: str, *, asymmetric: bool) -> Scale:
-        seen = _range(self.calibration, name)
+        seen = self.calibration.clipped[name]
         if not asymmetric:
             return Scale(_step(seen.peak, self.max_stored))
         low, high = min(seen.low, 0.0), max(seen.high, 0.0)

@@ -15,7 +15,7 @@ from onnx import TensorProto
 
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME
-from deploykit.core.runtime import RUNTIMES, TARGET_RUNTIMES
+from deploykit.core.runtime import RUNTIMES
 from deploykit.graph.edit import Editor, fold
 from deploykit.graph.graph import Graph, opset
 from deploykit.graph.skeleton import all_nodes, read_names
@@ -122,13 +122,9 @@ def place_pairs(
 ) -> Placement:
     """The placement of `to` for `runtime`; nodes named in `keep_float32` stay as they are.
 
-    `holds`: whether a scale can hold a tensor, given its name. Raises BadInput for a name in
-    `keep_float32` that no node has.
+    `holds`: whether a scale can hold a tensor, given its name.
     """
-    if runtime not in TARGET_RUNTIMES:
-        raise BadInput(f"unknown runtime '{runtime}'", hint="one of: " + ", ".join(TARGET_RUNTIMES))
     nodes = editor.graph.node
-    check_names(editor, keep_float32)
     chosen = [
         n
         for n in quantizable_nodes(editor, operators(runtime, to))
@@ -167,15 +163,6 @@ def check_opset(model: onnx.ModelProto, to: str) -> None:
         raise BadInput(
             f"the model has opset {opset(model)}; {name} needs {least} or newer",
             hint="export it again with a newer opset",
-        )
-
-
-def check_names(editor: Editor, names: Collection[str]) -> None:
-    """Raise BadInput for a name that no node of the graph has."""
-    unknown = sorted(set(names) - {node.name for node in editor.graph.node})
-    if unknown:
-        raise BadInput(
-            f"no node is named '{unknown[0]}'", hint="deploykit inspect MODEL lists the nodes"
         )
 
 

@@ -214,7 +214,7 @@ class _Run:
         for level in levels:
             if level.bits > bits and self.best is not None:
                 name, narrow_s = self.best.precision, self.best.cost_s
-                cost_s, passed = self._try(level, worth=partial(_is_close, narrow_s))
+                cost_s, passed = self._try(level, worth=partial(_close, narrow_s))
                 if passed:
                     self.notes.append(not_worth(name, narrow_s, level.precision, cost_s))
                     bits = level.bits
@@ -321,14 +321,13 @@ class _Run:
             raise _OutOfTimeError
 
 
-def _is_close(narrow_s: float, cost_s: float) -> bool:
-    """Whether what costs `narrow_s` gains nothing over what costs `cost_s`."""
-    return not _gains(narrow_s, cost_s)
-
-
 def _gains(narrow_s: float, wider_s: float) -> bool:
     """Whether `narrow_s` is LEAST_GAIN or more below `wider_s`."""
     return narrow_s <= (1 - LEAST_GAIN) * wider_s
+
+
+def _close(narrow_s: float, wider_s: float) -> bool:
+    return not _gains(narrow_s, wider_s)
 
 
 def _comparison(narrow_s: float, wider: str, wider_s: float) -> str:
@@ -417,6 +416,9 @@ class _Candidates:
         self.runtime = job.request.runtime
         self.measured = RUNTIMES[self.runtime].on_cpu
         self.target = job.request.target or load_profile(GENERIC_PROFILE)
+        self.ceilings = Ceilings(
+            self.target.peak_ops_per_s, self.target.bandwidth_bytes_per_s or 0.0
+        )
         self.offered: Collection[str] = self.target.precisions
         self.sizes = axis_sizes(self.calib, job.source.inputs, COST_BATCH)
         batch = f"batch {COST_BATCH}"
@@ -434,11 +436,6 @@ class _Candidates:
         self.written = 0
         self.scales: dict[str, Scales] = {}  # by precision: its calibrator is chosen once
         self.reference: list[np.ndarray] = []  # outputs for the samples of `_outputs`
-
-    @property
-    def ceilings(self) -> Ceilings:
-        """Return those of the target; BadInput for a CPU without figures, which is measured."""
-        return Ceilings(self.target.peak_ops_per_s, self.target.bandwidth_bytes_per_s or 0.0)
 
     def levels(self) -> list[Level]:
         """Precisions to try, fewest bits first."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from deploykit.core.errors import BadInput, GateFailed
@@ -31,6 +30,7 @@ _FIGURES: Mapping[str, Callable[[Point], Interval | None]] = {
 _MOST = 3  # rows that a message names for what differs in them
 _TAIL = 0.025  # probability left out on each side
 _PROCESS_TAIL = 0.02  # for processes; with 0.025 the rounds' errors on top made 5.7 % of 5 %
+_LARGEST = 1e100  # of a figure: the square of a larger one is infinite
 _MANY = 10**6  # degrees of freedom of what is known
 _PACKAGES = ("deploykit", "numpy", "nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 _KEYS = ("label", "precision", "scenario", "batch", "sessions", "threads", "settings", "shapes")
@@ -118,38 +118,44 @@ class ReportComparison(Record):
             )
 
 
-def compare_runs(
-    a: Report, b: Report, names: tuple[str, str], fail_on_regression: float | None = None
+def compare_reports(
+    a: StrPath, b: StrPath, *, fail_on_regression: float | None = None
 ) -> ReportComparison:
-    """Compare `b` with `a`; `names` are what messages call them.
+    """Compare report `b` with report `a`, both a `report.json` or the folder of one.
 
-    Raises BadInput where a figure of either is invalid, where they differ in anything but the
-    engines, naming every such difference, or where no row is in both.
+    Each row that both have gets the ratio b / a of throughput, p50 and p99, with intervals that
+    hold together. `fail_on_regression`: 0.05 makes a figure that is certainly slower by more than
+    5 % a regression; see `ReportComparison.raise_if_slower`. Raises BadInput for what is no report,
+    and where machine, clocks, threads, versions or inputs differ or a report is not valid, naming
+    each reason, or where no row is in both.
     """
-    for report, name in zip((a, b), names, strict=True):
+    bound = fail_on_regression
+    if bound is not None and not 0 <= bound < 1:
+        raise BadInput(f"`fail_on_regression` must be 0 or more and below 100 %, got {bound:g}")
+    names, both = (str(a), str(b)), (read(a), read(b))
+    for report, name in zip(both, names, strict=True):
         _check_valid(report, name)
-    facts = [dict(_facts(report)) for report in (a, b)]
-    differences, not_known = _differences(*facts)
-    shapes = all(point.shapes for point in (*a.points, *b.points))
-    if not shapes:
+    differences, not_known = _differences(*(dict(_facts(report)) for report in both))
+    keys = _KEYS if all(point.shapes for report in both for point in report.points) else _KEYS[:-1]
+    if keys != _KEYS:
         not_known.append("sizes of the inputs")
-    rows_a, rows_b = _rows(a, names[0], shapes), _rows(b, names[1], shapes)
-    common = [key for key in rows_a if key in rows_b]
-    only_a, only_b = ([k for k in rows if k not in common] for rows in (rows_a, rows_b))
-    same = [(rows_a[key], rows_b[key]) for key in common]
-    unlike = _unlike(same, ("device", "runtime"))
-    alike = [(rows_a[x], rows_b[y]) for x in only_a for y in only_b if _is_same_setup(x, y)]
-    unlike = [*dict.fromkeys(unlike + _unlike(alike, _KEYS if shapes else _KEYS[:-1]))]
+    rows_a, rows_b = (_rows(report, name, keys) for report, name in zip(both, names, strict=True))
+    same = [(point, rows_b[key]) for key, point in rows_a.items() if key in rows_b]
+    only_a, only_b = (
+        [point for key, point in rows.items() if key not in others]
+        for rows, others in ((rows_a, rows_b), (rows_b, rows_a))
+    )
+    alike = [(x, y) for x in only_a for y in only_b if _setup(x) == _setup(y)]
+    unlike = [*dict.fromkeys(_unlike(same, ("device", "runtime")) + _unlike(alike, keys))]
     differences += unlike[:_MOST]
     differences += [f"and {len(unlike) - _MOST} more such"] * (len(unlike) > _MOST)
     if differences:
-        named = "; ".join(differences)
         raise BadInput(
-            f"{names[1]} cannot be compared with {names[0]}: {named}",
+            f"{names[1]} cannot be compared with {names[0]}: {'; '.join(differences)}",
             hint="measure both on one machine in one state, with the same options, the second with "
-            f"`settings_of` {names[0]}",
+            f"`against` {names[0]}",
         )
-    if not common:
+    if not same:
         raise BadInput(f"{names[0]} and {names[1]} have no row in common")
     tests = sum(_figure_pair(name, *pair) is not None for pair in same for name in _FIGURES)
     setups = len({point.label for point, _ in same})
@@ -157,11 +163,11 @@ def compare_runs(
     return ReportComparison(
         *names,
         rows,
-        tuple(_name(rows_a[key]) for key in only_a),
-        tuple(_name(rows_b[key]) for key in only_b),
+        tuple(map(_name, only_a)),
+        tuple(map(_name, only_b)),
         tuple(not_known),
-        tuple(_notes(a, b, names, rows, same)),
-        fail_on_regression,
+        tuple(_notes(*both, names, rows, same)),
+        bound,
     )
 
 
@@ -215,7 +221,7 @@ def _figure_pair(name: str, a: Point, b: Point) -> tuple[Interval, Interval] | N
     known = [
         each
         for each in (first, second)
-        if each and 0 < each.value < math.inf and each.low <= each.value <= each.high < math.inf
+        if each and 0 < each.value <= each.high < _LARGEST and each.low <= each.value
     ]
     return (known[0], known[1]) if len(known) == 2 else None
 
@@ -243,7 +249,7 @@ def _check_valid(report: Report, name: str) -> None:
 def _facts(report: Report) -> Iterator[tuple[str, Any]]:
     """What has to be equal besides the rows, by name; None: not known."""
     machine = dict(report.machine)
-    packages = machine.pop("packages", None) or {}
+    packages = _mapping(machine.pop("packages", None))
     memory = machine.pop("memory_bytes", None)
     yield "memory", f"{memory / 2**30:.0f} GiB" if isinstance(memory, int) else None
     machine |= {f"version of {key}": packages[key] for key in _PACKAGES if key in packages}
@@ -251,7 +257,7 @@ def _facts(report: Report) -> Iterator[tuple[str, Any]]:
         machine[f"power mode of {each.name}"] = each.power_mode
         machine[f"highest clock of {each.name} in MHz"] = each.clock_max_mhz
     known = report.provenance
-    for key, value in known.get("clocks", {}).items():
+    for key, value in _mapping(known.get("clocks")).items():
         machine[f"clock {key}" if key == "governor" else f"clocks: {key}"] = value
     machine["CPUs that it may use"] = known.get("affinity")
     machine["inputs"] = known.get("inputs")
@@ -262,6 +268,10 @@ def _facts(report: Report) -> Iterator[tuple[str, Any]]:
         if value is not None or key in needed:  # most machines have no power mode
             yield key.replace("_", " "), value
     yield "length of the timing", "quick" if report.quick else "full"
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -284,25 +294,21 @@ def _shown(value: Any) -> str:
     return str(value) or "none"
 
 
-def _rows(report: Report, name: str, shapes: bool) -> dict[tuple[Any, ...], Point]:
+def _rows(report: Report, name: str, keys: Sequence[str]) -> dict[tuple[Any, ...], Point]:
+    """Return the points by what tells them apart."""
     found: dict[tuple[Any, ...], Point] = {}
     for point in report.points:
-        key = tuple(
-            tuple(sorted(point.shapes.items())) * shapes
-            if each == "shapes"
-            else getattr(point, each)
-            for each in _KEYS
-        )
+        values = {**vars(point), "shapes": tuple(sorted(point.shapes.items()))}
+        key = tuple(values[each] for each in keys)
         if key in found:
             raise BadInput(f"{name}: the row {_name(point)} is there twice")
         found[key] = point
     return found
 
 
-def _is_same_setup(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Whether these keys are of one label, scenario and batch; what else differs is then named."""
-    same = [_KEYS.index(each) for each in ("label", "scenario", "batch")]
-    return all(a[at] == b[at] for at in same)
+def _setup(point: Point) -> tuple[object, ...]:
+    """Return what makes two points one setup, whose other differences are named."""
+    return point.label, point.scenario, point.batch
 
 
 def _unlike(pairs: Sequence[tuple[Point, Point]], names: Sequence[str]) -> list[str]:
@@ -332,8 +338,8 @@ def _notes(
 ) -> Iterator[str]:
     if a == b:
         yield f"{names[0]} and {names[1]} are the same run"
-    files = [{each["file"]: each["sha256"] for each in r.artefacts} for r in (a, b)]
-    changed = [name for name in files[0] if files[1].get(name, files[0][name]) != files[0][name]]
+    files = [{str(each.get("file")): each.get("sha256") for each in r.artefacts} for r in (a, b)]
+    changed = [name for name, sha in files[0].items() if files[1].get(name, sha) != sha]
     if changed:
         yield f"not the same file in both: {', '.join(changed)}"
     one, other = a.provenance, b.provenance
@@ -351,7 +357,7 @@ def _notes(
         if missing:
             more = f" and {len(missing) - 1} more" * (len(missing) > 1)
             yield f"{figure} not compared, without an interval in both: {missing[0]}{more}"
-    first = [r.artefacts[0]["sha256"] if r.artefacts else "" for r in (a, b)]
+    first = [r.artefacts[0].get("sha256") if r.artefacts else "" for r in (a, b)]
     moved = [row for row in rows if row.label == a.baseline == b.baseline]
     if first[0] == first[1] and any(
         each.finding in (FASTER, SLOWER) for row in moved for each in row.figures
@@ -360,24 +366,3 @@ def _notes(
             "the baseline is the same file in both and differs too: the machine was not in the "
             "same state"
         )
-
-
-# Compare two reports of `bench`: what became slower, and whether that is certain.
-
-
-def compare_reports(
-    a: StrPath, b: StrPath, *, fail_on_regression: float | None = None
-) -> ReportComparison:
-    """Compare report `b` with report `a`, both a `report.json` or the folder of one.
-
-    Each row that both have gets the ratio b / a of throughput, p50 and p99, with intervals that
-    hold together. `fail_on_regression`: 0.05 makes a figure that is certainly slower by more than
-    5 % a regression; see `ReportComparison.raise_if_slower`. Raises BadInput for what is no report,
-    and where machine, clocks, threads, versions or inputs differ or a report is not valid, naming
-    each reason.
-    """
-
-    bound = fail_on_regression
-    if bound is not None and not 0 <= bound < 1:
-        raise BadInput(f"`fail_on_regression` must be 0 or more and below 100 %, got {bound:g}")
-    return compare_runs(read(Path(a)), read(Path(b)), (str(a), str(b)), bound)

@@ -1,67 +1,61 @@
 """Write a report as one HTML file that needs no network, no second file and no script.
 
 Every string of the document is escaped, and the page's own policy lets it load and run nothing. The
-same document gives the same bytes.
+same document gives the same bytes. A notebook shows the charts in a frame, which keeps the styles.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deploykit.core.files import asset
 from deploykit.evaluation.html_tables import Table, _e, html_table
 from deploykit.reporting.charts import Figure, draw
-from deploykit.reporting.figures import charts
-from deploykit.reporting.tables import best_by_batch, details, machine, summary
+from deploykit.reporting.figures import charts, served_chart
+from deploykit.reporting.tables import (
+    best_by_batch,
+    details,
+    machine,
+    serving_table,
+    summary,
+    text_columns,
+)
 
 CSS = asset("look.css") + Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-_NAMES = (
-    "setup",
-    "precision",
-    "load",
-    "layer",
-    "operator",
-)  # columns of a chart's table that hold no figures
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+_FRAME_PX = 560  # height in a notebook: one chart with its caption; more of them scroll
 
 
 def report_page(document: Mapping[str, Any]) -> str:
-    """The whole page: headline, first chart, conclusions, tables, other charts, method, all."""
+    """Return the page: headline, first chart, conclusions, tables, other charts, method, all."""
     document = printable(document)
     drawn, missing = charts(document)
     first, *others = [figure_html(each) for each in drawn] or [""]
-    best = best_by_batch(document)
-    sections = [
-        _headline(document),
-        first,
-        _conclusions(document),
-        section_html("In short", "short", html_table(summary(document), caption=False)),
-        *([section_html(best.title, "best", html_table(best, caption=False))] if best.rows else []),
-        section_html(
-            "What the measurements show",
-            "charts",
-            "".join(others) + "".join(f"<p>{_e(sentence)}</p>" for sentence in missing),
-        ),
-        section_html("How it was measured", "method", _method(document)),
-        section_html(
-            "Everything",
-            "everything",
-            "".join(
-                f"<details><summary>{_e(table.title)}</summary>"
-                f"{html_table(table, caption=False)}</details>"
-                for table in details(document)
-            )
-            + raw_html(document),
-        ),
+    others += [f"<p>{_e(sentence)}</p>" for sentence in missing]
+    folded = [
+        f"<details><summary>{_e(table.title)}</summary>{html_table(table, caption=False)}</details>"
+        for table in details(document)
     ]
-    return html_page(str(document["title"]), "\n".join(sections))
+    sentences = "".join(f"<li>{_e(sentence)}</li>" for sentence in document["verdict"][1:])
+    conclusions = (f"<ul>{sentences}</ul>" if sentences else "") + _gates(document)
+    short, best = (html_table(make(document), caption=False) for make in (summary, best_by_batch))
+    sections = [
+        ("What it comes to", "conclusions", conclusions),
+        ("In short", "short", short),
+        ("Best at each batch", "best", best),
+        ("What the measurements show", "charts", "".join(others)),
+        ("How it was measured", "method", _method(document)),
+        ("Everything", "everything", "".join(folded) + raw_html(document)),
+    ]
+    content = [section_html(*section) for section in sections if section[2]]
+    return html_page(str(document["title"]), "\n".join([_headline(document), first, *content]))
 
 
 def html_page(title: str, content: str) -> str:
-    """A page of its own around `content`."""
+    """Return a page of its own around `content`."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
@@ -73,7 +67,7 @@ def html_page(title: str, content: str) -> str:
 
 
 def _headline(document: Mapping[str, Any]) -> str:
-    """The first sentence of the verdict; it is the doubt where there is one."""
+    """Return the first sentence of the verdict; it is the doubt where there is one."""
     first = (document["verdict"] or ["No verdict."])[0]
     unmet = not all(gate["passed"] for gate in document["gates"])
     kind = "verdict doubt" if document["invalid"] or document["throttled"] or unmet else "verdict"
@@ -82,13 +76,6 @@ def _headline(document: Mapping[str, Any]) -> str:
         f'<header><p class="over">deploykit report · {_e(document["created"])}{quick}</p>'
         f'<h1>{_e(document["title"])}</h1><p class="{kind}">{_e(first)}</p></header>'
     )
-
-
-def _conclusions(document: Mapping[str, Any]) -> str:
-    """The other sentences of the verdict, and the gates."""
-    sentences = "".join(f"<li>{_e(sentence)}</li>" for sentence in document["verdict"][1:])
-    content = (f"<ul>{sentences}</ul>" if sentences else "") + _gates(document)
-    return section_html("What it comes to", "conclusions", content) if content else ""
 
 
 def _gates(document: Mapping[str, Any]) -> str:
@@ -107,8 +94,7 @@ def section_html(title: str, name: str, content: str) -> str:
 
 def figure_html(figure: Figure) -> str:
     """Return a chart with its finding, and its data as a table."""
-    names = [i for i, name in enumerate(figure.columns) if name in _NAMES]
-    table = Table(figure.title, figure.columns, figure.rows, tuple(names))
+    table = Table(figure.title, figure.columns, figure.rows, text_columns(figure.columns))
     return (
         f"<figure><h2>{_e(figure.title)}</h2>{draw(figure)}"
         f"<figcaption>{_e(figure.finding)}</figcaption><details><summary>The figures of this chart"
@@ -128,7 +114,7 @@ def _method(document: Mapping[str, Any]) -> str:
 
 
 def raw_html(document: Mapping[str, Any]) -> str:
-    """JSON in an element. `<` is written \\u003c, so that no string in it can end the element."""
+    """Return JSON in an element, with `<` as \\u003c, so that no string in it can end it."""
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
     return (
         '<p class="note">The whole of report.json is embedded in this page, in the element '
@@ -137,7 +123,7 @@ def raw_html(document: Mapping[str, Any]) -> str:
 
 
 def printable(value: Any) -> Any:
-    """The same document without the control characters that HTML does not allow."""
+    """Return the document without the control characters that HTML does not allow."""
     if isinstance(value, str):
         return "".join(c if c.isprintable() or c in "\n\t\u202f" else "�" for c in value)
     if isinstance(value, Mapping):
@@ -145,3 +131,27 @@ def printable(value: Any) -> Any:
     if isinstance(value, list):
         return [printable(item) for item in value]
     return value
+
+
+def report_html(document: Mapping[str, Any]) -> str:
+    """Return the verdict, the short table and the charts of a report for a notebook."""
+    verdict = "".join(f"<p>{_e(sentence)}</p>" for sentence in document["verdict"])
+    shown = f"<h3>{_e(document['title'])}</h3>{verdict}{html_table(summary(document))}"
+    return shown + _frame(charts(document)[0])
+
+
+def load_html(result: Mapping[str, Any]) -> str:
+    """Return the row of a load test, and its latency by percentile, for a notebook."""
+    document = {"serving": [result]}
+    chart = served_chart(document)
+    return html_table(serving_table(document)) + _frame([chart] if chart else [])
+
+
+def _frame(drawn: Sequence[Figure]) -> str:
+    if not drawn:
+        return ""
+    page = _e(html_page("Charts", "".join(map(figure_html, drawn))))
+    return (
+        f'<iframe srcdoc="{page}" title="Charts" sandbox="" '
+        f'style="width: 100%; height: {_FRAME_PX}px; border: 0"></iframe>'
+    )

@@ -10,8 +10,8 @@ from deploykit.core.errors import GateFailed
 from deploykit.core.evidence import Interval
 from deploykit.core.json_value import Record
 from deploykit.evaluation.latency import Latency
+from deploykit.reporting.html import load_html
 from deploykit.reporting.machine_load import Outside
-from deploykit.reporting.notebook import load_html
 
 
 @dataclass(frozen=True)

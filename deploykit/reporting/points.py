@@ -85,6 +85,43 @@ class ScenarioResult(Record):
     why: str = ""
 
 
+LayerKey = tuple[str, str, str]  # name, operator, number
+
+
+@dataclass(frozen=True)
+class LayerTime(Record):
+    """A node as the runtime runs it, which may be several of the file's, and `ms` of a call.
+
+    `gflops`, `precision`: in reports of earlier versions.
+    """
+
+    name: str
+    op: str
+    ms: float
+    gflops: float | None = None
+    precision: str = ""
+
+
+@dataclass(frozen=True)
+class LayerTimes(Record):
+    """`layers`: those that take most, of `count`, which take `sum_ms` together.
+
+    `call_ms` without and `profiled_ms` with the profiler. Each, as each layer's `ms`, is the mean
+    of the middle half of its values in `calls` calls. `ceilings`: in reports of earlier versions.
+    """
+
+    label: str
+    batch: int
+    runtime: str
+    calls: int
+    call_ms: float
+    profiled_ms: float
+    sum_ms: float
+    count: int
+    layers: tuple[LayerTime, ...]
+    ceilings: Mapping[str, float] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class CpuSettings(Record):
     """`sessions` at once, in processes of their own or in one, each with `threads`.

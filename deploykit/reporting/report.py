@@ -8,119 +8,35 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from types import GenericAlias
 from typing import Any, ClassVar
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Gate, Interval
-from deploykit.core.files import read_json, write_together
+from deploykit.core.files import StrPath, read_json, write_together
 from deploykit.core.json_value import Record, json_value
 from deploykit.core.manifest import from_json
 from deploykit.engines.devices import Conditions
 from deploykit.evaluation.statistics import PROCESS_SPREAD, ratio
-from deploykit.reporting.html import report_page
-from deploykit.reporting.layers import LayerTimes
+from deploykit.reporting.html import report_html, report_page
 from deploykit.reporting.load_result import LoadResult
 from deploykit.reporting.machine_load import Outside
 from deploykit.reporting.markdown import markdown
-from deploykit.reporting.notebook import report_html
-from deploykit.reporting.points import BestCpu, CpuSearch, Point, ScenarioResult, crossover
-
-# Refuse a report.json whose values nothing can be made of, with the key that is wrong.
-#
-# What `Report` declares as any value is checked against the shapes below: the keys that tables
-# and
-# charts read. Others are allowed.
+from deploykit.reporting.points import (
+    BestCpu,
+    CpuSearch,
+    LayerTimes,
+    Point,
+    ScenarioResult,
+    crossover,
+)
 
 _MOST_ITEMS = 100_000  # of a list
 _MAY_BE_INFINITE = {"max_ms"}  # of calls without an answer; written as null
-Number = float | None
-
-
-def _shape(name: str, needed: Mapping[str, Any], known: Mapping[str, Any]) -> Any:
-    """A dataclass of these keys with their types; those that are only `known` may be missing."""
-    optional = [(key, kind, None) for key, kind in known.items()]
-    return make_dataclass(name, [*needed.items(), *optional])
-
-
-def _list(shape: Any) -> Any:
-    return GenericAlias(tuple, (shape, ...))
-
-
-_NUMBERS_SHAPES = dict.fromkeys(("error", "max_abs", "rms", "sqnr_db", "agreement"), Number)
-_PARITY_ROW = _shape(
-    "ParityRow",
-    {"output": str, "batch": int, "values": int, **_NUMBERS_SHAPES},
-    {"mean_iou": Number},
-)
-_PARITY = _shape(
-    "Parity",
-    {"a": str, "b": str, "max_error": float, "passed": bool, "rows": _list(_PARITY_ROW)},
-    {},
-)
-_GPU = _shape("Gpu", {"name": str, "driver": str | None}, {})
-_MACHINE: dict[str, Any] = {"memory_bytes": int | None, "gpus": _list(_GPU) | None}
-_MACHINE |= {"packages": Mapping[str, Any] | None, "power_mode": str | None}
-_ARTEFACT = dict.fromkeys(("file", "sha256", "precision"), str | None) | {"bytes": int | None}
-_PLACE = _shape("Place", {"label": str, "batch": int, "intensity": float, "gflops": float}, {})
-_ROOFLINE: dict[str, Any] = {"ceilings": Mapping[str, float] | None, "points": _list(_PLACE) | None}
-_COMMIT = _shape("Commit", {}, {"commit": str | None, "changed": bool | None})
-_PROVENANCE: dict[str, Any] = {"project": _COMMIT | None, "deploykit": _COMMIT | None}
-_PROVENANCE |= {"clocks": Mapping[str, Any] | None, "environment": Mapping[str, str] | None}
-_SHAPES: Mapping[str, Any] = {
-    "machine": _shape("Machine", {}, _MACHINE),
-    "artefacts": _list(_shape("Artefact", {}, _ARTEFACT)),
-    "parity": _list(_PARITY),
-    "roofline": _shape("Roofline", {}, _ROOFLINE),
-    "gpu_roofline": _shape("Roofline", {}, _ROOFLINE),
-    "provenance": _shape("Provenance", {}, _PROVENANCE),
-}
-
-
-def refuse_huge_integers(values: object, where: str) -> None:
-    """Of the document, before floats are made of them: raises BadInput, naming the key."""
-    for key, each in _items(values):
-        at = f"{where}[{key}]" if isinstance(key, int) else f"{where}: '{key}'"
-        if isinstance(each, int) and abs(each) >> 63:
-            raise BadInput(f"{at} must be below 2^63")
-        refuse_huge_integers(each, at)
-
-
-def check_shapes(report: Any, where: str) -> None:
-    """Of a Report as it was read: raises BadInput, naming the key."""
-    for name, shape in _SHAPES.items():
-        found = from_json(shape, _as_lists(getattr(report, name)), f"{where}: '{name}'")
-        _check_numbers(found, f"{where}: '{name}'")
-    _check_numbers(report, where)
-
-
-def _as_lists(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _check_numbers(value: object, where: str) -> None:
-    for key, each in _items(value):
-        at = f"{where}[{key}]" if isinstance(key, int) else f"{where}: '{key}'"
-        if isinstance(each, float) and not (math.isfinite(each) or key in _MAY_BE_INFINITE):
-            raise BadInput(f"{at} must be a finite number")
-        if isinstance(each, tuple) and len(each) > _MOST_ITEMS:
-            raise BadInput(f"{at} has more than {_MOST_ITEMS:,} items")
-        _check_numbers(each, at)
-
-
-def _items(value: object) -> Iterator[tuple[str | int, object]]:
-    if is_dataclass(value):
-        yield from ((each.name, getattr(value, each.name)) for each in fields(value))
-    elif isinstance(value, Mapping):
-        yield from value.items()
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        yield from enumerate(value)
-
-
 VERSION = 2  # of the format; reports of version 1, which know less, are still read
 
 
@@ -244,8 +160,9 @@ class Report:
     `energy`: of an inference; without a meter the reason is in `not_measured`.
     `provenance`: commits, host, clocks, CPUs and variables, as `core.provenance` reads them.
     `scenarios`: those of MLPerf that were asked for. `memory`: of each setup, where fresh processes
-    were timed. `price`: of an hour of the machine, in any currency. `layers`: of engines, where
-    that was asked for.
+    were timed. `price`: of an hour of the machine, in reports of earlier versions. `layers`: of
+    engines, where that was asked for. `against`: labels of the setups of engines that were given to
+    compare the others with.
     """
 
     title: str
@@ -282,6 +199,7 @@ class Report:
     memory: tuple[PeakMemory, ...] = ()
     price: float | None = None
     layers: tuple[LayerTimes, ...] = ()
+    against: tuple[str, ...] = ()
 
     shown: ClassVar[tuple[str, ...]] = ("speedups", "crossovers")
 
@@ -387,8 +305,17 @@ def _one_line(numbers: re.Match[str]) -> str:
     return " ".join(numbers[0].split()).replace("[ ", "[").replace(" ]", "]")
 
 
-def read(path: Path) -> Report:
+def is_report(source: object) -> bool:
+    """Return whether a path is that of a .json file, or of a folder with a report in it."""
+    if not isinstance(source, (str, os.PathLike)):
+        return False
+    path = Path(os.fsdecode(source))
+    return path.suffix == ".json" or (path / "report.json").is_file()
+
+
+def read(source: StrPath) -> Report:
     """Read a `report.json`, or the one in a folder. Raises NotFound or BadInput."""
+    path = Path(source)
     path = path / "report.json" if path.is_dir() else path
     values = read_json(path)
     version = values.get("report") if isinstance(values, dict) else None
@@ -399,7 +326,27 @@ def read(path: Path) -> Report:
             f"{path}: is a report of version {version}; this deploykit reads up to {VERSION}",
             hint="install a newer deploykit: pip install -U deploykit",
         )
-    refuse_huge_integers(values, str(path))
+    _check_numbers(values, str(path))  # an integer may be too large for a float
     report: Report = from_json(Report, values, str(path))
-    check_shapes(report, str(path))
+    _check_numbers(report, str(path))
     return report
+
+
+def _check_numbers(value: object, where: str) -> None:
+    """Raise BadInput, naming the key, for numbers that are not finite or huge, and long lists."""
+    items: Iterable[tuple[str | int, object]] = ()
+    if is_dataclass(value):
+        items = ((each.name, getattr(value, each.name)) for each in fields(value))
+    elif isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (tuple, list)):
+        items = enumerate(value)
+    for key, each in items:
+        at = f"{where}[{key}]" if isinstance(key, int) else f"{where}: '{key}'"
+        if isinstance(each, int) and abs(each) >> 63:
+            raise BadInput(f"{at} must be below 2^63")
+        if isinstance(each, float) and not (math.isfinite(each) or key in _MAY_BE_INFINITE):
+            raise BadInput(f"{at} must be a finite number")
+        if isinstance(each, (tuple, list)) and len(each) > _MOST_ITEMS:
+            raise BadInput(f"{at} has more than {_MOST_ITEMS:,} items")
+        _check_numbers(each, at)

@@ -5,45 +5,60 @@ What was not measured is marked as such: never a 0 or an empty cell.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from deploykit.evaluation.formatting import MISSING, SPACE, count, number, percent, points, spread
 from deploykit.evaluation.html_tables import Json, Table, _or_infinite, parity_table
 from deploykit.reporting.charts import Mark
 
-# Pick rows of a report's document: by setup, by load level, and how each looks in charts.
+NOT_MEASURED = "not measured"
+Columns = Mapping[str, Callable[[Any], str]]  # name -> the cell of a row
+_TEXT = (  # columns without figures, besides the first
+    *("setup", "precision", "metric", "load", "loop", "layer", "operator", "result", "detail"),
+    *("device", "runtime", "sessions, threads", "measured in", "notes", "verdict", "value of"),
+    *("scenario", "settings", "note", "predicted from", "read from", "format", "SHA-256"),
+)
 
-JsonRows = Mapping[str, Any]
+
+def make_table(title: str, rows: Iterable[Any], columns: Columns, note: str = "") -> Table:
+    """Return a table with a row for each of `rows`."""
+    cells = tuple(tuple(make(row) for make in columns.values()) for row in rows)
+    return Table(title, tuple(columns), cells, text_columns(columns), note)
 
 
-def looks(document: JsonRows) -> dict[str, int]:
-    """Setup -> its look in every chart, no two alike. The baseline has 0, whatever its position."""
+def text_columns(names: Iterable[str]) -> tuple[int, ...]:
+    """Return the numbers of the columns without figures."""
+    return tuple(at for at, name in enumerate(names) if at == 0 or name in _TEXT)
+
+
+def looks(document: Json) -> dict[str, int]:
+    """Return the look of each setup in every chart, no two alike; the baseline has 0."""
     labels = list(dict.fromkeys(str(point["label"]) for point in document["points"]))
     others = [label for label in labels if label != document["baseline"]]
     return {document["baseline"]: 0} | {label: i for i, label in enumerate(others, 1)}
 
 
-def after_setups(document: JsonRows) -> int:
-    """The first look that no setup has: of load levels, GPUs and parts of a call."""
+def after_setups(document: Json) -> int:
+    """Return the first look that no setup has: of load levels, GPUs and parts of a call."""
     return len(looks(document)) if document.get("points") else 1
 
 
-def why_not(document: JsonRows, point: JsonRows) -> str:
-    """Why nothing is concluded from a point; "" where something is."""
+def why_not(document: Json, point: Json) -> str:
+    """Return why nothing is concluded from a point; "" where something is."""
     if point["label"] in document.get("wrong", ()):
         return "wrong outputs"
     return "; ".join(point.get("marks") or ())
 
 
-def name_in_charts(document: JsonRows, label: str, points: Sequence[JsonRows]) -> str:
-    """A setup's label, with a warning where nothing is concluded from some of its points."""
+def name_in_charts(document: Json, label: str, points: Sequence[Json]) -> str:
+    """Return a label, with a warning where nothing is concluded from some of its points."""
     marked = any(why_not(document, point) for point in points)
     return f"✗ {label}" if marked else label
 
 
-def by_label(points: Sequence[JsonRows]) -> dict[str, list[JsonRows]]:
-    """The points of each setup, by batch."""
+def by_label(points: Sequence[Json]) -> dict[str, list[Json]]:
+    """Return the points of each setup, by batch."""
     labels = dict.fromkeys(str(point["label"]) for point in points)
     return {
         label: sorted((p for p in points if p["label"] == label), key=lambda p: int(p["batch"]))
@@ -51,185 +66,55 @@ def by_label(points: Sequence[JsonRows]) -> dict[str, list[JsonRows]]:
     }
 
 
-def accuracy_of(rows: Sequence[JsonRows], label: str, precision: str) -> JsonRows | None:
-    """The row of `accuracy` that is a setup's, else the first of its precision."""
+def rate_of(point: Json) -> float:
+    return float(point["throughput_per_s"]["value"])
+
+
+def accuracy_of(rows: Sequence[Json], label: str, precision: str) -> Json | None:
+    """Return the row of `accuracy` that is a setup's, else the first of its precision."""
     own = [row for row in rows if row.get("label") and f"{label}, ".startswith(f"{row['label']}, ")]
     own = own or [row for row in rows if row["precision"] == precision][:1]
     return max(own, key=lambda row: len(row.get("label", "")), default=None)
 
 
-def sizes_of(point: JsonRows) -> str:
-    """The inputs of one call: "image 8×3×224×224"; "" where a report does not say them."""
-    shapes: Mapping[str, Sequence[int]] = point["shapes"]
-    return "; ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in shapes.items())
-
-
-def at_smallest(points: Sequence[JsonRows]) -> list[JsonRows]:
-    """Those of the smallest batch: a setup may have been timed at larger ones only."""
+def at_smallest(points: Sequence[Json]) -> list[Json]:
+    """Return those of the smallest batch: a setup may have been timed at larger ones only."""
     smallest = min((int(point["batch"]) for point in points), default=1)
     return [point for point in points if int(point["batch"]) == smallest]
 
 
-def value(parts: JsonRows | None) -> float | None:
+def value(parts: Json | None) -> float | None:
     return None if parts is None else float(parts["value"])
 
 
-def mark(x: float, parts: JsonRows, text: str = "") -> Mark:
+def mark(x: float, parts: Json, text: str = "") -> Mark:
     return Mark(x, parts["value"], parts["low"], parts["high"], text)
 
 
 def limit_line(slo_ms: float | None, of: str) -> tuple[float, str] | None:
-    """Where a chart shows the time that was wanted."""
+    """Return where a chart shows the time that was wanted."""
     return (slo_ms, f"wanted{of}: {number(slo_ms)}{SPACE}ms") if slo_ms else None
 
 
-def load_label(result: JsonRows) -> str:
-    """How a load level is called: "32 connections" or "450 requests/s"."""
+def load_label(result: Json) -> str:
+    """Return how a load level is called: "32 connections" or "450 requests/s"."""
     if result["mode"] == "open":
         return f"{number(result['rate_per_s'])} requests/s"
     connections = int(result["concurrency"])
     return f"{count(connections)} connection{'s' if connections != 1 else ''}"
 
 
-def provenance_rows(found: JsonRows) -> list[tuple[str, str]]:
-    """Names and values of a report's provenance."""
-    rows = []
-    for key, name in (("project", "commit measured"), ("deploykit", "commit of deploykit")):
-        commit = found.get(key) or {}
-        changed = ", with changes that are not committed" if commit.get("changed") else ""
-        rows.append((name, commit["commit"] + changed if "commit" in commit else ""))
-    clocks = found.get("clocks") or {}
-    units = {"min_mhz": "at least {} MHz", "max_mhz": "at most {} MHz", "turbo": "turbo {}"}
-    rows += [
-        ("host", str(found.get("host") or "")),
-        ("CPU clocks", ", ".join(units.get(key, "{}").format(v) for key, v in clocks.items())),
-        ("CPUs used", str(found.get("affinity") or "")),
-    ]
-    rows += list((found.get("environment") or {}).items())
-    return [row for row in rows if row[1]]
-
-
-# Tables of scenarios, of what a plan predicts, and of energy, as the arguments of `Table`.
-
-JsonLimitTables = Mapping[str, Any]
-# title, columns, rows, the columns without figures, note
-Parts = tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...], tuple[int, ...], str]
-
-
-def limit_tables(document: JsonLimitTables) -> list[Parts]:
-    """Those that the report has rows for."""
-    makers = (_memory_and_cost, _compute, _scenarios, _predicted, _energy)
-    found = [make(document) for make in makers]
-    return [parts for parts in found if parts[2]]
-
-
-def _memory_and_cost(document: JsonLimitTables) -> Parts:
-    """Of each setup at the batch of its highest throughput."""
-    price = document.get("price")
-    peaks = {each["label"]: each for each in document.get("memory") or ()}
-    rows = []
-    for label, chosen in by_label(document["points"]).items():
-        best = max(chosen, key=lambda point: float(point["throughput_per_s"]["value"]))
-        rate, peak = float(best["throughput_per_s"]["value"]), peaks.get(label)
-        memory = number(peak["peak_bytes"] / 1e6) if peak else "not measured"
-        cost = "price not given" if price is None else "no verdict"
-        if price is not None and rate > 0 and not why_not(document, best):
-            cost = number(price / 3600 / rate * 1e6)
-        at = count(peak["batch"]) if peak else MISSING
-        rows.append((label, memory, at, cost, count(best["batch"])))
-    columns = ("setup", "peak memory (MB)", "at batch", "cost of a million", "at its best batch")
-    note = "Memory: the most that a fresh process had resident, with Python and the libraries. "
-    note += "Cost: the price of an hour by the best throughput, in the currency of the price."
-    return "Memory and cost", columns, tuple(rows), (0,), note
-
-
-def _compute(document: JsonLimitTables) -> Parts:
-    """Compute alone next to the whole call, where a copy happens."""
-    rows = tuple(
-        (
-            str(point["label"]),
-            count(point["batch"]),
-            *(spread(point["compute"][key]) for key in ("p50_ms", "p90_ms", "p99_ms")),
-            spread(point["latency"]["p50_ms"]),
-        )
-        for chosen in by_label(document["points"]).values()
-        for point in chosen
-        if point.get("compute")
-    )
-    names = (f"compute {name} (ms)" for name in ("p50", "p90", "p99"))
-    columns = ("setup", "batch", *names, "end to end p50 (ms)")
-    note = "Compute: further calls, less the copies to the GPU and back that the runtime timed."
-    return "Compute alone", columns, rows, (0,), note
-
-
-def _scenarios(document: JsonLimitTables) -> Parts:
-    columns = ("scenario", "setup", "settings", "batch", "queries", "value", "of", "note")
-    note = "As MLPerf defines them, but shorter; percentiles by its rule of early stopping, 99 %."
-    rows = tuple(
-        (
-            row["scenario"],
-            row["label"],
-            row["settings"] or row["device"],
-            count(row["batch"]),
-            count(row["queries"]),
-            MISSING if row["value"] is None else number(row["value"]),
-            row["metric"] + (f", p99 ≤ {number(row['slo_ms'])} ms" if row["slo_ms"] else ""),
-            row["why"],
-        )
-        for row in document.get("scenarios") or ()
-    )
-    return "Scenarios", columns, rows, (0, 1, 2, 6, 7), note
-
-
-def _predicted(document: JsonLimitTables) -> Parts:
-    rows = tuple(
-        (
-            str(each["label"]),
-            str(each["batch"]),
-            number(float(each["predicted_ms"])),
-            number(float(each["measured_ms"])),
-            f"{100 * float(each['error']):+.0f}{SPACE}%".replace("-", "−"),
-            str(each["basis"]),
-        )
-        for each in document.get("predicted") or ()
-    )
-    columns = ("setup", "batch", "predicted (ms)", "measured p50 (ms)", "error", "predicted from")
-    note = "Predicted by a plan before the run. A plan for a GPU is of TensorRT."
-    return "Predicted and measured", columns, rows, (0, 5), note
-
-
-def _energy(document: JsonLimitTables) -> Parts:
-    found = document.get("energy") or ()
-    rows = tuple(
-        (
-            str(each["label"]),
-            str(each["batch"]),
-            number(1e3 * float(each["joules"])),
-            number(1e3 * float(each["above_idle"])),
-            number(float(each["idle_w"])),
-            str(each["source"]),
-        )
-        for each in found
-    )
-    columns = ("setup", "batch", "mJ per inference", "above idle (mJ)", "idle (W)", "read from")
-    note = "Device energy, not that at the wall: no power supply, no fan."
-    return "Energy", columns, rows, (0, 5), note
-
-
-NOT_MEASURED = "not measured"
-_LATENCY = ("p50 (ms)", "p90 (ms)", "p99 (ms)", "max (ms)")
-
-
 def summary(document: Json) -> Table:
-    """One row for each setup at its best batch, and one for each load level."""
+    """Return a row for each setup at its best batch, and one for each load level."""
     rows, apart = list[tuple[str, ...]](), list[tuple[str, ...]]()
+    smallest = at_smallest(document["points"])
+    batch = str(smallest[0]["batch"]) if smallest else "1"
     for label, measured in by_label(document["points"]).items():
         usable = [point for point in measured if not why_not(document, point)]
         chosen = usable or measured
-        best = max(chosen, key=lambda point: float(point["throughput_per_s"]["value"]))
-        first = chosen[0]
+        best, first = max(chosen, key=rate_of), chosen[0]
         scored = accuracy_of(document["accuracy"], label, str(best["precision"]))
-        at_first = str(first["batch"]) == _first_batch(document)
+        at_first = str(first["batch"]) == batch
         doubt = "wrong outputs" if label in document["wrong"] else "no verdict"
         (rows if usable else apart).append(
             (
@@ -238,46 +123,32 @@ def summary(document: Json) -> Table:
                 NOT_MEASURED if scored is None else percent(scored["value"], scored["n"]),
                 *(_ms(first, key) if at_first else MISSING for key in ("p50_ms", "p99_ms")),
                 f"{spread(best['throughput_per_s'])} batch {best['batch']}",
-                _against(document, label, best) if usable else doubt,
+                _against(document, best) if usable else doubt,
             )
         )
-    rows += apart
     for result in document["serving"]:
         latency = result["latency"] or {"p50_ms": None, "p99_ms": None}
+        rate = spread(result["achieved_per_s"], float(result["batch"]))
         limited = " (generator-limited)" if result["generator_limited"] else ""
         limited += " (no verdict)" if result["marks"] else ""
-        rows.append(
+        apart.append(
             (
                 f"over {'gRPC' if result['protocol'] == 'grpc' else 'HTTP'}, {load_label(result)}",
-                MISSING,
-                MISSING,
-                spread(latency["p50_ms"]),
-                spread(latency["p99_ms"]),
-                f"{_rows_per_s(result)} batch {result['batch']}{limited}",
+                *(MISSING, MISSING, spread(latency["p50_ms"]), spread(latency["p99_ms"])),
+                f"{rate} batch {result['batch']}{limited}",
                 MISSING,
             )
         )
-    sizes = [each for each in map(sizes_of, at_smallest(document["points"])[:1]) if each]
-    return Table(
-        "In short",
-        (
-            "setup",
-            "device",
-            "accuracy",
-            f"p50 at batch {_first_batch(document)} (ms)",
-            f"p99 at batch {_first_batch(document)} (ms)",
-            "best throughput (inferences/s)",
-            "× baseline, same batch",
-        ),
-        tuple(rows),
-        (0, 1),
-        "".join(f"Inputs of the smallest batch: {each}. " for each in sizes)
-        + "Brackets hold 95 % intervals.",
-    )
+    sizes = "".join(f"Inputs of the smallest batch: {s}. " for s in map(_sizes, smallest[:1]) if s)
+    figures = (f"p50 at batch {batch} (ms)", f"p99 at batch {batch} (ms)")
+    rates = ("best throughput (inferences/s)", "× baseline, same batch")
+    columns = ("setup", "device", "accuracy", *figures, *rates)
+    note = f"{sizes}Brackets hold 95 % intervals."
+    return Table("In short", columns, (*rows, *apart), text_columns(columns), note)
 
 
 def best_by_batch(document: Json) -> Table:
-    """Per batch size the baseline and the best on a CPU and on a GPU, where there is one."""
+    """Return per batch size the baseline and the best on a CPU and on a GPU, where there is one."""
     kinds: Mapping[str, Callable[[Json], bool]] = {
         "baseline": lambda point: point["label"] == document["baseline"],
         "best CPU": lambda point: point["device"] == "cpu",
@@ -306,12 +177,8 @@ def _quickest(found: Sequence[Json]) -> str:
 def _fastest(found: Sequence[Json]) -> str:
     if not found:
         return NOT_MEASURED
-    best = max(found, key=lambda point: float(point["throughput_per_s"]["value"]))
+    best = max(found, key=rate_of)
     return f"{spread(best['throughput_per_s'])} {best['label']}"
-
-
-def _first_batch(document: Json) -> str:
-    return str(min((int(point["batch"]) for point in document["points"]), default=1))
 
 
 def _ms(point: Json, key: str) -> str:
@@ -322,65 +189,103 @@ def _ms(point: Json, key: str) -> str:
     return f"too few: {count(point['samples'])}" + (f" of {count(needs)} calls" if needs else "")
 
 
-def _rows_per_s(result: Json) -> str:
-    return spread(result["achieved_per_s"], float(result["batch"]))
-
-
-def _against(document: Json, label: str, point: Json) -> str:
+def _against(document: Json, point: Json) -> str:
     if why := why_not(document, point):
         return f"no verdict: {why}"
-    if label == document["baseline"]:
+    if point["label"] == document["baseline"]:
         return "baseline"
-    keys = ("batch", "scenario")
+    keys = ("label", "batch", "scenario")
     for found in document["speedups"]:
-        if found["label"] == label and all(found[key] == point[key] for key in keys):
+        if all(found[key] == point[key] for key in keys):
             return spread(found["ratio"])
     return NOT_MEASURED
 
 
+def _sizes(point: Json) -> str:
+    """Return the inputs of one call: "image 8×3×224×224"; "" where a report does not say them."""
+    shapes: Mapping[str, Sequence[int]] = point["shapes"]
+    return "; ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in shapes.items())
+
+
 def details(document: Json) -> list[Table]:
-    """Everything but the gates, in the order of the steps from the weights to the served model."""
+    """Return all other tables, in the order of the steps from the weights to the served model."""
+    every = [point for chosen in by_label(document["points"]).values() for point in chosen]
     tables = [
-        _accuracy(document),
+        make_table(
+            "Accuracy",
+            document["accuracy"],
+            {
+                "setup": lambda row: row["label"] or row["precision"],
+                "precision": lambda row: row["precision"],
+                "metric": lambda row: row["metric"],
+                "samples": lambda row: count(row["n"]),
+                "value": lambda row: percent(row["value"], row["n"]),
+                "drop": lambda row: (
+                    "reference" if row["drop"] is None else points(row["drop"], row["n"])
+                ),
+            },
+            "A drop is paired: the same samples on both.",
+        ),
         *(parity_table(each, _decided_by(document, each)) for each in document["parity"]),
-        _points(document, usable=True),
-        _points(document, usable=False),
+        _points(document, [p for p in every if not why_not(document, p)], "Every point"),
+        _points(document, [p for p in every if why_not(document, p)], "Rows without a verdict"),
         serving_table(document),
-        _artefacts(document),
-        _steps(document),
+        make_table(
+            "Artefacts",
+            document["artefacts"],
+            {
+                "file": lambda item: str(item.get("file") or MISSING),
+                "format": lambda item: str(item.get("format") or MISSING),
+                "precision": lambda item: str(item.get("precision") or MISSING),
+                "SHA-256": lambda item: str(item.get("sha256") or MISSING),
+                "size (MB)": lambda item: (
+                    MISSING if item.get("bytes") is None else number(item["bytes"] / 1e6)
+                ),
+            },
+        ),
+        make_table(
+            "Steps",
+            document["steps"],
+            {"step": lambda step: step["name"], "seconds": lambda step: number(step["seconds"])},
+        ),
+        *_limits(document, every),
     ]
-    tables += [Table(*parts) for parts in limit_tables(document)]
     return [table for table in tables if table.rows]
 
 
-def gates(document: Json) -> Table:
-    rows = tuple(
-        (gate["name"], "met" if gate["passed"] else "NOT met", gate["detail"])
-        for gate in document["gates"]
-    )
-    return Table("Gates", ("gate", "result", "detail"), rows, (0, 1, 2))
+def _points(document: Json, chosen: Sequence[Json], title: str) -> Table:
+    columns: Columns = {
+        "setup": lambda point: str(point["label"]),
+        "runtime": lambda point: str(point["runtime"]),
+        "batch": lambda point: count(point["batch"]),
+        "sessions, threads": _sessions,
+        "calls": lambda point: count(point["samples"]),
+        "p50 (ms)": lambda point: _ms(point, "p50_ms"),
+        "p90 (ms)": lambda point: _ms(point, "p90_ms"),
+        "p99 (ms)": lambda point: _ms(point, "p99_ms"),
+        "max (ms)": lambda point: _or_infinite(point["latency"]["max_ms"]),
+        "inferences/s": lambda point: spread(point["throughput_per_s"]),
+        "× baseline" if title == "Every point" else "verdict": lambda p: _against(document, p),
+        "measured in": _how,
+    }
+    note = "From host memory to host memory, after the warm-up; calls are never averaged."
+    return make_table(title, chosen, columns, note)
 
 
-def _accuracy(document: Json) -> Table:
-    rows = tuple(
-        (
-            row["label"] or row["precision"],
-            row["precision"],
-            row["metric"],
-            count(row["n"]),
-            percent(row["value"], row["n"]),
-            "reference" if row["drop"] is None else points(row["drop"], row["n"]),
-        )
-        for row in document["accuracy"]
-    )
-    columns = ("setup", "precision", "metric", "samples", "value", "drop")
-    return Table(
-        "Accuracy", columns, rows, (0, 1, 2), "A drop is paired: the same samples on both."
-    )
+def _sessions(point: Json) -> str:
+    threads = f" × {point['threads']}" if point["threads"] is not None else ""
+    return point["settings"] or count(point["sessions"]) + threads
+
+
+def _how(point: Json) -> str:
+    how = f"{point['scenario']}, {number(point['duration_s'])}{SPACE}s in {point['rounds']} rounds"
+    if point["processes"] > 1:
+        how += f" of {point['processes']} processes"
+    return "; ".join(filter(None, [how, _sizes(point), point["note"]]))
 
 
 def _decided_by(document: Json, parity: Json) -> str:
-    """What decides on an artefact of low precision, whose error no bound applies to; else ""."""
+    """Say what decides on an artefact whose precision no bound applies to; else ""."""
     precisions = {each.get("file"): each.get("precision") for each in document["artefacts"]}
     rival = parity["b"].partition(" in ")[2].split()  # "model.onnx in OpenVINO bf16"
     precision = precisions.get(parity["b"], rival[1] if len(rival) > 1 else "fp32")
@@ -391,62 +296,104 @@ def _decided_by(document: Json, parity: Json) -> str:
     return f"No bound applies to this error: {precision} rounds, and {by}."
 
 
-def _points(document: Json, *, usable: bool) -> Table:
-    """Those that something is concluded from, or the others, with the reason."""
-    rows = tuple(
-        (
-            str(point["label"]),
-            str(point["runtime"]),
-            count(point["batch"]),
-            point["settings"]
-            or count(point["sessions"])
-            + (f" × {point['threads']}" if point["threads"] is not None else ""),
-            count(point["samples"]),
-            *(_ms(point, key) for key in ("p50_ms", "p90_ms", "p99_ms")),
-            _or_infinite(point["latency"]["max_ms"]),
-            spread(point["throughput_per_s"]),
-            _against(document, str(point["label"]), point),
-            _how(point),
-        )
-        for chosen in by_label(document["points"]).values()
-        for point in chosen
-        if usable is not bool(why_not(document, point))
+def _limits(document: Json, every: Sequence[Json]) -> Iterator[Table]:
+    setup: Columns = {
+        "setup": lambda row: str(row["label"]),
+        "batch": lambda row: count(int(row["batch"])),
+    }
+    yield make_table(
+        "Memory",
+        document.get("memory") or (),
+        {**setup, "peak memory (MB)": lambda row: number(row["peak_bytes"] / 1e6)},
+        "The most that a fresh process had resident, with Python and the libraries.",
     )
-    first = ("setup", "runtime", "batch", "sessions, threads", "calls", *_LATENCY)
-    columns = (*first, "inferences/s", "× baseline", "load")
-    note = "From host memory to host memory, after the warm-up; calls are never averaged."
-    title = "Every point" if usable else "Rows without a verdict"
-    return Table(title, columns, rows, (0, 1, 3, 10, 11) if not usable else (0, 1, 3, 11), note)
+    yield make_table(
+        "Compute alone",
+        [point for point in every if point.get("compute")],
+        {
+            **setup,
+            "compute p50 (ms)": lambda point: spread(point["compute"]["p50_ms"]),
+            "compute p90 (ms)": lambda point: spread(point["compute"]["p90_ms"]),
+            "compute p99 (ms)": lambda point: spread(point["compute"]["p99_ms"]),
+            "end to end p50 (ms)": lambda point: spread(point["latency"]["p50_ms"]),
+        },
+        "Compute: further calls, less the copies to the GPU and back that the runtime timed.",
+    )
+    yield make_table(
+        "Scenarios",
+        document.get("scenarios") or (),
+        {
+            "scenario": lambda row: row["scenario"],
+            "setup": lambda row: row["label"],
+            "settings": lambda row: row["settings"] or row["device"],
+            "batch": lambda row: count(row["batch"]),
+            "queries": lambda row: count(row["queries"]),
+            "value": lambda row: MISSING if row["value"] is None else number(row["value"]),
+            "value of": lambda row: (
+                row["metric"] + (f", p99 ≤ {number(row['slo_ms'])} ms" if row["slo_ms"] else "")
+            ),
+            "note": lambda row: row["why"],
+        },
+        "As MLPerf defines them, but shorter; percentiles by its rule of early stopping, 99 %.",
+    )
+    yield make_table(
+        "Predicted and measured",
+        document.get("predicted") or (),
+        {
+            **setup,
+            "predicted (ms)": lambda row: number(float(row["predicted_ms"])),
+            "measured p50 (ms)": lambda row: number(float(row["measured_ms"])),
+            "error": lambda row: f"{100 * float(row['error']):+.0f}{SPACE}%".replace("-", "−"),
+            "predicted from": lambda row: str(row["basis"]),
+        },
+        "Predicted by a plan before the run. A plan for a GPU is of TensorRT.",
+    )
+    yield make_table(
+        "Energy",
+        document.get("energy") or (),
+        {
+            **setup,
+            "mJ per inference": lambda row: number(1e3 * float(row["joules"])),
+            "above idle (mJ)": lambda row: number(1e3 * float(row["above_idle"])),
+            "idle (W)": lambda row: number(float(row["idle_w"])),
+            "read from": lambda row: str(row["source"]),
+        },
+        "Device energy, not that at the wall: no power supply, no fan.",
+    )
 
 
-def _how(point: Json) -> str:
-    how = f"{point['scenario']}, {number(point['duration_s'])}{SPACE}s in {point['rounds']} rounds"
-    if point["processes"] > 1:
-        how += f" of {point['processes']} processes"
-    return "; ".join(filter(None, [how, sizes_of(point), point["note"]]))
+def gates(document: Json) -> Table:
+    columns: Columns = {
+        "gate": lambda gate: gate["name"],
+        "result": lambda gate: "met" if gate["passed"] else "NOT met",
+        "detail": lambda gate: gate["detail"],
+    }
+    return make_table("Gates", document["gates"], columns)
 
 
 def serving_table(document: Json) -> Table:
-    rows = []
-    for result in document["serving"]:
-        latency = result["latency"] or {}
-        lag_ms = result["lag_p99_ms"]
-        rows.append(
-            (
-                load_label(result),
-                result["mode"],
-                *(count(result[key]) for key in ("sent", "ok", "refused", "expired", "failed")),
-                spread(result["achieved_per_s"]),
-                *(spread(latency.get(key)) for key in ("p50_ms", "p90_ms", "p99_ms")),
-                _or_infinite(latency["max_ms"]) if latency else MISSING,
-                MISSING if lag_ms is None else number(lag_ms),
-                _load_notes(result),
-            )
-        )
-    first = ("load", "loop", "sent", "ok", "refused", "expired", "failed", "ok/s", *_LATENCY)
-    columns = (*first, "generator lag p99 (ms)", "notes")
+    columns: dict[str, Callable[[Json], str]] = {
+        "load": load_label,
+        "loop": lambda result: str(result["mode"]),
+        "sent": lambda result: count(result["sent"]),
+        "ok": lambda result: count(result["ok"]),
+        "refused": lambda result: count(result["refused"]),
+        "expired": lambda result: count(result["expired"]),
+        "failed": lambda result: count(result["failed"]),
+        "ok/s": lambda result: spread(result["achieved_per_s"]),
+        "p50 (ms)": lambda result: spread((result["latency"] or {}).get("p50_ms")),
+        "p90 (ms)": lambda result: spread((result["latency"] or {}).get("p90_ms")),
+        "p99 (ms)": lambda result: spread((result["latency"] or {}).get("p99_ms")),
+        "max (ms)": lambda result: (
+            _or_infinite(result["latency"]["max_ms"]) if result["latency"] else MISSING
+        ),
+        "generator lag p99 (ms)": lambda result: (
+            MISSING if result["lag_p99_ms"] is None else number(result["lag_p99_ms"])
+        ),
+        "notes": _load_notes,
+    }
     note = "Latency is of successes: from the intended time in the open loop, from the sending in "
-    return Table("Load tests", columns, tuple(rows), (0, 1, 13), note + "the closed one.")
+    return make_table("Load tests", document["serving"], columns, note + "the closed one.")
 
 
 def _load_notes(result: Json) -> str:
@@ -461,73 +408,72 @@ def _load_notes(result: Json) -> str:
         notes.append(f"{result['processes']} generator processes")
     notes += [result["sends"]] if result.get("sends") else []
     notes += [f"{name} {list(shape)}" for name, shape in result["shapes"].items()]
-    about = {**result["server"], **result["options"]}
-    notes += [f"{name} {value}" for name, value in about.items()]
+    notes += [
+        f"{name} {value}" for name, value in {**result["server"], **result["options"]}.items()
+    ]
     notes += result["notes"]
     if result["first_error"]:
         notes.append(str(result["first_error"]))
     return "; ".join(notes)
 
 
-def _artefacts(document: Json) -> Table:
-    keys = ("file", "format", "precision", "sha256")
-    rows = tuple(
-        (*(str(item.get(key) or MISSING) for key in keys), _megabytes(item.get("bytes")))
-        for item in document["artefacts"]
-    )
-    columns = ("file", "format", "precision", "SHA-256", "size (MB)")
-    return Table("Artefacts", columns, rows, (0, 1, 2, 3))
-
-
-def _megabytes(size: int | None) -> str:
-    return MISSING if size is None else number(size / 1e6)
-
-
-def _steps(document: Json) -> Table:
-    rows = tuple((step["name"], number(step["seconds"])) for step in document["steps"])
-    return Table("Steps", ("step", "seconds"), rows)
-
-
 def machine(document: Json) -> Table:
-    """The machine and its software: one row per known property, packages last."""
+    """Return a row for each known property of the machine, packages last."""
+    rows = tuple(_machine_rows(document))
+    return Table("Machine and versions", ("what", "value"), rows, (0, 1))
+
+
+def _machine_rows(document: Json) -> Iterator[tuple[str, str]]:
     values: Json = document["machine"]
-    rows = []
-    for key, value in values.items():
-        if key in ("packages", "gpus", "memory_bytes") or value in (None, "", []):
-            continue
-        text = ", ".join(map(str, value)) if isinstance(value, Sequence) else str(value)
-        rows.append((key.replace("_", " "), str(value) if isinstance(value, str) else text))
+    for key, each in values.items():
+        if key not in ("packages", "gpus", "memory_bytes") and each not in (None, "", []):
+            is_list = isinstance(each, Sequence) and not isinstance(each, str)
+            yield key.replace("_", " "), ", ".join(map(str, each)) if is_list else str(each)
     if values.get("memory_bytes"):
-        rows.append(("memory", f"{number(values['memory_bytes'] / 2**30)}{SPACE}GiB"))
-    gpus = values.get("gpus") or []
-    rows += [("GPU", f"{gpu['name']}, driver {gpu['driver']}") for gpu in gpus]
-    if "gpus" in values and not gpus:
-        rows.append(("GPU", "none"))
+        yield "memory", f"{number(values['memory_bytes'] / 2**30)}{SPACE}GiB"
+    for gpu in values.get("gpus") or ():
+        yield "GPU", f"{gpu['name']}, driver {gpu['driver']}"
+    if "gpus" in values and not values["gpus"]:
+        yield "GPU", "none"
     modes = [each["power_mode"] for each in document["conditions"] if each["power_mode"]]
     is_jetson = any("sysfs" in each["source"] for each in document["conditions"])
     is_jetson = is_jetson or bool(values.get("l4t") or values.get("board"))
     if is_jetson and not values.get("power_mode"):
-        rows.append(("power mode", modes[0] if modes else "NOT KNOWN"))
-    rows += [row for each in document["conditions"] for row in _conditions(each)]
-    rows += provenance_rows(document.get("provenance") or {})
-    rows += [(name, str(version)) for name, version in (values.get("packages") or {}).items()]
-    return Table("Machine and versions", ("what", "value"), tuple(rows), (0, 1))
+        yield "power mode", modes[0] if modes else "NOT KNOWN"
+    for each in document["conditions"]:
+        yield from _conditions(each)
+    yield from _provenance(document.get("provenance") or {})
+    for name, version in (values.get("packages") or {}).items():
+        yield name, str(version)
 
 
-def _conditions(values: Json) -> list[tuple[str, str]]:
-    """What held for one GPU during the run; what is not known is left out, throttling is not."""
+def _conditions(values: Json) -> Iterator[tuple[str, str]]:
+    """Yield what held for a GPU during the run, without what is not known but throttling."""
     low, high, most = (values[f"clock_{key}_mhz"] for key in ("low", "high", "max"))
-    rows = []
     if low is not None:
         limit = f", at most {number(most)}" if most is not None else ""
-        rows.append(("GPU clock meanwhile", f"{number(low)} to {number(high)}{SPACE}MHz{limit}"))
+        yield "GPU clock meanwhile", f"{number(low)} to {number(high)}{SPACE}MHz{limit}"
     if values["power_mean_w"] is not None:
         mean, peak = number(values["power_mean_w"]), number(values["power_high_w"])
-        rows.append(("power meanwhile", f"{mean}{SPACE}W on average, {peak}{SPACE}W at most"))
+        yield "power meanwhile", f"{mean}{SPACE}W on average, {peak}{SPACE}W at most"
     if values["temperature_c"] is not None:
-        rows.append(
-            ("temperature meanwhile", f"{number(values['temperature_c'])}{SPACE}°C at most")
-        )
+        yield "temperature meanwhile", f"{number(values['temperature_c'])}{SPACE}°C at most"
     reasons = values["throttled"]
-    shown = "not known" if reasons is None else ", ".join(reasons) or "no"
-    return [*rows, ("throttled meanwhile", shown)]
+    yield "throttled meanwhile", "not known" if reasons is None else ", ".join(reasons) or "no"
+
+
+def _provenance(found: Json) -> Iterator[tuple[str, str]]:
+    for key, name in (("project", "commit measured"), ("deploykit", "commit of deploykit")):
+        commit = found.get(key) or {}
+        if "commit" in commit:
+            changed = ", with changes that are not committed" if commit.get("changed") else ""
+            yield name, commit["commit"] + changed
+    if found.get("host"):
+        yield "host", str(found["host"])
+    units = {"min_mhz": "at least {} MHz", "max_mhz": "at most {} MHz", "turbo": "turbo {}"}
+    clocks = (found.get("clocks") or {}).items()
+    if clocks:
+        yield "CPU clocks", ", ".join(units.get(key, "{}").format(each) for key, each in clocks)
+    if found.get("affinity"):
+        yield "CPUs used", str(found["affinity"])
+    yield from (found.get("environment") or {}).items()

@@ -1,4 +1,4 @@
-"""Summarise a report in a few sentences: unmet gates, the headline and its caveats, serving.
+"""Summarise a report in a few sentences: unmet gates, the headline and what follows from it.
 
 The most important sentence comes first. A ratio is only ever between two points of the same
 scenario and batch; where the intervals allow no difference, none is claimed.
@@ -7,7 +7,8 @@ scenario and batch; where the intervals allow no difference, none is claimed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from deploykit.core.evidence import Interval
@@ -24,387 +25,66 @@ from deploykit.reporting.points import Point, best, crossover, describe_best
 from deploykit.reporting.report import Report
 from deploykit.reporting.tables import accuracy_of, load_label
 
-# Conclude from the points of a report, in sentences: from which batch on, whether it pays, why.
-#
-# Each sentence is about one engine, and holds a figure of a batch that was measured.
-
+_MOST = 3  # engines, or reasons, that are named
 _INTEGER = ("int8", "uint8", "int4")
 _PAYS = 1.1  # times the throughput that larger batches have to give
 _FAR = 0.25  # of what the roofline allows: neither arithmetic nor memory is the limit below it
 
 
-def conclusions(report: Report, candidate: Point, reference: Point) -> list[str]:
-    """Of the headline's two points: crossover, precision, batching, bound, SLO and energy."""
-    usable = [point for point in report.usable if point.scenario == candidate.scenario]
-    own = [point for point in usable if point.label == candidate.label]
-    sentences = [
-        _crossover(own, _rivals(usable, candidate, reference)),
-        _integer(report, usable, candidate),
-        _batching(own),
-        _bound(report, candidate),
-        _within(report, usable, candidate, reference),
-        _energy(report, candidate, reference),
-    ]
-    return [sentence for sentence in sentences if sentence]
-
-
-def _rivals(usable: Sequence[Point], candidate: Point, reference: Point) -> list[list[Point]]:
-    """By batch, what a candidate is compared with: the reference; of a GPU, all on the CPU."""
-    if candidate.device == "cpu":
-        chosen = [point for point in usable if point.label == reference.label]
-    else:
-        chosen = [point for point in usable if point.device == "cpu"]
-    batches = sorted({point.batch for point in chosen})
-    return [[point for point in chosen if point.batch == batch] for batch in batches]
-
-
-def _crossover(own: Sequence[Point], rivals: Sequence[Sequence[Point]]) -> str:
-    batches = {point.batch for point in own} & {each[0].batch for each in rivals}
-    if len(batches) < 2:
-        return ""
-    found = []
-    for by in ("throughput", "p50"):
-        known = [each for each in rivals if by == "throughput" or each[0].latency.p50_ms]
-        chosen = [best(each, by) for each in known]
-        if not {point.batch for point in own} & {point.batch for point in chosen}:
-            continue
-        batch = crossover(own, chosen, by)
-        found.append(
-            f"by {by} from batch {batch} on"
-            if batch is not None
-            else f"by {by} at no batch up to {max(batches)}"
-        )
-    names = {point.label for each in rivals for point in each}
-    rival = names.pop() if len(names) == 1 else "the best on the CPU"
-    return f"{own[0].label} is ahead of {rival} {', '.join(found)}."
-
-
-def _integer(report: Report, usable: Sequence[Point], candidate: Point) -> str:
-    """Whether INT8 pays, against float32 on the same device with as many sessions and threads."""
-    if candidate.precision not in _INTEGER:
-        return ""
-    found = []
-    for point in (point for point in usable if point.label == candidate.label):
-        like = [
-            each for each in usable if each.precision == "fp32" and _place(each) == _place(point)
-        ]
-        if like:
-            found.append((point.batch, report.speedup(point, max(like, key=_rate))))
-    if not found:
-        return ""
-    name = candidate.precision.upper()
-    parts = [f"{number(times.value)}× at batch {batch}" for batch, times in _ends(found)]
-    kinds = {difference(times) for _, times in _ends(found)}
-    if kinds == {FASTER}:
-        return f"{name} pays here: {', '.join(parts)}, against float32."
-    if FASTER in kinds:
-        return f"{name} pays at some batches only: {', '.join(parts)}, against float32."
-    more = " and costs time" if kinds == {SLOWER} else ""
-    return f"{name} does not pay here{more}: {', '.join(parts)}, against float32."
-
-
-def _place(point: Point) -> tuple[object, ...]:
-    return point.device, point.sessions, point.threads, point.batch, point.rounds
-
-
-def _rate(point: Point) -> float:
-    return point.throughput_per_s.value
-
-
-def _ends(found: Sequence[tuple[int, Interval]]) -> list[tuple[int, Interval]]:
-    """Of the smallest and the largest batch."""
-    found = sorted(found, key=lambda pair: pair[0])
-    return list(dict.fromkeys((found[0], found[-1])))
-
-
-def _batching(own: Sequence[Point]) -> str:
-    """Whether more rows in a call pay, by the intervals' nearer ends."""
-    first = min(own, key=lambda point: point.batch)
-    most = max(own, key=_rate)
-    if first.batch == max(point.batch for point in own) or not _rate(first):
-        return ""
-    times = _rate(most) / _rate(first)
-    surely = most.throughput_per_s.low / max(first.throughput_per_s.high, 1e-12)
-    if most is first or surely < _PAYS:
-        return (
-            f"Batching does not pay: no batch has {_PAYS}× the throughput of batch {first.batch}."
-        )
-    text = f"Batching pays: batch {most.batch} has {number(times)}× the throughput of batch"
-    if first.latency.p50_ms and most.latency.p50_ms:
-        slower = most.latency.p50_ms.value / first.latency.p50_ms.value
-        return f"{text} {first.batch}, and calls that take {number(slower)}× as long."
-    return f"{text} {first.batch}."
-
-
-def _bound(report: Report, candidate: Point) -> str:
-    """By the share of a call that is not compute, else by the roofline."""
-    compute, whole = candidate.compute, candidate.latency.p50_ms
-    at = f"{candidate.label} at batch {candidate.batch}"
-    if compute and compute.p50_ms and whole and compute.p50_ms.value < whole.value / 2:
-        share = 100 * (1 - compute.p50_ms.value / whole.value)
-        return f"{at} is bound by copies and launches: {share:.0f}{SPACE}% of a call."
-    for found in (report.roofline, report.gpu_roofline):
-        for point in found.get("points", ()):
-            if (point["label"], point["batch"]) == (candidate.label, candidate.batch):
-                return f"{at} {_on_roofline(point, found['ceilings'])}."
-    return ""
-
-
-def _on_roofline(point: Mapping[str, Any], ceilings: Mapping[str, float]) -> str:
-    most, by_memory = ceilings["gflops"], point["intensity"] * ceilings["gbytes_per_s"]
-    bound = "memory" if by_memory < most else "compute"
-    share = point["gflops"] / max(min(most, by_memory), 1e-12)
-    reached = f"it reaches {100 * share:.0f}{SPACE}% of what the {bound} of this machine allows"
-    if share < _FAR:
-        return f"is bound by neither compute nor memory, but by launches and calls: {reached}"
-    return f"is {bound}-bound: {reached}"
-
-
-def _within(report: Report, usable: Sequence[Point], candidate: Point, reference: Point) -> str:
-    """The highest throughput of both with a p99 within the wanted latency."""
-    if report.slo_ms is None:
-        return ""
-    parts = []
-    for label in dict.fromkeys((candidate.label, reference.label)):
-        own = [point for point in usable if point.label == label]
-        known = [(point, p99) for point in own if (p99 := point.latency.p99_ms) is not None]
-        inside = [point for point, p99 in known if p99.high <= report.slo_ms]
-        if inside:
-            most = max(inside, key=_rate)
-            parts.append(f"{label} {number(_rate(most))} inferences/s at batch {most.batch}")
-        else:
-            why = "none" if len(known) == len(own) else "not known, as calls were too few for a p99"
-            parts.append(f"{label} {why}")
-    return f"Within {number(report.slo_ms)}{SPACE}ms at p99: {'; '.join(parts)}."
-
-
-def _energy(report: Report, candidate: Point, reference: Point) -> str:
-    """Of one inference on both, where a meter was there."""
-    found = {(each.label, each.batch): each for each in report.energy}
-    known = [found.get((point.label, point.batch)) for point in (candidate, reference)]
-    parts = [f"{each.label} {number(1e3 * each.joules)}{SPACE}mJ" for each in known if each]
-    sources = dict.fromkeys(each.source for each in known if each)
-    if known[0] is None:
-        return ""
-    return (
-        f"Energy of one inference at batch {candidate.batch}, of the device alone: "
-        f"{'; '.join(parts)} (from {', '.join(sources)})."
-    )
-
-
-_MOST = 3  # engines, or reasons, that the verdict names
-
-
 def verdict(report: Report) -> tuple[str, ...]:
-    """The sentences for `Report.verdict`; use as `replace(report, verdict=verdict(report))`."""
-    unmet = [gate for gate in report.gates if not gate.passed]
-    sentences = [f"INVALID: {reason.rstrip('.')}." for reason in report.invalid]
-    if unmet:
+    """Return the sentences for `Report.verdict`: `replace(report, verdict=verdict(report))`."""
+    return tuple(_sentences(report))
+
+
+def _sentences(report: Report) -> Iterator[str]:
+    yield from (f"INVALID: {reason.rstrip('.')}." for reason in report.invalid)
+    if unmet := [gate for gate in report.gates if not gate.passed]:
         named = "; ".join(f"{gate.name}: {gate.detail}" for gate in unmet)
-        no_speed_up = " Wrong outputs have no speed-up." * bool(report.wrong)
-        sentences.append(
-            f"{len(unmet)} of {len(report.gates)} gates NOT met: {named}.{no_speed_up}"
-        )
+        wrong = " Wrong outputs have no speed-up." * bool(report.wrong)
+        yield f"{len(unmet)} of {len(report.gates)} gates NOT met: {named}.{wrong}"
     if report.throttled:
-        sentences.append(
+        yield (
             f"The GPU was throttled ({', '.join(report.throttled)}): no speed-up is stated. "
             "Cool it, or lower its clocks to what it can hold, and measure again."
         )
     elif not report.invalid:
-        sentences += _headlines(report)
-        sentences += describe_best(report.best_cpu, report.usable)
-    sentences += _marked(report)
-    sentences += _power_mode(report)
-    sentences += _scenario_sentences(report)
-    sentences += [_serving_sentence(result) for result in report.serving]
+        yield from _headlines(report)
+        yield from describe_best(report.best_cpu, report.usable)
+    if (marked := [point for point in report.points if point.marks]) and not report.invalid:
+        reasons = Counter(mark for point in marked for mark in point.marks)
+        why = "; ".join(f"{reason} ({count(n)})" for reason, n in reasons.most_common(_MOST))
+        rows = f"{count(len(marked))} of {count(len(report.points))} rows"
+        again = "measure them again, for longer or on a quiet machine"
+        yield f"{rows} give no verdict: {why}. They are in a table of their own; {again}."
+    yield from _power_mode(report)
+    yield from _describe_scenarios(report)
+    yield from map(_describe_load, report.serving)
     if report.quick:
-        sentences.append("Timings are short, so intervals are wider than with 60 s for each point.")
+        yield "Timings are short, so intervals are wider than with 60 s for each point."
     if report.not_measured:
-        gaps: dict[str, list[str]] = {}
-        for gap in report.not_measured:
-            gaps.setdefault(gap.why, []).append(gap.what)
-        named = "; ".join(f"{' and '.join(what)} ({why})" for why, what in gaps.items())
-        sentences.append(f"Not measured: {named}.")
-    return tuple(sentences)
+        yield _describe_gaps(report)
 
 
-def _marked(report: Report) -> list[str]:
-    """The points that give no verdict, by their reasons."""
-    marked = [point for point in report.points if point.marks]
-    if not marked or report.invalid:
-        return []
-    reasons = Counter(mark for point in marked for mark in point.marks)
-    why = "; ".join(f"{reason} ({count(n)})" for reason, n in reasons.most_common(_MOST))
-    rows = f"{count(len(marked))} of {count(len(report.points))} rows"
-    again = "measure them again, for longer or on a quiet machine"
-    return [f"{rows} give no verdict: {why}. They are in a table of their own; {again}."]
+def _describe_gaps(report: Report) -> str:
+    gaps: dict[str, list[str]] = {}
+    for gap in report.not_measured:
+        gaps.setdefault(gap.why, []).append(gap.what)
+    named = "; ".join(f"{' and '.join(what)} ({why})" for why, what in gaps.items())
+    return f"Not measured: {named}."
 
 
-def _power_mode(report: Report) -> list[str]:
+def _power_mode(report: Report) -> Iterator[str]:
     """A Jetson's figures hold in one power mode, so one that is not known is a warning."""
     modes = [each.power_mode for each in report.conditions if each.power_mode]
-    if any("," in mode for mode in modes):
-        return [f"THE POWER MODE CHANGED during the run ({modes[0]}): measure again in one."]
     is_jetson = report.machine.get("l4t") or report.machine.get("board")
     is_jetson = is_jetson or any("sysfs" in each.source for each in report.conditions)
-    if is_jetson and not modes and not report.machine.get("power_mode"):
-        return ["THE POWER MODE IS NOT KNOWN: these figures can be neither repeated nor compared."]
-    return []
+    if any("," in mode for mode in modes):
+        yield f"THE POWER MODE CHANGED during the run ({modes[0]}): measure again in one."
+    elif is_jetson and not modes and not report.machine.get("power_mode"):
+        yield "THE POWER MODE IS NOT KNOWN: these figures can be neither repeated nor compared."
 
 
-def _headlines(report: Report) -> list[str]:
-    """Of each engine that was asked for, else of the fastest; of one model alone its figures."""
-    if not report.points:
-        return [] if report.serving else ["No engine was timed."]
-    usable = report.usable
-    own = [point for point in usable if _is_baseline(point, report.baseline)]
-    others = [point for point in usable if point not in own]
-    others = others or [point for point in own if point.label != report.baseline]
-    engines: dict[str, list[Point]] = {}
-    for label in report.asked:
-        if not f"{label}, ".startswith(f"{report.baseline}, "):
-            engines.setdefault(label.partition(", ")[0], []).extend(
-                point for point in others if point.label == label
-            )
-    sentences = _figures(report, own) if report.baseline in report.asked else []
-    sentences += [
-        f"No row of {name} gives a verdict."
-        for name, found in engines.items()
-        if not found and name not in report.wrong
-    ]
-    asked = [found for found in engines.values() if found] if engines else [others]
-    for found in asked[:_MOST]:
-        sentences += _headline(report, found, usable, own)
-    if not sentences and not report.wrong and usable:
-        best = _fastest(usable)
-        rate = f"{best.label}: {spread(best.throughput_per_s.to_dict())} inferences/s"
-        why = "nothing else" if report.baseline else "no baseline"
-        return [f"{rate} at batch {best.batch}; {why} was measured to compare it with."]
-    return sentences
-
-
-def _figures(report: Report, own: Sequence[Point]) -> list[str]:
-    """What a model reaches that nothing was given to compare with."""
-    if not own:
-        return []
-    first, best = min(own, key=lambda point: point.batch), _fastest(own)
-    p50 = first.latency.p50_ms
-    at = f"p50 {number(p50.value)}{SPACE}ms at batch {first.batch}; " if p50 else ""
-    rate = f"up to {spread(best.throughput_per_s.to_dict())} inferences/s at batch {best.batch}"
-    return [f"{report.artefacts[0]['file']}: {at}{rate}, in {_session_text(best)}."]
-
-
-def _headline(
-    report: Report, others: Sequence[Point], usable: Sequence[Point], own: Sequence[Point]
-) -> list[str]:
-    """An engine against its like, then against faster columns; then what follows for its use."""
-    pairs = [(point, found) for point in others if (found := _reference(point, usable, own))]
-    if not pairs:
-        return []
-    candidate, reference = max(
-        pairs, key=lambda pair: (_alike(*pair), pair[0].throughput_per_s.value)
-    )
-    what = _ratio(report, candidate, reference, reference in own)
-    notes = dict.fromkeys(point.note for point in (candidate, reference) if point.note)
-    sentences = ["; ".join([what, _accuracy(report, candidate), *notes]) + "."]
-    equals = [each for each in usable if _comparable(each, candidate) and each is not candidate]
-    named = {candidate.label, reference.label}
-    for title, rivals in (
-        ("the fastest column of the baseline", [point for point in equals if point in own]),
-        ("the best on the CPU", [p for p in (*equals, candidate) if p.device == "cpu"]),
-    ):
-        if rivals and (rival := _fastest(rivals)).label not in named:
-            named.add(rival.label)
-            sentences.append(f"Against {title}: {_ratio(report, candidate, rival, rival in own)}.")
-    return sentences + _own_best(report, candidate) + conclusions(report, candidate, reference)
-
-
-def _own_best(report: Report, candidate: Point) -> list[str]:
-    base = [point for point in report.usable if point.label == report.baseline]
-    base = [point for point in base if point.scenario == candidate.scenario]
-    if not base or (own := _fastest(base)).batch == candidate.batch:
-        return []
-    rates = [number(point.throughput_per_s.value) for point in (own, candidate)]
-    at = f"{own.label} {rates[0]} inferences/s at {own.batch}"
-    return [f"Each at its own best batch: {at}, {candidate.label} {rates[1]} at {candidate.batch}."]
-
-
-def _is_baseline(point: Point, baseline: str) -> bool:
-    """Whether it is the baseline's model on the CPU, in any number of sessions."""
-    return bool(baseline) and (point.label == baseline or point.label.startswith(f"{baseline}, "))
-
-
-def _reference(point: Point, usable: Sequence[Point], own: Sequence[Point]) -> Point | None:
-    """What a point is compared with: the baseline with the same sessions and threads.
-
-    A GPU's: the fastest on the CPU. One of the baseline itself, or without its like: the baseline.
-    """
-    rivals = [each for each in own if _comparable(each, point) and each.label != point.label]
-    if point.device != "cpu":
-        cpu = [each for each in usable if each.device == "cpu" and _comparable(each, point)]
-        return _fastest(cpu) if cpu else None
-    return next((each for each in rivals if _alike(each, point)), rivals[0] if rivals else None)
-
-
-def _alike(a: Point, b: Point) -> bool:
-    """A GPU is compared with the best of the CPU, whatever its sessions."""
-    both_cpu = a.device == b.device == "cpu"
-    return not both_cpu or _settings(a) == _settings(b)
-
-
-def _settings(point: Point) -> tuple[object, ...]:
-    return point.sessions, point.threads, point.settings
-
-
-def _ratio(report: Report, candidate: Point, reference: Point, is_baseline: bool) -> str:
-    times = report.speedup(candidate, reference)
-    text = f"{number(times.value)}× [{number(times.low)}, {number(times.high)}]"
-    named = is_baseline and "baseline" not in reference.label.lower()
-    rival = f"the {'baseline ' * named}{reference.label}"
-    where = f"at batch {candidate.batch}, end to end in process{_sessions(candidate, reference)}"
-    found = difference(times)
-    if found == NO_DIFFERENCE:
-        return f"No difference between {candidate.label} and {rival} {where} ({text})"
-    if found == PRACTICALLY_EQUAL:
-        return f"{candidate.label} and {rival} are practically equal {where} ({text})"
-    return f"{candidate.label} is {text} {rival} {where}"
-
-
-def _sessions(candidate: Point, reference: Point) -> str:
-    """ ", each in 1 session of 2 threads", where threads are known."""
-    one, other = (_session_text(point) for point in (candidate, reference))
-    if one == other:
-        return f", each in {one}" if one else ""
-    return f", {one or 'on its GPU'} against {other}" if other else ""
-
-
-def _session_text(point: Point) -> str:
-    if point.settings or point.threads is None:
-        return point.settings
-    sessions = f"{point.sessions} session{'s' * (point.sessions > 1)}"
-    return f"{sessions} of {point.threads} thread{'s' * (point.threads > 1)}"
-
-
-def _comparable(a: Point, b: Point) -> bool:
-    return (a.scenario, a.batch, a.rounds) == (b.scenario, b.batch, b.rounds)
-
-
-def _fastest(found: Sequence[Point]) -> Point:
-    return max(found, key=lambda point: point.throughput_per_s.value)
-
-
-def _accuracy(report: Report, candidate: Point) -> str:
-    rows = [each.to_dict() for each in report.accuracy]
-    row = accuracy_of(rows, candidate.label, candidate.precision)
-    if row is None:
-        return "its accuracy was not measured"
-    if row["drop"] is None:
-        return f"its accuracy is the reference ({row['metric']}, n = {row['n']})"
-    drop = points(row["drop"], row["n"])
-    return f"{row['metric']} drop {drop.removesuffix(')')}, n = {row['n']})"
-
-
-def _scenario_sentences(report: Report) -> list[str]:
+def _describe_scenarios(report: Report) -> list[str]:
     """Values of different scenarios are never compared, so each has a sentence."""
     found: dict[str, list[str]] = {}
     for each in report.scenarios:
@@ -417,7 +97,7 @@ def _scenario_sentences(report: Report) -> list[str]:
     return [f"{scenario}: {'; '.join(values)}." for scenario, values in found.items()]
 
 
-def _serving_sentence(result: LoadResult) -> str:
+def _describe_load(result: LoadResult) -> str:
     over = "gRPC" if result.protocol == "grpc" else "HTTP"
     load = f"Over {over} at {load_label(result.to_dict())}"
     if result.generator_limited:
@@ -431,21 +111,294 @@ def _serving_sentence(result: LoadResult) -> str:
         return f"{load} no request of {result.sent} had a good answer: {result.first_error}."
     sentence = f"{load}: {spread(result.achieved_per_s.to_dict())} requests/s"
     for name, part in (("p50", result.latency.p50_ms), ("p99", result.latency.p99_ms)):
-        sentence += f", {name} "
-        if part:
-            sentence += f"{number(part.value)}{SPACE}ms"
-        elif f"{name}_ms" in result.latency.needs:
-            sentence += "too few samples"
-        else:
-            sentence += f"none, as {count(result.latency.lost)} had no good answer"
+        none = f"none, as {count(result.latency.lost)} had no good answer"
+        few = "too few samples" if f"{name}_ms" in result.latency.needs else none
+        sentence += f", {name} {f'{number(part.value)}{SPACE}ms' if part else few}"
     counts = {"refused": result.refused, "expired": result.expired, "failed": result.failed}
     counts["never sent"] = result.unsent
-    lost = [f"{count(n)} {what}" for what, n in counts.items() if n]
-    sentence += "; " + (
-        f"{', '.join(lost)} of {count(result.sent)}" if lost else "none refused or failed"
-    )
+    lost = ", ".join(f"{count(n)} {what}" for what, n in counts.items() if n)
+    sentence += f"; {lost} of {count(result.sent)}" if lost else "; none refused or failed"
     if result.sustained is False:
         sentence += "; THE RATE WAS NOT SUSTAINED, so that latencies grow with the duration"
-    if result.same_machine:
-        sentence += "; client and server shared one machine"
-    return sentence + "."
+    return sentence + "; client and server shared one machine" * result.same_machine + "."
+
+
+def _headlines(report: Report) -> Iterator[str]:
+    """Of each engine that was asked for, else of the fastest; of one model alone its figures."""
+    usable = report.usable
+    if not report.points:
+        yield from [] if report.serving else ["No engine was timed."]
+        return
+    own = [p for p in usable if report.baseline and _is_of(p.label, report.baseline)]
+    others = [p for p in usable if p not in own] or [p for p in own if p.label != report.baseline]
+    engines: dict[str, list[Point]] = {}
+    for label in report.asked:
+        if not _is_of(label, report.baseline):
+            engines.setdefault(label.partition(", ")[0], []).extend(
+                point for point in others if point.label == label
+            )
+    sentences = []
+    if report.baseline in report.asked and own:
+        sentences.append(_figures(report, own))
+    sentences += [
+        f"No row of {name} gives a verdict."
+        for name, found in engines.items()
+        if not found and name not in report.wrong
+    ]
+    asked = [found for found in engines.values() if found] if engines else [others]
+    for found in asked[:_MOST]:
+        sentences += _headline(report, found, own)
+    if not sentences and not report.wrong and usable:
+        top = best(usable)
+        rate = f"{top.label}: {spread(top.throughput_per_s.to_dict())} inferences/s"
+        why = "nothing else" if report.baseline else "no baseline"
+        sentences = [f"{rate} at batch {top.batch}; {why} was measured to compare it with."]
+    yield from sentences
+
+
+def _is_of(label: str, first: str) -> bool:
+    """Return whether a label is that of an engine, in any number of sessions."""
+    return f"{label}, ".startswith(f"{first}, ")
+
+
+def _figures(report: Report, own: Sequence[Point]) -> str:
+    """Return what a model reaches that nothing was given to compare with."""
+    first, top = min(own, key=lambda point: point.batch), best(own)
+    p50 = first.latency.p50_ms
+    at = f"p50 {number(p50.value)}{SPACE}ms at batch {first.batch}; " if p50 else ""
+    rate = f"up to {spread(top.throughput_per_s.to_dict())} inferences/s at batch {top.batch}"
+    return f"{report.artefacts[0]['file']}: {at}{rate}, in {_session_text(top)}."
+
+
+def _headline(report: Report, others: Sequence[Point], own: Sequence[Point]) -> list[str]:
+    """Compare an engine with its like, then with faster columns; then say what follows."""
+    usable = report.usable
+    pairs = [(point, found) for point in others if (found := _reference(point, usable, own))]
+    if not pairs:
+        return []
+    candidate, reference = max(
+        pairs, key=lambda pair: (_is_alike(*pair), pair[0].throughput_per_s.value)
+    )
+    notes = dict.fromkeys(point.note for point in (candidate, reference) if point.note)
+    ratio = _ratio(report, candidate, reference, reference in own)
+    sentences = ["; ".join([ratio, _accuracy(report, candidate), *notes]) + "."]
+    equals = [each for each in usable if _is_comparable(each, candidate) and each is not candidate]
+    named = {candidate.label, reference.label}
+    for title, rivals in (
+        ("the engine to compare with", [p for p in equals if p.label in report.against]),
+        ("the fastest column of the baseline", [p for p in equals if p in own]),
+        ("the best on the CPU", [p for p in (*equals, candidate) if p.device == "cpu"]),
+    ):
+        alike = [each for each in rivals if each.label in report.against]
+        rivals = [each for each in alike if _is_alike(each, candidate)] or rivals
+        if rivals and (rival := best(rivals)).label not in named:
+            named.add(rival.label)
+            sentences.append(f"Against {title}: {_ratio(report, candidate, rival, rival in own)}.")
+    base = [p for p in usable if (p.label, p.scenario) == (report.baseline, candidate.scenario)]
+    if base and (first := best(base)).batch != candidate.batch:
+        rates = [number(point.throughput_per_s.value) for point in (first, candidate)]
+        sentences.append(
+            f"Each at its own best batch: {first.label} {rates[0]} inferences/s at {first.batch}, "
+            f"{candidate.label} {rates[1]} at {candidate.batch}."
+        )
+    pair = _Pair(report, candidate, reference)
+    makers = (
+        pair.crossover,
+        pair.integer,
+        pair.batching,
+        pair.bound,
+        pair.within_slo,
+        pair.energy,
+    )
+    return sentences + [sentence for make in makers if (sentence := make())]
+
+
+def _reference(point: Point, usable: Sequence[Point], own: Sequence[Point]) -> Point | None:
+    """Return what a point is compared with: the baseline with the same sessions and threads.
+
+    A GPU's: the fastest on the CPU. One of the baseline itself, or without its like: the baseline.
+    """
+    if point.device != "cpu":
+        cpu = [each for each in usable if each.device == "cpu" and _is_comparable(each, point)]
+        return best(cpu) if cpu else None
+    rivals = [each for each in own if _is_comparable(each, point) and each.label != point.label]
+    return next((each for each in rivals if _is_alike(each, point)), next(iter(rivals), None))
+
+
+def _is_alike(a: Point, b: Point) -> bool:
+    """A GPU is compared with the best of the CPU, whatever its sessions."""
+    settings = [(point.sessions, point.threads, point.settings) for point in (a, b)]
+    return not a.device == b.device == "cpu" or settings[0] == settings[1]
+
+
+def _is_comparable(a: Point, b: Point) -> bool:
+    return (a.scenario, a.batch, a.rounds) == (b.scenario, b.batch, b.rounds)
+
+
+def _ratio(report: Report, candidate: Point, reference: Point, is_baseline: bool) -> str:
+    times = report.speedup(candidate, reference)
+    text = f"{number(times.value)}× [{number(times.low)}, {number(times.high)}]"
+    named = is_baseline and "baseline" not in reference.label.lower()
+    rival = f"the {'baseline ' * named}{reference.label}"
+    one, other = (_session_text(point) for point in (candidate, reference))
+    sessions = f", {one or 'on its GPU'} against {other}" if other else ""
+    sessions = (f", each in {one}" if one else "") if one == other else sessions
+    where = f"at batch {candidate.batch}, end to end in process{sessions}"
+    found = difference(times)
+    if found == NO_DIFFERENCE:
+        return f"No difference between {candidate.label} and {rival} {where} ({text})"
+    if found == PRACTICALLY_EQUAL:
+        return f"{candidate.label} and {rival} are practically equal {where} ({text})"
+    return f"{candidate.label} is {text} {rival} {where}"
+
+
+def _session_text(point: Point) -> str:
+    if point.settings or point.threads is None:
+        return point.settings
+    sessions = f"{point.sessions} session{'s' * (point.sessions > 1)}"
+    return f"{sessions} of {point.threads} thread{'s' * (point.threads > 1)}"
+
+
+def _accuracy(report: Report, candidate: Point) -> str:
+    rows = [each.to_dict() for each in report.accuracy]
+    row = accuracy_of(rows, candidate.label, candidate.precision)
+    if row is None:
+        return "its accuracy was not measured"
+    if row["drop"] is None:
+        return f"its accuracy is the reference ({row['metric']}, n = {row['n']})"
+    drop = points(row["drop"], row["n"])
+    return f"{row['metric']} drop {drop.removesuffix(')')}, n = {row['n']})"
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The two points of a headline. Each conclusion is about one engine and measured batches."""
+
+    report: Report
+    candidate: Point
+    reference: Point
+
+    @property
+    def usable(self) -> list[Point]:
+        return [p for p in self.report.usable if p.scenario == self.candidate.scenario]
+
+    def of(self, label: str) -> list[Point]:
+        return [point for point in self.usable if point.label == label]
+
+    def crossover(self) -> str:
+        """Say from which batch it is ahead of the reference; a GPU of all on the CPU."""
+        own, rivals = self.of(self.candidate.label), self.of(self.reference.label)
+        if self.candidate.device != "cpu":
+            rivals = [point for point in self.usable if point.device == "cpu"]
+        batches = {point.batch for point in own} & {point.batch for point in rivals}
+        if len(batches) < 2:
+            return ""
+        found = []
+        for by in ("throughput", "p50"):
+            timed = [p for p in rivals if by == "throughput" or p.latency.p50_ms]
+            known = sorted({point.batch for point in timed})
+            chosen = [best([p for p in timed if p.batch == batch], by) for batch in known]
+            if batches & set(known):
+                batch = crossover(own, chosen, by)
+                none = f"at no batch up to {max(batches)}"
+                found.append(f"by {by} " + (none if batch is None else f"from batch {batch} on"))
+        names = {point.label for point in rivals}
+        rival = names.pop() if len(names) == 1 else "the best on the CPU"
+        return f"{self.candidate.label} is ahead of {rival} {', '.join(found)}."
+
+    def integer(self) -> str:
+        """Say whether INT8 pays, against float32 on the same device with as many threads."""
+        if self.candidate.precision not in _INTEGER:
+            return ""
+        found: list[tuple[int, Interval]] = []
+        for point in sorted(self.of(self.candidate.label), key=lambda point: point.batch):
+            like = [p for p in self.usable if p.precision == "fp32" and _place(p) == _place(point)]
+            if like:
+                found.append((point.batch, self.report.speedup(point, best(like))))
+        ends = list(dict.fromkeys(found[:1] + found[-1:]))
+        if not ends:
+            return ""
+        kinds = {difference(times) for _, times in ends}
+        costs = " and costs time" * (kinds == {SLOWER})
+        pays = {True: "pays at some batches only"}.get(FASTER in kinds, f"does not pay here{costs}")
+        pays = "pays here" if kinds == {FASTER} else pays
+        parts = ", ".join(f"{number(times.value)}× at batch {batch}" for batch, times in ends)
+        return f"{self.candidate.precision.upper()} {pays}: {parts}, against float32."
+
+    def batching(self) -> str:
+        """Say whether more rows in a call pay, by the intervals' nearer ends."""
+        own = self.of(self.candidate.label)
+        first, most = min(own, key=lambda point: point.batch), best(own)
+        least = first.throughput_per_s
+        if first.batch == max(point.batch for point in own) or not least.value:
+            return ""
+        surely = most.throughput_per_s.low / max(least.high, 1e-12)
+        if most is first or surely < _PAYS:
+            return (
+                f"Batching does not pay: no batch has {_PAYS}× the throughput of batch "
+                f"{first.batch}."
+            )
+        times = number(most.throughput_per_s.value / least.value)
+        text = f"Batching pays: batch {most.batch} has {times}× the throughput of batch"
+        if first.latency.p50_ms and most.latency.p50_ms:
+            slower = number(most.latency.p50_ms.value / first.latency.p50_ms.value)
+            return f"{text} {first.batch}, and calls that take {slower}× as long."
+        return f"{text} {first.batch}."
+
+    def bound(self) -> str:
+        """Say what limits it: by the share of a call that is not compute, else the roofline."""
+        candidate = self.candidate
+        compute, whole = candidate.compute, candidate.latency.p50_ms
+        at = f"{candidate.label} at batch {candidate.batch}"
+        if compute and compute.p50_ms and whole and compute.p50_ms.value < whole.value / 2:
+            share = 100 * (1 - compute.p50_ms.value / whole.value)
+            return f"{at} is bound by copies and launches: {share:.0f}{SPACE}% of a call."
+        for found in (self.report.roofline, self.report.gpu_roofline):
+            for point in found.get("points", ()):
+                if (point["label"], point["batch"]) == (candidate.label, candidate.batch):
+                    return f"{at} {_on_roofline(point, found['ceilings'])}."
+        return ""
+
+    def within_slo(self) -> str:
+        """Name the highest throughput of both with a p99 within the wanted latency."""
+        slo_ms, parts = self.report.slo_ms, []
+        if slo_ms is None:
+            return ""
+        for label in dict.fromkeys((self.candidate.label, self.reference.label)):
+            own = self.of(label)
+            known = [(point, p99) for point in own if (p99 := point.latency.p99_ms) is not None]
+            inside = [point for point, p99 in known if p99.high <= slo_ms]
+            why = "none" if len(known) == len(own) else "not known, as calls were too few for a p99"
+            if inside:
+                most = best(inside)
+                rate = number(most.throughput_per_s.value)
+                why = f"{rate} inferences/s at batch {most.batch}"
+            parts.append(f"{label} {why}")
+        return f"Within {number(slo_ms)}{SPACE}ms at p99: {'; '.join(parts)}."
+
+    def energy(self) -> str:
+        """Name the energy of one inference on both, where a meter was there."""
+        found = {(each.label, each.batch): each for each in self.report.energy}
+        first, second = (found.get((p.label, p.batch)) for p in (self.candidate, self.reference))
+        if first is None:
+            return ""
+        known = [first, second] if second else [first]
+        parts = [f"{each.label} {number(1e3 * each.joules)}{SPACE}mJ" for each in known]
+        return (
+            f"Energy of one inference at batch {self.candidate.batch}, of the device alone: "
+            f"{'; '.join(parts)} (from {', '.join(dict.fromkeys(e.source for e in known))})."
+        )
+
+
+def _place(point: Point) -> tuple[object, ...]:
+    return point.device, point.sessions, point.threads, point.batch, point.rounds
+
+
+def _on_roofline(point: Mapping[str, Any], ceilings: Mapping[str, float]) -> str:
+    most, by_memory = ceilings["gflops"], point["intensity"] * ceilings["gbytes_per_s"]
+    bound = "memory" if by_memory < most else "compute"
+    share = point["gflops"] / max(min(most, by_memory), 1e-12)
+    reached = f"it reaches {100 * share:.0f}{SPACE}% of what the {bound} of this machine allows"
+    if share < _FAR:
+        return f"is bound by neither compute nor memory, but by launches and calls: {reached}"
+    return f"is {bound}-bound: {reached}"

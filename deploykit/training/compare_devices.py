@@ -196,7 +196,7 @@ def devices_markdown(document: Json) -> str:
 
 
 def against(document: Json) -> Table:
-    """A row for each precision and batch, CPU next to GPU."""
+    """Return a row for each precision and batch, CPU next to GPU."""
     rows, threads, gpus = {}, "", document["machine"].get("gpus") or ()
     for row in document["rows"]:
         threads = f", {row['threads']} threads" if row["threads"] else threads
@@ -208,7 +208,7 @@ def against(document: Json) -> Table:
 
 
 def _tables(document: Json) -> list[Table]:
-    """Those that have rows, the articles' among them."""
+    """Return the tables that have rows."""
     own = [_find(document, device, "float32", document["batch"]) for device in ("cpu", "cuda")]
     what = f"{document['recipe']} on this machine: {count(document['epochs'])} epochs of "
     what += f"{count(document['samples'])} samples at batch {document['batch']}, float32"
@@ -231,7 +231,7 @@ def _tables(document: Json) -> list[Table]:
 
 
 def _augmentation(document: Json) -> Table:
-    """A row for each batch size: what augmenting it takes on each processor."""
+    """Return a row for each batch size: what augmenting it takes on each processor."""
     sizes: dict[int, dict[str, Json]] = {}
     for row in document["augmentation"]:
         sizes.setdefault(row["batch"], {})[row["device"]] = row
@@ -246,7 +246,7 @@ def _augmentation(document: Json) -> Table:
 
 
 def _faster(cpu: Json, gpu: Json) -> str:
-    """The processor that takes less time, where the intervals do not touch."""
+    """Return the processor that takes less time, where the intervals do not touch."""
     one, other = (row.get("loader_ms") for row in (cpu, gpu))
     if not one or not other:
         return MISSING
@@ -283,7 +283,7 @@ def _measured(document: Json) -> list[Json]:
 
 
 def _find(document: Json, *wanted: object) -> Json:
-    """The row of a device, precision and batch; {} where there is none."""
+    """Return the row of a device, precision and batch; {} where there is none."""
     keys = ("device", "precision", "batch")
     rows = (row for row in document["rows"] if tuple(row[key] for key in keys) == wanted)
     return next(rows, {})
@@ -347,7 +347,7 @@ def time_devices(
     augment: bool | None = None,
     compile: bool = False,  # noqa: A002 - torch's own name for it
 ) -> list[DeviceRow]:
-    """A row for each device, precision and batch size. Raises BadInput."""
+    """Return a row for each device, precision and batch size. Raises BadInput."""
     recipe = recipe.sized_for(splits.build_with)
     check_labels(recipe, splits)
     splits = replace(splits, calibration=_first(splits.calibration, 0))
@@ -475,7 +475,7 @@ def _time_steps(run: Run) -> tuple[list[float], list[float], int]:
 
 
 def find_crossovers(rows: Sequence[Any]) -> list[dict[str, Any]]:
-    """Of each precision of the GPU: the smallest batch from which on it is faster than the CPU.
+    """Find, for each precision of the GPU, the smallest batch from which on it beats the CPU.
 
     float32 is compared with the CPU's float32, anything else with the CPU's fastest. Faster: the
     intervals do not touch. Within the batches that were `measured`; `batch` is None where the CPU
@@ -507,7 +507,7 @@ def find_crossovers(rows: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def conclude(table: Any) -> list[str]:
-    """What a table comes to: a headline, then the other sentences."""
+    """Return what a table comes to: a headline, then the other sentences."""
     rows = [row for row in table.rows if row.samples_per_s is not None]
     like = {r.device: r for r in rows if (r.precision, r.batch) == ("float32", table.batch)}
     best = {r.device: r for r in sorted(rows, key=lambda row: row.samples_per_s.value)}
@@ -539,7 +539,7 @@ def conclude(table: Any) -> list[str]:
 
 
 def conclude_augmentation(table: Any) -> list[str]:
-    """Where augmentation takes less time, in a sentence; none where nothing was augmented."""
+    """Say where augmentation takes less time; say nothing where nothing was augmented."""
     for each in find_crossovers(table.augmentation):
         where = f"from batch {each['batch']} on" if each["batch"] else "at no batch size"
         batches = ", ".join(map(str, each["measured"]))

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, did_you_mean, first_line
+from deploykit.core.errors import BadInput, OutOfMemory, did_you_mean, users_code
 from deploykit.core.extras import require
 from deploykit.core.json_value import Record
 from deploykit.core.machine import natural_number, usable_cores
-from deploykit.core.memory import does_not_fit, lacks_memory
+from deploykit.core.memory import memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.training.distributed import Processes
 from deploykit.training.options import Settings
@@ -162,7 +162,7 @@ class Augment(Record):
         return found.permute(0, 2, 3, 1) if from_bytes else found
 
     def _numbers(self, uniform: torch.Tensor, h: int, w: int) -> torch.Tensor:
-        """Of each sample: x and y of a pixel's source as a * x + b * y + c, then factors: (N, 9).
+        """Return (N, 9): x and y of a pixel's source as a * x + b * y + c, then the factors.
 
         The source is in an image with a border of 1. In float64, and each angle by itself: the
         sines of a vector need not be those of single numbers.
@@ -216,7 +216,7 @@ def _grey(images_NCHW: torch.Tensor) -> torch.Tensor:
 
 
 def _move(images_NCHW: torch.Tensor, numbers: torch.Tensor, *, between: bool) -> torch.Tensor:
-    """Each pixel from its source, outside of which all is 0; `between` pixels in float32."""
+    """Return each pixel from its source, outside of which all is 0; `between` pixels in float32."""
     n, c, h, w = images_NCHW.shape
     device = images_NCHW.device
     padded = torch.zeros((c, n, h + 3, w + 3), dtype=images_NCHW.dtype, device=device)
@@ -260,7 +260,7 @@ def read_augment(recipe: Recipe) -> Change | None:
 
 
 def describe_augment(recipe: Recipe) -> str:
-    """What it does, the same in each process."""
+    """Return what it does, the same in each process."""
     change = read_augment(recipe)
     if change is None or isinstance(change, Augment):
         return repr(change)
@@ -277,16 +277,9 @@ class Augmentation:
 
     def __call__(self, images: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """Raises OutOfMemory, BadInput where the recipe's function fails."""
-        try:
+        where = f"{self.device}: the augmentation of {len(images)} images"
+        with users_code("the recipe's augment failed"), memory_errors(where):
             found = self.change(images, uniform)
-        except DeploykitError:
-            raise
-        except Exception as exc:
-            if isinstance(exc, torch.OutOfMemoryError) or lacks_memory(exc):
-                where = f"{self.device}: the augmentation of {len(images)} images"
-                raise does_not_fit(where, first_line(exc)) from exc
-            what = f"{type(exc).__name__}: {first_line(exc)}"
-            raise BadInput(f"the recipe's augment failed: {what}") from exc
         kinds = [
             (each.dtype, tuple(each.shape)) if isinstance(each, torch.Tensor) else type(each)
             for each in (images, found)
@@ -297,7 +290,7 @@ class Augmentation:
 
 
 def make_augmentation(recipe: Recipe, split: Split, device: torch.device) -> Augmentation:
-    """Of the only input with four axes. Raises BadInput where there is nothing to augment."""
+    """Augment the only input with four axes. Raises BadInput where there is none."""
     change = read_augment(recipe)
     if change is None:
         raise BadInput(
@@ -489,7 +482,7 @@ def make_loader(recipe: Recipe, train: Split, settings: Settings, group: Process
 
 
 def _faster(on_cpu: Batches, on_gpu: Batches) -> Loader:
-    """The one that makes batches in less time. Not yet run on a GPU."""
+    """Return the one that makes batches in less time. Not yet run on a GPU."""
     cpu_ms = time_batches(on_cpu)
     try:
         gpu_ms = time_batches(on_gpu)
@@ -504,7 +497,7 @@ def _faster(on_cpu: Batches, on_gpu: Batches) -> Loader:
 
 
 def time_batches(batches: Batches) -> float:
-    """Milliseconds per batch, after a warm-up; the order of later batches is as before."""
+    """Return milliseconds per batch, after a warm-up; the order of later batches is as before."""
     state, seconds = batches.shuffle.get_state(), 0.0
     for _ in range(2):
         started = time.perf_counter()
@@ -535,7 +528,7 @@ def top1_per_sample(outputs: dict[str, np.ndarray], labels: np.ndarray) -> np.nd
 
 
 def enlarged_digits(side: int, count: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """The first `count` of the 1,797 digits in an order that is the same on every machine.
+    """Return the first `count` of the 1,797 digits in an order that is the same on every machine.
 
     Pixels float32 (count, side, side) in 0..1, enlarged linearly from 8x8; labels int64 (count,).
     """
@@ -548,7 +541,7 @@ def enlarged_digits(side: int, count: int | None = None) -> tuple[np.ndarray, np
 
 
 def _linear(before: int, after: int) -> np.ndarray:
-    """The matrix (after, before) that resizes an axis, pixel centres aligned."""
+    """Return the matrix (after, before) that resizes an axis, pixel centres aligned."""
     at = np.clip((np.arange(after) + 0.5) * before / after - 0.5, 0, before - 1)
     distances = np.abs(at[:, None] - np.arange(before))
     return np.maximum(0.0, 1.0 - distances).astype(np.float32)

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from deploykit.core.errors import BadInput, Unsupported, first_line
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LIMIT = datetime.timedelta(minutes=30)  # that a process waits for another
 _REPEATS = 5
 
@@ -45,7 +44,7 @@ class Processes:
             dist.barrier()
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all processes, in the order of their ranks."""
+        """Return the values of all processes, in the order of their ranks."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -53,7 +52,7 @@ class Processes:
         return found
 
     def share(self, value: Any) -> Any:
-        """The value of the first process."""
+        """Return the value of the first process."""
         found = [value]
         if self.size > 1:
             dist.broadcast_object_list(found, src=0)
@@ -66,15 +65,13 @@ def join_processes(device: str) -> Iterator[Processes]:
     if os.environ.get("WORLD_SIZE", "1") == "1":
         yield Processes()
         return
-    lacking = [name for name in _VARIABLES if not os.environ.get(name)]
-    numbers = [os.environ.get(name, "") for name in _VARIABLES[:3]]
-    if lacking or not all(each.isdecimal() for each in numbers):
-        wrong = ", ".join(lacking) or ", ".join(numbers)
+    try:
+        rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    except (KeyError, ValueError) as exc:
         raise BadInput(
-            f"WORLD_SIZE is set, but not all that torchrun sets: {wrong}",
+            f"WORLD_SIZE is set, but not all that torchrun sets: {exc}",
             hint="torchrun --nproc-per-node N -m deploykit train …, or unset WORLD_SIZE",
-        )
-    rank, size, local = map(int, numbers)
+        ) from exc
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if on_gpu and torch.cuda.is_available():
         if local >= torch.cuda.device_count():
@@ -120,7 +117,7 @@ def parallel(run: torch.nn.Module, group: Processes, device: torch.device, *, sh
 
 
 def whole_state(module: torch.nn.Module) -> dict[str, Any]:
-    """The weights of a sharded module, whole, on the CPU; all processes call it."""
+    """Return the weights of a sharded module, whole, on the CPU; all processes call it."""
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_model_state_dict,
@@ -138,7 +135,7 @@ def measure_scaling(
     group: Processes,
     device: torch.device,
 ) -> dict[str, float]:
-    """What waiting for the others costs a step, on one batch; the weights stay.
+    """Return what waiting for the others costs a step, on one batch; the weights stay.
 
     `efficiency`: the time of a step of one process alone, over that with all. `communication`: the
     share of a step that goes away when gradients are not exchanged; both for the slowest process.

@@ -13,7 +13,7 @@ import math
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -146,18 +146,14 @@ class Stepper:
         return total
 
     def _loss(self, inputs: Sequence[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
-        with self._autocast():
+        half = self.amp_dtype is not None
+        with torch.autocast(self.device.type, self.amp_dtype) if half else nullcontext():
             loss: torch.Tensor = self.loss(self.run(*inputs), labels)
         return loss
 
     def _backward(self, loss: torch.Tensor) -> None:
         scaled: Any = self.scaler.scale(loss)
         scaled.backward()
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.amp_dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.amp_dtype)
 
     def _update(self) -> None:
         if self.clip_norm is not None:
@@ -191,7 +187,7 @@ class Stepper:
 def make_schedule(
     name: str, optimiser: torch.optim.Optimizer, steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    """The learning rate over `steps` updates: one of `SCHEDULES`."""
+    """Return the learning rate over `steps` updates: one of `SCHEDULES`."""
     kinds = torch.optim.lr_scheduler
     if name == "cosine":
         return kinds.CosineAnnealingLR(optimiser, T_max=steps)
@@ -227,7 +223,7 @@ _SAMPLES = 256  # at once
 
 
 def score_module(module: torch.nn.Module, recipe: Recipe, split: Split) -> np.ndarray:
-    """The recipe's metric for each sample of `split`, shape (samples,), in float32.
+    """Return the recipe's metric for each sample of `split`, shape (samples,), in float32.
 
     Computed on the device that holds `module`, in eval mode; the mode is restored. Raises
     OutOfMemory.
@@ -262,7 +258,7 @@ KEY = "deploykit_training_state"
 
 
 def describe_run(recipe: str, splits: Splits, chosen: dict[str, Any]) -> dict[str, Any]:
-    """What a run must have in common with the one whose state it goes on from."""
+    """Return what a run must have in common with the one whose state it goes on from."""
     labels = splits.train.labels
     data = f"{splits.source}, {len(labels)} samples, checksum {zlib.crc32(labels.tobytes()):08x}"
     return {"recipe": recipe, **chosen, "data": data}
@@ -273,21 +269,23 @@ def save_state(path: Path, run: dict[str, Any], state: dict[str, Any]) -> None:
 
 
 def load_state(path: Path, run: dict[str, Any]) -> dict[str, Any] | None:
-    """The state in `path`, None where there is no such file yet.
+    """Read the state in `path`; None where there is no such file yet.
 
     Raises BadInput for a file that is no state, or is that of another run, naming the difference.
     """
     if not path.exists():
         return None
     check_readable(path)
+    reason = "it was not written by `checkpoint`"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as exc:  # torch's reader of damaged files raises anything
-        raise _no_state(path, first_line(exc)) from exc
-    if not isinstance(state, dict) or KEY not in state:
-        raise _no_state(path, "it was not written by `checkpoint`")
-    if state[KEY] != VERSION:
-        raise BadInput(f"{path}: is a state of version {state[KEY]}, this is {VERSION}")
+    except Exception as exc:  # noqa: BLE001 - torch's reader of damaged files raises anything
+        state, reason = None, first_line(exc).rstrip(".")
+    if not isinstance(state, dict) or state.get(KEY) != VERSION:
+        raise BadInput(
+            f"{path}: is not the state of a training run: {reason}",
+            hint="name a file that does not exist yet as `checkpoint`",
+        )
     for name, value in run.items():
         if state["run"].get(name) != value:
             raise BadInput(
@@ -298,15 +296,8 @@ def load_state(path: Path, run: dict[str, Any]) -> dict[str, Any] | None:
     return dict(state)
 
 
-def _no_state(path: Path, reason: str) -> BadInput:
-    return BadInput(
-        f"{path}: is not the state of a training run: {reason.rstrip('.')}",
-        hint="name a file that does not exist yet as `checkpoint`",
-    )
-
-
 def random_state(device: torch.device, shuffle: torch.Generator) -> dict[str, Any]:
-    """The state of all generators of random numbers that a run draws from."""
+    """Return the state of all generators of random numbers that a run draws from."""
     states = {"shuffle": shuffle.get_state(), "torch": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
@@ -407,7 +398,7 @@ def freeze(
 
 
 def _first_dense(head: torch.nn.Module) -> torch.nn.Linear | None:
-    """The dense layer with a bias that the head, a sequence, begins with."""
+    """Return the dense layer with a bias that the head, a sequence, begins with."""
     first = next(iter(head.children()), None) if isinstance(head, torch.nn.Sequential) else head
     return first if isinstance(first, torch.nn.Linear) and first.bias is not None else None
 
@@ -649,7 +640,7 @@ class Run:
         on_progress(text, len(self.history) / self.settings.epochs)
 
     def _run_epoch(self, on_progress: Progress) -> tuple[float, float, float]:
-        """The mean loss of the epoch, its seconds, and those spent waiting for batches."""
+        """Return the mean loss of the epoch, its seconds, and those spent waiting for batches."""
         count, epochs, done = len(self.batches), self.settings.epochs, len(self.history)
         parts, waited_s = self.stepper.parts, self.batches.waited.seconds
         self.module.train()
@@ -756,7 +747,7 @@ class Run:
         self.best, self.seconds = state["best"], state["seconds"]
 
     def measure_scaling(self) -> dict[str, Any]:
-        """What the other processes cost; measured after the weights were copied."""
+        """Return what the other processes cost; measured after the weights were copied."""
         if self.group.size == 1:
             return {}
         if self.settings.options.fsdp:

@@ -164,7 +164,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def read_splits(recipe: Recipe, path: Path | None) -> Splits:
-    """The recipe's data. Raises BadInput."""
+    """Return the recipe's data. Raises BadInput."""
     with users_code("the recipe's data failed"), memory_errors("the recipe's data"):
         found: object = recipe.data(path)
     if not isinstance(found, Splits):
@@ -173,7 +173,7 @@ def read_splits(recipe: Recipe, path: Path | None) -> Splits:
 
 
 def build_from_recipe(recipe: Recipe) -> torch.nn.Module:
-    """The recipe's model with fresh weights. Raises BadInput, MissingExtra, OutOfMemory."""
+    """Return the recipe's model with fresh weights. Raises BadInput, MissingExtra, OutOfMemory."""
     with users_code("the recipe's build failed"), memory_errors("the recipe's model"):
         found: object = with_torchvision(recipe.build)
     if not isinstance(found, torch.nn.Module):
@@ -182,7 +182,7 @@ def build_from_recipe(recipe: Recipe) -> torch.nn.Module:
 
 
 def score_samples(recipe: Recipe, outputs: dict[str, np.ndarray], labels: np.ndarray) -> np.ndarray:
-    """The recipe's metric, shape (samples,), in 0..1. Raises BadInput."""
+    """Return the recipe's metric, shape (samples,), in 0..1. Raises BadInput."""
     with users_code("the recipe's metric failed"):
         found = np.asarray(recipe.metric(outputs, labels), np.float64)
     if found.shape != (len(labels),):

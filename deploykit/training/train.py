@@ -70,7 +70,7 @@ def train(
     claim(out, "torch", read, force=force)
     places = claim_splits(save_splits, read, force=force) if save_splits is not None else []
     state, events = (Path(path) if path else None for path in (checkpoint, tensorboard))
-    claim_run((*read, out, *places), checkpoint=state, tensorboard=events, force=force)
+    claim_run((*read, out, *places), checkpoint=state, tensorboard=events)
     try:
         chosen = load_recipe(recipe)
     except MissingExtra as exc:  # torch alone would lack the data and models of most recipes

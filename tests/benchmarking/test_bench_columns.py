@@ -1,119 +1,127 @@
-"""Which columns a benchmark has, and in which settings each artefact runs on the CPU."""
+"""Which columns a benchmark has: what was given, and other runtimes that nobody asked for."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 import deploykit as dk
+from deploykit.benchmarking import columns
+from deploykit.benchmarking.bench import Proofs
 from deploykit.benchmarking.columns import (
-    Columns,
     Entry,
-    choose_columns,
+    find_rivals,
+    make_columns,
     open_entries,
     open_entry,
-    open_on_cpu,
 )
-from deploykit.core.artefact import Artefact
-from deploykit.core.machine import this_machine
+from deploykit.benchmarking.processes import ProcessEngine
+from deploykit.benchmarking.timing import Setup
+from deploykit.core.errors import BadInput
+from deploykit.core.machine import Machine, this_machine
+from deploykit.engines.engine import Engine
 from deploykit.engines.onnxruntime.engine import OnnxRuntimeEngine
 from deploykit.reporting.points import CpuSearch, CpuSettings, CpuTrial
+from deploykit.reporting.report import NotMeasured, Report
+from tests.support.onnx_zoo import mnist_like, save
 
-ONE, SPINNING = CpuSettings(1, 2), CpuSettings(1, 2, spinning=True)
+ONE, SPINNING, FREE = CpuSettings(1, 2), CpuSettings(1, 2, spinning=True), CpuSettings(1, 2, None)
 TWO, APART = CpuSettings(2, 1), CpuSettings(2, 1, processes=True)
-ROW = tuple[str, str, int, "int | None", tuple[int, ...]]
+Tried = Mapping[tuple[str, int], tuple[CpuSettings, ...]]  # by label and batch, the fastest first
+
+needs_openvino = pytest.mark.skipif(
+    not columns.installed("openvino"), reason="openvino is not installed"
+)
 
 
-def columns(
-    *paths: Path, found: Mapping[tuple[str, int], tuple[CpuSettings, ...]], batches: tuple[int, ...]
-) -> Columns:
-    entries = open_entries(paths, None, False, print)
-
-    def search(item: Entry, batch: int) -> CpuSearch | None:
-        tried = found.get((item.artefact.name, batch))
-        trials = tuple(CpuTrial(each, 10.0 - number) for number, each in enumerate(tried or ()))
-        return CpuSearch(item.artefact.name, batch, trials) if tried else None
-
-    return choose_columns(entries[0], entries, this_machine(), "cpu", batches, search)
+def searches(tried: Tried) -> dict[tuple[str, int], CpuSearch]:
+    return {
+        (label, batch): CpuSearch(label, batch, tuple(CpuTrial(s, 10.0 - n) for n, s in found))
+        for (label, batch), found in ((key, enumerate(each)) for key, each in tried.items())
+    }
 
 
-def rows(found: Columns) -> list[ROW]:
-    return [(s.label, s.settings, s.sessions, s.threads, s.batches) for s in found.setups]
+def setups(*paths: Path, tried: Tried, batches: tuple[int, ...]) -> list[Setup]:
+    return make_columns(open_entries(paths), searches(tried), batches, "cpu")[0]
 
 
-def copy_of(path: Path) -> Path:
-    other = path.with_name("copy.onnx")
+def rows(found: list[Setup]) -> list[tuple[str, str, int, int | None, tuple[int, ...]]]:
+    return [(s.label, s.settings, s.sessions, s.threads, s.batches) for s in found]
+
+
+def copy_of(path: Path, name: str = "copy.onnx") -> Path:
+    other = path.with_name(name)
     other.write_bytes(path.read_bytes())
     return other
 
 
 def test_the_baseline_has_its_fastest_session_and_its_fastest_settings(affine_onnx: Path) -> None:
-    found = columns(
-        affine_onnx,
-        found={("affine.onnx", 1): (SPINNING, TWO, ONE), ("affine.onnx", 8): (APART, TWO, ONE)},
-        batches=(1, 8),
-    )
-    assert rows(found) == [
+    tried = {("fp32 CPU", 1): (SPINNING, TWO, ONE), ("fp32 CPU", 8): (APART, TWO, ONE)}
+    assert rows(setups(affine_onnx, tried=tried, batches=(1, 8))) == [
         ("fp32 CPU", "1 session of 2 threads, spinning on", 1, 2, (1,)),
         ("fp32 CPU", "1 session of 2 threads, spinning off", 1, 2, (8,)),
         ("fp32 CPU, 2 sessions", "2 processes of 1 thread", 2, 1, (8,)),
     ]
-    assert [(each.batch, each.fastest) for each in found.searches] == [(1, SPINNING), (8, APART)]
 
 
 def test_other_artefacts_run_as_the_baseline_does_and_in_settings_of_their_own(
     affine_onnx: Path,
 ) -> None:
     """A copy of the baseline has its like next to it, whatever its own search says."""
-    other = copy_of(affine_onnx)
-    found = columns(
-        affine_onnx,
-        other,
-        found={
-            ("affine.onnx", 1): (ONE, TWO),
-            ("affine.onnx", 8): (TWO, ONE),
-            ("copy.onnx", 1): (APART, ONE),
-            ("copy.onnx", 8): (TWO, ONE),
-        },
-        batches=(1, 8),
-    )
+    paths = affine_onnx, copy_of(affine_onnx)
+    tried = {
+        ("fp32 CPU", 1): (ONE, TWO),
+        ("fp32 CPU", 8): (TWO, ONE),
+        ("copy", 1): (APART, ONE),
+        ("copy", 8): (TWO, ONE),
+    }
     one, two = str(ONE), str(TWO)
-    assert rows(found) == [
+    assert rows(setups(*paths, tried=tried, batches=(1, 8))) == [
         ("fp32 CPU", one, 1, 2, (1, 8)),
         ("fp32 CPU, 2 sessions", two, 2, 1, (8,)),
         ("copy", one, 1, 2, (1, 8)),
         ("copy, 2 sessions", two, 2, 1, (8,)),
         ("copy, own settings", str(APART), 2, 1, (1,)),
     ]
-
-
-def test_an_artefact_that_is_not_searched_runs_as_the_baseline_does(affine_onnx: Path) -> None:
-    found = columns(
-        affine_onnx, copy_of(affine_onnx), found={("affine.onnx", 1): (TWO, ONE)}, batches=(1,)
-    )
-    assert [(label, settings) for label, settings, *_ in rows(found)][2:] == [
-        ("copy", str(ONE)),
-        ("copy, 2 sessions", str(TWO)),
-    ]
+    unsearched = setups(*paths, tried={("fp32 CPU", 1): (TWO, ONE)}, batches=(1,))
+    assert [row[:2] for row in rows(unsearched)][2:] == [("copy", one), ("copy, 2 sessions", two)]
 
 
 def test_columns_of_different_counts_of_sessions_have_one_name(affine_onnx: Path) -> None:
     """Crossovers are found by name."""
-    four = CpuSettings(4, 1)
-    tried = {("affine.onnx", 1): (TWO, ONE), ("affine.onnx", 8): (four, ONE)}
-    found = columns(affine_onnx, found=tried, batches=(1, 8))
-    assert [label for label, *_ in rows(found)][1:] == ["fp32 CPU, several sessions"] * 2
+    tried = {("fp32 CPU", 1): (TWO, ONE), ("fp32 CPU", 8): (CpuSettings(4, 1), ONE)}
+    found = setups(affine_onnx, tried=tried, batches=(1, 8))
+    assert [setup.label for setup in found][1:] == ["fp32 CPU, several sessions"] * 2
 
 
 def test_each_file_is_timed_once_and_the_baseline_comes_first(affine_onnx: Path) -> None:
     other = copy_of(affine_onnx)
 
-    def names(*sources: Path, baseline: Path | None = None) -> list[str]:
-        return [each.artefact.name for each in open_entries(sources, baseline, False, print)]
+    def names(*engines: Path, against: tuple[Path, ...] = ()) -> list[str]:
+        return [each.artefact.name for each in open_entries(engines, against)]
 
     assert names(affine_onnx, affine_onnx) == ["affine.onnx"]
-    assert names(other, affine_onnx, baseline=affine_onnx) == ["affine.onnx", "copy.onnx"]
+    assert names(other, affine_onnx, against=(affine_onnx,)) == ["affine.onnx", "copy.onnx"]
     assert names(affine_onnx, other) == ["affine.onnx", "copy.onnx"]
+
+
+def test_an_engine_to_compare_with_is_timed_next_to_the_baseline(affine_onnx: Path) -> None:
+    half = dk.quantize(affine_onnx, "fp16").path
+    old = copy_of(half, "old.onnx")
+    found = open_entries([half], [old])
+    assert [(e.label, e.against) for e in found] == [
+        ("fp32 CPU", False),  # which the manifest of the engine names
+        ("old", True),
+        ("affine.fp16", False),
+    ]
+    with pytest.raises(BadInput, match="is fp16 in onnx, and the float32 model that") as caught:
+        open_entries([old], [half])
+    assert "`against`" in str(caught.value.hint)
 
 
 def test_each_engine_has_a_label_of_its_own(affine_onnx: Path) -> None:
@@ -123,38 +131,53 @@ def test_each_engine_has_a_label_of_its_own(affine_onnx: Path) -> None:
     for path in others:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(affine_onnx.read_bytes())
-    found = columns(affine_onnx, *others, found={}, batches=(1,))
     last = f"{affine_onnx.parent.name}/fp32 CPU, 2 sessions.onnx"
-    assert [setup.label for setup in found.setups] == [
+    found = setups(affine_onnx, *others, tried={}, batches=(1,))
+    assert [setup.label for setup in found] == [
         *("fp32 CPU", "a/affine.onnx", "b/affine.onnx", "fp32 CPU.onnx", last)
     ]
 
 
 def test_settings_reach_the_session(affine_onnx: Path) -> None:
-    item = open_entry(Artefact.open(affine_onnx), False, print)
+    entry = open_entry(affine_onnx)
     for settings in (ONE, SPINNING):
-        with open_on_cpu(item, settings) as engine:
+        with entry.open_on_cpu(settings) as engine:
             assert isinstance(engine, OnnxRuntimeEngine)
             options = engine.session.get_session_options()
             spinning = options.get_session_config_entry("session.intra_op.allow_spinning")
             assert (options.intra_op_num_threads, spinning) == (2, str(int(settings.spinning)))
-    with open_on_cpu(item, APART) as engine:
+    with entry.open_on_cpu(APART) as engine:
+        assert isinstance(engine, ProcessEngine)
         assert engine.runtime.startswith("onnxruntime")
-        assert not isinstance(engine, OnnxRuntimeEngine)
 
 
-def test_a_bench_searches_times_and_reports_the_settings(affine_onnx: Path) -> None:
-    report = dk.bench(
-        [copy_of(affine_onnx)],
-        baseline=affine_onnx,
-        batches=(1, 8),
-        warmup_s=0,
-        seconds=0.05,
-        device="cpu",
-        out=affine_onnx.parent / "report",
-    )
-    own = [each for each in report.cpu_search if each.runtime == "onnxruntime"]
-    assert [(each.file, each.batch) for each in own] == [
+def test_the_columns_of_a_benchmark_can_be_sent_to_a_process(affine_onnx: Path) -> None:
+    every = open_entries([affine_onnx], on_note=[].append)  # which no process needs
+    found = make_columns(every, {}, [1, 2], "cpu")[0]
+    for setup in pickle.loads(pickle.dumps(found)):
+        with setup.engines() as engine:
+            assert engine({"x": np.zeros((2, 4), np.float32)})["y"].shape == (2, 4)
+
+
+def machine(*features: str) -> Machine:
+    return replace(this_machine(), cpu_features=features)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save(mnist_like(), tmp_path / "model.onnx")
+
+
+def timed(*engines: Path, batches: tuple[int, ...] = (1,), **options: tuple[Path, ...]) -> Report:
+    out = engines[0].parent / "report"
+    return dk.bench(engines, out=out, seconds=0.05, batches=batches, device="cpu", **options)
+
+
+def test_a_bench_searches_times_and_reports_the_settings(
+    affine_onnx: Path, onnxruntime_alone: None
+) -> None:
+    report = timed(copy_of(affine_onnx), against=(affine_onnx,), batches=(1, 8))
+    assert [(each.file, each.batch) for each in report.cpu_search] == [
         (name, batch) for name in ("affine.onnx", "copy.onnx") for batch in (1, 8)
     ]
     for batch in (1, 8):
@@ -168,3 +191,170 @@ def test_a_bench_searches_times_and_reports_the_settings(affine_onnx: Path) -> N
             str(t.settings) for s in report.cpu_search for t in s.trials if s.batch == point.batch
         }
         assert point.settings in tried
+
+
+def test_an_engine_and_a_report_to_compare_with_are_used_in_one_run(
+    affine_onnx: Path, onnxruntime_alone: None
+) -> None:
+    old, folder = copy_of(dk.quantize(affine_onnx, "fp16").path, "old.onnx"), affine_onnx.parent
+    first = timed(affine_onnx, old)
+    report = dk.bench(
+        [copy_of(affine_onnx)],
+        against=[affine_onnx, old, folder / "report"],
+        out=folder / "again",
+        seconds=0.05,
+        batches=(1,),
+        device="cpu",
+    )
+    found = {each.file: each for each in report.cpu_search}
+    assert [found[each.file] for each in first.cpu_search] == list(first.cpu_search)
+    assert all(label.startswith("copy") for label in report.asked)
+    assert report.against
+    assert all(label.startswith("old") for label in report.against)
+    assert {"fp32 CPU", "old", "copy"} <= {point.label for point in report.points}
+
+
+@needs_openvino
+def test_each_precision_is_tried_in_openvino_and_bfloat16_where_the_cpu_has_it(
+    model: Path, tmp_path: Path
+) -> None:
+    x = np.random.default_rng(0).standard_normal((64, 1, 28, 28)).astype(np.float32)
+    np.savez(tmp_path / "x.npz", image=x)
+    int8 = dk.quantize(model, to="int8", calib=tmp_path / "x.npz", runtime="onnxruntime").path
+    every = open_entries([model, int8])
+    found, gaps = find_rivals(every, machine("avx512_bf16"), tmp_path)
+    assert [each.label for each in found] == ["OpenVINO fp32", "OpenVINO int8", "OpenVINO bf16"]
+    assert [each.what for each in gaps] == ["PyTorch on the CPU"]
+    assert len({each.label for each in (*every, *found)}) == 5
+    again = pickle.loads(pickle.dumps(found))  # as sessions in processes of their own open them
+    assert [each.to_dict() for each in again] == [each.to_dict() for each in found]
+    found, gaps = find_rivals(every[:1], machine(), tmp_path)
+    assert [each.label for each in found] == ["OpenVINO fp32"]
+    reasons = {each.what: each.why for each in gaps}
+    assert "no instructions" in reasons["OpenVINO bf16 on the CPU"]
+    assert "deploykit quantize --to int8" in reasons["INT8 on the CPU"]
+
+
+@needs_openvino
+def test_two_files_of_one_precision_have_labels_of_their_own_and_copies_none(
+    model: Path, tmp_path: Path
+) -> None:
+    copy, other = copy_of(model), tmp_path / "other.onnx"
+    other.write_bytes(model.read_bytes() + b"\x32\x01x")  # doc_string
+    found, _ = find_rivals(open_entries([model, copy, other]), machine(), tmp_path)
+    assert [each.label for each in found] == ["OpenVINO fp32 of model", "OpenVINO fp32 of other"]
+
+
+def test_what_is_not_installed_is_named_with_what_installs_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "installed", lambda _: False)
+    found, gaps = find_rivals(open_entries([model]), machine("avx512_bf16"), tmp_path)
+    assert found == []
+    reasons = {each.what: each.why for each in gaps}
+    assert reasons["OpenVINO on the CPU"].startswith("not installed: pip install")
+    assert "[openvino]" in reasons["OpenVINO on the CPU"]
+    assert "checkpoint" in reasons["PyTorch on the CPU"]
+
+
+@needs_openvino
+def test_a_rival_that_is_wrong_or_cannot_run_the_model_is_a_gap_and_fails_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deploykit.engines.openvino import OpenVinoEngine
+
+    call = OpenVinoEngine.__call__
+
+    def wrong(self: OpenVinoEngine, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {name: array * 0 for name, array in call(self, feeds).items()}
+
+    def refuse(_self: Entry, _device: str) -> Engine:
+        raise BadInput("model.onnx: OpenVINO has no operator Foo")
+
+    (reference,) = open_entries([model])
+    (rival,), gaps = find_rivals([reference], machine(), tmp_path)
+    with reference.open() as base:
+        proofs = Proofs(base, reference, None, "cpu", print)
+        assert proofs.admit(rival, gaps)
+        assert proofs.gates == {}  # nobody asked for it
+        with monkeypatch.context() as patch:
+            patch.setattr(OpenVinoEngine, "__call__", wrong)
+            assert not proofs.admit(rival, gaps)
+        monkeypatch.setattr(Entry, "open", refuse)
+        assert not proofs.admit(rival, gaps)
+    first, second = gaps[-2:]
+    assert first.what == "OpenVINO fp32 on the CPU"
+    assert "SQNR 0.0 dB" in first.why
+    assert second == NotMeasured(first.what, "model.onnx: OpenVINO has no operator Foo")
+
+
+@pytest.mark.parametrize(("rate", "batches"), [(80.0, (1, 8)), (60.0, (8,))])
+def test_a_rival_has_a_column_only_where_the_search_found_it_near_the_fastest(
+    affine_onnx: Path, rate: float, batches: tuple[int, ...]
+) -> None:
+    (reference,) = open_entries([affine_onnx])
+    rival = replace(reference, runtime="openvino", rival=True, label="OpenVINO fp32")
+    found = {
+        (entry.label, batch): CpuSearch("", batch, (CpuTrial(settings, per_s),))
+        for entry, settings, rates in ((reference, ONE, (100, 100)), (rival, FREE, (rate, 300)))
+        for batch, per_s in zip((1, 8), rates, strict=True)
+    }
+    made, gaps = make_columns([reference, rival], found, (1, 8), "cpu")
+    assert [(each.label, each.settings, each.batches) for each in made] == [
+        ("fp32 CPU", str(ONE), (1, 8)),
+        ("OpenVINO fp32", "1 session of 2 threads", batches),
+    ]
+    assert {each.entry for each in made} == {reference.label, rival.label}
+    behind = [each.why for each in gaps if each.what == "OpenVINO fp32 on the CPU at batch 1"]
+    assert behind == ["far slower than others in the search"] * (batches == (8,))
+
+
+@needs_openvino
+def test_a_bench_times_openvino_and_names_its_precision_in_the_report(model: Path) -> None:
+    report = timed(model, batches=(8,))
+    assert {each.runtime for each in report.cpu_search} == {"onnxruntime", "openvino"}
+    names = {"fp32": "float32", "bf16": "bfloat16"}
+    for point in report.points:
+        if point.label.startswith("OpenVINO"):
+            assert point.runtime.startswith("openvino ")
+            assert names[point.precision] in point.options["layers"]
+    assert all(label.startswith("fp32 CPU") for label in report.asked)
+    assert all("OpenVINO" not in gate.name for gate in report.gates)
+
+
+@needs_openvino
+def test_a_file_built_for_openvino_is_asked_for_and_searched_like_the_others(model: Path) -> None:
+    built = dk.build(model, "cpu-openvino").path
+    report = timed(built, model)
+    assert report.asked == ("model.cpu-openvino in OpenVINO",)
+    (point,) = [each for each in report.points if each.label in report.asked]
+    assert "thread" in point.settings
+    assert [each.name for each in report.gates] == ["outputs of model.cpu-openvino.onnx"]
+
+
+@pytest.mark.torch
+def test_a_checkpoint_is_timed_in_processes_of_its_own_in_both_precisions(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    from deploykit.core.recipe import load_recipe
+    from deploykit.engines.torch.open import save_checkpoint
+
+    recipe = load_recipe("mnist-cnn")
+    checkpoint = tmp_path / "mnist.pt"
+    save_checkpoint(checkpoint, recipe.build(), "mnist-cnn", recipe.inputs, recipe.outputs)
+    model = save(mnist_like(), tmp_path / "model.onnx")
+    every = open_entries([model, checkpoint])
+    assert (every[1].runtime, every[1].precision) == ("torch", "fp32")
+    found, gaps = find_rivals(every, machine(), tmp_path)
+    (half,) = [each for each in found if each.runtime == "torch"]
+    assert (half.label, half.precision) == ("PyTorch bf16", "bf16")
+    assert "PyTorch on the CPU" not in {each.what for each in gaps}
+    feeds = {"image": np.random.default_rng(0).standard_normal((2, 1, 28, 28)).astype(np.float32)}
+    with every[1].open("cpu") as exact, half.open("cpu") as rounded:
+        wanted, found_half = exact(feeds)["logits"], rounded(feeds)["logits"]
+    assert found_half.dtype == np.float32
+    error = np.abs(found_half - wanted).max() / np.abs(wanted).max()
+    assert 1e-5 < error < 5e-2  # 8 bits of mantissa
+    with half.open_on_cpu(CpuSettings(1, 1, None, processes=True)) as engine:
+        assert isinstance(engine, ProcessEngine)
+        np.testing.assert_allclose(engine(feeds)["logits"], found_half, rtol=0.1, atol=0.05)
+        assert engine.runtime.startswith("torch ")

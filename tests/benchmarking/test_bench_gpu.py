@@ -34,7 +34,7 @@ def bench_fixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         patch.setattr("deploykit.benchmarking.limits.PROBE_FROM_S", 0.0)
         patch.setattr("deploykit.benchmarking.limits.recognise", lambda _: H200)
         keep_round_calibration(folder / "cache", patch)
-        short: dict[str, Any] = {"warmup_s": 0.0, "seconds": 0.05, "device": "cuda"}
+        short: dict[str, Any] = {"seconds": 0.05, "device": "cuda"}
         model = save(mnist_like(), folder / "model.onnx")
         yield partial(dk.bench, [model], out=folder / "report", force=True, **short)
 
@@ -138,14 +138,14 @@ def test_weights_alone_are_an_engine_with_their_arch(affine_onnx: Path, tmp_path
     weights = tmp_path / "weights.pt"
     torch.save({"two": torch.tensor(2.0), "one": torch.tensor(1.0)}, weights)
     with pytest.raises(BadInput, match=r"an \.onnx or \.trt file is needed"):
-        open_entries([weights], affine_onnx, False, print)
-    found = open_entries([weights], affine_onnx, False, print, f"{arch}:Net")
+        open_entries([weights], [affine_onnx])
+    found = open_entries([weights], [affine_onnx], arch=f"{arch}:Net")
     assert [each.runtime for each in found] == ["onnxruntime", "torch"]
     with found[1].open("cpu") as engine:
         (found_y,) = engine({"x": np.full((2, 4), 3, np.float32)}).values()
     np.testing.assert_array_equal(found_y, np.full((2, 4), 7))
     with pytest.raises(BadInput, match=r"`arch` .* none of the engines is a file of weights only"):
-        open_entries([affine_onnx], None, False, print, f"{arch}:Net")
+        open_entries([affine_onnx], arch=f"{arch}:Net")
 
 
 AFFINE = """

@@ -16,6 +16,7 @@ import deploykit as dk
 from deploykit.benchmarking.limits import EnergyLog, cpu_ceilings
 from deploykit.core.errors import Unsupported
 from deploykit.core.evidence import Interval
+from deploykit.evaluation.artefacts import no_progress
 from deploykit.evaluation.latency import Latency
 from deploykit.planning.probe import store_calibration
 from deploykit.reporting.points import Point
@@ -33,7 +34,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dk.Report]:
         for threads in range(1, (os.cpu_count() or 1) + 1):  # the search may choose any
             assert store_calibration(replace(found, threads=threads)) == ""
         model = save(mnist_like(), folder / "model.onnx")
-        short: Mapping[str, Any] = {"warmup_s": 0.0, "seconds": 0.2, "batches": (1, 4)}
+        short: Mapping[str, Any] = {"seconds": 0.2, "batches": (1, 4)}
         yield dk.bench([model], out=folder / "report", **short)
 
 
@@ -65,7 +66,7 @@ def test_a_probe_that_finds_no_room_is_a_gap_of_the_report(monkeypatch: pytest.M
         raise Unsupported("/tmp/deploykit-probe/chain.onnx: no space left on the disk")
 
     monkeypatch.setattr("deploykit.benchmarking.limits.probe_cpu", full)
-    found, (gap,) = cpu_ceilings([], 60.0, None)
+    found, (gap,) = cpu_ceilings([], 60.0, no_progress)
     assert found == {}
     assert gap.what == "ceilings of the CPU"
     assert gap.why.endswith("no space left on the disk")
@@ -89,7 +90,7 @@ def test_a_device_without_a_meter_is_not_measured(report: dk.Report) -> None:
 def test_a_short_run_waits_for_no_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEPLOYKIT_CACHE", str(tmp_path / "cache"))
     model = save(mnist_like(), tmp_path / "model.onnx")
-    found = dk.bench([model], out=tmp_path / "r", warmup_s=0.0, seconds=0.05, batches=[1])
+    found = dk.bench([model], out=tmp_path / "r", seconds=0.05, batches=[1])
     assert (found.predicted, found.roofline) == ((), {})
     assert not (tmp_path / "cache").exists()
 
@@ -119,7 +120,7 @@ def point(label: str, rate: float, device: str = "cpu") -> Point:
 def logged(steps: Sequence[str], joules: Sequence[float], seconds: Sequence[float]) -> EnergyLog:
     clock = iter(seconds)
     meter: Any = Meter(*joules)
-    found = EnergyLog(meter, None, lambda: next(clock))
+    found = EnergyLog(meter, no_progress, lambda: next(clock))
     for step in steps:
         found(step, 0.0)
     return found

@@ -38,9 +38,7 @@ def chosen(
         for each in timed
     ]
     slo_ms = 1e6 if name == "server" else None
-    found = run_scenarios(
-        [name], setups=setups, points=points, seconds=0.02, slo_ms=slo_ms, feeds=feeds
-    )
+    found = run_scenarios([name], setups, points, 0.02, slo_ms, feeds)
     return [(each.label, each.batch) for each in found]
 
 
@@ -65,14 +63,12 @@ def test_each_file_has_a_result() -> None:
 def test_an_engine_that_takes_no_such_query_has_no_value() -> None:
     small = Setup("small", lambda: FakeEngine(max_batch=4), file="a.onnx")
     points = sweep([small], (1, 4), Timing(0.0, 0.04, 2), feeds)
-    (found,) = run_scenarios(
-        ["multi-stream"], setups=[small], points=points, seconds=0.02, slo_ms=None, feeds=feeds
-    )
+    (found,) = run_scenarios(["multi-stream"], [small], points, 0.02, None, feeds)
     assert (found.value, found.why) == (None, "it takes no query of 8 samples")
 
 
 def timed(path: Path, **options: Any) -> dk.Report:
-    short = {"batches": (1, 8), "warmup_s": 0, "seconds": 0.05, "device": "cpu"}
+    short = {"batches": (1, 8), "seconds": 0.05, "device": "cpu"}
     return dk.bench([path], out=path.parent / "report", **{**short, **options})
 
 
@@ -124,7 +120,7 @@ def test_a_wrong_engine_runs_in_no_scenario(affine_onnx: Path, tmp_path: Path) -
         )
     )
     onnx.save(model, other)
-    report = timed(other, baseline=affine_onnx, scenarios=["offline"])
+    report = timed(other, against=[affine_onnx], scenarios=["offline"])
     assert report.scenarios
     assert all(each.label.startswith("fp32 CPU") for each in report.scenarios)
     assert report.wrong

@@ -50,7 +50,7 @@ def zeros(tmp_path: Path) -> Path:
 
 def timed(*engines: Path, data: Path | None = None) -> Report:
     out = engines[0].parent / "report"
-    return bench(engines, out=out, warmup_s=0.0, seconds=0.05, batches=(1, 8), data=data)
+    return bench(engines, out=out, seconds=0.05, batches=(1, 8), data=data)
 
 
 def test_a_wrong_engine_is_timed_and_compared_with_nothing(right: Path, zeros: Path) -> None:
@@ -116,8 +116,8 @@ def test_outputs_that_are_no_numbers_are_named_without_a_ratio(right: Path, zero
 def test_the_command_ends_with_1_and_writes_the_report(
     right: Path, zeros: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    short = ("--warmup", "0", "--seconds", "0.05", "--batches", "1")
-    words = ["deploykit", "bench", zeros, "--baseline", right, "-o", tmp_path / "out", *short]
+    short = ("--seconds", "0.05", "--batches", "1")
+    words = ["deploykit", "bench", zeros, "--against", right, "-o", tmp_path / "out", *short]
     monkeypatch.setattr(sys, "argv", [str(word) for word in words])
     with pytest.raises(SystemExit) as ended:
         sys.exit(main())

@@ -152,7 +152,7 @@ def test_one_failing_session_stops_the_others() -> None:
 
 def test_ctrl_c_stops_the_sessions_and_waits_for_them() -> None:
     """In a process of its own: a signal that came too late would end the tests."""
-    code = "from tests.measure.timing.test_closed_loop import interrupt_two_sessions as run; run()"
+    code = "from tests.benchmarking.test_closed_loop import interrupt_two_sessions as run; run()"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -7,12 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from deploykit.benchmarking.cpu_search import best_cpu, choices, choices_for, search_cpu
+from deploykit.benchmarking.cpu_search import choices, choices_for, search_cpu
 from deploykit.core.errors import BadInput, OutOfMemory
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays
-from deploykit.reporting.points import CpuSearch, CpuSettings, describe_best
-from deploykit.reporting.report import Report
+from deploykit.reporting.points import CpuSearch, CpuSettings
 from tests.support.fake_engine import FakeEngine
 
 FEEDS = random_feeds(FakeEngine().inputs, {"N": 4})
@@ -161,35 +160,3 @@ def test_settings_that_are_processes_already_are_raced_once() -> None:
     found = machine.search(choices_for("torch", [2]))
     assert len({trial.settings for trial in found.trials}) == len(found.trials) == 3
     assert str(found.fastest) == "1 process of 2 threads"
-
-
-def test_the_winner_is_named_with_its_runtime_precision_and_settings(report: Report) -> None:
-    points = [
-        replace(each, runtime="openvino 2026.4.1", settings="2 processes of 1 thread")
-        if each.label == "int8 CPU"
-        else each
-        for each in report.points
-    ]
-    (sentence,) = describe_best(best_cpu(points, set())[:1], points)
-    assert sentence.startswith(
-        "Fastest on this CPU: at batch 1 OpenVINO int8, 2 processes of 1 thread ("
-    )
-    assert describe_best(best_cpu(points, set()), []) == []
-
-
-def test_the_best_of_the_cpu_is_right_on_the_cpu_and_in_the_closed_loop(report: Report) -> None:
-    points = [replace(each, settings=f"of {each.label}") for each in report.points]
-    best = best_cpu(points, set())
-    assert [each.batch for each in best] == [1, 2, 4, 8, 16, 32, 64]
-    assert (best[0].label, best[0].settings, best[0].precision) == (
-        "int8 CPU",
-        "of int8 CPU",
-        "int8",
-    )
-    assert best[0].why == (
-        "the fastest of 4 columns on the CPU (ONNX Runtime fp32, ONNX Runtime fp16, "
-        "ONNX Runtime int8)"
-    )
-    assert best_cpu(points, {"int8 CPU"})[0].label == "fp32 CPU, 2 × 1"
-    assert best_cpu([replace(each, device="cuda:0") for each in points], set()) == ()
-    assert best_cpu([replace(each, scenario="offline") for each in points], set()) == ()

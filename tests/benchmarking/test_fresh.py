@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import os
-import pickle
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from deploykit.benchmarking.columns import choose_columns, open_entries
 from deploykit.benchmarking.timing import (
     Block,
     Measured,
@@ -19,7 +17,6 @@ from deploykit.benchmarking.timing import (
     sweep_apart,
 )
 from deploykit.core.errors import BadInput, DeploykitError
-from deploykit.core.machine import this_machine
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays
 from deploykit.evaluation.statistics import FASTER, SLOWER, difference, ratio
@@ -92,20 +89,6 @@ def test_what_goes_wrong_there_is_one_error_here(
 ) -> None:
     with pytest.raises(error, match=says):
         sweep_apart([Setup("A", engines)], [1], SHORT, feeds, processes=2)  # type: ignore[arg-type]
-
-
-def test_one_process_is_refused() -> None:
-    with pytest.raises(BadInput, match="`processes` must be 2 or more"):
-        sweep_apart([], [1], SHORT, feeds, processes=1)
-
-
-def test_the_columns_of_a_benchmark_can_be_sent_to_a_process(affine_onnx: Path) -> None:
-    notes: list[str] = []
-    every = open_entries([affine_onnx], None, False, notes.append)
-    columns = choose_columns(every[0], every, this_machine(), "cpu", [1, 2], lambda *_: None)
-    for setup in pickle.loads(pickle.dumps(columns.setups)):
-        with setup.engines() as engine:
-            assert engine(feeds(2))["y"].shape == (2, 4)
 
 
 def simulated(

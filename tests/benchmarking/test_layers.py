@@ -11,7 +11,7 @@ from deploykit.benchmarking.layers import time_layers
 from deploykit.core.errors import DeploykitError
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays
-from deploykit.reporting.layers import LayerKey, LayerTimes
+from deploykit.reporting.points import LayerKey, LayerTimes
 from tests.support.fake_engine import FakeEngine
 
 NOW_S = [0.0]
@@ -69,7 +69,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> tuple[Timed, Profiled]:
 def timed(engines: tuple[Timed, Profiled]) -> LayerTimes:
     profiled = engines[1]
     feeds = random_feeds(profiled.inputs, {"N": 4})
-    return time_layers(("m", 4), engines, feeds, profiled.read)
+    return time_layers(*engines, feeds, profiled.read)
 
 
 def test_the_middle_half_of_the_calls_is_what_counts(engines: tuple[Timed, Profiled]) -> None:
@@ -80,7 +80,7 @@ def test_the_middle_half_of_the_calls_is_what_counts(engines: tuple[Timed, Profi
     assert (found.layers[0].name, found.layers[0].op) == ("conv", "Conv")
     assert found.layers[0].ms == pytest.approx(1.5)
     assert (found.count, len(found.layers)) == (251, 251)
-    assert (found.label, found.batch, found.runtime) == ("m", 4, "onnxruntime 1.32.0")
+    assert found.runtime == "onnxruntime 1.32.0"
 
 
 def test_calls_with_and_without_the_profiler_take_turns_after_a_warm_up(
@@ -97,5 +97,5 @@ def test_calls_with_and_without_the_profiler_take_turns_after_a_warm_up(
 
 def test_a_profile_without_calls_is_refused(engines: tuple[Timed, Profiled]) -> None:
     engines[1].empty = True
-    with pytest.raises(DeploykitError, match="m: its profile holds no whole call"):
+    with pytest.raises(DeploykitError, match="its profile holds no whole call"):
         timed(engines)

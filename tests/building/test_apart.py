@@ -17,11 +17,6 @@ from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.memory import BuildMemory
 from deploykit.core.profile import load_profile
 from deploykit.core.subprocesses import run_apart
-from tests.support.builders.tensorrt_fixtures import (  # noqa: F401
-    cache_fixture,
-    model_fixture,
-    out_fixture,
-)
 from tests.support.runtimes.gpu_machine import gpu_machine
 
 ORIN = "jetson-orin-nano-8gb"

@@ -12,12 +12,7 @@ import deploykit as dk
 from deploykit.building import build as making
 from deploykit.building.builder import Shapes
 from deploykit.core.machine import this_machine
-from tests.support.builders.tensorrt_fixtures import (  # noqa: F401
-    Use,
-    cache_fixture,
-    model_fixture,
-    use_fixture,
-)
+from tests.support.builders.fake_tensorrt import Use
 from tests.support.onnx_zoo import mnist_like, save
 
 Machine = Callable[..., Any]

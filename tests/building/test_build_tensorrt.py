@@ -28,14 +28,8 @@ from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.profile import load_profile
 from deploykit.engines.tensorrt.compatibility import Here, rebuild
 from deploykit.quantization.job import QuantizeRequest
-from tests.support.builders.fake_tensorrt import Behaviour
+from tests.support.builders.fake_tensorrt import Behaviour, Use
 from tests.support.builders.fake_tensorrt import make as fake_module
-from tests.support.builders.tensorrt_fixtures import (  # noqa: F401
-    Use,
-    cache_fixture,
-    model_fixture,
-    use_fixture,
-)
 from tests.support.runtimes import fake_tensorrt as fake
 from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
 from tests.support.runtimes.modules import replaced

@@ -37,11 +37,6 @@ from tests.support.onnx_zoo import (
 )
 
 
-@pytest.fixture(autouse=True)
-def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEPLOYKIT_CACHE", str(tmp_path / "cache"))
-
-
 @ask
 @needs
 @pytest.mark.parametrize("graph", [linear, conv_relu, two_inputs, int64_ids, mnist_like])

@@ -105,8 +105,3 @@ def test_only_strong_typing_errors_count_as_such(line: str, blames: bool) -> Non
 )
 def test_a_version_is_read(text: str, numbers: tuple[int, int]) -> None:
     assert module.version(SimpleNamespace(__version__=text)) == numbers
-
-
-def test_a_member_that_is_not_there_names_what_needs_it() -> None:
-    with pytest.raises(Unsupported, match=r"statistics: needs a newer TensorRT.*get_engine_stat"):
-        module.member(object(), "get_engine_stat", "statistics")

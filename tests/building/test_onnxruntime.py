@@ -9,6 +9,7 @@ import onnxruntime
 import pytest
 from onnx import helper
 
+import deploykit as dk
 from deploykit.building.onnxruntime import build
 from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.engines.data.samples import Samples, random_feeds
@@ -173,3 +174,19 @@ def test_weights_above_two_gib_do_not_fit_into_a_build(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="bytes with its weights"):
         build(path, out)
     assert not out.exists()
+
+
+def test_a_model_without_inputs_is_built_and_takes_no_images(tmp_path: Path) -> None:
+    """It computes one answer, from its weights alone."""
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    weights = {"w": np.arange(8, dtype=np.float32).reshape(2, 4) - 3}
+    model = make([helper.make_node("Relu", ["w"], ["y"])], {}, {"y": (2, 4)}, weights)
+    made = dk.build(save(model, tmp_path / "m.onnx"), "cpu", out=tmp_path / "b.onnx")
+    assert made.parity is not None
+    assert made.parity.passed
+    images = tmp_path / "images"
+    images.mkdir()
+    (images / "a.png").write_bytes(b"")
+    with pytest.raises(dk.BadInput, match="its inputs are: none"):
+        dk.predict(made.path, images, out=tmp_path / "p.npz")

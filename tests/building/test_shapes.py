@@ -92,21 +92,6 @@ def test_the_batch_is_not_an_axis_option() -> None:
     assert caught.value.hint == "write it as `batch` 1,2,3"
 
 
-@pytest.mark.parametrize(
-    ("batch", "axes", "option"),
-    [
-        (AxisRange(8, 4, 32), {}, "`batch`"),
-        (BATCH, {"T": AxisRange(5, 1, 9)}, "`axes` T"),
-        (BATCH, {"T": AxisRange(-1, 1, 9)}, "`axes` T"),
-    ],
-)
-def test_ranges_made_in_python_are_checked_too(
-    batch: AxisRange, axes: dict[str, AxisRange], option: str
-) -> None:
-    with pytest.raises(BadInput, match=option):
-        ranges([parse_spec("x:float32[N,T]")], batch, axes)
-
-
 def test_a_fixed_batch_cannot_be_given_a_range() -> None:
     with pytest.raises(BadInput, match="axis 0 of input 'x' is fixed at 4") as caught:
         ranges([parse_spec("x:float32[4,3]")], BATCH, {})

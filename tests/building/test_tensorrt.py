@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
+import signal
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,24 +13,17 @@ import pytest
 
 from deploykit.building.tensorrt import build as tensorrt
 from deploykit.building.tensorrt import module
-from deploykit.building.tensorrt.build import build, precision_flags
-from deploykit.building.tensorrt.options import Options
+from deploykit.building.tensorrt.build import build, check, precision_flags
+from deploykit.building.tensorrt.options import HARDWARE, AxisRange, Options
+from deploykit.building.tensorrt.progress import BuildProgress
 from deploykit.core.errors import MissingExtra, NotFound, Unsupported
 from deploykit.core.extras import install_command
 from deploykit.core.files import sha256
 from deploykit.core.profile import load_profile
 from scripts.nvidia import fetch
-from tests.support.builders.fake_tensorrt import Severity
-from tests.support.builders.tensorrt_fixtures import (  # noqa: F401
-    BATCH,
-    NO_FORMATS,
-    Use,
-    cache_fixture,
-    model_fixture,
-    options,
-    out_fixture,
-    use_fixture,
-)
+from tests.support.builders.fake_tensorrt import BATCH, NO_FORMATS, Severity, Use, options
+from tests.support.graphs.protos import to_half
+from tests.support.onnx_zoo import linear, save
 from tests.support.runtimes.modules import replaced
 
 
@@ -67,27 +62,10 @@ def test_profile_and_options_reach_the_builder(use: Use, model: Path, out: Path)
     assert config.flags == ["VERSION_COMPATIBLE"]
 
 
-@pytest.mark.parametrize("version", ["8.6.2", "8.5.2.2", "7.1"])
-def test_tensorrt_before_10_is_refused_with_the_reason(
-    use: Use, model: Path, out: Path, version: str
-) -> None:
-    use(version=version)
-    with pytest.raises(Unsupported, match=rf"TensorRT {re.escape(version)} is installed.*no types"):
-        build(model, out, options())
-
-
 def test_without_tensorrt_the_extra_is_named(model: Path, out: Path) -> None:
     with replaced("tensorrt", None), pytest.raises(MissingExtra) as caught:
         build(model, out, options())
     assert install_command("tensorrt") in (caught.value.hint or "")
-
-
-def test_a_machine_without_a_driver_is_refused_with_that_reason(
-    use: Use, model: Path, out: Path
-) -> None:
-    use(driver=False)
-    with pytest.raises(Unsupported, match="cannot start: no NVIDIA driver"):
-        build(model, out, options())
 
 
 def test_a_profile_that_ends_before_this_tensorrt_is_refused(
@@ -97,6 +75,17 @@ def test_a_profile_that_ends_before_this_tensorrt_is_refused(
     old = replace(load_profile("l4"), tensorrt_max="10.16")
     with pytest.raises(Unsupported, match=r"TensorRT 10\.3 to 10\.16, the installed one is 11"):
         build(model, out, Options(old, BATCH))
+
+
+@pytest.mark.parametrize("level", HARDWARE)
+def test_a_hardware_compatibility_level_reaches_the_builder(
+    use: Use, model: Path, out: Path, level: str
+) -> None:
+    does = use(hardware="NONE AMPERE_PLUS SAME_COMPUTE_CAPABILITY")
+    facts = build(model, out, options(hardware_compatible=level))
+    config = does.seen["config"]
+    assert config.hardware_compatibility_level == level.upper().replace("-", "_")
+    assert facts.built_on["hardware_compatible"] == level
 
 
 # weak typing, where strong typing has gaps
@@ -314,3 +303,141 @@ def test_tensorrt_for_rtx_is_never_given_the_older_flags(use: Use, model: Path, 
     with pytest.raises(Unsupported, match="could not find any supported formats"):
         build(model, out.with_suffix(".rtx"), options(flavour="rtx"))
     assert does.seen["strong"] == [True]
+
+
+# memory, progress, interruption
+
+
+def test_a_workspace_is_cut_to_the_free_memory_with_a_note(
+    use: Use, model: Path, out: Path
+) -> None:
+    does = use()
+    facts = build(model, out, options(free_bytes=1 << 30))
+    assert 1000 << 20 < does.seen["WORKSPACE"] < 1 << 30
+    assert "instead of 6,144 MiB" in facts.notes[0]
+    assert build(model, out, options(free_bytes=8 << 30)).notes == facts.notes[1:]
+    assert does.seen["WORKSPACE"] == 6 << 30
+
+
+def test_ctrl_c_stops_the_build_and_leaves_the_previous_plan(
+    use: Use, model: Path, out: Path
+) -> None:
+    out.write_bytes(b"previous")
+    use(during_build=lambda: signal.raise_signal(signal.SIGINT))
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        build(model, out, options())
+    assert out.read_bytes() == b"previous"
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_sigterm_stops_the_build_as_its_handler_says(use: Use, model: Path, out: Path) -> None:
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(143)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        use(during_build=lambda: signal.raise_signal(signal.SIGTERM))
+        with pytest.raises(SystemExit):
+            build(model, out, options())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_an_error_in_on_progress_comes_through(use: Use, model: Path, out: Path) -> None:
+    use()
+
+    def fails(text: str, share: float) -> None:
+        if text == "Building engine":
+            raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        build(model, out, options(), fails)
+    assert not out.exists()
+
+
+def test_progress_from_several_threads_never_falls_and_comes_one_call_at_a_time() -> None:
+    """IProgressMonitor: "must be thread-safe", as several internal threads may call it."""
+    shares: list[float] = []
+    busy = threading.Lock()
+
+    def on_progress(phase: str, share: float) -> None:
+        assert busy.acquire(blocking=False)
+        time.sleep(0)  # lets another thread in, where one is
+        shares.append(share)
+        busy.release()
+
+    progress = BuildProgress(on_progress)
+    progress.start("build", None, 4)
+
+    def work(number: int) -> None:
+        for step in range(50):
+            progress.start(f"{number}.{step}", "build", 2)
+            assert progress.step(f"{number}.{step}", 1)
+            progress.finish(f"{number}.{step}")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert progress.failure is None
+    assert len(shares) == 401
+    assert shares == sorted(shares)
+
+
+# what a Jetson's DLA takes
+
+
+ON_DLA = {"Name": "{ForeignNode[gemm...relu]}", "LayerType": "DLA"}
+ON_GPU = {"Name": "{ForeignNode[a...b]}", "LayerType": "Myelin"}
+COPY = {"Name": "x to nvm", "LayerType": "Reformat"}
+LAYERS = json.dumps({"Layers": [COPY, ON_DLA, ON_GPU]})
+
+
+def on_dla(dla: int = 1) -> Options:
+    return options("jetson-orin-nx-16gb", AxisRange(4, 4, 4), dla=dla)
+
+
+@pytest.fixture(name="half")
+def half_fixture(tmp_path: Path) -> Path:
+    return save(to_half(linear(), "fp16", {})[0], tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize(
+    ("version", "typing"),
+    [("10.3.0", ("GPU_FALLBACK",)), ("11.4.1", ("STRONGLY_TYPED", "GPU_FALLBACK"))],
+)
+def test_layers_on_the_dla_are_counted_and_the_core_is_set(
+    use: Use, half: Path, out: Path, version: str, typing: tuple[str, ...]
+) -> None:
+    """Before TensorRT 11 precision is a flag; FLOAT alone, as here, needs none."""
+    does = use(version=version, dla_cores=2, layers=LAYERS)
+    facts = build(half, out, on_dla())
+    config = does.seen["config"]
+    assert (config.default_device_type, config.DLA_core) == ("DLA", 1)
+    assert does.seen["runtime_dla"] == 1
+    assert facts.flags_used == typing
+    assert facts.built_on["dla"] == "1"
+    assert "1 of 3 layers run on DLA core 1, the others on the GPU" in facts.notes
+
+
+def test_an_engine_with_nothing_on_the_dla_is_refused(use: Use, half: Path, out: Path) -> None:
+    use(version="10.3.0", dla_cores=2, layers=json.dumps({"Layers": [COPY, ON_GPU]}))
+    with pytest.raises(Unsupported, match="none of its 2 layers runs on the DLA"):
+        build(half, out, on_dla())
+    assert not out.exists()
+
+
+def test_without_layers_to_read_a_note_reports_an_unknown_number(
+    use: Use, half: Path, out: Path
+) -> None:
+    use(version="10.3.0", dla_cores=2)
+    assert "not known" in build(half, out, on_dla()).notes[-1]
+
+
+def test_a_check_elsewhere_leaves_the_dla_out_and_says_so(use: Use, half: Path) -> None:
+    use(dla_cores=0)
+    found = check(half, on_dla(dla=0))
+    assert found.accepted
+    assert "checked for the GPU alone" in found.notes[0]

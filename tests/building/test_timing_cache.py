@@ -13,14 +13,7 @@ import pytest
 from deploykit.building.tensorrt.build import build, cache_path, check
 from deploykit.core.errors import BadInput
 from deploykit.core.machine import Gpu, this_machine
-from tests.support.builders.tensorrt_fixtures import (  # noqa: F401
-    Use,
-    cache_fixture,
-    model_fixture,
-    options,
-    out_fixture,
-    use_fixture,
-)
+from tests.support.builders.fake_tensorrt import Use, options
 
 
 def test_the_timing_cache_is_kept_and_given_back(use: Use, model: Path, out: Path) -> None:

@@ -179,8 +179,8 @@ def test_bench_writes_a_report_with_baseline_and_accuracy(
     run("quantize", model, "--to", "fp16")
     half, out = model.with_suffix(".fp16.onnx"), tmp_path / "report"
     ran = run(
-        *("bench", half, "--baseline", model, "--batches", "1,2", "--data", samples),
-        *("--warmup", 0, "--seconds", 0.05, "--device", "cpu", "-o", out, "--json"),
+        *("bench", half, "--against", model, "--batches", "1,2", "--data", samples),
+        *("--seconds", 0.05, "--device", "cpu", "-o", out, "--json"),
     )
     assert ran.code == 0, ran.err
     report = document((out / "report.json").read_text())
@@ -209,7 +209,7 @@ def test_bench_refuses_to_compare_models_of_other_inputs(
     from tests.support.onnx_zoo import linear, save
 
     other = save(linear(), tmp_path / "other.onnx")
-    ran = run("bench", other, "--baseline", model, "--seconds", 0.05, "-o", tmp_path / "r")
+    ran = run("bench", other, "--against", model, "--seconds", 0.05, "-o", tmp_path / "r")
     assert ran.code == 2
     assert "other.onnx" in ran.error()
     assert not (tmp_path / "r" / "report.json").exists()

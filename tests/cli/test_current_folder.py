@@ -38,7 +38,7 @@ COMMANDS = (
     "quantize model.onnx --to fp16 -o half.onnx",
     "build model.onnx --profile cpu -o built.onnx",
     "predict model.onnx model.onnx.golden.npz -o predictions.npz",
-    "bench model.onnx --warmup 0 --seconds 0.1 --batches 1 --processes 2 -o report",
+    "bench model.onnx --seconds 0.1 --batches 1 --layers -o report",
     "bundle model.onnx --profile cpu -o another",
 )
 

@@ -16,7 +16,6 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from deploykit.benchmarking import layers as bench_layers  # noqa: E402
 from deploykit.benchmarking.columns import open_entry  # noqa: E402
 from deploykit.benchmarking.timing import Setup, Timing, sweep  # noqa: E402
-from deploykit.core.artefact import Artefact  # noqa: E402
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.recipe import load_recipe  # noqa: E402
 from deploykit.core.tensors import TensorSpec  # noqa: E402
@@ -123,11 +122,11 @@ def test_bench_times_the_modules_of_a_checkpoint_however_many_sessions_it_ran_in
     monkeypatch.setattr("deploykit.benchmarking.layers._LENGTH_S", 0.01)
     recipe, path = load_recipe("mnist-cnn"), tmp_path / "m.pt"
     save_checkpoint(path, recipe.build(), "mnist-cnn", recipe.inputs, recipe.outputs)
-    entry = open_entry(Artefact.open(path), False, print)
-    setup = Setup("m", partial(entry.open, "cpu"), sessions=2, entry=entry.key)
+    entry = open_entry(path)
+    setup = Setup("m", partial(entry.open, "cpu"), sessions=2)
     feeds = partial(feeds_of, (1, 28, 28))
     points = sweep([setup], [1], Timing(0.0, 0.02, 2), feeds)
-    (found,), gaps = bench_layers.measure_layers([entry], [setup], points, feeds, {})
+    (found,), gaps = bench_layers.measure_layers([entry], [setup], points, feeds)
     names = {each.name for each in found.layers}
     assert {"conv1", "dense1", "(model)", "inputs and outputs"} <= names
     assert (gaps, found.runtime) == ([], f"torch {torch.__version__}")

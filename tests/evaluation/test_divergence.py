@@ -1,9 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +11,14 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
-from deploykit.core.errors import BadInput
 from deploykit.engines.data.samples import random_feeds
-from deploykit.engines.engine import Arrays, load
-from deploykit.evaluation.divergence import Divergence, Tap, first_divergence, tensor_error
+from deploykit.engines.engine import load
+from deploykit.evaluation.divergence import Divergence, first_divergence, tensor_error
 from deploykit.evaluation.parity import compare_engines
+from deploykit.graph.graph import Graph
 from tests.support.graphs.data import samples
 from tests.support.graphs.protos import (
     calibrate,
-    expose,
-    shared,
     simulate,
     specs,
     to_half,
@@ -28,20 +26,7 @@ from tests.support.graphs.protos import (
 )
 from tests.support.onnx_zoo import int64_ids, make, mnist_like, overflow, save, two_inputs
 
-ort = pytest.importorskip("onnxruntime")
-
-
-def tap(model: onnx.ModelProto) -> Tap:
-    def opened(names: Sequence[str]) -> Callable[[Arrays], Sequence[np.ndarray]]:
-        tapped, shown = expose(model, names)
-        options = ort.SessionOptions()
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        session = ort.InferenceSession(
-            tapped.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
-        return lambda feeds: session.run(shown, dict(feeds))
-
-    return opened
+pytest.importorskip("onnxruntime")
 
 
 def feeds_of(model: onnx.ModelProto, *batches: int) -> list[dict[str, np.ndarray]]:
@@ -51,10 +36,7 @@ def feeds_of(model: onnx.ModelProto, *batches: int) -> list[dict[str, np.ndarray
 def diverge(
     a: onnx.ModelProto, b: onnx.ModelProto, max_error: float = 1e-3, chunk: int = 64
 ) -> Divergence | None:
-    pairs = shared(a, b)
-    return first_divergence(
-        tap(a), tap(b), pairs, feeds_of(a, 1, 3), max_error=max_error, chunk=chunk
-    )
+    return first_divergence(Graph(a), Graph(b), feeds_of(a, 1, 3), max_error, chunk)
 
 
 def scaled(model: onnx.ModelProto, weight: str, factor: float) -> onnx.ModelProto:
@@ -114,8 +96,7 @@ def test_a_wrong_weight_is_found_through_int8(tmp_path: Path, runtime: str) -> N
 def test_the_node_that_overflows_is_named() -> None:
     half = simulate(to_half(overflow())[0])
     feeds = [{"x": np.full((2, 4), 10, np.float32)}]
-    pairs = shared(overflow(), half)
-    found = first_divergence(tap(overflow()), tap(half), pairs, feeds, max_error=1e-2)
+    found = first_divergence(Graph(overflow()), Graph(half), feeds, 1e-2)
     assert found is not None
     assert (found.node, found.error, found.batch) == ("scale_up", math.inf, 2)
     assert "'scale_up' (Mul): NaN or infinity in one of the two" in found.text
@@ -148,84 +129,49 @@ def test_several_outputs_and_integers_are_compared() -> None:
     assert found.node == "embed"
 
 
-@dataclass(frozen=True)
-class Twin:
-    a_name: str
-    b_name: str
-    node: str
-    operator: str
+def chain(*factors: float) -> onnx.ModelProto:
+    """Multiplications in a row: p, q, r, s, of a one, have these products."""
+    names = "pqrs"[: len(factors)]
+    steps = [factors[0], *(b / a for a, b in itertools.pairwise(factors))]
+    nodes = [
+        helper.make_node("Mul", [before, f"w_{name}"], [name], name=f"node_{name}")
+        for before, name in zip("x" + names, names, strict=False)
+    ]
+    weights = {f"w_{n}": np.array([step], np.float32) for n, step in zip(names, steps, strict=True)}
+    return make(nodes, {"x": ("N", 2)}, {names[-1]: ("N", 2)}, weights)
 
 
-def pairs_of(*names: str) -> list[Twin]:
-    return [Twin(name, name, f"node_{name}", "Relu") for name in names]
-
-
-def values(**tensors: float) -> Tap:
-    """A graph of which each tensor is one number, whatever it is fed."""
-    return lambda names: lambda _: [np.array([tensors[name]], np.float32) for name in names]
-
-
-FEEDS: list[Mapping[str, np.ndarray]] = [{"x": np.zeros((5, 2), np.float32)}]
+ONES = [{"x": np.ones((5, 2), np.float32)}]
 
 
 def test_an_error_that_builds_up_names_where_it_rose_most() -> None:
-    a, b = values(p=1, q=1, r=1, s=1), values(p=1.01, q=1.07, r=1.09, s=1.11)
-    found = first_divergence(a, b, pairs_of("p", "q", "r", "s"), FEEDS, max_error=0.1)
+    a, b = Graph(chain(1, 1, 1, 1)), Graph(chain(1.01, 1.07, 1.09, 1.11))
+    found = first_divergence(a, b, ONES, 0.1)
     assert found is not None
     assert (found.node, found.batch, found.compared) == ("node_s", 5, 4)
-    assert found.before == pytest.approx(0.09)
+    assert found.before == pytest.approx(0.09, abs=1e-6)
     assert found.steepest.node == "node_q"
     assert found.text == (
-        "the first node that differs is 'node_s' (Relu): error 0.11 is above 0.1 in 's'; "
-        "0.09 just before it; the largest rise was at 'node_q' (Relu), 0.01 to 0.07"
+        "the first node that differs is 'node_s' (Mul): error 0.11 is above 0.1 in 's'; "
+        "0.09 just before it; the largest rise was at 'node_q' (Mul), 0.01 to 0.07"
     )
+    document = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert (document["node"], document["steepest"]["node"]) == ("node_s", "node_q")
 
 
 def test_a_node_without_a_name_is_named_by_its_tensor() -> None:
-    pair = Twin("p", "p", "", "Conv")
-    found = first_divergence(values(p=0), values(p=1), [pair], FEEDS, max_error=0.1)
+    models = chain(1), chain(2)
+    for model in models:
+        model.graph.node[0].name = ""
+    found = first_divergence(*map(Graph, models), ONES, 0.1)
     assert found is not None
-    assert "differs is the Conv of 'p': error 1" in found.text
+    assert "differs is the Mul of 'p': error 1" in found.text
 
 
-def test_only_as_many_tensors_are_asked_for_as_fit_a_chunk() -> None:
-    asked: list[list[str]] = []
-
-    def watched(names: Sequence[str]) -> Callable[[Arrays], Sequence[np.ndarray]]:
-        asked.append(list(names))
-        return lambda _: [np.zeros(1)] * len(names)
-
-    pairs = pairs_of("p", "q", "r", "s", "t")
-    b = values(p=0, q=0, r=1, s=0, t=0)
-    first_divergence(watched, b, pairs, FEEDS, max_error=0.1, chunk=2)
-    assert asked == [["p", "q"], ["r", "s"]]  # the answer was there: 't' is not looked at
-
-
-def test_graphs_that_share_no_names_are_bad_input() -> None:
-    with pytest.raises(BadInput, match="share no names"):
-        first_divergence(values(), values(), [], FEEDS, max_error=0.1)
-
-
-def test_no_feeds_are_bad_input() -> None:
-    with pytest.raises(BadInput, match="no inputs"):
-        first_divergence(values(p=0), values(p=0), pairs_of("p"), [], max_error=0.1)
-
-
-def test_a_bound_that_is_none_is_bad_input() -> None:
-    with pytest.raises(BadInput, match="`max_error`"):
-        first_divergence(values(p=0), values(p=0), pairs_of("p"), FEEDS, max_error=math.nan)
-
-
-def test_the_result_is_json() -> None:
-    a, b = values(p=0), values(p=math.inf)
-    found = first_divergence(a, b, pairs_of("p"), FEEDS, max_error=0.1)
-    assert found is not None
-    document = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert (document["node"], document["error"], document["steepest"]["error"]) == (
-        "node_p",
-        None,
-        None,
-    )
+def test_graphs_that_share_no_names_have_no_divergence() -> None:
+    other = chain(2)
+    other.graph.node[0].output[0] = other.graph.output[0].name = "other"
+    assert first_divergence(Graph(chain(1)), Graph(other), ONES, 0.1) is None
 
 
 def error(a: Sequence[float], b: Sequence[float]) -> float:

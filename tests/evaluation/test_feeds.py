@@ -95,7 +95,7 @@ def test_compare_and_bench_use_as_many_rows_as_fit_and_say_so(tmp_path: Path, gi
         far = compare(first, wide(tmp_path / "c.onnx", 256, 1.5)).divergence
         assert far is not None
         assert (far.operator, far.tensor) == ("Conv", "y")
-        short: dict[str, Any] = {"batches": (1,), "seconds": 0.02, "warmup_s": 0.0}
+        short: dict[str, Any] = {"batches": (1,), "seconds": 0.02}
         report = bench([first, second], out=tmp_path, device="cpu", **short)
         assert max(row["batch"] for row in report.parity[0]["rows"]) == 8
         assert f"parity: {note}" in report.notes

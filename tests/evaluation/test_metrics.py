@@ -10,16 +10,13 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, NotFound
-from deploykit.engines.data.samples import Samples
 from deploykit.evaluation.accuracy import (
     Metric,
     Scores,
     drop_of,
     find_metric,
     log_likelihood,
-    score,
 )
-from tests.support.fake_engine import FakeEngine
 
 PERPLEXITY = find_metric("perplexity")
 EYE = np.eye(4, dtype=np.float32)
@@ -142,26 +139,6 @@ def test_perplexity_weighs_every_token_equally() -> None:
     assert drop.unit == "%"
 
 
-def test_an_engine_is_scored_batch_by_batch_with_its_labels() -> None:
-    samples = Samples({"x": EYE[[0, 1, 2, 3, 0]]}, np.array([0, 1, 2, 0, 0]), "d")
-    engine = FakeEngine(width=4)
-    scores = score(engine, samples, find_metric("top1"), batch_size=2)
-    np.testing.assert_array_equal(scores.values, [1, 1, 1, 0, 1])
-    np.testing.assert_array_equal(scores.weights, np.ones(5))
-    assert engine.batches == [2, 2, 1]
-
-
-def test_scoring_without_labels_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"data\.npz: no array 'labels'"):
-        score(FakeEngine(), Samples({"x": EYE}, None, "data.npz"), find_metric("top1"))
-
-
-def test_labels_that_do_not_fit_are_reported_with_the_data_file() -> None:
-    samples = Samples({"x": EYE}, np.array([0, 1, 2, 4]), "data.npz")
-    with pytest.raises(BadInput, match=r"data\.npz: top-1 accuracy: labels run from 0 to 4"):
-        score(FakeEngine(), samples, find_metric("top1"))
-
-
 USERS = """
 import sys
 import numpy as np
@@ -236,11 +213,3 @@ def test_an_unknown_metric_is_refused_with_the_known_ones(users: str) -> None:
         find_metric(f"{users}:NUMBER")
     with pytest.raises(NotFound, match="has no 'missing'"):
         find_metric(f"{users}:missing")
-
-
-def test_models_of_a_fixed_batch_are_scored_on_whole_batches() -> None:
-    samples = Samples({"x": EYE[[0, 1, 2, 3, 0]]}, np.array([0, 1, 2, 0, 0]), "d")
-    engine = FakeEngine(width=4)
-    engine.inputs = (type(engine.inputs[0])("x", "float32", (2, 4)),)
-    scores = score(engine, samples, find_metric("top1"))
-    np.testing.assert_array_equal(scores.values, [1, 1, 1, 0])

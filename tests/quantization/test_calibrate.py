@@ -25,14 +25,6 @@ from tests.support.onnx_zoo import (
 )
 
 
-def test_merged_ranges_cover_both() -> None:
-    assert Range(-1.0, 2.0).merge(Range(0.0, 5.0)) == Range(-1.0, 5.0)
-
-
-def test_the_peak_is_the_larger_end_in_absolute_value() -> None:
-    assert Range(-3.0, 2.0).peak == 3.0
-
-
 @pytest.mark.parametrize("batch_size", [1, 5, 32])
 def test_ranges_are_those_of_all_samples_whatever_the_batch(
     tmp_path: Path, batch_size: int
@@ -67,11 +59,6 @@ def test_every_float_tensor_has_a_range_and_no_other(tmp_path: Path) -> None:
     assert list(calibrate(path, samples(int64_ids())).ranges) == ["embedded", "y"]
 
 
-def test_two_calibrations_are_equal(tmp_path: Path) -> None:
-    path = save(mnist_like(), tmp_path / "m.onnx")
-    assert calibrate(path, samples(mnist_like())) == calibrate(path, samples(mnist_like()))
-
-
 def test_the_percentile_leaves_an_outlier_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,12 +85,6 @@ def test_a_mask_of_minus_infinity_keeps_its_range(tmp_path: Path, method: str) -
     data = samples(model)
     found = calibrate(save(model, tmp_path / "m.onnx"), data, method=method).ranges["y"]
     assert found == Range(-math.inf, float(data.inputs["x"][:, :3].max()))
-
-
-def test_minmax_scales_cover_every_value(tmp_path: Path) -> None:
-    path = save(mnist_like(), tmp_path / "m.onnx")
-    found = calibrate(path, samples(mnist_like()), method="minmax")
-    assert found.clipped == found.ranges
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -162,35 +143,8 @@ def test_a_fixed_batch_is_kept_and_the_remaining_samples_are_dropped(tmp_path: P
     assert found.ranges["x"].high == data.inputs["x"][:8].max()
 
 
-def test_too_few_samples_for_a_fixed_batch_are_refused(tmp_path: Path) -> None:
-    model = make(linear().graph.node, {"x": (64, 4)}, {"y": (64, 3)}, _weights())
-    with pytest.raises(BadInput, match="do not fill the batch of 64"):
-        calibrate(save(model, tmp_path / "m.onnx"), samples(linear(), 10))
-
-
 def _weights() -> dict[str, np.ndarray]:
     return {t.name: numpy_helper.to_array(t) for t in linear().graph.initializer}
-
-
-def test_fewer_than_eight_samples_are_refused(tmp_path: Path) -> None:
-    path = save(linear(), tmp_path / "m.onnx")
-    assert calibrate(path, samples(linear(), 8)).samples == 8
-    with pytest.raises(BadInput, match=r"data.npz: 7 samples"):
-        calibrate(path, samples(linear(), 7))
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_samples_that_are_not_finite_are_named(tmp_path: Path, value: float) -> None:
-    x = feeds(linear())["x"]
-    x[5, 2] = x[9, 0] = value
-    with pytest.raises(BadInput, match=r"data.npz: sample 5 of 'x' .*2 of 16"):
-        calibrate(save(linear(), tmp_path / "m.onnx"), Samples({"x": x}, None, "data.npz"))
-
-
-def test_samples_that_are_all_the_same_are_refused(tmp_path: Path) -> None:
-    x = np.repeat(feeds(linear(), 1)["x"], 16, axis=0)
-    with pytest.raises(BadInput, match="the same"):
-        calibrate(save(linear(), tmp_path / "m.onnx"), Samples({"x": x}, None, "data.npz"))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -261,3 +215,29 @@ def test_a_calibration_without_time_uses_samples_from_all_over_the_data(tmp_path
     assert (few.samples, few.stopped) == (MIN_SAMPLES, True)
     whole = calibrate(path, data, batch_size=7, out_of_time=lambda: False)
     assert (whole.samples, whole.stopped) == (80, False)
+
+
+def x_of(samples: int, *bad: float) -> np.ndarray:
+    x = feeds(linear(), samples)["x"]
+    if bad:
+        x[5, 2] = x[9, 0] = bad[0]
+    return x
+
+
+@pytest.mark.parametrize(
+    ("batch", "x", "says"),
+    [
+        ("N", x_of(7), r"data.npz: 7 samples"),
+        (64, x_of(10), "do not fill the batch of 64"),
+        ("N", x_of(16, np.nan), r"data.npz: sample 5 of 'x' .*2 of 16"),
+        ("N", x_of(16, -np.inf), r"data.npz: sample 5 of 'x' .*2 of 16"),
+        ("N", np.repeat(x_of(1), 16, axis=0), "the same"),
+    ],
+    ids=["few", "fixed-batch", "nan", "infinity", "equal"],
+)
+def test_samples_that_calibrate_nothing_are_refused(
+    tmp_path: Path, batch: int | str, x: np.ndarray, says: str
+) -> None:
+    model = make(linear().graph.node, {"x": (batch, 4)}, {"y": (batch, 3)}, _weights())
+    with pytest.raises(BadInput, match=says):
+        calibrate(save(model, tmp_path / "m.onnx"), Samples({"x": x}, None, "data.npz"))

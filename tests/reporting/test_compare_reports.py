@@ -278,9 +278,9 @@ def test_the_processes_are_the_unit_where_there_are_several(compare: Compare) ->
 
 def test_what_bench_writes_can_be_compared(affine_onnx: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
-    short: dict[str, Any] = {"batches": [1], "seconds": 0.05, "warmup_s": 0}
+    short: dict[str, Any] = {"batches": [1], "seconds": 0.05}
     dk.bench([affine_onnx], **short, out=tmp_path / "a")
-    dk.bench([affine_onnx], **short, out=tmp_path / "b", settings_of=tmp_path / "a")
+    dk.bench([affine_onnx], **short, out=tmp_path / "b", against=[tmp_path / "a"])
     for name in "ab":  # whatever else this machine does meanwhile
         report = reports.read(tmp_path / name)
         points = tuple(replace(point, marks=()) for point in report.points)

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from deploykit.benchmarking.cpu_search import best_cpu
 from deploykit.benchmarking.timing import Timing
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Interval
 from deploykit.evaluation.latency import Latency
-from deploykit.reporting.points import Point, best, crossover
+from deploykit.reporting.points import Point, best, crossover, describe_best
+from deploykit.reporting.report import Report
 
 
 @pytest.mark.parametrize(
@@ -105,3 +107,35 @@ def test_best_by_p50_skips_points_without_one() -> None:
 def test_points_compare_by_a_known_figure_only() -> None:
     with pytest.raises(BadInput, match="by 'speed'"):
         best(CPU, by="speed")
+
+
+def test_the_winner_is_named_with_its_runtime_precision_and_settings(report: Report) -> None:
+    found = [
+        replace(each, runtime="openvino 2026.4.1", settings="2 processes of 1 thread")
+        if each.label == "int8 CPU"
+        else each
+        for each in report.points
+    ]
+    (sentence,) = describe_best(best_cpu(found, set())[:1], found)
+    assert sentence.startswith(
+        "Fastest on this CPU: at batch 1 OpenVINO int8, 2 processes of 1 thread ("
+    )
+    assert describe_best(best_cpu(found, set()), []) == []
+
+
+def test_the_best_of_the_cpu_is_right_on_the_cpu_and_in_the_closed_loop(report: Report) -> None:
+    found = [replace(each, settings=f"of {each.label}") for each in report.points]
+    fastest = best_cpu(found, set())
+    assert [each.batch for each in fastest] == [1, 2, 4, 8, 16, 32, 64]
+    assert (fastest[0].label, fastest[0].settings, fastest[0].precision) == (
+        "int8 CPU",
+        "of int8 CPU",
+        "int8",
+    )
+    assert fastest[0].why == (
+        "the fastest of 4 columns on the CPU (ONNX Runtime fp32, ONNX Runtime fp16, "
+        "ONNX Runtime int8)"
+    )
+    assert best_cpu(found, {"int8 CPU"})[0].label == "fp32 CPU, 2 × 1"
+    assert best_cpu([replace(each, device="cuda:0") for each in found], set()) == ()
+    assert best_cpu([replace(each, scenario="offline") for each in found], set()) == ()

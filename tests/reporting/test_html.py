@@ -107,7 +107,7 @@ def test_the_order_is_verdict_chart_table_charts_method_everything(report: Repor
 def test_every_chart_has_a_written_finding_and_its_data_as_a_table(report: Report) -> None:
     text = report_page(report.to_dict())
     figures = re.findall(r"<figure>.*?</figure>", text, re.DOTALL)
-    assert len(figures) == 5
+    assert len(figures) == 4
     for figure in figures:
         assert re.search(r'<svg class="(plot|bar)" role="img" aria-label="[^"]+">', figure)
         assert re.search(r"<figcaption>[^<]{20,}</figcaption>", figure)

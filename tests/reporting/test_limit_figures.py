@@ -13,7 +13,6 @@ import pytest
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Interval
 from deploykit.engines.devices import Conditions
-from deploykit.evaluation.formatting import number
 from deploykit.evaluation.latency import CallHistogram, Latency
 from deploykit.reporting.charts import Bars, Chart, draw
 from deploykit.reporting.figures import (
@@ -25,7 +24,7 @@ from deploykit.reporting.figures import (
     waterfall,
 )
 from deploykit.reporting.report import PeakMemory, Report, read, write
-from deploykit.reporting.tables import limit_tables, summary
+from deploykit.reporting.tables import details, summary
 from deploykit.reporting.verdict import verdict
 from tests.support.measure.drawings import overlaps
 
@@ -184,42 +183,33 @@ def test_all_charts_of_a_full_report_have_no_text_over_another(report: Report) -
         assert overlaps(draw(figure)) == [], figure.title
 
 
-def table(document: dict[str, Any], title: str) -> list[dict[str, str]]:
-    for name, columns, rows, _, _ in limit_tables(document):
-        if name == title:
-            return [dict(zip(columns, row, strict=True)) for row in rows]
+def table(report: Report, title: str) -> list[dict[str, str]]:
+    for found in details(report.to_dict()):
+        if found.title == title:
+            return [dict(zip(found.columns, row, strict=True)) for row in found.rows]
     return []
 
 
-def test_memory_and_cost_are_given_or_reported_as_missing(report: Report) -> None:
-    rows = table(report.to_dict(), "Memory and cost")
-    assert {row["peak memory (MB)"] for row in rows} == {"not measured"}
-    assert {row["cost of a million"] for row in rows} == {"price not given"}
-    label = report.baseline
-    known = replace(
-        report, price=3.6, memory=(PeakMemory(label, 64, 123_000_000),), wrong=("fp16 CPU",)
-    )
-    rows = table(known.to_dict(), "Memory and cost")
-    (row,) = (row for row in rows if row["setup"] == label)
-    best = max(p.throughput_per_s.value for p in report.points if p.label == label)
-    assert (row["peak memory (MB)"], row["at batch"]) == ("123", "64")
-    assert row["cost of a million"] == number(3.6 / 3600 / best * 1e6)
-    (wrong,) = (row for row in rows if row["setup"] == "fp16 CPU")
-    assert wrong["cost of a million"] == "no verdict"
+def test_the_memory_of_a_process_is_in_a_table(report: Report) -> None:
+    assert table(report, "Memory") == []
+    known = replace(report, memory=(PeakMemory(report.baseline, 64, 123_000_000),))
+    (row,) = table(known, "Memory")
+    assert (row["setup"], row["peak memory (MB)"], row["batch"]) == (report.baseline, "123", "64")
 
 
-@pytest.mark.parametrize("price", [0.0, -1.0, math.nan, math.inf])
-def test_a_price_is_a_number_above_0(price: float, report: Report) -> None:
-    with pytest.raises(BadInput, match="`price` must be a number above 0"):
-        replace(report, price=price)
+@pytest.mark.parametrize("name", ["price", "slo_ms"])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_a_price_and_a_time_are_numbers_above_0(name: str, value: float, report: Report) -> None:
+    with pytest.raises(BadInput, match=f"`{name}` must be a number above 0"):
+        replace(report, **{name: value})  # type: ignore[arg-type]
 
 
 def test_compute_alone_stands_next_to_the_whole_call(report: Report) -> None:
-    assert table(report.to_dict(), "Compute alone") == []
+    assert table(report, "Compute alone") == []
     half = Interval(0.1, 0.09, 0.11)
     compute = Latency(400, half, half, None, 0.2, {"p99_ms": 368})
     first = replace(report.points[0], compute=compute)
-    (row,) = table(replace(report, points=(first, *report.points[1:])).to_dict(), "Compute alone")
+    (row,) = table(replace(report, points=(first, *report.points[1:])), "Compute alone")
     assert row["compute p50 (ms)"] == "0.100 [0.0900, 0.110]"
     assert row["compute p99 (ms)"] == "–"
     assert row["end to end p50 (ms)"].startswith("0.210")

@@ -27,7 +27,7 @@ def test_a_report_shows_its_verdict_its_table_and_its_charts(report: Report) -> 
     assert html.index("<table>") < html.index("<iframe")
     assert html.count("<iframe") == 1
     assert 'sandbox=""' in html
-    assert frame(html).count("<figure>") == 5
+    assert frame(html).count("<figure>") == 4
 
 
 def test_a_load_result_shows_its_row_and_its_percentiles(report: Report) -> None:

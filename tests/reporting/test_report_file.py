@@ -17,8 +17,8 @@ import pytest
 
 from deploykit.core.errors import BadInput, DeploykitError, NotFound
 from deploykit.evaluation.latency import CallHistogram
+from deploykit.reporting.compare import compare_reports
 from deploykit.reporting.report import Report, read, write
-from deploykit.reporting.verdict import verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -100,21 +100,6 @@ def test_a_report_with_a_part_missing_is_refused(path: str, report: Report, tmp_
         ("points.0.throughput_per_s.value", math.nan, "'value' must be a finite number"),
         ("points.0.round_rates", [1.0] * 100_001, "'round_rates' has more than 100,000 items"),
         ("accuracy.0.value.low", math.inf, "'accuracy'[0]: 'value': 'low' must be a finite number"),
-        (
-            "parity.0.rows",
-            [{"batch": 1}],
-            "'rows'[0]: is not a complete ParityRow: no 'output'",
-        ),
-        ("parity.0.max_error", "1e-3", "'parity'[0]: 'max_error' must be a number"),
-        ("machine.memory_bytes", "8 GiB", "'machine': 'memory_bytes' must be an integer"),
-        ("machine.gpus", ["L4"], "'machine': 'gpus'[0] must be an object"),
-        ("artefacts.0.file", ["m.onnx"], "'artefacts'[0]: 'file' must be a string"),
-        (
-            "roofline",
-            {"points": [{"label": "a"}]},
-            "'points'[0]: is not a complete Place: no 'bat",
-        ),
-        ("provenance", {"project": "c0ffee"}, "'provenance': 'project' must be an object"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -148,10 +133,11 @@ def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(each, (*way, key))
 
 
-def test_whatever_is_damaged_is_refused_or_can_be_written(report: Report, tmp_path: Path) -> None:
+def test_whatever_is_damaged_is_refused_or_compared(report: Report, tmp_path: Path) -> None:
     """One damage at each place of a report, from a seed."""
     random, seen = Random(5), 0
     small = replace(report, points=report.points[:2], serving=report.serving[:1])
+    small = replace(small, provenance={"clocks": {"governor": "a"}, "environment": {"A": "b"}})
     text = json.dumps(small.to_dict())
     for *way, last in list(places(json.loads(text)))[::2]:
         document = json.loads(text)
@@ -161,10 +147,8 @@ def test_whatever_is_damaged_is_refused_or_can_be_written(report: Report, tmp_pa
         at[last] = random.choice(DAMAGE)
         (tmp_path / "report.json").write_text(json.dumps(document))
         with contextlib.suppress(DeploykitError):
-            found = read(tmp_path)
+            compare_reports(tmp_path, tmp_path)
             seen += 1
-            verdict(found)
-            write(found, tmp_path / "again")
     assert seen > 30
 
 

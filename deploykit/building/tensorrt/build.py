@@ -84,12 +84,12 @@ _ELEMENT_BYTES = 4  # float32, the largest type between layers but for small ind
 
 
 def weight_bytes(model: Path) -> int:
-    """Size of the file and its external data files, which approximates the weights."""
+    """Return the size of the file and its external data files, which approximates the weights."""
     return sum(file.stat().st_size for file in onnx_files(model))
 
 
 def activation_bytes(shapes: Iterable[Sequence[int]], batch: int, others: int) -> int:
-    """A lower bound: twice the largest tensor, as a layer's input and output exist together.
+    """Return a lower bound: twice the largest tensor, as a layer's input and output exist together.
 
     `shapes`: of all tensors, -1 where dynamic; such an axis 0 counts as `batch`, any other axis as
     `others`. Branches keep more tensors alive, and a computed size can be larger.
@@ -105,7 +105,7 @@ def activation_bytes(shapes: Iterable[Sequence[int]], batch: int, others: int) -
 
 
 def workspace_that_fits(need: BuildMemory, free_bytes: int | None, where: str) -> int:
-    """The workspace of `need`, cut to what `free_bytes` (None if not known) leaves.
+    """Return the workspace of `need`, cut to what `free_bytes` (None if not known) leaves.
 
     The workspace is a limit: with less, TensorRT chooses among fewer kernels. Raises Unsupported
     where weights and activations leave less than LEAST_WORKSPACE.
@@ -135,7 +135,7 @@ _BY_TYPE: Mapping[str, Precision] = {each.tensorrt_type: each for each in ALL if
 
 
 def inputs_of(network: trt.INetworkDefinition, model: Path) -> list[TensorSpec]:
-    """The network's inputs, dynamic axes by the names that the graph has for them.
+    """Return the network's inputs, dynamic axes by the names that the graph has for them.
 
     Raises Unsupported for an input whose values set a shape: that needs ranges of values.
     """
@@ -157,7 +157,7 @@ def inputs_of(network: trt.INetworkDefinition, model: Path) -> list[TensorSpec]:
 
 
 def element_types(network: trt.INetworkDefinition) -> set[str]:
-    """Names of the TensorRT DataTypes of all tensors, such as {"FLOAT", "HALF"}."""
+    """Return the names of the TensorRT DataTypes of all tensors, such as {"FLOAT", "HALF"}."""
     inputs = (network.get_input(number) for number in range(network.num_inputs))
     return {tensor.dtype.name for tensor in (*inputs, *_tensors(network))}
 
@@ -177,7 +177,7 @@ def memory_need(
     axes: Mapping[str, AxisRange],
     shared: bool = False,
 ) -> BuildMemory:
-    """A lower bound of the memory, at the largest sizes of the build."""
+    """Return a lower bound of the memory, at the largest sizes of the build."""
     others = max((axis.maximum for axis in axes.values()), default=1)
     shapes = (_shape(tensor) for tensor in _tensors(network))
     activations = activation_bytes(shapes, batch.maximum, others)
@@ -211,7 +211,7 @@ def add_profile(
 
 
 def _tensors(network: trt.INetworkDefinition) -> Iterator[trt.ITensor]:
-    """Outputs of every layer; TensorRT gives None for an unused one."""
+    """Return the outputs of every layer; TensorRT gives None for an unused one."""
     for number in range(network.num_layers):
         layer = network.get_layer(number)
         for place in range(layer.num_outputs):
@@ -238,7 +238,7 @@ _MOST_BYTES = 256 << 20  # timings of some 10^5 kernels take a few MiB
 
 
 def cache_path(tensorrt: str, here: Machine) -> Path | None:
-    """The cache file of this TensorRT, GPU and driver; None where there is no GPU."""
+    """Return the cache file of this TensorRT, GPU and driver; None where there is no GPU."""
     gpu = here.gpus[0] if here.gpus else None
     name = gpu.name if gpu else here.board  # an older Jetson has no nvidia-smi
     driver = gpu.driver if gpu else here.l4t
@@ -280,7 +280,7 @@ def use_cache(nv: Any, config: trt.IBuilderConfig, path: Path) -> tuple[bool, st
 
 
 def _read(path: Path) -> bytes:
-    """The file's bytes, none where there is no file or an empty one. Raises BadInput."""
+    """Return the file's bytes, none where there is no file or an empty one. Raises BadInput."""
     try:
         info = path.stat() if path.exists() else None
     except OSError as exc:
@@ -423,7 +423,7 @@ def check(model: Path, options: Options, on_progress: OnProgress | None = None) 
 
 
 def read_back(plan: bytes, options: Options) -> tuple[tuple[Layer, ...] | None, tuple[str, ...]]:
-    """The layers of a plan as TensorRT's engine inspector reports them, or None and why not.
+    """Return the layers of a plan as TensorRT's engine inspector reports them, or None and why not.
 
     Loads the plan, which can run code: pass only one that was just built with these options.
     """
@@ -449,7 +449,7 @@ def read_back(plan: bytes, options: Options) -> tuple[tuple[Layer, ...] | None, 
 
 
 def flavour_of(plan: bytes) -> str:
-    """The library that wrote a plan, whatever its module's name: "tensorrt" or "rtx"."""
+    """Return the library that wrote a plan, whatever its module's name: "tensorrt" or "rtx"."""
     return "rtx" if plan.startswith(RTX_MAGIC) else "tensorrt"
 
 
@@ -606,7 +606,7 @@ def _check_flavour(plan: bytes, out: Path, options: Options) -> None:
 def _built_on(
     nv: Any, model: Path, options: Options, here: Machine, attempt: _Attempt
 ) -> dict[str, str]:
-    """The manifest's `built_on`.
+    """Return the manifest's `built_on`.
 
     Where `timing_cache_read_sha256` (before the build) equals `timing_cache_sha256` (after it),
     every kernel was chosen by timings that were already in the cache.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -168,7 +168,7 @@ def error_of(where: str, refusals: Sequence[Reason]) -> DeploykitError:
 
 
 def refuses_strong_typing(errors: Sequence[str]) -> bool:
-    """Whether the log blames strong typing, or finds no kernel for the types that it fixes.
+    """Return whether the log blames strong typing, or finds no kernel for the types that it fixes.
 
     TensorRT 10.0 to 10.11 cannot build some strongly typed networks that build without the flag.
     """
@@ -194,7 +194,6 @@ def first_sentence(text: str) -> str:
     return re.sub(r"^Assertion failed: ", "", line)
 
 
-FLAVOURS: Mapping[str, str] = {"tensorrt": "tensorrt", "rtx": "tensorrt_rtx"}
 RTX_MAGIC = b"vtrt"  # the first bytes of a plan of TensorRT for RTX, whatever the module's name
 _T = TypeVar("_T")
 
@@ -203,16 +202,11 @@ def module(flavour: str = "tensorrt") -> Any:
     """Import `tensorrt`; for "rtx" `tensorrt_rtx`, else a `tensorrt` that wraps RTX's library.
 
     Which library `tensorrt` wraps shows only in its plans. Raises MissingExtra when neither is
-    installed, Unsupported when it does not load or is older than TensorRT 10, BadInput for another
-    flavour.
+    installed, Unsupported when it does not load or is older than TensorRT 10.
     """
-    if flavour not in FLAVOURS:
-        raise BadInput(
-            f"`flavour`: unknown value '{flavour}'", hint="one of: " + ", ".join(FLAVOURS)
-        )
-    if flavour == "rtx" and installed(FLAVOURS["rtx"]):
-        return require(FLAVOURS["rtx"])
-    if flavour == "rtx" and not installed(FLAVOURS["tensorrt"]):
+    if flavour == "rtx" and installed("tensorrt_rtx"):
+        return require("tensorrt_rtx")
+    if flavour == "rtx" and not installed("tensorrt"):
         raise MissingExtra("tensorrt_rtx is not installed", hint="pip install tensorrt-rtx")
     found = require("tensorrt")
     check_version(str(found.__version__))
@@ -220,18 +214,8 @@ def module(flavour: str = "tensorrt") -> Any:
 
 
 def version(nv: Any) -> tuple[int, ...]:
-    """Major and minor version of TensorRT."""
+    """Return major and minor version of TensorRT."""
     return version_numbers(str(nv.__version__))[:2]
-
-
-def member(owner: Any, name: str, what: str) -> Any:
-    """`owner.name`, newer than 10.3. Raises Unsupported: `what` needs a newer TensorRT."""
-    try:
-        return getattr(owner, name)
-    except AttributeError as exc:
-        raise Unsupported(
-            f"{what}: needs a newer TensorRT; the installed one has no {name}"
-        ) from exc
 
 
 @contextlib.contextmanager
@@ -269,7 +253,7 @@ def maybe(value: _T) -> _T | None:
 
 
 def parser_errors(parser: trt.OnnxParser) -> tuple[ParserError, ...]:
-    """All errors of the last parse; a node without a name is given by its number."""
+    """Return all errors of the last parse; a node without a name is given by its number."""
     found = []
     for number in range(parser.num_errors):
         error = parser.get_error(number)

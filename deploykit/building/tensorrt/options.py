@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploykit.building.tensorrt.module import member, version
+from deploykit.building.tensorrt.module import version
 from deploykit.core.errors import BadInput, NotFound, Unsupported
 from deploykit.core.evidence import Layer
 from deploykit.core.precision import narrowest
@@ -49,7 +49,15 @@ def parse_batch(text: str, parameter: str = "`batch`") -> AxisRange:
             hint="write MIN,OPT,MAX, for example 1,8,32, or one size",
         )
     sizes = [int(part) for part in parts]
-    return _check_range(AxisRange(sizes[0], sizes[len(sizes) // 2], sizes[-1]), parameter)
+    axis = AxisRange(sizes[0], sizes[len(sizes) // 2], sizes[-1])
+    if not axis.minimum <= axis.optimum <= axis.maximum:
+        raise BadInput(
+            f"{parameter}: {axis} is not a range: MIN <= OPT <= MAX is needed",
+            hint="OPT is the size to optimise for; an example: 1,8,32",
+        )
+    if axis.optimum < 1 or axis.maximum > LARGEST:
+        raise BadInput(f"{parameter}: {axis}: OPT must be 1 or more and MAX at most {LARGEST}")
+    return axis
 
 
 def parse_axis(text: str) -> tuple[str, AxisRange]:
@@ -62,18 +70,6 @@ def parse_axis(text: str) -> tuple[str, AxisRange]:
     return name.strip(), parse_batch(sizes, f"`axes` {name.strip()}")
 
 
-def _check_range(axis: AxisRange, parameter: str) -> AxisRange:
-    """`axis` if 0 <= minimum <= optimum <= maximum with an optimum of 1 or more; else BadInput."""
-    if not 0 <= axis.minimum <= axis.optimum <= axis.maximum:
-        raise BadInput(
-            f"{parameter}: {axis} is not a range: MIN <= OPT <= MAX is needed, none below 0",
-            hint="OPT is the size to optimise for; an example: 1,8,32",
-        )
-    if axis.optimum < 1 or axis.maximum > LARGEST:
-        raise BadInput(f"{parameter}: {axis}: OPT must be 1 or more and MAX at most {LARGEST}")
-    return axis
-
-
 def ranges(
     inputs: Sequence[TensorSpec], batch: AxisRange, others: Mapping[str, AxisRange]
 ) -> dict[str, ShapeRange]:
@@ -81,12 +77,9 @@ def ranges(
 
     A dynamic axis takes its range from `others` by name, else from `batch` if it is axis 0 of an
     input or shares its name. Without such an axis `batch` must be 1 or the fixed size of axis 0.
-    Raises BadInput naming the input, the axis and the parameter: a range out of order, a name that
-    no input has, an axis without a range.
+    Raises BadInput naming the input, the axis and the parameter: a name that no input has, an axis
+    without a range.
     """
-    _check_range(batch, "`batch`")
-    for name, axis in others.items():
-        _check_range(axis, f"`axes` {name}")
     dynamic = {axis for spec in inputs for axis in spec.shape if isinstance(axis, str)}
     for name in others:
         if name == BATCH:
@@ -165,7 +158,7 @@ class Options:
     device: int = 0
 
     def built_on(self) -> dict[str, object]:
-        """The manifest's part that loading compares, and that building again needs."""
+        """Return the manifest's part that loading compares, and that building again needs."""
         return {
             "flavour": self.flavour,
             "profile": self.profile.name,
@@ -224,8 +217,13 @@ def check_target(nv: Any, options: Options) -> None:
 
 def hardware_level(nv: Any, name: str) -> Any:
     """TensorRT's enum member for one of HARDWARE. Raises Unsupported where it lacks that."""
-    levels = nv.HardwareCompatibilityLevel
-    return member(levels, name.upper().replace("-", "_"), f"`hardware_compatible` {name}")
+    member = name.upper().replace("-", "_")
+    try:
+        return getattr(nv.HardwareCompatibilityLevel, member)
+    except AttributeError as exc:
+        raise Unsupported(
+            f"`hardware_compatible` {name}: needs a newer TensorRT, with {member}"
+        ) from exc
 
 
 # What a Jetson's deep learning accelerator (DLA) takes, and what of an engine runs on it.
@@ -275,7 +273,7 @@ def weakly_typed(nv: Any, options: Options) -> bool:
 
 
 def note_dla(layers: Sequence[Layer] | None, options: Options, where: str) -> tuple[str, ...]:
-    """How many layers run on the DLA. Raises Unsupported where none does.
+    """Return how many layers run on the DLA. Raises Unsupported where none does.
 
     TensorRT runs on the GPU what a DLA refuses, and says so in a verbose log only.
     """

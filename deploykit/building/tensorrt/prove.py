@@ -14,7 +14,6 @@ from deploykit.building.tensorrt.build import BuildCheck
 from deploykit.building.tensorrt.options import (
     AxisRange,
     Options,
-    check_options,
     parse_axis,
     parse_batch,
 )
@@ -111,7 +110,7 @@ def prove_plan(
 def _manifest(
     built: BuildResult, source: Artefact, graph_file: Artefact, tmp: Path, options: PlanOptions
 ) -> Manifest:
-    """The manifest of a plan that has not run yet, and golden samples next to it."""
+    """Return the manifest of a plan that has not run yet, and golden samples next to it."""
 
     graph, layers, request = Graph.open(graph_file.path), built.layers, options.request
     samples = golden.carry(graph_file, tmp) or verify.record_on_cpu(
@@ -204,12 +203,6 @@ def _sizes(options: PlanOptions, inputs: Sequence[TensorSpec]) -> dict[str, int]
     return {axis: axes[axis].optimum if axis in axes else rows for axis in dynamic}
 
 
-def check_asked(model: Artefact, options: PlanOptions) -> None:
-    """Raise BadInput, NotFound or Unsupported for options that are wrong on every machine."""
-
-    check_options(options_of(options.target, options.shapes, model))
-
-
 def check_here(target: Profile, model: Artefact) -> None:
     """Raise Unsupported unless this machine is the target and has what it takes to build there."""
     machine = this_machine()
@@ -241,7 +234,7 @@ def _is_target(machine: Machine, target: Profile) -> bool:
 
 
 def _built_on(built: BuildResult, number: int) -> Mapping[str, str]:
-    """What the builder reports, overridden by what the CUDA driver reports of the device.
+    """Return what the builder reports, overridden by what the CUDA driver reports of the device.
 
     `nvidia-smi` counts GPUs that CUDA_VISIBLE_DEVICES hides, and knows no multiprocessors.
     """

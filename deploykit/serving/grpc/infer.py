@@ -21,14 +21,20 @@ from deploykit.serving.oip import messages
 from deploykit.serving.oip.request import Binary, Region, Request, RequestedOutput, Signature, fill
 from deploykit.serving.oip.response import Result as ResultPredict
 from deploykit.serving.oip.response import collect_results
-from deploykit.serving.oip.tensors import make_slot
+from deploykit.serving.oip.tensors import Slot, make_slot
 from deploykit.serving.options import VERSION
 
 log = logging.getLogger(__name__)
 
 ANSWER = "answer"
+LARGE_BYTES = 32 << 10  # what is slow to decode is decoded on another thread from this size on
+_LONG_BYTES = 128 << 10  # and with other long ones
 _LARGE_ITEMS_BYTES = 256 << 10  # of images or sentences: taken apart on another thread
 Message = tuple[bytes, bytes, int, tuple[messages.Span, ...]]  # see `messages.split_request`
+
+
+def _items(name: str) -> Slot:
+    return make_slot(TensorSpec(name, "string", ("N",)))
 
 
 def _timeout_us(request: Request, client: Replying) -> int | None:
@@ -37,79 +43,63 @@ def _timeout_us(request: Request, client: Replying) -> int | None:
     return max(1, min(waits_us)) if waits_us else None
 
 
-class TaskMethod:
-    """ModelInfer of one model with images or sentences: one BYTES input, answered with JSON.
+class GrpcTaskCall(TaskCall):
+    """ModelInfer of a model with images or sentences: one BYTES input, answered with JSON.
 
     The input is "image" or "text", of shape [N]; the output is "answer", of the same shape.
     """
 
-    def __init__(self, route: ModelRoute, max_bytes: int) -> None:
-        self._route = route
-        names = ("image", "text", ANSWER)
-        slots = {name: make_slot(TensorSpec(name, "string", ("N",))) for name in names}
-        given = {ANSWER: slots.pop(ANSWER)}
-        self._signatures = {
-            name: Signature({name: replace(slot, raw=True)}, given, 0, max_bytes)
-            for name, slot in slots.items()
-        }
-
-    def __call__(self, client: Replying, source: Message, trace: str | None) -> None:
-        try:
-            call = GrpcTaskCall(self._route, client, trace)
-        except DeploykitError as exc:
-            fail_with(client, exc)
-        else:
-            call.split(
-                source, partial(self._items, call), large=len(source[1]) > _LARGE_ITEMS_BYTES
-            )
-
-    def _items(self, call: GrpcTaskCall, source: Message) -> Items:
-        head, data, at, spans = source
-        signature = self._signatures[self._route.model.task.parameters["takes"]]
-        planned = messages.plan_request(head, spans, signature)
-        request = fill(planned, data, at, self._route.memory)
-        call.request_id, call.priority = request.id, request.priority
-        call.timeout_us = _timeout_us(request, call.client)
-        return Items([item for array in request.feeds.values() for item in array.tolist()])
-
-
-class GrpcTaskCall(TaskCall):
-    """One message."""
-
     client: Replying
 
-    def __init__(self, route: ModelRoute, client: Replying, trace: str | None) -> None:
+    def __init__(
+        self, route: ModelRoute, client: Replying, trace: str | None, signature: Signature
+    ) -> None:
         super().__init__(route, client, trace)
-        self.request_id: str | None = None
+        self._signature = signature
+        self._request_id: str | None = None
+
+    def begin(self, source: Message) -> None:
+        self.split(source, self._items, large=len(source[1]) > _LARGE_ITEMS_BYTES)
+
+    def _items(self, source: Message) -> Items:
+        head, data, at, spans = source
+        planned = messages.plan_request(head, spans, self._signature)
+        request = fill(planned, data, at, self.route.memory)
+        self._request_id, self.priority = request.id, request.priority
+        self.timeout_us = _timeout_us(request, self.client)
+        return Items([item for array in request.feeds.values() for item in array.tolist()])
 
     def reply(self, answers: Sequence[bytes]) -> None:
         array = np.empty(len(answers), object)
         array[:] = answers
         found = ResultPredict(ANSWER, "BYTES", array.shape, array, RequestedOutput(ANSWER, True))
         name = self.route.model.name
-        self.client.reply(messages.encode(name, VERSION, self.request_id, [found]))
+        self.client.reply(messages.encode(name, VERSION, self._request_id, [found]))
 
     def refuse(self, error: Exception) -> None:
         fail_with(self.client, error)
 
 
-class PipelineMethod:
-    """ModelInfer of one pipeline, with one BYTES element, answered with one of BYTES.
+class GrpcPipelineCall:
+    """ModelInfer of a pipeline, with one BYTES element, answered with one of BYTES.
 
     Where the input is an image, it may be a UINT8 tensor [height, width, 3] instead.
     """
 
-    def __init__(self, pipeline: ServedPipeline, offload: Offload) -> None:
-        self._pipeline = pipeline
-        self._offload = offload
+    _request: Request
 
-    def __call__(self, client: Replying, source: Message, trace: str | None) -> None:
+    def __init__(self, pipeline: ServedPipeline, client: Replying, trace: str | None) -> None:
+        self._pipeline = pipeline
+        self._client = client
+        self._trace = trace
+
+    def start(self, source: Message, offload: Offload) -> None:
         """Raises Overloaded where a large message cannot be read on another thread."""
-        read, start = partial(self._read, source), partial(self._start, client, trace)
         if len(source[0]) <= _LARGE_ITEMS_BYTES:
-            start(read)
+            self._start(lambda: self._read(source))
         else:
-            self._offload(read, start, large=True, limit_s=self._pipeline.options.timeout_ms / 1e3)
+            limit_s = self._pipeline.options.timeout_ms / 1e3
+            offload(lambda: self._read(source), self._start, large=True, limit_s=limit_s)
 
     def _read(self, source: Message) -> Request:
         head, data, at, spans = source
@@ -117,7 +107,8 @@ class PipelineMethod:
         signature = pipeline.signature if messages.sends_bytes(head) else pipeline.tensors
         return fill(messages.plan_request(head, spans, signature), data, at, pipeline.memory)
 
-    def _start(self, client: Replying, trace: str | None, result: Result[Request]) -> None:
+    def _start(self, result: Result[Request]) -> None:
+        client = self._client
         if client.gone:
             return
         try:
@@ -125,17 +116,17 @@ class PipelineMethod:
             given = self._pipeline.input_of(request)
             if not client.reserve(len(given)):
                 raise over_budget()
-            reply = partial(self._reply, client, request._replace(feeds={}))
+            self._request = request._replace(feeds={})
             client.cancel = self._pipeline.start(
-                lambda: given, reply, trace, client.reserve, _timeout_us(request, client)
-            )
+                lambda: given, self._reply, self._trace, client.reserve,
+                _timeout_us(request, client),
+            )  # fmt: skip
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             self._pipeline.refuse(exc)
             fail_with(client, exc)
 
-    def _reply(
-        self, client: Replying, request: Request, answer: bytes | Exception, _json: bool
-    ) -> None:
+    def _reply(self, answer: bytes | Exception, _json: bool) -> None:
+        client, request = self._client, self._request
         client.cancel = None
         try:
             found = self._pipeline.results(request, answer)
@@ -144,22 +135,23 @@ class PipelineMethod:
             fail_with(client, exc)
 
 
-LARGE_BYTES = 32 << 10  # what is slow to decode is decoded on another thread from this size on
-_LONG_BYTES = 128 << 10  # and with other long ones
-
-
 class InferMethods:
     """ModelInfer and ModelStreamInfer."""
 
     def __init__(self, repository: ModelRepository, offload: Offload) -> None:
         self._repository = repository
+        self._offload = offload
+        most = repository.options.max_body_bytes
         self.routes = {
             name: ModelRoute(repository, model, offload)
             for name, model in repository.models.items()
         }
-        max_bytes = repository.options.max_body_bytes
-        self._tasks = {n: TaskMethod(route, max_bytes) for n, route in self.routes.items()}
-        self._pipelines = {n: PipelineMethod(p, offload) for n, p in repository.pipelines.items()}
+        self._signatures = {  # of images and of sentences
+            name: Signature(
+                {name: replace(_items(name), raw=True)}, {ANSWER: _items(ANSWER)}, 0, most
+            )
+            for name in ("image", "text")
+        }
 
     def stream(self, call: GrpcCall, data: bytes, at: int) -> None:
         slot = ReplySlot(call)
@@ -176,33 +168,32 @@ class InferMethods:
     def infer(self, call: GrpcCall, data: bytes, at: int, slot: ReplySlot | None = None) -> None:
         """Start one message of a call, which is answered in `slot` if the call is a stream."""
         client: Replying = call if slot is None else slot
+        trace = call.head.trace
         try:
             head, spans = messages.split_request(data, at)
             name, version = messages.model_of(head)
             source = (head, data, at, spans)
-            if name in self._pipelines and version in ("", VERSION):
-                self._pipelines[name](client, source, call.head.trace)
+            if name in self._repository.pipelines and version in ("", VERSION):
+                pipeline = self._repository.pipelines[name]
+                GrpcPipelineCall(pipeline, client, trace).start(source, self._offload)
                 return
             model = self._repository.find(name, version or VERSION)
-            has_items = model.task.ready and messages.sends_bytes(head)
+            route = self.routes[model.name]
+            if model.task.ready and messages.sends_bytes(head):
+                signature = self._signatures[model.task.parameters["takes"]]
+                GrpcTaskCall(route, client, trace, signature).begin(source)
+                return
+            inference = GrpcInference(route, client, source, trace)
+            slow = len(head) > LARGE_BYTES or (route.strings and len(data) > LARGE_BYTES)
+            if slow or (route.memory is not None and _reads_much(head, spans, model.signature)):
+                inference.large = not slow or len(data) > _LONG_BYTES
+                del head, data, source
+                inference.start_offloaded()
+                return
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             fail_with(client, exc)
             return
-        route = self.routes[model.name]
-        if has_items:
-            self._tasks[model.name](client, source, call.head.trace)
-            return
-        inference = GrpcInference(route, client, source, call.head.trace)
-        slow = len(head) > LARGE_BYTES or (route.strings and len(data) > LARGE_BYTES)
-        if slow or (route.memory is not None and _reads_much(head, spans, model.signature)):
-            inference.large = not slow or len(data) > _LONG_BYTES
-            del head, data, source
-            try:
-                inference.start_offloaded()
-            except DeploykitError as exc:  # no thread can be started
-                fail_with(client, exc)
-        else:
-            inference.start()
+        inference.start()
 
 
 def _reads_much(head: bytes, spans: tuple[messages.Span, ...], model: Signature) -> bool:

@@ -11,6 +11,7 @@ import base64
 import binascii
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -165,7 +166,10 @@ class HttpTaskCall(TaskCall):
 
 def split_json(text: bool, body: Bytes) -> Items:
     """The items of a JSON document; `text`: strings, else base64. Raises BadInput, TooLarge."""
-    document = _parse(bytes(body), _hint(text))
+    data = bytes(body)
+    check_json_size(data, _hint(text))
+    with ONE_JSON if len(data) > _SMALL_BYTES else nullcontext():  # a small one: on the loop
+        document = parse_document(data)
     kind = "text" if text else "image"
     if type(document) is dict:
         known = _TEXT if text else _IMAGE
@@ -274,18 +278,11 @@ class PipelineRoute:
         return _text(data, name) if json_text else data
 
 
-def _parse(data: bytes, hint: str) -> Any:
-    """A JSON document of limited size; a large one alone."""
-    check_json_size(data, hint)
-    if len(data) <= _SMALL_BYTES:
-        return parse_document(data)
-    with ONE_JSON:
-        return parse_document(data)
-
-
 def _text(data: bytes, name: str) -> str:
     """A text from JSON: an object that holds it, or the string alone."""
-    value = _parse(data, NOT_JSON)
+    check_json_size(data, NOT_JSON)
+    with ONE_JSON:
+        value = parse_document(data)
     found = value.get(name) if isinstance(value, dict) else value
     if not isinstance(found, str):
         raise BadInput(f"'{name}' must be a JSON string, or an object with it")

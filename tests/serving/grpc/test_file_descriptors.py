@@ -23,7 +23,7 @@ def process(tmp_path: Path) -> Iterator[Process]:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
 
-    with Process(tmp_path, "--grpc", "--grpc-port", "0", before=limit) as process:
+    with Process(tmp_path, "--grpc-port", "0", before=limit) as process:
         yield process
 
 

@@ -16,7 +16,7 @@ from tests.support.serving.grpc_cases import WAIT_S, Echo, Serving, serving
 
 triton = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
 import tritonclient.grpc.aio as triton_aio  # noqa: E402
-from tritonclient.grpc import service_pb2, service_pb2_grpc  # noqa: E402
+from tritonclient.grpc import service_pb2  # noqa: E402
 
 VALUES = {
     "bool": [True, False, True],
@@ -271,24 +271,3 @@ def test_methods_that_are_not_offered_are_unimplemented(client: Any) -> None:
         with pytest.raises(triton.InferenceServerException, match="not offered") as caught:
             call()
         assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
-
-
-def test_a_plain_grpcio_client_finds_every_method(served: Serving) -> None:
-    """With the stub that was generated for tritonclient: no method is missing."""
-    import grpc
-
-    with grpc.insecure_channel(f"127.0.0.1:{served.port}") as channel:
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        for method in service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
-            if method.client_streaming:
-                continue
-            request = getattr(service_pb2, method.input_type.name)(
-                **(
-                    {"name": "m"}
-                    if method.name.startswith("Model")
-                    and "name" in method.input_type.fields_by_name
-                    else {}
-                )
-            )
-            call = getattr(stub, method.name).future(request, timeout=WAIT_S)
-            assert "no method" not in (call.details() or ""), method.name

@@ -22,7 +22,6 @@ import tritonclient.grpc as triton  # noqa: E402
 
 from deploykit.evaluation.verify import open_proven  # noqa: E402
 from tests.support.runtimes.pictures import encoded  # noqa: E402
-from tests.support.serving import hostile_items  # noqa: E402
 from tests.support.serving.task_models import HEIGHT, WIDTH, write_task_model  # noqa: E402
 
 INVALID, LARGE = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -112,25 +111,6 @@ def test_what_cannot_be_answered_is_refused(
     assert reason in caught.value.message()
     assert caught.value.status() == str(code)
     assert ask(served, "classify", "image", [DARK])[0]["label"] == "dark"
-
-
-@pytest.mark.parametrize("name", [*hostile_items.REFUSED, *hostile_items.TEXTS])
-def test_a_hostile_item_is_refused_in_one_line(served: Serving, name: str) -> None:
-    text = name in hostile_items.TEXTS
-    made, reason = hostile_items.TEXTS[name] if text else hostile_items.REFUSED[name]
-    item = made if isinstance(made, bytes) else made()
-    with pytest.raises(triton.InferenceServerException) as caught:
-        ask(served, *(("text-classify", "text") if text else ("classify", "image")), [item])
-    large = len(item) > MOST_BYTES
-    assert caught.value.status() == str(LARGE if large else INVALID)
-    assert large or reason in caught.value.message()
-    assert "\n" not in caught.value.message()
-
-
-@pytest.mark.parametrize("name", hostile_items.ANSWERED)
-def test_an_unusual_image_is_answered(served: Serving, name: str) -> None:
-    (found,) = ask(served, "classify", "image", [hostile_items.ANSWERED[name]()])
-    assert len(found["top"]) == 2
 
 
 def test_a_damaged_input_is_refused(served: Serving) -> None:

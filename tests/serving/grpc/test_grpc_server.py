@@ -314,51 +314,6 @@ def test_large_typed_contents_of_the_wrong_size_are_refused(
         assert "has 4 elements, 'data' has 100000" in refused.headers["grpc-message"]
 
 
-def test_shared_memory_is_registered_and_used_for_input_and_output() -> None:
-    from multiprocessing.shared_memory import SharedMemory
-
-    block = SharedMemory(create=True, size=64)
-    try:
-        with serving(shared_memory=True) as running:
-            block.buf[:16] = np.arange(4, dtype=np.float32).tobytes()
-            with grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel:
-                register = MESSAGES["SystemSharedMemoryRegisterRequest"](
-                    name="r", key=f"/{block.name.strip('/')}", byte_size=64
-                )
-                ask(
-                    channel,
-                    "SystemSharedMemoryRegister",
-                    "SystemSharedMemoryRegisterResponse",
-                    data=register.SerializeToString(),
-                )
-                status = ask(
-                    channel, "SystemSharedMemoryStatus", "SystemSharedMemoryStatusResponse"
-                )
-                assert status.regions["r"].byte_size == 64
-                request = MESSAGES["ModelInferRequest"](model_name="m")
-                item = request.inputs.add(name="x", datatype="FP32", shape=[1, 4])
-                wanted = request.outputs.add(name="y")
-                for of, offset in ((item, 0), (wanted, 16)):
-                    of.parameters["shared_memory_region"].string_param = "r"
-                    of.parameters["shared_memory_byte_size"].int64_param = 16
-                    of.parameters["shared_memory_offset"].int64_param = offset
-                data = request.SerializeToString()
-                answer = ask(channel, "ModelInfer", "ModelInferResponse", data=data)
-                assert list(answer.raw_output_contents) == [b""]
-                found = np.frombuffer(block.buf, np.float32, 4, 16).copy()
-                np.testing.assert_array_equal(found, [1, 3, 5, 7])
-                ask(
-                    channel,
-                    "SystemSharedMemoryUnregister",
-                    "SystemSharedMemoryUnregisterResponse",
-                )
-                with pytest.raises(grpc.RpcError, match="there is no region"):
-                    ask(channel, "ModelInfer", "ModelInferResponse", data=data)
-    finally:
-        block.close()
-        block.unlink()
-
-
 def test_an_engine_error_is_internal_and_shows_no_file_path() -> None:
     class Failing(GatedEngine):
         def __call__(self, feeds: Any) -> dict[str, np.ndarray]:

@@ -132,7 +132,7 @@ def test_a_body_being_decoded_at_shutdown_is_answered(eventually: Eventually) ->
             eventually(lambda: server.server._listener.unanswered == 1)
             server.server.stop()
             eventually(lambda: server.server.repository.draining)
-            late = server.ask("POST", LARGE, BIG)
+            late = server.ask("POST", SMALL, ROW)
             assert late.status == 503
         reply = raw.reply()
         assert reply is not None

@@ -213,23 +213,6 @@ def test_a_hostile_text_is_refused_in_one_line(opened: dict[str, Any], name: str
     assert (status, found) == (400, {"error": f"the text: {reason}"})
 
 
-def test_get_is_not_offered(served: Running) -> None:
-    assert served.ask("GET", "/v2/models/classify/predict").status == 405
-
-
-def test_a_body_above_the_limit_is_refused_before_it_is_read(served: Running) -> None:
-    raw = served.connect()
-    head = request("POST", "/v2/models/classify/predict", Content_Length="4000001")
-    reply = raw.ask(head)
-    assert reply.status == 413
-
-
-def test_bytes_of_a_compressed_bomb_are_limited(served: Running) -> None:
-    body = gzip.compress(bytes(5_000_000))
-    found = post(served, "classify", body, "image/png", Content_Encoding="gzip")
-    assert found[0] == 413
-
-
 def test_a_client_that_dies_in_its_upload_leaves_nothing(
     served: Running, eventually: Callable[[Callable[[], bool]], None]
 ) -> None:

@@ -1,23 +1,32 @@
-"""Valid requests pass the JSON decoder and encoder unchanged."""
+"""Requests and answers of the Open Inference Protocol over HTTP: what is valid passes unchanged."""
 
 from __future__ import annotations
 
 import json
+import struct
+from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, carrier
+from deploykit.engines.engine import load
 from deploykit.serving.oip import json as oip
+from deploykit.serving.oip.request import Region, Request, RequestedOutput, Signature
 from deploykit.serving.oip.request import signature as signature_of
+from deploykit.serving.oip.response import classify
 from tests.support.serving.requests import (
     DTYPES,
     JSON_DTYPES,
     LIMIT,
+    FakeMemory,
     binary,
     model,
     one,
+    tensor,
     two_inputs,
     values,
     wire,
@@ -184,3 +193,424 @@ def test_the_id_is_echoed_exactly(name: str) -> None:
     request = oip.decode(body, json_bytes, model())
     parts, _ = oip.encode("m", "1", request, {"y": request.feeds["x"]}, model())
     assert json.loads(parts[0])["id"] == name
+
+
+# -- Raw requests: the whole body is one tensor
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "string"])
+def test_a_raw_request_has_one_row_and_a_binary_answer(dtype: str) -> None:
+    array, signature = values(dtype, 1, 4), model(dtype)
+    request = oip.decode(wire(dtype, array), 0, signature)
+    np.testing.assert_array_equal(request.feeds["x"], array, strict=True)
+    assert request.rows == 1
+    parts, header = oip.encode("m", "1", request, {"y": array}, signature)
+    assert parts[1] == wire(dtype, array)
+    assert header == len(parts[0])
+    assert "id" not in json.loads(parts[0])
+
+
+@pytest.mark.parametrize(
+    ("axes", "max_batch", "shape"),
+    [
+        (("N", 4), 8, (1, 4)),
+        (("N", "T", 2), 8, (1, 6, 2)),
+        (("N", 4), 0, (3, 4)),
+        (("T",), 0, (12,)),
+        ((12,), 0, (12,)),
+    ],
+)
+def test_the_size_of_one_variable_axis_follows_from_the_byte_count(
+    axes: tuple[int | str, ...], max_batch: int, shape: tuple[int, ...]
+) -> None:
+    array = values("float32", *shape)
+    signature = model("float32", *axes, max_batch=max_batch)
+    request = oip.decode(array.tobytes(), 0, signature)
+    np.testing.assert_array_equal(request.feeds["x"], array, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("axes", "max_batch"), [(("N", 1), 8), (("N",), 8), ((1,), 0), (("T",), 0)]
+)
+def test_a_raw_string_is_the_whole_body(axes: tuple[int | str, ...], max_batch: int) -> None:
+    signature = model("string", *axes, max_batch=max_batch)
+    request = oip.decode("é\0b".encode(), 0, signature)
+    assert request.feeds["x"].size == 1
+    assert request.feeds["x"].item() == "é\0b"
+
+
+@pytest.mark.parametrize(
+    ("signature", "size", "message"),
+    [
+        (two_inputs(), 16, "one input, this one has 2"),
+        (model(), 0, "has no bytes"),
+        (model("string", "N"), 0, "has no bytes"),
+        (model(), 15, "is 16 bytes, got 15"),
+        (model(), 17, "is 16 bytes, got 17"),
+        (model(), 32, "is 16 bytes, got 32"),
+        (model("float32", "H", "W", max_batch=0), 16, "one variable axis at most"),
+        (model("float32", "N", "H", "W"), 16, "one variable axis at most"),
+        (model("float32", "N", "T", 2), 12, "is 8 bytes, got 12"),
+        (model("float32", "T", 0, max_batch=0), 4, "is 0 bytes, got 4"),
+        (model("string", "N", 2), 4, "holds one string, the input is x:string"),
+        (model("string", "N", "T", 2), 16, "holds one string, the input is x:string"),
+    ],
+)
+def test_a_raw_request_that_does_not_fit_the_model_is_refused(
+    signature: Signature, size: int, message: str
+) -> None:
+    with pytest.raises(BadInput, match=message):
+        oip.decode(b"a" * size, 0, signature)
+
+
+# -- Tensors in shared memory, referenced by JSON requests
+
+
+REGION = {"shared_memory_region": "r", "shared_memory_byte_size": 16}
+
+
+def ask_input(**parameters: object) -> bytes:
+    """A request whose input is in shared memory."""
+    item = tensor("float32", np.empty((1, 4), np.float32), **parameters)
+    return json.dumps({"inputs": [item]}).encode()
+
+
+def ask_output(**parameters: object) -> bytes:
+    item = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}
+    outputs = [{"name": "y", "parameters": parameters}]
+    return json.dumps({"inputs": [item], "outputs": outputs}).encode()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_input_is_read_from_and_an_output_written_to_shared_memory(dtype: str) -> None:
+    array, signature = values(dtype, 2, 4), model(dtype)
+    payload = wire(dtype, array)
+    memory = FakeMemory(8 + 2 * len(payload))
+    memory.bytes[8 : 8 + len(payload)] = payload
+    size = {"shared_memory_region": "r", "shared_memory_byte_size": len(payload)}
+    item = tensor(dtype, array, **size, shared_memory_offset=8)
+    wanted = {"name": "y", "parameters": {**size, "shared_memory_offset": 8 + len(payload)}}
+    body = json.dumps({"inputs": [item], "outputs": [wanted]}).encode()
+
+    request = oip.decode(body, None, signature, memory)
+    np.testing.assert_array_equal(request.feeds["x"], array, strict=True)
+    parts, header = oip.encode("m", "1", request, {"y": array}, signature, memory)
+    assert memory.bytes[8 + len(payload) :] == payload
+    assert header is None
+    (output,) = json.loads(parts[0])["outputs"]
+    assert output == {"name": "y", "datatype": output["datatype"], "shape": [2, 4]}
+
+
+@pytest.mark.parametrize(
+    "body", [ask_input(**REGION), ask_output(**REGION)], ids=["input", "output"]
+)
+def test_shared_memory_is_refused_when_it_is_not_enabled(body: bytes) -> None:
+    for _ in range(2):  # also when the JSON part is in the cache
+        with pytest.raises(BadInput, match="shared memory is not enabled"):
+            oip.decode(body, None, model())
+    oip.decode(body, None, model(), FakeMemory(16))
+
+
+BAD_REGIONS = {
+    "no size": ({"shared_memory_region": "r"}, "'shared_memory_byte_size' is missing"),
+    "no name": ({"shared_memory_byte_size": 16}, "'shared_memory_region' is missing"),
+    "an empty name": ({**REGION, "shared_memory_region": ""}, "must be a name"),
+    "a number for a name": ({**REGION, "shared_memory_region": 5}, "must be a name"),
+    "a long name": ({**REGION, "shared_memory_region": "r" * 257}, "must be a name"),
+    "a negative offset": ({**REGION, "shared_memory_offset": -1}, "integer >= 0 .bytes."),
+    "a huge offset": ({**REGION, "shared_memory_offset": 2**64}, "integer >= 0 .bytes."),
+    "an offset that is a string": ({**REGION, "shared_memory_offset": "8"}, "integer >= 0 .bytes."),
+    "a size that is a string": (
+        {**REGION, "shared_memory_byte_size": "16"},
+        "integer >= 0 .bytes.",
+    ),
+    "a true size": ({**REGION, "shared_memory_byte_size": True}, "integer >= 0 .bytes."),
+}
+
+
+@pytest.mark.parametrize(("parameters", "message"), BAD_REGIONS.values(), ids=BAD_REGIONS)
+@pytest.mark.parametrize("place", [ask_input, ask_output], ids=["input", "output"])
+def test_an_invalid_region_reference_is_refused(
+    place: object, parameters: dict, message: str
+) -> None:
+    with pytest.raises(BadInput, match=message):
+        oip.decode(place(**parameters), None, model(), FakeMemory(16))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("size", [15, 17, 0, 2**63])
+def test_the_size_of_an_input_must_be_that_of_its_shape(size: int) -> None:
+    with pytest.raises(BadInput, match=f"is 16 bytes, got {size}"):
+        oip.decode(
+            ask_input(**{**REGION, "shared_memory_byte_size": size}), None, model(), FakeMemory(16)
+        )
+
+
+def test_an_output_larger_than_its_region_is_refused() -> None:
+    memory = FakeMemory(16)
+    body = ask_output(**{**REGION, "shared_memory_byte_size": 15})
+    request = oip.decode(body, None, model(), memory)
+    with pytest.raises(BadInput, match="16 bytes do not fit"):
+        oip.encode("m", "1", request, {"y": np.ones((1, 4), np.float32)}, model(), memory)
+
+
+def test_inputs_in_shared_memory_count_towards_the_size_limit() -> None:
+    size = {"shared_memory_region": "r", "shared_memory_byte_size": 2 * LIMIT}
+    free = model("float32", "H", "W", max_batch=0)
+    item = tensor("float32", np.empty((2, LIMIT // 4), np.float32), **size)
+    with pytest.raises(TooLarge, match="above the limit"):
+        oip.decode(json.dumps({"inputs": [item]}).encode(), None, free, FakeMemory(16))
+
+
+def test_a_repeated_request_reads_the_memory_again() -> None:
+    memory, signature = FakeMemory(16), model()
+    assert oip.decode(ask_input(**REGION), None, signature, memory).feeds["x"].tolist() == [
+        [0, 0, 0, 0]
+    ]
+    memory.write(Region("r", 0, 16), np.ones(4, np.float32).tobytes())
+    assert oip.decode(ask_input(**REGION), None, signature, memory).feeds["x"].tolist() == [
+        [1, 1, 1, 1]
+    ]
+
+
+def test_a_classified_output_is_written_to_shared_memory() -> None:
+    memory = FakeMemory(64)
+    body = ask_output(**{**REGION, "shared_memory_byte_size": 64, "classification": 1})
+    signature: Signature = model()
+    request = oip.decode(body, None, signature, memory)
+    parts, _ = oip.encode("m", "1", request, {"y": request.feeds["x"]}, signature, memory)
+    assert json.loads(parts[0])["outputs"][0]["shape"] == [1, 1]
+    assert bytes(memory.bytes).rstrip(b"\0") == b"\x0a\0\0\0" + b"4.000000:3"
+
+
+# -- BYTES tensors: strings in and out, wrong lengths, and a real model with string tensors
+
+
+SIGNATURE = model("string", "N", 2)
+
+
+def decode_binary(payload: bytes, shape: tuple[int, ...] = (1, 2)) -> Request:
+    item = {
+        "name": "x",
+        "datatype": "BYTES",
+        "shape": shape,
+        "parameters": {"binary_data_size": len(payload)},
+    }
+    head = json.dumps({"inputs": [item]}).encode()
+    return oip.decode(head + payload, len(head), SIGNATURE)
+
+
+def decode_json(data: object, shape: tuple[int, ...] = (1, 2)) -> Request:
+    item = {"name": "x", "datatype": "BYTES", "shape": shape, "data": data}
+    return oip.decode(json.dumps({"inputs": [item]}).encode(), None, SIGNATURE)
+
+
+def packed(*elements: bytes) -> bytes:
+    return b"".join(struct.pack("<I", len(element)) + element for element in elements)
+
+
+@pytest.mark.parametrize(
+    ("payload", "message"),
+    [
+        (packed(b"ab") + struct.pack("<I", 3) + b"cd", "element 1 claims 3 bytes, 2 remain"),
+        (packed(b"ab") + b"\xff\xff\xff\xff" + b"cd", "claims 4294967295 bytes, 2 remain"),
+        (packed(b"ab", b"cd", b"ef"), "6 bytes follow the last of 2"),
+        (packed(b"ab", b"cd") + b"\0", "1 bytes follow the last of 2"),
+        (packed(b"abcd"), "the bytes end before element 1 of 2"),
+        (packed(b"abcd") + b"\0\0", "the bytes end before element 1 of 2"),
+        (b"\0" * 7, "at least 8 bytes, got 7"),
+        (b"", "at least 8 bytes, got 0"),
+        (packed(b"ab", b"\xff\xfe"), "element 1 is not UTF-8"),
+        (packed(b"ab", "\ud800".encode(errors="surrogatepass")), "element 1 is not UTF-8"),
+    ],
+)
+def test_string_elements_with_a_wrong_length_are_refused(payload: bytes, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        decode_binary(payload)
+
+
+@pytest.mark.parametrize(
+    "elements", [("", ""), ("a\0b", "\0"), ("é😀", "\n"), ("a" * 5000, "")], ids=ascii
+)
+def test_empty_strings_and_nul_characters_are_kept(elements: tuple[str, str]) -> None:
+    sent = packed(*(element.encode() for element in elements))
+    for request in (
+        decode_binary(sent),
+        decode_json(list(elements)),
+        decode_json([list(elements)]),
+    ):
+        assert request.feeds["x"].tolist() == [list(elements)]
+
+
+@pytest.mark.parametrize("data", [["a", 1], ["a", None], ["a", ["b"]], ["a", True], ["a", {}]])
+def test_elements_that_are_not_strings_are_refused(data: list) -> None:
+    with pytest.raises(BadInput, match="is BYTES, 'data' holds"):
+        decode_json(data)
+
+
+@pytest.mark.parametrize("data", [["a"], ["a", "b", "c"], [], "ab", [["a", "b"], ["c"]]])
+def test_the_number_of_strings_must_match_the_shape(data: object) -> None:
+    with pytest.raises(BadInput):
+        decode_json(data)
+
+
+def test_strings_count_towards_the_limit_with_their_size_in_memory() -> None:
+    """A 4-byte element takes about 60 bytes as a Python string."""
+    count = LIMIT // 40
+    free = signature_of([TensorSpec("x", "string", ("N",))], [], 0, LIMIT)
+    payload = bytes(4 * count)
+    assert len(payload) < LIMIT
+    head = json.dumps(
+        {
+            "inputs": [
+                {
+                    "name": "x",
+                    "datatype": "BYTES",
+                    "shape": [count],
+                    "parameters": {"binary_data_size": len(payload)},
+                }
+            ]
+        }
+    ).encode()
+    with pytest.raises(TooLarge, match="above the limit"):
+        oip.decode(head + payload, len(head), free)
+    item = {"name": "x", "datatype": "BYTES", "shape": [count], "data": [""] * count}
+    with pytest.raises(TooLarge, match="above the limit"):
+        oip.decode(json.dumps({"inputs": [item]}).encode(), None, free)
+
+
+def answer(array: np.ndarray, *, binary: bool) -> list[bytes]:
+    request = Request({}, 1, (), (RequestedOutput("y", binary),))
+    return oip.encode("m", "1", request, {"y": array}, SIGNATURE)[0]
+
+
+def test_an_output_that_is_not_utf8_is_sent_as_binary_only() -> None:
+    array = np.array([[b"\xff\xfe", "é"]], object)
+    assert answer(array, binary=True)[1] == packed(b"\xff\xfe", "é".encode())
+    with pytest.raises(BadInput, match="output 'y' holds bytes that are not UTF-8") as caught:
+        answer(array, binary=False)
+    assert "binary_data" in (caught.value.hint or "")
+
+
+def test_a_utf8_bytes_output_can_be_sent_as_json() -> None:
+    array = np.array([["é".encode(), "b"]], object)
+    assert json.loads(answer(array, binary=False)[0])["outputs"][0]["data"] == ["é", "b"]
+
+
+@pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])
+def test_onnx_runtime_reads_and_returns_strings(tmp_path: Path, binary: bool) -> None:
+    """Decoder, a real engine, encoder; the inputs and outputs of the model are tensor(string)."""
+    path = tmp_path / "strings.onnx"
+    graph = helper.make_graph(
+        [helper.make_node("Identity", ["x"], ["y"])],
+        "strings",
+        [helper.make_tensor_value_info("x", TensorProto.STRING, ["N", 2])],
+        [helper.make_tensor_value_info("y", TensorProto.STRING, ["N", 2])],
+    )
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(made, path)
+    array = values("string", 3, 2)
+    with load(path, "cpu") as engine:
+        assert engine.inputs == (TensorSpec("x", "string", ("N", 2)),)
+        signature = signature_of(engine.inputs, engine.outputs, 8, LIMIT)
+        body, json_bytes = one("string", array, parameters={"binary_data_output": binary})
+        request = oip.decode(body, json_bytes, signature)
+        outputs = engine(request.feeds)
+    parts, _ = oip.encode("m", "1", request, outputs, signature)
+    if binary:
+        assert parts[1] == wire("string", array)
+    else:
+        assert json.loads(parts[0])["outputs"][0]["data"] == array.ravel().tolist()
+
+
+def test_strings_of_several_requests_can_be_joined_and_split() -> None:
+    """As the batcher does: rows of several requests in one array, and slices of the output."""
+    first, second = decode_json(["a", "b"]), decode_json(["c", "d"])
+    joined = np.concatenate([first.feeds["x"], second.feeds["x"]])
+    assert answer(joined[1:2], binary=True)[1] == packed(b"c", b"d")
+    assert tensor("string", joined)["shape"] == [2, 2]
+
+
+# -- The classification extension: `value:index[:label]`, highest first
+
+
+ROWS = np.array([[1, 5, 10, 4], [7, 7, -1, 7]], np.float32)
+
+
+def test_classes_are_sorted_by_value_and_then_by_index() -> None:
+    assert classify(ROWS, 3, batched=True).tolist() == [
+        ["10.000000:2", "5.000000:1", "4.000000:3"],
+        ["7.000000:0", "7.000000:1", "7.000000:3"],
+    ]
+
+
+def test_labels_are_appended_where_they_are_known() -> None:
+    found = classify(ROWS[:1], 4, batched=True, labels=["apple", "pickle", "pie"])
+    assert found.tolist() == [
+        ["10.000000:2:pie", "5.000000:1:pickle", "4.000000:3", "1.000000:0:apple"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("array", "batched", "expected"),
+    [
+        (np.array([1, 2], np.uint8), False, ["2:1", "1:0"]),
+        (np.array([0, 2**64 - 1], np.uint64), False, ["18446744073709551615:1", "0:0"]),
+        (np.array([-(2**63), -1]), False, ["-1:1", "-9223372036854775808:0"]),
+        (np.array([False, True]), False, ["1:1", "0:0"]),
+        (np.array(2.5), False, ["2.500000:0"]),
+        (np.array([np.nan, -np.inf, np.inf]), False, ["inf:2", "-inf:1", "nan:0"]),
+        (np.array([[[1, 2], [4, 3]]]), True, [["4:2", "3:3", "2:1"]]),
+        (np.array([[1, 2], [4, 3]]), False, ["4:2", "3:3", "2:1"]),
+        (np.empty((0, 4)), True, []),
+        (np.empty((2, 0)), True, [[], []]),
+    ],
+    ids=str,
+)
+def test_numbers_of_any_type_and_shape_can_be_classified(
+    array: np.ndarray, batched: bool, expected: list
+) -> None:
+    found = classify(array, 3, batched=batched)
+    assert found.tolist() == expected
+    assert found.shape[:1] == ((len(array),) if batched else (len(expected),))
+
+
+@pytest.mark.parametrize("max_batch", [8, 0])
+@pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])
+def test_the_output_is_replaced_by_strings(max_batch: int, binary: bool) -> None:
+    signature = model("float32", "N", 4, max_batch=max_batch, labels={"y": ["a", "b", "c", "d"]})
+    body, json_bytes = one(
+        "float32",
+        ROWS,
+        outputs=[{"name": "y", "parameters": {"classification": 1, "binary_data": binary}}],
+    )
+    request = oip.decode(body, json_bytes, signature)
+    parts, _ = oip.encode("m", "1", request, {"y": ROWS}, signature)
+    output = json.loads(parts[0])["outputs"][0]
+    strings = [b"10.000000:2:c", b"7.000000:0:a"][: 2 if max_batch else 1]
+    assert output["datatype"] == "BYTES"
+    assert output["shape"] == ([2, 1] if max_batch else [1])
+    if binary:
+        assert parts[1] == b"".join(struct.pack("<I", len(text)) + text for text in strings)
+        assert output["parameters"] == {"binary_data_size": len(parts[1])}
+    else:
+        assert output["data"] == [text.decode() for text in strings]
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "string"])
+def test_every_numeric_datatype_can_be_classified_even_without_a_json_form(dtype: str) -> None:
+    array, signature = values(dtype, 2, 4), model(dtype)
+    wanted = [{"name": "y", "parameters": {"classification": 1000}}]
+    body, json_bytes = one(dtype, array, outputs=wanted)
+    request = oip.decode(body, json_bytes, signature)
+    parts, _ = oip.encode("m", "1", request, {"y": array}, signature)
+    output = json.loads(parts[0])["outputs"][0]
+    assert output["shape"] == [2, 4]  # cut to the number of classes
+    best = [int(text.split(":")[1]) for text in output["data"][::4]]
+    assert best == array.argmax(axis=1).tolist()
+
+
+def test_strings_cannot_be_classified() -> None:
+    wanted = [{"name": "y", "parameters": {"classification": 1}}]
+    body, json_bytes = one("string", values("string", 1, 4), outputs=wanted)
+    with pytest.raises(BadInput, match="cannot be classified"):
+        oip.decode(body, json_bytes, model("string"))

@@ -51,9 +51,9 @@ BAD_DOCUMENTS = {
     "a reserved parameter": (one()[:-1] + b', "parameters": {"triton_x": 3}}', "reserved"),
     "an unknown output": (one()[:-1] + b', "outputs": [{"name": "z"}]}', "unknown output 'z'"),
     "outputs a string": (one()[:-1] + b', "outputs": "y"}', "'outputs' must be a list"),
-    "a million outputs": (
-        one()[:-1] + b', "outputs": [' + b'{"name":"y"},' * 10**6 + b'{"name":"y"}]}',
-        "1000001 outputs",
+    "many outputs": (
+        one()[:-1] + b', "outputs": [' + b'{"name":"y"},' * 50_000 + b'{"name":"y"}]}',
+        "50001 outputs",
     ),
     **{
         f"classification {value}": (
@@ -244,20 +244,6 @@ def test_nan_in_a_json_output_is_an_error_and_not_null(value: float) -> None:
     with pytest.raises(BadInput, match="output 'y' holds NaN") as caught:
         oip.encode("m", "1", request, {"y": np.array([[value]], np.float32)}, model())
     assert "binary_data" in (caught.value.hint or "")
-
-
-@pytest.mark.parametrize(
-    "text", [b"-1", b"abc", b"", b"1e3", b" 5", b"+5", b"9" * 30, "²".encode()]
-)
-def test_a_header_length_that_is_not_a_decimal_number_is_refused(text: bytes) -> None:
-    with pytest.raises(BadInput, match="Inference-Header-Content-Length"):
-        oip.header_length(text)
-
-
-@pytest.mark.parametrize("json_bytes", [len(one()) + 1, 10**11])
-def test_a_header_length_beyond_the_body_is_refused(json_bytes: int) -> None:
-    with pytest.raises(BadInput, match="Inference-Header-Content-Length"):
-        oip.decode(one(), json_bytes, model())
 
 
 def test_a_header_length_of_the_whole_body_is_accepted() -> None:

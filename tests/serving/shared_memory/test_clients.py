@@ -28,7 +28,7 @@ ROWS = np.arange(12, dtype=np.float32).reshape(3, 4)
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("served")
-    options = ("--shared-memory", "--grpc", "--grpc-port", "0")
+    options = ("--shared-memory", "--grpc-port", "0")
     with Process(folder, *options, env={"CUDA_VISIBLE_DEVICES": ""}) as server:
         yield server
 
@@ -212,7 +212,7 @@ def test_cuda_shared_memory_is_not_offered(kit: tuple[ModuleType, Any]) -> None:
 
 
 def test_shared_memory_is_not_offered_without_the_option(tmp_path: Path) -> None:
-    with Process(tmp_path, "--grpc", "--grpc-port", "0") as server:
+    with Process(tmp_path, "--grpc-port", "0") as server:
         for kind, url in ((httpclient, f"127.0.0.1:{server.port}"), (grpcclient, server.grpc)):
             client = kind.InferenceServerClient(url)
             with contextlib.closing(client):

@@ -84,9 +84,6 @@ OVER_HTTP: dict[str, tuple[str, bytes, str, int]] = {
     "no gzip": ("large", GOOD, "gzip", 400),
     "no JSON when expanded": ("large", gzip.compress(BOMB[: LARGEST // 2], 1), "gzip", 400),
     "cut JSON": ("large", GOOD[:-5], "identity", 400),
-    "cut JSON for the worker process": (
-        *("large", infer_json([0.123456] * (3 * WIDTH), [3, WIDTH])[:-5], "identity", 400),
-    ),
     "a wrong shape": ("large", GOOD.replace(b"[1, ", b"[2, "), "identity", 400),
     "an unknown model": ("nothing", GOOD, "identity", 404),
     "an engine that fails": ("fails", GOOD.replace(b"0.5", b"3.5"), "identity", 500),

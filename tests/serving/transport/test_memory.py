@@ -1,21 +1,62 @@
-"""The limit on the bytes of all requests that a server holds at once."""
+"""The limit on the bytes of requests and answers that a server holds, with hostile clients too."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import gzip
+import json
+import random
+import socket
+import ssl
+import threading
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
 
-from deploykit.serving.transport.call import MemoryBudget
-from tests.support.serving.grpc_cases import INFER, Answer, frames, infer_bytes, serving
-from tests.support.serving.memory import held_bytes, raw_infer, send_without_end
-from tests.support.serving.running import WAIT_S, GatedEngine, Raw, request, running
+from deploykit.core.tensors import TensorSpec
+from deploykit.engines.engine import Arrays
+from deploykit.serving.grpc.call import GrpcCall
+from deploykit.serving.http.connection import Exchange, HttpConnection
+from deploykit.serving.http.head import HttpLimits
+from deploykit.serving.http.infer import InferRoute
+from deploykit.serving.models.repository import ModelRepository
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.transport.call import Head, MemoryBudget
+from deploykit.serving.web.page import FILES
+from tests.support.campaign import rounds
+from tests.support.fake_engine import FakeEngine
+from tests.support.serving.grpc_cases import (
+    INFER,
+    STREAM,
+    Answer,
+    Echo,
+    Frames,
+    frames,
+    infer_bytes,
+    serving,
+    unlimited_window,
+)
+from tests.support.serving.memory import (
+    Seen,
+    chunked,
+    held_bytes,
+    raw_infer,
+    send_without_end,
+)
+from tests.support.serving.running import WAIT_S, GatedEngine, Raw, Running, request, running
 
 LIMIT = 1 << 20
+
+
 WIDTH = LIMIT // 8  # elements: half of the limit in a request
+
+
 Eventually = Callable[[Callable[[], bool]], None]
 
 
@@ -198,3 +239,561 @@ def test_a_large_grpc_message_of_a_cancelled_call_is_released(
         eventually(lambda: inference._source is None)
         server.see(lambda: then(work))
         assert client.call(3, infer_bytes(value=2)).status == 0
+
+
+# -- Answers count in the memory budget until their client has taken them; reading stops meanwh
+
+
+ANSWER = 8 << 20  # bytes; more than the buffers of two sockets take
+
+
+ANSWERS = 3 * ANSWER
+
+
+SLACK = 160 << 10  # what one connection may hold uncounted or above the limit
+
+
+PATH = "/v2/models/m/infer"
+
+
+class Wide(GatedEngine):
+    """Answers 4 bytes with `ANSWER` bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate.set()
+        self.inputs = (TensorSpec("x", "float32", ("N", 1)),)
+        self.outputs = (TensorSpec("y", "float32", ("N", ANSWER // 4)),)
+
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        return {"y": np.repeat(super().__call__(feeds)["y"], ANSWER // 4, axis=1)}
+
+
+def asked(**headers: str) -> bytes:
+    item = {"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [1]}
+    body = {"inputs": [item], "parameters": {"binary_data_output": True}}
+    return request("POST", PATH, json.dumps(body).encode(), **headers)
+
+
+def buffered(server: Running) -> int:
+    """The bytes that connections keep: replies that are not sent, requests not processed."""
+    return sum(
+        each._transport.get_write_buffer_size() + len(each._kept)
+        for each in list(server.server._listener.connections)
+    )
+
+
+@pytest.mark.parametrize("encoding", ["identity", "gzip;q=0, deflate;q=0"])
+@pytest.mark.parametrize("together", [1, 4])
+def test_answers_that_nobody_reads_stay_within_the_budget(
+    eventually: Eventually, together: int, encoding: str
+) -> None:
+    engine = Wide()
+    with running({"m": engine}, max_held_bytes=ANSWERS, max_batch=1) as server:
+        raws = [server.connect() for _ in range(16 // together)]
+        for raw in raws:
+            raw.send(asked(Accept_Encoding=encoding) * together)
+        idle = server.server.repository
+        eventually(lambda: held_bytes(server) > ANSWERS - ANSWER and not idle.unanswered)
+        assert buffered(server) <= ANSWERS + len(raws) * SLACK
+        assert held_bytes(server) <= ANSWERS + len(raws) * SLACK
+        other = server.connect()
+        refused = other.ask(asked())
+        assert refused.status == 503
+        assert refused.headers["retry-after"] == "1"
+        assert server.ask("GET", "/v2/health/ready").status == 200
+        for raw in raws:
+            raw.close()
+        eventually(lambda: held_bytes(server) == 0)
+        assert server.ask("POST", PATH, asked().partition(b"\r\n\r\n")[2]).status == 200
+        eventually(lambda: held_bytes(server) == 0)
+
+
+def test_no_engine_runs_for_an_answer_that_does_not_fit(eventually: Eventually) -> None:
+    engine = Wide()
+    with running({"m": engine}, max_held_bytes=ANSWER // 2, max_batch=1) as server:
+        alone = server.connect()
+        alone.send(asked())  # it may exceed the budget
+        eventually(lambda: held_bytes(server) >= ANSWER)
+        ran = len(engine.batches)
+        other = server.connect()
+        other.send(asked() * 4)
+        assert [reply.status for reply in (other.reply(), other.reply())] == [503, 503]
+        assert len(engine.batches) == ran
+        alone.close()
+
+
+def test_an_answer_counts_whole_until_its_last_byte_is_taken(eventually: Eventually) -> None:
+    with running({"m": Wide()}, max_held_bytes=ANSWERS) as server:
+        raw = server.connect(receive_buffer=64 << 10)
+        eventually(lambda: len(server.server._listener.connections) == 1)
+        (connection,) = server.server._listener.connections
+        sender = connection._transport.get_extra_info("socket")
+        sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
+        raw.send(asked())
+        eventually(lambda: buffered(server) > 0)
+        before = buffered(server)
+        raw._stream.read(ANSWER // 2)
+        eventually(lambda: buffered(server) < before)
+        assert buffered(server) > 0
+        assert held_bytes(server) >= ANSWER
+        raw._stream.read(ANSWER // 2)
+        eventually(lambda: held_bytes(server) == 0)
+
+
+def test_small_answers_count_that_wait_for_an_earlier_one(eventually: Eventually) -> None:
+    engine = GatedEngine()
+    with running({"m": engine}, max_held_bytes=10_000) as server:
+        engine.warm = True
+        raw = server.connect()
+        first = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1] * 4}]}
+        body = json.dumps(first).encode()
+        raw.send(request("POST", PATH, body) + request("GET", "/openapi.json") * 2)
+        assert engine.entered.acquire(timeout=WAIT_S)
+        eventually(lambda: held_bytes(server) > 5000)
+        engine.gate.set()
+        replies = [raw.reply() for _ in range(3)]
+        assert [reply.status for reply in replies] == [200, 200, 503]
+        eventually(lambda: held_bytes(server) == 0)
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_client_that_pipelines_and_does_not_read_costs_little(
+    eventually: Eventually, tls: bool, pem: tuple[Path, Path]
+) -> None:
+    """Before any token: the page's files are public."""
+    options = {"tls_cert": pem[0], "tls_key": pem[1]} if tls else {}
+    page = max(FILES, key=lambda path: len(FILES[path][1]))
+    asked = request("GET", page)
+    with running({"m": FakeEngine()}, token="0123456789abcdef", **options) as server:
+        raws = [server.connect() for _ in range(3)]
+        for raw in raws:
+            raw.socket.settimeout(0.5)
+            if tls:
+                context = ssl.create_default_context(cafile=str(pem[0]))
+                raw.socket.settimeout(WAIT_S)
+                raw.socket = context.wrap_socket(raw.socket, server_hostname="localhost")
+                raw.socket.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                raw.send(asked * ((48 << 20) // len(asked)))
+        sizes = server.server._loop.call_soon_threadsafe
+        found: list[int] = []
+        sizes(lambda: found.append(buffered(server)))
+        eventually(lambda: bool(found))
+        assert found[0] <= len(raws) * (SLACK + (700 << 10 if tls else 0))
+        assert held_bytes(server) >= found[0] - len(raws) * SLACK
+        for raw in raws:
+            raw.close()
+            raw.socket.close()
+        eventually(lambda: held_bytes(server) == 0 and not server.server._listener.connections)
+
+
+def test_a_client_that_pipelines_gets_few_requests_per_turn_of_the_loop() -> None:
+    """However cheap a request is to send; what it asks for may take a millisecond."""
+    with running({"m": FakeEngine()}) as server:
+        turns: list[int] = []
+        listener = server.server._listener
+        handle, read = listener.handle, HttpConnection._read
+
+        def counted(exchange: Exchange) -> None:
+            turns[-1] += 1
+            handle(exchange)
+
+        def begun(connection: HttpConnection, end: int) -> None:
+            turns.append(0)
+            read(connection, end)
+
+        listener.handle = counted
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(HttpConnection, "_read", begun)
+            raw = server.connect()
+            raw.send(request("HEAD", "/openapi.json") * 500)
+            for _ in range(500):
+                reply = raw.reply(body=False)
+                assert reply.status == 200
+        assert sum(turns) == 500
+        assert max(turns) <= 16
+
+
+def test_requests_that_waited_for_a_reader_are_answered_in_order(eventually: Eventually) -> None:
+    page = max(FILES, key=lambda path: len(FILES[path][1]))
+    pair = request("GET", page) + request("GET", "/v2/health/live")
+    with running({"m": FakeEngine()}) as server:
+        raw = server.connect()
+        sender = threading.Thread(target=raw.send, args=(pair * 3000,), daemon=True)
+        sender.start()
+        eventually(lambda: held_bytes(server) > 0)
+        for _ in range(3000):
+            first, second = raw.reply(), raw.reply()
+            assert first.body == FILES[page][1]
+            assert second.json == {"live": True}
+        sender.join(WAIT_S)
+        eventually(lambda: held_bytes(server) == 0)
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_tensors_in_shared_memory_count_like_received_ones(
+    eventually: Eventually, binary: bool
+) -> None:
+    rows = 1 << 18  # 4 MiB
+    engine = GatedEngine()
+    key = Path(f"/dev/shm/test-held-{uuid4().hex}")
+    key.write_bytes(bytes(rows * 16))
+    region = {"shared_memory_region": "r", "shared_memory_byte_size": rows * 16}
+    item = {"name": "x", "datatype": "FP32", "shape": [rows, 4], "parameters": region}
+    body: dict[str, object] = {"inputs": [item]}
+    if not binary:
+        body["padding"] = "x" * (300 << 10)  # decoded on another thread
+    asked = request("POST", PATH, json.dumps(body).encode())
+    options = {"shared_memory": True, "max_batch": rows, "max_held_bytes": 10 << 20}
+    try:
+        with running({"m": engine}, **options) as server:
+            spec = json.dumps({"key": f"/{key.name}", "byte_size": rows * 16}).encode()
+            path = "/v2/systemsharedmemory/region/r/register"
+            assert server.ask("POST", path, spec).status == 200
+            engine.warm = True
+            raws = [server.connect() for _ in range(4)]
+            for count, raw in enumerate(raws[:2], 1):
+                raw.send(asked)
+                eventually(lambda count=count: held_bytes(server) >= count * rows * 16)
+            for raw in raws[2:]:
+                refused = raw.ask(asked)
+                assert refused.status == 503
+            assert held_bytes(server) < 10 << 20
+            for raw in raws:
+                raw.close()
+            engine.gate.set()
+            eventually(lambda: held_bytes(server) == 0)
+    finally:
+        key.unlink()
+
+
+# -- Hostile clients: the server must not keep, or miscount, the bytes of their requests
+
+
+MESSAGE = infer_bytes(width=WIDTH)
+
+
+HEALTH = "/grpc.health.v1.Health/"
+
+
+INVALID_ARGUMENT, UNAVAILABLE = 3, 14
+
+
+def values() -> np.ndarray:
+    return np.ones(WIDTH, np.float32)
+
+
+# -- HTTP
+
+
+def test_a_refused_body_is_released_before_the_earlier_answer_is_sent(
+    eventually: Eventually,
+) -> None:
+    engine = GatedEngine(width=WIDTH)
+    with running({"m": engine}, max_held_bytes=LIMIT, max_body_bytes=LIMIT) as server:
+        engine.warm = True
+        raw = server.connect()
+        raw.send(raw_infer(values()))
+        assert engine.entered.acquire(timeout=WAIT_S)
+        first = held_bytes(server)
+        raw.send(chunked(bytes(LIMIT // 4)) + b"\r\nno size\r\n")
+        eventually(lambda: raw_refused(server))
+        assert held_bytes(server) == first
+        engine.gate.set()
+        assert [raw.reply().status, raw.reply().status] == [200, 400]
+        eventually(lambda: held_bytes(server) == 0)
+
+
+def raw_refused(server: Running) -> bool:
+    return any(each.unanswered == 2 for each in server.server._listener.connections)
+
+
+BODY = values().tobytes()
+
+
+ENDS: dict[str, tuple[bytes, int | None]] = {  # data and status; None: the client disconnects
+    "unknown path": (request("POST", "/v2/nothing", BODY), 404),
+    "HEAD": (request("HEAD", "/v2/health/live", BODY), 200),
+    "no JSON": (request("POST", PATH, BODY), 400),
+    "head in the middle": (request("POST", PATH, BODY) + b"GET /v2 HTTP/1.1\r\nHo", 400),
+    "chunk that does not end": (chunked(BODY) + b"xx", 400),
+    "chunks above the limit": (chunked(BODY) + b"\r\nfffffff\r\n", 413),
+    "chunks, gone": (chunked(BODY), None),
+    "gone": (raw_infer(values())[:-1], None),
+    "100-continue": (raw_infer(values(), Expect="100-continue")[:-9], None),
+    "damaged gzip": (raw_infer(values(), Content_Encoding="gzip"), 400),
+    "unknown encoding": (raw_infer(values(), Content_Encoding="br"), 415),
+    "followed by invalid HTTP": (raw_infer(values()) + b"\0\r\n\r\n", 200),
+    "too slow": (raw_infer(values())[:-1], 408),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_held_bytes_return_to_zero_after_every_kind_of_request(
+    eventually: Eventually, name: str
+) -> None:
+    data, status = ENDS[name]
+    engine = FakeEngine(width=WIDTH)
+    with running({"m": engine}, max_held_bytes=LIMIT, max_body_bytes=LIMIT) as server:
+        counted = server.server._listener.memory
+        raw = Raw(server.port)
+        raw.send(data)
+        if status is None:
+            eventually(lambda: counted.bytes > 0)
+        else:
+            if name == "too slow":
+                eventually(lambda: counted.bytes > len(BODY) - 70_000)
+                server.pass_time(HttpLimits().body_s + 1)
+            reply = raw.reply(body=name != "HEAD")
+            assert reply.status == status
+        raw.close()
+        eventually(lambda: not server.server._listener.connections)
+        eventually(lambda: counted.bytes == 0)
+
+
+def test_over_tls_the_bytes_of_a_disconnected_client_are_released(
+    eventually: Eventually, pem: tuple[Path, Path]
+) -> None:
+    context = ssl.create_default_context(cafile=str(pem[0]))
+    with running({"m": FakeEngine(width=WIDTH)}, tls_cert=pem[0], tls_key=pem[1]) as server:
+        plain = socket.create_connection(("127.0.0.1", server.port), WAIT_S)
+        client = context.wrap_socket(plain, server_hostname="localhost")
+        client.sendall(raw_infer(values())[:-8])
+        eventually(lambda: held_bytes(server) > LIMIT // 4)
+        client.close()
+        eventually(lambda: held_bytes(server) == 0)
+
+
+def test_strings_count_with_their_size_in_memory(eventually: Eventually) -> None:
+    text = b"a" * LIMIT
+    packed = gzip.compress(len(text).to_bytes(4, "little") + text)
+    data = request(
+        "POST",
+        PATH,
+        packed,
+        **{"Inference-Header-Content-Length": "0", "Content-Encoding": "gzip"},
+    )
+    models = {"m": Echo("string", 1), "wide": FakeEngine(width=WIDTH)}
+    with running(models, max_held_bytes=LIMIT, max_body_bytes=2 * LIMIT) as server:
+        alone = server.connect()
+        alone.send(data)
+        assert alone.reply().status == 200
+        other = server.connect()
+        send_without_end(other, raw_infer(values()).replace(b"/m/", b"/wide/"), 8)
+        eventually(lambda: held_bytes(server) > 0)
+        alone.send(data)
+        assert alone.reply().status == 503
+        other.send(BODY[-8:])
+        assert other.reply().status == 200
+        eventually(lambda: held_bytes(server) == 0)
+
+
+def test_an_offloaded_body_of_a_cancelled_request_is_released() -> None:
+    offloaded: list[tuple[Callable[[], object], Callable[[Callable[[], object]], None]]] = []
+    options = ServeOptions()
+    repository = ModelRepository({"m": FakeEngine()}, options, deliver=lambda _: None)
+    try:
+        infer = InferRoute(
+            repository,
+            repository.find("m"),
+            lambda work, then, **_: offloaded.append((work, then)),
+        )
+        array = np.zeros(LIMIT, np.uint8)
+        alive = weakref.ref(array)
+        call = Seen(Head(encoding=b"gzip"), array.data)
+        del array
+        infer(call)
+        (work, then), *_ = offloaded
+        assert alive() is not None
+        assert call.cancel is not None
+        call.gone = True
+        call.cancel()
+        assert alive() is None
+        then(work)
+        assert call.status == 0
+    finally:
+        repository.close(drain=False)
+
+
+def test_aborted_uploads_leave_no_objects_behind(eventually: Eventually) -> None:
+    data = [
+        raw_infer(values())[:-8],
+        chunked(BODY),
+        raw_infer(values(), Expect="100-continue")[:99],
+    ]
+    with running({"m": FakeEngine(width=WIDTH)}, max_held_bytes=LIMIT) as server:
+        listener = server.server._listener
+        gc.collect()
+        before = count(HttpConnection, Exchange)
+        gc.disable()
+        try:
+            for number in range(60):
+                with contextlib.closing(Raw(server.port)) as raw, contextlib.suppress(OSError):
+                    raw.send(data[number % 3])
+            eventually(lambda: not listener.connections and not listener.memory.bytes)
+            eventually(lambda: count(HttpConnection, Exchange) <= before)
+        finally:
+            gc.enable()
+
+
+def count(*kinds: type) -> int:
+    return sum(type(each) in kinds for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("seed", range(rounds(3, 100)))
+def test_random_hostile_http_clients_leave_no_held_bytes(eventually: Eventually, seed: int) -> None:
+    chance = random.Random(seed)
+    data = [data for data, _ in ENDS.values()]
+    models = {"m": FakeEngine(width=WIDTH)}
+    with running(models, max_held_bytes=LIMIT, max_body_bytes=LIMIT) as server:
+        counted = server.server._listener.memory
+        raws: list[Raw] = []
+        for _ in range(40):
+            if len(raws) < 3 or chance.random() < 0.3:
+                raws.append(Raw(server.port))
+            raw = chance.choice(raws)
+            sent = chance.choice(data)
+            with contextlib.suppress(OSError):
+                raw.socket.settimeout(0.05)
+                raw.send(sent[: chance.randrange(len(sent))] if chance.random() < 0.3 else sent)
+            if chance.random() < 0.3:
+                raws.remove(raw)
+                raw.close()
+            assert counted.bytes >= 0
+        for raw in raws:
+            raw.close()
+
+        def is_served() -> bool:
+            with contextlib.closing(Raw(server.port)) as alone:
+                alone.send(raw_infer(values()))
+                return alone.reply().status == 200
+
+        eventually(is_served)  # not at once: some of the closed connections are yet to be accepted
+        eventually(lambda: not server.server._listener.connections)
+        eventually(lambda: counted.bytes == 0)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("grpc_port", [None, 0])
+def test_a_connection_made_during_shutdown_does_not_break_it(grpc_port: int | None) -> None:
+    with running(grpc_port=grpc_port) as served:
+        server = served.server
+        port = served.port if grpc_port is None else server.grpc_port
+
+        def end() -> None:
+            server._begin_drain()
+            clients.append(socket.create_connection(("127.0.0.1", port or 0), WAIT_S))
+
+        clients: list[socket.socket] = []
+        server._loop.call_soon_threadsafe(end)
+        while not clients:
+            threading.Event().wait(0.001)
+        clients[0].close()
+        assert served.stop() == 0
+
+
+# -- gRPC
+
+
+def fill(client: Frames, stream: int, size: int) -> None:
+    """Send a message without its last byte."""
+    client.open(stream)
+    data = b"\0" + (size - 4).to_bytes(4, "big") + bytes(size - 5)
+    for at in range(0, len(data), 1 << 14):
+        client.send(0, 0, stream, data[at : at + (1 << 14)])
+
+
+def test_health_checks_are_answered_when_the_memory_limit_is_reached(
+    eventually: Eventually,
+) -> None:
+    with serving(max_held_bytes=4000) as server, frames(server.port) as first:
+        counted = server.grpc.memory
+        fill(first, 1, 4000)
+        eventually(lambda: counted.bytes == 4000)
+        with frames(server.port) as client:
+            assert client.call(1, b"", f"{HEALTH}Check").status == 0
+            assert client.call(3, b"", f"{INFER.rpartition('/')[0]}/ServerReady").status == 0
+            assert client.call(5, bytes(2000), f"{HEALTH}Check").status == UNAVAILABLE
+            assert client.call(7, infer_bytes()).status == UNAVAILABLE
+            client.settle()
+            assert client.answers[7].reset is None  # it had ended: there is nothing to stop
+            assert counted.bytes == 4000
+
+
+def test_a_health_watch_is_not_an_unanswered_request(eventually: Eventually) -> None:
+    engine = GatedEngine()
+    with serving({"m": engine}) as server, frames(server.port) as client:
+        shared = server.grpc
+        client.start(1, b"", f"{HEALTH}Watch")
+        client.until(lambda: len(client.answers.get(1, Answer()).data) > 0, 1)
+        assert server.see(lambda: (shared.unanswered, shared.memory.bytes)) == (0, 0)
+        engine.warm = True
+        client.start(3, infer_bytes())
+        assert engine.entered.acquire(timeout=WAIT_S)
+        server.repository.drain()
+        client.until(lambda: len(client.answers[1].data) > 7, 1)  # the watch reports the shutdown
+        assert server.see(lambda: shared.unanswered) == 1
+        engine.gate.set()
+        assert client.answer(3).status == 0
+        assert server.see(lambda: shared.unanswered) == 0
+
+
+def test_parallel_grpc_bodies_on_one_connection_are_answered_or_refused(
+    eventually: Eventually,
+) -> None:
+    models = {"m": FakeEngine(width=WIDTH)}
+    with serving(models, max_held_bytes=100, max_body_bytes=LIMIT) as server:
+        with unlimited_window(server.port) as client:
+            streams = range(1, 17, 2)
+            for stream in streams:
+                client.open(stream)
+            data = b"\0" + len(MESSAGE).to_bytes(4, "big") + MESSAGE
+            for at in range(0, len(data), 1 << 14):
+                for stream in streams:
+                    piece = data[at : at + (1 << 14)]
+                    client.send(0, int(at + len(piece) == len(data)), stream, piece)
+            found = {client.answer(stream).status for stream in streams}
+            assert UNAVAILABLE in found
+            assert found <= {0, UNAVAILABLE}
+            assert client.call(99, MESSAGE).status == 0
+        eventually(lambda: server.grpc.memory.bytes == 0)
+
+
+@pytest.mark.parametrize("seed", range(rounds(3, 100)))
+def test_random_hostile_grpc_clients_leave_no_held_bytes(eventually: Eventually, seed: int) -> None:
+    chance = random.Random(seed)
+    packed = gzip.compress(infer_bytes(width=WIDTH))
+    models = {"m": FakeEngine(width=WIDTH)}
+    gc.collect()
+    calls = count(GrpcCall)
+    with serving(models, max_held_bytes=2 * LIMIT, max_body_bytes=LIMIT) as server:
+        shared = server.grpc
+        for _ in range(12):
+            with contextlib.suppress(OSError), frames(server.port) as client:
+                client.socket.settimeout(1)
+                for stream in range(1, 2 * chance.randrange(2, 8), 2):
+                    path = chance.choice([INFER, STREAM, f"{HEALTH}Watch", "/no/thing"])
+                    more = {"grpc-encoding": "gzip"} if chance.random() < 0.4 else {}
+                    if chance.random() < 0.2:
+                        more["grpc-timeout"] = "1m"
+                    client.open(stream, path, **more)
+                    data = chance.choice([MESSAGE, packed, b"", b"\xff" * 100_000])
+                    end, zipped = chance.random() < 0.6, int(chance.random() < 0.4)
+                    if chance.random() < 0.3:
+                        data = data[: len(data) // 2]
+                        client.send(0, 0, stream, b"\0\0\x0f\0\0" + data[:9000])
+                    else:
+                        client.message(stream, data, end=end, compressed=zipped)
+                    if chance.random() < 0.3:
+                        client.send(3, 0, stream, bytes([0, 0, 0, 8]))
+                    assert shared.memory.bytes >= 0
+                if chance.random() < 0.5:
+                    client.settle()
+        eventually(lambda: not shared.connections)
+        eventually(lambda: server.see(lambda: (shared.unanswered, shared.memory.bytes)) == (0, 0))
+        with unlimited_window(server.port) as client:
+            assert client.call(1, MESSAGE).status == 0
+            bad = client.call(3, b"\xff" * 100)
+            assert bad.status == INVALID_ARGUMENT
+    eventually(lambda: gc.collect() >= 0 and count(GrpcCall) <= calls)

@@ -131,7 +131,7 @@ def test_an_allowed_origin_may_call_a_server_on_any_address() -> None:
 
 @pytest.mark.parametrize("origin", ["app.example", "*", "https://a/b", "https://"])
 def test_an_invalid_origin_is_refused_at_start(origin: str) -> None:
-    with pytest.raises(BadInput, match="`origin`"):
+    with pytest.raises(BadInput, match="`origins`"):
         Server({"m": FakeEngine()}, ServeOptions(http_port=0, origins=(origin,)))
 
 

@@ -53,7 +53,7 @@ def answer(add: np.ndarray) -> list[float]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("shared")
-    options = (*SHARED, "--grpc", "--grpc-port", "0", "--timeout-ms", "60000")
+    options = (*SHARED, "--grpc-port", "0", "--timeout-ms", "60000")
     with Process(folder, *options) as found:
         yield found
 
@@ -124,7 +124,7 @@ def test_tls_and_pipelines_are_with_the_workers_and_count_for_all(
     steps = tmp_path / "steps.py"
     steps.write_text(STEPS)
     cert, key = pem
-    options = ("--tls-cert", str(cert), "--tls-key", str(key), "--grpc", "--grpc-port", "0")
+    options = ("--tls-cert", str(cert), "--tls-key", str(key), "--grpc-port", "0")
     engine = f"m={tmp_path / 'add.onnx'}"
     with Process(
         tmp_path, "--workers", count, *options, "--pipeline", str(steps), command=REAL,

@@ -60,7 +60,7 @@ TWO = ("--workers", "2")
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     folder = tmp_path_factory.mktemp("two")
-    options = (*TWO, "--shared-memory", "--grpc", "--grpc-port", "0", "--timeout-ms", "60000")
+    options = (*TWO, "--shared-memory", "--grpc-port", "0", "--timeout-ms", "60000")
     with Process(folder, *options) as found:
         yield found
 

@@ -16,7 +16,19 @@ from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from deploykit.building.tensorrt.options import AxisRange, Options
+from deploykit.core.profile import load_profile
 from tests.support.runtimes.fake_tensorrt import ILogger, Severity
+
+BATCH = AxisRange(1, 4, 8)
+NO_FORMATS = (
+    "IBuilder::buildSerializedNetwork: Error Code 9: Internal Error (conv: could not find any "
+    "supported formats consistent with input/output data types)"
+)
+
+
+def options(profile: str = "l4", batch: AxisRange = BATCH, **more: Any) -> Options:
+    return Options(load_profile(profile), batch, **more)
 
 
 @dataclass
@@ -39,6 +51,9 @@ class Behaviour:
     driver: bool = True
     during_build: Callable[[], None] = lambda: None
     seen: dict[str, Any] = field(default_factory=dict)
+
+
+Use = Callable[..., Behaviour]  # puts such a TensorRT in place of the installed one
 
 
 class IProgressMonitor:

@@ -11,6 +11,7 @@ import numpy as np
 from deploykit.benchmarking.timing import Setup, Timing, sweep
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays
+from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.reporting.points import Point
 from tests.support.fake_engine import FakeEngine
 
@@ -83,7 +84,7 @@ class Bench:
         *setups: Setup,
         batches: tuple[int, ...] = (4,),
         timing: Timing = QUICK,
-        on_progress: Callable[[str, float], None] | None = None,
+        on_progress: Progress = no_progress,
     ) -> list[Point]:
         return sweep(setups, batches, timing, self.feeds, on_progress, clock=self.clock)
 
