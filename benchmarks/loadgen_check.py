@@ -25,14 +25,14 @@ from typing import Any
 import numpy as np
 
 from deploykit.benchmarking import scenarios
-from deploykit.engines.engine import Arrays, BaseEngine
+from deploykit.engines.engine import Arrays, Engine
 
 SHORTEST_S, SPREAD, QUERIES = 2e-3, 0.3, 100_000
 FEEDS: Arrays = {}
 MOST = 0.05
 
 
-class LogNormal(BaseEngine):
+class LogNormal(Engine):
     """A call sleeps, then spins, to the end of a time that is drawn beforehand."""
 
     inputs = outputs = ()

@@ -49,7 +49,7 @@ OWNERS = {
     },
     "torch": {"engines/torch/", "training/", "exporting/"},
     "timm": {"engines/torch/presets.py"},
-    "safetensors": {"engines/torch/safetensors.py"},
+    "safetensors": {"engines/torch/files.py"},
     "PIL": {"engines/data/images.py"},
     "tokenizers": {"engines/tasks/texts.py"},
     "onnx": {
@@ -73,7 +73,7 @@ OWNERS = {
     "uvloop": {"serving/server.py"},
     "orjson": {"serving/"},
     "hpack": {"serving/http2/", "loadtest/grpc.py"},
-    "google": {"engines/oip/protobuf.py", "graph/storage.py"},
+    "google": {"engines/oip/protobuf.py", "graph/parse.py"},
     "pynvml": {"engines/devices.py"},
     "prometheus_client": {"serving/observe/prometheus.py"},
     "opentelemetry": {"serving/observe/tracing.py"},

@@ -100,7 +100,7 @@ def test_a_server_elsewhere_is_loaded_without_the_serve_extra() -> None:
 
 def resolved(extra: str, machine: str, python: str) -> set[str]:
     """The packages of `extra` on such a machine, by the markers of `pyproject.toml`."""
-    optional = read_toml(PYPROJECT)[0]["project"]["optional-dependencies"]
+    optional = read_toml(PYPROJECT)["project"]["optional-dependencies"]
     here = {"platform_machine": machine, "python_version": python, "sys_platform": "linux"}
     found = set()
     for requirement in map(Requirement, optional[extra]):

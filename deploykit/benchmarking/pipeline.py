@@ -27,7 +27,7 @@ from deploykit.benchmarking.timing import (
 from deploykit.core.files import StrPath, sha256
 from deploykit.core.machine import now, provenance, this_machine
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.engine import Arrays, BaseEngine
+from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.evaluation.outputs import claim_report
 from deploykit.pipelines.file import input_files
@@ -133,7 +133,7 @@ def _stages(
     return points
 
 
-class TimedPipeline(BaseEngine):
+class TimedPipeline(Engine):
     """Takes files in turn. `calls`: the seconds of each stage, of each call.
 
     A call goes from the bytes of files to the JSON values of their answers; both count as stages.

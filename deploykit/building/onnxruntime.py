@@ -20,7 +20,7 @@ from deploykit.engines.onnxruntime.engine import (
     read_weights,
     session_options,
 )
-from deploykit.engines.onnxruntime.file import onnx_files
+from deploykit.graph.facts import onnx_files
 
 ort = require("onnxruntime")
 _MOST_BYTES = (1 << 31) - 1  # of a protobuf message

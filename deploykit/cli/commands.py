@@ -160,7 +160,7 @@ def _load(ctx: Any, _: Any, path: Path | str | None) -> Path | str | None:
     options = {_key(each): each for each in ctx.command.params if each.param_type_name == "option"}
     del options["config"]
     ctx.default_map = {}
-    for key, value in read_toml(Path(path))[0].items():
+    for key, value in read_toml(Path(path)).items():
         name = key.replace("-", "_")
         if name not in options:
             hint = did_you_mean(name, options, "keys: " + ", ".join(options))

@@ -41,7 +41,7 @@ class Artefact:
 
     def __init__(self, path: StrPath) -> None:
         self.path = Path(path)
-        self._stamp = _stamp(self.path)
+        self._stamp = file_stamp(self.path)
 
     @classmethod
     def open(cls, source: ArtefactLike) -> Artefact:
@@ -50,7 +50,7 @@ class Artefact:
         Raises as `sniff` does.
         """
         found = source if isinstance(source, Artefact) else cls(source)
-        if found._stamp != _stamp(found.path):
+        if found._stamp != file_stamp(found.path):
             found = cls(found.path)
         found.format  # noqa: B018 - raises for a file that is not a model
         return found
@@ -123,7 +123,7 @@ class Artefact:
 ArtefactLike = StrPath | Artefact
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
+def file_stamp(path: Path) -> tuple[int, int, int] | None:
     """What changes when a file is replaced or written; None where there is no such file."""
     try:
         info = path.stat()

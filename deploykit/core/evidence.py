@@ -16,8 +16,6 @@ from deploykit.core.errors import GateFailed
 from deploykit.core.json_value import Record
 from deploykit.core.task import Preprocess
 
-# The numeric difference of two engines on the same inputs, and its bound.
-
 # Two float32 programs differ by the rounding of both, and by that of other kernels.
 FLOAT32_MARGIN = 8.0
 MOST = 0.1  # what float32 itself gives allows no more: two different models would pass
@@ -128,8 +126,6 @@ class Parity(Record):
                 else "error is max |a-b| / max |a|; see the other rows for where it begins",
             )
 
-
-# A measured value with its 95 % interval, and a drop in a score.
 
 ADJUSTED_WALD = "adjusted Wald for paired proportions"
 

@@ -136,15 +136,15 @@ def new_folder(folder: Path) -> Iterator[Path]:
                 each.rmdir()
 
 
-def read_toml(path: Path) -> tuple[dict[str, Any], str]:
-    """The values of a TOML file, and its text. Raises NotFound or BadInput."""
+def read_toml(path: Path) -> dict[str, Any]:
+    """The values of a TOML file. Raises NotFound or BadInput."""
     if sys.version_info >= (3, 11):
         import tomllib  # late: `--help` does without
     else:
         import tomli as tomllib
     try:
-        content = check_readable(path).read_text(encoding="utf-8")
-        return tomllib.loads(content), content
+        values: dict[str, Any] = tomllib.loads(check_readable(path).read_text(encoding="utf-8"))
+        return values
     except OSError as exc:
         raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
     except UnicodeDecodeError as exc:
@@ -283,8 +283,6 @@ def check_data_file(model: Path, location: str, where: str) -> os.stat_result:
     return check_inside(model.parent, location, where)
 
 
-# Paths: the type that public functions take, packaged data files, Python objects found by name.
-
 StrPath = str | os.PathLike[str]
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -345,8 +343,6 @@ def load_py(path: StrPath) -> ModuleType:
         raise
     return module
 
-
-# Read the style sheet that the report and the dashboard share.
 
 FOLDER = Path(__file__).with_name("assets")
 NAMES = ("look.css",)

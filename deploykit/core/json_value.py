@@ -1,4 +1,4 @@
-"""Turn results into JSON values: one rule for every dataclass that deploykit writes or prints.
+"""Turn dataclasses into JSON values and back: one rule for all that deploykit writes or reads.
 
 JSON has no infinity and no NaN: either is written as null.
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 import os
 import threading
+import types
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
-from deploykit.core.errors import TooLarge
+from deploykit.core.errors import BadInput, TooLarge
 
 # A parser holds the GIL: one of them for 0.1 s at most, and not several at once.
 ONE_JSON = threading.Lock()
@@ -76,3 +78,64 @@ class Record:
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = json_value(self, *self.shown)
         return found
+
+
+_NAMES: Mapping[type, str] = {
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}
+
+
+@cache
+def field_types(kind: type) -> dict[str, Any]:
+    """The types of a dataclass's own fields, by name."""
+    hints = get_type_hints(kind)
+    return {each.name: hints[each.name] for each in fields(kind)}
+
+
+def from_json(kind: Any, value: object, where: str) -> Any:
+    """`value` out of a JSON document as the type `kind`; BadInput, naming `where`, if not.
+
+    A dataclass's fields that are missing take their defaults; what it does not know is left out.
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, types.UnionType):  # `X | None` alone
+        if value is None:
+            return None
+        return from_json(next(arg for arg in args if arg is not type(None)), value, where)
+    if origin in (tuple, list):
+        items = _of(list, value, where)
+        found = [from_json(args[0], item, f"{where}[{n}]") for n, item in enumerate(items)]
+        return tuple(found) if origin is tuple else found
+    if origin is not None:  # Mapping[str, X]
+        entries = _of(dict, value, where).items()
+        return {key: from_json(args[1], item, f"{where}: '{key}'") for key, item in entries}
+    if isinstance(kind, type) and is_dataclass(kind):
+        entries = _of(dict, value, where)
+        known = {
+            name: from_json(hint, entries[name], f"{where}: '{name}'")
+            for name, hint in field_types(kind).items()
+            if name in entries
+        }
+        try:
+            return kind(**known)
+        except TypeError as exc:  # it names those that are missing
+            missing = str(exc).rpartition(": ")[2]
+            raise BadInput(f"{where}: is not a complete {kind.__name__}: no {missing}") from None
+    if kind is float:
+        return math.inf if value is None else float(_of(float, value, where))
+    return _of(kind, value, where)
+
+
+def _of(kind: type, value: object, where: str) -> Any:
+    """`value`, if it is of the JSON type `kind`; a boolean is not a number."""
+    accepted = (int, float) if kind is float else kind
+    if not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool)):
+        raise BadInput(f"{where} must be {_NAMES[kind]}")
+    return value

@@ -10,27 +10,27 @@ reports (`memory.total` of nvidia-smi; MemTotal where CPU and GPU share the memo
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from deploykit.core import files as paths
 from deploykit.core.errors import BadInput, NotFound, Unsupported, did_you_mean
 from deploykit.core.extras import installed
 from deploykit.core.files import read_toml
 from deploykit.core.jetpack import release_numbers
-from deploykit.core.json_value import Record
+from deploykit.core.json_value import Record, from_json
 from deploykit.core.machine import Machine, this_machine
 from deploykit.core.precision import HARDWARE
 from deploykit.core.runtime import RUNTIMES, TARGET_RUNTIMES
 
-_VERSION = r"[0-9]+\.[0-9]+"
+_GIVEN = ("name", "power_mode")  # by the file's name and after the at sign
+_VERSIONS = ("compute_capability", "tensorrt_min", "tensorrt_max")
+_RELEASE = r"(jetpack|cuda)-[0-9]+(\.[0-9]+)*"
 _LIST_PROFILES = "deploykit profiles lists them; or a file: ./mine.toml"
 _TOO_LARGE = 1 << 63
-_T = TypeVar("_T")
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "runtime": TARGET_RUNTIMES,
     "device": ("cuda", "cpu"),
@@ -44,9 +44,9 @@ class PowerMode:
     """One nvpmodel mode of a Jetson. None: the mode sets no limit, or it is not known."""
 
     name: str
-    watts: float | None
-    gpu_mhz: int | None
-    sms: int | None
+    watts: float | None = None
+    gpu_mhz: int | None = None
+    sms: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,27 +59,33 @@ class Profile(Record):
     device: str  # "cuda" | "cpu"
     architecture: str  # "x86_64" | "aarch64" | "any"
     precisions: tuple[str, ...]  # the types of a graph that it runs natively
-    compute_capability: str | None
-    sm_count: int | None
-    memory_bytes: int | None
-    unified_memory: bool
-    bandwidth_bytes_per_s: float | None
-    peak_ops_per_s: Mapping[str, float]
-    workspace_bytes: int | None
-    max_power_w: float | None
-    tensorrt_min: str | None  # first and last MAJOR.MINOR of TensorRT that runs there
-    tensorrt_max: str | None
-    opset: int | None  # to export with, where the runtime needs an older one than the default
-    gpu_names: tuple[str, ...]  # as the driver spells them; `auto` compares with these
-    boards: tuple[str, ...]  # device tree ids: Jetson modules of a family share one GPU name
-    container_base: Mapping[str, str]  # image to start from by host release: see `base_image`
-    dla_cores: int  # deep learning accelerators next to the GPU, on some Jetson modules
-    power_modes: tuple[PowerMode, ...]
-    power_mode: str | None  # the mode chosen with NAME@MODE
-    notes: tuple[str, ...]
-    sources: tuple[str, ...]
-    derived: Mapping[str, str]  # key -> how it was computed; a peak is "peak_ops_per_s.int8"
-    unverified: tuple[str, ...]  # keys without a source
+    compute_capability: str | None = None
+    sm_count: int | None = None
+    memory_bytes: int | None = None
+    unified_memory: bool = False
+    bandwidth_bytes_per_s: float | None = None
+    peak_ops_per_s: Mapping[str, float] = field(default_factory=dict)
+    workspace_bytes: int | None = None
+    max_power_w: float | None = None
+    tensorrt_min: str | None = None  # first and last MAJOR.MINOR of TensorRT that runs there
+    tensorrt_max: str | None = None
+    opset: int | None = (
+        None  # to export with, where the runtime needs an older one than the default
+    )
+    gpu_names: tuple[str, ...] = ()  # as the driver spells them; `auto` compares with these
+    boards: tuple[str, ...] = ()  # device tree ids: Jetson modules of a family share one GPU name
+    container_base: Mapping[str, str] = field(
+        default_factory=dict
+    )  # image to start from by host release: see `base_image`
+    dla_cores: int = 0  # deep learning accelerators next to the GPU, on some Jetson modules
+    power_modes: tuple[PowerMode, ...] = ()
+    power_mode: str | None = None  # the mode chosen with NAME@MODE
+    notes: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    derived: Mapping[str, str] = field(
+        default_factory=dict
+    )  # key -> how it was computed; a peak is "peak_ops_per_s.int8"
+    unverified: tuple[str, ...] = ()  # keys without a source
 
     def base_image(self, release: str = "") -> str | None:
         """The container image to start from on a host of `release`; without one the usual image.
@@ -120,7 +126,7 @@ def load_profile(reference: str) -> Profile:
             f"no profile '{name}'",
             hint=did_you_mean(name, ("auto", *profile_names()), _LIST_PROFILES),
         )
-    profile = _read(path)
+    profile = _read(path, path.stem, read_toml(path))
     return _with_mode(profile, mode[0]) if mode else profile
 
 
@@ -188,7 +194,7 @@ def _generic(machine: Machine) -> Profile:
         **({"compute_capability": gpu.compute_capability} if any(capability) else {}),
         **({"tensorrt_min": "10.8"} if capability >= (10, 0) else {}),
     }
-    return _Fields(Path("auto"), "", values).read(Profile, name="auto", power_mode=None)
+    return _read(Path("auto"), "auto", values)
 
 
 def fits(profile: Profile, machine: Machine) -> bool:
@@ -215,160 +221,52 @@ def _with_mode(profile: Profile, mode: str) -> Profile:
     )
 
 
-def _read(path: Path) -> Profile:
-    values, content = read_toml(path)
-    keys = _Fields(path, content, values)
-    profile = keys.read(Profile, name=path.stem, power_mode=None)
-    _check(profile, values, keys)
-    return profile
+def _read(path: Path, name: str, values: Mapping[str, Any]) -> Profile:
+    """Raises BadInput for a key that is unknown or wrong, or that contradicts another."""
 
+    def fail(key: str, what: str) -> BadInput:
+        return BadInput(f"{path}: '{key}' {what}")
 
-def _check(profile: Profile, values: Mapping[str, Any], keys: _Fields) -> None:
-    """Refuse what no single key shows: a contradiction, or a key that names no other."""
+    keys = [each.name for each in fields(Profile) if each.name not in _GIVEN]
+    modes = [each.name for each in fields(PowerMode)]
+    for key, value in _flat(values):
+        table, _, inner = key.partition(".")
+        known = {"peak_ops_per_s": HARDWARE, "power_modes": modes}.get(table, (inner,))
+        if table not in keys or (inner and inner not in known):
+            raise fail(key, "is not a key that a profile has")
+        if type(value) in (int, float) and not 0 < value < _TOO_LARGE:  # false for nan, too
+            raise fail(key, f"is a number above 0, got {value!r}")
+        if value not in _CHOICES.get(table, (value,)):
+            raise fail(key, f"holds '{value}', not one of {', '.join(_CHOICES[table])}")
+        if table in _VERSIONS and not re.fullmatch(r"[0-9]+\.[0-9]+", str(value)):
+            raise fail(key, f"is a string such as '8.7', got {value!r}")
+        if table == "container_base" and not re.fullmatch(_RELEASE, inner):
+            raise fail(key, "is not a release such as 'jetpack-6.1' or 'cuda-13'")
+    profile: Profile = from_json(Profile, {**values, "name": name}, str(path))
     if not profile.precisions:
-        raise keys.fail("precisions", "is needed, and is not empty")
+        raise fail("precisions", "is needed, and is not empty")
     runtime = RUNTIMES[profile.runtime]
     if profile.device not in runtime.devices:
         needed = "' or '".join(runtime.devices)
-        raise keys.fail("device", f"is '{profile.device}', but {runtime.title} needs '{needed}'")
-    peaks = [f"peak_ops_per_s.{name}" for name in profile.peak_ops_per_s]
+        raise fail("device", f"is '{profile.device}', but {runtime.title} needs '{needed}'")
     for mark in ("derived", "unverified"):
         for key in getattr(profile, mark):
-            if key not in values and key not in peaks:
-                raise keys.fail(mark, f"names '{key}', which this profile does not have")
+            if (
+                key not in values
+                and key.rpartition("peak_ops_per_s.")[2] not in profile.peak_ops_per_s
+            ):
+                raise fail(mark, f"names '{key}', which this profile does not have")
+    return profile
 
 
-class _Fields:
-    """Takes keys out of a TOML table one by one; an error names the file, the line and the key."""
-
-    def __init__(self, path: Path, content: str, values: dict[str, Any], parent: str = "") -> None:
-        self.path = path
-        self.content = content
-        self.values = dict(values)
-        self.parent = parent  # "power_modes[0]." inside that table
-
-    def fail(self, key: str, what: str) -> BadInput:
-        return BadInput(f"{self.path}{self.line(key)}: '{self.parent}{key}' {what}")
-
-    def line(self, key: str) -> str:
-        """Where the key is, else where the table that it should be in begins, else nothing."""
-        table = self.parent.partition("[")[0].rstrip(".")
-        begin = self._find(table, 0) if table else 0
-        found = self._find(key, begin) or begin
-        return f":{found}" if found else ""
-
-    def _find(self, name: str, begin: int) -> int:
-        """The number of the line that sets `name`, from line `begin` on; 0 for none."""
-        pattern = rf"""\s*\[*\s*(?:[\w-]+\s*\.\s*)?["']?{re.escape(name)}["']?\s*[=.\]]"""
-        lines = enumerate(self.content.splitlines(), 1)
-        return next((at for at, line in lines if at >= begin and re.match(pattern, line)), 0)
-
-    def inner(self, values: dict[str, Any], parent: str) -> _Fields:
-        return _Fields(self.path, self.content, values, parent)
-
-    def read(self, kind: type[_T], **given: Any) -> _T:
-        """All keys as a dataclass, each by the type of its field, but for those `given`."""
-        names = {each.name: str(each.type) for each in dataclasses.fields(cast("Any", kind))}
-        found = {key: _READERS[name](self, key) for key, name in names.items() if key not in given}
-        self.refuse_unknown()
-        return kind(**given, **found)
-
-    def string(self, key: str) -> str:
-        value = self.values.pop(key, None)
-        if not isinstance(value, str) or not value:
-            raise self.fail(key, "is needed, and is a string")
-        allowed = _CHOICES.get(key, (value,))
-        if value not in allowed:
-            raise self.fail(key, f"is '{value}', not one of {', '.join(allowed)}")
-        return value
-
-    def version(self, key: str) -> str | None:
-        if key not in self.values:
-            return None
-        value = self.string(key)
-        if not re.fullmatch(_VERSION, value):
-            raise self.fail(key, f"is a string such as '8.7', got {value!r}")
-        return value
-
-    def strings(self, key: str) -> tuple[str, ...]:
-        value = self.values.pop(key, [])
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self.fail(key, "is a list of strings")
-        allowed = _CHOICES.get(key, value)
-        for item in value:
-            if item not in allowed:
-                raise self.fail(key, f"holds '{item}', not one of {', '.join(allowed)}")
-        return tuple(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.values.pop(key, False)
-        if not isinstance(value, bool):
-            raise self.fail(key, "is true or false")
-        return value
-
-    def positive(self, key: str) -> float | None:
-        value = self.values.pop(key, None)
-        if value is None:
-            return None
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not 0 < value < _TOO_LARGE:  # false for nan, too
-            raise self.fail(key, f"is a number above 0, got {value!r}")
-        return float(value)
-
-    def count(self, key: str) -> int | None:
-        value = self.values.pop(key, None)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _TOO_LARGE:
-            raise self.fail(key, f"is an integer above 0, got {value!r}")
-        return value
-
-    def peaks(self, key: str) -> dict[str, float]:
-        value = self.values.pop(key, {})
-        if not isinstance(value, dict):
-            raise self.fail(key, "is a table: precision = operations per second")
-        inner = self.inner(value, f"{key}.")
-        found = {name: inner.positive(name) for name in HARDWARE}
-        inner.refuse_unknown()
-        return {name: peak for name, peak in found.items() if peak is not None}
-
-    def table(self, key: str) -> dict[str, str]:
-        value = self.values.pop(key, {})
-        if not isinstance(value, dict):
-            raise self.fail(key, "is a table of strings")
-        inner = self.inner(value, f"{key}.")
-        for name in value if key == "container_base" else ():
-            if not re.fullmatch(r"(jetpack|cuda)-[0-9]+(\.[0-9]+)*", name):
-                raise inner.fail(name, "is not a release such as 'jetpack-6.1' or 'cuda-13'")
-        return {name: inner.string(name) for name in value}
-
-    def modes(self, key: str) -> tuple[PowerMode, ...]:
-        value = self.values.pop(key, [])
-        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise self.fail(key, "is a list of tables")
-        modes = []
-        for number, item in enumerate(value):
-            inner = self.inner(item, f"{key}[{number}].")
-            modes.append(inner.read(PowerMode))
-        return tuple(modes)
-
-    def refuse_unknown(self) -> None:
-        for key in self.values:
-            raise self.fail(key, "is not a key that a profile has")
-
-
-_READERS: Mapping[str, Callable[[_Fields, str], Any]] = {  # by the type of a field of Profile
-    "str": _Fields.string,
-    "str | None": _Fields.version,
-    "bool": _Fields.flag,
-    "int": lambda keys, key: keys.count(key) or 0,
-    "int | None": _Fields.count,
-    "float | None": _Fields.positive,
-    "tuple[str, ...]": _Fields.strings,
-    "tuple[PowerMode, ...]": _Fields.modes,
-    "Mapping[str, float]": _Fields.peaks,
-    "Mapping[str, str]": _Fields.table,
-}
+def _flat(values: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, Any]]:
+    """Each value of a TOML document with its key, those in tables and lists too."""
+    for key, value in values.items():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, dict):
+                yield from _flat(each, f"{key}.")
+            else:
+                yield f"{table}{key}", each
 
 
 def precisions_everywhere(runtime: str) -> list[str]:

@@ -17,6 +17,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import get_ident
 from types import FrameType
@@ -31,6 +33,79 @@ _PATIENCE_S = 30  # TensorRT asks between kernels whether to stop
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
+class Child:
+    """A process of its own that runs `function(pipe, *arguments)`; all have to be picklable.
+
+    `what` begins a message. `inherit`: file descriptors that stay open there. What the function
+    prints goes to standard error. Ctrl-C does not reach it until it unblocks SIGINT; it ends with
+    this process, and `close` ends it at once.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        function: Callable[..., object],
+        *arguments: Any,
+        inherit: Sequence[int] = (),
+    ) -> None:
+        self._what = what
+        self._pipe, theirs = Pipe()
+        with theirs:
+            number = theirs.fileno()
+            command = module_command("deploykit.core.subprocesses", str(number))
+            nothing = subprocess.DEVNULL
+            self._process = start_blocked(command, stdin=nothing, pass_fds=(number, *inherit))
+        self.send((function, arguments))
+
+    def send(self, message: object) -> None:
+        with contextlib.suppress(BrokenPipeError):  # `receive` tells why
+            self._pipe.send(message)
+
+    def poll(self, timeout_s: float) -> bool:
+        """Whether `receive` returns, or raises, without waiting."""
+        return self._pipe.poll(timeout_s)
+
+    def receive(self) -> Any:
+        """The next message. Raises what the function raised; OutOfMemory if the system killed it.
+
+        Raises DeploykitError if it ended in another way.
+        """
+        try:
+            message = self._pipe.recv()
+        except (EOFError, ConnectionResetError, pickle.UnpicklingError):
+            code = self._process.wait()
+        else:
+            if isinstance(message, BaseException):
+                raise message
+            return message
+        if code == -signal.SIGKILL:
+            raise OutOfMemory(
+                f"{self._what}: the system ended it, as it does where memory runs out",
+                hint="a smaller `workspace` or batch; stop other programs, the desktop first; "
+                "add swap",
+            )
+        raise DeploykitError(f"{self._what}: its process ended with code {code}")
+
+    def interrupt(self) -> None:
+        """Interrupt the function as Ctrl-C does; end its process if it does not stop."""
+        self._pipe.close()  # a child that reports progress ends by that, too
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_PATIENCE_S)
+        self.close()
+
+    def wait(self) -> None:
+        """Let the process end by itself."""
+        self._pipe.close()
+        self._process.wait()
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self.wait()
+
+
 def run_apart(
     what: str,
     function: Callable[..., Any],
@@ -38,35 +113,32 @@ def run_apart(
     on_progress: Callable[[str, float], None] | None = None,
     inherit: Sequence[int] = (),
 ) -> Any:
-    """`function(*arguments, on_progress)` in another process; both have to be picklable.
+    """`function(*arguments, on_progress)` in another process, a `Child`. Raises as it does."""
+    child = Child(what, _answer, function, arguments, inherit=inherit)
+    try:
+        while True:
+            kind, *content = child.receive()
+            if kind == "result":
+                child.wait()
+                return content[0]
+            if on_progress is not None:
+                on_progress(*content)
+    except BaseException:
+        child.interrupt()
+        raise
 
-    `what` begins a message. `inherit`: file descriptors that stay open there. Raises what the
-    function raises, OutOfMemory if the system killed it, DeploykitError if it crashed.
-    """
-    pipe = subprocess.PIPE
-    command = module_command("deploykit.core.subprocesses")
-    with start_blocked(command, stdin=pipe, stdout=pipe, pass_fds=tuple(inherit)) as process:
-        try:
-            with contextlib.suppress(BrokenPipeError):
-                _send_job(process, (function, arguments))
-            while (message := _receive(process)) is not None:
-                kind, *content = message
-                if kind == "progress" and on_progress is not None:
-                    on_progress(*content)
-                elif kind == "error":
-                    raise content[0]
-                elif kind == "result":
-                    return content[0]
-        except BaseException:
-            _stop(process)
-            raise
-        code = process.wait()
-    if code == -signal.SIGKILL:
-        raise OutOfMemory(
-            f"{what}: the system ended it, as it does where memory runs out",
-            hint="a smaller `workspace` or batch; stop other programs, the desktop first; add swap",
-        )
-    raise DeploykitError(f"{what}: its process ended with code {code}")
+
+def _answer(
+    pipe: Connection[Any, Any], function: Callable[..., Any], arguments: Sequence[Any]
+) -> None:
+    """Runs in the child of `run_apart`, and ends by SIGINT."""
+    signal.signal(signal.SIGINT, _interrupt)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+    def report(what: str, share: float) -> None:
+        pipe.send(("progress", what, share))
+
+    pipe.send(("result", function(*arguments, report)))
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -95,56 +167,28 @@ def start_blocked(
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _send_job(process: subprocess.Popen[bytes], job: object) -> None:
-    if process.stdin is not None:
-        with process.stdin as pipe:
-            pickle.dump(job, pipe)
-
-
-def _receive(process: subprocess.Popen[bytes]) -> Any:
-    """The next message of our own child; None at its end."""
-    try:
-        return pickle.load(process.stdout) if process.stdout else None  # noqa: S301 - of `main`
-    except (EOFError, pickle.UnpicklingError):
-        return None
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt the function as Ctrl-C does; end its process if it does not stop."""
-    if process.stdout is not None:
-        process.stdout.close()  # a child that reports progress ends by that, too
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGINT)
-    try:
-        process.wait(_PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-
-
 def main() -> None:
-    """The child: a job on stdin, messages on stdout, where no library may write."""
+    """The child."""
     with contextlib.suppress(AttributeError, OSError):  # else it would build for nobody
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    with os.fdopen(os.dup(1), "wb", buffering=0) as pipe:
-        os.dup2(2, 1)
-
-        def send(*message: object) -> None:
-            pipe.write(pickle.dumps(message))
-
-        kind, content = "error", None
+    os.dup2(2, 1)  # a library's words are no output of the command
+    pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    with pipe:
+        failure: BaseException | None = None
         try:
-            signal.signal(signal.SIGINT, _interrupt)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            function, arguments = _receive_job()
-            content = function(*arguments, lambda what, share: send("progress", what, share))
-            kind = "result"
+            try:
+                function, arguments = pipe.recv()
+            except (EOFError, pickle.UnpicklingError):  # our parent ended meanwhile
+                raise SystemExit(1) from None
+            function(pipe, *arguments)
         except MemoryError as exc:
-            content = does_not_fit("", str(exc))
+            failure = does_not_fit("", str(exc))
         except (DeploykitError, OSError, KeyboardInterrupt, SystemExit) as exc:
-            content = exc
+            failure = exc
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is sent makes our parent interrupt us
-        with contextlib.suppress(BrokenPipeError):
-            send(kind, content)
+        with contextlib.suppress(OSError):
+            if failure is not None:
+                pipe.send(failure)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
@@ -153,24 +197,14 @@ def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _receive_job() -> Any:
-    try:
-        return pickle.load(sys.stdin.buffer)  # noqa: S301 - of our parent
-    except (EOFError, pickle.UnpicklingError):  # which was ended meanwhile
-        raise SystemExit(1) from None
-
-
 if __name__ == "__main__":
     main()
 
 
-# Let the process end while another thread is inside a native library.
-#
 # Python ends a daemon thread when it comes back from native code, which torch and ONNX Runtime
-# answer with abort(); a library's destructors run while the thread is still inside, which
-# TensorRT for RTX 1.7 answers with a segmentation fault. So at exit no thread begins another
-# call,
-# those inside get `LIMIT_S` to come out, and where one does not, no destructor runs.
+# answer with abort(); a library's destructors run while the thread is still inside, which TensorRT
+# for RTX 1.7 answers with a segmentation fault. So at exit no thread begins another call, those
+# inside get `LIMIT_S` to come out, and where one does not, no destructor runs.
 
 LIMIT_S = 2.0
 

@@ -201,8 +201,6 @@ def tokenizer_name(artefact: str) -> str:
     return f"{artefact}{TOKENIZER}"
 
 
-# Preprocessing of pixels, which becomes part of the model.
-#
 # It goes into the graph, so that clients send bytes, and training, ONNX Runtime, an engine and a
 # server compute the same. Nothing is resized.
 

@@ -32,8 +32,7 @@ from deploykit.core.files import (
     write_errors,
     write_json,
 )
-from deploykit.core.json_value import Record
-from deploykit.core.manifest import from_json
+from deploykit.core.json_value import Record, from_json
 from deploykit.deploying.staging import sync
 
 MAX_TRIES = 3  # of a key, while another engine can serve: a build may take the machine down

@@ -19,17 +19,14 @@ import numpy as np
 from deploykit.core.errors import first_line
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.tensors import TensorSpec, carrier
-from deploykit.engines.cuda.memory import DeviceLost
+from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays, Engine
 
-# Compare a row's outputs alone, joined, at other places and next to other rows.
-#
 # A row's outputs must be the same up to BOUND among runs with as many rows, and up to
-# BOUND_BETWEEN
-# among runs with different numbers of rows, whose kernels may round differently. The second is
-# relative to the largest value of the output, the first to that of the element and a tenth of the
-# output's: large boxes do not hide that small scores change.
+# BOUND_BETWEEN among runs with different numbers of rows, whose kernels may round differently. The
+# second is relative to the largest value of the output, the first to that of the element and a
+# tenth of the output's: large boxes do not hide that small scores change.
 
 BOUND = 1e-3
 BOUND_BETWEEN = 2e-2

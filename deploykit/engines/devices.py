@@ -21,8 +21,6 @@ from deploykit.core.json_value import Record
 from deploykit.core.machine import board_model, file_text, natural_number, power_mode
 from deploykit.engines.engine import Closing
 
-# The state of one GPU, whichever source it was read from.
-
 # bits of nvmlDeviceGetCurrentClocksEventReasons that lower the clocks
 THROTTLES: Mapping[str, int] = {
     "power_cap": 0x04,
@@ -136,8 +134,6 @@ def in_order(reasons: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in THROTTLES if name in found)
 
 
-# Read a Jetson's GPU, power rails, clocks, heat and throttling from files anyone may read.
-#
 # Nothing here runs a program or needs root: containers have /sys too. A file that is missing, not
 # readable, damaged or gone since it was listed gives an unknown value, never an error. Layouts:
 # docs.kernel.org/hwmon/ina3221, and NVIDIA's guide to power and performance of each release.
@@ -425,14 +421,10 @@ class GpuWatch(Closing):
             self._states.setdefault(gpu.uuid, []).append(gpu)
 
 
-# Read energy meters: NVIDIA's counters, a Jetson's power rails, and RAPL for CPUs.
-#
 # Device energy, not that at the wall: no power supply, no fan. Reading never raises; where there
-# is
-# no meter, `why` has the reason. Sources: nvmlDeviceGetTotalEnergyConsumption (mJ since the
-# driver
-# was loaded); docs.kernel.org/power/powercap. Where a GPU has no counter its power is integrated,
-# ten times a second. Tests pass a `root` in place of `/`.
+# is no meter, `why` has the reason. Sources: nvmlDeviceGetTotalEnergyConsumption (mJ since the
+# driver was loaded); docs.kernel.org/power/powercap. Where a GPU has no counter its power is
+# integrated, ten times a second. Tests pass a `root` in place of `/`.
 
 CPU = "cpu"  # what RAPL measures; a GPU is "cuda:N"
 _POWERCAP = "sys/class/powercap"

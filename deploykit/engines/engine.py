@@ -29,83 +29,6 @@ _MOST_SEEN = 1024
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
-class Engine(Protocol):
-    """A loaded artefact. One thread at a time calls it; the caller owns the outputs.
-
-    `max_batch`: the largest axis 0 that it accepts, None for no limit. `limits`: the smallest and
-    largest size by dynamic axis, where there are any. `device`: what runs it ("cpu", "cuda:0").
-    `runtime`: its name and version ("onnxruntime 1.31.1"). `notes`: warnings for the user, such as
-    nodes that run on the CPU. `steady`: a call's time depends on the shapes of its inputs alone, so
-    no values can make it hang. `last_copies_us`: of the last call, to the device and back.
-    `batching`: whether its rows may be joined, as its manifest says. `examples`: inputs that it is
-    known to run. `source`: the file that it was loaded from. `slots`: how many calls it keeps in
-    flight. `options`: how its library was set up, by the library's names. `BaseEngine` has defaults
-    for all but `inputs`, `outputs`, `device` and `runtime`.
-    """
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]: ...
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]: ...
-    @property
-    def max_batch(self) -> int | None: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def runtime(self) -> str: ...
-    @property
-    def limits(self) -> Mapping[str, tuple[int, int | None]]: ...
-    @property
-    def notes(self) -> tuple[str, ...]: ...
-    @property
-    def steady(self) -> bool: ...
-    @property
-    def last_copies_us(self) -> tuple[int, int]: ...
-    @property
-    def batching(self) -> RowIndependence | None: ...
-    @property
-    def examples(self) -> Arrays | None: ...
-    @property
-    def source(self) -> Artefact | None: ...
-    @property
-    def slots(self) -> int: ...
-    @property
-    def options(self) -> Mapping[str, str]: ...
-
-    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        """Run once. Raises BadInput when the feeds do not fit `inputs`."""
-        ...
-
-    def submit(self, feeds: Arrays) -> InFlight:
-        """Start a call without waiting for it, where `slots` is above 1. Raises as a call does."""
-        ...
-
-    def prepare(self, calls: Iterable[Arrays], *, joined: bool) -> None:
-        """Take the memory for calls like these now, the largest first, in every slot.
-
-        `joined`: their rows are independent, so that a smaller call may be padded to one of them.
-        Raises OutOfMemory.
-        """
-        ...
-
-    def share(
-        self, *, slots: int | None = None, graphs: Sequence[int] | None = None
-    ) -> Engine | None:
-        """Another engine on the same weights, for another thread; None where there is none.
-
-        `slots`, `graphs` (batch sizes to run as CUDA graphs): as this one has where None.
-        """
-        ...
-
-    def trim(self) -> bool:
-        """Whether the next call gives back the memory that only larger ones before needed."""
-        ...
-
-    def close(self) -> None: ...
-    def __enter__(self) -> Engine: ...
-    def __exit__(self, *_: object) -> None: ...
-
-
 class InFlight(Protocol):
     """A call that was started."""
 
@@ -130,9 +53,24 @@ class Closing(ABC):
         self.close()
 
 
-class BaseEngine(Closing):
-    """Defaults for an Engine on a CPU with no limits and nothing to report."""
+class Engine(Closing):
+    """A loaded artefact. One thread at a time calls it; the caller owns the outputs.
 
+    The defaults are those of an engine on a CPU with no limits and nothing to report. `max_batch`:
+    the largest axis 0 that it accepts, None for no limit. `limits`: the smallest and largest size
+    by dynamic axis, where there are any. `device`: what runs it ("cpu", "cuda:0"). `runtime`: its
+    name and version ("onnxruntime 1.31.1"). `notes`: warnings for the user, such as nodes that run
+    on the CPU. `steady`: a call's time depends on the shapes of its inputs alone, so no values can
+    make it hang. `last_copies_us`: of the last call, to the device and back. `batching`: whether
+    its rows may be joined, as its manifest says. `examples`: inputs that it is known to run.
+    `source`: the file that it was loaded from. `slots`: how many calls it keeps in flight.
+    `options`: how its library was set up, by the library's names.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    device: str
+    runtime: str
     max_batch: int | None = None
     limits: Mapping[str, tuple[int, int | None]] = MappingProxyType({})
     notes: tuple[str, ...] = ()
@@ -144,10 +82,20 @@ class BaseEngine(Closing):
     slots: int = 1
     options: Mapping[str, str] = MappingProxyType({})
 
+    @abstractmethod
+    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        """Run once. Raises BadInput when the feeds do not fit `inputs`."""
+
     def submit(self, feeds: Arrays) -> InFlight:  # noqa: ARG002 - of engines with more slots
+        """Start a call without waiting for it, where `slots` is above 1. Raises as a call does."""
         raise Unsupported("this engine runs one call at a time")
 
-    def prepare(self, calls: Iterable[Arrays], *, joined: bool) -> None: ...
+    def prepare(self, calls: Iterable[Arrays], *, joined: bool) -> None:
+        """Take the memory for calls like these now, the largest first, in every slot.
+
+        `joined`: their rows are independent, so that a smaller call may be padded to one of them.
+        Raises OutOfMemory.
+        """
 
     def share(
         self,
@@ -155,10 +103,18 @@ class BaseEngine(Closing):
         slots: int | None = None,  # noqa: ARG002 - of engines that share weights
         graphs: Sequence[int] | None = None,  # noqa: ARG002
     ) -> Engine | None:
+        """Another engine on the same weights, for another thread; None where there is none.
+
+        `slots`, `graphs` (batch sizes to run as CUDA graphs): as this one has where None.
+        """
         return None
 
     def trim(self) -> bool:
+        """Whether the next call gives back the memory that only larger ones before needed."""
         return False
+
+    def close(self) -> None:
+        """Release what the engine holds."""
 
 
 OpenEngine = Callable[[Artefact, str, "int | None", bool], Engine]  # device, threads, trust
@@ -292,10 +248,7 @@ def check_feeds(specs: tuple[TensorSpec, ...], feeds: Arrays, where: str) -> int
     return int(feeds[batched[0].name].shape[0]) if batched else None
 
 
-# An Engine that returns recorded outputs, computed before by another runtime.
-
-
-class RecordedEngine(BaseEngine):
+class RecordedEngine(Engine):
     """Returns the recorded outputs for the recorded inputs; refuses any others."""
 
     device = "recorded"
@@ -319,11 +272,8 @@ class RecordedEngine(BaseEngine):
                 )
         return {name: array.copy() for name, array in self._values.items()}
 
-    def close(self) -> None:
-        """Nothing to close."""
 
-
-class KnownOutputs(BaseEngine):
+class KnownOutputs(Engine):
     """An engine whose outputs for `inputs` are known: asked for these in order, it does not run.
 
     `inputs`, `outputs`: rows by name. The engine stays open.
@@ -343,6 +293,3 @@ class KnownOutputs(BaseEngine):
             return self._engine(feeds)
         self._at = rows.stop
         return {name: array[rows] for name, array in self._values.items()}
-
-    def close(self) -> None:
-        """Nothing to close."""

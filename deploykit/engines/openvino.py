@@ -24,21 +24,15 @@ from deploykit.core.evidence import Layer
 from deploykit.core.extras import require
 from deploykit.core.machine import default_threads
 from deploykit.core.memory import memory_errors
-from deploykit.core.protobuf import Pages, damaged, fields
 from deploykit.core.tensors import TensorSpec, axis_name
-from deploykit.engines.engine import Arrays, BaseEngine, FeedCheck
-from deploykit.engines.onnxruntime.file import (
-    adds_exactly,
-    external_weights,
-    has_operator,
-    slowed_by_values,
-)
+from deploykit.engines.engine import Arrays, Engine, FeedCheck
+from deploykit.engines.onnxruntime.file import adds_exactly, external_weights
+from deploykit.graph.facts import Value, read_facts
+from deploykit.graph.parse import damaged
 
 ov = require("openvino")
 frontend = require("openvino.frontend")
 
-
-# What OpenVINO's errors say, without its C++ files and checks, as ours.
 
 _OF_READERS = [each for name, each in vars(frontend).items() if name.endswith("Failure")]
 _FAILURES = (*_OF_READERS, RuntimeError, TypeError, ValueError)
@@ -73,11 +67,8 @@ def _error(path: Path, text: str) -> DeploykitError:
     return Unsupported(f"{path}: OpenVINO failed: {reason}", hint=OTHER_RUNTIME)
 
 
-# Read the inputs and outputs of an `.onnx` file from its protobuf's field headers.
-#
 # OpenVINO forgets the names of dynamic axes and leaves out inputs that no node reads.
 
-_GRAPH, _INITIALIZER, _INPUT, _OUTPUT = 7, 5, 11, 12  # field numbers of onnx.proto
 _DTYPES_SPECS: Mapping[int, str] = {  # of TensorProto.DataType
     1: "float32",
     2: "uint8",
@@ -101,25 +92,12 @@ def read_specs(path: Path) -> tuple[tuple[TensorSpec, ...], list[tuple[str, str,
 
     Raises BadInput for what is no ONNX model, Unsupported for tensors that OpenVINO does not take.
     """
-    try:
-        with Pages(path) as data:
-            graphs = [(at, end) for n, at, end in fields(data, 0, len(data)) if n == _GRAPH]
-            parts = list(fields(data, *graphs[-1]))
-            stored = {_text_specs(data, at, end, 8) for n, at, end in parts if n == _INITIALIZER}
-            values = {
-                kind: [_value(data, at, end) for n, at, end in parts if n == kind]
-                for kind in (_INPUT, _OUTPUT)
-            }
-    except (OSError, ValueError, IndexError) as exc:
-        raise damaged(path) from exc
-    if not values[_OUTPUT]:
-        raise damaged(path)
+    facts = read_facts(path)
     inputs = tuple(
-        TensorSpec(name, _dtype(path, name, kind), name_axes(name, shape or ()))
-        for name, kind, shape in values[_INPUT]
-        if name not in stored
+        TensorSpec(each.name, _dtype(path, each), name_axes(each.name, each.shape or ()))
+        for each in facts.inputs
     )
-    return inputs, [(name, _dtype(path, name, k), shape) for name, k, shape in values[_OUTPUT]]
+    return inputs, [(each.name, _dtype(path, each), each.shape) for each in facts.outputs]
 
 
 def name_axes(name: str, shape: Axes) -> tuple[int | str, ...]:
@@ -127,51 +105,15 @@ def name_axes(name: str, shape: Axes) -> tuple[int | str, ...]:
     return tuple(axis_name(name, n) if axis is None else axis for n, axis in enumerate(shape))
 
 
-def _dtype(path: Path, name: str, kind: int) -> str:
+def _dtype(path: Path, value: Value) -> str:
+    kind = value.element_type
     if kind not in _DTYPES_SPECS:
         raise Unsupported(
-            f"{path}: tensor '{name}' is of {_OTHERS.get(kind, f'type {kind}')}, which the engine "
-            "for OpenVINO does not take",
+            f"{path}: tensor '{value.name}' is of {_OTHERS.get(kind, f'type {kind}')}, which the "
+            "engine for OpenVINO does not take",
             hint="run it with ONNX Runtime: build it with the profile 'cpu'",
         )
     return _DTYPES_SPECS[kind]
-
-
-def _value(data: Pages, begin: int, end: int) -> tuple[str, int, Axes | None]:
-    """Of a ValueInfoProto: name, element type, shape."""
-    kind, shape = 0, None
-    for at, stop in _inside(data, begin, end, 2, 1):  # type.tensor_type
-        for number, first, last in fields(data, at, stop):
-            if (number, last) == (1, -1):
-                kind = first
-            elif number == 2:
-                dims = [(a, b) for n, a, b in fields(data, first, last) if n == 1]
-                shape = tuple(_axis(data, a, b) for a, b in dims)
-    return _text_specs(data, begin, end, 1), kind, shape
-
-
-def _axis(data: Pages, begin: int, end: int) -> int | str | None:
-    for number, at, stop in fields(data, begin, end):
-        if (number, stop) == (1, -1):
-            return at
-        if number == 2 and stop > at:
-            return data[at:stop].decode(errors="replace")
-    return None
-
-
-def _inside(data: Pages, begin: int, end: int, *path: int) -> Iterator[tuple[int, int]]:
-    """Where the messages are that the field numbers `path` lead to."""
-    if not path:
-        yield begin, end
-        return
-    for number, at, stop in fields(data, begin, end):
-        if number == path[0] and stop != -1:
-            yield from _inside(data, at, stop, *path[1:])
-
-
-def _text_specs(data: Pages, begin: int, end: int, wanted: int) -> str:
-    found = next(_inside(data, begin, end, wanted), (0, 0))
-    return data[found[0] : found[1]].decode(errors="replace")
 
 
 _DTYPES: Mapping[str, str] = {  # OpenVINO's name of what a layer runs in -> ours
@@ -217,7 +159,7 @@ def open_engine(
     return OpenVinoEngine(path, threads)
 
 
-class OpenVinoEngine(BaseEngine):
+class OpenVinoEngine(Engine):
     """One compiled model and one request of it. `notes`: what runs otherwise than the graph says.
 
     `layers`: what the CPU executes, with the precision of each.
@@ -247,7 +189,7 @@ class OpenVinoEngine(BaseEngine):
         )
         self._wide = [each.name for each in self.inputs if each.dtype in _WIDE]
         self._check = FeedCheck(self.inputs, path.name)
-        self.steady = not slowed_by_values(path)
+        self.steady = not read_facts(path).slowed_by_values
         executed = Counter(layer.precision for layer in self.layers if layer.precision)
         self.options = {
             **{name: _text(self._compiled.get_property(name)) for name in _config(threads)},
@@ -269,7 +211,7 @@ class OpenVinoEngine(BaseEngine):
     def _doubts(self) -> Iterator[str]:
         if "float64" in {each.dtype for each in (*self.inputs, *self.outputs)}:
             yield "OpenVINO computes float64 in float32"
-        if not adds_exactly() and has_operator(self.path, (b"QuantizeLinear",)):
+        if not adds_exactly() and "QuantizeLinear" in read_facts(self.path).operators:
             yield "INT8 runs in float32: without VNNI, OpenVINO would cut the sums of its products"
 
     def trim(self) -> bool:

@@ -23,12 +23,12 @@ from deploykit import __version__
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput, NotFound, os_reason, quote
 from deploykit.core.files import check_inside, check_readable, read_json, sha256
-from deploykit.core.json_value import Record
-from deploykit.core.manifest import Manifest, from_json, write_manifest
+from deploykit.core.json_value import Record, from_json
+from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.profile import Profile
 from deploykit.core.task import TOKENIZER
 from deploykit.engines.data.samples import INPUTS, read_npz
-from deploykit.engines.onnxruntime.file import external_files
+from deploykit.graph.facts import external_files
 
 # What every kind of bundle is made of: a model, its target and its name when it is served.
 

@@ -18,8 +18,8 @@ from deploykit.core.files import StrPath, check_writable, make_folder, manifest_
 from deploykit.core.manifest import load_manifest
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.task import TOKENIZER
-from deploykit.engines.onnxruntime.file import external_files
 from deploykit.evaluation.bundle_folder import BUNDLE_FILE, is_bundle_tar, verify
+from deploykit.graph.facts import external_files
 
 PREDICTIONS, SPLIT = "predictions", "split"  # what an .npz of deploykit's holds
 CURVE = "curve"  # an SVG of a training run

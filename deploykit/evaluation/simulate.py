@@ -22,7 +22,7 @@ from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.engine import Engine, OpenEngine, load
 from deploykit.graph.edit import Editor
 from deploykit.graph.graph import Graph, dtype_name
-from deploykit.graph.skeleton import subgraphs
+from deploykit.graph.parse import subgraphs
 
 _FLOAT = TensorProto.FLOAT
 _HALVES = frozenset(TensorProto.DataType.Value(each.onnx_type) for each in precision.HALVES)

@@ -24,14 +24,13 @@ from deploykit.graph.graph import (
     NodePrecision,
     dtype_name,
 )
+from deploykit.graph.parse import subgraphs
 from deploykit.graph.shapes import TensorShapes, elements_of, fixed_shapes
-from deploykit.graph.skeleton import reads, stored_bytes, subgraphs
+from deploykit.graph.skeleton import reads, stored_bytes
 from deploykit.graph.validate import STANDARD_DOMAINS
 
-# Operations of a node, from its operator and the shapes of its tensors.
-#
-# A multiply-add counts 2; a bias, where the sums begin, costs nothing. A convolution does
-# 2 * outputs * (input channels / groups) * kernel of them, a matrix product 2 * M * N * K. So
+# A multiply-add counts 2; a bias, where the sums begin, costs nothing. A convolution does 2 *
+# outputs * (input channels / groups) * kernel of them, a matrix product 2 * M * N * K. So
 # ResNet-18 on 224x224 has 3.6e9, where torchvision states 1.81e9 multiply-adds.
 
 GATHERS = frozenset(("Gather", "GatherElements", "GatherND"))
@@ -143,10 +142,7 @@ _FORMULAS: Mapping[str, Callable[[onnx.NodeProto, TensorShapes], int | None]] = 
 }
 
 
-# Sort nodes into kinds that run at one share of a machine's ceiling: dense convolutions, softmax.
-#
-# Nodes of a kind do the same per operation, or per byte, whatever model they are in, so that a
-# few
+# Nodes of a kind do the same per operation, or per byte, whatever model they are in, so that a few
 # measurements stand for all.
 
 # arithmetic: as fast as its operations allow
@@ -464,11 +460,8 @@ def _shares(parts: Mapping[str, int]) -> dict[str, float]:
     return {name: part / whole for name, part in parts.items()} if whole else {}
 
 
-# Predict how long a node takes: the longer of its arithmetic and its memory traffic.
-#
 # Roofline: Williams, Waterman and Patterson, CACM 52(4), 2009. `quantize --to auto` ranks
-# candidates
-# by it, `plan` predicts latencies, and a report shows where a model lies under it.
+# candidates by it, `plan` predicts latencies, and a report shows where a model lies under it.
 
 COMPUTE, MEMORY, LAUNCH = "compute", "memory", "launch"
 
@@ -584,9 +577,6 @@ def savings_s(
 def _precision(dtype: str | None) -> str:
     known = of_dtype(dtype or "float32")
     return known.name if known else "fp32"
-
-
-# The memory that activations take in one call: the most that is alive at one time.
 
 
 def peak_bytes(known: TensorShapes, scale: Callable[[str], float] = lambda _name: 1.0) -> int:

@@ -89,12 +89,9 @@ def replace(field: Any, values: list[Any]) -> None:
     field.extend(values)
 
 
-# Fold constants, and batch normalisation into the convolution before it.
-#
 # Quantization needs weights that are constants, and a convolution whose output is the normalised
-# one.
-# No tensor that is still there afterwards changes its name or meaning: ranges seen before stay
-# true.
+# one. No tensor that is still there afterwards changes its name or meaning: ranges seen before
+# stay true.
 
 # Cheap operators between stored weights and the node that uses them.
 _FOLDED = frozenset(
@@ -188,11 +185,8 @@ def _by_channel(conv: onnx.NodeProto, factor: np.ndarray, weight: np.ndarray) ->
     return rows.reshape(*rows.shape, *kernel)
 
 
-# Raise a graph, in place, to a newer opset where nothing in it changes its meaning.
-#
 # Newer opsets mostly allow more types. An operator that changed otherwise is refused, not
-# rewritten:
-# the exporter can write the newer form itself.
+# rewritten: the exporter can write the newer form itself.
 
 # The IR version that came with an opset's new types: 8-bit floats, INT4, FP4.
 _IR_VERSIONS = ((13, 7), (15, 8), (19, 9), (21, 10), (23, 11))

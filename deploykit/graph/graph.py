@@ -31,8 +31,6 @@ from deploykit.graph.skeleton import (
 )
 from deploykit.graph.validate import RUNTIME_DOMAINS, read_model
 
-# The type that each node of a main graph computes in, as summaries count it and costs price it.
-
 # Another name for the same memory.
 VIEWS = frozenset(("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze"))
 DESCRIBES = frozenset(("Constant", "Shape", "Size"))

@@ -14,7 +14,8 @@ from deploykit.core.errors import BadInput
 from deploykit.core.tensors import axis_name
 from deploykit.graph.edit import evaluate_node
 from deploykit.graph.graph import Graph
-from deploykit.graph.skeleton import SMALL_BYTES, infer_shapes, stored_bytes, stored_elements
+from deploykit.graph.parse import SMALL_BYTES
+from deploykit.graph.skeleton import infer_shapes, stored_bytes, stored_elements
 
 _ROUNDS = 64  # of inference: one for each shape that is computed from an inferred one
 _ARITHMETIC = """

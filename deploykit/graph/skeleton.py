@@ -14,8 +14,8 @@ import onnx
 from onnx import TensorProto, helper
 
 from deploykit.core.errors import BadInput, first_line
+from deploykit.graph.parse import SMALL_BYTES, subgraphs
 
-SMALL_BYTES = 1024  # what is below may be a shape, whose value inference needs
 _PACKED_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
 
 
@@ -41,14 +41,6 @@ def infer_shapes(model: onnx.ModelProto, *, data_prop: bool = False) -> onnx.Mod
         return onnx.shape_inference.infer_shapes(model, data_prop=data_prop)
     except Exception as exc:  # of many classes, a damaged graph in each
         raise BadInput(f"no shapes can be inferred in the graph: {first_line(exc)}") from exc
-
-
-def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """The bodies of If, Loop and Scan."""
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
 
 
 def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:

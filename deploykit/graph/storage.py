@@ -18,61 +18,13 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import BadInput, os_reason
-from deploykit.core.extras import require
 from deploykit.core.files import HashingWriter, atomic_write, open_readable
 from deploykit.core.memory import memory_errors
-from deploykit.core.protobuf import Pages, damaged, spans, varint
-from deploykit.graph.skeleton import SMALL_BYTES, copy_fields, stored_bytes
-
-protobuf = require("google.protobuf.message")
+from deploykit.graph.parse import GRAPH, INITIALIZER, RAW_DATA, SMALL_BYTES
+from deploykit.graph.skeleton import copy_fields, stored_bytes
 
 MAX_BYTES = (1 << 31) - 1  # what one protobuf message can hold
 ALIGNMENT_BYTES = 4096  # of a weight in a data file: a runtime can map it
-_GRAPH, _INITIALIZER, _RAW_DATA = 7, 5, 9  # field numbers of onnx.proto
-
-
-def parse_model(path: Path) -> tuple[onnx.ModelProto, dict[int, tuple[int, int]]]:
-    """The model without its large weights: their offset and length in the file, by place.
-
-    Raises BadInput for what is no ONNX model.
-    """
-    model, spots = onnx.ModelProto(), dict[int, tuple[int, int]]()
-    try:
-        with memory_errors(path, [path]), Pages(path) as data:
-            for number, wire, start, begin, end in spans(data, 0, len(data)):
-                if (number, wire) == (_GRAPH, 2):
-                    _parse_graph(data, begin, end, model.graph, spots)
-                else:
-                    model.MergeFromString(data[start:end])
-    except (protobuf.DecodeError, ValueError, IndexError) as exc:
-        raise damaged(path) from exc
-    except OSError as exc:
-        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
-    if not model.graph.output:
-        raise BadInput(f"{path}: is a truncated or damaged ONNX file: it holds no graph")
-    return model, spots
-
-
-def _parse_graph(
-    data: Pages, at: int, stop: int, graph: onnx.GraphProto, spots: dict[int, tuple[int, int]]
-) -> None:
-    others = bytearray()
-    for number, wire, start, begin, end in spans(data, at, stop):
-        if (number, wire) != (_INITIALIZER, 2):
-            others += data[start:end]
-            continue
-        place, tensor = len(graph.initializer), graph.initializer.add()
-        if end - begin <= SMALL_BYTES:
-            tensor.ParseFromString(data[begin:end])
-            continue
-        for inner, kind, first, value, last in spans(data, begin, end):
-            if (inner, kind) == (_RAW_DATA, 2) and last - value > SMALL_BYTES:
-                spots[place] = value, last - value
-            else:
-                tensor.MergeFromString(data[first:last])
-        if tensor.data_location == TensorProto.EXTERNAL:
-            spots.pop(place, None)
-    graph.MergeFromString(bytes(others))
 
 
 def refer(tensor: onnx.TensorProto, file: str, offset: int, length: int) -> None:
@@ -187,10 +139,10 @@ def _write_inline(
         inner, more = tensor.SerializeToString(deterministic=True), 0
         if tensor.name in large:
             more = stored_bytes(tensor)
-            inner += _tag(_RAW_DATA) + varint(more)
-        prefixes.append((tensor, _tag(_INITIALIZER) + varint(len(inner) + more) + inner, more))
+            inner += _tag(RAW_DATA) + varint(more)
+        prefixes.append((tensor, _tag(INITIALIZER) + varint(len(inner) + more) + inner, more))
     size = len(start) + sum(len(prefix) + more for _, prefix, more in prefixes)
-    handle.write(head.SerializeToString(deterministic=True) + _tag(_GRAPH) + varint(size) + start)
+    handle.write(head.SerializeToString(deterministic=True) + _tag(GRAPH) + varint(size) + start)
     offsets = {}
     for tensor, prefix, more in prefixes:
         handle.write(prefix)
@@ -211,6 +163,15 @@ def _write_aligned(
 
 def _tag(number: int) -> bytes:
     return varint(number << 3 | 2)
+
+
+def varint(value: int) -> bytes:
+    """A number as protobuf writes it."""
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*found, value])
 
 
 def point_to(path: Path, name: str) -> None:

@@ -6,8 +6,6 @@ data files that are hard links to files outside the model's folder.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import onnx
@@ -16,9 +14,9 @@ from onnx import TensorProto, defs
 from deploykit.core.artefact import sniff, wrong_format
 from deploykit.core.errors import BadInput
 from deploykit.core.files import check_data_file, check_readable
-from deploykit.core.protobuf import MAX_NESTED, too_deep
 from deploykit.graph import storage
-from deploykit.graph.skeleton import SMALL_BYTES, all_nodes, stored_bytes, subgraphs
+from deploykit.graph.parse import SMALL_BYTES, Parts, duplicate, parse_model
+from deploykit.graph.skeleton import stored_bytes
 from deploykit.graph.storage import MAX_BYTES
 
 STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
@@ -37,36 +35,23 @@ def read_model(path: Path) -> onnx.ModelProto:
         raise wrong_format(path, kind, "an ONNX file")
     if path.stat().st_size > MAX_BYTES:
         raise BadInput(f"{path}: is larger than 2 GiB, which no ONNX file without external data is")
-    model, spots = storage.parse_model(path)
-    _check_depth(model, path)
+    model: onnx.ModelProto
+    model, spots = parse_model(path)
+    parts = Parts(model, path)
     _check_versions(model, path)
-    _check_operators(model, path)
-    _check_names(model, path)
-    _check_types(model, path)
-    stored, inner = list(model.graph.initializer), list(_inner_tensors(model))
-    for tensor in stored:
+    _check_operators(model, parts, path)
+    _check_names(parts, path)
+    _check_types(model, parts, path)
+    stored = list(model.graph.initializer)
+    for tensor in (*stored, *parts.inner):
         _check_tensor(tensor, path)
-    for tensor in inner:
-        if tensor.ByteSize():  # else of an absent sparse attribute
-            _check_tensor(tensor, path)
-    for tensor in (*(each for each in stored if stored_bytes(each) <= SMALL_BYTES), *inner):
+    for tensor in (*(each for each in stored if stored_bytes(each) <= SMALL_BYTES), *parts.inner):
         storage.load_data(tensor, path.parent)
     for place, (offset, length) in spots.items():
         tensor = stored[place]
         _check_length(tensor, length, f"{path}: tensor '{tensor.name}'")
         storage.refer(tensor, path.name, offset, length)
     return model
-
-
-def _check_depth(model: onnx.ModelProto, path: Path) -> None:
-    """Raise BadInput where libraries could not read a copy of it: each ends at another depth."""
-    bodies = [model.graph, *(node for each in model.functions for node in each.node)]
-    for _ in range(MAX_NESTED + 2):
-        nodes = [node for body in bodies for node in getattr(body, "node", (body,))]
-        bodies = [body for node in nodes for body in subgraphs(node)]
-        if not bodies:
-            return
-    raise too_deep(path)
 
 
 def _check_versions(model: onnx.ModelProto, path: Path) -> None:
@@ -82,10 +67,10 @@ def _check_versions(model: onnx.ModelProto, path: Path) -> None:
             raise BadInput(f"{path}: has opset {entry.version}", hint=f"{hint}{limit}")
 
 
-def _check_operators(model: onnx.ModelProto, path: Path) -> None:
+def _check_operators(model: onnx.ModelProto, parts: Parts, path: Path) -> None:
     versions = {entry.domain: entry.version for entry in model.opset_import}
     local = {(function.domain, function.name) for function in model.functions}
-    for number, node in enumerate(_every_node(model)):
+    for number, node in enumerate(parts.nodes):
         where = f"{path}: node '{node.name or f'#{number}'}'"
         strings = (node.op_type, node.domain, *node.input, *node.output)
         if not all(isinstance(each, str) for each in strings):
@@ -109,32 +94,29 @@ def _check_operators(model: onnx.ModelProto, path: Path) -> None:
             raise BadInput(f"{where}: operator {node.op_type} was removed in opset {version}")
 
 
-def _check_names(model: onnx.ModelProto, path: Path) -> None:
+def _check_names(parts: Parts, path: Path) -> None:
     """Each graph's inputs, outputs and stored tensors have a name of their own.
 
     Of two initializers of one name each library takes the one that it likes.
     """
-    bodies = [body for node in _every_node(model) for body in subgraphs(node)]
-    for graph in (model.graph, *bodies):
+    for graph in parts.graphs:
         sparse = [each.values.name for each in graph.sparse_initializer]
         for kind, names in (
             ("initializers", [*(each.name for each in graph.initializer), *sparse]),
             ("inputs", [each.name for each in graph.input]),
             ("outputs", [each.name for each in graph.output]),
         ):
-            twice = next((name for name, count in Counter(names).items() if count > 1), None)
-            if twice is not None:
+            if twice := duplicate(names):
                 raise BadInput(
                     f"{path}: two {kind} have the name '{twice}'",
                     hint="which of them counts is not defined: rename one, or export it again",
                 )
 
 
-def _check_types(model: onnx.ModelProto, path: Path) -> None:
+def _check_types(model: onnx.ModelProto, parts: Parts, path: Path) -> None:
     """Each input, output and typed value has a known element type, or none."""
     known = set(TensorProto.DataType.values())
-    bodies = [body for node in _every_node(model) for body in subgraphs(node)]
-    for graph in (model.graph, *bodies, *model.functions):
+    for graph in (*parts.graphs, *model.functions):
         values = [*graph.value_info]
         if isinstance(graph, onnx.GraphProto):
             values += [*graph.input, *graph.output]
@@ -142,33 +124,6 @@ def _check_types(model: onnx.ModelProto, path: Path) -> None:
             kind = value.type.tensor_type.elem_type
             if kind not in known or not isinstance(value.name, str):
                 raise BadInput(f"{path}: tensor '{value.name}' has an unknown element type {kind}")
-
-
-def _every_node(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    yield from all_nodes(model.graph)
-    for function in model.functions:
-        for node in function.node:
-            yield node
-            for body in subgraphs(node):
-                yield from all_nodes(body)
-
-
-def _inner_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Every stored tensor but the main graph's initializers: in attributes, bodies, functions."""
-    bodies: list[onnx.GraphProto] = []
-    for node in _every_node(model):
-        bodies.extend(subgraphs(node))
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
-            for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
-                yield from (sparse.values, sparse.indices)
-    for body in bodies:
-        yield from body.initializer
-    for graph in (model.graph, *bodies):
-        for sparse in graph.sparse_initializer:
-            yield from (sparse.values, sparse.indices)
 
 
 def _check_tensor(tensor: onnx.TensorProto, path: Path) -> None:

@@ -133,7 +133,7 @@ def _limits(path: Path, name: str, given: Any, stages: Mapping[str, object]) -> 
 
 def _read_toml(path: Path) -> Definition:
     """Read one model, with a function before it and one after, each of which may be left out."""
-    table, _ = read_toml(path)
+    table = read_toml(path)
     for key in table:
         if key not in _KEYS:
             raise BadInput(

@@ -24,9 +24,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.files import cache_folder, read_json, write_json
-from deploykit.core.json_value import Record
+from deploykit.core.json_value import Record, from_json
 from deploykit.core.machine import Machine, default_threads
-from deploykit.core.manifest import from_json
 from deploykit.engines.engine import load
 from deploykit.graph import cost as kinds
 from deploykit.graph.cost import Curve

@@ -23,7 +23,8 @@ from deploykit.core import precision
 from deploykit.core.errors import BadInput
 from deploykit.graph.edit import Editor, raise_opset
 from deploykit.graph.graph import Graph, opset
-from deploykit.graph.skeleton import all_nodes, inner_reads, reads, subgraphs
+from deploykit.graph.parse import subgraphs
+from deploykit.graph.skeleton import all_nodes, inner_reads, reads
 from deploykit.quantization.qdq_placement import box_nodes, check_opset
 
 if TYPE_CHECKING:

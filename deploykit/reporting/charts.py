@@ -216,7 +216,7 @@ def _draw_chart(chart: Chart) -> str:
         if at is not None and label:
             lines.append(f'<path class="flag" d="{path.format(_px(at))}"/>')
             keys.append(_key_item('<path class="flag" d="M0 6H34"/>', label[1]))
-    still += _texts([mark for one in series for mark in one.marks], x_axis, y_axis)
+    still += _mark_labels([mark for one in series for mark in one.marks], x_axis, y_axis)
     names = [label + ", log scale" * axis.log
              for label, axis in ((chart.y_label, y_axis), (chart.x_label, x_axis))]  # fmt: skip
     stretched = f'<svg viewBox="0 0 100 100" preserveAspectRatio="none">{"".join(lines)}</svg>'
@@ -252,7 +252,7 @@ def _ticks(x_axis: Axis, y_axis: Axis) -> Iterator[str]:
 
 
 def _spaced(axis: Axis) -> list[tuple[float, str]]:
-    """Return places and texts of the ticks: every one, or every n-th where a phone needs that."""
+    """Return places and labels of the ticks: every one, or every n-th where a phone needs that."""
     for step in itertools.count(1):
         found = [(axis.at(value), text) for value, text in axis.ticks[::step]]
         widths = [len(text.replace(SPACE, "")) * _CHARACTER for _, text in found]
@@ -262,7 +262,7 @@ def _spaced(axis: Axis) -> list[tuple[float, str]]:
     return found
 
 
-def _texts(marks: Sequence[Mark], x_axis: Axis, y_axis: Axis) -> Iterator[str]:
+def _mark_labels(marks: Sequence[Mark], x_axis: Axis, y_axis: Axis) -> Iterator[str]:
     """Yield the labels of marks, without those that are near another one."""
     taken: list[Place] = []
     for mark in marks:

@@ -18,8 +18,7 @@ from typing import Any, ClassVar
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Gate, Interval
 from deploykit.core.files import StrPath, read_json, write_together
-from deploykit.core.json_value import Record, json_value
-from deploykit.core.manifest import from_json
+from deploykit.core.json_value import Record, from_json, json_value
 from deploykit.engines.devices import Conditions
 from deploykit.evaluation.statistics import PROCESS_SPREAD, ratio
 from deploykit.reporting.html import report_html, report_page

@@ -246,10 +246,12 @@ def _read_token(file: StrPath) -> str:
     return first
 
 
-def _parse_buckets(texts: Sequence[str]) -> tuple[dict[str, tuple[int, ...]], dict[str, float]]:
+def _parse_buckets(
+    buckets: Sequence[str],
+) -> tuple[dict[str, tuple[int, ...]], dict[str, float]]:
     """The sizes by axis and the padding values by input of strings AXIS=16,32:INPUT=VALUE,..."""
     sizes, values = dict[str, tuple[int, ...]](), dict[str, float]()
-    for text in texts:
+    for text in buckets:
         match = _BUCKETS.fullmatch(text)
         axis, numbers, more = match.groups() if match else ("", "", None)
         parts = [each.rpartition("=") for each in more.split(",")] if more else []

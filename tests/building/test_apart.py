@@ -33,7 +33,9 @@ GIB = 1 << 30
 
 def child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     command = [sys.executable, "-c", code]
-    monkeypatch.setattr("deploykit.core.subprocesses.module_command", lambda _module: command)
+    monkeypatch.setattr(
+        "deploykit.core.subprocesses.module_command", lambda _module, number: [*command, number]
+    )
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
 
 
@@ -98,11 +100,12 @@ def test_an_interrupted_caller_stops_the_build(
     child(
         monkeypatch,
         f"""
-import pickle, signal, sys, time
+import signal, sys, time
+from multiprocessing.connection import Connection
 try:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {{signal.SIGINT}})
-    sys.stdout.buffer.write(pickle.dumps(("progress", "x", 0.1)))
-    sys.stdout.buffer.flush()
+    pipe = Connection(int(sys.argv[1]))
+    pipe.send(("progress", "x", 0.1))
     time.sleep(60)
 except KeyboardInterrupt:
     open({str(mark)!r}, "w").close()

@@ -15,7 +15,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core.errors import BadInput
-from deploykit.core.protobuf import varint
+from deploykit.graph.storage import varint
 from tests.support.any_model import verbs
 from tests.support.campaign import rounds
 

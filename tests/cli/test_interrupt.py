@@ -241,7 +241,7 @@ def test_ctrl_c_while_the_command_line_itself_loads_prints_one_line() -> None:
 
 
 def test_the_installed_command_starts_where_ctrl_c_is_heeded() -> None:
-    project = read_toml(Path(__file__).parents[2] / "pyproject.toml")[0]["project"]
+    project = read_toml(Path(__file__).parents[2] / "pyproject.toml")["project"]
     assert project["scripts"] == {"deploykit": "deploykit.__main__:main"}
 
 

@@ -111,7 +111,7 @@ def test_the_labels_name_this_version(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_extras_of_an_image_exist_and_bring_no_torch(name: str) -> None:
-    extras = read_toml(ROOT / "pyproject.toml")[0]["project"]["optional-dependencies"]
+    extras = read_toml(ROOT / "pyproject.toml")["project"]["optional-dependencies"]
     for extra in arguments(name)["EXTRAS"].split(","):
         assert not [each for each in extras[extra] if "torch" in each or "deploykit[" in each]
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
@@ -90,9 +91,14 @@ def test_a_second_interrupt_does_not_break_off_the_clean_up_after_the_first(
 @pytest.mark.parametrize("share", [0.0, 0.5], ids=["nothing", "half"])
 def test_a_caller_that_ends_before_its_job_is_sent_leaves_no_traceback(share: float) -> None:
     job = pickle.dumps((time.sleep, (60,)))
-    command = module_command("deploykit.core.subprocesses")
-    done = subprocess.run(command, input=job[: int(len(job) * share)], capture_output=True)
-    assert done.stderr == b""
+    ours, theirs = Pipe()
+    command = module_command("deploykit.core.subprocesses", str(theirs.fileno()))
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as process:
+        theirs.close()
+        length = len(job).to_bytes(4, "big")  # as `Connection.send` puts it before
+        os.write(ours.fileno(), (length + job)[: int((len(job) + 4) * share)])
+        ours.close()
+        assert process.communicate()[1] == b""
 
 
 def test_a_child_imports_from_where_its_parent_does(

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import OutOfMemory
-from deploykit.engines.cuda.execution import Pipeline
-from deploykit.engines.cuda.memory import Buffer, Shape, byte_count, round_up
+from deploykit.engines.cuda.execution import Buffer, Pipeline, Shape, byte_count, round_up
 from tests.support.campaign import rounds
 from tests.support.runtimes.cuda_runs import ONE_CALL, FakeCuda, X, Y, pipeline, right, rows
-from tests.support.runtimes.fake_cuda import Affine
+from tests.support.runtimes.own_cuda import Affine
 
 # one call
 

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import Unsupported
-from deploykit.engines.cuda import memory as errors
-from deploykit.engines.cuda.execution import Pipeline
-from deploykit.engines.cuda.memory import Shape, byte_count
+from deploykit.engines.cuda import errors
+from deploykit.engines.cuda.execution import Pipeline, Shape, byte_count
 from tests.support.runtimes.cuda_runs import CODES, X, Y, rows
 
 

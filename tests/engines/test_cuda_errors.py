@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
-from deploykit.engines.cuda import memory as codes
+from deploykit.engines.cuda import errors as codes
+from deploykit.engines.cuda.errors import CaptureRefused, DeviceLost, cuda_error
 from deploykit.engines.cuda.execution import Pipeline
-from deploykit.engines.cuda.memory import CaptureRefused, DeviceLost, cuda_error
 from tests.support.runtimes.cuda_runs import CODES, FakeCuda, X, Y, pipeline, right, rows
-from tests.support.runtimes.fake_cuda import Affine
+from tests.support.runtimes.own_cuda import Affine
 
 
 def test_out_of_memory_says_need_and_free_and_a_smaller_call_still_runs() -> None:

@@ -11,7 +11,7 @@ from deploykit.core.errors import Unsupported
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.cuda.execution import Pipeline
 from tests.support.runtimes.cuda_runs import ONE_CALL, FakeCuda, X, pipeline, right, rows
-from tests.support.runtimes.fake_cuda import Affine
+from tests.support.runtimes.own_cuda import Affine
 
 
 def test_batch_with_a_graph_is_enqueued_once_captured_once_then_launched() -> None:

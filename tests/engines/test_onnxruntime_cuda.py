@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, OutOfMemory, Unsupported
-from deploykit.engines.cuda.memory import CaptureRefused, DeviceLost
+from deploykit.engines.cuda.errors import CaptureRefused, DeviceLost
 from tests.support.runtimes import cases
 
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")

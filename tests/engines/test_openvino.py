@@ -233,7 +233,7 @@ def test_a_file_that_is_not_a_model_is_refused_silently(
 ) -> None:
     """OpenVINO would try the readers of six other formats, two of which print."""
     (tmp_path / "model.onnx").write_bytes(content)
-    with pytest.raises(BadInput, match=r"model\.onnx: is a truncated or damaged ONNX file"):
+    with pytest.raises(BadInput, match=r"model\.onnx: (is a truncated|the file is empty)"):
         open_engine(tmp_path / "model.onnx")
     assert capfd.readouterr() == ("", "")
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory
-from deploykit.engines.cuda.memory import DeviceLost
+from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.tensorrt.engine import TensorRtEngine
-from tests.support.runtimes.fake_cuda import FakeCuda
 from tests.support.runtimes.fake_tensorrt import tensor
+from tests.support.runtimes.own_cuda import FakeCuda
 from tests.support.runtimes.tensorrt_opened import PROFILE, Opened, X, Y, rows
 
 SIZES = (1, 2, 4, 8)

@@ -12,7 +12,7 @@ import pytest
 
 from deploykit.core.errors import MissingExtra, OutOfMemory, Unsupported
 from deploykit.core.extras import installed
-from deploykit.engines.cuda.memory import CaptureRefused, DeviceLost
+from deploykit.engines.cuda.errors import CaptureRefused, DeviceLost
 from tests.support.runtimes.cuda_runs import FakeCuda
 from tests.support.runtimes.tensorrt_opened import Opened, opened_fixture, rows  # noqa: F401
 

@@ -15,7 +15,7 @@ from deploykit.core.errors import StageFailed
 from deploykit.core.files import sha256
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.task import CLASSIFY, ImageInput, Task, TaskOutputs
-from deploykit.engines.engine import Arrays, BaseEngine
+from deploykit.engines.engine import Arrays, Engine
 from deploykit.pipelines.connect import StageGraph
 from deploykit.pipelines.pipeline import OpenPipeline, predict_files
 from deploykit.pipelines.stages import Definition
@@ -37,7 +37,7 @@ def calls_of(opened: OpenPipeline) -> list[int]:
     ((name, engine),) = opened.engines.items()
     rows: list[int] = []
 
-    class Counted(BaseEngine):
+    class Counted(Engine):
         inputs, outputs = engine.inputs, engine.outputs
         device, runtime = engine.device, engine.runtime
 

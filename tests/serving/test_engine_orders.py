@@ -19,7 +19,7 @@ from deploykit.engines.tensorrt.engine import TensorRtEngine
 from deploykit.serving.batching.batcher import Batcher
 from deploykit.serving.batching.queue import BatchPolicy, Pending
 from tests.support.campaign import rounds
-from tests.support.runtimes.fake_cuda import FakeCuda
+from tests.support.runtimes.own_cuda import FakeCuda
 from tests.support.runtimes.tensorrt_opened import PROFILE, Opened, X, Y
 from tests.support.serving.loops import KEY, Clock, submit
 from tests.support.serving.running import WAIT_S

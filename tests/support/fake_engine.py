@@ -10,10 +10,10 @@ import numpy as np
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.tensors import TensorSpec, parse_spec
-from deploykit.engines.engine import Arrays, BaseEngine, check_feeds
+from deploykit.engines.engine import Arrays, Engine, check_feeds
 
 
-class FakeEngine(BaseEngine):
+class FakeEngine(Engine):
     """y = 2x + 1 over float32 rows of `width` numbers.
 
     A call takes `latency_s`, and `per_row_s` more for each row.

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent.parent))
 
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.engine import BaseEngine
+from deploykit.engines.engine import Engine
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server, run
 from deploykit.serving.workers.group import Member
@@ -25,7 +25,7 @@ from deploykit.serving.workers.parent import Parent
 _ZEROS = np.zeros((1024, 10), np.float32)
 
 
-class Free(BaseEngine):
+class Free(Engine):
     """Takes what the small CNN takes, gives zeros."""
 
     device = "cpu"

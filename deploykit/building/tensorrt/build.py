@@ -64,10 +64,10 @@ from deploykit.core.machine import Machine, this_machine
 from deploykit.core.memory import BuildMemory
 from deploykit.core.precision import ALL, Precision
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.onnxruntime.file import external_files, onnx_files
 from deploykit.engines.tensorrt.inspector import read_layers
 from deploykit.engines.tensorrt.log import logger
 from deploykit.engines.tensorrt.plugins import load_plugins
+from deploykit.graph.facts import external_files, onnx_files
 from deploykit.graph.graph import Graph
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from deploykit.core.errors import OutOfMemory, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.machine import file_text
 from deploykit.core.memory import available_bytes
-from deploykit.engines.cuda.memory import CODES, cuda_error, out_of_memory, unless_lost
+from deploykit.engines.cuda.errors import CODES, cuda_error, out_of_memory, unless_lost
 
 cuda = require("cuda.bindings.driver")
 

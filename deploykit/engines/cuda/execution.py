@@ -9,29 +9,87 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from deploykit.core.errors import DeploykitError
 from deploykit.core.subprocesses import INSIDE
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.cuda.memory import Buffer, DeviceLost, Driver, Shape, byte_count, unless_lost
+from deploykit.engines.cuda.errors import DeviceLost, unless_lost
 from deploykit.engines.engine import Arrays, Closing
 
-# One slot of a pipeline: its stream, buffers and work, and the CUDA graphs captured from them.
-#
+if TYPE_CHECKING:
+    from deploykit.engines.cuda.driver import CudaDevice
+
 # A slot stages its inputs in pinned memory, enqueues copies and work on its own stream and
-# returns;
-# `finish` waits. The layout of each combination of shapes is kept.
+# returns; `finish` waits. The layout of each combination of shapes is kept.
 
 _MOST_LAYOUTS = 64  # shapes whose views a slot keeps
 _MOST_GRAPHS = 16  # each holds a work of its own, and memory on the GPU
 
 log = logging.getLogger(__name__)
+
+Shape = tuple[int, ...]
+
+
+class Buffer:
+    """Memory for one tensor of one slot: pinned, and on the device unless `host_only`."""
+
+    def __init__(self, driver: CudaDevice, *, host_only: bool = False) -> None:
+        self.driver, self.host_only = driver, host_only
+        self.host = self.device = self.size = 0
+
+    def fits(self, nbytes: int) -> bool:
+        return 0 < self.size >= nbytes
+
+    def reserve(self, nbytes: int) -> None:
+        """Grow to at least `nbytes`, losing the content. Raises OutOfMemory, and is then empty."""
+        if self.fits(nbytes):
+            return
+        self.release()  # first: the old and the new together may not fit
+        size = round_up(nbytes)
+        try:
+            self.host = self.driver.pin(size)
+            if not self.host_only:
+                zero_copy = self.driver.integrated
+                self.device = (
+                    self.driver.device_address(self.host)
+                    if zero_copy
+                    else self.driver.allocate(size)
+                )
+        except DeploykitError:
+            self.release()
+            raise
+        self.size = size
+
+    def view(self, dtype: str, shape: Shape) -> np.ndarray:
+        nbytes = byte_count(dtype, shape)
+        return self.driver.array(self.host, self.size)[:nbytes].view(dtype).reshape(shape)
+
+    def release(self) -> None:
+        host, device = self.host, self.device
+        self.host = self.device = self.size = 0
+        with contextlib.suppress(DeploykitError):  # a lost device takes its memory with it
+            if device and not self.driver.integrated:
+                self.driver.free(device)
+        with contextlib.suppress(DeploykitError):
+            if host:
+                self.driver.unpin(host)
+
+
+def round_up(nbytes: int) -> int:
+    """A size to allocate, at most a quarter more, so that small growth needs no new block."""
+    step = max(512, 1 << max(0, nbytes.bit_length() - 3))
+    return max(1, -(-nbytes // step)) * step
+
+
+def byte_count(dtype: str, shape: Shape) -> int:
+    return math.prod(shape, start=np.dtype(dtype).itemsize)
 
 
 class Work(Protocol):
@@ -78,7 +136,7 @@ class StreamSlot:
 
     def __init__(
         self,
-        driver: Driver,
+        driver: CudaDevice,
         make: MakeWork,
         inputs: tuple[TensorSpec, ...],
         outputs: tuple[TensorSpec, ...],
@@ -334,7 +392,7 @@ class Pipeline(Closing):
 
     def __init__(
         self,
-        driver: Driver,
+        driver: CudaDevice,
         make: MakeWork,
         inputs: Sequence[TensorSpec],
         outputs: Sequence[TensorSpec],

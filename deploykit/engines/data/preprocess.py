@@ -37,7 +37,7 @@ def load_preprocess(reference: str) -> Preprocess:
             hint="a file holds: mean = [0.5, 0.5, 0.5] and std = [0.5, 0.5, 0.5]",
         )
     path = Path(reference)
-    values, _ = read_toml(path)
+    values = read_toml(path)
     known = ("mean", "std", "scale", *_CHOICES, *_BYTES)
     unknown = set(values) - set(known)
     if unknown:
@@ -64,7 +64,7 @@ def load_placing(reference: str | None) -> dict[str, Any]:
     if reference is None or not reference.endswith(".toml"):
         return {}
     path = Path(reference)
-    values, _ = read_toml(path)
+    values = read_toml(path)
     found = {key: values[key] for key in (*_CHOICES, *_BYTES) if key in values}
     for key, value in found.items():
         if key in _CHOICES and value not in _CHOICES[key]:

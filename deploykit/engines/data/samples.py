@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from deploykit.engines.data.images import Images
 
 
-# Find what data a path has for a model, by names and headers alone, before anything is read.
-
 LABELS, INPUTS = "labels", "inputs/"  # the second stands before names in golden samples
 IMAGES, ARRAYS = (".png", ".jpg", ".jpeg"), (".npz", ".npy")
 
@@ -394,8 +392,6 @@ def random_feeds(
     return feeds
 
 
-# Warn about data that makes a calibration or an evaluation look better than it is.
-
 FEW = 100  # samples; fewer make a calibration depend on chance
 _BLOCK = 64  # samples looked at in one go
 _NORMALISED = 16.0  # pixels scaled to a standard deviation of 1 span some 5, those in 0..1 span 1
@@ -470,10 +466,7 @@ def _digests(samples: Samples) -> Iterator[bytes]:
         yield digest.digest()
 
 
-# Read samples from beginning to end, a batch at a time, in bounded memory.
-#
-# Archives are unpacked and images decoded as they are needed. A digest of all that was read so
-# far
+# Archives are unpacked and images decoded as they are needed. A digest of all that was read so far
 # tells later whether the same samples come again.
 
 _DECODERS = 8  # threads at most; each decodes some hundred images per second

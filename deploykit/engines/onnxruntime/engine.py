@@ -25,11 +25,10 @@ from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsuppo
 from deploykit.core.extras import install_command, require
 from deploykit.core.machine import default_threads
 from deploykit.core.memory import ASKED_BYTES, memory_errors
-from deploykit.core.protobuf import damaged
 from deploykit.core.subprocesses import run_apart
 from deploykit.core.tensors import TensorSpec, axis_name
-from deploykit.engines.cuda.memory import CODES, USE_LESS_MEMORY, cuda_error
-from deploykit.engines.engine import Arrays, BaseEngine, FeedCheck
+from deploykit.engines.cuda.errors import CODES, USE_LESS_MEMORY, cuda_error
+from deploykit.engines.engine import Arrays, Engine, FeedCheck
 from deploykit.engines.onnxruntime.file import (
     EXACT_INTEGERS,
     UNSHARED,
@@ -38,19 +37,15 @@ from deploykit.engines.onnxruntime.file import (
     external_weights,
     is_large,
     mapped_copy,
-    multiplies_integers,
-    onnx_files,
     rounds_sums,
     save_at,
-    slowed_by_values,
-    small_floats,
 )
+from deploykit.graph.facts import FLOAT8, FLOAT16, INTEGER_PRODUCTS, onnx_files, read_facts
+from deploykit.graph.parse import damaged
 
 ort = require("onnxruntime")
 ort_state = require("onnxruntime.capi.onnxruntime_pybind11_state")
 
-
-# The memory that a session on the CPU keeps between runs. The module is passed in, for tests.
 
 SHRINK_S = 10.0
 
@@ -84,11 +79,8 @@ class Arena:
         return self._shrink
 
 
-# Call an ONNX Runtime session through buffers that stay on its device.
-#
 # `session.run` allocates on the GPU in every call; here each shape keeps its input buffers, and
-# with
-# a CUDA graph its outputs too. The module is passed in, so that tests can bind a CPU session.
+# with a CUDA graph its outputs too. The module is passed in, so that tests can bind a CPU session.
 
 _MOST_SHAPES = 8  # of those without a graph; graphs are kept
 _NO_GRAPH = -1  # ONNX Runtime's gpu_graph_id for a run that is not captured
@@ -237,11 +229,9 @@ def placement_note(placed: Mapping[str, Sequence[str]]) -> str | None:
     )
 
 
-# Load the CUDA libraries that ONNX Runtime's provider is linked to, from NVIDIA's wheels.
-#
 # `onnxruntime.preload_dlls` looks next to onnxruntime's own folder, then on the loader's path.
-# Wheels
-# in another folder of sys.path (`pip install --target`, a second site-packages) are loaded here.
+# Wheels in another folder of sys.path (`pip install --target`, a second site-packages) are loaded
+# here.
 
 _OF_MAJOR = ("cudart", "nvrtc", "cublasLt", "cublas")  # their file names end with CUDA's major
 _OTHERS = ("nvJitLink", "curand", "cufft", "cudnn")
@@ -280,8 +270,6 @@ def _libraries(nvidia: Path, major: str) -> list[Path]:
     return found
 
 
-# What ONNX Runtime's errors say, without its C++ functions and files.
-
 _NODE = re.compile(r"running (\w+) node. Name:'(.*?)' Status Message: ")
 _MASK_CURE = "ONNX Runtime needs masks of [.., queries, keys]: put an Expand before the Attention"
 
@@ -300,8 +288,6 @@ def cure(exc: Exception) -> str | None:
     """What to change in the model, where that is known."""
     return _MASK_CURE if "attn_mask" in str(exc) else None
 
-
-# The inputs and outputs of an ONNX Runtime session as our specs.
 
 _DTYPES = {
     "tensor(bool)": "bool",
@@ -381,7 +367,7 @@ def open_as_written(path: Path) -> OnnxRuntimeEngine:
     return OnnxRuntimeEngine(path, "cpu", None, optimise=False)
 
 
-class OnnxRuntimeEngine(BaseEngine):
+class OnnxRuntimeEngine(Engine):
     """One InferenceSession. `session` is open to builders and benchmarks.
 
     `notes`: nodes that run on the CPU, CUDA graphs that were refused. `profile`: how the file's
@@ -472,7 +458,7 @@ class OnnxRuntimeEngine(BaseEngine):
 
 def _is_steady(path: Path, inputs: Sequence[TensorSpec]) -> bool:
     """Whether no input value can make a call slow: through a loop, a size or a string."""
-    return all(spec.dtype != "string" for spec in inputs) and not slowed_by_values(path)
+    return all(spec.dtype != "string" for spec in inputs) and not read_facts(path).slowed_by_values
 
 
 def session_options(
@@ -530,13 +516,15 @@ def _session(
     """`save`: where to write the optimised model, with its weights apart."""
     if device == "cpu":
         check_sums(path, ort.__version__)
-    floats = small_floats(path)
-    options = session_options(threads, half="float16" in floats, exact=exact, spinning=spinning)
+    facts = read_facts(path)
+    half = FLOAT16 in facts.element_types
+    options = session_options(threads, half=half, exact=exact, spinning=spinning)
     weights = read_weights(path, options)  # alive until the session has copied them
     # optimised float8 graphs are wrong in 1.31.1 (accuracy 98.5 % became 75 % on a small CNN)
-    if "float8" in floats or not (optimise or multiplies_integers(path)):
+    integers = not facts.operators.isdisjoint(INTEGER_PRODUCTS)
+    if FLOAT8 in facts.element_types or not (optimise or integers):
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    elif not exact and not multiplies_integers(path):  # pairs that are not fused are float32
+    elif not (exact or integers):  # pairs that are not fused are float32
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     if save is not None:
         save_at(save, options)

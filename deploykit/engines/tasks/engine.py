@@ -21,17 +21,11 @@ if TYPE_CHECKING:
     from deploykit.engines.tasks.images import PlacedImage  # Pillow, which a text does not need
 
 
-# What a model's outputs mean: labels with scores, boxes, a mask, an embedding, as JSON values.
-#
-#     classify, text-classify   {"label", "score", "top": [{"label", "index", "score"}, ...]}
-#     detect    {"boxes": [{"label", "index", "score", "box": [x1, y1, x2, y2]}], "width",
-# "height"}
-#     segment   {"segments": [{"label", "index", "pixels", "rle"}, ...], "width", "height"}, or
-# "png"
-#     embed     {"embedding": [...]}
-#
+# classify, text-classify   {"label", "score", "top": [{"label", "index", "score"}, ...]}
+# detect    {"boxes": [{"label", "index", "score", "box": [x1, y1, x2, y2]}], "width", "height"}
+# segment   {"segments": [{"label", "index", "pixels", "rle"}, ...], "width", "height"}, or "png"
+# embed     {"embedding": [...]}
 # Boxes and masks are in pixels of the image as it was sent, turned upright.
-
 Answer = dict[str, Any]
 
 RLE, PNG = "rle", "png"

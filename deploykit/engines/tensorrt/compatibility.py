@@ -23,15 +23,10 @@ from deploykit.core.files import cache_folder, make_folder, manifest_path
 from deploykit.core.manifest import Manifest
 from deploykit.core.precision import CALIBRATED
 
-# Remember which engines that bring code along this user built or named here.
-#
-# A version compatible plan contains host code and a plugin is a library: opening either runs
-# code.
+# A version compatible plan contains host code and a plugin is a library: opening either runs code.
 # The manifest next to them proves nothing, as whoever made the plan wrote that too. So `build`
-# adds
-# their SHA-256 to a list in the user's cache folder. A signature in the manifest would need a
-# secret
-# in the same folder, and a new signature whenever evidence is added to the manifest.
+# adds their SHA-256 to a list in the user's cache folder. A signature in the manifest would need a
+# secret in the same folder, and a new signature whenever evidence is added to the manifest.
 
 # a link could lead to any list of hashes that the user has, and opening a FIFO would wait
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

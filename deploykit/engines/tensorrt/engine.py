@@ -19,17 +19,17 @@ import numpy as np
 from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported, first_line
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec, axis_name
-from deploykit.engines.cuda.execution import Pipeline, Ticket, run_in_order
-from deploykit.engines.cuda.memory import Driver, Shape, out_of_memory
-from deploykit.engines.engine import Arrays, BaseEngine, check_feeds
+from deploykit.engines.cuda.errors import out_of_memory
+from deploykit.engines.cuda.execution import Pipeline, Shape, Ticket, run_in_order
+from deploykit.engines.engine import Arrays, Engine, check_feeds
 from deploykit.engines.tensorrt.compatibility import PlanFile
 from deploykit.engines.tensorrt.log import LogErrors, logger
 
 if TYPE_CHECKING:
     import tensorrt as trt
 
+    from deploykit.engines.cuda.driver import CudaDevice
 
-# Read a TensorRT engine's inputs, outputs and optimisation profiles, without running it.
 
 # NumPy has no BF16, FP8, INT4 and FP4
 _DTYPES: Mapping[str, str] = {
@@ -170,7 +170,7 @@ def describe_mismatch(
     return "the sizes fit none of the engine's optimisation profiles together"
 
 
-class TensorRtEngine(BaseEngine):
+class TensorRtEngine(Engine):
     """One plan on one GPU. `submit` and `map` keep up to `slots` calls in flight.
 
     `graphs`: batch sizes to capture as CUDA graphs, those above the largest batch as that; each
@@ -181,7 +181,7 @@ class TensorRtEngine(BaseEngine):
     def __init__(
         self,
         nv: Any,
-        driver: Driver,
+        driver: CudaDevice,
         path: Path,
         plan: PlanFile,
         manifest: Manifest | None,
@@ -358,7 +358,7 @@ class Context:
         self,
         nv: Any,
         engine: trt.ICudaEngine,
-        driver: Driver,
+        driver: CudaDevice,
         profiles: Sequence[Ranges],
         log_errors: LogErrors,
         stream: int,
@@ -471,7 +471,7 @@ def _output_allocator(nv: Any) -> Any:
     base: Any = nv.IOutputAllocator
 
     class OutputAllocator(base):  # type: ignore[misc]
-        def __init__(self, driver: Driver) -> None:
+        def __init__(self, driver: CudaDevice) -> None:
             base.__init__(self)
             self.driver = driver
             self.address = self.size = 0

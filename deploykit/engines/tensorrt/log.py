@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deploykit.core.errors import DeploykitError, Unsupported, first_line
-from deploykit.engines.cuda.memory import CODES, MESSAGES, cuda_error
+from deploykit.engines.cuda.errors import CODES, MESSAGES, cuda_error
 
 _logger = logging.getLogger(__name__)
 _KEPT = 50  # lines

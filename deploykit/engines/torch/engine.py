@@ -15,7 +15,7 @@ from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.engine import Arrays, BaseEngine, check_feeds
+from deploykit.engines.engine import Arrays, Engine, check_feeds
 from deploykit.engines.torch.files import RunsCode, module_errors, read
 from deploykit.engines.torch.loaded import Loaded
 from deploykit.engines.torch.open import load_module
@@ -58,7 +58,7 @@ def describes_itself(path: Path) -> bool:
         return False
 
 
-class TorchEngine(BaseEngine):
+class TorchEngine(Engine):
     """The reference: PyTorch eager, float32; `bf16`: weights and float inputs rounded to that."""
 
     def __init__(
@@ -141,8 +141,6 @@ def _in_double(module: Any) -> Iterator[None]:
         for tensor, data in before:
             tensor.data = data
 
-
-# The time of each module of a PyTorch model in a call, without that of the modules inside it.
 
 Key = tuple[str, str, str]
 _COPIES = "inputs and outputs", "Engine", ""  # from arrays to tensors and back

@@ -29,8 +29,6 @@ from deploykit.engines.torch.advice import advise
 torch = require("torch")
 
 
-# Operators that a model needs from another library: torchvision's are provided, others named.
-
 _T = TypeVar("_T")
 _ABSENT = re.compile(
     r"operator (\w+)::(\w+) does not exist"  # its library is not imported, or does not load
@@ -161,9 +159,7 @@ def read(path: Path, *, allow_pickle: bool, described: bool = True) -> Content:
     """
     kind = sniff(path)
     if kind == "safetensors":
-        from deploykit.engines.torch import safetensors
-
-        return Content(kind, safetensors.read(path), ran_pickle=False)
+        return Content(kind, _read_safetensors(path), ran_pickle=False)
     if kind != "torch":
         raise wrong_format(path, kind, "a PyTorch file")
     form = torch_kind(path)
@@ -183,6 +179,18 @@ def read(path: Path, *, allow_pickle: bool, described: bool = True) -> Content:
         else:
             value = with_torchvision(lambda: torch.jit.load(str(path), map_location="cpu"))
     return Content(form, value, ran_pickle=True)
+
+
+def _read_safetensors(path: Path) -> dict[str, Any]:
+    """The tensors by name. The library checks lengths, types and places before it trusts them."""
+    library, load_file = require("safetensors"), require("safetensors.torch").load_file
+    try:
+        tensors: dict[str, Any] = load_file(str(path), device="cpu")
+    except (library.SafetensorError, RuntimeError, ValueError, OSError, LookupError) as exc:
+        raise BadInput(f"{path}: is a damaged .safetensors file: {first_line(exc)}") from exc
+    if not tensors:
+        raise BadInput(f"{path}: holds no tensors")
+    return tensors
 
 
 def _load_program(path: Path) -> Any:

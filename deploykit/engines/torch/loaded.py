@@ -31,9 +31,6 @@ from deploykit.engines.torch.presets import Preset, preset_of
 torch = require("torch")
 
 
-# Put `Preprocess` in front of a torch module: the one implementation, for training and export.
-
-
 class FromBytes(torch.nn.Module):  # type: ignore[misc, name-defined] # torch is imported through require
     """image_NHWC: uint8 (N, H, W, C) -> normalised float32 (N, C, H, W) -> `module`.
 
@@ -181,8 +178,6 @@ def _trace(where: object, adapter: Any, feeds: Sequence[Any]) -> Any:
         warnings.simplefilter("ignore")  # deprecated, and the only way into this format
         return torch.jit.trace(adapter, tuple(feeds), check_trace=False, strict=False)
 
-
-# Take a live `nn.Module` and example inputs: the specs follow from the examples.
 
 DynamicAxes = Mapping[str, Mapping[int, str]]
 

@@ -19,8 +19,7 @@ from deploykit.core.artefact import sniff, torch_kind
 from deploykit.core.errors import BadInput, NotFound, first_line
 from deploykit.core.extras import require
 from deploykit.core.files import atomic_write, check_readable
-from deploykit.core.json_value import json_value
-from deploykit.core.manifest import from_json
+from deploykit.core.json_value import from_json, json_value
 from deploykit.core.recipe import Recipe, Splits, find_bundled, load_recipe
 from deploykit.core.task import ImageInput, Preprocess
 from deploykit.core.tensors import BATCH, TensorSpec, make_spec, parse_spec
@@ -48,10 +47,7 @@ pytree = require("torch.utils._pytree")  # the only reader of the structures in 
 torch = require("torch")
 
 
-# What a torch.export file (`.pt2`) says of itself: it holds its inputs, ranges and outputs.
-#
-# The program is not run: each output's shape is written in it, in the symbols of the inputs'
-# axes.
+# The program is not run: each output's shape is written in it, in the symbols of the inputs' axes.
 
 _SYMBOL = re.compile(r"\bs\d+\b")  # torch numbers them as it likes
 
@@ -397,8 +393,6 @@ def _recipe_of(path: Path, name: str, arch: str | None) -> Recipe | None:
     return load_recipe(name)
 
 
-# Open a Hugging Face folder: config.json and weights in the safetensors format.
-#
 # The model is a class of the installed transformers; code that comes with a folder is never run.
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"

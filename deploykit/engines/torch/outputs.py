@@ -170,12 +170,9 @@ def parameter_names(module: Any) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind in named]
 
 
-# Find what a module's outputs are by running it: their names, dtypes and dynamic axes.
-#
 # The module runs on zeros at one set of sizes, then again with one dynamic axis larger: an
-# output's
-# axis that follows one input axis gets that axis's name; one that changes in any other way gets a
-# name of its own.
+# output's axis that follows one input axis gets that axis's name; one that changes in any other
+# way gets a name of its own.
 
 Leaves = list[tuple[Place, Any]]
 

@@ -18,7 +18,7 @@ from deploykit.core.errors import DeploykitError, NotFound, Overloaded, first_li
 from deploykit.core.files import manifest_path
 from deploykit.core.subprocesses import INSIDE
 from deploykit.engines.engine import Closing, Engine
-from deploykit.engines.onnxruntime.file import external_files
+from deploykit.graph.facts import external_files
 from deploykit.serving.models.trial import Check, Trial
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import VERSION

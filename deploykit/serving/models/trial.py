@@ -23,7 +23,7 @@ from deploykit.core.errors import DeploykitError, Overloaded, first_line, os_rea
 from deploykit.core.machine import file_text
 from deploykit.core.memory import available_bytes
 from deploykit.core.subprocesses import module_command, start_blocked
-from deploykit.engines.onnxruntime.file import external_files
+from deploykit.graph.facts import external_files
 
 Check = Callable[[Path], object]  # can be pickled; raises what is wrong with the file
 

@@ -226,8 +226,8 @@ def _in_parts(values: Any) -> Any:
     if len(values) <= _PART:
         return values
     parts = (values[at : at + _PART] for at in range(0, len(values), _PART))
-    texts = [orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1] for part in parts]
-    return orjson.Fragment(b"[" + b",".join(texts) + b"]")
+    encoded = [orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1] for part in parts]
+    return orjson.Fragment(b"[" + b",".join(encoded) + b"]")
 
 
 def _head(name: str, version: str, request_id: str | None, items: list[dict[str, Any]]) -> bytes:

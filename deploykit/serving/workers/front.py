@@ -20,7 +20,7 @@ from deploykit.core.artefact import Artefact
 from deploykit.core.errors import Overloaded, Unsupported
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.engine import Arrays, BaseEngine, Engine
+from deploykit.engines.engine import Arrays, Engine
 from deploykit.serving.batching.batcher import Batcher, deliver_inline, mark_expired, monotonic_us
 from deploykit.serving.batching.queue import LEVELS, BatchPolicy, Pending, Watcher
 from deploykit.serving.models.description import InUse
@@ -37,12 +37,12 @@ _HINT = "try again in a moment, or send the request elsewhere"
 
 
 @dataclass(frozen=True)
-class RemoteEngine(BaseEngine):
+class RemoteEngine(Engine):
     """The engines of one model in the engine process, as it describes them; can be pickled."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    max_batch: int | None = field()  # without the default of BaseEngine, as those below
+    max_batch: int | None = field()  # without the default of Engine, as those below
     device: str
     runtime: str
     notes: tuple[str, ...] = field()

@@ -11,7 +11,7 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.cuda.memory import DeviceLost
+from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.engine import Engine, load
 from deploykit.serving.batching.buckets import Buckets, relative_error
 from deploykit.serving.batching.queue import Pending

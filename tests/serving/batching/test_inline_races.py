@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import Expired, Overloaded
-from deploykit.engines.cuda.memory import DeviceLost
+from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.serving.batching.batcher import Batcher, deliver_inline, monotonic_us
 from deploykit.serving.batching.queue import BatchPolicy, Pending, Watcher
 from deploykit.serving.models.model import ServedModel

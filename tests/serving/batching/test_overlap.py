@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, Expired, OutOfMemory, Overloaded
-from deploykit.engines.cuda.memory import DeviceLost
+from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.serving.batching.batcher import Batcher
 from deploykit.serving.batching.queue import BatchPolicy, BatchRun, Pending, Watcher
 from deploykit.serving.batching.runner import EngineFailed

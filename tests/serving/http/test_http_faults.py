@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploykit.engines.cuda.memory import DeviceLost
+from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server, run

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deploykit.core.errors import BadInput, NotFound, Overloaded, Unsupported
-from deploykit.engines.cuda.memory import DeviceLost
+from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.oip.request import Request, RequestedOutput

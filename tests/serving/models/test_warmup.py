@@ -10,7 +10,7 @@ import pytest
 
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.cuda.memory import DeviceLost
+from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.warmup import BETWEEN_US, SHORT_US, WarmUp, short_rows
 from deploykit.serving.options import ServeOptions

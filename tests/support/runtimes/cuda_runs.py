@@ -1,26 +1,16 @@
-"""What the tests of the CUDA path share: a pipeline on a CUDA for tests, and its batches.
-
-That is `FakeCuda`, made of NumPy; with DEPLOYKIT_TEST_CUDA=driver it is the real binding on the
-driver of `tests/cuda/fakecuda.c`, which `tests/cuda/test_own_driver.py` runs the same tests on.
-"""
+"""What the tests of the CUDA path share: a pipeline on a CUDA for tests, and its batches."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.cuda.execution import Pipeline
-from tests.support.runtimes.fake_cuda import Affine
-
-if TYPE_CHECKING or os.environ.get("DEPLOYKIT_TEST_CUDA") != "driver":
-    from tests.support.runtimes.fake_cuda import FakeCuda
-else:
-    from tests.support.runtimes.driver_cuda import DriverCuda as FakeCuda
+from tests.support.runtimes.own_cuda import Affine, FakeCuda
 
 CODES = Path(__file__).with_name("cuda_codes.txt").read_text(encoding="utf-8").split()
 X = TensorSpec("x", "float32", ("N", 4))

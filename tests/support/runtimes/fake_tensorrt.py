@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.runtimes.fake_cuda import FakeCuda
+from tests.support.runtimes.own_cuda import FakeCuda
 
 MAGIC = b"ptrt"
 WIDTHS = {"FLOAT": np.float32, "HALF": np.float16, "INT64": np.int64, "BOOL": np.bool_}

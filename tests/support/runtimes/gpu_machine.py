@@ -17,8 +17,8 @@ import pytest
 
 from tests.support.builders.fake_tensorrt import Behaviour, make
 from tests.support.runtimes import fake_tensorrt as fake
-from tests.support.runtimes.fake_cuda import FakeCuda
 from tests.support.runtimes.modules import replaced
+from tests.support.runtimes.own_cuda import FakeCuda
 
 GPU = "NVIDIA L4"
 LAYERS = json.dumps(

@@ -19,7 +19,7 @@ from deploykit.engines.tensorrt.compatibility import PlanFile
 from deploykit.engines.tensorrt.engine import TensorRtEngine
 from tests.support.runtimes import fake_tensorrt as fake
 from tests.support.runtimes.cases import LARGEST_BATCH, LARGEST_STEPS, Case
-from tests.support.runtimes.fake_cuda import FakeCuda
+from tests.support.runtimes.own_cuda import FakeCuda
 
 _NAMES = {"float32": "FLOAT", "float16": "HALF", "int64": "INT64", "bool": "BOOL"}
 _SIZES = {"N": (1, 8, LARGEST_BATCH), "T": (1, 3, LARGEST_STEPS)}
@@ -40,7 +40,7 @@ def open_stand_in(folder: Path, case: Case) -> Engine:
         for spec in case.input_specs
     }
     manifest = Manifest("tensorrt", case.input_specs, case.output_specs, {}, "", (), {})
-    cuda = FakeCuda()
+    cuda = FakeCuda(new_machine=False)
     plan = PlanFile(fake.plan_bytes(tensors, [profile]), (), host_code=False)
     return TensorRtEngine(_Module(cuda, case), cuda, folder / f"{case.name}.trt", plan, manifest)
 

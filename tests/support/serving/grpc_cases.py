@@ -15,7 +15,7 @@ import numpy as np
 from hpack import Decoder, Encoder
 
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.engine import BaseEngine
+from deploykit.engines.engine import Engine
 from deploykit.serving import server as server_module
 from deploykit.serving.http2.connection import Http2Limits
 from deploykit.serving.options import ServeOptions
@@ -32,7 +32,7 @@ PROTOCOL_ERROR, FLOW_CONTROL_ERROR, FRAME_SIZE_ERROR, COMPRESSION_ERROR, CALM = 
 T = TypeVar("T")
 
 
-class Echo(BaseEngine):
+class Echo(Engine):
     """Gives back the rows it got, of any dtype."""
 
     device = "cpu"

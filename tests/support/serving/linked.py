@@ -12,7 +12,7 @@ import numpy as np
 
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.engine import BaseEngine
+from deploykit.engines.engine import Engine
 from deploykit.serving.batching.batcher import deliver_inline
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.repository import ModelRepository
@@ -25,7 +25,7 @@ LIMIT_S = 60  # against hanging
 ROWS = RowIndependence(True, "by construction", (1 << 20,))
 
 
-class Words(BaseEngine):
+class Words(Engine):
     """Reverses words and adds 1 to numbers of any length; -1 is what it cannot bear."""
 
     device, runtime, batching, steady = "cpu", "fake", ROWS, True

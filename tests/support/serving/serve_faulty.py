@@ -24,7 +24,7 @@ import numpy as np
 
 from deploykit.cli.main import script
 from deploykit.core.errors import BadInput, OutOfMemory
-from deploykit.engines.cuda.memory import DeviceLost
+from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.serving import processes as serve_processes
 from deploykit.serving import serve, server
 from deploykit.serving.http import head

@@ -1,14 +1,11 @@
-"""What only a CUDA driver can show of the CUDA layer; `test_own_driver.py` runs it on ours.
-
-Two devices; nothing here starts where another libcuda.so.1 is loaded.
-"""
+"""`CudaDevice` through NVIDIA's bindings, on the two devices of our CUDA driver."""
 
 from __future__ import annotations
 
 import functools
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +13,22 @@ import pytest
 
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.engines.cuda.driver import CudaDevice
-from deploykit.engines.cuda.execution import Pipeline
-from deploykit.engines.cuda.memory import CaptureRefused, DeviceLost, Shape, byte_count
+from deploykit.engines.cuda.errors import CaptureRefused, DeviceLost
+from deploykit.engines.cuda.execution import Pipeline, Shape, byte_count
 from tests.support.campaign import rounds
 from tests.support.runtimes.cuda_runs import X, Y, pipeline, right, rows
-from tests.support.runtimes.driver_cuda import DriverCuda, library
+from tests.support.runtimes.own_cuda import FakeCuda, driver_is_there, library
 
 CALLS = rounds(3_000, 100_000)
 # the allocators of C and Python settle within these; a loss of 100 bytes a call is 6.7 MB
 BOUND_BYTES = 4 << 20
+
+
+@pytest.fixture(autouse=True)
+def a_new_machine() -> Iterator[None]:
+    with driver_is_there():
+        library().fakecuda_machine(1 << 30, 0)
+        yield
 
 
 class Copy:
@@ -57,14 +61,29 @@ def test_device_is_described() -> None:
 
 
 def test_a_device_opened_often_holds_its_primary_context_once() -> None:
+    before = library().fakecuda_holders(1)
     for _ in range(3):
         CudaDevice(1)
-    assert library().fakecuda_holders(1) == 1
+    assert library().fakecuda_holders(1) == before + 1
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(Unsupported, match="cuda:7: this machine has no such GPU"):
         CudaDevice(7)
+
+
+@pytest.mark.parametrize(
+    ("fails", "message"),
+    [
+        ("cuInit:100", "no usable GPU: cudaErrorNoDevice: no CUDA-capable device"),
+        ("cuDevicePrimaryCtxRetain:2", "out of memory in cuDevicePrimaryCtxRetain"),
+        ("cuInit:803", "no usable GPU: cudaErrorSystemDriverMismatch"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_named_at_the_start(fails: str, message: str) -> None:
+    library().fakecuda_fail(fails.encode())
+    with pytest.raises(Unsupported, match=f"^cuda:0: {message}"):
+        CudaDevice(0)
 
 
 def test_two_threads_use_two_devices_at_once() -> None:
@@ -112,7 +131,7 @@ def test_one_thread_serves_two_devices_in_turn() -> None:
 
 def test_an_answer_may_be_waited_for_by_a_thread_that_never_used_cuda() -> None:
     """It has no current context, which only CUDA's runtime would set by itself."""
-    with pipeline(DriverCuda()) as run:
+    with pipeline(FakeCuda()) as run:
         ticket = run.submit({"x": rows(2)})
         answers: list[object] = []
 
@@ -132,7 +151,7 @@ def test_an_answer_may_be_waited_for_by_a_thread_that_never_used_cuda() -> None:
 def test_memory_that_the_driver_refuses_is_a_deploykit_error_and_nothing_is_held(
     call: str,
 ) -> None:
-    cuda = DriverCuda()
+    cuda = FakeCuda()
     with pipeline(cuda) as run:
         cuda.library.fakecuda_fail(f"{call}:2@2".encode())
         with pytest.raises(OutOfMemory, match="cuda:0: out of memory"):
@@ -143,7 +162,7 @@ def test_memory_that_the_driver_refuses_is_a_deploykit_error_and_nothing_is_held
 
 def test_a_copy_into_memory_that_is_gone_is_a_lost_device_at_the_wait() -> None:
     """As a wild pointer in a kernel: CUDA reports it later, with another call."""
-    cuda = DriverCuda()
+    cuda = FakeCuda()
     stream, host, device = cuda.open_stream(), cuda.pin(512), cuda.allocate(512)
     cuda.begin_capture(stream)
     cuda.copy_in(device, host, 512, stream)
@@ -158,7 +177,7 @@ def test_a_copy_into_memory_that_is_gone_is_a_lost_device_at_the_wait() -> None:
 
 
 def test_allocating_while_capturing_is_refused_to_this_thread_only() -> None:
-    cuda = DriverCuda()
+    cuda = FakeCuda()
     stream = cuda.open_stream()
     cuda.begin_capture(stream)
     other: list[int] = []
@@ -174,7 +193,7 @@ def test_allocating_while_capturing_is_refused_to_this_thread_only() -> None:
 
 
 def test_a_copy_of_one_byte_finds_the_lost_device_where_a_wait_does_not() -> None:
-    cuda = DriverCuda()
+    cuda = FakeCuda()
     run = pipeline(cuda)
     run({"x": rows(1)})
     cuda.library.fakecuda_fail(b"cuEventRecord:1,cuStreamSynchronize:1,cuMemcpyDtoH:719")
@@ -187,7 +206,7 @@ def test_a_copy_of_one_byte_finds_the_lost_device_where_a_wait_does_not() -> Non
 
 
 def test_a_wait_that_fails_for_another_reason_does_not_lose_the_device() -> None:
-    cuda = DriverCuda()
+    cuda = FakeCuda()
     with pipeline(cuda) as run:
         cuda.library.fakecuda_fail(b"cuEventSynchronize:400")
         with pytest.raises(DeploykitError, match="cudaErrorInvalidResourceHandle") as caught:
@@ -200,7 +219,7 @@ def test_a_wait_that_fails_for_another_reason_does_not_lose_the_device() -> None
 def test_a_code_newer_than_the_bindings_is_a_deploykit_error(
     code: int, kind: type[DeploykitError]
 ) -> None:
-    cuda = DriverCuda()
+    cuda = FakeCuda()
     cuda.library.fakecuda_fail(f"cuMemAlloc:{code}".encode())
     with pytest.raises(DeploykitError, match=r"cuMemAlloc.*unknown to the installed") as caught:
         cuda.allocate(1)
@@ -208,7 +227,7 @@ def test_a_code_newer_than_the_bindings_is_a_deploykit_error(
 
 
 def test_cuda_in_a_forked_process_is_refused_with_the_cause() -> None:
-    cuda = DriverCuda()
+    cuda = FakeCuda()
     reader, writer = os.pipe()
     child = os.fork()
     if not child:

@@ -6,19 +6,17 @@ Our driver's destructor ends the process by a signal where a thread is inside, a
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from tests.support.installed import needs
-
-needs("cuda")
+from tests.support.runtimes import own_cuda
 
 ENDING = """
 import sys, threading, time
-from deploykit.core import ending
+from deploykit.core import subprocesses as ending
 ending.LIMIT_S = {limit_s}
 inside = threading.Event()
 def start(work):
@@ -45,7 +43,7 @@ from deploykit.serving.batching.queue import BatchPolicy, Pending
 NEVER_US = 1 << 62
 from tests.support.fake_engine import FakeEngine
 from tests.support.runtimes.cuda_runs import rows
-from tests.support.runtimes.driver_cuda import library
+from tests.support.runtimes.own_cuda import library
 class Slow(FakeEngine):
     def __call__(self, feeds):
         inside.set()
@@ -59,16 +57,21 @@ sys.exit(3)
 """
 
 
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with `code` on our driver."""
+    own_cuda.library()  # skips where there is none
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
 @pytest.mark.parametrize("code", [A_PIPELINE, AN_ENGINE_OF_THE_SERVER], ids=["pipeline", "server"])
-def test_a_call_under_way_is_waited_for_and_no_other_begins(
-    on_driver: Callable[..., Any], code: str
-) -> None:
-    done = on_driver("-c", ENDING.format(limit_s=60) + code % 100)
+def test_a_call_under_way_is_waited_for_and_no_other_begins(code: str) -> None:
+    done = run(ENDING.format(limit_s=60) + code % 100)
     assert (done.returncode, done.stderr) == (3, "")
 
 
-def test_a_call_that_hangs_is_left_behind(on_driver: Callable[..., Any]) -> None:
+def test_a_call_that_hangs_is_left_behind() -> None:
     started = time.monotonic()
-    done = on_driver("-c", ENDING.format(limit_s=0.1) + A_PIPELINE % 120_000)
+    done = run(ENDING.format(limit_s=0.1) + A_PIPELINE % 120_000)
     assert (done.returncode, done.stderr) == (3, "")
     assert time.monotonic() - started < 100

@@ -77,6 +77,7 @@ void fakecuda_wait_ms(int ms) { pthread_once(&once, configure); wait_ms = ms; }
 void fakecuda_lose(int device, int code) { contexts[device].lost = code; }
 int fakecuda_lost(int device) { return contexts[device].lost; }
 void fakecuda_total(size_t bytes) { total = bytes; }
+size_t fakecuda_used(void) { return contexts[0].used; }
 /* Memory of a library on device 0; negative: given back. 0: too little is free. */
 int fakecuda_take(long bytes) {
     pthread_mutex_lock(&lock);

@@ -1,0 +1,205 @@
+"""Facts about an `.onnx` file that opening it needs, read once for as long as the file is the same.
+
+Neither its weights are read nor the onnx package: a server needs neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from deploykit.core.artefact import file_stamp
+from deploykit.core.errors import DeploykitError
+from deploykit.graph.parse import Parts, duplicate, parse_model, subgraphs
+
+# products of 8-bit integers, as a built INT8 file has; and those of activations whose scale follows
+# from each call's values
+SCALED_IN_EACH_CALL = frozenset(("ConvInteger", "MatMulInteger", "DynamicQuantizeMatMul"))
+INTEGER_PRODUCTS = SCALED_IN_EACH_CALL | {
+    *("QLinearConv", "QLinearMatMul", "QGemm", "QAttention"),
+    *("MatMulIntegerToFloat", "DynamicQuantizeLSTM"),
+}
+_WHOLE_BYTES = 8 << 20  # a file up to it is read faster as it is than without its weights
+FLOAT16, FLOAT8 = 10, 17  # TensorProto.DataType; FLOAT8 is E4M3
+_TYPE_NAMES = ("to", "dtype")  # attributes whose number is one: of Cast, and of generators
+_SHAPES = ("Shape", "Size")
+# Operators, and which of their inputs set how much they or later nodes compute, by values.
+_WORK: Mapping[str, tuple[int, ...]] = {
+    "Loop": (0, 1),
+    "If": (0,),
+    "BeamSearch": (0,),
+    "GreedySearch": (0,),
+    "Sampling": (0,),
+    "WhisperBeamSearch": (0,),
+    "NonMaxSuppression": (0, 1),
+    "NonZero": (0,),
+    "Compress": (1,),
+    "Unique": (0,),
+    "ImageDecoder": (0,),
+    "AffineGrid": (1,),
+    "BlackmanWindow": (0,),
+    "CenterCropPad": (1,),
+    "Col2Im": (1, 2),
+    "ConstantOfShape": (0,),
+    "DFT": (1,),
+    "Expand": (1,),
+    "HammingWindow": (0,),
+    "HannWindow": (0,),
+    "MaxUnpool": (2,),
+    "MelWeightMatrix": (0, 1),
+    "OneHot": (1,),
+    "Pad": (1,),
+    "Range": (0, 1, 2),
+    "Resize": (1, 2, 3),
+    "STFT": (1, 3),
+    "Tile": (1, 2),
+    "Upsample": (1,),
+}
+
+
+class ExternalData(NamedTuple):
+    """Where a tensor's data are: `offset` and `length` as the file has them, or empty."""
+
+    location: str
+    offset: str
+    length: str
+
+
+class Value(NamedTuple):
+    """An input or output. `shape`: None, or None for an axis, where the file does not say."""
+
+    name: str
+    element_type: int
+    shape: tuple[int | str | None, ...] | None
+
+
+@dataclass(frozen=True)
+class OnnxFacts:
+    """What a runtime has to know of a file before it opens it.
+
+    `operators`, `element_types` (of tensors, inputs, outputs and Casts), `external`: at any depth.
+    `slowed_by_values`: values of the inputs, not their shapes alone, set how much a run computes.
+    `twice`: a name that two initializers of the graph have, or empty.
+    """
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    operators: frozenset[str]
+    element_types: frozenset[int]
+    external: tuple[ExternalData, ...]
+    slowed_by_values: bool
+    twice: str
+
+
+def read_facts(path: Path) -> OnnxFacts:
+    """Raises NotFound, or BadInput for what no native library should see.
+
+    That is a file that is no ONNX model, or one with bodies of If and Loop in one another too
+    deeply. A file with the same stamp is not read again.
+    """
+    return _read(path, file_stamp(path))
+
+
+@lru_cache(maxsize=32)
+def _read(path: Path, _stamp: tuple[int, int, int] | None) -> OnnxFacts:
+    model, _ = parse_model(path, whole_bytes=_WHOLE_BYTES)
+    parts, graph = Parts(model, path), model.graph
+    tensors = [*graph.initializer, *parts.inner]
+    values = [value for each in parts.graphs for value in _values(each)]
+    types = {tensor.data_type for tensor in tensors}
+    types.update(value.type.tensor_type.elem_type for value in values)
+    types.update(
+        attribute.i
+        for node in parts.nodes
+        for attribute in node.attribute
+        if attribute.name in _TYPE_NAMES
+    )
+    operators = frozenset(node.op_type for node in parts.nodes)
+    names = [tensor.name for tensor in graph.initializer]
+    stored = set(names)
+    return OnnxFacts(
+        inputs=tuple(_value(each) for each in graph.input if each.name not in stored),
+        outputs=tuple(_value(each) for each in graph.output),
+        operators=operators,
+        element_types=frozenset(types),
+        external=tuple(_external(tensors)),
+        slowed_by_values=(
+            # what the nodes of a function are given is not followed
+            not operators.isdisjoint(_WORK) if model.functions else _values_set_work(graph, stored)
+        ),
+        twice=duplicate(names),
+    )
+
+
+def onnx_files(path: Path) -> Iterator[Path]:
+    """The file, then those that hold its weights; it is read only if these are asked for."""
+    yield path
+    yield from (path.parent / location for location in external_files(path))
+
+
+def external_files(path: Path) -> list[str]:
+    """The locations, relative to the model's folder, that its tensors name for their data.
+
+    None of a file that cannot be read: opening it says what is wrong.
+    """
+    with contextlib.suppress(DeploykitError):
+        return sorted({each.location for each in read_facts(path).external})
+    return []
+
+
+def _values(graph: Any) -> Iterator[Any]:
+    for values in (graph.input, graph.output, graph.value_info):
+        yield from values
+
+
+def _value(value: Any) -> Value:
+    kind = value.type.tensor_type
+    shape = None
+    if kind.HasField("shape"):
+        shape = tuple(
+            axis.dim_value if axis.HasField("dim_value") else axis.dim_param or None
+            for axis in kind.shape.dim
+        )
+    return Value(_text(value.name), kind.elem_type, shape)
+
+
+def _text(value: str | bytes) -> str:
+    """A string of the file, which protobuf gives as bytes where it is not UTF-8."""
+    return value if isinstance(value, str) else value.decode(errors="replace")
+
+
+def _external(tensors: Sequence[Any]) -> Iterator[ExternalData]:
+    for tensor in tensors:
+        entries = {_text(item.key): _text(item.value) for item in tensor.external_data}
+        if "location" in entries:
+            offset, length = (entries.get(key, "") for key in ("offset", "length"))
+            yield ExternalData(entries["location"], offset, length)
+
+
+def _values_set_work(graph: Any, stored: set[str]) -> bool:
+    """Follow all that depends on the values of a graph's inputs to the operators of _WORK."""
+    from_values = {value.name for value in graph.input} - stored
+    nodes = [(node.op_type, list(node.input), list(node.output)) for node in graph.node]
+    if any(_in_bodies(node) for node in graph.node):
+        return True
+    known = 0
+    while known < len(from_values):  # again, as long as nodes stand before those they depend on
+        known = len(from_values)
+        for kind, takes, gives in nodes:
+            sized = [takes[n] for n in _WORK.get(kind, ()) if n < len(takes)]
+            if kind == "Loop" or from_values.intersection(sized):
+                return True
+            if kind not in _SHAPES and from_values.intersection(takes):
+                from_values.update(gives)
+    return False
+
+
+def _in_bodies(node: Any) -> bool:
+    """Whether a body of the node holds an operator of _WORK."""
+    return any(
+        each.op_type in _WORK or _in_bodies(each) for body in subgraphs(node) for each in body.node
+    )

@@ -1,0 +1,41 @@
+"""Write an ONNX file of a few nodes, from x to y, that no checker has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+node = helper.make_node
+
+
+def value(
+    name: str, kind: int = TensorProto.FLOAT, shape: Sequence[int | str | None] = ("N", 4)
+) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, kind, shape)
+
+
+def write_graph(
+    path: Path,
+    nodes: list[onnx.NodeProto],
+    inputs: Sequence[onnx.ValueInfoProto] | None = None,
+    outputs: Sequence[onnx.ValueInfoProto] | None = None,
+    weights: dict[str, np.ndarray] | None = None,
+    functions: list[onnx.FunctionProto] | None = None,
+) -> Path:
+    tensors = [numpy_helper.from_array(array, name) for name, array in (weights or {}).items()]
+    ends = [
+        [value("x")] if inputs is None else inputs,
+        [value("y")] if outputs is None else outputs,
+    ]
+    model = helper.make_model(
+        helper.make_graph(nodes, "g", *ends, tensors),
+        opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid("local", 1)],
+        functions=functions or [],
+        ir_version=10,
+    )
+    path.write_bytes(model.SerializeToString())
+    return path
