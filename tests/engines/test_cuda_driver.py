@@ -15,7 +15,7 @@ import pytest
 from deploykit.core.errors import Unsupported
 from deploykit.engines.cuda import errors
 from deploykit.engines.cuda.execution import Pipeline, Shape, byte_count
-from tests.support.runtimes.cuda_runs import CODES, X, Y, rows
+from tests.support.runtimes.cuda_runs import X, Y, rows
 
 
 def bindings() -> Any:
@@ -29,10 +29,6 @@ def test_codes_are_those_of_the_bindings() -> None:
     """Numbers, names and messages, which other libraries log; the driver's numbers are the same."""
     runtime = pytest.importorskip("cuda.bindings.runtime", reason="cuda-bindings is not installed")
     found = {int(code): code for code in runtime.cudaError_t}
-    assert {code.name.removeprefix("cudaError") for code in found.values()} <= {
-        "cudaSuccess",
-        *CODES,
-    }
     for number, name in errors.CODES.items():
         if number in found:  # an older CUDA has fewer
             assert found[number].name == f"cudaError{name}"
