@@ -432,9 +432,6 @@ class _Candidates:
         self.runtime = job.request.runtime
         self.measured = RUNTIMES[self.runtime].on_cpu
         self.target = job.request.target or load_profile(GENERIC_PROFILE)
-        self.ceilings = Ceilings(
-            self.target.peak_ops_per_s, self.target.bandwidth_bytes_per_s or 0.0
-        )
         self.offered: Collection[str] = self.target.precisions
         self.sizes = axis_sizes(self.calib, job.source.inputs, COST_BATCH)
         batch = f"batch {COST_BATCH}"
@@ -452,6 +449,11 @@ class _Candidates:
         self.written = 0
         self.scales: dict[str, Scales] = {}  # by precision: its calibrator is chosen once
         self.reference: list[np.ndarray] = []  # outputs for the samples of `_outputs`
+
+    @property
+    def ceilings(self) -> Ceilings:
+        """Return those of the target; BadInput for a CPU without figures, which is measured."""
+        return Ceilings(self.target.peak_ops_per_s, self.target.bandwidth_bytes_per_s or 0.0)
 
     def levels(self) -> list[Level]:
         """Precisions to try, fewest bits first."""

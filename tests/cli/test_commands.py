@@ -198,6 +198,7 @@ def test_bench_writes_a_report_with_baseline_and_accuracy(
 def test_bench_refuses_a_baseline_that_is_not_float32(run: Run, model: Path) -> None:
     run("quantize", model, "--to", "fp16")
     half = model.with_suffix(".fp16.onnx")
+    model.unlink()  # else it is the baseline, as the file next to it that it was made from
     ran = run("bench", half, "--seconds", 0.05)
     assert ran.code == 2
     assert "baseline" in ran.error()
