@@ -20,7 +20,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Gate
 from deploykit.core.files import StrPath
 from deploykit.core.machine import now, provenance, this_machine, usable_cores
-from deploykit.evaluation.artefacts import Progress
+from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.evaluation.outputs import claim_report
 from deploykit.loadtest.check import short_bound
 from deploykit.loadtest.client import run_plans
@@ -60,7 +60,7 @@ def load_test(
     out: StrPath | None = None,
     force: bool = False,
     command: str = "",
-    on_progress: Progress | None = None,
+    on_progress: Progress = no_progress,
 ) -> LoadResult:
     """Load a running server: `rate` requests per second (open loop) or `concurrency` of them.
 
@@ -161,14 +161,11 @@ def _most_connections() -> int:
     return max(1, min(MAX_CONNECTIONS, soft - 64) if soft > 0 else MAX_CONNECTIONS)
 
 
-def _find_capacity(
-    remote: RemoteModel, requests: Requests, on_progress: Progress | None
-) -> LoadResult:
+def _find_capacity(remote: RemoteModel, requests: Requests, on_progress: Progress) -> LoadResult:
     """Run a short closed loop. Raises BadInput where no request succeeds."""
 
     def report(text: str, _part: float) -> None:
-        if on_progress is not None:
-            on_progress(f"capacity: {text}", 0.0)
+        on_progress(f"capacity: {text}", 0.0)
 
     trial = run_load(
         remote, requests, Load(None, CAPACITY_CONNECTIONS, 0.5, CAPACITY_S), 0, 1, report
@@ -188,7 +185,7 @@ def run_load(
     load: Load,
     seed: int = 0,
     processes: int = 1,
-    on_progress: Progress | None = None,
+    on_progress: Progress = no_progress,
 ) -> LoadResult:
     """Run a load, with twice as many processes as long as these used up their cores."""
     cores = usable_cores()
@@ -207,7 +204,7 @@ def _run(
     load: Load,
     seed: int,
     processes: int,
-    on_progress: Progress | None,
+    on_progress: Progress,
 ) -> LoadResult:
     plan = remote.plan(requests, load, load.due_s(seed))
     watch = Watch(remote.server.processes())

@@ -11,7 +11,7 @@ from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, GateFailed, did_you_mean
 from deploykit.core.json_value import Record
 from deploykit.core.profile import Profile, load_profile, profile_names
-from deploykit.evaluation.artefacts import Progress
+from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.graph import cost as kinds
 from deploykit.graph.cost import NodeCost
 from deploykit.graph.graph import Graph
@@ -122,7 +122,7 @@ def plan(
     axes: Mapping[str, int] | None = None,
     slo_ms: float | None = None,
     rate_per_s: float | None = None,
-    on_progress: Progress | None = None,
+    on_progress: Progress = no_progress,
 ) -> Planned:
     """Predict memory, latency and throughput of an ONNX `model` on hardware targets.
 

@@ -27,6 +27,7 @@ from deploykit.core.files import cache_folder, read_json, write_json
 from deploykit.core.json_value import Record, from_json
 from deploykit.core.machine import Machine, default_threads, now, this_machine
 from deploykit.engines.engine import load
+from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.graph import cost as kinds
 from deploykit.graph.cost import Curve
 from deploykit.graph.graph import Graph
@@ -193,7 +194,6 @@ class _Builder:
 
 VERSION = 3  # of the probe: older results are measured again
 Clock = Callable[[], int]  # nanoseconds
-Progress = Callable[[str, float], None]
 
 _BUDGET_S = 0.03  # of each chain
 _LEAST_RUNS = 5
@@ -291,7 +291,7 @@ def measure_cpu(
     threads: int | None = None,
     clock: Clock = time.perf_counter_ns,
     budget_s: float = _BUDGET_S,
-    on_progress: Progress | None = None,
+    on_progress: Progress = no_progress,
 ) -> CpuCalibration:
     """Run the probe; takes some seconds. Raises MissingExtra without ONNX Runtime.
 
@@ -305,15 +305,13 @@ def measure_cpu(
     runtime = ""
     with tempfile.TemporaryDirectory(prefix="deploykit-probe-") as folder:
         for number, make in enumerate(every):
-            if on_progress is not None:
-                on_progress("calibrate", number / len(every))
+            on_progress("calibrate", number / len(every))
             chain = make()
             seconds, runtime = _time(chain, Path(folder), threads, clock, budget_s)
             usual_s = statistics.quantiles(seconds, n=4)[0]  # other work only makes it longer
             timed.append((chain, usual_s, seconds[0]))
             spreads.append(statistics.median(seconds) / seconds[0])
-    if on_progress is not None:
-        on_progress("calibrate", 1.0)
+    on_progress("calibrate", 1.0)
     found = _conclude(timed, cpu=cpu, threads=threads, runtime=runtime, created=created)
     return replace(found, spread=statistics.median(spreads))
 
@@ -415,7 +413,7 @@ def cpu_calibration(
     *,
     threads: int | None = None,
     only_kept: bool = False,
-    on_progress: Progress | None = None,
+    on_progress: Progress = no_progress,
 ) -> tuple[CpuCalibration | None, list[str]]:
     """Return the kept calibration of this machine's CPU, else that of one probe; and notes on it.
 

@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.data.samples import random_feeds
-from deploykit.loadtest.client import spin_s
+from deploykit.loadtest.check import AnswerCheck
+from deploykit.loadtest.client import run_plans, spin_s
 from deploykit.loadtest.load import load_test
-from deploykit.loadtest.schedule import NO_ANSWER, UNSENT, RunRecord
+from deploykit.loadtest.schedule import NO_ANSWER, UNSENT, RunRecord, SendPlan
 from tests.support.measure.loads import TRIES, at_least, client_of, load
 from tests.support.stand_in import ANSWER, Infer, StandIn, reply
 
@@ -261,6 +262,35 @@ def test_latency_counts_from_when_a_request_was_due_not_from_when_it_was_sent(
     assert len(outcome.send_lags_s) == 100
     assert set(outcome.statuses) == {200}
     assert outcome.waited > 50 or connections > 1
+
+
+@pytest.mark.parametrize("due_s", [None, [i / 100 for i in range(20)]], ids=["closed", "open"])
+def test_processes_share_a_schedule_and_connections(due_s: Sequence[float] | None) -> None:
+    with StandIn().running() as url:
+        plan = client_of(url, 5, due_s, end_s=0.3).plan
+        records = run_plans(plan.share(3))
+    assert [each.opened for each in records] == [2, 2, 1]
+    assert all(set(each.statuses) == {200} for each in records)
+    if due_s is not None:
+        assert sorted(start_s for each in records for start_s in each.starts_s) == due_s
+
+
+def test_a_generator_that_used_up_its_core_tries_again_with_more_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("deploykit.loadtest.load.usable_cores", lambda: 4)
+    for module in ("load", "result"):
+        monkeypatch.setattr(f"deploykit.loadtest.{module}.BUSY_CORE", 0.0)
+    with StandIn().running() as url:
+        result = load_test(url, concurrency=4, **QUICK)
+    assert (result.processes, result.connections) == (2, 4)
+
+
+def test_a_process_that_cannot_begin_ends_the_run(capfd: pytest.CaptureFixture[str]) -> None:
+    plan = SendPlan("127.0.0.1", 9, [b""], AnswerCheck(()), 1, ["x"], 0.0, 0.1, 0.1)  # type: ignore[list-item]
+    with pytest.raises(DeploykitError, match="its process ended with code 1"):
+        run_plans([plan])
+    assert "TypeError" in capfd.readouterr().err  # a bug
 
 
 def test_a_bare_load_is_open_at_half_of_what_a_closed_loop_reaches() -> None:
