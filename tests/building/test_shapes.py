@@ -2,15 +2,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnx
 import pytest
-from onnx import TensorProto, helper
 
 from deploykit.building.tensorrt.build import activation_bytes, weight_bytes, workspace_that_fits
 from deploykit.building.tensorrt.options import AxisRange, parse_axis, parse_batch, ranges
 from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.memory import BuildMemory
 from deploykit.core.tensors import parse_spec
-from tests.support.onnx_zoo import save
+from tests.support.onnx_zoo import linear
 
 BATCH = AxisRange(1, 8, 32)
 
@@ -120,13 +120,9 @@ def test_activations_are_two_of_the_largest_tensor() -> None:
 
 
 def test_external_weights_count(tmp_path: Path) -> None:
-    model = helper.make_model(helper.make_graph([], "g", [], []))
-    tensor = model.graph.initializer.add(name="w", data_type=TensorProto.FLOAT, dims=[100])
-    tensor.data_location = TensorProto.EXTERNAL
-    tensor.external_data.add(key="location", value="w.bin")
-    (tmp_path / "w.bin").write_bytes(bytes(400))
-    path = save(model, tmp_path / "m.onnx")
-    assert weight_bytes(path) == 400 + path.stat().st_size
+    path, data = tmp_path / "m.onnx", tmp_path / "w.bin"
+    onnx.save_model(linear(), path, save_as_external_data=True, size_threshold=0, location="w.bin")
+    assert weight_bytes(path) == path.stat().st_size + data.stat().st_size
 
 
 def test_the_workspace_gives_way_before_a_build_is_refused() -> None:
