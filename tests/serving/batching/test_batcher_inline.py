@@ -7,7 +7,6 @@ import math
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -222,20 +221,12 @@ def test_a_server_restores_the_garbage_collector_and_signal_handlers() -> None:
     def ready(*_: object) -> None:
         frozen.append(gc.get_freeze_count())
         young.append(gc.get_threshold()[0])
-        servers[0].stop()
+        server.stop()
 
-    servers: list[Server] = []
-    original = http.Server
-
-    def make(*arguments: Any) -> Server:
-        servers.append(original(*arguments))
-        return servers[0]
-
+    server = Server({"m": FakeEngine()}, ServeOptions(http_port=0))
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     collection = gc.get_threshold()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(http, "Server", make)
-        assert http.run({"m": FakeEngine()}, ServeOptions(http_port=0), ready) == 0
+    assert http.run(server, ready) == 0
     assert frozen[0] > 1000
     assert gc.get_freeze_count() == 0
     assert young[0] >= 128 * 10  # objects that the collector counts for each request
