@@ -22,9 +22,8 @@ from deploykit.engines.engine import Arrays
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.graph.graph import Graph
 from deploykit.planning import probe
-from deploykit.planning.plan import probe_cpu
 from deploykit.planning.predict import Inferred, Target, infer, predict_call, target_of
-from deploykit.planning.probe import CpuCalibration, GpuCeilings
+from deploykit.planning.probe import CpuCalibration, GpuCeilings, cpu_calibration
 from deploykit.reporting.points import Point
 from deploykit.reporting.report import NotMeasured, PeakMemory, PointEnergy, PredictedPoint
 
@@ -47,7 +46,7 @@ def cpu_ceilings(
     found: dict[int, CpuCalibration] = {}
     try:
         for threads in wanted:
-            each, _ = probe_cpu(threads=threads, only_kept=only_kept, on_progress=on_progress)
+            each, _ = cpu_calibration(threads=threads, only_kept=only_kept, on_progress=on_progress)
             found |= {threads: each} if each else {}
     except DeploykitError as exc:
         return found, [NotMeasured("ceilings of the CPU", exc.message)]

@@ -158,11 +158,14 @@ def bundle(
     source, target = Artefact.open(model), load_profile(profile)
     _check_asked(to, target, {"wheels": wheels, "release": release})
     _check(source, target)
+    from deploykit.building.tensorrt.options import parse_batch
+
+    sizes = parse_batch(batch)
     contents = Contents(
         model=source,
         profile=target,
         name=_served_name(name, source.path),
-        batch=_batch(batch),
+        batch=(sizes.minimum, sizes.optimum, sizes.maximum),
         wheels=wheels,
         release=release,
         axes=tuple(axes),
@@ -171,37 +174,23 @@ def bundle(
     folder = Path(out).with_suffix("") if tar else out
     place = claim_bundle(folder, (source, samples), tar=tar, force=force)
     packed = place.with_name(f"{place.name}.tar") if tar else None
-    made, notes = _write(place, packed, contents, to, samples, on_progress)
-    total = sum(entry.bytes for entry in made.files.values())
-    return Bundled(place, made, total, packed, notes)
-
-
-def _write(
-    place: Path,
-    packed: Path | None,
-    contents: Contents,
-    to: str,
-    samples: StrPath | None,
-    on_progress: Progress,
-) -> tuple[Bundle, tuple[str, ...]]:
-    """Put a bundle at `place`, and as a tar at `packed`, in one step each; and the notes."""
-    source = contents.model
     with ExitStack() as stack:
         tmp = stack.enter_context(atomic_write(packed)) if packed else None
-        folder = stack.enter_context(staged_folder(place))
+        staged = stack.enter_context(staged_folder(place))
         on_progress("golden samples", 0.0)
-        copy = stack.enter_context(stage(folder.parent / f"{contents.name}.onnx"))
+        copy = stack.enter_context(stage(staged.parent / f"{contents.name}.onnx"))
         ready, notes = complete_model(source, samples, copy)
         contents = replace(contents, model=ready)
-        _check_precision(source, contents.manifest.precision, contents.profile)
+        _check_precision(source, contents.manifest.precision, target)
         _check_sizes(contents)
         on_progress("collecting the files", 0.2)
-        resolve_name(WRITERS[to])(folder, contents)
+        resolve_name(WRITERS[to])(staged, contents)
         on_progress("checksums", 0.8)
-        made = seal(folder, contents, to)
+        made = seal(staged, contents, to)
         if tmp is not None:
-            write_tar(folder, tmp, place.name)
-    return made, notes
+            write_tar(staged, tmp, place.name)
+    total = sum(entry.bytes for entry in made.files.values())
+    return Bundled(place, made, total, packed, notes)
 
 
 def _check_asked(to: str, target: Profile, for_docker: Mapping[str, object]) -> None:
@@ -234,13 +223,6 @@ def _served_name(name: str | None, model: Path) -> str:
             hint="`name`: 1 to 63 letters, digits, '.', '_' or '-'; '.' and '-' are not the first",
         )
     return found
-
-
-def _batch(text: str) -> tuple[int, int, int]:
-    from deploykit.building.tensorrt.options import parse_batch
-
-    found = parse_batch(text)
-    return found.minimum, found.optimum, found.maximum
 
 
 def _check_sizes(contents: Contents) -> None:

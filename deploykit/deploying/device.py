@@ -54,8 +54,6 @@ def check_machine(bundle: Bundle, profile: Profile, machine: Machine) -> list[st
             hint=_FIRST.format("NAME"),
         )
     notes = list(profile_differences(profile, machine))
-    if profile.boards and not machine.board_ids:
-        return ["the board is not known: /proc/device-tree is not readable here", *notes]
     known = machine.board_ids if profile.boards else profile.gpu_names and machine.gpus
     if known and not fits(profile, machine):
         what = (machine.board or machine.board_ids[0]) if profile.boards else machine.gpus[0].name
@@ -63,6 +61,8 @@ def check_machine(bundle: Bundle, profile: Profile, machine: Machine) -> list[st
     release = find_jetpack(machine.l4t) if profile.boards and machine.l4t else None
     if release and not jetpack_fits(profile, release):
         raise Unsupported(notes[0])
+    if profile.boards and not known:
+        notes.insert(0, "the board is not known: /proc/device-tree is not readable here")
     wanted, mode = profile.power_mode, machine.power_mode
     if wanted and mode and mode != wanted:
         notes.append(f"the power mode is {mode}, the bundle was planned for {wanted}")

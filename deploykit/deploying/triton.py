@@ -6,7 +6,8 @@ would load only with the TensorRT and on the GPU that built it, and a Triton ima
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ _MODEL = "model.onnx"
 # what a graph may compute in besides float32 for ONNX Runtime's TensorRT provider: the values of
 # Triton's option `precision_mode`
 _MODES: Mapping[str, str] = {"fp16": "FP16", "int8": "INT8"}
-_ESCAPES = str.maketrans({'"': '\\"', "\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"})
 
 
 class Literal(str):
@@ -62,12 +62,10 @@ def why_not_joined(contents: Contents) -> str:
     return "" if proof.passed else proof.why
 
 
-# -- config.pbtxt: the fields of Triton's ModelConfig ----------------------------------------------
-
-
 def _config(contents: Contents, samples: Mapping[str, np.ndarray]) -> dict[str, Any]:
     manifest, (_, usual, largest) = contents.manifest, contents.batch
     joined = not why_not_joined(contents)
+    kind = "KIND_GPU" if contents.profile.device == "cuda" else "KIND_CPU"
     preferred = [size for size in dict.fromkeys((usual, largest)) if size > 1]
     found: dict[str, Any] = {
         "name": contents.name,
@@ -76,7 +74,7 @@ def _config(contents: Contents, samples: Mapping[str, np.ndarray]) -> dict[str, 
         "input": [_tensor(spec, joined, contents) for spec in manifest.inputs],
         "output": [_tensor(spec, joined, contents) for spec in manifest.outputs],
         "version_policy": {"latest": {"num_versions": 1}},
-        "instance_group": [{"count": 1, "kind": Literal(_kind(contents))}],
+        "instance_group": [{"count": 1, "kind": Literal(kind)}],
     }
     if joined:
         found["dynamic_batching"] = {
@@ -95,10 +93,6 @@ def _config(contents: Contents, samples: Mapping[str, np.ndarray]) -> dict[str, 
         "deploykit_profile": {"string_value": contents.profile.name},
     }
     return found
-
-
-def _kind(contents: Contents) -> str:
-    return "KIND_GPU" if contents.profile.device == "cuda" else "KIND_CPU"
 
 
 def _tensor(spec: TensorSpec, joined: bool, contents: Contents) -> dict[str, Any]:
@@ -163,9 +157,6 @@ def _dynamic(axis: int | str) -> bool:
     return isinstance(axis, str)
 
 
-# -- warm-up ---------------------------------------------------------------------------------------
-
-
 def _warmup(
     rows: int, specs: Sequence[TensorSpec], samples: Mapping[str, np.ndarray], joined: bool
 ) -> dict[str, Any]:
@@ -189,9 +180,6 @@ def _warmup_file(number: int) -> str:
     return f"input-{number}"
 
 
-# -- README ----------------------------------------------------------------------------------------
-
-
 def _placeholders(contents: Contents) -> dict[str, str]:
     why, on_gpu = why_not_joined(contents), contents.profile.device == "cuda"
     tensorrt = on_gpu and _tensorrt(contents) is not None
@@ -206,9 +194,6 @@ def _placeholders(contents: Contents) -> dict[str, str]:
         "TENSORRT": "yes" if tensorrt else "",
         "CUDA": "yes" if on_gpu and not tensorrt else "",
     }
-
-
-# -- protobuf's text format ------------------------------------------------------------------------
 
 
 def text_format(message: Mapping[str, Any], depth: int = 0) -> str:
@@ -236,14 +221,4 @@ def _braces(message: Mapping[str, Any], indent: str, depth: int) -> str:
 def _scalar(value: object) -> str:
     if isinstance(value, Literal) or not isinstance(value, str):
         return str(value)
-    return f'"{"".join(_quote(value))}"'
-
-
-def _quote(text: str) -> Iterator[str]:
-    """Letters as they are, else as text format escapes them; others byte by byte in octal."""
-    for letter in text:
-        escaped = letter.translate(_ESCAPES)
-        if letter.isprintable() or escaped != letter:
-            yield escaped
-        else:
-            yield "".join(f"\\{byte:03o}" for byte in letter.encode())
+    return json.dumps(value, ensure_ascii=False)  # the same escapes

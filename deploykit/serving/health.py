@@ -14,6 +14,7 @@ from deploykit.core.json_value import Record
 
 _MOST_BYTES = 1 << 16  # of an answer
 _LONGEST_S = 3600
+_WAIT_S = 5.0  # for an answer
 _FORM = "write it as http://HOST:PORT"
 _HOST = re.compile(r"[A-Za-z0-9.:_%-]+")
 
@@ -26,13 +27,13 @@ class Readiness(Record):
     ready: bool = True
 
 
-def health(url: str = "http://127.0.0.1:8000", *, timeout_s: float = 5.0) -> Readiness:
+def health(url: str = "http://127.0.0.1:8000") -> Readiness:
     """Ask the server at `url` for /v2/health/ready, which needs no token.
 
     With https:// the certificate is not checked: it names the server as its clients see it, not
     as localhost. Raises BadInput on a wrong URL, GateFailed unless all models there are ready.
     """
-    connection = connect(url, timeout_s, verify=False)
+    connection = connect(url, _WAIT_S, verify=False)
     try:
         connection.request("GET", "/v2/health/ready")
         with connection.getresponse() as answer:

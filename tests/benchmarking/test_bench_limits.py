@@ -37,7 +37,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dk.Report]:
         patch.setattr("deploykit.benchmarking.columns.installed", lambda _: False)
         found = keep_round_calibration(folder / "cache", patch)
         for threads in range(1, (os.cpu_count() or 1) + 1):  # the search may choose any
-            assert store_calibration(replace(found, threads=threads)) == ""
+            assert store_calibration(replace(found, threads=threads)) == []
         model = save(mnist_like(), folder / "model.onnx")
         short: Mapping[str, Any] = {"seconds": 0.2, "batches": (1, 4)}
         yield dk.bench([model], out=folder / "report", **short)
@@ -70,7 +70,7 @@ def test_a_probe_that_finds_no_room_is_a_gap_of_the_report(monkeypatch: pytest.M
     def full(**_: object) -> None:
         raise Unsupported("/tmp/deploykit-probe/chain.onnx: no space left on the disk")
 
-    monkeypatch.setattr("deploykit.benchmarking.limits.probe_cpu", full)
+    monkeypatch.setattr("deploykit.benchmarking.limits.cpu_calibration", full)
     found, (gap,) = cpu_ceilings([], 60.0, no_progress)
     assert found == {}
     assert gap.what == "ceilings of the CPU"

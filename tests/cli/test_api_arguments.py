@@ -19,7 +19,12 @@ CALLS: dict[Callable[..., None], Any] = {
     serve.load: dk.load_test,
     deploy.bundle: dk.bundle,
 }
-OWN = {"as_json", "compare_devices", "axis"}  # which the commands do not pass on as they are
+OWN = {
+    "as_json",
+    "compare_devices",
+    "axis",
+    "fail_on_regression",
+}  # which the commands do not pass on as they are
 
 
 @pytest.mark.parametrize("command", CALLS, ids=lambda command: command.__name__)

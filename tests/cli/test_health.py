@@ -69,10 +69,3 @@ def test_a_url_with_a_password_is_exit_2_and_the_password_is_not_repeated(run: R
     assert "'http://x' is not a server's URL" in ran.error()
     assert "user" not in ran.error()
     assert "pw" not in ran.error()
-
-
-@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e30"])
-def test_a_timeout_that_is_no_time_is_exit_2(run: Run, seconds: str) -> None:
-    ran = run("health", "http://127.0.0.1:1", "--timeout", seconds)
-    assert ran.code == 2
-    assert "--timeout must be above 0" in ran.error()
