@@ -118,7 +118,7 @@ def _typed(parameter: Any) -> str:
     """Return a parameter as the user types it: `--max-drop`, or an argument's name in capitals."""
     if parameter.param_type_name == "argument":
         return str(parameter.metavar or parameter.name.upper())
-    return str(max(parameter.opts, key=len))
+    return str(next((each for each in parameter.opts if each[:2] == "--"), parameter.opts[0]))
 
 
 def _write(formatter: Any, sections: _Sections) -> None:

@@ -195,13 +195,14 @@ def test_bench_writes_a_report_with_baseline_and_accuracy(
     assert "fp32 CPU" in (out / "report.md").read_text()
 
 
-def test_bench_refuses_a_baseline_that_is_not_float32(run: Run, model: Path) -> None:
+def test_bench_asks_for_the_float32_model_of_an_engine(run: Run, model: Path) -> None:
     run("quantize", model, "--to", "fp16")
     half = model.with_suffix(".fp16.onnx")
     model.unlink()  # else it is the baseline, as the file next to it that it was made from
     ran = run("bench", half, "--seconds", 0.05)
     assert ran.code == 2
-    assert "baseline" in ran.error()
+    assert "is fp16 in onnx, and the float32 model that it was made from is not next" in ran.err
+    assert "hint: --against: the float32 .onnx file" in ran.err
 
 
 def test_bench_refuses_to_compare_models_of_other_inputs(

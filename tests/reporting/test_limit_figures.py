@@ -177,7 +177,7 @@ def test_an_answer_that_never_came_is_no_mark(report: Report) -> None:
 def test_all_charts_of_a_full_report_have_no_text_over_another(report: Report) -> None:
     document = replace(with_calls(report), conditions=(GPU,)).to_dict() | {"roofline": ROOF}
     drawn, missing = charts(document)
-    assert len(drawn) == 9
+    assert len(drawn) == 8
     assert len(missing) == 1
     for figure in drawn:
         assert overlaps(draw(figure)) == [], figure.title
