@@ -93,7 +93,7 @@ def serve_one(
     """Write the times of calls as JSON, then serve. The engine sleeps or, if asked, computes."""
     from deploykit.core.tensors import TensorSpec
     from deploykit.serving.options import ServeOptions
-    from deploykit.serving.server import run
+    from deploykit.serving.server import Server, run
     from tests.support.fake_engine import FakeEngine
 
     memory = np.zeros(1 << 20, np.float32)
@@ -125,7 +125,8 @@ def serve_one(
             taken_s.append(time.perf_counter() - began)
         times_s[size] = statistics.median(taken_s)
     Path(sys.argv[-1]).write_text(json.dumps(times_s))
-    run({"m": engine}, ServeOptions(http_port=port, max_batch=max_batch), lambda *_: None)
+    options = ServeOptions(http_port=port, max_batch=max_batch)
+    run(Server({"m": engine}, options), lambda *_: None)
 
 
 def is_ready(url: str) -> bool:

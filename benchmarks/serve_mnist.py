@@ -47,11 +47,11 @@ def serve(model: Path, max_batch: int) -> None:
     """The server's process: prints its port when ready."""
     from deploykit.engines.engine import load as open_engine
     from deploykit.serving.options import ServeOptions
-    from deploykit.serving.server import run
+    from deploykit.serving.server import Server, run
 
     with open_engine(model, "cpu") as engine:
         options = ServeOptions(http_port=0, max_batch=max_batch)
-        run({"m": engine}, options, lambda _, port, __: print(port, flush=True))
+        run(Server({"m": engine}, options), lambda _, port, __: print(port, flush=True))
 
 
 def measure(model: Path, counts: list[int], seconds: float, max_batch: int, folder: Path) -> None:

@@ -31,7 +31,7 @@ _PROCESSES_FROM_S = 0.05  # windows; shorter ones take less time than a process 
 
 
 def best_cpu(points: Sequence[Point], wrong: Collection[str]) -> tuple[BestCpu, ...]:
-    """By batch size; `wrong`: labels of setups whose outputs are not the model's."""
+    """Return the fastest by batch size; `wrong`: labels of setups with wrong outputs."""
     usable = [
         point
         for point in points
@@ -85,7 +85,7 @@ def search_cpu(
     *,
     clock: Clock = time.perf_counter_ns,
 ) -> tuple[CpuTrial, ...]:
-    """Rows per second of `candidates` and of the best in processes; the order of `CpuSearch`.
+    """Measure rows per second of `candidates`, and of the best in processes, as `CpuSearch` orders.
 
     One of `candidates` has one session. Those that do not fit into memory are left out.
     Raises OutOfMemory when none fits, and as the engines do.
@@ -119,7 +119,7 @@ def _race(
     clock: Clock,
     rounds: int = 1,
 ) -> dict[CpuSettings, float]:
-    """The median of their rows per second, timed in turns."""
+    """Return the median of their rows per second, timed in turns."""
     rates: dict[CpuSettings, list[float]] = {each: [] for each in runners}
     with contextlib.ExitStack() as stack:
         engines = {

@@ -76,7 +76,7 @@ def measure_layers(
 
 
 def _fastest(setups: Sequence[Setup], points: Sequence[Point]) -> tuple[Setup, Point] | None:
-    """Of those in one session in this process, or in PyTorch, with its point."""
+    """Return the fastest in one session in this process, or in PyTorch, with its point."""
     pairs = [
         (setup, point)
         for setup in setups

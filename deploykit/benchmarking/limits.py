@@ -22,9 +22,8 @@ from deploykit.engines.engine import Arrays
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.graph.graph import Graph
 from deploykit.planning import probe
-from deploykit.planning.plan import probe_cpu
 from deploykit.planning.predict import Inferred, Target, infer, predict_call, target_of
-from deploykit.planning.probe import CpuCalibration, GpuCeilings
+from deploykit.planning.probe import CpuCalibration, GpuCeilings, cpu_calibration
 from deploykit.reporting.points import Point
 from deploykit.reporting.report import NotMeasured, PeakMemory, PointEnergy, PredictedPoint
 
@@ -36,7 +35,7 @@ _ROUND = re.compile(r"(.+), batch (\d+): round \d+", re.DOTALL)
 def cpu_ceilings(
     setups: Sequence[Setup], seconds: float, on_progress: Progress
 ) -> tuple[dict[int, CpuCalibration], list[NotMeasured]]:
-    """What a probe measured of this machine's CPU, for each number of threads of one session.
+    """Return what a probe measured of the CPU, for each number of threads of one session.
 
     A short run takes only what is kept. Also why there is none: the probe needs room for a file.
     """
@@ -47,7 +46,7 @@ def cpu_ceilings(
     found: dict[int, CpuCalibration] = {}
     try:
         for threads in wanted:
-            each, _ = probe_cpu(threads=threads, only_kept=only_kept, on_progress=on_progress)
+            each, _ = cpu_calibration(threads=threads, only_kept=only_kept, on_progress=on_progress)
             found |= {threads: each} if each else {}
     except DeploykitError as exc:
         return found, [NotMeasured("ceilings of the CPU", exc.message)]
@@ -67,7 +66,7 @@ class GpuLimits:
 
 
 def gpu_limits(device: str, seconds: float, on_progress: Progress) -> GpuLimits:
-    """Of the GPU `device`; nothing where there is none ("") or the run is short."""
+    """Probe the GPU `device`, unless there is none ("") or the run is short."""
 
     if not device or seconds < PROBE_FROM_S:
         return GpuLimits()
@@ -132,7 +131,7 @@ def limits(
 
 
 def infer_point(graphs: dict[str, Graph], entry: Entry, point: Point) -> Inferred | None:
-    """The graph at the sizes that were timed; None where these are not known."""
+    """Return the graph at the sizes that were timed; None where these are not known."""
 
     sha256 = entry.artefact.sha256
     try:
@@ -149,14 +148,14 @@ def infer_point(graphs: dict[str, Graph], entry: Entry, point: Point) -> Inferre
 
 
 def _cpu_target(found: Mapping[int, CpuCalibration], point: Point) -> Target | None:
-    """With as many threads as the point had."""
+    """Return the CPU with as many threads as the point had."""
 
     target = target_of(load_profile("cpu"), found.get(point.threads or default_threads()))
     return target if isinstance(target, Target) else None
 
 
 def _predict(point: Point, inferred: Inferred, target: Target) -> list[PredictedPoint]:
-    """Of a point in one session."""
+    """Return what is predicted of a point in one session."""
 
     measured = point.latency.p50_ms
     if measured is None or point.sessions != 1:
@@ -167,7 +166,7 @@ def _predict(point: Point, inferred: Inferred, target: Target) -> list[Predicted
 
 
 def _place(point: Point, inferred: Inferred, moved: float) -> dict[str, Any]:
-    """Operations per byte that is moved, and operations per second that were reached."""
+    """Return its operations per byte that is moved, and per second."""
     calls_per_s = point.throughput_per_s.value / point.batch
     return {
         "label": point.label,
@@ -217,7 +216,7 @@ class EnergyLog:
             self.idle_w = {name: used / seconds for name, used in joules.items() if seconds > 0}
 
     def __call__(self, what: str, share: float) -> None:
-        """A step begins: what was used until now belongs to the one before."""
+        """Begin a step: what was used until now belongs to the one before."""
         since = self._since()
         if self._step is not None:
             self._spent.setdefault(self._step, []).append(since)
@@ -243,7 +242,7 @@ class EnergyLog:
         return tuple(found)
 
     def gaps(self, points: Sequence[Point]) -> tuple[NotMeasured, ...]:
-        """The devices without a meter, and why."""
+        """Return the devices without a meter, and why."""
 
         used = {"cuda:0" if point.device == "cuda" else point.device for point in points}
         return tuple(
@@ -253,7 +252,7 @@ class EnergyLog:
         )
 
     def _since(self) -> tuple[float, dict[str, float]]:
-        """Seconds and joules since the last time."""
+        """Return seconds and joules since the last time."""
         (before_s, before), now = self._last, (self.clock(), self.meter.joules())
         self._last = now
         used = {name: value - before.get(name, 0.0) for name, value in now[1].items()}
@@ -274,7 +273,7 @@ def measure_memory(
     feeds: Callable[[int], Arrays],
     on_progress: Progress = no_progress,
 ) -> tuple[PeakMemory, ...]:
-    """Of each label at the largest batch that it was timed at; none where the system has no figure.
+    """Measure each label at its largest batch; none where the system has no figure.
 
     `setups` and `feeds` have to be picklable, as for `sweep_apart`.
     """
@@ -296,7 +295,7 @@ def measure_memory(
 def _peak_bytes(
     setup: Setup, feeds: Callable[[int], Arrays], batch: int, _on_progress: Progress
 ) -> int:
-    """In the process of its own; 0 where /proc does not tell."""
+    """Run in the process of its own; return 0 where /proc does not tell."""
     inputs = feeds(batch)
     with contextlib.ExitStack() as stack:
         engines = [stack.enter_context(setup.engines()) for _ in range(setup.sessions)]

@@ -114,7 +114,7 @@ def bench_pipeline(
 def _stages(
     found: Measured, calls: Sequence[Mapping[str, float]], begins: list[int]
 ) -> list[Point]:
-    """What each stage took in the timed calls, which are the last of each round."""
+    """Return what each stage took in the timed calls, which are the last of each round."""
     ends = [*begins[1:], len(calls)]
     timed = [
         calls[end - len(block.calls_ns) : end]
@@ -151,7 +151,7 @@ class TimedPipeline(Engine):
         self.calls: list[dict[str, float]] = []
 
     def feeds(self, batch: int) -> Arrays:
-        """As many places as files are wanted: the call takes those whose turn it is."""
+        """Return as many places as files are wanted: the call takes those whose turn it is."""
         return {self.inputs[0].name: np.full(batch, "", object)}
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:

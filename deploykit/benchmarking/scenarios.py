@@ -70,7 +70,7 @@ class Subject:
 
 
 def early_stopping_ms(latencies_s: np.ndarray, q: float) -> float | int:
-    """The bound of the q-th percentile in ms, or how many queries it needs.
+    """Return the bound of the q-th percentile in ms, or how many queries it needs.
 
     The t-th highest latency, with the most t for which no more than t of n queries above the true
     percentile have a probability of at most 1 % (LoadGen's rule, early_stopping.cc, tolerance 0).
@@ -83,7 +83,7 @@ def early_stopping_ms(latencies_s: np.ndarray, q: float) -> float | int:
 
 
 def most_above(n: int, q: float) -> int:
-    """The most of `n` queries that may be above a bound that is to hold for the q-th percentile.
+    """Return how many of `n` queries may be above a bound that holds for the q-th percentile.
 
     The largest t for which the binomial distribution of n and 1 - q/100 gives t or fewer with a
     probability of at most 1 %; -1 where n is too small even for none.
@@ -96,7 +96,7 @@ def most_above(n: int, q: float) -> int:
 
 
 def fewest_queries(q: float, above: int = 1) -> int:
-    """The fewest queries of which `above` may be over the bound: 64 for p90, 662 for p99."""
+    """Return the fewest queries of which `above` may be over it: 64 for p90, 662 for p99."""
     n = above + 1
     while most_above(n, q) < above:
         n += 1
@@ -208,7 +208,7 @@ def run_server(
 def replay(
     engines: Sequence[Engine], feeds: Arrays, due_s: np.ndarray, slo_s: float, most_late: int
 ) -> np.ndarray:
-    """Latencies in s, shape (queries,), of queries due at `due_s` after now, in that order.
+    """Return latencies in s, shape (queries,), of queries due at `due_s` after now, in order.
 
     An engine takes the next query when it is free. Latency counts from the time at which the query
     was due, so a backlog is part of it. Once more than `most_late` took longer than `slo_s`, the

@@ -233,7 +233,7 @@ def _warm_up(column: _Column, feeds: Arrays, batch: int, clock: Clock, limit_s: 
 
 
 def rose(rates: Sequence[float]) -> str:
-    """Why these rates of rounds, in order of time, are not those of a steady state, or "".
+    """Return why these rates of rounds, in order of time, are not steady, or "".
 
     They rise by 5 % or more, on a line that noise does not explain. Fewer than five say nothing.
     """
@@ -251,7 +251,7 @@ def rose(rates: Sequence[float]) -> str:
 
 
 def _rise(rates: Sequence[float]) -> float:
-    """The slope of the logarithms' least-squares line: 0.03 where each is 3 % above the last."""
+    """Return the slope of the logarithms' line: 0.03 where each is 3 % above the last."""
     if len(rates) < 2:
         return 0.0
     place = np.arange(len(rates)) - (len(rates) - 1) / 2
@@ -458,7 +458,7 @@ def _check_inputs(feeds: Arrays, batch: int, columns: Sequence[_Column]) -> Arra
 
 
 def order(count: int, turn: int) -> list[int]:
-    """In which order `count` setups take turn number `turn`.
+    """Return in which order `count` setups take turn number `turn`.
 
     The next turn goes backwards, and the two after it begin with the next setup, of the rows of
     Williams' design (Australian J. Sci. Res. A 2, 1949): over `count` pairs of turns each setup is
@@ -539,7 +539,7 @@ class _Turns:
 
 
 def _compute_s(column: _Column, feeds: Arrays, length_s: float, clock: Clock) -> list[float]:
-    """Of further calls, less the copies; none where the engine does not tell of any."""
+    """Time further calls, less the copies; none where the engine does not tell of any."""
     engine = column.engines[0]
     calls_s: list[float] = []
     if not sum(engine.last_copies_us) or column.setup.in_flight > 1:
@@ -553,7 +553,7 @@ def _compute_s(column: _Column, feeds: Arrays, length_s: float, clock: Clock) ->
 
 
 def make_point(parts: Sequence[Measured]) -> Point:
-    """Of what one process, or several in order of time, measured of one setup at one batch size.
+    """Return what one process, or several in order of time, measured of a setup at a batch size.
 
     Intervals are over processes, or over all their blocks where a drift makes these wider.
     """

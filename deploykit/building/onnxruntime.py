@@ -32,17 +32,16 @@ def build_engine(
     return BuildResult({**build(model.path, out), "profile": target.name})
 
 
-def build(path: Path, out: Path, *, threads: int | None = None) -> dict[str, str]:
+def build(path: Path, out: Path) -> dict[str, str]:
     """Optimise `path` into `out`; returns the facts for the manifest's `built_on`.
 
     The level is "extended", whose result runs on any CPU. The next level rewrites the memory layout
-    for one machine, so the runtime applies it on loading. `threads`: as in `load`. Raises BadInput
-    or Unsupported for a graph that ONNX Runtime refuses or a full disk, BadInput when `out` cannot
-    be written; `out` is complete or unchanged.
+    for one machine, so the runtime applies it on loading. Raises BadInput or Unsupported for what
+    ONNX Runtime refuses, and for a full disk; `out` is complete or unchanged.
     """
     check_readable(path)
     _check_size(path)
-    options = session_options(threads, exact=False)  # where needed, loading does it
+    options = session_options(None, exact=False)  # where needed, loading does it
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     weights = read_weights(path, options)  # else the result would look for them next to itself
     with atomic_write(out) as tmp:

@@ -235,17 +235,6 @@ def quantize(
         raise KeyboardInterrupt  # the best file so far is kept, but the search was cut short
 
 
-def _shapes(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `Shapes` among the parameters of `build`."""
-    from deploykit.deploying.device import gpu_number
-
-    names = "batch version_compatible hardware_compatible dla"
-    found = {name: given[name] for name in names.split()}
-    found["device"] = gpu_number(given["device"])
-    lists = {name: tuple(given[name] or ()) for name in ("axes", "plugins")}
-    return {**found, **lists, "tf32": not given["no_tf32"]}
-
-
 @described(f"""
 MODEL                  An .onnx file
 --profile PROFILE|FILE.toml|auto  The hardware target; NAME@MODE for a power mode, auto for this
@@ -290,11 +279,20 @@ def build(
 
     Example: deploykit build model.onnx --profile l4 --precision fp16
     """
-    given = locals()
     from deploykit.building import build as making
     from deploykit.building.builder import Shapes
+    from deploykit.deploying.device import gpu_number
 
-    shapes = Shapes(**_shapes(given))
+    shapes = Shapes(
+        batch=batch,
+        axes=axes or (),
+        version_compatible=version_compatible,
+        hardware_compatible=hardware_compatible,
+        dla=dla,
+        plugins=plugins or (),
+        device=gpu_number(device),
+        tf32=not no_tf32,
+    )
     with (
         output.shown_on_failure(as_json, tables.built),
         Progress(f"build for {profile}") as progress,

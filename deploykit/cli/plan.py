@@ -11,7 +11,6 @@ from deploykit.cli.options import JSON, described
 from deploykit.cli.output import Part, Progress, TextTable
 from deploykit.cli.prove import axis_sizes, sizes
 from deploykit.cli.tables import figure, size
-from deploykit.core.errors import BadInput
 
 if TYPE_CHECKING:
     from deploykit.planning.plan import Planned, TargetPlan
@@ -30,8 +29,6 @@ MODEL                  A .onnx file; its weights are not read
 --axis NAME=SIZE       Size of another dynamic axis; may be repeated
 --slo-ms MS            The latency to meet: name the targets that do; exit 1 if none does
 --rate N               Requests per second: show how many replicas carry it with p99 within --slo-ms
---price [PROFILE=]X    Hourly price of one profile or of all: show the cost of a million inferences
---calibrate            Measure this machine's CPU again; once is enough, the result is kept
 {JSON}""")
 def plan(
     model: Path,
@@ -40,8 +37,6 @@ def plan(
     axes: list[str] | None = None,
     slo_ms: float | None = None,
     rate_per_s: float | None = None,
-    prices: list[str] | None = None,
-    calibrate: bool = False,
     as_json: bool = False,
 ) -> None:
     """Predict memory, latency and throughput on each hardware target.
@@ -58,22 +53,10 @@ def plan(
             axes=axis_sizes("axes", ",".join(axes or ())),
             slo_ms=slo_ms,
             rate_per_s=rate_per_s,
-            prices=dict(_price(each) for each in prices or ()),
-            calibrate=calibrate,
             on_progress=progress,
         )
     output.show(result, lines(result), as_json=as_json)
     result.raise_if_none_meets()
-
-
-def _price(text: str) -> tuple[str, float]:
-    name, _, price = text.rpartition("=")
-    try:
-        return name, float(price)
-    except ValueError as exc:
-        raise BadInput(
-            f"`prices` {text}: is not of the form [PROFILE=]NUMBER", hint="`prices` l4=0.71"
-        ) from exc
 
 
 def lines(result: Planned) -> list[Part]:
@@ -114,7 +97,6 @@ def _in_full(target: TargetPlan) -> list[Part]:
             size(each.memory_bytes),
             _fits(each),
             figure(each.joules),
-            figure(each.per_million),
         )
         for each in target.predictions
     ]
@@ -130,7 +112,6 @@ _HEADER = (
     "memory",
     "fits",
     "joules at most",
-    "cost per million",
 )
 
 
@@ -186,13 +167,12 @@ def _answers(target: TargetPlan, result: Planned) -> Sequence[str]:
         found.append(f"{target.profile} {text}")
     load = target.capacity
     if load is not None:
-        cost = f", {figure(load.per_million)} per million" if load.per_million is not None else ""
         plural = "" if load.replicas == 1 else "s"
         own = f" ({load.server_busy:.0%} of a core is the server's own work)"
         found.append(
             f"{target.profile} carries {figure(load.rate_per_s)}/s with {load.replicas:,} "
             f"replica{plural} of at most {figure(load.rate_each_per_s)}/s in {load.precision} with "
-            f"batches of up to {load.max_batch}, p99 {figure(load.p99_ms)} ms{cost}"
+            f"batches of up to {load.max_batch}, p99 {figure(load.p99_ms)} ms"
             + own
             * (load.server_busy > _MUCH)
             if load.replicas

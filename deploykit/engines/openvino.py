@@ -67,29 +67,15 @@ def _error(path: Path, text: str) -> DeploykitError:
     return Unsupported(f"{path}: OpenVINO failed: {reason}", hint=OTHER_RUNTIME)
 
 
-# OpenVINO forgets the names of dynamic axes and leaves out inputs that no node reads.
-
-_DTYPES_SPECS: Mapping[int, str] = {  # of TensorProto.DataType
-    1: "float32",
-    2: "uint8",
-    3: "int8",
-    4: "uint16",
-    5: "int16",
-    6: "int32",
-    7: "int64",
-    9: "bool",
-    10: "float16",
-    11: "float64",
-    12: "uint32",
-    13: "uint64",
-}
-_OTHERS: Mapping[int, str] = {8: "string", 16: "bfloat16"}
+_INTEGERS = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
+_TAKES = frozenset(("float16", "float32", "float64", "bool", *_INTEGERS))
 Axes = tuple["int | str | None", ...]  # None: the file does not say
 
 
 def read_specs(path: Path) -> tuple[tuple[TensorSpec, ...], list[tuple[str, str, Axes | None]]]:
     """The inputs; of each output the name, the dtype, and the shape where the file has one.
 
+    OpenVINO forgets the names of dynamic axes and leaves out inputs that no node reads.
     Raises BadInput for what is no ONNX model, Unsupported for tensors that OpenVINO does not take.
     """
     facts = read_facts(path)
@@ -106,14 +92,13 @@ def name_axes(name: str, shape: Axes) -> tuple[int | str, ...]:
 
 
 def _dtype(path: Path, value: Value) -> str:
-    kind = value.element_type
-    if kind not in _DTYPES_SPECS:
+    if value.dtype not in _TAKES:
         raise Unsupported(
-            f"{path}: tensor '{value.name}' is of {_OTHERS.get(kind, f'type {kind}')}, which the "
-            "engine for OpenVINO does not take",
+            f"{path}: tensor '{value.name}' is of {value.dtype}, which the engine for OpenVINO "
+            "does not take",
             hint="run it with ONNX Runtime: build it with the profile 'cpu'",
         )
-    return _DTYPES_SPECS[kind]
+    return value.dtype
 
 
 _DTYPES: Mapping[str, str] = {  # OpenVINO's name of what a layer runs in -> ours

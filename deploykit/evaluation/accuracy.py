@@ -91,8 +91,7 @@ def top1_scores(engine: Engine, samples: Samples, batch_size: int = 64) -> np.nd
 
 # Score an engine on labelled samples: one score per sample, higher is better.
 #
-# Scores are per sample so that two engines can be compared on the same samples. A user's own
-# metric
+# Scores are per sample so that two engines can be compared on the same samples. A user's own metric
 # is a function of the same kind.
 
 IGNORED = -100  # the label of a token that does not count, as in torch's cross_entropy
@@ -252,10 +251,8 @@ METRICS = {
 # Pair the boxes that two engines found in the same images.
 #
 # A detector gives as many boxes as it finds, sorted by score: a difference of 1e-6 swaps two rows
-# or
-# drops one. So rows are compared with their counterparts: of the same label, with at least half
-# of
-# their union in common.
+# or drops one. So rows are compared with their counterparts: of the same label, with at least half
+# of their union in common.
 
 LEAST_IOU = 0.5
 _LABELS = ("labels", "classes")

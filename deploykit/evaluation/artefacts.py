@@ -89,7 +89,6 @@ class Made(Record):
         return self.evidence.search
 
     def _repr_html_(self) -> str:
-
         known = self.manifest
         facts = html_tables.model_facts(known.inputs, known.outputs, known.precision)
         facts = {"file": self.path, **facts, "notes": "; ".join(self.notes)}

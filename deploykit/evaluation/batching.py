@@ -31,7 +31,6 @@ def prove_batch(
     `rows`: at most, where so many as `ROWS` need too much memory; `serve` then tries more itself.
     `joined`: what it ran already.
     """
-
     known = _inputs(engine, path, samples)
     return prove_rows(engine, min(ROWS, rows), samples=known, joined=joined)
 
@@ -40,7 +39,6 @@ def keep_runs(
     engine: Engine, feeds: Sequence[Arrays], kept: list[JoinedRun]
 ) -> Callable[[int, Arrays, Arrays], None]:
     """Put into `kept` what `engine`, the second of a comparison on `feeds`, gives for each."""
-
     is_batch = not why_no_batch(engine.inputs, engine.outputs)
 
     def keep(number: int, _: Arrays, outputs: Arrays) -> None:
@@ -78,7 +76,6 @@ def _inputs(
 
 def notes(engine: Engine, proof: RowIndependence) -> tuple[str, ...]:
     """For the user, where axis 0 looks like a batch and is none."""
-
     if proof.passed or not looks_batched(engine):
         return ()
     return (f"`serve` will not join requests to it: {proof.why}",)

@@ -50,7 +50,6 @@ class Compared:
         return {**self.parity.to_dict(), **found}
 
     def _repr_html_(self) -> str:
-
         difference = self.divergence.text if self.divergence else None
         facts = {"result": self.parity.why, "first difference": difference}
         title = f"{self.parity.b} compared with {self.parity.a}"
@@ -146,7 +145,6 @@ def _open_both(
     stack: ExitStack,
 ) -> list[Engine]:
     """Open what describes its inputs first: these are also the inputs of bare weights."""
-
     pytorch = [each for each in pair if each.runtime.name == "torch"]
     bare = []
     if pytorch:
@@ -202,7 +200,6 @@ def _recorded(
 
 
 def _replay(artefact: Artefact, max_error: float | None, device: str) -> Parity:
-
     found = golden.find_samples(artefact.path, artefact.manifest) if artefact.manifest else None
     if found is None:
         raise NotFound(

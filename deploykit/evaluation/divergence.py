@@ -22,14 +22,14 @@ from deploykit.core.json_value import Record
 from deploykit.engines.engine import Arrays
 from deploykit.engines.onnxruntime.engine import open_as_written
 from deploykit.evaluation.parity import exact_noun, relative
-from deploykit.graph.graph import Graph, dtype_name
+from deploykit.graph.graph import Graph
+from deploykit.graph.parse import dtype_name
 from deploykit.graph.validate import RUNTIME_DOMAINS
 
 # Make tensors inside a graph outputs, and find those of two graphs that mean the same.
 #
 # The writers of deploykit keep the name of a tensor, or add a suffix to it. Two graphs from
-# different
-# exporters share no names: no pair is found.
+# different exporters share no names: no pair is found.
 
 _TWIN = re.compile(r"(.+)_(?:float16|bfloat16|dequantized)_*")
 # What numpy has no type for is given as float32, which holds each of its values.

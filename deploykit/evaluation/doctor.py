@@ -53,7 +53,6 @@ class Health(Record):
     warnings: tuple[str, ...]
 
     def _repr_html_(self) -> str:
-
         machine = self.machine
         facts: dict[str, object] = {
             "processor": f"{machine.cpu}, {machine.usable_cores} cores",

@@ -40,7 +40,6 @@ def samples_path(artefact: Path) -> Path:
 
 def record(engine: Engine, feeds: Mapping[str, np.ndarray], artefact: Path) -> GoldenSamples | None:
     """Run `engine` once and write feeds and outputs next to `artefact`; None if too large."""
-
     outputs = engine(feeds)
     arrays = {f"{_INPUTS}{name}": array for name, array in feeds.items()}
     arrays |= {f"{_OUTPUTS}{name}": array for name, array in outputs.items()}
@@ -103,7 +102,6 @@ def open_samples(
     outputs: tuple[TensorSpec, ...],
 ) -> tuple[RecordedEngine, dict[str, np.ndarray]]:
     """The samples next to `artefact` as an engine, and its feeds. Raises BadInput."""
-
     path = artefact.with_name(golden.file)
     arrays = read_npz(path)
     feeds = {n.removeprefix(_INPUTS): a for n, a in arrays.items() if n.startswith(_INPUTS)}

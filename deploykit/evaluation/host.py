@@ -99,7 +99,6 @@ def _memory(profile: Profile, machine: Machine) -> Iterator[str]:
 
 def _driver(machine: Machine) -> Iterator[str]:
     """The driver must run the CUDA major of the installed wheels. A Jetson's is JetPack's."""
-
     branches = [gpu.driver.partition(".")[0] for gpu in machine.gpus]
     driver = min((int(each) for each in branches if each.isdecimal()), default=None)
     for name, version in machine.packages.items():

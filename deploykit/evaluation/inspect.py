@@ -37,7 +37,6 @@ class Inspection(Record):
     manifest: Manifest | None
 
     def _repr_html_(self) -> str:
-
         facts: dict[str, object] = {
             "format": self.format,
             "bytes": f"{self.size_bytes:,}",
@@ -47,36 +46,33 @@ class Inspection(Record):
         return html_tables.facts_html(self.path.name, facts)
 
 
-_Specs = tuple[TensorSpec, ...]
-# inputs, outputs, precision, details, fits
-_Content = tuple[_Specs, _Specs, Mapping[str, int], Mapping[str, Any], tuple[str, ...]]
-
-
 def inspect(path: ArtefactLike) -> Inspection:
     """Describe any artefact; a manifest next to it is read and checked against the file."""
     artefact = Artefact.open(path)
-    manifest, size = artefact.manifest, artefact.path.stat().st_size
     read = {"onnx": _onnx, "torch": _torch, "safetensors": _torch}.get(artefact.format, _engine)
-    inputs, outputs, precision, details, fits = read(artefact)
+    found = read(artefact)
     if read is not _torch:
-        details = {**details, "batching": _batching(inputs, outputs, manifest)}
-    content = (inputs, outputs, precision, details, fits)
+        found["details"] = {**found["details"], "batching": _batching(artefact, found)}
     return Inspection(
-        artefact.path, artefact.format, size, artefact.sha256, *content, manifest=manifest
+        path=artefact.path,
+        format=artefact.format,
+        size_bytes=artefact.path.stat().st_size,
+        sha256=artefact.sha256,
+        manifest=artefact.manifest,
+        **found,
     )
 
 
-def _batching(inputs: _Specs, outputs: _Specs, manifest: Manifest | None) -> str:
+def _batching(artefact: Artefact, found: Mapping[str, Any]) -> str:
     """Whether `serve` joins requests, as far as that is known without a run."""
-
-    proof = manifest.evidence.batching if manifest else None
-    why = proof.why if proof else why_no_batch(inputs, outputs)
+    proof = artefact.manifest.evidence.batching if artefact.manifest else None
+    why = proof.why if proof else why_no_batch(found["inputs"], found["outputs"])
     if why:
         return f"{'on' if proof and proof.passed else 'off'}: {why}"
     return "not proven yet: serve does it when it starts, build keeps it in the manifest"
 
 
-def _onnx(artefact: Artefact) -> _Content:
+def _onnx(artefact: Artefact) -> dict[str, Any]:
     from deploykit.graph import cost
     from deploykit.graph.graph import Graph
     from deploykit.graph.preflight import placed_for, why_not_tensorrt
@@ -91,17 +87,24 @@ def _onnx(artefact: Artefact) -> _Content:
     if why := why_not_tensorrt(artefact, graph):
         details["tensorrt"] = f"does not take it: {why}"
     fits = _targets(summary.precision, summary.opset, tensorrt=not why)
-    return summary.inputs, summary.outputs, summary.precision, details, fits
+    return {
+        "inputs": summary.inputs,
+        "outputs": summary.outputs,
+        "precision": summary.precision,
+        "details": details,
+        "fits": fits,
+    }
 
 
-def _torch(artefact: Artefact) -> _Content:
+def _torch(artefact: Artefact) -> dict[str, Any]:
     from deploykit.engines.torch.open import look
 
     inputs, outputs, details = look(artefact.path)
-    return inputs, outputs, {}, details, ("torch",)
+    fits = ("torch",)
+    return {"inputs": inputs, "outputs": outputs, "precision": {}, "details": details, "fits": fits}
 
 
-def _engine(artefact: Artefact) -> _Content:
+def _engine(artefact: Artefact) -> dict[str, Any]:
     """A runtime's own format: what the manifest says."""
     manifest = artefact.manifest
     if manifest is None:
@@ -121,7 +124,13 @@ def _engine(artefact: Artefact) -> _Content:
     details = {key: value for key, value in found.items() if value is not None}
     profile = manifest.built_on.get("profile")
     fits = (profile,) if profile else ()
-    return manifest.inputs, manifest.outputs, manifest.precision, details, fits
+    return {
+        "inputs": manifest.inputs,
+        "outputs": manifest.outputs,
+        "precision": manifest.precision,
+        "details": details,
+        "fits": fits,
+    }
 
 
 def _targets(

@@ -189,8 +189,7 @@ def _drift(rounds: Sequence[np.ndarray], most: float) -> float:
 # Keep every call of a run in a few hundred numbers, so that percentiles can be taken again.
 #
 # Bins grow by 1 %: bin i holds the calls from 1.01^i up to 1.01^(i+1) microseconds. That is the
-# idea
-# of HdrHistogram (a bound on the relative error over any range) with equal steps of the
+# idea of HdrHistogram (a bound on the relative error over any range) with equal steps of the
 # logarithm.
 
 GROWTH = 1.01  # from one bin to the next

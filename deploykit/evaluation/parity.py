@@ -61,12 +61,14 @@ def compare_engines(
     tallies: dict[tuple[str, int], _Tally] = {}
     for number, feeds in enumerate(feeds_list):
         batch = _batch(a.inputs, feeds)
-        left, right = (
-            _run(engine, feeds, a.outputs, name) for engine, name in zip((a, b), names, strict=True)
-        )
+        values = a(feeds), b(feeds)
+        left, right = ({spec.name: each[spec.name] for spec in a.outputs} for each in values)
         x, y, boxes = pair(left, right)
         for name in left:
-            _check_arrays(name, batch, x[name], y[name], names)
+            if x[name].dtype != y[name].dtype or x[name].shape != y[name].shape:
+                found = (f"{each.dtype}{list(each.shape)}" for each in (x[name], y[name]))
+                sides = ", ".join(map("{} from {}".format, found, names))
+                raise BadInput(f"output '{name}' at batch {batch} is {sides}")
             axis = class_axis(name, x[name], feeds) if x[name] is left[name] else None
             tally = tallies.setdefault((name, batch), _Tally())
             images = [array.shape[:3] for array in feeds.values() if array.ndim == 4]
@@ -157,7 +159,10 @@ def _check_same(
         has, lacks = names if name in left else names[::-1]
         raise BadInput(
             f"{has} has an {kind} '{name}', {lacks} has none",
-            hint=f"{names[0]}: {_list_specs(a)}; {names[1]}: {_list_specs(b)}",
+            hint="; ".join(
+                f"{name}: {', '.join(map(str, specs))}"
+                for name, specs in zip(names, (a, b), strict=True)
+            ),
         )
     for name, spec in left.items():
         other = right[name]
@@ -167,32 +172,6 @@ def _check_same(
         )
         if spec.dtype != other.dtype or not fits:
             raise BadInput(f"{kind} '{name}' is {spec} in {names[0]}, {other} in {names[1]}")
-
-
-def _list_specs(specs: Sequence[TensorSpec]) -> str:
-    return ", ".join(map(str, specs))
-
-
-def _check_arrays(
-    output: str, batch: int, x: np.ndarray, y: np.ndarray, names: tuple[str, str]
-) -> None:
-    """A dynamic axis can hide a difference that only shows in the arrays."""
-    if x.dtype != y.dtype or x.shape != y.shape:
-        raise BadInput(
-            f"output '{output}' at batch {batch} is {x.dtype}{list(x.shape)} from {names[0]}, "
-            f"{y.dtype}{list(y.shape)} from {names[1]}"
-        )
-
-
-def _run(
-    engine: Engine, feeds: Arrays, outputs: Sequence[TensorSpec], name: str
-) -> dict[str, np.ndarray]:
-    """The engine's outputs in the order of `outputs`."""
-    values = engine(feeds)
-    for spec in outputs:
-        if spec.name not in values:
-            raise BadInput(f"{name}: gave no output '{spec.name}'")
-    return {spec.name: values[spec.name] for spec in outputs}
 
 
 def _batch(specs: Sequence[TensorSpec], feeds: Arrays) -> int:
@@ -402,7 +381,6 @@ def comparison_feeds(
     `graph`: the ONNX file that tells how many rows fit into memory; None where there is none. Also
     returns a note where these are fewer than usual.
     """
-
     limits = {**first.limits, **second.limits}
     least, most = limits.get(BATCH, (1, None))
     usual = min(MOST_SAMPLES, most or MOST_SAMPLES)
@@ -470,7 +448,6 @@ def rows_that_fit(feeds: Sequence[Feeds], graph: Path) -> int:
 
 def first_rows(feeds: Sequence[Feeds], rows: int) -> list[Feeds]:
     """The feeds with at most so many rows each, from first to last; all for `MOST_SAMPLES`."""
-
     if rows >= MOST_SAMPLES:
         return list(feeds)
     return [

@@ -14,18 +14,17 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
-from deploykit.core import precision
 from deploykit.core.artefact import Artefact
 from deploykit.core.extras import installed
-from deploykit.core.precision import ALL
+from deploykit.core.precision import ALL, HALVES
 from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.engine import Engine, OpenEngine, load
 from deploykit.graph.edit import Editor
-from deploykit.graph.graph import Graph, dtype_name
-from deploykit.graph.parse import subgraphs
+from deploykit.graph.graph import Graph
+from deploykit.graph.parse import dtype_name, subgraphs
 
 _FLOAT = TensorProto.FLOAT
-_HALVES = frozenset(TensorProto.DataType.Value(each.onnx_type) for each in precision.HALVES)
+_HALVES = frozenset(TensorProto.DataType.Value(each.onnx_type) for each in HALVES)
 
 
 def simulate(source: Graph) -> Graph:

@@ -91,17 +91,11 @@ def compare_layers(
 
 def read_engine(engine: Any, before: PrecisionReadBack) -> PrecisionReadBack:
     """What the layers of an engine that is open compute in; `before` where it does not tell."""
-
     try:
         layers = inspector.read_layers(engine.layer_information())
     except (DeploykitError, ValueError):
         return before
     return compare_layers(layers, before.asked, allow_wider=before.allow_wider)
-
-
-def find_graph(path: Path, manifest: Manifest) -> Path | None:
-    """The graph that `path` was built from, found next to it by its hash."""
-    return _hashes_next_to(path).get(manifest.made_from[-1]) if manifest.made_from else None
 
 
 def find_sources(path: Path, manifest: Manifest) -> Iterator[Path]:
@@ -152,7 +146,6 @@ def record_on_cpu(graph: Artefact, path: Path, sizes: Mapping[str, int]) -> Gold
 
     `sizes`: of the dynamic axes. None where the graph does not run here, or its tensors are large.
     """
-
     try:
         with load(graph, "cpu") as reference:
             return golden.record(reference, random_feeds(reference.inputs, sizes), path)
@@ -167,7 +160,8 @@ def check_proven(
     evidence = manifest.evidence
     if evidence.verified:
         return
-    graph = find_graph(path, manifest)
+    made_from = manifest.made_from[-1:]  # the graph is next to it, or nowhere
+    graph = _hashes_next_to(path).get(made_from[0]) if made_from else None
     parity, why = prove_engine(engine, path, manifest, graph, path.name)
     if parity is None:
         if not trust:
@@ -180,7 +174,12 @@ def check_proven(
         return
     read = evidence.precision
     if read is None or not read.known:
-        read = read_engine(engine, _asked_before(read, graph))
+        from deploykit.graph.graph import Graph
+
+        read = read or PrecisionReadBack(None)
+        if graph is not None and not read.asked:  # a manifest of an earlier deploykit
+            read = replace(read, asked=asked_of(Graph.open(graph)))
+        read = read_engine(engine, read)
     evidence = replace(evidence, parity=parity, precision=read)
     _write(path, manifest, evidence, on_note)
     if evidence.wrong:
@@ -190,16 +189,6 @@ def check_proven(
         )
     if not evidence.verified:
         on_note(f"{path}: computes what its graph does; which types its layers run in is not known")
-
-
-def _asked_before(read: PrecisionReadBack | None, graph: Path | None) -> PrecisionReadBack:
-    """`read`, with what the graph asks where a manifest of an earlier deploykit lacks it."""
-    from deploykit.graph.graph import Graph
-
-    read = read or PrecisionReadBack(None)
-    if read.asked or graph is None:
-        return read
-    return replace(read, asked=asked_of(Graph.open(graph)))
 
 
 def _write(
@@ -222,7 +211,6 @@ def outputs_gate(artefact: Artefact, parity: Parity, drop: Drop | None, precisio
     on the accuracy where there are labels, or on the signal-to-noise ratio, of which float32, that
     rounds nothing, needs more.
     """
-
     manifest = artefact.manifest
     gated = manifest.evidence.accuracy if manifest else None
     most = (gated.max_drop if gated else None) or MAX_DROP
@@ -244,8 +232,7 @@ def outputs_gate(artefact: Artefact, parity: Parity, drop: Drop | None, precisio
 
 # Open an artefact for serving or timing; a TensorRT engine only once it is proven on its device.
 #
-# An engine that was built where it could not run is run here first, against the graph it was
-# built
+# An engine that was built where it could not run is run here first, against the graph it was built
 # from or the golden samples next to it; the result is written into its manifest.
 
 log = logging.getLogger(__name__)
@@ -271,7 +258,6 @@ def open_proven(
     warning once. Raises GateFailed for an engine whose outputs differ from its graph's, BadInput
     for one that cannot be proven, and as `load` does.
     """
-
     if instances < 1:
         raise BadInput(f"`instances` {instances}: 1 or more is needed")
     artefact = Artefact.open(source)

@@ -22,9 +22,8 @@ from deploykit.graph.graph import (
     VIEWS,
     Graph,
     NodePrecision,
-    dtype_name,
 )
-from deploykit.graph.parse import subgraphs
+from deploykit.graph.parse import dtype_name, subgraphs
 from deploykit.graph.shapes import TensorShapes, elements_of, fixed_shapes
 from deploykit.graph.skeleton import reads, stored_bytes
 from deploykit.graph.validate import STANDARD_DOMAINS

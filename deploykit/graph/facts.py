@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from deploykit.core.artefact import file_stamp
 from deploykit.core.errors import DeploykitError
-from deploykit.graph.parse import Parts, duplicate, parse_model, subgraphs
+from deploykit.graph.parse import Parts, dtype_name, duplicate, parse_model, subgraphs
 
 # products of 8-bit integers, as a built INT8 file has; and those of activations whose scale follows
 # from each call's values
@@ -29,35 +29,17 @@ _TYPE_NAMES = ("to", "dtype")  # attributes whose number is one: of Cast, and of
 _SHAPES = ("Shape", "Size")
 # Operators, and which of their inputs set how much they or later nodes compute, by values.
 _WORK: Mapping[str, tuple[int, ...]] = {
-    "Loop": (0, 1),
-    "If": (0,),
-    "BeamSearch": (0,),
-    "GreedySearch": (0,),
-    "Sampling": (0,),
-    "WhisperBeamSearch": (0,),
-    "NonMaxSuppression": (0, 1),
-    "NonZero": (0,),
-    "Compress": (1,),
-    "Unique": (0,),
-    "ImageDecoder": (0,),
-    "AffineGrid": (1,),
-    "BlackmanWindow": (0,),
-    "CenterCropPad": (1,),
-    "Col2Im": (1, 2),
-    "ConstantOfShape": (0,),
-    "DFT": (1,),
-    "Expand": (1,),
-    "HammingWindow": (0,),
-    "HannWindow": (0,),
+    **dict.fromkeys(("Loop", "NonMaxSuppression", "MelWeightMatrix"), (0, 1)),
+    **dict.fromkeys(("If", "BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch"), (0,)),
+    **dict.fromkeys(("NonZero", "Unique", "ImageDecoder", "ConstantOfShape"), (0,)),
+    **dict.fromkeys(("BlackmanWindow", "HammingWindow", "HannWindow"), (0,)),
+    **dict.fromkeys(("AffineGrid", "CenterCropPad", "Compress", "DFT"), (1,)),
+    **dict.fromkeys(("Expand", "OneHot", "Pad", "Upsample"), (1,)),
+    **dict.fromkeys(("Col2Im", "Tile"), (1, 2)),
     "MaxUnpool": (2,),
-    "MelWeightMatrix": (0, 1),
-    "OneHot": (1,),
-    "Pad": (1,),
     "Range": (0, 1, 2),
     "Resize": (1, 2, 3),
     "STFT": (1, 3),
-    "Tile": (1, 2),
-    "Upsample": (1,),
 }
 
 
@@ -73,7 +55,7 @@ class Value(NamedTuple):
     """An input or output. `shape`: None, or None for an axis, where the file does not say."""
 
     name: str
-    element_type: int
+    dtype: str
     shape: tuple[int | str | None, ...] | None
 
 
@@ -164,7 +146,7 @@ def _value(value: Any) -> Value:
             axis.dim_value if axis.HasField("dim_value") else axis.dim_param or None
             for axis in kind.shape.dim
         )
-    return Value(_text(value.name), kind.elem_type, shape)
+    return Value(_text(value.name), dtype_name(kind.elem_type), shape)
 
 
 def _text(value: str | bytes) -> str:

@@ -22,6 +22,7 @@ from deploykit.core.json_value import Record
 from deploykit.core.precision import FLOATS
 from deploykit.core.tensors import DTYPE_BYTES, TensorSpec, axis_name
 from deploykit.graph import storage
+from deploykit.graph.parse import dtype_name
 from deploykit.graph.skeleton import (
     all_nodes,
     infer_shapes,
@@ -327,12 +328,6 @@ def name_nodes(model: onnx.ModelProto) -> None:
 def opset(model: onnx.ModelProto) -> int:
     """The version of the standard operators; 0 if the model uses none."""
     return next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
-
-
-def dtype_name(data_type: int) -> str:
-    """Numpy's name of an ONNX element type: 'float32' of FLOAT; in lower case what numpy lacks."""
-    name = str(TensorProto.DataType.Name(data_type)).lower()
-    return {"float": "float32", "double": "float64"}.get(name, name)
 
 
 def _quantizes(node: onnx.NodeProto) -> bool:

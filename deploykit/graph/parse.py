@@ -236,3 +236,12 @@ def duplicate(names: Iterable[str]) -> str:
     """The first name that comes twice, as text; empty if none does."""
     counts = Counter(names)
     return next((str(name) for name, count in counts.items() if count > 1), "")
+
+
+def dtype_name(data_type: int) -> str:
+    """Numpy's name of an ONNX element type: 'float32' of FLOAT; in lower case what numpy lacks."""
+    try:
+        name = str(messages().TensorProto.DataType.Name(data_type)).lower()
+    except ValueError:
+        return f"type {data_type}"
+    return {"float": "float32", "double": "float64"}.get(name, name)

@@ -17,7 +17,8 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Problem
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES, Runtime
-from deploykit.graph.graph import Graph, dtype_name
+from deploykit.graph.graph import Graph
+from deploykit.graph.parse import dtype_name
 from deploykit.graph.skeleton import all_nodes
 from deploykit.graph.validate import RUNTIME_DOMAINS
 

@@ -29,29 +29,30 @@ MOST_BEHIND = 0.1  # of the time of a connection, spent in the generator
 MOST_BACKLOG = 0.02  # of the requests, by which a server may fall behind an open loop
 
 
-def summarise(load: Load, outcomes: Sequence[RunRecord]) -> dict[str, Any]:
-    """The figures of a `LoadResult`, from what each process recorded."""
-    start_s, end_s, status = (
-        np.concatenate([np.asarray(getattr(each, name)) for each in outcomes])
-        for name in ("starts_s", "ends_s", "statuses")
-    )
-    order = np.argsort(start_s, kind="stable")
-    start_s, end_s, status = start_s[order], end_s[order], status[order]
+def summarise(load: Load, records: Sequence[RunRecord]) -> dict[str, Any]:
+    """Return the figures of a `LoadResult`, from what each process recorded."""
+    record = RunRecord.join(records)
+    order = np.argsort(record.starts_s, kind="stable")
+    start_s, end_s = np.asarray(record.starts_s)[order], np.asarray(record.ends_s)[order]
+    status = np.asarray(record.statuses)[order]
     chosen = _measured(load, start_s, end_s, status)
     success, refused = status == 200, np.isin(status, REFUSED)
     lost = chosen & ~success & ~refused
     taken_s = np.where(success, end_s - start_s, np.inf)
     within = success & (taken_s * 1e3 <= (load.slo_ms or 0.0))
     latency = Latency.of(taken_s[chosen & ~refused]) if (chosen & success).any() else None
-    lags_ms = _lags_ms(outcomes)
+    lags_ms = {
+        "sent requests": _p99_ms(record.send_lags_s),
+        "read answers": _p99_ms(np.repeat(record.read_lags_s, record.reads)),
+    }
+    behind = record.behind_s / max(record.opened * load.duration_s, 1e-9)
     p50_s = float(np.median((end_s - start_s)[chosen & success])) if latency else 0.0
-    limits = _limits(load, outcomes, lags_ms, p50_s * 1e3)
-    sustained = None
-    if load.rate_per_s is not None:
-        sustained = _kept_up(load, start_s, end_s)
+    limits = _limits(load, record, lags_ms, behind, p50_s * 1e3)
+    closed = load.rate_per_s is None
+    sustained = None if closed else _kept_up(load, start_s, end_s)
     return {
-        "mode": "closed" if load.rate_per_s is None else "open",
-        "concurrency": load.connections if load.rate_per_s is None else None,
+        "mode": "closed" if closed else "open",
+        "concurrency": load.connections if closed else None,
         "rate_per_s": load.rate_per_s,
         "warmup_s": load.warmup_s,
         "duration_s": load.duration_s,
@@ -64,22 +65,22 @@ def summarise(load: Load, outcomes: Sequence[RunRecord]) -> dict[str, Any]:
         "failed": int((lost & (status != EXPIRED) & (status != UNSENT)).sum()),
         "unsent": int((chosen & (status == UNSENT)).sum()),
         "lag_p99_ms": max(lags_ms.values()),
-        "client_busy": max(each.busy for each in outcomes),
+        "client_busy": record.busy,
         "generator_limited": bool(limits),
         "limits": limits,
-        "behind": _behind(load, outcomes),
+        "behind": min(behind, 1.0),
         "sustained": sustained,
-        "notes": _notes(load, outcomes, sustained),
-        "connections": sum(each.opened for each in outcomes),
-        "processes": len(outcomes),
+        "notes": _notes(load, record, sustained),
+        "connections": record.opened,
+        "processes": len(records),
         "slo_ms": load.slo_ms,
         "goodput_per_s": _rate(load, end_s[within]) if load.slo_ms else None,
-        "errors": _errors(outcomes),
+        "errors": record.errors,
     }
 
 
 def _measured(load: Load, start_s: np.ndarray, end_s: np.ndarray, status: np.ndarray) -> np.ndarray:
-    """Which requests count: those that were open while it was measured.
+    """Return which requests count: those that were open while it was measured.
 
     In the open loop those due in that time; one that was due before and never answered counts, too.
     """
@@ -95,96 +96,62 @@ def _rate(load: Load, end_s: np.ndarray) -> Interval:
     return throughput(per_slice.tolist(), [load.duration_s / SLICES] * SLICES)
 
 
-def _lags_ms(outcomes: Sequence[RunRecord]) -> dict[str, float]:
-    """The 99th percentile of how late the generator sent and read."""
-    sent = np.concatenate([np.asarray(each.send_lags_s) for each in outcomes])
-    read = np.concatenate(
-        [np.repeat(np.asarray(each.read_lags_s), np.asarray(each.reads)) for each in outcomes]
-    )
-    return {
-        name: float(np.percentile(lags, 99)) * 1e3 if len(lags) else 0.0
-        for name, lags in (("sent requests", sent), ("read answers", read))
-    }
-
-
-def _behind(load: Load, outcomes: Sequence[RunRecord]) -> float:
-    """Share of the time of all connections in which they waited for the generator."""
-    connections = sum(each.opened for each in outcomes)
-    behind_s = sum(each.behind_s for each in outcomes)
-    return min(behind_s / (connections * load.duration_s), 1.0) if connections else 0.0
+def _p99_ms(lags_s: Sequence[float] | np.ndarray) -> float:
+    return float(np.percentile(lags_s, 99)) * 1e3 if len(lags_s) else 0.0
 
 
 def _limits(
-    load: Load, outcomes: Sequence[RunRecord], lags_ms: Mapping[str, float], p50_ms: float
+    load: Load, record: RunRecord, lags_ms: Mapping[str, float], behind: float, p50_ms: float
 ) -> tuple[str, ...]:
-    """Why the figures are the generator's: 1 ms or 10 % of the median late, by the 99th percentile.
+    """Return why the figures are the generator's: p99 late by 1 ms or 10 % of the median.
 
     Below 0.2 ms lag cannot be separated from the time that any thread needs to wake.
     """
     bound_ms = min(MOST_LAG_MS, max(MOST_LAG * p50_ms, SEEN_LAG_MS))
-    found = [
+    limits = [
         f"it {what} late: p99 {lag_ms:.2f} ms, where {bound_ms:.2g} ms is the most"
         for what, lag_ms in lags_ms.items()
         if lag_ms > bound_ms
     ]
-    behind, busy = _behind(load, outcomes), max(each.busy for each in outcomes)
     if load.rate_per_s is None and behind > MOST_BEHIND:
-        found.append(f"connections waited for it {behind:.0%} of the time")
-    if load.rate_per_s is None and busy > BUSY_CORE:
-        found.append(f"it used {busy:.0%} of its core")
-    waited = sum(each.waited for each in outcomes)
-    reason = next((each.limit for each in outcomes if each.limit), "")
-    if reason:
-        opened = sum(each.opened for each in outcomes)
-        found.append(f"it could open no more than {opened:,} connections: {reason}")
-    elif waited and sum(each.opened for each in outcomes) < load.connections:
-        found.append(f"{waited:,} requests waited for one of its connections")
-    return tuple(found)
+        limits.append(f"connections waited for it {min(behind, 1.0):.0%} of the time")
+    if load.rate_per_s is None and record.busy > BUSY_CORE:
+        limits.append(f"it used {record.busy:.0%} of its core")
+    if record.limit:
+        limits.append(f"it could open no more than {record.opened:,} connections: {record.limit}")
+    elif record.waited and record.opened < load.connections:
+        limits.append(f"{record.waited:,} requests waited for one of its connections")
+    return tuple(limits)
 
 
 def _kept_up(load: Load, start_s: np.ndarray, end_s: np.ndarray) -> bool:
-    """Whether the number of open requests did not grow over the measured time.
+    """Return whether the number of open requests did not grow over the measured time.
 
-    Compared are its means over the first and the last fifth; it may grow by 2 % of the requests,
+    Its means over the first and the last fifth are compared; it may grow by 2 % of the requests,
     and by what chance explains.
     """
-    fifth_s = load.duration_s / 5
-    first, last = (
-        _mean_open(start_s, end_s, at_s, at_s + fifth_s)
-        for at_s in (load.warmup_s, load.end_s - fifth_s)
-    )
+    fifth_s, open_requests = load.duration_s / 5, []
+    for low_s in (load.warmup_s, load.end_s - fifth_s):
+        overlap_s = np.minimum(end_s, low_s + fifth_s) - np.maximum(start_s, low_s)
+        open_requests.append(float(np.maximum(overlap_s, 0.0).sum()) / fifth_s)
+    first, last = open_requests
     due = int(((start_s >= load.warmup_s) & (start_s < load.end_s)).sum())
     return bool(last - first <= max(MOST_BACKLOG * due, 5 * (first + 1) ** 0.5))
 
 
-def _mean_open(start_s: np.ndarray, end_s: np.ndarray, low_s: float, high_s: float) -> float:
-    """How many requests are open at a time, on average."""
-    overlap_s = np.minimum(end_s, high_s) - np.maximum(start_s, low_s)
-    return float(np.maximum(overlap_s, 0.0).sum()) / (high_s - low_s)
-
-
-def _notes(load: Load, outcomes: Sequence[RunRecord], sustained: bool | None) -> tuple[str, ...]:
-    found = []
+def _notes(load: Load, record: RunRecord, sustained: bool | None) -> tuple[str, ...]:
+    notes = []
     if sustained is False:
-        found.append(
+        notes.append(
             f"the server did not sustain {load.rate_per_s:,.6g} requests/s: open requests piled "
             "up, so that percentiles grow with the duration"
         )
-    waited = sum(each.waited for each in outcomes)
-    if waited and sum(each.opened for each in outcomes) >= load.connections:
-        found.append(
-            f"{waited:,} requests were due while all {load.connections:,} connections that the "
-            "generator opens waited for the server: the wait is in their latency"
+    if record.waited and record.opened >= load.connections:
+        notes.append(
+            f"{record.waited:,} requests were due while all {load.connections:,} connections that "
+            "the generator opens waited for the server: the wait is in their latency"
         )
-    return tuple(found)
-
-
-def _errors(outcomes: Sequence[RunRecord]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for each in outcomes:
-        for text, count in each.errors.items():
-            found[text] = found.get(text, 0) + count
-    return found
+    return tuple(notes)
 
 
 _OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
@@ -210,7 +177,7 @@ class Condition:
     is_share: bool = False
 
     def failure(self, result: LoadResult) -> str | None:
-        """Why the run fails by it: it holds, or nobody can tell. None: the run does not."""
+        """Return why the run fails by it: it holds, or is not known. None: the run does not."""
         value = self._value(result)
         if value is None:
             return f"{self.text}: {self.metric} is not known"
@@ -218,16 +185,16 @@ class Condition:
             return None
         if self.is_share:
             return f"{self.text}: {value:.2%}"
-        unit = " ms" if self.metric in _PERCENTILES else "/s" if self.metric in _RATES else ""
-        shown = f"{value:,.2f}" if unit else f"{value:,.0f}"
-        return f"{self.text}: {shown}{unit}"
+        if self.metric in _COUNTS:
+            return f"{self.text}: {value:,.0f}"
+        return f"{self.text}: {value:,.2f}{' ms' if self.metric in _PERCENTILES else '/s'}"
 
     def _value(self, result: LoadResult) -> float | None:
-        """None where it is not known. Percentiles that no answer reached are infinite."""
+        """Return None where it is not known. Percentiles that no answer reached are infinite."""
         if self.metric in _COUNTS:
             errors = result.failed + result.expired + result.unsent
-            found = errors if self.metric == "errors" else int(getattr(result, self.metric))
-            return found / max(result.sent + result.unsent, 1) if self.is_share else float(found)
+            count = errors if self.metric == "errors" else int(getattr(result, self.metric))
+            return count / max(result.sent + result.unsent, 1) if self.is_share else float(count)
         if self.metric in _RATES:
             rate = result.achieved_per_s if self.metric == "throughput" else result.goodput_per_s
             return rate.value if rate else None
@@ -235,45 +202,41 @@ class Condition:
             return math.inf
         if self.metric == "max":
             return math.inf if result.latency.lost else result.latency.max_ms
-        found_ms = getattr(result.latency, f"{self.metric}_ms")
-        if found_ms is None:
+        percentile = getattr(result.latency, f"{self.metric}_ms")
+        if percentile is None:
             return None if f"{self.metric}_ms" in result.latency.needs else math.inf
-        return float(found_ms.value)
+        return float(percentile.value)
 
 
 def parse_conditions(text: str) -> tuple[Condition, ...]:
     """Read conditions with commas between them. Raises BadInput."""
-    return tuple(_parse(part) for part in text.split(","))
+    units = {metric: tuple(_MS) for metric in _PERCENTILES}
+    units |= dict.fromkeys(_RATES, ("/s", "")) | dict.fromkeys(_COUNTS, ("%", ""))
+    hint = f"such as 'p99>20ms' or 'errors>1%'; metrics are {', '.join(units)}"
+    conditions = []
+    for part in text.split(","):
+        match = _CONDITION.fullmatch(part)
+        if match is None or match[1] not in units:
+            raise BadInput(f"`fail_on`: '{part.strip()}' is not a condition", hint=hint)
+        metric, compare, number, unit = match.groups()
+        if unit not in units[metric]:
+            known = " or ".join(each or "no unit" for each in units[metric])
+            raise BadInput(f"`fail_on`: '{part.strip()}' needs {known}", hint=hint)
+        bound = float(number) * _MS.get(unit, 0.01 if unit == "%" else 1.0)
+        name = f"{metric}{compare}{number}{unit}"
+        conditions.append(Condition(name, metric, compare, bound, unit == "%"))
+    return tuple(conditions)
 
 
-def _parse(text: str) -> Condition:
-    match = _CONDITION.fullmatch(text)
-    metrics = (*_PERCENTILES, *_RATES, *_COUNTS)
-    hint = f"such as 'p99>20ms' or 'errors>1%'; metrics are {', '.join(metrics)}"
-    if match is None or match[1] not in metrics:
-        raise BadInput(f"`fail_on`: '{text.strip()}' is not a condition", hint=hint)
-    metric, compare, number, unit = match.groups()
-    wanted = tuple(_MS) if metric in _PERCENTILES else ("/s", "")
-    wanted = ("%", "") if metric in _COUNTS else wanted
-    if unit not in wanted:
-        units = " or ".join(each or "no unit" for each in wanted)
-        raise BadInput(f"`fail_on`: '{text.strip()}' needs {units}", hint=hint)
-    bound = float(number) * _MS.get(unit, 0.01 if unit == "%" else 1.0)
-    return Condition(f"{metric}{compare}{number}{unit}", metric, compare, bound, unit == "%")
-
-
-def apply_conditions(result: LoadResult, conditions: tuple[Condition, ...]) -> LoadResult:
-    """The result with what it fails by.
+def apply_conditions(result: LoadResult, conditions: Sequence[Condition]) -> LoadResult:
+    """Return the result with what it fails by; values count, not the ends of their intervals.
 
     A run that the generator limited, or other processes disturbed, fails: it proves nothing.
-
-    The conditions hold for the values, not for the ends of their intervals.
     """
-    if result.limits or result.marks:
-        limited = [f"the generator was the limit: {why}" for why in result.limits[:1]]
-        why = "; ".join([*limited, *result.marks])
-        return replace(
-            result, unmet=tuple(f"{each.text}: not known, as {why}" for each in conditions)
-        )
-    failures = (each.failure(result) for each in conditions)
-    return replace(result, unmet=tuple(why for why in failures if why is not None))
+    doubts = [f"the generator was the limit: {why}" for why in result.limits[:1]]
+    doubts += result.marks
+    if doubts:
+        unmet = [f"{each.text}: not known, as {'; '.join(doubts)}" for each in conditions]
+    else:
+        unmet = [why for each in conditions if (why := each.failure(result)) is not None]
+    return replace(result, unmet=tuple(unmet))

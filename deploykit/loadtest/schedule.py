@@ -6,6 +6,7 @@ Times are seconds since the start of the run.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -92,6 +93,22 @@ class RunRecord:
     opened: int = 0  # connections at once, at most
     limit: str = ""  # why no more could be opened
     errors: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def join(cls, records: Sequence[RunRecord]) -> RunRecord:
+        """Return what several processes recorded together; `busy` is the busiest one's."""
+        whole = cls(
+            behind_s=sum(each.behind_s for each in records),
+            busy=max(each.busy for each in records),
+            waited=sum(each.waited for each in records),
+            opened=sum(each.opened for each in records),
+            limit=next((each.limit for each in records if each.limit), ""),
+            errors=dict(sum((Counter(each.errors) for each in records), Counter())),
+        )
+        for each in records:
+            for name in ("starts_s", "ends_s", "statuses", "send_lags_s", "read_lags_s", "reads"):
+                getattr(whole, name).extend(getattr(each, name))
+        return whole
 
     def progress(self, recent: int) -> str:
         """Return the number of requests answered, with percentiles of the last ones."""

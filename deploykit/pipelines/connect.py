@@ -55,7 +55,7 @@ class StageGraph:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """In the form of the Open Inference Protocol's metadata of a model, less the name."""
+        """Return the Open Inference Protocol's metadata of a model, without the name."""
         inputs, outputs = (
             [{"name": name, "datatype": "BYTES", "shape": [1]}]
             for name in (self.input, self.answer)

@@ -23,7 +23,6 @@ from deploykit.pipelines.stages import ModelCalls, failure_reason, stage_error
 
 log = logging.getLogger(__name__)
 
-Work = Callable[[], Any]
 Ran = Callable[["Arrays | None", "DeploykitError | None"], None]
 
 
@@ -54,7 +53,7 @@ class Host(Protocol):
         ...
 
     def max_rows(self, model: str) -> int:
-        """Of one call; 0 where rows may not be joined."""
+        """Return the most rows of one call; 0 where rows may not be joined."""
         ...
 
     def submit(
@@ -178,20 +177,10 @@ class LivePipeline(Closing):
         if self.host.draining:
             self.counts.record("rejected")
             raise Overloaded("the server is shutting down", hint="send the request elsewhere")
-        run = LiveRun(self, done, trace, timeout_us)
-        run.start(partial(self._read, data), reserve)
-        return run.cancel
-
-    def _read(self, data: Callable[[], Given]) -> tuple[Any, int]:
-        """Return the input and its bytes of memory."""
-        given = data()
-        if not isinstance(given, bytes):
-            return given, input_bytes(given, None)
-        value = self.graph.read(given)
-        return value, input_bytes(value, given if self.graph.kind == "json" else None)
+        return LiveRun(self, data, done, trace, reserve, timeout_us).cancel
 
     def why_not_ready(self) -> str | None:
-        """The reason in one sentence; None if every stage returns."""
+        """Return the reason in one sentence; None if every stage returns."""
         for stage in self.stages.values():
             if stage.hanging(2 * self.host.timeout_ms / 1000):
                 return f"pipeline '{self.name}': stage '{stage.name}' does not return"
@@ -200,6 +189,10 @@ class LivePipeline(Closing):
     def close(self) -> None:
         for stage in self.stages.values():
             stage.close()
+
+
+Work = Callable[[LiveStage], Any]
+Then = Callable[[LiveStage, Any], None]
 
 
 class LiveRun:
@@ -212,11 +205,15 @@ class LiveRun:
     def __init__(
         self,
         pipeline: LivePipeline,
+        data: Callable[[], Given],
         done: Callable[[bytes | Exception, bool], None],
         trace: str | None,
+        reserve: Callable[[int], bool],
         timeout_us: int | None,
     ) -> None:
         self._pipeline = pipeline
+        self._data: Callable[[], Given] | None = data
+        self._reserve = reserve
         limit_us = round(pipeline.host.timeout_ms * 1000)
         self._limit_us = limit_us if timeout_us is None else min(limit_us, timeout_us)
         self._stages, self._graph = pipeline.stages, pipeline.graph.stages
@@ -233,39 +230,37 @@ class LiveRun:
             for name, each in self._graph.items()
         }
         self.over = False
-
-    def start(self, read: Callable[[], tuple[Any, int]], reserve: Callable[[int], bool]) -> None:
-        """Begin with the input, which `read` returns with its bytes of memory, on a thread.
-
-        `reserve`: as in `LivePipeline.start`.
-        """
-        pipeline = self._pipeline
         pipeline.counts.in_flight += 1
         self._started_us = _now_us()
         self._timer = pipeline.host.loop.call_later(self._limit_us / 1e6, self._expire, None)
-        stage = self._stages[pipeline.graph.input]
-        self._begin(stage.name, read, partial(self._admit, stage, reserve))
+        self._begin(pipeline.graph.input)
 
     def cancel(self) -> None:
-        """The client has gone: stages that have not begun are not run."""
+        """End the run, as the client has gone: stages that have not begun are not run."""
         if not self.over:
             self._end("cancelled")
 
-    def _admit(
-        self, stage: LiveStage, reserve: Callable[[int], bool], read: tuple[Any, int]
-    ) -> None:
+    def _read(self, _stage: LiveStage) -> tuple[Any, int]:
+        """Return the input and its bytes of memory."""
+        data, self._data = self._data, None
+        assert data is not None
+        given, graph = data(), self._pipeline.graph
+        if not isinstance(given, bytes):
+            return given, input_bytes(given, None)
+        value = graph.read(given)
+        return value, input_bytes(value, given if graph.kind == "json" else None)
+
+    def _admit(self, stage: LiveStage, read: tuple[Any, int]) -> None:
         """Go on with the input if its memory fits into the server's budget."""
         value, size = read
-        if reserve(size):
+        if self._reserve(size):
             self._finish(stage, value)
             return
         self._leave(stage)
         error = Overloaded("the server holds too many bytes of requests and answers already")
         self._fail(error, stage)
 
-    def _begin(
-        self, name: str, work: Work | None = None, then: Callable[[Any], None] | None = None
-    ) -> None:
+    def _begin(self, name: str) -> None:
         stage = self._stages[name]
         try:
             stage.enter()
@@ -276,14 +271,14 @@ class LiveRun:
         if stage.timeout_ms is not None:
             later = self._pipeline.host.loop.call_later
             self._timers[name] = later(stage.timeout_ms / 1000, self._expire, name)
-        if work is None and not stage.model:
-            work = partial(self._run_function, stage)
-        if work is not None:
-            self._offload(stage, work, then or partial(self._finish, stage))
+        if name == self._pipeline.graph.input:
+            self._offload(stage, self._read, self._admit)
+        elif stage.model:
+            self._offload(stage, self._prepare, self._submit)
         else:
-            self._offload(stage, partial(self._prepare, stage), partial(self._submit, stage))
+            self._offload(stage, self._run_function, self._finish)
 
-    def _offload(self, stage: LiveStage, work: Work, then: Callable[[Any], None]) -> None:
+    def _offload(self, stage: LiveStage, work: Work, then: Then) -> None:
         """Run `work` on a thread of the stage, then `then` on the loop unless the run is over."""
 
         def job() -> None:
@@ -292,7 +287,7 @@ class LiveRun:
             if not self.over:
                 try:
                     with INSIDE:
-                        value = work()
+                        value = work(stage)
                 except BaseException as exc:  # noqa: BLE001 - every error is a reply
                     error = exc
             try:
@@ -309,14 +304,14 @@ class LiveRun:
             log.warning("stage '%s': no thread can be started: %s", stage.name, exc)
             self._fail(Overloaded("no thread can be started; try again later"), stage)
 
-    def _back(self, stage: LiveStage, then: Callable[[Any], None], value: Any, error: Any) -> None:
+    def _back(self, stage: LiveStage, then: Then, value: Any, error: Any) -> None:
         if self.over:  # it was waiting for this thread, or ran too long
             self._leave(stage)
         elif error is not None:
             self._leave(stage)
             self._fail(error, stage)
         else:
-            then(value)
+            then(stage, value)
 
     def _leave(self, stage: LiveStage) -> None:
         stage.counts.in_flight -= 1
@@ -335,7 +330,7 @@ class LiveRun:
         return pipeline.host.encode(pipeline.graph.answer_json(value)), True
 
     def _finish(self, stage: LiveStage, value: Any) -> None:
-        """The stage has given `value`: begin those that have waited for it."""
+        """Keep the value that the stage gave, and begin the stages that have waited for it."""
         name = stage.name
         self._leave(stage)
         stage.counts.record("success", _now_us() - self._began_us.pop(name))
@@ -362,8 +357,7 @@ class LiveRun:
 
         def go_on() -> None:
             del self._calls[stage]
-            work = partial(self._collect, stage, calls, outputs)
-            self._offload(stage, work, partial(self._finish, stage))
+            self._offload(stage, partial(self._collect, calls, outputs), self._finish)
 
         def ran(at: int, found: Arrays | None, error: DeploykitError | None) -> None:
             nonlocal left
@@ -390,13 +384,13 @@ class LiveRun:
         if not outputs:
             go_on()
 
-    def _collect(self, stage: LiveStage, calls: ModelCalls, outputs: list[Any]) -> Any:
+    def _collect(self, calls: ModelCalls, outputs: list[Any], stage: LiveStage) -> Any:
         found = self._graph[stage.name].collect(calls, outputs)
         value = found if self._graph[stage.name].each else found[0]
         return self._encode(value) if stage.name == self._answer else value
 
     def _expire(self, name: str | None) -> None:
-        """The time of one stage is over, or that of the request."""
+        """Fail the run, as the time of one stage is over, or that of the request."""
         stage = self._stages[name or next(iter(self._began_us))]
         limit_ms = self._limit_us / 1000 if name is None else stage.timeout_ms
         of = "the request's" if name is None else "its"
@@ -435,7 +429,7 @@ class LiveRun:
             self._leave(stage)
             for cancel in waiting:
                 cancel()
-        self._values = {}
+        self._values, self._data = {}, None
 
 
 def _now_us() -> int:
@@ -443,7 +437,7 @@ def _now_us() -> int:
 
 
 def outcome_of(error: DeploykitError) -> str:
-    """How an error is counted."""
+    """Return the name under which an error is counted."""
     if isinstance(error, Expired):
         return "expired"
     if isinstance(error, Overloaded):

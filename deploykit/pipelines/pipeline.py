@@ -44,7 +44,7 @@ class OpenPipeline(Closing):
 
     @property
     def device(self) -> str:
-        """Those of its models."""
+        """The devices of its models."""
         return " and ".join(sorted({each.device for each in self.engines.values()})) or "cpu"
 
     def __call__(self, value: Any) -> Any:

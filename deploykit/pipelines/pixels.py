@@ -27,7 +27,7 @@ from deploykit.engines.tasks.images import (
 
 
 def read_pixels(data: bytes) -> np.ndarray:
-    """A JPEG, PNG or WebP, turned upright: uint8 [height, width, 3]. Raises BadInput."""
+    """Decode a JPEG, PNG or WebP, upright, to uint8 [height, width, 3]. Raises BadInput."""
     where = "the image"
     with open_image(io.BytesIO(data), where, FORMATS) as opened:
         check_pixels(opened, where)

@@ -53,12 +53,12 @@ class ReplicaModel:
 
     @property
     def alone_s(self) -> float:
-        """Of a request that meets no other."""
+        """The seconds of a request that meets no other."""
         return self.service_s[0] + self.request_s
 
     @property
     def most_per_s(self) -> float:
-        """No rate above this can be carried, whatever the latency."""
+        """The rate that cannot be exceeded, whatever the latency."""
         calls = ((size, seconds) for size, seconds in enumerate(self.service_s, start=1))
         if self.overlaps:
             rate = max(size / seconds for size, seconds in calls)
@@ -76,8 +76,7 @@ class Capacity(Record):
 
     `rate_each_per_s`: the most that one carries; the server's own work then takes `server_busy` of
     a core. `p99_ms`: with that many replicas. `why`: the reason where there is none. `max_batch`:
-    requests that one call takes, the server's `max_batch`. `per_million`: the price of a million
-    requests on all replicas.
+    requests that one call takes, the server's `max_batch`.
     """
 
     rate_per_s: float
@@ -89,7 +88,6 @@ class Capacity(Record):
     max_batch: int = 1
     server_busy: float = 0.0
     precision: str = ""
-    per_million: float | None = None
 
 
 def capacity(
@@ -100,10 +98,11 @@ def capacity(
     request_s: float = 0.0,
     overlaps: bool = False,
 ) -> Capacity:
-    """`service_s`: seconds of a call by batch size, from 1 on; between two a straight line.
+    """Return how many replicas carry `rate_per_s` with their p99 within `bound_s`.
 
-    The largest batch is that of the sizes given with which a replica carries most, and whose call
-    is within the bound. `request_s`, `overlaps`: see `ReplicaModel`.
+    `service_s`: seconds of a call by batch size, from 1 on; between two a straight line. The
+    largest batch is that of the sizes with which a replica carries most, and whose call is within
+    the bound. `request_s`, `overlaps`: see `ReplicaModel`.
     """
     least = min(service_s)
     in_time = {size: each for size, each in service_s.items() if each <= bound_s or size == least}
@@ -134,25 +133,25 @@ def capacity(
 
 
 def served_s(engine_s: float) -> float:
-    """Of a call of the engine, with the server's own work for it."""
+    """Return the seconds of an engine's call with the server's own work for it."""
     return engine_s + CALL_S + _COLD * min(engine_s, _COLD_UNTIL_S)
 
 
 def by_batch(service_s: Mapping[int, float]) -> tuple[float, ...]:
-    """Seconds of batch 1, 2, 3, ... up to the largest; a missing one is interpolated."""
+    """Return the seconds of batch 1, 2, 3, ... up to the largest, interpolated."""
     sizes = sorted(service_s)
     wanted = np.arange(1, min(sizes[-1], _LARGEST_BATCH) + 1)
     return tuple(np.interp(wanted, sizes, [service_s[size] for size in sizes]).tolist())
 
 
 def p99_s(rate_per_s: float, replica: ReplicaModel) -> float:
-    """The 99th percentile of waiting and service together; infinite where 1 % is refused."""
+    """Return the 99th percentile of waiting and service; infinite where 1 % is refused."""
     taken_s = latencies_s((_unit_arrivals() / rate_per_s).tolist(), replica)
     return float(np.quantile(taken_s[_WARM_UP:], QUANTILE, method="inverted_cdf"))
 
 
 def latencies_s(arrivals_s: Sequence[float], replica: ReplicaModel) -> list[float]:
-    """From each arrival to its answer; infinite for a request that is refused."""
+    """Return the time from each arrival to its answer; infinite for a refused request."""
     taken_s = [math.inf] * len(arrivals_s)
     waiting: deque[int] = deque()
     engine_s = server_s = 0.0  # when each is free again
@@ -174,7 +173,7 @@ def latencies_s(arrivals_s: Sequence[float], replica: ReplicaModel) -> list[floa
 
 
 def _most_within(bound_s: float, replica: ReplicaModel) -> float:
-    """The highest rate whose p99 is within the bound; 0.0 where there is none."""
+    """Return the highest rate whose p99 is within the bound; 0.0 where there is none."""
     low, high = 0.0, replica.most_per_s
     for _ in range(_STEPS):
         middle = (low + high) / 2

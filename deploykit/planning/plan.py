@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from deploykit.core.arguments import checked
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
-from deploykit.core.errors import BadInput, GateFailed, MissingExtra, did_you_mean
+from deploykit.core.errors import BadInput, GateFailed, did_you_mean
 from deploykit.core.json_value import Record
-from deploykit.core.machine import now, this_machine
 from deploykit.core.profile import Profile, load_profile, profile_names
-from deploykit.core.task import Task
 from deploykit.evaluation.artefacts import Progress
 from deploykit.graph import cost as kinds
 from deploykit.graph.cost import NodeCost
 from deploykit.graph.graph import Graph
 from deploykit.graph.preflight import find_mismatch
-from deploykit.graph.shapes import TensorShapes
-from deploykit.planning import probe
 from deploykit.planning.capacity import BYTE_S, REQUEST_S, Capacity, capacity, served_s
 from deploykit.planning.predict import (
     Inferred,
@@ -33,60 +28,33 @@ from deploykit.planning.predict import (
     target_of,
     unknown_nodes,
 )
-from deploykit.planning.probe import CpuCalibration
-
-# Give each dynamic axis of a graph the size that `plan` predicts for.
-
-MOST_SIZE = 1 << 31  # of an axis: more elements in one direction than any runtime indexes
-
-
-def sizes_of_axes(
-    graph: Graph, where: Artefact, given: Mapping[str, int]
-) -> tuple[dict[str, int], list[str], list[str]]:
-    """Sizes of the dynamic axes but the batch, the names of the batch axis, and notes."""
-    batch = [
-        spec.shape[0] for spec in graph.inputs if spec.shape and isinstance(spec.shape[0], str)
-    ]
-    names = [axis for spec in graph.inputs for axis in spec.shape if isinstance(axis, str)]
-    others = [name for name in dict.fromkeys(names) if name not in batch]
-    given = {**_sizes_of(where.task, graph), **given}
-    for name, size in given.items():
-        if name not in others:
-            known = ", ".join(others) or "none but the batch"
-            hint = "`batches` sets the batch" if name in batch else did_you_mean(name, others)
-            raise BadInput(f"{where}: no dynamic axis '{name}'; it has: {known}", hint=hint)
-        if not 1 <= size <= MOST_SIZE:
-            raise BadInput(f"`axes` {name}={size}: must be 1 or more, and fit into 31 bits")
-    sizes = {name: given.get(name, 1) for name in others}
-    notes = [
-        f"axis {name} is taken as 1, as no size was given: `axes` {name}=128"
-        for name in others
-        if name not in given
-    ]
-    return sizes, list(dict.fromkeys(batch)), notes
-
-
-def _sizes_of(task: Task | None, graph: Graph) -> dict[str, int]:
-    """Of an image of any ratio: the square that a folder of them is cut to."""
-    image = task.image if task else None
-    if image is None or image.height:
-        return {}
-    side = math.ceil(image.resize_to / image.multiple) * image.multiple
-    return {axis: side for axis in graph.inputs[0].shape[1:3] if isinstance(axis, str)}
-
-
-def fixed_batch(graph: Graph) -> int:
-    """Of a model without a dynamic axis 0."""
-    fixed = (spec.shape[0] for spec in graph.inputs if spec.shape)
-    return next((size for size in fixed if isinstance(size, int) and size > 0), 1)
-
-
-log = logging.getLogger(__name__)
+from deploykit.planning.probe import cpu_calibration
 
 BATCHES = (1, 8, 32)
-_LEAST, _MOST = 1e-9, 1e15  # of a latency, a rate and a price
+MOST_SIZE = 1 << 31  # of an axis: more elements in one direction than any runtime indexes
+_LEAST, _MOST = 1e-9, 1e15  # of a latency and a rate
 _NAMED = 5  # nodes in a note
 _FACTOR = 1.4  # times: how far predictions for the CPU are off at most (plan-accuracy.md)
+# A matrix instruction takes 16 bytes of a row at a time: NVIDIA, Deep Learning Performance Guide,
+# "Tensor Core requirements": multiples of 8 in half precision, of 16 in INT8.
+_ALIGNED = {"fp16": 8, "int8": 16}
+_DENSE = (kinds.CONVOLUTION, kinds.POINTWISE, kinds.STEM, kinds.PRODUCT)
+
+
+@dataclass(frozen=True)
+class Hint(Record):
+    """`node` has `size` where a multiple of `multiple` fills the hardware in `precision`.
+
+    `what`: "input channels", "output channels" or "features". `share`: of the model's operations.
+    """
+
+    node: str
+    operator: str
+    what: str
+    size: int
+    precision: str
+    multiple: int
+    share: float
 
 
 @dataclass(frozen=True)
@@ -154,83 +122,80 @@ def plan(
     axes: Mapping[str, int] | None = None,
     slo_ms: float | None = None,
     rate_per_s: float | None = None,
-    prices: Mapping[str, float] | None = None,
-    calibrate: bool = False,
     on_progress: Progress | None = None,
 ) -> Planned:
-    """Predict memory, latency and throughput of an ONNX `model` on `profiles`; by default on all.
+    """Predict memory, latency and throughput of an ONNX `model` on hardware targets.
 
-    A float32 model is predicted in each precision that a target offers, another one as it is.
-    `axes`: sizes of dynamic axes by name; the batch axis takes `batches`, any other not named is 1,
-    with a note. `slo_ms`: the latency to meet; with `rate_per_s` also how many replicas carry that
-    many requests/s with their p99 within it. `prices`: per hour by profile, "" for any.
+    A float32 model is predicted in each precision that a target offers, another one as it is. The
+    CPU's ceilings are measured by a probe that takes some seconds, once: the result is kept in the
+    cache folder. Weights are not read.
 
-    The CPU's ceilings are measured by a probe that takes some seconds, once: the result is kept in
-    the cache folder. `calibrate`: measure them again. Weights are not read. Raises BadInput for a
-    file that is no ONNX model or that a profile cannot take, for unknown axes, for wrong values.
+    Args:
+        profiles: the targets; by default all.
+        batches: sizes of the batch axis.
+        axes: sizes of other dynamic axes by name; one not named is 1, with a note.
+        slo_ms: the latency to meet.
+        rate_per_s: with `slo_ms`: how many replicas carry that many requests/s with their p99
+            within it.
+
+    Raises:
+        BadInput: a file that is no ONNX model or that a profile cannot take, unknown axes, wrong
+            values.
     """
-
-    _check_options(batches, slo_ms, rate_per_s, prices or {})
+    _check_options(batches, slo_ms, rate_per_s)
     chosen = [load_profile(each) if isinstance(each, str) else each for each in profiles]
     chosen = chosen or [load_profile(name) for name in profile_names()]
-    _check_prices(prices or {}, chosen)
     artefact = Artefact.open(model)
     if artefact.format != "onnx":
         raise wrong_format(artefact, artefact.format, "an ONNX file")
     graph = Graph.open(artefact.path)
-    refused = _refused(artefact, graph, chosen, named=bool(profiles))
+    refused = {profile.name: find_mismatch(artefact, graph, profile) for profile in chosen}
+    for error in refused.values():
+        if error and profiles:
+            raise error
     sizes, batch_axes, notes = sizes_of_axes(graph, artefact, axes or {})
-    batches = batches if batch_axes else [fixed_batch(graph)]
-    found = [infer(graph, n, sizes | dict.fromkeys(batch_axes, n)) for n in dict.fromkeys(batches)]
-    formula, shapeless = unknown_nodes(found[0].compiled)
-    calibration, more = _calibration(chosen, calibrate, on_progress)
-    alone = next((each for each in found if each.batch == 1 or not batch_axes), None)
-    if alone is None and rate_per_s is not None:
-        alone = infer(graph, 1, sizes | dict.fromkeys(batch_axes, 1))
-    request = _Request(slo_ms, rate_per_s, prices or {}, alone, bool(batch_axes), refused)
-    targets = tuple(_target(profile, found, calibration, request) for profile in chosen)
+    if not batch_axes:
+        fixed = (spec.shape[0] for spec in graph.inputs if spec.shape)
+        batches = [next((size for size in fixed if isinstance(size, int) and size > 0), 1)]
+    inferred = {n: infer(graph, n, sizes | dict.fromkeys(batch_axes, n)) for n in batches}
+    calls, first = list(inferred.values()), inferred[batches[0]]
+    single = None
+    if rate_per_s is not None:
+        single = inferred.get(1) or (
+            infer(graph, 1, sizes | dict.fromkeys(batch_axes, 1)) if batch_axes else first
+        )
+    calibration = None
+    if any(profile.device == "cpu" for profile in chosen):
+        calibration, probe_notes = cpu_calibration(on_progress=on_progress)
+        notes += probe_notes
+    targets = []
+    for profile in chosen:
+        error = refused[profile.name]
+        target = error.message if error else target_of(profile, calibration)
+        targets.append(_plan_target(profile, target, calls, single, slo_ms, rate_per_s))
+    formula, shapeless = unknown_nodes(first.compiled)
+    hints = alignment(first) if any(profile.device == "cuda" for profile in chosen) else ()
     return Planned(
         model=str(artefact),
-        batches=tuple(each.batch for each in found),
+        batches=tuple(inferred),
         axes=sizes,
-        flops=found[0].flops,
-        parameters=sum(cost.weights for cost in found[0].compiled),
-        weight_bytes=found[0].weight_bytes,
+        flops=first.flops,
+        parameters=sum(cost.weights for cost in first.compiled),
+        weight_bytes=first.weight_bytes,
         unknown=formula,
         slo_ms=slo_ms,
         rate_per_s=rate_per_s,
-        targets=targets,
-        hints=_hints(found[0], chosen),
-        nodes=found[0].compiled,
-        notes=(*notes, *_left_out(formula, shapeless), *more, *_of_targets(targets, found[0])),
+        targets=tuple(targets),
+        hints=hints,
+        nodes=first.compiled,
+        notes=(*notes, *_left_out(formula, shapeless), *_of_targets(targets, first)),
     )
 
 
-@dataclass(frozen=True)
-class _Request:
-    """`alone`: a call for one request. `joined`: requests become a batch.
-
-    `refused`: the reason for each profile that cannot take the file.
-    """
-
-    slo_ms: float | None
-    rate_per_s: float | None
-    prices: Mapping[str, float]
-    alone: Inferred | None
-    joined: bool
-    refused: Mapping[str, str]
-
-
-def _check_options(
-    batches: Sequence[int],
-    slo_ms: float | None,
-    rate_per_s: float | None,
-    prices: Mapping[str, float],
-) -> None:
+def _check_options(batches: Sequence[int], slo_ms: float | None, rate_per_s: float | None) -> None:
     if not batches or any(not 1 <= size <= MOST_SIZE for size in batches):
         raise BadInput(f"`batches` must be from 1 to {MOST_SIZE}, got {list(batches)}")
-    costs = [("prices", price) for price in prices.values()]
-    for name, value in (("slo_ms", slo_ms), ("rate_per_s", rate_per_s), *costs):
+    for name, value in (("slo_ms", slo_ms), ("rate_per_s", rate_per_s)):
         if value is not None and not (math.isfinite(value) and value > 0):
             raise BadInput(f"`{name}` must be a number above 0, got {value:g}")
         if value is not None and not _LEAST <= value <= _MOST:
@@ -239,94 +204,69 @@ def _check_options(
         raise BadInput("`rate_per_s` needs the latency that its p99 is to meet", hint="`slo_ms` 50")
 
 
-def _check_prices(prices: Mapping[str, float], profiles: Sequence[Profile]) -> None:
-    """Each is of a profile, of this plan or not, so that one list serves all plans."""
-    known = {"", *profile_names(), *(each.name for each in profiles)}
-    for name in prices:
-        if name.partition("@")[0] not in known:
-            hint = did_you_mean(name, sorted(known))
-            raise BadInput(f"`prices` {name}: is no profile", hint=hint)
+def sizes_of_axes(
+    graph: Graph, where: Artefact, axes: Mapping[str, int]
+) -> tuple[dict[str, int], list[str], list[str]]:
+    """Return sizes of the dynamic axes but the batch, the names of the batch axis, and notes."""
+    names = [axis for spec in graph.inputs for axis in spec.shape if isinstance(axis, str)]
+    firsts = [spec.shape[0] for spec in graph.inputs if spec.shape]
+    batch = [axis for axis in dict.fromkeys(firsts) if isinstance(axis, str)]
+    others = [name for name in dict.fromkeys(names) if name not in batch]
+    for name, size in axes.items():
+        if name not in others:
+            known = ", ".join(others) or "none but the batch"
+            hint = "`batches` sets the batch" if name in batch else did_you_mean(name, others)
+            raise BadInput(f"{where}: no dynamic axis '{name}'; it has: {known}", hint=hint)
+        if not 1 <= size <= MOST_SIZE:
+            raise BadInput(f"`axes` {name}={size}: must be 1 or more, and fit into 31 bits")
+    known_sizes = dict(axes)
+    image = where.task.image if where.task else None
+    if image is not None and not image.height:  # the square that a folder of images is cut to
+        side = math.ceil(image.resize_to / image.multiple) * image.multiple
+        sides = [axis for axis in graph.inputs[0].shape[1:3] if isinstance(axis, str)]
+        known_sizes = dict.fromkeys(sides, side) | known_sizes
+    notes = [
+        f"axis {name} is taken as 1, as no size was given: `axes` {name}=128"
+        for name in others
+        if name not in known_sizes
+    ]
+    return {name: known_sizes.get(name, 1) for name in others}, batch, notes
 
 
-def _name(profile: Profile) -> str:
-    return profile.name + (f"@{profile.power_mode}" if profile.power_mode else "")
-
-
-def _calibration(
-    profiles: Sequence[Profile], anew: bool, on_progress: Progress | None
-) -> tuple[CpuCalibration | None, list[str]]:
-    """Of this machine's CPU, if a profile needs it: what is kept, else a probe."""
-    if not anew and not any(profile.device == "cpu" for profile in profiles):
-        return None, []
-    return probe_cpu(anew=anew, on_progress=on_progress)
-
-
-def probe_cpu(
-    *,
-    threads: int | None = None,
-    anew: bool = False,
-    only_kept: bool = False,
-    on_progress: Progress | None = None,
-) -> tuple[CpuCalibration | None, list[str]]:
-    """The kept calibration of this machine's CPU, else one probe; and notes on it.
-
-    None without ONNX Runtime, and with `only_kept` where none is kept. `threads`: by default one
-    per core.
-    """
-
-    machine = this_machine()
-    found = None if anew else probe.find_calibration(machine, threads)
-    if found is not None or only_kept:
-        return found, [found.doubt] if found and found.doubt else []
-    try:
-        found = probe.measure_cpu(machine.cpu, now(), threads=threads, on_progress=on_progress)
-    except MissingExtra:
-        return None, []
-    problem = probe.store_calibration(found)
-    return found, [text for text in (problem, found.doubt) if text]
-
-
-def _refused(
-    source: Artefact, graph: Graph, profiles: Sequence[Profile], *, named: bool
-) -> dict[str, str]:
-    """Return why each profile that cannot take the file does not.
-
-    Raises the first reason as BadInput if the user `named` the profiles.
-    """
-
-    refused = {}
-    for profile in profiles:
-        if error := find_mismatch(source, graph, profile):
-            if named:
-                raise error
-            refused[profile.name] = error.message
-    return refused
-
-
-def _target(
+def _plan_target(
     profile: Profile,
-    found: Sequence[Inferred],
-    calibration: CpuCalibration | None,
-    request: _Request,
+    target: Target | str,
+    calls: Sequence[Inferred],
+    single: Inferred | None,
+    slo_ms: float | None,
+    rate_per_s: float | None,
 ) -> TargetPlan:
+    """Predict all precisions at all batches. `target`: or why nothing can be predicted for it.
 
-    name = _name(profile)
-    target = request.refused.get(profile.name) or target_of(profile, calibration)
+    `single`: a call for one request.
+    """
+    name = profile.name + (f"@{profile.power_mode}" if profile.power_mode else "")
+    nothing = TargetPlan(name, profile.summary, profile.memory_bytes, "", "", False, (), None, None)
     if isinstance(target, str):
-        return TargetPlan(
-            name, profile.summary, profile.memory_bytes, target, "", False, (), None, None
-        )
-    price = request.prices.get(name, request.prices.get(profile.name, request.prices.get("")))
-    predictions, why = _predictions(found, target, price)
-    best, load = _choose(predictions, target, request)
-    if load is not None and price is not None and load.replicas:
-        per_hour = load.replicas * price
-        load = replace(load, per_million=per_hour / 3600e-6 / load.rate_per_s)
-    return TargetPlan(
-        profile=name,
-        summary=profile.summary,
+        return replace(nothing, why=target)
+    stored = calls[0].stored
+    if stored not in {*profile.precisions, "fp32"}:
+        why = f"it does not run {stored} natively, and the graph is in {stored}"
+        return replace(nothing, why=why, basis=target.basis, checked=target.checked)
+    predictions = tuple(
+        predict_call(call, target, precision)
+        for precision in precisions(calls[0], target)
+        for call in calls
+    )
+    best, load = None, None
+    if slo_ms is not None:
+        meet = [p for p in predictions if p.fits is not False and p.latency_ms <= slo_ms]
+        best = max(meet, key=lambda p: p.throughput_per_s or 0.0, default=None)
+        if rate_per_s is not None and single is not None:
+            load = _replicas(predictions, best, target, single, slo_ms, rate_per_s)
+    return replace(
+        nothing,
         memory_bytes=target.memory_bytes,
-        why=why,
         basis=target.basis,
         checked=target.checked,
         predictions=predictions,
@@ -335,48 +275,26 @@ def _target(
     )
 
 
-def _predictions(
-    found: Sequence[Inferred], target: Target, price: float | None
-) -> tuple[tuple[Prediction, ...], str]:
-    """All precisions at all batches; a graph in a type that the target lacks has none, and why."""
-
-    stored = found[0].stored
-    offered = {*target.profile.precisions, "fp32"}
-    if stored not in offered:
-        return (), f"it does not run {stored} natively, and the graph is in {stored}"
-    kinds = precisions(found[0], target)
-    return tuple(predict_call(each, target, kind, price) for kind in kinds for each in found), ""
-
-
-def _choose(
-    predictions: Sequence[Prediction], target: Target, request: _Request
-) -> tuple[Prediction | None, Capacity | None]:
-    """The prediction that meets the bound with most throughput, and the replicas for the rate."""
-
-    slo_ms, rate_per_s, alone = request.slo_ms, request.rate_per_s, request.alone
-    if slo_ms is None:
-        return None, None
+def _replicas(
+    predictions: Sequence[Prediction],
+    best: Prediction | None,
+    target: Target,
+    single: Inferred,
+    slo_ms: float,
+    rate_per_s: float,
+) -> Capacity:
+    """Return how many replicas carry the rate, in the best precision, else in the fastest."""
     fitting = [p for p in predictions if p.fits is not False]
-    meet = [p for p in fitting if p.latency_ms <= slo_ms]
-    best = max(meet, key=lambda p: p.throughput_per_s or 0.0, default=None)
-    if rate_per_s is None or alone is None or not predictions:
-        return best, None
     if not fitting:
         why = "it does not fit into the memory"
-        return best, Capacity(rate_per_s, slo_ms, None, None, None, why)
+        return Capacity(rate_per_s, slo_ms, None, None, None, why)
     precision = (best or min(fitting, key=lambda p: p.latency_ms)).precision
-    joined = [p for p in fitting if p.precision == precision and request.joined]
+    joined = [p for p in fitting if p.precision == precision and single.batch == 1]
     service_s = {p.batch: served_s(p.latency_ms / 1e3) for p in joined}
-    service_s[1] = served_s(predict_call(alone, target, precision).latency_ms / 1e3)
-    request_s, overlaps = REQUEST_S + BYTE_S * sum(alone.end_bytes), target.profile.device != "cpu"
+    service_s[1] = served_s(predict_call(single, target, precision).latency_ms / 1e3)
+    request_s, overlaps = REQUEST_S + BYTE_S * sum(single.end_bytes), target.calibration is None
     found = capacity(rate_per_s, slo_ms / 1e3, service_s, request_s=request_s, overlaps=overlaps)
-    return best, replace(found, precision=precision)
-
-
-def _hints(found: Inferred, profiles: Sequence[Profile]) -> tuple[Hint, ...]:
-
-    gpus = any(profile.device == "cuda" for profile in profiles)
-    return alignment(found.known, found.compiled) if gpus else ()
+    return replace(found, precision=precision)
 
 
 def _left_out(formula: Sequence[str], shapeless: Sequence[str]) -> list[str]:
@@ -395,7 +313,6 @@ def _left_out(formula: Sequence[str], shapeless: Sequence[str]) -> list[str]:
 
 
 def _of_targets(targets: Sequence[TargetPlan], found: Inferred) -> list[str]:
-
     shown = [target for target in targets if target.predictions]
     notes = []
     if not all(target.checked for target in shown):
@@ -408,7 +325,7 @@ def _of_targets(targets: Sequence[TargetPlan], found: Inferred) -> list[str]:
 
 
 def _close(every: Sequence[Prediction]) -> list[str]:
-    """Precisions of the CPU whose order predictions cannot tell, as they are off by that much."""
+    """Name the precisions of the CPU whose order predictions cannot tell."""
     times = {(each.precision, each.batch): each.latency_ms for each in every}
     close = [
         f"{precision} at batch {batch}"
@@ -422,52 +339,27 @@ def _close(every: Sequence[Prediction]) -> list[str]:
     return [start + "be faster or slower than fp32: `bench` of the built file tells"]
 
 
-# Sizes that leave parts of a Tensor Core idle.
-
-# A matrix instruction takes 16 bytes of a row at a time: NVIDIA, Deep Learning Performance Guide,
-# "Tensor Core requirements": multiples of 8 in half precision, of 16 in INT8.
-ALIGNED = {"fp16": 8, "bf16": 8, "int8": 16, "fp8": 16}
-_DENSE = (kinds.CONVOLUTION, kinds.POINTWISE, kinds.STEM, kinds.PRODUCT)
-
-
-@dataclass(frozen=True)
-class Hint(Record):
-    """`node` has `size` where a multiple of `multiple` fills the hardware in `precision`.
-
-    `what`: "input channels", "output channels" or "features". `share`: of the model's operations.
-    """
-
-    node: str
-    operator: str
-    what: str
-    size: int
-    precision: str
-    multiple: int
-    share: float
-
-
-def alignment(known: TensorShapes, costs: Sequence[NodeCost]) -> tuple[Hint, ...]:
-    """The dense nodes with sizes that are no multiple, those with most operations first.
+def alignment(found: Inferred) -> tuple[Hint, ...]:
+    """Return the dense nodes whose sizes leave parts of a Tensor Core idle, the largest first.
 
     Each is named once, with the coarsest multiple that it misses: of 8, else of 16.
     """
-    whole = sum(cost.flops or 0 for cost in costs) or 1
-    nodes = {node.name: node for node in known.nodes}
-    found = []
-    for cost in costs:
+    whole = sum(cost.flops or 0 for cost in found.compiled) or 1
+    nodes = {node.name: node for node in found.known.nodes}
+    hints = []
+    for cost in found.compiled:
         if cost.kind not in _DENSE or not cost.flops or cost.name not in nodes:
             continue
-        weight = known.shapes.get((*nodes[cost.name].input, "", "")[1], ())
+        weight = found.known.shapes.get((*nodes[cost.name].input, "", "")[1], ())
         if len(weight) < 2:
             continue
-        convolves = cost.kind != kinds.PRODUCT
-        names = ("output channels", "input channels") if convolves else ("features", "features")
-        sizes = weight[:2] if convolves else weight[-2:]
-        for precision in ("fp16", "int8"):
-            wrong = [(n, s) for n, s in zip(names, sizes, strict=True) if s % ALIGNED[precision]]
+        names, sizes = ("output channels", "input channels"), weight[:2]
+        if cost.kind == kinds.PRODUCT:
+            names, sizes = ("features", "features"), weight[-2:]
+        for precision, multiple in _ALIGNED.items():
+            wrong = [(n, s) for n, s in zip(names, sizes, strict=True) if s % multiple]
             if wrong:
-                (what, size), share = wrong[0], cost.flops / whole
-                multiple = ALIGNED[precision]
-                found.append(Hint(cost.name, cost.operator, what, size, precision, multiple, share))
+                share = cost.flops / whole
+                hints.append(Hint(cost.name, cost.operator, *wrong[0], precision, multiple, share))
                 break
-    return tuple(sorted(found, key=lambda hint: -hint.share))
+    return tuple(sorted(hints, key=lambda hint: -hint.share))

@@ -25,7 +25,8 @@ from deploykit.graph.cost import (
     node_time,
     peak_bytes,
 )
-from deploykit.graph.graph import Graph, dtype_name
+from deploykit.graph.graph import Graph
+from deploykit.graph.parse import dtype_name
 from deploykit.graph.shapes import TensorShapes, fixed_shapes
 from deploykit.planning.probe import CpuCalibration
 
@@ -62,11 +63,11 @@ class Target:
 
     @property
     def call_s(self) -> float:
-        """Seconds of a call whose graph does nothing."""
+        """The seconds of a call whose graph does nothing."""
         return self.calibration.call_s if self.calibration else 0.0
 
     def copies_s(self, sizes: Sequence[int]) -> float:
-        """Seconds to copy tensors of these bytes between host and GPU, one after the other."""
+        """Return the seconds to copy tensors of these bytes between host and GPU, one by one."""
         if self.calibration:
             return 0.0
         shared = self.profile.unified_memory and self.profile.bandwidth_bytes_per_s
@@ -74,7 +75,7 @@ class Target:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """What a float32 model is predicted in. ONNX Runtime's CPU computes halves in float32."""
+        """The precisions of a float32 model. ONNX Runtime's CPU computes halves in float32."""
         if self.calibration:
             measured = {name.split(" ")[0] for name in self.calibration.curves}
             return tuple(name for name in self.profile.precisions if name in measured)
@@ -86,7 +87,7 @@ class Target:
 
     @property
     def power_w(self) -> float | None:
-        """At most: of the power mode, else of the target."""
+        """The most power of the power mode, else of the target."""
         mode = _mode(self.profile)
         return (mode.watts if mode else None) or self.profile.max_power_w
 
@@ -112,7 +113,7 @@ class Target:
 
 
 def target_of(profile: Profile, calibration: CpuCalibration | None) -> Target | str:
-    """The target, or why nothing can be predicted for it."""
+    """Return the target, or why nothing can be predicted for it."""
     if profile.device == "cpu":
         if profile.runtime != "onnxruntime":
             return "the probe measures only ONNX Runtime: `deploykit bench` measures others"
@@ -138,7 +139,7 @@ def _mode(profile: Profile) -> PowerMode | None:
 
 
 def _clock_share(profile: Profile) -> float:
-    """Of the peaks, what the chosen power mode leaves: its clock and its multiprocessors."""
+    """Return the share of the peaks that the clock and SMs of the power mode leave."""
     mode, sms = _mode(profile), profile.sm_count
     if mode is None or not sms:
         return 1.0
@@ -160,8 +161,7 @@ class Prediction(Record):
     `latency_ms`: with the copies of inputs and outputs between host and GPU, `compute_ms`: without.
     `limit`: what most of the time goes to, "compute", "memory", "launch" or "copies", and `shares`
     how the time divides. `memory_bytes`: weights and activations; `build_bytes`: to build or to
-    load the engine. `joules`: per inference at most, at the target's full power. `per_million`: the
-    price of a million inferences at this batch, one after the other.
+    load the engine. `joules`: per inference at most, at the target's full power.
     """
 
     precision: str
@@ -177,7 +177,6 @@ class Prediction(Record):
     build_bytes: int
     fits: bool | None
     joules: float | None
-    per_million: float | None
 
 
 @dataclass(frozen=True)
@@ -195,11 +194,11 @@ class Inferred:
 
     @property
     def end_bytes(self) -> list[int]:
-        """Of each input and output; 0 of one whose size is not known."""
+        """The bytes of each input and output; 0 of one whose size is not known."""
         return [self.known.bytes(name) or 0 for name in (*self.inputs, *self.known.outputs)]
 
     def costs(self, target: Target) -> tuple[NodeCost, ...]:
-        """As the target's runtime fuses nodes."""
+        """Return the costs as the target's runtime fuses nodes."""
         return self.interpreted if target.fusion is INTERPRETED else self.compiled
 
 
@@ -220,16 +219,14 @@ def infer(graph: Graph, batch: int, sizes: Mapping[str, int]) -> Inferred:
 
 
 def precisions(found: Inferred, target: Target) -> tuple[str, ...]:
-    """What to predict: all that the target offers for a float32 graph, else what the graph has."""
+    """Return what to predict: all that the target offers for float32, else what the graph has."""
     if found.stored != "fp32":
         return (found.stored,)
     return ("fp32", *(name for name in target.precisions if name != "fp32"))
 
 
-def predict_call(
-    found: Inferred, target: Target, precision: str, price_per_hour: float | None = None
-) -> Prediction:
-    """One call of `found` on `target`, its nodes one after the other."""
+def predict_call(found: Inferred, target: Target, precision: str) -> Prediction:
+    """Predict one call of `found` on `target`, its nodes one after the other."""
     costs = [in_precision(cost, precision, found.stored, target) for cost in found.costs(target)]
     weights = sum(cost.weight_bytes for cost in costs)
     ceilings = target.ceilings(weights)
@@ -261,12 +258,11 @@ def predict_call(
         build_bytes=build,
         fits=None if limit_bytes is None else max(memory, build) <= limit_bytes,
         joules=None if watts is None or rate is None else watts / rate,
-        per_million=None if price_per_hour is None or not rate else price_per_hour / 3600e-6 / rate,
     )
 
 
 def in_precision(cost: NodeCost, precision: str, stored: str, target: Target) -> NodeCost:
-    """What the node costs where a float32 graph is converted to `precision`.
+    """Return what the node costs where a float32 graph is converted to `precision`.
 
     8 bits are for convolutions and products with stored weights; the others are in half precision
     on a GPU, in float32 on a CPU. A graph that is not float32 stays as it is.
@@ -292,7 +288,7 @@ def _part(count: int | None, bits: int) -> int | None:
 
 
 def _scale(found: Inferred, name: str, precision: str, target: Target) -> float:
-    """What the conversion makes of a tensor: half of a float32 one on a GPU, at least."""
+    """Return the share of a tensor's bytes that the conversion leaves: half on a GPU, at least."""
     if found.stored != "fp32" or precision == "fp32" or target.calibration:
         return 1.0
     kind = found.known.types.get(name)
@@ -315,7 +311,7 @@ def unknown_nodes(costs: Sequence[NodeCost]) -> tuple[tuple[str, ...], tuple[str
 
 
 def misplaced(found: Inferred) -> list[str]:
-    """A note on INT8 nodes that ONNX Runtime's CPU has no kernel for, as pairs are placed there."""
+    """Note the INT8 nodes that ONNX Runtime's CPU has no kernel for, as their pairs are placed."""
     every = found.compiled, found.interpreted
     whole, run = (sum(cost.precision == "int8" for cost in costs) for costs in every)
     text = (

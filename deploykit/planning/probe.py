@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,16 +22,14 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from deploykit.core.errors import BadInput, DeploykitError
+from deploykit.core.errors import DeploykitError, MissingExtra
 from deploykit.core.files import cache_folder, read_json, write_json
 from deploykit.core.json_value import Record, from_json
-from deploykit.core.machine import Machine, default_threads
+from deploykit.core.machine import Machine, default_threads, now, this_machine
 from deploykit.engines.engine import load
 from deploykit.graph import cost as kinds
 from deploykit.graph.cost import Curve
 from deploykit.graph.graph import Graph
-
-# Graphs of equal nodes one after the other, to time what one node of a kind takes.
 
 _OPSET, _IR = 17, 8  # the first with LayerNormalization
 _SEED = 0
@@ -78,23 +76,19 @@ def convolution(
     return Chain(kind, precision, made.graph(shape), shape, count, flops, flops, nbytes)
 
 
-def product(rows: int, width: int, *, count: int = 3, precision: str = "fp32") -> Chain:
-    """Matrix products of (rows, width) by stored (width, width)."""
+def product(
+    rows: int, width: int, *, count: int = 3, precision: str = "fp32", shared: bool = False
+) -> Chain:
+    """Matrix products of (rows, width) by stored (width, width), `shared` by all or not."""
     made = _Builder(precision)
+    name = made.weight((width, width)) if shared else ""
     for _ in range(count):
-        made.add("MatMul", (width, width))
+        if shared:
+            made.plain("MatMul", [made.last, name])
+        else:
+            made.add("MatMul", (width, width))
     shape, flops, weights = (rows, width), 2.0 * rows * width * width, 4.0 * width * width
     return Chain(kinds.PRODUCT, precision, made.graph(shape), shape, count, flops, flops, weights)
-
-
-def repeated(rows: int, width: int, precision: str) -> Chain:
-    """Products of (rows, width) by one stored (width, width), "fp32" or "fp16", to load a GPU."""
-    made, count = _Builder(precision), 8
-    name = made.weight((width, width))
-    for _ in range(count):
-        made.plain("MatMul", [made.last, name])
-    shape, flops = (rows, width), 2.0 * rows * width * width
-    return Chain(kinds.PRODUCT, precision, made.graph(shape), shape, count, flops, flops)
 
 
 def attention(heads: int, rows: int) -> Chain:
@@ -120,7 +114,7 @@ def recurrent(width: int, steps: int, batch: int) -> Chain:
 
 
 def passing(kind: str, elements: int, *, count: int = 4) -> Chain:
-    """Nodes without arithmetic to speak of, on `elements` values: `work` is what they move."""
+    """Make nodes with little arithmetic, on `elements` values: `work` is what they move."""
     side = 32
     shape: tuple[int, ...] = (1, elements // side**2 or 1, side, side)
     made, moved = _Builder("fp32"), 2
@@ -153,11 +147,13 @@ class _Builder:
             self.plain("Cast", ["x"], to=TensorProto.FLOAT16)
 
     def add(self, operator: str, weight: Sequence[int], **options: Any) -> None:
-        """A node with stored weights, in INT8 between pairs of QuantizeLinear and its inverse."""
+        """Add a node with stored weights, in INT8 between pairs of quantization nodes."""
         if self._int8:
             self._quantize()
             values = self._random.integers(-64, 64, weight).astype(np.int8)
-            name = self._dequantize(self._store(values))
+            stored = [self._store(values), self._store(np.float32(0.01)), self._store(np.int8(0))]
+            name = f"{stored[0]}_float"
+            self._nodes.append(helper.make_node("DequantizeLinear", stored, [name]))
         else:
             name = self.weight(weight)
         self.plain(operator, [self.last, name], **options)
@@ -189,13 +185,6 @@ class _Builder:
         self.plain("QuantizeLinear", [self.last, scale, zero])
         self.plain("DequantizeLinear", [self.last, scale, zero])
 
-    def _dequantize(self, name: str) -> str:
-        before = self.last
-        scale, zero = self._store(np.float32(0.01)), self._store(np.int8(0))
-        self.plain("DequantizeLinear", [name, scale, zero])
-        name, self.last = self.last, before
-        return name
-
     def _store(self, values: np.ndarray | np.generic) -> str:
         name = f"w{len(self._stored)}"
         self._stored.append(numpy_helper.from_array(np.asarray(values), name))
@@ -209,16 +198,17 @@ Progress = Callable[[str, float], None]
 _BUDGET_S = 0.03  # of each chain
 _LEAST_RUNS = 5
 _QUIET_SPREAD = 1.25
-_CONVOLUTIONS = ((16, 16, 3), (64, 28, 3), (64, 56, 3), (256, 28, 3))  # channels, size, kernel
-_POINTWISE = ((32, 14, 1), (256, 14, 1), (256, 28, 1))
-_DEPTHWISE = ((32, 14, 3), (96, 28, 3), (96, 56, 3))
-_STEMS = ((16, 28, 3), (16, 224, 3), (64, 224, 7))
+_CONVOLUTIONS = {  # kind: channels, size, kernel
+    kinds.CONVOLUTION: ((16, 16, 3), (64, 28, 3), (64, 56, 3), (256, 28, 3)),
+    kinds.POINTWISE: ((32, 14, 1), (256, 14, 1), (256, 28, 1)),
+    kinds.DEPTHWISE: ((32, 14, 3), (96, 28, 3), (96, 56, 3)),
+    kinds.STEM: ((16, 28, 3), (16, 224, 3), (64, 224, 7)),
+}
 _PRODUCTS = ((16, 64), (32, 256), (128, 512), (256, 1024))  # rows, width
-_RECURRENT = ((64, 1), (64, 8), (256, 8))  # width, batch
+_PASSING = (kinds.SIMPLE, kinds.FUNCTION, kinds.NORMALISATION, kinds.POOLING, kinds.MOVEMENT)
 _ELEMENTS = (1 << 10, 1 << 15, 1 << 19)
 _MANY = 1 << 22  # 16 MiB a tensor: more than most caches hold
 _GPU_ROWS, _GPU_WIDTH, _GPU_ELEMENTS = 8192, 4096, 1 << 25  # 128 MiB a tensor
-_STREAMED = (128, 512, 2048, 4096)  # widths of weights that one row is multiplied by
 
 
 @dataclass(frozen=True)
@@ -247,12 +237,12 @@ class CpuCalibration(Record):
 
     @property
     def doubt(self) -> str:
-        """Why it may be wrong, or ""."""
+        """The reason why it may be wrong, or ""."""
         if self.spread <= _QUIET_SPREAD:
             return ""
         return (
             f"the probe of the CPU ran next to other work: calls took {self.spread:.1f} times "
-            "their least; measure again when it is quiet (`calibrate`)"
+            "their least; the next plan measures again"
         )
 
 
@@ -282,11 +272,11 @@ def measure_gpu(
     elements: int = _GPU_ELEMENTS,
     budget_s: float = _BUDGET_S,
 ) -> GpuCeilings:
-    """Takes some seconds. Raises as engines do: Unsupported, OutOfMemory."""
+    """Measure a GPU, which takes some seconds. Raises as engines do: Unsupported, OutOfMemory."""
     clock, ops = time.perf_counter_ns, dict[str, float]()
     with tempfile.TemporaryDirectory(prefix="deploykit-probe-") as folder:
         for precision in ("fp32", "fp16"):
-            chain = repeated(rows, width, precision)
+            chain = product(rows, width, count=8, precision=precision, shared=True)
             seconds, _ = _time(chain, Path(folder), None, clock, budget_s, device)
             ops[precision] = chain.flops * chain.count / seconds[0]
         chain = passing(kinds.SIMPLE, elements)
@@ -309,7 +299,7 @@ def measure_cpu(
     work on it. `budget_s`: of each of the chains.
     """
     threads = threads or default_threads()
-    every = [*_chains()]
+    every = _chains()
     timed: list[tuple[Chain, float, float]] = []
     spreads: list[float] = []
     runtime = ""
@@ -369,40 +359,32 @@ def _conclude(
 
 
 def _curve(points: Mapping[float, float]) -> Curve:
-    """More work never takes less time: a point that says so was disturbed."""
+    """Return a curve where more work never takes less time: such a point was disturbed."""
     work = sorted(points)
     seconds = [min(points[later] for later in work[place:]) for place in range(len(work))]
     return Curve(tuple(work), tuple(seconds))
 
 
-def _chains() -> Iterator[Callable[[], Chain]]:
-    """Makers of the chains: large weights should not all be in memory at once."""
-    yield partial(passing, kinds.SIMPLE, 1, count=1)
-    yield partial(passing, kinds.SIMPLE, 1, count=33)
-    convolutions = (
-        (kinds.CONVOLUTION, _CONVOLUTIONS),
-        (kinds.POINTWISE, _POINTWISE),
-        (kinds.DEPTHWISE, _DEPTHWISE),
-        (kinds.STEM, _STEMS),
-    )
-    for kind, sizes in convolutions:
-        for channels, size, kernel in sizes:
-            yield partial(convolution, kind, channels, size, kernel)
-        for channels, size, kernel in sizes if kind == kinds.STEM else sizes[:2]:
-            yield partial(convolution, kind, channels, size, kernel, precision="int8")
-    for rows, width in _PRODUCTS:
-        yield partial(product, rows, width)
-    for rows, width in _PRODUCTS[1:3]:
-        yield partial(product, rows, width, precision="int8")
-    yield partial(attention, 2, 24)
-    yield partial(attention, 8, 192)
-    for width, batch in _RECURRENT:
-        yield partial(recurrent, width, 16, batch)
-    for kind in (kinds.SIMPLE, kinds.FUNCTION, kinds.NORMALISATION, kinds.POOLING, kinds.MOVEMENT):
-        for elements in (*_ELEMENTS, *[_MANY] * (kind == kinds.SIMPLE)):
-            yield partial(passing, kind, elements)
-    for width in _STREAMED:
-        yield partial(product, 1, width, count=1)
+def _chains() -> list[Callable[[], Chain]]:
+    """Return makers of the chains: large weights should not all be in memory at once."""
+    chains: list[Callable[[], Chain]] = [
+        partial(passing, kinds.SIMPLE, 1, count=count) for count in (1, 33)
+    ]
+    for kind, sizes in _CONVOLUTIONS.items():
+        in_int8 = sizes if kind == kinds.STEM else sizes[:2]
+        chains += [partial(convolution, kind, *each) for each in sizes]
+        chains += [partial(convolution, kind, *each, precision="int8") for each in in_int8]
+    chains += [partial(product, *each) for each in _PRODUCTS]
+    chains += [partial(product, *each, precision="int8") for each in _PRODUCTS[1:3]]
+    chains += [partial(attention, 2, 24), partial(attention, 8, 192)]
+    chains += [
+        partial(recurrent, width, 16, batch) for width, batch in ((64, 1), (64, 8), (256, 8))
+    ]
+    chains += [partial(passing, kind, elements) for kind in _PASSING for elements in _ELEMENTS]
+    chains.append(partial(passing, kinds.SIMPLE, _MANY))
+    # widths of weights that one row is multiplied by, as fast as they are read
+    chains += [partial(product, 1, width, count=1) for width in (128, 512, 2048, 4096)]
+    return chains
 
 
 def _time(
@@ -413,7 +395,7 @@ def _time(
     budget_s: float,
     device: str = "cpu",
 ) -> tuple[list[float], str]:
-    """The seconds of each call without its copies, the least first, and what ran it."""
+    """Return the seconds of each call without its copies, the least first, and what ran it."""
     path = folder / "chain.onnx"
     chain.graph.save(path, temporary=True)
     feeds = {"x": np.random.default_rng(0).standard_normal(chain.shape, np.float32)}
@@ -429,33 +411,48 @@ def _time(
         return sorted(seconds), engine.runtime
 
 
-def find_calibration(machine: Machine, threads: int | None = None) -> CpuCalibration | None:
-    """What an earlier probe of this CPU left; None for another CPU's, or a damaged file."""
-    threads = threads or default_threads()
-    path = _path(threads)
+def cpu_calibration(
+    *,
+    threads: int | None = None,
+    only_kept: bool = False,
+    on_progress: Progress | None = None,
+) -> tuple[CpuCalibration | None, list[str]]:
+    """Return the kept calibration of this machine's CPU, else that of one probe; and notes on it.
+
+    One that was measured next to other work is measured again, and the better one is kept. None
+    without ONNX Runtime, and with `only_kept` where none is kept. `threads`: by default one per
+    core.
+    """
+    machine, threads = this_machine(), threads or default_threads()
+    path = cache_folder() / f"cpu-calibration-{threads}.json"
+    found, notes = _read_calibration(path, machine, threads), []
+    if not only_kept and (found is None or found.doubt):
+        try:
+            new = measure_cpu(machine.cpu, now(), threads=threads, on_progress=on_progress)
+        except MissingExtra:
+            return None, []
+        found = min((each for each in (found, new) if each), key=lambda each: each.spread)
+        notes += store_calibration(found)
+    return found, [*notes, *([found.doubt] if found and found.doubt else [])]
+
+
+def _read_calibration(path: Path, machine: Machine, threads: int) -> CpuCalibration | None:
+    """Read what an earlier probe left; None for another CPU's, or a damaged file."""
     try:
         found: CpuCalibration = from_json(CpuCalibration, read_json(path), str(path))
-    except (DeploykitError, BadInput):
+    except DeploykitError:
         return None
-    known = (VERSION, machine.cpu, threads, _runtime(machine))
-    same = (found.version, found.cpu, found.threads, found.runtime) == known
-    return found if same else None
+    runtime = f"onnxruntime {machine.packages.get('onnxruntime', '')}"
+    same = (found.version, found.cpu, found.threads, found.runtime)
+    return found if same == (VERSION, machine.cpu, threads, runtime) else None
 
 
-def store_calibration(found: CpuCalibration) -> str:
-    """Keep it for the next plan; why that was not possible, or ""."""
+def store_calibration(found: CpuCalibration) -> list[str]:
+    """Keep it for the next plan; return a note where that is not possible."""
+    path = cache_folder() / f"cpu-calibration-{found.threads}.json"
     try:
-        path = _path(found.threads)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, found.to_dict())
     except (DeploykitError, OSError) as exc:
-        return f"the calibration is measured again next time: {exc}"
-    return ""
-
-
-def _path(threads: int) -> Path:
-    return cache_folder() / f"cpu-calibration-{threads}.json"
-
-
-def _runtime(machine: Machine) -> str:
-    return f"onnxruntime {machine.packages.get('onnxruntime', '')}"
+        return [f"the calibration is measured again next time: {exc}"]
+    return []

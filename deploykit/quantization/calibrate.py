@@ -150,7 +150,7 @@ class Calibration:
     `ranges`: every value seen, for the range guard of float16. `clipped`: what INT8 scales should
     cover; the same but for the tensors that the method cuts. `cut`: those tensors, by method.
     `channel_peaks`: the largest magnitude in each channel of what a MatMul or Gemm reads; none with
-    "minmax". `stopped`: there was no time for all samples. `weights`: what `to_pairs` made of them,
+    "minmax". `weights`: what `to_pairs` made of them,
     which no range changes, for the next that gets this dict; None keeps nothing. `outputs`: of the
     model, for batches of samples that the caller named. `every_output`: of the model for all of the
     samples, by output; empty where they are large, or where a sample's depend on its batch.
@@ -162,7 +162,6 @@ class Calibration:
     method: str
     cut: Mapping[str, Mapping[str, Range]] = field(default_factory=dict)
     channel_peaks: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    stopped: bool = False
     weights: dict[tuple[str, int | None, float], Stored] | None = None
     outputs: tuple[Kept, ...] = ()
     every_output: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -178,7 +177,6 @@ def calibrate(
     *,
     method: str = METHODS[0],
     batch_size: int = 32,
-    out_of_time: Callable[[], bool] | None = None,
     places: Iterable[np.ndarray] = (),
     every_output: bool = False,
 ) -> Calibration:
@@ -193,10 +191,8 @@ def calibrate(
             the least squared error at the MatMuls and Convs. "mixed": "mse" for the tensors where
             it makes much less, else "percentile". "entropy": INT8 loses the least information.
         batch_size: smaller where a batch would need more than 256 MiB of activations.
-        out_of_time: asked before each batch from 8 samples on; where it is true the samples so
-            far, from all over the data, are what is used.
         places: batches of samples, by their numbers, whose outputs are kept up to 256 MiB.
-        every_output: keep those of all samples; not with `out_of_time`.
+        every_output: keep those of all samples.
 
     Raises:
         BadInput: fewer than 8 samples, samples that are NaN, infinite or all the same, and a model
@@ -221,7 +217,9 @@ def calibrate(
     every, used = SampleOutputs(own, size, fixed=bool(fixed), every=every_output), 0
     with onnxruntime_errors(graph.path):
         session = _session(editor.model)
-        for feeds in _in_time(samples, size, fixed, out_of_time):
+        for feeds in samples.batches(size):
+            if fixed and _rows(feeds) < size:
+                break
             wanted = list(dict.fromkeys((*outputs, *counted, *every.wanted)))
             values = dict(zip(wanted, _run(session, weights, wanted, feeds), strict=True))
             used += _rows(feeds)
@@ -232,8 +230,7 @@ def calibrate(
         kept = tuple(every.at(places, samples, partial(_run, session, weights)))
     _check_numbers(graph, ranges, samples)
     found = _choose_ranges(ranges, counted, used, method)
-    stopped = used < len(samples) - len(samples) % (fixed or 1)
-    return replace(found, stopped=stopped, outputs=kept, every_output=every.proven)
+    return replace(found, outputs=kept, every_output=every.proven)
 
 
 def _check_numbers(graph: Graph, ranges: Mapping[str, Range], samples: Samples) -> None:
@@ -250,22 +247,6 @@ def _run(
 ) -> list[np.ndarray]:
     found: list[np.ndarray] = session.run(names, {**feeds, **weights})
     return found
-
-
-def _in_time(
-    samples: Samples,
-    size: int,
-    fixed: int | None,
-    out_of_time: Callable[[], bool] | None,
-) -> Iterator[Mapping[str, np.ndarray]]:
-    """Batches until there is no time for more; at least 8 samples."""
-    used = 0
-    for feeds in samples.batches(size, spread=out_of_time is not None):
-        if out_of_time is not None and out_of_time() and used >= MIN_SAMPLES:
-            return
-        if not fixed or _rows(feeds) == size:
-            used += _rows(feeds)
-            yield feeds
 
 
 def _choose_ranges(

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 # Find the floats that count: positions, lengths and sizes, which half precision would round.
 #
-# float16 holds integers up to 2048, bfloat16 up to 256. Values computed from integers and
-# constants
+# float16 holds integers up to 2048, bfloat16 up to 256. Values computed from integers and constants
 # alone are followed until they meet activations; from there on they are as coarse as these.
 
 _FLOATS = frozenset((TensorProto.FLOAT, TensorProto.DOUBLE))
@@ -68,10 +67,13 @@ def index_nodes(
     for node in nodes:
         floats = [name for name in node.input if types.get(name) in _FLOATS]
         known = node.op_type == "Range" or all(n in indices or n in constants for n in floats)
-        counts = _makes_index(node, types) or not indices.isdisjoint(floats)
+        makes = node.op_type == "Cast" and types.get(node.input[0]) in _INTEGERS
+        counts = makes or node.op_type == "Range" or not indices.isdisjoint(floats)
+        # rows of a table that the caller's integers choose
+        embedding = node.op_type.startswith("Gather") and node.input[1] not in constants
         if node.op_type in _COMPARISONS and counts:
             stay.add(node.name)
-        elif known and _follows(node, shapes) and (counts or not _looks_up(node, constants)):
+        elif known and _follows(node, shapes) and (counts or not embedding):
             if counts:
                 stay.add(node.name)
             made = {name for name in node.output if types.get(name) in _FLOATS}
@@ -100,11 +102,6 @@ def _sources(graph: onnx.GraphProto, types: Mapping[str, int], stay: set[str]) -
         for name in inner_reads(node):
             ends.setdefault(name, []).append(False)
     return found
-
-
-def _makes_index(node: onnx.NodeProto, types: Mapping[str, int]) -> bool:
-    cast = node.op_type == "Cast" and types.get(node.input[0]) in _INTEGERS
-    return cast or node.op_type == "Range"
 
 
 def _to_integer(node: onnx.NodeProto) -> bool:
@@ -141,11 +138,6 @@ def _integral_constants(
             if whole and not np.array_equal(rounded(values), values):
                 found.add(name)
     return found
-
-
-def _looks_up(node: onnx.NodeProto, constants: set[str]) -> bool:
-    """Whether it is an embedding: rows of a table that the caller's integers choose."""
-    return node.op_type.startswith("Gather") and node.input[1] not in constants
 
 
 def _shapes(editor: Editor) -> dict[str, list[int]]:
@@ -302,7 +294,13 @@ def to_half(
         )
     if any(node.op_type in _PAIR for node in editor.graph.node):
         raise_opset(editor.model, _PAIR_OPSET)
-    guarded = _coarse_scales(editor, half)
+    guarded = {  # Q/DQ nodes one of whose scales the half type cannot hold well
+        node.name
+        for node in editor.graph.node
+        if node.op_type in _PAIR
+        and node.input[1] in editor.constants
+        and not _precise(editor.array(node.input[1]), half)
+    }
     if precision.BY_NAME[to].guarded:
         types |= clamp_masks(editor, types, -GUARD)
         guarded |= _names_to_guard(editor, ranges or {}, types)
@@ -422,17 +420,6 @@ def _half_places(
     return nothing if generates else found  # the type of what is generated has its own defaults
 
 
-def _coarse_scales(editor: Editor, half: _Half) -> set[str]:
-    """Names of the Q/DQ nodes one of whose scales `half` cannot hold well."""
-    return {
-        node.name
-        for node in editor.graph.node
-        if node.op_type in _PAIR
-        and node.input[1] in editor.constants
-        and not _precise(editor.array(node.input[1]), half)
-    }
-
-
 def _precise(scale: np.ndarray, half: _Half) -> bool:
     off = np.abs(half.rounded(scale) - scale)
     return scale.dtype == np.float32 and bool((off <= _SCALE_ERROR * np.abs(scale)).all())
@@ -484,7 +471,6 @@ def _largest(array: np.ndarray) -> float:
 
 def _retype(node: onnx.NodeProto, attribute: onnx.AttributeProto, half: _Half) -> None:
     """Attributes that name or hold float32: Cast's `to`, `dtype`, the value of a Constant."""
-
     if attribute.name in ("to", "dtype", "output_dtype") and attribute.i == _FLOAT:
         attribute.i = half.kind
     elif attribute.HasField("t") and attribute.t.data_type == _FLOAT:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +36,7 @@ from deploykit.graph.graph import Graph
 
 if TYPE_CHECKING:
     from deploykit.quantization.calibrate import Calibration
-    from deploykit.quantization.scales import Budget, Scales
+    from deploykit.quantization.scales import Scales
 
 DEFAULT_METRIC = "top1"
 _FEW_AGREE = 0.9
@@ -62,7 +61,7 @@ class Job:
     """One model to convert: its graph, its data, and the metric that it is evaluated by.
 
     `metric`: None without labels. `scales`: before a calibrator is chosen. `batch_size`: of one
-    call. `budget`: of precision "auto".
+    call.
     """
 
     model: Artefact
@@ -72,7 +71,6 @@ class Job:
     metric: Metric | None
     scales: Scales
     batch_size: int = MOST_SAMPLES
-    budget: Budget | None = None
 
     @property
     def source(self) -> Graph:
@@ -96,7 +94,6 @@ class Job:
             runtime=self.request.runtime,
             other_nodes=self.request.other_nodes,
             folder=folder,
-            budget=self.budget,
         )
 
     def convert(
@@ -150,15 +147,11 @@ def prepare(
     model: Artefact,
     request: QuantizeRequest,
     on_progress: Progress,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Job:
-    """Open the graph, read and check the data, and calibrate.
+    """Open the graph, read and check the data, and calibrate."""
+    from deploykit.quantization.calibrate import calibrate
+    from deploykit.quantization.scales import Scales, places_to_choose_on
 
-    The budget of "auto" begins here, on `clock`; a third of it is for the calibration.
-    """
-    from deploykit.quantization import scales as own
-
-    budget = own.Budget(clock(), clock=clock) if request.to == "auto" else None
     on_progress("reading the model", 0.0)
     source = Graph.open(model.path)
     calib, test = (
@@ -168,21 +161,19 @@ def prepare(
     metric = find_metric(request.metric or DEFAULT_METRIC)
     labelled = _check_labels(request, test)
     batch_size = batch_that_fits(source, axis_sizes(test or calib, source.inputs, 1))
-    scales = own.Scales(source)
+    scales = Scales(source)
     if calib:
         on_progress("calibrating", 0.1)
         doubts = tuple(check_calibration(calib, source.inputs))
         # the check for float16 overflow needs no outliers left out
         pairs = request.to in (*CALIBRATED, "auto")
-        places = own.places_to_choose_on(source, calib, batch_size) if pairs else ()
+        places = places_to_choose_on(source, calib, batch_size) if pairs else ()
         method = "mixed" if pairs else "minmax"
-        calibration = own.calibrate_in_time(source, calib, method, budget, places)
+        calibration = calibrate(source, calib, method=method, places=places, every_output=True)
         record = calibration_record(request, calibration, doubts)
-        notes = (*doubts, *_overlap(request, calib, test), *own.left_out(calib, calibration))
-        scales = own.Scales(source, calibration, record, notes)
-    return Job(
-        model, request, calib, test, metric if labelled else None, scales, batch_size, budget
-    )
+        notes = (*doubts, *_overlap(request, calib, test))
+        scales = Scales(source, calibration, record, notes)
+    return Job(model, request, calib, test, metric if labelled else None, scales, batch_size)
 
 
 def calibration_record(

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -26,7 +25,7 @@ from deploykit.evaluation.parity import axis_sizes
 from deploykit.evaluation.simulate import open_graph
 from deploykit.graph import cost
 from deploykit.graph.graph import Graph
-from deploykit.quantization.calibrate import METHODS, Calibration, calibrate
+from deploykit.quantization.calibrate import Calibration, calibrate
 from deploykit.quantization.convert import convert
 from deploykit.quantization.smoothquant import smooth
 
@@ -36,44 +35,10 @@ LEAST_SHARE, OPERATIONS = 1 / 8, 1e11
 FEW, WORTH = 8, 0.06
 # A calibrator that cuts more, or less, than one that was dropped is not tried.
 _FURTHER = {"entropy": "mse", "minmax": "percentile"}
-_CALIBRATION_SHARE = 1 / 3  # of the time left
 OUTLIERS = 8.0  # largest peak of a channel by the usual one: below it smoothing is not tried
 EQUAL = 1e-8  # noise by signal of two graphs that compute the same
 
 Batches: TypeAlias = list[tuple[Arrays, list[np.ndarray]]]  # inputs, and the model's outputs
-
-
-@dataclass(frozen=True)
-class Budget:
-    """The ten minutes that precision "auto" may take, calibration included."""
-
-    began: float
-    seconds: float = 600.0
-    clock: Callable[[], float] = time.monotonic
-
-    @property
-    def end(self) -> float:
-        return self.began + self.seconds
-
-    def pace(self, share: float) -> Pace:
-        """The pace of steps that may take this share of the time left."""
-        now = self.clock()
-        return Pace(now + share * max(self.end - now, 0.0), self.clock)
-
-
-class Pace:
-    """Whether one more step would end after `until`, if it took as long as the longest so far."""
-
-    def __init__(self, until: float, clock: Callable[[], float]) -> None:
-        self.until, self.clock = until, clock
-        self.last = clock()
-        self.longest_s = 0.0
-
-    def out_of_time(self) -> bool:
-        """Ask before each step."""
-        now = self.clock()
-        self.longest_s, self.last = max(self.longest_s, now - self.last), now
-        return now + self.longest_s > self.until or now >= self.until
 
 
 @dataclass(frozen=True)
@@ -86,32 +51,6 @@ class Scales:
     notes: tuple[str, ...] = ()
 
 
-def calibrate_in_time(
-    graph: Graph,
-    samples: Samples,
-    method: str,
-    budget: Budget | None,
-    places: Iterable[np.ndarray] = (),
-) -> Calibration:
-    """Calibrate on all samples, or on as many as a third of the time left is enough for."""
-    return calibrate(
-        graph,
-        samples,
-        method=method,
-        out_of_time=budget.pace(_CALIBRATION_SHARE).out_of_time if budget else None,
-        places=places,
-        every_output=budget is None,
-    )
-
-
-def left_out(samples: Samples, calibration: Calibration) -> tuple[str, ...]:
-    """A note where calibration had no time for all samples."""
-    if not calibration.stopped:
-        return ()
-    used = f"{calibration.samples} of {len(samples)} samples"
-    return (f"calibrated on {used}: all of them would take too much of the time budget",)
-
-
 def choose_scales(
     scales: Scales,
     samples: Samples,
@@ -120,7 +59,6 @@ def choose_scales(
     runtime: str,
     other_nodes: str,
     folder: Path,
-    budget: Budget | None = None,
 ) -> Scales:
     """Return `scales` with what makes the least noise at the outputs in precision `to`.
 
@@ -130,7 +68,6 @@ def choose_scales(
         to: "int8" or "fp8".
         runtime, other_nodes: as in `convert`.
         folder: for temporary files.
-        budget: for another calibration, of a smoothed graph. None: no limit.
     """
     calibration = scales.calibration
     if calibration is None or not calibration.outputs:
@@ -153,11 +90,10 @@ def choose_scales(
         graph, names = smooth(scales.graph, peaks)
         if not names or not trials.computes_the_same(graph):
             return best
-        again = calibrate_in_time(graph, samples, METHODS[0], budget)
+        again = calibrate(graph, samples)
         again = replace(again, every_output=calibration.every_output)  # of the model itself
-        record = scales.record and replace(scales.record, samples=again.samples, smoothed=names)
-        notes = tuple(dict.fromkeys((*scales.notes, *left_out(samples, again))))
-        smoothed, less = trials.choose(Scales(graph, again, record, notes), again)
+        record = scales.record and replace(scales.record, smoothed=names)
+        smoothed, less = trials.choose(Scales(graph, again, record, scales.notes), again)
         return smoothed if _gains(noise, less) else best
 
 

@@ -38,7 +38,21 @@ from deploykit.graph.cost import Ceilings, NodeCost
 from deploykit.graph.graph import Graph
 from deploykit.quantization import dynamic, qdq
 from deploykit.quantization.job import Job, evaluate_engines, open_both
-from deploykit.quantization.scales import Budget, Pace, Scales, noise_share
+from deploykit.quantization.scales import Scales, noise_share
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The ten minutes that a search may take."""
+
+    began: float
+    seconds: float = 600.0
+    clock: Callable[[], float] = time.monotonic
+
+    @property
+    def end(self) -> float:
+        return self.began + self.seconds
+
 
 LEAST_GAIN = 0.05  # predictions and measurements are no finer, and a wider type is safer
 OUT_OF_TIME, INTERRUPTED = "time budget", "interrupted"
@@ -257,11 +271,13 @@ class _Run:
 
     def _order(self, level: Level) -> list[str]:
         """The nodes, worst first; what half of the time left cannot rank comes last."""
-        now, end = self.budget.clock(), self.budget.end
-        pace = Pace(min(now + (end - now) / 2, end - self.longest_s), self.budget.clock)
+        last, end, longest_s = self.budget.clock(), self.budget.end, 0.0
+        until = min(last + (end - last) / 2, end - self.longest_s)
         sensitivity: dict[str, float] = {}
         for name in level.nodes:
-            if pace.out_of_time():
+            now = self.budget.clock()
+            longest_s, last = max(longest_s, now - last), now
+            if now + longest_s > until or now >= until:
                 missing = len(level.nodes) - len(sensitivity)
                 self.notes.append(
                     f"{level.precision.upper()}: there was no time to rank {_count(missing)}"
@@ -370,7 +386,7 @@ def search_precision(
     For ONNX Runtime a cost is measured on this machine's CPU, for TensorRT it is predicted from the
     peaks of the target. `name`: of the file to be, for tables and errors.
     """
-    budget = job.budget or Budget(time.monotonic())
+    budget = Budget(time.monotonic())
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".auto.") as folder:
         candidates = _Candidates(job, Path(folder), name)
         on_progress(candidates.cost_note, 0.0)

@@ -190,7 +190,7 @@ def _draw_chart(chart: Chart) -> str:
     x_values = [mark.x for mark in marks] + [x for x, _ in chart.x_ticks]
     x_axis = make_axis(x_values, log=chart.x_log, ticks=chart.x_ticks)
     y_axis = _y_axis(chart, marks)
-    lines, still, keys = [*_grid(x_axis, y_axis)], [*_ticks(x_axis, y_axis)], []
+    (lines, still), keys = _draw_axes(x_axis, y_axis), list[str]()
     for one in series:
         low, high = (
             [(x_axis.at(mark.x), 100 - y_axis.at(mark.y)) for mark in line]
@@ -208,14 +208,15 @@ def _draw_chart(chart: Chart) -> str:
         markers = [_at(place, marker(one.look)) for place in some]
         markers += [_at(place, marker(one.look, 0.6)) for place in small]
         still.append(group(one.look, *markers))
-        keys.append(_key(one.label, one.look))
+        sample = line([(0, 6), (34, 6)], one.look) + _at((50, 50), marker(one.look))
+        keys.append(_key(group(one.look, sample), one.label))
     for at, label, path in (
         (chart.limit and 100 - y_axis.at(chart.limit[0]), chart.limit, "M0 {}H100"),
         (chart.flag and x_axis.at(chart.flag[0]), chart.flag, "M{} 0V100"),
     ):
         if at is not None and label:
             lines.append(f'<path class="flag" d="{path.format(_px(at))}"/>')
-            keys.append(_key_item('<path class="flag" d="M0 6H34"/>', label[1]))
+            keys.append(_key('<path class="flag" d="M0 6H34"/>', label[1]))
     still += _mark_labels([mark for one in series for mark in one.marks], x_axis, y_axis)
     names = [label + ", log scale" * axis.log
              for label, axis in ((chart.y_label, y_axis), (chart.x_label, x_axis))]  # fmt: skip
@@ -238,17 +239,17 @@ def _y_axis(chart: Chart, marks: Sequence[Mark]) -> Axis:
     return make_axis([end for end in ends if end > 0] if log else ends, log=log, zero=chart.zero)
 
 
-def _grid(x_axis: Axis, y_axis: Axis) -> Iterator[str]:
-    for value, _ in y_axis.ticks:
-        yield f'<path class="grid" d="M0 {_px(100 - y_axis.at(value))}H100"/>'
-    yield '<path class="axis" d="M0 100H100"/>'
-    yield from (f'<path class="axis" d="M{_px(x)} 100v1.5"/>' for x, _ in _spaced(x_axis))
-
-
-def _ticks(x_axis: Axis, y_axis: Axis) -> Iterator[str]:
+def _draw_axes(x_axis: Axis, y_axis: Axis) -> tuple[list[str], list[str]]:
+    """Return the lines of both axes and the texts of their ticks."""
+    lines, texts = ['<path class="axis" d="M0 100H100"/>'], []
     for value, text in y_axis.ticks:
-        yield _text((0, 100 - y_axis.at(value)), text, "tick", "end", -8, 4)
-    yield from (_text((x, 100), text, "tick", "middle", 0, 20) for x, text in _spaced(x_axis))
+        y = 100 - y_axis.at(value)
+        lines.append(f'<path class="grid" d="M0 {_px(y)}H100"/>')
+        texts.append(_text((0, y), text, "tick", "end", -8, 4))
+    for x, text in _spaced(x_axis):
+        lines.append(f'<path class="axis" d="M{_px(x)} 100v1.5"/>')
+        texts.append(_text((x, 100), text, "tick", "middle", 0, 20))
+    return lines, texts
 
 
 def _spaced(axis: Axis) -> list[tuple[float, str]]:
@@ -322,12 +323,8 @@ def _at(place: Place, drawn: str) -> str:
     return f'<svg x="{_px(place[0])}%" y="{_px(place[1])}%">{drawn}</svg>' if drawn else ""
 
 
-def _key(label: str, look: int) -> str:
-    sample = line([(0, 6), (34, 6)], look)
-    return _key_item(group(look, sample, f'<svg x="17" y="6">{marker(look)}</svg>'), label)
-
-
-def _key_item(sample: str, label: str) -> str:
+def _key(sample: str, label: str) -> str:
+    """Return a line of the legend."""
     return f'<li><svg class="key" aria-hidden="true">{sample}</svg>{escape(label)}</li>'
 
 
@@ -350,17 +347,15 @@ def _draw_bars(chart: Bars) -> str:
                 rects.append(group(look, rect))
                 figures += [f"{part} {number(value)}"] * bool(part)
                 start += width
-        own = "".join(
-            f'<svg class="key one" aria-hidden="true"><svg x="7" y="6">'
-            f"{group(look, marker(look))}</svg></svg>"
-            for look in chart.looks[row : row + 1]
-        )
+        looks = chart.looks[row : row + 1]
+        own = "".join(_at((50, 50), group(look, marker(look))) for look in looks)
+        own = f'<svg class="key one" aria-hidden="true">{own}</svg>' if own else ""
         whole = " + ".join(figures) + " = " * bool(figures) + number(sum(values))
         rows.append(
             f'<p class="bar-name">{own}{escape(name)} <span>{escape(whole)}</span></p>'
             f'<svg class="bar" role="img" aria-label="{escape(name)}">{"".join(rects)}</svg>'
         )
     named = [(look, part) for look, part in enumerate(chart.parts, chart.look) if part]
-    keys = [_key_item(group(look, '<rect width="34" height="12"/>'), part) for look, part in named]
+    keys = [_key(group(look, '<rect width="34" height="12"/>'), part) for look, part in named]
     legend = f'<ul class="legend">{"".join(keys)}</ul>' if keys else ""
     return f'{legend}{"".join(rows)}<p class="axis-name below">{escape(chart.x_label)}</p>'

@@ -51,7 +51,7 @@ class FigureInBoth(Record):
     finding: str
 
     def is_slower_by(self, share: float) -> bool:
-        """Whether even the favourable end of the interval is slower by more than `share`."""
+        """Return whether even the favourable end of the interval is slower by more than `share`."""
         if self.figure == "throughput":
             return self.ratio.high < 1 - share
         return self.ratio.low > 1 + share
@@ -174,7 +174,7 @@ def compare_reports(
 def ratio_of(
     a: Interval, b: Interval, units: tuple[int, int], tests: int, assumed: float = 0.0
 ) -> Interval:
-    """The ratio b / a of independent runs, with an interval that holds with those of all `tests`.
+    """Return the ratio b / a of independent runs; its interval holds with those of all `tests`.
 
     On the logs: each side's standard error out of its 95 % t interval over `units` (processes or
     rounds), the one of the bound that counts; degrees of freedom as of Welch (Biometrika 34, 1947)
@@ -216,7 +216,7 @@ def _compare_row(a: Point, b: Point, *, tests: int, setups: int) -> RowInBoth:
 
 
 def _figure_pair(name: str, a: Point, b: Point) -> tuple[Interval, Interval] | None:
-    """None: one of the reports has no interval of it."""
+    """Return the figure of both; None where one of the reports has no interval of it."""
     first, second = (_FIGURES[name](point) for point in (a, b))
     known = [
         each
@@ -247,7 +247,7 @@ def _check_valid(report: Report, name: str) -> None:
 
 
 def _facts(report: Report) -> Iterator[tuple[str, Any]]:
-    """What has to be equal besides the rows, by name; None: not known."""
+    """Yield what has to be equal besides the rows, by name; None: not known."""
     machine = dict(report.machine)
     packages = _mapping(machine.pop("packages", None))
     memory = machine.pop("memory_bytes", None)
@@ -275,7 +275,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """What differs, and what at least one of the reports does not say."""
+    """Return what differs, and what at least one of the reports does not say."""
     differences, not_known = [], []
     for name in {**a, **b}:
         one, other = a.get(name), b.get(name)
@@ -312,7 +312,7 @@ def _setup(point: Point) -> tuple[object, ...]:
 
 
 def _unlike(pairs: Sequence[tuple[Point, Point]], names: Sequence[str]) -> list[str]:
-    """In which of `names` points differ; settings hold sessions and threads."""
+    """Return in which of `names` points differ; settings hold sessions and threads."""
     found = []
     for a, b in pairs:
         for name in names:

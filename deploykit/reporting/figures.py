@@ -166,7 +166,7 @@ def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
 
 
 def calls_chart(document: Json) -> Chart | None:
-    """The calls of each setup at the smallest batch, out of their histograms."""
+    """Draw the calls of each setup at the smallest batch, out of their histograms."""
     points = [p for p in document["points"] if p["histogram"] and p["histogram"]["counts"]]
     points = at_smallest([p for p in points if p["scenario"] == points[0]["scenario"]])
     look, series, rows = looks(document), [], []
@@ -208,7 +208,7 @@ def _ticks(series: Sequence[Series]) -> tuple[tuple[float, str], ...]:
 
 
 def waterfall(document: Json) -> Bars | None:
-    """What a call is made of at the smallest batch, for setups whose compute was timed alone."""
+    """Draw what a call is made of at the smallest batch, where compute was timed alone."""
     bars, rows = [], []
     for label, (point, *_) in by_label(at_smallest(document["points"])).items():
         whole = value(point["latency"]["p50_ms"])
@@ -237,7 +237,7 @@ def waterfall(document: Json) -> Bars | None:
 
 
 def roofline(document: Json, name: str = "roofline") -> Chart | None:
-    """What each setup reaches under what was measured of the machine (Williams et al., 2009)."""
+    """Draw what each setup reaches of what the machine can do (Williams et al., 2009)."""
     found = document.get(name) or {}
     points = [p for p in found.get("points") or [] if p["intensity"] > 0 and p["gflops"] > 0]
     ceilings = found.get("ceilings") or {}
@@ -284,7 +284,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _accuracy(document: Json) -> Chart | None:
-    """Accuracy of each precision against the p50 latency of its setups at the smallest batch."""
+    """Draw the accuracy of each setup against its p50 latency at the smallest batch."""
     look, series, rows, sentences, metric = looks(document), [], [], [], ""
     points = [p for p in document["points"] if p["scenario"] == document["points"][0]["scenario"]]
     for label, (point, *_) in by_label(at_smallest(points)).items():
@@ -314,7 +314,7 @@ def _accuracy(document: Json) -> Chart | None:
 
 
 def served_chart(document: Json) -> Chart | None:
-    """The percentile spectrum of each load level, to the maximum, on a logarithmic axis."""
+    """Draw the percentiles of each load level, to the maximum, on a logarithmic axis."""
     series: list[Series] = []
     rows, sentences = [], []
     first = after_setups(document)
@@ -363,7 +363,7 @@ _MISSING: Mapping[Callable[[Json], Figure | None], str] = {  # charts, and what 
 
 
 def gpu_charts(document: Json) -> list[Chart]:
-    """Clock, power and temperature of the GPUs over the run, where they were recorded."""
+    """Draw clock, power and temperature of the GPUs over the run, where they were recorded."""
     found = []
     for key, title, unit, what in _TRACES:
         series, rows, sentences, why = [], [], [], list[str]()
@@ -431,7 +431,7 @@ def layer_note(found: Json) -> str:
 
 
 def layers_chart(document: Json) -> list[Bars]:
-    """One for each engine whose layers were timed."""
+    """Draw the layers of each engine whose layers were timed."""
     return [
         Bars(
             name="layers",

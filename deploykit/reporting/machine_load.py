@@ -98,7 +98,7 @@ class Watch:
     def __post_init__(self) -> None:
         self._cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
         self.know_children()
-        self._processes_s = self._read_processes()
+        self._others = self._find_others()
         self._last = self._read()
 
     @property
@@ -117,20 +117,23 @@ class Watch:
         self._last = self._read()
 
     def close(self) -> Window:
-        """The window since `begin`; its end is the next one's begin."""
+        """Return the window since `begin`; its end is the next one's begin."""
         window = self._window()
         self.windows.append(window)
         return window
 
     def over(self, length_s: float, sleep: Callable[[float], None]) -> Window:
-        """A window of that length in which this process sleeps; not in `windows`."""
+        """Return a window of that length in which this process sleeps; not in `windows`."""
         self.begin()
         sleep(length_s)
         return join([self._window()])
 
     def _window(self) -> Window:
         before, self._last = self._last, self._read()
-        state = Window(mhz=self._mhz(), celsius=self._celsius(), load_average=self._load())
+        load = [_number(line.split()[0]) for line in _lines(self.proc / "loadavg")[:1]]
+        state = Window(
+            mhz=self._mhz(), celsius=self._celsius(), load_average=next(iter(load), None)
+        )
         now = self._last
         if before is None or now is None or now.total_s <= before.total_s:
             return state
@@ -174,7 +177,8 @@ class Watch:
         used = [self._process(pid) for pid in self._family]
         if not any(used):
             return None
-        held = [line.split()[1] for line in self._limits() if line.startswith("throttled_usec")]
+        limits = _lines(self.sys / "fs" / "cgroup" / "cpu.stat")
+        held = [line.split()[1] for line in limits if line.startswith("throttled_usec")]
         return _Reading(
             busy_s=user + nice + system,
             steal_s=steal,
@@ -188,9 +192,6 @@ class Watch:
             ),
         )
 
-    def _limits(self) -> list[str]:
-        return _lines(self.sys / "fs" / "cgroup" / "cpu.stat")
-
     def _cpu(self, number: int) -> Path:
         return self.sys / "devices" / "system" / "cpu" / f"cpu{number}"
 
@@ -202,7 +203,7 @@ class Watch:
         if len(fields) < 13 or not all(fields[at].isdecimal() for at in (1, 11, 12)):
             return None
         used_s = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-        ended_s = sum(map(_number_or_0, fields[13:15])) / _TICKS_PER_S
+        ended_s = sum(_number(each) or 0.0 for each in fields[13:15]) / _TICKS_PER_S
         return _Process(pid, name, int(fields[1]), used_s, ended_s)
 
     def _processes(self) -> Iterator[_Process]:
@@ -211,25 +212,20 @@ class Watch:
                 if each.name.isdecimal() and (found := self._process(int(each.name))):
                     yield found
 
-    def _read_processes(self) -> dict[int, _Process]:
+    def _find_others(self) -> dict[int, _Process]:
         return {each.pid: each for each in self._processes() if each.pid not in self._family}
 
     def _busiest(self, seconds: float) -> tuple[str, float | None]:
-        """Of the other processes since this was last asked, which may be longer ago."""
-        before, self._processes_s = self._processes_s, self._read_processes()
-        used = {
+        """Return the other process that used most since this was last asked, and its cores."""
+        before, self._others = self._others, self._find_others()
+        used_s = {
             pid: each.used_s - (before[pid].used_s if pid in before else 0.0)
-            for pid, each in self._processes_s.items()
+            for pid, each in self._others.items()
         }
-        pid = max(used, key=lambda each: used[each], default=0)
-        if not pid or used[pid] <= 0:
+        pid = max(used_s, key=used_s.__getitem__, default=0)
+        if not pid or used_s[pid] <= 0:
             return "", None
-        return f"{self._processes_s[pid].name} (process {pid})", min(used[pid] / seconds, self.cpus)
-
-    def _load(self) -> float | None:
-        for line in _lines(self.proc / "loadavg"):
-            return _number(line.split()[0])
-        return None
+        return f"{self._others[pid].name} (process {pid})", min(used_s[pid] / seconds, self.cpus)
 
     def _mhz(self) -> float | None:
         files = [self._cpu(cpu) / "cpufreq" / "scaling_cur_freq" for cpu in self._cpus[:_CPUS]]
@@ -250,12 +246,12 @@ class Watch:
 
 
 def marks(windows: Sequence[Window], bound_cores: float) -> tuple[str, ...]:
-    """Why a row whose blocks ran in `windows` says little: the load from outside, past a bound."""
+    """Return why a row whose blocks ran in `windows` says little: load past a bound."""
     return tuple(what for what, _, _ in _disturbances(join(windows), bound_cores))
 
 
 def invalid(outside: Outside, bound_cores: float) -> tuple[str, ...]:
-    """Why a whole run is not valid, with the remedy."""
+    """Return why a whole run is not valid, with the remedy."""
     found = [
         f"{what} ({figure}): {cure}"
         for what, figure, cure in _disturbances(outside.during, bound_cores)
@@ -268,7 +264,7 @@ def invalid(outside: Outside, bound_cores: float) -> tuple[str, ...]:
 
 
 def sum_up(watch: Watch, before: Window, after: Window) -> Outside:
-    """Of a run in whose blocks `watch` had its windows."""
+    """Sum up a run in whose blocks `watch` had its windows."""
     stretch: list[Window] = []
     disturbed_s = 0.0
     for window in watch.windows:
@@ -281,40 +277,41 @@ def sum_up(watch: Watch, before: Window, after: Window) -> Outside:
 
 
 def join(windows: Sequence[Window]) -> Window:
-    """One window of several: means over time, the lowest clock, the highest temperature."""
+    """Return one window of several: means over time, the lowest clock, the highest temperature."""
     seconds = sum(each.seconds for each in windows)
 
-    def mean(values: Iterator[tuple[float | None, float]]) -> float | None:
-        known = [(value, length) for value, length in values if value is not None and length]
-        length_s = sum(length for _, length in known)
-        return sum(value * length for value, length in known) / length_s if known else None
+    def known(name: str) -> list[float]:
+        return [value for each in windows if (value := getattr(each, name)) is not None]
 
-    others = mean((each.others_cores, each.seconds) for each in windows)
-    by_process: dict[str, float] = {}
+    def mean(name: str) -> float | None:
+        timed = [each for each in windows if getattr(each, name) is not None and each.seconds]
+        length_s = sum(each.seconds for each in timed)
+        whole = sum(getattr(each, name) * each.seconds for each in timed)
+        return whole / length_s if timed else None
+
+    used_s: dict[str, float] = {}
     for each in windows:
         if each.busiest:
-            used_s = (each.busiest_cores or 0.0) * each.seconds
-            by_process[each.busiest] = by_process.get(each.busiest, 0.0) + used_s
-    busiest = max(by_process, key=lambda name: by_process[name], default="")
-    clocks = [each.mhz for each in windows if each.mhz is not None]
-    heat = [each.celsius for each in windows if each.celsius is not None]
-    loads = [each.load_average for each in windows if each.load_average is not None]
+            more_s = (each.busiest_cores or 0.0) * each.seconds
+            used_s[each.busiest] = used_s.get(each.busiest, 0.0) + more_s
+    busiest = max(used_s, key=used_s.__getitem__, default="")
+    others = mean("others_cores")
     return Window(
         seconds=seconds,
         others_cores=None if others is None else max(0.0, others),
-        steal=mean((each.steal, each.seconds) for each in windows),
-        held=mean((each.held, each.seconds) for each in windows),
+        steal=mean("steal"),
+        held=mean("held"),
         throttled=any(each.throttled for each in windows),
         busiest=busiest,
-        busiest_cores=by_process[busiest] / seconds if busiest else None,
-        load_average=max(loads, default=None),
-        mhz=min(clocks, default=None),
-        celsius=max(heat, default=None),
+        busiest_cores=used_s[busiest] / seconds if busiest else None,
+        load_average=max(known("load_average"), default=None),
+        mhz=min(known("mhz"), default=None),
+        celsius=max(known("celsius"), default=None),
     )
 
 
 def _disturbances(during: Window, bound_cores: float) -> Iterator[tuple[str, str, str]]:
-    """What disturbed, how much, and the remedy."""
+    """Yield what disturbed, how much, and the remedy."""
     long_enough = during.seconds >= _ROW_S
     if long_enough and (during.others_cores or 0) >= bound_cores:
         what = f"other processes ran meanwhile, most of all {during.busiest or _UNSEEN}"
@@ -330,14 +327,10 @@ def _disturbances(during: Window, bound_cores: float) -> Iterator[tuple[str, str
 
 
 def _lines(path: Path) -> list[str]:
-    """The lines of a small file; none if it cannot be read."""
+    """Return the lines of a small file; none if it cannot be read."""
     with suppress(OSError, UnicodeError):
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     return []
-
-
-def _number_or_0(text: str) -> float:
-    return _number(text) or 0.0
 
 
 def _values(path: Path) -> list[float]:

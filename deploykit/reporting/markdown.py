@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,41 +12,29 @@ from deploykit.reporting.tables import best_by_batch, details, gates, machine, s
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """The same document gives the same Markdown. Strings of the document are escaped."""
+    """Return the same Markdown for the same document. Strings of the document are escaped."""
     drawn, missing = charts(document)
-    shown = [f"- **{chart.title}.** {_text(chart.finding)}" for chart in drawn]
+    command = document["command"].splitlines() or ["(command not recorded)"]
+    everything = (gates(document), *details(document))
     lines = [
-        f"# {_text(document['title'])}",
-        "",
-        *(line for sentence in document["verdict"] for line in (_text(sentence), "")),
+        f"# {_text(document['title'])}\n",
+        *(f"{_text(sentence)}\n" for sentence in document["verdict"]),
         *table_lines(summary(document)),
         *table_lines(best_by_batch(document)),
-        "## What the measurements show",
-        "",
-        *shown,
+        "## What the measurements show\n",
+        *(f"- **{chart.title}.** {_text(chart.finding)}" for chart in drawn),
         *(f"- {_text(sentence)}" for sentence in missing),
+        "\n## How it was measured\n",
+        f"Made {_text(document['created'])} with:\n",
+        *(f"    {line}" for line in command),
         "",
-        "## How it was measured",
-        "",
-        f"Made {_text(document['created'])} with:",
-        "",
-        *(f"    {line}" for line in document["command"].splitlines() or ["(command not recorded)"]),
-        "",
-        *(line for note in document["notes"] for line in (f"- {_text(note)}",)),
+        *(f"- {_text(note)}" for note in document["notes"]),
         "",
         *table_lines(machine(document)),
-        "## Everything",
-        "",
-        *(
-            line
-            for table in (gates(document), *details(document))
-            for line in table_lines(table, level=3)
-        ),
+        "## Everything\n",
+        *(line for table in everything for line in table_lines(table, level=3)),
     ]
-    text = "\n".join(lines).rstrip()
-    while "\n\n\n" in text:
-        text = text.replace("\n\n\n", "\n\n")
-    return text + "\n"
+    return re.sub("\n{3,}", "\n\n", "\n".join(lines).rstrip()) + "\n"
 
 
 def table_lines(table: Table, level: int = 2) -> list[str]:
@@ -62,8 +51,7 @@ def _row(cells: tuple[str, ...]) -> str:
 
 
 def _text(text: str) -> str:
-    """`text` on one line, escaped for Markdown."""
-    line = " ".join(text.split(" ")).replace("\r", " ").replace("\n", " ")
-    for mark in "\\`*_|[]<>":
-        line = line.replace(mark, {"<": "&lt;", ">": "&gt;"}.get(mark, "\\" + mark))
-    return line
+    """Return `text` on one line, escaped for Markdown."""
+    line = re.sub(r"[ \r\n]", " ", text)
+    line = re.sub(r"([\\`*_|\[\]])", r"\\\1", line)
+    return line.replace("<", "&lt;").replace(">", "&gt;")

@@ -169,7 +169,7 @@ class CpuSearch(Record):
 
     @property
     def fastest_of_one(self) -> CpuSettings:
-        """Of those with one session."""
+        """Return the fastest of those with one session."""
         return next(each.settings for each in self.trials if each.settings.sessions == 1)
 
 
@@ -187,7 +187,7 @@ class BestCpu(Record):
 
 
 def describe_best(best: Sequence[BestCpu], points: Sequence[Point]) -> list[str]:
-    """A sentence that names the fastest column at each batch size; of `points` alone."""
+    """Return a sentence that names the fastest column at each batch size, of `points` alone."""
     known = {(point.label, point.batch): _runs(point) for point in points}
     found = []
     for each in best:
@@ -211,7 +211,7 @@ _SURE = 1.96  # standard deviations
 def crossover(
     points_a: Sequence[Point], points_b: Sequence[Point], by: str = "throughput"
 ) -> int | None:
-    """The smallest batch measured on both from which a is ahead of b and stays ahead; None: never.
+    """Return the smallest batch measured on both from which a stays ahead of b; None: never.
 
     Ahead: the 95 % intervals do not touch, by "throughput" or by "p50" latency, and the figures
     differ by more than is practically equal, and by more than one process differs from another
@@ -231,7 +231,7 @@ def crossover(
 
 
 def best(points: Sequence[Point], by: str = "throughput") -> Point:
-    """The point of highest throughput, or by "p50" of lowest median latency; the first of equals.
+    """Return the point of highest throughput, or by "p50" of lowest median latency.
 
     Raises BadInput when there is none, or none with enough samples for a median.
     """

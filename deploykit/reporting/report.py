@@ -212,13 +212,13 @@ class Report:
 
     @property
     def usable(self) -> tuple[Point, ...]:
-        """The points that anything may be derived from."""
+        """Return the points that anything may be derived from."""
         if self.throttled or self.invalid:
             return ()
         return tuple(p for p in self.points if p.label not in self.wrong and not p.marks)
 
     def speedup(self, candidate: Point, reference: Point) -> Interval:
-        """As `speedup`, with an interval that holds with those of all the report's speed-ups."""
+        """Return `speedup` with an interval that holds with those of all of the report."""
         return speedup(candidate, reference, max(1, len(_pairs(self.usable, self.baseline))))
 
     def __post_init__(self) -> None:
@@ -228,7 +228,7 @@ class Report:
                 raise BadInput(f"`{name}` must be a number above 0, got {given}")
 
     def to_dict(self) -> dict[str, Any]:
-        """What `report.json` holds."""
+        """Return what `report.json` holds."""
         return {"report": VERSION, **json_value(self, *self.shown)}
 
     def _repr_html_(self) -> str:
@@ -237,7 +237,7 @@ class Report:
 
 
 def speedup(candidate: Point, reference: Point, tests: int = 1) -> Interval:
-    """How many times the reference's throughput the candidate has, paired by process, or by round.
+    """Return the candidate's throughput by the reference's, paired by process, or by round.
 
     Where there is one process, rounds do not show how processes differ, so that is assumed, for
     each side. `tests`: the intervals of so many ratios hold together. Raises BadInput for points
@@ -256,7 +256,7 @@ def speedup(candidate: Point, reference: Point, tests: int = 1) -> Interval:
 
 
 def speedups(points: Sequence[Point], baseline: str) -> tuple[Speedup, ...]:
-    """The speed-up of every point that has a baseline of its scenario and batch."""
+    """Return the speed-up of every point that has a baseline of its scenario and batch."""
     pairs = _pairs(points, baseline)
     return tuple(
         Speedup(point.label, point.scenario, point.batch, speedup(point, reference, len(pairs)))
@@ -300,7 +300,7 @@ _NUMBERS = re.compile(r"\[\n[-+\d.eE,\s]+\]")  # a line break in JSON is never i
 
 
 def _one_line(numbers: re.Match[str]) -> str:
-    """A list of numbers, each on a line of its own, on one line."""
+    """Put a list of numbers, each on a line of its own, on one line."""
     return " ".join(numbers[0].split()).replace("[ ", "[").replace(" ]", "]")
 
 

@@ -16,7 +16,7 @@ NOT_MEASURED = "not measured"
 Columns = Mapping[str, Callable[[Any], str]]  # name -> the cell of a row
 _TEXT = (  # columns without figures, besides the first
     *("setup", "precision", "metric", "load", "loop", "layer", "operator", "result", "detail"),
-    *("device", "runtime", "sessions, threads", "measured in", "notes", "verdict", "value of"),
+    *("device", "runtime", "sessions, threads", "notes", "verdict", "value of"),
     *("scenario", "settings", "note", "predicted from", "read from", "format", "SHA-256"),
 )
 
@@ -266,7 +266,7 @@ def _points(document: Json, chosen: Sequence[Json], title: str) -> Table:
         "max (ms)": lambda point: _or_infinite(point["latency"]["max_ms"]),
         "inferences/s": lambda point: spread(point["throughput_per_s"]),
         "× baseline" if title == "Every point" else "verdict": lambda p: _against(document, p),
-        "measured in": _how,
+        "load": _how,
     }
     note = "From host memory to host memory, after the warm-up; calls are never averaged."
     return make_table(title, chosen, columns, note)

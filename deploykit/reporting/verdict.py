@@ -74,7 +74,7 @@ def _describe_gaps(report: Report) -> str:
 
 
 def _power_mode(report: Report) -> Iterator[str]:
-    """A Jetson's figures hold in one power mode, so one that is not known is a warning."""
+    """Warn where a Jetson's power mode is not known: its figures hold in one mode."""
     modes = [each.power_mode for each in report.conditions if each.power_mode]
     is_jetson = report.machine.get("l4t") or report.machine.get("board")
     is_jetson = is_jetson or any("sysfs" in each.source for each in report.conditions)
@@ -124,7 +124,7 @@ def _describe_load(result: LoadResult) -> str:
 
 
 def _headlines(report: Report) -> Iterator[str]:
-    """Of each engine that was asked for, else of the fastest; of one model alone its figures."""
+    """Yield those of each engine asked for, else of the fastest; of one model its figures."""
     usable = report.usable
     if not report.points:
         yield from [] if report.serving else ["No engine was timed."]
@@ -226,7 +226,7 @@ def _reference(point: Point, usable: Sequence[Point], own: Sequence[Point]) -> P
 
 
 def _is_alike(a: Point, b: Point) -> bool:
-    """A GPU is compared with the best of the CPU, whatever its sessions."""
+    """Return whether both have the same settings; a GPU is compared with all of the CPU."""
     settings = [(point.sessions, point.threads, point.settings) for point in (a, b)]
     return not a.device == b.device == "cpu" or settings[0] == settings[1]
 

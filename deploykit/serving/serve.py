@@ -196,26 +196,23 @@ class _Service:
         from deploykit.serving import server as http
         from deploykit.serving.workers.group import ServerGroup
 
-        settings, references, otlp = self.settings, self.references, self.settings.otlp
-        steps = ServedPipelines(self.pipelines, self.files)
+        settings, steps = self.settings, ServedPipelines(self.pipelines, self.files)
         group = group or ServerGroup()
         return_large_blocks()
         with ExitStack() as stack:
-            if group.engines is not None:  # another process has them, shadows and traces them
-                models: dict[str, Sequence[Engine]] = {
-                    name: [engine] * engine.count for name, engine in group.engines.items()
-                }
-                sources: dict[str, Source] = {}
-                references, otlp = {}, None
-            else:
-                models, sources = _open(steps.files, settings, shared, group, stack)
-            _check_pad(settings, models)
-            shadowing = _shadows(references, models, stack)
+            models: dict[str, Sequence[Engine]] = {}
+            sources, shadows = dict[str, Source](), dict[str, Shadow]()
+            for name, remote in (group.engines or {}).items():
+                models[name] = [remote] * remote.count
+            if group.engines is None:  # else another process has them, shadows and traces them
+                for name, file in steps.files.items():
+                    load = partial(open_engines, file, settings, shared)
+                    sources[name] = Source(file, load, partial(check_file, device=settings.device))
+                self._open(sources, models, shadows, group, stack)
+            self._check_pad(models)
             live = {} if group.runs_engines else steps.live(models)
             server = http.Server(models, settings, group=group, pipelines=live)
-            _watch(server.repository, shadowing, otlp, stack)
-            if sources and settings.reload:
-                _reload(server.repository, sources, group, stack)
+            self._watch(server.repository, sources, shadows, group, stack)
             if on_serve is not None:
                 on_serve(server)
 
@@ -223,81 +220,66 @@ class _Service:
                 on_start(server, host, port, grpc_port, self.names)
 
             if threading.current_thread() is threading.main_thread():
-                return http.run_alone(server, ready)
+                return http.run(server, ready)
             return server.run(ready)  # in the process of a user's program
 
+    def _open(
+        self,
+        sources: Mapping[str, Source],
+        models: dict[str, Sequence[Engine]],
+        shadows: dict[str, Shadow],
+        group: ServerGroup,
+        stack: ExitStack,
+    ) -> None:
+        """Open `models` and their `shadows` by name; `stack` closes them."""
+        for name, source in sources.items():
+            models[name] = source.open()
+            for engine in models[name]:
+                stack.callback(engine.close)
+                if group.count > 1 and not group.runs_engines:
+                    multiprocess.check_on_cpu(name, engine.device)
+        for name, file in self.references.items():
+            (reference,) = open_proven(file, "cpu", threads=_SHADOW_THREADS)
+            stack.callback(reference.close)
+            check_reference(models[name][0], reference)
+            shadows[name] = stack.enter_context(Shadow(name, reference))
 
-def _open(
-    files: Mapping[str, Path],
-    settings: ServeOptions,
-    shared: Path | None,
-    group: ServerGroup,
-    stack: ExitStack,
-) -> tuple[dict[str, Sequence[Engine]], dict[str, Source]]:
-    """The models by name, which `stack` closes, and where they come from."""
+    def _check_pad(self, models: Mapping[str, Sequence[Engine]]) -> None:
+        """Raise BadInput for an input to pad that no served model pads."""
+        lengths = self.settings.lengths
+        inputs = [spec for engines in models.values() for spec in engines[0].inputs]
+        padded = {s.name for s in inputs if any(axis in lengths for axis in s.shape[1:])}
+        for name in self.settings.pad:
+            if name not in padded:
+                raise BadInput(
+                    f"`pad` {name}: no served model has an input '{name}' with an axis in "
+                    "`buckets`",
+                    hint=f"the padded inputs are: {', '.join(sorted(padded)) or 'none'}",
+                )
 
-    sources = {
-        name: Source(
-            file,
-            partial(open_engines, file, settings, shared),
-            partial(check_file, device=settings.device),
-        )
-        for name, file in files.items()
-    }
-    models: dict[str, Sequence[Engine]] = {}
-    for name, source in sources.items():
-        models[name] = source.open()
-        for engine in models[name]:
-            stack.callback(engine.close)
-            if group.count > 1 and not group.runs_engines:
-                multiprocess.check_on_cpu(name, engine.device)
-    return models, sources
-
-
-def _check_pad(settings: ServeOptions, models: Mapping[str, Sequence[Engine]]) -> None:
-    """Raise BadInput for an input to pad that no served model pads."""
-    inputs = [spec for engines in models.values() for spec in engines[0].inputs]
-    padded = {s.name for s in inputs if any(axis in settings.lengths for axis in s.shape[1:])}
-    for name in settings.pad:
-        if name not in padded:
-            known = ", ".join(sorted(padded)) or "none"
-            raise BadInput(
-                f"`pad` {name}: no served model has an input '{name}' with an axis in `buckets`",
-                hint=f"the padded inputs are: {known}",
-            )
-
-
-def _watch(
-    repository: ModelRepository,
-    shadowing: Mapping[str, Shadow],
-    otlp: str | None,
-    stack: ExitStack,
-) -> None:
-    """Add shadows, traces and the logs' figures."""
-
-    repository.add_metrics(logs.samples)
-    for name, shadow in shadowing.items():
-        repository.find(name).watch(shadow)
-        repository.add_metrics(shadow.samples)
-    if otlp is not None:
-        tracer = stack.enter_context(Tracer(otlp))
-        repository.add_metrics(tracer.samples)
-        for name, model in repository.models.items():
-            model.watch(tracer.watch(name))
-
-
-def _reload(
-    repository: ModelRepository,
-    sources: Mapping[str, Source],
-    group: ServerGroup,
-    stack: ExitStack,
-) -> None:
-    """Replace engines whose files change."""
-
-    reloader = stack.enter_context(Reloader(repository, sources, announce=group.announce))
-    repository.add_metrics(reloader.samples)
-    for name, model in repository.models.items():
-        model.remark = partial(reloader.error, name)
+    def _watch(
+        self,
+        repository: ModelRepository,
+        sources: Mapping[str, Source],
+        shadows: Mapping[str, Shadow],
+        group: ServerGroup,
+        stack: ExitStack,
+    ) -> None:
+        """Add shadows, traces and the logs' figures; replace engines whose files change."""
+        repository.add_metrics(logs.samples)
+        for name, shadow in shadows.items():
+            repository.find(name).watch(shadow)
+            repository.add_metrics(shadow.samples)
+        if self.settings.otlp is not None and group.engines is None:
+            tracer = stack.enter_context(Tracer(self.settings.otlp))
+            repository.add_metrics(tracer.samples)
+            for name, model in repository.models.items():
+                model.watch(tracer.watch(name))
+        if sources and self.settings.reload:
+            reloader = stack.enter_context(Reloader(repository, sources, announce=group.announce))
+            repository.add_metrics(reloader.samples)
+            for name, model in repository.models.items():
+                model.remark = partial(reloader.error, name)
 
 
 def _files_by_name(models: Models) -> dict[str, Path]:
@@ -305,19 +287,3 @@ def _files_by_name(models: Models) -> dict[str, Path]:
         return {name: Path(file) for name, file in models.items()}
     several = [models] if isinstance(models, (str, os.PathLike, Artefact)) else models
     return name_models([str(each) for each in several])
-
-
-def _shadows(
-    references: Mapping[str, Path],
-    models: Mapping[str, Sequence[Engine]],
-    stack: ExitStack,
-) -> dict[str, Shadow]:
-    """By model, what runs a share of its live requests again on what they should agree with."""
-
-    found = {}
-    for name, file in references.items():
-        (reference,) = open_proven(file, "cpu", threads=_SHADOW_THREADS)
-        stack.callback(reference.close)
-        check_reference(models[name][0], reference)
-        found[name] = stack.enter_context(Shadow(name, reference))
-    return found

@@ -60,25 +60,13 @@ _SWITCH_S = 0.0005  # how long another thread may keep the loop's from Python; 5
 OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
 
 
-def run(
-    models: Mapping[str, Engine | Sequence[Engine]],
-    options: ServeOptions,
-    on_ready: OnReady,
-    *,
-    limits: HttpLimits | None = None,
-) -> int:
-    """Serve until SIGTERM, SIGHUP or SIGINT; call `on_ready(host, http_port, grpc_port)` if ready.
+def run(server: Server, on_ready: OnReady) -> int:
+    """Serve until SIGTERM, SIGHUP or SIGINT, where the server is all that its process does.
 
-    Returns how many accepted requests were not answered: 0 unless an engine hangs. A second signal
-    raises KeyboardInterrupt at once, except a SIGTERM within a second of another. Raises BadInput
-    if the host or a port is not available or a certificate is invalid, DeviceLost if the device is
-    lost and only a new process can use it.
+    Calls `on_ready(host, http_port, grpc_port)`. Returns how many accepted requests were not
+    answered: 0 unless an engine hangs. A second signal raises KeyboardInterrupt at once, except a
+    SIGTERM within a second of another. Raises DeviceLost if only a new process can use the device.
     """
-    return run_alone(Server(models, options, limits), on_ready)
-
-
-def run_alone(server: Server, on_ready: OnReady) -> int:
-    """As `run`, for a server that is all that its process does."""
     _allow_open_files()
 
     def ready(host: str, port: int, grpc_port: int | None) -> None:
@@ -104,7 +92,10 @@ class Server:
         pipelines: Mapping[str, MakePipeline] | None = None,
         grpc_limits: Http2Limits | None = None,
     ) -> None:
-        """`group`: the processes that share the address, and the limits, of this server."""
+        """`group`: the processes that share the address, and the limits, of this server.
+
+        Raises BadInput if the host or a port is not available or a certificate is invalid.
+        """
         group = group or ServerGroup()
         options, limits = group.share_of(options), limits or HttpLimits()
         limits = replace(limits, connections=math.ceil(limits.connections / group.count))

@@ -33,23 +33,6 @@ from tests.support.onnx_zoo import mnist_like, save
 pytestmark = pytest.mark.usefixtures("onnxruntime_alone")
 
 
-class Dying(OnnxRuntimeEngine):
-    """Ends its process when it is called in one of its own."""
-
-    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        if os.getpid() != self.parent:
-            os._exit(3)
-        return super().__call__(feeds)
-
-    parent = os.getpid()
-
-
-def dying(path: Path, parent: int) -> OnnxRuntimeEngine:
-    engine = Dying(path, "cpu", 1)
-    engine.parent = parent
-    return engine
-
-
 def feeds_of(path: Path, batch: int) -> Arrays:
     with open_engine(path, "cpu", 1) as engine:
         return random_feeds(engine.inputs, {"N": batch})
@@ -83,21 +66,6 @@ def test_the_layers_of_the_fastest_session_are_timed_with_what_they_compute(
     assert {"Conv", "MaxPool"} <= {each.op for each in found.layers}
     assert found.sum_ms == pytest.approx(sum(each.ms for each in found.layers))
     assert found.count == len(found.layers)
-
-
-def test_a_process_that_dies_under_the_profiler_leaves_the_reason(tmp_path: Path) -> None:
-    path = save(mnist_like(), tmp_path / "m.onnx")
-    good = named(path, "good")
-    bad = replace(good, label="bad", engines=partial(dying, path, os.getpid()))
-    entry, points, feeds = timed(path, good, bad)
-    wanted = [replace(entry, label=label) for label in ("bad", "", "absent")]
-    bad = replace(bad, entry="bad")
-    found, (gap, none) = measure_layers(wanted, [good, bad], points, feeds)
-    assert [each.label for each in found] == ["good"]
-    assert none.what == "layers of m.onnx"
-    assert "no column is one session" in none.why
-    assert gap.what == "layers of bad"
-    assert "ended with code 3" in gap.why
 
 
 def test_the_command_shows_the_layers_and_writes_them(
@@ -231,8 +199,10 @@ def test_a_profile_that_was_not_written_whole_is_a_gap(tmp_path: Path) -> None:
     assert "its profile is not whole: is the disk of TMPDIR full?" in gap.why
 
 
-class Killed(Dying):
+class Killed(OnnxRuntimeEngine):
     """Ends as the system ends a process, after it has noted what lies in TMPDIR."""
+
+    parent = os.getpid()
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         if os.getpid() != self.parent:
@@ -248,7 +218,7 @@ def killed(path: Path, parent: int) -> OnnxRuntimeEngine:
     return engine
 
 
-def test_a_process_that_is_killed_leaves_no_file(
+def test_a_process_that_is_killed_leaves_the_reason_and_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tmp").mkdir()
@@ -258,8 +228,11 @@ def test_a_process_that_is_killed_leaves_no_file(
     good = named(path)
     entry, points, feeds = timed(path, good)
     setup = replace(good, engines=partial(killed, path, os.getpid()))
-    found, (gap,) = measure_layers([entry], [setup], points, feeds)
-    assert (found, "the system ended it" in gap.why) == ([], True)
+    wanted = [entry, replace(entry, label="absent")]
+    found, (gap, none) = measure_layers(wanted, [setup], points, feeds)
+    assert (found, gap.what, "the system ended it" in gap.why) == ([], "layers of m", True)
+    assert none.what == "layers of m.onnx"
+    assert "no column is one session" in none.why
     assert json.loads((tmp_path / "seen").read_text()) == []
     assert list((tmp_path / "tmp").iterdir()) == []
 

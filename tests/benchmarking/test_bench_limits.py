@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,19 @@ import numpy as np
 import pytest
 
 import deploykit as dk
-from deploykit.benchmarking.limits import EnergyLog, cpu_ceilings
+from deploykit.benchmarking.limits import EnergyLog, cpu_ceilings, measure_memory
+from deploykit.benchmarking.timing import Setup, Timing, sweep
 from deploykit.core.errors import Unsupported
 from deploykit.core.evidence import Interval
+from deploykit.engines.data.samples import random_feeds
+from deploykit.engines.engine import Arrays
 from deploykit.evaluation.artefacts import no_progress
 from deploykit.evaluation.latency import Latency
 from deploykit.planning.probe import store_calibration
 from deploykit.reporting.points import Point
 from deploykit.reporting.tables import details
 from tests.support.calibrations import keep_round_calibration
+from tests.support.fake_engine import FakeEngine
 from tests.support.onnx_zoo import mnist_like, save
 
 
@@ -32,7 +37,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dk.Report]:
         patch.setattr("deploykit.benchmarking.columns.installed", lambda _: False)
         found = keep_round_calibration(folder / "cache", patch)
         for threads in range(1, (os.cpu_count() or 1) + 1):  # the search may choose any
-            assert store_calibration(replace(found, threads=threads)) == ""
+            assert store_calibration(replace(found, threads=threads)) == []
         model = save(mnist_like(), folder / "model.onnx")
         short: Mapping[str, Any] = {"seconds": 0.2, "batches": (1, 4)}
         yield dk.bench([model], out=folder / "report", **short)
@@ -65,7 +70,7 @@ def test_a_probe_that_finds_no_room_is_a_gap_of_the_report(monkeypatch: pytest.M
     def full(**_: object) -> None:
         raise Unsupported("/tmp/deploykit-probe/chain.onnx: no space left on the disk")
 
-    monkeypatch.setattr("deploykit.benchmarking.limits.probe_cpu", full)
+    monkeypatch.setattr("deploykit.benchmarking.limits.cpu_calibration", full)
     found, (gap,) = cpu_ceilings([], 60.0, no_progress)
     assert found == {}
     assert gap.what == "ceilings of the CPU"
@@ -143,3 +148,31 @@ def test_a_point_on_a_device_without_a_meter_has_the_reason() -> None:
     assert found.energy(points) == ()
     (gap,) = found.gaps(points)
     assert (gap.what, gap.why) == ("energy of cuda:0", "no meter")
+
+
+class Large(FakeEngine):
+    """Holds so many MB, that the system has had to give it."""
+
+    def __init__(self, megabytes: int) -> None:
+        super().__init__()
+        self.held = np.ones(megabytes * 125_000)
+
+
+def feeds(batch: int) -> Arrays:
+    return random_feeds(FakeEngine().inputs, {"N": batch})
+
+
+def test_each_setup_has_the_peak_of_its_own_process() -> None:
+    setups = [
+        Setup("small", FakeEngine),
+        Setup("large", partial(Large, 200), batches=(4,)),
+        Setup("never timed", FakeEngine),
+    ]
+    points = sweep(setups[:2], [1, 4], Timing(0.0, 0.01, 2), feeds)
+    steps: list[str] = []
+    small, large = measure_memory(setups, points, feeds, lambda what, _: steps.append(what))
+    assert (small.label, small.batch, large.label, large.batch) == ("small", 4, "large", 4)
+    more_mb = (large.peak_bytes - small.peak_bytes) / 1e6
+    assert 0.8 * 200 < more_mb < 1.5 * 200
+    assert small.peak_bytes < 1e9  # not what this test process had
+    assert steps == ["small: memory", "large: memory"]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -13,17 +12,9 @@ from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays
 from deploykit.reporting.points import CpuSearch, CpuSettings
 from tests.support.fake_engine import FakeEngine
+from tests.support.measure.virtual_time import VirtualTime
 
 FEEDS = random_feeds(FakeEngine().inputs, {"N": 4})
-
-
-class Clock(threading.local):
-    """Each thread's own, moved by engines alone."""
-
-    now_ns = 0
-
-    def __call__(self) -> int:
-        return self.now_ns
 
 
 class Machine:
@@ -31,7 +22,7 @@ class Machine:
 
     def __init__(self, call_s: Callable[[CpuSettings], float]) -> None:
         self.call_s = call_s
-        self.clock = Clock()
+        self.clock = VirtualTime()
         self.opened: list[CpuSettings] = []
         self.calls: dict[CpuSettings, int] = {}
         self.engines: list[FakeEngine] = []

@@ -27,27 +27,9 @@ from deploykit.core.errors import BadInput
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays
 from tests.support.fake_engine import FakeEngine
+from tests.support.measure.virtual_time import Timed, VirtualTime
 
 FEEDS = random_feeds(FakeEngine().inputs, {"N": 1})
-
-
-class Clock(threading.local):
-    now_ns = 0
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-
-class Timed(FakeEngine):
-    """Each call moves the clock, by the seconds that `of_call` gives for its number."""
-
-    def __init__(self, clock: Clock, of_call: Callable[[int], float]) -> None:
-        super().__init__()
-        self.clock, self.of_call = clock, of_call
-
-    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        self.clock.now_ns += round(self.of_call(len(self.batches)) * 1e9)
-        return super().__call__(feeds)
 
 
 def subject(*engines: FakeEngine) -> Subject:
@@ -86,8 +68,8 @@ def test_the_bound_is_below_the_true_percentile_in_one_of_a_hundred_runs(q: floa
 @pytest.mark.parametrize(("scenario", "metric"), [(SINGLE, "p90 ms"), (MULTI, "p99 ms")])
 def test_a_stream_gives_its_percentile(scenario: str, metric: str) -> None:
     """Slow by turns: of 100 calls, one takes 40 ms and nineteen take 20 ms."""
-    clock = Clock()
-    engine = Timed(clock, lambda n: 0.04 if n % 100 == 0 else 0.02 if n % 5 == 0 else 0.01)
+    clock = VirtualTime()
+    engine = Timed(clock, lambda n: 0.04 if n % 100 == 0 else 0.02 if n % 5 == 0 else 0.01, [], "")
     found = run_stream(scenario, subject(engine), FEEDS, 30.0, clock)
     assert found.metric == metric
     assert found.value == pytest.approx(20.0 if scenario == SINGLE else 40.0)
@@ -97,15 +79,15 @@ def test_a_stream_gives_its_percentile(scenario: str, metric: str) -> None:
 
 
 def test_a_stream_goes_on_for_the_queries_that_it_needs() -> None:
-    clock = Clock()
-    found = run_stream(SINGLE, subject(Timed(clock, lambda _: 0.1)), FEEDS, 1.0, clock)
+    clock = VirtualTime()
+    found = run_stream(SINGLE, subject(Timed(clock, lambda _: 0.1, [], "")), FEEDS, 1.0, clock)
     assert (found.queries >= 64, found.duration_s <= 7.0) == (True, True)
     assert found.value == pytest.approx(100.0)
 
 
 def test_a_stream_that_takes_too_long_for_them_has_no_percentile() -> None:
-    clock = Clock()
-    found = run_stream(MULTI, subject(Timed(clock, lambda _: 0.1)), FEEDS, 1.0, clock)
+    clock = VirtualTime()
+    found = run_stream(MULTI, subject(Timed(clock, lambda _: 0.1, [], "")), FEEDS, 1.0, clock)
     assert found.value is None
     assert found.needs == 662
     assert found.why == f"{found.queries} queries in {found.duration_s:.3g} s, 662 are needed"
@@ -113,27 +95,27 @@ def test_a_stream_that_takes_too_long_for_them_has_no_percentile() -> None:
 
 
 def test_the_warm_up_is_in_no_figure() -> None:
-    clock = Clock()
-    engine = Timed(clock, lambda n: 1.0 if n < 2 else 0.01)
+    clock = VirtualTime()
+    engine = Timed(clock, lambda n: 1.0 if n < 2 else 0.01, [], "")
     found = run_stream(SINGLE, subject(engine), FEEDS, 10.0, clock)
     assert found.latency is not None
     assert found.latency.max_ms == pytest.approx(10.0)
     offline = run_offline(
-        subject(Timed(clock, lambda n: 1.0 if n < 1 else 0.01)), FEEDS, 1, 1.0, clock
+        subject(Timed(clock, lambda n: 1.0 if n < 1 else 0.01, [], "")), FEEDS, 1, 1.0, clock
     )
     assert offline.value == pytest.approx(100.0)
 
 
 def test_offline_counts_samples() -> None:
-    clock = Clock()
-    found = run_offline(subject(Timed(clock, lambda _: 0.02)), FEEDS, 4, 1.0, clock)
+    clock = VirtualTime()
+    found = run_offline(subject(Timed(clock, lambda _: 0.02, [], "")), FEEDS, 4, 1.0, clock)
     assert (found.scenario, found.metric, found.batch) == (OFFLINE, "samples/s", 4)
     assert found.value == pytest.approx(200.0)
 
 
 def server(slo_ms: float, seconds: float, serve: Callable[..., np.ndarray], count: int = 1) -> Any:
-    clock = Clock()
-    engines = [Timed(clock, lambda _: 0.0005) for _ in range(count)]
+    clock = VirtualTime()
+    engines = [Timed(clock, lambda _: 0.0005, [], "") for _ in range(count)]
     return run_server(subject(*engines), FEEDS, slo_ms, seconds, serve=serve, clock=clock)
 
 

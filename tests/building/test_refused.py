@@ -124,25 +124,21 @@ def a_plan(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("make", "out", "error", "words"),
+    ("make", "error", "words"),
     [
-        (outside, "m.trt", BadInput, "outside the model's folder"),
-        (a_plan, "m.trt", BadInput, "expected an ONNX file, got a tensorrt file"),
-        (lambda folder: folder / "none.onnx", "m.trt", NotFound, r"none\.onnx"),
-        (lambda f: save(linear(), f / "m.onnx"), "m.onnx", BadInput, "is the model itself"),
-        (lambda f: save(linear(), f / "m.onnx"), "none/m.trt", BadInput, "does not exist"),
+        (outside, BadInput, "outside the model's folder"),
+        (a_plan, BadInput, "expected an ONNX file, got a tensorrt file"),
+        (lambda folder: folder / "none.onnx", NotFound, r"none\.onnx"),
     ],
-    ids=["weights elsewhere", "a plan", "missing", "itself", "no folder"],
+    ids=["weights elsewhere", "a plan", "missing"],
 )
-def test_a_file_that_cannot_be_read_or_written_is_refused(
-    use: Use, tmp_path: Path, make: Any, out: str, error: type[Exception], words: str
+def test_a_file_that_cannot_be_read_is_refused(
+    use: Use, tmp_path: Path, out: Path, make: Any, error: type[Exception], words: str
 ) -> None:
-    does, source = use(), make(tmp_path)
-    before = source.read_bytes() if source.exists() else b""
+    does = use()
     with pytest.raises(error, match=words):
-        build(source, tmp_path / out, options())
+        build(make(tmp_path), out, options())
     assert "strong" not in does.seen
-    assert not source.exists() or source.read_bytes() == before
 
 
 @pytest.mark.parametrize(

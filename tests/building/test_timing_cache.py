@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from deploykit.building.tensorrt.build import build, cache_path, check
-from deploykit.core.errors import BadInput
 from deploykit.core.machine import Gpu, this_machine
 from tests.support.builders.fake_tensorrt import Use, options
 
@@ -45,28 +40,6 @@ def test_a_file_of_another_name_that_is_no_timing_cache_is_kept(
     facts = build(model, out, options(timing_cache=file))
     assert "the file stays as it is" in facts.notes[0]
     assert file.read_bytes() == b"two years of work"
-
-
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
-        (os.mkfifo, "is not a regular file"),
-        (Path.mkdir, "is a folder"),
-        (
-            lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_RDWR), 1 << 40),
-            "is above 256 MiB",
-        ),
-    ],
-    ids=["fifo", "folder", "sparse"],
-)
-def test_what_cannot_be_a_timing_cache_is_refused_at_once(
-    use: Use, model: Path, out: Path, make: Callable[[Path], None], why: str
-) -> None:
-    file = out.with_name("t.cache")
-    make(file)
-    use()
-    with pytest.raises(BadInput, match=why):
-        build(model, out, options(timing_cache=file))
 
 
 def test_an_empty_file_is_a_timing_cache_without_timings(use: Use, model: Path, out: Path) -> None:

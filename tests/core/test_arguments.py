@@ -108,7 +108,6 @@ def test_serve_checks_its_arguments_before_it_opens_a_model(given: dict[str, Any
         (load_test, {"url": "http://h"}, {"batch": 10**400}),
         (load_test, {"url": "http://h"}, {"text": "a sentence"}),
         (plan, {"model": "model.onnx"}, {"profiles": "l4"}),
-        (plan, {"model": "model.onnx"}, {"prices": 0.7}),
         (plan, {"model": "model.onnx"}, {"on_progress": True}),
         (predict, {"engine": "model.onnx", "out": "out.npz"}, {"data": ["a.npz"]}),
         (predict, {"engine": "model.onnx", "data": "a.npz", "out": "out.npz"}, {"batch": 1.5}),

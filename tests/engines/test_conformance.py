@@ -83,30 +83,6 @@ def test_every_batch_size_gives_the_right_rows(engine: Engine, batch: int) -> No
     np.testing.assert_array_equal(engine({"x": x})["y"], 2 * x + 1)
 
 
-def test_batch_may_shrink_and_grow_between_calls(engine: Engine) -> None:
-    shapes = [engine({"x": rows(batch)})["y"].shape for batch in (7, 1, 33, 2)]
-    assert shapes == [(7, 4), (1, 4), (33, 4), (2, 4)]
-
-
-def test_outputs_are_what_the_specs_say(engine: Engine) -> None:
-    outputs = engine({"x": rows(3)})
-    assert {name: (array.dtype.name, array.shape) for name, array in outputs.items()} == {
-        "y": ("float32", (3, 4))
-    }
-
-
-@pytest.mark.parametrize(
-    "view",
-    [lambda x: x.T, lambda x: x[::-1, ::-1], lambda x: np.asfortranarray(x)],
-    ids=["transposed", "reversed", "fortran"],
-)
-def test_memory_layout_of_the_input_does_not_matter(engine: Engine, view: object) -> None:
-    assert callable(view)
-    x = view(rows(4))
-    assert not x.flags.c_contiguous
-    np.testing.assert_array_equal(engine({"x": x})["y"], 2 * x + 1)
-
-
 def test_read_only_input_is_accepted(engine: Engine) -> None:
     """The server's inputs are views of bytes received."""
     x = np.frombuffer(rows(2).tobytes(), np.float32).reshape(2, 4)
@@ -156,25 +132,12 @@ def test_wrong_feeds_are_refused_by_name(
         engine(feeds)
 
 
-def test_refused_call_leaves_the_engine_usable(engine: Engine) -> None:
-    with pytest.raises(BadInput):
-        engine({"x": rows(1)[:, :3]})
-    np.testing.assert_array_equal(engine({"x": rows(1)})["y"], 2 * rows(1) + 1)
-
-
-def test_second_call_does_not_change_the_first_answer(engine: Engine) -> None:
-    first = engine({"x": rows(2)})["y"]
-    second = engine({"x": rows(2, start=100)})["y"]
-    assert not np.shares_memory(first, second)
-    np.testing.assert_array_equal(first, 2 * rows(2) + 1)
-
-
 def test_answer_belongs_to_the_caller(engine: Engine) -> None:
     x = rows(2)
-    y = engine({"x": x})["y"]
-    y[:] = -1  # writable, and nobody else's
+    first, second = engine({"x": x})["y"], engine({"x": rows(2, start=100)})["y"]
+    first[:] = -1  # writable, and nobody else's
     np.testing.assert_array_equal(x, rows(2))
-    np.testing.assert_array_equal(engine({"x": x})["y"], 2 * rows(2) + 1)
+    np.testing.assert_array_equal(second, 2 * rows(2, start=100) + 1)
 
 
 def test_another_thread_may_call_it(engine: Engine) -> None:
@@ -182,18 +145,6 @@ def test_another_thread_may_call_it(engine: Engine) -> None:
     with ThreadPoolExecutor(max_workers=1) as pool:
         y = pool.submit(lambda: engine({"x": rows(5)})["y"]).result(timeout=60)
     np.testing.assert_array_equal(y, 2 * rows(5) + 1)
-
-
-def test_closing_twice_does_nothing(engine: Engine) -> None:
-    engine.close()
-    engine.close()
-
-
-def test_closed_engine_says_so(engine: Engine) -> None:
-    with engine:
-        engine({"x": rows(1)})
-    with pytest.raises(DeploykitError, match="closed"):
-        engine({"x": rows(1)})
 
 
 def test_closed_engine_still_names_its_tensors(engine: Engine) -> None:
@@ -316,6 +267,7 @@ def test_closing_one_engine_leaves_the_other_of_the_same_model(opened: Open) -> 
 
 
 def test_call_after_close_says_so_before_it_looks_at_the_feeds(engine: Engine) -> None:
-    engine.close()
+    for _ in range(2):
+        engine.close()
     with pytest.raises(DeploykitError, match="closed"):
         engine({})

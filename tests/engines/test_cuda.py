@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -32,21 +32,6 @@ def test_device_is_chosen_anew_for_every_call_as_another_thread_may_make_it() ->
         for _ in range(3):
             run({"x": rows(1)})
         assert cuda.names("use", "enqueue", "wait") == ["use", "enqueue", "use", "wait"] * 3
-
-
-@pytest.mark.parametrize("view", [lambda x: x.T, lambda x: x[::-1, ::-1]])
-def test_memory_layout_of_the_input_does_not_matter(view: Callable[..., np.ndarray]) -> None:
-    with pipeline(FakeCuda()) as run:
-        x = view(rows(4))
-        assert right(run({"x": x}), x)
-
-
-def test_answer_belongs_to_the_caller() -> None:
-    with pipeline(FakeCuda()) as run:
-        first = run({"x": rows(2)})["y"]
-        run({"x": rows(2, start=50)})
-        assert right({"y": first}, rows(2))
-        assert first.flags.writeable
 
 
 def test_no_rows_are_computed_without_a_copy() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import zipfile
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.tensors import TensorSpec, parse_spec
 from deploykit.engines.data.samples import Samples, random_feeds, read_npz, read_samples, write_npz
 from tests.support.runtimes.data_files import B, X, rows
+
+FIXED, CHW = TensorSpec("x", "float32", (1, 3)), parse_spec("x:float32[N,3,8,9]")
+ANY, HWC = parse_spec("x:float32[N,3,H,W]"), parse_spec("x:uint8[N,8,9,3]")
 
 
 @pytest.fixture
@@ -32,36 +36,46 @@ def test_arrays_that_are_not_inputs_are_ignored(npz: Path) -> None:
     assert set(read_samples(npz, (X,)).inputs) == {"x"}
 
 
-def test_a_missing_input_is_named_with_the_expected_ones(npz: Path) -> None:
-    write_npz(npz, {"x": rows(2), "c": rows(2)})
-    with pytest.raises(BadInput, match=r"data\.npz: no array 'b'") as caught:
-        read_samples(npz, (X, B))
-    assert caught.value.hint is not None
-    assert "x:float32[N,3], b:int64[N]" in caught.value.hint
-
-
 @pytest.mark.parametrize(
-    ("array", "got"),
+    ("inputs", "arrays", "message", "hint"),
     [
-        (rows(2)[:, :2], r"float32\[2,2\]"),
-        (rows(2).astype(np.float64), r"float64\[2,3\]"),
-        (rows(2)[0], r"float32\[3\]"),
-        (np.float32(1), r"float32\[\]"),
+        (
+            [X, B],
+            {"x": rows(2), "c": rows(2)},
+            r"data\.npz: no array 'b'",
+            "x:float32[N,3], b:int6",
+        ),
+        ([X], {"x": rows(2)[:, :2]}, r"'x' is float32\[N,3\], got float32\[2,2\]", ""),
+        ([X], {"x": rows(2).astype("f8")}, r"got float64\[2,3\]", "x.astype('float32')"),
+        ([X], {"x": np.float32(1)}, r"got float32\[\]", ""),
+        ([X], {"x": rows(1)[0]}, r"one sample without its batch axis, which x\[None\] adds", ""),
+        ([FIXED], {"x": rows(2)[:, :2]}, r"'x' is float32\[N,3\], got float32\[2,2\]", ""),
+        ([X, B], {"x": rows(3), "b": np.zeros(2, np.int64)}, r"have \[2, 3\] samples", ""),
+        ([X], {"x": rows(0)}, "samples", ""),
+        ([X], {"x": rows(3), "labels": np.zeros(4)}, "3 samples but labels of shape", ""),
+        ([X], {"x": rows(3), "labels": np.zeros(())}, "3 samples but labels of shape", ""),
+        ([X], {"x": rows(3), "labels": np.zeros((1, 3))}, "3 samples but labels of shape", ""),
+        ([CHW], {"x": np.zeros((2, 8, 9, 3), "f4")}, "looks like NHWC", "(0, 3, 1, 2)"),
+        ([ANY], {"x": np.zeros((2, 8, 9, 3), "u1")}, "looks like NHWC", "(0, 3, 1, 2)"),
+        ([HWC], {"x": np.zeros((2, 3, 8, 9), "u1")}, "looks like NCHW", "(0, 2, 3, 1)"),
+        ([CHW], {"x": np.zeros((2, 3, 8, 9), "u1")}, "got uint8", "`preprocess`"),
     ],
-    ids=["axis", "dtype", "rank", "scalar"],
 )
-@pytest.mark.parametrize("batch", ["N", 1])
-def test_array_that_does_not_fit_is_refused(
-    npz: Path, array: np.ndarray, got: str, batch: int | str
+def test_arrays_that_do_not_fit_are_refused_with_what_they_look_like(
+    npz: Path, inputs: list[TensorSpec], arrays: dict[str, np.ndarray], message: str, hint: str
 ) -> None:
-    write_npz(npz, {"x": array})
-    with pytest.raises(BadInput, match=rf"'x' is float32\[N,3\], got {got}"):
-        read_samples(npz, (TensorSpec("x", "float32", (batch, 3)),))
+    write_npz(npz, arrays)
+    with pytest.raises(BadInput, match=message) as caught:
+        read_samples(npz, tuple(inputs))
+    assert hint in str(caught.value.hint)
 
 
 def test_model_of_a_fixed_batch_takes_any_number_of_samples(npz: Path) -> None:
     write_npz(npz, {"x": rows(5)})
-    assert len(read_samples(npz, (TensorSpec("x", "float32", (1, 3)),))) == 5
+    samples = read_samples(npz, (FIXED,))
+    assert (len(samples), samples.labels) == (5, None)
+    with pytest.raises(BadInput, match="5 samples do not fill the model's fixed batch of 8"):
+        samples.batching(4, [TensorSpec("x", "float32", (8, 3))])
 
 
 def test_arrays_of_other_byte_order_are_converted(npz: Path) -> None:
@@ -69,30 +83,6 @@ def test_arrays_of_other_byte_order_are_converted(npz: Path) -> None:
     array = read_samples(npz, (X,)).inputs["x"]
     assert array.dtype.isnative
     np.testing.assert_array_equal(array, rows(2))
-
-
-def test_all_inputs_must_have_the_same_number_of_samples(npz: Path) -> None:
-    write_npz(npz, {"x": rows(3), "b": np.zeros(2, np.int64)})
-    with pytest.raises(BadInput, match=r"have \[2, 3\] samples"):
-        read_samples(npz, (X, B))
-
-
-def test_no_samples_are_refused(npz: Path) -> None:
-    write_npz(npz, {"x": rows(0)})
-    with pytest.raises(BadInput, match="samples"):
-        read_samples(npz, (X,))
-
-
-@pytest.mark.parametrize("labels", [np.zeros(4), np.zeros(()), np.zeros((1, 3))], ids=str)
-def test_there_must_be_one_label_per_sample(npz: Path, labels: np.ndarray) -> None:
-    write_npz(npz, {"x": rows(3), "labels": labels})
-    with pytest.raises(BadInput, match="3 samples but labels of shape"):
-        read_samples(npz, (X,))
-
-
-def test_data_need_no_labels(npz: Path) -> None:
-    write_npz(npz, {"x": rows(3)})
-    assert read_samples(npz, (X,)).labels is None
 
 
 @pytest.mark.parametrize(("size", "sizes"), [(1, [1] * 7), (3, [3, 3, 1]), (7, [7]), (9, [7])])
@@ -120,31 +110,6 @@ def test_a_fixed_batch_decides_the_batch_size(
 ) -> None:
     specs = [TensorSpec("x", "float32", (batch, 3)) for batch in batches]
     assert Samples({"x": rows(7)}, None, "d").batching(4, specs) == expected
-
-
-def test_samples_that_do_not_fill_one_batch_are_refused() -> None:
-    with pytest.raises(BadInput, match="d: 7 samples do not fill the model's fixed batch of 8"):
-        Samples({"x": rows(7)}, None, "d").batching(4, [TensorSpec("x", "float32", (8, 3))])
-
-
-@pytest.mark.parametrize(
-    ("spec", "array", "message", "hint"),
-    [
-        ("x:float32[N,3,8,9]", np.zeros((2, 8, 9, 3), "f4"), "looks like NHWC", "(0, 3, 1, 2)"),
-        ("x:float32[N,3,H,W]", np.zeros((2, 8, 9, 3), "u1"), "looks like NHWC", "(0, 3, 1, 2)"),
-        ("x:uint8[N,8,9,3]", np.zeros((2, 3, 8, 9), "u1"), "looks like NCHW", "(0, 2, 3, 1)"),
-        ("x:float32[N,3,8,9]", np.zeros((2, 3, 8, 9), "u1"), "got uint8", "`preprocess`"),
-        ("x:float32[N,3]", np.zeros((2, 3), "f8"), "got float64", "x.astype('float32')"),
-    ],
-)
-def test_an_array_that_does_not_fit_says_what_it_looks_like(
-    npz: Path, spec: str, array: np.ndarray, message: str, hint: str
-) -> None:
-    write_npz(npz, {"x": array})
-    with pytest.raises(BadInput, match=message) as caught:
-        read_samples(npz, (parse_spec(spec),))
-    assert caught.value.hint is not None
-    assert hint in caught.value.hint
 
 
 def test_random_uint8_values_cover_the_pixel_range() -> None:
@@ -218,6 +183,16 @@ def test_random_masks_are_zeros_and_ones_and_hide_no_whole_row() -> None:
         assert not mask.all()
 
 
+def torch_archive() -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("m/data.pkl", b"")
+    return content.getvalue()
+
+
+TORCH = torch_archive()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "what", "cure"),
     [
@@ -229,6 +204,7 @@ def test_random_masks_are_zeros_and_ones_and_hide_no_whole_row() -> None:
         ("a.tif", b"II*\0" + bytes(99), "is a single image", "the folder"),
         ("m.onnx", b"\x08\x08\x12\x07pytorch", "is a model \\(onnx\\)", "data is an .npz"),
         ("m.pt", b"\x80\x02}q\0.", "is a model \\(torch\\)", "data is an .npz"),
+        ("m.npz", TORCH, "is a model \\(torch\\), not data", "data is an .npz"),
         ("m.trt", b"ftrt" + bytes(60), "is a model \\(tensorrt\\)", "data is an .npz"),
     ],
 )
@@ -239,19 +215,6 @@ def test_what_is_taken_for_data_is_named_with_a_cure(
     with pytest.raises(BadInput, match=f"{name}: {what}") as caught:
         read_samples(tmp_path / name, (X,))
     assert cure in str(caught.value.hint)
-
-
-def test_a_model_archive_is_not_data(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "m.npz", "w") as archive:
-        archive.writestr("m/data.pkl", b"")
-    with pytest.raises(BadInput, match=r"is a model \(torch\), not data"):
-        read_samples(tmp_path / "m.npz", (X,))
-
-
-def test_one_sample_without_its_batch_axis_is_recognised(npz: Path) -> None:
-    write_npz(npz, {"x": rows(1)[0]})
-    with pytest.raises(BadInput, match=r"one sample without its batch axis, which x\[None\] adds"):
-        read_samples(npz, (X,))
 
 
 def test_data_that_memory_has_no_room_for_are_not_called_damaged(

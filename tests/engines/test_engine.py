@@ -29,21 +29,26 @@ def test_content_decides_not_the_name(affine_onnx: Path) -> None:
         assert engine.runtime.startswith("onnxruntime")
 
 
-def test_a_path_may_be_a_string(affine_onnx: Path) -> None:
-    pytest.importorskip("onnxruntime")
-    with load(str(affine_onnx), "cpu", threads=1) as engine:
-        assert engine.device == "cpu"
+DEVICES = ("gpu", "cuda:", "cuda:x", "CPU", "", "cpu\n")
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "CPU", "", "cpu\n"])
-def test_unknown_device_is_refused(affine_onnx: Path, device: str) -> None:
-    with pytest.raises(BadInput, match="`device`: unknown value"):
-        load(affine_onnx, device)
-
-
-def test_threads_must_be_positive(affine_onnx: Path) -> None:
-    with pytest.raises(BadInput, match="threads"):
-        load(affine_onnx, "cpu", threads=0)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(
+            ({"device": name}, "`device`: unknown value")
+            for name in ["gpu", "cuda:", "cuda:x", "CPU", "", "cpu\n"]
+        ),
+        ({"threads": 0}, "`threads` must be 1 or more"),
+        ({"cuda_graphs": [4, 0]}, "`cuda_graphs` are batch sizes of 1 or more"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_is_refused(
+    affine_onnx: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BadInput, match=message):
+        load(str(affine_onnx), **options)
 
 
 def test_missing_file_is_not_found(tmp_path: Path) -> None:

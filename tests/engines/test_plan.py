@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported
+from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.evidence import Evidence, WeightsFile
 from deploykit.core.files import manifest_path
 from deploykit.core.manifest import write_manifest
-from deploykit.engines.tensorrt.compatibility import Here, check_plan, differences, open_plan
+from deploykit.engines.tensorrt.compatibility import check_plan, differences, open_plan
 from tests.support.onnx_zoo import linear, save
 from tests.support.runtimes.plans import BUILT, CONTENT, HERE, described
 
@@ -38,11 +38,6 @@ def test_plan_of_this_machine_is_read_whole(plan: Path) -> None:
     assert manifest == described()
 
 
-def test_the_facts_of_this_machine_match_a_manifest_made_from_them() -> None:
-    assert list(differences(HERE.facts(), HERE)) == []
-    assert Here("", "", "", 0, "", "").facts() == {}
-
-
 # G10: cut, flipped, another file
 
 
@@ -57,24 +52,15 @@ def test_the_facts_of_this_machine_match_a_manifest_made_from_them() -> None:
             lambda content: content[:5000] + bytes([content[5000] ^ 1]) + content[5001:],
             "SHA-256 differs",
         ),
-        (lambda _: b"<html>not found</html>", "is a web page"),
-        (lambda _: b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
-        (lambda _: b"\xff" * 1000, "not a model file of a known format"),
     ],
-    ids=["empty", "half", "last-byte", "longer", "bit", "html", "lfs", "noise"],
+    ids=["empty", "half", "last-byte", "longer", "bit"],
 )
 def test_damaged_plan_is_bad_input(plan: Path, change: Callable[[bytes], bytes], says: str) -> None:
     plan.write_bytes(change(CONTENT))
     with pytest.raises(BadInput, match=says) as caught:
         open_plan(plan, HERE)
     assert caught.value.exit_code == 2
-    with pytest.raises(BadInput, match=says):  # whoever read the manifest before
-        check_plan(plan, described(), HERE)
-
-
-def test_damaged_plan_is_not_trusted_either(plan: Path) -> None:
-    plan.write_bytes(CONTENT[:-1])
-    with pytest.raises(BadInput, match="SHA-256 differs"):
+    with pytest.raises(BadInput, match=says):
         open_plan(plan, HERE, trust=True)
 
 
@@ -94,11 +80,6 @@ def test_rtx_plan_is_unsupported_with_an_explanation(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="TensorRT for RTX") as caught:
         open_plan(path, HERE, trust=True)
     assert caught.value.exit_code == 3
-
-
-def test_missing_plan_is_not_found(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="no such file"):
-        open_plan(tmp_path / "m.trt", HERE)
 
 
 # G11: another TensorRT, another GPU, an older driver
@@ -271,13 +252,6 @@ def test_path_in_a_manifest_is_not_followed(plan: Path, file: str) -> None:
     write_manifest(plan, manifest)
     with pytest.raises(BadInput):
         open_plan(plan, HERE)
-    with pytest.raises(BadInput, match="which an engine does not have"):
-        check_plan(plan, manifest, HERE)
-
-
-def test_data_file_that_exists_is_refused_too(plan: Path) -> None:
-    plan.with_name("w.data").write_bytes(b"12")
-    manifest = replace(described(), evidence=Evidence(weights=WeightsFile("w.data", "00")))
     with pytest.raises(BadInput, match="which an engine does not have"):
         check_plan(plan, manifest, HERE)
 

@@ -52,16 +52,55 @@ def test_figures_of_a_known_difference() -> None:
     assert row.values == 2
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-5, 1.0, 1e5])
-def test_the_error_is_relative_to_the_scale_of_the_output(scale: float) -> None:
-    a, b = constant([[0.2 * scale, scale]], "float64"), constant([[0.3 * scale, scale]], "float64")
-    assert compare(a, b).worst.error == pytest.approx(0.1)
+@pytest.mark.parametrize(
+    ("a", "b", "error"),
+    [
+        ([0.2e-30, 1e-30], [0.3e-30, 1e-30], 0.1),
+        ([0.2e5, 1e5], [0.3e5, 1e5], 0.1),
+        ([1e-5, -1e-5], [-1e-5, 1e-5], 2.0),
+        ([0.0, 0.0], [0.0, 1e-20], 1.0),
+    ],
+)
+def test_the_error_is_relative_to_the_scale_of_the_output(
+    a: list[float], b: list[float], error: float
+) -> None:
+    parity = compare(constant([a], "float64"), constant([b], "float64"))
+    assert parity.worst.error == pytest.approx(error)
+    assert (parity.passed, parity.warnings) == (False, ())
 
 
-def test_two_models_with_small_outputs_differ() -> None:
-    a, b = constant([[1e-5, -1e-5]]), constant([[-1e-5, 1e-5]])
-    assert compare(a, b).worst.error == pytest.approx(2.0)
-    assert not compare(a, b).passed
+NAN, INF = math.nan, math.inf
+ONE_SIDE = "output 'y' at batch 2: NaN or infinity in one"
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "dtype", "problem"),
+    [
+        ([1.0, NAN], [1.0, NAN], "float32", "1 of 2 values are NaN or infinity on both sides"),
+        ([1.0, INF], [1.0, INF], "float32", "1 of 2 values are NaN or infinity on both sides"),
+        ([1.0, 2.0], [1.0, NAN], "float32", ONE_SIDE),
+        ([1.0, 2.0], [1.0, INF], "float32", ONE_SIDE),
+        ([1.0, -INF], [1.0, 2.0], "float32", ONE_SIDE),
+        ([1.0, INF], [1.0, -INF], "float32", ONE_SIDE),
+        ([NAN], [NAN], "float32", "nothing could be compared"),
+        ([2**60, 1], [2**60 + 1, 1], "int64", "1 of 2 integers or booleans differ"),
+        ([True, False], [True, True], "bool", "1 of 2 integers or booleans differ"),
+        ([0, 255], [0, 254], "uint8", "1 of 2 integers or booleans differ"),
+    ],
+)
+def test_what_no_bound_lets_pass_fails_by_name(
+    a: list[object], b: list[object], dtype: str, problem: str
+) -> None:
+    for parity in (
+        compare(constant([a], dtype), constant([b], dtype)),
+        compare(constant([b], dtype), constant([a], dtype)),
+    ):
+        with pytest.raises(GateFailed, match=problem):
+            replace(parity, max_error=1e9).raise_if_over()
+        json.dumps(parity.to_dict(), allow_nan=False)
+        row = parity.worst
+        assert row.floating is dtype.startswith("float")
+        assert row.places_match is not (problem == ONE_SIDE)
 
 
 def test_an_output_of_zeros_is_a_warning() -> None:
@@ -77,12 +116,6 @@ def test_an_output_of_zeros_is_a_warning() -> None:
 def test_an_output_without_a_value_is_a_warning() -> None:
     nothing = constant(np.zeros((1, 0)).tolist())
     assert "'y' holds no value on these inputs" in compare(nothing, nothing).warnings[0]
-
-
-def test_anything_but_zeros_where_the_reference_has_zeros_fails() -> None:
-    parity = compare(constant([[0.0, 0.0]]), constant([[0.0, 1e-20]]))
-    assert parity.worst.error == 1.0
-    assert parity.warnings == ()
 
 
 def test_the_bound_follows_what_float32_itself_gives() -> None:
@@ -122,19 +155,6 @@ def test_another_batch_computes_row_by_row() -> None:
     engine = Function(run, "x:float32[N,4]", "y:float32[N,4]")
     np.testing.assert_array_equal(in_other_batches(engine, feeds)["y"], feeds["x"] * 2)
     assert sizes == [1, 1, 1]
-
-
-@pytest.mark.parametrize("odd", [math.nan, math.inf])
-def test_what_is_not_finite_on_both_sides_fails_by_name(odd: float) -> None:
-    parity = compare(constant([[1.0, odd]]), constant([[1.0, odd]]))
-    assert not parity.passed
-    assert "1 of 2 values are NaN or infinity on both sides" in parity.why
-
-
-def test_relative_error_of_a_zero_is_taken_against_the_floor() -> None:
-    assert compare(constant([[0.0, 1.0]]), constant([[1e-6, 1.0]])).worst.max_rel == pytest.approx(
-        1.0
-    )
 
 
 def test_feeds_of_one_batch_size_share_their_row() -> None:
@@ -197,18 +217,6 @@ def test_the_callback_is_not_called_after_nan_on_one_side() -> None:
     assert seen == [0]
 
 
-def test_feeds_may_come_one_by_one() -> None:
-    parity = compare_engines(FakeEngine(), FakeEngine(), iter(feeds_of(1, 2)))
-    assert [row.batch for row in parity.rows] == [1, 2]
-
-
-def test_rows_say_whether_they_are_floating_and_finite_at_the_same_places() -> None:
-    whole = compare(constant([[1, 2]], "int64"), constant([[1, 2]], "int64")).worst
-    broken = compare(constant([[1.0, 2.0]]), constant([[1.0, math.nan]])).worst
-    assert (whole.floating, whole.places_match) == (False, True)
-    assert (broken.floating, broken.places_match) == (True, False)
-
-
 def test_batch_is_axis_0_of_the_input_that_has_a_dynamic_one() -> None:
     engine = constant([[1.0]])
     engine.inputs = (parse_spec("scale:float32[3]"), parse_spec("x:float32[N,4]"))
@@ -235,21 +243,6 @@ def test_agreement_is_the_share_of_equal_argmax(
     assert compare(a, b).worst.agreement == expected
 
 
-@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("side", ["a", "b"])
-def test_not_finite_on_one_side_fails_whatever_the_bound(odd: float, side: str) -> None:
-    good, bad = constant([[1.0, 2.0]]), constant([[1.0, odd]])
-    parity = compare(bad, good) if side == "a" else compare(good, bad)
-    assert not parity.worst.finite
-    assert not parity.passed
-    with pytest.raises(GateFailed, match="output 'y' at batch 2: NaN or infinity in one"):
-        replace(parity, max_error=1e9).raise_if_over()
-
-
-def test_infinities_of_opposite_sign_fail() -> None:
-    assert not compare(constant([[1.0, math.inf]]), constant([[1.0, -math.inf]])).passed
-
-
 def test_not_finite_in_one_call_is_not_forgotten_by_the_next() -> None:
     answers = iter([[[math.nan, 1.0]], [[1.0, 1.0]]])
     b = Function(
@@ -262,12 +255,6 @@ def test_the_same_mask_of_infinities_on_both_sides_passes_but_is_shown() -> None
     parity = compare(constant([[1.0, -math.inf]]), constant([[1.0, -math.inf]]))
     assert parity.passed
     assert not parity.worst.finite
-
-
-def test_nothing_finite_on_either_side_proves_nothing() -> None:
-    parity = compare(constant([[math.nan]]), constant([[math.nan]]))
-    with pytest.raises(GateFailed, match="nothing could be compared"):
-        replace(parity, max_error=1.0).raise_if_over()
 
 
 def test_a_size_of_random_inputs_without_an_answer_is_left_out() -> None:
@@ -289,21 +276,6 @@ def test_a_size_of_random_inputs_without_an_answer_is_left_out() -> None:
     assert passed((math.inf, 1.0), (math.inf, 1.0)) == [2]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "a", "b"),
-    [
-        ("int64", [[2**60, 1]], [[2**60 + 1, 1]]),  # the same number in float64
-        ("bool", [[True, False]], [[True, True]]),
-        ("uint8", [[0, 255]], [[0, 254]]),
-    ],
-)
-def test_integers_and_booleans_compare_exactly(dtype: str, a: object, b: object) -> None:
-    parity = compare(constant(a, dtype), constant(b, dtype))
-    with pytest.raises(GateFailed, match="1 of 2 integers or booleans differ"):
-        replace(parity, max_error=1e9).raise_if_over()
-    assert compare(constant(a, dtype), constant(a, dtype)).worst.error == 0
-
-
 def strings(*values: str, shape: tuple[int, ...]) -> Function:
     array = np.array(values, object).reshape(shape)
     engine = Function(lambda _: {"y": array}, "x:float32[N,4]")
@@ -318,10 +290,6 @@ def test_strings_compare_exactly(shape: tuple[int, ...]) -> None:
         replace(compare(a, b), max_error=1e9).raise_if_over()
     same = compare(a, a)
     assert (same.passed, same.worst.error, same.worst.agreement) == (True, 0, None)
-
-
-def test_integers_have_no_agreement() -> None:
-    assert compare(constant([[1, 2]], "int64"), constant([[1, 2]], "int64")).worst.agreement is None
 
 
 def test_half_precision_outputs_do_not_overflow_in_the_sums() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ def test_a_module_and_an_example_are_exported_and_verified(tmp_path: Path) -> No
     net, example = Net(), torch.randn(2, 3, 8, 8)
     made = dk.export(net, example, out=str(tmp_path / "net.onnx"))
     assert [str(spec) for spec in made.manifest.inputs] == ["image:float32[N,3,8,8]"]
+    assert made.manifest.made_with["torch"] == version("torch")
     assert made.parity is not None
     assert {row.batch for row in made.parity.rows} >= {1, 2, 7, 32}
     with dk.load(tmp_path / "net.onnx", "cpu") as engine:
@@ -95,12 +97,8 @@ def test_a_dict_is_passed_by_name_and_extra_dynamic_axes_are_named(tmp_path: Pat
         "scale:float32[N,T,1]",
     }
     assert [str(spec) for spec in made.manifest.outputs] == ["sum:float32[N,T]"]
-
-
-def test_a_tuple_is_passed_by_position(tmp_path: Path) -> None:
-    example = (torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5, 1))
-    made = dk.export(Pair(), example, out=tmp_path / "m.onnx")
-    assert [spec.name for spec in made.manifest.inputs] == ["ids", "scale"]
+    specs, _ = live.specs_from(Pair(), (example["ids"], example["scale"]))  # by position
+    assert [spec.name for spec in specs] == ["ids", "scale"]
 
 
 def test_a_fixed_batch_replaces_the_examples_batch(tmp_path: Path) -> None:
@@ -129,6 +127,8 @@ def test_an_example_describes_the_inputs_of_a_file_of_weights(tmp_path: Path) ->
         (lambda net: dk.export(net, "x.onnx", out="x.onnx"), "`example_inputs` is a path"),
         (lambda net: dk.export(net, 3, out="x.onnx"), "'image' is a int, not a tensor"),
         (lambda _: dk.export(7, out="x.onnx"), "`model` is a int"),
+        (lambda net: dk.export(net, out="x.onnx", batch="-1"), "`batch` -1: must be 'dynamic'"),
+        (lambda net: dk.export(net, out="x.onnx", batch=0), "`batch` 0: must be 'dynamic'"),
         (
             lambda net: dk.export(
                 net, torch.ones(1, 3, 8, 8), out="x.onnx", dynamic_axes={"x": {1: "T"}}
@@ -146,7 +146,7 @@ def test_an_example_describes_the_inputs_of_a_file_of_weights(tmp_path: Path) ->
             "both describe the inputs",
         ),
     ],
-    ids=["out", "inputs", "path", "number", "model", "axis", "alone", "both"],
+    ids=["out", "inputs", "path", "number", "model", "-1", "0", "axis", "alone", "both"],
 )
 def test_a_wrong_call_names_the_parameter(
     call: Any, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

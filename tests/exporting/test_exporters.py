@@ -41,6 +41,10 @@ def rows(count: int, width: int = 4, start: float = -3.0) -> np.ndarray:
 def test_the_current_exporter_is_used_and_no_fallback_is_reported(tmp_path: Path) -> None:
     done = export_module(torch.nn.ReLU(), [ROW], [ANSWER], tmp_path / "m.onnx", opset=18)
     assert (done.exporter, done.opset, done.fallback) == ("dynamo", 18, "")
+    versions = onnx.load(tmp_path / "m.onnx").opset_import
+    assert [item.version for item in versions if item.domain == ""] == [18]
+    with load(tmp_path / "m.onnx", "cpu") as engine:
+        assert (engine.inputs, engine.outputs) == ((ROW,), (ANSWER,))
 
 
 def test_the_older_exporter_is_the_fallback_and_the_reason_is_noted(
@@ -203,3 +207,39 @@ def test_an_encoder_takes_any_length_and_torchs_settings_are_put_back(
             expected = module(torch.from_numpy(x))[0].numpy()
         np.testing.assert_allclose(ran(tmp_path / "m.onnx", x=x)["y"], expected, atol=1e-5)
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_same_model_gives_the_same_bytes_and_no_paths(tmp_path: Path) -> None:
+    first, again = tmp_path / "a.onnx", tmp_path / "b.onnx"
+    layer = torch.nn.Linear(4, 4)
+    for out in (first, again):
+        export_module(layer, [ROW], [ANSWER], out)
+    assert first.read_bytes() == again.read_bytes()
+    assert b"site-packages" not in first.read_bytes()
+    assert b"aten" not in first.read_bytes()
+
+
+def test_a_causal_mask_made_of_the_length_is_exported(tmp_path: Path) -> None:
+    """Torch's layers look at a mask's values to find out whether it is causal."""
+
+    class Causal(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Transformer(8, 2, 1, 1, 8, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mask = torch.nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+            values: torch.Tensor = self.layers(x, x, src_mask=mask, tgt_mask=mask)
+            return values
+
+    detect = torch.nn.modules.transformer._detect_is_causal_mask
+    module = Causal().eval()
+    specs = [parse_spec("x:float32[N,T,8]")], [parse_spec("y:float32[N,T,8]")]
+    export_module(module, *specs, tmp_path / "m.onnx")
+    assert torch.nn.modules.transformer._detect_is_causal_mask is detect
+    with load(tmp_path / "m.onnx", "cpu") as engine:
+        for rows, length in ((1, 5), (3, 9)):
+            x = torch.randn(rows, length, 8)
+            with torch.no_grad():
+                want = module(x).numpy()
+            np.testing.assert_allclose(engine({"x": x.numpy()})["y"], want, atol=1e-5)

@@ -12,7 +12,7 @@ from deploykit.core.errors import BadInput
 from deploykit.engines.data.samples import Samples
 from deploykit.graph.edit import Editor
 from deploykit.graph.graph import Graph
-from deploykit.quantization.calibrate import METHODS, MIN_SAMPLES, Range, importance
+from deploykit.quantization.calibrate import METHODS, Range, importance
 from tests.support.graphs.data import feeds, samples
 from tests.support.graphs.protos import calibrate
 from tests.support.onnx_zoo import (
@@ -198,23 +198,6 @@ def test_importance_is_the_energy_of_the_weights_that_a_channel_meets(
     )
     found = importance(Editor(Graph.open(save(model, tmp_path / "m.onnx"))))
     np.testing.assert_allclose(found["x"], (weight**2).sum(axis=others), rtol=1e-5)
-
-
-def test_a_calibration_without_time_uses_samples_from_all_over_the_data(tmp_path: Path) -> None:
-    path = save(linear(), tmp_path / "m.onnx")
-    data = samples(linear(), 80)
-    for name, array in data.inputs.items():
-        array[:] = np.arange(80, dtype=array.dtype).reshape(-1, *[1] * (array.ndim - 1))
-        assert name == "x"
-    answers = iter([False, False, False, True])
-    found = calibrate(path, data, batch_size=8, out_of_time=lambda: next(answers))
-    assert (found.samples, found.stopped) == (24, True)
-    assert found.ranges["x"].low < 8
-    assert found.ranges["x"].high > 40
-    few = calibrate(path, data, batch_size=2, out_of_time=lambda: True)
-    assert (few.samples, few.stopped) == (MIN_SAMPLES, True)
-    whole = calibrate(path, data, batch_size=7, out_of_time=lambda: False)
-    assert (whole.samples, whole.stopped) == (80, False)
 
 
 def x_of(samples: int, *bad: float) -> np.ndarray:

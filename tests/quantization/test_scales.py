@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,12 @@ import pytest
 from onnx import TensorProto, helper
 
 import deploykit as dk
-from deploykit.core.artefact import Artefact, read_manifest
+from deploykit.core.artefact import read_manifest
 from deploykit.core.evidence import CalibrationRecord
 from deploykit.engines.data.samples import Samples
-from deploykit.evaluation.artefacts import no_progress
 from deploykit.graph.graph import Graph
 from deploykit.quantization import calibrate, scales
 from deploykit.quantization.calibrate import METHODS, Range
-from deploykit.quantization.job import QuantizeRequest, prepare
 from tests.support.graphs.data import feeds
 from tests.support.graphs.layer_norm import layer_norm
 from tests.support.onnx_zoo import save
@@ -203,22 +200,3 @@ def test_integer_outputs_have_no_signal_to_noise_ratio(
     alone = quantize(save(layer_norm(), tmp_path / "y.onnx"), "int8", data)[1]
     assert record.sqnr_db == (alone.sqnr_db if "y" in kept else {})
     assert record.method in METHODS
-
-
-def ticking(step_s: float) -> Callable[[], float]:
-    """A clock on which each look takes so long."""
-    return itertools.count(0.0, step_s).__next__
-
-
-@pytest.mark.parametrize(("looks", "used"), [(15, 64), (8, 32), (60, 128)])
-def test_auto_calibrates_within_a_third_of_its_ten_minutes(
-    outliers: Path, data: Path, looks: int, used: int
-) -> None:
-    """Batches of 32, and one at least."""
-    request = QuantizeRequest("auto", "tensorrt", calib=data)
-    job = prepare(Artefact.open(outliers), request, no_progress, ticking(600 / looks))
-    assert job.scales.calibration is not None
-    assert job.scales.record is not None
-    assert job.scales.calibration.samples == job.scales.record.samples == used
-    said = f"calibrated on {used} of 128 samples: all of them would take too much of the time"
-    assert (said in " ".join(job.scales.notes)) is (used < 128)

@@ -15,8 +15,8 @@ from onnx import helper
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import SearchStep
 from deploykit.graph.cost import Ceilings, predicted_s, savings_s
-from deploykit.quantization.scales import Budget, noise_share
-from deploykit.quantization.search import Level, Outcome, Verdict, not_worth, rank, search
+from deploykit.quantization.scales import noise_share
+from deploykit.quantization.search import Budget, Level, Outcome, Verdict, not_worth, rank, search
 from tests.support.graphs.data import feeds, samples
 from tests.support.graphs.protos import calibrate, node_costs, quantizable, to_pairs
 from tests.support.onnx_zoo import make, save

@@ -63,13 +63,9 @@ def test_float16_is_as_numpys_own_but_for_the_order_of_sums(graph: object) -> No
     half, _ = to_half(model, "fp16")
     inputs = feeds(model)
     (wanted,) = in_true_halves(half, inputs)
+    assert specs(simulate(half)) == specs(half)
     # numpy adds up in float16, a GPU in float32: some ulp at 4, the size of these outputs
     np.testing.assert_allclose(run(simulate(half), inputs), wanted, atol=4 * 2.0**-8, rtol=0)
-
-
-def test_inputs_and_outputs_stay_as_they_were() -> None:
-    half, _ = to_half(mnist_like(), "fp16")
-    assert specs(simulate(half)) == specs(half)
 
 
 def test_half_inputs_and_outputs_stay_half() -> None:

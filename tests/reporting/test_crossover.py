@@ -11,6 +11,7 @@ from deploykit.core.evidence import Interval
 from deploykit.evaluation.latency import Latency
 from deploykit.reporting.points import Point, best, crossover, describe_best
 from deploykit.reporting.report import Report
+from tests.support.measure.simulated import bare_point
 
 
 @pytest.mark.parametrize(
@@ -23,25 +24,12 @@ def test_timing_that_makes_no_sense_is_refused(values: tuple[float, float, int])
 
 def points(**rates: tuple[float, float]) -> list[Point]:
     """Points by batch ("b8") with the ends of the interval that both figures of them get."""
-    return [
-        Point(
-            label="A",
-            precision="fp32",
-            device="cpu",
-            runtime="fake",
-            scenario="closed-loop",
-            batch=int(batch[1:]),
-            sessions=1,
-            threads=None,
-            samples=100,
-            rounds=5,
-            duration_s=1.0,
-            latency=Latency(100, Interval((low + high) / 2, low, high), None, None, high),
-            throughput_per_s=Interval((low + high) / 2, low, high),
-            round_rates=(),
-        )
-        for batch, (low, high) in rates.items()
-    ]
+    found = []
+    for batch, ends in rates.items():
+        both = Interval(sum(ends) / 2, *ends)
+        latency = Latency(100, both, None, None, ends[1])
+        found.append(bare_point("A", int(batch[1:]), latency=latency, throughput_per_s=both))
+    return found
 
 
 CPU = points(b1=(90, 110), b2=(90, 110), b4=(90, 110), b8=(90, 110))

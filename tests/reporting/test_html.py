@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from deploykit.core.evidence import Gate
-from deploykit.reporting.figures import charts
 from deploykit.reporting.html import CSS, report_page
 from deploykit.reporting.report import Report, write
 from deploykit.reporting.verdict import verdict
@@ -188,14 +187,6 @@ def test_the_page_says_a_thing_once(report: Report) -> None:
     assert shown.count("no NVIDIA GPU on this machine") == 1
     assert "best GPU" not in shown
     assert "<caption>" not in shown
-
-
-def test_the_speed_of_wrong_outputs_is_in_no_chart(report: Report) -> None:
-    """It was the fastest line of each, where a reader looks first."""
-    wrong = report.points[-1].label
-    drawn, sentences = charts(replace(report, wrong=(wrong,)).to_dict())
-    assert not any(wrong in str(figure) for figure in drawn if figure.title != "Roofline")
-    assert f"Not drawn, as the outputs are wrong: {wrong}." in sentences
 
 
 def test_the_sizes_of_the_inputs_are_next_to_the_short_table(report: Report) -> None:

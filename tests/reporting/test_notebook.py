@@ -1,58 +1,90 @@
-"""What a notebook shows of the verbs' results."""
+"""What a notebook shows of results: tables that need no script, and charts in a frame."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import deploykit as dk
+from deploykit.core.tensors import parse_spec
+from deploykit.evaluation.evaluation import evaluate
+from deploykit.evaluation.html_tables import evaluation_html, parity_html
+from deploykit.reporting.report import Report
+from tests.support.fake_engine import FakeEngine
+from tests.support.measure.browser import CHROMIUM, loaded
 from tests.support.onnx_zoo import mnist_like, save
 
-pytest.importorskip("onnxruntime")
 
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return save(mnist_like(), tmp_path / "a<b>.onnx")
-
-
-def test_results_show_their_tables_in_a_notebook(model: Path, tmp_path: Path) -> None:
-    np.savez(tmp_path / "data.npz", image=np.zeros((3, 1, 28, 28), np.float32))
+def test_results_show_their_tables(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    model = save(mnist_like(), tmp_path / "a<b>.onnx")
+    images = np.zeros((3, 1, 28, 28), np.float32)
+    np.savez(tmp_path / "data.npz", image=images, labels=np.zeros(3, np.int64))
     made = dk.build(str(model), "cpu", out=str(tmp_path / "built.onnx"))
-    compared = dk.compare(str(model), str(made.path))
-    predicted = dk.predict(str(made.path), str(tmp_path / "data.npz"), str(tmp_path / "out.npz"))
+    half = dk.quantize(str(model), "fp16")
+    assert half.path.parent == model.parent  # next to the model that a string names
     for result, shown in (
         (made, "built.onnx"),
-        (compared, "compared with"),
+        (half, "<table"),
+        (dk.compare(str(model), str(made.path)), "compared with"),
         (dk.inspect(str(model)), "float32"),
-        (predicted, "out.npz"),
+        (dk.predict(str(made.path), tmp_path / "data.npz", tmp_path / "o.npz"), "% (95 %)"),
+        (dk.doctor(), "inspect, profiles"),
     ):
         html = result._repr_html_()
         assert "<table" in html
         assert shown in html
         assert "a<b>" not in html
-
-
-def test_quantize_writes_next_to_the_model_that_a_string_names(model: Path) -> None:
-    made = dk.quantize(str(model), "fp16")
-    assert made.path.parent == model.parent
-    assert made.path != model
-    assert "<table" in made._repr_html_()
-
-
-def test_the_accuracy_of_predictions_is_a_share_with_its_interval(
-    model: Path, tmp_path: Path
-) -> None:
-    images = np.zeros((3, 1, 28, 28), np.float32)
-    np.savez(tmp_path / "data.npz", image=images, labels=np.zeros(3, np.int64))
-    html = dk.predict(model, tmp_path / "data.npz", tmp_path / "out.npz")._repr_html_()
-    assert "Interval" not in html
-    assert "% (95 %)" in html
-
-
-def test_the_machine_and_a_server_show_themselves(model: Path) -> None:
-    assert "inspect, profiles" in dk.doctor()._repr_html_()
+        assert "Interval" not in html
     with dk.serve({"m": model}, grpc_port=None) as server:
         assert f'<a href="{server.url}">' in server._repr_html_()
+
+
+def frame(html: str) -> str:
+    """The page inside the frame."""
+    return unescape(html.split('srcdoc="')[1].split('"')[0])
+
+
+def test_a_report_shows_its_verdict_its_table_and_its_charts(report: Report) -> None:
+    html = report._repr_html_()
+    assert report.verdict[0] in unescape(html)
+    assert html.index("<table>") < html.index("<iframe")
+    assert html.count("<iframe") == 1
+    assert 'sandbox=""' in html
+    assert frame(html).count("<figure>") == 4
+
+
+def test_a_load_result_shows_its_row_and_its_percentiles(report: Report) -> None:
+    html = report.serving[0]._repr_html_()
+    assert "32 connections" in html.split("<iframe")[0]
+    assert frame(html).count("<figure>") == 1
+    html = replace(report.serving[0], latency=None, ok=0)._repr_html_()
+    assert "<table>" in html
+    assert "<iframe" not in html  # without an answer there is no chart
+
+
+def test_an_evaluation_shows_its_verdict_above_its_parity() -> None:
+    engine = FakeEngine()
+    engine.inputs = (parse_spec("x:float32[N,4]"),)
+    found = evaluate(engine, FakeEngine(), samples=None, names=("a<b", "c"))
+    html = evaluation_html(found)
+    assert "passed" in html
+    assert found.why in unescape(html)
+    assert "the evaluation above decides" in html
+    assert "the bound of" not in html
+    assert "within the bound of" in parity_html(found.parity)
+    assert "Parity of c with a&lt;b" in html
+    assert html.count("<table>") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_a_real_browser_draws_the_charts_of_the_frame(report: Report, tmp_path: Path) -> None:
+    (tmp_path / "frame.html").write_text(frame(report._repr_html_()), encoding="utf-8")
+    shown = loaded(tmp_path / "frame.html", tmp_path / "profile")
+    assert len(re.findall(r'<svg class="plot" ', shown)) == 4

@@ -11,11 +11,11 @@ import pytest
 
 from deploykit.benchmarking.timing import PROCESSES
 from deploykit.core.evidence import Interval
-from deploykit.evaluation.latency import Latency
 from deploykit.evaluation.statistics import FASTER, SLOWER, difference
 from deploykit.reporting.points import Point
 from deploykit.reporting.report import Report
 from deploykit.reporting.verdict import verdict
+from tests.support.measure.simulated import bare_point
 
 BASE, COPY = "fp32 CPU", "copy"
 # inferences/s of each of five processes, of one run of a model against its copy, by batch and setup
@@ -35,19 +35,12 @@ def point(
     label: str, batch: int, sessions: int, rates: Sequence[float], processes: int | None = None
 ) -> Point:
     value = float(np.mean(rates))
-    return Point(
-        label=f"{label}, {sessions} sessions" if sessions > 1 else label,
-        precision="fp32",
-        device="cpu",
-        runtime="onnxruntime 1.32.0",
-        scenario="closed-loop",
-        batch=batch,
+    return bare_point(
+        f"{label}, {sessions} sessions" if sessions > 1 else label,
+        batch,
         sessions=sessions,
         threads=3 - sessions,
-        samples=1000,
         rounds=20,
-        duration_s=8.0,
-        latency=Latency(1000, None, None, None, 1.0),
         throughput_per_s=Interval(value, value * 0.9, value * 1.1),
         round_rates=tuple(rates),
         processes=len(rates) if processes is None else processes,

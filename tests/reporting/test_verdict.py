@@ -1,57 +1,208 @@
-"""The verdict of a report: what comes first, what is compared with what, and what is not said."""
+"""The verdict of a report: what comes first, what is compared with what, what is concluded."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
 
 from deploykit.core.evidence import Gate, Interval
 from deploykit.evaluation.latency import Latency
+from deploykit.reporting.charts import Chart
+from deploykit.reporting.figures import charts
 from deploykit.reporting.points import Point
-from deploykit.reporting.report import NotMeasured, Report, speedup
+from deploykit.reporting.report import NotMeasured, PointEnergy, Report, crossovers, speedup
+from deploykit.reporting.tables import best_by_batch, details, summary
 from deploykit.reporting.verdict import verdict
+from tests.support.measure.simulated import timed_point
+
+BASE = "fp32 CPU (baseline)"
+BATCHES = (1, 2, 4, 8, 16, 32)
+Change = Callable[[Report], Report]
 
 
 def plain(text: str) -> str:
     return text.replace("\u202f", " ")
 
 
-def find(report: Report, label: str, batch: int) -> Point:
-    return next(p for p in report.points if p.label == label and p.batch == batch)
+def sentences(report: Report) -> list[str]:
+    return [plain(sentence) for sentence in verdict(report)]
 
 
-def test_the_verdict_begins_with_the_ratio_its_interval_and_the_accuracy(report: Report) -> None:
-    a, b = find(report, "int8 CPU", 64), find(report, "fp32 CPU (baseline)", 64)
-    times = report.speedup(a, b)
-    assert (
-        times.high - times.low > speedup(a, b).high - speedup(a, b).low
-    )  # 21 ratios hold together
-    first = plain(verdict(report)[0])
-    assert first.startswith(
+def words(report: Report) -> str:
+    return " ".join(sentences(report))
+
+
+def where(label: str = "", **changes: Any) -> Change:
+    """Change the points of a label, or all."""
+    return lambda report: replace(
+        report,
+        points=tuple(replace(p, **changes) if label in ("", p.label) else p for p in report.points),
+    )
+
+
+def slower(report: Report, label: str, batches: tuple[int, ...]) -> Report:
+    points = tuple(
+        replace(p, round_rates=tuple(rate / 3 for rate in p.round_rates))
+        if p.label == label and p.batch in batches
+        else p
+        for p in report.points
+    )
+    return replace(report, points=points, asked=(label,))
+
+
+def roofline(gflops: float, intensity: float) -> Change:
+    point = {"label": "int8 CPU", "batch": 64, "intensity": intensity, "gflops": gflops}
+    found = {"ceilings": {"gflops": 1000.0, "gbytes_per_s": 100.0}, "points": [point]}
+    return lambda report: replace(report, roofline=found)
+
+
+def mostly_copies(report: Report) -> Report:
+    def compute(point: Point) -> Latency:
+        assert point.latency.p50_ms is not None
+        value = point.latency.p50_ms.value
+        return Latency(100, Interval(value / 4, 0, value), None, None, 1.0)
+
+    return replace(report, points=tuple(replace(p, compute=compute(p)) for p in report.points))
+
+
+def few_calls(report: Report) -> Report:
+    points = tuple(replace(p, latency=replace(p.latency, p99_ms=None)) for p in report.points)
+    return replace(report, points=points, slo_ms=3.0)
+
+
+def energy(*labels: str) -> tuple[PointEnergy, ...]:
+    found = {
+        "int8 CPU": PointEnergy("int8 CPU", 64, 1.2e-3, 1.0e-3, 5.0, "RAPL package-0"),
+        BASE: PointEnergy(BASE, 64, 2.5e-3, 1.0e-3, 5.0, "RAPL package-0"),
+    }
+    return tuple(found[label] for label in labels)
+
+
+def served(**changes: Any) -> Change:
+    return lambda report: replace(
+        report, serving=(replace(report.serving[2], **changes),), points=()
+    )
+
+
+LOST = Latency(900, Interval(1, 1, 1), None, None, 5.0, {"p90_ms": 36}, 100)
+SAYS: dict[str, tuple[Change, str]] = {
+    "accuracy": (lambda r: r, "top-1 accuracy drop 0.2 pp (−0.3 to 0.7, n = 540)."),
+    "no accuracy": (lambda r: replace(r, accuracy=()), "its accuracy was not measured"),
+    "a note, once": (where(note="did not settle"), "n = 540); did not settle."),
+    "quick": (lambda r: replace(r, quick=True), "Timings are short"),
+    "nothing": (lambda r: replace(r, serving=(), points=()), "No engine was timed."),
+    "int8 pays": (lambda r: r, "INT8 pays here: 1.54× at batch 1, 1.84× at batch 64, against"),
+    "int8 pays in part": (
+        lambda r: slower(r, "int8 CPU", (1,)),
+        "INT8 pays at some batches only: 0.5",
+    ),
+    "int8 costs": (
+        lambda r: slower(r, "int8 CPU", (1, 2, 4, 8, 16, 32, 64)),
+        "INT8 does not pay here and costs time: 0.5",
+    ),
+    "batching": (
+        lambda r: replace(r, asked=("int8 CPU",)),
+        "Batching pays: batch 64 has 1.66× the throughput of batch 1, and calls that take 38.5×",
+    ),
+    "no batching": (
+        where(throughput_per_s=Interval(100.0, 99.0, 101.0)),
+        "Batching does not pay: no batch has 1.1× the throughput of batch",
+    ),
+    "memory": (roofline(75.0, 1.0), "64 is memory-bound: it reaches 75 % of what the memory"),
+    "compute": (roofline(900.0, 100.0), "64 is compute-bound: it reaches 90 % of what the comp"),
+    "calls": (roofline(10.0, 1.0), "is bound by neither compute nor memory, but by launches"),
+    "copies": (mostly_copies, "is bound by copies and launches: 75 % of a call"),
+    "slo": (
+        lambda r: replace(r, slo_ms=3.0),
+        "Within 3.00 ms at p99: int8 CPU 11 800 inferences/s at batch 16; fp32 CPU",
+    ),
+    "short slo": (
+        lambda r: replace(r, slo_ms=0.01),
+        "int8 CPU none; fp32 CPU (baseline) none",
+    ),
+    "few calls": (few_calls, "int8 CPU not known, as calls were too few for a p99; fp32"),
+    "energy": (
+        lambda r: replace(r, energy=energy("int8 CPU", BASE)),
+        "alone: int8 CPU 1.20 mJ; fp32 CPU (baseline) 2.50 mJ (from RAPL package-0).",
+    ),
+    "generator": (
+        served(generator_limited=True, limits=("it slept", "it hung")),
+        "no verdict: the load generator was the limit, not the server (it slept; it hung).",
+    ),
+    "refused": (lambda r: r, "30 refused of 9 970; client and server shared one machine."),
+    "lost": (
+        served(latency=LOST, sustained=False, failed=70, unsent=30),
+        "p50 1.00 ms, p99 none, as 100 had no good answer; 30 refused, 70 failed, 30 never sent of",
+    ),
+    "not sustained": (served(sustained=False), "THE RATE WAS NOT SUSTAINED"),
+    "no answer": (
+        served(latency=None, ok=0, failed=9, sent=9, errors={"boom": 9}),
+        "no request of 9 had a good answer: boom",
+    ),
+    "gaps of one reason": (
+        lambda r: replace(r, not_measured=(NotMeasured("A", "slow"), NotMeasured("B", "slow"))),
+        "Not measured: A and B (slow).",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_the_verdict_says_what_was_measured(report: Report, name: str) -> None:
+    change, expected = SAYS[name]
+    assert words(change(report)).count(expected) == 1
+
+
+def test_what_was_not_measured_is_not_concluded(report: Report) -> None:
+    assert "Within" not in words(report)
+    assert "Energy" not in words(replace(report, energy=energy(BASE)))
+    assert "Batching" not in words(
+        replace(report, points=tuple(p for p in report.points if p.batch == 1))
+    )
+    assert "quick" not in words(replace(report, quick=False))
+    first = sentences(replace(report, baseline=""))[0]
+    assert "no baseline was measured" in first
+    assert "×" not in first.removeprefix("fp32 CPU, 2 × 1")
+
+
+def test_the_verdict_begins_with_the_ratio_and_its_interval(report: Report) -> None:
+    a, b = (
+        next(p for p in report.points if (p.label, p.batch) == (label, 64))
+        for label in ("int8 CPU", BASE)
+    )
+    times, alone = report.speedup(a, b), speedup(a, b)
+    assert times.high - times.low > alone.high - alone.low  # 21 ratios hold together
+    assert sentences(report)[0].startswith(
         f"int8 CPU is {times.value:.2f}× [{times.low:.2f}, {times.high:.2f}] "
         "the fp32 CPU (baseline) at batch 64"
     )
-    assert first.endswith("top-1 accuracy drop 0.2 pp (−0.3 to 0.7, n = 540).")
 
 
 def columns(report: Report, *given: tuple[str, int, int, float]) -> Report:
     """`report` with columns of these labels, sessions, threads and speed-ups."""
-    base = [p for p in report.points if p.label == report.baseline]
 
     def at(point: Point, label: str, sessions: int, threads: int, times: float) -> Point:
         rate = point.throughput_per_s
         rates = tuple(times * each for each in point.round_rates)
         faster = Interval(rate.value * times, rate.low * times, rate.high * times)
-        changes = {"label": label, "sessions": sessions, "threads": threads}
-        return replace(point, **changes, throughput_per_s=faster, round_rates=rates)  # type: ignore[arg-type]
+        new = replace(point, label=label, sessions=sessions, threads=threads)
+        return replace(new, throughput_per_s=faster, round_rates=rates)
 
+    base = [p for p in report.points if p.label == report.baseline]
     points = tuple(at(point, *each) for point in base for each in given)
     return replace(report, baseline="fp32 CPU", points=points, accuracy=(), quick=False)
 
 
+BOTH = [("fp32 CPU", 1, 2, 1.0), ("fp32 CPU, 2 sessions", 2, 1, 1.5)]
+
+
 def test_a_copy_of_the_baseline_is_no_faster_because_it_has_more_sessions(report: Report) -> None:
-    both = [("fp32 CPU", 1, 2, 1.0), ("fp32 CPU, 2 sessions", 2, 1, 1.5)]
     copy = [("copy", 1, 2, 1.0), ("copy, 2 sessions", 2, 1, 1.5)]
-    first = plain(verdict(columns(report, *both, *copy))[0])
+    first = sentences(columns(report, *BOTH, *copy))[0]
     assert first.startswith(
         "copy, 2 sessions and the baseline fp32 CPU, 2 sessions are practically equal at batch 64"
     )
@@ -59,28 +210,42 @@ def test_a_copy_of_the_baseline_is_no_faster_because_it_has_more_sessions(report
 
 
 def test_like_is_compared_with_like_first_and_then_with_the_fastest(report: Report) -> None:
-    both = [("fp32 CPU", 1, 2, 1.0), ("fp32 CPU, 2 sessions", 2, 1, 1.5)]
-    first, second = verdict(columns(report, *both, ("int8", 1, 2, 3.0)))[:2]
-    assert plain(first).startswith("int8 is 3.00× [3.00, 3.00] the baseline fp32 CPU at batch 64")
+    first, second = sentences(columns(report, *BOTH, ("int8", 1, 2, 3.0)))[:2]
+    assert first.startswith("int8 is 3.00× [3.00, 3.00] the baseline fp32 CPU at batch 64")
     assert "each in 1 session of 2 threads" in first
-    assert plain(second).startswith(
+    assert second.startswith(
         "Against the fastest column of the baseline: int8 is 2.00× [2.00, 2.00] the baseline "
         "fp32 CPU, 2 sessions at batch 64"
     )
     assert "1 session of 2 threads against 2 sessions of 1 thread." in second
 
 
+def test_an_engine_to_compare_with_is_named_in_the_same_settings(report: Report) -> None:
+    old = [("old", 1, 2, 2.0), ("old, 2 sessions", 2, 1, 9.0)]
+    given = columns(report, BOTH[0], *old, ("new", 1, 2, 3.0))
+    given = replace(given, asked=("new",), against=("old", "old, 2 sessions"))
+    first, second = sentences(given)[:2]
+    assert first.startswith("new is 3.00× [3.00, 3.00] the baseline fp32 CPU at batch 64")
+    assert second.startswith(
+        "Against the engine to compare with: new is 1.50× [1.50, 1.50] the old at batch 64"
+    )
+
+
 def test_a_gpu_is_compared_with_the_fastest_on_the_cpu_whatever_its_precision(
     report: Report,
 ) -> None:
-    cpu = [("fp32 CPU", 1, 2, 1.0), ("int8", 1, 2, 4.0)]
-    given = columns(report, *cpu, ("TensorRT", 1, 2, 32.0))
-    on_gpu = {"device": "cuda:0", "threads": None}
-    points = tuple(replace(p, **on_gpu) if p.label == "TensorRT" else p for p in given.points)  # type: ignore[arg-type]
-    first, second = verdict(replace(given, points=points))[:2]
-    assert plain(first).startswith("TensorRT is 8.00× [8.00, 8.00] the int8 at batch 64")
-    assert plain(second).startswith(
+    given = columns(report, BOTH[0], ("int8", 1, 2, 4.0), ("TensorRT", 1, 2, 32.0))
+    slow = columns(report, ("TensorRT", 1, 2, 2.0))
+    points = [p for p in given.points if p.label != "TensorRT" or p.batch >= 8]
+    points += [p for p in slow.points if p.batch < 8]
+    given = replace(given, points=tuple(points))
+    first, second, third, *_ = sentences(where("TensorRT", device="cuda:0", threads=None)(given))
+    assert first.startswith("TensorRT is 8.00× [8.00, 8.00] the int8 at batch 64")
+    assert second.startswith(
         "Against the fastest column of the baseline: TensorRT is 32.0× [32.0, 32.0] the baseline"
+    )
+    assert third.startswith(
+        "TensorRT is ahead of the best on the CPU by throughput from batch 8 on"
     )
 
 
@@ -100,72 +265,130 @@ def test_no_difference_and_a_difference_of_no_use_are_called_that(report: Report
     assert first.startswith("No difference between again and the fp32 CPU (baseline)")
 
 
-def test_accuracy_that_was_not_measured_is_stated(report: Report) -> None:
-    assert "its accuracy was not measured" in verdict(replace(report, accuracy=()))[0]
-
-
-def test_the_notes_of_both_points_are_in_the_headline(report: Report) -> None:
-    noted = tuple(replace(p, note="did not settle") for p in report.points)
-    assert verdict(replace(report, points=noted))[0].count("did not settle") == 1
-
-
 def test_the_baseline_s_own_best_batch_is_named_where_it_is_another(report: Report) -> None:
     points = tuple(p for p in report.points if p.label == report.baseline or p.batch <= 8)
-    second = plain(verdict(replace(report, points=points))[1])
+    second = sentences(replace(report, points=points))[1]
     assert second.startswith("Each at its own best batch: fp32 CPU (baseline)")
     assert "inferences/s at 64, int8 CPU" in second
 
 
-def test_without_a_baseline_no_ratio_is_named(report: Report) -> None:
-    first = verdict(replace(report, baseline=""))[0]
-    assert "no baseline was measured" in first
-    assert "×" not in first.removeprefix("fp32 CPU, 2 × 1")
+def test_the_headline_is_about_the_engine_asked_for_not_the_fastest(report: Report) -> None:
+    first, second = sentences(replace(report, asked=("fp16 CPU",)))[:2]
+    assert first.startswith("fp16 CPU is 0.8")
+    assert "the fp32 CPU (baseline) at batch" in first
+    assert "Against the best on the CPU: fp16 CPU is 0.4" in second
+    both = [s for s in verdict(replace(report, asked=("fp16 CPU", "int8 CPU"))) if "accuracy" in s]
+    assert [s.partition(" is ")[0] for s in both] == ["fp16 CPU", "int8 CPU"]
 
 
-def test_a_generator_limited_run_gives_no_figure(report: Report) -> None:
-    limited = replace(report.serving[0], generator_limited=True, limits=("it slept", "it hung"))
-    sentences = verdict(replace(report, serving=(limited,), points=()))
-    assert sentences[0] == (
-        "Over HTTP at 32 connections there is no verdict: the load generator was the limit, "
-        "not the server (it slept; it hung)."
+def test_a_run_of_one_model_opens_with_its_figures(report: Report) -> None:
+    """It opened with "No difference between" two numbers of sessions of that model."""
+    points = [point for point in report.points if point.label == report.baseline]
+    first = sentences(replace(report, points=tuple(points)))[0]
+    assert first.startswith("fp32 CPU (baseline): 6 630 [")
+    assert first.endswith("at batch 64; nothing else was measured to compare it with.")
+    points += [replace(p, label=f"{p.label}, 2 sessions", sessions=2) for p in points]
+    artefacts = ({"file": "m.onnx", "sha256": "0"},)
+    alone = replace(report, points=tuple(points), artefacts=artefacts, asked=(report.baseline,))
+    first, second, *_ = sentences(alone)
+    assert re.match(r"m.onnx: p50 [\d.]+ ms at batch 1; up to 6 630 \[", first)
+    assert first.endswith("inferences/s at batch 64, in 1 session of 2 threads.")
+    assert "2 sessions" in second
+
+
+def test_nothing_is_concluded_from_an_invalid_run(report: Report) -> None:
+    why = "another process used 31 % of a core: stop it, and measure again."
+    invalid = replace(report, invalid=(why,))
+    assert sentences(invalid)[0] == f"INVALID: {why}"
+    assert "×" not in words(invalid)
+    assert invalid.to_dict()["speedups"] == invalid.to_dict()["crossovers"] == []
+
+
+def test_a_marked_row_is_in_no_conclusion_and_its_reason_is_stated(report: Report) -> None:
+    points = tuple(
+        replace(p, marks=("got faster all the time",))
+        if p.label == "int8 CPU" and p.batch >= 8
+        else p
+        for p in report.points
     )
+    marked = replace(report, points=points, asked=("int8 CPU",))
+    assert "int8 CPU is 1.74× [1.67, 1.81] the fp32 CPU (baseline) at batch 4," in words(marked)
+    assert "4 of 28 rows give no verdict: got faster all the time (4)." in words(marked)
+    assert {each.batch for each in marked.speedups if each.label == "int8 CPU"} == {1, 2, 4}
+    assert "×" not in words(where(marks=("slow",))(report))
+    none = where("int8 CPU", marks=("slow",))(replace(report, asked=("int8 CPU",)))
+    first, second, *_ = verdict(none)  # and no other takes its place
+    assert first == "No row of int8 CPU gives a verdict."
+    assert "×" not in first + second
 
 
-def test_a_report_without_points_and_loads_says_so(report: Report) -> None:
-    assert verdict(replace(report, serving=(), points=()))[0] == "No engine was timed."
+def test_a_marked_row_is_apart_in_tables_and_charts(report: Report) -> None:
+    document = where("int8 CPU", marks=("slow",))(report).to_dict()
+    tables = {table.title: table for table in details(document)}
+    assert {row[0] for row in tables["Rows without a verdict"].rows} == {"int8 CPU"}
+    assert tables["Rows without a verdict"].rows[0][10] == "no verdict: slow"
+    assert "int8 CPU" not in {row[0] for row in tables["Every point"].rows}
+    last = [row for row in summary(document).rows if not row[0].startswith("over")][-1]
+    assert (last[0], last[-1]) == ("int8 CPU", "no verdict")
+    assert "int8 CPU" not in str(best_by_batch(document).rows)
+    drawn, missing = charts(document)
+    assert isinstance(drawn[0], Chart)
+    assert [one.label for one in drawn[0].series][-1] == "✗ int8 CPU"
+    assert "The highest throughput is 7 " in plain(drawn[0].finding)
+    assert missing[0].startswith("✗ in a chart: rows of this setup give no verdict")
 
 
-def test_losses_and_a_rate_that_was_not_sustained_are_in_the_verdict(report: Report) -> None:
-    lost = Latency(900, Interval(1, 1, 1), None, None, 5.0, {"p90_ms": 36}, 100)
-    bad = replace(report.serving[2], latency=lost, sustained=False, failed=70, unsent=30)
-    sentence = plain(verdict(replace(report, serving=(bad,), points=()))[0])
-    assert "p50 1.00 ms, p99 none, as 100 had no good answer" in sentence
-    assert "70 failed, 30 never sent of" in sentence
-    assert "THE RATE WAS NOT SUSTAINED" in sentence
+def test_a_wrong_engine_is_in_no_conclusion_and_no_chart(report: Report) -> None:
+    """It was the fastest line of each, where a reader looks first."""
+    wrong = replace(report, wrong=("int8 CPU",), asked=("int8 CPU",))
+    assert "int8 CPU is" not in words(wrong)
+    assert "INT8 pays" not in words(wrong)
+    assert summary(wrong.to_dict()).rows[3][-1] == "wrong outputs"
+    drawn, missing = charts(wrong.to_dict())
+    assert not any("int8 CPU" in str(figure) for figure in drawn)
+    assert "Not drawn, as the outputs are wrong: int8 CPU." in missing
 
 
-def test_what_was_served_names_refusals_and_the_shared_machine(report: Report) -> None:
-    sentence = plain(next(s for s in verdict(report) if "2\u202f000 requests/s" in s))
-    assert "30 refused of 9 970" in sentence
-    assert "client and server shared one machine" in sentence
+def simulated(label: str, batch: int, rng: np.random.Generator, times: float = 1.0) -> Point:
+    """Five rounds of log-normal calls; each round's speed differs by 1 %."""
+    mean_s = (0.2e-3 + 0.1e-3 * batch) / times
+    rounds = [rng.lognormal(np.log(mean_s), 0.1, 400) * rng.lognormal(0, 0.01) for _ in range(5)]
+    return timed_point(label, batch, rounds)
 
 
-def test_a_server_that_answered_nothing_is_reported_with_its_error(report: Report) -> None:
-    dead = replace(report.serving[0], latency=None, ok=0, failed=9, sent=9, errors={"boom": 9})
-    text = " ".join(verdict(replace(report, serving=(dead,))))
-    assert "no request of 9 had a good answer: boom" in text
+def of(points: list[Point], asked: str) -> Report:
+    return Report("t", "2026", "c", baseline="base", points=tuple(points), asked=(asked,))
 
 
-def test_quick_and_not_measured_are_stated(report: Report) -> None:
-    sentences = verdict(report)
-    assert sentences[-1] == "Not measured: GPU (no NVIDIA GPU on this machine)."
-    assert sentences[-2].startswith("Timings are short")
-    assert not any("quick" in s for s in verdict(replace(report, quick=False)))
+def test_a_copy_has_no_crossover_in_20_runs_and_is_hardly_ever_called_faster() -> None:
+    claims = 0
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        found = of(
+            [simulated(label, b, rng) for b in BATCHES for label in ("base", "copy")], "copy"
+        )
+        assert [each.batch for each in found.crossovers] == [None, None], seed
+        first = verdict(found)[0]
+        claims += not ("No difference" in first or "practically equal" in first)
+        assert "copy is ahead of base by throughput at no batch up to 32" in words(found)
+    assert claims <= 1
 
 
-def test_what_was_not_measured_for_one_reason_is_listed_with_it_once(report: Report) -> None:
-    slow = [NotMeasured(f"OpenVINO {name} on the CPU", "far slower") for name in ("fp32", "int8")]
-    last = verdict(replace(report, not_measured=tuple(slow)))[-1]
-    assert last == (
-        "Not measured: OpenVINO fp32 on the CPU and OpenVINO int8 on the CPU (far slower)."
-    )
+def test_a_faster_engine_has_its_crossover_and_is_called_faster() -> None:
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        fast = [simulated("fast", b, rng, 1.3 if b >= 4 else 0.8) for b in BATCHES]
+        text = words(of([*fast, *(simulated("base", b, rng) for b in BATCHES)], "fast"))
+        assert text.startswith("fast is 1."), text
+        assert "fast is ahead of base by throughput from batch 4 on, by p50 from batch 4 on" in text
+
+
+def test_a_lead_of_less_than_2_per_cent_is_no_crossover() -> None:
+    def at(label: str, rate: float) -> list[Point]:
+        point = simulated(label, 1, np.random.default_rng(0))
+        exact = Interval(rate, rate * 0.9999, rate * 1.0001)
+        return [replace(point, batch=b, throughput_per_s=exact, processes=10) for b in BATCHES]
+
+    for times, expected in ((1.019, None), (1.021, 1)):
+        points = (*at("base", 100.0), *at("other", 100.0 * times))
+        assert crossovers(points, "base")[0].batch == expected

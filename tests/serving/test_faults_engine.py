@@ -97,18 +97,6 @@ def test_f10_a_hung_engine_gets_504_is_not_ready_and_can_be_stopped(tmp_path: Pa
         assert server.wait() in (0, 1)
 
 
-def test_f11_a_row_that_fails_the_engine_fails_alone(server: Process) -> None:
-    values = (1, 2, POISON, 3, 4, 5, 6, 7)
-    for value, (status, found) in zip(values, infer_all(server, *values), strict=True):
-        if value == POISON:
-            assert status == 500
-            assert "/host/path" not in str(found)
-            assert "0xdeadbeef" not in str(found)
-        else:
-            assert (status, found) == (200, [2.0 * value + 1])
-    assert server.infer(8) == (200, [17.0])
-
-
 @pytest.mark.parametrize("fault", [SHAPE, DTYPE, FEWER], ids=["shape", "dtype", "fewer rows"])
 def test_f19_an_output_of_wrong_shape_or_type_gets_500_for_its_request_only(
     server: Process, fault: int

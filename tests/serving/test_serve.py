@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import threading
 import urllib.error
@@ -155,21 +154,6 @@ def test_disagreements_of_a_shadow_are_in_the_metrics(
         name = 'deploykit_shadow_total{model="model",version="1"} 2.0'
         text = served.until(lambda: found if name in (found := served.get("/metrics")) else None)
         assert 'deploykit_shadow_disagreements_total{model="model",version="1"} 2.0' in text
-
-
-def test_a_replaced_file_is_served_and_a_bad_one_is_reported(
-    serving: Serving, model: Path, tmp_path: Path
-) -> None:
-    ones = np.ones((1, 1, 28, 28), np.float32)
-    with serving(f"m={model}") as served:
-        before = served.infer("m", ones)
-        shutil.copyfile(save(linear(), tmp_path / "linear.onnx"), model)
-
-        def notes() -> list[str]:
-            return served.get("/status")["models"][0]["notes"]
-
-        assert "input" in served.until(notes)[0]
-        assert served.infer("m", ones) == before
 
 
 def test_a_request_without_the_token_is_refused(

@@ -176,7 +176,7 @@ def close(self, **options):
 clock = SimpleNamespace(monotonic=lambda: now_s, monotonic_ns=lambda: int(1e9 * now_s))
 server.time = signals.time = clock
 closed, ModelRepository.close = ModelRepository.close, close
-assert server.run({"m": FakeEngine()}, server.ServeOptions(http_port=0), stop) == 0
+assert server.run(server.Server({"m": FakeEngine()}, server.ServeOptions(http_port=0)), stop) == 0
 for _ in range(5):
     later(0.3)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -198,7 +198,7 @@ signal.signal(signal.SIGTERM, lambda *_: got.append(1))
 clock = SimpleNamespace(monotonic=lambda: now_s, monotonic_ns=lambda: int(1e9 * now_s))
 server.time = signals.time = clock
 options = server.ServeOptions(http_port=0)
-server.run({"m": FakeEngine()}, options, stop)
+server.run(server.Server({"m": FakeEngine()}, options), stop)
 now_s += 0.9; stop()
 assert got == [], got
 now_s += 1.1; stop()
@@ -206,7 +206,7 @@ assert got == [1], got
 stop()
 assert got == [1, 1], got
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-server.run({"m": FakeEngine()}, options, stop)
+server.run(server.Server({"m": FakeEngine()}, options), stop)
 now_s += 1.1; stop()
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=WAIT_S, check=False)

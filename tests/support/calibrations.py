@@ -44,5 +44,5 @@ def keep_round_calibration(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Cpu
     """Let this machine's CPU be the round one, in the cache at `folder`."""
     monkeypatch.setenv("DEPLOYKIT_CACHE", str(folder))
     found = round_calibration()
-    assert store_calibration(found) == ""
+    assert store_calibration(found) == []
     return found

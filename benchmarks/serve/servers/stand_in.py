@@ -52,6 +52,6 @@ def serve(member: Member) -> int:
 
 
 if workers == 1:
-    run({"m": Free()}, options, lambda *_: None)
+    run(Server({"m": Free()}, options), lambda *_: None)
 else:
     Parent(workers, serve, options, lambda _: nullcontext()).run(lambda *_: None)

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import math
 import re
-import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -54,9 +53,7 @@ from deploykit.core.files import (
     atomic_write,
     cache_folder,
     check_data_file,
-    check_writable,
     make_folder,
-    open_readable,
     sha256,
 )
 from deploykit.core.json_value import Record
@@ -234,7 +231,6 @@ def _shape(tensor: trt.ITensor) -> tuple[int, ...]:
 # not timed before.
 
 SUFFIX = ".cache"
-_MOST_BYTES = 256 << 20  # timings of some 10^5 kernels take a few MiB
 
 
 def cache_path(tensorrt: str, here: Machine) -> Path | None:
@@ -256,20 +252,22 @@ def use_cache(nv: Any, config: trt.IBuilderConfig, path: Path) -> tuple[bool, st
     without one) and notes. A refused file is replaced where its name ends with .cache, unless only
     the driver is missing. Raises BadInput when the file cannot be read.
     """
-    content = _read(path)
+    try:
+        content = path.read_bytes() if path.is_file() else b""
+    except OSError as exc:
+        raise BadInput(f"{path}: the timing cache cannot be read: {os_reason(exc)}") from exc
     with collect_log(nv) as lines:
         cache = maybe(config.create_timing_cache(content))
         taken = cache is not None and config.set_timing_cache(cache, False)
         if not taken and content:
             config.set_timing_cache(config.create_timing_cache(b""), False)
-    if not content or (taken and not mentions_cache(lines.errors + lines.warnings)):
+    log = (*lines.errors, *lines.warnings)  # TensorRT reports it nowhere else
+    refused = any("timing cache" in line.lower() for line in log)
+    if not content or (taken and not refused):
         return True, hashlib.sha256(content).hexdigest() if content else "", ()
     if any(NO_DRIVER in line for line in lines.errors):
-        return (
-            False,
-            "",
-            (f"{path}: the timing cache is not used: this machine has no NVIDIA driver",),
-        )
+        why = f"{path}: the timing cache is not used: this machine has no NVIDIA driver"
+        return False, "", (why,)
     ours = path.suffix == SUFFIX
     kept = "" if ours else f", and the file stays as it is: its name does not end with {SUFFIX}"
     note = (
@@ -277,26 +275,6 @@ def use_cache(nv: Any, config: trt.IBuilderConfig, path: Path) -> tuple[bool, st
         f"the build starts with an empty one{kept}"
     )
     return ours, "", (note,)
-
-
-def _read(path: Path) -> bytes:
-    """Return the file's bytes, none where there is no file or an empty one. Raises BadInput."""
-    try:
-        info = path.stat() if path.exists() else None
-    except OSError as exc:
-        raise BadInput(f"{path}: the timing cache cannot be read: {os_reason(exc)}") from exc
-    if info is None or (stat.S_ISREG(info.st_mode) and not info.st_size):
-        return b""
-    with open_readable(path) as handle:
-        content = handle.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise BadInput(f"{path}: is above {mib(_MOST_BYTES)}, and no timing cache")
-    return content
-
-
-def mentions_cache(log: Sequence[str]) -> bool:
-    """Whether the log complains about the timing cache, which TensorRT reports nowhere else."""
-    return any("timing cache" in line.lower() for line in log)
 
 
 def keep_cache(config: trt.IBuilderConfig, path: Path) -> tuple[str, tuple[str, ...]]:
@@ -365,13 +343,10 @@ def build(
     """Write the plan of `model` to `out`, completely or not at all. Takes seconds to hours.
 
     `on_progress(phase, share)`: the share is from 0 to 1. Raises NotFound or BadInput for a damaged
-    file, options that contradict the file, an `out` that cannot be written; Unsupported for what
-    this TensorRT or GPU cannot do, for too little free memory, and for TensorRT for RTX in place of
-    TensorRT; KeyboardInterrupt after Ctrl-C; MissingExtra.
+    file and for options that contradict it; Unsupported for what this TensorRT or GPU cannot do,
+    for too little free memory, and for TensorRT for RTX in place of TensorRT; KeyboardInterrupt
+    after Ctrl-C; MissingExtra.
     """
-    check_writable(out)
-    if out.resolve() == model.resolve():
-        raise BadInput(f"{out}: is the model itself", hint="choose another path for `out`")
     here = this_machine()
     nv = module(options.flavour)
     check_target(nv, options)

@@ -264,9 +264,6 @@ def _describe(kind: Mapping[str, tuple[np.dtype, tuple[int, ...], bool]]) -> str
     )
 
 
-_TURN = 0.6180339887498949  # the golden ratio's fraction: its multiples are evenly spread
-
-
 @dataclass(frozen=True)
 class Samples:
     """`inputs`: by input name, shape (samples, ...). `labels`: shape (samples,) or None."""
@@ -279,13 +276,9 @@ class Samples:
     def __len__(self) -> int:
         return len(next(iter(self.inputs.values())))
 
-    def batches(self, size: int, *, spread: bool = False) -> Iterator[dict[str, np.ndarray]]:
-        """The inputs in order, `size` samples at a time; the last batch may be smaller.
-
-        `spread`: in an order of which every beginning is from all over the samples.
-        """
-        starts = range(0, len(self), size)
-        for start in sorted(starts, key=lambda at: at // size * _TURN % 1) if spread else starts:
+    def batches(self, size: int) -> Iterator[dict[str, np.ndarray]]:
+        """The inputs in order, `size` samples at a time; the last batch may be smaller."""
+        for start in range(0, len(self), size):
             yield {name: array[start : start + size] for name, array in self.inputs.items()}
 
     def first(self, count: int) -> Samples:

@@ -508,7 +508,6 @@ def _session(
     *,
     optimise: bool,
     graphs: bool = False,
-    exact: bool = True,
     spinning: bool = False,
     save: Path | None = None,
     profile: str = "",
@@ -517,52 +516,45 @@ def _session(
     if device == "cpu":
         check_sums(path, ort.__version__)
     facts = read_facts(path)
-    half = FLOAT16 in facts.element_types
-    options = session_options(threads, half=half, exact=exact, spinning=spinning)
-    weights = read_weights(path, options)  # alive until the session has copied them
-    # optimised float8 graphs are wrong in 1.31.1 (accuracy 98.5 % became 75 % on a small CNN)
     integers = not facts.operators.isdisjoint(INTEGER_PRODUCTS)
-    if FLOAT8 in facts.element_types or not (optimise or integers):
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    elif not (exact or integers):  # pairs that are not fused are float32
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    if save is not None:
-        save_at(save, options)
-    if profile:
-        options.enable_profiling, options.profile_file_prefix = True, profile
+    level = ort.GraphOptimizationLevel
     providers: list[Any] = ["CPUExecutionProvider"]
     if device != "cpu":
         number = int(device.partition(":")[2] or 0)
         chosen = {"device_id": str(number), **({"enable_cuda_graph": "1"} if graphs else {})}
         providers.insert(0, ("CUDAExecutionProvider", chosen))
-        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         preload(ort)
-    with onnxruntime_errors(path, device):
-        try:
-            session = ort.InferenceSession(
-                str(path),
-                sess_options=options,
-                providers=providers,
-                enable_fallback=0,
-                disabled_optimizers=SLOWER_ON_CPU if device == "cpu" else (),
-            )
-        except (ort_state.Fail, ort_state.RuntimeException) as exc:
-            clash = ("replace the existing tensor", "Initializer with same name")  # 1.32, 1.23
-            if not exact or not any(text in str(exc) for text in clash):
-                raise
-            session = _session(
-                path,
-                device,
-                threads,
-                optimise=optimise,
-                graphs=graphs,
-                exact=False,
-                spinning=spinning,
-                save=save,
-                profile=profile,
-            )
-    del weights
-    return session
+    exact = True
+    while True:
+        half = FLOAT16 in facts.element_types
+        options = session_options(threads, half=half, exact=exact, spinning=spinning)
+        weights = read_weights(path, options)  # alive until the session has copied them
+        # optimised float8 graphs are wrong in 1.31.1 (accuracy 98.5 % became 75 % on a small CNN)
+        if FLOAT8 in facts.element_types or not (optimise or integers):
+            options.graph_optimization_level = level.ORT_DISABLE_ALL
+        elif not (exact or integers):  # pairs that are not fused are float32
+            options.graph_optimization_level = level.ORT_ENABLE_BASIC
+        if save is not None:
+            save_at(save, options)
+        if profile:
+            options.enable_profiling, options.profile_file_prefix = True, profile
+        if device != "cpu":
+            options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        with onnxruntime_errors(path, device):
+            try:
+                return ort.InferenceSession(
+                    str(path),
+                    sess_options=options,
+                    providers=providers,
+                    enable_fallback=0,
+                    disabled_optimizers=SLOWER_ON_CPU if device == "cpu" else (),
+                )
+            except (ort_state.Fail, ort_state.RuntimeException) as exc:
+                clash = ("replace the existing tensor", "Initializer with same name")  # 1.32, 1.23
+                if not exact or not any(text in str(exc) for text in clash):
+                    raise
+        del weights
+        exact = False
 
 
 def _mapped(path: Path, shared: Path, threads: int | None, spinning: bool) -> Any:

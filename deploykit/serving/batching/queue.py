@@ -1,6 +1,6 @@
 """Queue requests for an engine, grouped by priority and shape, oldest first.
 
-No locks and no clock: `Dispatch` has them. Requests of other shapes do not split a batch. Only the
+No locks and no clock: `Batcher` has them. Requests of other shapes do not split a batch. Only the
 search for expired requests visits all of them, and it runs only when some have expired.
 """
 

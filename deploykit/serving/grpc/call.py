@@ -253,7 +253,7 @@ class GrpcCall(Stream):
         return int((self.deadline_s - self.link.shared.clock_s()) * 1e6)
 
     def _is_late(self) -> bool:
-        """Whether the client's deadline has passed; the call has failed then."""
+        """Return whether the client's deadline has passed; the call has failed then."""
         if self.deadline_s is None or self.link.shared.clock_s() < self.deadline_s:
             return False
         self.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")
@@ -534,15 +534,10 @@ class GrpcCall(Stream):
             self.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")
         elif self._read_by_s is not None and self._read_by_s < now_s:
             self.link.abort()  # the client takes its answers, but too slowly
-        elif self._incomplete and now_s - self._since_s > self.link.shared.limits.body_s:
-            self.fail("DEADLINE_EXCEEDED", "the message took too long to come")
-
-    @property
-    def _incomplete(self) -> bool:
-        """Whether the client has still to send the rest of a message, or the only message."""
-        method = self.head.method
-        one = method is not None and method.ended is None
-        return not self.ended and (self._reader.have > 0 or one)
+        elif not self.ended and now_s - self._since_s > self.link.shared.limits.body_s:
+            method = self.head.method  # a client of several messages may wait between them
+            if self._reader.have or (method is not None and method.ended is None):
+                self.fail("DEADLINE_EXCEEDED", "the message took too long to come")
 
     def finish(self) -> None:
         """End the call; requests of it that still wait for an engine are dropped."""
@@ -564,7 +559,6 @@ class Replying(Receiver, Protocol):
 
     @property
     def left_us(self) -> int | None: ...
-    def reserve(self, size: int) -> bool: ...
     def fail(self, status: str, message: str) -> None: ...
 
 

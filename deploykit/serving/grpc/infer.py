@@ -38,7 +38,7 @@ def _items(name: str) -> Slot:
 
 
 def _timeout_us(request: Request, client: Replying) -> int | None:
-    """How long a request may wait: by its parameter and by the deadline of its call."""
+    """Return how long a request may wait: by its parameter and by the deadline of its call."""
     waits_us = [us for us in (request.timeout_us, client.left_us) if us is not None]
     return max(1, min(waits_us)) if waits_us else None
 
@@ -197,7 +197,7 @@ class InferMethods:
 
 
 def _reads_much(head: bytes, spans: tuple[messages.Span, ...], model: Signature) -> bool:
-    """Whether a request, whose head is small, refers to much shared memory."""
+    """Return whether a request, whose head is small, refers to much shared memory."""
     try:
         parts = messages.plan_request(head, spans, model).parts
     except DeploykitError:
@@ -222,10 +222,6 @@ class GrpcInference(Inference):
             return request
         return request._replace(timeout_us=_timeout_us(request, self.client))
 
-    def reserve(self, size: int) -> None:
-        if not self.client.reserve(size):
-            raise over_budget()
-
     def decode_large(self) -> Request:
         request = super().decode_large()
         self._decoded_bytes = sum(
@@ -236,7 +232,7 @@ class GrpcInference(Inference):
         return request
 
     def decoded_bytes(self) -> int:
-        """In addition to the message."""
+        """Return the bytes that were decoded in addition to the message."""
         return self._decoded_bytes
 
     def encodes_slowly(self) -> bool:

@@ -171,7 +171,7 @@ class Listener(Port):
             self._known_heads[raw] = head
 
     def is_health_check(self, end: int) -> bool:
-        """Whether the first `end` bytes received are just that: it costs little."""
+        """Return whether the first `end` bytes received are just that: it costs little."""
         data = self.read_into
         return data.startswith(_HEALTH, 0, end) and data.find(END, 0, end) == end - len(END)
 
@@ -421,7 +421,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return end
 
     def _receive(self, size: int) -> None:
-        """`size` bytes of a body of known length have been received in their place."""
+        """Count `size` bytes of a body of known length, which are in their place already."""
         if self._left is None or not self._reserve(size):
             return
         self._left, turns = self._left[size:], self.listener.turns
@@ -458,7 +458,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return False
 
     def _continue(self) -> None:
-        """It is this connection's turn: its body of known length is whole, or it may send more."""
+        """Go on in this connection's turn: its body is whole, or it may send more."""
         if self._state is WHOLE:
             body, self._body = self._body, None  # frees the memory of the body
             self._complete(self._exchange, cast("memoryview", body))
@@ -525,7 +525,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         reply_error(exchange, status, text, headers)
 
     def _finish(self) -> None:
-        """The last reply was written. A client that is still sending gets time to read it."""
+        """End after the last reply. A client that is still sending gets time to read it."""
         while self._exchanges:
             self._exchanges.popleft().release()
         refused = self._state is REFUSED

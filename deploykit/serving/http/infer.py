@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deploykit.core.errors import BadInput, Overloaded, TooLarge
+from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.json_value import ONE_JSON
 from deploykit.core.tensors import Bytes
 from deploykit.serving.models.inference import Inference, ModelRoute, array_bytes, over_budget
-from deploykit.serving.models.offload import Result
 from deploykit.serving.oip import json
 from deploykit.serving.oip.request import Request
 from deploykit.serving.options import VERSION
@@ -58,10 +57,6 @@ class HttpInference(Inference):
     client: Call
     route: InferRoute
 
-    def reserve(self, size: int) -> None:
-        if not self.client.reserve(size):
-            raise over_budget()
-
     def decoded_bytes(self) -> int:
         return self._decoded_bytes
 
@@ -85,15 +80,6 @@ class HttpInference(Inference):
             request = json.decode(body, json_bytes, route.model.signature, route.memory)
         self._decoded_bytes = sum(map(array_bytes, request.feeds.values()))
         return request
-
-    def _on_decode(self, result: Result[Request]) -> None:
-        if self._source is None or self.client.gone or not self.left_s():
-            super()._on_decode(result)
-            return
-        try:
-            self.offload_decoding(self.decode_large)  # it is large when decompressed
-        except Overloaded as exc:
-            self.fail(exc)
 
     def encodes_slowly(self) -> bool:
         large = self.route.model.largest_output_bytes > LARGE_BYTES

@@ -131,7 +131,7 @@ class PredictRoute(ModelRoute):
             prediction.split(body, work, large=large)
 
     def _splitter(self, content_type: bytes, first: bytes, text: bool) -> Callable[[Bytes], Items]:
-        """What takes the items out of a body. Raises UnknownEncoding for another type."""
+        """Return the function that splits a body. Raises UnknownEncoding for another type."""
         kind = content_type.partition(b";")[0].strip().lower()
         if kind == b"multipart/form-data":
             return partial(_split_form, find_boundary(content_type), text)
@@ -258,7 +258,7 @@ class PipelineRoute:
         call.cancel = self._pipeline.start(read, partial(_reply, call), head.trace, call.reserve)
 
     def _read(self, head: Head, body: Bytes) -> bytes | str:
-        """What the input is made of, on a thread. Raises BadInput, TooLarge, UnknownEncoding."""
+        """Return the input's bytes or text. Raises BadInput, TooLarge, UnknownEncoding."""
         kind, name = (head.content_type or b"").lower(), self._pipeline.input
         takes = self._pipeline.takes
         json_text = takes == "text" and kind.startswith(b"application/json")

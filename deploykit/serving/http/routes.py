@@ -33,8 +33,7 @@ from deploykit.serving.options import VERSION
 from deploykit.serving.transport.call import JSON, Call, reply_error, reply_exception, reply_with
 from deploykit.serving.transport.security import PREFLIGHT
 from deploykit.serving.web import examples as guide
-from deploykit.serving.web import openapi
-from deploykit.serving.web.page import FILES
+from deploykit.serving.web.page import FILES, OPENAPI
 from deploykit.serving.web.status import Samples, Status, since_us, with_history
 from deploykit.serving.workers.group import ServerGroup, of_model
 
@@ -143,7 +142,7 @@ class Routes:
             "/v2/repository/index": ("POST", self._index),
             "/metrics": ("GET", Scrapes(self.group, offload)),
             "/status": ("GET", self._status),
-            "/openapi.json": ("GET", _value(partial(openapi.document, repository))),
+            "/openapi.json": ("GET", _file("application/json", OPENAPI)),
             "/docs": ("GET", self._guide),
         }
         for path, (content_type, body) in FILES.items():
@@ -204,7 +203,7 @@ class Routes:
         raise NotFound(f"there is no route {quote(path)}")
 
     def _offer(self) -> None:
-        """What other processes may ask of this one."""
+        """Offer the reports and the changes that other processes may ask this one for."""
         repository, status, memory = self._repository, self.status, self._repository.memory
         reports: dict[str, Callable[[], object]] = {
             "samples": repository.samples,

@@ -41,6 +41,9 @@ class Receiver(Protocol):
     def reply(self) -> Callable[..., None]:
         """Takes what `Inference.encode` returns."""
 
+    def reserve(self, size: int) -> bool:
+        """Count `size` more bytes in the memory budget until the reply; whether they fit."""
+
 
 class ModelRoute:
     """What the inference requests of one model share.
@@ -127,6 +130,8 @@ class Inference:
 
     def reserve(self, size: int) -> None:
         """Count `size` bytes more until the reply. Raises Overloaded above the memory budget."""
+        if not self.client.reserve(size):
+            raise over_budget()
 
     def decoded_bytes(self) -> int:
         """Bytes of memory of an offloaded `request`."""
@@ -206,6 +211,12 @@ class Inference:
         self._source = None
 
     def _on_decode(self, result: Result[Request]) -> None:
+        if self._source is not None and not self.client.gone and self.left_s():
+            try:
+                self.offload_decoding(self.decode_large)  # it turned out to be large
+            except Overloaded as exc:
+                self.fail(exc)
+            return
         self._discard()  # what was not taken in time
         self.client.cancel = None
         if not self.client.gone:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -16,7 +16,7 @@ from deploykit.core.errors import BadInput, Overloaded, TooLarge
 from deploykit.core.task import SEGMENT
 from deploykit.engines.tasks.engine import RLE, Item, TaskSteps, answer
 from deploykit.serving.batching.batcher import monotonic_us
-from deploykit.serving.models.inference import Inference, ModelRoute, over_budget
+from deploykit.serving.models.inference import Inference, ModelRoute, Receiver, over_budget
 from deploykit.serving.models.offload import Result
 from deploykit.serving.oip.request import Request
 
@@ -38,24 +38,13 @@ def too_many(count: int) -> TooLarge:
     )
 
 
-class Asking(Protocol):
-    """The client: a call of HTTP or gRPC."""
-
-    cancel: Callable[[], object] | None  # called if the client disconnects
-
-    @property
-    def gone(self) -> bool: ...
-
-    def reserve(self, size: int) -> bool: ...
-
-
 class TaskCall:
     """One request. The first item that fails is the answer to all. Raises as `ModelTask.steps`.
 
     A protocol subclasses it to reply. All methods run on the event loop's thread.
     """
 
-    def __init__(self, route: ModelRoute, client: Asking, trace: str | None) -> None:
+    def __init__(self, route: ModelRoute, client: Receiver, trace: str | None) -> None:
         self.route = route
         self.client = client
         self.steps: TaskSteps = route.model.task.steps
@@ -173,6 +162,9 @@ class _Slot:
     def gone(self) -> bool:
         return self.call.done or self.call.client.gone
 
+    def reserve(self, size: int) -> bool:
+        return self.call.client.reserve(size)
+
     def reply(self, answer: bytes) -> None:
         self.answer = answer
         self.call.take()
@@ -214,19 +206,6 @@ class _ItemInference(Inference):
             if not self.large:  # it waits with the large ones
                 self._source, self.large = source, True
             raise
-
-    def _on_decode(self, result: Result[Request]) -> None:
-        if self._source is None or self.client.gone or not self.left_s():
-            super()._on_decode(result)
-            return
-        try:
-            self.offload_decoding(self.decode_large)
-        except Overloaded as exc:
-            self.fail(exc)
-
-    def reserve(self, size: int) -> None:
-        if not self.client.call.client.reserve(size):
-            raise over_budget()
 
     def decoded_bytes(self) -> int:
         return sum(array.nbytes for array in self.request.feeds.values())

@@ -156,7 +156,7 @@ def _model_of_cached(head: bytes) -> tuple[str, str]:
 
 
 def sends_bytes(head: bytes) -> bool:
-    """Whether a request's only input is BYTES; its other contents are not parsed."""
+    """Return whether a request's only input is BYTES; its other contents are not parsed."""
     inputs = [
         (start, end) for number, _, start, end in _fields(head, 0, len(head), _MAX_FIELDS)
         if number == _INPUT

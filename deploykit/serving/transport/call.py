@@ -268,20 +268,12 @@ def choose_encoding(accept: bytes) -> bytes | None:
     weights = {}
     for item in accept.lower().split(b","):
         name, *parameters = (part.strip() for part in item.split(b";"))
-        weights[name] = _weight(parameters)
+        pairs = (parameter.partition(b"=") for parameter in parameters)
+        quality = next((value.strip() for key, _, value in pairs if key.strip() == b"q"), b"1")
+        weights[name] = float(quality) if _QUALITY.fullmatch(quality) else 0.0
     best = max(_WINDOWS, key=lambda name: weights.get(name, 0.0))
     weight = weights.get(best, 0.0)
     return best if weight > 0 and weight >= weights.get(b"identity", 0.0) else None
-
-
-def _weight(parameters: Iterable[bytes]) -> float:
-    """The `q` of one item, 1 when absent, 0 when it is not a number from 0 to 1."""
-    for parameter in parameters:
-        key, _, value = parameter.partition(b"=")
-        if key.strip() == b"q":
-            found = _QUALITY.fullmatch(value.strip())
-            return float(value) if found else 0.0
-    return 1.0
 
 
 def compress(parts: Iterable[Bytes], coding: bytes) -> bytes:

@@ -67,7 +67,7 @@ class AccessControl:
         origin: bytes | None,
         authorization: bytes | None,
     ) -> Refusal | None:
-        """Why a request is refused; None if it is allowed."""
+        """Return why a request is refused; None if it is allowed."""
         if self._loopback and host is not None and not _LOCAL.fullmatch(host):
             return Refusal(403, "this server answers on localhost only; see `host`")
         if origin is not None and not self._is_known(origin, host):

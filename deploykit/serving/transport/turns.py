@@ -48,7 +48,7 @@ class Turns:
         self._compare(now_s - self._begun_s)
 
     def late(self) -> bool:
-        """Whether work of many steps should wait with the next one."""
+        """Return whether work of many steps should wait with the next one."""
         now_s = self.clock_s()
         self._count_from(now_s)
         self._compare(now_s - self._begun_s)

@@ -1,13 +1,13 @@
-"""Write complete programs that call a served model: curl, JavaScript, Go and Python.
+"""Write the page /docs: each model's inputs and outputs, and programs that call it.
 
-They use the model's names, types and shapes; None if a language cannot send its types.
+The programs use the model's names, types and shapes. Every name is escaped. The page works without
+scripts; docs.js adds tabs and copy buttons.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -28,7 +28,6 @@ _SAMPLES = {  # what a request holds, by what is taken
     "bytes": "file.bin",
 }
 _FILES = ("image", "bytes")
-_NOT_NUMPY = ("BYTES", "BF16")  # their bytes on the wire differ from numpy's
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,6 @@ def examples(model: ServedModel, address: Address) -> dict[str, str]:
     found = {
         **_of_task(model, address),
         "curl": _curl(model, address),
-        "JavaScript": _javascript(model, address),
-        "Go": _go(model, address),
-        "Python": _python(model, address),
     }
     types = {slot.spec.name: slot.datatype for slot in model.signature.inputs.values()}
     what = model.name, _arrays(model), types, model.signature.outputs, address
@@ -104,12 +100,6 @@ def _of_items(name: str, takes: str, field: str, address: Address) -> dict[str, 
         f"curl, {takes}": f"curl {address.url}/v2/models/{name}/predict{header} {form}\n",
         f"Python, {takes}": "\n".join(lines) + "\n",
     }
-
-
-def _fill(name: str, **values: str) -> str:
-    """The program in example_NAME.txt with a value in place of each @KEY@."""
-    text = Path(__file__).with_name(f"example_{name}.txt").read_text(encoding="utf-8")
-    return re.sub("@([A-Z_]+)@", lambda match: values[match[1]], text)
 
 
 def _url(model: ServedModel, address: Address) -> str:
@@ -178,42 +168,6 @@ def _curl(model: ServedModel, address: Address) -> str | None:
     )
 
 
-def _javascript(model: ServedModel, address: Address) -> str | None:
-    """For browsers and Node.js 18 or later."""
-    slots = _slots(model)
-    if not _has_json(*(slot for slot, _ in slots), *model.signature.outputs.values()):
-        return None
-    lines = []
-    for slot, shape in slots:
-        size, value = math.prod(shape), json.dumps(_value(slot))
-        few = f"[{', '.join([value] * size)}]"
-        data = few if size <= _MOST_VALUES else f"Array({size}).fill({value})"
-        name = json.dumps(slot.spec.name, ensure_ascii=False)
-        lines.append(
-            f'  {{ name: {name}, datatype: "{slot.datatype}", shape: {shape}, data: {data} }},'
-        )
-    header = ", Authorization: `Bearer ${process.env.TOKEN}`" if address.token else ""
-    url = _url(model, address)
-    return _fill("javascript", INPUTS="\n".join(lines), URL=url, HEADER=header)
-
-
-def _go(model: ServedModel, address: Address) -> str | None:
-    """The standard library alone."""
-    slots = _slots(model)
-    if not _has_json(*(slot for slot, _ in slots), *model.signature.outputs.values()):
-        return None
-    lines = "\n".join(
-        f'\t\t{{{json.dumps(slot.spec.name, ensure_ascii=False)}, "{slot.datatype}", '
-        f"[]int{{{', '.join(map(str, shape))}}}, "
-        f"fill({json.dumps(_value(slot))}, {math.prod(shape)})}},"
-        for slot, shape in slots
-    )
-    program = _fill("go", INPUTS=lines, URL=_url(model, address))
-    if address.token:
-        return program.replace(" // TOKEN", "")
-    return "".join(line for line in program.splitlines(True) if "// TOKEN" not in line)
-
-
 def _arrays(model: ServedModel) -> str:
     lines = []
     for slot, shape in _slots(model):
@@ -224,26 +178,6 @@ def _arrays(model: ServedModel) -> str:
             value = f"np.ones({shape}, {kind or 'np.' + slot.dtype.name})"
         lines.append(f"    {slot.spec.name!r}: {value},")
     return "arrays = {\n" + "\n".join(lines) + "\n}\n"
-
-
-def _python(model: ServedModel, address: Address) -> str | None:
-    """None for types that need more than numpy."""
-    signature = model.signature
-    slots = [*signature.inputs.values(), *signature.outputs.values()]
-    if any(slot.datatype in _NOT_NUMPY for slot in slots):
-        return None
-    types = {slot.datatype: slot.dtype.name for slot in slots}
-    inputs = {slot.spec.name: slot.datatype for slot in signature.inputs.values()}
-    header = ", 'Authorization': f'Bearer {os.environ[\"TOKEN\"]}'" if address.token else ""
-    return _fill(
-        "python",
-        OS=", os" if address.token else "",
-        ARRAYS=_arrays(model),
-        INPUT_TYPES=repr(inputs),
-        NUMPY_TYPES=repr(types),
-        HEADER=header,
-        URL=_url(model, address),
-    )
 
 
 def _triton(
@@ -260,24 +194,23 @@ def _triton(
     imports = ["import os"] if address.token else []
     imports += ["import ml_dtypes"] if "BF16" in types.values() else []
     imports += ["import numpy as np", f"import tritonclient.{kind} as client"]
-    return _fill(
-        "tritonclient",
-        IMPORTS="\n".join(imports),
-        ARRAYS=arrays,
-        TYPES=repr(types),
-        ADDRESS=address.host if kind == "http" else address.grpc,
-        SECURE=", ssl=True" if address.scheme == "https" else "",
-        MODEL=name,
-        HEADER=header,
-        OUTPUTS=shown,
+    secure = ", ssl=True" if address.scheme == "https" else ""
+    place = address.host if kind == "http" else address.grpc
+    return (
+        "\n".join(imports)
+        + f"""
+
+{arrays}types = {types!r}
+inputs = []
+for name, array in arrays.items():
+    inputs.append(client.InferInput(name, list(array.shape), types[name]))
+    inputs[-1].set_data_from_numpy(array)
+with client.InferenceServerClient("{place}"{secure}) as server:
+    answer = server.infer("{name}", inputs{header})
+{shown}
+"""
     )
 
-
-# Write the page /docs: each model's inputs and outputs, and programs that call it.
-#
-# Every name is escaped. The page works without scripts; docs.js adds tabs and copy buttons.
-
-__all__ = ["CONTENT_TYPE", "Address", "page"]
 
 CONTENT_TYPE = "text/html; charset=utf-8"
 _PAGE = Path(__file__).with_name("guide.html")

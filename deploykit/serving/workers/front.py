@@ -195,7 +195,7 @@ class _Connection(RecordConnection):
 
 
 class RemoteBatcher(Batcher):
-    """Passes requests on, and has nothing else of a Batcher. `numbers`: of those not answered."""
+    """Forwards requests to the engine process. `numbers`: of those not answered."""
 
     engines = hung = waiting = unanswered = 0  # the engine process counts them
     inline_max_rows = 0

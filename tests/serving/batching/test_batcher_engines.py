@@ -99,9 +99,9 @@ def test_two_batches_due_at_the_same_time_run_on_two_engines(
     policy = BatchPolicy(max_batch=4, max_delay_us=1000)
     with Batcher(engines, policy, clock_us=clock) as batcher:
         for n, kind in enumerate(("one", "other")):
-            eventually(lambda: len(batcher._dispatch.idle) == 2)
+            eventually(lambda: len(batcher._idle) == 2)
             submit(batcher, rows(n), 1, (("x", kind, (4,)),), answers.done)
-        eventually(lambda: len(batcher._dispatch.idle) == 2)
+        eventually(lambda: len(batcher._idle) == 2)
         clock.us = 1000
         entered(engines)
         for engine in engines:
@@ -289,7 +289,7 @@ def test_idle_time_is_how_long_an_idle_engine_delayed_a_batch(
     clock, notes, (engine,) = Clock(), Notes(), gated(1)
     policy = BatchPolicy(max_batch=2, max_delay_us=10**9)
     with Batcher([engine], policy, clock_us=clock, watcher=notes) as batcher:
-        eventually(lambda: bool(batcher._dispatch.idle))
+        eventually(lambda: bool(batcher._idle))
         clock.us = 1000
         submit(batcher, rows(0), 1, KEY, answers.done)
         clock.us = 1300

@@ -16,7 +16,6 @@ from deploykit.core.errors import Expired
 from deploykit.serving import server as http
 from deploykit.serving.batching.batcher import GATHER_US, Batcher
 from deploykit.serving.batching.queue import BatchPolicy, BatchRun, Watcher
-from deploykit.serving.batching.runner import EngineFailed
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
 from tests.support.fake_engine import FakeEngine
@@ -106,26 +105,6 @@ def test_batches_run_inline_by_their_own_rows_however_many_wait(
     assert engine.threads == [threading.get_ident()] * 3
 
 
-def test_a_failing_request_run_inline_does_not_fail_other_requests(
-    loop: Loop, answers: Answers
-) -> None:
-    class Picky(Threads):
-        def __call__(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-            if 1 in feeds["x"]:
-                raise ValueError("1 is not liked")
-            return super().__call__(feeds)
-
-    with Batcher([Picky()], BatchPolicy(), call_soon=loop.call_soon) as batcher:
-        batcher.inline_max_rows = math.inf
-        asleep(batcher)
-        sent = [submit(batcher, row(i), 1, KEY, answers.done) for i in range(3)]
-        loop.turn()
-        assert [type(request.error) for request in sent] == [type(None), EngineFailed, type(None)]
-        again = submit(batcher, row(5), 1, KEY, answers.done)
-        loop.turn()
-        assert again.error is None
-
-
 def test_a_request_that_expires_before_its_inline_run_is_not_run(
     engine: Threads, loop: Loop, answers: Answers
 ) -> None:
@@ -141,17 +120,6 @@ def test_a_request_that_expires_before_its_inline_run_is_not_run(
         answers.wait(2)
     assert kept.error is None
     assert engine.batches == [1]
-
-
-def test_a_cancelled_request_is_not_run_inline(
-    batcher: Batcher, engine: Threads, loop: Loop, answers: Answers
-) -> None:
-    assert batcher.cancel(submit(batcher, row(0), 1, KEY, answers.done))
-    assert loop.turn() == 1
-    assert engine.batches == []
-    submit(batcher, row(1), 1, KEY, answers.done)
-    loop.turn()
-    assert answers.order == [1]
 
 
 def test_close_answers_requests_that_the_loop_has_not_run_yet(
@@ -189,9 +157,7 @@ def test_the_loop_runs_a_second_engine_while_the_first_is_busy(
     slow.warm = True
     with Batcher([slow, quick], BatchPolicy(max_batch=4), call_soon=loop.call_soon) as batcher:
         asleep(batcher)
-        batcher._dispatch.idle.sort(
-            key=lambda worker: worker.runner.engine is slow
-        )  # the last is next
+        batcher._idle.sort(key=lambda worker: worker.runner.engine is slow)  # the last is next
         submit(batcher, row(0), 1, KEY, answers.done)
         loop.turn()
         assert slow.entered.acquire(timeout=WAIT_S)

@@ -25,8 +25,6 @@ from tests.support.runtimes.pictures import encoded  # noqa: E402
 from tests.support.serving.task_models import HEIGHT, WIDTH, write_task_model  # noqa: E402
 
 INVALID, LARGE = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
 MOST_BYTES = 1_000_000
 
 

@@ -31,11 +31,7 @@ from tests.support.serving.running import (
 )
 
 LIMIT = 100
-
-
 LIVE = request("GET", "/v2/health/live")
-
-
 INFER = request("POST", "/v2/models/m/infer", infer_json([1, 2, 3, 4], [1, 4]))
 
 
@@ -173,8 +169,6 @@ def test_of_too_many_clients_above_the_limit_the_oldest_leave(
 
 
 PATH = "/v2/models/m/infer"
-
-
 Eventually = Callable[[Callable[[], bool]], None]
 
 

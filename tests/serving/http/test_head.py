@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import threading
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from deploykit.serving.http.head import HeadReader, HttpLimits
@@ -21,11 +19,7 @@ from tests.support.serving.running import (
 )
 
 INFER = "/v2/models/m/infer"
-
-
 LIVE = request("GET", "/v2/health/live")
-
-
 CHUNKED = request("POST", INFER, Transfer_Encoding="chunked")
 
 
@@ -338,19 +332,6 @@ def test_blanks_at_the_end_of_a_headers_value_do_not_count(
     raw = server.connect()
     reply = raw.ask(b"GET /v2/health/live HTTP/1.1\r\n" + field + blanks + b"\r\n\r\n")
     assert reply.status == status
-
-
-@pytest.mark.parametrize("end", ["", " ", "\t"])
-def test_blanks_after_the_fields_of_an_inference_do_not_count(server: Running, end: str) -> None:
-    packed = gzip.compress(infer_json([1, 2, 3, 4], [1, 4]))
-    fields = {"Content_Encoding": "gzip", "Accept_Encoding": "gzip", "Accept": "*/*"}
-    sent = {name: value + end for name, value in fields.items()}
-    reply = server.ask("POST", "/v2/models/m/infer", packed, **sent)
-    assert reply.status == 200
-    assert reply.headers["content-encoding"] == "gzip"
-    raw = np.ones(4, np.float32).tobytes()
-    length = {"Inference-Header-Content-Length": "0" + end}
-    assert server.ask("POST", "/v2/models/m/infer", raw, **length).status == 200
 
 
 @pytest.mark.parametrize(

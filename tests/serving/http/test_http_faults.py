@@ -184,7 +184,7 @@ def test_a_server_may_open_as_many_files_as_the_system_allows() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
     try:
         with pytest.raises(KeyboardInterrupt):
-            run({"m": FakeEngine()}, ServeOptions(http_port=0), ready)
+            run(Server({"m": FakeEngine()}, ServeOptions(http_port=0)), ready)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert found == [min(before[1], 1 << 14)]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import gzip
+import json
+import struct
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -19,18 +22,193 @@ from tests.support.serving.running import Running, request, running
 
 needs("PIL", "tokenizers")
 
+from PIL import Image  # noqa: E402
+
 from deploykit.evaluation.verify import open_proven  # noqa: E402
-from tests.support.runtimes.pictures import encoded  # noqa: E402
-from tests.support.serving import hostile_items  # noqa: E402
-from tests.support.serving.predict_requests import (  # noqa: E402
-    DARK,
-    LIGHT,
-    REFUSED,
-    as_json,
-    form,
-    plain,
-)
+from tests.support.runtimes.pictures import encoded, noise, photo  # noqa: E402
 from tests.support.serving.task_models import write_task_model  # noqa: E402
+
+_FORMATS = "is neither PNG, JPEG nor WebP"
+_TURNED = Image.Exif()
+_TURNED[0x0112] = 6
+Make = Callable[[], bytes]
+
+
+def small_image(mode: str = "RGB") -> Any:
+    return Image.fromarray(noise(9, 12)).convert(mode)
+
+
+def frames(kind: str, count: int) -> bytes:
+    others = [Image.fromarray(noise(9, 12, seed=seed)) for seed in range(1, count)]
+    return encoded(small_image(), kind, save_all=True, append_images=others)
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that claims a size and has a few pixels."""
+    found = b"\x89PNG\r\n\x1a\n"
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(99))), (b"IEND", b"")):
+        found += struct.pack(">I", len(data)) + kind + data
+        found += struct.pack(">I", zlib.crc32(kind + data))
+    return found
+
+
+def comments(count: int) -> bytes:
+    """A PNG with so many empty comments."""
+    data, comment = encoded(small_image()), b"tEXt"
+    one = struct.pack(">I", 0) + comment + struct.pack(">I", zlib.crc32(comment))
+    return data[:-12] + count * one + data[-12:]
+
+
+def many_scans(count: int) -> bytes:
+    """A progressive JPEG whose last scan, of a few bytes, comes so many times."""
+    data = encoded(small_image("L"), "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + count * data[last:-2] + data[-2:]
+
+
+ANSWERED_IMAGES: dict[str, Make] = {
+    "cmyk": lambda: encoded(small_image("CMYK"), "JPEG"),
+    "turned": lambda: encoded(small_image(), "JPEG", exif=_TURNED),
+    "one pixel": lambda: encoded(np.zeros((1, 1, 3), np.uint8)),
+    "alpha": lambda: encoded(small_image("RGBA")),
+    "grey and alpha": lambda: encoded(small_image("LA")),
+    "palette": lambda: encoded(small_image("P")),
+    "one bit": lambda: encoded(small_image("1")),
+    "two images of a phone": lambda: frames("MPO", 2),
+    "rubbish behind it": lambda: photo() + bytes(100_000),
+    "many scans": lambda: many_scans(90),
+    "a colour profile": lambda: encoded(small_image("CMYK"), "JPEG", icc_profile=bytes(200_000)),
+    "a long side": lambda: encoded(np.zeros((1, 60_000, 3), np.uint8)),
+}
+REFUSED_IMAGES: dict[str, tuple[Make, str]] = {
+    "bomb": (lambda: png_header(50_000, 50_000), "has more than 25 million pixels"),
+    "smaller bomb": (lambda: png_header(5_001, 5_000), "is 5001x5000, above the limit of 25"),
+    "thread": (lambda: png_header(70_000, 1), "is 70000x1, a side has 65535 at most"),
+    "no size": (lambda: png_header(0, 0), _FORMATS),
+    "gif": (lambda: frames("GIF", 30), _FORMATS),
+    "animated webp": (lambda: frames("WEBP", 20), "has 20 frames, one image per file"),
+    "animated png": (lambda: frames("PNG", 5), "has 5 frames, one image per file"),
+    "16 bits": (
+        lambda: encoded(Image.fromarray(np.zeros((4, 4), np.uint16))),
+        "has more than 8 bits per channel",
+    ),
+    "cut": (lambda: photo()[:9000], "image file is truncated"),
+    "svg": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", _FORMATS),
+    "tiff": (lambda: encoded(small_image(), "TIFF"), _FORMATS),
+    "heic": (lambda: b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(2000), _FORMATS),
+    "too many scans": (lambda: many_scans(100), "scans, a JPEG has 100 at most"),
+    "half of a progressive one": (
+        lambda: encoded(noise(90, 120), "JPEG", progressive=True)[:4000],
+        "image file is truncated",
+    ),
+    "parts": (lambda: comments(50_000), "it has too many parts"),
+}
+REFUSED_TEXTS: dict[str, tuple[bytes, str]] = {
+    "too long": (b"good " * 100, "has 102 tokens, the model takes 8"),
+    "10 MB": (b"good " * 2_000_000, "has 10000000 characters, the model takes 8 tokens"),
+    "spaces": (b" \n", "is empty"),
+    "byte order mark": (b"\xef\xbb\xbf", "is empty"),
+    "no utf-8": (b"\xff\xfe\0", "is not UTF-8"),
+    "utf-16": ("good".encode("utf-16"), "is not UTF-8"),
+    "half of a pair": (b"\xed\xa0\x80", "is not UTF-8"),
+}
+
+
+def plain(level: int, kind: str = "PNG") -> bytes:
+    """An image of 48x32 pixels."""
+    return encoded(np.full((32, 48, 3), level, np.uint8), kind)
+
+
+LIGHT, DARK = plain(255), plain(0)
+
+
+def form(*fields: tuple[str, bytes], boundary: str = "----b") -> tuple[bytes, str]:
+    """A form as browsers and curl send it: the body and its type."""
+    parts = [
+        f'--{boundary}\r\nContent-Disposition: form-data; name="{name}"; filename="a b.png"\r\n'
+        "Content-Type: application/octet-stream\r\n\r\n".encode()
+        + content
+        + b"\r\n"
+        for name, content in fields
+    ]
+    body = b"".join(parts) + f"--{boundary}--\r\n".encode()
+    return body, f"multipart/form-data; boundary={boundary}"
+
+
+def as_json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+# model, body, content type; status and reason
+REFUSED: dict[str, tuple[str, bytes, str, int, str]] = {
+    "empty": ("classify", b"", "image/png", 400, "the body is empty; send image/jpeg"),
+    "html": ("classify", b"<html>", "image/png", 400, "is neither PNG, JPEG nor WebP"),
+    "cut": ("classify", photo()[:5000], "image/jpeg", 400, "the image: is not a readable image"),
+    "type": ("classify", LIGHT, "image/gif", 415, "'image/gif' is not offered; send image/jpeg"),
+    "text for images": ("classify", b"cat", "text/plain", 415, "'text/plain' is not offered"),
+    "image for text": ("text-classify", LIGHT, "image/png", 415, "'image/png' is not offered"),
+    "one of several": (
+        "classify",
+        *form(("image", LIGHT), ("image", b"?")),
+        400,
+        "image 2 of 2: is not a readable image",
+    ),
+    "no file": ("classify", *form(), 400, "the request has no items"),
+    "unknown field": ("classify", *form(("x", LIGHT)), 400, "has a field 'x'; possible: image"),
+    "no boundary": ("classify", LIGHT, "multipart/form-data", 400, "has no boundary"),
+    "another boundary": (
+        "classify",
+        form(("image", LIGHT))[0],
+        "multipart/form-data; boundary=c",
+        400,
+        "does not begin with the boundary",
+    ),
+    "form without its end": (
+        "classify",
+        form(("image", LIGHT))[0][:-20],
+        form()[1],
+        400,
+        "ends before its last boundary",
+    ),
+    "field without a name": (
+        "classify",
+        b"------b\r\nContent-Type: image/png\r\n\r\nx\r\n------b--\r\n",
+        form()[1],
+        400,
+        "a field of the form has no name",
+    ),
+    "field without headers": (
+        "classify",
+        b"------b\r\nx\r\n------b--\r\n",
+        form()[1],
+        400,
+        "has no end of its headers",
+    ),
+    "too many": ("text-classify", as_json(["good"] * 257), "application/json", 413, "257 items"),
+    "too many files": ("classify", *form(*[("image", b"x")] * 257), 413, "more than 256 fields"),
+    "no json": ("classify", b"{", "application/json", 400, "is not valid JSON"),
+    "json of another kind": ("classify", as_json({"text": "a"}), "", 400, "needs 'image'"),
+    "two keys": (
+        "text-classify",
+        as_json({"text": "a", "k": 1}),
+        "",
+        400,
+        "needs 'text' and nothing else",
+    ),
+    "number": ("text-classify", as_json(["good", 5]), "", 400, "text 2 must be a string, got 5"),
+    "null": ("text-classify", b"null", "application/json", 400, "text 1 must be a string"),
+    "empty list": ("text-classify", b"[]", "application/json", 400, "has no items"),
+    "no base64": ("classify", as_json(["?!"]), "", 400, "image 1 is not base64"),
+    "not ascii": ("classify", as_json(["ü"]), "", 400, "image 1 is not base64"),
+    "empty text": ("text-classify", as_json([" "]), "", 400, "the text: is empty"),
+    "long text": ("text-classify", b"good " * 9, "text/plain", 400, "has 11 tokens, the model"),
+    "no utf-8": ("text-classify", b"\xff\xfe", "text/plain", 400, "the text: is not UTF-8"),
+    "lone surrogate": ("text-classify", b'["\\ud83d"]', "", 400, "is not valid JSON"),
+    "nested": ("text-classify", b"[" * 101 + b"]" * 101, "", 400, "nested more than 100 deep"),
+    "no task": ("plain", LIGHT, "image/png", 501, "model 'plain' has no task"),
+    "no model": ("absent", LIGHT, "image/png", 404, "there is no model 'absent'"),
+}
 
 KINDS = ("classify", "detect", "segment", "embed", "text-classify")
 
@@ -190,24 +368,24 @@ def test_what_cannot_be_answered_is_refused_in_one_line(served: Running, case: s
     assert post(served, "classify", LIGHT, "image/png")[0] == 200
 
 
-@pytest.mark.parametrize("name", hostile_items.ANSWERED)
+@pytest.mark.parametrize("name", ANSWERED_IMAGES)
 def test_an_unusual_image_is_answered(served: Running, name: str) -> None:
-    status, found = post(served, "classify", hostile_items.ANSWERED[name](), "image/jpeg")
+    status, found = post(served, "classify", ANSWERED_IMAGES[name](), "image/jpeg")
     assert (status, len(found["top"])) == (200, 2)
 
 
-@pytest.mark.parametrize("name", hostile_items.REFUSED)
+@pytest.mark.parametrize("name", REFUSED_IMAGES)
 def test_a_hostile_image_is_refused_in_one_line(served: Running, name: str) -> None:
-    make, reason = hostile_items.REFUSED[name]
+    make, reason = REFUSED_IMAGES[name]
     status, found = post(served, "classify", make(), "image/jpeg")
     assert (status, list(found)) == (400, ["error"])
     assert reason in found["error"]
     assert "\n" not in found["error"]
 
 
-@pytest.mark.parametrize("name", hostile_items.TEXTS)
+@pytest.mark.parametrize("name", REFUSED_TEXTS)
 def test_a_hostile_text_is_refused_in_one_line(opened: dict[str, Any], name: str) -> None:
-    text, reason = hostile_items.TEXTS[name]
+    text, reason = REFUSED_TEXTS[name]
     with running({"text-classify": opened["text-classify"]}) as server:
         status, found = post(server, "text-classify", text, "text/plain")
     assert (status, found) == (400, {"error": f"the text: {reason}"})

@@ -23,8 +23,6 @@ from tests.support.serving.memory import Seen
 from tests.support.serving.running import Running, binary_request, infer_json, request, running
 
 GOOD = infer_json([1, 2, 3, 4], [1, 4])
-
-
 INFER = "/v2/models/m/infer"
 
 

@@ -173,20 +173,10 @@ def test_unsent_error_answers_of_a_stream_are_bounded(served: Serving, client: F
 
 
 WIDTH = 1_000_000  # answers of 4 MB
-
-
 ANSWER = 4 * WIDTH
-
-
 NO_WINDOW = b"\0\4\0\0\0\0"
-
-
 ALL_WINDOW = b"\0\4\x7f\xff\xff\xff"
-
-
 WATCH = "/grpc.health.v1.Health/Watch"
-
-
 Eventually = Callable[[Callable[[], bool]], None]
 
 

@@ -17,8 +17,6 @@ PROTOCOL, FLOW_CONTROL, CLOSED, FRAME_SIZE, COMPRESSION, CALM = 1, 3, 5, 6, 9, 1
 END_HEADERS, END, PADDED = 4, 1, 8
 EMPTY = bytes(5)  # a whole gRPC message without content
 WINDOW_MOST = b"\x7f\xff\xff\xff"
-
-
 OPEN = (HEADERS, END_HEADERS, 1, block())
 ASK = (HEADERS, END_HEADERS | END, 1, block())
 WHOLE = [OPEN, (DATA, END, 1, EMPTY)]  # a call that is answered

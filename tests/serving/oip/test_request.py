@@ -10,18 +10,13 @@ from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
 from deploykit.serving.oip.request import (
     Binary,
     InputData,
-    Region,
-    check_parameters,
     fill,
-    find_region,
     plan,
 )
 from deploykit.serving.oip.request import signature as signature_of
-from deploykit.serving.oip.response import collect_results
 from deploykit.serving.oip.tensors import CONTENTS, typed_values
 from tests.support.serving.requests import (
     DTYPES,
-    FakeMemory,
     build,
     model,
     two_inputs,
@@ -119,23 +114,3 @@ def test_the_size_limit_applies_to_the_sum_of_all_inputs(dtype: str) -> None:
     build(given, None, {}, None, enough, binary=True)
     with pytest.raises(TooLarge, match="with input 'b' the request is"):
         build(given, None, {}, None, short, binary=True)
-
-
-@pytest.mark.parametrize("parameters", [[], "x", 5, True])
-def test_parameters_that_are_not_an_object_are_refused(parameters: object) -> None:
-    with pytest.raises(BadInput, match="must be an object"):
-        check_parameters(parameters, "the request")
-
-
-def test_an_input_and_an_output_may_name_a_shared_memory_region() -> None:
-    parameters = {"shared_memory_region": "r", "shared_memory_byte_size": 16}
-    region = find_region(parameters, "input 'x'")
-    assert region == Region("r", 0, 16)
-    assert find_region({"other": 1}, "input 'x'") is None
-    memory = FakeMemory(32)
-    wanted = [("y", {**parameters, "shared_memory_offset": 16})]
-    given = [InputData("x", "FP32", [1, 4], region)]
-    request = build(given, wanted, {}, None, model(), memory, binary=True)
-    (result,) = collect_results(request, {"y": np.ones((1, 4), np.float32)}, model(), memory)
-    assert (result.array, result.raw_contents()) == (None, b"")
-    assert memory.bytes[16:] == np.ones(4, np.float32).tobytes()

@@ -29,40 +29,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         yield client
 
 
-def test_every_pipeline_has_a_route_in_the_document(server: Client) -> None:
-    _, document = server.ask("/openapi.json")
-    parameters = document["components"]["parameters"]
-    models = ["tiles.colours", "echo.linear"]
-    assert parameters["model"]["schema"]["enum"] == models
-    names = ["tiles", "words", "echo", "say"]
-    assert parameters["served"]["schema"]["enum"] == [*names, *models]
-    kinds = {}
-    for name in names:
-        post = document["paths"][f"/v2/models/{name}/predict"]["post"]
-        kinds[name] = set(post["requestBody"]["content"]) - {"multipart/form-data"}
-    assert kinds["tiles"] == {"image/jpeg", "image/png", "image/webp"}
-    assert kinds["words"] == {"text/plain", "application/json"}
-    assert kinds["echo"] == {"application/json"}
-    assert kinds["say"] == {"application/octet-stream"}
-    answers = document["paths"]["/v2/models/say/predict"]["post"]["responses"]["200"]
-    assert list(answers["content"]) == ["application/octet-stream"]
-
-
-def test_schemathesis_finds_no_violation_of_the_document(server: Client, tmp_path: Path) -> None:
-    """Of the routes of the pipeline that answers any bytes, and of those that describe it."""
-    needs("schemathesis")
-    config = tmp_path / "schemathesis.toml"
-    config.write_text("")
-    ran = subprocess.run(
-        [Path(sys.executable).with_name("schemathesis"), f"--config-file={config}", "run",
-         f"http://{server.place}/openapi.json", "--seed=1", "--max-examples=5",
-         "--phases=examples,coverage,fuzzing", "--no-color",
-         "--include-path=/v2/models/say/predict", "--include-path=/v2/models/{model}/config"],
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
-
-
 def test_the_page_has_programs_for_a_pipeline(server: Client, tmp_path: Path) -> None:
     _, text = server.ask("/docs")
     assert "pipeline: crops → colours → answer" in text

@@ -388,11 +388,7 @@ def test_a_request_that_waits_for_its_turn_is_not_timed_out(idle: Server, first:
 
 
 CLIENTS = 60
-
-
 BYTES_PER_S = (1 << 20) / 1e-3  # that the system copies into new memory
-
-
 SIZE = 40 << 20
 
 
@@ -513,11 +509,7 @@ def test_little_is_received_in_a_busy_turn(idle: Server, tls: bool) -> None:
 
 
 STEP_S = 0.001  # that each step of the work seems to take
-
-
 IN_A_TURN = round(turns.TURN_S / STEP_S)
-
-
 NO_WINDOW = b"\0\4\0\0\0\0"
 
 

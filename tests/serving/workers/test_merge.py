@@ -44,10 +44,9 @@ def test_a_server_spins_after_any_batch_only_where_it_has_more_than_one_core(
     repository = ModelRepository(
         {"m": FakeEngine()}, ServeOptions(), call_soon=lambda _: None, processes=processes
     )
-    inline = repository.models["m"].batcher._inline
+    batcher = repository.models["m"].batcher
     repository.close()
-    assert inline is not None
-    assert inline._spare_core is spins
+    assert batcher._spare_core is spins
 
 
 def value(samples: list[Sample], name: str, **labels: str) -> float | BucketCounts:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 
+from deploykit.core.evidence import Interval
 from deploykit.evaluation.latency import Latency
 from deploykit.evaluation.statistics import throughput
-from deploykit.reporting.points import Point
+from deploykit.reporting.points import CLOSED_LOOP, Point
 from deploykit.reporting.report import Report
 
 ROUNDS, CALLS, BATCHES = 5, 800, (1, 2, 4)
@@ -27,30 +32,43 @@ PROVENANCE = {
 }
 
 
+def bare_point(label: str = "A", batch: int = 1, **changes: Any) -> Point:
+    """A point of one session in one process."""
+    point = Point(
+        *(label, "fp32", "cpu", "onnxruntime 1.31.1", CLOSED_LOOP, batch, 1, 1, 100, 5, 1.0),
+        latency=Latency(100, None, None, None, 1.0),
+        throughput_per_s=Interval(1.0, 1.0, 1.0),
+        round_rates=(),
+    )
+    return replace(point, **changes)
+
+
+def timed_point(label: str, batch: int, rounds: Sequence[np.ndarray], **changes: Any) -> Point:
+    """What these calls give, in seconds, of so many rows each."""
+    seconds = [float(calls.sum()) for calls in rounds]
+    rows = [float(batch * len(calls)) for calls in rounds]
+    return bare_point(
+        label,
+        batch,
+        **{
+            "samples": sum(map(len, rounds)),
+            "rounds": len(rounds),
+            "duration_s": sum(seconds),
+            "latency": Latency.of(*rounds),
+            "throughput_per_s": throughput(rows, seconds),
+            "round_rates": tuple(r / s for r, s in zip(rows, seconds, strict=True)),
+            **changes,
+        },
+    )
+
+
 def point(batch: int, call_s: float, random: np.random.Generator, label: str = "model") -> Point:
     """Rounds differ by 0.5 %, calls by 10 %."""
     rounds = [
         call_s * np.exp(0.005 * random.standard_normal() + 0.1 * random.standard_normal(CALLS))
         for _ in range(ROUNDS)
     ]
-    seconds = [float(each.sum()) for each in rounds]
-    return Point(
-        label=label,
-        precision="fp32",
-        device="cpu",
-        runtime="onnxruntime 1.31.1",
-        scenario="closed-loop",
-        batch=batch,
-        sessions=1,
-        threads=2,
-        samples=ROUNDS * CALLS,
-        rounds=ROUNDS,
-        duration_s=sum(seconds),
-        latency=Latency.of(*rounds),
-        throughput_per_s=throughput([batch * CALLS] * ROUNDS, seconds),
-        round_rates=tuple(batch * CALLS / each for each in seconds),
-        shapes={"x": (batch, 64)},
-    )
+    return timed_point(label, batch, rounds, threads=2, shapes={"x": (batch, 64)})
 
 
 def simulated(seed: int, slower: float = 1.0) -> Report:

@@ -103,8 +103,8 @@ def submit(
 def asleep(batcher: Batcher) -> None:
     """Wait until the engine's thread sleeps: before that it takes what comes by itself."""
     for _ in range(WAIT_S * 1000):
-        with batcher._dispatch.lock:
-            if len(batcher._dispatch.idle) == len(batcher._workers):
+        with batcher._lock:
+            if len(batcher._idle) == len(batcher._workers):
                 return
         threading.Event().wait(0.001)
     raise AssertionError("the engine's thread never slept")

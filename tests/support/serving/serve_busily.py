@@ -10,7 +10,7 @@ import time
 
 from deploykit.serving.batching.batcher import Batcher
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.server import run
+from deploykit.serving.server import Server, run
 from tests.support.fake_engine import FakeEngine
 
 
@@ -37,8 +37,7 @@ def counted(self, request):
 
 Batcher.submit = counted
 dropped = run(
-    {"m": Busy()},
-    ServeOptions(http_port=0, grpc_port=0, max_batch=8),
+    Server({"m": Busy()}, ServeOptions(http_port=0, grpc_port=0, max_batch=8)),
     lambda _host, http_port, grpc_port: say(http_port, grpc_port),
 )
 say("dropped", dropped, "accepted", accepted)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.server import run
+from deploykit.serving.server import Server, run
 from deploykit.serving.workers import signals
 from tests.support.fake_engine import FakeEngine
 
@@ -44,7 +44,7 @@ signals.ECHO_S = float(sys.argv[2]) if len(sys.argv) > 2 else signals.ECHO_S
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started the tests
 engine = Held()
 try:
-    dropped = run({"m": engine}, ServeOptions(http_port=0, max_batch=1), ready)
+    dropped = run(Server({"m": engine}, ServeOptions(http_port=0, max_batch=1)), ready)
 except KeyboardInterrupt:
     sys.exit(130)
 say("dropped", dropped)
