@@ -88,7 +88,7 @@ class Command(TyperCommand):
         return super().invoke(ctx)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        return [each.strip("{}") for each in super().collect_usage_pieces(ctx)]
+        return [each.replace("{", "").replace("}", "") for each in super().collect_usage_pieces(ctx)]
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - typer's signature
         about, _, example = inspect.cleandoc(self.help or "").partition("\n\nExample: ")
