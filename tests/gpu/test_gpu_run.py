@@ -254,7 +254,7 @@ def test_faults_are_answered_on_our_own_cuda_driver(tmp_path: Path) -> None:
     """All but what needs a kernel, and `fork`, which our driver takes no notice of."""
     pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
     try:
-        source = (ROOT / "tests" / "cuda" / "fakecuda.c").read_text(encoding="utf-8")
+        source = (ROOT / "tests/support/runtimes/fakecuda.c").read_text(encoding="utf-8")
         fetch.library(tmp_path / "libcuda.so.1", source)
     except fetch.Unobtainable as exc:
         pytest.skip(str(exc))

@@ -69,7 +69,7 @@ def test_gpu_figures_of_the_server_are_compared_with_nvidia_smi() -> None:
 def test_waiting_leaves_the_lock_on_our_own_cuda_driver(tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
     try:
-        source = (ROOT / "tests" / "cuda" / "fakecuda.c").read_text(encoding="utf-8")
+        source = (ROOT / "tests/support/runtimes/fakecuda.c").read_text(encoding="utf-8")
         fetch.library(tmp_path / "libcuda.so.1", source)
     except fetch.Unobtainable as exc:
         pytest.skip(str(exc))
