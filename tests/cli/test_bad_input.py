@@ -62,19 +62,6 @@ def test_a_file_that_its_manifest_does_not_describe_is_exit_2(
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_damaged_checkpoint_is_exit_2(run: Run, kind: str, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    good = tmp_path / "good.pt"
-    torch.save({"weight": torch.zeros(300, 300)}, good)
-    path = damaged(kind, tmp_path, good)
-    ran = run("export", path, "-o", tmp_path / "out.onnx")
-    assert ran.code == 2, ran.err
-    assert path.name in ran.error()
-    assert not (tmp_path / "out.onnx").exists()
-
-
-@pytest.mark.torch
 @pytest.mark.parametrize("command", ["export", "inspect"])
 def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
     run: Run, command: str, tmp_path: Path
@@ -86,17 +73,6 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
     assert ran.code == 2
     assert not marker.exists()
     assert "evil.pt" in ran.error()
-    assert "--allow-pickle" in ran.err
-
-
-@pytest.mark.torch
-def test_a_pickle_in_a_zip_checkpoint_is_refused_and_does_not_run(run: Run, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    marker, path = tmp_path / "marker", tmp_path / "evil.pt"
-    torch.save({"state_dict": Bomb(marker)}, path)
-    ran = run("export", path)
-    assert ran.code == 2
-    assert not marker.exists()
     assert "--allow-pickle" in ran.err
 
 
@@ -266,3 +242,13 @@ def test_a_file_name_cannot_write_on_the_terminal(run: Run, tmp_path: Path) -> N
     assert ran.code == 2
     assert "\x1b" not in ran.err
     assert "a [2Jb c.onnx" in ran.error()
+
+
+def test_calibration_data_that_are_all_the_same_are_exit_2(
+    run: Run, model: Path, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "zeros.npz", image=np.zeros((9, 1, 28, 28), np.float32))
+    words = ("--calib", tmp_path / "zeros.npz", "-o", tmp_path / "out.onnx")
+    ran = run("quantize", model, "--to", "int8", *words)
+    assert (ran.code, "same" in ran.error()) == (2, True), ran.err
+    assert not (tmp_path / "out.onnx").exists()

@@ -5,14 +5,9 @@ Each is refused with exit 2, one `error:` line that names it, and nothing of it 
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
-import struct
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -20,113 +15,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from tests.support.cli.command import Run
-from tests.support.cli.damage import Bomb
 from tests.support.cli.refusals import Maker, refused
 from tests.support.onnx_zoo import linear, save
-
-# PyTorch files
-
-
-def exported(folder: Path, marker: Path) -> Path:
-    """A .pt2 in which a pickle that writes `marker` stands where constants are kept."""
-    torch = pytest.importorskip("torch")
-
-    program = torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(2, 2),))
-    clean, path = folder / "clean.pt2", folder / "program.pt2"
-    torch.export.save(program, clean)
-    with zipfile.ZipFile(clean) as source, zipfile.ZipFile(path, "w") as target:
-        for name in source.namelist():
-            content = source.read(name)
-            if "pickle" in name or name.endswith(".pt"):
-                content = pickle.dumps(Bomb(marker))
-            target.writestr(name, content)
-    return path
-
-
-def legacy(folder: Path, marker: Path) -> Path:
-    path = folder / "legacy.pt"
-    path.write_bytes(pickle.dumps(Bomb(marker), protocol=2))
-    return path
-
-
-def scripted(folder: Path, marker: Path) -> Path:
-    torch = pytest.importorskip("torch")
-
-    path = folder / "scripted.pt"
-    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(2, 2)), path)
-    return path
-
-
-def module(folder: Path, marker: Path) -> Path:
-    torch = pytest.importorskip("torch")
-
-    path = folder / "module.pt"
-    torch.save({"model": Bomb(marker)}, path)
-    return path
-
-
-@pytest.mark.torch
-@pytest.mark.filterwarnings("ignore")  # torch deprecates TorchScript while it writes it
-@pytest.mark.parametrize("make", [exported, legacy, scripted, module])
-def test_code_in_a_torch_file_does_not_run_without_leave(
-    run: Run, tmp_path: Path, make: Callable[[Path, Path], Path]
-) -> None:
-    pytest.importorskip("torch")
-    marker = tmp_path / "ran"
-    path = make(tmp_path, marker)
-    out = tmp_path / "out.onnx"
-    err = refused(run, "export", path, "--input", "x:float32[N,2]", "-o", out, naming=path.name)
-    assert "hint:" in err
-    assert "--allow-pickle" in err
-    assert not marker.exists()
-    assert not out.exists()
-
-
-HEADER = {"w": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
-
-
-def tensors(header: object, data: bytes = bytes(16)) -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data
-
-
-def entry(**changes: Any) -> dict[str, Any]:
-    return {"w": {**HEADER["w"], **changes}}
-
-
-SAFETENSORS = {
-    "a header of 2^63 bytes": struct.pack("<Q", 1 << 63) + b"{}",
-    "a header of 200 MB": struct.pack("<Q", 200 << 20) + b"{" + bytes(1000),
-    "overlapping tensors": tensors({**HEADER, "v": HEADER["w"]}),
-    "an unknown dtype": tensors(entry(dtype="F99")),
-    "a shape that is too large": tensors(entry(shape=[1 << 40, 1 << 40])),
-    "a negative size": tensors(entry(shape=[-4])),
-    "offsets beyond the end": tensors(entry(data_offsets=[0, 1 << 50], shape=[1 << 48])),
-    "offsets backwards": tensors(entry(data_offsets=[16, 0])),
-    "no data": tensors(HEADER, b""),
-    "a header that is no JSON": tensors(b"{" * 64),
-    "nothing but its length": struct.pack("<Q", 8),
-}
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("case", SAFETENSORS)
-def test_a_hostile_safetensors_file_is_exit_2(run: Run, tmp_path: Path, case: str) -> None:
-    pytest.importorskip("torch")
-    pytest.importorskip("safetensors")
-    path = tmp_path / "w.safetensors"
-    path.write_bytes(SAFETENSORS[case])
-    arch = tmp_path / "arch.py"
-    arch.write_text("import torch\n\ndef build():\n    return torch.nn.Linear(2, 2)\n")
-    refused(
-        *(run, "export", path, "--arch", f"{arch}:build", "--input", "x:float32[N,2]"),
-        *("-o", tmp_path / "out.onnx"),
-        naming=path.name,
-    )
-    assert not (tmp_path / "out.onnx").exists()
-
-
-# ONNX files
 
 
 def external(folder: Path, location: str, **more: object) -> Path:

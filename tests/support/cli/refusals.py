@@ -9,7 +9,6 @@ from pathlib import Path
 from tests.support.cli.command import Run
 
 LIMIT_S = 5.0  # of this process: what the machine does besides does not count
-HANGS_S = 120.0  # a command that is still there then waits for something
 
 Maker = Callable[[Path], Path]
 
