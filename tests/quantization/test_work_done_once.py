@@ -19,7 +19,7 @@ import deploykit as dk
 import deploykit.quantization.quantize
 from deploykit.core import files
 from deploykit.graph import edit as editor
-from deploykit.graph import graph, storage
+from deploykit.graph import graph, validate
 from deploykit.quantization import qdq
 from deploykit.quantization.scales import FEW
 from tests.support.onnx_zoo import mnist_like, save
@@ -53,7 +53,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return counted
 
-    monkeypatch.setattr(storage, "parse_model", count("parse", storage.parse_model))
+    monkeypatch.setattr(validate, "parse_model", count("parse", validate.parse_model))
     monkeypatch.setattr(graph, "make_skeleton", count("skeleton", graph.make_skeleton))
     monkeypatch.setattr(editor.Editor, "__init__", count("editor", editor.Editor.__init__))
     monkeypatch.setattr(

@@ -45,7 +45,7 @@ def run(model: onnx.ModelProto, inputs: dict[str, np.ndarray], path: Path) -> np
 
 def optimised(model: onnx.ModelProto, tmp_path: Path) -> list[str]:
     """The operators of what ONNX Runtime makes of it, in order."""
-    build(save(model, tmp_path / "optimise.onnx"), tmp_path / "optimised.onnx", threads=1)
+    build(save(model, tmp_path / "optimise.onnx"), tmp_path / "optimised.onnx")
     return [node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node]
 
 
