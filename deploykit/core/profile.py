@@ -221,7 +221,7 @@ def _with_mode(profile: Profile, mode: str) -> Profile:
     )
 
 
-def _read(path: Path, name: str, values: Mapping[str, Any]) -> Profile:
+def _read(path: Path, name: str, values: Mapping[str, Any]) -> Profile:  # noqa: C901 - checks in a row
     """Raises BadInput for a key that is unknown or wrong, or that contradicts another."""
 
     def fail(key: str, what: str) -> BadInput:

@@ -73,7 +73,7 @@ class Tasked:
         return self.task.named_after(graph.name)
 
 
-def read_options(kind: str | None, **given: Any) -> TaskOptions | None:
+def read_options(kind: str | None, **given: Any) -> TaskOptions | None:  # noqa: C901 - checks in a row
     """Check the parameters of `export` that are about the task, None where not given.
 
     Returns None without a task. Raises NotFound or BadInput.

@@ -206,7 +206,7 @@ def _residuals(editor: Editor, chosen: set[int]) -> dict[int, int]:
     return found
 
 
-def _spread(
+def _spread(  # noqa: C901 - the kernels of ONNX Runtime, one rule each
     editor: Editor,
     scaled: dict[str, str],
     chosen: set[int],

@@ -308,7 +308,7 @@ class GrpcCall(Stream):
         self._in_turn = False
         self.read()
 
-    def _deliver_all(self) -> bool:
+    def _deliver_all(self) -> bool:  # noqa: C901, PLR0912 - why a call stops here, one reason each
         """Returns whether to continue in the next turn of the loop, after other calls."""
         method, link, reader = self.head.method, self.link, self._reader
         if method is None:
