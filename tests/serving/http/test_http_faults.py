@@ -190,9 +190,8 @@ def test_a_server_may_open_as_many_files_as_the_system_allows() -> None:
     assert found == [min(before[1], 1 << 14)]
 
 
-@pytest.mark.parametrize("target", ["/openapi.json", "/docs"])
 def test_what_needs_a_file_descriptor_can_be_asked_again(
-    target: str, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It was a 500, with a traceback in the log."""
     with running() as server:
@@ -201,14 +200,14 @@ def test_what_needs_a_file_descriptor_can_be_asked_again(
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
         try:
-            refused = raw.ask(request("GET", target))
+            refused = raw.ask(request("GET", "/docs"))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
         assert refused.status == 503
         assert refused.headers["retry-after"] == "1"
         assert "Too many open files" in refused.json["error"]
         assert "Traceback" not in caplog.text
-        assert server.ask("GET", target).status == 200
+        assert server.ask("GET", "/docs").status == 200
 
 
 # -- the device is lost (F9)

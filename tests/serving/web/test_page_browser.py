@@ -168,7 +168,7 @@ def test_examples_can_be_copied_and_fit_a_narrow_page(browser: Tab, served: Runn
     browser.ask(f"{shown}.querySelector('.copy').click()")
     browser.until(f"{shown}.querySelector('.copy').innerText === 'Copied'")
     copied = browser.ask("navigator.clipboard.readText()")
-    assert copied.startswith("const inputs = [")
+    assert copied.startswith("import numpy as np")
     assert copied == browser.ask(f"{shown}.querySelector('code').textContent")
 
 
