@@ -240,16 +240,16 @@ def _y_axis(chart: Chart, marks: Sequence[Mark]) -> Axis:
 
 
 def _draw_axes(x_axis: Axis, y_axis: Axis) -> tuple[list[str], list[str]]:
-    """Return the lines of both axes and the texts of their ticks."""
-    lines, texts = ['<path class="axis" d="M0 100H100"/>'], []
+    """Return the lines of both axes and the labels of their ticks."""
+    lines, labels = ['<path class="axis" d="M0 100H100"/>'], []
     for value, text in y_axis.ticks:
         y = 100 - y_axis.at(value)
         lines.append(f'<path class="grid" d="M0 {_px(y)}H100"/>')
-        texts.append(_text((0, y), text, "tick", "end", -8, 4))
+        labels.append(_text((0, y), text, "tick", "end", -8, 4))
     for x, text in _spaced(x_axis):
         lines.append(f'<path class="axis" d="M{_px(x)} 100v1.5"/>')
-        texts.append(_text((x, 100), text, "tick", "middle", 0, 20))
-    return lines, texts
+        labels.append(_text((x, 100), text, "tick", "middle", 0, 20))
+    return lines, labels
 
 
 def _spaced(axis: Axis) -> list[tuple[float, str]]:
