@@ -32,12 +32,12 @@ _ERRORS: dict[int, type[DeploykitError]] = {
     each.http_status: each
     for each in (BadInput, NotFound, TooLarge, UnknownEncoding, Unsupported, Overloaded, Expired)
 }
-_ITEMS, _BYTES = 64, 16 << 20  # of one request
+_ITEMS, _BYTES = 64, 16 << 20  # the most items and bytes of one request
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 
 
 class PillowImage(Protocol):
-    """A `PIL.Image.Image`."""
+    """The methods of `PIL.Image.Image` that are used here."""
 
     mode: str
 
@@ -45,16 +45,16 @@ class PillowImage(Protocol):
     def save(self, file: Any, kind: str) -> None: ...
 
 
-_Idle = list[tuple[int, http.client.HTTPConnection]]  # each with its process
+_Idle = list[tuple[int, http.client.HTTPConnection]]  # (process that opened it, connection)
 OneItem = str | os.PathLike[str] | bytes | PillowImage
 
 
 class ModelClient:
-    """A server at `url`; close it, or use it in a `with` block.
+    """A client of the server at `url`; close it, or use it in a `with` block.
 
     Threads may share it, and a forked process may go on with it: no connection is used by two of
-    them at once. `close` ends all connections of this process: idle ones at once, one that waits
-    for an answer as soon as it has it. A call after `close` opens a new one.
+    them at once. `close` ends all connections of this process: idle ones at once, a busy one as
+    soon as it has its answer. A call after `close` opens a new one.
     """
 
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 60.0) -> None:
@@ -76,13 +76,13 @@ class ModelClient:
         threshold: float | None = None,
         top_k: int | None = None,
     ) -> Any:
-        """The answer to one item, or a list of them for a list.
+        """Return the answer to one item, or a list of answers to a list of items.
 
-        An item of a model that takes images is a path, the bytes of an image file or a PIL image;
-        of one that takes sentences, a string; of a pipeline that takes JSON or any bytes, those.
+        An item is a path, the bytes of an image file or a PIL image for a model that takes images;
+        a string for one that takes sentences; JSON or bytes for a pipeline that takes those.
         `model` None: the only one that is served. `mask`: "rle" or "png"; `threshold`: the least
-        score of a box; `top_k`: how many labels. Raises what the server refused as the errors of
-        deploykit, and NotFound where no server answers.
+        score of a box; `top_k`: how many labels. Raises the server's error reply as deploykit's own
+        error, and NotFound where no server answers.
         """
         options = {"mask": mask, "threshold": threshold, "top_k": top_k}
         model = model or self._only_model()
@@ -125,7 +125,7 @@ class ModelClient:
         return self._model
 
     def _what_it_takes(self, model: str) -> tuple[str, bool]:
-        """Also whether it is a pipeline, whose requests hold one item each."""
+        """Return what the model takes, and whether it is a pipeline: one item per request."""
         if model not in self._takes:
             metadata = self._ask("GET", f"/v2/models/{escape(model, safe='')}")
             takes = metadata.get("parameters", {}).get("takes")
@@ -146,9 +146,9 @@ class ModelClient:
         *,
         any_bytes: bool = False,
     ) -> Any:
-        """The JSON of the reply, or with `any_bytes` what is none.
+        """Return the JSON of the reply, or with `any_bytes` also a body that is not JSON.
 
-        Raises the error of another status than 200.
+        Raises the server's error for a status other than 200.
         """
         headers = {**self._headers, **({"Content-Type": content_type} if content_type else {})}
         try:
@@ -170,7 +170,7 @@ class ModelClient:
     def _exchange(
         self, method: str, path: str, body: bytes, headers: dict[str, str]
     ) -> tuple[int, bytes]:
-        """The status and body of the reply.
+        """Return the status and body of the reply.
 
         The connection is out of the list until its reply is complete; after any failure it is
         closed instead. Operations on the list are atomic: a lock could be held during a fork.
@@ -185,7 +185,7 @@ class ModelClient:
                 connection.close()
                 if fresh or isinstance(exc, TimeoutError):
                     raise
-                # it was idle, and the server has closed it meanwhile
+                # the connection was idle, and the server has closed it meanwhile
                 reply = _send(connection, method, path, body, headers)
         except BaseException:
             connection.close()
@@ -204,7 +204,7 @@ class ModelClient:
 
 
 def client(url: str, *, token: str | None = None, timeout_s: float = 60.0) -> ModelClient:
-    """The server at `url`: `client(url).predict("cat.jpg")`. Raises BadInput for a wrong URL."""
+    """Return a client: `client(url).predict("cat.jpg")`. Raises BadInput for a wrong URL."""
     return ModelClient(url, token=token, timeout_s=timeout_s)
 
 
@@ -215,14 +215,14 @@ def _send(
     body: bytes,
     headers: dict[str, str],
 ) -> tuple[int, bytes]:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before its end
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the server refused it early
         connection.request(method, path, body or None, headers)
     with connection.getresponse() as reply:
         return reply.status, reply.read()
 
 
 def _take(idle: _Idle) -> http.client.HTTPConnection | None:
-    """Remove a connection of this process; close this process's copies of its parent's."""
+    """Take a connection of this process; close the copies of the parent's connections."""
     with contextlib.suppress(IndexError):
         while True:
             process, connection = idle.pop()
@@ -259,7 +259,7 @@ def _image(item: OneItem) -> bytes:
             f"the model takes images, and the item is a {type(item).__name__}",
             hint="give a path, the bytes of an image file or a PIL image",
         )
-    if item.mode[0] in "IF":  # as the server: conversion to bytes would clip
+    if item.mode[0] in "IF":  # rejected as on the server: conversion to bytes would clip
         raise BadInput(f"the image has more than 8 bits per channel ({item.mode})")
     data = io.BytesIO()
     (item if item.mode in _PNG_MODES else item.convert("RGB")).save(data, "PNG")
@@ -267,7 +267,7 @@ def _image(item: OneItem) -> bytes:
 
 
 def _groups(images: Iterator[bytes]) -> Iterator[list[bytes]]:
-    """As many together as one request may hold."""
+    """Group as many images together as one request may hold."""
     group: list[bytes] = []
     for image in images:
         if group and (len(group) == _ITEMS or sum(map(len, group)) + len(image) > _BYTES):
@@ -279,7 +279,7 @@ def _groups(images: Iterator[bytes]) -> Iterator[list[bytes]]:
 
 
 def _form(images: Sequence[bytes]) -> tuple[bytes, str]:
-    """A multipart/form-data body and its type."""
+    """Return a multipart/form-data body and its content type."""
     boundary = secrets.token_hex(16)
     head = 'Content-Disposition: form-data; name="image"; filename="image"'
     parts = [b"--%b\r\n%b\r\n\r\n%b\r\n" % (boundary.encode(), head.encode(), i) for i in images]

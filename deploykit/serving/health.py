@@ -1,4 +1,4 @@
-"""Ask a running server whether it is ready: for health checks of containers."""
+"""Ask a running server whether it is ready, for health checks of containers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from urllib.parse import urlsplit
 from deploykit.core.errors import BadInput, GateFailed, first_line, without_secrets
 from deploykit.core.json_value import Record
 
-_MOST_BYTES = 1 << 16  # of an answer
+_MOST_BYTES = 1 << 16  # the most bytes of an answer that are read
 _LONGEST_S = 3600
-_WAIT_S = 5.0  # for an answer
+_WAIT_S = 5.0  # how long to wait for an answer
 _FORM = "write it as http://HOST:PORT"
 _HOST = re.compile(r"[A-Za-z0-9.:_%-]+")
 
 
 @dataclass(frozen=True)
 class Readiness(Record):
-    """A server that is ready to answer for all its models."""
+    """The result of `health`: a server that is ready to answer for all its models."""
 
     url: str
     ready: bool = True
@@ -30,8 +30,8 @@ class Readiness(Record):
 def health(url: str = "http://127.0.0.1:8000") -> Readiness:
     """Ask the server at `url` for /v2/health/ready, which needs no token.
 
-    With https:// the certificate is not checked: it names the server as its clients see it, not
-    as localhost. Raises BadInput on a wrong URL, GateFailed unless all models there are ready.
+    With https:// the certificate is not checked: it names the server as its clients see it, not as
+    localhost. Raises BadInput on a wrong URL, GateFailed unless all models there are ready.
     """
     connection = connect(url, _WAIT_S, verify=False)
     try:
@@ -50,7 +50,7 @@ def health(url: str = "http://127.0.0.1:8000") -> Readiness:
 
 
 def connect(url: str, timeout_s: float, *, verify: bool = True) -> http.client.HTTPConnection:
-    """A connection to the server at `url`, not yet open. `verify`: check an https certificate.
+    """Return an unopened connection to the server. `verify`: check an https certificate.
 
     Raises BadInput on a wrong URL.
     """
@@ -74,7 +74,7 @@ def connect(url: str, timeout_s: float, *, verify: bool = True) -> http.client.H
 
 
 def reason_of(body: bytes) -> str:
-    """The `error` of an answer, else its start; one line that a terminal can show."""
+    """Return the `error` of an answer, else its start, as one line that a terminal can show."""
     text = body[:300].decode("utf-8", "replace")
     try:
         found = json.loads(body)

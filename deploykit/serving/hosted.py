@@ -1,6 +1,6 @@
-"""The server's routes for another server's sockets and event loop: one request in, one answer out.
+"""The server's routes behind another server's sockets and event loop: one request, one answer.
 
-The other server parses HTTP, keeps its own limits and knows who may call.
+The other server parses HTTP, enforces its own limits and decides which clients may call.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from deploykit.serving.transport.call import Call, Head, MemoryBudget, reply_exc
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25  # how often requests past their deadline are answered
-_OFFLOAD_THREADS = 2  # for large and compressed bodies
+_OFFLOAD_THREADS = 2  # threads for large and compressed bodies
 
 
-Fields = tuple[tuple[bytes, bytes], ...]  # of a header, in lower case
+Fields = tuple[tuple[bytes, bytes], ...]  # header fields, names in lower case
 Asked = tuple[str, str, Fields, bytes]  # method, path with query, headers, body
 Answered = tuple[int, Fields, bytes]  # status, headers without Content-Length, body
 
 
 class HostedApp(Closing):
-    """Serves `models` on the running event loop; closes their engines at its end."""
+    """Serves `models` on the running event loop, and closes their engines in `close`."""
 
     def __init__(
         self, models: Mapping[str, Engine | Sequence[Engine]], options: ServeOptions
@@ -49,19 +49,19 @@ class HostedApp(Closing):
         self._ticking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Prove that rows may be joined and run each engine at every size. Raises as that does.
+        """Prove that rows may be joined and run each engine at every size. Raises their errors.
 
-        Blocks the event loop, which has nothing to answer before.
+        It blocks the event loop, which has nothing to answer yet.
         """
         self.repository.warm_up()
         self._ticking = self._loop.create_task(self._tick())
 
     def why_not_ready(self) -> str | None:
-        """The reason in one sentence; None if it answers requests."""
+        """Return the reason in one sentence; None if requests are answered."""
         return self.repository.why_not_ready()
 
     async def answer(self, asked: Asked) -> Answered:
-        """Answer one request; an error is an answer too. Cancelled, it leaves the queue."""
+        """Answer one request, if need be with an error. A cancelled request leaves the queue."""
         method, target, fields, body = asked
         headers = dict(fields)
         head = Head.of(method, target, headers, host=headers.get(b"host"), length=len(body))
@@ -79,7 +79,7 @@ class HostedApp(Closing):
             call.abandon()
 
     def close(self) -> None:
-        """Answer what was accepted, then end the engines."""
+        """Answer the accepted requests, then close the engines."""
         if self._ticking is not None:
             self._ticking.cancel()
         self.repository.close()
@@ -94,7 +94,7 @@ class HostedApp(Closing):
             await asyncio.sleep(TICK_S)
 
     def _deliver(self, requests: Sequence[Pending]) -> None:
-        """Called on an engine's thread: wakes the loop once per batch."""
+        """Deliver answers from an engine's thread: wake the loop once per batch."""
         try:
             self._loop.call_soon_threadsafe(deliver_inline, requests)
         except RuntimeError:  # the loop is closed
@@ -117,7 +117,7 @@ class _Call(Call):
 
 
 def _fields(headers: bytes) -> Iterable[tuple[bytes, bytes]]:
-    """Header lines as pairs."""
+    """Yield header lines as pairs of name and value."""
     for line in headers.split(b"\r\n"):
         name, colon, value = line.partition(b": ")
         if colon:

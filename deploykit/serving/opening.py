@@ -43,12 +43,12 @@ def open_engines(file: Path, options: ServeOptions, shared: Path | None = None) 
 
 
 def check_file(file: Path, device: str) -> None:
-    """Open `file` and run it once, on the CPU; of what only a GPU runs, check the hash.
+    """Open `file` and run it once on the CPU; only check the hash of a file that needs a GPU.
 
     A second copy might not fit on the GPU.
     """
     artefact = Artefact.open(file)
-    artefact.manifest  # noqa: B018 - raises for a file that is not the one it describes
+    artefact.manifest  # noqa: B018 - raises if the manifest describes another file
     if not artefact.runtime.on_cpu:
         return
     try:

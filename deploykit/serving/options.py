@@ -1,4 +1,4 @@
-"""How to serve: each option once, for Python, the command line, a file and variables.
+"""The server's options, each defined once for Python, the command line, a file and variables.
 
 A field has the type and the default that Python sees; `option` adds its line of the help page, its
 bounds, and its type and default on the command line where they differ.
@@ -42,10 +42,10 @@ def option(
     typed: Any = None,
     shown: Any = None,
 ) -> Any:
-    """A field. `line`: of the help page; an option without one is for Python alone.
+    """Define a field. `line` is its help; an option without one is for Python alone.
 
-    `section`: begins a section of the page. `typed`: its type on the command line, if it is
-    another one, with the default `shown`.
+    `section`: starts a section of the help page. `typed`: another type for the command line, with
+    the default `shown`.
     """
     about = {
         "line": line,
@@ -61,7 +61,7 @@ def option(
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What to serve, and how. Raises BadInput.
+    """The models to serve, and the server's settings. Raises BadInput.
 
     `models`, `pipelines`: a file, several, or files by name. `buckets`: axis -> sizes, or strings
     as on the command line; `pad`: input -> value to pad with. `shadows`: by model, a file that
@@ -183,7 +183,7 @@ class ServeOptions:
             low, high = each.metadata["bounds"]
             if high < math.inf and value is not None and not low <= value <= high:
                 raise BadInput(f"`{each.name}` must be between {low} and {high}, got {value}")
-        if self.token_file is not None:  # read once: it may be a pipe
+        if self.token_file is not None:  # the file is read once: it may be a pipe
             object.__setattr__(self, "token", _read_token(self.token_file))
             object.__setattr__(self, "token_file", None)
         if not isinstance(self.buckets, Mapping):
@@ -204,20 +204,20 @@ class ServeOptions:
 
     @property
     def lengths(self) -> dict[str, tuple[int, ...]]:
-        """The sizes of each axis in `buckets`."""
+        """Return the sizes of each axis in `buckets`."""
         assert isinstance(self.buckets, Mapping)
         return {axis: tuple(sizes) for axis, sizes in self.buckets.items()}
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """Batch sizes to capture as CUDA graphs; smaller batches are padded to the next one."""
+        """Return batch sizes to capture as CUDA graphs; smaller batches are padded to the next."""
         return tuple(
             sorted({self.max_batch, *(1 << n for n in range(self.max_batch.bit_length()))})
         )
 
 
 def takes(kind: Callable[_P, _S]) -> Callable[[Callable[[_S], _R]], Callable[_P, _R]]:
-    """Make a function of one dataclass a function of its fields, whose types are checked."""
+    """Make a function of one dataclass a function of its fields, and check their types."""
 
     def decorate(function: Callable[[_S], _R]) -> Callable[_P, _R]:
         parameters = signature(kind)
@@ -235,7 +235,7 @@ def takes(kind: Callable[_P, _S]) -> Callable[[Callable[[_S], _R]], Callable[_P,
 
 
 def _read_token(file: StrPath) -> str:
-    """The first line of the file. Raises BadInput."""
+    """Return the first line of the file. Raises BadInput."""
     try:
         first = check_readable(Path(file)).read_text("utf-8").partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as exc:
@@ -249,7 +249,7 @@ def _read_token(file: StrPath) -> str:
 def _parse_buckets(
     buckets: Sequence[str],
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, float]]:
-    """The sizes by axis and the padding values by input of strings AXIS=16,32:INPUT=VALUE,..."""
+    """Parse AXIS=16,32:INPUT=VALUE,... into sizes by axis and padding values by input."""
     sizes, values = dict[str, tuple[int, ...]](), dict[str, float]()
     for text in buckets:
         match = _BUCKETS.fullmatch(text)

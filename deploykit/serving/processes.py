@@ -1,11 +1,11 @@
-"""Serve from several processes: how many, the threads of each, and who runs the engines.
+"""Serve from several processes: choose their number, their threads, and who runs the engines.
 
 Engines on a GPU run in one process, to which all others pass requests; on a CPU each process has
-its own, unless `workers` is shared:N.
+separate engines, unless `workers` is shared:N.
 
-`auto` opens each model with one thread and with all. Where one thread computes a request almost as
-fast, as for small models, the server's own work is the limit, and one process for each core serves
-most; where it does not, a lone request would take longer, and one process keeps all threads.
+`auto` opens each model with one thread and with all. If one thread computes a request almost as
+fast, as for small models, the server's own work is the limit, and one process for each core has the
+highest throughput; otherwise a lone request would take longer, and one process keeps all threads.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ log = logging.getLogger(__name__)
 AUTO, SHARED = "auto", "shared:"
 MOST_AUTO = 16  # more were not measured
 MOST = 256
-_GAIN = 1.25  # of all threads over one, from which on a lone request is worth them
+_GAIN = 1.25  # speed-up of all threads over one, from which on a lone request is worth them
 _LONG_US = 1_000_000  # shorter runs are repeated
 
-Timed = dict[str, tuple[int, int]]  # by model: us of one row on one thread, and on all
+Timed = dict[str, tuple[int, int]]  # by model: µs of one row on one thread, and on all
 
 
 @dataclass(frozen=True)
 class Workers:
-    """`count`: those that share the ports, None for auto. `shared`: one more has the engines."""
+    """`count`: workers that share the ports, None for auto. `shared`: one more runs the engines."""
 
     count: int | None
     shared: bool = False
@@ -61,7 +61,7 @@ class Workers:
 
 
 def parse_workers(workers: int | str) -> Workers:
-    """Raises BadInput."""
+    """Parse the option `workers`. Raises BadInput."""
     text = str(workers)
     number = text.removeprefix(SHARED)
     if text == AUTO:
@@ -75,7 +75,7 @@ def parse_workers(workers: int | str) -> Workers:
 
 
 def choose_workers(files: Mapping[str, Path], options: ServeOptions) -> Workers:
-    """How many workers to start. Raises BadInput, and Unsupported where the system cannot."""
+    """Decide how many workers to start. Raises BadInput, and Unsupported on other systems."""
     wanted = parse_workers(options.workers)
     if not wanted.several:
         return wanted
@@ -95,14 +95,14 @@ def choose_workers(files: Mapping[str, Path], options: ServeOptions) -> Workers:
 
 
 def threads_each(options: ServeOptions, workers: Workers) -> int | None:
-    """CPU threads per call: workers with engines divide the cores, unless the number was given."""
+    """Return CPU threads per call: workers with engines divide the cores, unless it was given."""
     if workers.shared or workers.count in (None, 1) or options.threads is not None:
         return options.threads
     return max(1, usable_cores() // (workers.count * options.instances))
 
 
 def check_on_cpu(name: str, device: str) -> None:
-    """Raise Unsupported for an engine on a GPU, opened by one of several workers."""
+    """Raise Unsupported for an engine on a GPU that one of several workers has opened."""
     if device != "cpu":
         raise Unsupported(
             f"model '{name}' runs on {device}, which one process owns",
@@ -121,15 +121,15 @@ def run_workers(
     level: int = logging.INFO,
     stop: int | None = None,
 ) -> int:
-    """Run `serve(group=...)` in each process; as `serve_until_stopped`.
+    """Run `serve(group=...)` in each process, with the contract of `serve_until_stopped`.
 
-    `level`: of the log. `stop`: see `Parent`.
+    `level`: the log level. `stop`: see `Parent`.
     """
     import deploykit.serving.grpc.methods
     import deploykit.serving.server
     from deploykit.serving.workers.parent import Parent
 
-    if installed("onnxruntime"):  # here it starts no thread, and what it loads is shared
+    if installed("onnxruntime"):  # it starts no thread here, and its memory is shared
         import deploykit.engines.onnxruntime.engine  # noqa: F401
 
     def worker(group: ServerGroup) -> int:
@@ -153,10 +153,10 @@ def run_workers_apart(
     on_start: OnStart,
     stop: socket,
 ) -> int:
-    """As `run_workers`, from a process of its own: this one may have threads, which no fork copies.
+    """Do the same from a separate process: this one may have threads, which a fork does not copy.
 
-    Ends once the other end of `stop` is shut down. Ctrl-C, which a terminal sends to all processes,
-    is left to this one.
+    It ends once the other end of `stop` is shut down. Ctrl-C, which a terminal sends to all
+    processes, is left to this process.
     """
 
     def ready(address: str, _part: float) -> None:
@@ -186,7 +186,7 @@ def _be_parent(
 
 
 def _why_shared(files: Mapping[str, Path], device: str) -> str:
-    """Why one process has to run the engines; empty where each worker may have its own."""
+    """Return why one process has to run the engines; empty where each worker may have its own."""
     if device.startswith("cuda"):
         return f"`device` is {device}"
     for name, file in files.items():
@@ -216,7 +216,7 @@ def _measure(files: Mapping[str, Path], options: ServeOptions) -> tuple[int, str
 
 
 def decide_workers(timed: Timed, cores: int) -> tuple[int, str]:
-    """How many workers the times of one row speak for, and why."""
+    """Return how many workers to start given the times of one row, and the reason."""
     for name, (one_us, all_us) in timed.items():
         if one_us > _GAIN * all_us:
             return 1, f"one row of '{name}' takes {one_us} us on 1 thread, {all_us} us on {cores}"
@@ -228,9 +228,9 @@ def decide_workers(timed: Timed, cores: int) -> tuple[int, str]:
 def time_threads(
     files: Mapping[str, Path], device: str, cores: int, _on_progress: Callable[[str, float], Any]
 ) -> Timed | str:
-    """Runs in a process of its own. Zeros where a model's axes leave nothing to run.
+    """Time each model, in a separate process. Zeros where a model's axes leave nothing to run.
 
-    A string says why several workers are out of the question.
+    A string is the reason why there cannot be several workers.
     """
 
     timed = {}

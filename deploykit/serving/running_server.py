@@ -1,4 +1,4 @@
-"""The server that `dk.serve` returns: it runs in a thread of its own until it is closed."""
+"""The server that `dk.serve` returns: it runs in a separate thread until it is closed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from deploykit.serving.options import ServeOptions
 if TYPE_CHECKING:
     from deploykit.serving.server import Server
 
-    # the server unless it has several processes, host, HTTP port, gRPC port, the models' names
+    # the server (None with several processes), host, HTTP port, gRPC port, the models' names
     OnStart = Callable[[Server | None, str, int, int | None, list[str]], None]
 
 
 class RunningServer:
-    """A server in a thread of its own; a context manager that closes it.
+    """A server in a separate thread; a context manager that closes it.
 
-    `url`: where HTTP answers. `grpc_url`: host:port, None without gRPC. `models`: their names.
+    `url`: the address for HTTP. `grpc_url`: host:port, None without gRPC. `models`: their names.
     """
 
     def __init__(self, run: Callable[[OnStart, socket], int], settings: ServeOptions) -> None:
-        """`run` ends when the other end of its socket is shut down, or its server is stopped."""
+        """Start `run`; it ends once its socket's other end is shut down, or its server stops."""
         self._process = os.getpid()
         self._ready = threading.Event()
         self._stopping = False
@@ -53,7 +53,7 @@ class RunningServer:
                 self._unanswered = run(self._on_start, self._stopped)
             if not hasattr(self, "url"):
                 raise DeploykitError("the server was stopped before it was ready")
-        except BaseException as exc:  # noqa: BLE001 - raised again where it is waited for
+        except BaseException as exc:  # noqa: BLE001 - `wait` raises it again
             self._failure = exc
         finally:
             self._ready.set()
@@ -73,27 +73,27 @@ class RunningServer:
 
     def _begin_stop(self) -> None:
         self._stopping = True
-        with suppress(OSError):  # it has ended of itself
+        with suppress(OSError):  # the server has ended on its own
             self._stop.shutdown(SHUT_RDWR)
         if self._server is not None:
-            with suppress(RuntimeError):  # likewise
+            with suppress(RuntimeError):  # the same
                 self._server.stop()
 
     def wait(self) -> int:
-        """Block until the server has ended; the number of accepted requests without an answer.
+        """Block until the server has ended; return the number of unanswered accepted requests.
 
-        Raises what ended it otherwise.
+        Raises the error that ended the server, if any.
         """
-        self._ended.wait()  # Ctrl-C in `join` would have Python before 3.12 take it for ended
+        self._ended.wait()  # after Ctrl-C in `join`, Python before 3.12 takes it for ended
         self._thread.join()
         if self._failure is not None:
             raise self._failure
         return self._unanswered
 
     def close(self) -> int:
-        """Answer what was accepted, then end; returns as `wait`. A second call does nothing.
+        """Answer the accepted requests, then end; return as `wait`. A second call does nothing.
 
-        Nor does one in a forked process: the server is its parent's.
+        A call in a forked process does nothing either: the server belongs to its parent.
         """
         if os.getpid() != self._process:
             return 0

@@ -1,4 +1,4 @@
-"""Serve engines over HTTP and gRPC: open and prove them, watch their files, shadow them."""
+"""Serve engines over HTTP and gRPC: open and prove them, watch their files, run their shadows."""
 
 from __future__ import annotations
 
@@ -40,14 +40,12 @@ if TYPE_CHECKING:
     from deploykit.serving.workers.group import ServerGroup
 
 
-# The strings of the command line that say what to serve, and how.
-
 _NAMED = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,128})=(?P<file>.+)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def name_models(values: Sequence[str]) -> dict[str, Path]:
-    """`FILE` or `NAME=FILE` by name. Raises BadInput."""
+    """Parse `FILE` or `NAME=FILE`; return files by name. Raises BadInput."""
     files: dict[str, Path] = {}
     for text in values:
         match = _NAMED.fullmatch(text)
@@ -70,7 +68,7 @@ def name_models(values: Sequence[str]) -> dict[str, Path]:
 def name_shadows(
     shadows: Mapping[str, ArtefactLike] | Sequence[str], models: Sequence[str]
 ) -> dict[str, Path]:
-    """Shadows by the model that they belong to."""
+    """Return shadow files by the model that they belong to."""
     found: dict[str, Path] = {}
     if isinstance(shadows, Mapping):
         shadows = [f"{name}={file}" for name, file in shadows.items()]
@@ -90,7 +88,7 @@ def name_shadows(
 
 log = logging.getLogger(__name__)
 
-_SHADOW_THREADS = 1  # of the reference: it must not take the cores from what serves
+_SHADOW_THREADS = 1  # threads of the reference: it must not take the cores from serving
 
 
 @takes(ServeOptions)
@@ -128,11 +126,11 @@ def serve_until_stopped(
 
     Args:
         options: `models`, `pipelines` and `shadows` are strings `FILE` or `NAME=FILE`; for a shadow
-            NAME is optional where there is one model.
+            NAME is optional if there is one model.
         find: returns the models, once the log is configured.
         log_format: text or json lines on stderr.
         on_start: called once the ports are open, before the first request is read; with several
-            workers, where there is no server.
+            workers, without a server.
         on_serve: called with each server, in its process.
 
     Returns how many accepted requests were left unanswered.
@@ -152,10 +150,10 @@ def serve_until_stopped(
 
 
 def _prepare(options: ServeOptions) -> tuple[_Service, Workers]:
-    """What to serve, checked, and from how many processes."""
+    """Check the options; return what to serve, and from how many processes."""
     files, pipelines = _files_by_name(options.models), _files_by_name(options.pipelines)
     job = models_to_serve, pipelines, files
-    # a pipeline may start threads, for which a fork would wait for ever
+    # a pipeline may start threads, after which a fork would hang forever
     apart = pipelines and multiprocess.parse_workers(options.workers).several
     served = run_apart("`pipelines`", *job) if apart else job[0](*job[1:])
     references = name_shadows(options.shadows, list(served))
@@ -174,7 +172,7 @@ PACKAGES = ("orjson", "uvloop", "httptools", "google.protobuf", "hpack", "promet
 
 @dataclass(frozen=True)
 class _Service:
-    """What any process of a server runs; can be pickled. `references`: files of shadows."""
+    """Runs the server in any of its processes; can be pickled. `references`: files of shadows."""
 
     files: Mapping[str, Path]
     pipelines: Mapping[str, Path]
@@ -204,7 +202,7 @@ class _Service:
             sources, shadows = dict[str, Source](), dict[str, Shadow]()
             for name, remote in (group.engines or {}).items():
                 models[name] = [remote] * remote.count
-            if group.engines is None:  # else another process has them, shadows and traces them
+            if group.engines is None:  # otherwise the process of the engines does both
                 for name, file in steps.files.items():
                     load = partial(open_engines, file, settings, shared)
                     sources[name] = Source(file, load, partial(check_file, device=settings.device))
@@ -245,7 +243,7 @@ class _Service:
             shadows[name] = stack.enter_context(Shadow(name, reference))
 
     def _check_pad(self, models: Mapping[str, Sequence[Engine]]) -> None:
-        """Raise BadInput for an input to pad that no served model pads."""
+        """Raise BadInput for an input of `pad` that no served model pads."""
         lengths = self.settings.lengths
         inputs = [spec for engines in models.values() for spec in engines[0].inputs]
         padded = {s.name for s in inputs if any(axis in lengths for axis in s.shape[1:])}
@@ -265,7 +263,7 @@ class _Service:
         group: ServerGroup,
         stack: ExitStack,
     ) -> None:
-        """Add shadows, traces and the logs' figures; replace engines whose files change."""
+        """Add shadows, traces and the log's metrics; replace engines whose files change."""
         repository.add_metrics(logs.samples)
         for name, shadow in shadows.items():
             repository.find(name).watch(shadow)

@@ -49,19 +49,19 @@ log = logging.getLogger(__name__)
 __all__ = ["HttpLimits", "ServeOptions", "Server", "run"]
 
 TICK_S = 0.1  # how late a deadline may be noticed
-DRAIN_S = 30.0  # how long a shutdown waits for an engine
-CLOSE_S = 5.0  # how long it then waits for clients to read their replies
-FATAL_S = 1.0  # replaces these limits once the device is lost: a supervisor should restart us
-OFFLOAD_THREADS = 2  # for large and compressed bodies
+DRAIN_S = 30.0  # time limit for an engine during a shutdown
+CLOSE_S = 5.0  # time limit for clients to read their replies after that
+FATAL_S = 1.0  # replaces both limits once the device is lost: a supervisor should restart us
+OFFLOAD_THREADS = 2  # threads for large and compressed bodies
 _OPEN_FILES = 1 << 14  # for the connections of both ports, and more
-_YOUNG = 5000  # new objects start a collection, 700 by default; a request in flight has 10
-_SWITCH_S = 0.0005  # how long another thread may keep the loop's from Python; 5 ms by default
+_YOUNG = 5000  # new objects that start a collection, 700 by default; a request in flight has 10
+_SWITCH_S = 0.0005  # how long another thread may hold the GIL; 5 ms by default
 
 OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
 
 
 def run(server: Server, on_ready: OnReady) -> int:
-    """Serve until SIGTERM, SIGHUP or SIGINT, where the server is all that its process does.
+    """Serve until SIGTERM, SIGHUP or SIGINT, in a process that does nothing else.
 
     Calls `on_ready(host, http_port, grpc_port)`. Returns how many accepted requests were not
     answered: 0 unless an engine hangs. A second signal raises KeyboardInterrupt at once, except a
@@ -71,7 +71,7 @@ def run(server: Server, on_ready: OnReady) -> int:
 
     def ready(host: str, port: int, grpc_port: int | None) -> None:
         gc.collect()
-        gc.freeze()  # else a full collection scans all modules: 20 ms without a reply
+        gc.freeze()  # otherwise a full collection scans all modules: 20 ms without a reply
         on_ready(host, port, grpc_port)
 
     try:
@@ -92,7 +92,7 @@ class Server:
         pipelines: Mapping[str, MakePipeline] | None = None,
         grpc_limits: Http2Limits | None = None,
     ) -> None:
-        """`group`: the processes that share the address, and the limits, of this server.
+        """Bind the ports. `group`: the processes that share the address and the limits.
 
         Raises BadInput if the host or a port is not available or a certificate is invalid.
         """
@@ -107,7 +107,7 @@ class Server:
         self._sockets = [group.bind(options.host, options.http_port, "`http_port`")]
         self._loop = uvloop.new_event_loop()
         self._signals = Signals(self._loop, self._begin_drain)
-        self._finished = Turns(turn_s=DELIVERY_S)  # what other threads have finished
+        self._finished = Turns(turn_s=DELIVERY_S)  # continuations of work on other threads
         try:
             self.host, self.port = self._sockets[0].getsockname()[:2]
             loopback = is_loopback(self.host)
@@ -148,7 +148,7 @@ class Server:
         self._stopped = asyncio.Event()
 
     def run(self, on_ready: OnReady) -> int:
-        """As the function `run`; outside the main thread it installs no signal handlers."""
+        """Serve as the function `run` does; outside the main thread, install no signal handlers."""
         aborted, switch_s, collection = True, sys.getswitchinterval(), gc.get_threshold()
         sys.setswitchinterval(_SWITCH_S)
         gc.set_threshold(_YOUNG, *collection[1:])
@@ -187,7 +187,7 @@ class Server:
 
     async def _serve(self, on_ready: OnReady) -> int:
         if threading.current_thread() is threading.main_thread():
-            # not the loop's: on its end it puts the default back, which ends the process
+            # not the loop's handlers: at its end they restore the default, which ends the process
             self._signals.handle(self._group.signals)
         elsewhere = partial(setattr, self.repository, "elsewhere")
         hooks = Hooks(self.repository, self._begin_drain, self._abort, elsewhere)
@@ -253,14 +253,14 @@ class Server:
             await asyncio.sleep(TICK_S)
 
     def _deliver(self, requests: Sequence[Pending]) -> None:
-        """Called on an engine's thread: wakes the loop once per batch."""
+        """Deliver answers from an engine's thread: wake the loop once per batch."""
         try:
             self._loop.call_soon_threadsafe(self._deliver_in_turns, requests)
         except RuntimeError:  # the loop is closed: the engine hung past the shutdown
             log.error("%d requests finished after the shutdown", len(requests))
 
     def _deliver_in_turns(self, requests: Sequence[Pending]) -> None:
-        """Answers may be large, and several batches may end within one turn of the loop."""
+        """Deliver in turns: answers may be large, and several batches may end in one turn."""
         for request in requests:
             self._finished.run(partial(deliver_inline, (request,)))
 
@@ -283,7 +283,7 @@ class Server:
 
 
 def _allow_open_files() -> None:
-    """Raise the soft limit, often 1024, as each connection is a file; `select` is not used here."""
+    """Raise the soft limit, often 1024: each connection is a file. `select` is not used here."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:

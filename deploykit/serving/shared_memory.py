@@ -27,7 +27,7 @@ FOLDER = "/dev/shm"  # noqa: S108 - where Linux keeps POSIX shared memory
 MAX_REGIONS = 256  # each keeps a file descriptor open
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
-# semaphores and the objects of servers: never a client's tensor
+# prefixes of semaphores and of servers' own objects: never a client's tensor
 _INTERNAL = ("deploykit", "triton_python_backend", "sem.")
 _CREATE_HINT = "create it before registering it, and give its key as in shm_open: /NAME"
 
@@ -54,12 +54,12 @@ class _OpenRegion:
 
     def write(self, name: str, at: int, data: memoryview) -> None:
         left, at = data, self.offset + at
-        if os.fstat(self.file).st_size < at + left.nbytes:  # writing would make it larger again
+        if os.fstat(self.file).st_size < at + left.nbytes:  # writing would enlarge the file again
             raise _shrunk(name)
         while left:
             try:
                 count = os.pwrite(self.file, left, at)
-            except OSError as exc:  # /dev/shm is full, or we may only read
+            except OSError as exc:  # /dev/shm is full, or the object is read-only for the server
                 raise _problem(f"region '{name}'", exc) from exc
             left, at = left[count:], at + count
 
@@ -79,7 +79,7 @@ class SharedMemory(Closing):
     def register(self, name: object, key: object, offset: object, byte_size: object) -> None:
         """Open the object `key` ("/NAME") and call `byte_size` bytes at `offset` of it `name`.
 
-        The values come from a client. Raises BadInput, also if the name is taken, Overloaded where
+        The values come from a client. Raises BadInput, also if the name is taken, and Overloaded if
         the server has no file descriptor left.
         """
         region = _region_name(name)
@@ -111,7 +111,7 @@ class SharedMemory(Closing):
                 self._regions.pop(region).close()
 
     def status(self, name: str | None = None) -> list[dict[str, Any]]:
-        """Name, key, offset and byte_size of one region, or of all for None. Raises NotFound."""
+        """Return name, key, offset and byte_size of one region, or of all. Raises NotFound."""
         with self._lock:
             found = [
                 {"name": each, "key": r.key, "offset": r.offset, "byte_size": r.byte_size}
@@ -123,7 +123,7 @@ class SharedMemory(Closing):
         return found
 
     def read(self, region: Region) -> memoryview:
-        """A read-only copy of the bytes. Raises BadInput, TooLarge above `max_bytes`."""
+        """Return a read-only copy of the bytes. Raises BadInput, TooLarge above `max_bytes`."""
         if region.byte_size > self._max_bytes:
             raise TooLarge(
                 f"region {quote(region.name)}: {quote(region.byte_size)} bytes are above the limit "
@@ -153,7 +153,7 @@ class SharedMemory(Closing):
         self.unregister()
 
     def _find(self, region: Region) -> _OpenRegion:
-        """The open region, which contains all of `region`. Raises BadInput."""
+        """Return the open region that contains all of `region`. Raises BadInput."""
         found = self._regions.get(region.name)
         if found is None:
             raise BadInput(f"there is no region {quote(region.name)}", hint="register it first")
@@ -196,7 +196,7 @@ def _open(where: str, name: str) -> int:
 
 def _problem(what: str, exc: OSError, hint: str | None = None) -> BadInput | Overloaded:
     text = f"{what}: {os_reason(exc)}"
-    if exc.errno in _FULL:  # no fault of the client's
+    if exc.errno in _FULL:  # not the client's fault
         return Overloaded(text, hint="try again later")
     return BadInput(text, hint=hint)
 

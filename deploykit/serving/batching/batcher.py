@@ -6,8 +6,8 @@ another and back costs more than a run of a small model. An idle engine waits on
 has a delay, and on the loop's own thread for the rest of a burst.
 
 An engine that computes elsewhere, on a GPU, gets the next batch while it runs the last one, so that
-it does not wait for its thread. Not with an SLO: its policy expects a request to wait for one batch
-at most.
+it does not wait for its thread. With an SLO it gets none in advance: the policy of the SLO
+expects a request to wait for one batch at most.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 Deliver = Callable[[Sequence[Pending]], None]
 CallSoon = Callable[
     [Callable[[], None]], object
-]  # runs a function on the event loop's thread, soon
+]  # runs a function on the event loop's thread, in one of its next turns
 
 
 def monotonic_us() -> int:
@@ -40,13 +40,13 @@ def monotonic_us() -> int:
 
 
 def countdown(timeout_s: float | None) -> Callable[[], float | None]:
-    """A function that returns the seconds left of `timeout_s`."""
+    """Return a function that returns the seconds left of `timeout_s`."""
     end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
     return lambda: None if timeout_s is None else max(0.0, end_s - time.monotonic())
 
 
 def mark_expired(requests: Sequence[Pending], now_us: int) -> None:
-    """Mark requests as finished, past their deadline."""
+    """Mark requests past their deadline as finished."""
     for request in requests:
         request.finished = True
         waited_ms = (now_us - request.arrived_us) / 1e3
@@ -66,11 +66,11 @@ def deliver_inline(requests: Sequence[Pending]) -> None:
 
 
 NEVER_US = 1 << 60
-SLOW_US = 10_000  # of one batch: values, such as denormal numbers, can make short ones slow
-PAUSE_US = 1_000_000  # after a slow batch
+SLOW_US = 10_000  # the time of a slow batch: values such as denormal numbers can cause it
+PAUSE_US = 1_000_000  # how long no batch runs inline after a slow one
 LONGEST_PAUSE_US = 64 * PAUSE_US
 GATHER_US = 500
-_SINGLE = 8  # batches of one request in a row: no others come meanwhile
+_SINGLE = 8  # batches of one request in a row, after which no others are expected
 _ALL = 1 << 60
 _LONGEST_SLEEP_S = 3600.0
 
@@ -86,7 +86,7 @@ class Worker:
         self.idle_since_us = NEVER_US
 
     def idle_us(self, batch: Sequence[Pending], now_us: int) -> int:
-        """The sum of the times that the requests of `batch` waited for this idle engine."""
+        """Return the sum of the times that the requests of `batch` waited for this idle engine."""
         since_us = self.idle_since_us
         if since_us >= now_us:
             return 0
@@ -95,7 +95,7 @@ class Worker:
 
 
 class Retired(Overloaded):
-    """The engines were replaced: submit to the model's new Batcher."""
+    """The engines were replaced: submit the request to the model's new Batcher."""
 
 
 class Batcher(Closing):
@@ -127,21 +127,21 @@ class Batcher(Closing):
             deliver: gets the requests that finished together, once per batch.
             steering: adapts the policy.
             hung_us: an engine whose call takes longer is counted as hung.
-            close_engines: when their threads end.
+            close_engines: close the engines when their threads end.
             call_soon: runs a function on the event loop once what has been received is read; for
-                callers with a loop on whose thread alone they submit. Batches of up to
-                `inline_max_rows` rows then run on that thread, except for PAUSE_US after a batch
-                that computed for longer than SLOW_US; twice as long each time, if the next slow one
-                follows within that time. After a batch of several requests the next one waits
-                while each turn of the loop brings more of them, at most GATHER_US.
+                callers that submit only on the loop's thread. Batches of up to `inline_max_rows`
+                rows then run on that thread, except for PAUSE_US after a batch that computed for
+                longer than SLOW_US; the pause doubles if the next slow batch follows within that
+                time. After a batch of several requests the next one waits while each turn of the
+                loop brings more of them, at most GATHER_US.
             spin_us: for so long after an inline run the loop does not sleep, so that the next
                 request of the same client is answered sooner.
-            spare_core: without one it spins only while requests come one at a time, as it would
-                take time from others.
+            spare_core: without one the loop spins only while requests come one at a time, as it
+                would take time from other threads.
         """
         self.inline_max_rows: float = 0
         self.watcher = watcher or Watcher()
-        self.lost = False  # an engine's GPU is gone; then no request is accepted
+        self.lost = False  # the GPU of an engine is gone; then no request is accepted
         self._name = name
         self._queue = RequestQueue(policy)
         self._deliver = deliver
@@ -149,18 +149,18 @@ class Batcher(Closing):
         self._steering = steering
         self._hung_us = hung_us
         self._close_engines = close_engines
-        self._lock = threading.Lock()  # of the queue and of what follows
-        self._idle: list[Worker] = []  # asleep and not yet woken
+        self._lock = threading.Lock()  # protects the queue and the attributes below
+        self._idle: list[Worker] = []  # engines asleep and not yet woken
         self._closing = False
         self._retired = False
         self._has_loop = call_soon is not None
         self._call_soon: CallSoon = call_soon or (lambda _: None)
         self._spin_us = spin_us
         self._spare_core = spare_core
-        self._scheduled = False  # `call_soon` was given `_run_next`
-        self._seen = 0  # requests in the queue one turn ago
+        self._scheduled = False  # whether `call_soon` was given `_run_next`
+        self._seen = 0  # requests that were in the queue one turn ago
         self._gather_until_us = 0
-        self._single = 1  # batches of one request since the last of several
+        self._single = 1  # batches of one request since the last batch of several
         self._spinning = False
         self._spin_until_us = 0
         self._paused_until_us = 0
@@ -181,20 +181,20 @@ class Batcher(Closing):
         for thread in self._threads:
             thread.start()
 
-    # -- what is seen from outside -----------------------------------------------------------------
+    # -- state that others may read ----------------------------------------------------------------
 
     @property
     def engines(self) -> int:
-        """How many run in this process."""
+        """Return how many engines run in this process."""
         return len(self._workers)
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue, not yet with an engine."""
+        """Return the number of requests in the queue, not yet with an engine."""
         return self._queue.count
 
     def take_most_waiting(self) -> int:
-        """The largest number of waiting requests since the last call."""
+        """Return the largest number of waiting requests since the last call."""
         queue = self._queue
         with self._lock:
             most, queue.most = max(queue.most, queue.count), queue.count
@@ -202,7 +202,7 @@ class Batcher(Closing):
 
     @property
     def unanswered(self) -> int:
-        """Requests accepted and not yet delivered: waiting or with an engine."""
+        """Return the number of requests accepted and not delivered: waiting or with an engine."""
         with self._lock:
             return self._queue.count + sum(
                 not request.finished for worker in self._workers for request in worker.running
@@ -210,19 +210,19 @@ class Batcher(Closing):
 
     @property
     def policy(self) -> BatchPolicy:
-        """The current policy: with an SLO, batch, delay and queue change over time."""
+        """Return the current policy: with an SLO, batch, delay and queue change over time."""
         return self._queue.policy
 
     @property
     def hung(self) -> int:
-        """Number of engines whose call is not expected to return any more."""
+        """Return the number of engines whose call is not expected to return any more."""
         limit_us = self._clock_us() - self._hung_us
         since = [worker.runner.since_us for worker in self._workers]
         return sum(each is not None and each <= limit_us for each in since)
 
     @property
     def ended(self) -> bool:
-        """Whether every thread has ended: after `close` or `retire`, unless an engine hangs."""
+        """Return whether every thread has ended, after `close` or `retire`; a hung one has not."""
         return not any(thread.is_alive() for thread in self._threads)
 
     def submit(self, request: Pending) -> None:
@@ -262,7 +262,7 @@ class Batcher(Closing):
         )
 
     def cancel(self, request: Pending) -> bool:
-        """Remove a waiting request. False if an engine is running it or has run it."""
+        """Remove a waiting request; return False if an engine is running it or has run it."""
         with self._lock:
             if not self._queue.remove(request):
                 return False
@@ -297,14 +297,14 @@ class Batcher(Closing):
         return self.unanswered
 
     def retire(self) -> None:
-        """Accept no more; answer queued requests, then close the engines. Does not wait."""
+        """Accept no more requests; answer queued ones, then close the engines. Does not wait."""
         self._retired = self._close_engines = True
         self._stop(None)
 
     # -- a batch, on any thread --------------------------------------------------------------------
 
     def _take(self, worker: Worker) -> tuple[list[Pending], list[Pending], int]:
-        """The batch that is due, the requests that expired, and the time. Needs the lock."""
+        """Return the batch that is due, the expired requests, and the time. Needs the lock."""
         queue, now_us = self._queue, self._clock_us()
         late = queue.take_late(now_us)
         mark_expired(late, now_us)
@@ -325,7 +325,7 @@ class Batcher(Closing):
     ) -> None:
         """Run a batch and deliver its results with `deliver`, or with the default.
 
-        `flight`: the batch was started, and is the oldest of those in flight.
+        `flight`: the batch was started already and is the oldest in flight.
         """
         if flight is not None:
             idle_us = flight.idle_us
@@ -392,12 +392,12 @@ class Batcher(Closing):
             delay_us = policy.max_delay_us  # only the thread can wait for it to pass
             slow = self._paused_until_us and self._clock_us() < self._paused_until_us
             most = self.inline_max_rows
-            long = min(rows, policy.max_batch) > most  # more rows than one batch may wait
+            long = min(rows, policy.max_batch) > most  # more rows wait than one batch may have
             if delay_us or not most or long or slow:
                 worker.wake.release()
                 return
             batch, late, now_us = self._take(worker)
-            self._seen = _ALL  # what is left has waited for this batch already
+            self._seen = _ALL  # the remaining requests have waited for this batch already
             self._single = 0 if len(batch) > 1 else self._single + 1
         computed_ns = thread_time_ns()
         try:
@@ -408,7 +408,7 @@ class Batcher(Closing):
             self._release(worker, computed_ns)
 
     def _gathers(self, count: int) -> bool:
-        """Whether to wait for another turn of the loop; `count`: the requests in the queue."""
+        """Return whether to wait for another turn of the loop. `count`: the queued requests."""
         if count <= self._seen:
             return False
         now_us = self._clock_us()
@@ -418,10 +418,10 @@ class Batcher(Closing):
         return now_us < self._gather_until_us
 
     def _release(self, worker: Worker, computed_ns: int) -> None:
-        """An inline run is over: the engine is idle again, unless its thread is to end."""
+        """Mark the engine as idle after an inline run, unless its thread is to end."""
         with self._lock:
             worker.idle_since_us = self._clock_us()
-            slow = worker.runner.busy_us > SLOW_US  # by the clock, which other programs pass too
+            slow = worker.runner.busy_us > SLOW_US  # by the clock; other programs may have run
             if slow and thread_time_ns() - computed_ns > SLOW_US * 1000:
                 self._pause(worker.idle_since_us)
             if self._closing:
@@ -481,7 +481,7 @@ class Batcher(Closing):
             runner.engine.close()
 
     def _take_more(self, worker: Worker) -> tuple[list[Pending], list[Pending], int]:
-        """What is due now, for an engine that runs a batch already; nothing if another is free."""
+        """Return what is due for an engine that already runs a batch; nothing if one is idle."""
         with self._lock:
             running = worker.running
             worker.idle_since_us = NEVER_US
@@ -492,7 +492,7 @@ class Batcher(Closing):
             return found
 
     def _wait(self, worker: Worker) -> tuple[list[Pending], list[Pending], int]:
-        """The next batch and the requests that expired meanwhile; both empty: closed."""
+        """Return the next batch and the newly expired requests; both are empty once closed."""
         worker.idle_since_us = NEVER_US
         with self._lock:
             while True:
@@ -517,7 +517,7 @@ class Batcher(Closing):
             if worker in self._idle:
                 self._idle.remove(worker)
             else:
-                self._lock.release()  # another thread will wake it, or runs its engine inline
+                self._lock.release()  # another thread will wake this one, or runs its engine inline
                 worker.wake.acquire()
                 self._lock.acquire()
 

@@ -23,14 +23,13 @@ from deploykit.serving.batching.runner import align
 
 TOLERANCE = 1e-3  # relative to the largest value of the output
 _CACHED = 4096
-_CHECKED = 64  # combinations of lengths
+_CHECKED = 64  # combinations of lengths that are checked
 
 
 class Buckets:
     """The buckets of one model, whose axis 0 is the batch. Raises BadInput.
 
-    `lengths`: the bucket lengths of each axis. `pad`: the padding value of each input, 0 by
-    default.
+    `lengths`: the bucket lengths of each axis. `pad`: the padding value of each input, default 0.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class Buckets:
     ) -> None:
         self.lengths = {axis: tuple(sorted(set(found))) for axis, found in lengths.items()}
         self._name = name
-        self._where: dict[str, tuple[str, int]] = {}  # axis -> an input that has it, and where
+        self._where: dict[str, tuple[str, int]] = {}  # axis -> an input that has it, and its index
         self._inputs: dict[str, dict[int, str]] = {}
         self._fill: dict[str, np.ndarray] = {}
         self._carried = tuple(
@@ -71,7 +70,7 @@ class Buckets:
         }
 
     def key(self, key: InputKey) -> InputKey:
-        """The key with each bucketed axis at its bucket. Raises BadInput above the largest."""
+        """Round each bucketed axis up to its bucket. Raises BadInput above the largest bucket."""
         found = self._keys.get(key)
         if found is None:
             found = tuple(
@@ -130,7 +129,7 @@ class Buckets:
         return array[tuple(parts)]
 
     def sizes(self) -> list[dict[str, int]]:
-        """Every combination of buckets, shortest first."""
+        """Return every combination of buckets, shortest first."""
         return [
             dict(zip(self.lengths, chosen, strict=True))
             for chosen in product(*self.lengths.values())
@@ -163,7 +162,7 @@ class Buckets:
                 )
 
     def _samples(self, most_rows: int) -> Iterator[list[Pending]]:
-        """Requests of one row, those of one bucket together: its shortest, middle and longest."""
+        """Yield requests of one row, those of one bucket together: shortest, middle and longest."""
         lows = {axis: (0, *found[:-1]) for axis, found in self.lengths.items()}
         for seed, sizes in enumerate(self.sizes()[:_CHECKED]):
             batch = []
@@ -199,9 +198,9 @@ class Buckets:
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
-    """The largest difference, relative to the largest value wanted.
+    """Return the largest difference, relative to the largest value of `want`.
 
-    Infinite if one is not a number, or only zeros were wanted.
+    It is infinite if one of them is not a number, or if `want` is all zeros.
     """
     if want.dtype.kind not in "fiub":
         return 0.0 if np.array_equal(got, want) else math.inf
@@ -214,7 +213,7 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def _fill(spec: TensorSpec, value: float) -> np.ndarray:
-    """`value` in the dtype of an input. Raises BadInput if it does not fit."""
+    """Return `value` in the dtype of an input. Raises BadInput if it does not fit."""
     if spec.dtype == "string":
         raise BadInput(f"input '{spec.name}' holds strings, which cannot be padded to a bucket")
     with np.errstate(all="ignore"):
@@ -225,4 +224,4 @@ def _fill(spec: TensorSpec, value: float) -> np.ndarray:
 
 
 def _ignore(_: Pending) -> None:
-    """The requests of `check` have no client."""
+    """Do nothing: the requests of `check` have no client."""

@@ -17,17 +17,16 @@ from deploykit.core.errors import DeploykitError
 from deploykit.core.tensors import InputKey
 from deploykit.engines.engine import Arrays
 
-# A waiting request, and the rule for when a batch is due. Pure: the clock is passed in.
-
-LEVELS = 3  # of priority; 1 is run first
+LEVELS = 3  # priorities; 1 is run first
 DEFAULT_LEVEL = 2  # for a request without a valid priority, as in Triton
 
 
 @dataclass(frozen=True)
 class BatchPolicy:
-    """`max_batch` in rows, 0 for a model that is never batched; `queue` in waiting requests.
+    """The limits of batches and of the queue.
 
-    `queue_rows`: rows that may wait, None for as many as `queue` allows.
+    `max_batch` is in rows, 0 for no batching; `queue` in requests; `queue_rows` in rows, None for
+    no limit.
     """
 
     max_batch: int = 32
@@ -58,8 +57,8 @@ class Pending:
 class BatchRun(NamedTuple):
     """A successful run of the engine: its requests, and the time of each stage.
 
-    The copies are 0 for an engine that does not time them; `engine_us` excludes them.
-    `idle_us`: the sum of the times that requests waited while the engine was idle.
+    `copy_in_us` and `copy_out_us` are 0 for an engine that does not time its copies; `engine_us`
+    excludes them. `idle_us`: the sum of the times that requests waited while the engine was idle.
     `instance`: the number of the engine.
     """
 
@@ -95,7 +94,7 @@ class Watcher:
 
 
 class Watchers(Watcher):
-    """Passes events to several, in order."""
+    """Forwards events to several watchers, in order."""
 
     def __init__(self, *watchers: Watcher) -> None:
         self._watchers = watchers
@@ -118,10 +117,10 @@ class Watchers(Watcher):
 
 
 def due(waiting: Iterable[Pending], policy: BatchPolicy, now_us: int) -> int:
-    """How many requests at the head of `waiting`, all of one key, to run now; 0 means wait.
+    """Return how many requests at the head of `waiting`, all of one key, to run; 0 means wait.
 
-    All that fit into `max_batch`, once the batch is full or the delay has passed. A request of more
-    rows runs alone.
+    It is all that fit into `max_batch`, once the batch is full or the delay has passed. A request
+    of more rows runs alone.
     """
     take = rows = 0
     oldest_us = now_us
@@ -144,7 +143,7 @@ _NEVER_US = 1 << 62
 
 
 class _Group:
-    """Requests that may run together, in the order they came."""
+    """Requests that may run together, in the order of their arrival."""
 
     __slots__ = ("key", "level", "requests", "rows")
 
@@ -159,27 +158,27 @@ class _Group:
         return next(iter(self.requests))
 
     def order(self, now_us: int) -> tuple[int, int]:
-        """By priority, then by age; a request past half of its time limit overtakes others."""
+        """Sort by priority, then by age; a request past half of its time limit overtakes others."""
         oldest = self.oldest
         urgent = now_us >= (oldest.arrived_us + oldest.deadline_us) // 2
         return 0 if urgent else self.level, oldest.arrived_us
 
 
 class RequestQueue:
-    """`count` requests of `rows` rows wait. `added_rows` counts all that ever came."""
+    """The waiting requests: `count` of `rows` rows. `added_rows` counts all rows ever added."""
 
     def __init__(self, policy: BatchPolicy) -> None:
         self.policy = policy
         self.count = 0
-        self.most = 0  # the largest count before one was removed; whoever reads it sets it back
+        self.most = 0  # the largest count before a removal; its reader resets it
         self.rows = 0
         self.added_rows = 0
-        self._groups: dict[tuple[int, InputKey], _Group] = {}  # none of them empty
-        self._last = _Group(DEFAULT_LEVEL, ())  # of the last request; may be empty
-        self._soonest_us = _NEVER_US  # no deadline is before it
+        self._groups: dict[tuple[int, InputKey], _Group] = {}  # contains no empty group
+        self._last = _Group(DEFAULT_LEVEL, ())  # the group of the last request; may be empty
+        self._soonest_us = _NEVER_US  # no deadline is earlier
 
     def fits(self, rows: int) -> bool:
-        """Whether the queue accepts it; a request that would be alone in it always fits."""
+        """Return whether the queue accepts it; a request that would be alone always fits."""
         policy = self.policy
         most = policy.queue_rows
         return self.count < policy.queue and (
@@ -187,7 +186,7 @@ class RequestQueue:
         )
 
     def add(self, request: Pending) -> bool:
-        """Returns whether an idle engine should look at the queue again."""
+        """Add a request; return whether an idle engine should look at the queue again."""
         level = request.priority
         if not 0 < level <= LEVELS:
             level = DEFAULT_LEVEL
@@ -211,7 +210,7 @@ class RequestQueue:
         return group.rows >= policy.max_batch
 
     def take(self, now_us: int, *, hurry: bool = False) -> list[Pending]:
-        """The next batch, or nothing if it should wait. `hurry`: without any delay."""
+        """Return the next batch, or nothing if it should wait. `hurry`: ignore the delay."""
         policy = self.policy
         if not self.count:
             return []
@@ -224,7 +223,7 @@ class RequestQueue:
                 return batch
             count = due(requests, policy, now_us)
             if not count and hurry:
-                count = len(requests)  # above `max_batch` it would have run already
+                count = len(requests)  # more rows than `max_batch` would have run already
             if count:
                 batch = [requests.popitem(False)[0] for _ in range(count)]
                 self._count_removed(group, batch)
@@ -254,7 +253,7 @@ class RequestQueue:
         return late
 
     def take_all(self) -> list[Pending]:
-        """Empty the queue."""
+        """Empty the queue and return its requests."""
         found = [request for group in self._groups.values() for request in group.requests]
         self._groups.clear()
         self._last = _Group(DEFAULT_LEVEL, ())
@@ -262,7 +261,7 @@ class RequestQueue:
         return found
 
     def remove(self, request: Pending) -> bool:
-        """Returns False when it is not waiting here."""
+        """Remove a request; return False when it is not waiting here."""
         level = request.priority if 0 < request.priority <= LEVELS else DEFAULT_LEVEL
         group = self._groups.get((level, request.key))
         if group is None or request not in group.requests:
@@ -272,7 +271,7 @@ class RequestQueue:
         return True
 
     def next_us(self) -> int:
-        """When the next delay or deadline passes."""
+        """Return when the next delay or deadline passes."""
         oldest_us = min(
             (group.oldest.arrived_us for group in self._groups.values()), default=_NEVER_US
         )

@@ -19,11 +19,7 @@ from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.engine import Arrays, Engine, InFlight
 from deploykit.serving.batching.queue import BatchRun, Pending, Watcher
 
-# Join requests along axis 0 into one input, and give each request its own rows of the outputs.
-#
-# Outputs are checked against the engine's declaration first: no request gets another's rows.
-
-_LARGE_BYTES = 64 << 10  # of an output
+_LARGE_BYTES = 64 << 10  # larger outputs are copied out of the memory of the batch
 
 Stack = Callable[[Sequence[Pending]], Arrays]
 Cut = Callable[[Pending, dict[str, np.ndarray]], dict[str, np.ndarray]]
@@ -34,7 +30,7 @@ class EngineFailed(DeploykitError):  # noqa: N818 - named as its siblings in cor
 
 
 def stack(batch: Sequence[Pending]) -> Arrays:
-    """The requests' rows along axis 0, in order; one request's arrays are copied to align them."""
+    """Join the requests' rows along axis 0, in order; one request's arrays are aligned instead."""
     if len(batch) == 1:
         return {name: align(array) for name, array in batch[0].feeds.items()}
     names = batch[0].feeds
@@ -42,14 +38,14 @@ def stack(batch: Sequence[Pending]) -> Arrays:
 
 
 def align(array: np.ndarray) -> np.ndarray:
-    """The array as native libraries need it: views of received bytes may begin anywhere."""
+    """Return the array aligned, as native libraries need it: received bytes may begin anywhere."""
     return array if array.flags.aligned else array.copy()
 
 
 class Splitter:
-    """Checks and splits the outputs of one engine. `joined`: axis 0 of every output is the batch.
+    """Checks the outputs of one engine and gives each request its own rows of them.
 
-    `cut` removes the padding of a request's outputs; None without buckets.
+    `joined`: axis 0 of every output is the batch. `cut` removes a request's padding, if any.
     """
 
     def __init__(
@@ -62,7 +58,7 @@ class Splitter:
         self._cut = cut
 
     def __call__(self, batch: Sequence[Pending], outputs: Mapping[str, np.ndarray]) -> None:
-        """Set each request's `outputs`. Raises EngineFailed, then having set none."""
+        """Set each request's `outputs`. On EngineFailed, none are set."""
         self.check(outputs, sum([request.rows for request in batch]))
         if len(batch) == 1:
             batch[0].outputs = dict(outputs)
@@ -100,10 +96,10 @@ class Splitter:
 
 
 def _own_large(outputs: dict[str, np.ndarray]) -> None:
-    """Copy large arrays that lie in other memory: of the whole batch, or of the engine.
+    """Copy large arrays that are views of the whole batch's memory, or of the engine's.
 
-    A client may be slow to read them, and would keep that memory, or ONNX Runtime's arena would
-    grow, although only their own bytes are counted in the memory budget.
+    A slow client would keep that memory alive, or make ONNX Runtime's arena grow, although only the
+    array's own bytes are counted in the memory budget.
     """
     for name, array in outputs.items():
         if array.nbytes > _LARGE_BYTES and not array.flags.owndata:
@@ -180,7 +176,7 @@ class Runner:
         self._instance = instance
         self._strings = any(spec.dtype == "string" for spec in engine.inputs)
         self.slots = 1 if self._strings else engine.slots
-        self._ended_us = 0  # of the last flight
+        self._ended_us = 0  # the end of the last flight
 
     def run(
         self,
@@ -189,10 +185,10 @@ class Runner:
         idle_us: int = 0,
         flight: Flight | None = None,
     ) -> list[DeploykitError | None]:
-        """An error for each request, None where its outputs are set; reports runs to `watcher`.
+        """Run the batch; return an error for each request, None where its outputs are set.
 
-        `idle_us`: see BatchRun. `flight`: what `start` made of `batch`. Sets `lost` when the GPU is
-        gone.
+        Reports runs to `watcher`. `idle_us`: see BatchRun. `flight`: what `start` returned for
+        `batch`. Sets `lost` when the GPU is gone.
         """
         if len(batch) == 1 or not self._strings or _count_strings(batch) <= MOST_STRINGS:
             error = self._try(batch, watcher, idle_us, flight)
@@ -217,7 +213,7 @@ class Runner:
             with INSIDE:
                 call = self.engine.submit(feeds)
         except Exception as exc:  # noqa: BLE001 - `run` reports it, after the batches before
-            call = exc.with_traceback(None)  # which would keep the joined inputs
+            call = exc.with_traceback(None)  # the traceback would keep the joined inputs
         return Flight(batch, started_us, stacked_us, self._clock_us(), idle_us, call)
 
     def _try(
@@ -272,11 +268,11 @@ class Runner:
         return None
 
     def _error(self, exc: Exception, size: int) -> DeploykitError:
-        """The error for the client: no path, no address; the log has the details."""
+        """Return the error for the client, without paths and addresses; the log has the details."""
         name = self._name
         if isinstance(exc, EngineFailed):
             log.error("model '%s': %s", name, exc.message)
-            return exc.with_traceback(None)  # it refers to the batch, and that to the error
+            return exc.with_traceback(None)  # the traceback and the batch refer to each other
         log.error("model '%s': %s: %s", name, type(exc).__name__, first_line(exc))
         if isinstance(exc, DeviceLost):
             self.lost = True
@@ -286,7 +282,7 @@ class Runner:
                 f"model '{name}': out of memory in a batch of {size} requests",
                 hint="try again later, with fewer rows, or start the server with less `max_batch`",
             )
-        if isinstance(exc, BadInput):  # although the request passed our own checks
+        if isinstance(exc, BadInput):  # the engine rejects what passed our own checks
             return BadInput(
                 f"model '{name}': the engine refused the values or the shape of this request",
                 hint="the server's log says why",
@@ -303,7 +299,7 @@ def _count_strings(batch: Sequence[Pending]) -> int:
 
 
 def device_lost(name: str) -> Overloaded:
-    """The reply to every request once a GPU is lost."""
+    """Return the error that every request gets once a GPU is lost."""
     return Overloaded(
         f"model '{name}': the GPU is lost to this server, which will stop",
         hint="send the request elsewhere, or try again when the server was started again",

@@ -32,24 +32,24 @@ from deploykit.serving.batching.queue import BatchPolicy, Pending
 _LATE_SHARE = 0.01
 _QUANTILE = 0.95
 _MAX_SPREAD = 1.5
-_CHEAP = 1.25  # times the time of one row
-_STEP = 1.25  # from the largest measured size to the next one to try
-_WEIGHT = 0.1  # of a batch in the pace of all sizes
-_SHAPE_WEIGHT = 0.02  # of a batch in the time of its own size
+_CHEAP = 1.25  # a batch may always take this many times the time of one row
+_STEP = 1.25  # the factor from the largest measured size to the next one to try
+_WEIGHT = 0.1  # the weight of a batch in the pace of all sizes
+_SHAPE_WEIGHT = 0.02  # the weight of a batch in the time of its own size
 _ODD = 0.5  # larger deviations are clipped: other programs used the machine
 _SPREAD_PACE = 0.02
 _FORGET_US = 30_000_000  # a batch size that did not run for this long is tried again
 _SHORTEST_DELAY_US = 100  # a thread's sleep is no finer
-_MIN_REQUESTS = 100  # for a correction
+_MIN_REQUESTS = 100  # requests needed for a correction
 _CORRECT_US = 1_000_000  # between corrections
 _RATE_US = 500_000  # the arrival rate is a mean over about this long
-_MOST, _LEAST = 0.95, 0.75  # share of the SLO in the budget
+_MOST, _LEAST = 0.95, 0.75  # the limits of the budget, as shares of the SLO
 _DOWN, _UP, _FASTER = 0.9, 0.005, 1.5
 
 
 @dataclass
 class _Measured:
-    """Batches of about `rows` rows take about `us` at pace 1."""
+    """The time of batches of about `rows` rows: about `us` at pace 1."""
 
     rows: float
     us: float
@@ -74,7 +74,7 @@ class Steering:
         self._last: tuple[int, int] | None = None
 
     def record_time(self, rows: int, busy_us: int, now_us: int) -> None:
-        """A batch of `rows` took `busy_us`."""
+        """Update the time of a size: a batch of `rows` rows took `busy_us`."""
         rows, busy_us = max(1, rows), max(1, busy_us)
         known = self._measured.get(_size_class(rows))
         if known is None:
@@ -89,14 +89,14 @@ class Steering:
         known.seen_us = now_us
 
     def record_run(self, batch: Sequence[Pending], started_us: int, ended_us: int) -> None:
-        """A batch succeeded; its requests are about to be answered."""
+        """Record a batch that succeeded and whose requests are about to be answered."""
         self.record_time(sum([r.rows for r in batch]), ended_us - started_us, ended_us)
         in_time_us = ended_us - self._slo_us
         self._requests += len(batch)
         self._late += sum([r.arrived_us - r.decode_us < in_time_us for r in batch])
 
     def step(self, now_us: int, added_rows: int) -> BatchPolicy:
-        """The policy from now on. `added_rows`: the rows that have arrived in total."""
+        """Return the policy from now on. `added_rows`: the rows that have arrived in total."""
         self._update_rate(now_us, added_rows)
         if not self._measured:
             return self._base
@@ -114,7 +114,7 @@ class Steering:
         )
 
     def time_us(self, rows: float) -> float:
-        """The 95th percentile of the time of a batch of `rows` rows."""
+        """Return the 95th percentile of the time of a batch of `rows` rows."""
         return self._mean_us(rows) * self._pace * self._spread
 
     def _mean_us(self, rows: float) -> float:
@@ -131,7 +131,7 @@ class Steering:
         return last.us * (rows / last.rows if rows > _STEP * last.rows + 1 else 1)
 
     def _largest(self, limit_us: float) -> int:
-        """The most rows whose batch takes `limit_us` or less; at least 1."""
+        """Return the most rows whose batch takes `limit_us` or less; at least 1."""
         low, high = 1, max(1, self._base.max_batch)
         while low < high:
             middle = (low + high + 1) // 2
@@ -178,6 +178,6 @@ class Steering:
 
 
 def _size_class(rows: int) -> int:
-    """Four classes from each power of two to the next."""
+    """Return the class of a batch size; each power of two has four classes up to the next."""
     power = rows.bit_length() - 1
     return 4 * power + 4 * (rows - (1 << power)) // (1 << power)

@@ -32,12 +32,12 @@ from deploykit.serving.transport.call import BUG, decompress, message_of, refusa
 
 log = logging.getLogger(__name__)
 
-PREFIX_BYTES = 5  # of a message: compressed or not, length
+PREFIX_BYTES = 5  # the prefix of a message: a compression flag and the length
 _LENGTH = struct.Struct(">I")
-_PIECE_BYTES = 1024  # smaller ones are joined, as an object of Python costs more than its bytes
-_SMALL_BYTES = 64 << 10  # compressed messages up to it are decompressed on the loop's thread
+_PIECE_BYTES = 1024  # smaller pieces are joined, as a Python object costs more than its bytes
+_SMALL_BYTES = 64 << 10  # compressed messages up to this size are decompressed on the loop's thread
 _HEALTH_BYTES = 1024  # largest message to a public method over the memory budget
-_MESSAGES_PER_TURN = 64  # of a streaming call before other calls get their turn
+_MESSAGES_PER_TURN = 64  # messages of a streaming call before other calls get their turn
 _CONTENT_TYPE = re.compile(rb"application/grpc(\+proto)?[ \t]*(;.*)?", re.IGNORECASE)
 _TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
 _UNITS_US = {b"H": 3.6e9, b"M": 6e7, b"S": 1e6, b"m": 1e3, b"u": 1.0, b"n": 1e-3}
@@ -64,14 +64,14 @@ _LONGEST_MESSAGE = 1000
 class MessageReader:
     """Assembles messages with their prefixes from the pieces of a stream.
 
-    `have`: bytes received and not taken. `need`: of the next message with its prefix.
+    `have`: bytes received and not taken. `need`: bytes of the next message with its prefix.
     """
 
     __slots__ = ("_data", "_later", "_start", "have", "need")
 
     def __init__(self) -> None:
         self._data = b""
-        self._start = 0  # of the next message in it
+        self._start = 0  # where the next message starts in it
         self._later: list[bytes | bytearray] = []  # the pieces after it
         self.have = 0
         self.need = 0  # 0 until the prefix has arrived
@@ -92,7 +92,7 @@ class MessageReader:
             self._read_prefix()
 
     def take(self) -> bytes:
-        """The next message with its prefix, which must have arrived."""
+        """Return the next message with its prefix, which must have arrived."""
         if self._later:
             self._join()
         data, start, end = self._data, self._start, self._start + self.need
@@ -120,8 +120,8 @@ class MessageReader:
 class Method:
     """The handlers of a method. `message(call, data, at)`: the message is `data[at:]`.
 
-    `ended(call)`: for methods with several messages, after the last. `public`: needs no token.
-    `max_bytes`: of a message; the server's limit applies too.
+    `ended(call)` is called after the last of several messages. `public`: needs no token.
+    `max_bytes`: the most bytes of a message; the server's limit applies too.
     """
 
     message: Callable[[Any, bytes, int], None]  # called with the Call
@@ -141,14 +141,14 @@ class CallHead:
     method: Method | None
     timeout_us: int | None
     trace: str | None
-    encoding: bytes  # for compressed messages
+    encoding: bytes  # the encoding of compressed messages
     refusal: tuple[str, str] | None
     speaks_grpc: bool = True
     length: int | None = None
 
 
 class HeadParser:
-    """Makes a CallHead from a call's headers. `allows`: whether an authorization is valid."""
+    """Parses a call's headers into a CallHead. `allows`: whether an authorization is valid."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class HeadParser:
 
 
 def error_block(status: str, message: str) -> bytes:
-    """The trailers of a call that failed."""
+    """Return the trailers of a call that failed."""
     encoded = percent_encode(message[:_LONGEST_MESSAGE], safe=_SAFE).encode()
     return literal(b"grpc-status", b"%d" % STATUS[status]) + literal(b"grpc-message", encoded)
 
@@ -218,8 +218,8 @@ class GrpcCall(Stream):
         shared = link.shared
         self.head = head
         self.held_bytes = 0  # bytes of messages counted in the server's memory budget
-        self._answer_bytes = 0  # and of answers that the client has not read
-        self._read_by_s: float | None = None  # when it must have read them
+        self._answer_bytes = 0  # bytes of answers that the client has not read, counted there too
+        self._read_by_s: float | None = None  # when the client must have read them
         self.unreplied = 0  # messages delivered and not answered
         self.slots: list[Any] = []  # replies of a streaming call, in order
         self.opened = False  # the reply's headers have been sent
@@ -241,13 +241,13 @@ class GrpcCall(Stream):
 
     @property
     def _max_bytes(self) -> int:
-        """The largest message of the call's method."""
+        """Return the largest message of the call's method, in bytes."""
         method, most = self.head.method, self.link.shared.max_message_bytes
         return most if method is None else min(most, method.max_bytes)
 
     @property
     def left_us(self) -> int | None:
-        """Time until the client's deadline; None without one."""
+        """Return the time until the client's deadline; None without one."""
         if self.deadline_s is None:
             return None
         return int((self.deadline_s - self.link.shared.clock_s()) * 1e6)
@@ -284,7 +284,7 @@ class GrpcCall(Stream):
         self.read()
 
     def _fits_length(self, size: int) -> bool:
-        """Compare what has come with the client's Content-Length; resets the stream otherwise."""
+        """Compare the received bytes with the client's Content-Length; reset on a mismatch."""
         self._received_bytes += size
         length = self.head.length or 0
         if self._received_bytes > length or (self.ended and self._received_bytes < length):
@@ -295,7 +295,7 @@ class GrpcCall(Stream):
 
     def read(self) -> None:
         """Deliver complete messages, while replies can be sent."""
-        if not (self._in_turn or self._inflating):  # what is answered immediately re-enters here
+        if not (self._in_turn or self._inflating):  # a reply sent immediately re-enters here
             self._in_turn = True
             self._in_turn = self._deliver_all()
 
@@ -309,7 +309,7 @@ class GrpcCall(Stream):
         self.read()
 
     def _deliver_all(self) -> bool:  # noqa: C901, PLR0912 - why a call stops here, one reason each
-        """Returns whether to continue in the next turn of the loop, after other calls."""
+        """Return whether to continue in the next turn of the loop, after other calls."""
         method, link, reader = self.head.method, self.link, self._reader
         if method is None:
             return False
@@ -322,9 +322,9 @@ class GrpcCall(Stream):
             if reader.have < reader.need or (method.ended is None and not self.ended):
                 break
             if self.unsent or len(self.slots) >= shared.limits.outstanding:
-                return False  # continue when the client has read some replies
+                return False  # `read` continues when the client has read some replies
             if link.answer_bytes > WAITING_BYTES:
-                link.park(self)  # as above, of any call
+                link.park(self)  # the same for the answers of all calls of the connection
                 return False
             if not left or (left < _MESSAGES_PER_TURN and shared.turns.late()):
                 shared.turns.wait(self._continue)
@@ -332,7 +332,7 @@ class GrpcCall(Stream):
             left -= 1
             self._deliver(method)
             if self._inflating:
-                return False  # it continues this
+                return False  # `_decompress` continues this
         if self.gone:
             return False
         missing = reader.need - reader.have
@@ -446,7 +446,7 @@ class GrpcCall(Stream):
         self.link.shared.memory.bytes -= size
 
     def _count_answer(self, size: int) -> bool:
-        """Count an answer that the client's windows do not take at once, or fail the call."""
+        """Count an answer that exceeds the client's windows; above the budget the call fails."""
         shared = self.link.shared
         self._answer_bytes += size
         self.link.answer_bytes += size
@@ -487,7 +487,7 @@ class GrpcCall(Stream):
         """Send one of several replies."""
         if self.gone or self.trailers is not None:
             return
-        self.unreplied = max(0, self.unreplied - 1)  # health updates reply to no message
+        self.unreplied = max(0, self.unreplied - 1)  # health updates answer no message
         if self._sizes:
             self._free(self._sizes.pop(0))
         elif self.ended:
@@ -533,14 +533,14 @@ class GrpcCall(Stream):
         if self.deadline_s is not None and self.deadline_s <= now_s:
             self.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")
         elif self._read_by_s is not None and self._read_by_s < now_s:
-            self.link.abort()  # the client takes its answers, but too slowly
+            self.link.abort()  # the client reads its answers too slowly
         elif not self.ended and now_s - self._since_s > self.link.shared.limits.body_s:
-            method = self.head.method  # a client of several messages may wait between them
+            method = self.head.method  # a client may pause between the messages of a stream
             if self._reader.have or (method is not None and method.ended is None):
                 self.fail("DEADLINE_EXCEEDED", "the message took too long to come")
 
     def finish(self) -> None:
-        """End the call; requests of it that still wait for an engine are dropped."""
+        """End the call; drop its requests that still wait for an engine."""
         cancel, self.cancel = self.cancel, None
         self.unreplied = 0
         if self._reader.have:  # an incomplete message
@@ -555,7 +555,7 @@ class GrpcCall(Stream):
 
 
 class Replying(Receiver, Protocol):
-    """The receiver of one reply: a GrpcCall, or a ReplySlot of a streaming call."""
+    """A receiver of one reply: a GrpcCall, or a ReplySlot of a streaming call."""
 
     @property
     def left_us(self) -> int | None: ...
@@ -563,7 +563,7 @@ class Replying(Receiver, Protocol):
 
 
 def fail_with(reply_to: Replying, error: Exception) -> None:
-    """Send an error as the reply; one that is not a DeploykitError is logged and not sent."""
+    """Send an error as the reply; log one that is not a DeploykitError instead of sending it."""
     exc = refusal_of(error)
     if exc is None:
         log.error("a gRPC call failed", exc_info=error)

@@ -27,9 +27,9 @@ from deploykit.serving.options import VERSION
 log = logging.getLogger(__name__)
 
 ANSWER = "answer"
-LARGE_BYTES = 32 << 10  # what is slow to decode is decoded on another thread from this size on
-_LONG_BYTES = 128 << 10  # and with other long ones
-_LARGE_ITEMS_BYTES = 256 << 10  # of images or sentences: taken apart on another thread
+LARGE_BYTES = 32 << 10  # what is slow to decode is decoded on another thread above this size
+_LONG_BYTES = 128 << 10  # above this size, together with other long ones
+_LARGE_ITEMS_BYTES = 256 << 10  # images or sentences above this size are split on another thread
 Message = tuple[bytes, bytes, int, tuple[messages.Span, ...]]  # see `messages.split_request`
 
 
@@ -83,7 +83,7 @@ class GrpcTaskCall(TaskCall):
 class GrpcPipelineCall:
     """ModelInfer of a pipeline, with one BYTES element, answered with one of BYTES.
 
-    Where the input is an image, it may be a UINT8 tensor [height, width, 3] instead.
+    An input image may be a UINT8 tensor [height, width, 3] instead.
     """
 
     _request: Request
@@ -94,7 +94,7 @@ class GrpcPipelineCall:
         self._trace = trace
 
     def start(self, source: Message, offload: Offload) -> None:
-        """Raises Overloaded where a large message cannot be read on another thread."""
+        """Answer the request. Raises Overloaded if no thread can read a large message."""
         if len(source[0]) <= _LARGE_ITEMS_BYTES:
             self._start(lambda: self._read(source))
         else:
@@ -136,7 +136,7 @@ class GrpcPipelineCall:
 
 
 class InferMethods:
-    """ModelInfer and ModelStreamInfer."""
+    """The methods ModelInfer and ModelStreamInfer."""
 
     def __init__(self, repository: ModelRepository, offload: Offload) -> None:
         self._repository = repository
@@ -146,7 +146,7 @@ class InferMethods:
             name: ModelRoute(repository, model, offload)
             for name, model in repository.models.items()
         }
-        self._signatures = {  # of images and of sentences
+        self._signatures = {  # the signatures of models with images and with sentences
             name: Signature(
                 {name: replace(_items(name), raw=True)}, {ANSWER: _items(ANSWER)}, 0, most
             )
@@ -161,12 +161,12 @@ class InferMethods:
         self.infer(call, data, at, slot)
 
     def end_stream(self, call: GrpcCall) -> None:
-        """After the client's last message."""
+        """End a call after the client's last message."""
         if not call.slots:
             call.complete()
 
     def infer(self, call: GrpcCall, data: bytes, at: int, slot: ReplySlot | None = None) -> None:
-        """Start one message of a call, which is answered in `slot` if the call is a stream."""
+        """Start one message of a call; `slot` takes the answer if the call is a stream."""
         client: Replying = call if slot is None else slot
         trace = call.head.trace
         try:
@@ -201,12 +201,12 @@ def _reads_much(head: bytes, spans: tuple[messages.Span, ...], model: Signature)
     try:
         parts = messages.plan_request(head, spans, model).parts
     except DeploykitError:
-        return False  # found again, and reported to the client
+        return False  # decoding finds it again and reports it to the client
     return sum(part.size for part in parts if isinstance(part.data, Region)) > LARGE_BYTES
 
 
 class GrpcInference(Inference):
-    """One inference message. Its source: see `messages.split_request`, with the message."""
+    """One inference message. Its source is the message with the result of `split_request`."""
 
     __slots__ = ("_decoded_bytes", "_plan")
 
@@ -260,7 +260,7 @@ class ReplySlot:
 
     @property
     def gone(self) -> bool:
-        return self._call.gone or self._call.trailers is not None  # which end it
+        return self._call.gone or self._call.trailers is not None  # both end the slot
 
     @property
     def left_us(self) -> int | None:
@@ -284,7 +284,7 @@ class ReplySlot:
             return
         while slots and slots[0].parts is not None:
             call.send_message(slots.pop(0).parts)
-        call.read()  # messages that waited for this reply, or the end
+        call.read()  # reads messages that waited for this reply, or ends the call
 
 
 def _cancel_all(slots: list[ReplySlot]) -> None:

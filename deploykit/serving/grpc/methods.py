@@ -29,14 +29,14 @@ _MEMORY = [
     for action in ("Status", "Register", "Unregister")
 ]
 _EXTENSIONS = ("RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting", "LogSettings")
-_SMALL_BYTES = 64 << 10  # of a message to any method but inference
-_WATCHES = 1024  # calls of Health.Watch, which needs no token
-_WATCHES_EACH = 16  # of one connection
-_SERVICE_BYTES = 256  # of a service's name in them
+_SMALL_BYTES = 64 << 10  # the largest message to any method but inference
+_WATCHES = 1024  # concurrent calls of Health.Watch, which needs no token
+_WATCHES_EACH = 16  # the same, per connection
+_SERVICE_BYTES = 256  # the longest service name in those calls
 _SERVING, _NOT_SERVING, _UNKNOWN = 1, 2, 3
 
 Then = Callable[[Result], None]  # takes a function that returns the reply or raises
-Handler = Callable[[Any, Then], None]  # takes the request, and what to call then
+Handler = Callable[[Any, Then], None]  # takes the request, and the function to call with the result
 
 
 class GrpcPort(Http2Port):
@@ -55,7 +55,7 @@ class GrpcPort(Http2Port):
         self._repository = repository
         self._group = group
         self.inference = inference = InferMethods(repository, offload)
-        self._watching: dict[str, dict[GrpcCall, None]] = {}  # by the name of the service
+        self._watching: dict[str, dict[GrpcCall, None]] = {}  # calls by the name of the service
         self._health_sent: dict[str, int] = {}
         self._watches: Counter[Http2Connection] = Counter()
         handlers: dict[str, Handler] = {
@@ -91,7 +91,7 @@ class GrpcPort(Http2Port):
         super().__init__(parse, GrpcCall, limits, options.max_body_bytes, memory, large)
 
     def tick(self, now_s: float) -> None:
-        """Send health changes to the Watch calls, too."""
+        """Send health changes to the Watch calls as well."""
         for name, calls in list(self._watching.items()):
             now = self._health(name)
             if now != self._health_sent[name]:
@@ -156,7 +156,7 @@ class GrpcPort(Http2Port):
     def _change(self, action: str, arguments: tuple[Any, ...], then: Then) -> None:
         def answer(result: Result) -> None:
             def message() -> Message:
-                result()  # raises what is wrong
+                result()  # raises the error, if there is one
                 return _message(f"SystemSharedMemory{action}Response")
 
             then(message)
@@ -224,7 +224,7 @@ def _at_once(make: Callable[[Any], Message]) -> Handler:
 
 
 def _small(name: str, handle: Handler, *, public: bool = False) -> Method:
-    """A method whose requests and replies are one small message each."""
+    """Return a method whose requests and replies are one small message each."""
 
     def message(call: GrpcCall, data: bytes, at: int) -> None:
         def then(result: Result) -> None:

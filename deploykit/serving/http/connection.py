@@ -34,23 +34,23 @@ from deploykit.serving.transport.security import HEALTH, AccessControl
 from deploykit.serving.transport.turns import BUSY_BYTES
 
 READ_BYTES = 64 << 10
-PIECE_BYTES = 1 << 20  # of a body, received at once: its new memory takes 1 ms
+PIECE_BYTES = 1 << 20  # the most bytes of a body received at once: their new memory takes 1 ms
 _JOINED_BYTES = 64 << 10  # larger replies are written in parts, without a copy
 _HEALTH = (b"GET " + HEALTH.encode(), b"HEAD " + HEALTH.encode())
 _KNOWN_HEADS = 1024
 _KNOWN_HEAD_BYTES = 1024
 _UNREAD = Head()
-_START = b"HTTP/1.1 "  # of every answer
+_START = b"HTTP/1.1 "  # the start of every answer
 
 
 class State(IntEnum):
-    """What a connection does with received bytes. Below LAST it reads requests."""
+    """The state of reading, which decides on received bytes. Below LAST it reads requests."""
 
     IDLE = 0  # waiting for a request
     HEAD = 1  # part of a head received
     SIZED = 2  # part of a body received whose length is known
     CHUNKED = 3  # part of a chunked body received
-    WHOLE = 4  # a body received, which waits for a turn of the event loop
+    WHOLE = 4  # a whole body received, which waits for a turn of the event loop
     LAST = 5  # reads no more; closes after the last reply
     REFUSED = 6  # reads no more; the error reply is still to be sent
     LINGERING = 7  # the client gets time to read the error reply
@@ -73,7 +73,7 @@ class Exchange(Call):
         self.pending_reply: list[Bytes] | None = None
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
-        """Send after the replies before it; does nothing if the client has disconnected.
+        """Send the reply after earlier ones; do nothing if the client has disconnected.
 
         Raises Overloaded for a large answer above the memory budget; an error always fits.
         """
@@ -101,7 +101,7 @@ class Exchange(Call):
             self._reserve_answer(status, length)
             self.pending_reply = [b"".join(first), *parts]
         connection.flush()
-        if self.pending_reply is not None and not self.held_bytes:  # it waits for those before it
+        if self.pending_reply is not None and not self.held_bytes:  # it waits for earlier replies
             self._reserve_answer(status, length)
 
     def _reserve_answer(self, status: int, size: int) -> None:
@@ -113,7 +113,7 @@ class Exchange(Call):
 
 
 class Listener(Port):
-    """What all HTTP/1.1 connections of a server share. `handle` gets each complete request."""
+    """State that all HTTP/1.1 connections share. `handle` gets each complete request."""
 
     def __init__(
         self,
@@ -131,8 +131,8 @@ class Listener(Port):
         self.read_into = bytearray(READ_BYTES)  # shared: only one connection reads at a time
         self.view = memoryview(self.read_into)
         self._spare: deque[HttpConnection] = deque()  # clients above the limit, the newest of them
-        self._known_heads: dict[bytes, Head] = {}  # clients repeat theirs
-        self.last_head: tuple[bytes, Head | None] = b"", None  # the last that was found
+        self._known_heads: dict[bytes, Head] = {}  # a cache, as clients repeat their heads
+        self.last_head: tuple[bytes, Head | None] = b"", None  # the last result of `find_head`
         self._lines: dict[int, bytes] = {}
         self._date = formatdate(usegmt=True)
 
@@ -147,7 +147,7 @@ class Listener(Port):
         super().tick(now_s)
 
     def line(self, status: int) -> bytes:
-        """The status line and the Date of a reply, cached for a second."""
+        """Return the status line and the Date of a reply, cached for a second."""
         found = self._lines.get(status)
         if found is None:
             text = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nDate: {self._date}\r\n"
@@ -155,7 +155,7 @@ class Listener(Port):
         return found
 
     def find_head(self, at: int, end: int) -> tuple[bytes, Head | None]:
-        """The head received from `at` on, if it is known; the next one often equals it."""
+        """Return the bytes of the head received from `at` on, and the Head if it is cached."""
         raw = bytes(self.view[at : self.read_into.find(END, at, end) + len(END)])
         head = self._known_heads.get(raw)
         if head is not None:
@@ -163,7 +163,7 @@ class Listener(Port):
         return raw, head
 
     def keep(self, raw: bytes, head: Head) -> None:
-        """Cache a head; not with a trace id or a boundary, which differ in each request."""
+        """Cache a head, unless it has a trace id or a boundary, which differ in each request."""
         form = head.content_type is not None and b"boundary" in head.content_type
         if len(raw) <= _KNOWN_HEAD_BYTES and head.trace is None and not form:
             if len(self._known_heads) >= _KNOWN_HEADS:
@@ -171,14 +171,14 @@ class Listener(Port):
             self._known_heads[raw] = head
 
     def is_health_check(self, end: int) -> bool:
-        """Return whether the first `end` bytes received are just that: it costs little."""
+        """Return whether the first `end` bytes received are just a cheap health check."""
         data = self.read_into
         return data.startswith(_HEALTH, 0, end) and data.find(END, 0, end) == end - len(END)
 
     def make_room(self, connection: HttpConnection) -> bool:
-        """Whether a new connection has a place; otherwise it may ask for the server's health.
+        """Return whether a new connection has a place; otherwise it may only ask for the health.
 
-        So that a load balancer's check gets through. Of too many such clients the oldest leave.
+        A load balancer's check thus gets through. The oldest of too many such clients are closed.
         """
         if self.has_place():
             return True
@@ -206,11 +206,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         # the requests that are being answered
         self._exchanges: deque[Exchange] = deque()
         self._paused = False  # no request is processed until replies are sent, or in this turn
-        self._kept = b""  # received meanwhile; counted in the memory budget
-        self._unsent_bytes = 0  # of replies that the client has not taken, counted there too
-        self._stalled_s: float | None = None  # since when the client does not read
+        self._kept = b""  # bytes received meanwhile; counted in the memory budget
+        self._unsent_bytes = 0  # bytes of replies that the client has not read; counted there too
+        self._stalled_s: float | None = None  # when the client stopped reading
         self._ended = False  # the client sends no more
-        self._begun_bytes = 0  # of the next answer, sent already
+        self._begun_bytes = 0  # bytes of the next answer that were sent already
 
     @property
     def unanswered(self) -> int:
@@ -222,7 +222,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return None if busy else self._since_s
 
     def is_last(self, exchange: Exchange) -> bool:
-        """Whether this is the latest request, so that the connection may end with its reply."""
+        """Return whether this is the latest request, whose reply may end the connection."""
         return bool(self._exchanges) and self._exchanges[-1] is exchange
 
     # -- asyncio ---------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
         left, listener = self._left, self.listener
-        if listener.turns.late() if self._tls else listener.turns.busy:  # it is used up
+        if listener.turns.late() if self._tls else listener.turns.busy:  # this turn is used up
             return (left or listener.view)[: BUSY_BYTES[self._tls]]
         return left[:PIECE_BYTES] if left else listener.view
 
@@ -262,7 +262,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._pause()
             self._keep(0, nbytes)
             self._resume(urgent=urgent)
-        elif state is not SPARE:  # what comes is dropped
+        elif state is not SPARE:  # received data are dropped
             if turns.late():
                 self._transport.pause_reading()
                 turns.wait(self._continue)
@@ -274,15 +274,15 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.refuse_spare()
 
     def refuse_spare(self) -> None:
-        """Close it, unless it has got a place or ended."""
+        """Close the connection, unless it is no longer a spare one."""
         if self._state is SPARE:
             self._state = IDLE
             self._refuse(503, f"there are {self._limits.connections} connections already")
 
     def eof_received(self) -> bool:
-        """The client sends no more. If it still reads, it gets the answers to its whole requests.
+        """Answer the complete requests of a client that sends no more, if it still reads.
 
-        Only sending shows whether it does: the first answer begins at once.
+        Only sending shows whether it reads: the first answer begins at once.
         """
         if self._tls or not self._exchanges:
             return False
@@ -296,7 +296,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._stalled_s = self.listener.now_s
         self._pause()
         more = self._transport.get_write_buffer_size() - self._unsent_bytes
-        if more > 0:  # small replies, which count only if they are not taken
+        if more > 0:  # small replies, which count only if the client does not read them
             self._unsent_bytes += more
             self.listener.memory.add(more, 0)
 
@@ -305,7 +305,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.release_sent()
         self._resume()
 
-    # -- waiting until the client takes replies ------------------------------------------------
+    # -- waiting until the client reads replies ------------------------------------------------
 
     def _pause(self) -> None:
         self._paused = True
@@ -316,7 +316,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         room = len(self._exchanges) < self._limits.pipelined
         if self._stalled_s is None and room and self._state is not WHOLE:
             self._paused = False
-            if self._kept:  # not now: another connection may be using the shared buffer
+            if self._kept:  # not in this turn: another connection may be using the shared buffer
                 self.listener.turns.wait(self._read_kept, urgent=urgent)
             elif not self._ended:
                 self._transport.resume_reading()
@@ -340,7 +340,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return data
 
     def release_sent(self) -> None:
-        """Count replies in the memory budget no longer once the client has taken them all."""
+        """Remove replies from the memory budget once the client has read them all."""
         if self._unsent_bytes and not self._transport.get_write_buffer_size():
             self.listener.memory.release(self._unsent_bytes)
             self._unsent_bytes = 0
@@ -352,7 +352,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         listener, data = self.listener, self.listener.read_into
         at, steps = 0, self._limits.pipelined
         while at < end and self._state < LAST and not self._paused:
-            if not steps:  # the rest in the next turn, after other clients
+            if not steps:  # process the rest in the next turn, after other clients
                 self._pause()
                 break
             steps -= 1
@@ -385,7 +385,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if head is None:
             return end
         self._reader = None
-        if head.refusal is None and reader.bytes == used:  # received in one piece
+        if head.refusal is None and reader.bytes == used:  # the head came in one piece
             self.listener.keep(raw[:used], head)
         return self._begin(head, at + used, end)
 
@@ -407,8 +407,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._chunks = ChunkedBody(self._limits, self.listener.max_body_bytes)
             return at
         self._enter(SIZED)
-        # Uninitialised: the system allocates pages on the first write, so a length that a client
-        # only claims costs nothing. The binary part is aligned for numbers.
+        # The memory is uninitialised: the system allocates pages on the first write, so a length
+        # that a client only claims costs nothing. The binary part is aligned for numbers.
         json = head.json_bytes
         pad = -int(json) % 16 if json is not None and json[:18].isdigit() else 0
         try:
@@ -421,7 +421,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return end
 
     def _receive(self, size: int) -> None:
-        """Count `size` bytes of a body of known length, which are in their place already."""
+        """Count `size` bytes of a body of known length, which are in place already."""
         if self._left is None or not self._reserve(size):
             return
         self._left, turns = self._left[size:], self.listener.turns
@@ -458,7 +458,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return False
 
     def _continue(self) -> None:
-        """Go on in this connection's turn: its body is whole, or it may send more."""
+        """Continue in this connection's turn: its body is whole, or it may send more."""
         if self._state is WHOLE:
             body, self._body = self._body, None  # frees the memory of the body
             self._complete(self._exchange, cast("memoryview", body))
@@ -502,10 +502,10 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._since_s = self.listener.now_s
 
     def _write_large(self, exchange: Exchange, answer: Sequence[Bytes]) -> None:
-        """Write what counts in the memory budget until the client has taken it."""
+        """Write a reply that counts in the memory budget until the client has read it."""
         self._unsent_bytes += exchange.held_bytes
         exchange.held_bytes = 0
-        if self._tls:  # its transport passes on each write whole, and forgets it
+        if self._tls:  # the TLS transport forwards each write whole and does not count it
             for part in answer:
                 for at in range(0, len(part), READ_BYTES):
                     self._transport.write(memoryview(part)[at : at + READ_BYTES])
@@ -556,12 +556,12 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._stalled_s is not None:
             if now_s - self._stalled_s > limits.write_s:
                 self._transport.abort()
-        elif self._exchanges or self._kept or state is WHOLE:  # it is the server's turn
+        elif self._exchanges or self._kept or state is WHOLE:  # the client waits for the server
             if self._ended and self._transport.get_extra_info("socket").getsockopt(
                 SOL_SOCKET, SO_ERROR
-            ):  # the client has refused what was sent; not seen otherwise
+            ):  # the client has refused what was sent; nothing else shows it
                 self._transport.abort()
-        elif state >= LAST:  # closed, but for what the client has not taken
+        elif state >= LAST:  # closed, except for what the client has not read
             if waited_s > (limits.linger_s if state is LINGERING else limits.write_s):
                 self._transport.abort()
         elif state is IDLE:

@@ -20,13 +20,13 @@ _USED = frozenset(
     b"accept-encoding authorization traceparent inference-header-content-length".split()
 )
 END = b"\r\n\r\n"
-# RFC 9112, 3.2.2: a target as for a proxy; its host counts instead of the header
+# RFC 9112, 3.2.2: proxies get such targets; their host replaces the header
 _ABSOLUTE = re.compile(r"https?://([^/?#@]+)([/?].*)?", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """What one connection may send and how long it may take."""
+    """Limits of one connection: sizes, counts and times."""
 
     header_bytes: int = 64 << 10
     headers: int = 100
@@ -58,7 +58,7 @@ class HeadReader:
         self._refused: Refusal | None = None
 
     def feed(self, data: bytes) -> tuple[int, Head | None]:
-        """Returns how many bytes of `data` belong to the head, and the Head once it is complete.
+        """Return how many bytes of `data` belong to the head, and the Head once it is complete.
 
         A Head with a `refusal` ends the connection; it may come before the head is complete.
         """
@@ -70,7 +70,7 @@ class HeadReader:
         try:
             self._parser.feed_data(data[:used])
         except httptools.HttpParserUpgrade:
-            pass  # an offer of another protocol, which a server may ignore
+            pass  # the client offers another protocol, which a server may ignore
         except httptools.HttpParserError as exc:
             self._refuse(400, f"the request is not valid HTTP/1.1: {quote(str(exc))}")
         if self.bytes > self._limits.header_bytes:
@@ -109,10 +109,10 @@ class HeadReader:
         if name in _USED:
             if name in self._headers and name != b"accept":
                 self._refuse(400, f"the header {quote(name.decode())} is given twice")
-            self._headers[name] = value.strip(b" \t")  # llhttp leaves those at the end
+            self._headers[name] = value.strip(b" \t")  # llhttp keeps trailing white space
 
     def on_headers_complete(self) -> None:
-        # The parser drops these at the end of the message, which may follow at once.
+        # The parser drops the headers at the end of the message, which may follow at once.
         self._complete = True
         self._old = self._parser.get_http_version() == "1.0"
         self._keep_alive = self._parser.should_keep_alive()
@@ -149,8 +149,6 @@ class HeadReader:
         )  # fmt: skip
 
 
-# Read a chunked body (RFC 9112, 7.1) strictly and within limits; trailers are dropped.
-
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(;[\t\x20-\x7e\x80-\xff]*)?\r\n")
 _SIZE_LINE_BYTES = 4096
 _LINES = 1000  # about a millisecond
@@ -158,7 +156,7 @@ _SIZE_LINE, _DATA, _DATA_END, _TRAILER = range(4)
 
 
 class ChunkedBody:
-    """The state of one chunked body. Raises BadInput, and TooLarge above a limit."""
+    """Reads a chunked body (RFC 9112, 7.1) strictly. Raises BadInput, TooLarge above a limit."""
 
     def __init__(self, limits: HttpLimits, max_body_bytes: int) -> None:
         self._limits = limits
@@ -175,7 +173,7 @@ class ChunkedBody:
         return self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
 
     def feed(self, data: bytes, at: int = 0) -> int:
-        """Consume the body's bytes from `at` on, _LINES lines at most; returns the index after."""
+        """Consume bytes from `at` on, at most _LINES lines; return the index after them."""
         last = self._lines + _LINES
         while at < len(data) and not self.done and self._lines < last:
             if self._state == _DATA:

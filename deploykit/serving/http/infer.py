@@ -19,15 +19,15 @@ from deploykit.serving.transport.call import JSON, Call, reply_exception
 
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
 _COMPRESSED = b"Content-Encoding: %s\r\nVary: Accept-Encoding\r\n"
-LARGE_BYTES = 256 << 10  # of JSON, of a request or a reply: offloaded to a thread
-_INLINE_BYTES = 4 << 10  # of outputs that are compressed on the event loop's thread
+LARGE_BYTES = 256 << 10  # JSON of a request or a reply from this size on is offloaded to a thread
+_INLINE_BYTES = 4 << 10  # outputs up to this size are compressed on the event loop's thread
 
 
 class InferRoute(ModelRoute):
-    """The route of one model."""
+    """Answers the inference requests of one model."""
 
     def __call__(self, call: Call) -> None:
-        """Raises BadInput for a wrong header."""
+        """Answer a request. Raises BadInput for a wrong header."""
         head, body = call.head, call.body
         try:
             json_bytes = json.header_length(head.json_bytes)
@@ -36,7 +36,7 @@ class InferRoute(ModelRoute):
             raise
         call.body = b""
         large = self.model.largest_output_bytes > LARGE_BYTES
-        if large and not call.reserve(0):  # before the engine works for nothing
+        if large and not call.reserve(0):  # checked before the engine runs in vain
             raise over_budget()
         slow_bytes = len(body) if json_bytes is None or self.strings else json_bytes
         inference = HttpInference(self, call, (body, json_bytes), head.trace)
@@ -49,7 +49,7 @@ class InferRoute(ModelRoute):
 
 
 class HttpInference(Inference):
-    """One inference call. Its source: the body, and the length of the body's JSON part."""
+    """One inference call. Its source is the body and the length of the body's JSON part."""
 
     __slots__ = ("_decoded_bytes",)
     _decoded_bytes: int

@@ -1,6 +1,6 @@
-"""POST /v2/models/M/predict: images or text as clients have them, answers as JSON.
+"""POST /v2/models/M/predict: images or text in the client's own format, answers as JSON.
 
-The body is an image (image/jpeg, image/png, image/webp), a text (text/plain), a form with files
+The body is an image (image/jpeg, image/png, image/webp), text (text/plain), a form with files
 (multipart/form-data), or JSON: {"text": "..."}, {"image": "BASE64"}, a list of several in place of
 the string, or such a list alone. Several items have a list of answers.
 """
@@ -28,23 +28,21 @@ from deploykit.serving.oip.json import parse_document
 from deploykit.serving.transport import call as compression
 from deploykit.serving.transport.call import JSON, Call, Head, reply_exception, reply_with
 
-# Take the fields out of a multipart/form-data body (RFC 7578), strictly and within limits.
-
 _BOUNDARY = re.compile(rb';\s*boundary=(?:"([^"\r\n]{1,70})"|([^\s;,"]{1,70}))\s*(?:;|$)', re.I)
 _NAME = re.compile(rb';\s*name=(?:"([^"\r\n]*)"|([^\s;"]+))', re.I)
-_HEAD_BYTES = 8 << 10  # of one part
-_WINDOW_BYTES = 1 << 20  # searched at once: one search of it all would keep other threads waiting
+_HEAD_BYTES = 8 << 10  # the largest head of one part
+_WINDOW_BYTES = 1 << 20  # searched at once: a search of all of it would keep other threads waiting
 
 
 class FormField(NamedTuple):
-    """One field."""
+    """One field of a form."""
 
     name: str
     content: Bytes
 
 
 def find_boundary(content_type: bytes) -> bytes:
-    """Raises BadInput."""
+    """Return the boundary of a form. Raises BadInput."""
     match = _BOUNDARY.search(content_type)
     if match is None:
         raise BadInput("the Content-Type multipart/form-data has no boundary")
@@ -52,7 +50,7 @@ def find_boundary(content_type: bytes) -> bytes:
 
 
 def split_parts(body: Bytes, boundary: bytes, most: int) -> list[FormField]:
-    """The fields in their order. Raises BadInput, TooLarge above `most` of them."""
+    """Split a form (RFC 7578) into fields. Raises BadInput, TooLarge above `most` of them."""
     delimiter = b"\r\n--" + boundary
     if bytes(body[: len(delimiter) - 2]) != delimiter[2:]:
         raise BadInput("the body does not begin with the boundary of its Content-Type")
@@ -61,7 +59,7 @@ def split_parts(body: Bytes, boundary: bytes, most: int) -> list[FormField]:
     for stop in _places(body, delimiter):
         end = stop + len(delimiter)
         if bytes(body[end : end + 2]) not in (b"\r\n", b"--"):
-            continue  # it only begins like the boundary
+            continue  # the line only begins like the boundary
         if len(found) == most:
             raise TooLarge(f"the form has more than {most} fields")
         found.append(_part(body, start, stop))
@@ -72,8 +70,8 @@ def split_parts(body: Bytes, boundary: bytes, most: int) -> list[FormField]:
 
 
 def _part(body: Bytes, start: int, stop: int) -> FormField:
-    """The field between two boundaries."""
-    head = bytes(body[start : min(stop + 4, start + _HEAD_BYTES)])  # with the CR LF before a stop
+    """Return the field between two boundaries."""
+    head = bytes(body[start : min(stop + 4, start + _HEAD_BYTES)])  # with the CR LF before `stop`
     end = head.find(b"\r\n\r\n")
     if end < 0 or start + end > stop:
         raise BadInput(f"a field of the form has no end of its headers within {_HEAD_BYTES} bytes")
@@ -102,16 +100,16 @@ def _places(body: Bytes, delimiter: bytes) -> Iterator[int]:
 IMAGES = (b"image/jpeg", b"image/png", b"image/webp")
 _IMAGE, _TEXT = ("image", "images"), ("text", "texts")
 _UNNAMED = (b"", b"application/octet-stream", b"application/x-www-form-urlencoded")  # as curl's
-_NUMBER = 20  # digits
-_SMALL_BYTES = 64 << 10  # taken apart on the event loop's thread
-_LARGE_BYTES = 256 << 10  # taken apart with other large bodies
+_NUMBER = 20  # the most digits
+_SMALL_BYTES = 64 << 10  # bodies up to this size are split on the event loop's thread
+_LARGE_BYTES = 256 << 10  # bodies from this size on are split together with other large ones
 
 
 class PredictRoute(ModelRoute):
-    """The route of one model."""
+    """Answers the predict requests of one model."""
 
     def __call__(self, call: Call) -> None:
-        """Raises BadInput for a wrong request, Unsupported for a model without a task."""
+        """Answer a request. Raises BadInput, and Unsupported for a model without a task."""
         head, body = call.head, call.body
         prediction = HttpTaskCall(self, call, head.trace)
         _read_query(head.target, prediction)
@@ -152,8 +150,6 @@ class PredictRoute(ModelRoute):
 
 
 class HttpTaskCall(TaskCall):
-    """One call."""
-
     client: Call
 
     def reply(self, answers: Sequence[bytes]) -> None:
@@ -165,10 +161,10 @@ class HttpTaskCall(TaskCall):
 
 
 def split_json(text: bool, body: Bytes) -> Items:
-    """The items of a JSON document; `text`: strings, else base64. Raises BadInput, TooLarge."""
+    """Split JSON into strings if `text`, else base64 images. Raises BadInput, TooLarge."""
     data = bytes(body)
     check_json_size(data, _hint(text))
-    with ONE_JSON if len(data) > _SMALL_BYTES else nullcontext():  # a small one: on the loop
+    with ONE_JSON if len(data) > _SMALL_BYTES else nullcontext():  # a small one runs on the loop
         document = parse_document(data)
     kind = "text" if text else "image"
     if type(document) is dict:
@@ -194,7 +190,7 @@ def _from_base64(value: str, number: int) -> bytes:
         value = value.partition(",")[2]
     try:
         return base64.b64decode("".join(value.split()), validate=True)
-    except (binascii.Error, ValueError):  # not even ASCII
+    except (binascii.Error, ValueError):  # the string is not even ASCII
         raise BadInput(f"image {number} is not base64") from None
 
 
@@ -213,7 +209,7 @@ def _alone(body: Bytes) -> Items:
 
 
 def _read_query(target: str, call: TaskCall) -> None:
-    """`mask`, `threshold` and `top_k`, the last of each. Raises BadInput."""
+    """Read `mask`, `threshold` and `top_k`; the last of each counts. Raises BadInput."""
     asked = {name: values[-1] for name, values in parse_qs(target.partition("?")[2]).items()}
     call.mask = asked.get("mask", RLE)
     if call.mask not in (RLE, PNG):
@@ -237,28 +233,26 @@ def _hint(text: bool) -> str:
     )
 
 
-# POST /v2/models/NAME/predict of a pipeline: the body becomes its input, its answer the reply.
-
-MOST_FIELDS = 64  # of a form
+MOST_FIELDS = 64  # the most fields of a form
 _BYTES = b"Content-Type: application/octet-stream\r\n"
 
 
 class PipelineRoute:
-    """The route of one pipeline."""
+    """Answers the predict requests of one pipeline: the body is its input, its answer the reply."""
 
     def __init__(self, pipeline: ServedPipeline, max_body_bytes: int) -> None:
         self._pipeline = pipeline
         self._max_body_bytes = max_body_bytes
 
     def __call__(self, call: Call) -> None:
-        """Raises Overloaded during the shutdown."""
+        """Start the pipeline. Raises Overloaded during the shutdown."""
         head, body = call.head, call.body
         call.body = b""
         read = partial(self._read, head, body)
         call.cancel = self._pipeline.start(read, partial(_reply, call), head.trace, call.reserve)
 
     def _read(self, head: Head, body: Bytes) -> bytes | str:
-        """Return the input's bytes or text. Raises BadInput, TooLarge, UnknownEncoding."""
+        """Return the input's bytes or string. Raises BadInput, TooLarge, UnknownEncoding."""
         kind, name = (head.content_type or b"").lower(), self._pipeline.input
         takes = self._pipeline.takes
         json_text = takes == "text" and kind.startswith(b"application/json")
@@ -279,7 +273,7 @@ class PipelineRoute:
 
 
 def _text(data: bytes, name: str) -> str:
-    """A text from JSON: an object that holds it, or the string alone."""
+    """Return the string of a JSON document: the document itself, or an object that holds it."""
     check_json_size(data, NOT_JSON)
     with ONE_JSON:
         value = parse_document(data)

@@ -41,9 +41,9 @@ PAGE_HEADERS = (  # a page loads nothing from other sites and cannot be framed
     b"Content-Security-Policy: default-src 'self'; frame-ancestors 'none'\r\n"
     b"X-Content-Type-Options: nosniff\r\nReferrer-Policy: no-referrer\r\nContent-Type: %s\r\n"
 )
-_PAUSE_S = 0.01  # after the metrics were written, while others wait
-_REPLIES = 100  # with metrics, in one turn of the event loop
-_ACCEPT_BYTES = 1024  # of a longer header the rest is ignored
+_PAUSE_S = 0.01  # pause after the metrics were written, if other clients wait
+_REPLIES = 100  # replies with metrics in one turn of the event loop
+_ACCEPT_BYTES = 1024  # the rest of a longer header is ignored
 _DOCUMENT_BYTES = 64 << 10
 _REGION = re.compile(r"/v2/systemsharedmemory(?:/region/([^/]+))?/(status|register|unregister)")
 _UNREGISTER_CUDA = "/v2/cudasharedmemory/unregister"  # NVIDIA's examples begin by calling it
@@ -57,10 +57,10 @@ Route = Callable[[Call], None]
 
 
 class Scrapes:
-    """GET /metrics, however many clients ask: a reply holds what was counted at its time, or later.
+    """GET /metrics for any number of clients: a reply is never older than its request.
 
     Writing the metrics takes some ms of Python, on any thread: done for each request, it would keep
-    the event loop from running. So they are written for all that wait, and not again at once.
+    the event loop from running. They are written once for all that wait, then after a pause.
     """
 
     def __init__(self, group: ServerGroup, offload: Offload) -> None:
@@ -112,7 +112,7 @@ def _accept(call: Call) -> str:
 
 
 class Routes:
-    """The table: path -> (method, route). HEAD is GET without a body."""
+    """The table: path -> (method, route). HEAD is answered as GET without a body."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Routes:
         group: ServerGroup | None = None,
         grpc_port: int | None = None,
     ) -> None:
-        """`group`: the processes that share this server's address, if there are several.
+        """Build the table. `group`: the processes that share this server's address, if several.
 
         `scheme` and `grpc_port` are for the examples at /docs.
         """
@@ -182,7 +182,7 @@ class Routes:
             reply_exception(call, exc)
 
     def _find(self, path: str) -> tuple[str, Route]:
-        """Routes that are not in the table. Raises NotFound, Unsupported."""
+        """Find a route that is not in the table. Raises NotFound, Unsupported."""
         memory = self._repository.memory
         region = _REGION.fullmatch(path)
         if region and memory is not None:
@@ -203,7 +203,7 @@ class Routes:
         raise NotFound(f"there is no route {quote(path)}")
 
     def _offer(self) -> None:
-        """Offer the reports and the changes that other processes may ask this one for."""
+        """Offer the reports and the changes that other processes may ask of this one."""
         repository, status, memory = self._repository, self.status, self._repository.memory
         reports: dict[str, Callable[[], object]] = {
             "samples": repository.samples,
@@ -257,7 +257,7 @@ class Routes:
 
 
 def _document(call: Call) -> dict[str, Any]:
-    """The JSON of a request that is no inference, parsed on the event loop's thread."""
+    """Parse the JSON of a request other than inference, on the event loop's thread."""
     if len(call.body) > _DOCUMENT_BYTES:
         raise TooLarge(
             f"the body is above {_DOCUMENT_BYTES} bytes, which this route has no use for"

@@ -27,7 +27,7 @@ from deploykit.serving.transport.turns import BUSY_BYTES
 
 log = logging.getLogger(__name__)
 
-# RFC 9113: types of frames, their flags, error codes
+# RFC 9113: frame types, flags and error codes
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS = 0, 1, 2, 3, 4
 PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 5, 6, 7, 8, 9
 END_STREAM, ACK, END_HEADERS, PADDED, PRIORITIZED = 1, 1, 4, 8, 32
@@ -36,26 +36,26 @@ STREAM_CLOSED, FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL = 5, 6, 7, 8
 COMPRESSION_ERROR, ENHANCE_YOUR_CALM = 9, 11
 FRAME = struct.Struct(">BHBBI")  # length (8 + 16 bits), type, flags, stream
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_SIZES = {PRIORITY: 5, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}  # of a frame's payload
+_SIZES = {PRIORITY: 5, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}  # payload sizes of frames
 LARGEST_WINDOW = LARGEST_STREAM = (1 << 31) - 1
 FRAME_BYTES = 1 << 14  # the largest frame that we accept: HTTP/2's default
 FIRST_WINDOW = 65535
 
 STREAM_WINDOW = 1 << 20  # bytes that a client may send on a stream before an update
-CONNECTION_WINDOW = 1 << 24  # bytes of DATA that a client may send before an update
-UPDATE_BYTES = CONNECTION_WINDOW // 2  # of DATA, after which we send it
+CONNECTION_WINDOW = 1 << 24  # the same on all streams of a connection
+UPDATE_BYTES = CONNECTION_WINDOW // 2  # received bytes of DATA after which we update the window
 READ_BYTES = 256 << 10
 LEAST_BYTES_S = 32 << 10  # a client that reads its answers more slowly is disconnected
-WAITING_BYTES = 16 << 20  # of answers, above which a connection's requests wait
-_RESERVED_MESSAGES = 4  # of maximum size that one connection may send at once
-_TOGETHER_BYTES = 1 << 18  # written at once
+WAITING_BYTES = 16 << 20  # unread answers above which a connection's requests wait
+_RESERVED_MESSAGES = 4  # messages of maximum size that one connection may send at once
+_TOGETHER_BYTES = 1 << 18  # joined writes above this size are flushed at once
 _HIGH_WATER_BYTES = 1 << 20  # unsent bytes from which on we stop reading
-_LEFT_OPEN = 1024  # streams that we have ended and the client perhaps not; twice the largest count
+_LEFT_OPEN = 1024  # streams that only we have ended; twice the largest count
 _TURN_COST = 1024  # frames that one connection may have processed in a turn of the loop
-_BUSY_COST = 128  # and while frames of others wait for their turn
-_CHECKED = 15  # the time is checked after so many frames, and after every 16 more
-_MOST_SETTINGS = 64  # in one frame
-_SETTINGS_COST = 10  # frames, as each may move the windows of all streams
+_BUSY_COST = 128  # the same while other connections' frames wait for their turn
+_CHECKED = 15  # a bit mask: the time is checked after 16 frames, and after every 16 more
+_MOST_SETTINGS = 64  # settings in one frame
+_SETTINGS_COST = 10  # counts as so many frames, as each may move the windows of all streams
 
 
 class ConnectionFault(Exception):  # noqa: N818 - RFC 9113 calls it a connection error
@@ -71,13 +71,13 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def _number(value: int) -> bytes:
-    """A window or an error code as a payload."""
+    """Encode a window or an error code as a payload."""
     return value.to_bytes(4, "big")
 
 
 def literal(name: bytes, value: bytes) -> bytes:
-    """An HPACK literal that is not added to the client's table; the name is below 127 bytes."""
-    length, size = bytearray([min(len(value), 127)]), len(value) - 127  # a prefix of 7 bits
+    """Encode an HPACK literal that the client's table does not store; `name` is below 127 bytes."""
+    length, size = bytearray([min(len(value), 127)]), len(value) - 127  # a 7-bit prefix
     while size >= 128:
         length.append(size % 128 + 128)
         size //= 128
@@ -100,28 +100,28 @@ class Stream:
         self.send_window = link.first_window  # bytes of DATA that the client accepts
         self.receive_window = STREAM_WINDOW  # bytes of DATA that the client may still send
         self.granted_bytes = 0  # added to it for a large message
-        self.requested_bytes = 0  # to be added once the connection's limit allows
+        self.requested_bytes = 0  # to be added once the connection's limit allows it
         self.unsent: list[memoryview] = []  # DATA blocked by the windows; few, so no deque
         self.trailers: bytes | None = None  # the frame that follows `unsent`
         self.ended = False  # the client sends no more
-        self.gone = False  # it has ended: nothing can be sent
+        self.gone = False  # the stream has ended: nothing can be sent
 
     @property
     @abstractmethod
     def unanswered(self) -> int:
-        """Requests whose replies have not been written."""
+        """Return the number of requests whose replies have not been written."""
 
     @abstractmethod
     def begin(self, ended: bool) -> None:
-        """The headers have been read; `ended`: nothing follows."""
+        """Start after the headers were read; `ended`: nothing follows."""
 
     @abstractmethod
     def receive(self, piece: bytes, ended: bool) -> None:
-        """The content of a DATA frame; `ended`: it is the last."""
+        """Receive the content of a DATA frame; `ended`: it is the last."""
 
     @abstractmethod
     def resume(self) -> None:
-        """All output was sent; there may be more."""
+        """Continue once all output was sent."""
 
     @abstractmethod
     def check(self, now_s: float) -> None:
@@ -170,7 +170,7 @@ class Stream:
         self.finish()
 
     def finish(self) -> None:
-        """End the stream; unsent output is dropped."""
+        """End the stream and drop its unsent output."""
         self.gone = True
         self.trailers = None
         self.unsent.clear()
@@ -179,30 +179,30 @@ class Stream:
 
 @dataclass(frozen=True)
 class Http2Limits:
-    """What one connection may send and how long it may take."""
+    """Limits of one connection, and of all together: sizes, counts and times."""
 
     connections: int = 4096
     streams: int = 512  # concurrent, per connection
     outstanding: int = 256  # unsent replies of one stream
-    all_streams: int = 16384  # of all connections; each costs memory and time while it is open
+    all_streams: int = 16384  # on all connections; each costs memory and time while it is open
     header_bytes: int = 64 << 10
-    header_frames: int = 128  # of one header block
+    header_frames: int = 128  # frames of one header block
     headers: int = 100
-    empty_frames: int = 2000  # a second: pings, resets, refused calls, ...
+    empty_frames: int = 2000  # per second: pings, resets, refused calls, ...
     header_s: float = 10.0  # until the settings arrive; until a header block is complete
-    body_s: float = 30.0  # of one message
+    body_s: float = 30.0  # for one message
     idle_s: float = 75.0  # without a stream
     write_s: float = 30.0  # for a client that does not read its reply
     linger_s: float = 2.0  # for reading the reason of a close
 
     def divided(self, parts: int) -> Http2Limits:
-        """The limits of one of `parts` processes, which share those of all connections."""
+        """Return the limits of one of `parts` processes, which share those of all connections."""
         connections, streams = -(-self.connections // parts), -(-self.all_streams // parts)
         return replace(self, connections=connections, all_streams=streams)
 
 
 class Http2Port(Port):
-    """What all HTTP/2 connections of a server share.
+    """State that all HTTP/2 connections of a server share.
 
     `parse` makes a head from a stream's headers; `open` makes a stream from connection, number and
     head; `offload(work, then)` runs `work` on another thread, then `then` on the event loop's.
@@ -225,15 +225,15 @@ class Http2Port(Port):
         self.max_message_bytes = max_message_bytes
         self.offload = offload
         self.clock_s = clock_s
-        self.open_streams = 0  # of all connections
+        self.open_streams = 0  # on all connections
         self.view = memoryview(bytearray(READ_BYTES))  # only one connection reads at a time
-        self._written: list[Http2Connection] = []  # with output for the end of this turn
+        self._written: list[Http2Connection] = []  # those with output for the end of this turn
 
     def connect(self) -> Http2Connection:
         return Http2Connection(self)
 
     def flush_soon(self, connection: Http2Connection) -> None:
-        """Flush it once what runs in this turn of the loop has written."""
+        """Flush the connection once the running callbacks of this turn of the loop have written."""
         if not self._written:
             asyncio.get_running_loop().call_soon(self._flush)
         self._written.append(connection)
@@ -243,12 +243,12 @@ class Http2Port(Port):
         for connection in written:
             try:
                 connection.flush()
-            except Exception:  # the others must not lose their output
+            except Exception:  # the other connections must not lose their output
                 log.exception("writing to an HTTP/2 connection failed")
 
 
 class Phase(IntEnum):
-    """What a connection expects next."""
+    """The input that a connection expects next."""
 
     AWAIT_PREFACE = 0
     AWAIT_SETTINGS = 1
@@ -261,7 +261,7 @@ AWAIT_PREFACE, AWAIT_SETTINGS, OPEN, IN_HEADERS, CLOSED = Phase
 
 
 class Http2Connection(asyncio.BufferedProtocol):
-    """One client."""
+    """One client's connection: its streams, its windows and its unsent output."""
 
     def __init__(self, shared: Http2Port) -> None:
         self.shared = shared
@@ -277,25 +277,25 @@ class Http2Connection(asyncio.BufferedProtocol):
         # streams
         self.streams: dict[int, Stream] = {}
         self.last = 0  # the highest stream that the client has opened
-        self._opened = 0  # how many it has opened
-        # number -> receive window of streams that we have ended, and the client not: what it sent
-        # before it knew is ignored
+        self._opened = 0  # how many streams it has opened
+        # stream -> receive window, for streams that only we have ended: what the client sent before
+        # it knew is ignored
         self.left_open: OrderedDict[int, int] = OrderedDict()
         # what the client sends
-        self.received_bytes = 0  # of DATA since our last update
+        self.received_bytes = 0  # bytes of DATA since our last update
         self._reserved = 0  # window granted to large messages
         self._waiting: deque[Stream] = deque()
-        # what the client takes
-        self.frame_bytes = FRAME_BYTES  # of the largest frame
-        self.send_window = FIRST_WINDOW  # bytes of DATA
-        self.first_window = FIRST_WINDOW  # and on a new stream
-        self.answer_bytes = 0  # of answers that its windows do not take
+        # what the client accepts
+        self.frame_bytes = FRAME_BYTES  # the largest frame
+        self.send_window = FIRST_WINDOW  # bytes of DATA that it accepts
+        self.first_window = FIRST_WINDOW  # the same on a new stream
+        self.answer_bytes = 0  # bytes of answers that exceed its windows
         self._will_push = False
-        self._parked: dict[Stream, None] = {}  # with requests that wait until answers are read
+        self._parked: dict[Stream, None] = {}  # their requests wait until answers are read
         self._writes: list[bytes] = []
         self._write_bytes = 0
         self._flushed = 0  # bytes given to the transport
-        self._buffered = 0  # of them, not yet sent: counted in the memory budget
+        self._buffered = 0  # bytes of them not yet sent; counted in the memory budget
         self._read_by_s: float | None = None  # when the client must have read more of them
         self._stalled_s: float | None = None  # when the client stopped reading
         self._blocked_s: float | None = None  # when its windows began to block a reply
@@ -333,7 +333,7 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
         shared, tls = self.shared, self._tls
-        if shared.turns.late() if tls else shared.turns.busy:  # it is used up
+        if shared.turns.late() if tls else shared.turns.busy:  # this turn is used up
             return shared.view[: BUSY_BYTES[tls]]
         return shared.view
 
@@ -380,13 +380,13 @@ class Http2Connection(asyncio.BufferedProtocol):
         turns.spend(begun_s)
 
     def _wait_for_turn(self) -> None:
-        """Process the frames that were received in later turns of the loop, and read no more."""
+        """Process the received frames in later turns of the loop, and read no more until then."""
         self.queued = True
         self._transport.pause_reading()
         self.shared.turns.wait(self._continue_reading)
 
     def _continue_reading(self) -> None:
-        """It is this connection's turn; a client that does not read must wait."""
+        """Continue in this connection's turn, unless its client does not read."""
         if self.queued and self._can_read:
             self.queued = False
             self.data_received(b"")
@@ -398,7 +398,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         return self._stalled_s is None and self.phase is not CLOSED
 
     def _frames(self, data: bytes) -> int:
-        """Process the complete frames that this turn of the loop allows; the index after them."""
+        """Process the complete frames that this turn allows; return the index after them."""
         at, size = 0, len(data)
         if self.phase is AWAIT_PREFACE:
             if not data.startswith(PREFACE[:size]):
@@ -428,7 +428,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             if kind == DATA:
                 self._data(data, at + 9, end, flags, number)
             elif kind == HEADERS:
-                cost -= length >> 3  # HPACK makes a header of a single byte
+                cost -= length >> 3  # HPACK can encode a header in a single byte
                 self._headers(data[at + 9 : end], flags, number)
             elif kind == CONTINUATION:
                 self._continue_headers(data[at + 9 : end], flags)
@@ -537,7 +537,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         stream.begin(flags & END_STREAM != 0)
 
     def _trailers(self, block: bytes, flags: int, number: int) -> None:
-        """Headers on a stream that was opened before: they can only be its last frame."""
+        """Process headers on a stream opened before: they can only be its last frame."""
         pairs = self._heads.decode(block)
         stream = self.streams.get(number)
         if stream is None:
@@ -669,11 +669,11 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.write(frame(WINDOW_UPDATE, 0, number, _number(more)))
 
     def sendable(self, stream: Stream) -> int:
-        """Bytes of DATA that may be sent on this stream now."""
+        """Return how many bytes of DATA may be sent on this stream now."""
         return 0 if self._stalled_s is not None else min(self.send_window, stream.send_window)
 
     def take_window(self, stream: Stream, size: int) -> bool:
-        """Count `size` bytes of DATA as sent, if they may be sent on this stream in one frame."""
+        """Count `size` bytes of DATA as sent, if this stream may send them in one frame."""
         free = self._stalled_s is None and size <= self.frame_bytes
         if not free or size > self.send_window or size > stream.send_window:
             return False
@@ -684,7 +684,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.send_window -= size
         stream.send_window -= size
         self._blocked_s = None
-        self.empty_frames -= 2  # the client may tell us that it has read them
+        self.empty_frames -= 2  # the client may acknowledge it with window updates
 
     def park(self, stream: Stream) -> None:
         """Resume this stream once the client has read answers."""
@@ -698,7 +698,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._parked = {}
 
     def _push_soon(self) -> None:
-        """Push in one of the next turns, once for all that the client has changed."""
+        """Push in one of the next turns, once for all changes that the client makes."""
         if not self._will_push and self.streams:
             self._will_push = True
             self.shared.turns.wait(self._push)
@@ -712,7 +712,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     # -- output, deadlines and the end -----------------------------------------------------------
 
     def write(self, data: bytes) -> None:
-        """Send, joined with other writes of this turn of the loop."""
+        """Send `data`, joined with other writes of this turn of the loop."""
         writes = self._writes
         if not writes:
             self.shared.flush_soon(self)
@@ -722,7 +722,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self.flush()
 
     def flush(self) -> None:
-        """Give what was written to the transport."""
+        """Pass what was written to the transport."""
         writes = self._writes
         if writes and not self._transport.is_closing():
             self._transport.write(writes[0] if len(writes) == 1 else b"".join(writes))
@@ -777,7 +777,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self.close()
 
     def _count_buffered(self, now_s: float) -> bool:
-        """Count what the transport has not sent; whether the client reads it fast enough."""
+        """Count what the transport has not sent; return whether the client reads fast enough."""
         size = self._transport.get_write_buffer_size()
         if size == self._buffered == 0:
             return True

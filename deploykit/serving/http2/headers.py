@@ -10,7 +10,7 @@ from hpack import Decoder, HPACKDecodingError
 from hpack.table import HeaderTable
 
 _CACHED = 64
-_TABLE_SIZES = 2  # that a header block may begin with (RFC 7541, section 4.2)
+_TABLE_SIZES = 2  # table sizes that a header block may begin with (RFC 7541, section 4.2)
 _NAME = re.compile(rb"[!#$%&'*+\-.^_`|~0-9a-z]+")  # RFC 9113, section 8.2.1: no upper case
 _VALUE = re.compile(rb"[^\0\r\n \t](?:[^\0\r\n]*[^\0\r\n \t])?|")
 _LENGTH = re.compile(rb"[0-9]{1,18}")
@@ -25,7 +25,7 @@ Pairs = list[tuple[bytes, bytes]]
 
 
 class _Table(HeaderTable):
-    """HPACK's dynamic table that counts its changes: they change what equal blocks mean."""
+    """HPACK's dynamic table, which counts its changes: they change what equal blocks mean."""
 
     changes = 0
 
@@ -39,7 +39,7 @@ class _Table(HeaderTable):
 
 
 class _Decoder(Decoder):
-    """Bounds the changes of the table's size, which cost time but make no header."""
+    """Bounds the changes of the table's size, which cost time but yield no header."""
 
     sizes = 0  # in this block
 
@@ -51,7 +51,7 @@ class _Decoder(Decoder):
 
 
 class MalformedHeaders(Exception):  # noqa: N818 - RFC 9113 calls them malformed
-    """Headers that no request may have (RFC 9113, section 8): a stream error."""
+    """The request's headers are not allowed (RFC 9113, section 8): a stream error."""
 
 
 class HeaderReader(Generic[H]):
@@ -64,7 +64,7 @@ class HeaderReader(Generic[H]):
         self._known: dict[bytes, H] = {}
 
     def read(self, block: bytes) -> H:
-        """Raises MalformedHeaders, and HPACKError, after which the connection must close."""
+        """Return the head. Raises MalformedHeaders, and HPACKError, which ends the connection."""
         head = self._known.get(block)
         if head is not None:
             return head
@@ -77,7 +77,7 @@ class HeaderReader(Generic[H]):
         return head
 
     def decode(self, block: bytes) -> Pairs:
-        """The headers as they were sent. Raises HPACKError."""
+        """Decode a block without other checks. Raises HPACKError."""
         changes = self._table.changes
         self._decoder.sizes = 0
         pairs = cast("Pairs", self._decoder.decode(block, raw=True))
@@ -87,7 +87,7 @@ class HeaderReader(Generic[H]):
 
 
 def check_request(pairs: Pairs) -> None:
-    """Raises MalformedHeaders unless the headers are those of a request."""
+    """Raise MalformedHeaders unless the headers are those of a request."""
     count = 0
     while count < len(pairs) and pairs[count][0].startswith(b":"):
         count += 1
@@ -101,7 +101,7 @@ def check_request(pairs: Pairs) -> None:
 
 
 def check_fields(pairs: Pairs) -> None:
-    """Raises MalformedHeaders for pseudo-headers and what HTTP/2 forbids."""
+    """Raise MalformedHeaders for pseudo-headers and for headers that HTTP/2 forbids."""
     for name, value in pairs:
         if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
             raise MalformedHeaders("a header has characters that it cannot have, or is misplaced")

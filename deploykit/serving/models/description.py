@@ -23,9 +23,9 @@ _PLATFORMS: Mapping[str, tuple[str, str]] = {  # Triton's names (platform, backe
 
 
 class InUse(NamedTuple):
-    """What answers now: `file` as `Artefact.facts` tells it, None for an engine without a file.
+    """The file in use, as `Artefact.facts` describes it; None for an engine without a file.
 
-    `generation`: 1, and one more for each file that was reloaded. `loaded_s`: since 1970.
+    `generation`: 1, and one more for each reload. `loaded_s`: seconds since 1970.
     """
 
     file: Mapping[str, Any] | None
@@ -38,13 +38,13 @@ class InUse(NamedTuple):
 
     @property
     def labels(self) -> dict[str, str]:
-        """The file's name and SHA-256."""
+        """Return the file's name and SHA-256."""
         file = self.file or {"name": "", "sha256": ""}
         return {"file": file["name"], "sha256": file["sha256"]}
 
     @property
     def parameters(self) -> dict[str, str]:
-        """The same and since when, for the model's metadata."""
+        """Return the labels and the time of loading, for the model's metadata."""
         loaded = datetime.fromtimestamp(self.loaded_s, timezone.utc).isoformat(timespec="seconds")
         return {**self.labels, "generation": str(self.generation), "loaded": loaded}
 
@@ -52,7 +52,7 @@ class InUse(NamedTuple):
 def metadata(
     name: str, engine: Engine, signature: Signature, parameters: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The protocol's model metadata."""
+    """Return the protocol's model metadata."""
     return {
         "name": name,
         "versions": [VERSION],
@@ -66,7 +66,7 @@ def metadata(
 def config(
     name: str, engines: Sequence[Engine], signature: Signature, policy: BatchPolicy
 ) -> dict[str, Any]:
-    """Triton's ModelConfig; with batching, `dims` exclude the batch axis."""
+    """Return Triton's ModelConfig; with batching, `dims` exclude the batch axis."""
     platform, backend = _platform(engines[0])
     batched = signature.max_batch > 0
     found: dict[str, Any] = {
@@ -90,7 +90,7 @@ def config(
 
 
 def describe_pipeline(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The ModelConfig of a pipeline: one string in, one out, no batch."""
+    """Return the ModelConfig of a pipeline: one string in, one out, no batch."""
     found = {name: metadata[name] for name in ("name", "platform")}
     entries = {
         one: [
@@ -111,7 +111,7 @@ def describe_pipeline(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def largest_output_bytes(signature: Signature) -> float:
-    """The most that an output can have; inf for strings, and where another axis is dynamic."""
+    """Return the most bytes of an output; inf for strings and for other dynamic axes."""
     return max(_output_bytes(slot, signature.max_batch) for slot in signature.outputs.values())
 
 

@@ -23,30 +23,30 @@ from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request
 from deploykit.serving.oip.tensors import string_blocks
 
-_LEAST_ENCODE_S = 0.1  # for outputs that were computed just in time
-_FEW_STRINGS = 32 << 10  # each of which may be long
-_REGION_SPEED = 16  # how many times as fast shared memory is written as JSON
+_LEAST_ENCODE_S = 0.1  # the least time for outputs that were computed just in time
+_FEW_STRINGS = 32 << 10  # few enough to add up their sizes; each may be long
+_REGION_SPEED = 16  # shared memory is written this many times as fast as JSON
 
 
 class Receiver(Protocol):
-    """The receiver of the reply: a call, or one message of a streaming call."""
+    """A receiver of the reply: a call, or one message of a streaming call."""
 
     cancel: Callable[[], object] | None  # called if the client disconnects
 
     @property
     def gone(self) -> bool:
-        """Whether no reply can be sent any more."""
+        """Return whether no reply can be sent any more."""
 
     @property
     def reply(self) -> Callable[..., None]:
-        """Takes what `Inference.encode` returns."""
+        """Return the function that takes the values of `Inference.encode`."""
 
     def reserve(self, size: int) -> bool:
-        """Count `size` more bytes in the memory budget until the reply; whether they fit."""
+        """Count `size` bytes in the memory budget until the reply; return whether they fit."""
 
 
 class ModelRoute:
-    """What the inference requests of one model share.
+    """State that the inference requests of one model share.
 
     `offload(work, then)` runs `work` on another thread, then `then` on the event loop's, within
     `limit_us` from the arrival of a request.
@@ -68,19 +68,19 @@ class ModelRoute:
 
 
 def over_budget() -> Overloaded:
-    """For a request or an answer above the memory budget."""
+    """Return the error for a request or an answer above the memory budget."""
     return Overloaded("the server holds too many bytes of requests and answers already")
 
 
 def array_bytes(array: np.ndarray) -> int:
-    """Bytes of memory including its strings."""
+    """Return the bytes of memory of an array, including its strings."""
     if array.dtype.kind != "O":
         return array.nbytes
     return array.nbytes + sum([sum(map(sys.getsizeof, block)) for block in string_blocks(array)])
 
 
 class Inference:
-    """A protocol subclasses it to parse bytes to a Request and to write a reply.
+    """One inference request; a protocol's subclass parses the request and writes the reply.
 
     `source`: the request as it was received. All methods but `decode`, `decode_large` and `encode`
     run on the event loop's thread.
@@ -101,7 +101,7 @@ class Inference:
         self._source = source
         self._admitted = False
         self._started_us = monotonic_us()
-        self.large = True  # if offloaded, then with other large requests
+        self.large = True  # if offloaded, whether together with other large requests
 
     # -- for subclasses ----------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class Inference:
 
     @abstractmethod
     def encode(self) -> tuple[Any, ...]:
-        """The reply to `request` from the outputs of `pending`: the arguments of `client.reply`."""
+        """Return the reply, from the outputs of `pending`, as the arguments of `client.reply`."""
 
     @abstractmethod
     def fail(self, error: Exception) -> None:
@@ -122,7 +122,7 @@ class Inference:
         return self.decode(self.take_source())
 
     def take_source(self) -> Any:
-        """The request as it was received, which nothing else refers to. Raises Overloaded."""
+        """Return the source and forget it, so that nothing else refers to it. Raises Overloaded."""
         source, self._source = self._source, None
         if source is None:
             raise Overloaded("the client has disconnected")
@@ -134,15 +134,15 @@ class Inference:
             raise over_budget()
 
     def decoded_bytes(self) -> int:
-        """Bytes of memory of an offloaded `request`."""
+        """Return the bytes of memory of an offloaded `request`."""
         return self.request.region_bytes
 
     def encodes_slowly(self) -> bool:
-        """Whether `encode` takes long enough to be offloaded; sets `large`."""
+        """Return whether `encode` takes long enough to be offloaded; sets `large`."""
         return False
 
     def slow_bytes(self) -> int:
-        """Bytes of the largest output that takes long to encode; plain raw numbers do not."""
+        """Return the bytes of the largest output that is slow to encode; raw numbers are fast."""
         most = 0
         for wanted in self.request.outputs:
             array = self.pending.outputs[wanted.name]
@@ -156,7 +156,7 @@ class Inference:
         return most
 
     def left_s(self) -> float:
-        """Seconds until the request, being decoded, is past its time limit."""
+        """Return the seconds until a request that is being decoded is past its time limit."""
         return max(0.0, (self._started_us + self.route.limit_us - monotonic_us()) / 1e6)
 
     # -- the steps -------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Inference:
         model = self.route.model
         try:
             self.request = request = self.decode(self._source) if decoded is None else decoded()
-            self._source = None  # frees it; arrays keep the bytes that they use
+            self._source = None  # frees the source; arrays keep the bytes that they use
             if decoded is None:
                 size = request.region_bytes
             else:
@@ -190,7 +190,7 @@ class Inference:
         else:
             self.client.cancel = partial(model.cancel, pending)
         finally:
-            del decoded  # it refers to the error, whose traceback refers to this frame and the body
+            del decoded  # the error's traceback refers to this frame and the body
 
     def start_offloaded(self) -> None:
         """Decode the request on another thread and queue it then."""
@@ -202,7 +202,7 @@ class Inference:
         self.route.offload(decode, self._on_decode, large=self.large, limit_s=self.left_s())
 
     def _less_time(self, request: Request) -> Request:
-        """The request with the time that it may still wait."""
+        """Return the request with the time that it may still wait."""
         limit_us = self.route.limit_us
         wait_us = min(request.timeout_us or limit_us, limit_us)
         return request._replace(timeout_us=max(1, wait_us - (monotonic_us() - self._started_us)))
@@ -213,17 +213,17 @@ class Inference:
     def _on_decode(self, result: Result[Request]) -> None:
         if self._source is not None and not self.client.gone and self.left_s():
             try:
-                self.offload_decoding(self.decode_large)  # it turned out to be large
+                self.offload_decoding(self.decode_large)  # the request turned out to be large
             except Overloaded as exc:
                 self.fail(exc)
             return
-        self._discard()  # what was not taken in time
+        self._discard()  # drops what was not taken in time
         self.client.cancel = None
         if not self.client.gone:
             self.start(result)
 
     def _on_run(self, pending: Pending) -> None:
-        """The engine has run, or the request has failed."""
+        """Reply after the engine has run, or after the request has failed."""
         client = self.client
         client.cancel = None
         if client.gone:
@@ -244,18 +244,18 @@ class Inference:
             self.fail(exc)
 
     def _discard_outputs(self) -> None:
-        """The client has disconnected, and they are no longer counted."""
+        """Discard outputs after the client has disconnected: they are no longer counted."""
         self.pending.outputs = {}
 
     def encode_s(self) -> float:
-        """Seconds until the request, being answered, is past its time limit."""
+        """Return the seconds until a request that is being answered is past its time limit."""
         return max(_LEAST_ENCODE_S, (self.pending.give_up_us - monotonic_us()) / 1e6)
 
     def _reply(self, encoded: Result[Any] | None = None) -> None:
         pending, client = self.pending, self.client
         client.cancel = None
         try:
-            if client.gone or not pending.outputs:  # since this was offloaded
+            if client.gone or not pending.outputs:  # this may have changed since the offload
                 return
             client.reply(*(self.encode() if encoded is None else encoded()))
         except Exception as exc:  # noqa: BLE001 - every error is a reply
@@ -264,4 +264,4 @@ class Inference:
             now_us = monotonic_us()
             self.route.model.metrics.record_answer(pending, now_us - self._started_us, now_us)
         finally:
-            del encoded, self.pending  # see start; the pending request refers back to this
+            del encoded, self.pending  # see `start`; the pending request refers back to this one

@@ -30,27 +30,25 @@ from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.oip.request import Request, Signature, signature
 from deploykit.serving.options import VERSION, ServeOptions
 
-# Check whether an engine can be served, and whether it can replace another.
-
 
 def why_not_batched(engine: Engine) -> str:
-    """Why requests are not joined, as far as it is known without a run; empty if they may be."""
+    """Return why requests are not joined, as far as that is known without a run; else ""."""
     if not engine.inputs or not engine.outputs:
         raise Unsupported("a model without inputs or without outputs cannot be served")
     return why_no_batch(engine.inputs, engine.outputs)
 
 
 def largest_batch(engine: Engine, max_batch: int) -> int:
-    """Rows per batch of a model that is batched."""
+    """Return the rows per batch of a model that is batched."""
     return min(max_batch, engine.max_batch or max_batch)
 
 
 def prove_batching(
     engine: Engine, options: ServeOptions, sizes: Mapping[str, int], times_us: dict[int, int]
 ) -> RowIndependence:
-    """Whether requests may be joined: by the engine's manifest, else by running it.
+    """Decide whether requests may be joined: by the engine's manifest, else by running it.
 
-    `sizes`: of the axes that have buckets. `times_us` gets what `prove_rows` measured.
+    `sizes`: of the axes that have buckets. `times_us` gets the times that `prove_rows` measured.
     """
     rows, known = largest_batch(engine, options.max_batch), engine.batching
     if options.assume_batched:
@@ -97,7 +95,7 @@ class ServedModel:
         call_soon: CallSoon | None = None,
         processes: int = 1,
     ) -> None:
-        """`processes`: how many servers share the cores."""
+        """Set up the model, not yet warmed up. `processes`: how many servers share the cores."""
         self.name = name
         self.engines = tuple(engines)
         if not engines:
@@ -107,7 +105,7 @@ class ServedModel:
         self._options = options
         self.task = ModelTask(name, engines[0])
         self.not_batched = why_not_batched(engines[0])
-        # the same, where the names of the axes make users expect a batch
+        # the reason, but only where the names of the axes make users expect a batch
         self._dependent = self.not_batched if looks_batched(engines[0]) else ""
         self._set_batch()
         self.buckets = _buckets(name, engines[0], options) if self.max_batch else None
@@ -120,13 +118,13 @@ class ServedModel:
         self._spare_core = usable_cores() > processes
         self._warm_notes: tuple[str, ...] = ()
         self.warm_up_s = 0.0
-        self.remark: Callable[[], str | None] = lambda: None  # an additional note, or None
-        self._swap = threading.Lock()  # for replacements and the end
+        self.remark: Callable[[], str | None] = lambda: None  # returns an additional note, or None
+        self._swap = threading.Lock()  # held during replacements and the shutdown
         self.draining = False  # only admitted requests are still accepted
         self._limit_us = options.timeout_ms * 1000
         self._closed = False
         self.in_use = description.InUse.of(self.engines[0], 1)
-        self._replaced: list[Batcher] = []  # replaced, and perhaps still running
+        self._replaced: list[Batcher] = []  # replaced engines that may still run
         self._steering = self._new_steering(len(engines))
         self.batcher = self._new_batcher(self.engines, self._steering)
 
@@ -135,9 +133,8 @@ class ServedModel:
     def warm_up(self) -> None:
         """Run every engine at every expected shape, before the first request.
 
-        Before, prove that requests may be joined; those of a model that fails are served one by
-        one. Also checks that padding to buckets changes no output. An error names the shape that
-        failed.
+        First prove that requests may be joined; a model that fails is served one request at a time.
+        Also check that padding to buckets changes no output. An error names the shape that failed.
         """
         begun_s, times_us = time.monotonic(), dict[int, int]()
         why = self._why_dependent(self.engines[0], times_us)
@@ -153,7 +150,7 @@ class ServedModel:
         """Warm up `engines` and serve with them from now on, if they are still `wanted` then.
 
         The previous ones answer what they accepted and are closed then; `close` closes the new
-        ones. Raises BadInput for incompatible engines, and what a warm-up raises: then nothing
+        ones. Raises BadInput for incompatible engines, and the errors of a warm-up: then nothing
         has changed, and the caller still owns the new engines.
         """
         if not engines:
@@ -195,7 +192,7 @@ class ServedModel:
         return sum(each.close(drain=drain, timeout_s=left_s()) for each in batchers)
 
     def why_not_ready(self) -> str | None:
-        """The reason in one sentence; None if it accepts requests and can answer them."""
+        """Return the reason in one sentence; None if requests are accepted and can be answered."""
         batcher = self.batcher
         if batcher.lost:
             return f"model '{self.name}': the GPU is lost to this server, which will stop"
@@ -205,12 +202,12 @@ class ServedModel:
 
     @property
     def device(self) -> str:
-        """Such as "cpu" or "cuda:0"."""
+        """Return the device's name, such as "cpu" or "cuda:0"."""
         return self.engines[0].device
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Messages for the operator: settings that could not be met, and engines that hang."""
+        """Return messages for the operator: settings that could not be met, engines that hang."""
         found = [note for engine in self.engines for note in engine.notes]
         hung = self.batcher.hung
         if hung:
@@ -231,7 +228,7 @@ class ServedModel:
         started_us: int | None = None,
         admitted: bool = False,
     ) -> Pending:
-        """Queue a request; `done` gets it with its outputs or its error.
+        """Queue a request; `done` is called with its outputs or its error set.
 
         `started_us`: when its decoding began. `admitted`: it arrived before the shutdown began and
         is still answered. Raises Overloaded, and BadInput for an input longer than its buckets.
@@ -256,40 +253,39 @@ class ServedModel:
             try:
                 self.batcher.submit(pending)
                 return pending
-            except Retired:  # replaced in this moment: `self.batcher` is the new one already
+            except Retired:  # replaced at this moment: `self.batcher` is the new one already
                 continue
 
     def cancel(self, pending: Pending) -> bool:
-        """Cancel a waiting request. False if an engine is running it or has run it."""
+        """Cancel a waiting request; return False if an engine is running it or has run it."""
         return any(batcher.cancel(pending) for batcher in (self.batcher, *self._replaced))
 
     def expire(self) -> None:
-        """Answer requests past their deadline; called every so often."""
+        """Answer requests past their deadline; called periodically."""
         for batcher in (*self._replaced, self.batcher):
             batcher.expire()
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
+        """Return the number of requests in the queue."""
         return sum(batcher.waiting for batcher in (self.batcher, *self._replaced))
 
     def take_most_waiting(self) -> int:
-        """The largest number of requests in the queue since the last call."""
+        """Return the largest number of requests in the queue since the last call."""
         return sum(batcher.take_most_waiting() for batcher in (self.batcher, *self._replaced))
 
     @property
     def unanswered(self) -> int:
-        """Requests accepted and not yet delivered."""
+        """Return the number of requests accepted and not yet delivered."""
         return sum(batcher.unanswered for batcher in (self.batcher, *self._replaced))
 
     def watch(self, watcher: Watcher) -> None:
-        """Add a watcher."""
         self._watcher = self.batcher.watcher = Watchers(self._watcher, watcher)
 
     # -- description ---------------------------------------------------------------------------
 
     def metadata(self) -> dict[str, Any]:
-        """The protocol's model metadata; `parameters` has device, batching, file and notes."""
+        """Return the model metadata; `parameters` has device, batching, file and notes."""
         parameters = {
             "device": self.device,
             "batching": f"off: {self.not_batched}" if self.not_batched else "on",
@@ -300,7 +296,7 @@ class ServedModel:
         return description.metadata(self.name, self.engines[0], self.signature, parameters)
 
     def config(self) -> dict[str, Any]:
-        """Triton's ModelConfig; with batching, `dims` exclude the batch axis."""
+        """Return Triton's ModelConfig; with batching, `dims` exclude the batch axis."""
         return {
             **description.config(self.name, self.engines, self.signature, self._policy()),
             "parameters": {
@@ -310,7 +306,7 @@ class ServedModel:
         }
 
     def samples(self) -> list[Sample]:
-        """For Prometheus: the counters, and the settings as they are now."""
+        """Return the counters and the current settings, for Prometheus."""
         batcher, engine = self.batcher, self.engines[0]
         policy, labels = batcher.policy, {"model": self.name, "version": VERSION}
         about = {"runtime": engine.runtime, "device": engine.device, **self.in_use.labels}
@@ -335,7 +331,7 @@ class ServedModel:
     # -- set-up ---------------------------------------------------------------------------------
 
     def _set_batch(self) -> None:
-        """Set what follows from `not_batched`."""
+        """Set the attributes that follow from `not_batched`."""
         engine, options = self.engines[0], self._options
         self.max_batch = 0 if self.not_batched else largest_batch(engine, options.max_batch)
         self.signature: Signature = signature(
@@ -344,7 +340,7 @@ class ServedModel:
         self.largest_output_bytes = description.largest_output_bytes(self.signature)
 
     def _why_dependent(self, engine: Engine, times_us: dict[int, int]) -> str:
-        """Why requests may not be joined for `engine`; empty if they may be, or never are."""
+        """Return why requests may not be joined; "" if they may be, or if batching is off."""
         if not self.max_batch:
             return ""
         sizes = self.buckets.sizes()[0] if self.buckets else {}
@@ -352,7 +348,7 @@ class ServedModel:
         return "" if proof.passed else proof.why
 
     def _stop_batching(self, why: str) -> None:
-        """Serve one request at a time from now on; before the first request."""
+        """Serve one request at a time from now on. Called before the first request."""
         if self.buckets is not None:
             raise BadInput(
                 f"model '{self.name}': `buckets` join requests, and its rows may not be: {why}",
@@ -395,9 +391,9 @@ class ServedModel:
     def _warm(
         self, engines: Sequence[Engine], steering: Steering | None, known: Mapping[int, int]
     ) -> tuple[tuple[str, ...], float]:
-        """Returns notes, and the largest batch to run on the event loop's thread.
+        """Run the engines; return notes, and the most rows of a batch on the loop's thread.
 
-        `known`: times of the first engine that are known already.
+        `known`: times of the first engine that were measured already.
         """
         lengths = self.buckets.sizes() if self.buckets else [{}]
         notes: tuple[str, ...] = ()
@@ -427,7 +423,7 @@ class ServedModel:
 
 
 def _buckets(name: str, engine: Engine, options: ServeOptions) -> Buckets | None:
-    """The buckets of the options whose axes this model has."""
+    """Return the buckets of the options for the axes that this model has."""
     axes = {axis for spec in engine.inputs for axis in spec.shape[1:]}
     lengths = {axis: found for axis, found in options.lengths.items() if axis in axes}
     if not lengths:

@@ -19,13 +19,13 @@ from deploykit.engines.engine import Closing
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Result = Callable[[], T]  # returns what the work returned, or raises what it raised
+Result = Callable[[], T]  # returns the result of the work, or raises its error
 
 
 class Offload(Protocol):
     """Runs `work`, then `then` on the event loop's thread with the result.
 
-    The result raises Expired after `limit_s`. Raises Overloaded if nothing can be started.
+    The result raises Expired after `limit_s`. Raises Overloaded if no work can be started.
     """
 
     def __call__(
@@ -45,14 +45,14 @@ def run_inline(
     large: bool = False,  # noqa: ARG001 - an Offload's signature
     limit_s: float | None = None,  # noqa: ARG001
 ) -> None:
-    """An Offload without a thread."""
+    """Run `work` without a thread. It has the signature of Offload."""
     then(work)
 
 
 class ThreadOffload(Closing):
-    """An Offload on `threads` threads for small work and as many for large.
+    """Runs work on `threads` threads for small work and as many for large.
 
-    `run` calls what continues the work: on the loop's thread, now or in one of its next turns.
+    `run` schedules the continuation on the loop's thread, now or in one of its next turns.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ThreadOffload(Closing):
 
         try:
             future = (self._large if large else self._small).submit(work)
-        except RuntimeError as exc:  # no more threads, or the shutdown
+        except RuntimeError as exc:  # the system has no more threads, or the shutdown has begun
             raise Overloaded("no thread can be started; try again later") from exc
         if limit_s is not None:
             job.timer = self._loop.call_later(limit_s, job.expire, future)
@@ -118,9 +118,9 @@ class _Job:
 
 
 def _forget_frames(future: Future[Any]) -> None:
-    """Free what a client's error refers to: frames of this thread, and with them the request.
+    """Free the frames of this thread, and with them the request, that a client's error refers to.
 
-    Whoever raises the error again is in a cycle with it, which waits for the garbage collector.
+    Code that raises the error again forms a cycle with it until the garbage collector runs.
     """
     error = None if future.cancelled() else future.exception()
     if isinstance(error, DeploykitError):

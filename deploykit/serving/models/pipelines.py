@@ -1,7 +1,7 @@
-"""Pipelines next to the models: what the server tells of one, and what it needs of the server.
+"""Pipelines as the server sees them: their descriptions, their counters, and their host.
 
-Its models are served ones, in the same batches as requests to these. What a pipeline does is given
-to the server: here is no stage and no graph.
+A pipeline's models are served models; its requests join the same batches as direct ones. The
+implementation is passed in: this module has no stages and no graph.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ NOT_JSON = (
     "send less at once, or not as JSON: a pipeline whose input is annotated as str takes text, as "
     "numpy.ndarray an image, and as bytes anything, such as an .npy file"
 )
-_RECENT = 256  # durations, counted together
+_RECENT = 256  # durations counted together
 
 Ran = Callable[["Arrays | None", "DeploykitError | None"], None]
 Given = bytes | str | np.ndarray
 
 
 class RunsPipeline(Protocol):
-    """What answers requests; see `deploykit.pipelines.live.LivePipeline`."""
+    """A running pipeline; see `deploykit.pipelines.live.LivePipeline`."""
 
     @property
     def metadata(self) -> Mapping[str, Any]: ...
@@ -59,7 +59,7 @@ class RunsPipeline(Protocol):
 
 
 class Models(Protocol):
-    """What pipelines need of the repository."""
+    """The part of the repository that pipelines use."""
 
     options: ServeOptions
     draining: bool
@@ -70,9 +70,9 @@ class Models(Protocol):
 
 
 class PipelineCounts:
-    """Outcomes and durations of a pipeline, or of a stage of it. Thread-safe.
+    """Counts outcomes and durations of a pipeline, or of one of its stages. Thread-safe.
 
-    `waiting`: how many requests wait for a thread of the stage.
+    `waiting` returns how many requests wait for a thread of the stage.
     """
 
     def __init__(self, labels: Mapping[str, str], waiting: Callable[[], int] | None) -> None:
@@ -83,12 +83,12 @@ class PipelineCounts:
         self._outcomes = dict.fromkeys(OUTCOMES, 0)
         self._seconds = Histogram(REQUEST_US, US)
         self._recent: list[int] = []
-        self._lost_us = 0  # of all that did not succeed
+        self._lost_us = 0  # total duration of requests that did not succeed
         self._last_s = 0.0
         self.in_flight = 0
 
     def record(self, outcome: str, us: int = 0) -> None:
-        """`us`: how long it took."""
+        """Record one request. `us`: how long it took."""
         with self._lock:
             self._outcomes[outcome] += 1
             if outcome != "success":
@@ -104,7 +104,7 @@ class PipelineCounts:
         self._recent.clear()
 
     def _now(self) -> tuple[dict[str, int], Histogram]:
-        """All that was recorded: outcomes and durations."""
+        """Return everything recorded so far: outcomes and durations."""
         with self._lock:
             if self._recent:
                 self._add_recent()
@@ -116,11 +116,11 @@ class PipelineCounts:
 
     @property
     def total_us(self) -> int:
-        """Of all successes."""
+        """Return the total duration of all successes."""
         return self._now()[1].total
 
     def statistics(self) -> dict[str, Any]:
-        """In the form of the Open Inference Protocol's for a model; all of the time computes."""
+        """Return statistics as for a model; the whole duration counts as compute time."""
         outcomes, seconds = self._now()
         count = outcomes.pop("success")
         none = duration(count, 0)
@@ -139,7 +139,7 @@ class PipelineCounts:
         }
 
     def status(self) -> dict[str, Any]:
-        """As `ModelMetrics.status`, without stages."""
+        """Return the same form as `ModelMetrics.status`, without stages."""
         outcomes, seconds = self._now()
         return {
             "outcomes": outcomes,
@@ -162,7 +162,7 @@ class PipelineCounts:
 
 
 class ServedPipeline:
-    """A pipeline under its name. `counts`: of the whole, "", and of each stage."""
+    """A pipeline under its name. `counts`: for the whole pipeline, under "", and for each stage."""
 
     def __init__(
         self, runs: RunsPipeline, counts: Mapping[str, PipelineCounts], models: Models
@@ -179,7 +179,7 @@ class ServedPipeline:
         self._total, self._stages = counts[""], {n: each for n, each in counts.items() if n}
         self._since_s = time.time()
         self.signature = self._signature("string", (1,))
-        # an image may come as a tensor
+        # an image may be sent as a tensor
         image = self.takes == "image"
         self.tensors = self._signature("uint8", ("H", "W", 3)) if image else self.signature
 
@@ -191,7 +191,7 @@ class ServedPipeline:
         return replace(found, inputs=slots)
 
     def input_of(self, request: Request) -> Given:
-        """What a decoded request gives to `start`.
+        """Return the input of a decoded request, as `start` takes it.
 
         Raises BadInput for an image without pixels, TooLarge for JSON above its limit.
         """
@@ -206,7 +206,7 @@ class ServedPipeline:
         return array
 
     def results(self, request: Request, answer: bytes | Exception) -> list[Result]:
-        """The outputs of the reply. Raises the answer, where it is an error."""
+        """Return the outputs of the reply. Raises `answer` if it is an error."""
         if isinstance(answer, Exception):
             raise answer
         array = np.empty(1, object)
@@ -214,20 +214,20 @@ class ServedPipeline:
         return collect_results(request, {self.output: array}, self.signature, self.memory)
 
     def metadata(self) -> dict[str, Any]:
-        """The protocol's metadata of a model."""
+        """Return the protocol's model metadata."""
         return dict(self._runs.metadata)
 
     def config(self) -> dict[str, Any]:
-        """Triton's ModelConfig."""
+        """Return Triton's ModelConfig."""
         return describe_pipeline(self._runs.metadata)
 
     def refuse(self, error: Exception) -> None:
-        """Count a request that did not reach a stage, as `start` has not."""
+        """Count a request that failed before `start`."""
         if isinstance(error, BadInput):
             self._total.record("bad_request")
 
     def statistics(self) -> dict[str, Any]:
-        """One entry of `model_stats`; in `response_stats` what each stage took."""
+        """Return one entry of `model_stats`; `response_stats` has the times of the stages."""
         times = {name: each.statistics()["inference_stats"] for name, each in self._stages.items()}
         stages = {
             name: {key: stats[key] for key in ("compute_infer", "success", "fail")}
@@ -238,16 +238,16 @@ class ServedPipeline:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for a thread of a stage."""
+        """Return the number of requests that wait for a thread of a stage."""
         return sum(each.waiting for each in self._stages.values())
 
     def counted(self) -> dict[str, Any]:
-        """For the dashboard, as `ModelMetrics.status`; the stages are its own."""
+        """Return the counters for the dashboard, with the total time of each stage."""
         stages_us = {name: each.total_us for name, each in self._stages.items()}
         return {**self._total.status(), "stages_us": stages_us}
 
     def status(self) -> dict[str, Any]:
-        """What the dashboard shows of it, in the form of a model's."""
+        """Return the pipeline's figures for the dashboard, in the form of a model's."""
         about = self._runs.metadata
         return {
             "name": self.name,
@@ -270,7 +270,7 @@ class ServedPipeline:
 
 
 class PipelineHost:
-    """What a pipeline needs of this server; see `deploykit.pipelines.live.Host`."""
+    """The server as a pipeline uses it; see `deploykit.pipelines.live.Host`."""
 
     def __init__(self, repository: Models, loop: asyncio.AbstractEventLoop, processes: int) -> None:
         self.loop = loop

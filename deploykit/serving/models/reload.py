@@ -1,8 +1,8 @@
 """Watch engine files and replace an engine when its file changes.
 
-A new file is checked by a process of its own (trial.py), then loaded on a thread of its own; one
-that takes too long is given up. If it cannot be loaded or holds another model, the old engine
-keeps serving; `announce` and `error` report why. The next attempt follows the file's next change.
+A new file is checked in a separate process (trial.py), then loaded on a separate thread; after a
+time limit it is abandoned. If it cannot be loaded or contains another model, the old engine keeps
+serving; `announce` and `error` report why. The next attempt follows the file's next change.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 CLOSE_S = 2.0
-LIMIT_S = 60.0  # for a new file, or TIMES what the start took if that is longer
+LIMIT_S = 60.0  # the time limit for a new file, or TIMES the first loading time if that is longer
 TIMES = 10
 _LEAST_S = 0.02
-MOST_HANGING = 4  # files of a model that hang while they are loaded here; each may hold memory
+MOST_HANGING = 4  # attempts per model that may hang while they load a file; each may hold memory
 
 File = tuple[str, int, int, int]  # name, inode, bytes, modified in ns; zeros where there is none
 Load = Callable[[], Sequence[Engine]]
@@ -38,12 +38,12 @@ Announce = Callable[[str, int, str], None]  # model, level of the log, message
 
 
 def announce(_model: str, level: int, message: str) -> None:
-    """Log what became of a model's new file."""
+    """Log the result of loading a model's new file."""
     log.log(level, "%s", message)
 
 
 class Replaces(Protocol):
-    """The part of ModelRepository that is used here."""
+    """The part of ModelRepository that this module uses."""
 
     def replace(self, name: str, engines: Sequence[Engine], wanted: Callable[[], bool]) -> None: ...
 
@@ -51,7 +51,7 @@ class Replaces(Protocol):
 
 
 class Source:
-    """The file of one model, how it is checked and how it is loaded.
+    """The file of one model, and the functions that check and load it.
 
     It detects changes since its creation, so none during start-up is missed. `check` runs in
     another process, before `load` in this one.
@@ -66,14 +66,14 @@ class Source:
         self.settled = self.seen = self.files()
 
     def open(self) -> Sequence[Engine]:
-        """Load the file at the start, and note how long that takes."""
+        """Load the file at the start, and measure how long that takes."""
         begun_s = time.monotonic()
         engines = self.load()
         self.load_s = time.monotonic() - begun_s
         return engines
 
     def files(self) -> tuple[File, ...]:
-        """The current state of the file, its external weights and, last, its manifest."""
+        """Return the current state of the file, its external weights and, last, its manifest."""
         external = [self.path.parent / location for location in self.external]
         return (_file(self.path), *map(_file, external), _file(manifest_path(self.path)))
 
@@ -99,11 +99,11 @@ class Reloader(Closing):
             watch.start()
 
     def error(self, name: str) -> str | None:
-        """Why the newer file of model `name` is not in use; None if it is."""
+        """Return why the newer file of model `name` is not in use; None if it is."""
         return self._watches[name].error()
 
     def samples(self) -> list[Sample]:
-        """For Prometheus."""
+        """Return the counters of reloads, for Prometheus."""
         found = []
         for name, watch in self._watches.items():
             labels = {"model": name, "version": VERSION}
@@ -115,12 +115,12 @@ class Reloader(Closing):
         return found
 
     def poll(self) -> None:
-        """Poll every source; load those that changed, but not since the last poll."""
+        """Poll every source now; load files that have changed, but not since the last poll."""
         for watch in self._watches.values():
             watch.poll()
 
     def close(self) -> None:
-        """End the threads; does not wait long for one that is loading or whose files hang."""
+        """End the threads; do not wait long for one that is loading or whose files hang."""
         self._closing.set()
         end_s = time.monotonic() + CLOSE_S
         for watch in self._watches.values():
@@ -128,7 +128,7 @@ class Reloader(Closing):
 
 
 class _Watch(threading.Thread):
-    """Polls one source: a file system that does not answer keeps no other model from reloading."""
+    """Polls one source on its own thread: a hanging file system blocks no other model's reload."""
 
     def __init__(
         self,
@@ -149,8 +149,8 @@ class _Watch(threading.Thread):
         self._poll_s = poll_s
         self._limit_s = limit_s
         self._problem: str | None = None
-        self._polling_s: float | None = None  # since when the file's state is being read
-        self._attempts: list[_Attempt] = []  # given up, and still not over
+        self._polling_s: float | None = None  # when the read of the file's state began
+        self._attempts: list[_Attempt] = []  # abandoned attempts that still run
         self.reloads = self.given_up = 0
 
     def run(self) -> None:
@@ -189,12 +189,12 @@ class _Watch(threading.Thread):
                 raise NotFound("the file is gone")
             engines = self._attempt(files)
             if engines is None:
-                return  # changed while it was read: the next polls handle it
+                return  # the file changed while it was read: the next polls handle it
             file = engines[0].source
             digest = f", SHA-256 {file.sha256}" if file is not None else ""
         except Overloaded as exc:
             self._reject(exc.message)
-            return  # tried again at the next poll
+            return  # the next poll tries again
         except DeploykitError as exc:
             text = exc.message.replace(f"{source.path.parent}/", "")
             problem = text.removeprefix(f"model '{self._model}': ")
@@ -218,9 +218,9 @@ class _Watch(threading.Thread):
         self._announce(self._model, level, f"model '{self._model}': {message}")
 
     def _attempt(self, files: tuple[File, ...]) -> Sequence[Engine] | None:
-        """Check and load the file, on a thread that is given up after a time limit.
+        """Check and load the file on a thread that is abandoned after a time limit.
 
-        None if the file changed meanwhile. Raises whatever is wrong with the file.
+        Returns None if the file changed meanwhile. Raises the errors of the file.
         """
         self._attempts = [each for each in self._attempts if each.is_alive()]
         if len(self._attempts) >= MOST_HANGING:
@@ -243,7 +243,7 @@ class _Watch(threading.Thread):
 
 
 class _Attempt(threading.Thread):
-    """One new file on its way into use. `over` is set at the end."""
+    """Checks one new file and puts it into use. `over` is set at the end."""
 
     def __init__(
         self,
@@ -278,13 +278,13 @@ class _Attempt(threading.Thread):
             self.over.set()
 
     def result(self) -> Sequence[Engine] | None:
-        """The engines in use. Raises what is wrong with the file."""
+        """Return the engines in use. Raises the error of the file."""
         if self._problem is not None:
             raise self._problem
         return self._engines
 
     def give_up(self) -> bool:
-        """Never use the file; False if it is in use already, or was found to be wrong."""
+        """Never use the file; return False if it is in use already, or was found invalid."""
         with self._lock:
             if self.over.is_set() or self._used:
                 return False
@@ -295,13 +295,13 @@ class _Attempt(threading.Thread):
         return True
 
     def _take(self) -> bool:
-        """Whether the file may be used; it cannot be given up any more then."""
+        """Return whether the file may be used; it cannot be abandoned afterwards."""
         with self._lock:
             self._used = self._wanted
             return self._wanted
 
     def _check(self) -> bool:
-        """Try the file in another process. False if it changed meanwhile."""
+        """Try the file in another process; return False if it changed meanwhile."""
         source = self._source
         if source.check is None:
             self._see(external_files(source.path))
@@ -315,14 +315,14 @@ class _Attempt(threading.Thread):
         return self._files[0] == source.files()[0]
 
     def _see(self, external: list[str]) -> None:
-        """Note the state of the files before they are read."""
+        """Record the state of the files before they are read."""
         with self._lock:
             if self._wanted:
                 self._source.external = external
                 self._files = self._source.seen = self._source.files()
 
     def _swap(self) -> Sequence[Engine] | None:
-        """Load the file and replace the engines. None if the file changed meanwhile."""
+        """Load the file and replace the engines; return None if the file changed meanwhile."""
         engines = self._source.load()
         try:
             if self._source.files()[:-1] == self._files[:-1] and self._wanted:

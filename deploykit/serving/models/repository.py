@@ -1,4 +1,4 @@
-"""The served models by name: metadata, readiness and statistics, and their shared resources."""
+"""The served models by name, with their shared resources."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _RESERVED = (".", "..", "stats")
 
 
 def _check_name(name: str) -> None:
-    """Raises BadInput for one that no path may hold."""
+    """Raise BadInput for a name that a URL path cannot contain."""
     if not _NAME.fullmatch(name) or name in _RESERVED:
         raise BadInput(
             f"'{name}' cannot be the name of a model",
@@ -47,7 +47,7 @@ def _check_name(name: str) -> None:
 class ModelRepository:
     """Models by name. `deliver` and `call_soon`: see Batcher. `processes`: see ServedModel.
 
-    `make_model`: another class in its place.
+    `make_model` replaces the class ServedModel.
 
     The caller closes the engines after `close`, except those passed to `replace`.
     """
@@ -69,7 +69,7 @@ class ModelRepository:
         self.draining = False
         self.elsewhere: str | None = None  # why another process of this server is not ready
         self.models: dict[str, ServedModel] = {}
-        self.pipelines: dict[str, ServedPipeline] = {}  # whose models are among the others
+        self.pipelines: dict[str, ServedPipeline] = {}  # their models are among `models`
         self.memory: SharedMemory | None = None
         if options.shared_memory:
             self.memory = SharedMemory(options.max_body_bytes)
@@ -87,7 +87,7 @@ class ModelRepository:
             raise
 
     def _check_buckets(self) -> None:
-        """Raise BadInput for an axis that no model has."""
+        """Raise BadInput for an axis with buckets that no model has."""
         served = [model.buckets.lengths for model in self.models.values() if model.buckets]
         for axis in self.options.lengths:
             if not any(axis in lengths for lengths in served):
@@ -99,7 +99,7 @@ class ModelRepository:
     def add_pipelines(
         self, made: Mapping[str, MakePipeline], loop: asyncio.AbstractEventLoop, processes: int
     ) -> None:
-        """Serve pipelines of these models by name. Raises BadInput for a name."""
+        """Serve pipelines of these models by name. Raises BadInput for an invalid name."""
         host = PipelineHost(self, loop, processes)
         for name, make in made.items():
             _check_name(name)
@@ -115,7 +115,7 @@ class ModelRepository:
         self.sampler.latest()  # so that the first scrape includes the process and the GPUs
 
     def find(self, name: str, version: str = VERSION) -> ServedModel:
-        """Raises NotFound."""
+        """Return a model. Raises NotFound."""
         model = self.models.get(name)
         if model is not None and version == VERSION:
             return model
@@ -126,11 +126,11 @@ class ModelRepository:
 
     @property
     def served(self) -> dict[str, Served]:
-        """Pipelines and models."""
+        """Return pipelines and models by name."""
         return {**self.pipelines, **self.models}
 
     def find_any(self, name: str, version: str = VERSION) -> Served:
-        """A model or a pipeline. Raises NotFound."""
+        """Return a model or a pipeline. Raises NotFound."""
         pipeline = self.pipelines.get(name) if version == VERSION else None
         return pipeline or self.find(name, version)
 
@@ -141,7 +141,7 @@ class ModelRepository:
         self.find(name).replace(engines, wanted)
 
     def warm_up_s(self, name: str) -> float:
-        """How long the warm-up of a model took."""
+        """Return how long the warm-up of a model took."""
         return self.find(name).warm_up_s
 
     def expire(self) -> None:
@@ -151,20 +151,20 @@ class ModelRepository:
 
     @property
     def fatal(self) -> str | None:
-        """Why this process cannot continue to serve and must end; None while it can."""
+        """Return why this process cannot continue to serve and must end; None while it can."""
         for model in self.models.values():
             if model.batcher.lost:
                 return f"model '{model.name}': the GPU is lost to this process"
         return None
 
     def why_not_ready(self, model: Served | None = None) -> str | None:
-        """Why one model, or the server, is not ready; None if it is."""
+        """Return why one model, or the server, is not ready; None if it is."""
         if self.draining:
             return "the server is shutting down"
         return self.own_problem(model) or self.elsewhere
 
     def own_problem(self, model: Served | None = None) -> str | None:
-        """Why one model, or all, cannot answer in this process."""
+        """Return why one model, or any of them, cannot answer in this process."""
         chosen = [model] if model else self.served.values()
         reasons = (each.why_not_ready() for each in chosen)
         return self.fatal or next((reason for reason in reasons if reason), None)
@@ -202,7 +202,7 @@ class ModelRepository:
         return {"model_stats": [*models, *(each.statistics() for each in self.pipelines.values())]}
 
     def index(self) -> list[dict[str, str]]:
-        """The repository index: every model and pipeline, and whether it accepts requests."""
+        """Return the repository index: every model and pipeline, and whether it is ready."""
         reasons = {name: self.why_not_ready(each) for name, each in self.served.items()}
         return [
             {
@@ -215,10 +215,10 @@ class ModelRepository:
         ]
 
     def add_metrics(self, samples: Callable[[], Iterable[Sample]]) -> None:
-        """Add what `samples` returns to /metrics."""
+        """Add the samples that `samples` returns to /metrics."""
         self._samples.append(samples)
 
     def samples(self) -> list[Sample]:
-        """The current values for /metrics."""
+        """Return the current values for /metrics."""
         collect = [*(model.samples for model in self.models.values()), *self._samples]
         return [sample for each in collect for sample in each()]

@@ -4,9 +4,9 @@ Serving never waits for it: samples are copied into a short bounded queue, or dr
 full.
 
 A row disagrees if, in any output,
-- floats differ by more than MAX_ERROR, relative to the row's largest reference value. What the
-  evaluation takes for class scores (`class_axis`) may differ by up to ten times that as long as the
-  highest class is the same: quantised ones vary by a few per cent;
+- floats differ by more than MAX_ERROR, relative to the row's largest reference value. Class
+  scores (see `class_axis`) may differ by up to ten times that as long as the highest class is the
+  same: those of quantised models vary by a few per cent;
 - other values differ at all.
 The alarm considers recent rows only, and needs enough of them: see `exceeds`.
 """
@@ -32,19 +32,19 @@ from deploykit.serving.options import VERSION
 
 log = logging.getLogger(__name__)
 
-RATE = 0.01  # of the requests
-LONGEST_US = 1_000_000  # without a sample
-ALARM = 0.01  # of the rows
+RATE = 0.01  # share of the requests
+LONGEST_US = 1_000_000  # the longest time without a sample
+ALARM = 0.01  # share of the rows
 QUEUE = 64  # sampled requests that may wait for the reference engine
 QUEUE_BYTES = 64 << 20
-WINDOW_ROWS = 2000  # that the alarm considers
+WINDOW_ROWS = 2000  # rows that the alarm considers
 LEAST = 3  # disagreeing rows before there can be an alarm
 MAX_ERROR = 1e-2
-# Share of the time in which the reference may run. A low thread priority would not do: preempted
+# Share of the time in which the reference may run. A low thread priority would not help: preempted
 # while it holds the GIL, the thread would stall the server (p99 of 10 to 365 ms with nice 19).
 DUTY = 0.25
-_TURN = 0.6180339887498949  # the golden ratio's fraction: spreads the samples evenly
-_Z = 1.96  # 95 % of a normal distribution are within
+_TURN = 0.6180339887498949  # the fractional part of the golden ratio spreads the samples evenly
+_Z = 1.96  # 95 % of a normal distribution lie within so many standard deviations
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class _Sample:
 
 
 class Shadow(Watcher, Closing):
-    """Samples requests of one model: a `rate` of them, and one after each second without.
+    """Samples requests of one model: a `rate` of them, and one after each second without a sample.
 
-    The caller closes `reference`. `alarm`: the share of disagreeing rows from which on it alarms.
+    The caller closes `reference`. `alarm`: the share of disagreeing rows that raises the alarm.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Shadow(Watcher, Closing):
         self._rate = rate
         self._alarm = alarm
         self._batched = all(spec.batched for spec in (*reference.inputs, *reference.outputs))
-        self._count = 0  # requests seen, for the sampling
+        self._count = 0  # requests seen, which decides what is sampled
         self._sampled_us = -LONGEST_US
         self._queue: deque[_Sample] = deque()
         self._queued_bytes = 0
@@ -120,7 +120,7 @@ class Shadow(Watcher, Closing):
             self._changed.notify_all()
 
     def samples(self) -> list[Sample]:
-        """For Prometheus."""
+        """Return the counters for Prometheus."""
         labels = {"model": self._name, "version": VERSION}
         with self._changed:
             values = {
@@ -133,7 +133,7 @@ class Shadow(Watcher, Closing):
         return [Sample(name, labels, value) for name, value in values.items()]
 
     def close(self) -> None:
-        """End the thread after its current sample; queued ones are dropped."""
+        """End the thread after its current sample; drop the queued ones."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -157,7 +157,7 @@ class Shadow(Watcher, Closing):
                 found = compare_outputs(
                     sample.outputs, expected, sample.feeds, MAX_ERROR, batched=self._batched
                 )
-            except Exception as exc:  # noqa: BLE001 - it must not affect the server
+            except Exception as exc:  # noqa: BLE001 - a failure must not affect the server
                 text = f"{type(exc).__name__}: {first_line(exc)}"
                 log.warning("shadow of model '%s': the reference failed: %s", self._name, text)
                 with self._changed:
@@ -192,7 +192,7 @@ class Shadow(Watcher, Closing):
 
 
 def exceeds(disagreements: int, rows: int, threshold: float) -> bool:
-    """Whether the share of disagreeing rows is above `threshold`, with 95 % confidence.
+    """Return whether the share of disagreeing rows is above `threshold`, with 95 % confidence.
 
     The lower bound of Wilson's interval must be above it.
     """
@@ -231,9 +231,9 @@ def compare_outputs(
 
 
 def _relative_errors(got_RK: np.ndarray, want_RK: np.ndarray) -> np.ndarray:
-    """Per row, the largest difference over the largest reference value (at least 1e-6).
+    """Return, per row, the largest difference over the largest reference value (at least 1e-6).
 
-    Infinite where only one is finite; two NaN agree, as do two equal infinities.
+    It is infinite where only one is finite; two NaN agree, as do two equal infinities.
     """
     got, want = got_RK.astype(np.float64), want_RK.astype(np.float64)
     with np.errstate(invalid="ignore"):

@@ -1,4 +1,4 @@
-"""The task of a served model: what its manifest says, and the steps that carry it out."""
+"""The task of a served model, from its manifest, and the steps that run it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class ModelTask:
-    """What a model is for, as its file's manifest says; nothing without one.
+    """The task that a file's manifest declares; empty without a manifest.
 
-    Raises BadInput for a task that does not fit the model. Without a package that it needs the
-    model is served all the same, for clients that send tensors.
+    Raises BadInput for a task that does not fit the model. If a package for the task is missing,
+    the model is served all the same, for clients that send tensors.
     """
 
     def __init__(self, name: str, engine: Engine) -> None:
@@ -41,25 +41,25 @@ class ModelTask:
 
     @property
     def steps(self) -> TaskSteps:
-        """Raises Unsupported, MissingExtra where there are none."""
+        """Return the steps. Raises Unsupported or MissingExtra if there are none."""
         if self._steps is None:
             raise self._why
         return self._steps
 
     @property
     def ready(self) -> bool:
-        """Whether the model takes images or sentences."""
+        """Return whether the model takes images or sentences."""
         return self._steps is not None
 
     @property
     def parameters(self) -> dict[str, str]:
-        """For the model's metadata, whose parameters are strings."""
+        """Return the task as strings, for the model's metadata."""
         if self.task is None or self._steps is None:
             return {}
         return {"task": self.task.kind, "takes": "text" if self.task.image is None else "image"}
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """The same with the number of labels, for the dashboard."""
+        """Return the parameters with the number of labels, for the dashboard."""
         found = self.parameters
         return {**found, "labels": len(self.task.labels)} if found and self.task else None

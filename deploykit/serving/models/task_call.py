@@ -1,7 +1,7 @@
-"""Images or sentences in, answers out: one request of several items, each a row of a batch.
+"""Requests of images or sentences: each item becomes one row of a batch.
 
-An item is decoded on another thread and queued as an inference request of its own, so that it is
-joined, counted and limited as all others are.
+An item is decoded on another thread and queued as a separate inference request, so that it is
+batched, counted and limited as all others are.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from deploykit.serving.models.inference import Inference, ModelRoute, Receiver, 
 from deploykit.serving.models.offload import Result
 from deploykit.serving.oip.request import Request
 
-MOST_ITEMS = 256  # of one request
-_SMALL_PIXELS = 1 << 20  # about 10 ms of decoding; larger images wait for each other alone
+MOST_ITEMS = 256  # the most items of one request
+_SMALL_PIXELS = 1 << 20  # about 10 ms of decoding; only larger images wait for each other
 
 
 class Items(NamedTuple):
-    """The items of a request; `several`: the answer is a list, whatever their number."""
+    """The items of a request; `several`: the answer is a list, even for a single item."""
 
     items: Sequence[Item]
     several: bool = True
@@ -39,7 +39,7 @@ def too_many(count: int) -> TooLarge:
 
 
 class TaskCall:
-    """One request. The first item that fails is the answer to all. Raises as `ModelTask.steps`.
+    """One request; its first item that fails determines the answer. Raises as `ModelTask.steps`.
 
     A protocol subclasses it to reply. All methods run on the event loop's thread.
     """
@@ -48,7 +48,7 @@ class TaskCall:
         self.route = route
         self.client = client
         self.steps: TaskSteps = route.model.task.steps
-        self.task = self.steps.task  # as this request wants it answered
+        self.task = self.steps.task  # the task with this request's options
         self.mask = RLE
         self.timeout_us: int | None = None
         self.priority = 0
@@ -66,12 +66,12 @@ class TaskCall:
 
     @abstractmethod
     def refuse(self, error: Exception) -> None:
-        """Send an error."""
+        """Send an error reply."""
 
     def split(self, source: Any, split: Callable[[Any], Items], *, large: bool) -> None:
-        """Take the items out of a large `source` on another thread, then go on with them."""
+        """Split a large `source` into items on another thread, then start them."""
         self._source = source
-        self.client.cancel = self._discard  # else bodies of disconnected clients could pile up
+        self.client.cancel = self._discard  # otherwise bodies of disconnected clients could pile up
         left_s = self.route.limit_us / 1e6
         try:
             self.route.offload(
@@ -99,7 +99,7 @@ class TaskCall:
                 return
 
     def take(self) -> None:
-        """One more item has its answer."""
+        """Count one more answered item; reply after the last one."""
         self._left -= 1
         if self._left or self.done:
             return
@@ -111,7 +111,7 @@ class TaskCall:
             self.refuse(exc)
 
     def fail(self, error: Exception) -> None:
-        """Reply with an error, unless another one was sent."""
+        """Reply with an error, unless another one was sent already."""
         if not self.done:
             self._abandon()
             self.client.cancel = None
@@ -171,14 +171,14 @@ class _Slot:
 
 
 class _ItemInference(Inference):
-    """The inference of one item. Its source: the item, and its name in errors."""
+    """The inference of one item. Its source is the item with its name in errors."""
 
     __slots__ = ("_placed",)
 
     client: _Slot
 
     def begin(self, started_us: int) -> None:
-        """Decode on another thread; `started_us`: when the request came."""
+        """Decode on another thread; `started_us`: when the request arrived."""
         self._started_us = started_us
         self.large = False
         try:

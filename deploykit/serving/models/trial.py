@@ -1,8 +1,8 @@
-"""A process that looks at a replaced file first: it may hang, crash or use all memory, we may not.
+"""Test a replaced file in a separate process, which may hang, crash or use all memory.
 
-The process has a limit of time and of memory, a low priority, and is the first that a machine
-without memory ends. It writes two lines of JSON: the model's files of external weights, then what
-is wrong.
+The process has a time and a memory limit and a low priority, and is the first that a machine
+without memory ends. It writes two lines of JSON: the model's files of external weights, then the
+error.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from deploykit.core.memory import available_bytes
 from deploykit.core.subprocesses import module_command, start_blocked
 from deploykit.graph.facts import external_files
 
-Check = Callable[[Path], object]  # can be pickled; raises what is wrong with the file
+Check = Callable[[Path], object]  # can be pickled; raises the error of the file
 
-_LATE_S = 5  # by which the process ends itself if the server has not ended it
+_LATE_S = 5  # after so long the process ends itself if the server has not ended it
 _NICE = 5
-_SHARE = 0.9  # of the memory that is available
+_SHARE = 0.9  # share of the available memory
 
 
 class Trial:
-    """`check(path)` in a process of its own. Raises Overloaded if that cannot be started."""
+    """Runs `check(path)` in a separate process. Raises Overloaded if that cannot be started."""
 
     def __init__(self, path: Path, check: Check, limit_s: float) -> None:
         self._task = pickle.dumps((path, check, limit_s))
@@ -43,19 +43,19 @@ class Trial:
                 module_command(__name__), signal.SIGTERM, signal.SIGHUP,
                 stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL,
             )  # fmt: skip
-        except OSError as exc:  # no file descriptor or memory left
+        except OSError as exc:  # the system has no file descriptor or memory left
             raise Overloaded(f"no process can be started to check it: {os_reason(exc)}") from exc
 
     def run(self, see: Callable[[list[str]], None]) -> None:
-        """Wait for the process. Raises what is wrong with the file.
+        """Wait for the process. Raises the error of the file.
 
-        `see` gets the names of files with weights, relative to the folder of `path`, before their
-        content is read.
+        `see` receives the names of files with weights, relative to the folder of `path`, before
+        their content is read.
         """
         with self._process as process:
             assert process.stdin is not None
             assert process.stdout is not None
-            with contextlib.suppress(BrokenPipeError), process.stdin:  # it has ended
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # the process has ended
                 process.stdin.write(self._task)
                 process.stdin.flush()
                 line = process.stdout.readline()
@@ -79,13 +79,13 @@ class Trial:
 def main() -> None:
     """Read the task from standard input, try it, and write the result to standard output."""
     out = os.dup(1)
-    os.dup2(2, 1)  # libraries print
+    os.dup2(2, 1)  # libraries print to it
     path, check, limit_s = pickle.load(sys.stdin.buffer)  # noqa: S301 - our server wrote it
     _limit(limit_s)
     problem: str | None = None
     try:
         _write(out, external_files(path))
-        sys.stdin.buffer.readline()  # until the server has looked at them
+        sys.stdin.buffer.readline()  # waits until the server has looked at them
         check(path)
     except DeploykitError as exc:
         problem = exc.message
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def _limit(limit_s: float) -> None:
-    """Bound what this process can take from the server next to it."""
+    """Limit the memory, time and priority of this process, to protect the server."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, limit_s + _LATE_S)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the server ends this process

@@ -18,7 +18,7 @@ from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.serving.batching.runner import Splitter
 
-BETWEEN_US = 100_000  # for batch sizes that no option names, together
+BETWEEN_US = 100_000  # the time for all batch sizes that no option names
 AGAIN_US = 50_000  # shorter runs are repeated where times matter: a first run takes longer
 SHORT_US = 2000
 _RUNS = 3
@@ -26,7 +26,7 @@ _GUESSES = (1, 2, 4, 8, 16, 32, 64, 128, 224, 256, 512)  # sizes to try for an u
 
 
 class WarmUp:
-    """One engine under the name of its model. `max_batch` 0: axis 0 is not the batch.
+    """Runs one engine under the name of its model. `max_batch` 0: axis 0 is not the batch.
 
     `lengths`: combinations of sizes of the axes that have buckets. `known`: times in µs of batch
     sizes that have run already.
@@ -58,7 +58,7 @@ class WarmUp:
         ]
 
     def run(self, *, again_us: int = 0) -> tuple[dict[int, int], tuple[str, ...]]:
-        """Returns µs by rows at the longest lengths, and notes.
+        """Return µs by rows at the longest lengths, and notes.
 
         Runs are repeated, as long as they take less than `again_us` on average, and the shortest
         counts: other programs can make one run long. An error of the engine names model and shape;
@@ -92,13 +92,13 @@ class WarmUp:
         return times, ()
 
     def _largest_first(self) -> Iterator[Arrays]:
-        """A call of every size, each made when it is asked for."""
+        """Yield the inputs for a call of every size, each created on demand."""
         for lengths in reversed(self._lengths):
             for rows in sorted((*self._required, *self._between), reverse=True):
                 yield self._zeros(rows, lengths)
 
     def _guess(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Run once at the smallest size of unknown axes that works; a note if none does."""
+        """Run once at the smallest size of unknown axes that works; return a note if none does."""
         for size in _GUESSES:
             try:
                 self._engine(self._zeros(1, {**self._lengths[-1], **dict.fromkeys(axes, size)}))
@@ -140,7 +140,7 @@ class WarmUp:
 
 
 def short_rows(times: Mapping[int, int]) -> float:
-    """The largest batch that ran within SHORT_US, by `WarmUp.run`; inf if all did."""
+    """Return the most rows that ran within SHORT_US, by `WarmUp.run`; inf if all did."""
     short = [rows for rows, us in times.items() if us <= SHORT_US]
     return math.inf if times and len(short) == len(times) else max(short, default=0)
 

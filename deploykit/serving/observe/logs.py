@@ -1,7 +1,7 @@
 """Write log lines from a thread, as text or as JSON, so that a slow reader cannot block the server.
 
-Each record is one line of printable characters, written to a file descriptor. Without a reader,
-lines are dropped, counted (`deploykit_log_lines_dropped_total`) and reported once there is one.
+Each record is one line of printable characters, written to a file descriptor. While nothing reads
+it, lines are dropped, counted (`deploykit_log_lines_dropped_total`) and reported later.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from deploykit.core.errors import BadInput
 from deploykit.engines.engine import Closing
 from deploykit.serving.observe.prometheus import Sample
 
-QUEUE_RECORDS = 1000  # that may be queued
+QUEUE_RECORDS = 1000  # records that may be queued
 MAX_LINE = 16_384  # characters
-CLOSE_S = 1.0  # how long writing the last lines may take
+CLOSE_S = 1.0  # time limit for writing the last lines
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -36,7 +36,7 @@ class LogQueue(QueueHandler, Closing):
         self._listener.start()
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        return record  # the listener's thread formats it
+        return record  # the listener's thread formats the record
 
     def enqueue(self, record: logging.LogRecord) -> None:
         if self._records.qsize() < QUEUE_RECORDS:
@@ -64,14 +64,14 @@ class _Listener(QueueListener):
 
     def handle(self, record: logging.LogRecord) -> None:
         dropped = self._source.dropped
-        if dropped > self._reported:  # the log is read again
+        if dropped > self._reported:  # the log is being read again
             report = f"{dropped - self._reported} log lines were dropped: the log was not read"
             self._reported = dropped
             self._write(logging.LogRecord(__name__, logging.WARNING, "", 0, report, None, None))
         self._write(record)
 
     def stop(self) -> None:
-        """Wait for the thread, for a second at most: there may be no reader. It is a daemon."""
+        """Wait a second at most for the thread, a daemon: perhaps nothing reads its output."""
         self.enqueue_sentinel()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
@@ -79,7 +79,7 @@ class _Listener(QueueListener):
                 os.close(self._fd)
 
     def _write(self, record: logging.LogRecord) -> None:
-        try:  # not through sys.stderr: its lock would delay the interpreter's exit
+        try:  # not with sys.stderr: its lock would delay the interpreter's exit
             data = f"{self._formatter.format(record)}\n".encode("utf-8", "backslashreplace")
             while data:
                 data = data[os.write(self._fd, data) :]
@@ -90,10 +90,9 @@ class _Listener(QueueListener):
 def configure(
     kind: str, fd: int = 2, *, worker: int | None = None, level: int = logging.INFO
 ) -> LogQueue:
-    """Send all log lines of this process to `fd`, ours from `level` on, until `close`.
+    """Send all log lines of this process to `fd`, our own from `level` on, until `close`.
 
-    `kind`: text or json. `worker`: its number, which each line then has. Raises BadInput on another
-    kind.
+    `kind`: text or json. `worker`: a number to add to each line. Raises BadInput on another kind.
     """
     if kind not in _FORMATTERS:
         raise BadInput(f"`log_format` {kind}: must be one of {', '.join(_FORMATTERS)}")
@@ -111,14 +110,14 @@ def configure(
 
 
 def samples() -> list[Sample]:
-    """For Prometheus: the lines dropped so far, if `configure` was called."""
+    """Return the number of dropped lines for Prometheus, if `configure` was called."""
     handlers = [each for each in logging.getLogger().handlers if isinstance(each, LogQueue)]
     dropped = sum(handler.dropped for handler in handlers)
     return [Sample("deploykit_log_lines_dropped_total", {}, dropped)] if handlers else []
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-11-21T10:11:12.123Z INFO serving.http: listening key=value`, cut at MAX_LINE."""
+    """Writes `2026-11-21T10:11:12.123Z INFO serving.http: listening key=value`, cut at MAX_LINE."""
 
     def format(self, record: logging.LogRecord) -> str:
         more = "".join(f" {name}={value}" for name, value in _extra(record).items())
@@ -130,7 +129,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """An object of time, level, logger, message, the fields of `extra`, and an error's trace."""
+    """Writes an object of time, level, logger, message, `extra` fields, and an error's trace."""
 
     def format(self, record: logging.LogRecord) -> str:
         ours = {
@@ -149,7 +148,7 @@ _FORMATTERS: Mapping[str, type[logging.Formatter]] = {"text": TextFormatter, "js
 
 
 def escape(text: str) -> str:
-    """`text` with unprintable characters escaped: line ends, terminal commands, direction marks."""
+    """Escape unprintable characters: line ends, terminal commands, direction marks."""
     if text.isprintable():
         return text
     return "".join(

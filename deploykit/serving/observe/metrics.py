@@ -1,8 +1,8 @@
 """Count what one model served, for `/stats`, the dashboard and Prometheus.
 
 The statistics of the Open Inference Protocol and the metrics under our names and Triton's use the
-same counters, which never decrease. What a batch took is kept as it is and counted for many batches
-at once, which costs a tenth of counting each: integers in microseconds, and one lock per batch.
+same counters, which never decrease. The times of batches are stored and counted for many batches at
+once, which costs a tenth of counting each: integers in microseconds, and one lock per batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STAGE_US = (*(step * decade for decade in _DECADES for step in (1, 2, 5)), 10 * 
 _FINE = (1, 1.5, 2, 3, 4, 5, 6, 8)  # fine steps, for p50 and p99
 REQUEST_US = (50, *(int(step * decade) for decade in _DECADES[1:] for step in _FINE), 10 * US)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_RECENT = 256  # runs, counted together
+_RECENT = 256  # runs counted together
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class _ComputeTimes:
     def add(
         self, input_us: np.ndarray, infer_us: np.ndarray, output_us: np.ndarray, times: np.ndarray
     ) -> None:
-        """Count runs, each as often as in `times`; all shapes (runs,)."""
+        """Count runs, each as often as in `times`; all arrays have the shape (runs,)."""
         self.count += int(times.sum())
         self.input_us += int(input_us @ times)
         self.infer_us += int(infer_us @ times)
@@ -68,13 +68,11 @@ class _ComputeTimes:
 
 
 def duration(count: int, us: int) -> dict[str, int]:
-    """As the statistics of the protocol have it."""
+    """Format a duration as in the statistics of the protocol."""
     return {"count": count, "ns": us * 1000}
 
 
 class ModelMetrics(Watcher):
-    """The counters of one model. Thread-safe."""
-
     def __init__(self, name: str, version: str) -> None:
         self.name = name
         self.version = version
@@ -91,7 +89,7 @@ class ModelMetrics(Watcher):
         self._compute_s = Histogram(STAGE_US, US)
         self._request_s = Histogram(REQUEST_US, US)
         self._batch_rows = Histogram(ROWS)
-        # not counted yet: of each run, then two numbers of each of its requests, of each answer
+        # not counted yet: values of each run, pairs for each of its requests, pairs for each answer
         self._recent: list[tuple[int, ...]] = []
         self._waits: list[int] = []
         self._answers: list[int] = []
@@ -113,7 +111,7 @@ class ModelMetrics(Watcher):
             self._answers += encode_us, request.decode_us + now_us - request.arrived_us
 
     def _count_recent(self) -> None:
-        """Count what was recorded since the last time. Needs the lock."""
+        """Count everything recorded since the last call. Needs the lock."""
         stages = self._stages
         if self._answers:
             encode_us, request_us = np.array(self._answers, np.int64).reshape(-1, 2).T
@@ -130,7 +128,7 @@ class ModelMetrics(Watcher):
         join_us, copy_in_us, compute_us, copy_out_us, split_us = times
         stages["queue"].add(queue_us)
         stages["decode"].add(decode_us)
-        copied = requests * ((copy_in_us > 0) | (copy_out_us > 0))  # else it has no copies
+        copied = requests * ((copy_in_us > 0) | (copy_out_us > 0))  # otherwise there are no copies
         for stage, us, count in (
             ("join", join_us, requests),
             ("copy_in", copy_in_us, copied),
@@ -179,7 +177,7 @@ class ModelMetrics(Watcher):
         return self._stages["queue"].total + done.input_us + done.infer_us + done.output_us
 
     def statistics(self) -> dict[str, Any]:
-        """One entry of `model_stats`: cumulative, with all eight members of `inference_stats`."""
+        """Return one entry of `model_stats`: cumulative, with all members of `inference_stats`."""
         with self._lock:
             self._count_recent()
             count = self._compute.count
@@ -205,7 +203,7 @@ class ModelMetrics(Watcher):
             }
 
     def status(self) -> dict[str, Any]:
-        """The same counts for the dashboard: numbers since the start, times in µs."""
+        """Return the counts for the dashboard: numbers since the start, times in µs."""
         with self._lock:
             self._count_recent()
             return {
@@ -220,7 +218,7 @@ class ModelMetrics(Watcher):
             }
 
     def samples(self, waiting: int, unanswered: int) -> list[Sample]:
-        """For Prometheus; `waiting` and `unanswered` as they are now."""
+        """Return the samples for Prometheus; `waiting` and `unanswered` are the current numbers."""
         labels = {"model": self.name, "version": self.version}
         with self._lock:
             self._count_recent()
@@ -259,18 +257,12 @@ class ModelMetrics(Watcher):
 def split_by(
     name: str, labels: Mapping[str, str], label: str, values: Mapping[str, float | BucketCounts]
 ) -> Iterator[Sample]:
-    """Samples of one metric, one for each value of `label`."""
+    """Yield samples of one metric, one for each value of `label`."""
     return (Sample(name, {**labels, label: each}, value) for each, value in values.items())
 
 
-# Sample the process and the GPUs in the background: no scrape waits for a driver.
-#
-# `Sampler.latest` returns the newest `Snapshot` without waiting. While it is called now and then,
-# a
-# thread takes one every second; otherwise the thread sleeps. Old snapshots are not returned.
-
 INTERVAL_S = 1.0
-KEEP_ON_S = 90.0  # after the last call; longer than the usual scrape interval
+KEEP_ON_S = 90.0  # how long to sample after the last call; above the usual scrape interval
 STALE_S = 5.0
 _PROCESS = {
     "process_resident_memory_bytes": "resident_bytes",
@@ -284,7 +276,7 @@ _PROCESS = {
 
 @dataclass(frozen=True)
 class Process:
-    """This process now. `started_s`: seconds since 1970."""
+    """The state of this process. `started_s`: seconds since 1970."""
 
     resident_bytes: int
     cpu_s: float
@@ -296,7 +288,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state at `at_s` of the monotonic clock. `process` None: it could not be read."""
+    """The state at `at_s` of the monotonic clock. `process` is None if it could not be read."""
 
     at_s: float
     process: Process | None
@@ -304,7 +296,11 @@ class Snapshot:
 
 
 class Sampler:
-    """Thread-safe. Its own thread starts on the first call."""
+    """Samples the process and the GPUs in the background: no scrape waits for a driver.
+
+    While `latest` is called now and then, a thread takes a snapshot every second; otherwise it
+    sleeps. The first call starts the thread. Thread-safe.
+    """
 
     def __init__(
         self, devices: Devices | None = None, clock_s: Callable[[], float] = time.monotonic
@@ -318,7 +314,7 @@ class Sampler:
         self._closing = False
 
     def latest(self) -> Snapshot | None:
-        """The newest snapshot, None if there is no recent one. Never waits."""
+        """Return the newest snapshot, None if there is no recent one. Never waits."""
         with self._changed:
             now_s = self._called_s = self._clock_s()
             if self._thread is None and not self._closing:
@@ -329,7 +325,7 @@ class Sampler:
             return self._newest if fresh else None
 
     def samples(self) -> list[Sample]:
-        """The process and the GPUs for Prometheus."""
+        """Return the state of the process and the GPUs for Prometheus."""
         latest = self.latest()
         if latest is None:
             return []
@@ -344,7 +340,7 @@ class Sampler:
             self._closing = True
             self._changed.notify()
         if self._thread is not None:
-            self._thread.join(INTERVAL_S)  # it is a daemon: does not wait for a driver that hangs
+            self._thread.join(INTERVAL_S)  # a daemon: this does not wait for a driver that hangs
 
     def _loop(self) -> None:
         devices = self._devices or Devices()
@@ -353,7 +349,7 @@ class Sampler:
                 at_s = self._clock_s()
                 try:
                     process = this_process()
-                except OSError:  # no file descriptor is left
+                except OSError:  # the process has no file descriptor left
                     process = None
                 snapshot = Snapshot(at_s, process, devices.read())
                 with self._changed:
@@ -384,7 +380,7 @@ def this_process() -> Process:
 
 @lru_cache(maxsize=1)
 def _since_1970_s(since_boot_s: float) -> float:
-    """Cached, as it must not change when the wall clock is set."""
+    """Convert a time since the boot; cached, so that setting the wall clock does not change it."""
     return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot_s, 2)
 
 
@@ -400,7 +396,7 @@ _GAUGES: Mapping[str, Callable[[GpuState], float | None]] = {
 
 
 def gpu_samples(gpu: GpuState) -> Iterator[Sample]:
-    """One GPU for Prometheus; values that its source does not report are left out."""
+    """Yield the samples of one GPU; values that its source does not report are left out."""
     uuid = {"gpu_uuid": gpu.uuid}
     about = {"name": gpu.name, "index": str(gpu.index), "source": gpu.source}
     about |= {"power_mode": gpu.power_mode} if gpu.power_mode else {}

@@ -143,7 +143,7 @@ class Histogram:
 
 
 class _Collector:
-    """The samples by metric in the order of METRICS, for prometheus_client."""
+    """Yields the samples by metric in the order of METRICS, for prometheus_client."""
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self._by_name: dict[str, list[Sample]] = {}
@@ -175,16 +175,16 @@ _ORDER = {name: place for place, name in enumerate(METRICS)}
 
 
 def expositions(samples: Iterable[Sample], accepts: Iterable[str]) -> dict[str, tuple[bytes, str]]:
-    """The samples as text with its content type, by Accept header, which may want OpenMetrics."""
+    """Write samples as (text, content type), by Accept header, which may ask for OpenMetrics."""
     from prometheus_client.exposition import choose_encoder, generate_latest
 
-    encoded: dict[str, bytes] = {}  # by content type: clients vary their headers at no cost
+    encoded: dict[str, bytes] = {}  # by content type: clients may vary their headers freely
     found, collector = {}, _Collector(samples)
     for accept in accepts:
         encode, content_type = choose_encoder(accept)
         if content_type not in encoded:
             text = encode(collector)
-            if encode is generate_latest:  # the untyped ones are Triton's counters without _total
+            if encode is generate_latest:  # untyped metrics are Triton's counters without _total
                 text = text.replace(b" untyped\n", b" counter\n")
             encoded[content_type] = text
         found[accept] = encoded[content_type], content_type

@@ -1,6 +1,6 @@
 """OpenTelemetry: a span for each request, with a child for each of its stages, sent by OTLP/HTTP.
 
-Serving never waits for it: times go into a bounded queue, and a thread makes and sends the spans.
+Serving never waits for it: times go into a bounded queue, and a thread builds and sends the spans.
 A request's W3C traceparent is the parent; unsampled traces are skipped. Needs the extra [trace].
 """
 
@@ -24,10 +24,10 @@ from deploykit.serving.observe.prometheus import Sample
 
 log = logging.getLogger(__name__)
 
-QUEUE_REQUESTS = 8192  # that may be queued
-EXPORT_REQUESTS = 128  # in one message, some thousand spans
+QUEUE_REQUESTS = 8192  # requests that may be queued
+EXPORT_REQUESTS = 128  # requests in one message, with some thousand spans
 PAUSE_S = 0.5  # between polls of an empty queue
-EXPORT_S = 5.0  # how long sending one message may take, retries included
+EXPORT_S = 5.0  # time limit for sending one message, retries included
 CLOSE_S = 3.0
 _STAGES = ("join", "copy_in", "compute", "copy_out", "split")
 
@@ -43,7 +43,7 @@ class _Timing(NamedTuple):
     ended_us: int
     batch_requests: int
     started_us: int
-    stages_us: tuple[int, ...]  # in the order of _STAGES; empty when it failed
+    stages_us: tuple[int, ...]  # in the order of _STAGES; empty for a failed request
     error: str | None
 
     @property
@@ -51,7 +51,7 @@ class _Timing(NamedTuple):
         return self.arrived_us - self.decode_us
 
     def stages(self) -> Iterator[tuple[str, int, int]]:
-        """Name, start and end in µs of each stage with a duration."""
+        """Yield the name, start and end in µs of each stage with a duration."""
         at_us = self.begun_us
         durations_us = (self.decode_us, self.started_us - self.arrived_us, *self.stages_us)
         for name, took_us in zip(("decode", "queue", *_STAGES), durations_us, strict=False):
@@ -93,11 +93,11 @@ class Tracer(Closing):
         self._thread.start()
 
     def watch(self, model: str) -> Watcher:
-        """A Watcher for the requests of one model."""
+        """Return a Watcher for the requests of one model."""
         return _ModelWatcher(self, model)
 
     def samples(self) -> list[Sample]:
-        """For Prometheus."""
+        """Return the number of dropped spans for Prometheus."""
         return [Sample("deploykit_spans_dropped_total", {}, self._dropped)]
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class Tracer(Closing):
                 self._dropped += len(requests)
 
     def _spans(self, request: _Timing, since_1970_us: int) -> Iterator[Any]:
-        """The spans of a request, the root first.
+        """Yield the spans of a request, the root first.
 
         The SDK's `start_span` takes 5 to 8 times as long, on a thread that competes with serving:
         see benchmarks/results/observe_*.md.

@@ -34,13 +34,13 @@ from deploykit.serving.oip.response import collect_results
 from deploykit.serving.oip.tensors import to_bytes, to_json
 
 MAX_NESTING = 100
-_PART = 1 << 16  # values; about 2 ms
+_PART = 1 << 16  # values converted at once, which takes about 2 ms
 _CACHED_HEAD_BYTES = 2048  # most clients repeat the same JSON part
 
 
 @lru_cache(maxsize=256)
 def header_length(text: bytes | None) -> int | None:
-    """The value of Inference-Header-Content-Length; None without it. Raises BadInput."""
+    """Parse Inference-Header-Content-Length; return None without it. Raises BadInput."""
     if text is None:
         return None
     if not text.isdigit() or len(text) > 18:
@@ -77,7 +77,7 @@ def decode(
 
 
 def _read(head: bytes, model: Signature) -> tuple[Plan, int]:
-    """The plan from the JSON part, and how many bytes must follow it."""
+    """Return the plan from the JSON part, and how many bytes must follow it."""
     document = parse_json(head)
     parameters = check_parameters(document.get("parameters"), "the request")
     items, requested = document.get("inputs"), document.get("outputs")
@@ -102,7 +102,7 @@ _read_cached = lru_cache(maxsize=256)(_read)
 
 
 def _data(item: Mapping[str, Any], at: int) -> object:
-    """An input's data: a list, `Binary` from `at` on, or a shared-memory `Region`."""
+    """Return an input's data: a list, `Binary` from `at` on, or a shared-memory `Region`."""
     where = f"input {quote(item.get('name'))}"
     parameters = check_parameters(item.get("parameters"), where)
     size, region = parameters.get("binary_data_size"), find_region(parameters, where)
@@ -122,7 +122,7 @@ def _requested(item: object) -> tuple[object, object]:
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
-    """A JSON object, as strictly as any document, of limited size."""
+    """Parse a JSON object of limited size, as strictly as `parse_document`."""
     check_json_size(text, "send the tensors as binary data: 'binary_data_size', or over gRPC")
     document = parse_document(text)
     if type(document) is not dict:
@@ -131,7 +131,7 @@ def parse_json(text: bytes) -> dict[str, Any]:
 
 
 def parse_document(text: bytes) -> Any:
-    """A JSON value, strictly: UTF-8, no NaN, nothing after it, nested at most 100 deep."""
+    """Parse a JSON value strictly: UTF-8, no NaN, no trailing data, nested at most 100 deep."""
     try:
         document = orjson.loads(text)
     except orjson.JSONDecodeError as exc:
@@ -152,7 +152,7 @@ def _check_nesting(document: object) -> None:
 
 
 def _raw(body: Bytes, model: Signature) -> Request:
-    """A request of raw tensor bytes only: batch 1, all outputs binary.
+    """Decode a request of raw tensor bytes only: batch 1, all outputs binary.
 
     One variable axis is inferred from the number of bytes; BYTES have one element.
     """
@@ -189,10 +189,10 @@ def encode(
     model: Signature,
     memory: Memory | None = None,
 ) -> tuple[list[Bytes], int | None]:
-    """The JSON part and the binary tails, and the JSON part's length if binary data follow.
+    """Return the JSON part and the binary tails, and the JSON part's length if binary data follow.
 
-    `memory`: as for `decode`. Raises what its `write` raises, and BadInput for an output that JSON
-    cannot represent.
+    `memory`: as for `decode`. Raises the errors of its `write`, and BadInput for an output that
+    JSON cannot represent.
     """
     if request.id is None:
         shapes = tuple([outputs[wanted.name].shape for wanted in request.outputs])
@@ -222,7 +222,7 @@ def encode(
 
 
 def _in_parts(values: Any) -> Any:
-    """The values as orjson takes them; many are written in steps, which other threads interrupt."""
+    """Return the values as orjson takes them; many are written in steps, between other threads."""
     if len(values) <= _PART:
         return values
     parts = (values[at : at + _PART] for at in range(0, len(values), _PART))
@@ -246,7 +246,7 @@ def _cached_head(
     shapes: tuple[tuple[int, ...], ...],
     model: Signature,
 ) -> bytes | None:
-    """The JSON part if all outputs are plain binary numbers, else None."""
+    """Return the JSON part if all outputs are plain binary numbers, else None."""
     items = []
     for each, shape in zip(requested, shapes, strict=True):
         slot = model.outputs[each.name]

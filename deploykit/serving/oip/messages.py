@@ -27,27 +27,27 @@ from deploykit.serving.oip.request import (
 from deploykit.serving.oip.response import Result
 from deploykit.serving.oip.tensors import typed_values
 
-_INPUT, _RAW_INPUT = 5, 7  # fields of ModelInferRequest
-_RAW_OUTPUT, _INFER_RESPONSE = b"\x32", b"\x12"  # fields 6 and 2, with length
+_INPUT, _RAW_INPUT = 5, 7  # field numbers of ModelInferRequest
+_RAW_OUTPUT, _INFER_RESPONSE = b"\x32", b"\x12"  # keys of fields 6 and 2, with length
 _CACHED_BYTES = 2048
 _CACHED_SPANS = 16
-_MAX_FIELDS = 1024  # of a request; an input, an output, a parameter and raw contents are one each
-_MAX_NESTED = 1 << 18  # in inputs and outputs; a string in bytes_contents is one
-_MAX_HEAD_BYTES = 16 << 20  # of a request without its raw contents
-_MAX_AXES = 64  # as in NumPy
-_MAX_NAME_BYTES = 1024  # of a model or its version
-_EXTRA_INPUTS = 16  # above those of the model, to name the unknown one
+_MAX_FIELDS = 1024  # inputs, outputs, parameters and raw contents of a request are one field each
+_MAX_NESTED = 1 << 18  # fields in inputs and outputs; a string in bytes_contents is one
+_MAX_HEAD_BYTES = 16 << 20  # bytes of a request without its raw contents
+_MAX_AXES = 64  # as many as NumPy has
+_MAX_NAME_BYTES = 1024  # bytes of the name or the version of a model
+_EXTRA_INPUTS = 16  # inputs above the model's that are parsed, to name the unknown one
 _INSTEAD = "send the tensors as raw_input_contents"
-_NESTED: Mapping[int, Any] = {  # number of a field -> those of its fields that have fields
+_NESTED: Mapping[int, Any] = {  # number of a field -> its fields that have fields
     4: {2: {}},
     5: {4: {2: {}}, 5: {}},
     6: {2: {2: {}}},
 }
 _IGNORED = "triton_enable_empty_final_response"  # each of our responses is final
 
-Span = tuple[int, int]  # of raw contents: offset from the request's first byte, bytes
-# By size, the last request: what `split_request` returned, and the bytes around the raw contents
-# with their offsets. Most clients repeat them, which leaves nothing to parse.
+Span = tuple[int, int]  # raw contents: offset from the request's first byte, size in bytes
+# For each size, the last request: its result of `split_request`, and the bytes around the raw
+# contents with their offsets. Most clients repeat those bytes, which leaves nothing to parse.
 _layouts: dict[int, tuple[bytes, tuple[Span, ...], list[tuple[int, bytes]]]] = {}
 _MOST_LAYOUTS = 256
 
@@ -61,7 +61,7 @@ def parse(name: str, data: bytes) -> Any:
 
 
 def split_request(data: bytes, at: int) -> tuple[bytes, tuple[Span, ...]]:
-    """A request, which is `data[at:]`, without its raw contents, and the span of each of those.
+    """Split the request `data[at:]`; return it without raw contents, and the span of each of those.
 
     Fields may come in any order. Raises BadInput, TooLarge.
     """
@@ -97,7 +97,7 @@ def _split(data: bytes, at: int) -> tuple[bytes, tuple[Span, ...]]:
         end = stop
     parts.append((begin, end))
     size = sum([end - begin for begin, end in parts])
-    if size > _MAX_HEAD_BYTES:  # it would be copied, on the event loop's thread
+    if size > _MAX_HEAD_BYTES:  # it would be copied on the event loop's thread
         raise TooLarge(
             f"the message has {size} bytes without raw_input_contents, above the limit of "
             f"{_MAX_HEAD_BYTES}",
@@ -107,7 +107,7 @@ def _split(data: bytes, at: int) -> tuple[bytes, tuple[Span, ...]]:
 
 
 def _fields(data: bytes, at: int, size: int, most: int) -> Iterator[tuple[int, int, int, int]]:
-    """Number, wire type, start and end of each field in `data[at:size]`. Raises BadInput."""
+    """Yield number, wire type, start and end of each field in `data[at:size]`. Raises BadInput."""
     while at < size:
         most -= 1
         if most < 0:
@@ -124,7 +124,7 @@ def _fields(data: bytes, at: int, size: int, most: int) -> Iterator[tuple[int, i
             length = _read_varint(data, at, size)[1] - at
         elif kind in (1, 5):
             length = 8 if kind == 1 else 4
-        else:  # groups, which this protocol does not have
+        else:  # groups, which this protocol does not use
             raise _invalid()
         if length > size - at:
             raise _invalid()
@@ -145,7 +145,7 @@ def _read_varint(data: bytes, at: int, size: int) -> tuple[int, int]:
 
 
 def model_of(head: bytes) -> tuple[str, str]:
-    """The model's name and version in a request; a large one is not parsed. Raises BadInput."""
+    """Return a request's model and version; a large one is not parsed. Raises BadInput."""
     return (_model_of_cached if len(head) <= _CACHED_BYTES else _find_model)(head)
 
 
@@ -181,7 +181,7 @@ def _find_model(head: bytes) -> tuple[str, str]:
 
 
 def _count_fields(data: bytes) -> None:
-    """Raises BadInput for more fields than protobuf may be given: each costs time and memory."""
+    """Raise BadInput for more fields than protobuf may parse: each costs time and memory."""
     left = _MAX_NESTED
     parts: list[tuple[int, int, Mapping[int, Any]]] = [(0, len(data), _NESTED)]
     while parts:
@@ -203,7 +203,7 @@ def _too_many(most: int) -> BadInput:
 
 
 def plan_request(head: bytes, spans: tuple[Span, ...], model: Signature) -> Plan:
-    """The plan for `request.fill`. Raises what `request.plan` raises."""
+    """Return the plan for `request.fill`. Raises the errors of `request.plan`."""
     return (_plan_cached if len(head) <= _CACHED_BYTES else _plan)(head, spans, model)
 
 
@@ -267,7 +267,7 @@ def _parameters(message: Any) -> dict[str, Any]:
 def encode(
     name: str, version: str, request_id: str | None, results: Sequence[Result]
 ) -> list[Bytes]:
-    """A ModelInferResponse in parts. Outputs in shared memory get empty raw contents."""
+    """Encode a ModelInferResponse in parts. Outputs in shared memory get empty raw contents."""
     outputs = []
     contents: list[Bytes] = []
     for result in results:
@@ -283,7 +283,7 @@ def encode(
 
 
 def wrap_in_stream(parts: list[Bytes]) -> list[Bytes]:
-    """A ModelStreamInferResponse around a response."""
+    """Wrap a response in a ModelStreamInferResponse."""
     return [_INFER_RESPONSE + _varint(sum(map(len, parts))), *parts]
 
 
@@ -311,6 +311,6 @@ def _varint(value: int) -> bytes:
 
 
 def stream_error(text: str) -> list[Bytes]:
-    """A ModelStreamInferResponse with an error message."""
+    """Encode a ModelStreamInferResponse with an error message."""
     message: Message = MESSAGES["ModelStreamInferResponse"](error_message=text)
     return [message.SerializeToString()]

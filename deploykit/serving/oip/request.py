@@ -30,7 +30,7 @@ from deploykit.serving.oip.tensors import (
 
 _MAX_ID_BYTES = 1024
 MAX_CLASSES = 10_000
-_MAX_NAME_BYTES = 256  # of a shared-memory region
+_MAX_NAME_BYTES = 256  # the longest name of a shared-memory region
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +40,8 @@ class Signature:
     inputs: Mapping[str, Slot]
     outputs: Mapping[str, Slot]
     max_batch: int
-    max_bytes: int  # of one decoded request
-    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of an output's classes
+    max_bytes: int  # the most bytes of one decoded request
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)  # class labels by output
 
 
 def signature(
@@ -57,7 +57,7 @@ def signature(
 
 @dataclass(frozen=True)
 class Region:
-    """Bytes of a shared-memory region that the client has registered."""
+    """A span of a shared-memory region that the client has registered."""
 
     name: str
     offset: int
@@ -75,7 +75,7 @@ class Memory(Protocol):
 
 
 class Binary(NamedTuple):
-    """`size` bytes of `body` from `at` on. None: the body passed to `fill`."""
+    """The location of `size` bytes in `body`, from `at` on. None: the body passed to `fill`."""
 
     body: Bytes | None
     at: int
@@ -111,9 +111,9 @@ class Request(NamedTuple):
     key: InputKey
     outputs: tuple[RequestedOutput, ...]  # in the order of the request
     id: str | None = None
-    timeout_us: int | None = None  # how long it may wait; None: the server's default
+    timeout_us: int | None = None  # how long the request may wait; None: the server's default
     priority: int = 0  # 1 is the highest; 0: the server's default
-    region_bytes: int = 0  # of its inputs, copied from shared memory
+    region_bytes: int = 0  # bytes of its inputs copied from shared memory
 
 
 class Part(NamedTuple):
@@ -131,7 +131,7 @@ class Plan(NamedTuple):
     """A checked request without its tensors; reusable."""
 
     parts: tuple[Part, ...]  # in model order
-    fields: tuple[Any, ...]  # of Request, after `feeds`
+    fields: tuple[Any, ...]  # the fields of Request after `feeds`
     regions: bool  # whether it uses shared memory
 
 
@@ -184,7 +184,7 @@ def fill(plan: Plan, body: Bytes = b"", start: int = 0, memory: Memory | None = 
 
 
 def check_parameters(parameters: object, where: str) -> Mapping[str, Any]:
-    """A `parameters` object, empty when absent. Raises BadInput if not supported."""
+    """Check a `parameters` object; return {} when absent. Raises BadInput if not supported."""
     if parameters is None:
         return {}
     if not isinstance(parameters, Mapping):
@@ -199,7 +199,7 @@ def check_parameters(parameters: object, where: str) -> Mapping[str, Any]:
 
 
 def find_region(parameters: Mapping[str, Any], where: str) -> Region | None:
-    """The shared memory that `parameters` name, if any. Raises BadInput."""
+    """Return the shared memory that `parameters` name, if any. Raises BadInput."""
     name = parameters.get("shared_memory_region")
     if name is None:
         if any(key.startswith("shared_memory_") for key in parameters):
@@ -218,7 +218,7 @@ def find_region(parameters: Mapping[str, Any], where: str) -> Region | None:
 
 
 def _integer(parameters: Mapping[str, Any], key: str, unit: str = "") -> int:
-    """An integer parameter, 0 when absent. Raises BadInput."""
+    """Return an integer parameter, 0 when absent. Raises BadInput."""
     value = parameters.get(key)
     if value is None:
         return 0
@@ -241,7 +241,7 @@ def _outputs(
     model: Signature,
     binary: bool,
 ) -> tuple[RequestedOutput, ...]:
-    """The outputs in the order of the request; all of them in model order when none is named."""
+    """Return the outputs in the order of the request; all in model order when none is named."""
     by_default = _flag(parameters, "binary_data_output", False)
     if not requested:
         requested = [(name, None) for name in model.outputs]
@@ -281,7 +281,7 @@ def _output(
 
 
 def _inputs(inputs: Sequence[InputData], model: Signature) -> tuple[Part, ...]:
-    """The inputs in model order."""
+    """Return the inputs in model order."""
     got: dict[str, Part] = {}
     budget = model.max_bytes
     for item in inputs:
@@ -301,7 +301,7 @@ def _inputs(inputs: Sequence[InputData], model: Signature) -> tuple[Part, ...]:
 
 
 def _input(item: InputData, slot: Slot, model: Signature, budget: int) -> tuple[Part, int]:
-    """One input, and how many bytes have to be allocated for it: at most `budget`."""
+    """Check one input; also return how many bytes it has to allocate: at most `budget`."""
     name, datatype, data = slot.spec.name, slot.datatype, item.data
     if item.datatype != datatype:
         raise BadInput(f"input '{name}' is {datatype}, got datatype {quote(item.datatype)}")
@@ -325,7 +325,7 @@ def _input(item: InputData, slot: Slot, model: Signature, budget: int) -> tuple[
 
 
 def _size(size: object, count: int, shape: tuple[int, ...], slot: Slot) -> int:
-    """The bytes of a tensor, which must be what its shape needs; BYTES need 4 for each element."""
+    """Return the bytes of a tensor after a check against its shape; BYTES need 4 per element."""
     need = count * (slot.item_bytes or LENGTH_BYTES)
     if type(size) is int and (size == need or (size > need and not slot.item_bytes)):
         return size
@@ -350,7 +350,7 @@ def _check_limit(needed: int, budget: int, model: Signature, name: str) -> None:
 
 
 def _rows(parts: Sequence[Part], model: Signature) -> int:
-    """The batch size, 1 for a model that is not batched. Raises BadInput when axes disagree."""
+    """Return the batch size, 1 without batching. Raises BadInput when axes disagree."""
     sizes: dict[str, int] = {}
     for part in parts:
         for axis, size in zip(part.slot.spec.shape, part.shape, strict=True):

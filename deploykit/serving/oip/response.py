@@ -12,16 +12,14 @@ from deploykit.core.tensors import Bytes
 from deploykit.serving.oip.request import Memory, Request, RequestedOutput, Signature
 from deploykit.serving.oip.tensors import to_bytes
 
-# The classification extension: an output's highest values as strings `value:index[:label]`.
-
 
 def classify(
     array: np.ndarray, classes: int, *, batched: bool, labels: Sequence[str] = ()
 ) -> np.ndarray:
-    """The `classes` highest values of each row, highest first, or all if a row has fewer.
+    """Return the `classes` highest values of each row as `value:index[:label]`, highest first.
 
-    All axes but the batch axis are flattened. Of equal values the lower index comes first; NaN
-    comes last. Floats have six decimals, as in other servers of the protocol.
+    All axes but the batch axis are flattened. Among equal values the lower index comes first;
+    NaN comes last. Floats have six decimals, as in other servers of the protocol.
     """
     values = (
         array.reshape(array.shape[0], math.prod(array.shape[1:]))
@@ -40,7 +38,7 @@ def classify(
 
 
 def _highest(numbers: np.ndarray, count: int) -> list[int]:
-    """Indices of the `count` highest values; sorting in reverse keeps equal values in order."""
+    """Return the indices of the highest values; the reverse sort keeps equal values in order."""
     order = np.argsort(numbers[::-1], kind="stable")[::-1]
     order = len(numbers) - 1 - order
     if numbers.dtype.kind == "f":  # numpy sorts NaN above every number
@@ -59,7 +57,7 @@ class Result(NamedTuple):
     requested: RequestedOutput
 
     def raw_contents(self) -> Bytes:
-        """The elements as binary data; empty if they are in shared memory."""
+        """Return the elements as binary data; empty if they are in shared memory."""
         return b"" if self.array is None else to_bytes(self.array, self.datatype)
 
 
@@ -69,9 +67,9 @@ def collect_results(
     model: Signature,
     memory: Memory | None = None,
 ) -> list[Result]:
-    """The requested outputs in the order of the request.
+    """Return the requested outputs in the order of the request.
 
-    `memory`: as the request was decoded with. Raises what its `write` raises.
+    `memory`: the same as for decoding the request. Raises the errors of its `write`.
     """
     found = []
     for requested in request.outputs:

@@ -24,13 +24,13 @@ from deploykit.core.tensors import (
     without_batch,
 )
 
-BINARY_ONLY = ("FP16", "BF16")  # the protocol gives them no JSON form
+BINARY_ONLY = ("FP16", "BF16")  # the protocol has no JSON form of them
 STRING_BYTES = 64  # memory of a short Python string and its reference
-LENGTH_BYTES = 4  # in front of every element of BYTES
-_COPIED_BYTES = 64 << 10  # a copy of less costs less than a view
-_BLOCK = 16 << 10  # strings
+LENGTH_BYTES = 4  # the length in front of every element of BYTES
+_COPIED_BYTES = 64 << 10  # below this size a copy costs less than a view
+_BLOCK = 16 << 10  # strings converted at once
 
-# the field of gRPC's InferTensorContents for each datatype; FP16 and BF16 have none
+# The field of gRPC's InferTensorContents for each datatype; FP16 and BF16 have none.
 CONTENTS: Mapping[str, str] = {
     "BOOL": "bool_contents",
     **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
@@ -49,10 +49,10 @@ class Slot:
 
     spec: TensorSpec
     datatype: str
-    dtype: np.dtype[Any]  # of the arrays that hold it
-    item_bytes: int  # of one element on the wire; 0 for BYTES, whose elements vary
+    dtype: np.dtype[Any]  # the dtype of the arrays that hold it
+    item_bytes: int  # size of one element on the wire; 0 for BYTES, whose elements vary
     plain: bool  # whether the bytes on the wire equal the array's
-    raw: bool = False  # BYTES stay bytes, as of an image; else they are UTF-8
+    raw: bool = False  # BYTES stay bytes, such as an image's; else they are decoded as UTF-8
 
 
 def make_slot(spec: TensorSpec) -> Slot:
@@ -62,7 +62,7 @@ def make_slot(spec: TensorSpec) -> Slot:
 
 
 def check_shape(shape: object, slot: Slot, max_batch: int) -> tuple[int, ...]:
-    """A shape that fits the model; `max_batch` 0: axis 0 is not a batch. Raises BadInput."""
+    """Return a shape that fits the model; `max_batch` 0: axis 0 is not a batch. Raises BadInput."""
     spec = slot.spec
     if type(shape) is not list or not all(type(n) is int and n >= 0 for n in shape):
         raise BadInput(
@@ -85,7 +85,7 @@ def check_shape(shape: object, slot: Slot, max_batch: int) -> tuple[int, ...]:
 def from_bytes(
     body: Bytes, at: int, size: int, count: int, shape: tuple[int, ...], slot: Slot
 ) -> np.ndarray:
-    """`count` elements in the `size` bytes of `body` from `at` on; numbers are not copied."""
+    """Read `count` elements from `size` bytes of `body` at `at`; numbers are not copied."""
     if slot.plain and count:
         array: np.ndarray = np.ndarray(shape, slot.dtype, body, at)
         return array
@@ -103,7 +103,7 @@ def from_bytes(
 
 
 def _elements(body: Bytes, at: int, size: int, count: int, slot: Slot) -> list[bytes]:
-    """The elements of BYTES: each its length in 4 bytes, then itself."""
+    """Split BYTES into elements, each of which follows its length in 4 bytes."""
     name, end = slot.spec.name, at + size
     elements = []
     for number in range(count):
@@ -122,7 +122,7 @@ def _elements(body: Bytes, at: int, size: int, count: int, slot: Slot) -> list[b
 
 
 def _string_array(elements: Sequence[object], shape: tuple[int, ...], slot: Slot) -> np.ndarray:
-    """An array of `str`, as engines take it; bytes among the elements must be UTF-8."""
+    """Return an array of `str`, as engines take it; bytes among the elements must be UTF-8."""
     name = slot.spec.name
     array = np.empty(_allocatable(shape, slot), object)
     flat = array.reshape(-1)
@@ -142,7 +142,7 @@ def _string_array(elements: Sequence[object], shape: tuple[int, ...], slot: Slot
 def typed_values(
     name: object, datatype: object, contents: Mapping[str, Sequence[Any]]
 ) -> list[Any]:
-    """The values of gRPC's typed contents; `contents`: each field's values. Raises BadInput."""
+    """Return the values of gRPC's typed contents, given each field's. Raises BadInput."""
     right = CONTENTS.get(datatype) if type(datatype) is str else None
     for key, values in contents.items():
         if key != right and len(values):
@@ -156,7 +156,7 @@ def typed_values(
 
 
 def flatten(data: object, count: int, shape: tuple[int, ...], slot: Slot) -> list[Any]:
-    """The `count` elements of a list that is flat or nested like `shape`."""
+    """Return the `count` elements of a list that is flat or nested like `shape`."""
     name = slot.spec.name
     if type(data) is not list:
         raise BadInput(f"input '{name}': 'data' must be a list")
@@ -180,7 +180,7 @@ def flatten(data: object, count: int, shape: tuple[int, ...], slot: Slot) -> lis
 
 
 def from_list(flat: list[Any], shape: tuple[int, ...], slot: Slot) -> np.ndarray:
-    """A list of scalars as an array, each value unchanged but for a float's rounding."""
+    """Convert a list of scalars to an array; only floats may be rounded."""
     if not slot.item_bytes:
         return _string_array(flat, shape, slot)
     if not flat:
@@ -207,23 +207,23 @@ def from_list(flat: list[Any], shape: tuple[int, ...], slot: Slot) -> np.ndarray
 
 
 def _allocatable(shape: tuple[int, ...], slot: Slot) -> tuple[int, ...]:
-    """The shape, if numpy can represent it: it multiplies all axes, even if one is 0."""
+    """Return the shape if numpy can represent it: it multiplies all axes, even if one is 0."""
     if math.prod(max(1, n) for n in shape) * slot.dtype.itemsize > 1 << 62:
         raise BadInput(f"input '{slot.spec.name}': shape {quote(list(shape))} is too large")
     return shape
 
 
 def to_bytes(array: np.ndarray, datatype: str) -> Bytes:
-    """An output as it is sent binary; bfloat16 is rounded to nearest, ties to even.
+    """Encode an output as binary; bfloat16 is rounded to nearest, ties to even.
 
-    Large numbers that `array` owns are not copied.
+    Large numeric arrays that own their memory are not copied.
     """
     if datatype == "BYTES":
         return b"".join([b"".join(map(_to_element, block)) for block in string_blocks(array)])
     if datatype == "BF16":
         bits = np.ascontiguousarray(array, np.float32).reshape(-1).view(np.uint32)
         upper = (bits + (0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-        nans = np.isnan(array.reshape(-1))  # rounding would turn some into infinity
+        nans = np.isnan(array.reshape(-1))  # rounding would turn some NaN into infinity
         upper[nans] = (bits[nans] >> 16) | 0x40
         return upper.tobytes()
     if array.nbytes > _COPIED_BYTES and array.flags.owndata and array.flags.c_contiguous:
@@ -232,7 +232,7 @@ def to_bytes(array: np.ndarray, datatype: str) -> Bytes:
 
 
 def string_blocks(array: np.ndarray) -> Iterator[np.ndarray]:
-    """The strings in parts: one call of C for a million holds Python's lock for 0.2 s."""
+    """Yield the strings in parts: one C call for a million would hold the GIL for 0.2 s."""
     flat = array.reshape(-1)
     return (flat[at : at + _BLOCK] for at in range(0, flat.size, _BLOCK))
 
@@ -243,7 +243,7 @@ def _to_element(element: object) -> bytes:
 
 
 def to_json(array: np.ndarray, datatype: str, name: str) -> list[str] | np.ndarray:
-    """An output as orjson takes it, flat. Raises BadInput for what JSON cannot represent."""
+    """Return an output as orjson takes it, flat. Raises BadInput for what JSON cannot represent."""
     if datatype == "BYTES":
         try:
             return [x.decode() if type(x) is bytes else str(x) for x in array.flat]

@@ -1,4 +1,4 @@
-"""One HTTP request as a route sees it, its memory, and error replies. Independent of sockets."""
+"""HTTP requests, independent of sockets: replies, error replies, memory and compression."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class MemoryBudget:
-    """`bytes` of requests that wait for their answer, and of answers that wait for their client.
+    """Counts `bytes` of unanswered requests, and of answers that clients have not read.
 
-    Over all connections of both protocols: each has its limits, but thousands of them together
-    could use all memory. Counted: what was received, decompressed, or copied from shared memory,
-    then the answer until the client has taken it. Call all methods on the event loop's thread.
+    It covers all connections of both protocols: each has limits, but thousands of them together
+    could use all memory. It counts what was received, decompressed, or copied from shared memory,
+    then the answer until its client has read it. Call all methods on the loop's thread.
     """
 
     def __init__(self, limit: int | None, max_body_bytes: int, parts: int = 1) -> None:
-        """`limit` None: a quarter of this machine's memory, but at least one largest body.
+        """Set the budget; `limit` None: a quarter of the memory, but at least one largest body.
 
-        `parts`: processes that have one budget together.
+        `parts`: processes that share one budget.
         """
         if limit is None:
             limit = max(max_body_bytes, (memory_bytes() or _UNKNOWN_MEMORY) // 4 // parts)
@@ -57,25 +57,25 @@ class MemoryBudget:
     def add(self, size: int, own: int) -> bool:
         """Count `size` more bytes of a request or answer, which has `own` in total then.
 
-        Returns whether they fit; they are counted in any case, until `release`. One that is alone
-        in the server may exceed the budget; its own limit bounds it.
+        Returns whether they fit; they are counted in any case, until `release`. A request that is
+        alone in the server may exceed the budget; its own limit bounds it.
         """
         self.bytes += size
         return self.bytes <= self.limit or self.bytes == own
 
     def release(self, size: int) -> None:
-        """No longer count `size` bytes."""
+        """Remove `size` bytes from the count."""
         self.bytes -= size
 
     @property
     def message(self) -> str:
-        """The error message for a request or answer that does not fit."""
+        """Return the error message for a request or answer that does not fit."""
         return f"the server holds {self.limit} bytes of requests and answers already"
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a request is refused before its body is read; `headers` belong to the reply."""
+    """The reason why a request is refused before its body is read, and the reply's headers."""
 
     status: int
     text: str
@@ -105,7 +105,7 @@ class Head:
 
     @classmethod
     def of(cls, method: str, target: str, headers: Mapping[bytes, bytes], **values: Any) -> Head:
-        """A head with these headers, whose names are in lower case."""
+        """Build a head from headers whose names are in lower case."""
         trace = headers.get(b"traceparent")
         return cls(
             method,
@@ -122,7 +122,7 @@ class Head:
 
 
 class Call:
-    """One request and the way back to its client."""
+    """One request, and the way to reply to it."""
 
     __slots__ = ("body", "cancel", "gone", "head", "held_bytes", "memory")
 
@@ -130,7 +130,7 @@ class Call:
         self.head = head
         self.memory = memory
         self.body = body
-        self.cancel: Callable[[], object] | None = None  # if the client disconnects before
+        self.cancel: Callable[[], object] | None = None  # called if the client disconnects
         self.gone = False  # the client has disconnected: no reply can be sent
         self.held_bytes = 0  # bytes counted in the memory budget
 
@@ -138,7 +138,7 @@ class Call:
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None: ...
 
     def reserve(self, size: int) -> bool:
-        """Count `size` more bytes in the memory budget until the reply; whether they fit."""
+        """Count `size` more bytes until the reply; return whether they fit into the budget."""
         self.held_bytes += size
         return self.memory.add(size, self.held_bytes)
 
@@ -147,7 +147,7 @@ class Call:
         self.held_bytes = 0
 
     def abandon(self) -> None:
-        """Nobody waits for the reply any more."""
+        """Cancel the request: nobody waits for the reply any more."""
         self.gone = True
         self.release()
         cancel, self.cancel = self.cancel, None
@@ -156,7 +156,7 @@ class Call:
 
 
 def refusal_of(error: Exception) -> DeploykitError | None:
-    """The error as a client gets it; Overloaded without file descriptors or memory. None: a bug."""
+    """Return the error for the client; Overloaded without descriptors or memory. None: a bug."""
     if isinstance(error, DeploykitError):
         return error
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in EXHAUSTED):
@@ -167,12 +167,12 @@ def refusal_of(error: Exception) -> DeploykitError | None:
 
 
 def message_of(error: DeploykitError) -> str:
-    """The message and the hint in one line."""
+    """Return the message and the hint in one line."""
     return f"{error.message}; {error.hint}" if error.hint else error.message
 
 
 def reply_exception(call: Call, error: Exception) -> None:
-    """Reply with an error; a bug is logged and not sent."""
+    """Reply with an error; log a bug instead of sending it."""
     exc = refusal_of(error)
     if exc is None:
         log.error("a request to %s failed", quote(call.head.target), exc_info=error)
@@ -183,7 +183,7 @@ def reply_exception(call: Call, error: Exception) -> None:
 
 
 def reply_error(call: Call, status: int, text: str, headers: bytes = b"") -> None:
-    """The protocol's error body, `{"error": "one sentence"}`, and one line in the log."""
+    """Reply with the protocol's body, `{"error": "one sentence"}`, and log one line."""
     if log.isEnabledFor(logging.INFO):
         method, target = quote(call.head.method), quote(call.head.target)
         log.info("%s %s: %d %s", method, target, status, quote(text))
@@ -191,30 +191,26 @@ def reply_error(call: Call, status: int, text: str, headers: bytes = b"") -> Non
 
 
 def reply_with(call: Call, make: Callable[[], Bytes], headers: bytes = JSON) -> None:
-    """Reply with what `make` returns, or with the error that it raises."""
+    """Reply with the value of `make`, or with the error that it raises."""
     try:
         call.reply(200, headers, [make()])
     except Exception as exc:  # noqa: BLE001 - every error is a reply
         reply_exception(call, exc)
 
 
-# Decompress request bodies, and compress replies for clients that accept it.
-#
-# The size limit of a request applies to the decompressed size, checked during decompression.
-
 _WINDOWS = {b"gzip": 31, b"deflate": 15}  # zlib's `wbits`; deflate has zlib's header
-_PIECE_BYTES = 1 << 16  # passed to zlib at once
-_GROWTH_BYTES = 1 << 20  # produced by it at once
-_MEMBERS = 256  # of one gzip body: each costs time, however short
+_PIECE_BYTES = 1 << 16  # input of zlib in one step
+_GROWTH_BYTES = 1 << 20  # output of zlib in one step
+_MEMBERS = 256  # members of one gzip body: each costs time, however short
 _QUALITY = re.compile(rb"0(\.\d{0,3})?|1(\.0{0,3})?")
 _FAST = 1  # compression level: higher ones cost a server more than they save
 
 
 def decompress(body: Bytes, encoding: bytes, max_bytes: int) -> Bytes:
-    """`body` decompressed; unchanged if the encoding is identity.
+    """Return `body` decompressed; unchanged if the encoding is identity.
 
-    Raises UnknownEncoding unless it is gzip or deflate, TooLarge above `max_bytes`, and
-    BadInput for a truncated or damaged body, or one with trailing bytes.
+    Raises UnknownEncoding unless it is gzip or deflate, BadInput for a truncated or damaged body or
+    trailing bytes, and TooLarge above `max_bytes`, which is checked during decompression.
     """
     name = encoding.strip().lower()
     if name in (b"identity", b""):
@@ -261,7 +257,7 @@ def _inflate(body: Bytes, name: str, max_bytes: int) -> bytes:
 
 @lru_cache(maxsize=256)
 def choose_encoding(accept: bytes) -> bytes | None:
-    """b"gzip" or b"deflate" if Accept-Encoding prefers it to plain bytes, else None.
+    """Return b"gzip" or b"deflate" if Accept-Encoding prefers it to plain bytes, else None.
 
     Only codings that are named count, not `*`.
     """
@@ -277,6 +273,6 @@ def choose_encoding(accept: bytes) -> bytes | None:
 
 
 def compress(parts: Iterable[Bytes], coding: bytes) -> bytes:
-    """The parts as one compressed body; `coding` as returned by `choose_encoding`."""
+    """Return the parts as one compressed body; `coding` as returned by `choose_encoding`."""
     stream = zlib.compressobj(_FAST, zlib.DEFLATED, _WINDOWS[coding])
     return b"".join([*map(stream.compress, parts), stream.flush()])

@@ -30,24 +30,24 @@ log = logging.getLogger(__name__)
 
 SPARE = 512  # clients above the limit that may ask for the server's health; 2 turns of accepting
 BACKLOG = 1024
-PAUSE_S = 0.2  # after running out of file descriptors
-_IDLE_S = 1.0  # after which a connection without a request is closed if there are too many
+PAUSE_S = 0.2  # pause after running out of file descriptors
+_IDLE_S = 1.0  # a connection idle for so long is closed if there are too many
 _EXHAUSTED_IDLE_S = 5.0  # the same if the process has no file descriptor left
-_CLOSED_AT_ONCE = 32  # finding them takes a millisecond
-_BURST = 200  # connections accepted per turn of the event loop: some 20 ms
-_HANDSHAKES = 8  # begun per turn of the event loop: each takes it a millisecond
+_CLOSED_AT_ONCE = 32  # finding so many of them takes a millisecond
+_BURST = 200  # connections accepted per turn of the event loop: about 20 ms
+_HANDSHAKES = 8  # started per turn of the event loop: each takes a millisecond of it
 
 
 class Client(Protocol):
-    """A connection, as its port sees it."""
+    """A connection as its port uses it."""
 
     @property
     def idle_since_s(self) -> float | None:
-        """None while it has a request."""
+        """Return when it became idle; None while it has a request."""
 
     @property
     def unanswered(self) -> int:
-        """Complete requests whose replies have not been written."""
+        """Return the number of complete requests whose replies have not been written."""
 
     def check(self, now_s: float) -> None:
         """Close the connection if it is past a limit."""
@@ -58,7 +58,7 @@ class Client(Protocol):
 
 
 class Port(ABC):
-    """What the connections of one protocol share: memory budget, turns of the event loop, time."""
+    """State that one protocol's connections share: memory budget, turns of the event loop, time."""
 
     def __init__(
         self,
@@ -67,35 +67,35 @@ class Port(ABC):
         memory: MemoryBudget,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.places = places  # for connections
-        self.handshake_s = handshake_s  # for TLS
+        self.places = places  # the largest number of connections
+        self.handshake_s = handshake_s  # time limit for the TLS handshake
         self.memory = memory
         self.turns = Turns(clock_s)
         self.connections: set[Client] = set()
         self.draining = False
         self.now_s = clock_s()
-        self.tick_s = 0.0  # between the last two ticks
+        self.tick_s = 0.0  # time between the last two ticks
         self._unchecked: list[Client] = []
-        self._closing = 0  # connections, to make room
-        self._searched_s = math.nan  # when none was idle: not again before the next tick
+        self._closing = 0  # connections that are being closed to make room
+        self._searched_s = math.nan  # when none was idle: no new search before the next tick
 
     @abstractmethod
     def connect(self) -> asyncio.BaseProtocol:
-        """The protocol of a new connection."""
+        """Return the protocol of a new connection."""
 
     @property
     def unanswered(self) -> int:
         return sum(connection.unanswered for connection in self.connections)
 
     def tick(self, now_s: float) -> None:
-        """Take the time and check all connections, unless that is still being done."""
+        """Update the time and check all connections, unless a check is still running."""
         if not self._unchecked:
             self.tick_s, self.now_s = now_s - self.now_s, now_s
             self._unchecked = list(self.connections)
             self.turns.run(self._check_all)
 
     def _check_all(self) -> None:
-        """Check in as many turns as it takes: all may reach a limit at one moment."""
+        """Check in as many turns as needed: all may reach a limit at one moment."""
         while self._unchecked:
             if self.turns.late():
                 self.turns.wait(self._check_all)
@@ -103,10 +103,10 @@ class Port(ABC):
             self._unchecked.pop().check(self.now_s)
 
     def has_place(self) -> bool:
-        """Whether the newest connection has a place, perhaps since idle ones are closed for it."""
+        """Return whether the newest connection may stay; idle ones may be closed to make room."""
         if len(self.connections) <= self.places:
             self._closing = 0
-        elif self._closing:  # those close in the next turn of the event loop
+        elif self._closing:  # they close in the next turn of the event loop
             self._closing -= 1
         elif self._searched_s == self.now_s:
             return False
@@ -117,7 +117,7 @@ class Port(ABC):
         return True
 
     def close_idle(self, least_s: float = _EXHAUSTED_IDLE_S) -> int:
-        """Close connections that are idle for longest, for `least_s` at least; returns how many."""
+        """Close connections idle for longest, for at least `least_s`; return how many."""
         last_s = self.now_s - least_s
         found = [(each.idle_since_s, each) for each in self.connections]
         idle = [(since_s, each) for since_s, each in found if since_s and since_s <= last_s]
@@ -128,7 +128,7 @@ class Port(ABC):
 
 
 def bind(host: str, port: int, parameter: str = "`http_port`") -> socket.socket:
-    """A listening socket; early clients wait. Raises BadInput naming `host` or `parameter`."""
+    """Return a listening socket; early clients wait. BadInput names `host` or `parameter`."""
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as exc:
@@ -155,9 +155,9 @@ def bind(host: str, port: int, parameter: str = "`http_port`") -> socket.socket:
 
 
 def reserve(host: str, port: int, parameter: str) -> socket.socket:
-    """A bound socket that does not listen, for `share_address`. Raises as `bind`.
+    """Return a bound socket that does not listen, for `share_address`. Raises as `bind`.
 
-    While the models are opened, it refuses the port to another server, which would share it.
+    While the models are opened, it prevents another server from sharing the port.
     """
     alone = bind(host, port, parameter)  # fails where another program listens, shared or not
     address = alone.getsockname()
@@ -171,7 +171,7 @@ def reserve(host: str, port: int, parameter: str) -> socket.socket:
 
 
 def share_address(reserved: socket.socket) -> socket.socket:
-    """Another socket at the same address: connections are divided among those that listen."""
+    """Return another socket at the same address: the listening ones divide its connections."""
     return _shared(reserved.family, reserved.getsockname())
 
 
@@ -207,24 +207,24 @@ class Acceptor:
         self._socket = listening
         self._tls = tls
         self._handshake_s = port.handshake_s if tls else None
-        self._silent: dict[socket.socket, asyncio.Task[None]] = {}  # have not sent their hello
-        self._hellos: deque[asyncio.Future[None]] = deque()  # of clients that have
+        self._silent: dict[socket.socket, asyncio.Task[None]] = {}  # have not sent their TLS hello
+        self._hellos: deque[asyncio.Future[None]] = deque()  # of clients that have sent it
         self._handshakes: set[asyncio.Task[None]] = set()
         self._paused: asyncio.TimerHandle | None = None
         self._open = False
 
     @property
     def busy(self) -> bool:
-        """Whether there are connections, or handshakes of connections to be."""
+        """Return whether there are connections or handshakes."""
         return bool(self._handshakes or self.port.connections)
 
     def open(self) -> None:
         self._open, self._paused = True, None
-        self._socket.listen(BACKLOG)  # one that others share does not so far
+        self._socket.listen(BACKLOG)  # a socket of a shared address does not listen yet
         self._loop.add_reader(self._socket, self._accept)
 
     def close(self) -> None:
-        """Accept the clients in the backlog, and none after that."""
+        """Accept the clients in the backlog, and none afterwards."""
         if self._open:
             self._open = False
             if self._paused is not None:
@@ -250,7 +250,7 @@ class Acceptor:
             client.setblocking(False)
             count, most = len(self._handshakes) + len(self.port.connections), self.port.places
             if self._tls and count >= most + 2 * SPARE and not self._close_silent():
-                client.close()  # fewer get a protocol, which replies with the reason
+                client.close()  # with fewer a client gets a protocol, which replies with the reason
                 log.info("a connection was closed: there are %d already", count)
                 continue
             task = self._loop.create_task(self._handshake(client))
@@ -268,7 +268,7 @@ class Acceptor:
             self._paused = self._loop.call_later(PAUSE_S, self.open)
 
     def _close_silent(self, most: int = 1) -> bool:
-        """Close clients that have waited longest with their hello; whether there was one."""
+        """Close clients that have waited longest with their hello; return whether there was one."""
         chosen = list(islice(self._silent, most))
         for client in chosen:
             self._silent.pop(client).cancel()
@@ -281,7 +281,7 @@ class Acceptor:
             await self._loop.connect_accepted_socket(
                 self.port.connect, client, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
             )
-        except (OSError, asyncio.TimeoutError) as exc:  # ssl.SSLError is one
+        except (OSError, asyncio.TimeoutError) as exc:  # ssl.SSLError is an OSError
             client.close()
             if self._tls:
                 log.info("a connection was closed in its TLS handshake: %s", _reason(exc))
@@ -289,7 +289,7 @@ class Acceptor:
     def _end_handshake(self, client: socket.socket, task: asyncio.Task[None]) -> None:
         self._handshakes.discard(task)
         self._silent.pop(client, None)
-        if task.cancelled():  # perhaps before it began
+        if task.cancelled():  # perhaps before the task began
             client.close()
 
     async def _hello(self, client: socket.socket) -> None:

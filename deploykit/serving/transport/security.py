@@ -1,4 +1,4 @@
-"""Who may call the server: token, Host and Origin, and TLS.
+"""Restrict who may call the server: token, Host and Origin, and TLS.
 
 Any web page can send requests to localhost from the user's browser, so a server on loopback must
 refuse those of other sites (DNS rebinding, cross-site forms), whatever the method.
@@ -19,7 +19,7 @@ from deploykit.serving.transport.call import Refusal
 
 _LOCAL = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 _ORIGIN = re.compile(r"https?://[^/\s@]+", re.IGNORECASE)
-HEALTH = "/v2/health/"  # open to health checks without a token
+HEALTH = "/v2/health/"  # these paths need no token, for health checks
 
 
 class Guard:
@@ -47,7 +47,7 @@ class AccessControl:
         origins: Sequence[str] = (),
         public: Collection[str] = (),
     ) -> None:
-        """`public`: paths that need no token, such as the dashboard, which asks for it."""
+        """Check `origins`. `public`: paths without a token, such as the dashboard's."""
         for origin in origins:
             if not _ORIGIN.fullmatch(origin):
                 raise BadInput(
@@ -89,7 +89,7 @@ class AccessControl:
 
 
 def allow_origin(origin: bytes) -> bytes:
-    """The headers that let a page of `origin`, which is allowed, read a reply."""
+    """Return the headers that let a page of `origin`, which is allowed, read a reply."""
     return (
         b"Access-Control-Allow-Origin: " + origin + b"\r\nVary: Origin\r\n"
         b"Access-Control-Expose-Headers: Inference-Header-Content-Length\r\n"
@@ -105,7 +105,7 @@ PREFLIGHT = (
 
 
 def tls_context(options: ServeOptions, protocol: str) -> ssl.SSLContext | None:
-    """TLS 1.2 or newer for `protocol` with the server's certificate; None without one.
+    """Return a context for TLS 1.2 or newer with the server's certificate; None without one.
 
     Raises BadInput naming the invalid file.
     """

@@ -1,4 +1,4 @@
-"""Share each turn of the event loop among all clients, so that no number of them stops it."""
+"""Share each turn of the event loop among all clients, so that no number of them blocks it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 TURN_S = 0.01  # for requests, in one turn of the loop; a new connection takes four turns
-DELIVERY_S = 0.01  # for what other threads have finished
-# received at once where others have used up this turn of the event loop; with TLS each byte may be
-# a record of its own, which takes a microsecond to decrypt
+DELIVERY_S = 0.01  # for continuations of work on other threads
+# Bytes to receive at once when this turn of the event loop is used up; with TLS each byte may be a
+# separate record, which takes a microsecond to decrypt.
 BUSY_BYTES = {False: 4 << 10, True: 256}
-_SHORT_S = 0.001  # a turn with less is not counted
+_SHORT_S = 0.001  # shorter work adds up before a turn is counted
 
 
 class Turns:
     """Bounds the time that work takes in one turn of the loop; more waits for the next turns.
 
     `busy`: this turn is used up: call `wait`. `overdrawn`: even health checks wait then. Once a
-    turn is counted, all that the loop does in it counts: the system's part of reading, engines.
+    turn is counted, all work of the loop in it counts, such as reading and running engines.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class Turns:
         self._urgent: deque[Callable[[], None]] = deque()
         self.busy = self.overdrawn = False
         self._turn_s = TURN_S if turn_s is None else turn_s
-        self._spent_s = 0.0  # in short work, since the last turn that was counted
-        self._begun_s = 0.0  # when the turn that is counted began
-        self._scheduled = False  # a turn is counted, which ends with `_begin`
+        self._spent_s = 0.0  # in short work, since the last counted turn
+        self._begun_s = 0.0  # when the counted turn began
+        self._scheduled = False  # a turn is being counted, until `_begin`
 
     def spend(self, since_s: float) -> None:
-        """Count the time since then, by `clock_s`."""
+        """Count the time since `since_s`, by `clock_s`."""
         now_s = self.clock_s()
         if not self._scheduled:
             self._spent_s += now_s - since_s
@@ -55,7 +55,7 @@ class Turns:
         return self.busy
 
     def run(self, work: Callable[[], None]) -> None:
-        """Call it now, or in one of the next turns if this one is used up."""
+        """Call `work` now, or in one of the next turns if this one is used up."""
         if self.busy:
             self.wait(work)
             return
@@ -64,7 +64,7 @@ class Turns:
         self.spend(begun_s)
 
     def wait(self, work: Callable[[], None], *, urgent: bool = False) -> None:
-        """Call it in one of the next turns, in order; before all others if it is urgent."""
+        """Call `work` in one of the next turns, in order; urgent work comes first."""
         (self._urgent if urgent else self.waiting).append(work)
         self._count_from(self.clock_s())
 
@@ -79,7 +79,7 @@ class Turns:
             asyncio.get_running_loop().call_soon(self._begin)
 
     def _begin(self) -> None:
-        """A turn begins: half is for the work that waits, half for new."""
+        """Begin a turn: half of it is for the work that waits, half for new work."""
         self._scheduled = self.busy = self.overdrawn = False
         self._spent_s = 0.0
         begun_s, urgent, waiting = self.clock_s(), self._urgent, self.waiting
@@ -88,7 +88,7 @@ class Turns:
         for _ in range(len(urgent) + len(waiting)):
             try:
                 (urgent or waiting).popleft()()
-            except Exception:  # the others must not wait for ever
+            except Exception:  # the other work must not wait forever
                 log.exception("work on the event loop failed")
             if self.clock_s() - begun_s > self._turn_s / 2:
                 break

@@ -20,8 +20,8 @@ from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.tensors import BINARY_ONLY, LENGTH_BYTES, Slot
 
-_MOST_VALUES = 16  # of a request, as literals
-_SAMPLES = {  # what a request holds, by what is taken
+_MOST_VALUES = 16  # values of a request that are written as literals
+_SAMPLES = {  # an example of each kind of input
     "image": "photo.jpg",
     "text": "a sentence",
     "json": '{"key": 1}',
@@ -50,7 +50,7 @@ class Address:
 
 
 def examples(model: ServedModel, address: Address) -> dict[str, str]:
-    """Title -> program."""
+    """Return the programs by title."""
     found = {
         **_of_task(model, address),
         "curl": _curl(model, address),
@@ -64,7 +64,7 @@ def examples(model: ServedModel, address: Address) -> dict[str, str]:
 
 
 def pipeline_examples(pipeline: ServedPipeline, address: Address) -> dict[str, str]:
-    """The same for a pipeline."""
+    """Return the programs for a pipeline by title."""
     found = _of_items(pipeline.name, pipeline.takes, pipeline.input, address)
     if address.grpc_port is not None:
         item = _SAMPLES[pipeline.takes]
@@ -78,13 +78,13 @@ def pipeline_examples(pipeline: ServedPipeline, address: Address) -> dict[str, s
 
 
 def _of_task(model: ServedModel, address: Address) -> dict[str, str]:
-    """For a model that takes images or sentences."""
+    """Return the programs for a model that takes images or sentences."""
     takes = model.task.parameters.get("takes")
     return {} if takes is None else _of_items(model.name, takes, takes, address)
 
 
 def _of_items(name: str, takes: str, field: str, address: Address) -> dict[str, str]:
-    """`takes`: see `_SAMPLES`; `field`: of a form."""
+    """Return the programs for one kind of item. `takes`: see `_SAMPLES`; `field`: of a form."""
     item = _SAMPLES[takes]
     form = f"-F {field}=@{item}" if takes in _FILES else f"-F {field}={_shell_quote(item)}"
     header = ' \\\n  -H "Authorization: Bearer $TOKEN"' if address.token else ""
@@ -107,7 +107,7 @@ def _url(model: ServedModel, address: Address) -> str:
 
 
 def _slots(model: ServedModel) -> list[tuple[Slot, list[int]]]:
-    """Each input with a valid shape: one row, the smallest buckets."""
+    """Return each input with a valid shape: one row, the smallest buckets."""
     lengths = model.buckets.lengths if model.buckets is not None else {}
     sizes = {axis: min(found) for axis, found in lengths.items()}
     found = []
@@ -130,12 +130,12 @@ def _describe(slot: Slot, shape: list[int]) -> dict[str, Any]:
 
 
 def _shell_quote(text: str) -> str:
-    """`text` as one word for a shell."""
+    """Return `text` as one word for a shell."""
     return "'" + text.replace("'", "'\"'\"'") + "'"
 
 
 def _curl(model: ServedModel, address: Address) -> str | None:
-    """A few values as JSON, or else zeros after a JSON header."""
+    """Return a program that sends a few values as JSON, or else zeros after a JSON header."""
     if not _has_json(*model.signature.outputs.values()):
         return None
     slots = _slots(model)
@@ -259,7 +259,7 @@ def _written(
     tensors: Sequence[tuple[str, ...]],
     programs: Mapping[str, str],
 ) -> str:
-    """One section. `summary`, `more`: HTML. `tensors`: kind, name, type, shape."""
+    """Return one section. `summary`, `more`: HTML. `tensors`: kind, name, type, shape."""
     rows = "".join(
         f'<tr><td>{kind}</td><th scope="row">{escape(each)}</th><td>{escape(datatype)}</td>'
         f"<td>[{escape(shape)}]</td></tr>"

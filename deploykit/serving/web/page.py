@@ -25,4 +25,4 @@ def _files() -> dict[str, tuple[str, bytes]]:
 
 
 FILES: Mapping[str, tuple[str, bytes]] = _files()
-OPENAPI = _FOLDER.with_name("openapi.json").read_bytes()  # of every server
+OPENAPI = _FOLDER.with_name("openapi.json").read_bytes()  # the same for every server

@@ -20,16 +20,14 @@ from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.metrics import REQUEST_US
 
-# Keep the models' counters of the last ten minutes, so that the charts survive a reload.
-
 KEPT = 300
 EVERY_US = 2_000_000
 
-Samples = list[tuple[int, bytes]]  # the time in us, and the models as JSON
+Samples = list[tuple[int, bytes]]  # pairs of the time in µs and the models as JSON
 
 
 class History:
-    """The newest `KEPT` samples. Used on the event loop's thread only."""
+    """The newest `KEPT` samples, which let charts survive a reload. Not thread-safe."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[int, bytes]] = deque(maxlen=KEPT)
@@ -39,12 +37,12 @@ class History:
         self._samples.append((at_us, orjson.dumps(models)))  # dicts take six times the memory
 
     def since(self, at_us: int) -> Samples:
-        """The samples after `at_us`, oldest first."""
+        """Return the samples after `at_us`, oldest first."""
         return [sample for sample in self._samples if sample[0] > at_us]
 
 
 def with_history(status: dict[str, Any], samples: Samples) -> dict[str, Any]:
-    """A status with the samples as its `history`, for orjson."""
+    """Return a status with the samples as its `history`, for orjson."""
     found = [{"at_us": at_us, "models": orjson.Fragment(models)} for at_us, models in samples]
     return {**status, "history_kept": KEPT, "history": found}
 
@@ -54,13 +52,13 @@ _NEVER_US = 1 << 60
 
 
 def since_us(query: str) -> int:
-    """`since=N` of a query: the samples after the time N are wanted, 0 for all."""
+    """Parse `since=N` of a query, the time after which samples are wanted; 0 for all."""
     since = parse_qs(query).get("since", [""])[0]
     return int(since) if _NUMBER(since) else _NEVER_US
 
 
 class Status:
-    """The figures of this process, in about 20 µs per model, without waiting."""
+    """Collects the figures of this process, in about 20 µs per model, without waiting."""
 
     def __init__(self, repository: ModelRepository) -> None:
         self._repository = repository
@@ -77,7 +75,7 @@ class Status:
         self.history.add(now_us, models)
 
     def counts(self) -> dict[str, dict[str, Any]]:
-        """By model, what was counted."""
+        """Return the counters by model."""
         repository = self._repository
         return {
             **{name: each.counted() for name, each in repository.pipelines.items()},
@@ -85,7 +83,7 @@ class Status:
         }
 
     def most_waiting(self) -> dict[str, int]:
-        """By model, the most requests that waited since the last call."""
+        """Return, by model, the most requests that waited since the last call."""
         repository = self._repository
         return {
             **{name: each.waiting for name, each in repository.pipelines.items()},
@@ -93,7 +91,7 @@ class Status:
         }
 
     def now(self) -> dict[str, Any]:
-        """Totals since the start, times in µs: two responses give the rates between them."""
+        """Return totals since the start, times in µs: two responses give the rates between them."""
         repository, sample = self._repository, self._repository.sampler.latest()
         return {
             "version": __version__,

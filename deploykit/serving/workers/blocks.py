@@ -1,6 +1,6 @@
-"""Tensors in memory that two processes share: which bytes are free, and how tensors lie in them.
+"""Place tensors in memory that two processes share, and exchange records about them.
 
-One process alone takes and gives back the blocks of a `BlockAllocator`; it tells the other where a
+One process alone takes and returns the blocks of a `BlockAllocator`; it sends the other where a
 block begins, and `Layout.head`, from which `TensorCodec.parse` finds the tensors in it.
 """
 
@@ -23,23 +23,23 @@ from deploykit.core.tensors import PROTOCOL_NAMES, InputKey, TensorSpec, carrier
 from deploykit.engines.engine import Arrays
 
 _ALIGN = 64
-_SIZES = 4  # bits of a block's size that count: an eighth of it may be lost
-_CACHED = 4096  # layouts
-_MOST = 1 << 48  # bytes, or the size of an axis
+_SIZES = 4  # significant bits of a block's size: rounding loses an eighth of it at most
+_CACHED = 4096  # the most cached layouts
+_MOST = 1 << 48  # the most bytes, and the largest size of an axis
 
 
 class BlockAllocator:
-    """Blocks of the bytes from `start` to `end`, of sizes that `Layout` has.
+    """Allocates blocks between the bytes `start` and `end`, of sizes that `Layout` has.
 
     A block that was used before is taken first: its pages are in memory.
     """
 
     def __init__(self, start: int, end: int) -> None:
         self._free = [(start, end)]  # in order, with bytes in use between them
-        self._used: dict[int, list[int]] = {}  # given back, by their size
+        self._used: dict[int, list[int]] = {}  # returned blocks by their size
 
     def take(self, size: int) -> int | None:
-        """Where a block of `size` bytes begins; None if there is none."""
+        """Return where a block of `size` bytes begins; None if none is free."""
         used = self._used.get(size)
         if used:
             return used.pop()
@@ -64,7 +64,7 @@ class BlockAllocator:
         return None
 
     def _join(self) -> None:
-        """Make blocks of any size of those that were given back."""
+        """Merge returned blocks into free memory for blocks of any size."""
         given = [(at, at + size) for size, places in self._used.items() for at in places]
         self._used.clear()
         joined: list[tuple[int, int]] = []
@@ -77,13 +77,13 @@ class BlockAllocator:
 
 
 def rounded(size: int) -> int:
-    """The size of a block for so many bytes: few different ones, so that blocks fit again."""
+    """Round up the size of a block: few different sizes let blocks be reused."""
     step = max(_ALIGN, 1 << max(0, size.bit_length() - _SIZES))
     return max(_ALIGN, -(-size // step) * step)
 
 
 class Place(NamedTuple):
-    """One tensor in a block. `dtype` None: strings, as a list in JSON."""
+    """The location of a tensor in a block. `dtype` None: strings, as a list in JSON."""
 
     name: str
     dtype: np.dtype[Any] | None
@@ -93,16 +93,16 @@ class Place(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where the tensors of one message lie in a block of `size`; `head` says the same in bytes."""
+    """The locations of a message's tensors in a block of `size`; `head` encodes them."""
 
     head: bytes
     size: int
     places: tuple[Place, ...]
-    key: InputKey  # equal ones are one object
+    key: InputKey  # equal keys are one object
 
 
 class TensorCodec:
-    """The inputs, or the outputs, of a model as bytes. Both processes have one."""
+    """Encodes the inputs, or the outputs, of a model as bytes. Both processes have one."""
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self._specs = specs
@@ -114,7 +114,7 @@ class TensorCodec:
         self._keys: dict[InputKey, InputKey] = {}
 
     def encode(self, arrays: Arrays) -> tuple[Layout, dict[str, bytes]]:
-        """How these arrays will lie, and the bytes of those of strings. Raises BadInput."""
+        """Return the layout for these arrays, and the bytes of string arrays. Raises BadInput."""
         shapes = [arrays[spec.name].shape for spec in self._specs]
         if self._strings:
             strings = {name: json.dumps(arrays[name].tolist()).encode() for name in self._strings}
@@ -129,7 +129,7 @@ class TensorCodec:
     def write(
         self, memory: mmap, at: int, layout: Layout, arrays: Arrays, strings: dict[str, bytes]
     ) -> None:
-        """Write the arrays into the block at `at`. Raises BadInput for those of another dtype."""
+        """Write the arrays into the block at `at`. Raises BadInput for another dtype."""
         for name, dtype, _, offset, size in layout.places:
             start, array = at + offset, arrays[name]
             if dtype is None:
@@ -141,7 +141,7 @@ class TensorCodec:
                 memory[start : start + size] = whole
 
     def parse(self, head: bytes, size: int) -> Layout:
-        """The layout that `head` describes. Raises ValueError unless it is one of `size` bytes."""
+        """Return the layout that `head` describes. Raises ValueError unless it fits `size`."""
         layout = self._layouts.get(head)
         if layout is None:
             if len(head) != self._head.size:
@@ -163,7 +163,7 @@ class TensorCodec:
         return layout
 
     def read(self, memory: mmap, at: int, layout: Layout, *, copy: bool) -> dict[str, np.ndarray]:
-        """The arrays of the block at `at`, which they share without `copy`; strings never do."""
+        """Return the arrays of the block at `at`, as views without `copy`; strings are copied."""
         found = {}
         for name, dtype, shape, offset, size in layout.places:
             start = at + offset
@@ -176,7 +176,7 @@ class TensorCodec:
         return found
 
     def _make(self, shapes: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> Layout:
-        """`lengths`: in bytes, of the tensors of strings."""
+        """Make a layout. `lengths`: bytes of the tensors of strings."""
         places, numbers, key, at = [], [], [], 0
         for spec, dtype, shape, length in zip(
             self._specs, self._dtypes, shapes, lengths, strict=True
@@ -201,23 +201,23 @@ class TensorCodec:
         return layout
 
 
-# Records between a front end and the engine process: what to run, and what became of it.
+# Records between a front end and the engine process: requests, and their results.
 #
-# Tensors lie in memory that both share; each writes to its own half, and a record says where.
+# Tensors lie in shared memory; each process writes to one half, and a record has their location.
 
 log = logging.getLogger(__name__)
 
 REQUEST, CANCEL, READ, DONE, FAILED = range(1, 6)  # READ: so many answers, in their order
-# kind, priority, model, number, rows, us of decoding, block and its bytes, us of the arrival, of
+# kind, priority, model, number, rows, µs of decoding, block and its bytes, µs of the arrival, of
 # the deadline and of giving up, bytes of the traceparent; the layout and the traceparent follow
 RECORD = struct.Struct("<BBHIIIQQqqqHI")
-_MOST_BYTES = 1 << 24  # after a record
+_MOST_BYTES = 1 << 24  # the most bytes after a record
 
 Record = tuple[int, ...]
 
 
 class RecordConnection(asyncio.Protocol):
-    """One end of the connection. `memory`: shared; the blocks from `start` to `end` are ours."""
+    """One end of the connection. It writes to the bytes `start` to `end` of shared `memory`."""
 
     def __init__(self, memory: mmap, start: int, end: int) -> None:
         self.memory = memory
@@ -229,7 +229,7 @@ class RecordConnection(asyncio.Protocol):
 
     @abstractmethod
     def take(self, record: Record, more: bytes) -> None:
-        """A record and what follows it. Raises ValueError, LookupError for a wrong one."""
+        """Process a record and what follows it. Raises ValueError, LookupError if invalid."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
@@ -253,12 +253,12 @@ class RecordConnection(asyncio.Protocol):
         self._rest = data[at:]
 
     def send(self, kind: int, number: int, at: int = 0, size: int = 0, more: bytes = b"") -> None:
-        """Write a record without what only requests have."""
+        """Write a record without the fields that only requests have."""
         head = RECORD.pack(kind, 0, 0, number, 0, 0, at, size, 0, 0, 0, 0, len(more))
         self.write(head + more)
 
     def write(self, data: bytes) -> None:
-        """Write it with all others of this turn of the loop, which wake the other process once."""
+        """Write `data` with the rest of this turn, which wakes the other process only once."""
         if not self._out:
             self._loop.call_soon(self._flush)
         self._out.append(data)

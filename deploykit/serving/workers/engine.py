@@ -1,7 +1,7 @@
-"""The one process that runs the engines of several front ends: `front` is the other side.
+"""The process that runs the engines of several front ends; `front` has the other side.
 
-It is a server without clients of its own. Requests of all front ends wait in one queue per model,
-so batches form across them.
+It is a server without direct clients. Requests of all front ends wait in one queue per model, so
+batches form across them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deploykit.serving.workers.group import Hooks, Member
 
 
 class EngineMember(Member):
-    """The process of the engines among those of a server. It ends after the front ends."""
+    """The process of the engines in the server's group. It ends after the front ends."""
 
     runs_engines = True
 
@@ -40,10 +40,10 @@ class EngineMember(Member):
         await super().join(hooks)
 
     def listening(self) -> None:
-        """Front ends alone have clients."""
+        """Do nothing: only front ends have clients."""
 
     def report_state(self, not_ready: str | None) -> None:
-        """And what has changed of the engines, such as a replaced file."""
+        """Report the state, and changes of the engines such as a replaced file."""
         super().report_state(not_ready)
         found = self._describe()
         if found != self.engines:
@@ -63,7 +63,7 @@ class EngineMember(Member):
 
 
 class EngineProcessModel:
-    """A model with the places of its tensors in shared memory."""
+    """A model with the layouts of its tensors in shared memory."""
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model
@@ -73,7 +73,7 @@ class EngineProcessModel:
 
 
 class FrontEnd(RecordConnection):
-    """The requests of one front end. `lost` is called once it is gone."""
+    """The requests of one front end. `lost` is called once it has disconnected."""
 
     def __init__(
         self, models: Sequence[EngineProcessModel], memory: mmap, lost: Callable[[FrontEnd], None]
@@ -100,7 +100,7 @@ class FrontEnd(RecordConnection):
             raise ValueError(f"a record of kind {record[0]}")
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
-        """Forget what it asked for."""
+        """Cancel the requests of the front end."""
         self.transport = None
         waiting, self._open = self._open, {}
         for model, request in waiting.values():
@@ -132,7 +132,7 @@ class FrontEnd(RecordConnection):
 
     def _answer(self, number: int, request: Pending) -> None:
         found = self._open.pop(number, None)
-        if found is None:  # the front end is gone
+        if found is None:  # the front end has disconnected
             return
         error = request.error
         if error is None:

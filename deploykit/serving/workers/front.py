@@ -1,7 +1,7 @@
-"""Models whose engines another process runs: a front end's side of the connection to it.
+"""Models whose engines run in another process: a front end's side of the connection to it.
 
-A front end parses and checks requests as a server alone does. It writes their tensors into memory
-that both processes share, and gets the answers there: `engine` is the other side.
+A front end parses and checks requests as a single-process server does. It writes their tensors into
+memory that both processes share, and reads the answers there; `engine` has the other side.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from deploykit.serving.options import VERSION
 from deploykit.serving.workers import blocks as exchange
 from deploykit.serving.workers.blocks import RECORD, Record, RecordConnection, TensorCodec
 
-LATE_US = 500_000  # after which we answer what the engine process should have answered with 504
+LATE_US = 500_000  # after so long we send the 504 that the engine process should have sent
 _ENDED = "the process of the engines has ended and is being replaced"
 _HINT = "try again in a moment, or send the request elsewhere"
 
 
 @dataclass(frozen=True)
 class RemoteEngine(Engine):
-    """The engines of one model in the engine process, as it describes them; can be pickled."""
+    """The engines of one model in the engine process, as that describes them; can be pickled."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    max_batch: int | None = field()  # without the default of Engine, as those below
+    max_batch: int | None = field()  # without Engine's default, as are the fields below
     device: str
     runtime: str
     notes: tuple[str, ...] = field()
@@ -63,7 +63,7 @@ class RemoteEngine(Engine):
 
     @property
     def accepts(self) -> tuple[object, ...]:
-        """What a request was checked against."""
+        """Return the properties that requests are checked against."""
         return self.inputs, self.outputs, self.max_batch, self.not_batched
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:  # noqa: ARG002
@@ -81,12 +81,12 @@ class EngineLink:
         self.connection: _Connection | None = None
 
     def make_model(self, name: str, engines: Sequence[Engine], *more: Any) -> FrontModel:
-        """As `ServedModel`."""
+        """Make a model; takes the parameters of `ServedModel`."""
         model = self.models[name] = FrontModel(self, len(self.models), name, engines, *more)
         return model
 
     async def connect(self, end: socket.socket, memory: mmap) -> None:
-        """Send requests there from now on."""
+        """Send requests over this connection from now on."""
         before = self.connection
         connection = self.connection = _Connection(self, memory)
         if before is not None:
@@ -95,7 +95,7 @@ class EngineLink:
         self.connected.set()
 
     def describe(self, engines: Mapping[str, RemoteEngine]) -> bool:
-        """Take over what the engine process says of its models; False if others are served now."""
+        """Update the models from the engine process; return False if it serves other ones now."""
         models = self.models
         accepts = {name: model.remote.accepts for name, model in models.items()}
         if accepts != {name: engine.accepts for name, engine in engines.items()}:
@@ -106,7 +106,7 @@ class EngineLink:
 
 
 class _Sent(NamedTuple):
-    """A request without an answer, and its block."""
+    """A request without an answer, with its block."""
 
     batcher: RemoteBatcher
     request: Pending
@@ -115,18 +115,18 @@ class _Sent(NamedTuple):
 
 
 class _Connection(RecordConnection):
-    """One life of the engine process."""
+    """The connection to the engine process, until that process ends."""
 
     def __init__(self, link: EngineLink, memory: mmap) -> None:
         super().__init__(memory, 0, len(memory) // 2)
         self._link = link
         self._open: dict[int, _Sent] = {}
         before = link.connection
-        self._number: int = before._number if before is not None else 0  # `cancel` sends it to us
+        self._number: int = before._number if before is not None else 0  # `cancel` uses it here
         self._read = 0
 
     def start(self, batcher: RemoteBatcher, request: Pending) -> int:
-        """Pass a request on; returns its number. Raises Overloaded, BadInput."""
+        """Forward a request; return its number. Raises Overloaded, BadInput."""
         layout, strings = batcher.inputs.encode(request.feeds)
         at = self.arena.take(layout.size)
         if at is None:
@@ -170,7 +170,7 @@ class _Connection(RecordConnection):
         self.arena.give(block, block_bytes)
         batcher.numbers.pop(request, None)
         self._read += kind == exchange.DONE
-        if request.finished:  # cancelled, or late
+        if request.finished:  # cancelled, or past its deadline
             return
         request.finished = True
         if kind == exchange.DONE:
@@ -181,7 +181,7 @@ class _Connection(RecordConnection):
         deliver_inline((request,))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
-        """The engine process is gone, and with it what it was to answer."""
+        """Fail the requests that the engine process was to answer."""
         self.transport = None
         if self._link.connection is self:
             self._link.connection = None
@@ -195,7 +195,7 @@ class _Connection(RecordConnection):
 
 
 class RemoteBatcher(Batcher):
-    """Forwards requests to the engine process. `numbers`: of those not answered."""
+    """Forwards requests to the engine process. `numbers`: those of unanswered requests."""
 
     engines = hung = waiting = unanswered = 0  # the engine process counts them
     inline_max_rows = 0
@@ -230,7 +230,7 @@ class RemoteBatcher(Batcher):
             raise
 
     def cancel(self, request: Pending) -> bool:
-        """The engine process may run it already; its answer comes in any case and is dropped."""
+        """Cancel a request. The engine process answers in any case; the answer is dropped."""
         number = self.numbers.pop(request, None)
         if number is None or self._link.connection is None:
             return False
@@ -257,7 +257,7 @@ class RemoteBatcher(Batcher):
 
 
 class FrontModel(ServedModel):
-    """A model that the engine process serves; here its requests are checked and answered."""
+    """A model that the engine process serves; requests are checked and answered here."""
 
     def __init__(
         self, link: EngineLink, index: int, name: str, engines: Sequence[Engine], *more: Any
@@ -271,14 +271,14 @@ class FrontModel(ServedModel):
         self.in_use = self.remote.in_use
 
     def describe(self, engine: RemoteEngine) -> None:
-        """The same model with other facts, such as a new file."""
+        """Update the description of the model, such as a new file."""
         if engine.in_use != self.in_use:
             self.task = ModelTask(self.name, engine)
         self.remote, self.in_use = engine, engine.in_use
         self.engines = (engine,) * engine.count
 
     def warm_up(self) -> None:
-        """It was, where it runs."""
+        """Do nothing: the engine process has warmed the model up."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -288,7 +288,7 @@ class FrontModel(ServedModel):
         return _ENDED if self.link.connection is None else None
 
     def samples(self) -> list[Sample]:
-        """What this process counted; the engine process reports the rest."""
+        """Return the counters of this process; the engine process reports the rest."""
         labels = {"model": self.name, "version": VERSION}
         ready = Sample("deploykit_model_ready", labels, self.why_not_ready() is None)
         return [*self.metrics.samples(0, 0), ready]

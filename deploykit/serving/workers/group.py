@@ -1,8 +1,8 @@
 """The server processes that share one address, as one of them sees them.
 
-A request reaches one process and may mean all: its figures are collected from all, and a change is
-made by all. `ServerGroup` is a server alone; `Member` is one of several, whose parent passes on
-what it asks.
+A request reaches one process but may concern all: figures are collected from all, and a change is
+made by all. `ServerGroup` is a single-process server; `Member` is one of several processes, whose
+parent forwards its questions.
 """
 
 from __future__ import annotations
@@ -33,15 +33,13 @@ from deploykit.serving.web.status import Samples
 from deploykit.serving.workers.front import EngineLink, RemoteEngine
 from deploykit.serving.workers.signals import ENDING
 
-# Messages between the parent and one worker: pickled tuples over a socket pair of their own.
-
 _SIZE_BYTES = 4
 
 Message = tuple[Any, ...]
 
 
 class WorkerLink(asyncio.Protocol):
-    """One end of the socket pair, on an event loop. `lost` is called once the other end is gone."""
+    """One end of the socket pair, on an event loop. `lost` is called once the other end closes."""
 
     def __init__(self, receive: Callable[[Message], None], lost: Callable[[], None]) -> None:
         self._receive = receive
@@ -70,7 +68,7 @@ class WorkerLink(asyncio.Protocol):
         self._lost()
 
     def send(self, *message: Any) -> None:
-        """Send a message; nothing happens once the other end is gone."""
+        """Send a message as a pickled tuple; do nothing once the other end is closed."""
         if self._transport is not None and not self._transport.is_closing():
             data = pickle.dumps(message, 5)
             self._transport.write(len(data).to_bytes(_SIZE_BYTES, "little") + data)
@@ -78,11 +76,11 @@ class WorkerLink(asyncio.Protocol):
 
 log = logging.getLogger(__name__)
 
-Result = Callable[[], Any]  # the value; raises the error
+Result = Callable[[], Any]  # returns the value, or raises the error
 Then = Callable[[Result], None]
 _LAST_BYTES = 32 << 10
-CONNECT_S = 1.0  # after which a worker asks for its connection to the engines again
-_ENDING_S = 0.01  # between two looks at a parent that ends
+CONNECT_S = 1.0  # after so long a worker asks for its connection to the engines again
+_ENDING_S = 0.01  # between two checks of a parent that ends
 NOT_CONNECTED = "a worker cannot be connected to the process of the engines"
 Makers = Mapping[str, Callable[[], Any]]
 ENGINE = 0  # the number of the process that runs the engines of all others
@@ -90,7 +88,7 @@ ENGINE = 0  # the number of the process that runs the engines of all others
 
 @dataclass(frozen=True)
 class Hooks:
-    """What the parent may have a server do. `set_elsewhere` takes why another one is not ready."""
+    """Functions that the parent calls. `set_elsewhere` takes why another one is not ready."""
 
     repository: ModelRepository
     drain: Callable[[], None]
@@ -99,13 +97,13 @@ class Hooks:
 
 
 class ServerGroup:
-    """A server alone: its own figures are those of all, and its own changes are enough."""
+    """A single-process server: its own figures and its own changes are complete."""
 
     count = 1
-    runs_engines = False  # of other processes, which are the server's to its clients
-    ends_process = False  # with the server, and no signal is to interrupt what it cleans up
+    runs_engines = False  # for other processes, which hold the client connections
+    ends_process = False  # with the server, and no signal may interrupt its clean-up
     signals: tuple[signal.Signals, ...] = (*ENDING, signal.SIGINT)
-    engines: Mapping[str, RemoteEngine] | None = None  # of another process
+    engines: Mapping[str, RemoteEngine] | None = None  # the engines of another process
     make_model: Callable[..., ServedModel] = ServedModel
 
     def __init__(self) -> None:
@@ -119,35 +117,35 @@ class ServerGroup:
         changes: Mapping[str, Callable[..., None]],
         history: Callable[[int], Samples],
     ) -> None:
-        """`reports`: what to collect, by its name. `changes`: what all can do.
+        """Set the `reports` to collect, by name, and the `changes` that all processes can make.
 
-        `history`: samples after a time, which come with the report "status".
+        `history` returns samples after a time, which come with the report "status".
         """
         self._reports, self._changes, self._history = reports, changes, history
 
     def share_of(self, options: ServeOptions) -> ServeOptions:
-        """The limits of one process."""
+        """Return the limits of one process."""
         return options
 
     def bind(self, host: str, port: int, parameter: str) -> socket.socket:
-        """The socket to listen on. Raises BadInput."""
+        """Return the socket to listen on. Raises BadInput."""
         return bind(host, port, parameter)
 
     async def join(self, hooks: Hooks) -> None:
-        """Called when the server could accept its first connection; returns when it may."""
+        """Wait until the server, which is ready, may accept its first connection."""
 
     def listening(self) -> None:
-        """Called once it does."""
+        """Report that the server accepts connections."""
 
     def report_state(self, not_ready: str | None) -> None:
-        """Called often, with the reason why this process alone is not ready."""
+        """Report why this process alone is not ready; called often."""
 
     def announce(self, model: str, level: int, message: str) -> None:
-        """Log what all processes find out on their own: once. Any thread may call it."""
+        """Log once what every process finds out independently. Any thread may call it."""
         reload.announce(model, level, message)
 
     def may_close(self) -> bool:
-        """Whether a server that has answered all requests may refuse connections from now on."""
+        """Return whether a server that has answered all requests may refuse connections now."""
         return True
 
     def collect(self, what: str, then: Then, since_us: int = 0) -> None:
@@ -159,16 +157,16 @@ class ServerGroup:
         then((lambda: (report(), self._history(since_us))) if what == "status" else report)
 
     def change(self, what: str, arguments: tuple[Any, ...], then: Then) -> None:
-        """Have all processes do `what`; `then` gets None, or the first error."""
+        """Make the change `what` in all processes; `then` gets None, or the first error."""
         then(partial(self._changes[what], *arguments))
 
 
 class Member(ServerGroup):
     """One of `count` workers. `number`: from 1. `http`, `grpc`: bound sockets, not listening.
 
-    `last`: a pipe for what the process says at its end. Ctrl-C, which a terminal sends to all
-    processes, is left to the parent. `engines`: what the process of the engines, whose number is
-    ENGINE, says of them; each connection to it comes through `control`, with memory to share.
+    `last`: a pipe for the result of the process at its end. Ctrl-C, which a terminal sends to all
+    processes, is left to the parent. `engines`: as the process of the engines, whose number is
+    ENGINE, describes them; each connection to it comes through `control`, with memory to share.
     """
 
     ends_process = True
@@ -204,11 +202,11 @@ class Member(ServerGroup):
         self._hooks: Hooks | None = None
         self._not_ready: str | None = None
         self._drained = self._closing = self._lost = False
-        self._parent = os.getpid()  # which is about to fork
+        self._parent = os.getpid()  # the process that is about to fork
         self._connecting: set[asyncio.Task[None]] = set()
 
     def share_of(self, options: ServeOptions) -> ServeOptions:
-        """The queue and the memory of all are divided."""
+        """Divide the queue and the memory among the processes."""
         held = options.max_held_bytes
         return replace(
             options,
@@ -222,7 +220,7 @@ class Member(ServerGroup):
         return found
 
     async def join(self, hooks: Hooks) -> None:
-        """Tell the parent that the models are ready; wait for what the others know already."""
+        """Report to the parent that the models are ready; wait for the state of the others."""
         self._hooks, self._may_open = hooks, asyncio.Event()
         await self._link.connect(self._end)
         loop = self._loop = asyncio.get_running_loop()
@@ -236,23 +234,23 @@ class Member(ServerGroup):
             await self._engine.connected.wait()
 
     async def connect(self, end: socket.socket, memory: mmap.mmap) -> None:
-        """A connection to the engines, with memory to share."""
+        """Connect to the engines, with memory to share."""
         if self._engine is not None:
             await self._engine.connect(end, memory)
 
     def _keep_connected(self, engine: EngineLink, loop: asyncio.AbstractEventLoop) -> None:
-        """Ask for a connection to the engines where one could not be made, or has ended."""
+        """Ask for a connection to the engines if it could not be made, or has ended."""
         if engine.connection is None:
             self._link.send("connect")
         loop.call_later(CONNECT_S, self._keep_connected, engine, loop)
 
     def _receive_memory(self, loop: asyncio.AbstractEventLoop) -> None:
         data, files, _, _ = socket.recv_fds(self._control, 1, 2)
-        if not data:  # the parent is gone
+        if not data:  # the parent has ended
             loop.remove_reader(self._control.fileno())
             return
         try:
-            if len(files) < 2:  # the rest could not be opened
+            if len(files) < 2:  # not all of them could be opened
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             memory = mmap.mmap(files[1], 0)
         except OSError as exc:
@@ -276,14 +274,14 @@ class Member(ServerGroup):
             self._link.send("state", not_ready)
 
     def announce(self, model: str, level: int, message: str) -> None:
-        if self._loop is None:  # it opens its models
+        if self._loop is None:  # the server still opens its models
             super().announce(model, level, message)
         else:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._link.send, "announce", model, level, message)
 
     def may_close(self) -> bool:
-        """Not before all have answered theirs: until then a health check gets an answer."""
+        """Return whether all processes have answered: until then a health check gets an answer."""
         if not self._drained:
             self._drained = True
             self._link.send("drained")
@@ -302,21 +300,21 @@ class Member(ServerGroup):
             self._ask(then, "change", what, arguments)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the parent why this process ends."""
+        """Report to the parent why this process ends."""
         try:
             self._say_last(error)
         except Exception:  # noqa: BLE001 - not every library's error can be pickled
             self._say_last(DeploykitError(f"{type(error).__name__}: {first_line(error)}"))
 
     def report_end(self, dropped: int) -> None:
-        """Tell the parent how many requests were left unanswered."""
+        """Report to the parent how many requests were left unanswered."""
         self._say_last(dropped)
 
     def _say_last(self, what: object) -> None:
         data = pickle.dumps(what)
         if len(data) > _LAST_BYTES:  # the parent reads it when this process has ended
             raise ValueError("too long for a pipe")
-        with contextlib.suppress(OSError):  # the parent is gone
+        with contextlib.suppress(OSError):  # the parent has ended
             os.write(self._last, data)
 
     def _ask(self, then: Then, kind: str, *content: Any) -> None:
@@ -325,7 +323,7 @@ class Member(ServerGroup):
         self._link.send(kind, number, *content)
 
     def _on_lost(self) -> None:
-        """The parent is gone: answer what was accepted, then end."""
+        """Answer the accepted requests, then end, as the parent has ended."""
         if os.getppid() == self._parent:  # it still closes its files, some of them locks
             asyncio.get_running_loop().call_later(_ENDING_S, self._on_lost)
             return
@@ -360,7 +358,7 @@ class Member(ServerGroup):
             then(_raising(value) if isinstance(value, Exception) else lambda: value)
         elif kind == "engines":
             if self._engine is not None and not self._engine.describe(content[0]):
-                self._hooks.drain()  # other models are served now: our successor will know them
+                self._hooks.drain()  # other models are served now: the successor will know them
         elif kind == "elsewhere":
             self._hooks.set_elsewhere(content[0])
         elif kind == "open":
@@ -385,7 +383,7 @@ class Member(ServerGroup):
 
 
 def of_model(name: str | None, statistics: Mapping[str, Any]) -> dict[str, Any]:
-    """The statistics of one model, or of all."""
+    """Return the statistics of one model, or of all."""
     found = [each for each in statistics["model_stats"] if name in (None, each["name"])]
     return {"model_stats": found}
 

@@ -1,7 +1,7 @@
-"""Make one server's figures of those of its workers. Pure.
+"""Merge the figures of a server's workers. Pure functions.
 
-What is counted is added up, of workers that have ended too; of what is set, the value that an
-operator should see: the least ready, the largest error.
+Counters are added up, including those of workers that have ended; of a gauge, the result is the
+value that an operator should see: the least ready, the largest error.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 from deploykit.serving.observe.prometheus import METRICS, BucketCounts, Sample
 
-Report = Mapping[str, Any]  # by PARTS
+Report = Mapping[str, Any]  # its values by PARTS
 Figures = dict[str, Any]
-PARTS = ("samples", "statistics", "status", "counts")  # of a report
+PARTS = ("samples", "statistics", "status", "counts")  # parts of a report
 
 _LEAST = {
     "deploykit_model_ready",
@@ -34,11 +34,11 @@ _MOST = {
 }
 _OF_THE_MACHINE = ("nv_gpu_", "nv_energy_", "deploykit_gpu_", "deploykit_board_")
 _LATEST = ("last_ms", "last_inference", "at_s", "at_us", "loaded_s")
-_SUMS = ("engines", "queue", "waiting", "in_flight")  # of a model's status
+_SUMS = ("engines", "queue", "waiting", "in_flight")  # added up in a model's status
 
 
 def counters(reports: Sequence[Report]) -> Report:
-    """What remains of workers that have ended: what they counted."""
+    """Return the counters, which remain valid after the workers have ended."""
     samples = merge_samples(reports)
     return {
         "samples": [each for each in samples if METRICS[each.name][0] != "gauge"],
@@ -49,7 +49,7 @@ def counters(reports: Sequence[Report]) -> Report:
 
 
 def merge_samples(reports: Sequence[Report]) -> list[Sample]:
-    """Samples of one name and the same labels become one."""
+    """Merge samples of one name and the same labels into one."""
     found: dict[tuple[object, ...], Sample] = {}
     for sample in (each for report in reports for each in report["samples"]):
         key = (sample.name, *sample.labels.items())
@@ -76,7 +76,7 @@ def _choice(name: str) -> Callable[[Iterable[Any]], Any]:
 
 
 def merge_statistics(reports: Sequence[Report]) -> Figures:
-    """The statistics of the Open Inference Protocol, over all workers."""
+    """Merge the statistics of the Open Inference Protocol over all workers."""
     models: dict[str, Figures] = {}
     for each in (each for report in reports for each in report["statistics"]["model_stats"]):
         sizes = {batch["batch_size"]: batch for batch in each["batch_stats"]}
@@ -90,7 +90,7 @@ def merge_statistics(reports: Sequence[Report]) -> Figures:
 
 
 def merge_counts(reports: Sequence[Report]) -> dict[str, Figures]:
-    """The counters of each model, as `ModelMetrics.status` has them."""
+    """Merge the counters of each model, in the form of `ModelMetrics.status`."""
     models: dict[str, Figures] = {}
     for name, counts in (item for report in reports for item in report["counts"].items()):
         models[name] = add(models[name], counts) if name in models else counts
@@ -98,9 +98,9 @@ def merge_counts(reports: Sequence[Report]) -> dict[str, Figures]:
 
 
 def merge_status(reports: Sequence[Report]) -> Figures:
-    """The dashboard's figures; those of the workers that run, with the counters of all."""
+    """Merge the dashboard's figures of running workers, with the counters of all workers."""
     running = [report["status"] for report in reports if report["status"] is not None]
-    first = max(running, key=lambda each: len(each["models"]))  # not each process has pipelines
+    first = max(running, key=lambda each: len(each["models"]))  # not every process has pipelines
     counts = merge_counts(reports)
     processes = [each["process"] for each in running if each["process"]]
     models = []
@@ -136,7 +136,7 @@ def _process(processes: Sequence[Figures]) -> Figures:
 
 
 def add(a: Any, b: Any) -> Any:
-    """Numbers added up within the same structure; of times the latest, of strings the first."""
+    """Add up numbers within the same structure; use the latest time and the first string."""
     if isinstance(a, dict):
         found = {**a, **b}
         for key in a.keys() & b.keys():

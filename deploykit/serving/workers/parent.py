@@ -1,7 +1,7 @@
 """Start workers that serve on one address, replace those that die, and end them together.
 
-The parent has no engine, no thread and no client: a worker is forked from it, so that all share the
-memory of the modules. It adds up the figures of all and passes on what all have to do.
+The parent has no engine, no thread and no client: workers are forked from it, so that all share the
+memory of the modules. It adds up the figures of all workers and forwards changes to all.
 """
 
 from __future__ import annotations
@@ -40,18 +40,16 @@ from deploykit.serving.workers.process import (
 )
 from deploykit.serving.workers.signals import ENDING, Signals
 
-# What all workers counted, added up, and the changes that all make: the parent passes both on.
-
-REPORT_S = 1.0  # after which a worker's last report is taken
+REPORT_S = 1.0  # after so long a worker's last report is used
 MOST_MISSED = 10  # samples in a row, half a minute: then its event loop hangs
-_PAUSE_S = 0.01  # between two collections
+_PAUSE_S = 0.01  # pause between two collections
 
 
 class Hub:
-    """`workers`: those that run, by process, which their owner adds and removes.
+    """Adds up what all workers counted, and forwards changes to all.
 
-    `wanted`: how many there should be. `restarts`: how often one was replaced. `run` runs a
-    coroutine.
+    `workers`: those that run, by process; the owner adds and removes them. `wanted`: how many there
+    should be. `restarts`: how many were replaced. `run` runs a coroutine.
     """
 
     def __init__(
@@ -64,7 +62,7 @@ class Hub:
         self._wanted = wanted
         self._run = run
         self.restarts = 0
-        self._ended: merge.Report | None = None  # what those counted that have ended
+        self._ended: merge.Report | None = None  # counters of workers that have ended
         self._regions: dict[str, tuple[str, tuple[Any, ...]]] = {}
         self._asks: list[tuple[Forked, int, str, int]] = []
         self._announced: dict[str, str] = {}  # the last message about each model
@@ -78,11 +76,11 @@ class Hub:
 
     @property
     def changes(self) -> list[tuple[str, tuple[Any, ...]]]:
-        """What a new worker has to do first: what all others have done already."""
+        """Return the changes that all workers have made, for a new worker to repeat first."""
         return list(self._regions.values())
 
     def receive(self, worker: Forked, message: Message) -> None:
-        """A message that begins with done, collect, announce or change."""
+        """Process a message that begins with done, collect, announce or change."""
         kind, *content = message
         if kind == "done":
             worker.missed = 0
@@ -99,14 +97,14 @@ class Hub:
                 self._run(self._collect())
         elif kind == "announce":
             model, level, text = content
-            if self._announced.get(model) != text:  # another worker has not reported it
+            if self._announced.get(model) != text:  # no other worker has reported it
                 self._announced[model] = text
                 log.log(level, "%s", text)
         else:
             self._run(self._change(worker, *content))
 
     def end(self, worker: Forked) -> None:
-        """Keep what a worker counted that has ended, and no longer wait for it."""
+        """Keep the counters of a worker that has ended, and stop waiting for it."""
         for future in worker.waiting.values():
             if not future.done():
                 future.set_result(None)
@@ -137,7 +135,7 @@ class Hub:
                 os.kill(worker.pid, signal.SIGKILL)
 
     async def _collect(self) -> None:
-        """Answer all that ask, with figures counted after they did."""
+        """Answer all requests for figures, with figures counted after they arrived."""
         while self._asks:
             asks, self._asks = self._asks, []
             reports = await self._reports()
@@ -168,13 +166,13 @@ class Hub:
         return {**merge.merge_status(reports), "workers": workers}
 
     async def _reports(self, *more: str) -> list[merge.Report]:
-        """The figures of all workers; of those that do not answer in time, the last ones."""
+        """Return the figures of all workers; the last ones of those that do not answer in time."""
         await self._ask_all("report", (*merge.PARTS, *more))
         found = [each.report for each in self._workers.values() if each.report is not None]
         return found if self._ended is None else [*found, self._ended]
 
     async def _ask_all(self, *message: Any) -> list[Any]:
-        """The answers of the workers; an error for one that gives none in time."""
+        """Return the answers of the workers; an error for one that gives none in time."""
         number, futures = next(self._numbers), []
         kind, *content = message
         for worker in self._workers.values():
@@ -192,14 +190,14 @@ class Hub:
     async def _change(
         self, worker: Forked, number: int, what: str, arguments: tuple[Any, ...]
     ) -> None:
-        """All workers register or unregister a region, in the order in which they asked."""
+        """Make a worker's change in all workers, in the order in which workers asked."""
         answers = await self._ask_all("do", what, arguments)
         problem = next((each for each in answers if each is not None), None)
         name = arguments[0]
         if what == "register" and problem is None:
             self._regions[name] = (what, arguments)
         elif what == "register" and None in answers and name not in self._regions:
-            await self._ask_all("do", "unregister", (name,))  # some have it, some do not
+            await self._ask_all("do", "unregister", (name,))  # some workers have it, some do not
         elif what == "unregister":
             for each in [each for each in self._regions if name in (None, each)]:
                 del self._regions[each]
@@ -212,11 +210,11 @@ log = logging.getLogger(__name__)
 LIVED_S = 10.0  # a worker that served for less counts as a failed start
 MOST_FAILURES = 5  # in a row, of every worker: then the server ends
 DELAY_S, LONGEST_DELAY_S = 0.25, 30.0  # before a worker is replaced, doubled for each failure
-END_S = 50.0  # for workers to drain, above their own limits
+END_S = 50.0  # time limit for workers to drain, above their own limits
 ABORT_S = 5.0
 _POLL_S = 0.02
 _END_POLLS = 6000  # half a minute and more: then a worker without its link is killed
-SHARE_BYTES = 64 << 20  # of each worker for requests, and for answers, above the largest body
+SHARE_BYTES = 64 << 20  # per worker for requests, and for answers, above the largest body
 
 OnReady = Callable[[str, int, "int | None"], None]  # host, HTTP port, gRPC port
 
@@ -244,7 +242,7 @@ class Parent:
         shared: bool = False,
         stop: int | None = None,
     ) -> None:
-        """`shared`: one more process, with the number ENGINE, runs the engines of all workers.
+        """Prepare the workers. `shared`: one more process, number ENGINE, runs all engines.
 
         `stop`: a socket that belongs to another program; its end stops the server, Ctrl-C does not.
         """
@@ -262,15 +260,15 @@ class Parent:
         self._hub = Hub(self._workers, count, self._do)
         self._shared = shared
         self._share_bytes = 2 * (options.max_body_bytes + SHARE_BYTES)
-        self._engines: Mapping[str, RemoteEngine] | None = None  # once they are known
+        self._engines: Mapping[str, RemoteEngine] | None = None  # None until they are known
         self._failures = dict.fromkeys(range(ENGINE if shared else 1, count + 1), 0)
         self._failure: BaseException | None = None
-        self._started = False  # once all were ready
+        self._started = False  # whether all were ready once
         self._tasks: set[asyncio.Task[None]] = set()
         self._dropped = 0
 
     def run(self, on_ready: OnReady) -> int:
-        """As `serving.server.run`, and raises what keeps the workers from starting."""
+        """Serve as `serving.server.run`; raise the error that keeps the workers from starting."""
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
         self._signals = Signals(self._loop, self._stopped.set)
@@ -278,7 +276,7 @@ class Parent:
         try:
             self._loop.run_until_complete(self._run(on_ready))
         finally:
-            for worker in list(self._workers.values()):  # after a bug here
+            for worker in list(self._workers.values()):  # only after a bug here
                 with contextlib.suppress(ProcessLookupError, ChildProcessError):
                     os.kill(worker.pid, signal.SIGKILL)
                     os.waitpid(worker.pid, 0)
@@ -329,7 +327,7 @@ class Parent:
             await asyncio.sleep(_POLL_S)
 
     async def _until_ended(self, limit_s: float, signals: float = math.inf) -> None:
-        """Wait for all workers, but for `limit_s` at most, or until so many signals came."""
+        """Wait for all workers, for at most `limit_s`, or until so many signals have arrived."""
         end_s = time.monotonic() + limit_s
         while self._workers and time.monotonic() < end_s and self._signals.count < signals:
             await asyncio.sleep(_POLL_S)
@@ -342,7 +340,7 @@ class Parent:
     def _drain(self, worker: Forked) -> None:
         if worker.ready and worker.link is not None:
             worker.link.send("drain")
-        else:  # it opens its models
+        else:  # it still opens its models
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGTERM)
 
@@ -354,15 +352,15 @@ class Parent:
             self._end_with(Unsupported(why, hint="fewer `workers`, or more with ulimit -n, -u"))
 
     def _start(self, numbers: Sequence[int]) -> str:
-        """Fork workers; why not all. The log has no thread meanwhile: a fork copies its locks."""
+        """Fork workers; return why not all. The log has no thread then: a fork copies locks."""
         problem = ""
         self._close_log()
         gc.collect()
-        gc.freeze()  # else the children's collector writes to the memory that they share
+        gc.freeze()  # otherwise the children's collectors would write to the shared memory
         try:
             for number in numbers:
                 self._fork(number)
-        except OSError as exc:  # no file descriptor, process or memory left
+        except OSError as exc:  # the system has no file descriptor, process or memory left
             problem = os_reason(exc)
         gc.unfreeze()
         self._log = self._logging_of(None)
@@ -390,7 +388,7 @@ class Parent:
         worker.link = link
 
     async def _reap(self, worker: Forked) -> None:
-        """The worker has closed its end: it ends, or has ended."""
+        """Wait for a worker that has closed its end: it ends, or has ended."""
         polls = itertools.count()  # not seconds: this process may be stopped with all others
         while not (ended := os.waitpid(worker.pid, os.WNOHANG))[0]:
             if next(polls) == _END_POLLS:
@@ -440,7 +438,7 @@ class Parent:
         self._loop.call_later(delay_s, self._restart, number)
 
     def _is_hopeless(self, number: int) -> bool:
-        """Whether those that could answer fail at each start."""
+        """Return whether every worker that could answer fails at each start."""
         if number == ENGINE:
             return self._failures[ENGINE] >= MOST_FAILURES
         failures = [count for each, count in self._failures.items() if each != ENGINE]
@@ -461,7 +459,7 @@ class Parent:
         self._failure = self._failure or error
         self._stopped.set()
 
-    # -- what workers say --------------------------------------------------------------------------
+    # -- messages of workers ---------------------------------------------------------------------
 
     def _receive(self, worker: Forked, message: Message) -> None:
         kind, *content = message
@@ -496,12 +494,12 @@ class Parent:
 
     @property
     def _engine(self) -> Forked | None:
-        """The process of the engines, once it is ready."""
+        """Return the process of the engines, once it is ready."""
         found = (each for each in self._workers.values() if each.number == ENGINE and each.ready)
         return next(found, None)
 
     def _join_engine(self, worker: Forked) -> None:
-        """Connect a worker that is ready with the process of the engines, or that with all."""
+        """Connect a ready worker with the process of the engines, or that one with all workers."""
         engine = self._engine
         if engine is None:
             return
@@ -513,7 +511,7 @@ class Parent:
                 log.error("%s: %s", NOT_CONNECTED, os_reason(exc))
 
     def _let_close(self) -> None:
-        """Let workers refuse connections once all have answered what they accepted."""
+        """Let workers refuse connections once all have answered their accepted requests."""
         serving = [worker for worker in self._workers.values() if worker.serving]
         if self._stopped.is_set() and not all(worker.drained for worker in serving):
             return
@@ -522,7 +520,7 @@ class Parent:
                 worker.link.send("close")
 
     def _share_state(self) -> None:
-        """Tell each worker why another one is not ready."""
+        """Send each worker the reason why another one is not ready."""
         for worker in self._workers.values():
             others = [each.not_ready for each in self._workers.values() if each is not worker]
             if worker.ready and worker.link is not None:

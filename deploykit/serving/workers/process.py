@@ -1,4 +1,4 @@
-"""A worker process: forked from the parent, driven by messages, ended with the parent."""
+"""Fork worker processes, connect them to the engines, and clean up at their end."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from deploykit.serving.workers.merge import Report
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
-Serve = Callable[[Member], int]  # runs in a worker; the number of unanswered requests
-Logging = Callable[["int | None"], AbstractContextManager[object]]  # of a worker, or the parent
+Serve = Callable[[Member], int]  # runs in a worker; returns the number of unanswered requests
+Logging = Callable[["int | None"], AbstractContextManager[object]]  # of a worker, or of the parent
 
 
 @dataclass(eq=False)
 class Forked:
     """One process. `report`: its last figures; `missed`: samples since it last answered.
 
-    `ready`, `serving`, `drained`: how far it is.
+    `ready`, `serving`, `drained`: the states that it has reached.
     """
 
     number: int
     pid: int
-    last: int  # a pipe: what it says at its end
+    last: int  # a pipe for its result at its end
     control: socket.socket  # for connections to the engines
     begun_s: float
     link: WorkerLink | None = None
@@ -61,7 +61,7 @@ def fork(
     logging_of: Logging,
     engines: Mapping[str, RemoteEngine] | None = None,
 ) -> tuple[Forked, socket.socket]:
-    """Start a worker that takes over the sockets; returns it and our end of its link."""
+    """Start a worker that takes over the sockets; return it with our end of its link."""
     (ours, theirs), (control, taken) = socket.socketpair(), socket.socketpair()
     last, written = os.pipe()
     kind = EngineMember if number == ENGINE else Member
@@ -88,22 +88,22 @@ def connect_engine(front: Forked, engine: Forked, share_bytes: int) -> None:
     """Give both processes their ends of a connection, and memory to share. Raises OSError."""
     with contextlib.ExitStack() as stack:
         ends = [stack.enter_context(each) for each in socket.socketpair()]
-        memory = os.memfd_create("deploykit")  # no name, so nothing is left of it
+        memory = os.memfd_create("deploykit")  # without a name, nothing of it remains
         stack.callback(os.close, memory)
         os.ftruncate(memory, share_bytes)
         for each, end in zip((front, engine), ends, strict=True):
-            with contextlib.suppress(ConnectionError):  # it has just ended
+            with contextlib.suppress(ConnectionError):  # the process has just ended
                 socket.send_fds(each.control, [b"m"], [end.fileno(), memory])
 
 
 def _become_worker(
     member: Member, serve: Serve, logging_of: Logging, parent: int, keep: Sequence[int]
 ) -> NoReturn:
-    """The life of a forked process; nothing of the parent's is left to it but what it shares."""
+    """Run a forked process, which keeps nothing of the parent but what they share."""
     code = 1
     try:
         signal.signal(signal.SIGTERM, _end)
-        for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal: the parent drains
+        for number in (signal.SIGINT, signal.SIGHUP):  # signals of the terminal: the parent drains
             signal.signal(number, signal.SIG_IGN)
         with contextlib.suppress(AttributeError, OSError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -124,12 +124,12 @@ def _become_worker(
 
 
 def _end(number: int, _frame: FrameType | None) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)  # the end is not interrupted by another
+    signal.signal(number, signal.SIG_IGN)  # no other signal may interrupt the end
     raise SystemExit(1)
 
 
 def _close_files(keep: Sequence[int]) -> None:
-    """Close what the parent had open, such as its ends of the other workers' sockets."""
+    """Close the files that the parent had open, such as its ends of other workers' sockets."""
     low = 3
     for each in sorted(keep):
         os.closerange(low, each)
@@ -138,7 +138,7 @@ def _close_files(keep: Sequence[int]) -> None:
 
 
 def _release(files: Sequence[int]) -> None:
-    """A process that a stage forks must not be given connections, nor keep our end from notice."""
+    """Close `files` in a process that a stage forks: it must not keep connections or links open."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     nothing = os.open(os.devnull, os.O_RDWR)
     for each in files:  # the numbers stay in use by the objects that this process inherits
@@ -147,7 +147,7 @@ def _release(files: Sequence[int]) -> None:
 
 
 def _end_children() -> None:
-    """End what stages have started, such as the processes of a pool, which would stay for ever."""
+    """End the processes that stages have started, such as a pool's, which would never end."""
     for each in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # a thread has ended
             for pid in each.read_text().split():
@@ -155,7 +155,7 @@ def _end_children() -> None:
 
 
 def last_words(pipe: int) -> object:
-    """What a worker wrote at its end: a number, an error, or nothing."""
+    """Return the result that a worker wrote at its end: a number, an error, or nothing."""
     with os.fdopen(pipe, "rb") as stream:
         data = stream.read()
     try:
@@ -165,5 +165,5 @@ def last_words(pipe: int) -> object:
 
 
 def how_it_ended(code: int) -> str:
-    """A signal by its name, or the exit code."""
+    """Return the name of the signal, or the exit code."""
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"

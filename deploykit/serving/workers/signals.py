@@ -1,4 +1,4 @@
-"""The signal handlers of a server, and what it puts back at its end, after which it cleans up."""
+"""Install a server's signal handlers, and restore the previous ones at its end."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from types import FrameType
 from typing import Any
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal has closed
-ECHO_S = 1.0  # a second one of them within it counts as the same one
+ECHO_S = 1.0  # a second one within this time counts as the same one
 
 
 class Signals:
-    """Lets a loop call `act` on each signal that is not an echo of the one before."""
+    """Calls `act` on the loop for each signal that does not repeat the previous one."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
         self.count = 0
-        self.interrupted = False  # by one of them that is Ctrl-C
+        self.interrupted = False  # whether one of them was Ctrl-C
         self._loop, self._act = loop, act
         self._last_s = -math.inf
         self._waiting: set[int] = set()
         self._before: dict[int, Any] = {}
 
     def handle(self, numbers: Sequence[int]) -> None:
-        """Take the handlers of `numbers`, not of a SIGHUP that `nohup` has ignored.
+        """Install handlers of `numbers`, except for a SIGHUP that `nohup` has ignored.
 
-        Of the signals that come until the loop looks, one counts: a handler that did more for each
+        Signals that come before the loop looks count as one: a handler that did more for each
         would be interrupted by the next, and so on until the stack is full.
         """
         kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
         self._before = {n: signal.signal(n, self._receive) for n in numbers if n not in kept}
 
     def restore(self, ends_process: bool = False) -> None:
-        """Put back the handlers before; no signal is to interrupt what `ends_process`."""
+        """Restore the previous handlers; with `ends_process`, ignore these signals instead."""
         for number, handler in self._before.items():
-            if handler is None:  # it was not set from Python
+            if handler is None:  # the previous handler was not set from Python
                 handler = signal.SIG_DFL
             elif ends_process:
                 handler = signal.SIG_IGN
@@ -54,7 +54,7 @@ class Signals:
         self._waiting.discard(number)
         before_s, self._last_s = self._last_s, time.monotonic()
         if number in ENDING and self._last_s - before_s < ECHO_S:
-            return  # `timeout` and a closing terminal send it to the process and to its group
+            return  # `timeout` and a closing terminal signal both the process and its group
         self.count += 1
         self.interrupted = self.interrupted or number == signal.SIGINT
         self._act()
@@ -63,7 +63,7 @@ class Signals:
 def _without_echoes(handler: Any) -> Callable[[int, FrameType | None], None]:
     """Pass on the first signal that comes a second or more after the one before, then all.
 
-    The second starts now: while the models were closed, no signal was looked at.
+    The first second starts now: no signal was handled while the models were closed.
     """
     last_s = time.monotonic()
 
