@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from deploykit.evaluation.formatting import MISSING, count, number
 from deploykit.serving.web import page
-from tests.support.measure.drawings import SVG, boxes, overlaps
 from tests.support.node import evaluate, needs_node
 
 CHARTS = Path(page.__file__).with_suffix("") / "charts.js"
 
+SVG = "{http://www.w3.org/2000/svg}"
+FONT, MEAN_WIDTH = 12, 0.6  # as charts are drawn
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
 pytestmark = needs_node
+
+
+def boxes(svg: str) -> list[tuple[str, Box]]:
+    found = []
+    for text in ET.fromstring(svg).iter(f"{SVG}text"):
+        x, y, name = float(text.attrib["x"]), float(text.attrib["y"]), text.text or ""
+        width = MEAN_WIDTH * FONT * len(name)
+        left = (
+            x - {"start": 0.0, "middle": width / 2, "end": width}[text.get("text-anchor", "start")]
+        )
+        found.append((name, (left, y - FONT, left + width, y + 0.25 * FONT)))
+    return found
+
+
+def overlaps(svg: str) -> list[tuple[str, str]]:
+    return [
+        (a, b)
+        for (a, (l1, t1, r1, b1)), (b, (l2, t2, r2, b2)) in itertools.combinations(boxes(svg), 2)
+        if l1 < r2 and r1 > l2 and t1 < b2 and b1 > t2
+    ]
 
 
 def test_a_panel_breaks_its_line_where_there_is_no_value_and_names_its_series() -> None:
