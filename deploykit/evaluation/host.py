@@ -11,12 +11,12 @@ from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS
 
-_OLDEST_TENSORRT = "10.3"  # before it deploykit runs no engine
-_MEMORY_SHARE = 0.9  # of the profile's; a driver of another release reports a few percent less
+_OLDEST_TENSORRT = "10.3"  # deploykit runs no engines of older versions
+_MEMORY_SHARE = 0.9  # of the profile's memory: another driver reports a few percent less
 
 
 def profile_differences(profile: Profile, machine: Machine) -> tuple[str, ...]:
-    """Versions, driver, memory and power mode that are not what `profile` describes."""
+    """Return a sentence for each version, driver, memory or power mode that differs."""
     found = [*_tensorrt(profile, machine), *_memory(profile, machine)]
     if profile.boards:
         return (*_jetpack(profile, machine), *found, *_power_mode(profile, machine))
@@ -51,7 +51,7 @@ def first_jetpack(profile: Profile) -> JetPack | None:
 
 
 def jetpack_fits(profile: Profile, row: JetPack) -> bool:
-    """Whether the release is for the module and its TensorRT runs there."""
+    """Return whether the release is for the module and its TensorRT runs there."""
     known = profile.compute_capability in row.compute_capabilities
     return known and in_range(profile, row.tensorrt)
 
@@ -68,7 +68,7 @@ def _tensorrt(profile: Profile, machine: Machine) -> Iterator[str]:
 
 
 def in_range(profile: Profile, version: str) -> bool:
-    """Whether this TensorRT runs there; of a version that has no number nothing is known."""
+    """Return whether this TensorRT runs there; a version without a number is accepted."""
     numbers = _numbers(version)
     low = max(release_numbers(_OLDEST_TENSORRT), release_numbers(profile.tensorrt_min or "0"))
     high = release_numbers(profile.tensorrt_max or "999")

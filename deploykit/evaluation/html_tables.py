@@ -91,7 +91,7 @@ def parity_html(parity: Parity) -> str:
 
 
 def evaluation_html(evaluation: Evaluation) -> str:
-    """What was decided and why, above the rows of the parity."""
+    """Return the decision and its reason as HTML, above the rows of the parity."""
     verdict = "passed" if evaluation.passed else "NOT passed"
     rows = (("result", verdict), ("reason", evaluation.why), ("measured", evaluation.describe()))
     table = Table("Evaluation", ("", ""), rows, (0, 1))
@@ -102,7 +102,7 @@ def evaluation_html(evaluation: Evaluation) -> str:
 def model_facts(
     inputs: Iterable[object], outputs: Iterable[object], precision: Mapping[str, int]
 ) -> dict[str, object]:
-    """What `facts_html` shows of a model."""
+    """Return the facts that `facts_html` shows of a model."""
     return {
         "inputs": ", ".join(map(str, inputs)),
         "outputs": ", ".join(map(str, outputs)),
