@@ -24,18 +24,18 @@ _WORDS: Mapping[Any, str] = {
     Mapping: "dict",
     Callable: "function",
 }
-_NUMBERS: Mapping[Any, type] = {int: Integral, float: Real}  # those of numpy too
-_MOST_BITS = 64  # of a number
+_NUMBERS: Mapping[Any, type] = {int: Integral, float: Real}  # these include numpy's
+_MOST_BITS = 64  # the most bits that an integer may have
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function, which checks its arguments before anything else."""
+    """Return `function`, changed to check its arguments before anything else."""
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        known = signature(function).parameters  # Python itself refuses others
+        known = signature(function).parameters  # Python itself refuses other names
         given = {**dict(zip(known, args, strict=False)), **kwargs}
         check_arguments(function, {name: each for name, each in given.items() if name in known})
         return function(*args, **kwargs)
@@ -45,7 +45,7 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def check_arguments(function: Callable[..., object], given: Mapping[str, object]) -> None:
     """Raise BadInput for the first value of `given` that has another type than its parameter."""
-    named = {name: function.__annotations__[name] for name in given}  # its result may be unknown
+    named = {name: function.__annotations__[name] for name in given}  # leave out its result
     names = vars(sys.modules[function.__module__])
     kinds = get_type_hints(SimpleNamespace(__annotations__=named), names)
     for name, value in given.items():
@@ -64,13 +64,13 @@ def _fits(value: Any, kind: Any) -> bool:
         return False
     if outer is Mapping:
         return all(_fits(key, parts[0]) and _fits(each, parts[1]) for key, each in value.items())
-    if outer is Sequence:  # a string is one of strings, letter by letter
+    if outer is Sequence:  # a string is a sequence of strings, too
         return not isinstance(value, (str, bytes)) and all(_fits(one, parts[0]) for one in value)
     return True
 
 
 def _describe(kind: Any, *, several: bool = False) -> str:
-    """Such as "an integer or None"; with `several` as "lists of integers"."""
+    """Return a name such as "an integer or None"; with `several`, such as "lists of integers"."""
     outer, parts = get_origin(kind) or kind, get_args(kind)
     if outer in (Union, UnionType):
         *first, last = (_describe(part, several=several) for part in parts)

@@ -25,7 +25,7 @@ from deploykit.core.runtime import ALL, BY_FORMAT, READS, Runtime
 from deploykit.core.task import Task
 
 _ZIP = b"PK\x03\x04"
-_EXPORTED = {"archive_format", "serialized_exported_program.json"}  # newer and older .pt2
+_EXPORTED = {"archive_format", "serialized_exported_program.json"}  # a newer and an older .pt2
 _TAKEN = {  # format -> what it is called, and the commands that take it
     "onnx": ("an ONNX file", "quantize, build, bench, compare, predict and serve take it"),
     "tensorrt": ("a TensorRT engine", "bench, compare, predict and serve take it"),
@@ -33,7 +33,7 @@ _TAKEN = {  # format -> what it is called, and the commands that take it
     "torch": ("a PyTorch file", "deploykit export makes an .onnx file of it"),
     "safetensors": ("a .safetensors file", "deploykit export makes an .onnx file of it"),
 }
-_UNPACKED_TEXT_BYTES = 256 << 20  # torch packs code and graph, and stores weights as they are
+_UNPACKED_TEXT_BYTES = 256 << 20  # torch compresses the code and the graph, not the weights
 
 
 class Artefact:
@@ -45,7 +45,7 @@ class Artefact:
 
     @classmethod
     def open(cls, source: ArtefactLike) -> Artefact:
-        """`source` as an Artefact of a known format; one whose file was replaced is opened anew.
+        """Return `source` as an Artefact of a known format; a replaced file is opened again.
 
         Raises as `sniff` does.
         """
@@ -57,24 +57,24 @@ class Artefact:
 
     @classmethod
     def from_manifest(cls, path: StrPath, manifest: Manifest) -> Artefact:
-        """A file that was just written, with its manifest: nothing of it is read again."""
+        """Return the Artefact of a file that was just written, without reading it again."""
         found = cls(path)
         vars(found).update(format=manifest.format, sha256=manifest.sha256, manifest=manifest)
         return found
 
     @cached_property
     def format(self) -> str:
-        """As in the table of runtimes: "onnx", "torch", ...; raises as `sniff` does."""
+        """The format as the table of runtimes names it: "onnx", "torch". Raises as `sniff` does."""
         return sniff(self.path)
 
     @property
     def runtime(self) -> Runtime:
-        """What opens it."""
+        """The runtime that opens the file."""
         return BY_FORMAT[self.format]
 
     @cached_property
     def sha256(self) -> str:
-        """The file's SHA-256 in hexadecimal, without that of weights in a second file."""
+        """The file's SHA-256 in hexadecimal; weights in a second file are not part of it."""
         return sha256(self.path)
 
     @cached_property
@@ -90,12 +90,12 @@ class Artefact:
 
     @property
     def task(self) -> Task | None:
-        """What the model is for; None where its manifest does not say."""
+        """The task of the model; None if its manifest names none."""
         return self.manifest.task if self.manifest else None
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Name, SHA-256, size, time of writing, and from the manifest the nodes by precision."""
+        """Return name, SHA-256, size, time of writing, and the manifest's nodes by precision."""
         _, size, modified_ns = self._stamp or (0, 0, 0)
         return {
             "name": self.name,
@@ -124,7 +124,7 @@ ArtefactLike = StrPath | Artefact
 
 
 def file_stamp(path: Path) -> tuple[int, int, int] | None:
-    """What changes when a file is replaced or written; None where there is no such file."""
+    """Return values that change when a file is replaced or written; None if it does not exist."""
     try:
         info = path.stat()
     except (OSError, ValueError):
@@ -133,15 +133,15 @@ def file_stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def read_manifest(artefact: Path) -> Manifest | None:
-    """The manifest next to `artefact`, or None if there is none.
+    """Return the manifest next to `artefact`, or None if there is none.
 
-    Raises BadInput when it cannot be read, or when the artefact is not the one it describes.
+    Raises BadInput if it cannot be read or describes another artefact.
     """
     return Artefact(artefact).manifest
 
 
 def _check_hashes(artefact: Artefact, manifest: Manifest) -> None:
-    """Raise BadInput unless the file, and its weights in a second one, are those described."""
+    """Raise BadInput unless the manifest has the hashes of the file and of its weights file."""
     where, data = manifest_path(artefact.path), manifest.evidence.weights
     changed = manifest.sha256 and manifest.sha256 != artefact.sha256
     wrong = artefact.path if changed else None
@@ -158,12 +158,12 @@ def _check_hashes(artefact: Artefact, manifest: Manifest) -> None:
 
 
 def sniff(path: Path) -> str:
-    """The format of the file at `path`, one that a runtime of the table opens.
+    """Return the format of the file at `path`, one that a runtime of the table opens.
 
     "torch" is a zip or pickle checkpoint, a `.pt2` or TorchScript; `torch_kind` tells them apart.
-    Raises NotFound or BadInput for what cannot be read or is none of these.
+    Raises NotFound or BadInput if the file cannot be read or has another format.
     """
-    if any("\udc80" <= letter <= "\udcff" for letter in str(path)):  # as os.fsdecode marks bytes
+    if any("\udc80" <= letter <= "\udcff" for letter in str(path)):  # from os.fsdecode
         check_readable(path)
         raise BadInput(
             f"{path}: the path is not UTF-8, which the libraries that open models need",
@@ -180,7 +180,7 @@ def sniff(path: Path) -> str:
         offset, magic = runtime.magic
         if magic and head.startswith(magic, offset):
             return runtime.opens[0]
-    # a header's length, then the header: asked before pickle, as a length may begin with 80 02
+    # safetensors is checked before pickle: its first field, a length, may begin with 80 02
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size - 8:
         return "safetensors"
     if head[:4] == _ZIP:
@@ -197,28 +197,28 @@ def sniff(path: Path) -> str:
 
 
 def wrong_format(path: object, found: str, needed: str) -> BadInput:
-    """The error for a model of format `found`, a known one, where `needed` is."""
+    """Return the error for a model of the known format `found` where `needed` is required."""
     what, cure = _TAKEN.get(found, (f"a {found} file", None))
     return BadInput(f"{path}: is {what}, {needed} is needed", hint=cure)
 
 
 def torch_kind(path: Path) -> str:
-    """What a file that `sniff` calls "torch" is: "torch.export", "TorchScript" or "pickle".
+    """Return the kind of a "torch" file: "torch.export", "TorchScript" or "pickle".
 
-    A "pickle" may be weights alone, a deploykit checkpoint or a whole module: that shows only when
-    it is read. Raises BadInput.
+    A "pickle" may be weights alone, a deploykit checkpoint or a whole module: only reading it
+    shows which. Raises BadInput.
     """
     with path.open("rb") as handle:
         if handle.read(4) != _ZIP:
-            return "pickle"  # as torch wrote it before 1.6
+            return "pickle"  # the format of torch before 1.6
     members = _torch_members(path)
     if members & _EXPORTED:
         return "torch.export"
-    return "TorchScript" if "constants.pkl" in members else "pickle"  # torch.load asks the same
+    return "TorchScript" if "constants.pkl" in members else "pickle"  # torch.load tests the same
 
 
 def _torch_members(path: Path) -> set[str]:
-    """Names, without folders, in a zip file that PyTorch wrote; BadInput for any other zip file."""
+    """Return the names, without folders, in PyTorch's zip file. Raises BadInput for any other."""
     try:
         with zipfile.ZipFile(path) as archive:
             infos = archive.infolist()

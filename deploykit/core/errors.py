@@ -3,7 +3,7 @@
 The command line and the server translate them once, at their edge.
 """
 
-# ruff: noqa: N818 - an error is named after what is wrong: BadInput, not BadInputError
+# ruff: noqa: N818 - an error's name says what is wrong: BadInput, not BadInputError
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
-_NAMED = 6  # more suggestions than this help nobody
+_NAMED = 6  # suggestions; a longer list does not help
 
 
 class DeploykitError(Exception):
-    """What is wrong (`message`, one line that names the culprit) and how to fix it (`hint`)."""
+    """`message`: one line that names the culprit and what is wrong. `hint`: how to fix it."""
 
     exit_code: ClassVar[int] = EXIT_BUG
     http_status: ClassVar[int] = 500
@@ -32,13 +32,13 @@ class DeploykitError(Exception):
 
 
 class StageFailed(DeploykitError):
-    """A stage raised, or gave what its annotation does not allow. `message` names the stage."""
+    """A stage raised, or returned another type than annotated. `message` names the stage."""
 
     exit_code = 2
 
 
 class GateFailed(DeploykitError):
-    """A gate was not met: parity, accuracy, SLO. `result` has the measurements: show it first."""
+    """A gate failed: parity, accuracy or SLO. Show its `result`, the measurements, first."""
 
     exit_code = 1
 
@@ -56,7 +56,7 @@ class BadInput(DeploykitError):
 
 
 class NotFound(BadInput):
-    """No file, model, profile or recipe of that name."""
+    """There is no file, model, profile or recipe of that name."""
 
     http_status = 404
     grpc_status = "NOT_FOUND"
@@ -111,10 +111,10 @@ class Expired(DeploykitError):
 
 
 def first_line(exc: BaseException) -> str:
-    """The first non-empty line of an exception's message, else its class name."""
+    """Return the first non-empty line of an exception's message, else its class name."""
     try:
         message = str(exc)
-    except Exception:  # noqa: BLE001 - of a user's class, whose __str__ fails too
+    except Exception:  # noqa: BLE001 - the __str__ of a user's class may raise anything
         message = ""
     for line in message.splitlines():
         if line.strip():
@@ -123,12 +123,12 @@ def first_line(exc: BaseException) -> str:
 
 
 def without_secrets(url: str) -> str:
-    """`url` as a message may show it: without user name, password, query and fragment."""
+    """Return `url` without user name, password, query and fragment, for a message."""
     return re.split("[?#]", re.sub(r"^(\w+://)?.*@", r"\1", url), maxsplit=1)[0]
 
 
 def causes(exc: BaseException) -> Iterator[BaseException]:
-    """`exc`, what it was raised from, and so on inwards."""
+    """Yield `exc`, its cause, the cause of that, and so on."""
     current: BaseException | None = exc
     while current is not None:
         yield current
@@ -137,9 +137,9 @@ def causes(exc: BaseException) -> Iterator[BaseException]:
 
 @contextmanager
 def users_code(where: object) -> Iterator[None]:
-    """Any exception of the user's own code, exit() too, becomes a BadInput: "`where`: reason".
+    """Turn any exception of the user's own code, exit() too, into a BadInput: "`where`: reason".
 
-    Ctrl-C, and a SystemExit of a class of its own (a signal's), pass.
+    Ctrl-C passes, and so does a subclass of SystemExit, which a signal raises.
     """
     try:
         yield
@@ -153,13 +153,13 @@ def users_code(where: object) -> Iterator[None]:
             hint="what a script does belongs below: if __name__ == '__main__':",
         ) from exc
     except BaseException as exc:
-        chain = [exc, *list(causes(exc))[1:][-1:]]  # a lazy import wraps what went wrong
+        chain = [exc, *list(causes(exc))[1:][-1:]]  # a lazy import wraps the original error
         found = [f"{type(each).__name__}: {first_line(each)}" for each in chain]
         raise BadInput(f"{where}: {', caused by '.join(found)}") from exc
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str | None:
-    """A hint with those of `known` that hold `name` or are spelled like it, in any case."""
+    """Return a hint with the `known` names that contain `name` or resemble it, in any case."""
     spelled = {each.lower(): each for each in known}
     wanted = name.lower()
     close = [each for each in spelled if wanted in each] if len(wanted) > 1 else []
@@ -169,14 +169,14 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) 
 
 
 def os_reason(exc: OSError) -> str:
-    """Why the operating system refused, without the errno and the path: 'Permission denied'."""
+    """Return the operating system's reason, such as 'Permission denied', without errno and path."""
     return exc.strerror or first_line(exc)
 
 
 def quote(value: object) -> str:
-    """A value that a client sent, for an error message: printable ASCII, at most 80 characters."""
+    """Return a client's value for an error message: printable ASCII, at most 80 characters."""
     if isinstance(value, (str, bytes, list, tuple)):
-        value = value[:81]  # all of it, at 60 MB, would stop the event loop for 0.3 s
+        value = value[:81]  # repr of 60 MB would block the event loop for 0.3 s
     huge = isinstance(value, int) and value.bit_length() >= 256
     text = "a huge number" if huge else ascii(value)
     return text if len(text) <= 80 else text[:77] + "..."

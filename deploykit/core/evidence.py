@@ -16,9 +16,9 @@ from deploykit.core.errors import GateFailed
 from deploykit.core.json_value import Record
 from deploykit.core.task import Preprocess
 
-# Two float32 programs differ by the rounding of both, and by that of other kernels.
+# Two float32 programs differ by the rounding of each, and other kernels round elsewhere.
 FLOAT32_MARGIN = 8.0
-MOST = 0.1  # what float32 itself gives allows no more: two different models would pass
+MOST = 0.1  # upper limit of a bound from `float32_error`: else two different models could pass
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ParityRow(Record):
 
     @property
     def zero(self) -> bool:
-        """All of it is 0 on both sides, so that equality shows nothing."""
+        """Whether every value is 0 on both sides, so that equality shows nothing."""
         return self.floating and self.values > 0 and self.scale == 0 and self.error == 0
 
 
@@ -81,7 +81,7 @@ class Parity(Record):
 
     @property
     def worst(self) -> ParityRow:
-        """The row with the largest error, of those above their bound if any is."""
+        """The row with the largest error, among those above their bound if there are any."""
         return max(self.rows, key=lambda row: (row.error > self.bound(row), row.error))
 
     @property
@@ -89,12 +89,12 @@ class Parity(Record):
         return all(row.error <= self.bound(row) for row in self.rows)
 
     def bound(self, row: ParityRow) -> float:
-        """The largest error that `row` may have."""
+        """Return the largest error that `row` may have."""
         return max(self.max_error, min(MOST, FLOAT32_MARGIN * (row.float32_error or 0.0)))
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Outputs on which nothing was shown."""
+        """One warning for each output whose equality shows nothing."""
         found = []
         for name in dict.fromkeys(row.output for row in self.rows):
             rows = [row for row in self.rows if row.output == name]
@@ -160,11 +160,11 @@ class Drop(Record):
     method: str = ADJUSTED_WALD
 
     def describe(self) -> str:
-        """For people: "drop 0.4 pp, 0.1 to 0.7, n = 540" (pp: percentage points)."""
+        """Return, for people, "drop 0.4 pp, 0.1 to 0.7, n = 540" (pp: percentage points)."""
         digits, scale = (1 if self.n < 1000 else 2), (100 if self.unit else 1)
         value, low, high = (
             f"{round(part * 100, digits) + 0.0:.{digits}f}"  # + 0.0 turns -0.0 into 0.0
-            if self.unit and abs(part) < 1000  # a perplexity can rise without bound
+            if self.unit and abs(part) < 1000  # a perplexity has no upper bound
             else f"{part * scale:.3g}"
             for part in (self.drop.value, self.drop.low, self.drop.high)
         )
@@ -173,8 +173,8 @@ class Drop(Record):
         return f"{what} {value}{unit}, {low} to {high}, n = {self.n}"
 
 
-LEAST_SEEN = 0.9  # of an engine's operations whose type has to be known
-MOST_WIDER = 0.1  # of them may run wider than asked: a builder takes the fastest kernel that it has
+LEAST_SEEN = 0.9  # share of an engine's operations whose type has to be known
+MOST_WIDER = 0.1  # share that may run wider than asked: a builder takes its fastest kernel
 
 
 @dataclass(frozen=True)
@@ -201,15 +201,15 @@ class Evaluation(Record):
 
     @property
     def sqnr_db(self) -> float | None:
-        """The lowest of any floating output at any batch size; None where no output is floating.
+        """The lowest SQNR of any floating output at any batch size; None if no output is floating.
 
-        Minus infinity where NaN is on either side, or infinity on one only.
+        It is minus infinity where NaN is on either side, or infinity on one only.
         """
         rows = [row for row in self.parity.rows if row.floating]
         return min((-math.inf if row.problem else row.sqnr_db for row in rows), default=None)
 
     def describe(self) -> str:
-        """For a table: "drop 0.4 pp, 0.1 to 0.7, n = 540", or agreement and SQNR."""
+        """Return for a table "drop 0.4 pp, 0.1 to 0.7, n = 540", or agreement and SQNR."""
         if self.drop is not None:
             return self.drop.describe()
         if any(row.problem for row in self.parity.rows if row.floating):
@@ -278,12 +278,12 @@ class PrecisionReadBack(Record):
 
     @property
     def known(self) -> bool:
-        """Whether it is known what (nearly) all operations run in."""
+        """Whether the precision of at least LEAST_SEEN of the operations is known."""
         return (self.seen or 0.0) >= LEAST_SEEN
 
     @property
     def too_wide(self) -> bool:
-        """Whether more runs wider than asked than a gate lets pass."""
+        """Whether a larger share runs wider than asked than a gate lets pass."""
         return (self.wider_share or 0.0) > MOST_WIDER and not self.allow_wider
 
     @property
@@ -318,7 +318,7 @@ class CalibrationRecord(Record):
     smoothed: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """The calibrator, and why: "mse of SQNR 20.8 dB; percentile 15.7"."""
+        """Return the calibrator and why it was chosen: "mse of SQNR 20.8 dB; percentile 15.7"."""
         tried = sorted(self.sqnr_db.items(), key=lambda item: -item[1])
         others = [f"{name} {each:.1f}" for name, each in tried if name != self.method]
         parts = [self.method]
@@ -375,7 +375,7 @@ class SearchRecord(Record):
 
     @property
     def interrupted(self) -> bool:
-        """Ctrl-C ended it; what had passed is kept."""
+        """Whether Ctrl-C ended the search; candidates that had passed are kept."""
         return self.stopped == "interrupted"
 
 
@@ -521,7 +521,7 @@ class Evidence(Record):
 
     @property
     def wrong(self) -> str:
-        """Why an engine may not be used, in one line; empty if there is no reason."""
+        """The reason, in one line, not to use the engine; empty if there is none."""
         if self.precision is not None and self.precision.too_wide:
             return self.precision.why
         failed = [each for each in (self.parity, self.accuracy) if each and not each.passed]
@@ -529,7 +529,7 @@ class Evidence(Record):
 
     @property
     def verified(self) -> bool:
-        """Its precisions were read back, it ran, and no proof failed."""
+        """Whether the precisions were read back, the engine ran, and no proof failed."""
         read = self.precision is not None and self.precision.known
         return read and self.parity is not None and not self.wrong
 

@@ -60,11 +60,11 @@ def check_installed(*modules: str) -> None:
 def require(module: str) -> ModuleType:
     """Import `module`, one of EXTRAS or a module inside it.
 
-    Raises MissingExtra when its package is not installed, Unsupported when it is but does not load.
+    Raises MissingExtra if its package is not installed, Unsupported if it does not load.
     Ctrl-C and SIGTERM take effect after the import, a second one at once.
     """
     top = module.partition(".")[0]
-    if top == "onnxruntime":  # from 1.29 on it reports its use to Microsoft, from another thread
+    if top == "onnxruntime":  # 1.29 and later send telemetry to Microsoft from another thread
         os.environ["ORT_DISABLE_TELEMETRY"] = "1"
     try:
         with _signals_afterwards():
@@ -78,25 +78,25 @@ def require(module: str) -> ModuleType:
 
 
 def missing(*modules: str) -> MissingExtra:
-    """The error for `modules`, all of EXTRAS, not being installed; one command brings them."""
+    """Return the error for missing `modules`, all in EXTRAS, and the command to install them."""
     names = ", ".join(_PACKAGES.get(each, each) for each in modules)
     verb = "is" if len(modules) == 1 else "are"
     return MissingExtra(f"{names} {verb} not installed", hint=install_hint(*modules))
 
 
 def install_hint(*modules: str) -> str:
-    """One command for all of `modules`, and what to know of each extra."""
-    notes = {EXTRAS[each]: _NOTES.get(each, "") for each in reversed(modules)}  # the first's
+    """Return one command that installs all of `modules`, and a note on each extra."""
+    notes = {EXTRAS[each]: _NOTES.get(each, "") for each in reversed(modules)}  # the first's note
     command = install_command(",".join(reversed(notes)))
     return command + "".join(reversed(notes.values())).format(gpu=install_command("gpu"))
 
 
 def install_command(extra: str) -> str:
-    """What installs an extra: from the checkout or the wheel that is in use, else by name.
+    """Return the command that installs an extra, from the checkout or wheel in use, else by name.
 
-    The only place that decides it, as no package index has deploykit before its first release.
+    No package index has deploykit before its first release.
     """
-    import json  # late: only an error needs them
+    import json  # late: only an error message needs them
     from importlib import metadata
 
     if (_CHECKOUT / "pyproject.toml").is_file():
@@ -109,10 +109,10 @@ def install_command(extra: str) -> str:
 
 
 def installed(module: str) -> bool:
-    """Whether `module` could be imported, without importing it."""
+    """Return whether `module` could be imported, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # its package is missing too
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 

@@ -39,7 +39,7 @@ from deploykit.core.extras import EXTRAS, missing
 def atomic_write(out: Path, *, durable: bool = True) -> Iterator[Path]:
     """Yield a temporary path next to `out`; on a clean exit fsync it and rename it to `out`.
 
-    `durable`: false for what this process alone reads, which needs no fsync.
+    `durable`: false for a file that only this process reads, which needs no fsync.
 
     Raises BadInput when `out` cannot be written there, Unsupported when the disk is full.
     """
@@ -59,7 +59,7 @@ def atomic_write(out: Path, *, durable: bool = True) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def write_errors(out: Path, tmp: Path | None = None) -> Iterator[None]:
-    """Name `out` in the errors of writing it, or `tmp`, its place until it is whole.
+    """Map the errors of writing `out`, or its temporary file `tmp`, to errors that name `out`.
 
     Raises BadInput when it cannot be written, Unsupported when the disk is full.
     """
@@ -85,12 +85,12 @@ def write_json(out: Path, document: object) -> None:
 
 
 def write_together(folder: Path, contents: Mapping[str, str]) -> None:
-    """Write `contents` into `folder` by name, in UTF-8; none is replaced before all are whole.
+    """Write `contents` into `folder` by name, in UTF-8; no file is replaced before all are whole.
 
-    The last one is replaced last. `folder` is made, and is gone again if nothing could be written.
+    The last file is replaced last. A `folder` that was created is removed again on failure.
     """
     with new_folder(folder), contextlib.ExitStack() as files:
-        for name, text in reversed([*contents.items()]):  # the stack ends with the first
+        for name, text in reversed([*contents.items()]):  # unwinding turns the order round
             out = folder / name
             tmp = files.enter_context(atomic_write(out))
             with write_errors(out, tmp):
@@ -105,16 +105,16 @@ def check_writable(out: Path) -> None:
             raise BadInput(f"{out}: the folder {folder} does not exist", hint=f"mkdir -p {folder}")
         if out.is_dir():
             raise BadInput(f"{out}: is a folder; a file name is needed")
-        if out.exists() and not out.is_file():  # renaming over /dev/null would replace it
+        if out.exists() and not out.is_file():  # a rename would replace /dev/null
             raise BadInput(f"{out}: is not a regular file, so it is not replaced")
-        with tempfile.TemporaryFile(dir=folder):  # /proc grants write access that it lacks
+        with tempfile.TemporaryFile(dir=folder):  # /proc seems writable but refuses files
             pass
     except OSError as exc:
         raise BadInput(f"{out}: cannot be written: {os_reason(exc)}") from exc
 
 
 def make_folder(folder: Path) -> Path:
-    """Create `folder` and its parents; raises BadInput when that cannot be done."""
+    """Create `folder` and its parents. Raises BadInput on failure."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
@@ -126,7 +126,7 @@ def make_folder(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """As `make_folder`; what it creates and is empty at the end is removed again."""
+    """Create folders as `make_folder` does; at the end, remove those that are still empty."""
     missing = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
     try:
         yield make_folder(folder)
@@ -137,9 +137,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The values of a TOML file. Raises NotFound or BadInput."""
+    """Return the values of a TOML file. Raises NotFound or BadInput."""
     if sys.version_info >= (3, 11):
-        import tomllib  # late: `--help` does without
+        import tomllib  # late: `--help` does not need it
     else:
         import tomli as tomllib
     try:
@@ -154,7 +154,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file. Raises NotFound or BadInput."""
+    """Return the value of a JSON file. Raises NotFound or BadInput."""
     try:
         return json.loads(check_readable(path).read_text(encoding="utf-8"))
     except OSError as exc:
@@ -183,10 +183,10 @@ def check_readable(path: Path) -> Path:
 
 
 def open_readable(path: Path) -> BinaryIO:
-    """Open `path` to read it. Raises as `check_readable`, also if it becomes something else."""
+    """Open `path` to read it. Raises as `check_readable`, also if the file changes meanwhile."""
     check_readable(path)
     try:
-        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not wait
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # do not wait on a FIFO
         if stat.S_ISREG(os.fstat(number).st_mode):
             return os.fdopen(number, "rb")
         os.close(number)
@@ -196,9 +196,9 @@ def open_readable(path: Path) -> BinaryIO:
 
 
 def sha256(path: Path) -> str:
-    """The file's SHA-256 in hexadecimal.
+    """Return the file's SHA-256 in hexadecimal.
 
-    Raises NotFound or BadInput as `check_readable` does, and for a file that changes its size.
+    Raises NotFound or BadInput as `check_readable` does, and if the file's size changes.
     """
     digest = hashlib.sha256()
     with open_readable(path) as handle:
@@ -207,16 +207,16 @@ def sha256(path: Path) -> str:
             digest.update(block)
             left -= len(block)
             if left < 0:
-                break  # a file that grows faster than it is read would have no end
+                break  # a file may grow faster than it is read
     if left:
         raise BadInput(f"{path}: changed while it was read")
     return digest.hexdigest()
 
 
 class HashingWriter(io.BufferedWriter):
-    """A new binary file, written from start to end, with the SHA-256 of what was written.
+    """A new binary file, written from start to end, and the SHA-256 of its content.
 
-    `hashed`: false for what nobody checks; the SHA-256 is then empty.
+    `hashed`: false leaves the SHA-256 empty.
     """
 
     def __init__(self, path: Path, *, hashed: bool = True) -> None:
@@ -234,12 +234,12 @@ class HashingWriter(io.BufferedWriter):
 
 
 def manifest_path(artefact: Path) -> Path:
-    """Where the manifest of a file is, if it has one."""
-    return artefact.parent / f"{artefact.name}.json"  # `with_name` fails for a folder "."
+    """Return the path that the manifest of `artefact` has, if there is one."""
+    return artefact.parent / f"{artefact.name}.json"  # `with_name` fails for "."
 
 
 def cache_folder() -> Path:
-    """The folder for caches: `$DEPLOYKIT_CACHE`, else `deploykit` in the user's cache folder."""
+    """Return the cache folder: `$DEPLOYKIT_CACHE`, else `deploykit` in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("DEPLOYKIT_CACHE") or Path(base) / "deploykit")
 
@@ -277,7 +277,7 @@ def check_inside(folder: Path, location: str, where: str) -> os.stat_result:
 
 
 def check_data_file(model: Path, location: str, where: str) -> os.stat_result:
-    """As `check_inside`, for a file of weights: not the model itself."""
+    """Check a weights file as `check_inside` does; it must not be the model itself."""
     if PurePosixPath(location) == PurePosixPath(model.name):
         raise BadInput(f"{where}: its data file is the model itself")
     return check_inside(model.parent, location, where)
@@ -288,17 +288,17 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def folder(name: str) -> Path:
-    """The folder `profiles` or `models`: inside an installed wheel, else next to the package."""
+    """Return the folder `profiles` or `models`, in an installed wheel or next to the package."""
     packaged = _PACKAGE / "_data" / name
     return packaged if packaged.is_dir() else _PACKAGE.parent / name
 
 
 def import_object(reference: str) -> object:
-    """The object named by `pkg.mod:attr` or `./file.py:attr`.
+    """Return the object named by `pkg.mod:attr` or `./file.py:attr`.
 
-    This runs the module's code: only what the user typed, or a pipeline's TOML, may come here.
-    Raises NotFound when there is no such module or attribute, MissingExtra when it needs an
-    optional package that is not installed, BadInput when importing it fails.
+    This runs the module's code: pass only what the user typed or what a pipeline's TOML holds.
+    Raises NotFound if there is no such module or attribute, MissingExtra if it needs an
+    optional package that is not installed, BadInput if importing it fails.
     """
     where, separator, attribute = reference.rpartition(":")
     named = where.endswith(".py") or "/" not in where
@@ -307,7 +307,7 @@ def import_object(reference: str) -> object:
     try:
         with users_code(f"'{reference}': importing it failed"):
             module = load_py(where) if where.endswith(".py") else importlib.import_module(where)
-            found: object = getattr(module, attribute)  # a lazy library imports here
+            found: object = getattr(module, attribute)  # a lazy library imports only now
     except BadInput as exc:
         chain = list(causes(exc))[1:]
         absent = [each.name or "" for each in chain if isinstance(each, ModuleNotFoundError)]
@@ -349,5 +349,5 @@ NAMES = ("look.css",)
 
 
 def asset(name: str) -> str:
-    """The text of one of `NAMES`."""
+    """Return the content of the asset `name`, one of `NAMES`."""
     return (FOLDER / name).read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ class JetPack:
     l4t: str
     python: str
     tensorrt: str
-    compute_capabilities: tuple[str, ...]  # of the modules: 7.2 Xavier, 8.7 Orin, 11.0 Thor
+    compute_capabilities: tuple[str, ...]  # 7.2 is Xavier, 8.7 Orin, 11.0 Thor
 
 
 _5 = ("3.8", "8.5.2", ("7.2", "8.7"))
@@ -34,20 +34,20 @@ JETPACKS = (
     JetPack("5.1.4", "35.6.0", *_5),
     JetPack("5.1.5", "35.6.1", *_5),
     JetPack("5.1.6", "35.6.4", *_5),
-    JetPack("6.0", "36.2.0", "3.10", "8.6.2", ("8.7",)),  # 36.2.0: preview
+    JetPack("6.0", "36.2.0", "3.10", "8.6.2", ("8.7",)),  # 36.2.0 was a preview
     JetPack("6.1", "36.4.0", *_6),
     JetPack("6.2", "36.4.3", *_6),
     JetPack("6.2.1", "36.4.4", *_6),
     JetPack("6.2.2", "36.5.0", *_6),
     JetPack("7.0", "38.2.0", *_7_1),
     JetPack("7.1", "38.4.0", *_7_1),
-    JetPack("7.2", "39.0", *_7_2),  # 39.0: early access
+    JetPack("7.2", "39.0", *_7_2),  # 39.0 was early access
     JetPack("7.2.1", "39.2.1", *_7_2),
 )
 
 
 def release_numbers(release: str) -> tuple[int, ...]:
-    """`36.4` as (36, 4, 0), for comparison, at least three numbers; () for what is no release."""
+    """Return `36.4` as (36, 4, 0), at least three numbers, to compare; () for anything else."""
     if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})*", release):
         return ()
     found = tuple(map(int, release.split(".")))
@@ -55,9 +55,9 @@ def release_numbers(release: str) -> tuple[int, ...]:
 
 
 def find_jetpack(l4t: str | None) -> JetPack | None:
-    """The JetPack release of an L4T release, or the last one before it of the same major.
+    """Return the JetPack release of an L4T release, or the last one before it of the same major.
 
-    None where this table has none: not a release, a major it does not know, or too old a board.
+    Return None if `l4t` is not a release, has an unknown major, or is older than the table.
     """
     wanted = release_numbers(l4t or "")
     rows = [each for each in JETPACKS if release_numbers(each.l4t)[:1] == wanted[:1]]
@@ -65,7 +65,7 @@ def find_jetpack(l4t: str | None) -> JetPack | None:
 
 
 def jetpack_name(l4t: str | None) -> str | None:
-    """The JetPack version of an L4T release; past the end of the table `6.2.2 or later`."""
+    """Return the JetPack version of an L4T release; past the table's end, `6.2.2 or later`."""
     row = find_jetpack(l4t)
     if row is None:
         return None
@@ -75,5 +75,5 @@ def jetpack_name(l4t: str | None) -> str | None:
 
 
 def jetpack_of(version: str) -> JetPack | None:
-    """The row of a JetPack version, such as `6.2.1`."""
+    """Return the row of a JetPack version, such as `6.2.1`."""
     return next((each for each in JETPACKS if each.version == version), None)

@@ -1,4 +1,4 @@
-"""Turn dataclasses into JSON values and back: one rule for all that deploykit writes or reads.
+"""Turn dataclasses into JSON values and back, by one rule for the whole package.
 
 JSON has no infinity and no NaN: either is written as null.
 """
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 from deploykit.core.errors import BadInput, TooLarge
 
-# A parser holds the GIL: one of them for 0.1 s at most, and not several at once.
+# A JSON parser holds the GIL for up to 0.1 s, so only one runs at a time.
 ONE_JSON = threading.Lock()
 MOST_JSON_VALUES = 1 << 18
 _WINDOW_BYTES = 1 << 20
@@ -33,12 +33,12 @@ def check_json_size(text: bytes | memoryview, hint: str) -> None:
 
 
 def json_value(obj: object, *properties: str, without: Collection[str] = ()) -> Any:
-    """`obj` as dicts, lists, strings, numbers, booleans and None. A dataclass becomes a dict.
+    """Return `obj` as dicts, lists, strings, numbers, booleans and None.
 
-    `obj` itself goes by its fields, in their order, less `without`, and then the named
-    `properties`; so a class writes `def to_dict(self): return json_value(self, "passed")`. A value
-    inside `obj` goes by its own `to_dict` where it has one. Keys become strings, enums their
-    values, paths strings, named tuples dicts. Raises TypeError for any other type.
+    A dataclass `obj` becomes a dict of its fields, in order, except those in `without`, and then
+    the named `properties`: a class writes `def to_dict(self): return json_value(self, "passed")`.
+    A value inside `obj` is converted by its own `to_dict` if it has one. Keys become strings, enums
+    their values, paths strings, named tuples dicts. Raises TypeError for any other type.
     """
     if is_dataclass(obj) and not isinstance(obj, type):
         names = [each.name for each in fields(obj) if each.name not in without]
@@ -71,7 +71,7 @@ def _inner(obj: object) -> Any:
 
 
 class Record:
-    """A dataclass with `to_dict`; `shown` are properties that the JSON has next to the fields."""
+    """A dataclass with `to_dict`; `shown` names the properties that the JSON holds as well."""
 
     shown: ClassVar[tuple[str, ...]] = ()
 
@@ -92,20 +92,20 @@ _NAMES: Mapping[type, str] = {
 
 @cache
 def field_types(kind: type) -> dict[str, Any]:
-    """The types of a dataclass's own fields, by name."""
+    """Return the types of a dataclass's fields, by name."""
     hints = get_type_hints(kind)
     return {each.name: hints[each.name] for each in fields(kind)}
 
 
 def from_json(kind: Any, value: object, where: str) -> Any:
-    """`value` out of a JSON document as the type `kind`; BadInput, naming `where`, if not.
+    """Convert `value`, read from JSON, to the type `kind`. Raises BadInput, which names `where`.
 
-    A dataclass's fields that are missing take their defaults; what it does not know is left out.
+    A dataclass's missing fields take their defaults; unknown keys are ignored.
     """
     origin, args = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
-    if origin in (Union, types.UnionType):  # `X | None` alone
+    if origin in (Union, types.UnionType):  # only `X | None` is supported
         if value is None:
             return None
         return from_json(next(arg for arg in args if arg is not type(None)), value, where)
@@ -113,7 +113,7 @@ def from_json(kind: Any, value: object, where: str) -> Any:
         items = _of(list, value, where)
         found = [from_json(args[0], item, f"{where}[{n}]") for n, item in enumerate(items)]
         return tuple(found) if origin is tuple else found
-    if origin is not None:  # Mapping[str, X]
+    if origin is not None:  # it is Mapping[str, X]
         entries = _of(dict, value, where).items()
         return {key: from_json(args[1], item, f"{where}: '{key}'") for key, item in entries}
     if isinstance(kind, type) and is_dataclass(kind):
@@ -125,7 +125,7 @@ def from_json(kind: Any, value: object, where: str) -> Any:
         }
         try:
             return kind(**known)
-        except TypeError as exc:  # it names those that are missing
+        except TypeError as exc:  # its message names the missing fields
             missing = str(exc).rpartition(": ")[2]
             raise BadInput(f"{where}: is not a complete {kind.__name__}: no {missing}") from None
     if kind is float:
@@ -134,7 +134,7 @@ def from_json(kind: Any, value: object, where: str) -> Any:
 
 
 def _of(kind: type, value: object, where: str) -> Any:
-    """`value`, if it is of the JSON type `kind`; a boolean is not a number."""
+    """Return `value` if it is of the JSON type `kind`, where a boolean is not a number."""
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool)):
         raise BadInput(f"{where} must be {_NAMES[kind]}")

@@ -40,7 +40,7 @@ _CPU_FLAGS = (
     "asimddp",
     "i8mm",
 )
-_M_MMAP_THRESHOLD = -3  # of mallopt(3)
+_M_MMAP_THRESHOLD = -3  # see mallopt(3)
 _QUERY = "name,memory.total,driver_version,compute_cap"
 
 
@@ -63,14 +63,14 @@ class Machine(Record):
     python: str
     cpu: str
     physical_cores: int
-    usable_cores: int  # what this process may use: affinity and container limits
+    usable_cores: int  # after affinity and container limits
     cpu_features: tuple[str, ...]
     memory_bytes: int | None
     gpus: tuple[Gpu, ...]
-    board: str | None  # a Jetson's model, from its device tree
-    board_ids: tuple[str, ...]  # the device tree's `compatible`, as in "nvidia,p3767-0005"
-    l4t: str | None  # as the board reports it
-    jetpack: str | None  # the release that this L4T is of
+    board: str | None  # a Jetson's model in its device tree
+    board_ids: tuple[str, ...]  # `compatible` in the device tree: "nvidia,p3767-0005"
+    l4t: str | None  # the release that the board reports
+    jetpack: str | None  # the JetPack release of `l4t`
     power_mode: str | None
     packages: Mapping[str, str]
 
@@ -106,17 +106,17 @@ def file_text(path: Path) -> str:
 
 
 def _device_tree(root: Path, name: str) -> str:
-    """A property of a board; a bundle's container, which hides it, has it in /run/device-tree."""
+    """Read a board's property; a bundle's container has the device tree in /run/device-tree."""
     return file_text(root / "proc/device-tree" / name) or file_text(root / "run/device-tree" / name)
 
 
 def board_model(root: Path) -> str | None:
-    """A Jetson's model as its device tree names it."""
+    """Return a Jetson's model as its device tree names it."""
     return _device_tree(root, "model").strip("\0 \n") or None
 
 
 def natural_number(text: str) -> int | None:
-    """A number of a system file; None for anything else, damaged ones of any length too."""
+    """Return a system file's number; None for anything else, damaged content of any length too."""
     found = re.fullmatch(r"\s*([0-9]{1,18})\s*", text)
     return int(found[1]) if found else None
 
@@ -127,14 +127,14 @@ def _cpu_name(cpuinfo: str) -> str:
 
 
 def cpu_features(cpuinfo: str) -> tuple[str, ...]:
-    """Those of the features that decide speed and exactness, from the text of /proc/cpuinfo."""
+    """Return the CPU features that decide speed and exactness, from the text of /proc/cpuinfo."""
     match = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     flags = set(match[1].split()) if match else set()
     return tuple(flag for flag in _CPU_FLAGS if flag in flags)
 
 
 def _physical_cores(cpuinfo: str) -> int:
-    """Cores, not hyper-threads: pairs of (physical id, core id); else the number of processors."""
+    """Count the cores by (physical id, core id); without these, the logical processors."""
     pairs = re.findall(
         r"^physical id\s*:\s*(\d+)$.*?^core id\s*:\s*(\d+)$", cpuinfo, re.MULTILINE | re.DOTALL
     )
@@ -142,7 +142,7 @@ def _physical_cores(cpuinfo: str) -> int:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Processors in this process's affinity mask, cut by a cgroup v2 CPU quota."""
+    """Return the processors in this process's affinity mask, limited by a cgroup v2 CPU quota."""
     try:
         cores = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):
@@ -155,7 +155,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def default_threads(root: Path = Path("/")) -> int:
-    """CPU threads for one call: one per core, as hyper-threads share a core's arithmetic."""
+    """Return the CPU threads for one call: one per core, as hyper-threads share its arithmetic."""
     return min(usable_cores(root), _physical_cores(file_text(root / "proc/cpuinfo")))
 
 
@@ -165,7 +165,7 @@ def return_large_blocks() -> None:
     glibc raises its threshold with each such block, up to 32 MiB (mallopt(3)), and keeps smaller
     ones: a server would keep the memory of its largest batches. Does nothing in another C library.
     """
-    import ctypes  # costs more than the rest of this file
+    import ctypes  # late: its import costs more than the rest of this file
 
     try:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
@@ -174,7 +174,7 @@ def return_large_blocks() -> None:
 
 
 def memory_bytes(root: Path = Path("/")) -> int | None:
-    """This machine's memory, or the container's limit (cgroup v2) where that is less."""
+    """Return this machine's memory, or the container's limit (cgroup v2) if that is less."""
     text = file_text(root / "proc/meminfo")
     match = re.search(r"^MemTotal:\s*([0-9]{1,15}) kB", text, re.MULTILINE)
     total = int(match[1]) * 1024 if match else None
@@ -214,13 +214,13 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 
 
 def _l4t(release: str) -> str | None:
-    """`# R36 (release), REVISION: 4.3, ...` is 36.4.3."""
+    """Return 36.4.3 for `# R36 (release), REVISION: 4.3, ...`."""
     match = re.match(r"# R([0-9]{1,4}) \(release\), REVISION: ([0-9.]{1,20})", release)
     return f"{match[1]}.{match[2]}" if match else None
 
 
 def power_mode(root: Path) -> str | None:
-    """The active nvpmodel mode of a Jetson, resolved to its name."""
+    """Return the name of a Jetson's active nvpmodel mode."""
     status = re.search(r"pmode:([0-9]{1,9})", file_text(root / "var/lib/nvpmodel/status"))
     if status is None:
         return None
@@ -230,7 +230,7 @@ def power_mode(root: Path) -> str | None:
 
 
 def _packages() -> dict[str, str]:
-    from importlib import metadata  # a tenth of the time of `--help`, which does not need it
+    from importlib import metadata  # late: it takes a tenth of the time of `--help`
 
     found = {}
     for name in PACKAGES:
@@ -242,31 +242,26 @@ def _packages() -> dict[str, str]:
 
 
 def tool_versions(*packages: str) -> dict[str, str]:
-    """Versions of deploykit and of the installed ones of `packages`: a manifest's made_with."""
+    """Return the versions of deploykit and of the installed `packages`: a manifest's made_with."""
     found = _packages()
     return {name: found[name] for name in ("deploykit", *packages) if name in found}
 
 
-# Record what else a measurement depends on: the code's commit, the host, its clocks, its
-# settings.
-#
-# Reading never raises: what is not known is left out. Tests pass a `root` in place of `/`.
-
 _VARIABLES = ("OMP_", "MKL_", "OPENBLAS_", "KMP_", "ORT_", "CUDA_VISIBLE_", "CUDA_LAUNCH_")
-_QUIET = ("--no-optional-locks", "-c", "core.fsmonitor=false")  # writes nothing, starts no program
-_GIT_S = 5.0  # a checkout on a slow disk may take longer, and is then not known
+_QUIET = ("--no-optional-locks", "-c", "core.fsmonitor=false")  # git writes and starts nothing
+_GIT_S = 5.0  # on a slow disk git may take longer: the commit is then left out
 
 
 def provenance(folder: Path = Path(), root: Path = Path("/")) -> dict[str, Any]:
-    """`project`: the commit of the checkout that holds `folder`, the one being measured.
+    """Return what a measurement depends on besides the machine; unknown values are left out.
 
-    `deploykit`: its own commit, where it runs from a checkout. `clocks`: governor, limits in MHz
-    and turbo of the CPU. `affinity`: the CPUs that this process may use. `environment`: variables
-    that set threads and GPUs of numeric libraries. `bench` adds `inputs`: where they are from, and
-    their hash.
+    `project`: the commit of the measured checkout, which holds `folder`. `deploykit`: its own
+    commit, if it runs from a checkout. `clocks`: governor, limits in MHz and turbo of the CPU.
+    `affinity`: the CPUs that this process may use. `environment`: variables that set threads and
+    GPUs of numeric libraries. `bench` adds `inputs`: their origin and their hash.
     """
     package = Path(__file__).resolve().parents[1]
-    own = package.parent / "pyproject.toml"  # an installed package may lie in another's checkout
+    own = package.parent / "pyproject.toml"  # an installed package may be inside another checkout
     found = {
         "project": _commit(folder),
         "deploykit": _commit(package, ours=True) if own.is_file() else {},
@@ -281,10 +276,10 @@ def provenance(folder: Path = Path(), root: Path = Path("/")) -> dict[str, Any]:
 
 
 def _commit(folder: Path, *, ours: bool = False) -> dict[str, Any]:
-    """Return the commit, {} without one or without git; of our own checkout, whether files differ.
+    """Return the commit, {} if unknown; for our own checkout (`ours`) also whether files differ.
 
-    `git status` runs the filters that a checkout's own configuration names, so it never runs in a
-    folder that may be a stranger's.
+    `git status` runs filters that a checkout's own configuration names, so it never runs in a
+    folder that may be somebody else's.
     """
     commit = _git(folder, "rev-parse", "HEAD")
     if not commit or not ours:
@@ -333,7 +328,7 @@ def _affinity() -> Iterable[int]:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """{0, 1, 2, 5} -> "0-2,5", as taskset and cgroups write it."""
+    """Return {0, 1, 2, 5} as "0-2,5", the notation of taskset and cgroups."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][-1] + 1:

@@ -43,7 +43,7 @@ class Manifest:
 
     @property
     def version_compatible(self) -> bool:
-        """A TensorRT engine that later versions of the same major run too."""
+        """Whether this is a TensorRT engine that later versions of the same major run too."""
         return self.evidence.build is not None and self.evidence.build.version_compatible
 
     @property
@@ -56,12 +56,12 @@ class Manifest:
 
 
 def write_manifest(artefact: Path, manifest: Manifest) -> None:
-    """Write `FILE.json`. Call it once `artefact` is in place: it never names a missing file."""
+    """Write `FILE.json`. Write `artefact` first: a manifest never names a missing file."""
     write_json(manifest_path(artefact), manifest.to_dict())
 
 
 def load_manifest(artefact: Path) -> Manifest | None:
-    """The manifest next to `artefact`, its hashes not compared; None if there is none."""
+    """Return the manifest next to `artefact` without comparing hashes; None if there is none."""
     path = manifest_path(artefact)
     try:
         values = read_json(path)
@@ -79,7 +79,7 @@ def _manifest(values: object, where: str) -> Manifest:
     hints = field_types(Manifest)
     known: dict[str, Any] = {}
     for name, hint in hints.items():
-        if name == "task" and name not in values:  # it came after version 2
+        if name == "task" and name not in values:  # version 2 lacks it
             continue
         if name not in values:
             raise BadInput(f"{where}: '{name}' is missing")

@@ -1,4 +1,4 @@
-"""How much memory is left, and the error for what does not fit into it, with the sizes."""
+"""Measure the free memory, and name the sizes in the error for data that do not fit."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ USE_LESS = (
     "use a smaller or a quantised model or a smaller batch, stop other programs, or allow more "
     "memory (`ulimit -v`, a container's limit)"
 )
-# what libraries say of memory: C++, ONNX Runtime, PyTorch, and the threads of any
+# messages about missing memory: of C++, ONNX Runtime, PyTorch, and of starting a thread
 _NO_MEMORY = re.compile(
     "bad_alloc|[Ff]ailed to allocate memory|not enough memory|can't allocate memory"
     "|Cannot allocate memory|unable to mmap|Resource temporarily unavailable"
 )
-_LARGE_BYTES = 1 << 28  # of an array: only then is the free memory asked for
-# Where CPU and GPU share memory: the parser's copy, the builder's and the plan's, and the builder's
-# own libraries ("Init builder kernel library: CPU +666 MiB", TensorRT 8.6)
+_LARGE_BYTES = 1 << 28  # smaller arrays are not compared with the free memory
+# Where CPU and GPU share memory, the parser, the builder and the plan each hold the weights, and
+# the builder loads libraries ("Init builder kernel library: CPU +666 MiB", TensorRT 8.6).
 _COPIES, _BUILDER_BYTES = 3, 1 << 30
 _NUMPY_ASKED = re.compile(r"Unable to allocate ([\d.]+ \w+)")
 ASKED_BYTES = re.compile(r"(?:requested buffer of size|smaller than requested bytes of) (\d+)")
@@ -43,7 +43,7 @@ class BuildMemory:
 
     @property
     def held(self) -> int:
-        """For the weights, in each copy, and for the builder."""
+        """Bytes for all copies of the weights, and for the builder."""
         return _COPIES * self.weights + _BUILDER_BYTES if self.shared else self.weights
 
     @property
@@ -52,7 +52,7 @@ class BuildMemory:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that a process can still get without swapping, also within a cgroup v2 limit."""
+    """Return the memory a process can still get without swapping, within a cgroup v2 limit."""
     text = file_text(root / "proc/meminfo")
     match = re.search(r"^MemAvailable:\s*([0-9]{1,15}) kB", text, re.MULTILINE)
     available = int(match[1]) * 1024 if match else None
@@ -68,7 +68,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 
 def free_bytes() -> int | None:
-    """What this process can still get: the system's memory, or its own limits (`ulimit`)."""
+    """Return the memory this process can still get: the system's, or by its limits (`ulimit`)."""
     status = file_text(Path("/proc/self/status"))
     found = [available_bytes()]
     for field, which in (("VmSize", resource.RLIMIT_AS), ("VmData", resource.RLIMIT_DATA)):
@@ -79,7 +79,7 @@ def free_bytes() -> int | None:
 
 
 def does_not_fit(where: object, what: str = "", files: Iterable[Path] = ()) -> OutOfMemory:
-    """The error for memory that was missing; `where` begins it, `what` a library reported."""
+    """Return the error for missing memory; `where` begins it, `what` is a library's message."""
     asked = ASKED_BYTES.search(what)
     sizes = [f"{int(asked[1]) / 2**20:,.1f} MiB were needed at once"] if asked else []
     sizes += [f"{size} were needed at once" for size in _NUMPY_ASKED.findall(what)]
@@ -100,7 +100,7 @@ def check_fits(what: str, nbytes: int) -> None:
 
 
 def lacks_memory(exc: Exception) -> bool:
-    """Whether it is a MemoryError, or what a library raises in its place."""
+    """Return whether `exc` is a MemoryError, or what a library raises in its place."""
     return isinstance(exc, MemoryError) or bool(_NO_MEMORY.search(str(exc)))
 
 

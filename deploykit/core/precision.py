@@ -1,4 +1,4 @@
-"""The one table of precisions: what each is called, and what is done with it.
+"""The one table of precisions: the names of each, and how it is written and run.
 
 A new precision is a row here and, where no writer of `quantization/` fits, a writer.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from deploykit.core.runtime import RUNTIMES
 
-# how `quantize` writes a precision
+# the ways in which `quantize` writes a precision
 CAST, PAIRS, WEIGHTS, DYNAMIC = "cast", "pairs", "weights", "dynamic"
 
 
@@ -30,22 +30,22 @@ class Precision:
     bits: int
     writer: str = ""
     runtime: str = ""
-    onnx_type: str = ""  # of TensorProto.DataType
-    tensorrt_type: str = ""  # of tensorrt.DataType
-    inspector_names: tuple[str, ...] = ()  # words by which TensorRT's engine inspector calls it
-    builder_flag: str = ""  # what allowed it before TensorRT's networks were strongly typed
+    onnx_type: str = ""  # a name of TensorProto.DataType
+    tensorrt_type: str = ""  # a name of tensorrt.DataType
+    inspector_names: tuple[str, ...] = ()  # its names in TensorRT's engine inspector
+    builder_flag: str = ""  # enables it where TensorRT's networks are not strongly typed
     max_stored: float = math.inf
     min_opset: int = 1
-    max_engine_error: float = 1e-1  # of an engine against its graph: kernels round elsewhere
-    # whether a CPU needs help to round as a GPU does, and what a reader of the result must know
+    max_engine_error: float = 1e-1  # engine against graph: kernels round elsewhere
+    # `simulated`: a CPU needs help to round as a GPU does; `cpu_note` warns the reader of a result
     simulated: bool = False
     cpu_note: str = ""
-    # the levels of `--to auto`: "cpu" or "gpu" -> what the nodes around it compute in
+    # the levels of `--to auto`: "cpu" or "gpu" -> the precision of the other nodes
     auto: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def guarded(self) -> bool:
-        """Whether activations of a float32 model may be too large for it."""
+        """Whether activations of a float32 model may overflow in it."""
         return self.writer == CAST and self.max_stored < math.inf
 
 
@@ -57,7 +57,7 @@ ALL = (
         onnx_type="FLOAT",
         tensorrt_type="FLOAT",
         inspector_names=("float", "fp32"),
-        max_engine_error=1e-2,  # TF32 included
+        max_engine_error=1e-2,  # this includes TF32
     ),
     Precision("tf32", "float32", 32),
     Precision(
@@ -82,7 +82,7 @@ ALL = (
         tensorrt_type="BF16",
         inspector_names=("bfloat16", "bf16"),
         builder_flag="BF16",
-        min_opset=13,  # the first whose Cast has it
+        min_opset=13,  # the first opset whose Cast has it
         simulated=True,
         cpu_note="ONNX Runtime's CPU provider does not run bfloat16: evaluated by rounding",
         auto={"gpu": "fp32"},
@@ -97,7 +97,7 @@ ALL = (
         inspector_names=("int8",),
         builder_flag="INT8",
         max_stored=127,
-        min_opset=13,  # the first with a scale per channel
+        min_opset=13,  # the first opset with a scale per channel
         auto={"gpu": "fp16", "cpu": "fp32"},
     ),
     Precision(
@@ -108,7 +108,7 @@ ALL = (
         "onnxruntime",
         onnx_type="INT8",
         max_stored=127,
-        min_opset=11,  # the first with DynamicQuantizeLinear
+        min_opset=11,  # the first opset with DynamicQuantizeLinear
         auto={"cpu": "fp32"},
     ),
     Precision(
@@ -121,7 +121,7 @@ ALL = (
         inspector_names=("fp8",),
         builder_flag="FP8",
         max_stored=448.0,
-        min_opset=19,  # the first with 8-bit floats
+        min_opset=19,  # the first opset with 8-bit floats
         auto={"gpu": "fp16"},
     ),
     Precision("fp4", "float4", 4, onnx_type="FLOAT4E2M1", inspector_names=("fp4",)),
@@ -144,47 +144,50 @@ ALL = (
 
 BY_NAME: Mapping[str, Precision] = {each.name: each for each in ALL}
 HALVES = tuple(each for each in ALL if each.writer == CAST)
-FLOATS = frozenset(each.dtype for each in ALL if each.bits >= 16)  # computed in as they are
-QUANTIZED = tuple(each.name for each in ALL if each.writer)  # what `quantize` writes
-CALIBRATED = tuple(each.name for each in ALL if each.writer == PAIRS)  # and needs data for
-# what a target computes in
+FLOATS = frozenset(each.dtype for each in ALL if each.bits >= 16)  # nodes compute in these directly
+QUANTIZED = tuple(each.name for each in ALL if each.writer)  # `quantize` writes these
+CALIBRATED = tuple(each.name for each in ALL if each.writer == PAIRS)  # these need calibration data
+# the precisions that a target may compute in
 HARDWARE = tuple(each.name for each in ALL if each.writer not in (WEIGHTS, DYNAMIC))
-OTHER_NODES = ("fp32", "fp16")  # what the nodes around 8-bit ones and stored weights compute in
+OTHER_NODES = ("fp32", "fp16")  # precisions of the nodes around 8-bit ones and stored weights
 
 _BY_DTYPE = {each.dtype: each for each in reversed(ALL)}
 BITS: Mapping[str, int] = {dtype: each.bits for dtype, each in _BY_DTYPE.items()}
 
 
 def of_dtype(dtype: str) -> Precision | None:
-    """The precision that a graph's `dtype` stands for; None for integers of shapes and indices."""
+    """Return the precision of a graph's `dtype`; None for integers of shapes and indices."""
     return _BY_DTYPE.get("float8" if dtype.startswith("float8") else dtype)
 
 
 def narrowest(dtypes: Iterable[str]) -> str:
-    """The name of the narrowest precision of a graph's `dtypes`; "fp32" where none is known."""
+    """Return the name of the narrowest precision of `dtypes`; "fp32" if none is known."""
     known = [found for found in map(of_dtype, dtypes) if found is not None]
     return min(known, key=lambda each: (each.bits, ALL.index(each))).name if known else "fp32"
 
 
 def names_of(dtypes: Iterable[str]) -> set[str]:
-    """The names of the precisions, float32 apart, that a graph of these `dtypes` asks for."""
+    """Return the names of the precisions, except float32, that a graph of these `dtypes` uses."""
     found = {known.name for known in map(of_dtype, dtypes) if known is not None}
     return found - {"fp32"}
 
 
 def max_engine_error(dtypes: Iterable[str]) -> float:
-    """The largest error that an engine of these `dtypes` may have against its graph."""
+    """Return the largest error that an engine of these `dtypes` may have against its graph."""
     fallback = Precision("", "", 64)
     return max((of_dtype(dtype) or fallback).max_engine_error for dtype in ("float32", *dtypes))
 
 
 def hardware(name: str) -> str:
-    """The precision that a target must compute in to run this one: "int8" for "int8-dynamic"."""
+    """Return the precision that a target needs to run this one: "int8" for "int8-dynamic"."""
     return _BY_DTYPE[BY_NAME[name].dtype].name if BY_NAME[name].writer == DYNAMIC else name
 
 
 def auto_levels(runtime: str, offered: Collection[str]) -> list[tuple[Precision, str]]:
-    """What `--to auto` tries where `offered` is computed in, and of the nodes around; by bits."""
+    """Return the precisions that `--to auto` tries, and those of the other nodes, by bits.
+
+    `offered`: the precisions that the target computes in.
+    """
     where = "cpu" if RUNTIMES[runtime].on_cpu else "gpu"
     rows = [row for row in ALL if row.runtime in ("", runtime) and hardware(row.name) in offered]
     fit = [(row, row.auto[where]) for row in rows if where in row.auto]

@@ -1,8 +1,8 @@
-"""A hardware target: what `profiles/NAME.toml`, or a file of your own, holds about it.
+"""Load a hardware target from `profiles/NAME.toml` or from a file of your own.
 
-An unknown key is an error. A figure that was computed stands in `derived` with how, one that no
-source was found for in `unverified`; both are printed as such. A Jetson power mode follows an at
-sign: `jetson-orin-nano-8gb@15W`. docs/profiles.md has every key.
+An unknown key is an error. `derived` says how a computed figure was found, `unverified` lists the
+figures without a source; both are printed as such. A Jetson power mode follows an at sign:
+`jetson-orin-nano-8gb@15W`. docs/profiles.md has every key.
 
 Units are base units: bytes, bytes/s, operations/s, watts. `memory_bytes` is what the driver
 reports (`memory.total` of nvidia-smi; MemTotal where CPU and GPU share the memory).
@@ -26,7 +26,7 @@ from deploykit.core.machine import Machine, this_machine
 from deploykit.core.precision import HARDWARE
 from deploykit.core.runtime import RUNTIMES, TARGET_RUNTIMES
 
-_GIVEN = ("name", "power_mode")  # by the file's name and after the at sign
+_GIVEN = ("name", "power_mode")  # these come from NAME@MODE, not from the file
 _VERSIONS = ("compute_capability", "tensorrt_min", "tensorrt_max")
 _RELEASE = r"(jetpack|cuda)-[0-9]+(\.[0-9]+)*"
 _LIST_PROFILES = "deploykit profiles lists them; or a file: ./mine.toml"
@@ -55,10 +55,10 @@ class Profile(Record):
 
     name: str
     summary: str
-    runtime: str  # of the table in core/runtime.py
+    runtime: str  # a name in core/runtime.py
     device: str  # "cuda" | "cpu"
     architecture: str  # "x86_64" | "aarch64" | "any"
-    precisions: tuple[str, ...]  # the types of a graph that it runs natively
+    precisions: tuple[str, ...]  # types of a graph that run natively
     compute_capability: str | None = None
     sm_count: int | None = None
     memory_bytes: int | None = None
@@ -67,12 +67,10 @@ class Profile(Record):
     peak_ops_per_s: Mapping[str, float] = field(default_factory=dict)
     workspace_bytes: int | None = None
     max_power_w: float | None = None
-    tensorrt_min: str | None = None  # first and last MAJOR.MINOR of TensorRT that runs there
+    tensorrt_min: str | None = None  # the first and last MAJOR.MINOR that run there
     tensorrt_max: str | None = None
-    opset: int | None = (
-        None  # to export with, where the runtime needs an older one than the default
-    )
-    gpu_names: tuple[str, ...] = ()  # as the driver spells them; `auto` compares with these
+    opset: int | None = None  # set where the runtime needs an older one than export's default
+    gpu_names: tuple[str, ...] = ()  # the driver's spelling, with which `auto` compares
     boards: tuple[str, ...] = ()  # device tree ids: Jetson modules of a family share one GPU name
     container_base: Mapping[str, str] = field(
         default_factory=dict
@@ -88,11 +86,11 @@ class Profile(Record):
     unverified: tuple[str, ...] = ()  # keys without a source
 
     def base_image(self, release: str = "") -> str | None:
-        """The container image to start from on a host of `release`; without one the usual image.
+        """Return the container image to start from on a host of `release`; without one the default.
 
         `container_base` is keyed by the first release an image is for, "jetpack-6.1" or "cuda-13",
-        the usual one first. `jetpack-6.2.1` finds the last key of JetPack 6 that is not later.
-        None where no key is for that release.
+        the default first. `jetpack-6.2.1` finds the last key of JetPack 6 that is not later.
+        Return None if no key is for that release.
         """
         if not release:
             return next(iter(self.container_base.values()), None)
@@ -131,7 +129,7 @@ def load_profile(reference: str) -> Profile:
 
 
 def choose_profile() -> tuple[Profile, str]:
-    """The profile that fits this machine, and why it was chosen, as text."""
+    """Return the profile that fits this machine, and the reason as text."""
     machine = this_machine()
     found, _ = recognise(machine)
     if found is not None and found.device == "cpu":
@@ -145,9 +143,9 @@ def choose_profile() -> tuple[Profile, str]:
 
 
 def recognise(machine: Machine) -> tuple[Profile | None, str]:
-    """The profile that describes `machine`, whatever is installed, and by what it was recognised.
+    """Return the profile that describes `machine`, whatever is installed, and the reason as text.
 
-    None for a GPU or a board that no profile names.
+    The profile is None for a GPU or a board that no profile names.
     """
     every = sorted(map(load_profile, profile_names()), key=lambda profile: not profile.boards)
     found = next((profile for profile in every if fits(profile, machine)), None)
@@ -160,7 +158,7 @@ def recognise(machine: Machine) -> tuple[Profile | None, str]:
     if machine.l4t and not machine.board_ids:
         return None, "the board is not known: /proc/device-tree cannot be read here"
     if machine.l4t:
-        first = min(machine.board_ids, key=lambda each: "+" in each)  # the module, not the kit
+        first = min(machine.board_ids, key=lambda each: "+" in each)  # prefer the module to the kit
         return None, f"no profile names board {machine.board or 'not known'} ({first})"
     if machine.gpus:
         return None, f"no profile names {machine.gpus[0].name}"
@@ -168,9 +166,9 @@ def recognise(machine: Machine) -> tuple[Profile | None, str]:
 
 
 def _generic(machine: Machine) -> Profile:
-    """A GPU that no profile names, as its driver describes it: no peaks, and none are assumed.
+    """Return a profile, without peaks, of a GPU that none names, as its driver describes it.
 
-    Raises Unsupported for one that TensorRT 10 does not run on.
+    Raises Unsupported for a GPU that TensorRT 10 does not run on.
     """
     gpu = machine.gpus[0]
     capability = tuple(map(int, (gpu.compute_capability or "0.0").split(".")))
@@ -198,10 +196,10 @@ def _generic(machine: Machine) -> Profile:
 
 
 def fits(profile: Profile, machine: Machine) -> bool:
-    """Whether `machine` is what `profile` describes; never where it names neither board nor GPU.
+    """Return whether `profile` describes `machine`; never if it names neither board nor GPU.
 
-    On a Jetson the board decides, as the modules of a family share one GPU name, and as not every
-    one has `nvidia-smi`.
+    On a Jetson the board decides, as the modules of a family share one GPU name and some lack
+    `nvidia-smi`.
     """
     if profile.boards:
         return any(board in each for board in profile.boards for each in machine.board_ids)
@@ -209,7 +207,7 @@ def fits(profile: Profile, machine: Machine) -> bool:
 
 
 def _with_mode(profile: Profile, mode: str) -> Profile:
-    """Modes are compared without case and without the `MODE_` that some boards put before them."""
+    """Apply a mode, found without regard to case and to the `MODE_` that some boards put first."""
     wanted = mode.lower().removeprefix("mode_")
     for known in profile.power_modes:
         if known.name.lower().removeprefix("mode_") == wanted:
@@ -222,7 +220,7 @@ def _with_mode(profile: Profile, mode: str) -> Profile:
 
 
 def _read(path: Path, name: str, values: Mapping[str, Any]) -> Profile:  # noqa: C901 - checks in a row
-    """Raises BadInput for a key that is unknown or wrong, or that contradicts another."""
+    """Read a profile. Raises BadInput for a key that is unknown, wrong or contradicts another."""
 
     def fail(key: str, what: str) -> BadInput:
         return BadInput(f"{path}: '{key}' {what}")
@@ -234,7 +232,7 @@ def _read(path: Path, name: str, values: Mapping[str, Any]) -> Profile:  # noqa:
         known = {"peak_ops_per_s": HARDWARE, "power_modes": modes}.get(table, (inner,))
         if table not in keys or (inner and inner not in known):
             raise fail(key, "is not a key that a profile has")
-        if type(value) in (int, float) and not 0 < value < _TOO_LARGE:  # false for nan, too
+        if type(value) in (int, float) and not 0 < value < _TOO_LARGE:  # nan is refused, too
             raise fail(key, f"is a number above 0, got {value!r}")
         if value not in _CHOICES.get(table, (value,)):
             raise fail(key, f"holds '{value}', not one of {', '.join(_CHOICES[table])}")
@@ -260,7 +258,7 @@ def _read(path: Path, name: str, values: Mapping[str, Any]) -> Profile:  # noqa:
 
 
 def _flat(values: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, Any]]:
-    """Each value of a TOML document with its key, those in tables and lists too."""
+    """Yield each value of a TOML document with its key, also inside tables and lists."""
     for key, value in values.items():
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, dict):
@@ -270,7 +268,7 @@ def _flat(values: Mapping[str, Any], table: str = "") -> Iterator[tuple[str, Any
 
 
 def precisions_everywhere(runtime: str) -> list[str]:
-    """What every target of `runtime` computes in that its current version runs on."""
+    """Return the precisions that all targets of `runtime`'s current version have in common."""
     found = [load_profile(name) for name in profile_names()]
     targets = [each for each in found if each.runtime == runtime and each.tensorrt_max is None]
     common = set.intersection(*(set(each.precisions) for each in targets))

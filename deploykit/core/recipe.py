@@ -51,7 +51,7 @@ class Splits:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build a model, and what to train and test it on.
+    """A model's builder, and its data, loss and metric for training and testing.
 
     `build(**splits.build_with)` gives a torch module with fresh weights; `data(path or None)` the
     splits; `inputs`/`outputs` the specs that `export` uses; `metric(outputs, labels)` one value per
@@ -87,7 +87,7 @@ class Recipe:
     augmented: bool = False
 
     def sized_for(self, sizes: Mapping[str, int]) -> Recipe:
-        """This recipe with a model of the `build_with` of some data."""
+        """Return this recipe with a `build` for the `build_with` of some data."""
         if not sizes:
             return self
         outputs = tuple(
@@ -107,7 +107,7 @@ class RecipeInfo(Record):
 
 
 def list_recipes() -> list[RecipeInfo]:
-    """The recipes that come with deploykit, without importing them."""
+    """List the recipes that come with deploykit, without importing them."""
     found = []
     for path in sorted(resources.folder("models").glob("[a-z]*.py")):
         docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
@@ -116,7 +116,7 @@ def list_recipes() -> list[RecipeInfo]:
 
 
 def find_bundled(name: str) -> Path:
-    """The file of a recipe that comes with deploykit. Raises NotFound for any other name."""
+    """Return the file of a recipe that comes with deploykit. Raises NotFound for other names."""
     paths = {info.name: info.path for info in list_recipes()}
     if name not in paths:
         raise NotFound(

@@ -1,4 +1,4 @@
-"""The one table of runtimes: what each opens and builds, where it runs, what installs it.
+"""The one table of runtimes: the formats each opens and builds, its devices, its packages.
 
 A new runtime is a row here, the functions that it names, an extra in `pyproject.toml`, a profile.
 """
@@ -22,24 +22,24 @@ class Runtime:
     name: str
     title: str
     extra: str
-    modules: tuple[str, ...]  # that it imports
-    packages: tuple[str, ...]  # the same for `doctor` and manifests
+    modules: tuple[str, ...]  # the modules that it imports
+    packages: tuple[str, ...]  # their packages, for `doctor` and manifests
     opens: tuple[str, ...]
     engine: str
     devices: tuple[str, ...] = ("cpu",)
     builder: str = ""
-    suffix: str = ""  # {profile} stands for the target's name
+    suffix: str = ""  # {profile} becomes the target's name
     magic: tuple[int, bytes] = (0, b"")
-    scales_outputs: bool = False  # INT8 nodes want scales on what they write, too
-    overlaps: bool = False  # its engines keep calls in flight, and take CUDA graphs
-    shares: bool = False  # several processes can have the weights in memory once
+    scales_outputs: bool = False  # INT8 nodes need scales on their outputs, too
+    overlaps: bool = False  # engines keep calls in flight and use CUDA graphs
+    shares: bool = False  # processes can share one copy of the weights
 
     @property
     def on_cpu(self) -> bool:
         return "cpu" in self.devices
 
     def usable(self, device: str) -> str:
-        """`device`, or "auto" in place of a CPU that it does not run on."""
+        """Return `device`, or "auto" if that is a CPU and the runtime needs a GPU."""
         return "auto" if device == "cpu" and not self.on_cpu else device
 
 
@@ -82,7 +82,7 @@ ALL = (
         engine="deploykit.engines.openvino:open_engine",
         builder="deploykit.building.openvino:build_engine",
         suffix=".{profile}.onnx",
-        magic=(2, b"\x12\x16deploykit for OpenVINO"),  # an ONNX file with that as its producer
+        magic=(2, b"\x12\x16deploykit for OpenVINO"),  # the producer of an ONNX file
         scales_outputs=True,
     ),
     Runtime(
@@ -98,6 +98,6 @@ ALL = (
 )
 RUNTIMES: Mapping[str, Runtime] = {each.name: each for each in ALL}
 BY_FORMAT: Mapping[str, Runtime] = {name: each for each in reversed(ALL) for name in each.opens}
-TARGET_RUNTIMES = tuple(each.name for each in ALL if each.builder)  # what a profile may name
+TARGET_RUNTIMES = tuple(each.name for each in ALL if each.builder)  # a profile may name these
 BUILT = tuple(sorted({each.suffix[each.suffix.rindex(".") :] for each in ALL if each.builder}))
 READS = (".pt", ".pth", ".pt2", ".safetensors", *BUILT)

@@ -1,7 +1,7 @@
 """Run a function in a process of its own.
 
-What it allocated is free again when it has ended; where the system ends a process for want of
-memory, or a library crashes, that process alone ends. It ends with this one, too.
+Its memory is free again once it has ended. If the system kills a process for want of memory, or a
+library crashes, only the child ends. The child also ends with this process.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from typing import Any, NoReturn
 from deploykit.core.errors import DeploykitError, OutOfMemory
 from deploykit.core.memory import does_not_fit
 
-# without it Python 3.13 imports `linecache` from the current folder before a program's first line
+# Without -P, Python 3.13 imports `linecache` from the current folder before the first line runs.
 _SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
-_PATIENCE_S = 30  # TensorRT asks between kernels whether to stop
-_PR_SET_PDEATHSIG = 1  # of prctl(2)
+_PATIENCE_S = 30  # TensorRT checks only between kernels whether to stop
+_PR_SET_PDEATHSIG = 1  # see prctl(2)
 
 
 class Child:
-    """A process of its own that runs `function(pipe, *arguments)`; all have to be picklable.
+    """A process of its own that runs `function(pipe, *arguments)`; all must be picklable.
 
     `what` begins a message. `inherit`: file descriptors that stay open there. What the function
     prints goes to standard error. Ctrl-C does not reach it until it unblocks SIGINT; it ends with
@@ -58,17 +58,17 @@ class Child:
         self.send((function, arguments))
 
     def send(self, message: object) -> None:
-        with contextlib.suppress(BrokenPipeError):  # `receive` tells why
+        with contextlib.suppress(BrokenPipeError):  # `receive` raises the reason
             self._pipe.send(message)
 
     def poll(self, timeout_s: float) -> bool:
-        """Whether `receive` returns, or raises, without waiting."""
+        """Return whether `receive` returns, or raises, without waiting."""
         return self._pipe.poll(timeout_s)
 
     def receive(self) -> Any:
-        """The next message. Raises what the function raised; OutOfMemory if the system killed it.
+        """Return the next message. Raises what the function raised.
 
-        Raises DeploykitError if it ended in another way.
+        Raises OutOfMemory if the system killed the process, DeploykitError if it ended otherwise.
         """
         try:
             message = self._pipe.recv()
@@ -88,7 +88,7 @@ class Child:
 
     def interrupt(self) -> None:
         """Interrupt the function as Ctrl-C does; end its process if it does not stop."""
-        self._pipe.close()  # a child that reports progress ends by that, too
+        self._pipe.close()  # this also ends a child that reports progress
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -113,7 +113,7 @@ def run_apart(
     on_progress: Callable[[str, float], None] | None = None,
     inherit: Sequence[int] = (),
 ) -> Any:
-    """`function(*arguments, on_progress)` in another process, a `Child`. Raises as it does."""
+    """Run `function(*arguments, on_progress)` in a `Child`. Raises what the function raises."""
     child = Child(what, _answer, function, arguments, inherit=inherit)
     try:
         while True:
@@ -131,7 +131,7 @@ def run_apart(
 def _answer(
     pipe: Connection[Any, Any], function: Callable[..., Any], arguments: Sequence[Any]
 ) -> None:
-    """Runs in the child of `run_apart`, and ends by SIGINT."""
+    """Run the function in the child of `run_apart`. SIGINT ends it."""
     signal.signal(signal.SIGINT, _interrupt)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
@@ -142,12 +142,12 @@ def _answer(
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that does what `python -m module` does, but imports from where we do.
+    """Return a command that works as `python -m module` but imports from this process's path.
 
-    `-m` imports from the current folder first: a `types.py` next to a stranger's model would run.
+    `-m` imports from the current folder first: it would run a `types.py` next to a model.
     """
     path = [str(folder) for folder in map(Path, sys.path) if folder.is_absolute()]
-    path.append(str(Path(__file__).absolute().parents[2]))  # we may be imported by way of ""
+    path.append(str(Path(__file__).absolute().parents[2]))  # sys.path may hold "" for it
     program = f"import sys; sys.path[:] = {path!a}; import runpy; "
     program += f"runpy.run_module({module!a}, run_name='__main__', alter_sys=True)"
     return [sys.executable, *_SAFE_PATH, "-c", program, *arguments]
@@ -156,9 +156,9 @@ def module_command(module: str, *arguments: str) -> list[str]:
 def start_blocked(
     command: Sequence[str], *signals: signal.Signals, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start a child that neither Ctrl-C nor `signals` end before it says what it does with them.
+    """Start a child with Ctrl-C and `signals` blocked until it unblocks them.
 
-    A terminal, and many a supervisor, sends them to all processes. `options`: of Popen.
+    A terminal, and many a supervisor, sends signals to all processes. `options` go to Popen.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *signals})
     try:
@@ -168,31 +168,31 @@ def start_blocked(
 
 
 def main() -> None:
-    """The child."""
-    with contextlib.suppress(AttributeError, OSError):  # else it would build for nobody
+    """Run the child process."""
+    with contextlib.suppress(AttributeError, OSError):  # else it would outlive its parent
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.dup2(2, 1)  # a library's words are no output of the command
+    os.dup2(2, 1)  # a library's output must not mix with the command's
     pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
     with pipe:
         failure: BaseException | None = None
         try:
             try:
                 function, arguments = pipe.recv()
-            except (EOFError, pickle.UnpicklingError):  # our parent ended meanwhile
+            except (EOFError, pickle.UnpicklingError):  # the parent has ended
                 raise SystemExit(1) from None
             function(pipe, *arguments)
         except MemoryError as exc:
             failure = does_not_fit("", str(exc))
         except (DeploykitError, OSError, KeyboardInterrupt, SystemExit) as exc:
             failure = exc
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is sent makes our parent interrupt us
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # on `send` the parent interrupts
         with contextlib.suppress(OSError):
             if failure is not None:
                 pipe.send(failure)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    """The first; after Ctrl-C in a terminal our parent sends another, in the midst of clean-up."""
+    """Raise KeyboardInterrupt once: after Ctrl-C the parent sends a second SIGINT, in clean-up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
@@ -201,19 +201,19 @@ if __name__ == "__main__":
     main()
 
 
-# Python ends a daemon thread when it comes back from native code, which torch and ONNX Runtime
-# answer with abort(); a library's destructors run while the thread is still inside, which TensorRT
-# for RTX 1.7 answers with a segmentation fault. So at exit no thread begins another call, those
-# inside get `LIMIT_S` to come out, and where one does not, no destructor runs.
+# Python ends a daemon thread when it returns from native code, on which torch and ONNX Runtime
+# abort(). If a library's destructors run while a thread is still inside, TensorRT for RTX 1.7 has a
+# segmentation fault. So at exit no thread begins another call, those inside have `LIMIT_S` to
+# return, and if one does not, no destructor runs.
 
 LIMIT_S = 2.0
 
-_depth: dict[int, int] = {}  # thread -> how many `INSIDE` blocks it is in
+_depth: dict[int, int] = {}  # thread -> the number of `INSIDE` blocks it is in
 _ending = False
 
 
 class _Inside:
-    """Stands around calls of native libraries in threads that the process does not wait for."""
+    """Marks calls of native libraries in threads that the process does not wait for."""
 
     def __enter__(self) -> None:
         thread = get_ident()
@@ -223,7 +223,7 @@ class _Inside:
         _depth[thread] = 1
         if _ending and threading.current_thread().daemon:
             del _depth[thread]
-            threading.Event().wait()  # until the process has ended
+            threading.Event().wait()  # wait until the process has ended
 
     def __exit__(self, *_: object) -> None:
         thread = get_ident()
@@ -233,7 +233,7 @@ class _Inside:
             _depth[thread] -= 1
 
 
-INSIDE = _Inside()  # `with INSIDE:`, also within another
+INSIDE = _Inside()  # use `with INSIDE:`, which may be nested
 
 
 @atexit.register
@@ -245,7 +245,7 @@ def _leave() -> None:
         if time.monotonic() > end_s:
             _skip_destructors()
             return
-        time.sleep(0.002)  # `INSIDE` is on each call's path: an event would cost all of them
+        time.sleep(0.002)  # an event would slow down every call inside `INSIDE`
 
 
 def _skip_destructors() -> None:
@@ -255,4 +255,4 @@ def _skip_destructors() -> None:
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
 
 
-os.register_at_fork(after_in_child=_depth.clear)  # a child has none of these threads
+os.register_at_fork(after_in_child=_depth.clear)  # a forked child has no other threads

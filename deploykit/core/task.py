@@ -1,8 +1,8 @@
-"""What a model is for: how an image or a text becomes its inputs, and what its outputs mean.
+"""Describe a model's task: how an image or a text becomes its inputs, and what its outputs mean.
 
 A `Task` is the `task` section of a manifest. The graph takes bytes, and normalises them itself
-(`Preprocess`); what a graph cannot do as the clients' libraries do it, decoding, resizing and
-tokenising, is described here and happens before it.
+(`Preprocess`). Decoding, resizing and tokenising are described here and happen before the graph,
+which cannot do them as the clients' libraries do.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from deploykit.core.json_value import Record
 
 CLASSIFY, DETECT, SEGMENT, EMBED = "classify", "detect", "segment", "embed"
 TEXT_CLASSIFY = "text-classify"
-MEAN, CLS = "mean", "cls"  # of the tokens of a text: all of them, or the first
-STRETCH = "stretch"  # both sides to the model's size, or `resize_to`; the aspect ratio changes
-SHORTEST_EDGE = "shortest-edge"  # the shorter side to `resize_to`, then the middle is cut out
-LETTERBOX = "letterbox"  # as large as fits, then filled with `padding` to the model's size
+MEAN, CLS = "mean", "cls"  # pooling over all tokens, or the first token alone
+STRETCH = "stretch"  # both sides get the model's size, or `resize_to`
+SHORTEST_EDGE = "shortest-edge"  # the shorter side gets `resize_to`; then crop the middle
+LETTERBOX = "letterbox"  # scale to fit, then pad with `padding` to the model's size
 RESIZE_RULES = (STRETCH, SHORTEST_EDGE, LETTERBOX)
 INTERPOLATIONS = ("bilinear", "bicubic", "nearest")
 COLOURS = ("RGB", "BGR", "L")
-TOKENIZER = ".tokenizer.json"  # behind the artefact's name
+TOKENIZER = ".tokenizer.json"  # appended to the artefact's name
 _HEADS = "deploykit.exporting.heads"
 _ANSWERS = "deploykit.engines.tasks.engine"
 
@@ -182,27 +182,27 @@ class Task(Record):
 
     @property
     def extra(self) -> str:
-        """What installs the package that the task needs next to the model's runtime."""
+        """The extra that installs the task's package; the model's runtime is another."""
         return "text" if self.image is None else "images"
 
     def named_after(self, artefact: str) -> Task:
-        """This task for the file `artefact`, whose tokenizer has the name that goes with it."""
+        """Return this task for the file `artefact`, with its tokenizer's file named after it."""
         if self.text is None:
             return self
         return replace(self, text=replace(self.text, tokenizer=tokenizer_name(artefact)))
 
     def label(self, index: int) -> str:
-        """The label's name, or its index where labels have no names."""
+        """Return the label's name, or its index if labels have no names."""
         return self.labels[index] if 0 <= index < len(self.labels) else str(index)
 
 
 def tokenizer_name(artefact: str) -> str:
-    """The file next to `artefact` that holds its tokenizer."""
+    """Return the name of the file next to `artefact` that holds its tokenizer."""
     return f"{artefact}{TOKENIZER}"
 
 
-# It goes into the graph, so that clients send bytes, and training, ONNX Runtime, an engine and a
-# server compute the same. Nothing is resized.
+# `Preprocess` is part of the graph, so that clients send bytes, and training, ONNX Runtime, an
+# engine and a server compute the same. It resizes nothing.
 
 
 @dataclass(frozen=True)
@@ -222,5 +222,5 @@ class Preprocess(Record):
         return len(self.mean)
 
 
-# https://docs.pytorch.org/vision/stable/models.html: the preprocessing of its ImageNet weights
+# Source: torchvision's ImageNet weights, https://docs.pytorch.org/vision/stable/models.html
 IMAGENET = Preprocess("imagenet", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

@@ -15,7 +15,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
 
 BATCH = "N"
-MOST_STRINGS = 1 << 18  # in one call of ONNX Runtime, which holds Python's lock meanwhile: 0.06 s
+MOST_STRINGS = 1 << 18  # in one call of ONNX Runtime, which holds the GIL for 0.06 s
 
 Bytes = bytes | memoryview
 InputKey = tuple[tuple[str, str, tuple[int, ...]], ...]  # name, datatype, shape without axis 0
@@ -35,13 +35,13 @@ _DTYPES: Mapping[str, tuple[int, str]] = {
     "bfloat16": (2, "BF16"),
     "float32": (4, "FP32"),
     "float64": (8, "FP64"),
-    "string": (0, "BYTES"),  # of no fixed size
+    "string": (0, "BYTES"),  # strings have no fixed size
 }
 DTYPE_BYTES: Mapping[str, int] = {dtype: size for dtype, (size, _) in _DTYPES.items() if size}
 PROTOCOL_NAMES: Mapping[str, str] = {dtype: name for dtype, (_, name) in _DTYPES.items()}
 _CARRIERS: Mapping[str, str] = {"bfloat16": "float32", "string": "object"}
 
-# A name may hold colons, as TensorFlow's do ("x:0"): the last one before the bracket divides.
+# A name may hold colons, as TensorFlow's do ("x:0"): the last one before the bracket separates.
 _SPEC = re.compile(r"(?P<name>\S(?:.*\S)?)\s*:\s*(?P<dtype>\w+)\[(?P<axes>[^\[\]]*)\]")
 _AXIS_SIZE = re.compile(r"[0-9]{1,18}")
 _AXIS_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -65,19 +65,19 @@ class TensorSpec(Record):
 
 
 def batch_axes(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
-    """The names of the batch's axis: `N` where an input has it, else those of the axes 0."""
+    """Return the names of the batch axis: `N` if an input has it, else the names at axis 0."""
     if any(BATCH in spec.shape for spec in specs):
         return (BATCH,)
     return tuple(dict.fromkeys(str(spec.shape[0]) for spec in specs if spec.batched))
 
 
 def axis_name(tensor: str, place: int) -> str:
-    """What a dynamic axis is called that has no name: `N` at place 0, else `TENSOR_PLACE`."""
+    """Return the name for an unnamed dynamic axis: `N` at place 0, else `TENSOR_PLACE`."""
     return f"{tensor}_{place}" if place else BATCH
 
 
 def carrier(dtype: str) -> str:
-    """The numpy dtype of arrays of `dtype`: numpy lacks bfloat16 (float32) and strings (object)."""
+    """Return numpy's dtype for `dtype`: float32 for bfloat16, object for strings."""
     return _CARRIERS.get(dtype, dtype)
 
 
@@ -129,7 +129,7 @@ def spec_from_dict(values: Mapping[str, object], where: str) -> TensorSpec:
 
 
 def mismatch(spec: TensorSpec, dtype: str, shape: Sequence[int]) -> str | None:
-    """Why an array of numpy's `dtype` and `shape` does not fit `spec`, or None if it fits."""
+    """Return why an array of numpy's `dtype` and `shape` does not fit `spec`; None if it fits."""
     fits = len(shape) == len(spec.shape) and all(
         isinstance(want, str) or want == got for want, got in zip(spec.shape, shape, strict=True)
     )
@@ -141,7 +141,7 @@ def mismatch(spec: TensorSpec, dtype: str, shape: Sequence[int]) -> str | None:
 
 
 def without_batch(spec: TensorSpec, shape: Sequence[int]) -> str:
-    """What to add to the error where `shape` is that of one sample alone, else ""."""
+    """Return an addition to the error if `shape` is that of a single sample, else ""."""
     rest = spec.shape[1:]
     if spec.shape[:1] not in ((BATCH,), (1,)) or len(shape) != len(rest):
         return ""
@@ -150,17 +150,17 @@ def without_batch(spec: TensorSpec, shape: Sequence[int]) -> str:
 
 
 def concrete(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape with each dynamic axis replaced by its size in `sizes`, by default 1."""
+    """Return the shape with each dynamic axis replaced by its size in `sizes`, by default 1."""
     return tuple(sizes.get(axis, 1) if isinstance(axis, str) else axis for axis in spec.shape)
 
 
 def steps_counted(
     spec: TensorSpec, specs: Sequence[TensorSpec], sizes: Mapping[str, int]
 ) -> int | None:
-    """How many steps the rows have whose lengths, by its name, `spec` holds; None for other inputs.
+    """Return T, the steps of the rows, if `spec` holds the rows' lengths; None for other inputs.
 
-    A length of each row, as packed sequences need them: integers of shape (N) next to an input
-    of shape (N, T, ...) or (T, N, ...).
+    Packed sequences need such an input: integers of shape (N), with "length" in the name, for
+    another input of shape (N, T, ...) or (T, N, ...).
     """
     name = spec.name.lower()
     named = "length" in name or name.endswith(("lens", "_len"))

@@ -1,8 +1,8 @@
 """Find the answers in a model's outputs: the axis whose largest value is a class.
 
-One rule for the evaluation and for the server's shadow. A shape shows it only where an input has
-the same places: tokens, pixels, or the samples themselves. Boxes, anchors, features, embeddings and
-coordinates have no answer whose share could be counted.
+The evaluation and the server's shadow use the same rule. A shape shows the axis only if an input
+has the same positions: tokens, pixels, or the samples themselves. Boxes, anchors, features,
+embeddings and coordinates have no answer that could be counted.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import numpy as np
 
 from deploykit.engines.engine import Arrays
 
-# an output with such a word in its name holds vectors or coordinates
+# An output with such a word in its name holds vectors or coordinates.
 _NO_CLASSES = re.compile(
     r"box|embed|feature|hidden|latent|pool|coord|point|landmark|offset|delta|regress|vector|descriptor"
 )
-_UNIT = 1e-3  # from length 1: what normalising leaves
+_UNIT = 1e-3  # the largest deviation from length 1 after normalising
 
 
 def class_axis(name: str, values: np.ndarray, feeds: Arrays) -> int | None:
-    """The axis of the classes in output `name`, given the inputs of the same call; None for none.
+    """Return the class axis of output `name`, given the inputs of the same call; None if none.
 
     [N,C]: 1. [N,T,C] next to an input [N,T] or [N,T,F]: 2. [N,C,H,W] next to an image of that
     height and width: 1, or 3 for [N,H,W,C].
@@ -44,7 +44,7 @@ def class_axis(name: str, values: np.ndarray, feeds: Arrays) -> int | None:
 
 
 def _unit_vectors(values: np.ndarray) -> bool:
-    """Whether all rows [N,C] have length 1 and some value is negative: normalised embeddings."""
+    """Return whether rows [N,C] have length 1 and a negative value, as normalised embeddings."""
     if not (values < 0).any():
         return False
     lengths = np.linalg.norm(values.astype(np.float64), axis=1)

@@ -1,10 +1,10 @@
 """Prove that the rows of a batch do not depend on each other, before requests are joined.
 
-A dynamic axis 0 may be time, tokens or points instead of samples: then joined requests would get
-values of each other. So rows are run alone, joined, in other orders, and next to rows of other
-magnitudes, NaN and infinity.
+A dynamic axis 0 may be time, tokens or points instead of samples: joined requests would then change
+each other's values. So the proof runs rows alone, joined, in other orders, and next to rows of
+other magnitudes, NaN and infinity.
 
-Batches that the engine ran for another reason (`JoinedRun`) count: only what they lack is run.
+Batches that the engine ran for another reason (`JoinedRun`) count: only missing runs are added.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays, Engine
 
-# A row's outputs must be the same up to BOUND among runs with as many rows, and up to
-# BOUND_BETWEEN among runs with different numbers of rows, whose kernels may round differently. The
-# second is relative to the largest value of the output, the first to that of the element and a
-# tenth of the output's: large boxes do not hide that small scores change.
+# A row's outputs must be equal up to BOUND among runs with the same number of rows, and up to
+# BOUND_BETWEEN among runs with different numbers, whose kernels may round differently. The second
+# is relative to the largest value of the output. The first is relative to the element plus a tenth
+# of that value, so that large boxes do not hide a change of small scores.
 
 BOUND = 1e-3
 BOUND_BETWEEN = 2e-2
-_PLACES = 64  # rows of the largest batch that are compared
-PLACED = "acdefgb"  # letters of rows from all over a joined batch, its last one first
+_PLACES = 64  # the most rows of a batch that are compared
+PLACED = "acdefgb"  # letters of rows spread over a joined batch, its last one first
 
 
-class Dependent(Exception):  # noqa: N818 - it ends the search, nothing is wrong
-    """Why rows may not be joined."""
+class Dependent(Exception):  # noqa: N818 - it ends the search and is not an error
+    """Rows may not be joined; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class JoinedRun:
-    """A batch that an engine ran: rows from all over its `rows`, and their outputs.
+    """A batch of `rows` that an engine ran: a few rows spread over it, and their outputs.
 
-    `shapes`: of the whole outputs.
+    `shapes`: the shapes of the whole outputs.
     """
 
     rows: int
@@ -60,7 +60,7 @@ class JoinedRun:
         return cls(rows, {n: array[places] for n, array in feeds.items()}, fitting, shapes)
 
     def letters(self, kinds: Mapping[str, Arrays]) -> dict[str, int]:
-        """Which of its rows are those of `PLACED` in `kinds`."""
+        """Map letters of `PLACED` to the places of the rows that equal theirs in `kinds`."""
         return {
             letter: place
             for letter in PLACED
@@ -71,7 +71,7 @@ class JoinedRun:
 
 
 def spread_places(rows: int, count: int) -> list[int]:
-    """Up to `count` places all over a batch, from its last to its first."""
+    """Return up to `count` places spread over a batch, from its last to its first."""
     return [int(place) for place in np.linspace(rows - 1, 0, min(count, rows)).round()]
 
 
@@ -84,7 +84,7 @@ class RowComparison:
         self._names = [spec.name for spec in specs]
         self._alone = alone
         self._first: dict[tuple[int, str, str], np.ndarray] = {}
-        self._others: dict[tuple[str, str], np.ndarray] = {}  # of the smallest batch with them
+        self._others: dict[tuple[str, str], np.ndarray] = {}  # rows of the smallest batch with them
         self._scales = {
             name: max(_largest(alone[letter].get(name)) for letter in "ab") for name in self._names
         }
@@ -100,7 +100,7 @@ class RowComparison:
         return np.asarray(sizes.astype(np.float64) + scale / 10)
 
     def apart(self) -> dict[str, float]:
-        """How much the outputs of the two rows differ, of those that are not empty."""
+        """Return by how much each non-empty output differs between the two rows."""
         found = {}
         for name in self._names:
             a, b = (self._alone[letter][name] for letter in "ab")
@@ -109,7 +109,7 @@ class RowComparison:
         return found
 
     def check(self, plan: str, outputs: Arrays) -> None:
-        """Raises Dependent."""
+        """Compare the rows of a run of `plan`. Raises Dependent."""
         rows = len(plan)
         places = range(rows)
         if rows > _PLACES:
@@ -121,14 +121,14 @@ class RowComparison:
                     self._check_row(name, plan[place], rows, outputs[name][place, ...])
 
     def check_joined(self, run: JoinedRun, letters: Mapping[str, int]) -> None:
-        """Raises Dependent."""
+        """Compare the rows of a batch that ran already. Raises Dependent."""
         for name in self._names:
             _check_shape(name, run.rows, run.shapes.get(name))
             for letter, place in letters.items():
                 self._check_row(name, letter, run.rows, run.outputs[name][place, ...])
 
     def _check_row(self, name: str, letter: str, rows: int, got: np.ndarray) -> None:
-        """`got`: an array, of no axes where the output has one: a string has no shape."""
+        """Compare one row; `got` is an array even without axes, as a string has no shape."""
         if letter in self._alone:
             want = self._alone[letter][name][0, ...]
         else:
@@ -162,7 +162,7 @@ def _largest(array: np.ndarray | None) -> float:
 
 
 def _difference(got: np.ndarray, want: np.ndarray, scale: np.ndarray | float) -> float:
-    """The largest difference relative to `scale`; inf where one is not finite, or not a number."""
+    """Return the largest difference relative to `scale`; inf if only one value is finite."""
     if got.shape != want.shape:
         return np.inf
     if want.dtype.kind != "f":
@@ -178,21 +178,21 @@ def _difference(got: np.ndarray, want: np.ndarray, scale: np.ndarray | float) ->
         return float(np.where(off == 0, 0.0, off / scale).max(initial=0.0))
 
 
-_APART = 4  # times the error: by how much the outputs of two rows must differ to be distinguished
-_ROUNDS = 3  # of inputs; the later ones only where they are quick or nothing was decided yet
-_QUICK_S = 0.03  # of a round; a fifth of it where other runs count
+_APART = 4  # times the error: the least difference that distinguishes the outputs of two rows
+_ROUNDS = 3  # rounds of inputs; later ones run only if they are quick or nothing is decided
+_QUICK_S = 0.03  # the limit of a quick round; a fifth of it if other runs count
 _POOL = 8  # rows of invented inputs
-_SIZES = (5, 8, 16, 32, 64, 128, 224, 256, 512, 1, 2, 3, 4)  # to try for axes besides the batch
-_IDS = (10, 2)  # integers below it, to try
-_SEGMENTS = ("type", "segment")  # in the names of inputs whose ids are 0 and 1
-# Rows by letter. a, b: those that are compared; the others stand next to them. A: large values,
-# t: tiny ones, z: zeros, n: NaN, i: infinity; of integers any values.
+_SIZES = (5, 8, 16, 32, 64, 128, 224, 256, 512, 1, 2, 3, 4)  # sizes to try for other axes
+_IDS = (10, 2)  # upper limits of integers to try
+_SEGMENTS = ("type", "segment")  # names of inputs whose ids are 0 and 1 hold these
+# Rows by letter: a and b are compared, the others are next to them. A has large values, t tiny
+# ones, z zeros, n NaN, i infinity; integers have any values.
 _PLANS: Mapping[int, tuple[str, ...]] = {
     2: ("ab", "ba", "aA", "zb", "na", "bi"),
     3: ("ab", "ba", "aAb", "zbt", "nai", "bna"),
     4: ("ab", "ba", "aAb", "zbat", "naib"),
 }
-# Where batches of ordinary rows ran already
+# These plans suffice if batches of ordinary rows ran already.
 _NEXT_TO: Mapping[int, tuple[str, ...]] = {
     2: ("aA", "zb", "na", "bi"),
     3: ("aAb", "zbt", "nai"),
@@ -201,11 +201,11 @@ _NEXT_TO: Mapping[int, tuple[str, ...]] = {
 _LARGEST = "abAzbtaba"
 _PLAIN = str.maketrans("Atzni", "babab")
 
-Make = Callable[[int], "dict[str, np.ndarray]"]  # a pool of rows, by a seed
+Make = Callable[[int], "dict[str, np.ndarray]"]  # seed -> a pool of rows
 
 
 def why_no_batch(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> str:
-    """Why axis 0 cannot be a batch, by the names of the axes; empty where it may be one."""
+    """Return why axis 0 cannot be a batch, by the names of the axes; empty if it may be one."""
     specs = [*inputs, *outputs]
     fixed = next((spec for spec in specs if not spec.batched), None)
     if fixed is not None:
@@ -218,7 +218,7 @@ def why_no_batch(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) ->
 
 
 def looks_batched(engine: Engine) -> bool:
-    """Whether one dynamic axis is axis 0 of all inputs and outputs: users expect a batch."""
+    """Return whether one dynamic axis is axis 0 of all inputs and outputs, as users expect."""
     inputs = engine.inputs
     first = {spec.shape[:1] for spec in (*inputs, *engine.outputs)}
     return len(first) == 1 and bool(inputs) and inputs[0].batched
@@ -233,11 +233,11 @@ def prove_rows(
     times_us: dict[int, int] | None = None,
     joined: Sequence[JoinedRun] = (),
 ) -> RowIndependence:
-    """Run up to `most_rows` rows, at least 2, and tell whether they depend on each other.
+    """Run up to `most_rows` rows, at least 2, and report whether they depend on each other.
 
-    `sizes`: of dynamic axes. `samples`: inputs that the model is known to run; else, and besides,
-    they are invented. `times_us` gets the time of the largest batch. `joined`: what `engine` ran
-    already. Raises DeviceLost.
+    `sizes`: sizes of dynamic axes. `samples`: inputs that the model is known to run; others are
+    invented in addition. `times_us` gets the time of the largest batch. `joined`: batches that
+    `engine` ran already. Raises DeviceLost.
     """
     why = why_no_batch(engine.inputs, engine.outputs)
     if why:
@@ -272,9 +272,9 @@ def _pools(
     samples: Arrays | None,
     joined: Sequence[JoinedRun],
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Inputs of several rows, whose first row the engine runs.
+    """Yield inputs of several rows, whose first row the engine runs.
 
-    Of the largest batch that it ran, then the samples, then invented ones.
+    The rows come from the largest batch that it ran, then from the samples, then are invented.
     """
     largest = max(joined, key=lambda run: run.rows, default=None)
     if largest is not None and largest.rows > 1:
@@ -326,13 +326,13 @@ def _runs(engine: Engine, feeds: Arrays) -> bool:
         engine({name: array[:1] for name, array in feeds.items()})
     except DeviceLost:
         raise
-    except Exception:  # noqa: BLE001 - other inputs are tried
+    except Exception:  # noqa: BLE001 - the next inputs are tried
         return False
     return True
 
 
 class _Proof:
-    """What was seen of one engine. `worst`: the largest error. `rows`: the numbers of rows."""
+    """The results for one engine. `worst`: the largest error. `rows`: the numbers of rows run."""
 
     def __init__(self, engine: Engine, most: int, joined: Sequence[JoinedRun]) -> None:
         self.worst = 0.0
@@ -342,11 +342,11 @@ class _Proof:
         self._most = most
         self._joined = joined
         self._errors = {spec.name: 0.0 for spec in engine.outputs}
-        self._apart: dict[str, float] = {}  # by output that is not empty
+        self._apart: dict[str, float] = {}  # by non-empty output
 
     @property
     def decided(self) -> bool:
-        """Whether a row's outputs would have been seen to be those of another row."""
+        """Whether the rows' outputs differ enough for a mix-up of rows to be noticed."""
         distinct = {
             name: apart > _APART * self._errors[name] for name, apart in self._apart.items()
         }
@@ -376,7 +376,7 @@ class _Proof:
                 outputs = self._call(kinds, plan)
             except DeviceLost:
                 raise
-            except Exception as exc:  # noqa: BLE001 - perhaps it refuses the values
+            except Exception as exc:  # noqa: BLE001 - it may refuse only these values
                 plain = plan.translate(_PLAIN)
                 try:
                     outputs = self._call(kinds, plain)
@@ -396,11 +396,11 @@ class _Proof:
             return self._call(kinds, letter)
         except DeviceLost:
             raise
-        except Exception as exc:  # noqa: BLE001 - among others it may run
+        except Exception as exc:  # noqa: BLE001 - any failure means the same
             raise Dependent(f"a row does not run alone: {first_line(exc)}") from None
 
     def _plans(self, kinds: Mapping[str, Arrays], ran: Sequence[int]) -> Iterator[str]:
-        """What to run. `ran`: the rows of the batches with both "a" and "b" that ran already."""
+        """Yield the plans to run. `ran`: sizes of the batches with "a" and "b" that ran already."""
         largest = max(ran, default=1)
         if largest < self._most:
             yield from _PLANS[min(self._most, 4)]
@@ -430,7 +430,7 @@ class _Proof:
 
 
 def _rows(pool: Arrays) -> dict[str, dict[str, np.ndarray]]:
-    """One row of each kind, by its letter in a plan."""
+    """Return one row of each kind, by its letter in a plan."""
     count = len(next(iter(pool.values())))
     found: dict[str, dict[str, np.ndarray]] = {
         letter: {name: array[n % count : n % count + 1] for name, array in pool.items()}

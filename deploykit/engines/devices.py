@@ -2,7 +2,7 @@
 
 Reading never raises: an unknown value is None. On a Jetson NVML is missing or incomplete (Thor:
 load, but neither memory nor power), so each value comes from the first source that has it. Tests
-pass a `root` in place of `/`.
+pass another `root` than `/`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deploykit.core.json_value import Record
 from deploykit.core.machine import board_model, file_text, natural_number, power_mode
 from deploykit.engines.engine import Closing
 
-# bits of nvmlDeviceGetCurrentClocksEventReasons that lower the clocks
+# These bits of nvmlDeviceGetCurrentClocksEventReasons lower the clocks.
 THROTTLES: Mapping[str, int] = {
     "power_cap": 0x04,
     "hw_slowdown": 0x08,
@@ -29,14 +29,14 @@ THROTTLES: Mapping[str, int] = {
     "hw_thermal": 0x40,
     "power_brake": 0x80,
 }
-_TRACED = 120  # states kept of a run, at most
+_TRACED = 120  # the most states kept per run
 
 
 @dataclass(frozen=True)
 class GpuState:
-    """The state of one GPU; None where unknown.
+    """The state of one GPU; unknown values are None.
 
-    Of a Jetson: `rails`, watts by power rail; `zones`, degrees Celsius by thermal zone, which end
+    A Jetson has `rails`, watts by power rail; `zones`, degrees Celsius by thermal zone, which end
     in `tj`, the junction; `power_mode`, nvpmodel's name of the mode.
     """
 
@@ -65,7 +65,7 @@ class GpuState:
 
 @dataclass(frozen=True)
 class Conditions(Record):
-    """What held for one GPU while it was measured; None where its source does not report it.
+    """The conditions of one GPU during a measurement; None where its source reports nothing.
 
     `power_mode`: nvpmodel's name of a Jetson's mode, two with a comma where it changed. Clocks in
     MHz, lowest and highest seen, and the highest that is allowed. `power_w`: of the GPU, of the
@@ -88,7 +88,7 @@ class Conditions(Record):
 
 
 def conditions_of(states: Sequence[GpuState]) -> Conditions:
-    """Sum up the states of one GPU, at least one, in their order in time."""
+    """Summarise the states of one GPU, at least one, in order of time."""
     last = states[-1]
     clocks = [state.clock_hz / 1e6 for state in states if state.clock_hz is not None]
     watts = [state.power_w for state in states if state.power_w is not None]
@@ -129,32 +129,32 @@ def _mega(value: float | None) -> float | None:
 
 
 def in_order(reasons: Iterable[str]) -> tuple[str, ...]:
-    """Each reason once, in the order of THROTTLES."""
+    """Return each reason once, in the order of THROTTLES."""
     found = set(reasons)
     return tuple(name for name in THROTTLES if name in found)
 
 
-# Nothing here runs a program or needs root: containers have /sys too. A file that is missing, not
-# readable, damaged or gone since it was listed gives an unknown value, never an error. Layouts:
-# docs.kernel.org/hwmon/ina3221, and NVIDIA's guide to power and performance of each release.
+# The readers run no program and need no root: containers have /sys too. A file that is missing, not
+# readable or damaged gives an unknown value, never an error. Sources of the layouts:
+# docs.kernel.org/hwmon/ina3221, and each release's guide to power and performance by NVIDIA.
 
-TOTAL_RAILS = ("VDD_IN", "POM_5V_IN", "VIN")  # of the whole module: all other rails are parts of it
-_SUMMED = {"VDD_GPU_SOC", "VDD_CPU_CV", "VIN_SYS_5V0"}  # AGX Orin's, which measures no total
-_LOADS = ("sys/devices/platform/gpu.0/load", "sys/devices/gpu.0/load")  # per mille
+TOTAL_RAILS = ("VDD_IN", "POM_5V_IN", "VIN")  # the whole module, with all other rails
+_SUMMED = {"VDD_GPU_SOC", "VDD_CPU_CV", "VIN_SYS_5V0"}  # AGX Orin measures no total
+_LOADS = ("sys/devices/platform/gpu.0/load", "sys/devices/gpu.0/load")  # load per mille
 _GPU = re.compile(r"(^|[.])(gpu|ga10b|gv11b|gp10b|gm20b)$|^gpu-gpc")
 _MOST_WATTS = 1000.0  # a module has 130; more is a damaged reading
 _DEGREES = (-40.0, 150.0)  # a zone that is switched off reports -256
 
 
 class JetsonReader:
-    """The state of a Jetson under `root`; keeps the counters of over-current events."""
+    """Reads the state of a Jetson under `root`; keeps the counters of over-current events."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._events: int | None = None
 
     def read(self) -> GpuState | None:
-        """The state now; None on a machine that is no Jetson. Takes about a millisecond."""
+        """Return the state, in about a millisecond; None if this machine is not a Jetson."""
         root = self._root
         clocks = [each for each in _list(root, "sys/class/devfreq/*") if _GPU.search(each.name)]
         loads = [*(entry / "device/load" for entry in clocks), *(root / path for path in _LOADS)]
@@ -183,7 +183,7 @@ class JetsonReader:
         )
 
     def _throttled(self) -> tuple[str, ...] | None:
-        """Why clocks are lowered, with the names of THROTTLES; None where nothing reports it.
+        """Return why clocks are lowered, as names of THROTTLES; None if nothing reports it.
 
         A `*-throttle-alert` cooling device is above 0 while a zone is too hot. The over-current
         events, under-voltage among them, count from the boot on: new ones lower the clocks.
@@ -198,10 +198,10 @@ class JetsonReader:
 
 
 def read_rails(root: Path) -> tuple[tuple[tuple[str, float], ...], float | None]:
-    """Watts by rail, and of the module: its total rail; of an AGX Orin, which has none, the sum.
+    """Return watts by rail, and of the module: its total rail, or on an AGX Orin the sum.
 
-    The sum is unknown as soon as one of its rails is; no sum replaces a total that is not readable,
-    nor stands for another board's, whose rails may not be all that it takes.
+    The sum is unknown if one of its rails is. A total that is not readable is not replaced by a
+    sum, nor is another board's, whose rails may not cover all of its power.
     """
     rails = dict(_rails(root))
     known = {name: watts for name, watts in rails.items() if watts is not None}
@@ -213,7 +213,7 @@ def read_rails(root: Path) -> tuple[tuple[tuple[str, float], ...], float | None]
 
 
 def _rails(root: Path) -> Iterator[tuple[str, float | None]]:
-    """Every INA3221 channel that is connected: millivolts times milliamperes."""
+    """Yield each connected INA3221 channel: millivolts times milliamperes."""
     for chip in _list(root, "sys/bus/i2c/devices/*"):
         if "ina3221" not in file_text(chip / "name"):
             continue
@@ -222,7 +222,7 @@ def _rails(root: Path) -> Iterator[tuple[str, float | None]]:
             if name == "NC":
                 continue
             if not re.fullmatch(r"[\w .+-]{1,64}", name):
-                yield str(entry), None  # it may be the total
+                yield str(entry), None  # the total may be unreadable
                 continue
             mv, ma = (
                 _number(entry.with_name(f"{kind}{entry.name[2]}_input")) for kind in ("in", "curr")
@@ -232,10 +232,10 @@ def _rails(root: Path) -> Iterator[tuple[str, float | None]]:
 
 
 def read_zones(root: Path) -> tuple[tuple[str, float], ...]:
-    """Degrees Celsius by thermal zone: `cpu`, `gpu`, `soc0`, `tj`, whatever the release adds."""
+    """Return degrees Celsius by thermal zone: `cpu`, `gpu`, `soc0`, `tj` and any others."""
     zones: dict[str, float] = {}
     for zone in _list(root, "sys/class/thermal/thermal_zone*"):
-        name = file_text(zone / "type").strip().lower()  # GPU-therm, gpu-thermal
+        name = file_text(zone / "type").strip().lower()  # GPU-therm or gpu-thermal
         name = re.sub(r"[-_]therm(al)?$", "", name)
         milli = _number(zone / "temp")
         if name and milli is not None and _DEGREES[0] <= milli / 1000 <= _DEGREES[1]:
@@ -244,7 +244,7 @@ def read_zones(root: Path) -> tuple[tuple[str, float], ...]:
 
 
 def _cooling(root: Path) -> list[str] | None:
-    """The alerts that are on; None where there is none to read."""
+    """Return the active alerts; None if there is none to read."""
     states = {}
     for device in _list(root, "sys/class/thermal/cooling_device*"):
         name = file_text(device / "type").strip()
@@ -255,7 +255,7 @@ def _cooling(root: Path) -> list[str] | None:
 
 
 def _over_current(root: Path) -> int | None:
-    """Over-current and under-voltage events since boot, of all kinds; None where not counted."""
+    """Count all over-current and under-voltage events since boot; None if there is no counter."""
     counts = [
         count
         for chip in _list(root, "sys/class/hwmon/hwmon*")
@@ -274,7 +274,7 @@ def _clock(clocks: list[Path], name: str) -> int | None:
 def _list(folder: Path, pattern: str) -> list[Path]:
     try:
         return sorted(folder.glob(pattern))
-    except OSError:  # out of file descriptors, or a device that is gone meanwhile
+    except OSError:  # no file descriptors are left, or the device is gone
         return []
 
 
@@ -298,7 +298,7 @@ class Devices:
         self._open = False
 
     def read(self) -> tuple[GpuState, ...]:
-        """The state of every GPU. Takes about a millisecond each; never raises."""
+        """Return the state of every GPU, in about a millisecond each. Never raises."""
         gpus = self._from_nvml()
         tegra = self._jetson.read()
         if tegra is None:
@@ -317,17 +317,17 @@ class Devices:
             self._ask("nvmlShutdown")
 
     def _ask(self, name: str, *args: Any) -> Any:
-        """One call of NVML; None where the GPU or driver does not support it."""
+        """Call NVML; return None if the GPU or driver does not support the call."""
         try:
             return getattr(self._nvml, name)(*args)
-        except (self._nvml.NVMLError, AttributeError):  # AttributeError: an older nvidia-ml-py
+        except (self._nvml.NVMLError, AttributeError):  # an older nvidia-ml-py lacks it
             return None
 
     def _from_nvml(self) -> tuple[GpuState, ...]:
         if self._nvml is None:
             return ()
         try:
-            if not self._open:  # retried each time: the driver may load later
+            if not self._open:  # retry each time: the driver may load later
                 self._nvml.nvmlInit()
                 self._open = True
             count = self._nvml.nvmlDeviceGetCount()
@@ -343,7 +343,7 @@ class Devices:
         busy = self._ask("nvmlDeviceGetUtilizationRates", handle)
         memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
         reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
-        if reasons is None:  # its name before driver 535
+        if reasons is None:  # the name before driver 535
             reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
         throttled = tuple(name for name, bit in THROTTLES.items() if (reasons or 0) & bit)
         return GpuState(
@@ -375,7 +375,7 @@ def _hertz(mhz: int | None) -> int | None:
 
 
 def read_gpus(root: Path = Path("/")) -> tuple[GpuState, ...]:
-    """The state of every GPU, once. Takes some 10 ms more than `Devices.read`, which stays open."""
+    """Return the state of every GPU once, some 10 ms slower than an open `Devices`."""
     devices = Devices(root)
     try:
         return devices.read()
@@ -389,7 +389,7 @@ class GpuWatch(Closing):
     def __init__(self, devices: Devices | None = None, *, every_s: float = 0.5) -> None:
         self._devices = devices or Devices()
         self._every_s = every_s
-        self._states: dict[str, list[GpuState]] = {}  # by the GPU's uuid
+        self._states: dict[str, list[GpuState]] = {}  # GPU's uuid -> states
         self._ended = threading.Event()
         self._look()
         self._thread = threading.Thread(target=self._loop, name="gpu-watch", daemon=True)
@@ -397,12 +397,12 @@ class GpuWatch(Closing):
 
     @property
     def conditions(self) -> tuple[Conditions, ...]:
-        """What held for each GPU so far."""
+        """Return the conditions of each GPU so far."""
         return tuple(map(conditions_of, self._states.values()))
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why any GPU was throttled: names of THROTTLES, in their order there."""
+        """Return why any GPU was throttled: names of THROTTLES, in their order there."""
         return in_order(name for each in self.conditions for name in each.throttled or ())
 
     def close(self) -> None:
@@ -421,12 +421,12 @@ class GpuWatch(Closing):
             self._states.setdefault(gpu.uuid, []).append(gpu)
 
 
-# Device energy, not that at the wall: no power supply, no fan. Reading never raises; where there
-# is no meter, `why` has the reason. Sources: nvmlDeviceGetTotalEnergyConsumption (mJ since the
-# driver was loaded); docs.kernel.org/power/powercap. Where a GPU has no counter its power is
-# integrated, ten times a second. Tests pass a `root` in place of `/`.
+# The energy is that of the devices, without power supply and fan. Reading never raises; if there is
+# no meter, `why` has the reason. A GPU's power is integrated, ten times a second, if it has no
+# counter. Sources: nvmlDeviceGetTotalEnergyConsumption (mJ since the driver was loaded);
+# docs.kernel.org/power/powercap.
 
-CPU = "cpu"  # what RAPL measures; a GPU is "cuda:N"
+CPU = "cpu"  # the device that RAPL measures; a GPU is "cuda:N"
 _POWERCAP = "sys/class/powercap"
 _PACKAGE = re.compile(r"package-[0-9]{1,3}")
 _EVERY_S = 0.1
@@ -434,7 +434,7 @@ _EVERY_S = 0.1
 
 @dataclass
 class _Counter:
-    """One RAPL package: microjoules that begin again at `range_uj`."""
+    """One RAPL package: a counter of microjoules that wraps around at `range_uj`."""
 
     folder: Path
     range_uj: int
@@ -442,7 +442,7 @@ class _Counter:
     joules: float = 0.0
 
     def read(self) -> bool:
-        """Add what was used since the last time; whether the counter can still be read.
+        """Add the energy since the last reading; return whether the counter is readable.
 
         It must be read more than once per wrap-around, which takes minutes at full power.
         """
@@ -461,10 +461,10 @@ class _Gpu:
     source: str
     first_j: float | None = None
     joules: float = 0.0
-    last: tuple[float, float] | None = None  # seconds, watts
+    last: tuple[float, float] | None = None  # time in s, watts
 
     def add(self, state: GpuState, now_s: float) -> None:
-        """Take up a new reading."""
+        """Add a reading."""
         if state.energy_j is not None:
             self.first_j = state.energy_j if self.first_j is None else self.first_j
             self.joules = state.energy_j - self.first_j
@@ -479,9 +479,8 @@ class _Gpu:
 class EnergyMeter(Closing):
     """All meters of this machine, until `close`.
 
-    `sources`: what each device is read from, "cpu" and "cuda:0"; a device that is not in it has
-    no meter, and `why` says the reason. On a Jetson the rails are the whole module's: it is under
-    both names.
+    `sources`: device ("cpu", "cuda:0") -> the meter that it is read from; `why` has the reason for
+    a device without one. A Jetson's rails are the whole module's, under both names.
     """
 
     root: Path = Path("/")
@@ -503,7 +502,7 @@ class EnergyMeter(Closing):
             self._thread.start()
 
     def joules(self) -> Mapping[str, float]:
-        """Joules since the meter was opened, by device."""
+        """Return the joules since the meter was opened, by device."""
         with self._lock:
             self._read_gpus()
             found = {name: gpu.joules for name, gpu in self._gpus.items()}
@@ -527,7 +526,7 @@ class EnergyMeter(Closing):
         found, hidden = [], []
         for folder in _folders(self.root / _POWERCAP):
             name = file_text(folder / "name").strip()
-            if not _PACKAGE.fullmatch(name):  # psys holds the packages, core and dram are inside
+            if not _PACKAGE.fullmatch(name):  # psys sums packages, which hold core, dram
                 continue
             now = natural_number(file_text(folder / "energy_uj"))
             highest = natural_number(file_text(folder / "max_energy_range_uj"))

@@ -1,6 +1,6 @@
 """Open an artefact as an `Engine`: one callable for every runtime.
 
-The file's content decides which runtime opens it; that runtime is imported when it is needed.
+The file's content decides which runtime opens it; only that runtime is imported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 class InFlight(Protocol):
-    """A call that was started."""
+    """A call in flight."""
 
     def result(self) -> dict[str, np.ndarray]:
         """Wait for the outputs. Raises as a call does."""
@@ -41,7 +41,7 @@ _Self = TypeVar("_Self", bound="Closing")
 
 
 class Closing(ABC):
-    """Closed at the end of a `with` block."""
+    """A base class: `close` is called at the end of a `with` block."""
 
     @abstractmethod
     def close(self) -> object: ...
@@ -56,15 +56,15 @@ class Closing(ABC):
 class Engine(Closing):
     """A loaded artefact. One thread at a time calls it; the caller owns the outputs.
 
-    The defaults are those of an engine on a CPU with no limits and nothing to report. `max_batch`:
-    the largest axis 0 that it accepts, None for no limit. `limits`: the smallest and largest size
-    by dynamic axis, where there are any. `device`: what runs it ("cpu", "cuda:0"). `runtime`: its
-    name and version ("onnxruntime 1.31.1"). `notes`: warnings for the user, such as nodes that run
-    on the CPU. `steady`: a call's time depends on the shapes of its inputs alone, so no values can
-    make it hang. `last_copies_us`: of the last call, to the device and back. `batching`: whether
-    its rows may be joined, as its manifest says. `examples`: inputs that it is known to run.
-    `source`: the file that it was loaded from. `slots`: how many calls it keeps in flight.
-    `options`: how its library was set up, by the library's names.
+    The defaults suit an engine on a CPU with no limits and nothing to report. `max_batch`: the
+    largest axis 0 that it accepts, None for no limit. `limits`: the smallest and largest size by
+    dynamic axis, if there are any. `device`: "cpu" or "cuda:0". `runtime`: its name and version
+    ("onnxruntime 1.31.1"). `notes`: warnings for the user, such as nodes that run on the CPU.
+    `steady`: a call's time depends on the shapes of its inputs alone, so no values can make it
+    hang. `last_copies_us`: the last call's copies to the device and back. `batching`: whether its
+    rows may be joined, as its manifest says. `examples`: inputs that it is known to run. `source`:
+    the file that it was loaded from. `slots`: the number of calls that it keeps in flight.
+    `options`: the settings of its library, by the library's names.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -86,35 +86,35 @@ class Engine(Closing):
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run once. Raises BadInput when the feeds do not fit `inputs`."""
 
-    def submit(self, feeds: Arrays) -> InFlight:  # noqa: ARG002 - of engines with more slots
-        """Start a call without waiting for it, where `slots` is above 1. Raises as a call does."""
+    def submit(self, feeds: Arrays) -> InFlight:  # noqa: ARG002 - engines with more slots use it
+        """Start a call without waiting for it, if `slots` is above 1. Raises as a call does."""
         raise Unsupported("this engine runs one call at a time")
 
     def prepare(self, calls: Iterable[Arrays], *, joined: bool) -> None:
-        """Take the memory for calls like these now, the largest first, in every slot.
+        """Allocate the memory for calls like these, the largest first, in every slot.
 
-        `joined`: their rows are independent, so that a smaller call may be padded to one of them.
+        `joined`: the rows are independent, so that a smaller call may be padded to one of these.
         Raises OutOfMemory.
         """
 
     def share(
         self,
         *,
-        slots: int | None = None,  # noqa: ARG002 - of engines that share weights
+        slots: int | None = None,  # noqa: ARG002 - engines that share weights use it
         graphs: Sequence[int] | None = None,  # noqa: ARG002
     ) -> Engine | None:
-        """Another engine on the same weights, for another thread; None where there is none.
+        """Open another engine on the same weights, for another thread; None if unsupported.
 
-        `slots`, `graphs` (batch sizes to run as CUDA graphs): as this one has where None.
+        `slots`, `graphs` (batch sizes to run as CUDA graphs): None means as this engine has.
         """
         return None
 
     def trim(self) -> bool:
-        """Whether the next call gives back the memory that only larger ones before needed."""
+        """Return whether the next call frees memory that only earlier, larger calls needed."""
         return False
 
     def close(self) -> None:
-        """Release what the engine holds."""
+        """Release the engine's resources."""
 
 
 OpenEngine = Callable[[Artefact, str, "int | None", bool], Engine]  # device, threads, trust
@@ -132,13 +132,13 @@ def load(
 ) -> Engine:
     """Open an artefact. `threads`: CPU threads of one call, None for one per core.
 
-    `device`: "cpu", "cuda", "cuda:N", or "auto" for a GPU where the runtime has one. Raises
-    Unsupported where the named device is not available; nothing falls back silently. Raises
-    BadInput for a file whose manifest has another SHA-256. `trust`: open a TensorRT engine without
-    a manifest too, with a note, or one with code from elsewhere. Of a TensorRT engine,
-    `cuda_graphs`: batch sizes to run as CUDA graphs; `overlap`: two calls of `submit` may be in
-    flight. Others run without. `shared`: a folder, through which processes have the weights of an
-    ONNX model on a CPU in memory once.
+    `device`: "cpu", "cuda", "cuda:N", or "auto" for a GPU if the runtime uses one. `trust`: open a
+    TensorRT engine also without a manifest, with a note, or with code from elsewhere.
+    `cuda_graphs`: batch sizes that a TensorRT engine runs as CUDA graphs; `overlap`: it may have
+    two calls of `submit` in flight. Other runtimes ignore both. `shared`: a folder through which
+    processes share one copy of an ONNX model's weights on a CPU. Raises Unsupported if the named
+    device is not available, as nothing falls back silently. Raises BadInput for a file whose
+    manifest has another SHA-256.
     """
     check_device(device)
     if threads is not None and threads < 1:
@@ -159,7 +159,7 @@ def load(
 
 
 def check_device(device: str) -> None:
-    """Raise BadInput for what is no device."""
+    """Raise BadInput if `device` is not auto, cpu, cuda or cuda:N."""
     if not _DEVICE.fullmatch(device):
         raise BadInput(
             f"`device`: unknown value '{device}'", hint="one of: auto, cpu, cuda, cuda:N"
@@ -167,7 +167,7 @@ def check_device(device: str) -> None:
 
 
 def _check_gpu(artefact: Artefact) -> None:
-    """Report a missing GPU before the hint to install gigabytes of packages for it."""
+    """Report a missing GPU first: else a hint would say to install gigabytes of packages."""
     if all(map(installed, artefact.runtime.modules)):
         return
     machine = this_machine()
@@ -179,7 +179,7 @@ def _check_gpu(artefact: Artefact) -> None:
 
 
 class FeedCheck:
-    """`check_feeds` of one artefact, which skips shapes that it has accepted before."""
+    """Calls `check_feeds` for one artefact, except for shapes that it has accepted before."""
 
     def __init__(self, specs: tuple[TensorSpec, ...], where: str) -> None:
         self._specs = specs
@@ -188,10 +188,10 @@ class FeedCheck:
         self._last: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...] = ()
 
     def __call__(self, feeds: Arrays) -> bool:
-        """Whether the shapes are those of the call before. Raises BadInput."""
+        """Return whether the shapes equal those of the previous call. Raises BadInput."""
         last = self._last
         if last and len(feeds) == len(last):
-            for name, dtype, shape in last:  # without a hash
+            for name, dtype, shape in last:  # faster than hashing the shapes
                 array = feeds.get(name)
                 if type(array) is not np.ndarray or array.dtype is not dtype:
                     break
@@ -218,7 +218,7 @@ class FeedCheck:
 def check_feeds(specs: tuple[TensorSpec, ...], feeds: Arrays, where: str) -> int | None:
     """Check names, dtypes and shapes before a native library sees them; `where` names the artefact.
 
-    Returns the batch size, None when no input has a dynamic axis 0. Raises BadInput.
+    Returns the batch size, None if no input has a dynamic axis 0. Raises BadInput.
     """
     expected = {spec.name: spec for spec in specs}
     unknown = [name for name in feeds if name not in expected]
@@ -274,7 +274,7 @@ class RecordedEngine(Engine):
 
 
 class KnownOutputs(Engine):
-    """An engine whose outputs for `inputs` are known: asked for these in order, it does not run.
+    """Wraps an engine whose outputs for `inputs` are known: for these, in order, it does not run.
 
     `inputs`, `outputs`: rows by name. The engine stays open.
     """

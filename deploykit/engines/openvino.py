@@ -1,8 +1,8 @@
 """Run an `.onnx` file on the CPU with OpenVINO.
 
-Its own default rounds a float32 graph to bfloat16 without a word on CPUs that have instructions
-for it. Here the precision is the graph's: float32 is asked for, which leaves bfloat16 and INT8 as
-the graph has them, and what each layer runs in is read back.
+By default OpenVINO rounds a float32 graph to bfloat16 silently on CPUs with instructions for it.
+This engine keeps the graph's precision: it asks for float32, which leaves bfloat16 and INT8 nodes
+as they are, and reads back the precision that each layer runs in.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def _error(path: Path, text: str) -> DeploykitError:
 
 _INTEGERS = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
 _TAKES = frozenset(("float16", "float32", "float64", "bool", *_INTEGERS))
-Axes = tuple["int | str | None", ...]  # None: the file does not say
+Axes = tuple["int | str | None", ...]  # None: the file has no size
 
 
 def read_specs(path: Path) -> tuple[tuple[TensorSpec, ...], list[tuple[str, str, Axes | None]]]:
-    """The inputs; of each output the name, the dtype, and the shape where the file has one.
+    """Return the inputs, and each output's name, dtype and shape, None if the file has none.
 
-    OpenVINO forgets the names of dynamic axes and leaves out inputs that no node reads.
-    Raises BadInput for what is no ONNX model, Unsupported for tensors that OpenVINO does not take.
+    OpenVINO drops the names of dynamic axes, and inputs that no node reads. Raises BadInput if the
+    file is not an ONNX model, Unsupported for tensors that OpenVINO does not take.
     """
     facts = read_facts(path)
     inputs = tuple(
@@ -87,7 +87,7 @@ def read_specs(path: Path) -> tuple[tuple[TensorSpec, ...], list[tuple[str, str,
 
 
 def name_axes(name: str, shape: Axes) -> tuple[int | str, ...]:
-    """`shape` with a name for each axis of unknown size, as ONNX Runtime's engine gives."""
+    """Name each axis of unknown size in `shape`, as ONNX Runtime's engine does."""
     return tuple(axis_name(name, n) if axis is None else axis for n, axis in enumerate(shape))
 
 
@@ -101,7 +101,7 @@ def _dtype(path: Path, value: Value) -> str:
     return value.dtype
 
 
-_DTYPES: Mapping[str, str] = {  # OpenVINO's name of what a layer runs in -> ours
+_DTYPES: Mapping[str, str] = {  # OpenVINO's name of a precision -> ours
     "f32": "float32",
     "f64": "float64",
     "f16": "float16",
@@ -111,19 +111,19 @@ _DTYPES: Mapping[str, str] = {  # OpenVINO's name of what a layer runs in -> our
     "u4": "int4",
     "i4": "int4",
 }
-# layers that compute nothing: what holds, moves or converts data
+# These layers compute nothing: they hold, move or convert data.
 _NO_WORK = frozenset(("Input", "Output", "Const", "Reorder", "Reshape", "Convert", "Transpose"))
 _NO_WORK |= {"ShapeOf", "GatherND"}
-_TYPE_OF_INPUTS = ("Eltwise", "Subgraph")  # what OpenVINO says of these: bytes of an image, a mask
-_WIDE = ("int64", "uint64", "uint32")  # computed as int32
+_TYPE_OF_INPUTS = ("Eltwise", "Subgraph")  # OpenVINO reports the type of their inputs
+_WIDE = ("int64", "uint64", "uint32")  # OpenVINO computes these as int32
 
 
 @cache
 def _core(_process: int) -> Any:
-    """OpenVINO's own state, once in a process and until its end.
+    """Return OpenVINO's Core, one per process, which lives until the process ends.
 
-    Each sets the signal stack of its thread and puts back the one before when it goes: where two
-    do not end in the opposite order, that one is gone, and the next signal is a segmentation fault.
+    A Core sets its thread's signal stack and restores the previous one when it ends. If two do not
+    end in reverse order, that stack is gone, and the next signal is a segmentation fault.
     """
     return ov.Core()
 
@@ -145,29 +145,29 @@ def open_engine(
 
 
 class OpenVinoEngine(Engine):
-    """One compiled model and one request of it. `notes`: what runs otherwise than the graph says.
+    """One compiled model and its request. `notes`: differences between execution and graph.
 
-    `layers`: what the CPU executes, with the precision of each.
+    `layers`: the layers that the CPU executes, with the precision of each.
     """
 
     device = "cpu"
 
     def __init__(self, path: Path, threads: int | None) -> None:
         self.path = path
-        self.runtime = f"openvino {str(ov.__version__).partition('-')[0]}"  # without its build
+        self.runtime = f"openvino {str(ov.__version__).partition('-')[0]}"  # drop the build
         self.inputs, outputs = read_specs(path)
-        external_weights(path)  # its checks: the files are inside the folder and long enough
+        external_weights(path)  # checks that the files are in the folder and long enough
         with openvino_errors(path):
             reader = frontend.FrontEndManager().load_by_framework("onnx")
-            # not mapped: truncating a mapped file would end the process
+            # do not map the file: truncating a mapped file would end the process
             model = reader.convert(reader.load(str(path), enable_mmap=False))
             exact: dict[str, Any] = {} if adds_exactly() else {"LP_TRANSFORMS_MODE": False}
-            config = {**_config(threads), **exact}  # without INT8 kernels that are not
+            config = {**_config(threads), **exact}  # no inexact INT8 kernels
             self._compiled: Any = _core(os.getpid()).compile_model(model, "CPU", config)
             self._request: Any = self._compiled.create_infer_request()
             self.layers = tuple(_layers(self._compiled))
         ports = {name: n for n, port in enumerate(self._compiled.inputs) for name in port.names}
-        # an input that no node reads has no port
+        # OpenVINO has no port for an input that no node reads
         self._ports = [(ports[each.name], each.name) for each in self.inputs if each.name in ports]
         self.outputs = tuple(
             _output(port, *each) for port, each in zip(self._compiled.outputs, outputs, strict=True)
@@ -208,21 +208,21 @@ class OpenVinoEngine(Engine):
 
 
 def _config(threads: int | None) -> dict[str, Any]:
-    """Options of every engine; each of several has its own threads, on any core."""
+    """Return the options of an engine, which has its own threads, on any core."""
     return {
         "PERFORMANCE_HINT": "LATENCY",
         "NUM_STREAMS": 1,
         "INFERENCE_NUM_THREADS": threads or default_threads(),
         "INFERENCE_PRECISION_HINT": "f32",
         "EXECUTION_MODE_HINT": "ACCURACY",
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # no activation is rounded that has no INT8 pair
-        "ENABLE_CPU_PINNING": False,  # engines of two processes would be pinned to the same cores
-        "ENABLE_HYPER_THREADING": True,  # else fewer threads than were asked for
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # only INT8 pairs round activations
+        "ENABLE_CPU_PINNING": False,  # it would pin two processes to the same cores
+        "ENABLE_HYPER_THREADING": True,  # else it uses fewer threads than requested
     }
 
 
 def _layers(compiled: Any) -> Iterator[Layer]:
-    """The layers that compute, as the CPU runs them after fusion."""
+    """Yield the layers that compute, as the CPU runs them after fusion."""
     for node in compiled.get_runtime_model().get_ops():
         info = {key: value.value for key, value in node.get_rt_info().items()}
         kind = str(info.get("layerType", ""))
@@ -242,7 +242,7 @@ def _layers(compiled: Any) -> Iterator[Layer]:
 
 
 def _output(port: Any, name: str, dtype: str, shape: Any) -> TensorSpec:
-    """As the file has it; where it has no size, the one that OpenVINO inferred."""
+    """Return the output's spec from the file, with sizes that it lacks as OpenVINO infers them."""
     inferred = port.partial_shape
     if shape is None or (inferred.rank.is_static and len(shape) != inferred.rank.get_length()):
         count = inferred.rank.get_length() if inferred.rank.is_static else 0
@@ -256,7 +256,7 @@ def _output(port: Any, name: str, dtype: str, shape: Any) -> TensorSpec:
 
 
 def _check_width(where: str, name: str, array: np.ndarray) -> None:
-    """Raise BadInput for integers that OpenVINO would cut to 32 bits without a word."""
+    """Raise BadInput for integers that OpenVINO would silently truncate to 32 bits."""
     if array.size and (array.max() > 2**31 - 1 or array.min() < -(2**31)):
         raise BadInput(
             f"{where}: input '{name}' holds integers beyond 32 bits, which OpenVINO cuts off",

@@ -48,7 +48,7 @@ _REDUCING = """
 MOVES = frozenset(_MOVING.split())
 ELEMENTWISE = frozenset(_POINTWISE.split())
 REDUCES = frozenset(_REDUCING.split())
-# Operations per output element, counted off the definitions: softmax takes the largest, subtracts,
+# Operations per output element by definition: softmax takes the largest, subtracts,
 # exponentiates, adds up and divides; a normalisation takes mean and variance, scales and shifts.
 _PER_ELEMENT: Mapping[str, int] = {
     "Softmax": 5,
@@ -59,16 +59,16 @@ _PER_ELEMENT: Mapping[str, int] = {
     "GroupNormalization": 7,
     "LRN": 7,
     "LpNormalization": 3,
-    "Resize": 8,  # a bilinear mean of four
+    "Resize": 8,  # it takes a bilinear mean of four
     "Upsample": 8,
     "GridSample": 8,
 }
 
 
 def flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
-    """Operations of one call; None for an operator that no formula is known for."""
+    """Return the operations of one call; None for an operator without a known formula."""
     if any(subgraphs(node)):
-        return None  # If, Loop, Scan: how often their bodies run is in the data
+        return None  # the data decide how often bodies of If, Loop and Scan run
     kind = node.op_type
     counted = _FORMULAS.get(kind)
     if counted is not None:
@@ -87,7 +87,7 @@ def flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
 
 def _convolution_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
     weight = known.shapes.get(node.input[3 if node.op_type.startswith("QLinear") else 1])
-    transposed = node.op_type == "ConvTranspose"  # each input is multiplied, not each output
+    transposed = node.op_type == "ConvTranspose"  # it multiplies each input, not each output
     places = known.elements(node.input[0] if transposed else node.output[0])
     return None if weight is None or places is None else 2 * places * math.prod(weight[1:])
 
@@ -101,7 +101,7 @@ def _matrices(node: onnx.NodeProto, known: TensorShapes) -> int | None:
 
 
 def _recurrent(node: onnx.NodeProto, known: TensorShapes) -> int | None:
-    """Both matrices of every gate, direction and step; pointwise work is small."""
+    """Count both matrices of every gate, direction and step; pointwise work is small."""
     x, w, r = (known.shapes.get(name) for name in node.input[:3])
     if x is None or w is None or r is None:
         return None
@@ -115,7 +115,7 @@ def _pooling(node: onnx.NodeProto, known: TensorShapes) -> int | None:
 
 
 def _einsum(node: onnx.NodeProto, known: TensorShapes) -> int | None:
-    """A multiply-add for each combination of all its indices."""
+    """Count a multiply-add for each combination of all its indices."""
     equation = helper.get_node_attr_value(node, "equation").decode().replace(" ", "")
     if "." in equation:
         return None
@@ -141,20 +141,18 @@ _FORMULAS: Mapping[str, Callable[[onnx.NodeProto, TensorShapes], int | None]] = 
 }
 
 
-# Nodes of a kind do the same per operation, or per byte, whatever model they are in, so that a few
-# measurements stand for all.
-
-# arithmetic: as fast as its operations allow
+# Nodes of one kind cost the same per operation, or per byte, in every model, so that a few
+# measurements suffice. These kinds are limited by their operations:
 CONVOLUTION, POINTWISE, DEPTHWISE, STEM = "convolution", "convolution 1x1", "depthwise", "stem"
 PRODUCT, ATTENTION, RECURRENT = "matrix product", "product of activations", "recurrent"
-# the rest: as fast as its bytes pass
+# and these by their bytes:
 SIMPLE, FUNCTION, NORMALISATION = "elementwise", "function", "normalisation"
 POOLING, MOVEMENT, OTHER = "pooling", "movement", "other"
 
 ARITHMETIC = (CONVOLUTION, POINTWISE, DEPTHWISE, STEM, PRODUCT, ATTENTION, RECURRENT)
 KINDS = (*ARITHMETIC, SIMPLE, FUNCTION, NORMALISATION, POOLING, MOVEMENT, OTHER)
 
-_STEM_CHANNELS = 4  # of an image: too few to fill a vector
+_STEM_CHANNELS = 4  # an image's channels are too few to fill a vector
 _CONVOLUTIONS = frozenset(("Conv", "ConvInteger", "ConvTranspose", "FusedConv", "QLinearConv"))
 _PRODUCTS = frozenset(
     ("Gemm", "MatMul", "MatMulInteger", "QLinearMatMul", "QGemm", "FusedGemm", "Einsum")
@@ -172,7 +170,7 @@ _POOLS = frozenset(("MaxPool", "AveragePool", "LpPool", "Resize", "Upsample"))
 
 
 def kind_of(node: onnx.NodeProto, known: TensorShapes, constants: Collection[str]) -> str:
-    """One of KINDS. `constants`: names of tensors that are made of constants alone."""
+    """Return one of KINDS. `constants`: names of tensors that depend on constants only."""
     name = node.op_type
     if name in _CONVOLUTIONS:
         return _convolution(node, known)
@@ -191,7 +189,7 @@ def kind_of(node: onnx.NodeProto, known: TensorShapes, constants: Collection[str
 
 
 def steps_of(node: onnx.NodeProto, known: TensorShapes) -> int:
-    """Time steps of a recurrent node, which wait for each other; 1 of any other."""
+    """Return the time steps of a recurrent node, which run one after the other; else 1."""
     shape = known.shapes.get(node.input[0]) if node.op_type in _RECURRENT else None
     return max(1, shape[0]) if shape else 1
 
@@ -215,34 +213,34 @@ def _is_matrix(name: str, known: TensorShapes) -> bool:
 _FUSED = ELEMENTWISE | {"QuantizeLinear", "Cast", "BatchNormalization"}
 _BEFORE = frozenset(("Conv", "Gemm"))
 _AFTER = "Relu Clip LeakyRelu Sigmoid Tanh HardSigmoid Add BatchNormalization QuantizeLinear"
-_THROUGH = VIEWS | {"DequantizeLinear"}  # the half of a Q/DQ pair that a kernel reads through
+_THROUGH = VIEWS | {"DequantizeLinear"}  # a kernel reads through these
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """Which nodes run inside the kernel of the node that makes their input.
+    """The operators that run inside the kernel of the node that makes their input.
 
-    `after`: operators that do. `before`: those of the kernels that take them in; None for any.
+    `after`: these operators. `before`: the operators whose kernels take them in; None for any.
     """
 
     after: frozenset[str]
     before: frozenset[str] | None = None
 
 
-COMPILED = Fusion(_FUSED)  # TensorRT: any chain of elementwise nodes
+COMPILED = Fusion(_FUSED)  # TensorRT fuses any chain of elementwise nodes
 INTERPRETED = Fusion(frozenset(_AFTER.split()), _BEFORE)  # ONNX Runtime on a CPU
 
 
 @dataclass(frozen=True)
 class NodeCost:
-    """What a node does in one call. None: not known, as its shapes or its operator are not.
+    """The cost of a node in one call; None: its shapes or its operator are not known.
 
     `precision`: the type it computes in, None for one that computes nothing in floating point or
     INT8. `read_bytes`, `write_bytes`: activations that go through memory. An elementwise node is
-    taken to run inside the node before it where nothing else reads the tensor between: what both
-    move counts at the first.
+    assumed to run inside the node before it if nothing else reads the tensor between; the first
+    node then has the traffic of both.
     `weight_bytes`: constants as they are stored, scales left out; `weights`: their elements.
-    `kind`: of `kinds.KINDS`. `steps`: how often it runs one after the other, for a recurrent node.
+    `kind`: one of `KINDS`. `steps`: how often it runs one after the other, for a recurrent node.
     """
 
     name: str
@@ -262,7 +260,7 @@ class NodeCost:
 
     @property
     def traffic_bytes(self) -> int:
-        """Everything read and written; of a table that is looked up, the rows only."""
+        """All bytes read and written; a table lookup counts only the rows that are read."""
         written = self.write_bytes or 0
         weights = min(self.weight_bytes, written if self.operator in GATHERS else math.inf)
         return (self.read_bytes or 0) + int(weights) + written
@@ -273,10 +271,10 @@ class NodeCost:
 
 @dataclass(frozen=True)
 class Mix:
-    """How a graph divides by precision: nodes, operations, weights (elements) and their bytes.
+    """A graph's nodes, operations, weights (elements) and bytes of weights by precision.
 
-    Nodes and operations count under the type computed in, weights under the type stored. `unknown`
-    names the nodes whose operations are not known and in no figure.
+    Nodes and operations count under the type that they compute in, weights under the type stored.
+    `unknown` names the nodes whose operations are not known and therefore not counted.
     """
 
     nodes: Mapping[str, int]
@@ -286,34 +284,34 @@ class Mix:
     unknown: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Each figure by precision, and its share of the whole under `shares`."""
+        """Return each figure by precision, and its share of the whole under `shares`."""
         figures = {k: dict(sorted(v.items())) for k, v in vars(self).items() if k != "unknown"}
         shares = {k: _shares(v) for k, v in figures.items()}
         return {**figures, "shares": shares, "unknown": list(self.unknown)}
 
 
 def node_costs(graph: Graph, sizes: Mapping[str, int]) -> tuple[NodeCost, ...]:
-    """One for each node of the main graph, in order; functions are inlined first.
+    """Return the cost of each node of the main graph, in order; functions are inlined first.
 
-    `sizes`: of dynamic axes by name, {"N": 8}; an axis not named is 1. Nodes without a
-    name get theirs from `name_nodes`. A node that reads constants only costs nothing, as builders
-    fold it. Raises BadInput for a size below 1.
+    `sizes`: sizes of dynamic axes by name, {"N": 8}; other axes are 1. `name_nodes` names the nodes
+    that have no name. A node that reads only constants costs nothing, as builders fold it.
+    Raises BadInput for a size below 1.
     """
     return costs_of(fixed_shapes(graph, sizes))
 
 
 def costs_of(known: TensorShapes, fusion: Fusion = COMPILED) -> tuple[NodeCost, ...]:
-    """`node_costs` of a graph whose shapes are inferred."""
+    """Return the `node_costs` of a graph whose shapes are already inferred."""
     return _Costing(known, fusion).costs()
 
 
 def unknown(costs: Iterable[NodeCost]) -> tuple[str, ...]:
-    """Names of the nodes that a prediction leaves out, in part or as a whole."""
+    """Return the names of the nodes that a prediction leaves out in part or as a whole."""
     return tuple(cost.name for cost in costs if not cost.known)
 
 
 def mix(graph: Graph, sizes: Mapping[str, int]) -> Mix:
-    """Nodes, operations and weights of the main graph by precision; for `sizes` see `node_costs`.
+    """Return the main graph's nodes, operations and weights by precision; `sizes`: `node_costs`.
 
     A weight that several nodes share counts once. Raises BadInput for a size below 1.
     """
@@ -335,7 +333,7 @@ def mix(graph: Graph, sizes: Mapping[str, int]) -> Mix:
 
 
 class _Costing:
-    """The maker and the readers of each tensor, views and dequantized twins seen through."""
+    """The nodes that write and read each tensor; views and DequantizeLinear are skipped."""
 
     def __init__(self, known: TensorShapes, fusion: Fusion = COMPILED) -> None:
         self.known = known
@@ -347,8 +345,8 @@ class _Costing:
         on_cpu = fusion is INTERPRETED
         self.kinds = NodePrecision(self.nodes, types, known.constants, on_cpu=on_cpu)
         self.alone = self._left_over() if on_cpu else set()
-        self.inside: set[str] = set()  # tensors that never reach memory
-        self.firsts: dict[int, int] = {}  # node inside another's kernel -> the first node of it
+        self.inside: set[str] = set()  # these tensors never reach memory
+        self.firsts: dict[int, int] = {}  # a fused node -> the first node of its kernel
         self._fuse()
 
     def costs(self) -> tuple[NodeCost, ...]:
@@ -361,25 +359,25 @@ class _Costing:
         return tuple(self._cost(node, *moved) for node, moved in parts)
 
     def weights(self, node: onnx.NodeProto) -> list[str]:
-        """The constants behind its inputs, if it is no link of the chain from them to a user."""
+        """Return the constants behind a node's inputs; none if it only folds or converts them."""
         if self._folded(node) or node.op_type in CONVERTS:
             return []
         names = {root for name in node.input for root in self.roots.get(name, ())}
         return [name for name in names if elements_of(self.known.constants[name])]
 
     def _left_over(self) -> set[str]:
-        """What DequantizeLinear nodes make for nodes in floating point: they run in every call."""
+        """Return outputs of DequantizeLinear that floating-point nodes read: these nodes run."""
         floats = (node for node in self.nodes if self.kinds.precision(node) in FLOATS)
         read = {name for node in floats for name in node.input if name in self.makers}
         return {name for name in read if self.makers[name].op_type == "DequantizeLinear"}
 
     def _roots(self) -> dict[str, tuple[str, ...]]:
-        """The constants that a tensor is made of, for tensors that are made of nothing else."""
+        """Map each tensor that depends on constants only to these constants."""
         roots: dict[str, tuple[str, ...]] = {name: (name,) for name in self.known.constants}
         for node in self.nodes:
             names = [name for name in node.input if name]
             if names and all(name in roots for name in names) and not any(subgraphs(node)):
-                values = names[:1] if node.op_type in CONVERTS else names  # scales are no weights
+                values = names[:1] if node.op_type in CONVERTS else names  # a scale is not a weight
                 found = tuple(dict.fromkeys(root for name in values for root in roots[name]))
                 roots |= {name: found for name in node.output if name}
         return roots
@@ -393,19 +391,19 @@ class _Costing:
         return name
 
     def _passes(self, name: str) -> bool:
-        """Whether it is another name, or the dequantized twin, of what its maker reads."""
+        """Return whether `name` is a view, or the dequantized form, of its maker's input."""
         maker = self.makers.get(name)
         return maker is not None and maker.op_type in _THROUGH and name not in self.alone
 
     def _fuse(self) -> None:
-        """Let elementwise nodes run where their input is made, if nothing else reads it."""
+        """Fuse elementwise nodes with the node that makes their input, if nothing else reads it."""
         readers: defaultdict[str, list[int]] = defaultdict(list)
         for number, node in enumerate(self.nodes):
             if node.op_type not in _THROUGH | DESCRIBES:
                 for name in {self._source(name) for name in reads(node)}:
                     readers[name].append(number)
         outputs = {self._source(name) for name in self.known.outputs}
-        before: dict[int, tuple[str, int]] = {}  # its last computed input: others wait in memory
+        before: dict[int, tuple[str, int]] = {}  # the input computed last: others are in memory
         for number, node in enumerate(self.nodes):
             for name in node.output:
                 alone = name not in outputs and name not in self.roots and len(readers[name]) == 1
@@ -459,8 +457,8 @@ def _shares(parts: Mapping[str, int]) -> dict[str, float]:
     return {name: part / whole for name, part in parts.items()} if whole else {}
 
 
-# Roofline: Williams, Waterman and Patterson, CACM 52(4), 2009. `quantize --to auto` ranks
-# candidates by it, `plan` predicts latencies, and a report shows where a model lies under it.
+# The roofline is from Williams, Waterman and Patterson, CACM 52(4), 2009. `quantize --to auto`
+# ranks candidates by it, `plan` predicts latencies, and a report compares a model with it.
 
 COMPUTE, MEMORY, LAUNCH = "compute", "memory", "launch"
 
@@ -469,7 +467,7 @@ COMPUTE, MEMORY, LAUNCH = "compute", "memory", "launch"
 class Curve(Record):
     """Measured seconds of one node at a few amounts of work, in rising order.
 
-    Between two points a straight line in logarithms; outside of them in proportion to the work.
+    The curve is a straight line in logarithms between points, and proportional outside of them.
     """
 
     work: tuple[float, ...]
@@ -487,12 +485,12 @@ class Curve(Record):
 
 @dataclass(frozen=True)
 class Ceilings(Record):
-    """What a target does at most: operations/s by "fp32", "fp16", "bf16", "int8", "fp8"; bytes/s.
+    """A target's peaks: operations/s by "fp32", "fp16", "bf16", "int8", "fp8"; bytes/s.
 
-    A precision that has no peak is taken to run at "fp32". `launch_s`: of a kernel. `curves`:
-    measured nodes by precision and kind, "fp32 convolution"; they replace peak and launch, and of
-    the traffic only the weights then count apart. Raises BadInput without a peak of fp32 or of the
-    memory.
+    A precision without a peak is assumed to run at "fp32". `launch_s`: seconds to start a kernel.
+    `curves`: measured nodes by precision and kind, "fp32 convolution"; they replace peak and
+    launch, and only the weights' traffic is then added. Raises BadInput without a peak of fp32 or
+    of the memory.
     """
 
     ops_per_s: Mapping[str, float]
@@ -508,7 +506,7 @@ class Ceilings(Record):
             )
 
     def peak(self, dtype: str | None) -> float:
-        """Operations/s of a graph's `dtype`."""
+        """Return the operations/s of a graph's `dtype`."""
         return self.ops_per_s.get(_precision(dtype)) or self.ops_per_s["fp32"]
 
     def curve(self, cost: NodeCost) -> Curve | None:
@@ -518,7 +516,7 @@ class Ceilings(Record):
 
 @dataclass(frozen=True)
 class NodeTime(Record):
-    """Seconds of a node: of its arithmetic, of its traffic, and of starting it."""
+    """Seconds of a node: for its arithmetic, for its traffic, and to start it."""
 
     compute_s: float
     memory_s: float
@@ -530,7 +528,7 @@ class NodeTime(Record):
 
     @property
     def limit(self) -> str:
-        """What most of its time goes to: COMPUTE, MEMORY or LAUNCH."""
+        """The largest part of its time: COMPUTE, MEMORY or LAUNCH."""
         longest = max(self.compute_s, self.memory_s)
         if self.launch_s >= longest:
             return LAUNCH
@@ -538,7 +536,7 @@ class NodeTime(Record):
 
 
 def node_time(cost: NodeCost, ceilings: Ceilings) -> NodeTime:
-    """How long a node takes. One that runs inside another's kernel moves no byte of its own."""
+    """Predict a node's time. A node inside another's kernel moves no bytes of its own."""
     flops, traffic = cost.flops or 0, cost.traffic_bytes
     launch_s = ceilings.launch_s if traffic else 0.0
     curve = ceilings.curve(cost)
@@ -556,10 +554,10 @@ def node_time(cost: NodeCost, ceilings: Ceilings) -> NodeTime:
 
 
 def predicted_s(costs: Iterable[NodeCost], ceilings: Ceilings) -> float:
-    """Seconds of one call: each node at the roofline, one after the other.
+    """Predict the seconds of one call: each node at the roofline, one after the other.
 
-    With peaks alone a lower bound, whose use is to compare: it leaves out the start of kernels,
-    tiles that do not fill, caches, conversions between layouts and nodes whose cost is not known.
+    With peaks alone this is a lower bound, for comparisons: it leaves out the start of kernels,
+    partly filled tiles, caches, conversions between layouts and nodes whose cost is not known.
     """
     return math.fsum(node_time(cost, ceilings).seconds for cost in costs)
 
@@ -567,7 +565,7 @@ def predicted_s(costs: Iterable[NodeCost], ceilings: Ceilings) -> float:
 def savings_s(
     before: Iterable[NodeCost], after: Iterable[NodeCost], ceilings: Ceilings
 ) -> dict[str, float]:
-    """Seconds that each node of `after` takes less than the node of that name in `before`."""
+    """Return the seconds that each node of `after` saves over its namesake in `before`."""
     old = {cost.name: node_time(cost, ceilings).seconds for cost in before}
     new = {cost.name: node_time(cost, ceilings).seconds for cost in after}
     return {name: old[name] - new[name] for name in new if name in old}
@@ -579,11 +577,11 @@ def _precision(dtype: str | None) -> str:
 
 
 def peak_bytes(known: TensorShapes, scale: Callable[[str], float] = lambda _name: 1.0) -> int:
-    """Bytes of activations, nodes running in the order of the file.
+    """Return the peak bytes of activations if the nodes run in the order of the file.
 
     A tensor lives from its maker to its last reader; inputs and outputs live through the whole
-    call, views share their source's memory. `scale(name)`: the factor that another type of a tensor
-    means. Tensors of unknown size count as nothing, what is inside bodies of If and Loop too.
+    call, views share their source's memory. `scale(name)`: the factor by which another type changes
+    a tensor's size. Tensors of unknown size, and those inside If and Loop, are not counted.
     """
     source = _sources(known)
     last: dict[str, int] = {}
@@ -611,7 +609,7 @@ def peak_bytes(known: TensorShapes, scale: Callable[[str], float] = lambda _name
 
 
 def _sources(known: TensorShapes) -> dict[str, str]:
-    """The tensor whose memory a view shows, by the view's name."""
+    """Map the name of each view to the tensor whose memory it shares."""
     found: dict[str, str] = {}
     for node in known.nodes:
         if node.op_type in VIEWS and node.input and node.input[0] not in known.constants:

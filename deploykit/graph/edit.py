@@ -18,11 +18,11 @@ from deploykit.graph.skeleton import all_nodes, read_names
 
 
 class Editor:
-    """A graph while it is rewritten: functions inlined, every node named.
+    """A graph that is being rewritten: functions are inlined, every node has a name.
 
-    `graph`: its nodes, which may be changed at will. `constants`: the tensors that no caller can
-    feed, by name. Those of the source are shared with it and must not be changed: a changed one
-    gets a new name.
+    `graph`: its nodes, which may be changed. `constants`: the tensors that no caller can feed, by
+    name. The source's constants are shared with it and must not be changed: store a changed one
+    under a new name.
     """
 
     def __init__(self, source: Graph) -> None:
@@ -40,17 +40,17 @@ class Editor:
         self._named = {node.name for node in nodes}
 
     def array(self, name: str) -> np.ndarray:
-        """The values of a constant; read only."""
+        """Return the values of a constant; read only."""
         return storage.tensor_array(self.constants[name], self.path.parent)
 
     def store(self, name: str, values: np.ndarray | np.generic) -> str:
-        """Add a constant under `name`, or one like it that is free; returns the name."""
+        """Add a constant under `name`, or a similar free name; return the name."""
         name = self.fresh(name)
         self.constants[name] = numpy_helper.from_array(np.asarray(values), name)
         return name
 
     def fresh(self, name: str) -> str:
-        """A tensor name that nothing has."""
+        """Return an unused tensor name."""
         while name in self._taken:
             name += "_"
         self._taken.add(name)
@@ -59,7 +59,7 @@ class Editor:
     def node(
         self, kind: str, inputs: Sequence[str], output: str, **attributes: Any
     ) -> onnx.NodeProto:
-        """A new node of one output; attributes that are None are left out."""
+        """Return a new node with one output; attributes that are None are left out."""
         name = f"{kind}_{output}"
         while name in self._named:
             name += "_"
@@ -67,7 +67,7 @@ class Editor:
         return helper.make_node(kind, inputs, [output], name=name, **attributes)
 
     def finish(self, nodes: Sequence[onnx.NodeProto]) -> Graph:
-        """The graph of `nodes` and of the constants that they read. The editor is spent."""
+        """Return the graph of `nodes` and the constants they read. The editor is then unusable."""
         graph = self.graph
         replace(graph.node, list(nodes))
         replace(graph.input, [value for value in graph.input if value.name in self.inputs])
@@ -76,7 +76,7 @@ class Editor:
         used = {value.name for value in graph.output} | set(read_names(graph))
         del graph.initializer[:]
         graph.initializer.extend(self._defaults)
-        for name in list(self.constants):  # one by one: protobuf copies, and frees what was copied
+        for name in list(self.constants):  # one by one: protobuf copies, and the copied is freed
             tensor = self.constants.pop(name)
             if name in used:
                 graph.initializer.add().CopyFrom(tensor)
@@ -84,16 +84,15 @@ class Editor:
 
 
 def replace(field: Any, values: list[Any]) -> None:
-    """Let a repeated field of protobuf hold `values`."""
+    """Replace the content of a repeated protobuf field by `values`."""
     del field[:]
     field.extend(values)
 
 
-# Quantization needs weights that are constants, and a convolution whose output is the normalised
-# one. No tensor that is still there afterwards changes its name or meaning: ranges seen before
-# stay true.
+# Quantization needs weights that are constants, and convolutions that include the normalisation.
+# No remaining tensor changes its name or meaning, so that ranges measured before stay valid.
 
-# Cheap operators between stored weights and the node that uses them.
+# These are cheap operators between stored weights and the node that uses them.
 _FOLDED = frozenset(
     ("Constant", "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast")
 )
@@ -123,7 +122,7 @@ def _fold_constants(editor: Editor) -> None:
 def evaluate_node(
     node: onnx.NodeProto, model: onnx.ModelProto, feeds: dict[str, np.ndarray]
 ) -> np.ndarray:
-    """The first output of a node of `model`, which reads `feeds`, by onnx's own evaluator."""
+    """Return the first output of a node of `model` for `feeds`, by onnx's own evaluator."""
     inputs = [onnx.ValueInfoProto(name=name) for name in feeds]
     graph = helper.make_graph([node], "alone", inputs, [onnx.ValueInfoProto(name=node.output[0])])
     alone = helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
@@ -132,7 +131,7 @@ def evaluate_node(
 
 
 def _fold_batch_norms(editor: Editor) -> None:
-    """A convolution takes the BatchNormalization after it in, where nothing else reads between."""
+    """Fold each BatchNormalization into the convolution before it, if nothing else reads that."""
     graph, constants = editor.graph, editor.constants
     reads = Counter([*read_names(graph), *(value.name for value in graph.output)])
     producers = {name: node for node in graph.node for name in node.output}
@@ -154,7 +153,7 @@ def _fold_batch_norms(editor: Editor) -> None:
 
 
 def _merge(editor: Editor, conv: onnx.NodeProto, norm: onnx.NodeProto) -> None:
-    """Let `conv` do the work of both; its new weights and bias are computed in float64."""
+    """Merge `norm` into `conv`; the new weights and bias are computed in float64."""
     weight = editor.array(conv.input[1]).astype(np.float64)
     scale, shift, mean, variance = (
         editor.array(name).astype(np.float64) for name in norm.input[1:5]
@@ -175,34 +174,34 @@ def _merge(editor: Editor, conv: onnx.NodeProto, norm: onnx.NodeProto) -> None:
 
 
 def _by_channel(conv: onnx.NodeProto, factor: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """A number for each output channel, of a shape that multiplies the kernel."""
+    """Return a factor for each output channel, in a shape that multiplies the kernel."""
     kernel = [1] * (weight.ndim - 2)
     if conv.op_type == "Conv":
         return factor.reshape(-1, 1, *kernel)
-    # [inputs, outputs / groups, ...]: a group's inputs lie next to each other
+    # the kernel is [inputs, outputs / groups, ...], the inputs of a group being adjacent
     groups = next((a.i for a in conv.attribute if a.name == "group"), 1)
     rows = np.repeat(factor.reshape(groups, -1), weight.shape[0] // groups, axis=0)
     return rows.reshape(*rows.shape, *kernel)
 
 
-# Newer opsets mostly allow more types. An operator that changed otherwise is refused, not
+# Newer opsets mostly allow more types. An operator that changed in another way is refused, not
 # rewritten: the exporter can write the newer form itself.
 
-# The IR version that came with an opset's new types: 8-bit floats, INT4, FP4.
+# Each IR version came with an opset's new types: 8-bit floats, INT4, FP4.
 _IR_VERSIONS = ((13, 7), (15, 8), (19, 9), (21, 10), (23, 11))
-# Changes of meaning that the schemas' signatures do not show: operator -> opset that made it.
+# Operator -> the opset that changed its meaning, where the schema's signature does not show it.
 _CHANGED = {
-    "GroupNormalization": 21,  # scale and bias per channel instead of per group
-    "Resize": 18,  # anti-aliasing, and rounding of sizes
-    "RoiAlign": 16,  # where a pixel's centre is
+    "GroupNormalization": 21,  # scale and bias became per channel, not per group
+    "Resize": 18,  # it got anti-aliasing, and sizes round otherwise
+    "RoiAlign": 16,  # a pixel's centre moved
     "Split": 18,  # equal parts need a count
 }
 
 
 def raise_opset(model: onnx.ModelProto, least: int) -> None:
-    """Let `model` be of opset `least` or newer; it holds no local functions.
+    """Raise the opset of `model`, which has no local functions, to `least` if it is older.
 
-    Raises BadInput naming a node that would mean something else.
+    Raises BadInput naming a node that would change its meaning.
     """
     now = opset(model)
     if now >= least:
@@ -222,7 +221,7 @@ def raise_opset(model: onnx.ModelProto, least: int) -> None:
 
 
 def _same(node: onnx.NodeProto, now: int, least: int) -> bool:
-    """Whether `node` means the same in both: no attribute, input or output of it has changed."""
+    """Return whether `node` means the same in both: its attributes, inputs and outputs do."""
     try:
         old, new = (defs.get_schema(node.op_type, version, "") for version in (now, least))
     except defs.SchemaError:
@@ -230,7 +229,7 @@ def _same(node: onnx.NodeProto, now: int, least: int) -> bool:
     if old.since_version == new.since_version:
         return True
     if node.op_type == "AveragePool" and any(a.name == "ceil_mode" and a.i for a in node.attribute):
-        return False  # opset 19 corrected which windows count
+        return False  # opset 19 corrected the number of windows
     if new.deprecated or now < _CHANGED.get(node.op_type, 0) <= least:
         return False
     return (

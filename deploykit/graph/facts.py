@@ -1,6 +1,6 @@
-"""Facts about an `.onnx` file that opening it needs, read once for as long as the file is the same.
+"""Read the facts about an `.onnx` file that opening it needs, once per version of the file.
 
-Neither its weights are read nor the onnx package: a server needs neither.
+Its weights are not read and the onnx package is not imported: a server needs neither.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from deploykit.core.artefact import file_stamp
 from deploykit.core.errors import DeploykitError
 from deploykit.graph.parse import Parts, dtype_name, duplicate, parse_model, subgraphs
 
-# products of 8-bit integers, as a built INT8 file has; and those of activations whose scale follows
-# from each call's values
+# The first computes the activations' scale in each call; the second holds all products of 8-bit
+# integers, as in a built INT8 file.
 SCALED_IN_EACH_CALL = frozenset(("ConvInteger", "MatMulInteger", "DynamicQuantizeMatMul"))
 INTEGER_PRODUCTS = SCALED_IN_EACH_CALL | {
     *("QLinearConv", "QLinearMatMul", "QGemm", "QAttention"),
     *("MatMulIntegerToFloat", "DynamicQuantizeLSTM"),
 }
-_WHOLE_BYTES = 8 << 20  # a file up to it is read faster as it is than without its weights
+_WHOLE_BYTES = 8 << 20  # up to here, reading the whole file is faster than skipping its weights
 FLOAT16, FLOAT8 = 10, 17  # TensorProto.DataType; FLOAT8 is E4M3
-_TYPE_NAMES = ("to", "dtype")  # attributes whose number is one: of Cast, and of generators
+_TYPE_NAMES = ("to", "dtype")  # attributes that hold an element type, in Cast and in generators
 _SHAPES = ("Shape", "Size")
-# Operators, and which of their inputs set how much they or later nodes compute, by values.
+# Operator -> the inputs whose values decide how much it, or later nodes, compute.
 _WORK: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("Loop", "NonMaxSuppression", "MelWeightMatrix"), (0, 1)),
     **dict.fromkeys(("If", "BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch"), (0,)),
@@ -44,7 +44,7 @@ _WORK: Mapping[str, tuple[int, ...]] = {
 
 
 class ExternalData(NamedTuple):
-    """Where a tensor's data are: `offset` and `length` as the file has them, or empty."""
+    """The location of a tensor's data; `offset` and `length` as the file has them, or empty."""
 
     location: str
     offset: str
@@ -52,7 +52,7 @@ class ExternalData(NamedTuple):
 
 
 class Value(NamedTuple):
-    """An input or output. `shape`: None, or None for an axis, where the file does not say."""
+    """An input or output. `shape`, or an axis of it, is None if the file does not state it."""
 
     name: str
     dtype: str
@@ -61,10 +61,10 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class OnnxFacts:
-    """What a runtime has to know of a file before it opens it.
+    """The facts that a runtime needs before it opens a file.
 
     `operators`, `element_types` (of tensors, inputs, outputs and Casts), `external`: at any depth.
-    `slowed_by_values`: values of the inputs, not their shapes alone, set how much a run computes.
+    `slowed_by_values`: the inputs' values, not their shapes alone, decide how much a run computes.
     `twice`: a name that two initializers of the graph have, or empty.
     """
 
@@ -78,10 +78,10 @@ class OnnxFacts:
 
 
 def read_facts(path: Path) -> OnnxFacts:
-    """Raises NotFound, or BadInput for what no native library should see.
+    """Read the facts of the file at `path`; a file with the same stamp is not read again.
 
-    That is a file that is no ONNX model, or one with bodies of If and Loop in one another too
-    deeply. A file with the same stamp is not read again.
+    Raises NotFound, or BadInput for a file that no native library should open: one that is not an
+    ONNX model, or that nests the bodies of If and Loop too deeply.
     """
     return _read(path, file_stamp(path))
 
@@ -110,7 +110,7 @@ def _read(path: Path, _stamp: tuple[int, int, int] | None) -> OnnxFacts:
         element_types=frozenset(types),
         external=tuple(_external(tensors)),
         slowed_by_values=(
-            # what the nodes of a function are given is not followed
+            # inputs are not followed into functions
             not operators.isdisjoint(_WORK) if model.functions else _values_set_work(graph, stored)
         ),
         twice=duplicate(names),
@@ -118,15 +118,15 @@ def _read(path: Path, _stamp: tuple[int, int, int] | None) -> OnnxFacts:
 
 
 def onnx_files(path: Path) -> Iterator[Path]:
-    """The file, then those that hold its weights; it is read only if these are asked for."""
+    """Yield the file, then its weights files; the file is read only for the latter."""
     yield path
     yield from (path.parent / location for location in external_files(path))
 
 
 def external_files(path: Path) -> list[str]:
-    """The locations, relative to the model's folder, that its tensors name for their data.
+    """Return the locations, relative to the model's folder, that its tensors name for their data.
 
-    None of a file that cannot be read: opening it says what is wrong.
+    Return none for a file that cannot be read: opening it raises the error.
     """
     with contextlib.suppress(DeploykitError):
         return sorted({each.location for each in read_facts(path).external})
@@ -150,7 +150,7 @@ def _value(value: Any) -> Value:
 
 
 def _text(value: str | bytes) -> str:
-    """A string of the file, which protobuf gives as bytes where it is not UTF-8."""
+    """Decode a string of the file, which protobuf returns as bytes if it is not UTF-8."""
     return value if isinstance(value, str) else value.decode(errors="replace")
 
 
@@ -163,13 +163,13 @@ def _external(tensors: Sequence[Any]) -> Iterator[ExternalData]:
 
 
 def _values_set_work(graph: Any, stored: set[str]) -> bool:
-    """Follow all that depends on the values of a graph's inputs to the operators of _WORK."""
+    """Return whether the values of a graph's inputs reach an operator of _WORK."""
     from_values = {value.name for value in graph.input} - stored
     nodes = [(node.op_type, list(node.input), list(node.output)) for node in graph.node]
     if any(_in_bodies(node) for node in graph.node):
         return True
     known = 0
-    while known < len(from_values):  # again, as long as nodes stand before those they depend on
+    while known < len(from_values):  # nodes may come before the ones that they depend on
         known = len(from_values)
         for kind, takes, gives in nodes:
             sized = [takes[n] for n in _WORK.get(kind, ()) if n < len(takes)]
@@ -181,7 +181,7 @@ def _values_set_work(graph: Any, stored: set[str]) -> bool:
 
 
 def _in_bodies(node: Any) -> bool:
-    """Whether a body of the node holds an operator of _WORK."""
+    """Return whether a body of the node holds an operator of _WORK."""
     return any(
         each.op_type in _WORK or _in_bodies(each) for body in subgraphs(node) for each in body.node
     )

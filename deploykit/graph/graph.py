@@ -1,6 +1,6 @@
-"""An ONNX graph, opened and checked once: the handle that every other file works on.
+"""Open and check an ONNX graph once; every other file works on this handle.
 
-No code of the file runs, and external data are followed only into the model's own folder.
+No code of the file runs, and external data must be in the model's own folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from deploykit.graph.skeleton import (
 )
 from deploykit.graph.validate import RUNTIME_DOMAINS, read_model
 
-# Another name for the same memory.
+# The output of these operators is another name for the input's memory.
 VIEWS = frozenset(("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze"))
 DESCRIBES = frozenset(("Constant", "Shape", "Size"))
 CONVERTS = frozenset(("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast"))
@@ -43,9 +43,10 @@ _FLOATS = FLOATS | {"float64"}
 
 
 class NodePrecision:
-    """`types`: tensor name to dtype name; `constants`: initializers.
+    """Tells the precision that each node computes in.
 
-    `on_cpu`: as ONNX Runtime's CPU runs the nodes: few in integers if their results have no scale.
+    `types`: tensor name to dtype name; `constants`: initializers. `on_cpu`: apply the rules of ONNX
+    Runtime's CPU, which runs few nodes in integers if their results have no scale.
     """
 
     def __init__(
@@ -64,29 +65,29 @@ class NodePrecision:
         for node in nodes:
             for name in node.input:
                 self._readers[name].append(node)
-        # what ONNX Runtime could run in integers it has already replaced: a pair left over is float
+        # ONNX Runtime has already replaced the nodes that run in integers: other pairs are float
         self._final = any(
             node.domain.startswith(RUNTIME_DOMAINS) and node.op_type not in CONVERTS
             for node in nodes
         )
 
     def precision(self, node: onnx.NodeProto) -> str | None:
-        """'float32', 'float16', 'bfloat16', 'float64', 'int8' or 'float8'.
+        """Return 'float32', 'float16', 'bfloat16', 'float64', 'int8' or 'float8'.
 
-        None for a node that computes nothing in these: it moves, converts or describes data.
+        Return None for a node that computes in none of these: it moves, converts or describes data.
         """
         if node.op_type in _SILENT:
             return None
         if _in_integers(node):
             return "int8"
-        names = [*node.output, *node.input]  # an input's where ONNX has no schema for the node
+        names = [*node.output, *node.input]  # use the inputs if ONNX has no schema for it
         kinds = (self._types[name] for name in names if self._types.get(name) in _FLOATS)
         return (None if self._final else self._fed(node)) or next(kinds, None)
 
     def _fed(self, node: onnx.NodeProto) -> str | None:
-        """'int8' or 'float8' if all its inputs but constants (a float bias) are dequantized.
+        """Return 'int8' or 'float8' if all its inputs but constants (a float bias) are dequantized.
 
-        A node with quantized weights and float activations computes in float: not counted here.
+        Return None for quantized weights with float activations: such a node computes in float.
         """
         stored = set()
         for name in node.input:
@@ -103,10 +104,10 @@ class NodePrecision:
         return "float8" if kind.startswith("float8") else kind.removeprefix("u")
 
     def _has_kernel(self, node: onnx.NodeProto) -> bool:
-        """Whether ONNX Runtime's CPU runs a node that reads dequantized tensors in integers.
+        """Return whether ONNX Runtime's CPU runs a node with dequantized inputs in integers.
 
-        Its result is quantized next, after a ReLU that the zero point makes needless; of products
-        alone the result may stay float, without a ReLU or a float bias. Seen with 1.32.0.
+        It does if the result is quantized next, directly or after a ReLU that the zero point
+        implies; Gemm and MatMul without ReLU and float bias may keep a float result (1.32.0).
         """
         after = self._readers[node.output[0]]
         cut = len(after) == 1 and after[0].op_type in ("Relu", "Clip")
@@ -118,30 +119,30 @@ class NodePrecision:
         return node.op_type in ("Gemm", "MatMul") and pairs and not cut
 
     def _starts_at_zero(self, quantize: onnx.NodeProto) -> bool:
-        """Whether its zero point is the lowest value of its type, which cuts what is negative."""
+        """Return whether its zero point is the lowest value of its type, which clips negatives."""
         point = self._constants.get("".join(quantize.input[2:]))
         if point is None:
-            return len(quantize.input) < 3  # uint8, from 0
+            return len(quantize.input) < 3  # the default is uint8 with zero point 0
         values = numpy_helper.to_array(point)
         return values.dtype.kind in "iu" and bool((values == np.iinfo(values.dtype).min).all())
 
 
 def _in_integers(node: onnx.NodeProto) -> bool:
-    """Whether the operator computes in integers by definition: QLinearConv, MatMulInteger."""
+    """Return whether the operator computes in integers by definition, as MatMulInteger does."""
     name = node.op_type
     fused = node.domain.startswith(RUNTIME_DOMAINS) and name in _FUSED
     return fused or name.startswith("QLinear") or "Integer" in name
 
 
 _LIKE_WEIGHTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-_NO_WEIGHTS = frozenset(("string", "bool", "int64", "int32"))  # shapes, indices and int32 biases
+_NO_WEIGHTS = frozenset(("string", "bool", "int64", "int32"))  # shapes, indices, biases
 
 
 @dataclass(frozen=True)
 class Summary(Record):
-    """What a graph holds. `nodes` and `operators` count the bodies of If, Loop and Scan too.
+    """The content of a graph. `nodes` and `operators` count the bodies of If, Loop and Scan too.
 
-    `precision`: nodes by the type they compute in; those that only move or convert data are not
+    `precision`: nodes by the type they compute in; nodes that only move or convert data are not
     counted, so that it may sum to less than `nodes`. `parameters`: elements of weight tensors.
     """
 
@@ -172,7 +173,7 @@ class Graph:
     ) -> None:
         self.model = model
         self.path = path
-        self._hashes = hashes or {}  # of the files that were just written, by name
+        self._hashes = hashes or {}  # hashes of files that were just written, by name
 
     @classmethod
     def open(cls, path: Path) -> Graph:
@@ -184,11 +185,11 @@ class Graph:
         """
         graph = cls(read_model(path), path)
         try:
-            if graph.model.functions:  # the skeleton has them inlined
+            if graph.model.functions:  # the skeleton inlines them
                 onnx.checker.check_model(make_skeleton(graph.model))
             onnx.checker.check_model(graph.skeleton)
             for tensor in graph.model.graph.initializer:
-                # the bytes of the others were counted on reading, numbers in lists were not
+                # reading counted the bytes of raw data, but not the numbers in lists
                 here = tensor.data_location != TensorProto.EXTERNAL
                 if here and not tensor.HasField("raw_data"):
                     onnx.checker.check_tensor(tensor)
@@ -202,8 +203,8 @@ class Graph:
         """Write the model whole or not at all; the same model gives the same bytes.
 
         Above `limit_bytes`, which one file cannot exceed, the weights go to OUT.data next to it:
-        move the two together. `temporary`: nobody but this process reads it. Returns a handle of
-        what was written. Raises BadInput if `out` is not writable.
+        move the two together. `temporary`: only this process reads the file. Returns a handle of
+        the written file. Raises BadInput if `out` is not writable.
         """
         model, hashes = storage.write(
             self.model, self.path.parent, out, limit_bytes, temporary=temporary
@@ -211,11 +212,11 @@ class Graph:
         return Graph(model, out, hashes)
 
     def sha256(self, file: Path) -> str:
-        """The SHA-256 of its own file or of its weights', read again only if it was not `save`d."""
+        """Return the SHA-256 of its file or weights file, without reading if `save` wrote it."""
         return self._hashes.get(file.name) or files.sha256(file)
 
     def array(self, name: str) -> np.ndarray:
-        """The values of an initializer; read only."""
+        """Return the values of an initializer; read only."""
         return storage.tensor_array(self.initializers[name], self.path.parent)
 
     @cached_property
@@ -224,7 +225,7 @@ class Graph:
 
     @cached_property
     def skeleton(self) -> onnx.ModelProto:
-        """A copy with large weights as inputs, functions inlined and every node named."""
+        """Return a copy with large weights as inputs, functions inlined and every node named."""
         skeleton = make_skeleton(self.model)
         if skeleton.functions:
             skeleton = onnx.inliner.inline_local_functions(skeleton)
@@ -233,7 +234,7 @@ class Graph:
 
     @cached_property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """What a caller must feed; initializers are left out.
+        """The inputs that a caller must feed; initializers are left out.
 
         A dynamic axis without a name is `N` at place 0, else `NAME_PLACE`, as the runtimes name it.
         Raises Unsupported for a tensor type that has no numpy dtype, such as a sequence.
@@ -243,7 +244,7 @@ class Graph:
 
     @cached_property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """Raises as `inputs` does."""
+        """The graph's outputs. Raises as `inputs` does."""
         return tuple(_spec(value, self.path) for value in self.model.graph.output)
 
     @cached_property
@@ -263,9 +264,9 @@ class Graph:
         for value in known:
             if value.type.tensor_type.elem_type:
                 types.setdefault(value.name, value.type.tensor_type.elem_type)
-        for node in graph.node:  # what no inference knows follows from the type of the weights
+        for node in graph.node:  # a type that inference does not know is the weights' type
             if node.op_type == "QuantizeLinear" and types.get("".join(node.input[2:])):
-                types.setdefault(node.output[0], types[node.input[2]])  # in ONNX Runtime's domain
+                types.setdefault(node.output[0], types[node.input[2]])  # ONNX Runtime's operator
             if node.op_type in _LIKE_WEIGHTS and node.input[1] in self.initializers:
                 kind = types[node.input[1]]
                 types.update(dict.fromkeys((node.input[0], node.output[0]), kind) | types)
@@ -282,7 +283,7 @@ class Graph:
 
     @cached_property
     def summary(self) -> Summary:
-        """What the graph holds. Raises Unsupported as `inputs` does."""
+        """Count the graph's content. Raises Unsupported as `inputs` does."""
         model, nodes = self.model, list(all_nodes(self.model.graph))
         scales = {name for node in nodes if _quantizes(node) for name in node.input[1:]}
         stored = [tensor for tensor in model.graph.initializer if tensor.name not in scales]
@@ -309,9 +310,9 @@ class Graph:
 
 
 def name_nodes(model: onnx.ModelProto) -> None:
-    """Give each node of the main graph that has no name of its own one, in place.
+    """Name the nodes of the main graph that lack a name of their own, in place.
 
-    The same graph gets the same names, so reports and options can go by them.
+    The same graph gets the same names, so that reports and options can refer to them.
     """
     taken = {node.name for node in model.graph.node}
     seen: set[str] = set()
@@ -326,7 +327,7 @@ def name_nodes(model: onnx.ModelProto) -> None:
 
 
 def opset(model: onnx.ModelProto) -> int:
-    """The version of the standard operators; 0 if the model uses none."""
+    """Return the version of the standard operators; 0 if the model uses none."""
     return next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
 
 
@@ -345,6 +346,6 @@ def _spec(value: onnx.ValueInfoProto, path: Path) -> TensorSpec:
             shape.append(axis.dim_value)
         else:
             name = axis.dim_param or axis_name(value.name, number)
-            # protobuf gives a name that is not UTF-8 as bytes
+            # protobuf returns a name that is not UTF-8 as bytes
             shape.append(name if isinstance(name, str) else name.decode(errors="replace"))
     return TensorSpec(value.name, dtype, tuple(shape))

@@ -1,6 +1,6 @@
-"""Parse an ONNX file without its weights, by onnx's message classes alone.
+"""Parse an ONNX file without its weights, with only onnx's message classes.
 
-`import onnx` costs a server 50 ms and 9 MB more than these, and reading weights their size.
+`import onnx` would cost a server 50 ms and 9 MB more, and reading the weights their size.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from deploykit.core.extras import require
 from deploykit.core.files import open_readable
 from deploykit.core.memory import memory_errors
 
-MAX_NESTED = 12  # graphs in graphs: ONNX Runtime 1.23 opens 12 in 0.2 s, 20 in 30 s
-SMALL_BYTES = 1024  # what is below may be a shape, whose value inference needs
+MAX_NESTED = 12  # nested graphs: ONNX Runtime 1.23 opens 12 levels in 0.2 s, 20 in 30 s
+SMALL_BYTES = 1024  # a smaller tensor may be a shape, whose value inference needs
 _PAGE_BYTES = 1 << 14
-_MAX_FIELDS = 5_000_000  # read of one file: each costs a microsecond
+_MAX_FIELDS = 5_000_000  # the most read from one file: each costs a microsecond
 GRAPH, INITIALIZER, RAW_DATA = 7, 5, 9  # field numbers of onnx.proto
 EXTERNAL = 1  # TensorProto.DataLocation
 
 
 @cache
 def messages() -> ModuleType:
-    """Onnx's message classes, without the rest of its package. They are those of `import onnx`."""
+    """Import onnx's message classes, the same as `import onnx` has, without its other modules."""
     package = importlib.util.find_spec("onnx")
     path = Path(str(package and package.origin)).with_name("onnx_ml_pb2.py")
     spec = importlib.util.spec_from_file_location("deploykit.onnx_messages", path)
@@ -41,10 +41,9 @@ def messages() -> ModuleType:
 
 
 class Pages:
-    """A file's bytes by position, read where they are asked for.
+    """A file's bytes by position, read on demand. Raises as `open_readable`.
 
-    Not mapped: a server looks at files that somebody may be truncating, which ends a process that
-    has them mapped (SIGBUS). Raises as `open_readable`.
+    The file is not mapped: truncating a mapped file ends the server's process (SIGBUS).
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +62,7 @@ class Pages:
         return os.pread(self._file.fileno(), end - begin, begin)
 
     def varint(self, at: int) -> tuple[int, int]:
-        """The number at `at`, and where it ends. Raises ValueError."""
+        """Return the number at `at`, and the position after it. Raises ValueError."""
         place = at - self._at
         if not 0 <= place <= len(self._page) - 10:
             self._at, self._page, place = at, self.read(at, at + _PAGE_BYTES), 0
@@ -76,9 +75,9 @@ class Pages:
         raise ValueError("not a protobuf")
 
     def fields(self, at: int, end: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """Protobuf fields at `at` to `end`: (number, wire type, start, begin of the value, end).
+        """Yield the fields from `at` to `end`: (number, wire type, start, begin of the value, end).
 
-        Raises ValueError for what is no protobuf.
+        Raises ValueError if the bytes are not protobuf.
         """
         while at < end:
             start = at
@@ -92,22 +91,22 @@ class Pages:
                 _, at = self.varint(at)
             else:
                 at += {1: 8, 5: 4}.get(wire, end)
-            if not number or self._left < 0 or at > end:  # zeros are no protobuf, however many
+            if not number or self._left < 0 or at > end:  # zeros are not protobuf
                 raise ValueError("not a protobuf")
             yield number, wire, start, begin, at
 
 
 def parse_model(path: Path, whole_bytes: int = 0) -> tuple[Any, dict[int, tuple[int, int]]]:
-    """The model without its large weights: their offset and length in the file, by place.
+    """Return the model without its large weights, and their offset and length by place.
 
-    A file of up to `whole_bytes` is parsed with them. Raises NotFound or BadInput for what is no
-    ONNX model.
+    A file of up to `whole_bytes` is parsed with its weights. Raises NotFound, or BadInput if the
+    file is not an ONNX model.
     """
     model, spots = messages().ModelProto(), dict[int, tuple[int, int]]()
     decode_error = require("google.protobuf.message").DecodeError
     try:
         with memory_errors(path, [path]), Pages(path) as data:
-            next(data.fields(0, data.size))  # raises for zeros, however many
+            next(data.fields(0, data.size))  # this raises for a file of zeros
             if data.size <= whole_bytes:
                 model.ParseFromString(data.read(0, data.size))
             else:
@@ -132,7 +131,7 @@ def _parse(data: Pages, model: Any, spots: dict[int, tuple[int, int]]) -> None:
 def _parse_graph(
     data: Pages, at: int, stop: int, graph: Any, spots: dict[int, tuple[int, int]]
 ) -> None:
-    others, first = bytearray(), at  # `first`: where the fields between two initializers begin
+    others, first = bytearray(), at  # `first`: the begin of the fields between initializers
     for number, wire, start, begin, end in data.fields(at, stop):
         if (number, wire) != (INITIALIZER, 2):
             continue
@@ -153,7 +152,7 @@ def _parse_graph(
 
 
 def damaged(path: Path) -> BadInput:
-    """The error for an ONNX file that a reader of protobuf refuses."""
+    """Return the error for an ONNX file that a reader of protobuf refuses."""
     try:
         with Pages(path) as data:
             if _deeply_nested(data):
@@ -175,7 +174,7 @@ def _deeply_nested(data: Pages) -> bool:
     for numbers in (
         (GRAPH,),
         *((1,), (5,), (6, 11)) * (MAX_NESTED + 1),
-    ):  # nodes, attributes, graphs
+    ):  # these nest: nodes, attributes, graphs
         spans = [
             (begin, end)
             for span in spans
@@ -186,11 +185,10 @@ def _deeply_nested(data: Pages) -> bool:
 
 
 class Parts:
-    """All graphs, nodes and tensors of a model, also those in bodies of If and Loop and functions.
+    """All graphs, nodes and tensors of a model, with those in functions and bodies of If and Loop.
 
-    Raises BadInput where bodies are nested too deeply.
-
-    `inner`: every stored tensor but the initializers of the main graph.
+    `inner`: every stored tensor except the initializers of the main graph. Raises BadInput if
+    bodies are nested too deeply.
     """
 
     def __init__(self, model: Any, path: Path) -> None:
@@ -211,7 +209,7 @@ class Parts:
                 self.inner += graph.initializer
 
     def _look_into(self, node: Any) -> Iterator[Any]:
-        """Keep the tensors of a node's attributes; returns its bodies."""
+        """Keep the tensors of a node's attributes; return its bodies."""
         for attribute in node.attribute:
             if attribute.HasField("t"):
                 self.inner.append(attribute.t)
@@ -226,7 +224,7 @@ class Parts:
 
 
 def subgraphs(node: Any) -> Iterator[Any]:
-    """The bodies of If, Loop and Scan."""
+    """Yield the bodies of If, Loop and Scan."""
     for attribute in node.attribute:
         if attribute.HasField("g"):
             yield attribute.g
@@ -234,13 +232,13 @@ def subgraphs(node: Any) -> Iterator[Any]:
 
 
 def duplicate(names: Iterable[str]) -> str:
-    """The first name that comes twice, as text; empty if none does."""
+    """Return the first name that occurs twice, as text; empty if none does."""
     counts = Counter(names)
     return next((str(name) for name, count in counts.items() if count > 1), "")
 
 
 def dtype_name(data_type: int) -> str:
-    """Numpy's name of an ONNX element type: 'float32' of FLOAT; in lower case what numpy lacks."""
+    """Return numpy's name of an ONNX element type ('float32'), else ONNX's own in lower case."""
     try:
         name = str(messages().TensorProto.DataType.Name(data_type)).lower()
     except ValueError:

@@ -1,8 +1,8 @@
-"""Say what speaks against a graph for a target, before anybody waits for a build.
+"""Find what a target's runtime cannot run in a graph, before a long build fails.
 
-The parser of TensorRT is asked by `deploykit build --check`, and has the last word. What is listed
-here needs no TensorRT: operators that torch exports and no version of it imports, types that it has
-no layers for, and pairs of quantization that another runtime wants.
+`deploykit build --check` asks TensorRT's parser, which decides. The checks here need no TensorRT:
+operators that torch exports and no version of TensorRT imports, types without layers, and Q/DQ
+pairs that are placed for another runtime.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from deploykit.graph.skeleton import all_nodes
 from deploykit.graph.validate import RUNTIME_DOMAINS
 
 _STANDARD = ("", "ai.onnx")
-# https://github.com/onnx/onnx-tensorrt/blob/main/docs/operators.md
+# Source: https://github.com/onnx/onnx-tensorrt/blob/main/docs/operators.md
 _ABSENT = (
     "AffineGrid Bernoulli BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Col2Im Compress "
     "ConvInteger CumProd DFT Det DynamicQuantizeLinear MatMulInteger MaxUnpool Multinomial "
@@ -31,7 +31,7 @@ _ABSENT = (
     "SequenceMap SplitToSequence StringNormalizer TfIdfVectorizer Unique"
 )
 _NO_OPERATORS = frozenset(_ABSENT.split())
-# Types that no layer computes in; uint8 and the quantized types have rules of their own.
+# No layer computes in these types; uint8 and the quantized types have rules of their own.
 _NO_LAYERS = frozenset(("string", "int16", "uint16", "uint32", "uint64", "complex64", "complex128"))
 _LOW, _HIGH = "QuantizeLinear", "DequantizeLinear"
 _INTEGERS = frozenset(
@@ -40,7 +40,7 @@ _INTEGERS = frozenset(
 
 
 def unsupported(source: Graph, profile: Profile) -> tuple[Problem, ...]:
-    """Return what `profile`'s runtime will not take, in the graph's order.
+    """Return the nodes that `profile`'s runtime refuses, in the graph's order.
 
     Empty means that nothing is known against the model, not that a build is sure to succeed.
     """
@@ -55,7 +55,7 @@ def unsupported(source: Graph, profile: Profile) -> tuple[Problem, ...]:
     for node in nodes:
         if why := _operator(node) or _type(node, types) or _pair(node, types, weights):
             found.append(Problem(node.name, node.op_type, why))
-    for function in model.functions:  # their tensors are named apart from the graph's
+    for function in model.functions:  # a function's tensors have names of their own
         for node in function.node:
             if (node.domain, node.op_type) not in own and (why := _operator(node)):
                 found.append(Problem(node.name, node.op_type, why))
@@ -135,7 +135,7 @@ def _operator(node: onnx.NodeProto) -> str:
 
 
 def _type(node: onnx.NodeProto, types: Mapping[str, str]) -> str:
-    """Types that TensorRT has no layers for; see the notes above the parser's table."""
+    """Return why TensorRT has no layers for the node's types; empty if it has."""
     read = [types.get(name, "") for name in node.input if name]
     written = [types.get(name, "") for name in node.output if name]
     for kind in (*read, *written):
@@ -151,7 +151,7 @@ def _type(node: onnx.NodeProto, types: Mapping[str, str]) -> str:
 def _pair(
     node: onnx.NodeProto, types: Mapping[str, str], weights: Mapping[str, onnx.TensorProto]
 ) -> str:
-    """What QuantizeLinear and DequantizeLinear must not do."""
+    """Return why TensorRT refuses a QuantizeLinear or DequantizeLinear; empty if it does not."""
     if node.op_type not in (_LOW, _HIGH):
         return ""
     if node.op_type == _HIGH and types.get(node.input[0]) == "int32":

@@ -1,4 +1,4 @@
-"""Infer shapes and types of every tensor of a graph, its dynamic axes fixed to given sizes."""
+"""Infer the shape and type of every tensor of a graph, with dynamic axes at given sizes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from deploykit.graph.graph import Graph
 from deploykit.graph.parse import SMALL_BYTES
 from deploykit.graph.skeleton import infer_shapes, stored_bytes, stored_elements
 
-_ROUNDS = 64  # of inference: one for each shape that is computed from an inferred one
+_ROUNDS = 64  # inference needs one for each shape that depends on an inferred one
 _ARITHMETIC = """
     Add And Cast Ceil Concat Div Equal Flatten Floor Gather Greater Identity Less Max Min Mod Mul
     Neg Not Or Pow ReduceProd Reshape ScatterND Slice Sqrt Squeeze Sub Transpose Unsqueeze Where"""
 _ON_SHAPES = frozenset(_ARITHMETIC.split())
 _GENERATORS = frozenset(("ConstantOfShape", "Expand", "Range"))
-_LARGEST_SHAPE = 4096  # elements: paddings and indices are computed along with shapes
+_LARGEST_SHAPE = 4096  # elements: paddings and indices are evaluated as shapes are
 
 
 @dataclass(frozen=True)
 class TensorShapes:
-    """The nodes of the main graph, functions inlined, all named; and what is known of its tensors.
+    """The named nodes of the main graph, functions inlined, with the known shapes and types.
 
-    `shapes` holds only those known as a whole. `constants`: initializers and Constant nodes, for
-    their `dims` and type; the data of the large ones are those of the model they were read from.
+    `shapes` holds only completely known shapes. `constants`: initializers and Constant nodes, for
+    their `dims` and type; the data of large ones stay in the source model.
     """
 
     nodes: Sequence[onnx.NodeProto]
@@ -45,7 +45,7 @@ class TensorShapes:
         return None if shape is None else math.prod(shape)
 
     def bytes(self, name: str) -> int | None:
-        """Packed, as in memory; None where the shape or the type is not known."""
+        """Return the size in memory, packed; None if the shape or the type is not known."""
         shape, kind = self.shapes.get(name), self.types.get(name)
         if shape is None or kind is None:
             return None
@@ -53,9 +53,9 @@ class TensorShapes:
 
 
 def fixed_shapes(graph: Graph, sizes: Mapping[str, int]) -> TensorShapes:
-    """Infer with each dynamic axis at its size; one that `sizes` does not name is 1.
+    """Infer shapes with each dynamic axis at its size; an axis that `sizes` lacks is 1.
 
-    An axis without a name is called as `specs` calls it: `N` at place 0, else `INPUT_PLACE`.
+    An axis without a name has the name that `specs` gives: `N` at place 0, else `INPUT_PLACE`.
     Raises BadInput for a size below 1.
     """
     for axis, size in sizes.items():
@@ -87,7 +87,7 @@ def fixed_shapes(graph: Graph, sizes: Mapping[str, int]) -> TensorShapes:
 def _read(
     graph: onnx.GraphProto, shapes: dict[str, tuple[int, ...]], types: dict[str, int]
 ) -> None:
-    """Add what inference found out."""
+    """Add the results of inference to `shapes` and `types`."""
     for tensor in graph.initializer:
         shapes[tensor.name], types[tensor.name] = tuple(tensor.dims), tensor.data_type
     for value in (*graph.input, *graph.output, *graph.value_info):
@@ -100,9 +100,9 @@ def _read(
 
 
 def _compute_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Replace arithmetic on shapes by its result, in place; whether there was any.
+    """Replace arithmetic on shapes by its result, in place; return whether there was any.
 
-    Inference propagates values through few operators: not through a Reshape of a shape.
+    Inference propagates values through few operators, and not through a Reshape of a shape.
     """
     graph = model.graph
     constants = {tensor.name: tensor for tensor in graph.initializer}
@@ -112,7 +112,7 @@ def _compute_shapes(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]
             with np.errstate(all="ignore"):
                 values = _evaluate(node, model, constants, shapes)
         except Exception:  # noqa: BLE001 - the evaluator raises anything
-            values = None  # a damaged graph: its shapes stay unknown
+            values = None  # the shapes of a damaged graph stay unknown
         if values is None or values.size > _LARGEST_SHAPE:
             kept.append(node)
             continue
@@ -130,7 +130,7 @@ def _evaluate(
     constants: Mapping[str, onnx.TensorProto],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> np.ndarray | None:
-    """What a node makes of constants, or the shape of a tensor; None if that is not known."""
+    """Return a node's output for constants, or a tensor's shape; None if that is not known."""
     names = [name for name in node.input if name]
     if node.op_type == "Shape" and names[0] in shapes:
         feeds = {names[0]: np.broadcast_to(np.float32(0), shapes[names[0]])}
@@ -142,7 +142,7 @@ def _evaluate(
 
 
 def _fix(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> None:
-    """Leave no input with a dynamic axis."""
+    """Fix the dynamic axes of all inputs, in place."""
     known: dict[str, int] = {}
     for value in graph.input:
         for place, axis in enumerate(value.type.tensor_type.shape.dim):
@@ -154,11 +154,11 @@ def _fix(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> None:
             if axis.dim_param in known:
                 axis.dim_value = known[axis.dim_param]
             elif axis.dim_value < 0 or not axis.HasField("dim_value"):
-                axis.Clear()  # an expression such as N*49: inference finds its value
+                axis.Clear()  # inference finds the value of an expression such as N*49
 
 
 def _small(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> bool:
-    """Whether it is arithmetic whose result cannot be large."""
+    """Return whether a node is arithmetic whose result cannot be large."""
     if node.op_type == "Constant":
         return all(stored_bytes(a.t) <= SMALL_BYTES for a in node.attribute if a.HasField("t"))
     if node.op_type not in _GENERATORS:
@@ -171,6 +171,6 @@ def _small(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> b
 
 
 def elements_of(tensor: onnx.TensorProto) -> int:
-    """Elements that count as weights: 0 for strings, booleans and the integers of shapes."""
+    """Return the elements that count as weights: 0 for strings, booleans and integers of shapes."""
     integers = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL, TensorProto.STRING)
     return 0 if tensor.data_type in integers else stored_elements(tensor)

@@ -1,7 +1,7 @@
 """Walk a graph, and copy it without its weights.
 
-In a skeleton, weights above 1 KiB are inputs: it is small enough to be copied, checked and inferred
-at will, however large the model.
+In a skeleton, weights above 1 KiB are inputs: however large the model, it is small enough to copy,
+check and infer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PACKED_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
 
 
 def make_skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy whose weights above 1 KiB are inputs of the same name."""
+    """Return a copy whose weights above 1 KiB are inputs of the same name."""
     skeleton = onnx.ModelProto()
     copy_fields(model, skeleton, left_out="graph")
     graph = skeleton.graph
@@ -36,15 +36,15 @@ def make_skeleton(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def infer_shapes(model: onnx.ModelProto, *, data_prop: bool = False) -> onnx.ModelProto:
-    """A copy with the types and shapes that onnx infers. Raises BadInput."""
+    """Return a copy with the types and shapes that onnx infers. Raises BadInput."""
     try:
         return onnx.shape_inference.infer_shapes(model, data_prop=data_prop)
-    except Exception as exc:  # of many classes, a damaged graph in each
+    except Exception as exc:  # a damaged graph raises many classes
         raise BadInput(f"no shapes can be inferred in the graph: {first_line(exc)}") from exc
 
 
 def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Every node, those in bodies of If, Loop and Scan included."""
+    """Yield every node, also in bodies of If, Loop and Scan."""
     for node in graph.node:
         yield node
         for body in subgraphs(node):
@@ -52,12 +52,12 @@ def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 def stored_elements(tensor: onnx.TensorProto) -> int:
-    """The number of elements that `dims` claims. Dims were checked on loading."""
+    """Return the number of elements that `dims`, checked on loading, claims."""
     return math.prod(tensor.dims)
 
 
 def stored_bytes(tensor: onnx.TensorProto) -> int:
-    """The size in bytes that `dims` and the type claim; 0 for strings."""
+    """Return the size in bytes that `dims` and the type claim; 0 for strings."""
     name = TensorProto.DataType.Name(tensor.data_type)
     if name == "STRING":
         return 0
@@ -68,21 +68,21 @@ def stored_bytes(tensor: onnx.TensorProto) -> int:
 
 
 def read_names(graph: onnx.GraphProto) -> Iterator[str]:
-    """Every name that a node reads, in the bodies of If, Loop and Scan too."""
+    """Yield every name that a node reads, also in bodies of If, Loop and Scan."""
     for node in graph.node:
         yield from node.input
         yield from inner_reads(node)
 
 
 def inner_reads(node: onnx.NodeProto) -> Iterator[str]:
-    """What the bodies of an If, Loop or Scan read and give."""
+    """Yield the names that the bodies of an If, Loop or Scan read and return."""
     for body in subgraphs(node):
         yield from read_names(body)
         yield from (value.name for value in body.output)
 
 
 def reads(node: onnx.NodeProto) -> list[str]:
-    """What a node reads, with what its bodies do."""
+    """Return the names that a node and its bodies read."""
     return [name for name in (*node.input, *inner_reads(node)) if name]
 
 

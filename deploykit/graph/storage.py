@@ -1,8 +1,8 @@
 """Read and write ONNX files without holding their weights.
 
 Weights above 1 KiB stay in the file: the model in memory refers to them as ONNX refers to external
-data, by file, offset and length. Writing copies them one at a time, so a model of any size needs
-the memory of its largest weight.
+data, by file, offset and length. Writing copies one weight at a time, so that even a large model
+needs only the memory of its largest weight.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from deploykit.core.memory import memory_errors
 from deploykit.graph.parse import GRAPH, INITIALIZER, RAW_DATA, SMALL_BYTES
 from deploykit.graph.skeleton import copy_fields, stored_bytes
 
-MAX_BYTES = (1 << 31) - 1  # what one protobuf message can hold
-ALIGNMENT_BYTES = 4096  # of a weight in a data file: a runtime can map it
+MAX_BYTES = (1 << 31) - 1  # the limit of one protobuf message
+ALIGNMENT_BYTES = 4096  # a runtime can map weights that start at a multiple of it
 
 
 def refer(tensor: onnx.TensorProto, file: str, offset: int, length: int) -> None:
-    """Let `tensor` have its data in `file`, next to the model."""
+    """Make `tensor` refer to data in `file`, next to the model."""
     tensor.ClearField("raw_data")
     tensor.ClearField("external_data")
     tensor.data_location = TensorProto.EXTERNAL
@@ -46,7 +46,7 @@ def load_data(tensor: onnx.TensorProto, folder: Path) -> None:
 
 
 def tensor_data(tensor: onnx.TensorProto, folder: Path) -> bytes:
-    """The bytes of its values as raw_data lays them out; `folder`: where its file is."""
+    """Return the values' bytes in the layout of raw_data; `folder`: the folder of its file."""
     if tensor.data_location == TensorProto.EXTERNAL:
         entry = {item.key: item.value for item in tensor.external_data}
         path, length = folder / str(entry["location"]), stored_bytes(tensor)
@@ -65,7 +65,7 @@ def tensor_data(tensor: onnx.TensorProto, folder: Path) -> bytes:
 
 
 def tensor_array(tensor: onnx.TensorProto, folder: Path) -> np.ndarray:
-    """Its values; read only."""
+    """Return the tensor's values; read only."""
     if tensor.data_location != TensorProto.EXTERNAL:
         return numpy_helper.to_array(tensor)
     data, dtype = tensor_data(tensor, folder), helper.tensor_dtype_to_np_dtype(tensor.data_type)
@@ -81,7 +81,7 @@ def write(
     """Write `model`, whose data are in `folder`, to `out`; above the limit OUT.data holds weights.
 
     The data file is in its place before the model. Returns the model as `parse` would read it, and
-    the SHA-256 of each file by its name; `temporary`: neither these nor an fsync.
+    the SHA-256 of each file by its name; `temporary` omits the hashes and the fsync.
     """
     writer = partial(_new_file, temporary=temporary)
     written = onnx.ModelProto()
@@ -96,7 +96,7 @@ def write(
         else:
             kept.CopyFrom(tensor)
     data = {name: stored_bytes(tensor) for name, tensor in large.items()}
-    # 64 bytes a tensor hold its name and shape
+    # reserve 64 bytes per tensor for its name and shape
     if written.ByteSize() + sum(data.values()) + 64 * len(large) <= limit_bytes:
         with writer(out) as handle:
             offsets = _write_inline(written, large, folder, handle)
@@ -129,7 +129,7 @@ def _write_inline(
     folder: Path,
     handle: IO[bytes],
 ) -> dict[str, int]:
-    """Write one protobuf message, the data of `large` into it; returns where each begins."""
+    """Write one protobuf message with the data of `large` in it; return where each begins."""
     head, body = onnx.ModelProto(), onnx.GraphProto()
     copy_fields(model, head, left_out="graph")
     copy_fields(model.graph, body, left_out="initializer")
@@ -166,7 +166,7 @@ def _tag(number: int) -> bytes:
 
 
 def varint(value: int) -> bytes:
-    """A number as protobuf writes it."""
+    """Return a number as protobuf encodes it."""
     found = bytearray()
     while value > 0x7F:
         found.append(value & 0x7F | 0x80)

@@ -1,6 +1,6 @@
-"""What is checked of an ONNX file before a native library sees it: each refusal names the culprit.
+"""Check an ONNX file before a native library opens it; each error names the culprit.
 
-`onnx.checker` alone is no validator: it passes tensors whose data are too short. ONNX Runtime reads
+`onnx.checker` does not suffice: it accepts tensors whose data are too short. ONNX Runtime reads
 data files that are hard links to files outside the model's folder.
 """
 
@@ -20,12 +20,12 @@ from deploykit.graph.skeleton import stored_bytes
 from deploykit.graph.storage import MAX_BYTES
 
 STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
-# ONNX Runtime writes these when it saves the graph that it optimised; other readers have no schema.
+# ONNX Runtime writes these in the graphs that it optimised; other readers have no schema for them.
 RUNTIME_DOMAINS = ("com.microsoft", "com.ms.")
 
 
 def read_model(path: Path) -> onnx.ModelProto:
-    """The checked model of `path`; weights above 1 KiB are references into its files.
+    """Read and check the model at `path`; weights above 1 KiB are references into its files.
 
     Raises NotFound or BadInput.
     """
@@ -95,9 +95,9 @@ def _check_operators(model: onnx.ModelProto, parts: Parts, path: Path) -> None:
 
 
 def _check_names(parts: Parts, path: Path) -> None:
-    """Each graph's inputs, outputs and stored tensors have a name of their own.
+    """Raise BadInput unless each graph's inputs, outputs and stored tensors have unique names.
 
-    Of two initializers of one name each library takes the one that it likes.
+    Libraries differ in which of two initializers with one name they use.
     """
     for graph in parts.graphs:
         sparse = [each.values.name for each in graph.sparse_initializer]
@@ -114,7 +114,7 @@ def _check_names(parts: Parts, path: Path) -> None:
 
 
 def _check_types(model: onnx.ModelProto, parts: Parts, path: Path) -> None:
-    """Each input, output and typed value has a known element type, or none."""
+    """Raise BadInput unless each input, output and typed value has a known element type or none."""
     known = set(TensorProto.DataType.values())
     for graph in (*parts.graphs, *model.functions):
         values = [*graph.value_info]
@@ -149,7 +149,7 @@ def _check_length(tensor: onnx.TensorProto, length: int, where: str) -> None:
 
 
 def _check_external(tensor: onnx.TensorProto, path: Path, where: str) -> None:
-    """Its data must be in a regular file of one name, below the model's folder, and long enough."""
+    """Check that its data are in a regular file below the model's folder that is long enough."""
     values = {entry.key: entry.value for entry in tensor.external_data}
     location = values.get("location", "")
     info = check_data_file(path, location, where)

@@ -1,8 +1,8 @@
 """Call CUDA's driver through NVIDIA's cuda-bindings: the `Driver` of a real GPU.
 
-The driver API, not the runtime's: it loads no second library and no CUDA of its own version, and
-uses each device's primary context, which torch, TensorRT and ONNX Runtime use too. cuda-bindings
-rather than cuda-core: it has every call used here from 12.6 to 13 and imports faster.
+This uses the driver API instead of the runtime API: it loads no second library and no CUDA of its
+own version, and uses each device's primary context, as torch, TensorRT and ONNX Runtime do.
+cuda-bindings imports faster than cuda-core, and has every call used here from 12.6 to 13.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deploykit.engines.cuda.errors import CODES, cuda_error, out_of_memory, unle
 cuda = require("cuda.bindings.driver")
 
 _SUCCESS = cuda.CUresult.CUDA_SUCCESS
-_NON_BLOCKING = int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)  # waits for no default stream
+_NON_BLOCKING = int(cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)  # ignores default streams
 _THREAD_LOCAL = cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _ATTRIBUTES = cuda.CUdevice_attribute
 _MOST_NAME = 256
@@ -40,12 +40,12 @@ class Device:
     compute_capability: str  # "9.0"
     sm_count: int
     integrated: bool
-    driver: str  # "580.65.06"; empty where the kernel does not report it
+    driver: str  # "580.65.06"; empty if the kernel does not report it
     cuda: str  # the newest CUDA that the driver runs, "13.0"
 
 
 class CudaDevice:
-    """CUDA on device `number`; the CPU waits for it with a busy core, which is fastest."""
+    """CUDA on device `number`; the CPU waits for it by spinning, which is fastest."""
 
     def __init__(self, number: int) -> None:
         self.number, self.device = number, f"cuda:{number}"
@@ -70,10 +70,10 @@ class CudaDevice:
         )
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes of the device.
+        """Return the (free, total) bytes of the device.
 
         Where CPU and GPU share memory, CUDA counts the system's caches as used (CUDA for Tegra,
-        "Estimating Total Allocatable Device Memory"), so the kernel's figure is used if larger.
+        "Estimating Total Allocatable Device Memory"), so this uses the kernel's figure if larger.
         """
         free, total = self._all("cuMemGetInfo")
         return max(free, available_bytes() or 0) if self.integrated else free, total
@@ -82,12 +82,12 @@ class CudaDevice:
         self._all("cuCtxSetCurrent", self._context)
 
     def check(self) -> None:
-        """Copy one byte from the device. Raises DeviceLost where its context is lost, else nothing.
+        """Copy one byte from the device. Raises DeviceLost if its context is lost, else nothing.
 
         Other libraries report a lost context as a failure of their own, without CUDA's code.
         """
         byte = ctypes.create_string_buffer(1)
-        with unless_lost():  # out of memory, say: the context works
+        with unless_lost():  # other errors, such as out of memory, leave the context usable
             address = self.allocate(1)
             try:
                 self._all("cuMemcpyDtoH", ctypes.addressof(byte), address, 1)
@@ -140,7 +140,7 @@ class CudaDevice:
         self._all("cuMemcpyDtoHAsync", host, device, nbytes, stream)
 
     def begin_capture(self, stream: int) -> None:
-        # thread-local: other threads may allocate meanwhile
+        # capture thread-locally: other threads may allocate meanwhile
         self._all("cuStreamBeginCapture", stream, _THREAD_LOCAL)
 
     def end_capture(self, stream: int) -> int:
@@ -171,20 +171,20 @@ class CudaDevice:
             return int(self._of(call, nbytes, *flags))
         except OutOfMemory as exc:
             if call != "cuMemAlloc" and not self.integrated:
-                raise  # host memory: the device's figures do not explain it
+                raise  # host memory is missing, which the device's figures do not show
             raise out_of_memory(self.device, nbytes, *self.memory()) from exc
 
 
 @functools.cache
 def _primary_context(number: int) -> tuple[Any, Any]:
-    """(device, its primary context), held until the process ends as CUDA's runtime holds it.
+    """Return (device, its primary context), held until the process ends, as by CUDA's runtime.
 
-    Raises Unsupported where there is no driver or no such device.
+    Raises Unsupported if there is no driver or no such device.
     """
     device = f"cuda:{number}"
     try:
         _call(device, "cuInit", 0)
-    except RuntimeError as exc:  # the bindings find no libcuda
+    except RuntimeError as exc:  # the bindings did not find libcuda
         raise Unsupported(
             f"{device}: no NVIDIA driver is loaded",
             hint="in a container, start it with: docker run --gpus all; see: deploykit doctor",
@@ -195,10 +195,10 @@ def _primary_context(number: int) -> tuple[Any, Any]:
 
 
 def _call(device: str, call: str, *arguments: Any) -> tuple[Any, ...]:
-    """The return values of `call`. Raises the error for its code."""
+    """Return the values of `call`. Raises the error for its code."""
     try:
         code, *values = getattr(cuda, call)(*arguments)
-    except (KeyError, ValueError) as exc:  # the number of a code, newer than the bindings
+    except (KeyError, ValueError) as exc:  # a code that is newer than the bindings is a number
         name, text = re.sub(r"\D", "", str(exc)), "unknown to the installed cuda-bindings"
         number = int(name or 0)
     else:
@@ -210,11 +210,11 @@ def _call(device: str, call: str, *arguments: Any) -> tuple[Any, ...]:
 
 
 def cuda_version(number: int) -> str:
-    """CUDA's 12060 is 12.6."""
+    """Return 12.6 for CUDA's 12060."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def driver_version(file: Path = _DRIVER_FILE) -> str:
-    """The kernel module's version, as 580.65.06; empty where it has no such file (Orin)."""
+    """Return the kernel module's version, as 580.65.06; empty without such a file (Orin)."""
     match = re.search(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", file_text(file))
     return match[1] if match else ""

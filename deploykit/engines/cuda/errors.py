@@ -9,7 +9,7 @@ from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 
 
 class DeviceLost(Unsupported):
-    """The CUDA context is lost and every later call in this process fails: end the process."""
+    """The CUDA context is lost, so that every later call fails: end the process."""
 
     http_status = 503
     grpc_status = "UNAVAILABLE"
@@ -19,10 +19,10 @@ class CaptureRefused(Unsupported):
     """The work cannot be captured as a CUDA graph; it can still be run without one."""
 
 
-# CUDA Runtime API, "Data types used by CUDA Runtime", enum cudaError: number, what it means here,
-# name and message; the driver API's CUresult has the same numbers. lost: the process must end, as
-# hardware failed or the context is gone; unusable: the driver, the GPU or a permission; other-gpu:
-# machine code for another GPU, or for a newer driver
+# Source: CUDA Runtime API, "Data types used by CUDA Runtime", enum cudaError. A row holds number,
+# class, name and message; the driver API's CUresult has the same numbers. "lost": hardware failed
+# or the context is gone, so that the process must end; "unusable": the driver, the GPU or a
+# permission is at fault; "other-gpu": the code is for another GPU or a newer driver.
 _TABLE = """\
 1 bug InvalidValue invalid argument
 2 memory MemoryAllocation out of memory
@@ -110,13 +110,13 @@ may retry (see CUDA_FABRIC_INIT_TIMEOUT_MS)
 _ROWS = [line.split(" ", 3) for line in _TABLE.splitlines()]
 _KINDS = {name: kind for _, kind, name, _ in _ROWS}
 CODES: Mapping[int, str] = {int(number): name for number, _, name, _ in _ROWS}
-MESSAGES: Mapping[str, str] = {text: name for _, _, name, text in _ROWS}  # what other libraries log
+MESSAGES: Mapping[str, str] = {text: name for _, _, name, text in _ROWS}  # libraries log these
 
 
 def cuda_error(device: str, call: str, name: str, text: str) -> DeploykitError:
-    """The error for a CUDA `call` that returned the code `name`.
+    """Return the error for a CUDA `call` that returned the code `name`.
 
-    A code for wrong use of CUDA is a plain DeploykitError: a bug in deploykit.
+    A code for wrong use of CUDA, a bug in deploykit, gives a plain DeploykitError.
     """
     kind = _KINDS.get(name.removeprefix("cudaError"))
     message = f"{device}: {call}: {name}: {text}"
@@ -146,7 +146,7 @@ def cuda_error(device: str, call: str, name: str, text: str) -> DeploykitError:
 
 @contextlib.contextmanager
 def unless_lost() -> Iterator[None]:
-    """Ignore our errors in the block, except DeviceLost."""
+    """Ignore any DeploykitError in the block except DeviceLost."""
     try:
         yield
     except DeviceLost:

@@ -1,8 +1,8 @@
 """Run calls on a GPU with pinned staging memory, streams and graphs, copies overlapping compute.
 
-Independent of TensorRT: a `Work` is anything that can be enqueued on a stream. Each slot has its
-own stream, buffers and work, so that one slot computes while another one copies; a caller with one
-call at a time only uses one slot.
+A `Work` is anything that can be enqueued on a stream, so this file does not depend on TensorRT.
+Each slot has its own stream, buffers and work, so that one slot computes while another one copies;
+a caller with one call at a time uses only one slot.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # returns; `finish` waits. The layout of each combination of shapes is kept.
 
 _MOST_LAYOUTS = 64  # shapes whose views a slot keeps
-_MOST_GRAPHS = 16  # each holds a work of its own, and memory on the GPU
+_MOST_GRAPHS = 16  # each holds its own work and GPU memory
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Buffer:
         """Grow to at least `nbytes`, losing the content. Raises OutOfMemory, and is then empty."""
         if self.fits(nbytes):
             return
-        self.release()  # first: the old and the new together may not fit
+        self.release()  # release first, as both together may not fit
         size = round_up(nbytes)
         try:
             self.host = self.driver.pin(size)
@@ -74,7 +74,7 @@ class Buffer:
     def release(self) -> None:
         host, device = self.host, self.device
         self.host = self.device = self.size = 0
-        with contextlib.suppress(DeploykitError):  # a lost device takes its memory with it
+        with contextlib.suppress(DeploykitError):  # a lost device has freed its memory
             if device and not self.driver.integrated:
                 self.driver.free(device)
         with contextlib.suppress(DeploykitError):
@@ -83,7 +83,7 @@ class Buffer:
 
 
 def round_up(nbytes: int) -> int:
-    """A size to allocate, at most a quarter more, so that small growth needs no new block."""
+    """Round a size up by at most a quarter, so that small growth needs no new block."""
     step = max(512, 1 << max(0, nbytes.bit_length() - 3))
     return max(1, -(-nbytes // step)) * step
 
@@ -93,10 +93,10 @@ def byte_count(dtype: str, shape: Shape) -> int:
 
 
 class Work(Protocol):
-    """What runs on a slot's stream, as a TensorRT context does. Raises DeploykitError only."""
+    """Work for a slot's stream, such as a TensorRT context. Raises only DeploykitError."""
 
     def shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape | None]:
-        """Set the inputs' shapes; returns the outputs', None where they depend on the data."""
+        """Set the inputs' shapes; return the outputs', None if they depend on the data."""
         ...
 
     def bind(self, addresses: Mapping[str, int]) -> None:
@@ -106,7 +106,7 @@ class Work(Protocol):
     def enqueue(self, stream: int) -> None: ...
 
     def late(self, name: str) -> tuple[int, Shape]:
-        """After `enqueue`: device address and shape of an output that `shapes` did not know."""
+        """Return, after `enqueue`, address and shape of an output that `shapes` did not know."""
         ...
 
     def close(self) -> None: ...
@@ -116,7 +116,7 @@ MakeWork = Callable[[int, int], Work]  # (stream, address of its scratch memory)
 
 
 class _Layout:
-    """How to run calls of certain shapes: views into the staging memory, and the copies."""
+    """The views into the staging memory and the copies for calls of certain shapes."""
 
     def __init__(self, work: Work, shapes: Mapping[str, Shape], capture: bool) -> None:
         self.work, self.shapes, self.capture = work, shapes, capture
@@ -126,7 +126,7 @@ class _Layout:
         self.copies_in: list[tuple[int, int, int]] = []  # (device, host, bytes)
         self.copies_out: list[tuple[int, int, int]] = []
         self.late: list[TensorSpec] = []
-        self.shared = False  # its work runs other shapes too
+        self.shared = False  # whether its work runs other shapes too
         self.graph = 0
         self.runs = 0
 
@@ -143,15 +143,15 @@ class StreamSlot:
         scratch_bytes: int,
     ) -> None:
         self.driver, self.make, self.inputs, self.outputs = driver, make, inputs, outputs
-        self.notes: list[str] = []  # why a graph was refused
-        self.copies_us = (0, 0)  # of the last call, on the host: into and out of pinned memory
+        self.notes: list[str] = []  # reasons why a graph was refused
+        self.copies_us = (0, 0)  # the last call's copies on the host, to and from pinned memory
         self.stream = self.event = self.scratch = 0
         self._rows: int | None = None
         self._running: _Layout | None = None
         self._buffers: dict[str, Buffer] = {}
         self._works: dict[tuple[Shape, ...] | None, Work] = {}
         self._layouts: dict[tuple[Shape, ...], _Layout] = {}
-        self._bound: _Layout | None = None  # whose shapes and addresses the shared work has
+        self._bound: _Layout | None = None  # the layout that the shared work is set to
         self._late: dict[str, Buffer] = {}
         try:
             self.stream = driver.open_stream()
@@ -163,10 +163,10 @@ class StreamSlot:
             raise
 
     def reserve(self, shapes: tuple[Shape, ...]) -> None:
-        """Take the memory for a call of these input shapes that is not a graph."""
+        """Allocate the memory for a call of these input shapes that is not a graph."""
         if shapes not in self._layouts:
             self._lay_out(shapes, capture=False)
-            del self._layouts[shapes]  # a call may want a graph
+            del self._layouts[shapes]  # a call may use a graph
             self._bound = None
 
     def start(self, arrays: Sequence[np.ndarray], rows: int | None, capture: bool) -> None:
@@ -197,11 +197,11 @@ class StreamSlot:
         self.driver.record(self.event, self.stream)
 
     def finish(self) -> dict[str, np.ndarray] | DeploykitError:
-        """Wait for the call in flight: its outputs in new arrays, or why there are none."""
+        """Wait for the call in flight; return its outputs in new arrays, or its error."""
         if self._running is None:
             return DeploykitError(f"{self.driver.device}: no call is in flight")
         try:
-            self.driver.use()  # this may be another thread than that of `start`
+            self.driver.use()  # the thread may differ from that of `start`
             self.driver.wait(self.event)
         except DeploykitError as exc:
             return exc if isinstance(exc, DeviceLost) else self.settle() or exc
@@ -217,8 +217,8 @@ class StreamSlot:
     def settle(self) -> DeviceLost | None:
         """Wait, after a failure, until nothing reads or writes the buffers.
 
-        Returns the loss of the device where that was the cause: a library that fails because of it
-        may give a reason of its own, or none.
+        Returns the loss of the device if that was the cause, as the failing library may give
+        another reason or none.
         """
         try:
             with unless_lost():
@@ -252,7 +252,7 @@ class StreamSlot:
         inputs, outputs = self.inputs, self.outputs
         capture = capture and (key in self._works or len(self._works) <= _MOST_GRAPHS)
         shapes = {spec.name: shape for spec, shape in zip(inputs, key, strict=True)}
-        # TensorRT: a graph is valid while its context is unchanged, so each graph has its own.
+        # TensorRT's graph is valid while its context is unchanged, so each graph has its own.
         work = self._work(key if capture else None)
         layout = _Layout(work, shapes, capture)
         layout.shared = not capture
@@ -268,7 +268,7 @@ class StreamSlot:
                 sizes[spec.name] = (spec, shape, byte_count(spec.dtype, shape))
         layout.capture = capture and not layout.late
         self._reserve({name: nbytes for name, (_, _, nbytes) in sizes.items()})
-        layout.answers = {spec.name: np.empty(0) for spec in outputs}  # in their order
+        layout.answers = {spec.name: np.empty(0) for spec in outputs}  # keeps their order
         for name, (spec, shape, nbytes) in sizes.items():
             buffer = self._buffers[name]
             view = buffer.view(spec.dtype, shape)
@@ -296,7 +296,7 @@ class StreamSlot:
             self._buffers.setdefault(name, Buffer(self.driver))
         if all(self._buffers[name].fits(nbytes) for name, nbytes in sizes.items()):
             return
-        self._drop_layouts()  # views and graphs point into the buffers that move
+        self._drop_layouts()  # views and graphs point into the old buffers
         for name, nbytes in sizes.items():
             self._buffers[name].reserve(nbytes)
 
@@ -323,7 +323,7 @@ class StreamSlot:
             self._fetch_late(layout)
 
     def _fetch_late(self, layout: _Layout) -> None:
-        """Copy out the outputs of data-dependent shape, into memory of their own."""
+        """Copy the outputs of data-dependent shape into memory of their own."""
         for spec in layout.late:
             address, shape = layout.work.late(spec.name)
             buffer = self._late.setdefault(spec.name, Buffer(self.driver, host_only=True))
@@ -334,14 +334,14 @@ class StreamSlot:
             layout.answers[spec.name] = buffer.view(spec.dtype, shape)
 
     def _capture(self, layout: _Layout) -> None:
-        """Capture the whole sequence as a graph, or note why not and run without."""
+        """Capture the whole sequence as a graph; on failure note the reason and run without."""
         refused: DeploykitError | None = None
         self.driver.begin_capture(self.stream)
         try:
             self._enqueue(layout)
         except DeploykitError as exc:
             refused = exc
-        finally:  # always: a stream left capturing silently runs nothing
+        finally:  # a stream that still captures runs nothing
             graph = self._end_capture()
         if isinstance(graph, DeploykitError):
             refused = refused or graph
@@ -382,7 +382,7 @@ class Ticket:
 
 
 class Pipeline(Closing):
-    """Calls of one model, up to `slots` of them in flight; used by one thread at a time.
+    """Runs calls of one model, up to `slots` of them in flight, for one thread at a time.
 
     `graphs`: batch sizes captured with their copies as a CUDA graph at their second run; other
     sizes are enqueued step by step. `pad`: fill a call with zero rows up to the next size of
@@ -411,10 +411,10 @@ class Pipeline(Closing):
         self.scratch_bytes = scratch_bytes
         self._batched = next((n for n, spec in enumerate(self.inputs) if spec.batched), None)
         self.slots = slots
-        self.last_copies_us = (0, 0)  # of the call that ended last, see `StreamSlot.copies_us`
+        self.last_copies_us = (0, 0)  # the last ended call's `StreamSlot.copies_us`
         self._all: list[StreamSlot] = []
         self._free: list[StreamSlot] = []
-        self._busy: dict[StreamSlot, Ticket] = {}  # in the order in which they were started
+        self._busy: dict[StreamSlot, Ticket] = {}  # in starting order
         self._lost: DeviceLost | None = None
         self._closed = False
 
@@ -422,7 +422,7 @@ class Pipeline(Closing):
         return self.submit(feeds).result()
 
     def reserve(self, shapes: Sequence[Shape], slots: int = 1) -> None:
-        """Take the memory for `slots` calls of these input shapes now. Raises OutOfMemory."""
+        """Allocate the memory for `slots` calls of these input shapes. Raises OutOfMemory."""
         self.check()
         found = []
         try:
@@ -433,10 +433,10 @@ class Pipeline(Closing):
             self._free += found
 
     def prepare(self, calls: Iterable[Arrays], *, pad: bool = False) -> None:
-        """Run each call in every slot, twice if it may become a graph: later it takes no memory.
+        """Run each call in every slot, twice for a graph, so that later calls allocate nothing.
 
-        The largest first, as a buffer that grows drops the graphs. No other size becomes one any
-        more. `pad`: see above.
+        The largest call runs first, as a growing buffer drops the graphs. Afterwards no other size
+        is captured. `pad`: see above.
         """
         self.pad = self.pad or (pad and self._paddable)
         wanted, self.graphs = self.graphs, ()
@@ -449,13 +449,13 @@ class Pipeline(Closing):
                     ticket.result()
 
     def map(self, batches: Iterable[Arrays]) -> Iterator[dict[str, np.ndarray]]:
-        """The outputs in order, with all slots busy."""
+        """Yield the outputs in order, with all slots busy."""
         return run_in_order(self.submit, batches, self.slots)
 
     def submit(self, feeds: Arrays) -> Ticket:
         """Copy `feeds`, which fit `inputs`, and start the call; waits only for a slot.
 
-        Raises OutOfMemory, after which a smaller call may do, DeviceLost, or what `Work` raises.
+        Raises OutOfMemory, after which a smaller call may work, DeviceLost, or what `Work` raises.
         """
         self.check()
         arrays = [feeds[spec.name] for spec in self.inputs]
@@ -476,7 +476,7 @@ class Pipeline(Closing):
         return ticket
 
     def check(self) -> None:
-        """Make the device this thread's. Raises DeviceLost once it is, and after `close`."""
+        """Use the device in this thread. Raises DeviceLost if it is lost, and after `close`."""
         if self._closed:
             raise DeploykitError(f"{self.driver.device}: the pipeline is closed")
         if self._lost is not None:
@@ -495,11 +495,11 @@ class Pipeline(Closing):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Why a requested CUDA graph was not captured."""
+        """The reasons why requested CUDA graphs were not captured."""
         return tuple(note for slot in self._all for note in slot.notes)
 
     def bucket(self, rows: int | None) -> tuple[int | None, bool]:
-        """(rows to run, whether as a graph) for a call of `rows`, None for a fixed shape."""
+        """Return (rows to run, whether as a graph) for a call of `rows`, None for fixed shapes."""
         if rows is None or rows in self.graphs:
             return rows, bool(self.graphs)
         larger = [size for size in self.graphs if size >= rows] if self.pad and rows else []
@@ -518,7 +518,7 @@ class Pipeline(Closing):
             slot.release()
 
     def _idle(self) -> StreamSlot:
-        """An idle slot: a used one, else a new one, else the oldest call's once it has finished.
+        """Return an idle slot: a used one, a new one, or that of the oldest call, once finished.
 
         A second slot takes memory only when two calls are in flight.
         """
@@ -534,7 +534,7 @@ class Pipeline(Closing):
 def run_in_order(
     submit: Callable[[Arrays], Ticket], batches: Iterable[Arrays], slots: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Each call's outputs in order, with up to `slots` calls in flight."""
+    """Yield each call's outputs in order, with up to `slots` calls in flight."""
     waiting: deque[Ticket] = deque()
     for feeds in batches:
         waiting.append(submit(feeds))

@@ -1,4 +1,4 @@
-"""Read `.npz` and `.npy` files whose content nobody has checked: headers first, then arrays.
+"""Read untrusted `.npz` and `.npy` files: headers first, then arrays.
 
 A small file can declare, or unpack to, any size; pickled objects are never loaded.
 """
@@ -42,13 +42,13 @@ _DAMAGED = (
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of one of its arrays. `start`: where in its member the values begin."""
+    """The header of one array. `start`: the position in its member where the values begin."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    in_rows: bool  # C order, so that the values of axis 0 follow each other
+    in_rows: bool  # C order: the rows of axis 0 are contiguous
     start: int
-    member: str = ""  # in the archive; "" for an .npy
+    member: str = ""  # the name in the archive; "" for an .npy
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +56,7 @@ class Header:
 
 
 def read_headers(path: Path) -> dict[str, Header]:
-    """The arrays of a file by name; an .npy's is named "array". Raises NotFound or BadInput."""
+    """Return a file's headers by name; an .npy's is "array". Raises NotFound or BadInput."""
     with damage(path):
         if is_npy(path):
             with path.open("rb") as handle:
@@ -74,7 +74,7 @@ def read_headers(path: Path) -> dict[str, Header]:
 
 
 def read_arrays(path: Path, headers: Mapping[str, Header]) -> dict[str, np.ndarray]:
-    """The arrays of a file whose headers were checked."""
+    """Return the arrays of a file whose headers were checked."""
     with damage(path), contextlib.ExitStack() as stack:
         return {
             name: npy.read_array(open_array(path, header, stack), allow_pickle=False)
@@ -83,7 +83,7 @@ def read_arrays(path: Path, headers: Mapping[str, Header]) -> dict[str, np.ndarr
 
 
 def open_array(path: Path, header: Header, stack: contextlib.ExitStack) -> IO[bytes]:
-    """The array's member from its beginning, until `stack` closes. Raises as zipfile does."""
+    """Open the array's member at its start, until `stack` closes. Raises as zipfile does."""
     if not header.member:
         return stack.enter_context(path.open("rb"))
     archive = stack.enter_context(zipfile.ZipFile(path))
@@ -91,7 +91,7 @@ def open_array(path: Path, header: Header, stack: contextlib.ExitStack) -> IO[by
 
 
 def is_npy(path: Path) -> bool:
-    """Whether it is a single array. Raises NotFound or BadInput."""
+    """Return whether the file is a single array. Raises NotFound or BadInput."""
     with check_readable(path).open("rb") as handle:
         return handle.read(6) == npy.MAGIC_PREFIX
 
@@ -102,7 +102,7 @@ def damage(path: Path) -> Iterator[None]:
     try:
         yield
     except _DAMAGED as exc:
-        if isinstance(exc, MemoryError) and "allocate" in str(exc):  # not the parser of headers
+        if isinstance(exc, MemoryError) and "allocate" in str(exc):  # an array, not the parser
             raise does_not_fit(path, first_line(exc)) from exc
         _refuse_other(path)
         kind = ".npy" if path.suffix == ".npy" else ".npz"
@@ -135,7 +135,7 @@ def _refuse_other(path: Path) -> None:
 
 
 def _header(where: str, member: IO[bytes], file_bytes: int, name: str = "") -> Header:
-    """Of one array. Raises BadInput when its header disagrees with its file's size."""
+    """Read the header of one array. Raises BadInput if it disagrees with the file's size."""
     version = npy.read_magic(member)
     if version not in ((1, 0), (2, 0)):
         raise BadInput(f"{where} is in the unsupported .npy format version {version}")

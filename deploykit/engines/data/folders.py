@@ -19,7 +19,7 @@ from deploykit.core.recipe import Split, Splits
 from deploykit.core.task import ImageInput
 from deploykit.engines.data.samples import IMAGES, list_entries
 
-_TRAIN, _CALIBRATION, _TEST = "train", "calibrate", "test"  # what the samples of a split do
+_TRAIN, _CALIBRATION, _TEST = "train", "calibrate", "test"  # the use of a split
 _SPLITS = {
     "train": _TRAIN,
     "val": _CALIBRATION,
@@ -27,8 +27,8 @@ _SPLITS = {
     "validation": _CALIBRATION,
     "test": _TEST,
 }
-_SHARES = {_TEST: 0.2, _CALIBRATION: 0.1}  # of each class that trains, where no folder holds them
-_Classes: TypeAlias = dict[Path, list[Path]]  # the images of each class folder, in their order
+_SHARES = {_TEST: 0.2, _CALIBRATION: 0.1}  # of each class, for a split without a folder
+_Classes: TypeAlias = dict[Path, list[Path]]  # the ordered images of each class folder
 _Sample: TypeAlias = tuple[np.ndarray, int]  # pixels and label
 
 
@@ -36,10 +36,10 @@ def class_splits(folder: Path, image: ImageInput, *, classes: int | None = None)
     """Read the images below `folder`, each placed as `image` says, as splits of labelled samples.
 
     Inputs: `image.tensor`, uint8 (samples, height, width, channels). The sorted names of the class
-    folders are the classes. Folders train, val (valid, validation) and test are the splits, val
-    the one that calibrates; those that are missing are cut out of each class that trains: 20 per
-    cent to test, 10 to calibrate. `classes`: how many there must be, else a size that the model
-    takes from the data. `skipped`: files that cannot be read. Raises NotFound or BadInput.
+    folders are the classes. Folders train, val (valid, validation) and test are the splits; val is
+    for calibration. A missing split is taken from each training class: 20 per cent to test, 10 to
+    calibrate. `classes`: the required number, else the name of a size that the model takes from
+    the data. `skipped`: files that cannot be read. Raises NotFound or BadInput.
     """
     files = _files(folder)
     names = tuple(each.name for each in files[_TRAIN])
@@ -64,7 +64,7 @@ def class_splits(folder: Path, image: ImageInput, *, classes: int | None = None)
 
 
 def _files(folder: Path) -> dict[str, _Classes]:
-    """The images by split; all of them train where no folder stands for a split."""
+    """Return the images by split; without folders for splits, all of them are for training."""
     if not folder.is_dir():
         reason = "is a file, not a folder" if folder.exists() else "no such folder"
         raise NotFound(f"{folder}: {reason}", hint="name a folder with one per class")
@@ -99,7 +99,7 @@ def _files(folder: Path) -> dict[str, _Classes]:
 
 
 def _classes(folders: Sequence[Path]) -> _Classes:
-    """The images of each class folder. Raises BadInput for one that holds folders."""
+    """Return the images of each class folder. Raises BadInput if one contains folders."""
     found = {}
     for each in folders:
         files, deeper = list_entries(each)
@@ -115,7 +115,7 @@ def _classes(folders: Sequence[Path]) -> _Classes:
 def _read(
     folder: Path, files: Mapping[str, _Classes], image: ImageInput
 ) -> tuple[dict[str, list[_Sample]], list[str]]:
-    """The samples of each split, and why the other files could not be read."""
+    """Return the samples of each split, and why the other files could not be read."""
     from deploykit.engines.tasks.images import PlacedImages
 
     reader, skipped = PlacedImages(image, str(folder)), list[str]()

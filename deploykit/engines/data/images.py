@@ -1,8 +1,8 @@
 """Decode PNG and JPEG images into a model's input: uint8 [N,H,W,3], or [N,H,W,1] for grey.
 
-Images are turned upright as their EXIF says. `Images` resizes nothing: an image of another size is
-an error, as the model would not see what its user expects. The number of pixels is read from the
-header and checked before a pixel is decoded.
+Images are turned upright as their EXIF says. `Images` does not resize: an image of another size is
+an error, as the model would not see what its user expects. The header's number of pixels is checked
+before any pixel is decoded.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from deploykit.core.tensors import TensorSpec
 Image = require("PIL.Image")
 _JpegImageFile: Any = require("PIL.JpegImagePlugin").JpegImageFile
 
-MAX_PIXELS = 25_000_000  # of one image: a header of 74 bytes can declare 65535 x 65535
+MAX_PIXELS = 25_000_000  # per image: a header of 74 bytes can declare 65535 x 65535
 _FORMATS = ("PNG", "JPEG")
 _NAMES = {"JPEG": "JPEG", "PNG": "PNG", "WEBP": "WebP"}
 _MODES = {3: "RGB", 1: "L"}
 
-# What Pillow and what it calls raise on damaged files; UnidentifiedImageError is an OSError.
+# Pillow and its libraries raise these on damaged files; UnidentifiedImageError is an OSError.
 DAMAGED: tuple[type[Exception], ...] = (
     OSError,
     SyntaxError,
@@ -49,8 +49,8 @@ DAMAGED: tuple[type[Exception], ...] = (
     zlib.error,
     Image.DecompressionBombError,
 )
-_EXIF_BYTES = 1 << 20  # of all tags of an image: a camera's preview is in another directory
-_LARGEST_TYPE = 8  # bytes of a value in EXIF: a fraction, or a float64
+_EXIF_BYTES = 1 << 20  # for all tags of an image: a camera's preview is in another directory
+_LARGEST_TYPE = 8  # bytes of an EXIF value: a fraction or a float64
 _ORIENTATION = 0x0112  # the EXIF tag
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -61,12 +61,12 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_SIDEWAYS = (5, 6, 7, 8)  # of them, those that swap width and height
-_filters = threading.Lock()  # those of `warnings` are one list for all threads
+_SIDEWAYS = (5, 6, 7, 8)  # these orientations swap width and height
+_filters = threading.Lock()  # all threads share the filters of `warnings`
 
 
 class _Jpeg(_JpegImageFile):  # type: ignore[misc]  # Any: Pillow is optional
-    """A JPEG whose EXIF is not read with its header, for a resolution that nobody here asks for."""
+    """A JPEG whose header is read without EXIF, which only the unused resolution needs."""
 
     def _read_dpi_from_exif(self) -> None:
         pass
@@ -98,7 +98,7 @@ class Images:
             return pixels.reshape(*pixels.shape[:2], self.shape[2])
 
     def decode_all(self, files: Sequence[Path]) -> np.ndarray:
-        """Shape (files, height, width, channels). Raises as `decode`."""
+        """Return shape (files, height, width, channels). Raises as `decode` does."""
         check_memory(self._where, len(files) * math.prod(self.shape))
         pixels = np.empty((len(files), *self.shape), np.uint8)
         for number, file in enumerate(files):
@@ -107,21 +107,21 @@ class Images:
 
 
 def turn_upright(opened: Any, mode: str) -> Any:
-    """The pixels as `mode`, turned as the EXIF orientation says; unreadable EXIF says nothing."""
+    """Return the pixels in `mode`, turned by the EXIF orientation; unreadable EXIF is ignored."""
     opened.load()
     turn = _UPRIGHT.get(read_orientation(opened))
-    opened.info.pop("transparency", None)  # `convert` would look for a colour that stands for it
+    opened.info.pop("transparency", None)  # else `convert` searches for a transparent colour
     found = opened.convert(mode)
     return found if turn is None else found.transpose(turn)
 
 
 def read_orientation(image: Any) -> int:
-    """The EXIF orientation of an open image, 1 to 8; 1 where its EXIF says nothing readable.
+    """Return the EXIF orientation of an open image, 1 to 8; 1 if its EXIF is not readable.
 
-    Pillow before 13 copies each tag's bytes, and a file may have tens of thousands of tags that
-    share theirs: a megabyte of EXIF takes gigabytes. Such EXIF is not read.
+    Pillow before 13 copies each tag's bytes, and tens of thousands of tags may share the same
+    bytes: a megabyte of EXIF then takes gigabytes. Such EXIF is not read.
     """
-    text = image.info.pop("Raw profile type exif", None)  # ImageMagick's, in a PNG
+    text = image.info.pop("Raw profile type exif", None)  # ImageMagick stores EXIF so in a PNG
     with contextlib.suppress(*DAMAGED):
         if text is not None and "exif" not in image.info:
             image.info["exif"] = bytes.fromhex("".join(text.split("\n")[3:]))
@@ -133,11 +133,11 @@ def read_orientation(image: Any) -> int:
 
 
 def _tag_bytes(exif: bytes) -> int:
-    """At most how many bytes the tags of the first directory refer to (TIFF 6.0, section 2)."""
+    """Return at most how many bytes the first directory's tags refer to (TIFF 6.0, section 2)."""
     while exif.startswith(b"Exif\0\0"):
         exif = exif[6:]
     if exif and exif[:4] not in (b"II*\0", b"MM\0*"):
-        return _EXIF_BYTES + 1  # no TIFF, or one of another form
+        return _EXIF_BYTES + 1  # it is not a TIFF, or of another form
     order: Literal["big", "little"] = "big" if exif.startswith(b"MM") else "little"
     at = int.from_bytes(exif[4:8], order)
     tags = exif[at + 2 : at + 2 + 12 * int.from_bytes(exif[at : at + 2], order)]
@@ -169,9 +169,9 @@ def _open_image(file: Path) -> Iterator[Any]:
 def open_image(
     stream: IO[bytes], where: object, formats: Sequence[str] = _FORMATS
 ) -> Iterator[Any]:
-    """Open an image and read its header. Pillow's errors become BadInput naming `where`."""
+    """Open an image and read its header. Pillow's errors become a BadInput that names `where`."""
     with image_errors(where, formats):
-        with no_warnings():  # our limit is below its own
+        with no_warnings():  # our limit is below Pillow's
             image = Image.open(stream, formats=[_OPENS.get(name, name) for name in formats])
         with image:
             yield image
@@ -179,7 +179,7 @@ def open_image(
 
 @contextlib.contextmanager
 def no_warnings() -> Iterator[None]:
-    """Without Pillow's warnings, for a moment: other threads that ask for this wait."""
+    """Suppress Pillow's warnings in the block; other threads wait to enter it."""
     with _filters, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -194,7 +194,7 @@ def image_errors(where: object, formats: Sequence[str] = _FORMATS) -> Iterator[N
         if type(exc).__name__ == "UnidentifiedImageError":
             named = [_NAMES[name] for name in formats]
             reason = f"is neither {', '.join(named[:-1])} nor {named[-1]}"
-        if isinstance(exc, Image.DecompressionBombError):  # whose limit is not ours
+        if isinstance(exc, Image.DecompressionBombError):  # Pillow's limit is not ours
             raise BadInput(f"{where}: has more than {MAX_PIXELS / 1e6:.0f} million pixels") from exc
         raise BadInput(f"{where}: is not a readable image: {reason}") from exc
 
@@ -202,9 +202,9 @@ def image_errors(where: object, formats: Sequence[str] = _FORMATS) -> Iterator[N
 def _check_size(
     image: Any, size: Sequence[int | str], file: Path, first: Path, spec: TensorSpec
 ) -> tuple[int, int]:
-    """Return height and width of the upright image. `size`: the same; a name allows any size."""
+    """Return height and width of the upright image. `size`: the required ones; a name is any."""
     check_pixels(image, file)
-    check_stored(image, file)  # before the EXIF is read, for which a PNG is decoded
+    check_stored(image, file)  # first, as reading a PNG's EXIF decodes it
     found = (image.height, image.width)
     if read_orientation(image) in _SIDEWAYS:
         found = found[::-1]
@@ -230,12 +230,12 @@ def check_pixels(image: Any, where: object) -> None:
 
 def check_stored(image: Any, where: object) -> None:
     """Raise BadInput for an opened image that has more than 8 bits per channel, or is animated."""
-    stored = str(image.tile[0][3]) if image.tile else image.mode  # "RGB;16B" where mode is "RGB"
+    stored = str(image.tile[0][3]) if image.tile else image.mode  # "RGB;16B" for mode "RGB"
     if image.mode[0] in "IF" or ";16" in stored:  # conversion to bytes would clip or cut
         raise BadInput(
             f"{where}: has more than 8 bits per channel ({stored})",
             hint="store it with 8 bits per channel, as for training",
         )
-    # a JPEG may hold a second image, of another exposure; the first is the photo
+    # a JPEG may hold a second image of another exposure; the first one is the photo
     if image.format in ("PNG", "WEBP") and getattr(image, "n_frames", 1) > 1:
         raise BadInput(f"{where}: has {image.n_frames} frames, one image per file is needed")

@@ -1,4 +1,4 @@
-"""Read which preprocessing of pixels was asked for, and what it makes of a model's inputs."""
+"""Read the requested preprocessing of pixels, and apply it to the specs of a model's inputs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from deploykit.core.task import (
 from deploykit.core.tensors import TensorSpec
 
 _CHOICES = {"resize": RESIZE_RULES, "interpolation": INTERPOLATIONS, "colours": COLOURS}
-_BYTES = {"resize_to": 1 << 14, "padding": 255}  # the largest value of each
+_BYTES = {"resize_to": 1 << 14, "padding": 255}  # the largest value of each key
 
 
 def load_preprocess(reference: str) -> Preprocess:
-    """Read `imagenet` or a TOML file with `mean`, `std` and perhaps `scale` (1/255 without it).
+    """Read `imagenet` or a TOML file with `mean`, `std` and optionally `scale` (by default 1/255).
 
     Raises NotFound, or BadInput naming the file and the key at fault.
     """
@@ -56,10 +56,10 @@ def load_preprocess(reference: str) -> Preprocess:
 
 
 def load_placing(reference: str | None) -> dict[str, Any]:
-    """What a TOML file says of how an image is placed into the input: fields of `ImageInput`.
+    """Return the fields of `ImageInput` in a TOML file that place an image into the input.
 
-    `resize`, `resize_to`, `interpolation`, `colours` and `padding`; of `imagenet` nothing.
-    Raises NotFound, or BadInput naming the file and the key at fault.
+    The fields are `resize`, `resize_to`, `interpolation`, `colours` and `padding`; `imagenet` has
+    none. Raises NotFound, or BadInput naming the file and the key at fault.
     """
     if reference is None or not reference.endswith(".toml"):
         return {}
@@ -79,7 +79,7 @@ def load_placing(reference: str | None) -> dict[str, Any]:
 
 
 def image_input(inputs: Sequence[TensorSpec], preprocess: Preprocess) -> tuple[int, TensorSpec]:
-    """The position of the image among the inputs, and its spec as uint8, channels last.
+    """Return the position of the image among the inputs, and its spec as uint8, channels last.
 
     Raises BadInput unless exactly one input is float32 (N, C, H, W) with the channels of
     `preprocess`.

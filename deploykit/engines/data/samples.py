@@ -1,8 +1,8 @@
-"""Read data: arrays for a model's inputs, and labels.
+"""Read arrays for a model's inputs, and labels.
 
-Formats: an `.npz` with one array per input name and perhaps `labels`; an `.npy` (or an `.npz` with
-one array of any name) for a model with one input; a folder of such files; a folder of images, whose
-sub-folders are the classes. Pickled objects are never loaded.
+The data may be an `.npz` with one array per input name and optionally `labels`; an `.npy` (or an
+`.npz` with one array of any name) for a model with one input; a folder of such files; a folder of
+images, whose sub-folders are the classes. Pickled objects are never loaded.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
     from deploykit.engines.data.images import Images
 
 
-LABELS, INPUTS = "labels", "inputs/"  # the second stands before names in golden samples
+LABELS, INPUTS = "labels", "inputs/"  # names in golden samples begin with the second
 IMAGES, ARRAYS = (".png", ".jpg", ".jpeg"), (".npz", ".npy")
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """Data that fit a model, not yet read.
+    """Data that fit a model and are not read yet.
 
-    `names`: by input name, the array that is for it. `headers`: of each array, joined over all
-    files; `parts`: of each file. `images` decodes the files where they are images, and `classes`
-    are the labels of those in class folders. `count`: samples. `unused`: other arrays.
+    `names`: input name -> array name. `headers`: the header of each array, joined over all files;
+    `parts`: the headers of each file. `images` decodes the files if they are images, and `classes`
+    are the labels of images in class folders. `count`: samples. `unused`: other arrays.
     """
 
     where: str
@@ -66,7 +66,7 @@ class DataSource:
     unused: tuple[str, ...]
 
     def read(self, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """These arrays, whole."""
+        """Read these arrays as a whole."""
         read = [
             read_arrays(file, {name: part[name] for name in names})
             for file, part in zip(self.files, self.parts, strict=True)
@@ -79,7 +79,7 @@ class DataSource:
 def find_source(
     path: Path, inputs: tuple[TensorSpec, ...], *, task: Task | None = None
 ) -> DataSource:
-    """The data of `path` for a model with these `inputs`: see `samples.read_samples`."""
+    """Find the data of `path` for a model with these `inputs`: see `read_samples`."""
     files, classes, of_images = [path], list[int](), False
     if is_folder(path):
         files, classes, of_images = _files_of(path, task.labels if task else ())
@@ -109,7 +109,7 @@ def find_source(
 def _images(
     first: Path, inputs: Sequence[TensorSpec], where: str, placed: ImageInput | None
 ) -> Images:
-    """Pillow is imported here: arrays do not need it."""
+    """Return the decoder of images. It imports Pillow, which arrays do not need."""
     if placed is not None:
         from deploykit.engines.tasks.images import PlacedImages
 
@@ -122,9 +122,9 @@ def _images(
 def _choose(
     path: Path, inputs: tuple[TensorSpec, ...], headers: Mapping[str, Header]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The array for each input, and the arrays that are neither inputs nor labels."""
+    """Return the array for each input, and the arrays that are neither inputs nor labels."""
     golden = {n.removeprefix(INPUTS): n for n in headers if n.startswith(INPUTS)}
-    arrays = golden or {n: n for n in headers if n != LABELS}  # of golden samples the inputs
+    arrays = golden or {n: n for n in headers if n != LABELS}  # golden samples: the inputs
     if len(inputs) == 1 and len(arrays) == 1:
         arrays = {inputs[0].name: next(iter(arrays.values()))}
     chosen = {}
@@ -147,7 +147,7 @@ def _choose(
 
 
 def _cure(spec: TensorSpec, array: Header) -> tuple[str, str | None]:
-    """A guess at what an array that does not fit is, and a hint."""
+    """Guess what an array that does not fit is; return that and a hint."""
     if len(array.shape) == len(spec.shape) == 4:
         shapes = replace(spec, shape=(BATCH, *spec.shape[1:]))
         for layout, order in (("NHWC", (0, 3, 1, 2)), ("NCHW", (0, 2, 3, 1))):
@@ -164,7 +164,7 @@ def _cure(spec: TensorSpec, array: Header) -> tuple[str, str | None]:
 
 
 def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int], bool]:
-    """The files of a data folder, the class of each where it has classes; whether it is images.
+    """Return a data folder's files, their classes if it has any, and whether they are images.
 
     `names`: the model's labels, which may be the names of class folders.
     """
@@ -205,7 +205,7 @@ def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]
 
 
 def _class_numbers(folder: Path, classes: Sequence[Path], names: Sequence[str]) -> Sequence[int]:
-    """Those of the labels that class folders are named after; without such, in their own order."""
+    """Return the labels' indices that class folders are named after, else the folders' order."""
     if not {kind.name for kind in classes} & set(names):
         return range(len(classes))
     for kind in classes:
@@ -220,7 +220,7 @@ def _class_numbers(folder: Path, classes: Sequence[Path], names: Sequence[str]) 
 
 
 def list_entries(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The files and the folders in a folder, by name, without hidden ones. Raises BadInput."""
+    """Return the files and folders in a folder, sorted, without hidden ones. Raises BadInput."""
     try:
         found = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as exc:
@@ -233,13 +233,13 @@ def is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
     except OSError:
-        return False  # opening it reports what is wrong
+        return False  # opening it reports the error
 
 
 def _join_headers(
     files: Sequence[Path], parts: Sequence[Mapping[str, Header]]
 ) -> dict[str, Header]:
-    """The arrays that several files hold together, joined along axis 0."""
+    """Return the headers of the arrays in several files, joined along axis 0."""
     kinds = [
         {name: (each.dtype, each.shape[1:], len(each.shape) > 0) for name, each in part.items()}
         for part in parts
@@ -270,27 +270,27 @@ class Samples:
 
     inputs: Mapping[str, np.ndarray]
     labels: np.ndarray | None
-    where: str  # the file or folder, for error messages
-    unused: tuple[str, ...] = ()  # arrays that are neither
+    where: str  # file or folder, for errors
+    unused: tuple[str, ...] = ()  # other arrays
 
     def __len__(self) -> int:
         return len(next(iter(self.inputs.values())))
 
     def batches(self, size: int) -> Iterator[dict[str, np.ndarray]]:
-        """The inputs in order, `size` samples at a time; the last batch may be smaller."""
+        """Yield the inputs in order, `size` samples at a time; the last batch may be smaller."""
         for start in range(0, len(self), size):
             yield {name: array[start : start + size] for name, array in self.inputs.items()}
 
     def first(self, count: int) -> Samples:
-        """The first `count` samples, without a copy."""
+        """Return the first `count` samples, without a copy."""
         inputs = {name: array[:count] for name, array in self.inputs.items()}
         return Samples(inputs, None if self.labels is None else self.labels[:count], self.where)
 
     def batching(self, most: int, specs: Sequence[TensorSpec]) -> tuple[int, int]:
-        """The batch size for a model with these inputs, and how many samples fill whole batches.
+        """Return the batch size for a model with these inputs, and the samples in whole batches.
 
         A dynamic batch uses `most` and all samples; a fixed one drops the samples that do not fill
-        the last batch. Raises BadInput when they do not fill one batch.
+        the last batch. Raises BadInput if they do not fill one batch.
         """
         fixed = next((n for spec in specs for n in spec.shape[:1] if isinstance(n, int)), None)
         if fixed is None:
@@ -307,9 +307,9 @@ def read_samples(
 ) -> Samples:
     """Read `path` for a model with these `inputs`. Raises BadInput when it does not fit them.
 
-    Axis 0 of each array is the samples, even where the model's axis 0 is fixed. Files are read in
-    the order of their names; class folders are numbered in theirs.
-    `task`: places images of any size as the server does, and its labels may be the folders' names.
+    Axis 0 of each array is the samples, even if the model's axis 0 is fixed. Files are read, and
+    class folders are numbered, in the order of their names. `task`: places images of any size as
+    the server does, and its labels may be the folders' names.
     """
     source = find_source(path, inputs, task=task)
     wanted = [*source.names.values(), *([LABELS] if LABELS in source.headers else [])]
@@ -317,7 +317,7 @@ def read_samples(
         arrays = dict.fromkeys(source.names.values(), source.images.decode_all(source.files))
     else:
         needed = sum(source.headers[name].nbytes for name in wanted)
-        check_memory(source.where, needed * (2 if len(source.files) > 1 else 1))  # parts and whole
+        check_memory(source.where, needed * (2 if len(source.files) > 1 else 1))  # parts + whole
         arrays = source.read(wanted)
     chosen = {
         name: arrays[own].astype(arrays[own].dtype.newbyteorder("="), copy=False)
@@ -327,7 +327,7 @@ def read_samples(
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of an `.npz`; raises BadInput for anything else, and for pickled objects.
+    """Return all arrays of an `.npz`. Raises BadInput for anything else, and for pickled objects.
 
     Sizes in the headers are added up first: a small file can declare, or unpack to, any size.
     """
@@ -341,10 +341,10 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
 
 
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray], *, kind: str = "arrays") -> None:
-    """Write arrays by name, completely or not at all, and in the archive's comment their `kind`."""
+    """Write arrays by name, completely or not at all, with `kind` in the archive's comment."""
     with atomic_write(path) as tmp, zipfile.ZipFile(tmp, "w") as archive:
         archive.comment = f"deploykit {kind}".encode()
-        for name, array in arrays.items():  # np.savez reserves "file", and fails before 1980
+        for name, array in arrays.items():  # np.savez reserves "file", fails before 1980
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
                 npy.write_array(member, np.asarray(array), allow_pickle=False)
 
@@ -352,12 +352,13 @@ def write_npz(path: Path, arrays: Mapping[str, np.ndarray], *, kind: str = "arra
 def random_feeds(
     specs: tuple[TensorSpec, ...], sizes: Mapping[str, int], seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """Seeded inputs for timing and parity.
+    """Return seeded inputs for timing and parity.
 
-    Standard normal floats, uint8 from 0 to 255, lengths of rows by their name, the last of a full
-    row, other integers and strings from 0 to 9. Booleans and a mask, by its name, get zeros and
-    ones, with a one first in each row and, as booleans, the other value last; with "pad" in its
-    name the reverse: attention over a fully masked row is undefined. `sizes`: 1 by default.
+    Floats are standard normal, uint8 is 0 to 255, other integers and strings are 0 to 9. An input
+    named as lengths gets lengths of rows, the last one full. Booleans and an input named as a mask
+    get zeros and ones: each row begins with a one and, for booleans, ends with the other value. A
+    "pad" in the name reverses this, as attention over a fully masked row is undefined. `sizes`: 1
+    by default.
     """
     random, feeds = np.random.default_rng(seed), {}
     for spec in specs:
@@ -369,7 +370,7 @@ def random_feeds(
             feeds[spec.name] = random.integers(0, 10, shape).astype(str).astype(object)
         elif spec.dtype == "bool":
             feeds[spec.name] = found = random.integers(0, 2, shape).astype(bool)
-            if found.ndim > 1:  # either value may be the one that hides
+            if found.ndim > 1:  # either value may mean masked
                 found[..., :1] = "pad" not in spec.name.lower()
                 found[..., -1:] = ~found[..., :1] if shape[-1] > 1 else found[..., :1]
         elif (steps := steps_counted(spec, specs, sizes)) is not None:
@@ -378,22 +379,22 @@ def random_feeds(
         elif "mask" in spec.name.lower():
             feeds[spec.name] = found = random.integers(0, 2, shape).astype(spec.dtype)
             found[..., :1] = 1
-        elif spec.dtype == "uint8":  # pixels: ids need a larger type
+        elif spec.dtype == "uint8":  # it holds pixels, as ids need a larger type
             feeds[spec.name] = random.integers(0, 256, shape).astype(np.uint8)
         else:
             feeds[spec.name] = random.integers(0, 10, shape).astype(spec.dtype)
     return feeds
 
 
-FEW = 100  # samples; fewer make a calibration depend on chance
-_BLOCK = 64  # samples looked at in one go
-_NORMALISED = 16.0  # pixels scaled to a standard deviation of 1 span some 5, those in 0..1 span 1
+FEW = 100  # with fewer samples, a calibration depends on chance
+_BLOCK = 64  # samples examined at a time
+_NORMALISED = 16.0  # normalised pixels span about 5, those in 0..1 span 1
 
 
 def check_calibration(samples: Samples, inputs: Sequence[TensorSpec]) -> tuple[str, ...]:
-    """One warning each for few samples, duplicates, pixels not normalised, a constant channel.
+    """Warn of few samples, duplicates, pixels that are not normalised and constant channels.
 
-    The calibration itself refuses data that cannot calibrate anything: NaN, all samples equal.
+    The calibration itself refuses data that cannot calibrate: NaN, all samples equal.
     """
     count = len(samples)
     found = []
@@ -436,7 +437,7 @@ def check_finite(samples: Samples) -> None:
 
 
 def _channel_axis(spec: TensorSpec) -> int | None:
-    """The axis of an image's 1 or 3 channels: for uint8 the last first, else the second first."""
+    """Return the axis of 1 or 3 channels; uint8 tries the last axis first, others the second."""
     if len(spec.shape) != 4:
         return None
     order = (3, 1) if spec.dtype == "uint8" else (1, 3)
@@ -444,13 +445,13 @@ def _channel_axis(spec: TensorSpec) -> int | None:
 
 
 def overlap(calib: Samples, test: Samples) -> int:
-    """How many samples of `test` are also in `calib`, byte for byte."""
+    """Count the samples of `test` that are also in `calib`, byte for byte."""
     known = set(_digests(calib))
     return sum(digest in known for digest in _digests(test))
 
 
 def _digests(samples: Samples) -> Iterator[bytes]:
-    """A hash of each sample: all its inputs' bytes."""
+    """Yield a hash of each sample, over the bytes of all its inputs."""
     names = sorted(samples.inputs)
     for number in range(len(samples)):
         digest = hashlib.blake2b(digest_size=16)
@@ -459,19 +460,19 @@ def _digests(samples: Samples) -> Iterator[bytes]:
         yield digest.digest()
 
 
-# Archives are unpacked and images decoded as they are needed. A digest of all that was read so far
-# tells later whether the same samples come again.
+# Archives are unpacked and images decoded on demand. A digest of all samples read so far shows
+# later whether the same samples come again.
 
-_DECODERS = 8  # threads at most; each decodes some hundred images per second
-_AHEAD = 2  # batches that are ready before they are asked for
-_SKIPPED = 1024  # samples at a time that are read to be compared only
+_DECODERS = 8  # threads at most; each decodes a few hundred images per second
+_AHEAD = 2  # batches to read ahead
+_SKIPPED = 1024  # samples per read when only the digest is needed
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs by name, how many `samples` they are, and the digest of all samples up to here."""
+    """Inputs by name, the number of `samples`, and the digest of all samples up to here."""
 
     feeds: Mapping[str, np.ndarray]
     samples: int
@@ -479,13 +480,13 @@ class Batch:
 
 
 class SampleStream(Closing):
-    """The samples of a `source`, from the first to the last, once; closed when they were read."""
+    """Reads the samples of a `source` once, in order, and closes after the last."""
 
     def __init__(self, source: DataSource) -> None:
         self.source = source
-        self.at = 0  # how many samples were read
+        self.at = 0  # the number of samples read
         self._stack = ExitStack()
-        self._digests = {name: hashlib.sha256() for name in source.names}  # by input
+        self._digests = {name: hashlib.sha256() for name in source.names}  # per input
         with ExitStack() as stack:
             if source.images is None:
                 names = source.names.items()
@@ -499,26 +500,26 @@ class SampleStream(Closing):
         self._stack.close()
 
     def batches(self, size: int) -> Iterator[Batch]:
-        """The samples that are left, `size` at a time; the last batch may be smaller.
+        """Yield the remaining samples, `size` at a time; the last batch may be smaller.
 
-        Raises BadInput naming the file, where one is damaged.
+        Raises BadInput naming a damaged file.
         """
         while count := min(size, self.source.count - self.at):
             yield Batch(self._read(count), count, self.digest)
 
     def skip(self, count: int) -> str:
-        """The digest of the next `count` samples, or as many as there are; none is decoded."""
+        """Read on to sample `count`, or to the end, without decoding; return the digest."""
         while left := min(count - self.at, self.source.count - self.at, _SKIPPED):
             self._read(left, decode=False)
         return self.digest
 
     @property
     def digest(self) -> str:
-        """Of the samples so far, in their order, however they were cut into batches."""
+        """The digest of the samples so far, in order; the batch sizes do not change it."""
         return hashlib.sha256(b"".join(d.digest() for d in self._digests.values())).hexdigest()
 
     def read_labels(self) -> np.ndarray | None:
-        """All labels: they are small."""
+        """Read all labels at once, as they are small."""
         if LABELS in self.source.headers:
             return self.source.read([LABELS])[LABELS]
         return self.source.classes
@@ -552,7 +553,7 @@ class _Rows:
         self._file, self._handle = self._open_next()
 
     def read(self, count: int, digest: hashlib._Hash) -> np.ndarray:
-        """The next `count` rows, of which the bytes go into `digest` too."""
+        """Return the next `count` rows, and add their bytes to `digest`."""
         raw = bytearray(count * self._row_bytes)
         view = memoryview(raw)
         while view:
@@ -573,7 +574,7 @@ class _Rows:
     def _open_next(self) -> tuple[Path, IO[bytes]]:
         file, header = self._left.popleft()
         with damage(file):
-            if not header.in_rows:  # axis 0 is the last in the file, so that all of it is needed
+            if not header.in_rows:  # Fortran order: any row needs the whole array
                 check_memory(str(file), 2 * header.nbytes)
                 return file, io.BytesIO(read_arrays(file, {"": header})[""].tobytes())
             handle = open_array(file, header, self._stack)
@@ -582,7 +583,7 @@ class _Rows:
 
 
 def read_ahead(items: Iterable[Item]) -> Iterator[Item]:
-    """The same items; a thread makes the next ones meanwhile."""
+    """Yield the same items while a thread makes the next ones."""
     rest = iter(items)
     with ThreadPoolExecutor(1) as thread:
         ready = deque(thread.submit(next, rest, None) for _ in range(_AHEAD))

@@ -18,7 +18,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 __all__ = ["DESCRIPTORS", "MESSAGES", "DecodeError", "Message", "message_from"]
 
-DESCRIPTORS = Path(__file__).with_name("descriptors.binpb")  # by scripts/make_descriptors.py
+DESCRIPTORS = Path(__file__).with_name("descriptors.binpb")  # scripts/make_descriptors.py writes it
 
 
 def _classes() -> dict[str, Any]:
@@ -34,7 +34,7 @@ MESSAGES: Final[Mapping[str, Any]] = _classes()
 
 
 def message_from(name: str, values: Mapping[str, Any]) -> Message:
-    """A message from the JSON object of the HTTP API; members unknown to gRPC are dropped."""
+    """Return the message for a JSON object of the HTTP API, without members unknown to gRPC."""
     message: Message = MESSAGES[name]()
     ParseDict(dict(values), message, ignore_unknown_fields=True)
     return message

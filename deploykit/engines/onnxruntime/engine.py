@@ -1,8 +1,8 @@
 """Run an `.onnx` file with ONNX Runtime, on its CPU or CUDA provider.
 
-The provider is read back after loading: CPU in place of CUDA is an error here, while ONNX Runtime
-only logs it; single nodes on the CPU become a note. On CUDA, inputs and outputs keep their buffers,
-and batches may be captured as CUDA graphs.
+The provider is read back after loading: ONNX Runtime only logs that it uses the CPU in place of
+CUDA, which is an error here; single nodes on the CPU become a note. On CUDA, inputs and outputs
+keep their buffers, and batches may be captured as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ SHRINK_S = 10.0
 
 
 class Arena:
-    """When a session on the CPU gives unused memory back, which it would keep for ever.
+    """Decides when a session on the CPU frees unused memory, which it would keep for ever.
 
-    A run gives back what earlier ones left: the first one of each SHRINK_S, and one with larger
-    inputs than those before it, which needs larger blocks. It costs the next runs new pages.
+    The first run of each SHRINK_S frees the memory of earlier runs, and so does a run with larger
+    inputs than before, which needs larger blocks. The next runs then need new pages.
     """
 
     def __init__(self, ort: Any, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -65,9 +65,9 @@ class Arena:
         self._shrink.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
 
     def options(self, feeds: Arrays, repeated: bool = False) -> Any:
-        """The options of a run with these inputs; None for the usual ones.
+        """Return the options of a run with these inputs; None for the defaults.
 
-        `repeated`: of the shapes of the run before.
+        `repeated`: the shapes equal those of the previous run.
         """
         now_s = self._clock_s()
         if repeated and now_s < self._until_s:
@@ -79,17 +79,17 @@ class Arena:
         return self._shrink
 
 
-# `session.run` allocates on the GPU in every call; here each shape keeps its input buffers, and
-# with a CUDA graph its outputs too. The module is passed in, so that tests can bind a CPU session.
+# `session.run` allocates on the GPU in every call. A `Binding` keeps the input buffers of each
+# shape, and with a CUDA graph its outputs. It takes the module, so that tests bind a CPU session.
 
-_MOST_SHAPES = 8  # of those without a graph; graphs are kept
+_MOST_SHAPES = 8  # shapes without a graph to keep; all graphs are kept
 _NO_GRAPH = -1  # ONNX Runtime's gpu_graph_id for a run that is not captured
 
 Key = tuple[tuple[int, ...], ...]
 
 
 class _Bound:
-    """Input buffers of one shape; output buffers once a run has shown their shapes."""
+    """The input buffers of one shape, and its output buffers once a run has shown their shapes."""
 
     def __init__(self, io: Any, values: list[Any], graph: int | None) -> None:
         self.io, self.values, self.graph = io, values, graph
@@ -98,7 +98,7 @@ class _Bound:
 
 
 class Binding:
-    """One session's calls on `device`, such as ("cuda", 0).
+    """Runs one session's calls on `device`, such as ("cuda", 0).
 
     `graphs`: batch sizes to capture, for a session opened with `enable_cuda_graph`.
     """
@@ -118,7 +118,7 @@ class Binding:
         self._batched = next((n for n, spec in enumerate(inputs) if spec.batched), None)
         self._bound: dict[Key, _Bound] = {}
         self._captured = 0
-        self.last_copies_us = (0, 0)  # of the last call: to the device, and back
+        self.last_copies_us = (0, 0)  # the last call's copies: to the device, and back
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Run once; `feeds` fit the inputs. ONNX Runtime's exceptions propagate."""
@@ -156,12 +156,12 @@ class Binding:
         for spec in self._outputs:
             io.bind_output(spec.name, *self._device)
         bound = self._bound[key] = _Bound(io, values, self._graph(key))
-        if self._graphs:  # a shape's first run shows its output shapes, and is not captured
+        if self._graphs:  # the first run shows the output shapes and is not captured
             bound.options = self._run_options(_NO_GRAPH)
         return bound
 
     def _graph(self, key: Key) -> int | None:
-        """A number for the graph of this shape, or None for no graph."""
+        """Return the number of the graph of this shape, or None for no graph."""
         fixed = self._batched is None
         if not self._graphs or not (fixed or key[self._batched or 0][0] in self._graphs):
             return None
@@ -169,7 +169,7 @@ class Binding:
         return self._captured
 
     def _keep_outputs(self, bound: _Bound, answers: Mapping[str, np.ndarray]) -> None:
-        """Bind the outputs to fixed memory: a captured graph always writes there."""
+        """Bind the outputs to fixed memory, to which a captured graph always writes."""
         for spec in self._outputs:
             value = self._value(answers[spec.name].shape, spec.dtype)
             bound.io.bind_ortvalue_output(spec.name, value)
@@ -188,9 +188,9 @@ class Binding:
 
 
 def placement(session: Any) -> dict[str, list[str]] | None:
-    """Operators by the provider that runs them; None where this ONNX Runtime cannot report them.
+    """Return the operators by provider; None if this ONNX Runtime cannot report them.
 
-    The session was opened with `session.record_ep_graph_assignment_info`, which came with 1.24.
+    The session must be opened with `session.record_ep_graph_assignment_info`, new in 1.24.
     """
     read = getattr(session, "get_provider_graph_assignment_info", None)
     if read is None:
@@ -202,9 +202,9 @@ def placement(session: Any) -> dict[str, list[str]] | None:
 
 
 def check_placement(path: Path, session: Any, version: str) -> tuple[str, ...]:
-    """A note on nodes that run on the CPU, or that this is unknown.
+    """Return a note on nodes that run on the CPU, or that this is unknown.
 
-    Raises Unsupported when all of them do.
+    Raises Unsupported if all nodes do.
     """
     placed = placement(session)
     if placed is None:
@@ -216,7 +216,7 @@ def check_placement(path: Path, session: Any, version: str) -> tuple[str, ...]:
 
 
 def placement_note(placed: Mapping[str, Sequence[str]]) -> str | None:
-    """Which nodes run on the CPU in a CUDA session; None if none does."""
+    """Return a note that lists the nodes on the CPU in a CUDA session; None if there are none."""
     kept = placed.get("CPUExecutionProvider", ())
     if not kept:
         return None
@@ -229,11 +229,11 @@ def placement_note(placed: Mapping[str, Sequence[str]]) -> str | None:
     )
 
 
-# `onnxruntime.preload_dlls` looks next to onnxruntime's own folder, then on the loader's path.
-# Wheels in another folder of sys.path (`pip install --target`, a second site-packages) are loaded
-# here.
+# `onnxruntime.preload_dlls` searches next to onnxruntime's own folder, then the loader's path.
+# `preload` loads wheels in another folder of sys.path (`pip install --target`, a second
+# site-packages).
 
-_OF_MAJOR = ("cudart", "nvrtc", "cublasLt", "cublas")  # their file names end with CUDA's major
+_OF_MAJOR = ("cudart", "nvrtc", "cublasLt", "cublas")  # file names end with CUDA's major version
 _OTHERS = ("nvJitLink", "curand", "cufft", "cudnn")
 
 
@@ -242,7 +242,7 @@ def preload(
     folders: Sequence[str] | None = None,
     load: Callable[[str], object] = ctypes.CDLL,
 ) -> None:
-    """Load what is found; what is missing is reported when the provider does not load.
+    """Load the libraries that exist; the provider reports missing ones when it does not load.
 
     `folders`: sys.path. Does nothing in an ONNX Runtime without CUDA or older than 1.21.
     """
@@ -253,14 +253,14 @@ def preload(
     for folder in map(Path, sys.path if folders is None else folders):
         if folder != next_to:
             for library in _libraries(folder / "nvidia", major):
-                with contextlib.suppress(OSError):  # another one of this name may load
+                with contextlib.suppress(OSError):  # another file of this name may load
                     load(str(library))
-    with contextlib.redirect_stdout(sys.stderr):  # it prints what it cannot load
+    with contextlib.redirect_stdout(sys.stderr):  # it prints failures
         ort.preload_dlls()
 
 
 def _libraries(nvidia: Path, major: str) -> list[Path]:
-    """In the order in which they need one another."""
+    """Return the libraries, each after those that it needs."""
     found = []
     for name in (*_OF_MAJOR, *_OTHERS):
         for path in sorted(nvidia.glob(f"*/lib/lib{name}.so.*")):
@@ -275,7 +275,7 @@ _MASK_CURE = "ONNX Runtime needs masks of [.., queries, keys]: put an Expand bef
 
 
 def reason(exc: Exception) -> str:
-    """Its first line; of a node that failed, its name and operator first."""
+    """Return the first line of `exc`; for a failed node, its name and operator come first."""
     text = first_line(exc)
     node = _NODE.search(text)
     _, checked, why = text.rpartition(" was false. ")
@@ -285,7 +285,7 @@ def reason(exc: Exception) -> str:
 
 
 def cure(exc: Exception) -> str | None:
-    """What to change in the model, where that is known."""
+    """Return what to change in the model; None if that is not known."""
     return _MASK_CURE if "attn_mask" in str(exc) else None
 
 
@@ -304,7 +304,7 @@ _DTYPES = {
 
 
 def spec_of(path: Path, node: Any) -> TensorSpec:
-    """The spec of `node`; an unnamed dynamic axis, None in ONNX Runtime, gets a name."""
+    """Return the spec of `node`, with a name for each unnamed dynamic axis (None)."""
     dtype = _DTYPES.get(node.type)
     if dtype is None:
         raise Unsupported(
@@ -326,8 +326,8 @@ _OF_CUDA = (
     RuntimeError,
 )
 _CUDA_FAILURE = re.compile(r"CUDA failure (\d+): ([^;\n]*)")
-# Fused, these are slower on a CPU than in parts: a BERT took 1.11 (float32) to 1.24 (INT8) times as
-# long; benchmarks/README.md
+# These are slower on a CPU if fused: a BERT took 1.11 (float32) to 1.24 (INT8) times as long; see
+# benchmarks/README.md.
 SLOWER_ON_CPU = ("SkipLayerNormFusion", "BiasGeluFusion")
 
 
@@ -344,8 +344,8 @@ def open_engine(
     """Open an ONNX file; raises BadInput for an invalid graph, Unsupported for the device.
 
     `graphs`: batch sizes to run as CUDA graphs, on CUDA; `notes` names those that cannot.
-    `spinning`: threads that wait for work keep their core busy, as ONNX Runtime's default is.
-    `shared`: a folder; on the CPU, processes that name the same one have large weights once.
+    `spinning`: threads that wait for work keep their core busy, as is ONNX Runtime's default.
+    `shared`: a folder; on the CPU, processes that name the same one share large weights.
     """
     path = Path(source)
     cuda = "CUDAExecutionProvider" in ort.get_available_providers()
@@ -362,7 +362,7 @@ def open_engine(
 def open_as_written(path: Path) -> OnnxRuntimeEngine:
     """Open `path` on the CPU without optimisation: no node is fused, no cast is dropped.
 
-    A file with integer products is optimised: only then are they exact on every CPU.
+    A file with integer products is optimised nevertheless: only then are they exact on every CPU.
     """
     return OnnxRuntimeEngine(path, "cpu", None, optimise=False)
 
@@ -370,8 +370,8 @@ def open_as_written(path: Path) -> OnnxRuntimeEngine:
 class OnnxRuntimeEngine(Engine):
     """One InferenceSession. `session` is open to builders and benchmarks.
 
-    `notes`: nodes that run on the CPU, CUDA graphs that were refused. `profile`: how the file's
-    path begins that `session.end_profiling` writes.
+    `notes`: nodes that run on the CPU, CUDA graphs that were refused. `profile`: the prefix of the
+    path that `session.end_profiling` writes to.
     """
 
     def __init__(
@@ -419,7 +419,7 @@ class OnnxRuntimeEngine(Engine):
         self._arena = Arena(ort)
         self._binding: Binding | None = None
         dtypes = {spec.dtype for spec in (*self.inputs, *self.outputs)}
-        if self.device != "cpu" and "string" not in dtypes:  # strings are never in GPU memory
+        if self.device != "cpu" and "string" not in dtypes:  # GPU memory holds no strings
             kind, _, number = self.device.partition(":")
             placed = (kind, int(number))
             self.notes += check_placement(path, self.session, ort.__version__)
@@ -436,17 +436,17 @@ class OnnxRuntimeEngine(Engine):
             given = feeds if type(feeds) is dict else dict(feeds)
             found = self.session.run(self._names, given, options)
             return dict(zip(self._names, found, strict=True))
-        except Exception:  # each is mapped and raised below; a `with` for every call costs more
+        except Exception:  # mapped and raised below: a `with` would slow down every call
             with onnxruntime_errors(self.path, self.device):
                 raise
 
     def trim(self) -> bool:
-        self._arena = Arena(ort)  # whose first run gives memory back
+        self._arena = Arena(ort)  # its first run frees memory
         return self._binding is None
 
     @property
     def last_copies_us(self) -> tuple[int, int]:  # type: ignore[override]  # never set
-        """Of the last call, to the GPU and back; (0, 0) on the CPU, where nothing is copied."""
+        """The last call's copies to the GPU and back; (0, 0) on the CPU, which copies nothing."""
         return self._binding.last_copies_us if self._binding is not None else (0, 0)
 
     def close(self) -> None:
@@ -457,14 +457,14 @@ class OnnxRuntimeEngine(Engine):
 
 
 def _is_steady(path: Path, inputs: Sequence[TensorSpec]) -> bool:
-    """Whether no input value can make a call slow: through a loop, a size or a string."""
+    """Return whether no input value can make a call slow through a loop, a size or a string."""
     return all(spec.dtype != "string" for spec in inputs) and not read_facts(path).slowed_by_values
 
 
 def session_options(
     threads: int | None, *, half: bool = False, exact: bool = True, spinning: bool = False
 ) -> Any:
-    """Options of every session: no spinning threads if not asked for, no log: errors are raised.
+    """Return a session's options: no spinning threads by default, no log, as errors are raised.
 
     `exact`: integer sums are exact on every CPU; without it, weights stay as the file has them.
     `half`: the graph has float16. At its default level ONNX Runtime's CPU provider crashes on some
@@ -493,7 +493,7 @@ _OPTIONS = (
 
 
 def describe_options(session: Any) -> dict[str, str]:
-    """The options that a session was made with, as ONNX Runtime names them."""
+    """Return the options that a session was made with, by ONNX Runtime's names."""
     options = session.get_session_options()
     found = {name: getattr(options, name, None) for name in _OPTIONS}
     found |= {name: options.get_session_config_entry(name) for name in (SPINNING, EXACT_INTEGERS)}
@@ -512,7 +512,7 @@ def _session(
     save: Path | None = None,
     profile: str = "",
 ) -> Any:
-    """`save`: where to write the optimised model, with its weights apart."""
+    """Open a session; `save`: the path for the optimised model, with its weights in a file."""
     if device == "cpu":
         check_sums(path, ort.__version__)
     facts = read_facts(path)
@@ -528,11 +528,11 @@ def _session(
     while True:
         half = FLOAT16 in facts.element_types
         options = session_options(threads, half=half, exact=exact, spinning=spinning)
-        weights = read_weights(path, options)  # alive until the session has copied them
+        weights = read_weights(path, options)  # keep until the session has copied them
         # optimised float8 graphs are wrong in 1.31.1 (accuracy 98.5 % became 75 % on a small CNN)
         if FLOAT8 in facts.element_types or not (optimise or integers):
             options.graph_optimization_level = level.ORT_DISABLE_ALL
-        elif not (exact or integers):  # pairs that are not fused are float32
+        elif not (exact or integers):  # pairs are float32 if not fused
             options.graph_optimization_level = level.ORT_ENABLE_BASIC
         if save is not None:
             save_at(save, options)
@@ -558,10 +558,10 @@ def _session(
 
 
 def _mapped(path: Path, shared: Path, threads: int | None, spinning: bool) -> Any:
-    """A session on the copy of `path` in `shared`. Raises as `mapped_copy`."""
+    """Open a session on the copy of `path` in `shared`. Raises as `mapped_copy` does."""
     copy = mapped_copy(path, shared, lambda copy: run_apart(str(path), write_copy, path, copy))
     options = session_options(threads, spinning=spinning)
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # it is
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # it is optimised
     with onnxruntime_errors(path):
         return ort.InferenceSession(
             str(copy), options, providers=["CPUExecutionProvider"], enable_fallback=0
@@ -569,18 +569,18 @@ def _mapped(path: Path, shared: Path, threads: int | None, spinning: bool) -> An
 
 
 def write_copy(path: Path, copy: Path, _on_progress: Callable[[str, float], None]) -> None:
-    """Runs in a process of its own: a session leaves holes in the memory of one that goes on."""
+    """Write the copy, in a process of its own: a session would fragment a server's memory."""
     options = _session(path, "cpu", 1, optimise=True, save=copy).get_session_options()
     if rounds_sums(options):
         raise Unsupported("nodes share INT8 weights")
 
 
 def read_weights(path: Path, options: Any) -> object:
-    """Give a session the content of external weights, which must live until it is made."""
+    """Give `options` the content of external weights; keep the result until the session is made."""
     with onnxruntime_errors(path):
         weights = external_weights(path)
     if weights and hasattr(options, "add_external_initializers_from_files_in_memory"):
-        # 1.23 lacks it: it maps the files, and a truncated one ends the process with SIGBUS
+        # 1.23 lacks it and maps the files: a truncated one ends the process with SIGBUS
         sizes = [data.nbytes for data in weights.values()]
         options.add_external_initializers_from_files_in_memory(
             [*weights], [*weights.values()], sizes
@@ -615,7 +615,7 @@ def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
     except (ort_state.InvalidGraph, ort_state.InvalidArgument, ort_state.Fail) as exc:
         raise BadInput(f"{path}: ONNX Runtime refused it: {reason(exc)}", hint=cure(exc)) from exc
     except (ort_state.RuntimeException, ort_state.EPFail, RuntimeError, ValueError) as exc:
-        error = BadInput if "SafeIntOnOverflow" in str(exc) else Unsupported  # the file's sizes
+        error = BadInput if "SafeIntOnOverflow" in str(exc) else Unsupported  # its sizes
         raise error(f"{path}: ONNX Runtime failed: {reason(exc)}", hint=cure(exc)) from exc
 
 
@@ -639,5 +639,5 @@ def _cuda_failures(path: Path, device: str) -> Iterator[None]:
 
 
 def providers() -> tuple[str, ...]:
-    """The execution providers of the installed ONNX Runtime, most specific first."""
+    """Return the execution providers of the installed ONNX Runtime, most specific first."""
     return tuple(ort.get_available_providers())

@@ -1,4 +1,4 @@
-"""What ONNX Runtime needs next to an `.onnx` file: its external weights, copies, exact sums."""
+"""Prepare an `.onnx` file for ONNX Runtime: external weights, mapped copies, exact sums."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 def external_weights(path: Path) -> dict[str, np.ndarray]:
-    """The bytes of each external weights file, by its location in the model.
+    """Read the bytes of each external weights file, by its location in the model.
 
-    ONNX Runtime would map the file, and truncating it would end the process (SIGBUS).
+    ONNX Runtime would map the file, and truncating a mapped file ends the process (SIGBUS).
     """
     found = {}
     facts = read_facts(path)
@@ -37,7 +37,7 @@ def external_weights(path: Path) -> dict[str, np.ndarray]:
             f"{path}: two initializers have the name '{facts.twice}'",
             hint="which of them counts is not defined: rename one, or export it again",
         )
-    # ONNX Runtime 1.23 reads any file, later ones follow hard links
+    # ONNX Runtime 1.23 reads any file, later versions follow hard links
     for location, offset, length in facts.external:
         where = f"{path}: its weights"
         size = check_data_file(path, location, where).st_size
@@ -57,23 +57,23 @@ def external_weights(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
-# ONNX Runtime gives each session weights of its own, and packs them for its kernels. Of a model
-# that it saved optimised and packed, with its weights in another file, it maps that file. Such a
-# copy fits this CPU and this version alone: it is made when a server starts and goes with it.
+# ONNX Runtime gives each session its own weights, packed for its kernels. If it saved a model
+# optimised and packed, with the weights in another file, it maps that file. Such a copy fits only
+# this CPU and this version: a server makes it when it starts and removes it when it ends.
 
-LEAST_BYTES = 4 << 20  # of a model's files: less is not worth a copy
-_LEAST_TENSOR_BYTES = 1024  # smaller ones stay in the graph
+LEAST_BYTES = 4 << 20  # a smaller model is not worth a copy
+_LEAST_TENSOR_BYTES = 1024  # smaller tensors stay in the graph
 _PREFIX = "deploykit-weights-"
 _MODEL, _WEIGHTS = "model.onnx", "weights"
-_USED, _WRITING = "used", "writing"  # files that are locked
-_NEW_S = 60.0  # a folder without a lock may be that of a server that starts
+_USED, _WRITING = "used", "writing"  # names of lock files
+_NEW_S = 60.0  # a new folder without a lock may belong to a starting server
 
 
 @contextlib.contextmanager
 def copies_folder() -> Iterator[Path | None]:
     """A folder for copies, removed at the end; None where no temporary file can be written.
 
-    What servers have left of which all processes were killed at once is removed first.
+    The folders of servers whose processes were all killed at once are removed first.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
@@ -90,14 +90,14 @@ def copies_folder() -> Iterator[Path | None]:
 
 @contextlib.contextmanager
 def use_copies(folder: Path | None) -> Iterator[None]:
-    """Keep the folder of another process until the end, and remove it if no other uses it then.
+    """Use the folder of another process; at the end, remove it if no other process uses it.
 
-    So it goes with the last process of a server, whichever was killed before.
+    The last process of a server removes it, even if others were killed before.
     """
     with contextlib.ExitStack() as stack:
         if folder is not None:
             stack.callback(_remove_unused, folder)
-            with contextlib.suppress(OSError):  # somebody has removed it
+            with contextlib.suppress(OSError):  # another process removed it
                 stack.enter_context(_locked(folder / _USED, fcntl.LOCK_SH))
         yield
 
@@ -105,8 +105,7 @@ def use_copies(folder: Path | None) -> Iterator[None]:
 def _remove_unused(folder: Path, create: bool = False) -> None:
     """Remove a folder whose lock no process holds.
 
-    `create`: make the lock's file where it is missing; in a folder that is being removed it would
-    be left over.
+    `create`: make a missing lock file; in a folder that is being removed it would be left over.
     """
     exclusive = fcntl.LOCK_EX | fcntl.LOCK_NB
     with contextlib.suppress(OSError), _locked(folder / _USED, exclusive, create):
@@ -114,9 +113,9 @@ def _remove_unused(folder: Path, create: bool = False) -> None:
 
 
 def mapped_copy(path: Path, folder: Path, write: Callable[[Path], object]) -> Path:
-    """The copy of the model `path` in `folder`; the first process to ask has to `write` it.
+    """Return the copy of the model `path` in `folder`; the first process to ask must `write` it.
 
-    Raises OSError, and as `write`.
+    Raises OSError, and what `write` raises.
     """
     stats = [each.stat() for each in onnx_files(path)]
     known = [(each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for each in stats]
@@ -126,12 +125,12 @@ def mapped_copy(path: Path, folder: Path, write: Callable[[Path], object]) -> Pa
     place = folder / f"{model}-{version}"
     with _locked(folder / _WRITING, fcntl.LOCK_EX):
         if not place.exists():
-            new = folder / "new"  # one of a process that was killed may be there
+            new = folder / "new"  # a killed process may have left one
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir()
             try:
                 write(new / _MODEL)
-                for old in folder.glob(f"{model}-*"):  # those that are mapped stay in memory
+                for old in folder.glob(f"{model}-*"):  # mapped ones stay in memory
                     shutil.rmtree(old, ignore_errors=True)
                 new.rename(place)
             finally:
@@ -140,12 +139,12 @@ def mapped_copy(path: Path, folder: Path, write: Callable[[Path], object]) -> Pa
 
 
 def is_large(path: Path) -> bool:
-    """Whether the model's files are worth a copy."""
+    """Return whether the model's files are large enough for a copy."""
     return sum(each.stat().st_size for each in onnx_files(path) if each.is_file()) >= LEAST_BYTES
 
 
 def save_at(copy: Path, options: Any) -> None:
-    """Have the session that `options` are for write `copy` and, next to it, its weights."""
+    """Make the session with these `options` write `copy` and, next to it, its weights."""
     options.optimized_model_filepath = str(copy)
     optimised = "session.optimized_model_external_initializers"
     for name, value in (
@@ -158,7 +157,7 @@ def save_at(copy: Path, options: Any) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, flags: int, create: bool = True) -> Iterator[None]:
-    """Hold the lock of a file; raises OSError where another process holds it and LOCK_NB is set."""
+    """Hold the lock of a file. Raises OSError if another process holds it and LOCK_NB is set."""
     number = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
     try:
         fcntl.flock(number, flags)
@@ -167,30 +166,30 @@ def _locked(path: Path, flags: int, create: bool = True) -> Iterator[None]:
         os.close(number)
 
 
-# x86-64 without VNNI or AMX adds pairs of uint8 x int8 products in 16 bits and cuts what does not
-# fit. With this, ONNX Runtime stores the weights as uint8 there when it optimises (seen on AVX2:
-# 17 dB -> exact, 1.35 x the time). 1.32.0 does so on CPUs with VNNI too, whose sums are exact
+# x86-64 without VNNI or AMX adds pairs of uint8 x int8 products in 16 bits, which saturate. With
+# this option, ONNX Runtime stores the weights as uint8 there when it optimises (seen on AVX2:
+# 17 dB -> exact, 1.35 x the time). 1.32.0 does so also on CPUs with VNNI, whose sums are exact
 # without it: there it cost ResNet-18 2.1 x the time for the same bits. Source: its
 # onnxruntime_session_options_config_keys.h and "Quantize ONNX Models", "U8U8".
 EXACT_INTEGERS = "session.x64quantprecision"
 UNSHARED = "ONNX Runtime runs them in float32, or rounds their sums, on a CPU without VNNI"
-# before it, not for activations that are scaled in each call (9 to 31 dB with 1.23 to 1.29)
+# Older versions are inexact for activations scaled in each call (9 to 31 dB with 1.23 to 1.29).
 _EXACT_FOR_ALL = (1, 30)
 
 
 def cuts_sums(version: str) -> bool:
-    """Whether ONNX Runtime `version`, on this CPU, adds MatMulInteger's products in 16 bits."""
+    """Return whether ONNX Runtime `version` adds MatMulInteger's products in 16 bits here."""
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
     return numbers < _EXACT_FOR_ALL and not adds_exactly()
 
 
 def rounds_sums(options: Any) -> bool:
-    """Whether a session was opened without what exact sums need on this CPU."""
+    """Return whether a session lacks the option that exact sums need on this CPU."""
     return bool(options.get_session_config_entry(EXACT_INTEGERS) == "0") and not adds_exactly()
 
 
 def adds_exactly() -> bool:
-    """Whether this CPU has instructions that add 8-bit products without a sum in 16 bits."""
+    """Return whether this CPU can add 8-bit products without a sum in 16 bits."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
     features = cpu_features(file_text(Path("/proc/cpuinfo")))
@@ -198,7 +197,7 @@ def adds_exactly() -> bool:
 
 
 def check_sums(path: Path, version: str) -> None:
-    """Raise Unsupported for a model whose sums would be wrong here."""
+    """Raise Unsupported for a model whose integer sums would be wrong on this CPU."""
     if cuts_sums(version) and not read_facts(path).operators.isdisjoint(SCALED_IN_EACH_CALL):
         raise Unsupported(
             f"{path}: ONNX Runtime {version} cuts the sums of this model's INT8 products "

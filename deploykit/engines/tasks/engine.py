@@ -1,4 +1,4 @@
-"""Images or sentences in, answers out: the steps of a task around an engine."""
+"""Run a task's steps around an engine: turn images or sentences into answers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from deploykit.core.tensors import Bytes, TensorSpec, mismatch
 from deploykit.engines.engine import Engine
 
 if TYPE_CHECKING:
-    from deploykit.engines.tasks.images import PlacedImage  # Pillow, which a text does not need
+    from deploykit.engines.tasks.images import PlacedImage  # it needs Pillow
 
 
+# An answer is, for each task:
 # classify, text-classify   {"label", "score", "top": [{"label", "index", "score"}, ...]}
 # detect    {"boxes": [{"label", "index", "score", "box": [x1, y1, x2, y2]}], "width", "height"}
 # segment   {"segments": [{"label", "index", "pixels", "rle"}, ...], "width", "height"}, or "png"
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 Answer = dict[str, Any]
 
 RLE, PNG = "rle", "png"
-_NO_ANSWER = 255  # in a PNG mask: pixels that the model was not shown
+_NO_ANSWER = 255  # PNG mask: pixels outside the model's input
 
 
 def answer(
@@ -39,7 +40,7 @@ def answer(
     *,
     mask: str = RLE,
 ) -> list[Answer]:
-    """One answer for each row of `outputs`; `placed` has the image of each, None for a text.
+    """Return one answer per row of `outputs`; `placed` has each row's image, None for a text.
 
     `mask`: "rle", COCO's run lengths for each label, or "png", one image of label indices.
     Raises BadInput for scores that are not finite.
@@ -117,7 +118,7 @@ def _segments(task: Task, classes: np.ndarray, image: PlacedImage, form: str) ->
 
 
 def _original_mask(classes: np.ndarray, image: PlacedImage) -> np.ndarray:
-    """Label indices for each pixel of the original, the nearest one's; -1 where it was cut off."""
+    """Return each original pixel's label index, by nearest pixel; -1 where it was cut off."""
     height, width = classes.shape
     down, along = height / image.pixels.shape[0], width / image.pixels.shape[1]
     x = (np.arange(image.width) + 0.5) * image.scale_x + image.left
@@ -132,7 +133,7 @@ def _original_mask(classes: np.ndarray, image: PlacedImage) -> np.ndarray:
 
 
 def _run_lengths(task: Task, mask: np.ndarray) -> list[Answer]:
-    """COCO's uncompressed form: counts of 0 and 1 in turn, columns first, beginning with 0."""
+    """Return COCO's uncompressed form: counts of 0 and 1 in turn, columns first, from 0."""
     flat = mask.T.reshape(-1)
     starts = np.concatenate(([0], np.flatnonzero(flat[1:] != flat[:-1]) + 1))
     ends, values = np.append(starts[1:], flat.size), flat[starts]
@@ -159,9 +160,9 @@ def _png(mask: np.ndarray) -> str:
     return base64.b64encode(data.getvalue()).decode()
 
 
-Item = str | Bytes  # a text, or the bytes of a text or of an image file
+Item = str | Bytes  # a string, or the bytes of a string or an image file
 
-MOST_ROWS = 32  # of one call, where rows may be joined
+MOST_ROWS = 32  # per call, if rows may be joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,9 +174,9 @@ class ModelRow:
 
 
 class TaskSteps:
-    """What a task does before and after its model. Any number of threads may call it.
+    """The steps of a task before and after its model. Any number of threads may call it.
 
-    `folder`: where the task's files are, next to the model. Raises BadInput for a task that does
+    `folder`: the folder of the model and the task's files. Raises BadInput for a task that does
     not fit the model, MissingExtra without Pillow or `tokenizers`.
     """
 
@@ -201,7 +202,7 @@ class TaskSteps:
             self._tokens = Tokens(task.text, folder)
 
     def read(self, item: Item, where: str = "", *, most_pixels: int | None = None) -> ModelRow:
-        """Raises BadInput, which names the item as `where`, and TooLarge above `most_pixels`."""
+        """Turn an item into a row. Raises BadInput naming `where`, TooLarge above `most_pixels`."""
         if self.task.image is None:
             row = self._tokens.encode(item, where or "the text")
             return ModelRow(self._tokens.feeds([row], self._length))
@@ -219,7 +220,7 @@ class TaskSteps:
         *,
         mask: str = RLE,
     ) -> list[Answer]:
-        """One answer for each row; see `answers.answer`."""
+        """Return one answer for each row; see the function `answer`."""
         return answer(self.task, outputs, placed, mask=mask)
 
 
@@ -230,7 +231,7 @@ class TaskEngine:
     """
 
     def __init__(self, engine: Engine, task: Task, folder: Path | None = None) -> None:
-        """`folder` None: that of the file which the engine was loaded from."""
+        """Read the task's files in `folder`, by default that of the engine's file."""
         if folder is None:
             folder = engine.source.path.parent if engine.source else Path()
         self.engine = engine
@@ -242,7 +243,7 @@ class TaskEngine:
     def predict(
         self, items: Sequence[Item], *, names: Sequence[str] = (), mask: str = RLE
     ) -> list[Answer]:
-        """One answer for each item; `names` stand for the items in errors. Raises BadInput."""
+        """Return one answer per item; errors use `names` for the items. Raises BadInput."""
         found: list[Answer] = []
         for at in range(0, len(items), self._rows):
             several = range(at, min(at + self._rows, len(items)))
@@ -260,7 +261,7 @@ class TaskEngine:
 
 
 def _same_shapes(rows: Sequence[ModelRow]) -> list[list[ModelRow]]:
-    """Neighbours of one shape together: shorter sentences would have to be padded."""
+    """Group adjacent rows of one shape, as shorter sentences would need padding."""
     found: list[list[ModelRow]] = []
     for row in rows:
         shapes = {name: array.shape for name, array in row.feeds.items()}
@@ -283,7 +284,7 @@ def _check_image(image: ImageInput, specs: Mapping[str, TensorSpec]) -> None:
 
 
 def _check_text(text: TextInput, specs: Mapping[str, TensorSpec]) -> int | None:
-    """The number of tokens that the model has, None where any number is possible."""
+    """Return the model's number of tokens, None if any number is possible."""
     names = {text.ids, text.mask, text.types} - {""}
     lengths = [spec.shape[-1] for spec in specs.values() if spec.shape]
     length = next((n for n in lengths if isinstance(n, int)), None)

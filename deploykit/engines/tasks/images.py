@@ -1,8 +1,8 @@
-"""Read an image as clients have it, and place it into a model's input as its training did.
+"""Read a client's image file, and place it into a model's input as training did.
 
-The calls that torchvision's transforms make on PIL images, in their order: decode, convert, resize,
-cut out the middle. Transparency and colour profiles are dropped, as `Image.convert` drops them; the
-EXIF orientation is applied. An animation, and more than 8 bits per channel, is refused.
+The steps are those of torchvision's transforms on PIL images: decode, convert, resize, cut out the
+middle. Transparency and colour profiles are dropped, as by `Image.convert`; the EXIF orientation is
+applied. An animation, and more than 8 bits per channel, is refused.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from deploykit.engines.data.images import (
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 LARGE_PIXELS = 4_000_000  # larger images are decoded one at a time: 8 bytes for each pixel
-_READS, _READ_BYTES = 10_000, 1024  # a PNG is read in pieces of 8 KiB, with some reads for each
-_SCAN, _MOST_SCANS = b"\xff\xda\0", 100  # a JPEG has ten; one of 40 bytes costs as much as others
-_MOST_SIDE = 65_535  # JPEG's; Pillow's table for resizing grows with it
-_MOST_RATIO = 4  # of the sides of an image for a model that takes any: its memory grows with them
+_READS, _READ_BYTES = 10_000, 1024  # a PNG needs a few reads per 8 KiB
+_SCAN, _MOST_SCANS = b"\xff\xda\0", 100  # a JPEG has ten; a tiny scan is as slow as others
+_MOST_SIDE = 65_535  # JPEG's limit; Pillow's table for resizing grows with it
+_MOST_RATIO = 4  # of an image's sides, for a model of any size: its memory grows with them
 _MOST_MULTIPLE = 1024
 MODES = {"RGB": "RGB", "BGR": "RGB", "L": "L"}
 _FILTERS = {
@@ -49,7 +49,7 @@ ONE_LARGE = threading.Lock()
 
 
 class _Parts(io.BytesIO):
-    """An image file whose parts are counted: Pillow walks through a million tiny ones in Python."""
+    """An image file that limits its reads: Pillow loops over a million tiny parts in Python."""
 
     def __init__(self, data: Bytes) -> None:
         super().__init__(data)
@@ -64,9 +64,9 @@ class _Parts(io.BytesIO):
 
 @dataclass(frozen=True, eq=False)
 class PlacedImage:
-    """An image as its model takes it: `pixels`, uint8 [height, width, channels].
+    """An image in the form of its model's input: `pixels`, uint8 [height, width, channels].
 
-    `width`, `height`: of the original, upright. A point (x, y) of the original is at
+    `width`, `height`: the size of the upright original. A point (x, y) of the original is at
     (x * scale_x + left, y * scale_y + top) in `pixels`.
     """
 
@@ -79,7 +79,7 @@ class PlacedImage:
     top: int
 
     def to_original(self, boxes: np.ndarray) -> np.ndarray:
-        """Boxes [.., 4], x1 y1 x2 y2 in pixels of `pixels`, in pixels of the original."""
+        """Convert boxes [.., 4], x1 y1 x2 y2, from pixels of `pixels` to those of the original."""
         offset = np.array([self.left, self.top] * 2, np.float64)
         scale = np.array([self.scale_x, self.scale_y] * 2, np.float64)
         found: np.ndarray = (boxes - offset) / scale
@@ -87,7 +87,7 @@ class PlacedImage:
 
 
 def check_image_input(image: ImageInput) -> None:
-    """Raise BadInput for a rule that is not known."""
+    """Raise BadInput for an unknown rule or a value out of range."""
     known: Mapping[str, tuple[str, Any]] = {
         "resize": (image.resize, RESIZE_RULES),
         "interpolation": (image.interpolation, _FILTERS),
@@ -114,8 +114,8 @@ def read_image(
 ) -> PlacedImage:
     """Decode a JPEG, PNG or WebP and place it as `image` says.
 
-    `where` names it in errors. Raises BadInput for what is no image, is damaged, or is refused;
-    TooLarge above `most_pixels`. Sizes are checked before a pixel is decoded.
+    `where` names it in errors. Raises BadInput if it is not an image, damaged or refused; TooLarge
+    above `most_pixels`. Sizes are checked before any pixel is decoded.
     """
     if not len(data):
         raise BadInput(f"{where}: is empty")
@@ -137,17 +137,16 @@ def read_image(
 
 
 class PlacedImages(Images):
-    """The images of a folder, each placed into the model's input as the server does it.
+    """Reads the images of a folder, and places each into the model's input as the server does.
 
-    Training reads its images with it, and so do calibration and the tests of accuracy.
-
-    A model that takes any height and width gets the middle squares.
+    Training, calibration and the tests of accuracy use it. A model that takes any height and width
+    gets the middle squares.
     """
 
     def __init__(self, image: ImageInput, where: str) -> None:
         check_image_input(image)
         side = math.ceil(image.resize_to / image.multiple) * image.multiple
-        if not image.height:  # one size for all, or they are no array
+        if not image.height:  # one array needs one size
             image = replace(image, height=side, width=side, resize_to=side)
         self._image, self._where = image, where
         self.shape = (image.height, image.width, 1 if image.colours == "L" else 3)
@@ -170,7 +169,7 @@ def place(upright: Any, image: ImageInput, where: str) -> PlacedImage:
     left = top = 0
     if not image.height:
         wide, high = (math.ceil(side / image.multiple) * image.multiple for side in size)
-    elif image.resize == LETTERBOX:  # the odd pixel is on the right and below, as in YOLO's
+    elif image.resize == LETTERBOX:  # YOLO pads the odd pixel right and below
         left, top = (wide - size[0]) // 2, (high - size[1]) // 2
     else:
         left, top = _margin(wide, size[0]), _margin(high, size[1])
@@ -188,12 +187,12 @@ def place(upright: Any, image: ImageInput, where: str) -> PlacedImage:
 
 
 def _resized(width: int, height: int, image: ImageInput) -> tuple[int, int]:
-    """Width and height after the resizing, before anything is cut off or filled up."""
-    if image.resize == STRETCH:  # timm's "squash" enlarges both sides, and cuts the middle out
+    """Return width and height after resizing, before cropping and padding."""
+    if image.resize == STRETCH:  # timm's "squash" enlarges both sides, then crops
         least = min(image.width, image.height)
         edge = max(image.resize_to, least)
         return image.width * edge // least, image.height * edge // least
-    if image.resize == SHORTEST_EDGE:  # torchvision cuts the longer side's fraction off
+    if image.resize == SHORTEST_EDGE:  # torchvision truncates the longer side
         to = image.resize_to
         return (to, to * height // width) if width <= height else (to * width // height, to)
     ratio = min(image.width / width, image.height / height)
@@ -201,5 +200,5 @@ def _resized(width: int, height: int, image: ImageInput) -> tuple[int, int]:
 
 
 def _margin(wanted: int, found: int) -> int:
-    """The offset of the middle in torchvision's CenterCrop; above 0 where black is added."""
+    """Return the offset of torchvision's CenterCrop; above 0 means that it adds black."""
     return (wanted - found) // 2 if found < wanted else -round((found - wanted) / 2)

@@ -17,12 +17,12 @@ from deploykit.core.tensors import Bytes
 
 tokenizers = require("tokenizers")
 
-_CHARACTERS = 100  # for each token that the model takes; a token of English has about four
+_CHARACTERS = 100  # per token of the model; an English token has about four
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One text: its token ids, the special ones included, and the segment that each belongs to."""
+    """The token ids of one sentence, special ones included, and the segment of each."""
 
     ids: Sequence[int]
     types: Sequence[int]
@@ -43,7 +43,7 @@ class Tokens:
             )
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(data.decode())
-        except Exception as exc:  # the library has no type of its own
+        except Exception as exc:  # the library raises no type of its own
             raise BadInput(f"{path}: is not a tokenizer: {first_line(exc)}") from exc
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -53,11 +53,11 @@ class Tokens:
         return max(self._tokenizer.get_vocab().values(), default=0)
 
     def encode(self, text: str | Bytes, where: str = "the text") -> Encoded:
-        """Raises BadInput for a text that is empty, not UTF-8 or longer than the model takes."""
+        """Encode a string. Raises BadInput if it is empty, not UTF-8 or too long for the model."""
         most = self._text.max_length
         try:
             characters = text if isinstance(text, str) else bytes(text).decode("utf-8-sig")
-            characters.encode()  # half of a surrogate pair, which JSON can carry, has no encoding
+            characters.encode()  # JSON can hold half a surrogate pair, which has no encoding
         except UnicodeError:
             raise BadInput(f"{where}: is not UTF-8") from None
         if not characters.strip():
@@ -72,7 +72,7 @@ class Tokens:
         return Encoded(found.ids, found.type_ids)
 
     def feeds(self, rows: Sequence[Encoded], length: int | None = None) -> dict[str, np.ndarray]:
-        """The inputs int64 [rows, length] by name; `length` None: as many as the longest has."""
+        """Return the int64 inputs [rows, length] by name; `length` None: the longest row's."""
         text, length = self._text, length or max(len(row.ids) for row in rows)
         ids = np.full((len(rows), length), text.pad_id, np.int64)
         mask, types = np.zeros_like(ids), np.zeros_like(ids)

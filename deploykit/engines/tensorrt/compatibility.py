@@ -1,7 +1,7 @@
 """Decide whether this machine may load a TensorRT plan, before TensorRT reads a byte of it.
 
 TensorRT crashes on some damaged plans and accepts others: only a plan that its manifest describes
-is loaded. A plan can contain code or need plugins: `origin` knows whether it was built here. An
+is loaded. A plan can contain code or need plugins: `built_here` decides whether to trust these. An
 error names each difference and the command that builds the plan again.
 """
 
@@ -23,17 +23,17 @@ from deploykit.core.files import cache_folder, make_folder, manifest_path
 from deploykit.core.manifest import Manifest
 from deploykit.core.precision import CALIBRATED
 
-# A version compatible plan contains host code and a plugin is a library: opening either runs code.
-# The manifest next to them proves nothing, as whoever made the plan wrote that too. So `build`
-# adds their SHA-256 to a list in the user's cache folder. A signature in the manifest would need a
+# Opening a version compatible plan, which contains host code, or a plugin, which is a library, runs
+# code. The manifest next to it proves nothing, as the plan's author wrote it too. So `build` adds
+# their SHA-256 to a list in the user's cache folder. A signature in the manifest would need a
 # secret in the same folder, and a new signature whenever evidence is added to the manifest.
 
-# a link could lead to any list of hashes that the user has, and opening a FIFO would wait
+# A link could lead to any list of hashes that the user has, and opening a FIFO would block.
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def built_here(manifest: Manifest) -> bool:
-    """Whether opening the engine runs no code, or only what `record_build` has recorded."""
+    """Return whether opening the engine runs no code, or only code that `record_build` recorded."""
     digests = _digests_of_code(manifest)
     return not digests or digests <= _read()
 
@@ -41,36 +41,36 @@ def built_here(manifest: Manifest) -> bool:
 def record_build(manifest: Manifest) -> bool:
     """Record an engine that was just built, and its plugins. Returns `built_here` afterwards.
 
-    False where the list cannot be written, or where others can write to it.
+    The result is False if the list cannot be written, or if others can write to it.
     """
     if built_here(manifest):
         return True
-    lines = "\n".join(["", *sorted(_digests_of_code(manifest)), ""])  # ends a line that was cut
+    lines = "\n".join(["", *sorted(_digests_of_code(manifest)), ""])  # it ends a cut line
     try:
         path = list_path()
         make_folder(path.parent)
         flags = _FLAGS | os.O_WRONLY | os.O_APPEND | os.O_CREAT
         with os.fdopen(os.open(path, flags, 0o600), "w", encoding="ascii") as file:
             file.write(lines)
-    except (OSError, RuntimeError, DeploykitError):  # RuntimeError: the user has no home folder
+    except (OSError, RuntimeError, DeploykitError):  # RuntimeError: no home folder
         return False
     return built_here(manifest)
 
 
 def list_path() -> Path:
-    """The list of this user's builds on this machine: one SHA-256 per line."""
+    """Return the path of the list of this user's builds here: one SHA-256 per line."""
     return cache_folder() / "built-here.sha256"
 
 
 def _digests_of_code(manifest: Manifest) -> set[str]:
-    """The SHA-256 of the plan and its plugins; none where opening them runs no code."""
+    """Return the SHA-256 of the plan and its plugins; none if opening them runs no code."""
     if not (manifest.version_compatible or manifest.plugins):
         return set()
     return {manifest.sha256.lower(), *manifest.plugins.values()}
 
 
 def _read() -> set[str]:
-    """The recorded digests; none from a file that another user owns or could have written."""
+    """Return the recorded digests; none if another user owns or could have written the file."""
     try:
         with os.fdopen(os.open(list_path(), _FLAGS), encoding="ascii") as file:
             info = os.fstat(file.fileno())
@@ -80,30 +80,30 @@ def _read() -> set[str]:
         return set()
 
 
-# a key of `Manifest.built_on`, next to those of `Here.facts`
+# This is a key of `Manifest.built_on`, in addition to those of `Here.facts`.
 HARDWARE_COMPATIBLE = "hardware_compatible"  # "ampere-plus" or "same-compute-capability"
-_OLDEST = (10, 0)  # the first with the API used here; tested from 10.3
+_OLDEST = (10, 0)  # the first version with this API; tested from 10.3
 _NO = ("", "no", "false", "none")
 _CROSSED = {(10, 11)}  # NVIDIA's support matrix of 11.4.1, "version compatibility"
-# the oldest driver branch of each CUDA major: CUDA Compatibility, "Minor Version Compatibility"
+# CUDA major -> its oldest driver branch. Source: CUDA Compatibility, "Minor Version Compatibility"
 LEAST_DRIVERS: Mapping[int, int] = {12: 525, 13: 580}
 
 
 @dataclass(frozen=True)
 class Here:
-    """What a plan depends on here. Empty strings and 0 are unknown, and not compared."""
+    """The facts of this machine that a plan depends on. Empty strings and 0 are not compared."""
 
     tensorrt: str  # "10.13.3.9"
     gpu: str  # "NVIDIA H200"
     compute_capability: str  # "9.0"
-    sm_count: int  # those in use: a power mode or a MIG slice leaves some out
+    sm_count: int  # the usable ones: a power mode or a MIG slice has fewer
     driver: str  # "580.65.06"
-    cuda: str  # the newest CUDA that this driver runs, "13.0"
-    tensorrt_cuda: str = ""  # the CUDA that TensorRT was made for, "12"
-    architecture: str = ""  # of the CPU, "aarch64"
+    cuda: str  # "13.0", the newest CUDA that this driver runs
+    tensorrt_cuda: str = ""  # "12", the CUDA that TensorRT was built for
+    architecture: str = ""  # "aarch64", the CPU's
 
     def facts(self) -> dict[str, str]:
-        """For the `built_on` of a manifest: there `cuda` is that of the plan's kernels."""
+        """Return the `built_on` of a manifest, whose `cuda` is that of the plan's kernels."""
         facts = {key: str(value) for key, value in vars(self).items() if value}
         own = facts.pop("tensorrt_cuda", "")
         return {**facts, "cuda": own} if own else facts
@@ -115,7 +115,7 @@ class PlanFile:
 
     content: bytes
     notes: tuple[str, ...]
-    host_code: bool  # version compatible: it contains its own runtime
+    host_code: bool  # a version compatible plan contains its own runtime
     dla: int | None = None  # the DLA core that some of its layers run on
 
 
@@ -127,15 +127,15 @@ def open_plan(path: Path, here: Here, trust: bool = False) -> tuple[PlanFile, Ma
 
 
 def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = False) -> PlanFile:
-    """The plan at `path`, if `manifest` describes it and this machine can run it.
+    """Return the plan at `path`, if `manifest` describes it and this machine can run it.
 
-    `trust`: load one without a manifest too, with a note, and one that brings code from elsewhere.
+    `trust`: load also a plan without a manifest, with a note, and one with code from elsewhere.
     Raises BadInput for a file that is damaged, not described or not a plan, or whose code is not
     trusted, Unsupported for a plan of another TensorRT, GPU or driver.
     """
     check_format(path)
     try:
-        content = path.read_bytes()  # once, so that the hashed bytes are the loaded ones
+        content = path.read_bytes()  # read once: the hashed bytes are loaded
     except OSError as exc:
         raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
     if manifest is None:
@@ -203,7 +203,7 @@ def _check_content(path: Path, content: bytes, manifest: Manifest) -> None:
 def differences(
     built: Mapping[str, str], here: Here, version_compatible: bool = False
 ) -> Iterator[str]:
-    """Each reason why a plan with these facts in `built_on` cannot run here, as a clause."""
+    """Yield each reason, as a clause, why a plan with this `built_on` cannot run here."""
     yield from _tensorrt(built, here, version_compatible)
     there = built.get("architecture", "")
     if there and here.architecture and there != here.architecture:
@@ -211,7 +211,7 @@ def differences(
     level = built.get(HARDWARE_COMPATIBLE, "").lower()
     capability = built.get("compute_capability", "")
     same = not (capability and here.compute_capability) or capability == here.compute_capability
-    if level not in _NO and level != "same-compute-capability":  # Ampere and later
+    if level not in _NO and level != "same-compute-capability":  # it needs Ampere or later
         if version_numbers(here.compute_capability) < (8, 0) and here.compute_capability:
             yield (
                 f"compute capability {here.compute_capability}, where the engine needs 8.0 or later"
@@ -242,7 +242,7 @@ def _tensorrt(built: Mapping[str, str], here: Here, version_compatible: bool) ->
 
 
 def _gpu_differences(built: Mapping[str, str], here: Here) -> Iterator[str]:
-    """GPUs of one compute capability differ in what was tuned: memory, multiprocessors."""
+    """Compare GPUs: of one compute capability, they differ in memory and multiprocessors."""
     gpu, count = built.get("gpu", ""), built.get("sm_count", "")
     if gpu and here.gpu and gpu != here.gpu:
         yield f"{here.gpu} here, {gpu} there"
@@ -254,7 +254,7 @@ def _gpu_differences(built: Mapping[str, str], here: Here) -> Iterator[str]:
 
 
 def _cuda(built: Mapping[str, str], here: Here) -> Iterator[str]:
-    """The driver must know the CUDA major of the plan's kernels."""
+    """Check that the driver supports the CUDA major of the plan's kernels."""
     there, now = version_numbers(built.get("cuda", "")), version_numbers(here.cuda)
     if there and now and now[0] < there[0]:
         needed = LEAST_DRIVERS.get(there[0])
@@ -279,7 +279,7 @@ def _notes(path: Path, manifest: Manifest, here: Here) -> tuple[str, ...]:
 
 
 def rebuild(path: Path, manifest: Manifest, here: Here) -> str:
-    """The command that builds the plan for this machine, from its manifest.
+    """Return the command that builds the plan for this machine, from its manifest.
 
     A plan made from two files was quantized during the build, so the precision is an option.
     """
@@ -306,13 +306,13 @@ def rebuild(path: Path, manifest: Manifest, here: Here) -> str:
 
 
 def _name(built: Mapping[str, str], key: str) -> str:
-    """A file name, quoted; without its folder, as paths in a manifest are not trusted."""
+    """Return a quoted file name without its folder, as paths in a manifest are not trusted."""
     name = PurePosixPath(built.get(key, "")).name
     return shlex.quote(name) if name else ""
 
 
 def _printable(built: Mapping[str, str]) -> dict[str, str]:
-    """Values safe for a terminal: printable characters, at most 80."""
+    """Make values safe for a terminal: at most 80 printable characters."""
     return {key: "".join(c for c in text if c.isprintable())[:80] for key, text in built.items()}
 
 
@@ -337,6 +337,6 @@ def check_version(version: str, *, full: bool = True) -> None:
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """(10, 13, 3) of "10.13.3.post1"; empty for what does not begin with a number."""
+    """Return (10, 13, 3) for "10.13.3.post1"; empty if `version` does not begin with a number."""
     match = re.match(r"\d{1,6}(\.\d{1,6})*", version)
     return tuple(int(part) for part in match[0].split(".")) if match else ()

@@ -1,4 +1,4 @@
-"""A TensorRT engine as an `Engine`, with its optimisation profiles and execution contexts.
+"""Run a TensorRT plan as an `Engine`, with its optimisation profiles and execution contexts.
 
 Supports TensorRT 10.3 to 11.4. TensorRT returns None or False and gives the reason only in its log,
 so errors are made from the log's lines.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from deploykit.engines.cuda.driver import CudaDevice
 
 
-# NumPy has no BF16, FP8, INT4 and FP4
+# NumPy lacks BF16, FP8, INT4 and FP4.
 _DTYPES: Mapping[str, str] = {
     "FLOAT": "float32",
     "HALF": "float16",
@@ -48,7 +48,7 @@ Ranges = Mapping[str, tuple[Shape, Shape, Shape]]  # input -> smallest, optimum,
 def specs(
     engine: trt.ICudaEngine, path: Path, manifest: Manifest | None
 ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-    """Inputs and outputs; dynamic axes have their names from the manifest.
+    """Return the inputs and outputs; the manifest names the dynamic axes.
 
     Raises Unsupported for a type that NumPy lacks, or a tensor that is not linear device memory.
     """
@@ -83,9 +83,9 @@ def specs(
 def optimisation_profiles(
     engine: trt.ICudaEngine, path: Path, inputs: Sequence[TensorSpec]
 ) -> tuple[Ranges, ...]:
-    """Smallest, optimum and largest shape of each input, for each optimisation profile.
+    """Return the smallest, optimum and largest shape of each input, by optimisation profile.
 
-    Raises BadInput for shapes that are no range: a damaged plan may be opened on trust.
+    Raises BadInput for shapes that are not a range: a damaged plan may be opened on trust.
     """
 
     def shapes(spec: TensorSpec, profile: int) -> tuple[Shape, Shape, Shape]:
@@ -123,7 +123,7 @@ def max_batch(profiles: Sequence[Ranges], inputs: Sequence[TensorSpec]) -> int |
 def axis_limits(
     profiles: Sequence[Ranges], inputs: Sequence[TensorSpec]
 ) -> dict[str, tuple[int, int]]:
-    """Smallest and largest size of each dynamic axis in the first optimisation profile."""
+    """Return the smallest and largest size of each dynamic axis in the first profile."""
     return {
         axis: (low, high)
         for spec in inputs
@@ -135,7 +135,7 @@ def axis_limits(
 
 
 def choose_shapes(profiles: Sequence[Ranges], shapes: Mapping[str, Shape]) -> int | None:
-    """The profile that accepts `shapes`; of several, the one tuned for the nearest sizes."""
+    """Return the profile that accepts `shapes`; among several, that with the nearest optimum."""
     fitting = [
         (sum(_distance(shape, ranges[name][1]) for name, shape in shapes.items()), number)
         for number, ranges in enumerate(profiles)
@@ -158,7 +158,7 @@ def _within(shape: Shape, span: tuple[Shape, Shape, Shape]) -> bool:
 def describe_mismatch(
     profiles: Sequence[Ranges], inputs: Sequence[TensorSpec], feeds: Arrays
 ) -> str:
-    """Which axis is out of the range that the engine was built for."""
+    """Name the axis that is out of the range that the engine was built for."""
     for spec in inputs:
         for axis, size in enumerate(feeds[spec.name].shape):
             spans = [(p[spec.name][0][axis], p[spec.name][2][axis]) for p in profiles]
@@ -173,9 +173,9 @@ def describe_mismatch(
 class TensorRtEngine(Engine):
     """One plan on one GPU. `submit` and `map` keep up to `slots` calls in flight.
 
-    `graphs`: batch sizes to capture as CUDA graphs, those above the largest batch as that; each
-    has its own context, as a graph is valid only while its context is unchanged. The memory for a
-    call at the optimum is taken now. Raises BadInput, Unsupported, OutOfMemory.
+    `graphs`: batch sizes to capture as CUDA graphs, cut to the largest batch; each has its own
+    context, as a graph is valid only while its context is unchanged. The constructor allocates the
+    memory for a call at the optimum. Raises BadInput, Unsupported, OutOfMemory.
     """
 
     def __init__(
@@ -228,9 +228,9 @@ class TensorRtEngine(Engine):
     def share(
         self, *, slots: int | None = None, graphs: Sequence[int] | None = None
     ) -> TensorRtEngine:
-        """Another engine on the same weights, with contexts of its own, for another thread.
+        """Open another engine on the same weights, with its own contexts, for another thread.
 
-        Each is closed by its owner; the weights go with the last. Raises as the constructor does.
+        Close each engine; the last one frees the weights. Raises as the constructor does.
         """
         other, own = copy.copy(self), self._pipeline
         own.check()
@@ -242,7 +242,7 @@ class TensorRtEngine(Engine):
     def prepare(self, calls: Iterable[Arrays] = (), *, joined: bool = False) -> None:
         with self._sizes_of_memory():
             self._pipeline.reserve(self._optimum(), self.slots)
-            # of several profiles, a padded size may fit none
+            # with several profiles, a padded size may fit none
             self._pipeline.prepare(calls, pad=joined and len(self.profiles) == 1)
 
     def _optimum(self) -> list[Shape]:
@@ -250,11 +250,11 @@ class TensorRtEngine(Engine):
 
     @contextlib.contextmanager
     def _sizes_of_memory(self) -> Iterator[None]:
-        """Name the free memory where TensorRT only reports that it does not suffice."""
+        """Add the free memory to TensorRT's errors, which only report that it does not suffice."""
         try:
             yield
         except OutOfMemory as exc:
-            traceback.clear_frames(exc.__traceback__)  # they hold the engine, which holds memory
+            traceback.clear_frames(exc.__traceback__)  # frames keep the engine alive
             hint = f"{exc.hint}; to serve it: fewer `instances`, or a smaller `max_batch`"
             if "free of" in exc.message:
                 raise OutOfMemory(exc.message, hint=hint) from exc
@@ -276,13 +276,13 @@ class TensorRtEngine(Engine):
         return self._pipeline.submit(feeds)
 
     def map(self, batches: Iterable[Arrays]) -> Iterator[dict[str, np.ndarray]]:
-        """The outputs in order; one call's copies overlap another one's compute."""
+        """Yield the outputs in order; one call's copies overlap another one's compute."""
         return run_in_order(self.submit, batches, self.slots)
 
     def layer_times_ms(self, feeds: Arrays) -> dict[str, float]:
-        """Milliseconds by layer name in one call, from TensorRT's profiler.
+        """Return milliseconds by layer name in one call, from TensorRT's profiler.
 
-        Uses its own context, after a warm-up call. Raises as a call does.
+        This uses its own context, after a warm-up call. Raises as a call does.
         """
         times: dict[str, float] = {}
         profiler = _profiler(self._nv)(times)
@@ -307,13 +307,13 @@ class TensorRtEngine(Engine):
         return times
 
     def layer_information(self) -> str:
-        """The engine inspector's JSON, at the optimum of the first optimisation profile.
+        """Return the engine inspector's JSON, at the optimum of the first optimisation profile.
 
         TensorRT 8 to 10 report no types for an engine with a dynamic axis until a context has its
         shapes. Raises as a call does.
         """
         engine = self._opened()
-        self._driver.use()  # this may be another thread than the one that loaded it
+        self._driver.use()  # the thread may differ from the one that loaded the engine
         stream = self._driver.open_stream()
         try:
             with contextlib.closing(self._context(stream, 0)) as context:
@@ -338,7 +338,7 @@ class TensorRtEngine(Engine):
 
     @property
     def last_copies_us(self) -> tuple[int, int]:  # type: ignore[override]  # never set
-        """Host time of the last call to stage the inputs and to fetch the outputs."""
+        """The last call's host time to stage the inputs and to fetch the outputs."""
         return self._pipeline.last_copies_us
 
     @property
@@ -346,13 +346,13 @@ class TensorRtEngine(Engine):
         return (*self._plan_notes, *self._pipeline.notes)
 
     def close(self) -> None:
-        self._pipeline.close()  # contexts before their engine, the engine before its runtime
+        self._pipeline.close()  # order: contexts, engine, runtime
         self._engine = None
         self._runtime = None
 
 
 class Context:
-    """An execution context as `Work`, bound to one stream and to `scratch`."""
+    """An execution context as a `Work`, bound to one stream and to `scratch`."""
 
     def __init__(
         self,
@@ -380,7 +380,7 @@ class Context:
             for name in map(engine.get_tensor_name, range(engine.num_io_tensors))
             if engine.get_tensor_mode(name) == nv.TensorIOMode.OUTPUT
         ]
-        self._profile = -1  # none: TensorRT sets one for the first context only
+        self._profile = -1  # TensorRT sets a profile only for the first context
         self._late = {name: _output_allocator(nv)(driver) for name in self._outputs}
 
     def shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape | None]:
@@ -427,17 +427,17 @@ class Context:
             raise self._log_errors.refusal("execute_async_v3")
 
     def watch(self, profiler: Any) -> None:
-        """Attach an IProfiler, which gets the time of every layer and slows down each call."""
+        """Attach an IProfiler, which receives the time of every layer and slows down calls."""
         self._context.profiler = profiler
 
     def describe(self, inspector: trt.EngineInspector) -> str:
-        """The layers as JSON, for the shapes that are set."""
+        """Return the layers as JSON, for the current shapes."""
         inspector.execution_context = self._context
         text: str = inspector.get_engine_information(self._json)
         return text
 
     def late(self, name: str) -> tuple[int, Shape]:
-        """The shape is known once `execute_async_v3` returns (reference of IOutputAllocator)."""
+        """Return the shape, known once `execute_async_v3` returns (see IOutputAllocator)."""
         memory = self._late[name]
         if memory.shape is None:
             raise self._log_errors.refusal(f"output '{name}' has no shape")
@@ -451,7 +451,7 @@ class Context:
 
 @functools.cache
 def _profiler(nv: Any) -> Any:
-    """The class of a profiler that adds each layer's milliseconds to a dictionary."""
+    """Return the class of a profiler that adds each layer's milliseconds to a dictionary."""
     base: Any = nv.IProfiler
 
     class Profiler(base):  # type: ignore[misc]
@@ -467,7 +467,7 @@ def _profiler(nv: Any) -> Any:
 
 @functools.cache
 def _output_allocator(nv: Any) -> Any:
-    """The class of the memory for one output whose shape depends on the data."""
+    """Return the class that allocates memory for one output of data-dependent shape."""
     base: Any = nv.IOutputAllocator
 
     class OutputAllocator(base):  # type: ignore[misc]
@@ -479,7 +479,7 @@ def _output_allocator(nv: Any) -> Any:
             self.error: DeploykitError | None = None
 
         def reallocate_output(self, _name: str, _memory: int, size: int, _align: int) -> int:
-            """0 when memory is short: an exception would not propagate."""
+            """Return an address, or 0 if memory is short, as an exception would not propagate."""
             self.shape, self.error = None, None
             if 0 < size <= self.size:
                 return self.address
@@ -513,10 +513,10 @@ def _deserialize(nv: Any, plan: PlanFile, log_errors: LogErrors) -> tuple[Any, t
     log_errors.forget()
     try:
         runtime = nv.Runtime(logger(nv))
-    except (TypeError, RuntimeError) as exc:  # pybind11: the factory returned nullptr
+    except (TypeError, RuntimeError) as exc:  # the factory returned nullptr (pybind11)
         raise log_errors.refusal(f"Runtime ({first_line(exc)})") from exc
     runtime_errors = log_errors.of(runtime)
-    if plan.host_code:  # `check_plan`: built here, or trusted
+    if plan.host_code:  # `check_plan` has accepted it
         runtime.engine_host_code_allowed = True
     if plan.dla is not None:
         runtime.DLA_core = plan.dla

@@ -1,4 +1,4 @@
-"""Read from TensorRT's engine inspector in which precision each layer of a plan computes.
+"""Read the precision of each layer of a plan from TensorRT's engine inspector.
 
 Source: NVIDIA's TensorRT guide, "Engine Inspector", JSON at detailed verbosity; "Migrating
 IEngineInspector Usage from TensorRT 10.x to 11.x" for the newer field names. A layer of a plan is
@@ -16,8 +16,8 @@ from typing import Any
 from deploykit.core.evidence import Layer
 from deploykit.core.precision import ALL, BITS, FLOATS
 
-# The inspector writes a bare type ("Half") or a sentence that holds one ("Channel major FP16 format
-# where channel % 8 == 0"); "N/A due to dynamic shapes" where it is asked without a context.
+# The inspector writes a bare type ("Half") or a sentence that contains one ("Channel major FP16
+# format where channel % 8 == 0"), or without a context "N/A due to dynamic shapes".
 _NAMES: Mapping[str, str] = {
     **{word: each.dtype for each in ALL for word in each.inspector_names},
     **{name: name for name in ("int32", "int64", "uint8", "bool")},
@@ -25,7 +25,7 @@ _NAMES: Mapping[str, str] = {
 _TYPE_KEYS = ("Format/Datatype", "Datatype", "DataType")  # TensorRT 10; 11
 _MOVES = frozenset(("reformat", "noop", "constant", "shuffle", "slice", "concatenation", "shape"))
 _SEPARATOR = re.compile(r"[\x1e\x1f]|(?<=\])(?=\[ONNX Layer: )")  # TensorRT 8 to 10; 11
-# The operands' types in the names of kernels of cuDNN and CUTLASS. Seen:
+# Names of cuDNN's and CUTLASS's kernels contain the operands' types, such as
 # "ampere_scudnn_128x32_…", "sm80_xmma_fprop_implicit_gemm_f32f32_f32f32_f32_…", "…_FP32NCHW_…".
 _KERNELS: Mapping[str, re.Pattern[str]] = {
     "int8": re.compile(r"i8i8|i8816|imma"),
@@ -38,14 +38,14 @@ _ONNX_LAYER = re.compile(r"\[ONNX Layer: (.*)\]", re.DOTALL)
 
 
 def computes(layer: Layer) -> bool:
-    """False for a layer that only moves, converts or describes data."""
+    """Return False for a layer that only moves, converts or describes data."""
     return layer.kind.lower() not in _MOVES and layer.precision in BITS
 
 
 def read_layers(text: str) -> tuple[Layer, ...]:
-    """The layers in the inspector's JSON, in order. Raises ValueError for any other text."""
+    """Return the layers in the inspector's JSON, in order. Raises ValueError for any other text."""
     try:
-        document = json.loads(text, strict=False)  # names may hold the separator 0x1F as it is
+        document = json.loads(text, strict=False)  # names may contain the separator 0x1F
     except RecursionError:
         raise ValueError("too many levels") from None
     if not isinstance(document, dict) or not isinstance(document.get("Layers"), list):
@@ -54,7 +54,7 @@ def read_layers(text: str) -> tuple[Layer, ...]:
 
 
 def mismatches(asked: Mapping[str, str], layers: Sequence[Layer]) -> dict[str, str]:
-    """Each node that runs in a higher precision than `asked`, and a sentence that says so.
+    """Map each node that runs in a higher precision than `asked` to a sentence that says so.
 
     `asked`: node of the graph -> precision. Layers that only move data are ignored, and so are
     nodes that no layer names because they were folded away: `unseen` lists those.
@@ -74,15 +74,15 @@ def mismatches(asked: Mapping[str, str], layers: Sequence[Layer]) -> dict[str, s
 
 
 def unseen(asked: Iterable[str], layers: Sequence[Layer]) -> tuple[str, ...]:
-    """The nodes of `asked` that no computing layer names: folded away, or not reported."""
+    """Return the nodes of `asked` that no computing layer names: folded away or not reported."""
     named = {node for layer in layers if computes(layer) for node in layer.onnx_nodes}
     return tuple(node for node in asked if node not in named)
 
 
 def shares(layers: Sequence[Layer], time_ms: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Share, 0 to 1, of the computing layers by precision; of their time with `time_ms`.
+    """Return the share (0 to 1) of each precision in the computing layers, or in their time.
 
-    `time_ms`: layer name -> milliseconds from a profiler; a layer without an entry counts 0.
+    `time_ms`: layer name -> milliseconds from a profiler, 0 by default; without it, layers count.
     """
     sums: dict[str, float] = defaultdict(float)
     for layer in layers:
@@ -93,7 +93,7 @@ def shares(layers: Sequence[Layer], time_ms: Mapping[str, float] | None = None) 
 
 
 def _layer(item: object) -> Layer:
-    if isinstance(item, str):  # the plan was not built at detailed verbosity
+    if isinstance(item, str):  # the plan was built without detailed verbosity
         return Layer(_text(item), "", None, _nodes(_text(item), ""))
     if not isinstance(item, dict):
         raise ValueError("a layer is neither a name nor an object")
@@ -104,12 +104,12 @@ def _layer(item: object) -> Layer:
 
 
 def _text(value: object) -> str:
-    """What UTF-8 can hold of it: JSON may hold half a character, a manifest may not."""
+    """Return `value` as valid UTF-8: JSON may hold half a surrogate pair, a manifest may not."""
     return str(value).encode(errors="replace").decode()
 
 
 def _nodes(name: str, metadata: str) -> tuple[str, ...]:
-    """The ONNX nodes in a layer: from its metadata, else from its name ("Conv_0 + Relu_1")."""
+    """Return the ONNX nodes in a layer, by its metadata, else by its name ("Conv_0 + Relu_1")."""
     found = [_ONNX_LAYER.fullmatch(part.strip()) for part in _SEPARATOR.split(metadata)]
     named = [match[1] for match in found if match]
     if not named:
@@ -118,11 +118,11 @@ def _nodes(name: str, metadata: str) -> tuple[str, ...]:
 
 
 def _computed_in(item: Mapping[str, Any]) -> str | None:
-    """The narrowest type that flows through, but not narrower than the weights.
+    """Return the narrowest type of inputs and outputs that is not narrower than the weights.
 
     A fused Quantize lowers an output's precision and a fused Cast raises an input's: the layer
-    computes in neither. Weight-only quantization computes in the type of the activations. Where
-    no type stands there, that of the weights counts, then that in the kernel's name.
+    computes in neither. Weight-only quantization computes in the type of the activations. If
+    these have no type, the weights' type counts, then the type in the kernel's name.
     """
     inputs, outputs = _types(item.get("Inputs")), _types(item.get("Outputs"))
     flowing = [name for name in inputs if name in BITS]

@@ -1,8 +1,8 @@
-"""What TensorRT reports of its errors: one logger for the process, one recorder for each object.
+"""Collect TensorRT's errors: one logger for the process, one recorder for each object.
 
-TensorRT keeps the first logger of a process and ignores any other. An object that has an error
-recorder reports there and no longer to the logger, as TensorRT for RTX 1.7.1 was seen to; what
-cannot have one yet, and libraries below TensorRT, write to the logger.
+TensorRT keeps the first logger of a process and ignores any other. An object with an error recorder
+reports only there, as seen with TensorRT for RTX 1.7.1; objects that cannot have one yet, and
+libraries below TensorRT, write to the logger.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from deploykit.engines.cuda.errors import CODES, MESSAGES, cuda_error
 _logger = logging.getLogger(__name__)
 _KEPT = 50  # lines
 _CUDA_FAILURE = re.compile(r"Cuda (?:Runtime|Driver)[^(]*\((.+?)\)", re.IGNORECASE)
-# in a layer of Myelin; where TensorRT's CUDA is newer than the driver
+# Forms of a CUDA error: in a layer of Myelin; if TensorRT's CUDA is newer than the driver
 _CUDA_CODE = re.compile(r"\bCUDA (?:error|initialization failure with error:) (\d{1,4})\b")
 _NO_MEMORY = re.compile(r"\bOutOfMemory\b|Requested amount of GPU memory|ALLOC\w*_FAILED")
-_WHERE = re.compile(r"^\[.*?\]|\.?\s*In \w+ at \S+:\d+\)?$")  # in TensorRT's own source
+_WHERE = re.compile(r"^\[.*?\]|\.?\s*In \w+ at \S+:\d+\)?$")  # a place in TensorRT's source
 
 
 @dataclass
@@ -43,10 +43,10 @@ class _OfThread(threading.local):
 
 @functools.cache
 def logger(nv: Any) -> Any:
-    """The process's ILogger for `nv`; every line also goes to `logging`, at level debug.
+    """Return the process's ILogger for `nv`; every line also goes to `logging`, at level debug.
 
-    A build sets `sink` to collect its lines, those of TensorRT's own threads too; otherwise error
-    lines wait in `errors` of the thread that they came from.
+    A build sets `sink` to collect its lines, also from TensorRT's own threads; otherwise error
+    lines stay in `errors` of the thread that they came from.
     """
     base: Any = nv.ILogger
     severity: Any = base.Severity
@@ -69,7 +69,7 @@ def logger(nv: Any) -> Any:
 
 @functools.cache
 def recorder(nv: Any) -> Any:
-    """The class of the error recorder of one runtime, engine or context.
+    """Return the class of the error recorder of one runtime, engine or context.
 
     TensorRT calls it from any of its threads, and an exception would end the process.
     """
@@ -106,8 +106,8 @@ def recorder(nv: Any) -> Any:
 class LogErrors:
     """Makes errors from TensorRT's reports.
 
-    TensorRT reports errors in calls that succeed, too: `forget` them before a call, whose `refusal`
-    then gives its own.
+    TensorRT reports errors even in calls that succeed: call `forget` before a call, so that
+    `refusal` returns only the call's own.
     """
 
     def __init__(self, nv: Any, path: Path, device: str) -> None:
@@ -115,7 +115,7 @@ class LogErrors:
         self.recorder = recorder(nv)()
 
     def of(self, owner: Any) -> LogErrors:
-        """The same for `owner`, a runtime, engine or context, with a recorder of its own."""
+        """Return a LogErrors for `owner`, a runtime, engine or context, with its own recorder."""
         found = LogErrors(self.nv, self.path, self.device)
         owner.error_recorder = found.recorder
         return found
@@ -125,9 +125,9 @@ class LogErrors:
         logger(self.nv).mine.errors.clear()
 
     def refusal(self, what: str) -> DeploykitError:
-        """The error for the lines since `forget`; CUDA's own failures by their code."""
+        """Return the error for the lines since `forget`; CUDA's failures by their code."""
         reported = [text for _, text in self.recorder.errors]
-        lines = [*reported, *logger(self.nv).mine.errors]  # the root cause comes first
+        lines = [*reported, *logger(self.nv).mine.errors]  # root cause first
         self.forget()
         for line in lines:
             name, text = self._cuda_code(line)
@@ -137,7 +137,7 @@ class LogErrors:
         return Unsupported(f"{self.path}: TensorRT refused it ({what}): {why}")
 
     def _cuda_code(self, line: str) -> tuple[str, str]:
-        """The CUDA error that a line of the log reports, and its message; empty where none."""
+        """Return the CUDA error that a line of the log reports, and its message, else empty."""
         match = _CUDA_FAILURE.search(line)
         if match:
             return MESSAGES.get(match[1], ""), match[1]

@@ -1,4 +1,4 @@
-"""Open a `.trt` plan with TensorRT, checked first against its manifest and this machine."""
+"""Open a `.trt` plan with TensorRT, after a check against its manifest and this machine."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if installed("tensorrt_lean") and not installed("tensorrt"):
         hint=install_hint("tensorrt"),
     )
 trt = require("tensorrt")
-_LIBRARIES = ("tensorrt-cu{}", "tensorrt-cu{}-libs", "tensorrt-cu{}-bindings")  # packages of pip
+_LIBRARIES = ("tensorrt-cu{}", "tensorrt-cu{}-libs", "tensorrt-cu{}-bindings")  # pip packages
 
 
 def open_engine(
     source: ArtefactLike,
     device: str = "auto",
-    threads: int | None = None,  # noqa: ARG001 - of the CPU, which has nothing to do here
+    threads: int | None = None,  # noqa: ARG001 - a GPU engine uses no CPU threads
     trust: bool = False,
     *,
     slots: int = 2,
@@ -39,9 +39,9 @@ def open_engine(
 ) -> TensorRtEngine:
     """Open a plan on "cuda:N" ("auto" and "cuda": the first GPU).
 
-    `trust`: also open one without a manifest, or with code from elsewhere. `slots`, `graphs`: see
-    `Pipeline`. Raises BadInput for a plan that is damaged, not described or not trusted,
-    Unsupported for another machine's, or without GPU.
+    `trust`: also open a plan without a manifest, or with code from elsewhere. `slots`, `graphs`:
+    see `Pipeline`. Raises BadInput for a plan that is damaged, not described or not trusted,
+    Unsupported for a plan of another machine, or without a GPU.
     """
     path = Path(source)
     if device == "cpu":
@@ -50,7 +50,7 @@ def open_engine(
             hint="deploykit build MODEL.onnx --profile cpu makes a file for the CPU",
         )
     check_version(str(trt.__version__), full=hasattr(trt, "Builder"))
-    from deploykit.engines.cuda.driver import CudaDevice  # after TensorRT is found
+    from deploykit.engines.cuda.driver import CudaDevice  # after TensorRT's check
 
     driver = CudaDevice(int(device.partition(":")[2] or 0))
     plan, manifest = open_plan(path, here(driver), trust)
@@ -59,7 +59,7 @@ def open_engine(
 
 
 def here(driver: CudaDevice) -> Here:
-    """The facts about this device that a plan depends on."""
+    """Return the facts about this device that a plan depends on."""
     found = driver.describe()
     return Here(
         str(trt.__version__),
@@ -74,7 +74,7 @@ def here(driver: CudaDevice) -> Here:
 
 
 def tensorrt_cuda() -> str:
-    """The CUDA major that pip's TensorRT was made for; empty for another origin, or for several."""
+    """Return the CUDA major of pip's TensorRT; empty if it is not from pip, or for several."""
     found = {each for each in ("12", "13") for name in _LIBRARIES if _has(name.format(each))}
     return found.pop() if len(found) == 1 else ""
 

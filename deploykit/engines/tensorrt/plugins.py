@@ -1,4 +1,4 @@
-"""Make plugins known to TensorRT before it parses a graph or loads a plan that needs them."""
+"""Register plugins with TensorRT before it parses a graph or loads a plan that needs them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _loaded: dict[Path, ctypes.CDLL] = {}
 
 
 def load_plugins(nv: Any, libraries: Iterable[Path] = ()) -> None:
-    """Register NVIDIA's own plugins, then those of `libraries`, each once a process.
+    """Register NVIDIA's own plugins, then those of `libraries`, each once per process.
 
-    Loading a library runs its code. Raises NotFound, or Unsupported where one does not load.
+    Loading a library runs its code. Raises NotFound, or Unsupported if one does not load.
     """
     if hasattr(nv, "init_libnvinfer_plugins"):  # the lean runtime has none
         nv.init_libnvinfer_plugins(logger(nv), "")
@@ -36,18 +36,18 @@ def load_plugins(nv: Any, libraries: Iterable[Path] = ()) -> None:
             handle = nv.get_plugin_registry().load_library(str(path))
             if handle is None:
                 raise Unsupported(f"{library}: TensorRT refused this plugin library")
-        _loaded[path] = found  # alive with the process: plans that run keep its code
+        _loaded[path] = found  # keep it loaded: running plans use its code
 
 
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # a manifest may hold names that no file can have
+    except (OSError, ValueError):  # a manifest may hold impossible file names
         return False
 
 
 def recorded_plugins(plan: Path, recorded: Mapping[str, str]) -> list[Path]:
-    """The libraries that a plan needs: next to it, else where they were when it was built.
+    """Return the libraries that a plan needs, next to it or where they were at the build.
 
     `recorded`: path -> SHA-256. Raises NotFound for a missing one, BadInput for another file.
     """

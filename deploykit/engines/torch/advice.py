@@ -1,4 +1,4 @@
-"""The line of the user's code that torch failed at, and what to write instead."""
+"""Find the line of the user's code that torch failed at, and advise what to write instead."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ torch = require("torch")
 
 _OWN = (Path(__file__).resolve().parents[2], Path(str(torch.__file__)).resolve().parent)
 _LIBRARY = Path(sysconfig.get_paths()["stdlib"]).resolve()
-_TOOLS = {"onnxscript", "onnx_ir", "numpy"}  # installed, and no library of models
+_TOOLS = {"onnxscript", "onnx_ir", "numpy"}  # these installed packages are not libraries of models
 _LINEAR_ALGEBRA = (
     "ONNX has no linear algebra but products: compute it before the export where it is of weights, "
     "else outside the model"
 )
-_REWRITES = {  # what torch says, or the operator that it has no translation of
+_REWRITES = {  # torch's message, or an operator that it cannot translate -> advice
     "Expected more than 1 value per channel": "one row has no statistics of its own: give "
     "F.batch_norm the running ones, and training=self.training",
     "uninitialized parameter": "run the model once before the export, so that its lazy layers get "
@@ -51,13 +51,13 @@ def advise(error: BadInput, cause: BaseException) -> None:
 
 
 def rewrite_for(reason: str) -> str | None:
-    """What to write instead where torch gives this `reason`, or names this operator."""
+    """Return what to write instead for torch's `reason` or operator; None if not known."""
     found = (hint for pattern, hint in _REWRITES.items() if re.search(pattern, reason))
     return next(found, None)
 
 
 def is_users(file: str) -> bool:
-    """Whether `file` is the user's code or a library of models, not torch, deploykit or Python."""
+    """Return whether `file` is the user's or a model library's, not torch, deploykit or Python."""
     if file.startswith("<"):
         return False
     parents = Path(file).resolve().parents
@@ -69,19 +69,19 @@ def is_users(file: str) -> bool:
 
 
 def is_written_for_tracing(file: str) -> bool:
-    """Whether `file` is torchvision's: where it decides by the data, a tracer gets all branches."""
+    """Return whether `file` is torchvision's, whose branches on data a tracer can follow."""
     return "torchvision" in Path(file).parts
 
 
 def source_place(file: str, line: int, function: str = "") -> str:
-    """A place in a source file: "mine.py:14, in forward: `if x.sum() > 0:`"."""
+    """Return a place in a source file: "mine.py:14, in forward: `if x.sum() > 0:`"."""
     code = linecache.getline(file, line).strip()
     inside = f", in {function}" if function else ""
     return f"{Path(file).name}:{line}{inside}" + (f": `{code}`" if code else "")
 
 
 def innermost(frame: FrameType | None) -> str:
-    """The innermost line of the user's code that is running in `frame`; "" if none."""
+    """Return the innermost line of the user's code that is running in `frame`; "" if none."""
     while frame is not None:
         if is_users(frame.f_code.co_filename):
             return source_place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
@@ -90,7 +90,7 @@ def innermost(frame: FrameType | None) -> str:
 
 
 def raised_at(exc: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame of the user's code that `exc`, or what it was raised from, left."""
+    """Return the innermost frame of the user's code in the traceback of `exc` or its causes."""
     for each in reversed(list(causes(exc))):
         for frame in reversed(traceback.extract_tb(each.__traceback__)):
             if is_users(frame.filename):

@@ -35,9 +35,9 @@ def open_engine(
     allow_pickle: bool = False,
     bf16: bool = False,
 ) -> TorchEngine:
-    """A deploykit checkpoint as an Engine, or what `load_module` opens with `arch` and `inputs`.
+    """Open a deploykit checkpoint, or a file that `load_module` opens with `arch` and `inputs`.
 
-    Raises BadInput for a file that does not say enough.
+    Raises BadInput for a file without enough information.
     """
     path = Path(source)
     if arch is None and not inputs and not describes_itself(path):
@@ -51,7 +51,7 @@ def open_engine(
 
 
 def describes_itself(path: Path) -> bool:
-    """Whether a file is a deploykit checkpoint. Raises BadInput for one that is damaged."""
+    """Return whether a file is a deploykit checkpoint. Raises BadInput for a damaged one."""
     try:
         return read(path, allow_pickle=False).source == "checkpoint"
     except RunsCode:
@@ -81,7 +81,7 @@ class TorchEngine(Engine):
             if bf16:
                 self._module = self._module.to(torch.bfloat16)
         if threads is not None:
-            torch.set_num_threads(threads)  # torch keeps one number for the whole process
+            torch.set_num_threads(threads)  # torch has one setting per process
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         if self._module is None:
@@ -89,7 +89,7 @@ class TorchEngine(Engine):
         check_feeds(self.inputs, feeds, self._where)
         arrays = [np.require(feeds[spec.name], requirements=["C", "W"]) for spec in self.inputs]
         with module_errors(f"{self._where}: the model failed"), torch.inference_mode():
-            tensors = [  # copied: a module may write to its inputs; bfloat16 has no array
+            tensors = [  # copies, as a module may write to its inputs; numpy lacks bfloat16
                 torch.from_numpy(array).to(self.device, self._dtype(spec), copy=True)
                 for array, spec in zip(arrays, self.inputs, strict=True)
             ]
@@ -106,7 +106,7 @@ class TorchEngine(Engine):
         return self._floats if self._floats and dtype.is_floating_point else dtype
 
     def in_float64(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        """The outputs for `feeds`, computed in float64. Raises BadInput where the model cannot."""
+        """Return the outputs for `feeds` in float64. Raises BadInput if the model cannot."""
         arrays = [np.require(feeds[spec.name], requirements=["C", "W"]) for spec in self.inputs]
         failed = module_errors(f"{self._where}: in float64 the model failed")
         with failed, torch.inference_mode(), _in_double(self._module):
@@ -119,7 +119,7 @@ class TorchEngine(Engine):
         return {spec.name: value for spec, value in zip(self.outputs, values, strict=True)}
 
     def modules(self) -> Iterator[tuple[str, Any]]:
-        """The model and the modules in it, by their names in it; "(model)" is its own."""
+        """Yield the model, named "(model)", and its modules by their names."""
         for name, part in self._module.named_modules():
             if name:
                 yield name.removeprefix("module").lstrip(".") or "(model)", part
@@ -130,7 +130,7 @@ class TorchEngine(Engine):
 
 @contextlib.contextmanager
 def _in_double(module: Any) -> Iterator[None]:
-    """The weights and buffers of `module` in float64; afterwards the same memory as before."""
+    """Convert weights and buffers of `module` to float64; afterwards restore the same memory."""
     held = [*module.parameters(), *module.buffers()]
     before = [(each, each.data) for each in held if each.is_floating_point()]
     try:
@@ -143,22 +143,22 @@ def _in_double(module: Any) -> Iterator[None]:
 
 
 Key = tuple[str, str, str]
-_COPIES = "inputs and outputs", "Engine", ""  # from arrays to tensors and back
+_COPIES = "inputs and outputs", "Engine", ""  # arrays to tensors and back
 
 
 class LayerWatch:
-    """Calls `engine`, whose modules it changes; `runs`: milliseconds by module of each call.
+    """Times the modules of `engine`, which it changes; `runs`: milliseconds by module per call.
 
-    What runs in no module, such as an addition, counts as the module's whose `forward` it is in. On
-    a GPU calls are queued, and so are no times of these.
+    An operation that is not a module, such as an addition, counts for the module whose `forward`
+    runs it. On a GPU calls are queued, so that these times do not measure them.
     """
 
     def __init__(self, engine: TorchEngine) -> None:
         self.runs: list[Counter[Key]] = []
-        self._inner_ns: list[int] = []  # of the modules inside each that runs
+        self._inner_ns: list[int] = []  # time inside inner modules, for each running one
         self._call = self._timed(_COPIES, engine.__call__)
         for name, part in engine.modules():
-            # `forward`, as hooks would keep nn.TransformerEncoderLayer from its fast path
+            # wrap `forward`, as hooks would keep nn.TransformerEncoderLayer from its fast path
             if not isinstance(part, torch.jit.ScriptModule):
                 part.forward = self._timed((name, type(part).__name__, ""), part.forward)
 

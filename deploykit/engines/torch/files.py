@@ -1,7 +1,7 @@
 """Read a PyTorch file of any kind, without running code in it unless that is allowed.
 
-Weights are read by torch's restricted unpickler, which knows tensors and plain values only; `.pt2`,
-TorchScript and everything else that a pickle can hold is opened when `allow_pickle` says so.
+Weights are read by torch's restricted unpickler, which loads only tensors and plain values; `.pt2`,
+TorchScript and any other pickle need `allow_pickle`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ torch = require("torch")
 
 _T = TypeVar("_T")
 _ABSENT = re.compile(
-    r"operator (\w+)::(\w+) does not exist"  # its library is not imported, or does not load
-    r"|Unknown builtin op: (\w+)::(\w+)"  # TorchScript says it so
-    r"|Could not run '(\w+)::(\w+)'"  # declared without a kernel
+    r"operator (\w+)::(\w+) does not exist"  # its library is missing or does not load
+    r"|Unknown builtin op: (\w+)::(\w+)"  # TorchScript's message
+    r"|Could not run '(\w+)::(\w+)'"  # it is declared without a kernel
 )
-_NO_KERNELS = "Couldn't load custom C++ ops"  # torchvision's own words
+_NO_KERNELS = "Couldn't load custom C++ ops"  # torchvision's message
 _TORCHVISION_OPERATORS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -47,15 +47,14 @@ _TORCHVISION_OPERATORS = (
 
 
 def with_torchvision(run: Callable[[], _T]) -> _T:
-    """`run()`, once more if it lacked torchvision's operators.
+    """Return `run()`; if it lacks torchvision's operators, declare them and run it again.
 
-    A torchvision that was built for another torch (its usual wheel next to a CPU build of torch)
-    fails at its first operator, though most of its networks need none of them; with the operators
-    declared it imports.
+    A torchvision built for another torch (its usual wheel next to a CPU build of torch) fails to
+    import at its first operator, though most of its networks use none of them.
     """
     try:
         return run()
-    except Exception as exc:  # only looked at: what it is not for goes on
+    except Exception as exc:  # unrelated errors are raised again
         found = absent(exc)
         if found is None or not found.startswith("torchvision::"):
             raise
@@ -64,7 +63,7 @@ def with_torchvision(run: Callable[[], _T]) -> _T:
 
 
 def absent(exc: BaseException) -> str | None:
-    """The operator, as "torchvision::nms", that `exc` says is not there; None for other errors."""
+    """Return the operator that `exc` reports as missing, as "torchvision::nms", else None."""
     for each in causes(exc):
         if match := _ABSENT.search(str(each)):
             return "::".join(filter(None, match.groups()))
@@ -74,7 +73,7 @@ def absent(exc: BaseException) -> str | None:
 
 
 def lacks(where: object, operator: str) -> BadInput:
-    """The error for a model that needs an operator of a library that is not here."""
+    """Return the error for a model that needs an operator of a missing library."""
     library = operator.partition("::")[0]
     return BadInput(
         f"{where}: needs the operator {operator} of the library {library}, which is not installed, "
@@ -85,7 +84,7 @@ def lacks(where: object, operator: str) -> BadInput:
 
 @cache
 def _provide_torchvision() -> Any:
-    """Import torchvision's operators; declare them where it is not the one for this torch."""
+    """Import torchvision's operators; declare them if it was built for another torch."""
     try:
         return import_module("torchvision")
     except ImportError:
@@ -93,13 +92,13 @@ def _provide_torchvision() -> Any:
     except RuntimeError as exc:
         if absent(exc) is None:
             raise
-    library = torch.library.Library("torchvision", "DEF")  # torch forgets them without the object
+    library = torch.library.Library("torchvision", "DEF")  # keep it: torch drops them with it
     for schema in _TORCHVISION_OPERATORS:
         library.define(schema)
     return library
 
 
-# where training scripts put the weights next to epoch, optimizer and so on; the first is taken
+# Training scripts store the weights under these keys, next to epoch and so on; the first counts.
 _WEIGHT_KEYS = (
     "state_dict",
     "model_state_dict",
@@ -111,15 +110,15 @@ _WEIGHT_KEYS = (
     "ema",
 )
 _PICKLE_AND_INPUTS = "`allow_pickle`, and `inputs` for each input, as 'x:float32[N,3,224,224]'"
-_REFUSED = re.compile(r"GLOBAL (\S+)")  # in torch's message: the object that the pickle asks for
-_VERBOSE = (  # they log a traceback for a damaged .pt2 before they raise it
+_REFUSED = re.compile(r"GLOBAL (\S+)")  # torch's message names the object that the pickle needs
+_VERBOSE = (  # these log a traceback for a damaged .pt2 before they raise
     "torch.export",
     "torch.export.pt2_archive._package",
     "torch._export.serde.serialize",
 )
 
 
-# Lightning keeps hyper_parameters in an AttributeDict: read as a dict, without Lightning
+# Lightning stores hyper_parameters in an AttributeDict, which is read as a dict without Lightning.
 _LIGHTNING_DICTS = [
     (dict, f"{package}.AttributeDict")
     for package in (
@@ -132,16 +131,16 @@ _LIGHTNING_DICTS = [
 
 
 class RunsCode(BadInput):
-    """Loading the file would run code in it, which was not allowed."""
+    """Loading the file would run code in it, which is not allowed."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a file holds.
+    """The content of a file.
 
     `source` is "checkpoint" (`value`: its dict), "state_dict", "safetensors" or "Lightning"
     (tensors by name), "torch.export" (an ExportedProgram), "TorchScript" or "pickle" (a module).
-    `notes`: what was picked out of the file or done to it, one sentence each. `arguments`: the
+    `notes`: what was selected from the file or changed, one sentence each. `arguments`: the
     hyper_parameters that Lightning saved.
     """
 
@@ -155,7 +154,7 @@ class Content:
 def read(path: Path, *, allow_pickle: bool, described: bool = True) -> Content:
     """Open `path` by its content. Raises NotFound, BadInput; MissingExtra for `.safetensors`.
 
-    `described`: whether the inputs are known; else a refusal asks for them too.
+    `described`: whether the inputs are known; if not, an error asks for them too.
     """
     kind = sniff(path)
     if kind == "safetensors":
@@ -182,7 +181,7 @@ def read(path: Path, *, allow_pickle: bool, described: bool = True) -> Content:
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
-    """The tensors by name. The library checks lengths, types and places before it trusts them."""
+    """Read the tensors by name. The library checks lengths, types and places first."""
     library, load_file = require("safetensors"), require("safetensors.torch").load_file
     try:
         tensors: dict[str, Any] = load_file(str(path), device="cpu")
@@ -194,15 +193,15 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 
 
 def _load_program(path: Path) -> Any:
-    with path.open("rb") as handle:  # by its path, it insists on a name ending in .pt2
+    with path.open("rb") as handle:  # torch would insist on a path ending in .pt2
         return torch.export.load(handle)
 
 
 @contextmanager
 def module_errors(where: object) -> Iterator[None]:
-    """As `core.errors.users_code`, with the line of the user's code.
+    """Map errors as `core.errors.users_code` does, and add the line of the user's code.
 
-    Too little memory is OutOfMemory: no fault of the code.
+    Too little memory, which is not the code's fault, becomes OutOfMemory.
     """
     with _advising(), errors.users_code(where), memory_errors(where):
         try:
@@ -227,7 +226,7 @@ def _advising() -> Iterator[None]:
 
 @contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Keep warnings, and what these loggers say below an error, off the terminal."""
+    """Suppress warnings, and the named loggers' messages below an error."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     try:
@@ -242,7 +241,7 @@ def quiet(*names: str) -> Iterator[None]:
 
 
 def is_state_dict(content: Any) -> bool:
-    """Whether `content` is tensors by name; a module may add `_extra_state` of any type."""
+    """Return whether `content` is tensors by name, plus any `_extra_state` of a module."""
     return (
         isinstance(content, Mapping)
         and all(isinstance(key, str) for key in content)
@@ -289,14 +288,14 @@ def _is_lightning(value: Any) -> bool:
 
 
 def _unpickle(path: Path, *, allow_pickle: bool) -> tuple[Any, bool]:
-    """What the pickle at `path` holds, and whether it was allowed to run code for that."""
-    mmap = zipfile.is_zipfile(path)  # weights are then copied into the module straight from disk
+    """Return the content of the pickle at `path`, and whether it was allowed to run code."""
+    mmap = zipfile.is_zipfile(path)  # then weights go straight from disk into the module
     try:
         with quiet(*_VERBOSE), torch.serialization.safe_globals(_LIGHTNING_DICTS):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap), False
     except pickle.UnpicklingError as exc:
         refusal = exc
-    except Exception as exc:  # torch trips over a damaged file in any of its lines
+    except Exception as exc:  # a damaged file can raise anything in torch
         raise _damage_error(path, exc) from exc
     if not allow_pickle:
         asked = _REFUSED.search(str(refusal))
@@ -311,7 +310,7 @@ def _unpickle(path: Path, *, allow_pickle: bool) -> tuple[Any, bool]:
         with quiet(*_VERBOSE):
             load = partial(torch.load, path, map_location="cpu", weights_only=False, mmap=mmap)
             return with_torchvision(load), True
-    except (ImportError, AttributeError) as exc:  # a pickle holds the names of classes, not classes
+    except (ImportError, AttributeError) as exc:  # a pickle only names its classes
         raise BadInput(
             f"{path}: cannot be unpickled: {_reason(exc)}",
             hint="it needs the code that it was saved with: put that on PYTHONPATH, or save the "

@@ -1,4 +1,4 @@
-"""A PyTorch module that is ready to export or run, and what is known of where it came from."""
+"""Hold a PyTorch module that is ready to export or run, with its specs and its origin."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ torch = require("torch")
 
 
 class FromBytes(torch.nn.Module):  # type: ignore[misc, name-defined] # torch is imported through require
-    """image_NHWC: uint8 (N, H, W, C) -> normalised float32 (N, C, H, W) -> `module`.
+    """Converts uint8 (N, H, W, C) to normalised float32 (N, C, H, W) and calls `module`.
 
-    `place`: which of the inputs is the image; the others go to `module` as they are.
+    `place`: the position of the image among the inputs; the others go to `module` unchanged.
     """
 
     def __init__(self, module: Any, preprocess: Preprocess, place: int = 0) -> None:
@@ -44,7 +44,7 @@ class FromBytes(torch.nn.Module):  # type: ignore[misc, name-defined] # torch is
         mean, std = (
             torch.tensor(v, dtype=torch.float64) for v in (preprocess.mean, preprocess.std)
         )
-        # (byte * scale - mean) / std as one multiplication and one addition
+        # this is (byte * scale - mean) / std as one multiplication and one addition
         for name, values in (("scale", preprocess.scale / std), ("shift", -mean / std)):
             self.register_buffer(f"byte_{name}", _per_channel(values), persistent=False)
 
@@ -57,9 +57,9 @@ class FromBytes(torch.nn.Module):  # type: ignore[misc, name-defined] # torch is
 
 
 def before(module: Any, inputs: Sequence[TensorSpec], preprocess: Preprocess | None) -> Any:
-    """`module` as a recipe's data meet it: behind `preprocess`, if the recipe has one.
+    """Return `module` for a recipe's data: behind `preprocess`, if the recipe has one.
 
-    `inputs`: the recipe's, one of them uint8 (N, H, W, C); else BadInput.
+    `inputs`: the recipe's inputs. Raises BadInput unless one of them is uint8 (N, H, W, C).
     """
     if preprocess is None:
         return module
@@ -88,11 +88,11 @@ class Loaded:
     `module`: takes the inputs by position in the order of `inputs`, returns a tuple in the order of
     `outputs`; the names of its weights begin with "module.". `source`: "checkpoint", "state_dict",
     "safetensors", "Lightning", "Hugging Face", "torch.export", "TorchScript", "pickle" or "module".
-    `ran_pickle`: code in the file could run. `notes`: what was picked, dropped or converted on the
-    way, a sentence each. `limits`: the smallest and largest size (None: any) of those dynamic axes
-    for which they are known. `model_class`: of transformers, where a folder names it.
-    `preset`: what its library says of it. `parts`: the same model as two in a row, the second of
-    which chooses by values that may be equal, as NMS does.
+    `ran_pickle`: code in the file could run. `notes`: what was selected, dropped or converted, a
+    sentence each. `limits`: the smallest and largest size (None: any) of those dynamic axes for
+    which they are known. `model_class`: the class in transformers, if a folder names it. `preset`:
+    its library's description. `parts`: the same model in two consecutive parts, the second of which
+    chooses by values that may be equal, as NMS does.
     """
 
     module: Any
@@ -109,7 +109,7 @@ class Loaded:
 
 
 def undescribed(where: object, *, arch: bool = False, inputs: bool = False) -> BadInput:
-    """One error for all that `where` does not contain: the architecture, the inputs or both."""
+    """Return one error for all that `where` lacks: the architecture, the inputs or both."""
     parts = {"what the model is": arch, "what its inputs are": inputs}
     hints = {NAME_THE_ARCHITECTURE: arch, NAME_THE_INPUTS: inputs}
     return BadInput(
@@ -127,7 +127,7 @@ def describe_module(
     ran_pickle: bool = False,
     notes: Sequence[str] = (),
 ) -> Loaded:
-    """Find the outputs of a module that came without specs, by running it. Raises BadInput."""
+    """Find the outputs of a module without specs, by running it. Raises BadInput."""
     if not inputs:
         raise undescribed(where, inputs=True)
     cached = _without_cache(module)
@@ -144,7 +144,7 @@ def describe_module(
 
 
 def with_preprocess(loaded: Loaded, preprocess: Preprocess) -> Loaded:
-    """`loaded` taking bytes. Raises BadInput unless one input is an image of these channels."""
+    """Make `loaded` take bytes. Raises BadInput unless one input is an image of these channels."""
     if loaded.source == "TorchScript":
         raise BadInput(
             "`preprocess` does not go with TorchScript, whose graph is fixed",
@@ -161,7 +161,7 @@ def by_position(inputs: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]
 
 
 def _without_cache(module: Any) -> tuple[str, ...]:
-    """Switch off transformers' key/value cache: an object that no graph can return."""
+    """Switch off transformers' key/value cache, an object that no graph can return."""
     configs: list[Any] = [getattr(part, "config", None) for part in module.modules()]
     using = [config for config in configs if getattr(config, "use_cache", None) is True]
     for config in using:
@@ -170,12 +170,12 @@ def _without_cache(module: Any) -> tuple[str, ...]:
 
 
 def _trace(where: object, adapter: Any, feeds: Sequence[Any]) -> Any:
-    """The adapter as TorchScript too: an exporter cannot follow from Python into TorchScript.
+    """Trace the adapter: an exporter cannot follow from Python into its TorchScript module.
 
-    The control flow inside is kept; only the adapter's own picking of outputs is traced.
+    The control flow in the module is kept; only the adapter's own selection of outputs is traced.
     """
     with module_errors(where), warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # deprecated, and the only way into this format
+        warnings.simplefilter("ignore")  # tracing is deprecated, and the only way to this format
         return torch.jit.trace(adapter, tuple(feeds), check_trace=False, strict=False)
 
 
@@ -187,15 +187,15 @@ def is_module(obj: object) -> bool:
 
 
 def name_of(module: Any) -> str:
-    """The module's class with its package: "torchvision.models.resnet.ResNet"."""
+    """Return the module's class with its package: "torchvision.models.resnet.ResNet"."""
     kind = type(_unwrap(module))
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def load_live(module: Any, inputs: Sequence[TensorSpec]) -> Loaded:
-    """`module` in eval mode on the CPU; the caller's own module stays as it is.
+    """Load `module` in eval mode on the CPU, without changing the caller's module.
 
-    Weights that are on the CPU already are shared, not copied. Raises BadInput.
+    Weights that are already on the CPU are shared, not copied. Raises BadInput.
     """
     name = name_of(module)
     with module_errors(name):
@@ -206,7 +206,7 @@ def load_live(module: Any, inputs: Sequence[TensorSpec]) -> Loaded:
 
 
 def hash_weights(module: Any) -> str:
-    """SHA-256 over the names, dtypes, shapes and bytes of the state_dict, in its order."""
+    """Return the SHA-256 of names, dtypes, shapes and bytes of the state_dict, in its order."""
     digest = hashlib.sha256()
     for name, value in _unwrap(module).state_dict().items():
         if isinstance(value, torch.Tensor):
@@ -219,11 +219,11 @@ def hash_weights(module: Any) -> str:
 def specs_from(
     module: Any, example: object, dynamic_axes: DynamicAxes | None = None
 ) -> tuple[tuple[TensorSpec, ...], dict[str, np.ndarray]]:
-    """The specs that `example` shows, and its arrays by name.
+    """Derive the specs from `example`; return them and its arrays by name.
 
     `example`: a tensor, a tuple of tensors by position, or a dict of tensors by name. Axis 0 is the
     batch N of every input whose axis 0 is as long as the first input's. `dynamic_axes`: names of
-    further axes, {"input_ids": {1: "T"}}. Raises BadInput.
+    other axes, {"input_ids": {1: "T"}}. Raises BadInput.
     """
     tensors = _name_tensors(module, example)
     named = dict(dynamic_axes or {})
@@ -272,7 +272,7 @@ def _name_tensors(module: Any, example: object) -> dict[str, Any]:
 
 
 def _unwrap(module: Any) -> Any:
-    """What torch.compile or DataParallel wraps."""
+    """Return the module inside the wrapper of torch.compile or DataParallel."""
     while True:
         if isinstance(module, torch.nn.DataParallel):
             module = module.module
@@ -283,10 +283,10 @@ def _unwrap(module: Any) -> Any:
 
 
 def _copy(module: Any) -> Any:
-    """A copy on the CPU; weights that are there already share their memory, but TorchScript's."""
+    """Copy `module` to the CPU; weights already there are shared, except TorchScript's."""
     if isinstance(module, torch.jit.ScriptModule):
         stored = io.BytesIO()
-        with quiet():  # deprecated, and the only way to copy one
+        with quiet():  # it is deprecated, and the only way to copy
             torch.jit.save(module, stored)
             stored.seek(0)
             return torch.jit.load(stored, map_location="cpu")

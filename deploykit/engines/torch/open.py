@@ -43,23 +43,23 @@ from deploykit.engines.torch.outputs import (
 from deploykit.engines.torch.presets import Preset, preset_of
 from deploykit.engines.torch.weights import build_module, copy_weights, in_float32, list_names
 
-pytree = require("torch.utils._pytree")  # the only reader of the structures in a program
+pytree = require("torch.utils._pytree")  # nothing else reads a program's structures
 torch = require("torch")
 
 
-# The program is not run: each output's shape is written in it, in the symbols of the inputs' axes.
+# The program is not run: it holds each output's shape, in the symbols of the inputs' axes.
 
-_SYMBOL = re.compile(r"\bs\d+\b")  # torch numbers them as it likes
+_SYMBOL = re.compile(r"\bs\d+\b")  # torch's numbering is arbitrary
 
 AxisLimits = dict[str, tuple[int, "int | None"]]
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program as a module.
+    """An exported program as a module.
 
     `limits`: smallest and largest size (None: any) of its dynamic axes. `notes`: the axes that take
-    only some sizes in between.
+    only some of the sizes between.
     """
 
     module: Adapter
@@ -70,9 +70,9 @@ class Program:
 
 
 def open_program(where: str, program: Any, wanted: Sequence[TensorSpec]) -> Program:
-    """Raises BadInput when `wanted` are not the program's inputs, or it holds no tensors."""
+    """Open a program. Raises BadInput if `wanted` differ from its inputs, or it has no tensors."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
-    arguments = list(program.graph_signature.user_inputs)  # names of tensors, or constants
+    arguments = list(program.graph_signature.user_inputs)  # tensor names or constants
     names = [name for name in arguments if isinstance(values.get(name), torch.Tensor)]
     tensors = [values[name] for name in names]
     inputs, axes = _inputs_programs(where, names, tensors, wanted)
@@ -112,7 +112,7 @@ def open_program(where: str, program: Any, wanted: Sequence[TensorSpec]) -> Prog
 def _inputs_programs(
     where: str, names: Sequence[str], tensors: Sequence[Any], wanted: Sequence[TensorSpec]
 ) -> tuple[list[TensorSpec], dict[Any, int | str]]:
-    """The inputs' specs, and what each symbol of the program is called in them."""
+    """Return the inputs' specs, and the name in them of each symbol of the program."""
     axes: dict[Any, int | str] = {}
     own = []
     for name, tensor in zip(names, tensors, strict=True):
@@ -148,7 +148,7 @@ def _output_axis(size: Any, axes: Mapping[Any, int | str], own_name: str) -> int
 
 
 def _limits(where: str, program: Any, axes: Mapping[Any, int | str]) -> AxisLimits:
-    """Raises BadInput for a fixed size that the program does not allow."""
+    """Return the axes' limits. Raises BadInput for a fixed size that the program refuses."""
     limits: AxisLimits = {}
     for symbol, span in program.range_constraints.items():
         axis = axes.get(symbol)
@@ -168,7 +168,7 @@ def _dtype(tensor: Any) -> str:
 
 
 CHECKPOINT_VERSION = 1
-_LARGEST_SIZE = 1_000_000  # of what a checkpoint lets its recipe build, such as classes
+_LARGEST_SIZE = 1_000_000  # limits what a checkpoint's recipe builds, such as classes
 _WHOLE_MODELS = ("torch.export", "TorchScript", "pickle")
 
 
@@ -182,8 +182,8 @@ def save_checkpoint(
 ) -> None:
     """Write weights, the recipe's name and the specs: tensors and strings only, no code.
 
-    `splits`: what it was trained on. Of them the checkpoint keeps the arguments that the recipe's
-    model was built with, the names of the classes, and how an image became the input.
+    `splits`: the training data, of which the checkpoint keeps the arguments of the recipe's
+    `build`, the names of the classes, and the conversion of an image to the input.
     """
     document = {
         "deploykit_checkpoint": CHECKPOINT_VERSION,
@@ -199,7 +199,7 @@ def save_checkpoint(
 
 
 def save_whole(document: Mapping[str, Any], out: Path) -> None:
-    """`torch.save` through `atomic_write`: torch hides a full disk behind an error of its own."""
+    """Call `torch.save` through `atomic_write`, as torch hides a full disk in its own error."""
     with atomic_write(out) as tmp, tmp.open("wb") as file:
         try:
             torch.save(document, file)
@@ -210,7 +210,7 @@ def save_whole(document: Mapping[str, Any], out: Path) -> None:
 
 
 def load_weights(path: Path) -> dict[str, Any]:
-    """The tensors by name in a checkpoint or in a file of bare weights. Raises BadInput."""
+    """Return the tensors by name in a checkpoint or a file of bare weights. Raises BadInput."""
     return dict(_weights_of(path, read(path, allow_pickle=False)))
 
 
@@ -223,8 +223,8 @@ def load_module(
 ) -> Loaded:
     """Open `path`, a file or a folder with config.json and model.safetensors.
 
-    `arch`: `pkg.mod:callable` that builds the module of bare weights; `inputs`: its specs; both are
-    needed where the file does not hold them. Raises NotFound, BadInput, MissingExtra.
+    `arch`: `pkg.mod:callable` that builds the module of bare weights; `inputs`: its specs. Both are
+    needed if the file does not hold them. Raises NotFound, BadInput, MissingExtra.
     """
     if path.is_dir():
         return load_folder(path, arch, inputs)
@@ -253,7 +253,7 @@ def load_module(
 
 
 def model_files(path: Path) -> list[Path]:
-    """The files that hold the model's weights: `path`, or those in the folder."""
+    """Return the files that hold the model's weights: `path`, or those in the folder."""
     if not path.is_dir():
         return [path]
 
@@ -261,7 +261,7 @@ def model_files(path: Path) -> list[Path]:
 
 
 def look(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], dict[str, Any]]:
-    """Inputs and outputs, as far as the file says, and what it holds; no code of it runs.
+    """Return the inputs and outputs that the file states, and its content, running no code of it.
 
     Raises NotFound, BadInput, MissingExtra.
     """
@@ -363,7 +363,7 @@ def _preset_of_training(
     inputs: tuple[TensorSpec, ...],
     preprocess: Preprocess | None,
 ) -> Preset | None:
-    """What the checkpoint says of its images and classes; None where it says nothing."""
+    """Return the checkpoint's facts about its images and classes; None if it has none."""
     where = f"{path}: is a damaged deploykit checkpoint: its"
     image = from_json(ImageInput | None, document.get("image"), f"{where} image")
     classes = from_json(tuple[str, ...], document.get("classes", []), f"{where} classes")
@@ -376,10 +376,10 @@ def _preset_of_training(
 
 
 def _recipe_of(path: Path, name: str, arch: str | None) -> Recipe | None:
-    """What a checkpoint was trained with, or None where `arch` builds the model.
+    """Return the recipe that trained a checkpoint, or None if `arch` builds the model.
 
-    A name out of the file finds packaged recipes alone: code of a path or a module runs only where
-    the user typed it.
+    A name from the file finds only bundled recipes: code of a path or a module runs only if the
+    user typed it.
     """
     if arch is not None:
         return load_recipe(arch) if arch.endswith(".py") or arch == name else None
@@ -393,14 +393,14 @@ def _recipe_of(path: Path, name: str, arch: str | None) -> Recipe | None:
     return load_recipe(name)
 
 
-# The model is a class of the installed transformers; code that comes with a folder is never run.
+# A folder's model is a class of the installed transformers; code in the folder never runs.
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 _USUAL_CHANNELS = 3
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The folder's safetensors files. Raises BadInput where there are none."""
+    """Return the folder's safetensors files. Raises BadInput if there are none."""
     if not (folder / CONFIG).is_file():
         raise BadInput(
             f"{folder}: is a folder without {CONFIG}",
@@ -419,9 +419,9 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def load_folder(folder: Path, arch: str | None, inputs: Sequence[TensorSpec]) -> Loaded:
-    """The model that config.json names under `architectures`, in float32.
+    """Load the model that config.json names under `architectures`, in float32.
 
-    `inputs`: the specs; empty derives them from the model's main input. Raises BadInput,
+    `inputs`: the specs; if empty, the model's main input decides. Raises BadInput,
     MissingExtra.
     """
     if arch is not None:
@@ -464,7 +464,7 @@ def _load(folder: Path, found: Any) -> Any:
     wrong = {
         key: sorted(map(str, report.get(f"{key}_keys") or ())) for key in ("missing", "mismatched")
     }
-    if any(wrong.values()):  # transformers would have filled them with random numbers
+    if any(wrong.values()):  # transformers fills these with random numbers
         reasons = [f"{key} {list_names(names)}" for key, names in wrong.items() if names]
         raise BadInput(f"{folder}: weights do not fit the model: {'; '.join(reasons)}")
     return module
@@ -472,7 +472,7 @@ def _load(folder: Path, found: Any) -> Any:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Keep transformers' progress bars off the terminal."""
+    """Suppress transformers' progress bars."""
     logging = require("transformers.utils.logging")
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -484,7 +484,7 @@ def _no_bars() -> Iterator[None]:
 
 
 def _inputs(folder: Path, module: Any) -> tuple[TensorSpec, ...]:
-    """Specs derived from the model's main input. Raises BadInput where there is no rule for it."""
+    """Derive specs from the model's main input. Raises BadInput if there is no rule for it."""
     main = str(getattr(module, "main_input_name", ""))
     known = parameter_names(module)
     if main == "input_ids" and "decoder_input_ids" not in known:
@@ -501,7 +501,7 @@ def _inputs(folder: Path, module: Any) -> tuple[TensorSpec, ...]:
 
 
 def _image_size(folder: Path, config: Any) -> tuple[int, int] | None:
-    """Height and width: from the config, else from the image processor's file."""
+    """Return height and width from the config, else from the image processor's file."""
     found = _setting(config, "image_size")
     path = folder / "preprocessor_config.json"
     if found is None and path.is_file():
@@ -516,7 +516,7 @@ def _image_size(folder: Path, config: Any) -> tuple[int, int] | None:
 
 
 def _setting(config: Any, name: str) -> Any:
-    """A setting of the config, or of its part for images."""
+    """Return a setting of the config, or of its part for images."""
     for part in (config, getattr(config, "vision_config", None)):
         if getattr(part, name, None) is not None:
             return getattr(part, name)

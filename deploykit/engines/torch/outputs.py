@@ -33,7 +33,7 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.\-]+")
 
 
 def flatten_outputs(value: Any, place: Place = ()) -> list[tuple[Place, Any]]:
-    """Each tensor in `value` and its place. Raises BadInput for anything that is not a tensor."""
+    """List each tensor in `value` with its place. Raises BadInput for any other value."""
     if value is None:
         return []
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
@@ -50,13 +50,13 @@ def flatten_outputs(value: Any, place: Place = ()) -> list[tuple[Place, Any]]:
 
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:
-    """The items of `value` by key, field or position; None if it is no container."""
-    if isinstance(value, Mapping):  # also the output classes of transformers, without their Nones
+    """Return the items of `value` by key, field or position; None if it is not a container."""
+    if isinstance(value, Mapping):  # transformers' output classes are mappings too
         return list(value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
     if isinstance(value, (tuple, list)):
-        # a named tuple's fields; also those of torch's own, as max(x, 1) returns
+        # torch has named tuples of its own, as max(x, 1) returns
         fields: Sequence[str] = getattr(type(value), "__match_args__", ())
         named = len(fields) == len(value)
         return [(fields[at] if named else at, item) for at, item in enumerate(value)]
@@ -64,16 +64,16 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
-    """On the CPU; bfloat16, which numpy does not have, as float32."""
+    """Convert to numpy, from any device; bfloat16, which numpy lacks, becomes float32."""
     plain = tensor.detach().cpu()
     array: np.ndarray = (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy()
     return array
 
 
 def output_names(places: Sequence[Place], taken: Collection[str]) -> list[str]:
-    """A name for each place: keys joined by "_", positions after "output".
+    """Return a name for each place: keys joined by "_", positions after "output".
 
-    No name is given twice, and none that is in `taken`.
+    The names are unique and not in `taken`.
     """
     alone = len(places) == 1 and all(key.isdigit() for key in places[0])
     used, names = set(taken), []
@@ -91,7 +91,7 @@ def output_names(places: Sequence[Place], taken: Collection[str]) -> list[str]:
 
 
 class Adapter(torch.nn.Module):  # type: ignore[misc, name-defined] # torch is imported through require
-    """`module`, in eval mode, taking its inputs by position and returning a tuple of tensors."""
+    """Wraps `module`, in eval mode, to take inputs by position and return a tuple of tensors."""
 
     def __init__(self, module: Any, bind: Binding) -> None:
         super().__init__()
@@ -100,12 +100,12 @@ class Adapter(torch.nn.Module):  # type: ignore[misc, name-defined] # torch is i
         self.training = False
 
     def train(self, mode: bool = True) -> Adapter:
-        """Nothing: `module` is in eval mode already, and some modules refuse a second call."""
+        """Do nothing: `module` is in eval mode, and some modules refuse a second call."""
         del mode
         return self
 
     def leaves(self, inputs: Sequence[Any]) -> list[tuple[Place, Any]]:
-        """The outputs for `inputs` with the place of each. Raises what the module raises."""
+        """Return the outputs for `inputs`, each with its place. Raises what the module raises."""
         args, kwargs = self.bind(inputs)
         return flatten_outputs(self.module(*args, **kwargs))
 
@@ -114,7 +114,7 @@ class Adapter(torch.nn.Module):  # type: ignore[misc, name-defined] # torch is i
 
 
 def adapt(module: Any, bind: Binding, count: int) -> Adapter:
-    """An Adapter whose `forward` has `count` parameters: exporters ask for its signature."""
+    """Return an Adapter whose `forward` has `count` parameters, as exporters read its signature."""
 
     def forward(self: Adapter, *inputs: Any) -> tuple[Any, ...]:
         return Adapter.forward(self, *inputs)
@@ -122,15 +122,15 @@ def adapt(module: Any, bind: Binding, count: int) -> Adapter:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     names = ["self", *(f"input_{number}" for number in range(count))]
     signature = inspect.Signature([inspect.Parameter(name, kind) for name in names])
-    setattr(forward, "__signature__", signature)  # noqa: B010 - unknown to the type of functions
+    setattr(forward, "__signature__", signature)  # noqa: B010 - mypy does not know this attribute
     fixed: type[Adapter] = type("Adapter", (Adapter,), {"forward": forward})
     return fixed(module, bind)
 
 
 def binding(module: Any, names: Sequence[str]) -> tuple[Binding, tuple[str, ...]]:
-    """How inputs of these names reach `module.forward`, and a note if that may surprise.
+    """Decide how inputs of these names reach `module.forward`; a note reports a surprise.
 
-    By keyword if `forward` has a parameter of each name, else by position.
+    They are passed by keyword if `forward` has a parameter of each name, else by position.
     """
     parameters = parameter_names(module)
     known = [name for name in names if name in parameters]
@@ -142,7 +142,7 @@ def binding(module: Any, names: Sequence[str]) -> tuple[Binding, tuple[str, ...]
 
 
 def wrapper_for(name: str, packed: Mapping[Any, Any] | Sequence[Any]) -> str:
-    """What to write where forward takes `packed`, a dict or list of tensors, as argument `name`."""
+    """Return code that passes the argument `name` as `packed`, a dict or list of tensors."""
     if isinstance(packed, Mapping):
         names = [re.sub(r"\W", "_", str(key)) for key in packed]
         whole = ", ".join(f"{key!r}: {each}" for key, each in zip(packed, names, strict=True))
@@ -158,7 +158,7 @@ def wrapper_for(name: str, packed: Mapping[Any, Any] | Sequence[Any]) -> str:
 
 
 def parameter_names(module: Any) -> list[str]:
-    """The parameters of `forward` that can be given by keyword; none if it does not say."""
+    """Return the parameters of `forward` that accept keywords; none if it does not list them."""
     schema = getattr(module.forward, "schema", None)
     if schema is not None:  # TorchScript has no Python signature
         return [argument.name for argument in schema.arguments[1:]]
@@ -177,7 +177,7 @@ def parameter_names(module: Any) -> list[str]:
 Leaves = list[tuple[Place, Any]]
 
 _SMALL = 2
-# sizes of an axis that is not the batch; an image wants more than its strides take away
+# Sizes to try for other axes than the batch; an image must be larger than the model's strides.
 _SEQUENCE_SIZES = (_SMALL, 32, 64, 224, 1024)
 _IMAGE_SIZES = (64, 224, _SMALL)
 
@@ -192,7 +192,7 @@ class _Failed(BadInput):
 def describe(
     where: str, adapter: Adapter, inputs: Sequence[TensorSpec]
 ) -> tuple[tuple[TensorSpec, ...], list[Any], AxisLimits]:
-    """The outputs' specs, inputs that the module takes, and the least size of axes that need one.
+    """Return the outputs' specs, inputs that the module takes, and the least sizes of axes.
 
     Raises BadInput naming the reason.
     """
@@ -200,7 +200,7 @@ def describe(
     places = [place for place, _ in base]
     names = output_names(places, {spec.name for spec in inputs})
     axes: list[list[int | str]] = [list(tensor.shape) for _, tensor in base]
-    for number, shape in enumerate(axes):  # an axis of 0 depends on the data, as nonzero(x) does
+    for number, shape in enumerate(axes):  # a size 0 depends on the data, as of nonzero(x)
         axes[number] = [size or f"{names[number]}_{at}" for at, size in enumerate(shape)]
     movers = _moved_by_data(probe.other_data(), base, names)
     for axis in probe.sizes:
@@ -233,7 +233,7 @@ def describe(
 
 @dataclass(frozen=True)
 class _Probe:
-    """A module and what it runs on: the sizes of the dynamic axes, `fill` for integers."""
+    """Runs a module at given sizes of the dynamic axes, with `fill` for integers."""
 
     where: str
     adapter: Adapter
@@ -242,7 +242,7 @@ class _Probe:
     fill: int
 
     def feeds(self) -> list[Any]:
-        """Zeros for floats, the number of steps for lengths, `fill` for integers and booleans."""
+        """Return zeros for floats, the steps for lengths, `fill` for integers and booleans."""
         inputs, sizes = self.inputs, self.sizes
         return [
             torch.full(
@@ -254,7 +254,7 @@ class _Probe:
         ]
 
     def run(self) -> Leaves:
-        """The outputs. Raises _Failed for what the module raises, and none of its warnings."""
+        """Return the outputs, without the module's warnings. Raises _Failed if it raises."""
         try:
             return self._outputs(self.feeds())
         except DeploykitError:
@@ -270,16 +270,16 @@ class _Probe:
             ) from exc
 
     def at(self, axis: str, size: int) -> Leaves:
-        """As `run`, with another size of `axis`."""
+        """Run with another size of `axis`."""
         return replace(self, sizes={**self.sizes, axis: size}).run()
 
     def _outputs(self, feeds: list[Any]) -> Leaves:
         with torch.inference_mode(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of zeros, at sizes that nobody asked for
+            warnings.simplefilter("ignore")  # zeros at arbitrary sizes cause warnings
             return self.adapter.leaves(feeds)
 
     def other_data(self) -> Leaves:
-        """The outputs for random floats; none where the module does not take those."""
+        """Return the outputs for random floats; none if the module does not take those."""
         feeds, random = self.feeds(), torch.Generator().manual_seed(0)
         for feed in feeds:
             if feed.is_floating_point():
@@ -290,10 +290,10 @@ class _Probe:
             return []
 
     def least(self, axis: str, unanswered: set[int]) -> int:
-        """The smallest size of `axis` that the module takes, as a kernel of 3 needs 3.
+        """Find the smallest size of `axis` that the module takes, as a kernel of 3 needs 3.
 
-        Found by halving between 1 and the size at which it ran. A batch is taken to be free. At
-        that size the outputs have an answer, other than those in `unanswered`.
+        This bisects between 1 and the size at which the module ran. A batch may have any size. At
+        the result, the outputs are finite, except those in `unanswered`.
         """
         fails, runs = 0, self.sizes[axis] if axis not in _batch_axes(self.inputs) else 1
         while fails + 1 < runs:
@@ -306,7 +306,7 @@ class _Probe:
         return runs
 
     def larger(self, axis: str) -> list[tuple[int, Leaves]]:
-        """Runs with `axis` larger: twice shows a stride, 16 times a longer one, where it fits."""
+        """Run with `axis` larger: twice the size shows a stride, 16 times a longer one."""
         size = self.sizes[axis]
         batch = axis in _batch_axes(self.inputs)
         candidates = [size + 1, 2 * size] if batch else [2 * size, size + 1]
@@ -331,7 +331,7 @@ class _Probe:
 
 
 def _unanswered(leaves: Leaves) -> set[int]:
-    """The floating outputs that hold NaN or infinity, as the deviation of one step does."""
+    """Return the floating outputs with NaN or infinity, as the deviation of one step has."""
     return {
         number
         for number, (_, tensor) in enumerate(leaves)
@@ -342,7 +342,7 @@ def _unanswered(leaves: Leaves) -> set[int]:
 def _moved_by_data(
     other: Leaves, base: Leaves, names: Sequence[str]
 ) -> dict[tuple[int, int], set[str]]:
-    """The axes, by output and place, that have another size for other data, with names."""
+    """Return names for the axes, by output and place, whose size depends on the data."""
     if [(place, tensor.ndim) for place, tensor in other] != [
         (place, tensor.ndim) for place, tensor in base
     ]:
@@ -358,11 +358,11 @@ def _moved_by_data(
 def _first_that_runs(
     where: str, adapter: Adapter, inputs: Sequence[TensorSpec]
 ) -> tuple[_Probe, Leaves]:
-    """Sizes and a value for integers at which the module runs; else the first failure."""
+    """Find sizes and a value for integers at which the module runs; else raise its failure."""
     integers = any("float" not in spec.dtype for spec in inputs)
     failure: BadInput | None = None
     for sizes in _size_choices(inputs):
-        for fill in (0, 1) if integers else (0,):  # a length of 0 is refused, an id of 0 is not
+        for fill in (0, 1) if integers else (0,):  # a length of 0 is refused
             probe = _Probe(where, adapter, inputs, sizes, fill)
             try:
                 return probe, probe.run()
@@ -372,7 +372,7 @@ def _first_that_runs(
 
 
 def _size_choices(inputs: Sequence[TensorSpec]) -> Iterator[dict[str, int]]:
-    """Sizes by axis, no two alike; the batch stays small, the others grow from choice to choice."""
+    """Yield distinct sizes by axis; the batch stays small, the others grow with each choice."""
     axes = list(dict.fromkeys(a for spec in inputs for a in spec.shape if isinstance(a, str)))
     batch = _batch_axes(inputs)
     others = [axis for axis in axes if axis not in batch]
@@ -390,7 +390,7 @@ def _batch_axes(inputs: Sequence[TensorSpec]) -> list[str]:
 
 def _hint(adapter: Adapter, inputs: Sequence[TensorSpec], exc: Exception) -> str | None:
     names = parameter_names(adapter.module)
-    if isinstance(exc, TypeError) and names:  # of the call: too many, or by another name
+    if isinstance(exc, TypeError) and names:  # the call has wrong arguments
         found = f"the model's forward takes: {', '.join(names)}"
         if len(names) > 1 or len(inputs) == 1:
             return found

@@ -1,6 +1,6 @@
-"""What torchvision, timm and Ultralytics say of their own models: input, preprocessing, labels.
+"""Read the input, preprocessing and labels of torchvision's, timm's and Ultralytics' models.
 
-It is read from the libraries' metadata, so that a file of weights and the model's name are enough.
+They come from the libraries' metadata, so that a file of weights and the model's name are enough.
 Nothing is downloaded.
 """
 
@@ -37,10 +37,10 @@ _PACKAGES = (
     "torchvision.models.segmentation",
 )
 _ZERO_TO_ONE = Preprocess("0..1", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-_OWN_NORMALISATION = ("inception_v3", "googlenet")  # `transform_input` of their ImageNet weights
-_PHOTO = 4 / 3  # width to height: what a square must have for a photo to be as large as theirs
+_OWN_NORMALISATION = ("inception_v3", "googlenet")  # ImageNet weights set `transform_input`
+_PHOTO = 4 / 3  # width to height of a photo, which is to be as large in a square input
 _STRIDE = 32
-_RESIZES = "GeneralizedRCNNTransform"  # of torchvision, which may not be installed
+_RESIZES = "GeneralizedRCNNTransform"  # a name, as torchvision may be missing
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Preset:
     """A model's `task`, its `inputs` in float32, and how an image becomes them.
 
     `image`: names the uint8 input that `preprocess` gives the graph. `classes`: how many the model
-    has, None where that is not known. `labels`: none where they are not those of this model.
-    `source`: where all this was read from, for people. A deploykit checkpoint does not say its
-    task (""), has the inputs of its recipe, and may lack `image` or `preprocess`.
+    has, None if that is not known. `labels`: empty if the library's labels are not this model's.
+    `source`: the origin of these facts, for people. A deploykit checkpoint does not name its task
+    (""), has the inputs of its recipe, and may lack `image` or `preprocess`.
     """
 
     task: str
@@ -63,9 +63,9 @@ class Preset:
 
 
 def torchvision_name(arch: str | None) -> str | None:
-    """Torchvision's name of the model in `arch`: "resnet18", "torchvision.models:resnet18".
+    """Return torchvision's name for `arch`: "resnet18", "torchvision.models:resnet18".
 
-    None for what is not torchvision's. Raises NotFound for a bare name that it does not know.
+    Return None for another library's model. Raises NotFound for an unknown bare name.
     """
     package, colon, name = (arch or "").rpartition(":")
     if (
@@ -78,7 +78,7 @@ def torchvision_name(arch: str | None) -> str | None:
         models = _torchvision()
     except MissingExtra:
         if colon:
-            return None  # importing it says so
+            return None  # the import reports it
         raise
     known = models.list_models()
     if name.lower() in known:
@@ -93,16 +93,16 @@ def torchvision_name(arch: str | None) -> str | None:
 
 
 def timm_name(arch: str | None) -> str | None:
-    """The model in "timm:resnet18.a1_in1k"; None for what is not timm's."""
+    """Return the model's name in "timm:resnet18.a1_in1k"; None for another library's."""
     package, _, name = (arch or "").partition(":")
     return name if package == "timm" and name else None
 
 
 def build_named(arch: str, weights: Mapping[str, Any]) -> Any:
-    """The module of a library's model without weights, sized for `weights`; None for others.
+    """Build a library's model without weights, sized for `weights`; None for other models.
 
-    As many classes as the last layer in `weights` has, and auxiliary outputs where it has them.
-    Raises NotFound, MissingExtra.
+    It gets as many classes as the last layer in `weights`, and auxiliary outputs if these have
+    them. Raises NotFound, MissingExtra.
     """
     if name := timm_name(arch):
         timm = with_torchvision(lambda: require("timm"))
@@ -114,10 +114,10 @@ def build_named(arch: str, weights: Mapping[str, Any]) -> Any:
 
 
 def preset_of(module: Any, arch: str | None = None, file: Path | None = None) -> Preset | None:
-    """What the library that `module` comes from says of it; None where that is not known.
+    """Return the preset that the library of `module` states; None if that is not known.
 
-    `arch`: what the user named. `file`: of the weights: one that torchvision published is known by
-    its hash; else its newest weights' metadata count.
+    `arch`: the user's name for it. `file`: the weights; torchvision's own files are recognised by
+    hash, for others the metadata of its newest weights count.
     """
     if isinstance(getattr(module, "pretrained_cfg", None), Mapping):
         return _of_timm(module)
@@ -139,7 +139,7 @@ def _build_torchvision(name: str, weights: Mapping[str, Any]) -> Any:
     known = inspect.signature(builder).parameters
     given: dict[str, Any] = {"weights": None}
     if "weights_backbone" in known:
-        given["weights_backbone"] = None  # else they are downloaded
+        given["weights_backbone"] = None  # prevents a download
     auxiliary = any(".aux" in f".{key.lower()}" for key in weights)
     if "aux_loss" in known:
         given["aux_loss"] = auxiliary
@@ -152,12 +152,12 @@ def _build_torchvision(name: str, weights: Mapping[str, Any]) -> Any:
 
 
 def _sized(build: Callable[..., Any], weights: Mapping[str, Any]) -> Any:
-    """`build()`, with another `num_classes` where the last layer in `weights` has another size."""
+    """Call `build()`, with `num_classes` set if the last layer in `weights` has another size."""
     module = build()
     parameters = list(module.named_parameters())
     named = [each for each in parameters if each[0].endswith("box_predictor.cls_score.bias")]
     for name, parameter in named or parameters[-1:]:
-        # a wrapper may have put its own name in front: the shortest is the model's own
+        # a wrapper may have added a prefix: the shortest name is the model's own
         found = min((key for key in weights if f".{key}".endswith(f".{name}")), key=len, default="")
         theirs = getattr(weights.get(found), "shape", parameter.shape)
         if len(theirs) and theirs[0] != parameter.shape[0] and theirs[1:] == parameter.shape[1:]:
@@ -190,7 +190,7 @@ def _of_torchvision(module: Any, name: str, file: Path | None) -> Preset | None:
 
 
 def _of_detector(module: Any, labels: tuple[str, ...], source: str) -> Preset:
-    """A detector of torchvision: it normalises itself."""
+    """Return the preset of a torchvision detector, which normalises its input itself."""
     transform = module.transform
     if transform.fixed_size:
         width, height = transform.fixed_size
@@ -212,9 +212,9 @@ def _of_detector(module: Any, labels: tuple[str, ...], source: str) -> Preset:
 
 
 def switch_resizing_off(module: Any, height: int, width: int) -> tuple[str, ...]:
-    """Have torchvision's detectors take images of this size as they are; a note where they do.
+    """Stop torchvision's detectors from resizing images of this size; return a note if so.
 
-    They resize each image to 800 pixels or so, one that was placed for them a second time.
+    They resize each image to about 800 pixels, although it was already placed for them.
     """
     parts = [each for each in module.modules() if type(each).__name__ == _RESIZES]
     found = [each for each in parts if each.fixed_size is None]
@@ -239,14 +239,14 @@ def _of_timm(module: Any) -> Preset | None:
     rule, edge = SHORTEST_EDGE, math.floor(min(height, width) / (config.get("crop_pct") or 0.875))
     if config.get("crop_mode") == "squash":
         rule = STRETCH
-    elif config.get("crop_mode") == "border":  # filled with another byte in each channel
+    elif config.get("crop_mode") == "border":  # it pads each channel with another byte
         return None
     name = ".".join(filter(None, (config.get("architecture"), config.get("tag"))))
     filtered = config.get("interpolation") or "bilinear"
     spec = make_spec(INPUT, "float32", ["N", channels, height, width])
     placed = ImageInput(INPUT, height, width, rule, edge, filtered, "RGB" if channels == 3 else "L")
     labels, count = _timm_labels(module), getattr(module, "num_classes", -1)
-    features = count == 0 or (not labels and count == config.get("num_classes"))  # as CLIP's
+    features = count == 0 or (not labels and count == config.get("num_classes"))  # as in CLIP
     return Preset(
         EMBED if features else CLASSIFY,
         (spec,),
@@ -258,7 +258,7 @@ def _of_timm(module: Any) -> Preset | None:
 
 
 def _timm_labels(module: Any) -> tuple[str, ...]:
-    """The names of ImageNet's classes, where the model was trained on one of its subsets."""
+    """Return ImageNet's class names, if the model was trained on one of its subsets."""
     data = require("timm.data")
     subset = data.infer_imagenet_subset(module)
     return tuple(data.ImageNetInfo(subset).label_descriptions()) if subset else ()
@@ -274,7 +274,7 @@ def _of_ultralytics(module: Any) -> Preset | None:
     listed = [names[key] for key in sorted(names)] if isinstance(names, Mapping) else list(names)
     if head is None:
         return None
-    head.export = True  # decoded boxes alone, not the raw maps with them
+    head.export = True  # return decoded boxes without the raw maps
     kind = CLASSIFY if type(head).__name__ == "Classify" else DETECT
     if type(head).__name__ in ("OBB", "OBB26", "SemanticSegment", "RTDETRDecoder"):
         raise BadInput(

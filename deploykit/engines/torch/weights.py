@@ -1,6 +1,6 @@
 """Build the user's architecture and put a file's weights into it.
 
-Everything that is not a plain copy is noted. Weights that do not fit are named: missing,
+A note reports everything that is not a plain copy. An error names weights that do not fit: missing,
 unexpected, of another shape or kind.
 """
 
@@ -22,9 +22,9 @@ from deploykit.engines.torch.presets import build_named
 torch = require("torch")
 
 _LISTED = 10
-# left by DataParallel, torch.compile and Lightning in front of every name
+# DataParallel, torch.compile and Lightning put these before every name.
 _PREFIXES = ("module.", "_orig_mod.", "model.")
-_AVERAGED = "n_averaged"  # the one name of AveragedModel's own
+_AVERAGED = "n_averaged"  # AveragedModel adds this name
 
 
 def build_module(
@@ -32,11 +32,10 @@ def build_module(
     arguments: Mapping[str, Any] | None = None,
     weights: Mapping[str, Any] | None = None,
 ) -> tuple[Any, tuple[str, ...]]:
-    """The module on the CPU that `arch`, `pkg.mod:callable` or `./file.py:callable`, builds.
+    """Build a module on the CPU by `arch`, `pkg.mod:callable` or `./file.py:callable`.
 
-    It is called with those `arguments` that it names, otherwise without any; a note lists them. A
-    library's model, as "resnet18", is built to fit `weights`. Raises BadInput, NotFound,
-    MissingExtra.
+    The callable gets those of `arguments` that it names; a note lists them. A library's model,
+    such as "resnet18", is built to fit `weights`. Raises BadInput, NotFound, MissingExtra.
     """
     given: dict[str, Any] = {}
     with module_errors(f"`arch` {arch}"):
@@ -54,12 +53,12 @@ def build_module(
 
 
 def _arguments(arch: str, function: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `offered` that `function` takes. Raises BadInput where it needs others."""
+    """Return those of `offered` that `function` takes. Raises BadInput if it needs others."""
     if not callable(function):
         raise BadInput(f"`arch` {arch}: is a {type(function).__name__}, a callable is needed")
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C
+    except (TypeError, ValueError):  # it is written in C
         return {}
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     given = {p.name: offered[p.name] for p in parameters if p.kind in named and p.name in offered}
@@ -76,7 +75,7 @@ def _arguments(arch: str, function: Any, offered: Mapping[str, Any]) -> dict[str
 
 
 def in_float32(module: Any) -> tuple[Any, tuple[str, ...]]:
-    """A module that was saved in float16, as Ultralytics saves its own, in float32, and a note."""
+    """Convert a module saved in float16, as Ultralytics does, to float32; return it and a note."""
     if isinstance(module, torch.jit.ScriptModule):
         return module, ()
     count = sum(tensor.dtype == torch.float16 for tensor in module.state_dict().values())
@@ -89,7 +88,7 @@ def copy_weights(
 ) -> tuple[str, ...]:
     """Copy `weights` into `module`; returns notes. Raises BadInput when they do not fit.
 
-    `source`: a "Lightning" checkpoint may hold more than the model, as a loss with weights.
+    `source`: a "Lightning" checkpoint may hold more than the model, such as a loss with weights.
     """
     own = module.state_dict()
     notes: list[str] = []
@@ -120,7 +119,7 @@ def copy_weights(
 
 
 def _without_prefix(module: Any, weights: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-    """Drop what a wrapper put before every name, if the module has no such names itself."""
+    """Drop a wrapper's prefix from every name, if the module has no such names itself."""
     notes = []
     if _AVERAGED in weights and not hasattr(module, _AVERAGED):
         weights = {key: value for key, value in weights.items() if key != _AVERAGED}
@@ -138,7 +137,7 @@ def _without_prefix(module: Any, weights: Mapping[str, Any]) -> tuple[Mapping[st
 def _of_attribute(
     own: Mapping[str, Any], weights: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """The weights of the one attribute of a LightningModule that has all the names in `own`."""
+    """Return the weights of the LightningModule's attribute that has all the names in `own`."""
     prefixes = dict.fromkeys(f"{key.partition('.')[0]}." for key in weights)
     fitting = [each for each in prefixes if all(f"{each}{name}" in weights for name in own)]
     if not own or len(fitting) != 1:
@@ -151,7 +150,7 @@ def _of_attribute(
 
 
 def _check_kinds(where: Path, own: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
-    """Refuse integers for floats and so on: torch would convert them silently."""
+    """Raise BadInput for integers in place of floats and so on, which torch converts silently."""
     wrong = [
         f"{key} is {_type(value)} in the file, {_type(own[key])} in the model"
         for key, value in weights.items()
@@ -169,7 +168,7 @@ def _differences(
     missing: Sequence[str] = (),
     unexpected: Sequence[str] = (),
 ) -> list[str]:
-    """Shapes that differ, missing and unexpected names: ten of each at most."""
+    """List at most ten each of different shapes, missing and unexpected names."""
     shapes = [
         f"{key} {_shape(value)} in the file, {_shape(own[key])} in the model"
         for key, value in weights.items()
@@ -185,7 +184,7 @@ def _differences(
 
 
 def _tied(module: Any, missing: Sequence[str]) -> list[str]:
-    """Of the missing names, those of a parameter that the module also has under another name."""
+    """Return the missing names of parameters that the module also has under another name."""
     holders: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name)
@@ -198,7 +197,7 @@ def _misfit(where: Path, reasons: Sequence[str]) -> BadInput:
 
 
 def _is_tensor(*values: Any) -> bool:
-    """Whether all are tensors with a shape: a lazy module's parameters have none yet."""
+    """Return whether all are tensors with a shape: a lazy module's parameters have none yet."""
     return all(
         isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
         for value in values
@@ -206,7 +205,7 @@ def _is_tensor(*values: Any) -> bool:
 
 
 def list_names(words: Sequence[str]) -> str:
-    """The first ten, and how many more."""
+    """Return the first ten names, and the number of the others."""
     more = f" and {len(words) - _LISTED} more" if len(words) > _LISTED else ""
     return ", ".join(words[:_LISTED]) + more if words else "none"
 
@@ -220,5 +219,5 @@ def _type(tensor: Any) -> str:
 
 
 def _second_line(exc: Exception) -> str:
-    """The reasons below the heading of load_state_dict's message, in one line."""
+    """Return the reasons below the heading of load_state_dict's message, in one line."""
     return " ".join(line.strip() for line in str(exc).splitlines()[1:3]) or first_line(exc)
