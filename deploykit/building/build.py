@@ -32,7 +32,7 @@ BUILD_MAX_ERROR = 1e-3  # fused float16 and INT8 kernels round at other places t
 
 @contextlib.contextmanager
 def _own_names() -> Iterator[None]:
-    """Errors of a quantization name the parameters that `build` has."""
+    """Make errors of a quantization name the parameters of `build`."""
     try:
         yield
     except DeploykitError as exc:
@@ -63,10 +63,11 @@ def build(
     """Build `model` for a hardware profile; with `precision`, quantise it first.
 
     `calib`, `data`, `metric`, `max_drop`, `force`: as in `quantize`; without `precision`, `calib`
-    finds ranges that an INT8 graph lacks whose pairs are moved for a CPU. `shapes`: what a TensorRT
-    engine is built for. Raises GateFailed when the built file differs from its source by more than
-    `max_error` (an engine: see `prove_plan`) or runs layers in more bits than asked, or when the
-    quantised graph fails its evaluation; Unsupported for a target that cannot be built for here.
+    finds the ranges that an INT8 graph lacks when its pairs are moved for a CPU. `shapes`: what a
+    TensorRT engine is built for. Raises GateFailed when the built file differs from its source by
+    more than `max_error` (an engine: see `prove_plan`) or runs layers in more bits than asked, or
+    when the quantised graph fails its evaluation; Unsupported for a target that cannot be built for
+    here.
     """
     target, why = choose_profile() if profile == "auto" else (load_profile(profile), "")
     source = _open(model)
@@ -101,7 +102,7 @@ def build(
 
 
 def _check(source: Artefact, options: PlanOptions) -> None:
-    """Raise BadInput, Unsupported for all that shows before the work."""
+    """Raise BadInput or Unsupported for all that can be checked before the work."""
     target, request = options.target, options.request
     if target.runtime == "tensorrt":
         check_options(build_tensorrt.options_of(target, options.shapes, source))

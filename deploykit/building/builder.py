@@ -1,4 +1,4 @@
-"""What each runtime's function that builds an engine from an ONNX graph takes and returns."""
+"""Arguments and results of the functions that build an engine from an ONNX graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deploykit.core.runtime import RUNTIMES
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a TensorRT engine is built for: `dk.build(m, "l4", shapes=dk.Shapes(batch="1,8,32"))`.
+    """Sizes and options of an engine: `dk.build(m, "l4", shapes=dk.Shapes(batch="1,8,32"))`.
 
     `batch`: the smallest, usual and largest batch, "1,8,32". `axes`: the same for other dynamic
     axes, ["T=16,128,512"]. None and () stand for the defaults.

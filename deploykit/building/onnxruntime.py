@@ -23,7 +23,7 @@ from deploykit.engines.onnxruntime.engine import (
 from deploykit.graph.facts import onnx_files
 
 ort = require("onnxruntime")
-_MOST_BYTES = (1 << 31) - 1  # of a protobuf message
+_MOST_BYTES = (1 << 31) - 1  # limit of a protobuf message
 
 
 def build_engine(
@@ -41,7 +41,7 @@ def build(path: Path, out: Path) -> dict[str, str]:
     """
     check_readable(path)
     _check_size(path)
-    options = session_options(None, exact=False)  # where needed, loading does it
+    options = session_options(None, exact=False)  # loading makes it exact where needed
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     weights = read_weights(path, options)  # else the result would look for them next to itself
     with atomic_write(out) as tmp:

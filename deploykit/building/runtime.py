@@ -64,8 +64,6 @@ if TYPE_CHECKING:
     from deploykit.quantization.moving import Moved
 
 
-# Place the INT8 pairs of a graph where the runtime of a build has kernels for them.
-
 _FOLLOW = (
     "the INT8 pairs, placed for TensorRT, were placed for the CPU with the ranges that the "
     "graph records or that follow from its scales"
@@ -91,7 +89,7 @@ class Placed:
 def place_for_target(
     source: Artefact, request: QuantizeRequest, target: Profile, tmp: Path
 ) -> Placed:
-    """The graph of `source`; with its pairs at other places where it or `calib` has the ranges.
+    """Return the graph of `source`, its pairs moved if it or `calib` has the ranges.
 
     Raises BadInput for `calib` with a graph that has no INT8 pairs, or whose pairs cannot be moved.
     """
@@ -111,7 +109,7 @@ def place_if_better(
     built: Graph,
     build: Callable[[Graph, Path], Graph],
 ) -> tuple[Placed, Graph]:
-    """A foreign graph with its pairs moved, and built anew, where more of it runs in integers."""
+    """Move the pairs of a foreign graph and build it again, if more then runs in integers."""
     from deploykit.quantization.moving import move_foreign_pairs
 
     few = _few(placed.graph, built)
@@ -157,7 +155,7 @@ def _place_by_data(
 def check_integers(
     source: Artefact, target: Profile, graph: Graph, built: Graph, *, here: bool
 ) -> None:
-    """Raise BadInput where ONNX Runtime runs hardly an INT8 node as such: slower than float32.
+    """Raise BadInput if ONNX Runtime runs few INT8 nodes in integers: slower than float32.
 
     `here`: this build wrote the pairs.
     """
@@ -203,12 +201,12 @@ def _unknown(source: Artefact, target: Profile, moved: Moved) -> tuple[str, ...]
 
 
 def _few(graph: Graph, built: Graph) -> bool:
-    """Return whether less than half of the INT8 nodes run as such."""
+    """Return whether less than half of the INT8 nodes run in integers."""
     return 2 * built.precision.get("int8", 0) < graph.precision.get("int8", 0)
 
 
 def _products(graph: Graph) -> int:
-    """Convolutions and matrix products of a dequantized activation with weights."""
+    """Count convolutions and matrix products of a dequantized activation with weights."""
     nodes, stored = graph.model.graph.node, graph.initializers
     pairs = {node.output[0]: node for node in nodes if node.op_type == "DequantizeLinear"}
     activations = {name for name, node in pairs.items() if node.input[0] not in stored}
@@ -221,7 +219,7 @@ def _products(graph: Graph) -> int:
 
 
 def _kernels(built: Graph) -> int:
-    """Count those that run in integers."""
+    """Count the nodes that run in integers."""
     places = ((node, _KERNELS.get(node.op_type)) for node in built.model.graph.node)
     return sum(
         place is not None and node.input[place] in built.initializers for node, place in places
@@ -387,7 +385,7 @@ def _bound(graph: Graph, target: Profile, max_error: float) -> float:
 
 
 def _open_reference(graph: Graph, target: Profile, folder: Path) -> Engine:
-    """ONNX Runtime on `graph`; with bfloat16 rounded, which its CPU provider lacks."""
+    """Open `graph` in ONNX Runtime, rounding bfloat16, which its CPU provider lacks."""
 
     if target.runtime != "onnxruntime" and "bfloat16" in graph.precision:
         return open_rounded(graph, folder)
@@ -397,7 +395,7 @@ def _open_reference(graph: Graph, target: Profile, folder: Path) -> Engine:
 def _read_back(
     layers: Sequence[Layer] | None, asked: Mapping[str, int]
 ) -> PrecisionReadBack | None:
-    """What the layers run in; `wider` names each precision of the graph that none of them does."""
+    """Return the layers' precisions; `wider` names each of the graph's that no layer runs in."""
     if layers is None:
         return None
     executed = Counter(layer.precision for layer in layers if layer.precision)

@@ -21,7 +21,7 @@ _BLOCK = 4096  # samples at a time
 
 
 def top1(values: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
-    """1.0 where the largest of `values` (samples, classes) is the label, else 0.0.
+    """Return 1.0 where the largest of `values` (samples, classes) is the label, else 0.0.
 
     Labels are as `class_numbers` takes them. Returns float64 (samples,). Raises BadInput when they
     are not classes, or the values are not one per class, and GateFailed where one is NaN or
@@ -48,9 +48,9 @@ def top1(values: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
 
 
 def class_numbers(labels: np.ndarray, classes: int, where: str) -> np.ndarray:
-    """Labels as integers (samples,): numbers of any type, as text too, or one-hot rows.
+    """Return numbers of any type, numeric strings or one-hot rows as integers (samples,).
 
-    Raises BadInput for other text, fractions, and rows that are not one-hot.
+    Raises BadInput for other strings, fractions, and rows that are not one-hot.
     """
     found = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
     if found.dtype.kind in "US":
@@ -89,8 +89,6 @@ def top1_scores(engine: Engine, samples: Samples, batch_size: int = 64) -> np.nd
     return np.concatenate(scores)
 
 
-# Score an engine on labelled samples: one score per sample, higher is better.
-#
 # Scores are per sample so that two engines can be compared on the same samples. A user's own metric
 # is a function of the same kind.
 
@@ -100,7 +98,7 @@ _BLOCK_METRICS = 1 << 20  # logits converted to float64 at a time
 
 @dataclass(frozen=True)
 class Metric:
-    """A score per sample, and the unit of a drop.
+    """A function that scores each sample, and the unit in which a drop is given.
 
     `score`: outputs by name, in the model's order, and the labels of the same samples -> float64
     (samples,), higher is better. `unit`: "pp" for shares, "%" for log-likelihoods (the drop is
@@ -116,7 +114,7 @@ class Metric:
 
 @dataclass
 class Scores:
-    """Scores and weights of the samples so far, in the order of the samples."""
+    """Collects the scores and weights of samples, in their order."""
 
     metric: Metric
     where: str  # the data file, for error messages
@@ -124,7 +122,7 @@ class Scores:
     _weights: list[np.ndarray] = field(default_factory=list)
 
     def add(self, outputs: Arrays, labels: np.ndarray) -> None:
-        """The next samples' outputs and labels. Raises BadInput naming the data or the metric."""
+        """Score the next samples. Raises BadInput naming the data or the metric."""
         labels = labels.view()
         labels.flags.writeable = False  # the other engine is scored on the same labels
         try:
@@ -146,7 +144,7 @@ class Scores:
 
 
 def drop_of(reference: Scores, candidate: Scores) -> Drop:
-    """How much worse the candidate scores, with its interval. Raises BadInput."""
+    """Return how much worse the candidate scores, with its interval. Raises BadInput."""
     metric = reference.metric
     if metric.unit == "%":
         return relative_rise(reference.values, candidate.values, reference.weights, metric.name)
@@ -154,7 +152,7 @@ def drop_of(reference: Scores, candidate: Scores) -> Drop:
 
 
 def find_metric(name: str) -> Metric:
-    """ "top1", "perplexity", or a user's `pkg.mod:function` or `./file.py:function`.
+    """Find "top1", "perplexity", or a user's `pkg.mod:function` or `./file.py:function`.
 
     The function takes (outputs, labels) as `Metric.score` does. Importing it runs its code. Raises
     NotFound, BadInput.
@@ -174,7 +172,7 @@ def find_metric(name: str) -> Metric:
 
 
 def log_likelihood(outputs: Arrays, labels: np.ndarray) -> np.ndarray:
-    """The mean log-likelihood of each sample's labels under the first output, in nats per token.
+    """Return the mean log-likelihood of each sample's labels, in nats per token.
 
     The first output: logits, float (samples, T, vocabulary) or (samples, vocabulary). `labels`:
     integers, (samples, T) or (samples,), each the token that the logits at its place predict;
@@ -216,14 +214,14 @@ def log_likelihood(outputs: Arrays, labels: np.ndarray) -> np.ndarray:
 
 
 def tokens(labels: np.ndarray) -> np.ndarray:
-    """How many labels of each sample count; float64 (samples,)."""
+    """Return the number of labels that count in each sample; float64 (samples,)."""
     return np.asarray((labels != IGNORED).reshape(len(labels), -1).sum(1, dtype=np.float64))
 
 
 def _user_scores(
     name: str, function: Callable[..., object], outputs: Arrays, labels: np.ndarray
 ) -> np.ndarray:
-    """A user's scores, checked; errors name the metric."""
+    """Call the user's function and check its scores; errors name the metric."""
     try:
         found = np.asarray(function(outputs, labels))
     except (Exception, SystemExit) as exc:  # the user's own code may raise anything
@@ -248,22 +246,20 @@ METRICS = {
 }
 
 
-# Pair the boxes that two engines found in the same images.
-#
 # A detector gives as many boxes as it finds, sorted by score: a difference of 1e-6 swaps two rows
-# or drops one. So rows are compared with their counterparts: of the same label, with at least half
-# of their union in common.
+# or drops one. So each row is compared with its counterpart, which has the same label and an IoU of
+# at least 0.5.
 
 LEAST_IOU = 0.5
 _LABELS = ("labels", "classes")
-_MORE = ("masks", "keypoints", "keypoints_scores")  # also one row for each box
-_MOST = 4096  # boxes of an image; of all pairs the IoU is in memory at once
-_CLOSE = 1e-3  # of the largest coordinate: boxes without an area are equal, too
+_MORE = ("masks", "keypoints", "keypoints_scores")  # these outputs have one row per box, too
+_MOST = 4096  # boxes per image: the IoU of all pairs is in memory at once
+_CLOSE = 1e-3  # share of the largest coordinate: boxes without an area this close are equal
 
 
 @dataclass(frozen=True)
 class Matches:
-    """`total`: boxes of either side, pairs counted once. `iou`: summed up over the pairs."""
+    """Paired boxes. `total`: boxes of both sides, pairs counted once. `iou`: the sum over pairs."""
 
     matched: int
     total: int
@@ -292,12 +288,12 @@ class _Head:
 
 
 def pair(left: Arrays, right: Arrays) -> tuple[Arrays, Arrays, Mapping[str, Matches]]:
-    """Both with the boxes of `left` that `right` has too, in the order of `left`.
+    """Return both with only the boxes that both have, in the order of `left`.
 
-    Recognised are, in `left`: outputs [M,4] or [N,M,4] named "...boxes" with "...scores" and
+    These outputs of `left` are recognised: [M,4] or [N,M,4] named "...boxes" with "...scores" and
     "...labels" or "...classes" [M] or [N,M] (and torchvision's masks and keypoints); and [N,M,6]
-    that can only be corners, a score and a class. Others stay as they are. `Matches` by the name of
-    the output that holds the boxes.
+    that can only be corners, a score and a class. Others stay as they are. The `Matches` are by the
+    name of the output that holds the boxes.
     """
     found: dict[str, Matches] = {}
     left, right = dict(left), dict(right)
@@ -328,7 +324,7 @@ def pair(left: Arrays, right: Arrays) -> tuple[Arrays, Arrays, Mapping[str, Matc
 
 
 def same_boxes(left: Arrays, right: Arrays) -> np.ndarray | None:
-    """A boolean for each box of either side: whether the other has it; None without a detector."""
+    """Return for each box of both sides whether the other has it; None without a detector."""
     found = pair(left, right)[2].values()
     if not found:
         return None
@@ -360,7 +356,7 @@ def _corners(boxes: np.ndarray) -> bool:
 
 
 def _only_boxes(rows: np.ndarray) -> bool:
-    """Whether all rows are corners, a score and the number of a class, and some have an area."""
+    """Return whether all rows are corners, a score and a class, and some have an area."""
     scores, classes = rows[..., 4], rows[..., 5]
     shares = bool(((scores >= 0) & (scores <= 1)).all() and scores.any())
     numbers = bool(((classes >= 0) & (np.trunc(classes) == classes)).all())
@@ -368,7 +364,7 @@ def _only_boxes(rows: np.ndarray) -> bool:
 
 
 class _Pairs(NamedTuple):
-    """Of one image: places of the pairs on both sides, boxes of both sides, and summed IoU."""
+    """The pairs of an image: their indices on both sides, the boxes of both, and the summed IoU."""
 
     left: list[int]
     right: list[int]
@@ -397,7 +393,7 @@ def _pairs(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> _Pairs:
 
 
 def _real(boxes: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """Places of the boxes, best first, without the zeros that fill a tensor of fixed size up."""
+    """Return the indices of the boxes, best first, without the zero rows that pad a fixed size."""
     order = np.argsort(-scores.astype(np.float64), kind="stable")
     return np.asarray(order[((scores != 0) | boxes.any(-1))[order]])
 
@@ -409,7 +405,7 @@ def _areas(boxes: np.ndarray) -> np.ndarray:
 
 def _iou(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Intersection over union [L,R] of boxes [L,4] and [R,4]; 1 where they are all but equal."""
-    right = np.where(np.isfinite(right), right, 0)  # no box of `left` then has much of it
+    right = np.where(np.isfinite(right), right, 0)  # then it overlaps no box of `left` much
     a, b = left.astype(np.float64)[:, None], right.astype(np.float64)[None]
     low, high = np.maximum(a[..., :2], b[..., :2]), np.minimum(a[..., 2:], b[..., 2:])
     shared = _areas(np.concatenate((low, high), -1))
@@ -419,11 +415,8 @@ def _iou(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return np.where(close, 1.0, share)
 
 
-# Where two engines give the same answer: the highest class, or the value of an integer.
-
-
 def same_answers(left: Arrays, right: Arrays, feeds: Arrays, rows: int) -> np.ndarray | None:
-    """Where both give the same answer, boolean, for boxes or the first output with answers."""
+    """Return where both answer the same: by boxes, else by the first output's class or integer."""
     boxes = same_boxes(left, right)
     if boxes is not None:
         return boxes

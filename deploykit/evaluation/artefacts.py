@@ -1,7 +1,7 @@
 """Write an artefact to a temporary path, then keep it, or reject it as `NAME.rejected.EXT`.
 
-A rejected one leaves the previous file as it was. Weights (`NAME.data`) and golden samples move
-with it.
+A rejected artefact leaves the previous file as it was. Weights (`NAME.data`) and golden samples
+move with it.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class Made(Record):
 
     @property
     def evaluation(self) -> Evaluation | None:
-        """What a lower precision costs."""
+        """Return the evaluation of a lower precision."""
         return self.evidence.accuracy
 
     @property
     def drop(self) -> Drop | None:
-        """What a lower precision costs on labelled data."""
+        """Return the loss of a lower precision on labelled data."""
         return self.evaluation.drop if self.evaluation else None
 
     @property
@@ -107,16 +107,16 @@ def destination(
     kind: str = "onnx",
     force: bool = False,
 ) -> Path:
-    """Where the result goes: `out`, else next to the model. Raises BadInput as `claim` does."""
+    """Return `out`, or else a path next to the model. Raises BadInput as `claim` does."""
     place = Path(out) if out is not None else model.path.with_suffix(suffix)
     return claim(place, kind, (model, *inputs), force=force)
 
 
 @contextlib.contextmanager
 def stage(out: Path) -> Iterator[Path]:
-    """A path in a temporary folder next to `out`, on the same disk: keeping it is a rename.
+    """Yield a path in a temporary folder next to `out`, on its disk: keeping it is a rename.
 
-    An error names the files in it without the folder, which is gone by then, a full disk `out`.
+    An error names a file without the folder, which is gone by then; for a full disk it names `out`.
     """
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
         try:
@@ -139,7 +139,7 @@ def keep(tmp: Path, made: Made) -> Made:
         if source.exists():
             source.replace(target)
         else:
-            target.unlink(missing_ok=True)  # of the previous file
+            target.unlink(missing_ok=True)  # left by the previous file
     tmp.replace(made.path)
     write_manifest(made.path, made.manifest)
     return made
@@ -165,7 +165,7 @@ def reject(tmp: Path, made: Made) -> Made:
 
 
 def carry_task(source: Artefact, to: Path) -> Task | None:
-    """The task of `source` for the file at `to`, with a copy of its tokenizer next to that.
+    """Return the task of `source` for the file at `to`, and copy its tokenizer next to that.
 
     Raises BadInput where the tokenizer is not the one that the manifest names.
     """

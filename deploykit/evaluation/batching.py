@@ -28,8 +28,8 @@ def prove_batch(
 ) -> RowIndependence:
     """Run `engine` on the golden samples next to `path`, if any, and on invented inputs.
 
-    `rows`: at most, where so many as `ROWS` need too much memory; `serve` then tries more itself.
-    `joined`: what it ran already.
+    `rows`: fewer than `ROWS` where those need too much memory; `serve` then tries more itself.
+    `joined`: runs that were made already.
     """
     known = _inputs(engine, path, samples)
     return prove_rows(engine, min(ROWS, rows), samples=known, joined=joined)
@@ -38,7 +38,7 @@ def prove_batch(
 def keep_runs(
     engine: Engine, feeds: Sequence[Arrays], kept: list[JoinedRun]
 ) -> Callable[[int, Arrays, Arrays], None]:
-    """Put into `kept` what `engine`, the second of a comparison on `feeds`, gives for each."""
+    """Return a callback that adds to `kept` each run of `engine`, the second in a comparison."""
     is_batch = not why_no_batch(engine.inputs, engine.outputs)
 
     def keep(number: int, _: Arrays, outputs: Arrays) -> None:
@@ -49,7 +49,7 @@ def keep_runs(
 
 
 def add_evidence(engines: Sequence[Any], artefact: Artefact) -> None:
-    """Give engines their file and what its manifest knows: the proof, else inputs that they run.
+    """Give engines their file and the manifest's proof, or else inputs to prove it with.
 
     Raises BadInput for a file that is not the one its manifest describes.
     """
@@ -75,7 +75,7 @@ def _inputs(
 
 
 def notes(engine: Engine, proof: RowIndependence) -> tuple[str, ...]:
-    """For the user, where axis 0 looks like a batch and is none."""
+    """Return notes for the user where axis 0 looks like a batch but is not."""
     if proof.passed or not looks_batched(engine):
         return ()
     return (f"`serve` will not join requests to it: {proof.why}",)

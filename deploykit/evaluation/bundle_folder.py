@@ -1,6 +1,6 @@
 """A bundle's folder: `bundle.json`, `SHA256SUMS` and the files that these name, and no others.
 
-The same inputs give the same bytes. SHA-256 finds damage and careless edits; it is no signature.
+The same inputs give the same bytes. SHA-256 finds damage and careless edits; it is not a signature.
 """
 
 from __future__ import annotations
@@ -30,20 +30,18 @@ from deploykit.core.task import TOKENIZER
 from deploykit.engines.data.samples import INPUTS, read_npz
 from deploykit.graph.facts import external_files
 
-# What every kind of bundle is made of: a model, its target and its name when it is served.
-
-# also part of the names of files, of a systemd unit and of an image
+# The name is also part of the names of files, a systemd unit and a container image.
 SERVED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,62}")
 _TEMPLATES = Path(__file__).resolve().parents[1] / "deploying" / "templates"
 
 
 @dataclass(frozen=True)
 class Contents:
-    """`model`: a typed ONNX file with its manifest and golden samples. `name`: as it is served.
+    """The parts of a bundle. `model`: typed ONNX, with manifest and samples. `name`: as served.
 
-    `batch`: the smallest, usual and largest. `wheels`: bring what `pip` installs on the target.
-    `release`: of the target's host, "jetpack-6.2" or "cuda-13"; None for the profile's usual one.
-    `axes`: sizes of other dynamic axes, "T=16,128,512".
+    `batch`: the smallest, usual and largest. `wheels`: include those that `pip` installs on the
+    target. `release`: that of the target's host, "jetpack-6.2" or "cuda-13"; None for the profile's
+    usual one. `axes`: sizes of other dynamic axes, "T=16,128,512".
     """
 
     model: Artefact
@@ -56,21 +54,21 @@ class Contents:
 
     @property
     def manifest(self) -> Manifest:
-        """The model's. Raises BadInput without one."""
+        """Return the model's manifest. Raises BadInput if there is none."""
         if self.model.manifest is None:
             raise BadInput(f"{self.model}: has no manifest next to it")
         return self.model.manifest
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """What else has to be installed where the model is served."""
+        """Return the extras that must be installed where the model is served."""
         task = self.manifest.task
         return () if task is None else (task.extra,)
 
     def copy_model(self, out: Path) -> None:
         """Copy the model to `out`, with its weights, manifest and golden samples named after it.
 
-        Raises BadInput for what is not what the manifest says.
+        Raises BadInput for a file that differs from the manifest.
         """
         evidence = self.manifest.evidence
         named: dict[str, Any] = {"weights": ".data", "golden": ".golden.npz"}
@@ -151,10 +149,10 @@ class FileEntry(Record):
 
 @dataclass(frozen=True)
 class Bundle(Record):
-    """What `bundle.json` holds. `bundle`: its version. `files`: by path, relative to the folder.
+    """The contents of `bundle.json`. `bundle`: its version. `files`: by path in the folder.
 
     `model`: the path of the ONNX file. `batch`: the smallest, usual and largest. `axes`: the same
-    of other dynamic axes, "T=16,128,512". `tensorrt_min` and `tensorrt_max`: first and last
+    for other dynamic axes, "T=16,128,512". `tensorrt_min` and `tensorrt_max`: first and last
     MAJOR.MINOR that the target takes, None for no limit.
     """
 
@@ -223,7 +221,7 @@ def _sums(bundle: Bundle, digest: str) -> str:
 
 
 def read_bundle(folder: Path) -> Bundle:
-    """What `bundle.json` says, unchecked against the files. Raises NotFound, BadInput."""
+    """Read `bundle.json` without checking the files. Raises NotFound, BadInput."""
     path = folder / BUNDLE_FILE
     with _reading(folder):
         if not folder.is_dir():
@@ -250,7 +248,7 @@ def read_bundle(folder: Path) -> Bundle:
 
 
 def _check_names(bundle: Bundle, path: Path) -> None:
-    """Raise BadInput for a name that leaves the folder, or that another system would not hold."""
+    """Raise BadInput for a name that leaves the folder, or that another system would not allow."""
     if not SERVED_NAME.fullmatch(bundle.name):
         raise BadInput(f"{path}: its name {quote(bundle.name)} cannot be that of a model")
     if bundle.model and bundle.model not in bundle.files:
@@ -268,7 +266,7 @@ def _check_names(bundle: Bundle, path: Path) -> None:
 
 @contextlib.contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """What the operating system refuses, a file that is gone meanwhile too, as BadInput."""
+    """Raise what the operating system refuses, such as a file that has gone, as BadInput."""
     try:
         yield
     except OSError as exc:
@@ -304,7 +302,7 @@ def verify(folder: Path, *, whole: bool = True) -> Bundle:
 
 
 def _files(folder: Path, *, refuse_links: bool = False, below: str = "") -> Iterator[str]:
-    """The paths of all files, sorted; raises BadInput for what is neither a file nor a folder."""
+    """Yield the paths of all files, sorted. Raises BadInput for a device, a socket and the like."""
     entries = sorted(os.scandir(folder / below), key=lambda entry: entry.name)
     if refuse_links and below and not entries:
         raise BadInput(f"{folder / below}: is an empty folder, which no bundle has")
@@ -340,7 +338,7 @@ def write_tar(folder: Path, out: Path, top: str) -> None:
 
 
 def is_bundle_tar(path: Path) -> bool:
-    """Whether a tar file is one that `write_tar` wrote."""
+    """Return whether `write_tar` wrote a tar file."""
     try:
         with tarfile.open(path, "r:") as archive:
             return archive.pax_headers.get("comment") == _COMMENT

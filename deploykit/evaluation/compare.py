@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compared:
-    """Parity of two artefacts, and where two ONNX graphs that differ first do so.
+    """The parity of two artefacts, and the first node at which two ONNX graphs differ.
 
-    `note`: on the inputs, where they are not those of `data`, or fewer at once than usual.
+    `note`: says if the inputs are not those of `data`, or fewer at once than usual.
     """
 
     parity: Parity
@@ -81,8 +81,9 @@ def compare(
 ) -> Compared:
     """Run two artefacts on the same inputs, the samples of `data` or seeded random ones.
 
-    `arch`: what builds the model of bare weights, pkg.mod:callable or ./file.py:callable; its
-    inputs are those of the other file. `allow_pickle`: run code that a PyTorch file contains.
+    `arch`: the function that builds the model of bare weights, pkg.mod:callable or
+    ./file.py:callable; its inputs are those of the other file. `allow_pickle`: run code that a
+    PyTorch file contains.
 
     The bound is 0.001 of the output's scale, or 8 times what float32 itself gives where that is
     more; `max_error` replaces both. Random inputs saturate what was calibrated for real ones: where
@@ -144,7 +145,7 @@ def _open_both(
     allow_pickle: bool,
     stack: ExitStack,
 ) -> list[Engine]:
-    """Open what describes its inputs first: these are also the inputs of bare weights."""
+    """Open the artefact that describes its inputs first: bare weights take the same inputs."""
     pytorch = [each for each in pair if each.runtime.name == "torch"]
     bare = []
     if pytorch:
@@ -178,7 +179,7 @@ def _open_both(
 
 
 def _calibrated(artefact: Artefact) -> bool:
-    """Whether it has scales from calibration data: other inputs saturate."""
+    """Return whether it has scales from calibration data: other inputs saturate."""
     from deploykit.graph.graph import Graph
 
     counts = artefact.manifest.precision if artefact.manifest else {}
@@ -190,7 +191,7 @@ def _calibrated(artefact: Artefact) -> bool:
 def _recorded(
     artefacts: Sequence[Artefact], engine: Engine
 ) -> tuple[str, list[Mapping[str, np.ndarray]], float] | None:
-    """The first golden samples next to these: of which file, the inputs, and their bound."""
+    """Return the first golden samples next to these: the name of their file, inputs and bound."""
     for each in artefacts:
         found = golden.find_samples(each.path, each.manifest) if each.manifest else None
         if found is not None:

@@ -26,13 +26,11 @@ from deploykit.graph.graph import Graph
 from deploykit.graph.parse import dtype_name
 from deploykit.graph.validate import RUNTIME_DOMAINS
 
-# Make tensors inside a graph outputs, and find those of two graphs that mean the same.
-#
 # The writers of deploykit keep the name of a tensor, or add a suffix to it. Two graphs from
 # different exporters share no names: no pair is found.
 
 _TWIN = re.compile(r"(.+)_(?:float16|bfloat16|dequantized)_*")
-# What numpy has no type for is given as float32, which holds each of its values.
+# Types that numpy lacks are returned as float32, which holds each of their values.
 _SHOWN_AS_FLOAT = frozenset(("bfloat16", "float8e4m3fn", "float8e5m2"))
 # INT8 is left out: one step more or less is expected, and its dequantized twin shows its size.
 _COMPARED = _SHOWN_AS_FLOAT | {"bool", "int32", "int64", "float16", "float32", "float64"}
@@ -43,7 +41,7 @@ _MERGED = frozenset(("Conv", "ConvTranspose", "Gemm"))
 
 @dataclass(frozen=True)
 class Pair:
-    """A tensor of `a` and its twin in `b`; `node` and `operator`: what makes it in `a`.
+    """A tensor of `a` and its twin in `b`; `node` and `operator` compute it in `a`.
 
     `node` is "" for a node without a name.
     """
@@ -55,7 +53,7 @@ class Pair:
 
 
 def expose(graph: Graph, names: Sequence[str]) -> tuple[Graph, list[str]]:
-    """A copy that has these tensors as outputs, too, and what they are called there, in order.
+    """Return a copy that also has these tensors as outputs, and their names there, in order.
 
     Their types must be among those that `shared` compares; one that numpy lacks is shown as
     float32.
@@ -84,11 +82,11 @@ def expose(graph: Graph, names: Sequence[str]) -> tuple[Graph, list[str]]:
 
 
 def shared(a: Graph, b: Graph) -> tuple[Pair, ...]:
-    """Tensors of the main graphs that mean the same in both, in the order in which `a` makes them.
+    """Return the tensors that both main graphs compute, in the order of `a`.
 
     They have one name, or names that differ by what a transform adds: NAME_float16, NAME_bfloat16,
-    NAME_dequantized. A name with another operator behind it in `b` is chance and left out. Empty
-    where the graphs have no names in common, as after two exports.
+    NAME_dequantized. A name that another operator computes in `b` is a coincidence and left out.
+    The result is empty where the graphs share no names, as after two exports.
     """
     twins = _makers(b)
     by_stem: dict[str, str] = {}
@@ -103,7 +101,7 @@ def shared(a: Graph, b: Graph) -> tuple[Pair, ...]:
 
 
 def _makers(graph: Graph) -> dict[str, onnx.NodeProto]:
-    """The node behind each tensor that can be compared, constants left out, in graph order."""
+    """Return the node that computes each comparable tensor, in graph order, without constants."""
     types = graph.element_types
     return {
         name: node
@@ -127,7 +125,7 @@ def _same_work(a: onnx.NodeProto, b: onnx.NodeProto) -> bool:
 
 
 CHUNK = 64  # tensors of each graph that are in memory at once
-# An attention mask: float16 cannot hold -3.4e38, and what replaces it masks as well.
+# float16 cannot hold the -3.4e38 of an attention mask; the value that replaces it masks as well.
 _MASK, _HALF_MASK = -1e30, -65504.0
 
 
@@ -146,9 +144,9 @@ class Rise(Record):
 class Divergence(Record):
     """The first tensor whose error is above the bound, and the node that makes it.
 
-    `error`: infinite where there is a `problem`. `before`: of the tensor compared just before it; 0
-    for the first. `steepest`: where the error rose most, up to and with this node: another node
-    where an error built up little by little. `batch`: size at which it was seen. `compared`:
+    `error`: infinite where there is a `problem`. `before`: the error of the tensor compared just
+    before it; 0 for the first. `steepest`: the largest rise of the error up to this node, at an
+    earlier node if it built up gradually. `batch`: the size at which it was seen. `compared`:
     tensors compared up to this one.
     """
 
@@ -167,7 +165,7 @@ class Divergence(Record):
 
     @property
     def text(self) -> str:
-        """One sentence."""
+        """Return the divergence as one sentence."""
         what = self.problem or f"error {self.error:.3g} is above {self.max_error:g}"
         parts = [f"the first node that differs is {_name_of(self)}: {what} in '{self.tensor}'"]
         if self.before > 0:
@@ -185,8 +183,8 @@ def first_divergence(
 ) -> Divergence | None:
     """Find the first tensor whose error exceeds `max_error` on any of the feeds.
 
-    `a` is the reference. A pair of tensors whose shapes differ is left out. None where nothing
-    differs, and where the graphs share no names to go by. Stops at the chunk with the answer.
+    `a` is the reference. A pair of tensors whose shapes differ is left out. Returns None where
+    nothing differs, or the graphs share no names. Stops at the chunk with the answer.
     """
     pairs = shared(a, b)
     compared, before, highest = 0, 0.0, 0.0
@@ -220,7 +218,7 @@ def first_divergence(
 def _errors(
     a: Graph, b: Graph, pairs: Sequence[Pair], feeds_list: Sequence[Arrays]
 ) -> list[tuple[float, int, str] | None]:
-    """Each pair's largest error, its batch and the problem; None where the shapes differ."""
+    """Return each pair's largest error, its batch and the problem; None where the shapes differ."""
     found: list[tuple[float, int, str] | None] = [None] * len(pairs)
     runs = zip(
         _values(a, [pair.a_name for pair in pairs], feeds_list),
@@ -244,7 +242,7 @@ def _errors(
 def _values(
     graph: Graph, names: Sequence[str], feeds_list: Sequence[Arrays]
 ) -> Iterator[list[np.ndarray]]:
-    """Run a graph as it is written, and give these tensors for each of the feeds."""
+    """Run a graph unoptimised, and yield these tensors for each of the feeds."""
     tapped, shown = expose(graph, names)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -256,9 +254,9 @@ def _values(
 
 
 def tensor_error(a: np.ndarray, b: np.ndarray) -> tuple[float, str]:
-    """The error as `ParityRow.error` defines it, and "", or infinity and the reason.
+    """Return the error as `ParityRow.error` defines it, and "", or infinity and the reason.
 
-    Max |a-b| / max |a| over the finite places, for arrays of one shape. Values below -1e30
+    It is max |a-b| / max |a| over the finite values, for arrays of one shape. Values below -1e30
     are masks: any value that masks in float16 equals them.
     """
     if a.dtype.kind in "biuO" and b.dtype.kind in "biuO":

@@ -1,4 +1,4 @@
-"""What this machine has, and which commands will therefore work."""
+"""Report what this machine has, and which commands will therefore work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NEEDS = {
 
 @dataclass(frozen=True)
 class Check:
-    """Whether a command works here; `why` says what is missing."""
+    """A command, and whether it works here; `why` says what is missing."""
 
     command: str
     works: bool
@@ -40,8 +40,8 @@ class Check:
 class Health(Record):
     """The machine and its state, ONNX Runtime's providers, the checks and warnings.
 
-    `profile`: the name of the profile that describes this machine, None where none does; `why`: by
-    what it was recognised. `gpus`: the state of each GPU now.
+    `profile`: the name of the profile that describes this machine, None where none does; `why`: how
+    it was recognised. `gpus`: the state of each GPU now.
     """
 
     machine: Machine
@@ -108,7 +108,7 @@ def doctor(root: Path = Path("/")) -> Health:
 
 
 def _engines(runtime: Runtime, gpu: bool) -> Check:
-    """Whether a runtime's own engines can be built and run here."""
+    """Return whether a runtime's own engines can be built and run here."""
     command = f"build, bench, serve of {runtime.title} engines"
     if not runtime.on_cpu and not gpu:
         return Check(command, False, "no NVIDIA GPU here; --profile cpu works")

@@ -28,7 +28,7 @@ MAX_DROP = 0.01  # one percentage point
 # not what is merely coarse: only labelled data can show that. At 10 dB, EfficientNet-B0 with random
 # weights passed while one sample in twelve kept its answer.
 MIN_SQNR_DB = 15.0
-MIN_BOXES = 0.9  # of those that either found
+MIN_BOXES = 0.9  # share of the boxes that either found
 
 
 def evaluate(
@@ -52,12 +52,12 @@ def evaluate(
 
     Args:
         reference, candidate: the two engines.
-        samples: None for seeded random inputs. Those that do not fill a fixed batch are left out.
-        metric: of the labels that the samples have.
+        samples: None for seeded random inputs. Samples that do not fill a fixed batch are left out.
+        metric: scores the outputs against the samples' labels.
         max_drop: a fraction, or in the metric's own unit; 0.01 where None.
-        names: of the two, for tables and errors.
+        names: what tables and errors call the two.
         batch_size: samples per call.
-        sizes: of the dynamic axes of random inputs other than the batch.
+        sizes: sizes of the random inputs' dynamic axes other than the batch.
 
     Raises:
         BadInput: the two cannot be compared, the metric does not fit, or `max_drop` is given and
@@ -101,7 +101,7 @@ class _Answers:
         self._answers = self._equal = 0
 
     def add(self, number: int, left: Arrays, right: Arrays) -> None:
-        """The outputs of batch `number`, of the reference and of the candidate."""
+        """Add the outputs of batch `number`, of the reference and of the candidate."""
         start = number * self._size
         rows = min(self._size, len(self.samples) - start)
         labels = self.samples.labels
@@ -212,7 +212,7 @@ def _drop_verdict(drop: Drop, max_drop: float) -> tuple[bool, str]:
 
 
 def _too_few(n: int, value: float, high: float, bound: float, fewest: int) -> str:
-    """What more samples could change. `fewest`: how many a drop of 0 would need.
+    """Say what more samples could change. `fewest`: the number that a drop of 0 would need.
 
     An interval's half width shrinks with the square root of the samples, roughly.
     """

@@ -1,7 +1,7 @@
 """Golden samples: inputs and PyTorch's outputs, kept next to an artefact for replay.
 
 `FILE.golden.npz` holds arrays `inputs/NAME` and `outputs/NAME`; the manifest names it with its hash
-and the largest error that a replay may have. What is made from it gets a copy.
+and the largest error that a replay may have. An artefact that is made from FILE gets a copy.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 SAMPLES = 4
-MAX_ERROR = 1e-3  # of a replay in float32 on another runtime
+MAX_ERROR = 1e-3  # the bound for a replay in float32 on another runtime
 _INPUTS, _OUTPUTS = "inputs/", "outputs/"
 _LARGEST_BYTES = 64 << 20
-# In low precision the error on another runtime may be twice the one measured here.
+# The error of low precision on another runtime may be twice the one measured here.
 _MARGIN = 2.0
 
 
@@ -60,7 +60,7 @@ def carry(source: Artefact, to: Path) -> GoldenSamples | None:
 
 
 def loosen(golden: GoldenSamples, path: Path, engine: Engine) -> GoldenSamples:
-    """The samples next to `path` with a bound for low precision: twice the error of `engine`."""
+    """Return the samples next to `path`, their bound raised to twice the error of `engine`."""
     worst = replay(golden, path, engine, path.name).worst.error
     bound = max(golden.max_error, _MARGIN * worst) if worst < float("inf") else golden.max_error
     return replace(golden, max_error=bound)
@@ -71,7 +71,7 @@ def replay(
 ) -> Parity:
     """Compare `engine` with the samples next to `path`, as many rows as it takes at once.
 
-    `name`: of the engine, for messages. `max_error`: None for the bound of the samples.
+    `name`: what messages call the engine. `max_error`: None for the bound of the samples.
     """
     inputs, outputs = engine.inputs, engine.outputs
     recorded, feeds = open_samples(golden, path, inputs, outputs)
@@ -101,7 +101,7 @@ def open_samples(
     inputs: tuple[TensorSpec, ...],
     outputs: tuple[TensorSpec, ...],
 ) -> tuple[RecordedEngine, dict[str, np.ndarray]]:
-    """The samples next to `artefact` as an engine, and its feeds. Raises BadInput."""
+    """Return the samples next to `artefact` as an engine, and its feeds. Raises BadInput."""
     path = artefact.with_name(golden.file)
     arrays = read_npz(path)
     feeds = {n.removeprefix(_INPUTS): a for n, a in arrays.items() if n.startswith(_INPUTS)}
@@ -117,7 +117,7 @@ def open_samples(
 
 
 def find_samples(artefact: Path, manifest: Manifest) -> GoldenSamples | None:
-    """The samples that a manifest names, checked against the hash in it."""
+    """Return the samples that a manifest names, checked against the hash in it."""
     found = manifest.evidence.golden
     if found is None:
         return None

@@ -11,12 +11,12 @@ from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS
 
-_OLDEST_TENSORRT = "10.3"  # before it deploykit runs no engine
-_MEMORY_SHARE = 0.9  # of the profile's; a driver of another release reports a few percent less
+_OLDEST_TENSORRT = "10.3"  # deploykit runs no engines of older versions
+_MEMORY_SHARE = 0.9  # of the profile's memory: another driver reports a few percent less
 
 
 def profile_differences(profile: Profile, machine: Machine) -> tuple[str, ...]:
-    """Versions, driver, memory and power mode that are not what `profile` describes."""
+    """Return a sentence for each version, driver, memory or power mode that differs."""
     found = [*_tensorrt(profile, machine), *_memory(profile, machine)]
     if profile.boards:
         return (*_jetpack(profile, machine), *found, *_power_mode(profile, machine))
@@ -24,7 +24,7 @@ def profile_differences(profile: Profile, machine: Machine) -> tuple[str, ...]:
 
 
 def _jetpack(profile: Profile, machine: Machine) -> Iterator[str]:
-    """The release must be known, be for the module, and bring a TensorRT that runs there."""
+    """Check that the release is known, is for the module, and has a TensorRT that runs there."""
     if machine.l4t is None:
         yield (
             "the JetPack release is not known: /etc/nv_tegra_release cannot be read "
@@ -46,12 +46,12 @@ def _jetpack(profile: Profile, machine: Machine) -> Iterator[str]:
 
 
 def first_jetpack(profile: Profile) -> JetPack | None:
-    """The first release for the module whose TensorRT runs there."""
+    """Return the first release for the module whose TensorRT runs there."""
     return next((row for row in JETPACKS if jetpack_fits(profile, row)), None)
 
 
 def jetpack_fits(profile: Profile, row: JetPack) -> bool:
-    """Whether the release is for the module and its TensorRT runs there."""
+    """Return whether the release is for the module and its TensorRT runs there."""
     known = profile.compute_capability in row.compute_capabilities
     return known and in_range(profile, row.tensorrt)
 
@@ -68,7 +68,7 @@ def _tensorrt(profile: Profile, machine: Machine) -> Iterator[str]:
 
 
 def in_range(profile: Profile, version: str) -> bool:
-    """Whether this TensorRT runs there; of a version that has no number nothing is known."""
+    """Return whether this TensorRT runs there; a version without a number is accepted."""
     numbers = _numbers(version)
     low = max(release_numbers(_OLDEST_TENSORRT), release_numbers(profile.tensorrt_min or "0"))
     high = release_numbers(profile.tensorrt_max or "999")
@@ -76,13 +76,13 @@ def in_range(profile: Profile, version: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The first two numbers of a package's version, and 0; () where it has none."""
+    """Return the first two numbers of a package's version, and 0; () where it has none."""
     match = re.match(r"[0-9]+\.[0-9]+", version)
     return release_numbers(match[0] if match else "")
 
 
 def range_text(profile: Profile) -> str:
-    """The versions of TensorRT that run there: "10.3 or later"."""
+    """Return the versions of TensorRT that run there: "10.3 or later"."""
     low = max(_OLDEST_TENSORRT, profile.tensorrt_min or "0", key=release_numbers)
     return f"{low} to {profile.tensorrt_max}" if profile.tensorrt_max else f"{low} or later"
 
@@ -98,7 +98,7 @@ def _memory(profile: Profile, machine: Machine) -> Iterator[str]:
 
 
 def _driver(machine: Machine) -> Iterator[str]:
-    """The driver must run the CUDA major of the installed wheels. A Jetson's is JetPack's."""
+    """Check that the driver runs the wheels' CUDA major. A Jetson's driver is JetPack's."""
     branches = [gpu.driver.partition(".")[0] for gpu in machine.gpus]
     driver = min((int(each) for each in branches if each.isdecimal()), default=None)
     for name, version in machine.packages.items():

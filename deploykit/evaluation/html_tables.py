@@ -25,7 +25,7 @@ class Table:
 
 
 def parity_table(parity: Json, decided_by: str = "") -> Table:
-    """The errors, and whether they are within the bound, or what else decides."""
+    """Return the errors, and whether they are within the bound, or what else decides."""
     shared = any(row.get("mean_iou") is not None for row in parity["rows"])
     rows = tuple(
         (
@@ -76,7 +76,7 @@ def html_table(table: Table, *, caption: bool = True) -> str:
 
 
 def _cell(text: str) -> str:
-    """A figure with its interval on a second line, so that tables stay narrow."""
+    """Return a figure with its interval on a second line, so that tables stay narrow."""
     value, bracket, interval = text.partition(" [")
     return f"{_e(value)} <small>[{_e(interval)}</small>" if bracket else _e(text)
 
@@ -86,12 +86,12 @@ def _e(text: object) -> str:
 
 
 def parity_html(parity: Parity) -> str:
-    """A row for each output and batch size."""
+    """Return a row for each output and batch size."""
     return html_table(parity_table(parity.to_dict()))
 
 
 def evaluation_html(evaluation: Evaluation) -> str:
-    """What was decided and why, above the rows of the parity."""
+    """Return the decision and its reason as HTML, above the rows of the parity."""
     verdict = "passed" if evaluation.passed else "NOT passed"
     rows = (("result", verdict), ("reason", evaluation.why), ("measured", evaluation.describe()))
     table = Table("Evaluation", ("", ""), rows, (0, 1))
@@ -102,7 +102,7 @@ def evaluation_html(evaluation: Evaluation) -> str:
 def model_facts(
     inputs: Iterable[object], outputs: Iterable[object], precision: Mapping[str, int]
 ) -> dict[str, object]:
-    """What `facts_html` shows of a model."""
+    """Return the facts that `facts_html` shows of a model."""
     return {
         "inputs": ", ".join(map(str, inputs)),
         "outputs": ", ".join(map(str, outputs)),

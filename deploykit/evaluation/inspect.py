@@ -20,9 +20,9 @@ from deploykit.evaluation import html_tables
 
 @dataclass(frozen=True)
 class Inspection(Record):
-    """What is in an artefact. `details` depends on the format.
+    """The contents of an artefact. `details` depends on the format.
 
-    `fits`: the profiles that offer its precisions; it was not tried there.
+    `fits`: the profiles that offer its precisions; it was not run on them.
     """
 
     path: Path
@@ -64,7 +64,7 @@ def inspect(path: ArtefactLike) -> Inspection:
 
 
 def _batching(artefact: Artefact, found: Mapping[str, Any]) -> str:
-    """Whether `serve` joins requests, as far as that is known without a run."""
+    """Return whether `serve` joins requests, as far as that is known without a run."""
     proof = artefact.manifest.evidence.batching if artefact.manifest else None
     why = proof.why if proof else why_no_batch(found["inputs"], found["outputs"])
     if why:
@@ -105,7 +105,7 @@ def _torch(artefact: Artefact) -> dict[str, Any]:
 
 
 def _engine(artefact: Artefact) -> dict[str, Any]:
-    """A runtime's own format: what the manifest says."""
+    """Describe a file in a runtime's own format by its manifest."""
     manifest = artefact.manifest
     if manifest is None:
         raise BadInput(
@@ -136,7 +136,7 @@ def _engine(artefact: Artefact) -> dict[str, Any]:
 def _targets(
     precision: Mapping[str, int], opset: Mapping[str, int], *, tensorrt: bool
 ) -> tuple[str, ...]:
-    """Profiles that offer every precision of the graph. `tensorrt`: whether TensorRT takes it.
+    """Return the profiles with all of its precisions. `tensorrt`: whether TensorRT takes it.
 
     A graph with operators of another domain than ONNX's own runs on ONNX Runtime alone.
     """

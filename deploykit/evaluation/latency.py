@@ -1,9 +1,9 @@
 """Percentiles of latencies, with 95 % intervals for calls that depend on each other.
 
-Calls in a row are alike (a stall slows several) and rounds differ (another clock, another load), so
-the width comes from the spread over rounds: the share of calls at or below the percentile is taken
-of each round, and the interval of its log-odds gives the ranks of the bounds. It holds for rounds
-that depend on each other, from 20 on. Where there are too few independent calls there is no
+Consecutive calls are similar (a stall slows several) and rounds differ (another clock, another
+load), so the width comes from the spread over rounds: the share of calls at or below the percentile
+is taken of each round, and the interval of its log-odds gives the ranks of the bounds. It holds for
+rounds that depend on each other, from 20 on. Where there are too few independent calls there is no
 interval, and so no figure.
 
 `benchmarks/coverage.py` simulates how often the intervals hold the truth.
@@ -26,9 +26,9 @@ from deploykit.evaluation.statistics import FEWEST_DEPENDENT, finite, half_width
 Calls = np.ndarray | Sequence[float]
 
 _TAIL = 0.025  # probability left out on each side
-_SLICES = 60  # of one long series
-_FEWEST_ROUNDS = 5  # that rounds are joined to
-_INDEPENDENT = 1.3  # calls to one independent call; less is within the error of the estimate
+_SLICES = 60  # slices that one long series is cut into
+_FEWEST_ROUNDS = 5  # the fewest that joining rounds leaves
+_INDEPENDENT = 1.3  # calls per independent call; less is within the error of the estimate
 _MARGIN = 3  # times as many calls where they depend on each other, as that is estimated too
 _ROUND = 10  # independent calls that a round needs, so that rounds do not depend on each other
 
@@ -37,9 +37,9 @@ _ROUND = 10  # independent calls that a round needs, so that rounds do not depen
 class Latency(Record):
     """Latencies of `samples` calls; a percentile is None where they are too few for an interval.
 
-    `needs`: for each of those, how many calls the interval would need, "p99_ms" for example; where
-    it has no number, too many calls had no answer. `lost`: those calls, which are not in `samples`
-    and count as infinitely late.
+    `needs`: by percentile, such as "p99_ms", the number of calls that its interval would need; it
+    has none where too many calls had no answer. `lost`: those calls, which are not in `samples` and
+    count as infinitely late.
     """
 
     samples: int
@@ -52,11 +52,11 @@ class Latency(Record):
 
     @staticmethod
     def of(*rounds_s: Calls, short_s: Sequence[Calls] = ()) -> Latency:
-        """From latencies in seconds, in order of time, the warm-up already left out.
+        """Compute the percentiles of latencies in seconds, in order of time, without the warm-up.
 
         Each of `rounds_s` has shape (calls,). A single one is cut into slices. A call without an
-        answer is inf. `short_s`: the same calls in more rounds, if there are, which show a drift.
-        Raises BadInput where there is no call with an answer.
+        answer is inf. `short_s`: the same calls in more, shorter rounds, if there are any, which
+        show a drift. Raises BadInput where there is no call with an answer.
         """
         rounds = [_calls(each) for each in rounds_s]
         short = [_calls(each) for each in short_s]
@@ -73,14 +73,14 @@ class Latency(Record):
 
 
 def _calls(calls_s: Calls) -> np.ndarray:
-    """In whole nanoseconds, as clocks count; inf is allowed. Raises BadInput on none and on NaN."""
+    """Convert to integer nanoseconds; inf is allowed. Raises BadInput on none and on NaN."""
     calls = np.round(np.asarray(calls_s, np.float64), 9)
     finite(np.minimum(calls, np.finfo(np.float64).max), "latencies")
     return calls
 
 
 def fewest_calls(q: float) -> int:
-    """The fewest independent calls whose extremes bound the q-th percentile: p99 needs 368.
+    """Return the fewest independent calls whose extremes bound the q-th percentile: p99 needs 368.
 
     All of n calls are below the percentile, or all above it, with the probability share^n, share
     being the larger of q/100 and 1 - q/100 (Conover, Practical Nonparametric Statistics, 3rd ed.,
@@ -122,7 +122,7 @@ def _percentile(
 
 
 def _at(ordered: np.ndarray, rank: float) -> float:
-    """The sample of that rank, from 1, rounded up: a latency that really happened."""
+    """Return the sample of that rank, from 1, rounded up: a latency that really happened."""
     return float(ordered[math.ceil(rank) - 1])
 
 
@@ -131,10 +131,11 @@ def _shortest(rounds: Sequence[np.ndarray]) -> int:
 
 
 def _calls_per_independent(rounds: Sequence[np.ndarray], marks: set[float]) -> float:
-    """How many calls in a row say as much as one independent call, of being above any of `marks`.
+    """Return how many consecutive calls carry the information of one independent call.
 
-    The integrated autocorrelation time within rounds, summed up to five times itself (Sokal, Monte
-    Carlo Methods in Statistical Mechanics, 1996, section 3).
+    This is the integrated autocorrelation time, within rounds, of being above any of `marks`,
+    summed up to five times itself (Sokal, Monte Carlo Methods in Statistical Mechanics, 1996,
+    section 3).
     """
     size = _shortest(rounds)
     calls = np.stack([each[:size] for each in rounds])
@@ -142,7 +143,7 @@ def _calls_per_independent(rounds: Sequence[np.ndarray], marks: set[float]) -> f
 
 
 def _autocorrelation_time(above: np.ndarray) -> float:
-    """Of 0 and 1, shape (rounds, calls)."""
+    """Return the time for values 0 and 1, shape (rounds, calls)."""
     size = above.shape[1]
     centred = above - above.mean(axis=1, keepdims=True)
     spectrum = np.fft.rfft(centred, 2 * size, axis=1)
@@ -177,7 +178,7 @@ def _half_width_of_share(rounds: Sequence[np.ndarray], value: float, n: int) -> 
 
 
 def _drift(rounds: Sequence[np.ndarray], most: float) -> float:
-    """How far the level of all calls is known, as a share: a clock changes all percentiles alike.
+    """Return the uncertainty of the calls' level, as a share: a clock shifts every percentile.
 
     The level of a round is the mean of its calls, each of at most `most`: rare long ones do not
     count.
@@ -186,11 +187,8 @@ def _drift(rounds: Sequence[np.ndarray], most: float) -> float:
     return half_width_of_series(levels) / float(levels.mean())
 
 
-# Keep every call of a run in a few hundred numbers, so that percentiles can be taken again.
-#
-# Bins grow by 1 %: bin i holds the calls from 1.01^i up to 1.01^(i+1) microseconds. That is the
-# idea of HdrHistogram (a bound on the relative error over any range) with equal steps of the
-# logarithm.
+# A histogram keeps all calls of a run in a few hundred numbers. It follows HdrHistogram (a bound on
+# the relative error over any range) with equal steps of the logarithm.
 
 GROWTH = 1.01  # from one bin to the next
 _MOST_BINS = 10_000  # 1.01^10000 us: more than the age of the universe
@@ -199,9 +197,9 @@ _SHORTEST_US = 1e-3  # one nanosecond: a clock's step, and no logarithm of 0
 
 @dataclass(frozen=True)
 class CallHistogram(Record):
-    """How many calls fell into each bin: bin i is from 1.01^i up to 1.01^(i+1) microseconds.
+    """The number of calls in each bin: bin i is from 1.01^i up to 1.01^(i+1) microseconds.
 
-    `bins`: the numbers i of the bins that hold calls, rising. `counts`: the calls of each.
+    `bins`: the numbers i of the bins that hold calls, ascending. `counts`: the calls of each.
     """
 
     bins: tuple[int, ...]
@@ -216,7 +214,7 @@ class CallHistogram(Record):
 
     @staticmethod
     def of(calls_s: np.ndarray | Sequence[float]) -> CallHistogram:
-        """Of calls in seconds, shape (calls,). Raises BadInput on none, or on one below 0."""
+        """Count calls in seconds, shape (calls,). Raises BadInput on none, or on one below 0."""
         calls_us = finite(calls_s, "latencies") * 1e6
         if calls_us.min() < 0:
             raise BadInput(f"a latency is 0 or more, got {calls_us.min():g} us")
@@ -230,7 +228,7 @@ class CallHistogram(Record):
 
 
 def percentile_ms(histogram: Mapping[str, Sequence[int]], q: float) -> float:
-    """The q-th percentile (0 to 100, nearest rank) in ms, at most half a bin (0.5 %) off.
+    """Return the q-th percentile (0 to 100, nearest rank) in ms, at most half a bin (0.5 %) off.
 
     `histogram`: the JSON of a CallHistogram, of one call or more.
     """
@@ -242,5 +240,5 @@ def percentile_ms(histogram: Mapping[str, Sequence[int]], q: float) -> float:
 
 
 def middle_ms(index: int) -> float:
-    """The (geometric) middle of a bin, in ms."""
+    """Return the (geometric) middle of a bin, in ms."""
     return float(GROWTH ** (index + 0.5)) / 1e3

@@ -1,4 +1,4 @@
-"""The one place where a verb's output is checked, before any work: no file of a user's is lost.
+"""Check a command's output before any work, so that no file of the user's is lost.
 
 An output is none of the command's inputs, its name does not promise another kind of file, and what
 it replaces was written by deploykit and not changed since, unless `force` is set.
@@ -21,7 +21,7 @@ from deploykit.core.task import TOKENIZER
 from deploykit.evaluation.bundle_folder import BUNDLE_FILE, is_bundle_tar, verify
 from deploykit.graph.facts import external_files
 
-PREDICTIONS, SPLIT = "predictions", "split"  # what an .npz of deploykit's holds
+PREDICTIONS, SPLIT = "predictions", "split"  # kinds of .npz that deploykit writes
 CURVE = "curve"  # an SVG of a training run
 ANSWERS = "answers"  # JSON Lines of a pipeline: a file and its answer
 REPORT = ("report.json", "report.md", "report.html")
@@ -50,10 +50,10 @@ _KNOWN = {end for ends in _ENDS.values() for end in ends} | set(_OTHERS.split())
 
 
 def claim(out: StrPath, kind: str, inputs: Iterable[object], *, force: bool = False) -> Path:
-    """The path of an output that may be written, with what is written next to it.
+    """Return the path of an output once it, and the files next to it, may be written.
 
     `kind`: "onnx", "tensorrt", "torch", PREDICTIONS, SPLIT, CURVE or ANSWERS. `inputs`: all that
-    the command reads: paths and artefacts; what is neither is skipped. Raises BadInput.
+    the command reads: paths and artefacts; anything else is skipped. Raises BadInput.
     """
     place = Path(out)
     end = place.suffix.lower()
@@ -85,9 +85,9 @@ def claim_report(
     force: bool = False,
     keys: Collection[str] = ("report", "machine", "verdict"),
 ) -> Path:
-    """The folder of a report, which can be made or written to; `keys`: of its JSON.
+    """Return the folder of a report, which can be made or written to; `keys`: of its JSON.
 
-    It is not there yet where it was missing, so that an interrupted command leaves none. Raises
+    A missing folder is not made yet, so that an interrupted command leaves none. Raises
     BadInput.
     """
     with new_folder(Path(folder)) as place:
@@ -102,7 +102,7 @@ def claim_report(
 
 
 def claim_splits(folder: StrPath, inputs: Iterable[object], *, force: bool = False) -> list[Path]:
-    """Where `train` saves its calibration and test data; the folder is made. Raises BadInput."""
+    """Return the files of calibration and test data; the folder is made. Raises BadInput."""
     place, given = make_folder(Path(folder)), tuple(inputs)
     return [claim(place / f"{n}.npz", SPLIT, given, force=force) for n in ("calibration", "test")]
 
@@ -117,7 +117,7 @@ def claim_run(
 ) -> None:
     """Check what a training run writes next to its model. Raises BadInput.
 
-    `checkpoint` may be there: what it holds is checked by the run that goes on from it.
+    `checkpoint` may exist: the run that resumes from it checks its contents.
     """
     given = tuple(inputs)
     if checkpoint is not None:
@@ -133,7 +133,7 @@ def claim_run(
 def claim_cache(cache: StrPath, inputs: Iterable[object], out: Path) -> None:
     """Check the file that TensorRT's timings are read from and written to. Raises BadInput.
 
-    `inputs`: all else that the command reads; `out`: the engine.
+    `inputs`: everything else that the command reads; `out`: the engine.
     """
     others = (out, rejected(out), *_next_to(out), *_paths(inputs))
     _check_apart("timing_cache", Path(cache), ".cache", others)
@@ -154,7 +154,7 @@ def _check_apart(parameter: str, place: Path, end: str, others: Iterable[object]
 def claim_bundle(
     folder: StrPath, inputs: Iterable[object], *, tar: bool, force: bool = False
 ) -> Path:
-    """The folder of a bundle, and FOLDER.tar; only their parents are made. Raises BadInput.
+    """Check the folder of a bundle, and FOLDER.tar; only their parents are made. Raises BadInput.
 
     `force` replaces a bundle that somebody changed, never a folder that is not one.
     """
@@ -188,13 +188,13 @@ def claim_bundle(
 
 
 def named_files(*references: str | None) -> list[str]:
-    """The files that options name which also take other words: `file.py:name`, `FILE.toml`."""
+    """Return the files in options that also take other values: `file.py:name`, `FILE.toml`."""
     files = [each.rpartition(":")[0] if ".py:" in each else each for each in references if each]
     return [each for each in files if each.endswith((".py", ".toml"))]
 
 
 def rejected(place: Path) -> Path:
-    """Where a file goes that was written and fails its gate."""
+    """Return the path of a file that was written and fails its gate."""
     return place.with_name(f"{place.stem}.rejected{place.suffix}")
 
 
@@ -204,7 +204,7 @@ def _next_to(place: Path) -> tuple[Path, ...]:
 
 
 def _paths(inputs: Iterable[object]) -> Iterator[Path]:
-    """The files and folders that are read, with a model's weights and what is next to it."""
+    """Yield the files and folders that are read, with a model's weights and sidecars."""
     for each in inputs:
         if not isinstance(each, (str, os.PathLike, Artefact)):
             continue
@@ -247,7 +247,7 @@ def _check_owned(files: Iterable[Path], ours: Collection[str], force: bool) -> N
 
 
 def _artefact(place: Path, kind: str) -> set[str]:
-    """A model file that nobody has changed since, or that is gone, and what its manifest names."""
+    """Return the names of a model file, if it is unchanged or gone, and of its sidecars."""
     with contextlib.suppress(DeploykitError, OSError):
         there = os.path.lexists(place)
         found = Artefact(place).manifest if there else load_manifest(place)
@@ -261,7 +261,7 @@ def _artefact(place: Path, kind: str) -> set[str]:
 
 
 def _marked(place: Path, kind: str) -> bool:
-    """Whether the beginning or the end of a file says that deploykit wrote it."""
+    """Return whether a file begins or ends like those that deploykit writes."""
     with contextlib.suppress(OSError), place.open("rb") as file:
         head = file.read(1 << 16)
         file.seek(-min(64, file.seek(0, os.SEEK_END)), os.SEEK_END)

@@ -90,12 +90,12 @@ def compare_engines(
 
 
 def exact_noun(array: np.ndarray) -> str:
-    """What the values of an output are that must be equal, in the plural."""
+    """Return the plural noun for the values of an output that must be equal."""
     return "strings" if array.dtype.hasobject else "integers or booleans"
 
 
 def relative(error: float, scale: float) -> float:
-    """`error` as a share of `scale`; 0 where nothing differs, whatever the scale."""
+    """Return `error` as a share of `scale`; 0 where nothing differs, whatever the scale."""
     return error / scale if error else 0.0
 
 
@@ -105,7 +105,7 @@ def add_float32_errors(
     other: Callable[[Arrays], Mapping[str, np.ndarray]],
     feeds_list: Iterable[Arrays],
 ) -> Parity:
-    """`parity` with what float32 itself gives: the errors of `reference` against `other`.
+    """Return `parity` with float32's own errors: those of `reference` against `other`.
 
     `other`: the same computation in float64, or rounded in another order. More feeds only loosen
     the bound: those after which `parity` passes are not run.
@@ -131,7 +131,7 @@ def add_float32_errors(
 
 
 def in_other_batches(engine: Engine, feeds: Arrays) -> dict[str, np.ndarray]:
-    """The outputs for `feeds`, computed row by row where the engine takes single rows.
+    """Return the outputs for `feeds`, computed row by row where the engine takes single rows.
 
     Another batch takes other kernels, which add in another order.
     """
@@ -144,7 +144,7 @@ def in_other_batches(engine: Engine, feeds: Arrays) -> dict[str, np.ndarray]:
 
 
 def check_bound(max_error: float) -> float:
-    """`max_error`. Raises BadInput where it is negative or not finite: NaN would pass anything."""
+    """Return `max_error`. Raises BadInput if negative or not finite: NaN would pass anything."""
     if not (math.isfinite(max_error) and max_error >= 0):
         raise BadInput(f"`max_error` must be 0 or more, got {max_error}")
     return max_error
@@ -153,7 +153,7 @@ def check_bound(max_error: float) -> float:
 def _check_same(
     kind: str, a: Sequence[TensorSpec], b: Sequence[TensorSpec], names: tuple[str, str]
 ) -> None:
-    """Names and dtypes are equal and shapes fit; a dynamic axis fits any, order does not matter."""
+    """Check that names and dtypes are equal and shapes fit, in any order; dynamic axes fit any."""
     left, right = {spec.name: spec for spec in a}, {spec.name: spec for spec in b}
     for name in sorted(left.keys() ^ right.keys()):
         has, lacks = names if name in left else names[::-1]
@@ -175,7 +175,7 @@ def _check_same(
 
 
 def _batch(specs: Sequence[TensorSpec], feeds: Arrays) -> int:
-    """Axis 0 of the first input with a dynamic one, else of the first input; 1 for a scalar."""
+    """Return axis 0 of the first input where it is dynamic, else of the first; 1 for a scalar."""
     ordered = sorted(specs, key=lambda spec: not spec.batched)
     array = feeds.get(ordered[0].name) if ordered else None
     return int(array.shape[0]) if array is not None and array.ndim else 1
@@ -206,7 +206,7 @@ class _Tally:
         self.lost += found.total - found.matched
 
     def add(self, a: np.ndarray, b: np.ndarray, axis: int | None = None) -> None:
-        """Arrays of one shape and dtype; `axis`: that of the classes, if there is one."""
+        """Add two arrays of one shape and dtype; `axis`: that of the classes, if there is one."""
         self.values += a.size
         self.floating, self.exact = a.dtype.kind not in "biuO", exact_noun(a)
         if a.size == 0:
@@ -309,11 +309,9 @@ class _Tally:
         return 10 * math.log10(share) if share > 0 else -math.inf
 
 
-# Seeded random inputs at the sizes that two engines are compared at.
-
 BATCHES = (1, 2, 7, 32)
-_LENGTHS = (5, 12, 1, 33)  # of sequences, one for each of the batches
-_SIDES = (64, 96, 64, 128)  # of images whose height or width is dynamic
+_LENGTHS = (5, 12, 1, 33)  # lengths of sequences, one for each batch
+_SIDES = (64, 96, 64, 128)  # sides of images whose height or width is dynamic
 
 AxisLimits = Mapping[str, tuple[int, int | None]]  # least and largest size by axis
 
@@ -321,10 +319,10 @@ AxisLimits = Mapping[str, tuple[int, int | None]]  # least and largest size by a
 def feeds_at_sizes(
     inputs: Sequence[TensorSpec], limits: AxisLimits | None = None
 ) -> list[dict[str, np.ndarray]]:
-    """Inputs at each of the `parity_sizes`, from one seed each.
+    """Return inputs at each of the `parity_sizes`, from one seed each.
 
-    Where nothing but the batch differs, the smaller ones are rows from all over the largest, the
-    last first: the outputs then also show whether a row depends on its place and on other rows.
+    Where nothing but the batch differs, the smaller ones are rows from all over the largest, in
+    reverse order: the outputs then also show whether a row depends on its place and on other rows.
     """
     sizes = parity_sizes(inputs, limits)
     largest = random_feeds(tuple(inputs), sizes[-1], len(sizes) - 1)
@@ -342,7 +340,7 @@ def feeds_at_sizes(
 def parity_sizes(
     inputs: Sequence[TensorSpec], limits: AxisLimits | None = None
 ) -> list[dict[str, int]]:
-    """Sizes of the dynamic axes to compare at: batches 1, 2, odd and large, several lengths.
+    """Return the sizes of dynamic axes to compare at: batches 1, 2, odd and large, several lengths.
 
     `limits`: least and largest size by axis, where the model has them.
     """
@@ -367,19 +365,17 @@ def parity_sizes(
     return [sizes for n, sizes in enumerate(found) if sizes not in found[:n]]
 
 
-# Inputs to compare two engines on, and how many rows of them fit into memory.
-
 MOST_SAMPLES, MOST_BYTES = 32, 64 << 20
-MOST_CALL_BYTES = 128 << 20  # of the largest tensor where two engines are compared
+MOST_CALL_BYTES = 128 << 20  # limit of the largest tensor when comparing
 
 
 def comparison_feeds(
     first: Engine, second: Engine, samples: Samples | None, graph: Path | None
 ) -> tuple[list[Feeds], tuple[str, ...]]:
-    """Samples, or random inputs at several sizes, within the batches that both engines take.
+    """Return samples, or random inputs at several sizes, in batches that both engines take.
 
-    `graph`: the ONNX file that tells how many rows fit into memory; None where there is none. Also
-    returns a note where these are fewer than usual.
+    `graph`: the ONNX file that shows how many rows fit into memory; None where there is none. The
+    second result is a note where these are fewer than usual.
     """
     limits = {**first.limits, **second.limits}
     least, most = limits.get(BATCH, (1, None))
@@ -399,7 +395,7 @@ def comparison_feeds(
 
 
 def axis_sizes(samples: Samples | None, inputs: Sequence[TensorSpec], batch: int) -> dict[str, int]:
-    """The sizes of the dynamic axes in `samples`, with `batch` at axis 0."""
+    """Return the sizes of the dynamic axes in `samples`, with `batch` at axis 0."""
     if samples is None:
         return {str(spec.shape[0]): batch for spec in inputs if spec.batched}
     return {
@@ -413,7 +409,7 @@ def axis_sizes(samples: Samples | None, inputs: Sequence[TensorSpec], batch: int
 
 
 def batch_that_fits(source: Graph, sizes: Mapping[str, int], most_bytes: int = MOST_BYTES) -> int:
-    """Samples for one call: 32, fewer where the largest tensor of one sample is large.
+    """Return the samples per call: 32, fewer where the largest tensor of one sample is large.
 
     `sizes`: of the dynamic axes at batch 1. Two engines run, each with some such tensors.
     """
@@ -424,9 +420,9 @@ def batch_that_fits(source: Graph, sizes: Mapping[str, int], most_bytes: int = M
 
 
 def rows_that_fit(feeds: Sequence[Feeds], graph: Path) -> int:
-    """How many rows of such feeds make no tensor in `graph` above 128 MiB; 32 at most.
+    """Return the most rows, up to 32, with which no tensor in `graph` exceeds 128 MiB.
 
-    At least 2, so that a frozen batch shows; 32 also where the batch is fixed.
+    The result is at least 2, so that a frozen batch shows, and 32 where the batch is fixed.
     """
     from deploykit.graph.graph import Graph
 
@@ -447,7 +443,7 @@ def rows_that_fit(feeds: Sequence[Feeds], graph: Path) -> int:
 
 
 def first_rows(feeds: Sequence[Feeds], rows: int) -> list[Feeds]:
-    """The feeds with at most so many rows each, from first to last; all for `MOST_SAMPLES`."""
+    """Return at most `rows` rows of each feed, from first to last; all for `MOST_SAMPLES`."""
     if rows >= MOST_SAMPLES:
         return list(feeds)
     return [
@@ -457,7 +453,7 @@ def first_rows(feeds: Sequence[Feeds], rows: int) -> list[Feeds]:
 
 
 def rows_note(rows: int, usual: int = MOST_SAMPLES) -> tuple[str, ...]:
-    """For the user, where batches were smaller than usual."""
+    """Return a note for the user where batches were smaller than usual."""
     if rows >= usual:
         return ()
     return (f"compared at batches of up to {rows}: larger ones take too much memory",)

@@ -81,7 +81,7 @@ def predict_items(
 
     Args:
         engine: a model that has a task.
-        files: a folder stands for the images in it, or for its text files, as the model takes.
+        files: paths; a folder stands for its images or text files, whichever the model takes.
         text: sentences.
         device, trust, on_note: as in `open_proven`.
 
@@ -129,9 +129,9 @@ def _files_of(path: Path, suffixes: Sequence[str]) -> list[Path]:
 
 @dataclass(frozen=True)
 class Predicted(Record):
-    """What `predict` wrote; `accuracy` is None without labels, or where `note` says why.
+    """The result of `predict`; `accuracy` is None without labels, or where `note` says why.
 
-    `resumed`: how many of the samples an earlier run had done that was stopped; `seconds` were
+    `resumed`: the number of samples that an earlier, stopped run had done; `seconds` were
     spent on the others.
     """
 
@@ -168,8 +168,8 @@ def predict(
     """Run every sample of an .npz or a folder through `engine` into an .npz of outputs by name.
 
     Samples are read as they are needed, and outputs kept in `OUT.parts` until all are there: after
-    a run that was stopped, the same call goes on where that was. It begins anew, with a note, if
-    engine, runtime, device or batch are others or the samples so far have changed.
+    a run was stopped, the same call resumes it. It starts over, with a note, if engine, runtime,
+    device, batch or the samples so far have changed.
 
     Args:
         engine: an artefact.
@@ -179,7 +179,7 @@ def predict(
         device, trust: as in `open_proven`.
         on: "local", or "ray" to spread the batches over a Ray cluster, that of $RAY_ADDRESS or one
             on this machine; the outputs are the same.
-        force: begin anew, and replace a file that deploykit did not write.
+        force: start over, and replace a file that deploykit did not write.
         on_progress, on_note: called with the step and the share done, and with each note.
     """
     if batch < 1:
@@ -218,7 +218,7 @@ def predict(
 
 
 def _open_stream(source: DataSource, parts: PartialOutputs, on_progress: Progress) -> SampleStream:
-    """The samples after those of `parts`, or all, where these have changed."""
+    """Open the samples after those of `parts`, or all if those have changed."""
     stream = SampleStream(source)
     if not parts.done.samples:
         return stream
@@ -237,8 +237,8 @@ def _append_all(
     run: Callable[[Iterator[Arrays]], Iterator[Arrays]],
     on_progress: Progress,
 ) -> None:
-    """Run all that is left, in order; the next batches are read meanwhile."""
-    waiting: deque[Batch] = deque()  # those that are running, without their arrays
+    """Run the remaining samples in order, while the next batches are read."""
+    waiting: deque[Batch] = deque()  # batches that are running, without their arrays
 
     def feeds() -> Iterator[Arrays]:
         for each in read_ahead(stream.batches(size)):
@@ -285,7 +285,7 @@ def _accuracy(
 def _on_ray(
     artefact: Artefact, opened: Engine, batches: Iterator[Arrays], *, trust: bool
 ) -> Iterator[Arrays]:
-    """The outputs of each batch; `opened` has shown that the file is the one its manifest names."""
+    """Yield each batch's outputs; `opened` has shown that the file is the one in its manifest."""
     from deploykit.evaluation.ray_data import predict_batches
 
     path, files = artefact.path, [artefact.path]
@@ -303,16 +303,14 @@ def _on_ray(
 
 
 def _open_on_node(path: Path, device: str, trust: bool) -> Engine:
-    """The engine of one actor, which has one CPU core or one GPU."""
+    """Open the engine of one actor, which has one CPU core or one GPU."""
     (engine,) = open_proven(path, device, threads=1 if device == "cpu" else None, trust=trust)
     return engine
 
 
-# Outputs of a long run on disk, so that it goes on where it was stopped.
-#
-# `OUT.parts/` holds one file of raw values for each output, and `state.json`: what made them, how
-# many samples they are of, and the digest of these. The files are longer than the state says where
-# a run was killed; what is beyond is dropped.
+# `OUT.parts/` holds one file of raw values per output, and `state.json`: what made them, the number
+# of samples, and their digest. After a kill the files may be longer than the state says; the excess
+# is dropped.
 
 _EVERY_S = 2.0  # between two states
 _STATE, _KIND = "state.json", "deploykit predictions"
@@ -320,7 +318,7 @@ _STATE, _KIND = "state.json", "deploykit predictions"
 
 @dataclass(frozen=True)
 class Done:
-    """What is whole: of how many samples, their digest, and the bytes of each output."""
+    """The progress that is safe on disk: number of samples, their digest, bytes of each output."""
 
     samples: int = 0
     digest: str = ""
@@ -328,7 +326,7 @@ class Done:
 
 
 class PartialOutputs:
-    """Use it in a `with` block, one process at a time; what was appended stays at its end.
+    """Keeps outputs on disk so that a later run can resume. Use in `with`, one process at a time.
 
     `made_by`: names and values of all that the outputs depend on besides the samples. `restart`:
     drop what there is. `dropped`: why an earlier run was dropped, "" where none was.
@@ -382,7 +380,7 @@ class PartialOutputs:
             self._save()
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """All outputs by name, mapped from their files: they need no memory of their own."""
+        """Return all outputs by name, mapped from their files: they need no memory of their own."""
         self._save()
         found: dict[str, np.ndarray] = {}
         for name, (dtype, row) in self._kinds.items():
@@ -394,11 +392,11 @@ class PartialOutputs:
         return found
 
     def finish(self) -> None:
-        """The outputs are where they belong: nothing of this is needed any more."""
+        """Forget the parts: their outputs are in the final file."""
         self.done = Done()
 
     def drop(self, why: str) -> None:
-        """Begin anew."""
+        """Delete what earlier runs left, and start over."""
         for file in self._files.values():
             file.close()
         self.done, self.dropped, self._kinds, self._files = Done(), why, {}, {}
@@ -407,7 +405,7 @@ class PartialOutputs:
         self._save()
 
     def _check(self, name: str, values: np.ndarray, where: str) -> None:
-        """Raise Unsupported unless these values go on the ones before."""
+        """Raise Unsupported unless these values can be appended to the earlier ones."""
         if values.ndim == 0 or values.dtype.hasobject:
             what = "holds strings" if values.ndim else "has no axis of samples"
             raise Unsupported(f"output '{name}' {what}: it does not go into an array of an .npz")
@@ -429,7 +427,7 @@ class PartialOutputs:
             self._files[name] = open(path, mode)  # type: ignore[assignment] # noqa: PTH123, SIM115
 
     def _save(self) -> None:
-        """Make what was appended last, even if the machine stops."""
+        """Sync what was appended to disk, so that it survives a crash of the machine."""
         with write_errors(self._out):
             for file in self._files.values():
                 file.flush()
@@ -443,7 +441,7 @@ class PartialOutputs:
         self._saved_s = time.monotonic()
 
     def _read_state(self) -> dict[str, Any] | None:
-        """What an earlier run left, None where there is none. Raises BadInput for other files."""
+        """Read what an earlier run left; None without one. Raises BadInput for other files."""
         if not any(self.folder.iterdir()):
             return None
         with contextlib.suppress(BadInput):
@@ -456,7 +454,7 @@ class PartialOutputs:
         )
 
     def _resume(self, state: Mapping[str, Any]) -> str:
-        """Go on with an earlier run; say why that cannot be, or ""."""
+        """Resume an earlier run; return why that is impossible, or ""."""
         other = [name for name, value in self._made_by.items() if state["made_by"][name] != value]
         if other:
             return f"another {' and another '.join(other)}"

@@ -39,11 +39,11 @@ def predict_batches(
     """Yield the outputs of each batch, in order, while the cluster runs the later ones.
 
     Args:
-        files: the model's by name, itself first, for nodes that share no file system.
+        files: the model's files by name, the model first, for nodes that share no file system.
         open_engine: runs once in each actor; Ray passes it by its name.
         batches: inputs of one call each.
-        gpu: an actor has one GPU, else one CPU core. Ray starts as many as there are, and runs
-            again what was on a node that it lost.
+        gpu: an actor has one GPU, else one CPU core. Ray starts as many as there are, and
+            repeats the work of a node that it lost.
 
     Raises Unsupported where no cluster answers, and what the engines raise.
     """
@@ -122,6 +122,6 @@ class _Actor:
 
 
 def _table(values: list[Any]) -> Any:
-    """Pickled, as Arrow has neither strings in arrays of any shape nor errors."""
+    """Return the values pickled, as Arrow has neither strings in arrays of any shape nor errors."""
     pickled = [pickle.dumps(value, protocol=5) for value in values]
     return pyarrow.table({"pickled": pyarrow.array(pickled, pyarrow.large_binary())})

@@ -28,7 +28,7 @@ _HALVES = frozenset(TensorProto.DataType.Value(each.onnx_type) for each in HALVE
 
 
 def simulate(source: Graph) -> Graph:
-    """The graph with a Cast to the half type and one back after each node that makes a half tensor.
+    """Return the graph with Casts to the half type and back after each node that makes it.
 
     Inputs and outputs keep their names and types, and so do half tensors between, which hold the
     rounded values. Nodes with bodies (If, Loop, Scan) stay as they are. ONNX Runtime 1.20 and newer
@@ -85,7 +85,7 @@ class _Writer:
 
 
 def _widen(attribute: onnx.AttributeProto) -> None:
-    """Attributes that name or hold a half type: Cast's `to`, `dtype`, the value of a Constant."""
+    """Replace half types in attributes: Cast's `to`, `dtype`, the value of a Constant."""
     if attribute.name in ("to", "dtype", "output_dtype") and attribute.i in _HALVES:
         attribute.i = _FLOAT
     elif attribute.HasField("t") and attribute.t.data_type in _HALVES:
@@ -93,17 +93,14 @@ def _widen(attribute: onnx.AttributeProto) -> None:
         attribute.t.CopyFrom(numpy_helper.from_array(values, attribute.t.name))
 
 
-# Open an ONNX graph that is being converted as its runtime will compute it.
-
-
 def runs_graphs(runtime: str) -> bool:
-    """Whether `runtime`, of the table, opens ONNX files on this machine's CPU."""
+    """Return whether `runtime` opens ONNX files on this machine's CPU."""
     found = RUNTIMES[runtime]
     return "onnx" in found.opens and all(map(installed, found.modules))
 
 
 def open_graph(runtime: str, graph: Graph, folder: Path) -> Engine:
-    """By the runtime itself where it opens graphs here, else as `open_rounded` does."""
+    """Open a graph in its own runtime if that opens graphs here, else as `open_rounded` does."""
     if not runs_graphs(runtime):
         return open_rounded(graph, folder)
     open_engine: OpenEngine = resolve_name(RUNTIMES[runtime].engine)
@@ -111,7 +108,7 @@ def open_graph(runtime: str, graph: Graph, folder: Path) -> Engine:
 
 
 def open_rounded(graph: Graph, folder: Path) -> Engine:
-    """In ONNX Runtime, every float16 and bfloat16 tensor rounded to its type, as a GPU does."""
+    """Open a graph in ONNX Runtime, its half tensors rounded to their type as on a GPU."""
     from deploykit.engines.onnxruntime.engine import open_as_written
 
     types = {dtype_name(kind) for kind in graph.element_types.values()}

@@ -32,7 +32,7 @@ PROCESS_SPREAD = 0.01  # standard deviation of a figure over processes, where on
 _TAIL = 0.025  # probability left out on each side
 _Z = 1.959963984540054  # the normal distribution's 97.5 % point
 _MANY = 10**6  # degrees of freedom of what is known
-_CORRELATIONS = 1 - np.geomspace(1, 0.02, 24)  # of neighbouring blocks, from 0 to 0.98
+_CORRELATIONS = 1 - np.geomspace(1, 0.02, 24)  # correlations of neighbouring blocks, 0 to 0.98
 _WEIGHTS = np.where(_CORRELATIONS == 0, 20.0, 1.0)  # before the blocks are seen
 
 
@@ -56,7 +56,7 @@ def throughput(rows_per_block: Sequence[float], seconds_per_block: Sequence[floa
 
 
 def proportion(successes: float, n: int) -> Interval:
-    """A share of `n` trials with its Wilson score interval (Wilson, JASA 22, 1927).
+    """Return the share of `n` trials with its Wilson score interval (Wilson, JASA 22, 1927).
 
     Trials that each succeed by a share of their own may be given by the sum of these: the interval
     is then rather too large than too small, as no other values in 0..1 vary as much as 0 and 1.
@@ -147,7 +147,7 @@ def relative_rise(
 
 
 def samples_to_show_no_drop(max_drop: float) -> int:
-    """The fewest samples on which unchanged scores of 0 and 1 show a drop <= max_drop.
+    """Return the fewest samples on which unchanged scores of 0 and 1 show a drop <= max_drop.
 
     Where nothing changed the upper end of `paired_drop` is z * sqrt(2) / (n + 2).
     """
@@ -155,7 +155,7 @@ def samples_to_show_no_drop(max_drop: float) -> int:
 
 
 def samples_to_show_agreement(max_share: float) -> int:
-    """The fewest samples, all of which agree, that show a share of others <= max_share.
+    """Return the fewest samples, all of which agree, that show a share of others <= max_share.
 
     Where none differs the upper end of `proportion` is z^2 / (n + z^2).
     """
@@ -165,12 +165,12 @@ def samples_to_show_agreement(max_share: float) -> int:
 def ratio(
     a: Sequence[float], b: Sequence[float], *, tests: int = 1, assumed: float = 0.0
 ) -> Interval:
-    """How many times `a` is `b`: the geometric mean of a[i]/b[i], with an interval on the logs.
+    """Return the geometric mean of a[i]/b[i], with an interval on the logs.
 
     `a[i]` and `b[i]` come from the same round, or process, so that drift that hits both cancels.
-    The interval is as in `throughput`. Needs two. `tests`: the intervals of so many ratios hold
-    together (Bonferroni: Dunn, JASA 56, 1961). `assumed`: a standard deviation of the logs that
-    the rounds cannot show, and that comes on top.
+    The interval is as in `throughput`. At least two are needed. `tests`: the intervals of so many
+    ratios hold together (Bonferroni: Dunn, JASA 56, 1961). `assumed`: a standard deviation of the
+    logs that the rounds cannot show, and that comes on top.
     """
     over, under = finite(a, "rates"), finite(b, "rates")
     if over.shape != under.shape or (over <= 0).any() or (under <= 0).any():
@@ -183,7 +183,7 @@ def ratio(
 
 
 def difference(times: Interval) -> str:
-    """What a ratio of two rates says: NO_DIFFERENCE, PRACTICALLY_EQUAL, FASTER or SLOWER.
+    """Classify a ratio of two rates: NO_DIFFERENCE, PRACTICALLY_EQUAL, FASTER or SLOWER.
 
     No difference: the interval holds 1, so that the sides may be equal. Practically equal: all of
     it is within 2 % of 1, or they differ for certain but by less than 2 %, which is of no use.
@@ -198,7 +198,7 @@ def difference(times: Interval) -> str:
 
 @cache
 def t_quantile(freedom: int, tail: float = _TAIL) -> float:
-    """The 1 - `tail` (97.5 %) point of Student's t with `freedom` >= 1 degrees of freedom.
+    """Return the 1 - `tail` (97.5 %) point of Student's t with `freedom` >= 1 degrees of freedom.
 
     Up to 200: bisection on the exact series for whole degrees (Abramowitz and Stegun, 26.7.3 and
     26.7.4). Above: the Cornish-Fisher expansion (26.7.5), there good to 1e-6.
@@ -264,7 +264,7 @@ def _pair_scores(
 def _difference(
     differences: np.ndarray, metric: str, weights: np.ndarray | None = None
 ) -> Interval:
-    """The mean of paired differences with its t interval; needs two samples.
+    """Return the mean of paired differences with its t interval; needs two samples.
 
     Differences that are all equal have no spread to make a width of. From 6 on the interval is
     that one value, as the sign test's on the median would be; fewer raise BadInput.
@@ -287,7 +287,7 @@ def _mean(values: np.ndarray, weights: np.ndarray | None = None) -> Interval:
 
 
 def _through(function: Callable[[float], float], interval: Interval) -> Interval:
-    """The interval of a growing function of the value."""
+    """Return the interval of an increasing function of the value."""
     return Interval(function(interval.value), function(interval.low), function(interval.high))
 
 
@@ -301,7 +301,7 @@ def _half_width(values: np.ndarray, tail: float = _TAIL) -> float:
 
 
 def half_width_of_series(values: np.ndarray, tail: float = _TAIL) -> float:
-    """Of the interval of the mean of values in order of time, which may depend on each other.
+    """Return half the width of the mean's interval, for a series of values that may be dependent.
 
     Neighbours are taken to correlate by an unknown amount (a normal AR(1) process; Bayes with a
     flat prior on mean and log scale, half on no correlation and the rest even in its time scale),
@@ -313,7 +313,7 @@ def half_width_of_series(values: np.ndarray, tail: float = _TAIL) -> float:
         return _half_width(values, tail)
     correlation, free = _CORRELATIONS, 1 - _CORRELATIONS**2
     centred = values - values.mean()
-    news = centred[1:] - correlation[:, None] * centred[:-1]  # what a value does not repeat
+    news = centred[1:] - correlation[:, None] * centred[:-1]  # the innovations of the AR(1) process
     precision = 1 + (n - 1) * (1 - correlation) / (1 + correlation)
     mean = (centred[0] + news.sum(axis=1) / (1 + correlation)) / precision
     news -= mean[:, None] * (1 - correlation[:, None])

@@ -44,7 +44,7 @@ _FLOAT32_SQNR_DB = 25.0  # 6 % of the outputs; TF32 has 50 dB and more
 
 
 def asked_of(graph: Graph) -> tuple[AskedNode, ...]:
-    """The nodes of a graph that ask for a precision, by the names that TensorRT's parser gives.
+    """Return the nodes that ask for a precision, by the names that TensorRT's parser gives.
 
     Source, for nodes without a name: `getNodeName` of github.com/onnx/onnx-tensorrt.
     """
@@ -66,7 +66,7 @@ def asked_of(graph: Graph) -> tuple[AskedNode, ...]:
 def compare_layers(
     layers: Sequence[Layer] | None, asked: Sequence[AskedNode], *, allow_wider: bool = False
 ) -> PrecisionReadBack:
-    """What a plan's layers compute in, against what its graph asked."""
+    """Compare the precisions of a plan's layers with those that its graph asked for."""
     read = PrecisionReadBack(None, seen=0.0, allow_wider=allow_wider, asked=tuple(asked))
     if layers is None:
         return read
@@ -90,7 +90,7 @@ def compare_layers(
 
 
 def read_engine(engine: Any, before: PrecisionReadBack) -> PrecisionReadBack:
-    """What the layers of an engine that is open compute in; `before` where it does not tell."""
+    """Read the precisions of an open engine's layers; `before` where it does not report them."""
     try:
         layers = inspector.read_layers(engine.layer_information())
     except (DeploykitError, ValueError):
@@ -99,7 +99,7 @@ def read_engine(engine: Any, before: PrecisionReadBack) -> PrecisionReadBack:
 
 
 def find_sources(path: Path, manifest: Manifest) -> Iterator[Path]:
-    """The ONNX files next to `path` that it was made from, then theirs, by their manifests."""
+    """Yield the ONNX files next to `path` that it was made from, then the sources of these."""
     hashes, wanted = _hashes_next_to(path), list(manifest.made_from)
     while wanted:
         found = hashes.pop(wanted.pop(0), None)
@@ -110,7 +110,7 @@ def find_sources(path: Path, manifest: Manifest) -> Iterator[Path]:
 
 
 def _hashes_next_to(path: Path) -> dict[str, Path]:
-    """The .onnx files in the folder of `path`, by their hash."""
+    """Return the .onnx files in the folder of `path`, by their hash."""
     return {sha256(file): file for file in sorted(path.parent.glob("*.onnx")) if file.is_file()}
 
 
@@ -119,7 +119,8 @@ def prove_engine(
 ) -> tuple[Parity | None, str]:
     """Compare `engine` with `graph` on the CPU, else with the golden samples next to `path`.
 
-    `name`: of the engine, for messages. None and the reason where neither is there or runs here.
+    `name`: what messages call the engine. Returns None and the reason where neither is there or
+    runs here.
     """
     why = "the graph it was built from is not next to it"
     if graph is not None:
@@ -130,7 +131,7 @@ def prove_engine(
                 return compare_engines(
                     reference, engine, feeds, max_error=bound, names=names, random=True
                 ), ""
-        except Unsupported as exc:  # no ONNX Runtime, or a type that its CPU provider has not
+        except Unsupported as exc:  # no ONNX Runtime, or a type that its CPU provider lacks
             why = exc.message
     try:
         found = golden.find_samples(path, manifest)
@@ -144,7 +145,8 @@ def prove_engine(
 def record_on_cpu(graph: Artefact, path: Path, sizes: Mapping[str, int]) -> GoldenSamples | None:
     """Record golden samples of `graph` next to `path`, run on the CPU.
 
-    `sizes`: of the dynamic axes. None where the graph does not run here, or its tensors are large.
+    `sizes`: of the dynamic axes. Returns None where the graph does not run here, or its tensors are
+    large.
     """
     try:
         with load(graph, "cpu") as reference:
@@ -205,11 +207,11 @@ def _write(
 
 
 def outputs_gate(artefact: Artefact, parity: Parity, drop: Drop | None, precision: str) -> Gate:
-    """Whether an artefact computes its model, so that its speed counts.
+    """Return whether an artefact computes its model, so that its speed counts.
 
-    Within the parity's bound; else by the bounds of its own accuracy gate, or those of `quantize`:
-    on the accuracy where there are labels, or on the signal-to-noise ratio, of which float32, that
-    rounds nothing, needs more.
+    It passes within the parity's bound; else by the bounds of its accuracy gate or of `quantize`:
+    on the accuracy where there are labels, else on the signal-to-noise ratio, which must be higher
+    for float32, as that rounds nothing.
     """
     manifest = artefact.manifest
     gated = manifest.evidence.accuracy if manifest else None
@@ -230,8 +232,6 @@ def outputs_gate(artefact: Artefact, parity: Parity, drop: Drop | None, precisio
     return Gate(name, False, f"{parity.why}; {asked}")
 
 
-# Open an artefact for serving or timing; a TensorRT engine only once it is proven on its device.
-#
 # An engine that was built where it could not run is run here first, against the graph it was built
 # from or the golden samples next to it; the result is written into its manifest.
 
@@ -252,7 +252,7 @@ def open_proven(
 ) -> list[Engine]:
     """Open an artefact `instances` times; the caller closes the engines.
 
-    Those of TensorRT share their weights. `cuda_graphs`, `overlap`, `shared`: see `load`.
+    TensorRT engines share their weights. `cuda_graphs`, `overlap`, `shared`: see `load`.
     `trust`: open a TensorRT engine without a manifest too, one with code from elsewhere, or one
     that nothing here can prove; one whose outputs are wrong is never opened. `on_note` gets each
     warning once. Raises GateFailed for an engine whose outputs differ from its graph's, BadInput

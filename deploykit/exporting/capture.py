@@ -32,16 +32,16 @@ onnxscript: ModuleType = require("onnxscript")
 optimizer: ModuleType = require("onnxscript.optimizer")
 
 
-# Distinct, so that a constant in the graph tells which axis it was; none is 0 or 1, which
+# The sizes are distinct, so that a constant in the graph shows its axis; none is 0 or 1, which
 # torch.export takes for constants.
 _SMALL, _LARGE, _STEP = 2, 64, 32
 _FOLDED_ELEMENTS = 1 << 24  # torch folds to 8192 only, and leaves an LSTM's weights in slices
 
 _GRAPH = onnxscript.ir.AttributeType.GRAPH
 _SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
-_FROZEN = "might cause the trace to be incorrect"  # of the older exporter's warnings
+_FROZEN = "might cause the trace to be incorrect"  # part of a warning of the older exporter
 
-# What the user's own code, run by torch, may raise besides torch's errors.
+# The user's own code, run by torch, may raise these besides torch's errors.
 _RAISED = (
     *(RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError),
     *(AssertionError, ImportError, OSError),
@@ -73,7 +73,7 @@ def example_sizes(
 
 @dataclass(frozen=True)
 class ExportJob:
-    """A module to export. `sizes`: of its dynamic axes in the example; they may grow."""
+    """A module to export. `sizes`: those of its dynamic axes in the example; they may grow."""
 
     module: Any
     inputs: Sequence[TensorSpec]
@@ -114,7 +114,7 @@ class ExportJob:
 
 
 def by_dynamo(job: ExportJob) -> tuple[Any, tuple[str, ...]]:
-    """Run torch's current exporter: the graph, and by which sizes the model decided.
+    """Run torch's current exporter; return the graph and the sizes that the model branched on.
 
     Raises NotExported.
     """
@@ -139,7 +139,7 @@ def by_dynamo(job: ExportJob) -> tuple[Any, tuple[str, ...]]:
 
 
 def by_torchscript(job: ExportJob, folder: Path) -> tuple[Any, tuple[str, ...]]:
-    """Run torch's older exporter: the graph, and the lines whose decision it froze.
+    """Run torch's older exporter; return the graph and the lines whose branch it froze.
 
     `folder`: where its file and, past 2 GiB, one file for each weight may lie as long as the graph
     is used. Raises NotExported.
@@ -153,7 +153,7 @@ def by_torchscript(job: ExportJob, folder: Path) -> tuple[Any, tuple[str, ...]]:
         try:
             module, example = job.module, job.example()
             if is_scripted(module) and not isinstance(module, _SCRIPTED):
-                module = torch.jit.trace(module, example, check_trace=False)  # keeps what is inside
+                module = torch.jit.trace(module, example, check_trace=False)  # keeps inner scripts
             torch.onnx.export(
                 module,
                 example,
@@ -204,7 +204,7 @@ def _simplify(load: Callable[[], Any]) -> Any:
 
 
 def _forget_sizes_in_loops(model: Any) -> None:
-    """Make every axis in and after a loop free.
+    """Make every axis in and after a loop dynamic.
 
     torch writes the sizes of the first round there, and the optimizer would make them constants: a
     tensor that grows, as Mask R-CNN's masks do, would keep one row.
@@ -235,7 +235,7 @@ def _reads_nothing(graph: Any, known: set[int]) -> bool:
 def _check_inputs(graph: Any, job: ExportJob) -> None:
     """Raise NotExported if torch made an axis of an input a constant, or tied it to another.
 
-    torch does so of itself, without a word, where the model works at no other size.
+    torch does so silently where the model works at no other size.
     """
     for value, spec in zip(graph.graph.inputs, job.inputs, strict=True):
         for at, (axis, dim) in enumerate(zip(spec.shape, value.shape, strict=True)):
@@ -249,7 +249,7 @@ def _check_inputs(graph: Any, job: ExportJob) -> None:
 def cutting_line(job: ExportJob) -> str:
     """Return the line of the user's code by which a graph is wrong; "" if it is not known.
 
-    The older exporter does not tell, so torch.export runs once more for it.
+    The older exporter does not report it, so torch.export runs once more for it.
     """
     if is_scripted(job.module):
         return ""
@@ -275,10 +275,11 @@ def _capture_alone(job: ExportJob) -> None:
 
 @contextlib.contextmanager
 def _exporting() -> Iterator[list[warnings.WarningMessage]]:
-    """Torch set up for export, and kept off the user's terminal; gives the warnings it had.
+    """Set torch up for export, keep it off the user's terminal, and yield its warnings.
 
-    The fast path of torch's transformer layers is one operator that ONNX does not have. Whether a
-    mask is causal they find out by its values; that only chooses a kernel, and no answer is right.
+    The fast path of torch's transformer layers is one operator that ONNX does not have. They also
+    look at a mask's values to see if it is causal; that only chooses a kernel, and the answer "no"
+    is always right.
     """
     detect = transformer._detect_is_causal_mask
     transformer._detect_is_causal_mask = _is_causal

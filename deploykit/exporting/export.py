@@ -82,7 +82,7 @@ def export(
             TorchScript file; or a Hugging Face folder.
         example_inputs: a tensor, a tuple by position or a dict by name; axis 0 is the batch.
         out: by default MODEL.onnx.
-        arch: what builds the model of bare weights: pkg.mod:callable, ./file.py:callable, a name of
+        arch: builder of the model of bare weights: pkg.mod:callable, ./file.py:callable, a name of
             torchvision's, or "timm:NAME".
         inputs: specs in place of an example, 'x:float32[N,3,224,224]'.
         batch: "dynamic" or a size.
@@ -147,7 +147,7 @@ def export(
 def _check_found(parity: Parity, job: Tasked, place: Path) -> None:
     """Raise GateFailed where no box was compared: a detector with a threshold finds none in noise.
 
-    Of an untrained one all scores are equal, and a rounding decides which of its boxes are left.
+    An untrained detector gives equal scores, and rounding decides which of its boxes remain.
     """
     task = job.task
     if task is None or not task.outputs.boxes:
@@ -249,7 +249,7 @@ def _batch_size(batch: str | int) -> int | None:
 
 
 def _with_batch(loaded: Loaded, size: int | None) -> Loaded:
-    """`loaded`, its batch fixed at `size` unless that is None."""
+    """Return `loaded`, its batch fixed at `size` unless that is None."""
     if size is None:
         return loaded
 
@@ -267,7 +267,7 @@ def _with_batch(loaded: Loaded, size: int | None) -> Loaded:
 def _feeds(
     source: ExportSource, samples: Path | None, size: int | None, task: Task | None
 ) -> list[dict[str, np.ndarray]]:
-    """Inputs to compare on: the examples, and others at every size of the dynamic axes."""
+    """Return inputs to compare on: examples, and others at every size of the dynamic axes."""
 
     inputs, limits = source.loaded.inputs, source.loaded.limits
     feeds: list[dict[str, np.ndarray]] = []

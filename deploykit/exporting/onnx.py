@@ -36,21 +36,19 @@ common: ModuleType = require("onnxscript.ir.passes.common")
 torch: ModuleType = require("torch")
 
 
-# Write attention as its formula has it, where torch's exporter adds steps that change no value.
-#
-# It transposes the key of `scaled_dot_product_attention` in three nodes, and with a boolean mask it
-# looks for NaN in all weights, though the masks that it writes are finite. On a CPU these cost a
-# transformer up to a quarter of its time: benchmarks/README.md.
+# torch's exporter transposes the key of `scaled_dot_product_attention` in three nodes, and with a
+# boolean mask it looks for NaN in all weights, though the masks that it writes are finite. On a CPU
+# these steps, which change no value, cost a transformer up to a quarter of its time:
+# benchmarks/README.md.
 
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 def simplify_attention(model: Any) -> None:
-    """Take both out of `model`, in place; what it computes stays the same to the bit.
+    """Remove attention steps that change no value, in place; results stay the same to the bit.
 
-    Masks of Attention nodes that are broadcast along queries or keys are expanded.
-
-    Scores that are NaN, through a NaN in an input, now give NaN, as in PyTorch, in place of 0.
+    Masks of Attention nodes that are broadcast along queries or keys are expanded. Scores that are
+    NaN, through a NaN in an input, now give NaN, as in PyTorch, in place of 0.
     """
     changed = False
     for node in list(model.graph):
@@ -82,7 +80,7 @@ def _drop_guard(node: Any) -> bool:
 
 
 def _finite(mask: Any) -> bool:
-    """Return whether it is a float32 constant, or chosen from two, that float32 can hold."""
+    """Return whether `mask` is a finite float32 constant, or chosen from two."""
     where = _maker(mask, "Where")
     held = [_held(each) for each in (where.inputs[1:] if where is not None else (mask,))]
     return all(each is not None and max(map(abs, each)) <= _LARGEST for each in held)
@@ -107,7 +105,7 @@ def _transpose_once(node: Any) -> bool:
 
 
 def _expand_mask(node: Any) -> None:
-    """Give the mask of an Attention its own axes of queries and keys, or what is not sure to be.
+    """Expand the mask of an Attention along queries and keys, unless it surely has both axes.
 
     ONNX Runtime's kernel does not broadcast along these, as the standard says: such a mask, one row
     for all queries, failed at every size but 1.
@@ -154,10 +152,8 @@ def _held(value: Any) -> tuple[float, float] | None:
     return float(array.min()), float(array.max())
 
 
-# Name the tensors and axes of an exported graph as the specs do, clean it, and save it.
-#
-# Notes on where a node came from are removed: they hold paths of the machine, and the same model is
-# to give the same bytes.
+# Notes on where a node came from are removed: they hold paths of the machine, and the same model
+# must give the same bytes.
 
 _ONNX_NAMES = {"float32": "FLOAT", "float64": "DOUBLE"}
 _BY_DATA = ("NonMaxSuppression", "NonZero", "Unique", "Compress")  # the data give the size
@@ -193,7 +189,7 @@ def save(model: Any, out: Path, max_bytes: int) -> None:
 
 
 def _infer_doubtful(model: Any, sizes: Mapping[str, int]) -> None:
-    """Work the shapes out anew that hold the size of an example.
+    """Infer again the shapes that hold the size of an example.
 
     torch writes the example's length into the shape of an LSTM's output, which takes any length.
     """
@@ -266,7 +262,7 @@ def _graphs(graph: Any) -> Iterator[Any]:
     yield from graph.subgraphs()
 
 
-DEFAULT_OPSET = 20  # what torch's exporter writes itself; NVIDIA's parsers take it
+DEFAULT_OPSET = 20  # torch's exporter writes it by default; NVIDIA's parsers take it
 OPSETS = range(18, 24)  # older ones torch's current exporter does not write
 TORCHSCRIPT_OPSETS = range(18, 21)  # the older exporter stopped at 20
 _BRANCH_HINT = (
@@ -278,10 +274,10 @@ MAX_BYTES = (1 << 31) - (1 << 25)  # protobuf's 2 GiB, less room for the graph i
 
 @dataclass(frozen=True)
 class Exported:
-    """What wrote the file: "dynamo" or "torchscript", and the opset that is in it.
+    """The exporter that wrote the file, "dynamo" or "torchscript", and the file's opset.
 
     `fallback`: why it was not torch's current exporter; empty if it was. `decided`: lines of the
-    user's code of which the graph keeps what they decided by a size, and for which sizes.
+    user's code that branch on a size, whose branch the graph keeps, and for which sizes.
     """
 
     exporter: str

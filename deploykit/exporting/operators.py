@@ -75,7 +75,7 @@ def _translate_recurrent(
         "hidden_size": weights[1].shape[1],
     }
     if kind == "gru":
-        options["linear_before_reset"] = 1  # as torch's GRU is defined
+        options["linear_before_reset"] = 1  # torch defines its GRU so
     elif kind == "rnn_relu":
         options["activations"] = ["Relu"] * ways
     if batch_first:
@@ -128,7 +128,7 @@ def recurrent_layers_whole() -> Iterator[None]:
         setattr(functions, kind, _calling(kind))
     functions._pack_padded_sequence = _pack
     functions._pad_packed_sequence = _unpack
-    for layer in layers:  # they make a number of how many rows there are
+    for layer in layers:  # they make a constant of the number of rows
         layer.check_forward_args = lambda *_: None
     try:
         yield
@@ -212,9 +212,9 @@ def _unpack(
 def suppress(
     boxes_NA4: Any, scores_NA: Any, classes_NA: Any, count: int, iou: float, most: int
 ) -> Any:
-    """The scores [N,A], 0 for a box that overlaps a better one of its class by more than `iou`.
+    """Return scores [N,A], 0 for a box that overlaps a better one of its class above `iou`.
 
-    Boxes [N,A,4] are corners, classes [N,A] below `count`. Of each row the best `most` are kept;
+    Boxes [N,A,4] are corners, classes [N,A] below `count`. The best `most` of each row are kept;
     others may be, too.
     """
     return torch.ops.deploykit.suppress(boxes_NA4, scores_NA, classes_NA, count, iou, most)
@@ -259,7 +259,7 @@ def _translate_nms(
         op.Constant(value_floats=[iou]),
         op.Constant(value_floats=[0.0]),
     )
-    places = op.Gather(selected, op.Constant(value_ints=[0, 2]), axis=1)  # of image and box
+    places = op.Gather(selected, op.Constant(value_ints=[0, 2]), axis=1)  # image and box
     nothing = op.Mul(scores, op.Constant(value_float=0.0))
     return op.ScatterND(nothing, places, op.GatherND(scores, places))
 

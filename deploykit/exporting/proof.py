@@ -41,7 +41,7 @@ _IN_PARTS = "compared in two parts: the values by which the answers are chosen, 
 
 
 class Proof(NamedTuple):
-    """What was measured of the graph."""
+    """The measurements of an exported graph."""
 
     parity: Parity
     recorded: GoldenSamples | None
@@ -64,7 +64,7 @@ def prove_export(
         tmp: the graph.
         feeds: the inputs to compare on, at several sizes.
         max_error: the user's bound.
-        out_name: how the graph is called in the comparison.
+        out_name: what the comparison calls the graph.
         done: how it was exported.
     """
     from deploykit.engines.torch.engine import TorchEngine
@@ -101,12 +101,12 @@ def prove_export(
 
 
 class _Parts:
-    """A model that chooses by values, as two: the values, from a graph, and then the choice.
+    """A model that chooses by values, in two parts: a graph gives the values, PyTorch chooses.
 
     Equal scores have no order: where a difference of 1e-7 decides, another box is chosen and both
     are right; and choices alone that are equal show little of the scores. So the first part is
     exported alone and compared, and the second, in PyTorch, chooses by the values of that graph.
-    Of an Engine it has what a comparison needs.
+    It has the parts of an Engine that a comparison needs.
     """
 
     def __init__(self, file: Path, reference: Engine, graph: Engine, choice: Engine) -> None:
@@ -142,7 +142,7 @@ def _first_part(
 def _add_float32_errors(
     parity: Parity, reference: TorchEngine, feeds: Sequence[Mapping[str, np.ndarray]]
 ) -> Parity:
-    """What float32 itself gives: in float64, else in other batches; the largest feeds left out.
+    """Add float32's own errors: against float64, else other batches; without the largest feeds.
 
     In float64 the smallest feeds come first: most graphs pass with them. Other batches need rows.
     """
@@ -152,7 +152,7 @@ def _add_float32_errors(
     try:
         return add_float32_errors(parity, reference, reference.in_float64, feeds)
     except DeploykitError:  # its code names float32
-        with contextlib.suppress(DeploykitError):  # nor does it take single rows
+        with contextlib.suppress(DeploykitError):  # it takes no single rows either
             others = partial(in_other_batches, reference)
             parity = add_float32_errors(parity, reference, others, feeds[::-1])
         return parity
@@ -176,7 +176,7 @@ def _name_fixed_axis(
 def _fixed_axis(reference: Engine, exported: Engine, base: Mapping[str, int]) -> str | None:
     """Return the first dynamic axis along which the graph fails and the model does not.
 
-    `base`: the sizes at which the graph was exported. None where it fails at these too.
+    `base`: the sizes at which the graph was exported. Returns None where it fails at these too.
     """
 
     others = parity_sizes(reference.inputs, reference.limits)
@@ -197,7 +197,7 @@ def _fixed_axis(reference: Engine, exported: Engine, base: Mapping[str, int]) ->
 def _few(
     feeds: Sequence[Mapping[str, np.ndarray]], inputs: tuple[TensorSpec, ...]
 ) -> Mapping[str, np.ndarray]:
-    """Golden samples: the first few rows of the largest feeds, or all of a fixed batch."""
+    """Return golden samples: the first few rows of the largest feeds, or all of a fixed batch."""
     largest = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
     if not inputs[0].batched or len({spec.shape[0] for spec in inputs}) > 1:
         return largest

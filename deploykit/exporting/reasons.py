@@ -1,4 +1,4 @@
-"""Why torch could not export a model: the line of the user's own code, and one sentence.
+"""Explain why torch could not export a model: a line of the user's own code, and one sentence.
 
 `NotExported` names the file and line, and says whether torch's other exporter may be tried: a graph
 that silently keeps one branch of an `if`, or one size of an axis, is worse than none.
@@ -33,14 +33,14 @@ torch: ModuleType = require("torch")
 _dispatch: Any = require("torch.utils._python_dispatch")
 
 
-_SHAPES_LOGGER = "torch.fx.experimental.symbolic_shapes"  # tells of each size that it fixes
+_SHAPES_LOGGER = "torch.fx.experimental.symbolic_shapes"  # logs each size that it fixes
 _FIXES = re.compile(r"\bEq\(s\w+, (\d+)\) \[guard added\]")
 _GUARD = re.compile(r"(\S.*) \[guard added\]")
 _PIECES = re.compile(r"eval Eq\((?!.*Mod)(.*\bs\d+\b.*), \d+\) \[guard added\]")  # their number is
 _CUTS = re.compile(r"\b(\w*split\w*|\w*chunk\w*|unbind|range)\(|\bfor .* in ")
 _POOLS = re.compile(r"\b(max|avg)_pool\dd\(")
 _SYMBOL = re.compile(r"create_symbol (s\d+) = (\d+) for")
-_FUNCTIONS = {  # of the expressions in which torch writes down what holds for a size
+_FUNCTIONS = {  # functions in torch's expressions for conditions on a size
     "Eq": operator.eq,
     "Ne": operator.ne,
     "Mod": operator.mod,
@@ -73,7 +73,7 @@ FREE_HINT = "export with a fixed size for that axis, or change the model to work
 
 
 class NotExported(BadInput):
-    """`final`: the other exporter would write a graph that is wrong, so it is not to be tried.
+    """`final`: the other exporter would write a graph that is wrong, so it must not be tried.
 
     `captured`: torch.export itself succeeded, so that nothing in the model depends on the data.
     `operator`: what ONNX, or torch's exporter, lacks: "aten.median".
@@ -189,9 +189,9 @@ def hint_for(place: str, other: str | None) -> str | None:
 
 
 class SizeWatch(logging.Handler):
-    """While attached to torch's log: which line of the user's code fixed which size, the first one.
+    """Collects from torch's log the first line of the user's code that fixed each size.
 
-    Also those that decided by a size which stays free, as `if x.shape[1] > 32` does.
+    It also collects lines that branch on a size which stays free, as `if x.shape[1] > 32` does.
 
     torch names a line of its own where a library function compares the sizes; the Python stack is
     still there when it logs that, and holds the user's.
@@ -200,7 +200,7 @@ class SizeWatch(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.places: dict[int, str] = {}
-        self.pieces: list[tuple[str, str]] = []  # how many, in symbols, and the line that cuts
+        self.pieces: list[tuple[str, str]] = []  # their number, in symbols, and the line that cuts
         self.symbols: dict[str, int] = {}  # to the size that the example has
         self.guards: dict[str, str] = {}  # to the line of the user's code that decided by them
         self.of_libraries: dict[str, str] = {}  # to the line that called what decided by them
@@ -220,7 +220,7 @@ class SizeWatch(logging.Handler):
             self.of_libraries.setdefault(guard, place or innermost(frame))
 
     def place(self, size: int) -> str:
-        """The line that fixed the axis of this size, or cut it into so many pieces; else ""."""
+        """Return the line that fixed the axis of this size, or cut it into `size` pieces; or ""."""
         if size in self.places:
             return self.places[size]
         names = [symbol for symbol, at in self.symbols.items() if at == size]
@@ -228,7 +228,7 @@ class SizeWatch(logging.Handler):
         return next(filter(None, cuts), "")
 
     def suspect(self, sizes: Mapping[str, int]) -> str:
-        """The line that fixed an axis, cut it, or called what decided by its size; "" if none."""
+        """Return the line that fixed or cut an axis, or called code that branched on it; or ""."""
         places = [self.place(size) for size in sizes.values()]
         places += [
             at for guard, at in self.of_libraries.items() if not _always(guard, self.symbols)
@@ -236,9 +236,10 @@ class SizeWatch(logging.Handler):
         return next(filter(None, places), "")
 
     def decisions(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """What holds of the axes in the graph, and the line that decided by it: "T <= 31 (...)".
+        """Return each condition on the graph's axes, and the line that set it: "T <= 31 (...)".
 
-        Left out is what holds for every size above 1. `sizes`: those of the example, by axis.
+        Conditions that hold for every size above 1 are left out. `sizes`: those of the example, by
+        axis.
         """
         axes = {size: axis for axis, size in sizes.items()}
         names = {symbol: axes.get(size, symbol) for symbol, size in self.symbols.items()}
@@ -263,7 +264,7 @@ class SizeWatch(logging.Handler):
 
 
 def _always(guard: str, symbols: Mapping[str, int]) -> bool:
-    """Whether `guard`, an expression of torch's in these symbols, holds for every size above 1."""
+    """Return whether torch's expression `guard` holds for every size above 1."""
     sizes = {2**power + more for power in range(1, 15) for more in (0, 1)}
     try:
         code = compile(guard, "guard", "eval")
@@ -296,8 +297,6 @@ def _checks_arguments(exc: BaseException) -> bool:
     return any("distributions" in Path(frame.filename).parts for frame in frames)
 
 
-# Which line of the user's code calls an operator, draws random numbers or changes the model.
-
 _RANDOM_HINT = (
     "an exported model answers the same each time: in eval return the mean, and give F.dropout "
     "training=self.training"
@@ -307,7 +306,7 @@ _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch
 
 
 class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch comes through require
-    """While active: the first line that called each operator, by "aten.name".
+    """Records, while active, the first line that called each operator, by "aten.name".
 
     `random`: the line that drew random numbers. `changed`: the model's own tensors that a line
     wrote to, by name.

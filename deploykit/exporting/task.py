@@ -42,7 +42,7 @@ _JOINERS = {0x200C: "", 0x200D: ""}  # between letters of some scripts, and part
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """What the user says of the task; None where the model's own metadata decide."""
+    """The user's options for the task; None where the model's own metadata decide."""
 
     kind: Kind
     labels: tuple[str, ...] | None = None
@@ -120,7 +120,7 @@ def with_task(
         source: the model.
         options: None for a model without a task.
         pixels: what the user's `preprocess` says of values.
-        rule: what it says of placing an image.
+        rule: what it says about placing an image.
 
     Raises:
         BadInput: the task does not fit the model, or something of it is not known.
@@ -329,18 +329,18 @@ def _read_labels(path: Path) -> tuple[str, ...]:
 
 
 _IDS = ("input_ids", "ids", "tokens")
-_NO_LIMIT = 1 << 20  # what a tokenizer's configuration writes for none is far above
+_NO_LIMIT = 1 << 20  # a tokenizer's configuration writes a far larger number for no limit
 _USUAL_LENGTH = 512
 _POSITIONS_AFTER_PADDING = ("roberta", "camembert", "xlm-roberta", "xlm-roberta-xl", "mpnet")
 
 
 def ids_of(names: Sequence[str]) -> str | None:
-    """Which of the inputs `names` takes token ids; None for none."""
+    """Return which of the inputs `names` takes token ids; None for none."""
     return next((name for name in names if name in _IDS), None)
 
 
 def read_settings(folder: Path | None, name: str) -> dict[str, Any]:
-    """What the JSON file `name` of `folder` holds; nothing where it is absent or no object."""
+    """Return the object in the JSON file `name` of `folder`; {} where there is none."""
     path = folder / name if folder else None
     found = read_json(path) if path is not None and path.is_file() else {}
     return found if isinstance(found, dict) else {}
@@ -368,7 +368,7 @@ def describe_text(
 
 
 def _check_vocabulary(text: TextInput, tokenizer: Path, size: object) -> None:
-    """Raise BadInput where a text may have tokens that the model, with `size` of them, has not."""
+    """Raise BadInput where a text may have tokens that the model, with `size` of them, lacks."""
     from deploykit.engines.tasks.texts import Tokens
 
     largest = max(Tokens(text, tokenizer.parent).largest_id, text.pad_id)

@@ -39,16 +39,16 @@ ort = require("onnxruntime")
 
 Kept: TypeAlias = tuple[np.ndarray, list[np.ndarray]]  # numbers of samples, the outputs for them
 Run: TypeAlias = Callable[[Sequence[str], Arrays], list[np.ndarray]]
-_EVERY_BYTES = 1 << 26  # of those for all samples
-_FEW = 8  # samples to prove them by
-_SAME = 1e-3  # of the largest value: kernels may round otherwise in another batch
+_EVERY_BYTES = 1 << 26  # limit of the outputs for all samples
+_FEW = 8  # samples that prove them in another batch
+_SAME = 1e-3  # share of the largest value: kernels may round otherwise in another batch
 
 
 class SampleOutputs:
     """The model's outputs for calibration samples: to choose a calibrator by, and to evaluate by.
 
     The pass that calibrates computes them in batches of `size`, which may be `fixed`. They serve
-    for other batches where a few samples, elsewhere in another batch, were seen to have the same.
+    for other batches if a few samples gave the same outputs at other places of another batch.
     `every`: keep those of all samples, as long as they are small.
     """
 
@@ -65,7 +65,7 @@ class SampleOutputs:
         return list(self._parts)
 
     def add(self, values: Mapping[str, np.ndarray], rows: int) -> None:
-        """The outputs for the next `rows` samples."""
+        """Keep the outputs for the next `rows` samples."""
         for name, parts in self._parts.items():
             array = values[name]
             self._bytes += array.nbytes
@@ -76,11 +76,11 @@ class SampleOutputs:
             parts.append(array.copy())  # what a session returns keeps all of its memory
 
     def _prove(self, samples: Samples, run: Run) -> None:
-        """Run a few samples of all batches as one: where these are equal, take all for proven."""
+        """Run a few samples of all batches as one batch: equal outputs prove all the others."""
         every = {name: np.concatenate(found) for name, found in self._parts.items() if found}
         self._parts = {}
         used = min((len(array) for array in every.values()), default=0)
-        if self._fixed and self._size == 1:  # always alone
+        if self._fixed and self._size == 1:  # each sample is always alone
             self.proven = every
         if self._size == 1 or used <= self._size:  # they would be in one batch again
             return
@@ -95,9 +95,9 @@ class SampleOutputs:
         samples: Samples,
         run: Run,
     ) -> Iterator[Kept]:
-        """The samples at `places` and the outputs for them, until they are too large.
+        """Yield the samples at `places` and their outputs, until these are too large.
 
-        Before these, those for all samples are proven.
+        First, the outputs for all samples are proven.
         """
         self._prove(samples, run)
         kept_bytes = 0
@@ -120,9 +120,9 @@ def _same(got: np.ndarray, want: np.ndarray) -> bool:
     return np.allclose(got, want, rtol=0.0, atol=bound, equal_nan=True)
 
 
-METHODS = ("mixed", "percentile", "mse", "entropy", "minmax")  # the first where none is better
+METHODS = ("mixed", "percentile", "mse", "entropy", "minmax")  # the first is the default
 MIN_SAMPLES = 8  # fewer say nothing of a range: one odd sample would set every scale
-MOST_BYTES = 1 << 28  # of activations in one batch; of outputs for some batches
+MOST_BYTES = 1 << 28  # limit of one batch's activations, and of kept outputs
 Stored: TypeAlias = tuple[np.ndarray, np.ndarray]  # a weight: its scale, its numbers
 _REDUCTIONS = ("ReduceMin", "ReduceMax", "ReduceSum")
 _REDUCED = "{}/deploykit.{}"  # the name of an output: the tensor, the reduction
@@ -150,10 +150,9 @@ class Calibration:
     `ranges`: every value seen, for the range guard of float16. `clipped`: what INT8 scales should
     cover; the same but for the tensors that the method cuts. `cut`: those tensors, by method.
     `channel_peaks`: the largest magnitude in each channel of what a MatMul or Gemm reads; none with
-    "minmax". `weights`: what `to_pairs` made of them,
-    which no range changes, for the next that gets this dict; None keeps nothing. `outputs`: of the
-    model, for batches of samples that the caller named. `every_output`: of the model for all of the
-    samples, by output; empty where they are large, or where a sample's depend on its batch.
+    "minmax". `weights`: caches what `to_pairs` made of them, which no range changes; None caches
+    nothing. `outputs`: the model's, for batches of samples that the caller named. `every_output`:
+    the model's for all samples, by output; empty if they are large or depend on the batch.
     """
 
     ranges: Mapping[str, Range]
@@ -167,7 +166,7 @@ class Calibration:
     every_output: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def using(self, method: str) -> Calibration:
-        """The same as `method`, one of `cut`, would have it."""
+        """Return the calibration that `method`, one of `cut`, gives."""
         return replace(self, clipped={**self.ranges, **self.cut[method]}, method=method)
 
 
@@ -184,7 +183,7 @@ def calibrate(
 
     Args:
         graph: in float32. One with a fixed batch runs at that size.
-        samples: fit its inputs. Those that do not fill a fixed batch are left out.
+        samples: inputs of the graph. Samples that do not fill a fixed batch are left out.
         method: "minmax" reduces inside the graph and keeps two numbers per tensor. The others keep
             a histogram of each tensor that `qdq` may give a scale; all come from one pass, see
             `Calibration.using`. "percentile": the middle 99.999 % of the values. "mse": INT8 makes
@@ -192,7 +191,7 @@ def calibrate(
             it makes much less, else "percentile". "entropy": INT8 loses the least information.
         batch_size: smaller where a batch would need more than 256 MiB of activations.
         places: batches of samples, by their numbers, whose outputs are kept up to 256 MiB.
-        every_output: keep those of all samples.
+        every_output: keep the outputs of all samples.
 
     Raises:
         BadInput: fewer than 8 samples, samples that are NaN, infinite or all the same, and a model
@@ -207,7 +206,7 @@ def calibrate(
     weights = _weights(editor)
     names = _float_tensors(graph)
     costs = cost.node_costs(graph, axis_sizes(samples, graph.inputs, 1))
-    needed = 2 * sum(each.write_bytes or 0 for each in costs)  # fused nodes are apart here
+    needed = 2 * sum(each.write_bytes or 0 for each in costs)  # fused nodes are separate here
     size = fixed or max(1, min(batch_size, MOST_BYTES // max(needed, 1)))
     own = [value.name for value in editor.graph.output]
     reduced = [name for name in names if name not in counted]
@@ -298,7 +297,7 @@ def check_samples(samples: Samples) -> None:
 
 
 def _histograms(graph: Graph) -> dict[str, TensorHistogram]:
-    """For the tensors that any placement of `qdq` gives a scale of their own."""
+    """Return one for each tensor that a placement of `qdq` may give its own scale."""
     editor = Editor(graph)
     fold(editor)
     scaled = {
@@ -313,10 +312,10 @@ def _histograms(graph: Graph) -> dict[str, TensorHistogram]:
 
 
 def importance(editor: Editor) -> dict[str, np.ndarray]:
-    """What a squared error in each channel of a tensor adds at the MatMuls and Gemms that read it.
+    """Return what a squared error in each channel of a tensor adds at the products that read it.
 
-    That is the energy of the weights that the channel meets: an outlier channel may well meet small
-    ones. Channels of convolutions differ too little to pay for it.
+    It is the energy of the weights that the channel meets: an outlier channel may meet small ones.
+    Channels of convolutions differ too little to pay for it.
     """
     found: dict[str, np.ndarray] = {}
     for place in quantizable_nodes(editor, ("Gemm", "MatMul")):
@@ -333,7 +332,7 @@ def importance(editor: Editor) -> dict[str, np.ndarray]:
 
 
 def _weights(editor: Editor) -> dict[str, np.ndarray]:
-    """What the editor's graph takes as inputs although no caller feeds it.
+    """Return the weights, which the editor's graph takes as inputs that no caller feeds.
 
     Fed at each run instead of being built into the session, they are in memory once, without a
     limit of 2 GiB; ONNX Runtime takes the arrays without a copy.
@@ -356,7 +355,7 @@ def _float_tensors(graph: Graph) -> list[str]:
 
 
 def _fixed_batch(inputs: Sequence[TensorSpec]) -> int | None:
-    """The size of axis 0 where no input has a dynamic one."""
+    """Return the size of axis 0, or None if an input has a dynamic one."""
     sizes = [size for spec in inputs for size in spec.shape[:1]]
     fixed = [size for size in sizes if isinstance(size, int)]
     return fixed[0] if fixed and len(fixed) == len(sizes) else None
@@ -398,7 +397,7 @@ def _add_outputs(graph: onnx.GraphProto, names: Mapping[str, object]) -> None:
 
 def _session(model: onnx.ModelProto) -> Any:
     options = session_options(None)
-    # as written: a fused node would compute a tensor otherwise than the graph says
+    # The graph runs as written: a fused node would compute a tensor otherwise than the graph says
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     return ort.InferenceSession(
         model.SerializeToString(), sess_options=options, providers=["CPUExecutionProvider"]
@@ -410,7 +409,7 @@ def _rows(feeds: Mapping[str, np.ndarray]) -> int:
 
 
 def _cut(seen: Range, counts: TensorHistogram, method: str) -> Range:
-    """The part of `seen` to keep; all of it where a value is infinite: a mask, say."""
+    """Return the part of `seen` to keep: all of it if a value is infinite, as in a mask."""
     if method in ("minmax", "mixed") or not np.isfinite(seen.peak):
         return seen
     if method == "percentile":

@@ -20,10 +20,10 @@ def convert(
     other_nodes: str = "fp32",
     keep_float32: Collection[str] = (),
 ) -> tuple[Graph, tuple[str, ...]]:
-    """The graph in precision `to`, and the nodes that the range guard of float16 kept in float32.
+    """Return the graph in `to`, and the nodes that float16's range guard kept in float32.
 
-    `keep_float32`: names of nodes to leave as they are. `other_nodes`: what the nodes around 8-bit
-    ones and stored weights compute in. Raises BadInput as the writers do, and where `to` needs a
+    `keep_float32`: names of nodes to leave as they are. `other_nodes`: the precision of the nodes
+    around 8-bit ones and stored weights. Raises BadInput as the writers do, and where `to` needs a
     calibration and there is none.
     """
     precision, ranges = BY_NAME[to], calibration.ranges if calibration else None

@@ -1,9 +1,9 @@
-"""INT8 whose activations get their scale from each call: MatMul, Gemm, LSTM for ONNX Runtime.
+"""Write INT8 whose activations are scaled in each call: MatMul, Gemm, LSTM for ONNX Runtime.
 
-No calibration, and an outlier costs its own call only. ONNX Runtime fuses what is written here
-into one kernel a layer, bias included. The range must be looked for in each call, so convolutions,
-whose activations are large next to their weights, are left in float32. So are GRU and RNN, for
-which it has no such kernel.
+It needs no calibration, and an outlier affects only its own call. ONNX Runtime fuses what is
+written here into one kernel per layer, bias included. The range must be computed in each call, so
+convolutions, whose activations are large next to their weights, are left in float32. So are GRU and
+RNN, for which it has no such kernel.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _RUNTIME = "com.microsoft"  # the domain of the LSTM in integers
 
 
 def quantizable(source: Graph) -> tuple[str, ...]:
-    """Names of the nodes that `to_dynamic` quantizes."""
+    """Return the names of the nodes that `to_dynamic` quantizes."""
     editor = edit_float32(source)
     return tuple(editor.graph.node[n].name for n in _places(editor))
 
 
 def to_dynamic(source: Graph, *, keep_float32: Collection[str] = ()) -> Graph:
-    """The graph with MatMul, Gemm and LSTM of constant weights in integers.
+    """Return the graph with MatMul, Gemm and LSTM of constant weights in integers.
 
     Weights: symmetric, one scale per output (of an LSTM: per gate and unit), max|w| / 127. `source`
     stays as it is. Raises BadInput for a graph without such a node (or with none left), one that is
@@ -65,9 +65,10 @@ def _places(editor: Editor) -> list[int]:
 
 
 def _plain(editor: Editor, node: onnx.NodeProto) -> bool:
-    """A product with a matrix, with or without a bias: no factor, no transposed activation.
+    """Return whether this is a product with a matrix, without a factor or transposed activation.
 
-    Or an LSTM of two constant matrices whose axis 0 is time.
+    A product may have a bias. An LSTM counts if it has two constant matrices and its axis 0 is
+    time.
     """
     if node.op_type == "LSTM":
         recurrent = editor.constants.get(node.input[2])
@@ -108,7 +109,7 @@ class _Writer:
             self.nodes.append(self.editor.node("Add", [result, node.input[2]], out))
 
     def _write_lstm(self, node: onnx.NodeProto) -> None:
-        """ONNX Runtime's own operator: after the 8 inputs of LSTM, the scales of W and R."""
+        """Write ONNX Runtime's own operator: LSTM's 8 inputs, then the scales of W and R."""
         names = [*node.input, *[""] * (8 - len(node.input))]
         scales = []
         for place in (1, 2):  # [directions, 4 * hidden, inputs], stored as [.., inputs, 4 * hidden]
@@ -132,7 +133,7 @@ class _Writer:
             model.opset_import.append(helper.make_opsetid(_RUNTIME, 1))
 
     def _weight(self, node: onnx.NodeProto) -> tuple[str, str]:
-        """The weight as [inputs, outputs] in steps, and their sizes."""
+        """Store the weight as [inputs, outputs] in steps, and its scale; return their names."""
         name, axis = node.input[1], channel_axis(node, 2)
         values = self.editor.array(name)
         scale = weight_scale(values, axis, name)

@@ -15,8 +15,6 @@ from onnx import TensorProto, helper
 from deploykit.core.errors import BadInput
 from deploykit.core.precision import BY_NAME
 
-# Count values in histograms that grow with their data, and choose the range to keep of each.
-#
 # A histogram holds 128 KiB, however much it has seen.
 
 PERCENTILE = 99.999  # measured best of 99.9 to 99.9999: benchmarks/quantizers.py
@@ -24,7 +22,7 @@ WORTH_CLIPPING = 10**0.07  # 0.7 dB: of 0.3, 0.7 and 1.5 the best in measurement
 TINY = 1e-30  # a tensor below it is dead: any scale stores its zeros
 _SIDE = 4096  # bins on either side of zero
 _CHUNK = 1 << 16  # values at a time: what fits into a core's cache
-_LEVELS = 128  # of an INT8 magnitude
+_LEVELS = 128  # levels of an INT8 magnitude
 _COARSE = 2048  # bins that the search for the least divergence looks at, and its stride
 _STRIDE = 8
 _CUTS = np.geomspace(1, 0.01, 64)  # shares of the peak that the search for the least error tries
@@ -33,8 +31,8 @@ _CUTS = np.geomspace(1, 0.01, 64)  # shares of the peak that the search for the 
 class TensorHistogram:
     """Counts of finite values in equal bins over [-limit, limit]; the limit doubles at need.
 
-    `importance`: of an error in each channel, which is the last axis of the values; None where all
-    channels are the same.
+    `importance`: the weight of an error in each channel, which is the last axis of the values; None
+    where all channels are the same.
     """
 
     def __init__(self, importance: np.ndarray | None = None) -> None:
@@ -46,7 +44,7 @@ class TensorHistogram:
         self.channel_peaks = np.zeros(0 if importance is None else len(importance), np.float32)
 
     def add(self, values: np.ndarray) -> tuple[float, float]:
-        """Count the finite float32 `values`, of any shape; the least and the largest of all.
+        """Count the finite float32 `values`, of any shape; return the least and the largest.
 
         Both are NaN where one value is.
         """
@@ -75,13 +73,13 @@ class TensorHistogram:
         for start in range(0, flat.size, chunk):
             scaled = flat[start : start + chunk] * per_bin
             scaled += np.float32(_SIDE)
-            places = scaled.astype(np.intp)  # as bincount wants them
+            places = scaled.astype(np.intp)  # bincount wants this type
             self.counts += _count_values(places)
             if repeated is not None:
                 self.weighted += _count_values(places, repeated[: len(places)])
 
     def percentile(self, share: float = PERCENTILE) -> tuple[float, float]:
-        """Ends of the middle `share` per cent, to a bin."""
+        """Return the ends of the middle `share` per cent, to a bin."""
         tail = self.counts.sum() * (100 - share) / 200
         edges = np.linspace(-self.limit, self.limit, 2 * _SIDE + 1)
         low = int(np.argmax(np.cumsum(self.counts) > tail))
@@ -89,7 +87,7 @@ class TensorHistogram:
         return min(float(edges[low]), 0.0), max(float(edges[high]), 0.0)
 
     def least_divergence(self) -> float:
-        """The peak at which INT8's steps keep most of the distribution's information.
+        """Return the peak at which INT8's steps keep most of the distribution's information.
 
         The threshold whose 128 levels have the least Kullback-Leibler divergence from the clipped
         distribution: S. Migacz, "8-bit Inference with TensorRT", GTC 2017.
@@ -103,7 +101,7 @@ class TensorHistogram:
         return self.limit * min(best, last) / _COARSE
 
     def least_error(self) -> float:
-        """The peak at which INT8's rounding and clipping add up to the least squared error.
+        """Return the peak at which INT8's rounding and clipping add up to the least squared error.
 
         Rounding costs a twelfth of a squared step, and no more than the value itself.
         """
@@ -112,7 +110,7 @@ class TensorHistogram:
         return self.limit * float(min(tops, key=lambda top: _squared_error(mass, top)))
 
     def gains(self, safe: float, least: float) -> bool:
-        """Whether INT8 in [-least, least] makes much less squared error than in [-safe, safe].
+        """Return whether [-least, least] makes much less squared INT8 error than [-safe, safe].
 
         Clipping for less may cut off what matters most at the outputs, which a tensor's own error
         does not show.
@@ -123,7 +121,7 @@ class TensorHistogram:
         return errors[0] > WORTH_CLIPPING * errors[1]
 
     def _mass(self) -> np.ndarray:
-        """The weight of each magnitude, smallest first."""
+        """Return the weight of each magnitude, smallest first."""
         counts = self.weighted if self.weighted.any() else self.counts
         mass: np.ndarray = (counts[_SIDE:] + counts[_SIDE - 1 :: -1]).astype(np.float64)
         mass[0] = 0.0  # zeros, of Relu or padding, are exact at any scale
@@ -141,7 +139,7 @@ class TensorHistogram:
 
 
 def _squared_error(mass: np.ndarray, top: float) -> float:
-    """`top`: the largest value that is kept, where the last bin ends at 1."""
+    """Return INT8's squared error. `top`: the largest value kept, where the last bin ends at 1."""
     values = (np.arange(_SIDE) + 0.5) / _SIDE
     rounded = np.minimum(values, top / (_LEVELS - 1) / math.sqrt(12))
     return float(mass @ np.where(values < top, rounded, values - top) ** 2)
@@ -152,14 +150,14 @@ def _ends(values: np.ndarray) -> tuple[float, float]:
 
 
 def _count_values(places: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """What falls into each bin; the peak itself, at the end of the last, is of that."""
+    """Count the values in each bin; the peak itself belongs to the last one."""
     found: np.ndarray = np.bincount(places, weights, 2 * _SIDE + 1)
     found[-2] += found[-1]
     return found[:-1]
 
 
 def _divergences(bins: np.ndarray, cuts: np.ndarray) -> np.ndarray:
-    """KL divergence of the first bins, those above clipped, from 128 levels; for each of `cuts`."""
+    """Return the KL divergence of 128 levels from the bins clipped at each of `cuts`."""
     parts = (bins, bins > 0, _x_log_x(bins))
     sums, there, information = (np.cumsum([0, *each]) for each in parts)
     edges = cuts[:, None] * np.arange(_LEVELS + 1) // _LEVELS
@@ -167,7 +165,7 @@ def _divergences(bins: np.ndarray, cuts: np.ndarray) -> np.ndarray:
     clipped, top = total - inside, bins[cuts - 1]
     held, filled = np.diff(sums[edges]), np.diff(there[edges])
     filled[:, -1] += (top == 0) & (clipped > 0)
-    # what was clipped into an empty level: as if a tenth of a value had been there
+    # Values clipped into an empty level count as if a tenth of a value had been there.
     share = held / np.maximum(filled, 1) / np.maximum(inside, 1)[:, None]
     share = np.maximum(share, 0.1 / total)
     held[:, -1] += clipped
@@ -198,7 +196,7 @@ def channel_axis(node: onnx.NodeProto, rank: int) -> int | None:
 
 
 def transposed(node: onnx.NodeProto) -> bool:
-    """Whether a Gemm stores its weight as [outputs, inputs]."""
+    """Return whether a Gemm stores its weight as [outputs, inputs]."""
     return any(a.name == "transB" and a.i for a in node.attribute)
 
 
@@ -232,7 +230,7 @@ def int8_steps(values: np.ndarray, scale: np.ndarray, axis: int | None) -> np.nd
 def fp8_numbers(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """`values` / `scale` as E4M3 without infinity (ONNX's FLOAT8E4M3FN), rounded to even.
 
-    What is above 448 becomes 448: P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
+    Values above 448 become 448: P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
     """
     found = np.empty(values.shape, FP8)
     for part in _rows(values):

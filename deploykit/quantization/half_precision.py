@@ -31,10 +31,9 @@ if TYPE_CHECKING:
     from deploykit.quantization.calibrate import Range
 
 
-# Find the floats that count: positions, lengths and sizes, which half precision would round.
-#
-# float16 holds integers up to 2048, bfloat16 up to 256. Values computed from integers and constants
-# alone are followed until they meet activations; from there on they are as coarse as these.
+# Half precision would round positions, lengths and sizes: float16 holds integers up to 2048,
+# bfloat16 up to 256. Values computed from integers and constants alone are followed until they meet
+# activations; from there on they are as coarse as these.
 
 _FLOATS = frozenset((TensorProto.FLOAT, TensorProto.DOUBLE))
 # uint8 and int8 are exact in either half type: bytes of an image are no indices
@@ -49,7 +48,7 @@ _ARITHMETIC = _COMPARISONS | {
     *("Tile", "Slice", "Gather", "GatherND", "GatherElements", "Concat", "Split", "Pad", "Trilu"),
     *("ReduceSum", "ReduceMax", "ReduceMin", "Range", "ConstantOfShape", "Constant"),
 }
-_PRODUCTS = frozenset(("MatMul", "Einsum"))  # of positions and frequencies
+_PRODUCTS = frozenset(("MatMul", "Einsum"))  # they multiply positions by frequencies
 _EXACT = 2.0**24  # the integers that float32 itself holds
 _MOST = 1 << 20  # elements; a larger constant is a weight
 # operator -> the float inputs that are coordinates or sizes
@@ -59,7 +58,7 @@ _ENDS = {"Range": (0, 1, 2), "Resize": (1, 2), "GridSample": (1,)}
 def index_nodes(
     editor: Editor, types: Mapping[str, int], rounded: Callable[[np.ndarray], np.ndarray]
 ) -> set[str]:
-    """Names of nodes that compute indices or lengths in float32. `rounded`: as the half type."""
+    """Names of nodes that compute indices or lengths in float32. `rounded`: to the half type."""
     nodes = list(editor.graph.node)
     indices, constants = _integral_constants(editor, types, rounded), set(editor.constants)
     shapes = _shapes(editor)
@@ -109,7 +108,7 @@ def _to_integer(node: onnx.NodeProto) -> bool:
 
 
 def _follows(node: onnx.NodeProto, shapes: Mapping[str, list[int]]) -> bool:
-    """Whether what `node` makes of indices still is one: no weights are mixed in."""
+    """Return whether `node` makes indices of indices: no weights are mixed in."""
     if node.op_type == "Einsum":
         letters, _, kept = helper.get_node_attr_value(node, "equation").decode().partition("->")
         return set(letters) <= {*kept, *", "}
@@ -141,20 +140,19 @@ def _integral_constants(
 
 
 def _shapes(editor: Editor) -> dict[str, list[int]]:
-    """The sizes of tensors' axes, 0 where one is not fixed."""
+    """Return the sizes of tensors' axes, 0 where one is not fixed."""
     found = {name: list(tensor.dims) for name, tensor in editor.constants.items()}
     for value in (*editor.graph.value_info, *editor.graph.input):
         found.setdefault(value.name, [d.dim_value for d in value.type.tensor_type.shape.dim])
     return found
 
 
-# Clamp the constants that mask attention, -3.4e38 as a rule, to what float16 holds.
-#
-# exp() of either is 0. With -infinity instead, a row that is masked as a whole would become NaN.
+# Constants that mask attention, usually -3.4e38, are clamped to what float16 holds: exp() of either
+# is 0. With -infinity instead, a row that is masked as a whole would become NaN.
 
-MASK = -1e30  # what is below has no meaning but to mask
+MASK = -1e30  # smaller values can only be masks
 _BOUNDS = frozenset(("Clip", "Max", "Min"))  # a constant there bounds values
-# what is masked ends here: as zeros, or as a truth value
+# A mask ends at these operators: as zeros, or as a boolean.
 _ENDS_MASKS = {
     *("Softmax", "Exp", "Sigmoid", "ReduceLogSumExp", "Attention", "Equal", "Less"),
     *("LessOrEqual", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "ArgMax"),
@@ -162,7 +160,7 @@ _ENDS_MASKS = {
 
 
 def clamp_masks(editor: Editor, types: Mapping[str, int], to: float) -> dict[str, int]:
-    """Replace what is below -1e30 in constants by `to`; returns the types of new constants.
+    """Replace values below -1e30 in constants by `to`; returns the types of new constants.
 
     Nothing is replaced where a bound of Clip is such a constant, or a mask reaches an output.
     """
@@ -191,7 +189,7 @@ def clamp_masks(editor: Editor, types: Mapping[str, int], to: float) -> dict[str
 
 
 def _attributes(node: onnx.NodeProto) -> dict[int, np.ndarray]:
-    """The float constants that a Constant or ConstantOfShape holds, by place."""
+    """Return the float constants that a Constant or ConstantOfShape holds, by place."""
     return {
         place: numpy_helper.to_array(each.t)
         if each.HasField("t")
@@ -202,7 +200,7 @@ def _attributes(node: onnx.NodeProto) -> dict[int, np.ndarray]:
 
 
 def _escapes(graph: onnx.GraphProto, stored: set[str], held: set[str]) -> bool:
-    """Whether a mask is a bound, or is still one where a graph ends."""
+    """Return whether a mask is a bound, or reaches an output of a graph."""
     masks = set(stored)
     for node in graph.node:
         inner = [n for body in subgraphs(node) for n in all_nodes(body)]
@@ -224,7 +222,7 @@ def _clamp(values: np.ndarray, to: float) -> np.ndarray:
 
 
 LARGEST = precision.BY_NAME["fp16"].max_stored
-# Calibration sees a sample: what a model meets later may well be twice as large.
+# Calibration sees only a sample: values that a model meets later may be twice as large.
 GUARD = LARGEST / 2
 SMALLEST = 2.0**-25  # smaller values are rounded to 0
 
@@ -250,7 +248,7 @@ class _Half:
             return values.astype(helper.tensor_dtype_to_np_dtype(self.kind))
 
     def rounded(self, values: np.ndarray) -> np.ndarray:
-        """In float32, as this type holds them."""
+        """Return the values in float32, rounded to this type."""
         return self.stored(values).astype(np.float32)
 
 
@@ -267,17 +265,17 @@ def to_half(
     *,
     keep_float32: Collection[str] = (),
 ) -> tuple[Graph, tuple[str, ...]]:
-    """The graph in `to`, "fp16" or "bf16", and the names of nodes that the guard kept in float32.
+    """Return the graph in `to`, "fp16" or "bf16", and the nodes that the guard kept in float32.
 
     In float16 a node stays float32 if a tensor or weight that it reads or writes came above half of
     65504, or would become 0 as a whole (an epsilon of 1e-12); without `ranges` only weights are
     looked at. A Q/DQ node stays float32 if its scale loses more than an INT8 step does. So do,
     without being named, nodes in `keep_float32`, operators that ONNX does not define for the type,
-    bodies of If and Loop, arithmetic of indices and lengths, and what decodes boxes. For bfloat16
-    the newest definition counts: TensorRT takes a bfloat16 Conv in any opset, ONNX defines it from
-    22 on. A model with pairs is raised to opset 19 for their scales. `source` is left as it is.
-    Raises BadInput if it computes nothing in float32, something in a half type already, or cannot
-    be raised.
+    bodies of If and Loop, arithmetic of indices and lengths, and nodes that decode boxes. For
+    bfloat16 the newest definition counts: TensorRT takes a bfloat16 Conv in any opset, ONNX defines
+    it from 22 on. A model with pairs is raised to opset 19 for their scales. `source` is left as it
+    is. Raises BadInput if it computes nothing in float32, something in a half type already, or
+    cannot be raised.
     """
     half = _HALVES[to]
     editor = Editor(source)
@@ -375,7 +373,7 @@ class _Writer:
         self.nodes.append(self.editor.node("Cast", [source], target, to=to))
 
     def _write_value_info(self) -> None:
-        """Types and shapes of the half tensors, from those of their twins."""
+        """Write the types and shapes of the half tensors, from those of their twins."""
         graph = self.editor.graph
         known = {value.name: value for value in (*graph.value_info, *graph.input, *graph.output)}
         for name in [name for node in self.nodes for name in node.output]:
@@ -428,7 +426,7 @@ def _precise(scale: np.ndarray, half: _Half) -> bool:
 def _names_to_guard(
     editor: Editor, ranges: Mapping[str, Range], types: Mapping[str, int]
 ) -> set[str]:
-    """Names of nodes that float16 cannot hold."""
+    """Return the names of nodes that float16 cannot hold."""
     graph = editor.graph
     unfit = {name for name, seen in ranges.items() if not _holds(_finite_peak(seen))}
     for name in editor.constants:
@@ -441,19 +439,19 @@ def _names_to_guard(
 
 
 def _holds(peak: float) -> bool:
-    """Whether float16 holds values up to `peak`, and more than zeros of them."""
+    """Return whether float16 holds values up to `peak`, and does not round all of them to 0."""
     return peak == 0 or SMALLEST < peak <= GUARD
 
 
 def _finite_peak(seen: Range) -> float:
-    """A low end below -1e30 is a mask: the high end decides."""
+    """Return the peak; a low end below -1e30 is a mask, so that the high end decides."""
     if seen.low >= MASK:
         return seen.peak
     return abs(seen.high) if seen.high > MASK else 0.0
 
 
 def _attribute_peaks(node: onnx.NodeProto) -> Iterator[float]:
-    """The largest values of the float constants that a Constant or ConstantOfShape holds."""
+    """Yield the largest values of the float constants that a Constant or ConstantOfShape holds."""
     for attribute in node.attribute:
         if attribute.t.data_type == _FLOAT:
             yield _largest(numpy_helper.to_array(attribute.t))
@@ -462,7 +460,7 @@ def _attribute_peaks(node: onnx.NodeProto) -> Iterator[float]:
 
 
 def _largest(array: np.ndarray) -> float:
-    """The largest absolute value, -infinity left out: it masks."""
+    """Return the largest absolute value, -infinity left out: it masks."""
     low, high = float(array.min(initial=0.0)), float(array.max(initial=0.0))
     if low == -np.inf:
         low = float(array.min(initial=0.0, where=array != -np.inf))
@@ -470,7 +468,7 @@ def _largest(array: np.ndarray) -> float:
 
 
 def _retype(node: onnx.NodeProto, attribute: onnx.AttributeProto, half: _Half) -> None:
-    """Attributes that name or hold float32: Cast's `to`, `dtype`, the value of a Constant."""
+    """Replace float32 in an attribute: Cast's `to`, `dtype`, the value of a Constant."""
     if attribute.name in ("to", "dtype", "output_dtype") and attribute.i == _FLOAT:
         attribute.i = half.kind
     elif attribute.HasField("t") and attribute.t.data_type == _FLOAT:

@@ -60,8 +60,8 @@ class QuantizeRequest:
 class Job:
     """One model to convert: its graph, its data, and the metric that it is evaluated by.
 
-    `metric`: None without labels. `scales`: before a calibrator is chosen. `batch_size`: of one
-    call.
+    `metric`: None without labels. `scales`: those before a calibrator is chosen. `batch_size`:
+    samples per call.
     """
 
     model: Artefact
@@ -82,7 +82,7 @@ class Job:
         return self.test or self.calib
 
     def scales_for(self, to: str, folder: Path) -> Scales:
-        """The scales that precision `to` is written from. `folder`: for temporary files."""
+        """Return the scales that precision `to` is written from. `folder`: for temporary files."""
         if BY_NAME[to].writer != PAIRS or self.calib is None:
             return self.scales
         from deploykit.quantization.scales import choose_scales
@@ -99,7 +99,7 @@ class Job:
     def convert(
         self, scales: Scales, to: str, other_nodes: str, keep_float32: Collection[str] = ()
     ) -> tuple[Graph, list[str]]:
-        """The graph in precision `to`, except the nodes in `keep_float32`, and notes."""
+        """Return the graph in precision `to`, except the nodes in `keep_float32`, and notes."""
         from deploykit.quantization.convert import convert
 
         converted, kept = convert(
@@ -130,7 +130,7 @@ class Job:
         evaluation: Evaluation | None = None,
         search: SearchRecord | None = None,
     ) -> Evidence:
-        """The evidence of a graph that was written from `scales`."""
+        """Return the evidence of a graph that was written from `scales`."""
         return Evidence(
             parity=evaluation.parity if evaluation else None,
             accuracy=evaluation,
@@ -185,7 +185,7 @@ def calibration_record(
 
 
 def _check_labels(request: QuantizeRequest, test: Samples | None) -> bool:
-    """Whether there are labels.
+    """Return whether there are labels.
 
     Raises BadInput where a metric has none, or where even equal answers could not pass.
     """
@@ -222,7 +222,7 @@ def open_both(job: Job, converted: Graph) -> Iterator[tuple[Engine, Engine]]:
     """Open the float32 model and `converted` as engines on the CPU."""
     with (
         tempfile.TemporaryDirectory(dir=converted.path.parent, prefix=".rounded.") as folder,
-        open_graph(job.request.runtime, converted, Path(folder)) as candidate,  # needs the most
+        open_graph(job.request.runtime, converted, Path(folder)) as candidate,  # needs most memory
         load(job.model, "cpu") as reference,
     ):
         yield reference, candidate
@@ -239,7 +239,7 @@ def evaluate_engines(
     Args:
         job: gives the samples, the metric and the bound.
         reference, candidate: the two engines.
-        name: of the candidate, for tables and errors.
+        name: what tables and errors call the candidate.
     """
     known = job.scales.calibration.every_output if job.scales.calibration else {}
     if job.calib is not None and job.samples is job.calib and known:

@@ -27,13 +27,13 @@ from deploykit.quantization.qdq import RANGES_KEY, to_pairs
 from deploykit.quantization.qdq_placement import MOVES, operators, place_pairs, quantizable_nodes
 
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
-_SILU_TURNS = -1.278  # where SiLU is least; from there it rises
+_SILU_TURNS = -1.278  # the minimum of SiLU is here; it rises after it
 
 
 def move_pairs(source: Graph, runtime: str) -> Graph | None:
-    """The graph with its INT8 pairs placed for `runtime`; None where it does not hold the ranges.
+    """Return the graph with its INT8 pairs placed for `runtime`; None where it lacks the ranges.
 
-    Nodes that were left in float32 stay so.
+    Nodes in float32 stay in float32.
     """
     ranges = _read_ranges(source)
     if ranges is None or not _float32_around(source):
@@ -49,7 +49,7 @@ def move_pairs(source: Graph, runtime: str) -> Graph | None:
 class Moved:
     """A graph whose pairs were placed anew.
 
-    `unknown`: tensors that stay float because the pairs say nothing of their range.
+    `unknown`: tensors that stay float because the pairs do not show their range.
     """
 
     graph: Graph
@@ -61,10 +61,10 @@ def move_foreign_pairs(
     runtime: str,
     measure: Callable[[Graph], Mapping[str, Range]] | None = None,
 ) -> Moved | None:
-    """As `move_pairs`, for a graph of another tool; None for one that is not INT8 in float32.
+    """Do as `move_pairs` for a graph of another tool; None for one that is not INT8 in float32.
 
-    A tensor whose range does not follow from the scales of the graph has that which `measure` finds
-    in the graph without pairs; without `measure` it stays float.
+    A tensor whose range does not follow from the scales of the graph gets the one that `measure`
+    finds in the graph without pairs; without `measure` it stays float.
     """
     if not _float32_around(source):
         return None
@@ -85,7 +85,7 @@ def move_foreign_pairs(
 
 
 def _read_ranges(source: Graph) -> dict[str, Range] | None:
-    """What `to_pairs` recorded; None where there is nothing, or not as it wrote it."""
+    """Read the ranges that `to_pairs` recorded; None where they are missing or malformed."""
     entries = {entry.key: entry.value for entry in source.model.metadata_props}
     try:
         found = json.loads(entries[RANGES_KEY])
@@ -111,7 +111,7 @@ class _Plain:
 
 
 def _without_pairs(source: Graph, runtime: str) -> _Plain | None:
-    """None where something but a pair reads integers, or a scale is computed or no float32."""
+    """Remove pairs; None if another node reads integers, or a scale is computed or not float32."""
     editor = Editor(source)
     fold(editor)
     quantized = {
@@ -160,7 +160,7 @@ def _without_pairs(source: Graph, runtime: str) -> _Plain | None:
 def _dequantize(
     editor: Editor, node: onnx.NodeProto, quantize: onnx.NodeProto | None
 ) -> np.ndarray:
-    """What a DequantizeLinear makes of a constant, or of one that was quantized just before."""
+    """Return the constant behind a DequantizeLinear, which may have been quantized just before."""
     scale, zero = _parameters(editor, node)
     values = editor.array((quantize or node).input[0])
     shape = [1] * values.ndim
@@ -185,7 +185,7 @@ def _parameters(editor: Editor, node: onnx.NodeProto) -> tuple[np.ndarray, np.nd
 
 
 def _range_of_pair(editor: Editor, node: onnx.NodeProto) -> Range:
-    """The numbers that a tensor's pair can hold; from -127 where its zero is 0."""
+    """Return the numbers that a tensor's pair can hold; from -127 where its zero is 0."""
     scale, zero = _parameters(editor, node)
     step, shift, held = float(scale.max()), float(zero.max()), np.iinfo(zero.dtype)
     least = -127 if held.min < 0 and shift == 0 else held.min - shift
@@ -193,9 +193,9 @@ def _range_of_pair(editor: Editor, node: onnx.NodeProto) -> Range:
 
 
 def _follow(plain: _Plain, runtime: str) -> tuple[dict[str, Range], Mapping[str, str]]:
-    """The ranges of the tensors that need a scale for `runtime`, as far as they follow.
+    """Return the ranges of tensors that need a scale for `runtime`, as far as they follow.
 
-    And each of these with the one whose scale it shares.
+    The second mapping gives, for each of these tensors, the one whose scale it shares.
     A pair clips what it holds, so what is clipped after an operator may be clipped before it, where
     nothing else reads it.
     """
@@ -232,7 +232,7 @@ def _follow(plain: _Plain, runtime: str) -> tuple[dict[str, Range], Mapping[str,
 
 
 def _bounds(editor: Editor, node: onnx.NodeProto | None) -> tuple[float, float]:
-    """What an activation's result lies between."""
+    """Return the bounds of an activation's result."""
     if node is None or node.op_type not in ("Relu", "Sigmoid", "Clip"):
         return -np.inf, np.inf
     ends = [0.0, np.inf] if node.op_type != "Clip" else [-np.inf, np.inf]
@@ -243,7 +243,7 @@ def _bounds(editor: Editor, node: onnx.NodeProto | None) -> tuple[float, float]:
 
 
 def _before(kind: str, out: Range, other: Range | None, *, gated: bool) -> Range | None:
-    """What an input of an operator may be clipped to if its result is clipped to `out`."""
+    """Return what an operator's input may be clipped to if its result is clipped to `out`."""
     if kind in ("Concat", "Relu", "Clip") or kind in MOVES:
         return out
     if kind == "Add" and other is not None:
@@ -252,7 +252,7 @@ def _before(kind: str, out: Range, other: Range | None, *, gated: bool) -> Range
 
 
 def _before_silu(out: Range) -> Range:
-    """What x may be where x * sigmoid(x) is in `out`; to the left of its minimum, a usual peak."""
+    """Return the range of x for x * sigmoid(x) in `out`; left of its minimum, a usual peak."""
     x = np.linspace(_SILU_TURNS, out.high + 1.3, 4096)
     y = x / (1 + np.exp(-x))
     high = float(np.interp(out.high, y, x))

@@ -39,7 +39,7 @@ from deploykit.quantization.qdq_placement import (
     quantizable_nodes,
 )
 
-RANGES_KEY = "deploykit.int8_ranges"  # of a graph's metadata: {tensor: [low, high]}
+RANGES_KEY = "deploykit.int8_ranges"  # key in a graph's metadata: {tensor: [low, high]}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def to_pairs(
     runtime: str = "tensorrt",
     keep_float32: Collection[str] = (),
 ) -> Graph:
-    """The graph with pairs of `to`, "int8" or "fp8", for `runtime`, "tensorrt" or "onnxruntime".
+    """Return the graph with pairs of `to` (int8, fp8) for `runtime` (tensorrt, onnxruntime).
 
     INT8: symmetric weights, one scale per output channel, max|w| / 127, and one scale per input
     tensor, peak / 127 of the calibration's `clipped`; for ONNX Runtime the whole range over 255
@@ -87,7 +87,7 @@ def to_pairs(
 
 
 def _record_ranges(editor: Editor, calibration: Calibration, keep_float32: Collection[str]) -> None:
-    """Into the metadata: what `move_pairs` needs to place the pairs for ONNX Runtime."""
+    """Record in the metadata what `move_pairs` needs to place the pairs for ONNX Runtime."""
     scaled = place_pairs(editor, "onnxruntime", keep_float32=keep_float32).scaled
     wanted = {*scaled, *scaled.values()}
     seen = {name: calibration.clipped[name] for name in wanted & set(calibration.clipped)}
@@ -99,7 +99,7 @@ def _record_ranges(editor: Editor, calibration: Calibration, keep_float32: Colle
 
 
 def quantizable(source: Graph, runtime: str, to: str = "int8") -> tuple[str, ...]:
-    """Names of the nodes that `to_pairs` quantizes if no value is infinite."""
+    """Return the names of the nodes that `to_pairs` quantizes if no value is infinite."""
     editor = edit_float32(source)
     places = quantizable_nodes(editor, operators(runtime, to))
     return tuple(editor.graph.node[n].name for n in places)
@@ -149,8 +149,8 @@ class _Writer:
     ) -> Graph:
         """Rewire what the chosen nodes read.
 
-        `chained`: also what nodes not in `keep_float32` read, so that ONNX Runtime sees `DQ op Q`;
-        with zero points, and the bias in integers.
+        `chained`: for ONNX Runtime, also rewire what nodes not in `keep_float32` read (`DQ op Q`),
+        with zero points and the bias in integers.
         """
         # ONNX Runtime's x86 kernels take UINT8: it converts INT8, but not a tensor read twice
         self.stored = np.uint8 if chained else np.int8
@@ -208,7 +208,7 @@ class _Writer:
         return self.done[name, axis]
 
     def _quantize(self, name: str, axis: int | None) -> Stored:
-        """The scale and the numbers of a weight, which no calibrator changes."""
+        """Return the scale and the numbers of a weight, which no calibrator changes."""
         shared, key = self.calibration.weights, (name, axis, self.max_stored)
         if shared is not None and key in shared:
             return shared[key]

@@ -1,4 +1,4 @@
-"""Where pairs go: which nodes compute in 8 bits, and which tensors get a scale.
+"""Decide where pairs go: which nodes compute in 8 bits, and which tensors get a scale.
 
 TensorRT wants scales on what quantized nodes read, and on what is added to a convolution's result;
 ONNX Runtime has integer kernels for a chain of nodes only if the tensors between have scales too.
@@ -20,11 +20,9 @@ from deploykit.graph.edit import Editor, fold
 from deploykit.graph.graph import Graph, opset
 from deploykit.graph.skeleton import all_nodes, read_names
 
-# Find the nodes that decode and choose boxes: coordinates in pixels, which few bits would move.
-
 _PRODUCTS = frozenset(("Conv", "ConvTranspose", "Gemm", "MatMul"))
 _CHOOSES = "NonMaxSuppression"
-_OUTPUT = "boxes"  # how the names of such outputs end, of detectors without NMS as well
+_OUTPUT = "boxes"  # ends the names of box outputs, of detectors without NMS too
 
 
 def box_nodes(graph: onnx.GraphProto) -> set[str]:
@@ -53,7 +51,7 @@ def box_nodes(graph: onnx.GraphProto) -> set[str]:
 def _reached(
     first: Iterable[onnx.NodeProto], around: Callable[[onnx.NodeProto], list[onnx.NodeProto]]
 ) -> set[str]:
-    """Names of `first` and of all that is around them, up to a product."""
+    """Return the names of `first` and of all that is around them, up to a product."""
     left, found = list(first), set[str]()
     while left:
         node = left.pop()
@@ -68,7 +66,7 @@ _QUANTIZED = frozenset(
 )
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
 _ACTIVATIONS = frozenset(("Relu", "Clip"))
-# What ONNX Runtime runs on INT8: these move values and keep their scale ...
+# ONNX Runtime runs these on INT8: they move values and keep their scale ...
 MOVES = frozenset(
     word
     for line in (
@@ -97,7 +95,7 @@ class Placement:
 
 
 def operators(runtime: str, to: str = "int8") -> tuple[str, ...]:
-    """The operators with weights that `runtime` computes in `to`, "int8" or "fp8".
+    """Return the operators with weights that `runtime` computes in `to`, "int8" or "fp8".
 
     ONNX Runtime's CPU has no 8-bit ConvTranspose, and NVIDIA's own quantizer leaves it out of FP8.
     """
@@ -106,7 +104,7 @@ def operators(runtime: str, to: str = "int8") -> tuple[str, ...]:
 
 
 def quantizable_nodes(editor: Editor, kinds: Collection[str]) -> list[int]:
-    """Places of the nodes of these operators that read an activation and float32 weights."""
+    """Return places of the nodes of these operators that read an activation and float32 weights."""
     return [
         n for n, node in enumerate(editor.graph.node) if _quantizable(node, kinds, editor.constants)
     ]
@@ -120,7 +118,7 @@ def place_pairs(
     keep_float32: Collection[str] = (),
     holds: Callable[[str], bool] = lambda _: True,
 ) -> Placement:
-    """The placement of `to` for `runtime`; nodes named in `keep_float32` stay as they are.
+    """Place pairs of `to` for `runtime`; nodes named in `keep_float32` stay as they are.
 
     `holds`: whether a scale can hold a tensor, given its name.
     """
@@ -188,9 +186,9 @@ def _moves(node: onnx.NodeProto) -> bool:
 
 
 def _residuals(editor: Editor, chosen: set[int]) -> dict[int, int]:
-    """Each Add of a chosen convolution's result -> its other input, the one of the shorter path."""
+    """Map each Add of a chosen convolution's result to its other input, of the shorter path."""
     reads = Counter([*read_names(editor.graph), *(value.name for value in editor.graph.output)])
-    depth: dict[str, int] = {}  # of a tensor: nodes on the longest path to it
+    depth: dict[str, int] = {}  # tensor -> number of nodes on the longest path to it
     fused: set[str] = set()
     found = {}
     for number, node in enumerate(editor.graph.node):
@@ -231,7 +229,7 @@ def _spread(  # noqa: C901 - the kernels of ONNX Runtime, one rule each
         return str(after[0].output[0]) if fused else out
 
     def writes_floats(kind: str, out: str) -> bool:
-        """Whether it runs in the kernel that reads integers and writes floats, with no scale."""
+        """Return whether its kernel reads integers and writes floats, with no scale."""
         after = readers.get(out, [])
         if kind == "MatMul" and ranks.get(out, 2) == 2 and any(n.op_type == "Add" for n in after):
             return False  # ONNX Runtime would make a Gemm of float32 of the two
@@ -250,7 +248,7 @@ def _spread(  # noqa: C901 - the kernels of ONNX Runtime, one rule each
                 scaled[each] = scaled[inputs[0]]
             continue
         if node.op_type == "Concat" and out in scaled and scaled.keys() & set(inputs):
-            # it is quantized after: before, a part that is float can be too
+            # If a Concat's result is quantized, each part that is float can be quantized before it.
             alone = [name for name in inputs if len(readers[name]) == 1 and name not in outputs]
             alone = [name for name in alone if name not in editor.constants and holds(name)]
             scaled.update((name, name) for name in alone if name not in scaled)

@@ -143,7 +143,7 @@ def check_quantize_options(request: QuantizeRequest) -> None:
 def write_graph(job: Job, tmp: Path, name: str, on_progress: Progress) -> tuple[Graph, Evidence]:
     """Write the graph in the requested precision to `tmp`; return it with its evidence.
 
-    Only `auto` has evaluated it by then. `name`: of the file to be, for tables and errors.
+    Only `auto` has evaluated it by then. `name`: what tables and errors call the file.
     """
     to = job.request.to
     if to == "auto":

@@ -29,7 +29,7 @@ from deploykit.quantization.calibrate import Calibration, calibrate
 from deploykit.quantization.convert import convert
 from deploykit.quantization.smoothquant import smooth
 
-# Samples to choose on: an eighth of them, and more as long as a calibrator costs fewer operations
+# The choice uses an eighth of the samples, and more as long as a calibrator costs fewer operations
 LEAST_SHARE, OPERATIONS = 1 / 8, 1e11
 # A calibrator must gain a quarter of a decibel on the first few samples, or it is dropped.
 FEW, WORTH = 8, 0.06
@@ -43,7 +43,7 @@ Batches: TypeAlias = list[tuple[Arrays, list[np.ndarray]]]  # inputs, and the mo
 
 @dataclass(frozen=True)
 class Scales:
-    """What a precision is written from: the graph, smoothed or as it is, and its calibration."""
+    """The graph, smoothed or not, and the calibration that a precision is written from."""
 
     graph: Graph
     calibration: Calibration | None = None
@@ -60,7 +60,7 @@ def choose_scales(
     other_nodes: str,
     folder: Path,
 ) -> Scales:
-    """Return `scales` with what makes the least noise at the outputs in precision `to`.
+    """Return `scales` with the calibrator and smoothing that make the least noise in `to`.
 
     Args:
         scales: calibrated on `samples`, with outputs for the batches of `places_to_choose_on`.
@@ -91,7 +91,7 @@ def choose_scales(
         if not names or not trials.computes_the_same(graph):
             return best
         again = calibrate(graph, samples)
-        again = replace(again, every_output=calibration.every_output)  # of the model itself
+        again = replace(again, every_output=calibration.every_output)  # outputs of the model itself
         record = scales.record and replace(scales.record, smoothed=names)
         smoothed, less = trials.choose(Scales(graph, again, record, scales.notes), again)
         return smoothed if _gains(noise, less) else best
@@ -110,7 +110,7 @@ class _Trials:
     def choose(self, scales: Scales, calibration: Calibration) -> tuple[Scales, np.ndarray]:
         """Choose the first calibrator, or the one that is seen to make less noise.
 
-        Also return that noise, of each sample.
+        The second result is the noise of each sample.
         """
         cut, shared = calibration.cut, replace(calibration, weights={})
         twins = {each: next(other for other in cut if cut[other] == cut[each]) for each in cut}
@@ -138,7 +138,7 @@ class _Trials:
         return replace(scales, calibration=calibration.using(best), record=record), noise[best]
 
     def noise(self, scales: Scales, batches: Batches) -> np.ndarray:
-        """The noise of each sample at the outputs with these scales."""
+        """Return the noise of each sample at the outputs with these scales."""
         typed, _ = convert(
             scales.graph,
             self.to,
@@ -155,7 +155,7 @@ class _Trials:
             return _noise(engine, batches)
 
     def computes_the_same(self, graph: Graph) -> bool:
-        """Whether a smoothed graph gives the model's outputs in float32."""
+        """Return whether a smoothed graph gives the model's outputs in float32."""
         saved = graph.save(self.folder / "smoothed.onnx", temporary=True)
         with load(saved.path, "cpu") as engine:
             return bool(_noise(engine, self.batches).mean() <= EQUAL)
@@ -173,7 +173,7 @@ class _Trials:
 def places_to_choose_on(source: Graph, calib: Samples, batch_size: int) -> Iterator[np.ndarray]:
     """Batches of calibration samples, by their numbers, from the beginning to the end of the data.
 
-    The first few are spread over it as well.
+    The first few batches are spread over the data as well.
     """
     least, used = calib.batching(batch_size, source.inputs)
     costs = cost.node_costs(source, axis_sizes(calib, source.inputs, 1))
@@ -193,7 +193,7 @@ def _rows(feeds: Arrays) -> int:
 
 
 def _gains(first: np.ndarray, other: np.ndarray) -> bool:
-    """Whether the other makes less noise by a quarter of a decibel."""
+    """Return whether the other makes less noise by a quarter of a decibel."""
     return bool(other.mean() < (1 - WORTH) * first.mean())
 
 
@@ -214,9 +214,9 @@ def least_noise(noise: Mapping[str, np.ndarray]) -> str:
 
 
 def _noise(engine: Engine, batches: Batches) -> np.ndarray:
-    """Noise energy of each sample by the signal energy in its batch, the mean of floating outputs.
+    """Return each sample's noise energy by its batch's signal energy, averaged over float outputs.
 
-    Where all outputs are integers: the share that differs.
+    Where all outputs are integers, it is the share that differs.
     """
     found = []
     for feeds, wanted in batches:
@@ -238,10 +238,11 @@ def noise_by_row(wanted: np.ndarray, got: np.ndarray, rows: int) -> np.ndarray:
 
 
 def noise_share(wanted: Sequence[np.ndarray], got: Sequence[np.ndarray]) -> float:
-    """Noise energy by signal energy, added up over the outputs.
+    """Return noise energy by signal energy, added up over the outputs.
 
     Places that are not finite in `wanted` are left out; a value that is not where `wanted` is
-    finite makes it infinite. For an integer output: the share that differs. Of another shape: 1.
+    finite makes it infinite. An integer output counts the share that differs, one of another shape
+    counts 1.
     """
     total = 0.0
     for a, b in zip(wanted, got, strict=True):

@@ -1,13 +1,13 @@
 """Precision "auto": search for the cheapest precision that keeps the accuracy.
 
-1. Each level as it is, until one passes: from here on there is something to keep.
+1. Try each level as it is, until one passes: from here on there is something to keep.
 2. A wider one is kept where the passing one is not 5 % cheaper: "FP16 is not worth it here".
 3. The levels that failed are repaired, the widest first: nodes are kept in float32 in order of
    sensitivity per second saved, as long as the model stays 5 % cheaper than the best so far. Their
    number grows 1, 2, 4, 8 until a model passes, then halves back to the fewest that pass: some
-   2 log2(nodes) evaluations. Exact where one more float32 node never makes a passing model fail.
+   2 log2(nodes) evaluations. It is exact if one more float32 node never makes a passing model fail.
 
-Float32 always passes: `best` is None where it is what remains.
+Float32 always passes: `best` is None where only that remains.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a search: the model that is kept, and its step. None: keep float32.
+    """The end of a search: the model that is kept, and its step; None keeps float32.
 
     `record.stopped`: "" if the search came to its end, else "time budget" or "interrupted"; `best`
     is then the cheapest model that had passed.
@@ -113,7 +113,7 @@ def search(
     Args:
         levels: narrowest first, float32 not among them.
         evaluate: decides on a model of a level.
-        float32_cost_s: of the model as it is.
+        float32_cost_s: seconds per call of the model as it is.
         budget: after the first candidate none begins that would end after it, if it took as long as
             the longest before, and at most half of what is left goes into ranking.
         on_step: called after each evaluation. Ctrl-C (KeyboardInterrupt out of any callback) ends
@@ -210,7 +210,7 @@ class _Run:
         self.steps: list[SearchStep] = []
         self.notes: list[str] = []
         self.candidate_began = budget.clock()
-        self.longest_s = 0.0  # of a candidate
+        self.longest_s = 0.0  # the slowest candidate's
 
     def search(self, levels: Sequence[Level]) -> None:
         failed: list[tuple[Level, float]] = []
@@ -224,7 +224,7 @@ class _Run:
             self._repair(level, cost_s)
 
     def _prefer_wider(self, bits: int, levels: Sequence[Level]) -> None:
-        """Give up what passed, of `bits`, for something wider that passes at about that cost."""
+        """Replace the passing level, of `bits`, by a wider one that passes at about that cost."""
         for level in levels:
             if level.bits > bits and self.best is not None:
                 name, narrow_s = self.best.precision, self.best.cost_s
@@ -239,7 +239,7 @@ class _Run:
                 self.best = None
 
     def _repair(self, level: Level, plain_s: float) -> None:
-        """Keep as few nodes in float32 as it passes with, if it is then still worth it."""
+        """Keep the fewest nodes in float32 with which `level` passes, if it is still worth it."""
         rival, rival_s = "float32", self.float32_cost_s
         if self.best is not None:
             rival, rival_s = self.best.precision, self.best.cost_s
@@ -270,7 +270,7 @@ class _Run:
             self.notes.append(f"{level.precision.upper()} fails with {tried}{end}")
 
     def _order(self, level: Level) -> list[str]:
-        """The nodes, worst first; what half of the time left cannot rank comes last."""
+        """Return the nodes, worst first; those that half of the time left cannot rank are last."""
         last, end, longest_s = self.budget.clock(), self.budget.end, 0.0
         until = min(last + (end - last) / 2, end - self.longest_s)
         sensitivity: dict[str, float] = {}
@@ -292,10 +292,10 @@ class _Run:
         kept: Sequence[str] = (),
         worth: Callable[[float], bool] = lambda _: True,
     ) -> tuple[float, bool]:
-        """Make a candidate, and evaluate it where `worth` says so of its cost.
+        """Make a candidate, and evaluate it if `worth` accepts its cost.
 
-        Return its cost, infinite if it cannot be made, and whether it passed. What passes is the
-        best at once: Ctrl-C may come at any time.
+        Return its cost, infinite if it cannot be made, and whether it passed. A candidate that
+        passes is the best at once: Ctrl-C may come at any time.
         """
         self._check_time()
         try:
@@ -338,7 +338,7 @@ class _Run:
 
 
 def _gains(narrow_s: float, wider_s: float) -> bool:
-    """Whether `narrow_s` is LEAST_GAIN or more below `wider_s`."""
+    """Return whether `narrow_s` is LEAST_GAIN or more below `wider_s`."""
     return narrow_s <= (1 - LEAST_GAIN) * wider_s
 
 
@@ -351,7 +351,7 @@ def _comparison(narrow_s: float, wider: str, wider_s: float) -> str:
     if _gains(narrow_s, wider_s):
         return ""
     figures = f"{narrow_s * 1e3:.3g} ms against {wider_s * 1e3:.3g} ms in {wider.upper()}"
-    if wider_s > 0:  # else it computes nothing
+    if wider_s > 0:  # else the model computes nothing
         share = narrow_s / wider_s - 1
         figures += f", {abs(share):.1%} {'more' if share > 0 else 'less'}"
     return f"{figures}; {LEAST_GAIN:.0%} less is asked for"
@@ -360,8 +360,6 @@ def _comparison(narrow_s: float, wider: str, wider_s: float) -> str:
 def _count(nodes: int) -> str:
     return f"{nodes} node" if nodes == 1 else f"{nodes} nodes"
 
-
-# The candidates of one search: each is written, costed and evaluated.
 
 GENERIC_PROFILE = "l4"  # predicts the costs where no profile is named
 COST_BATCH = 8
@@ -384,7 +382,7 @@ def search_precision(
     """Write the cheapest graph that passes to `out`, the model itself where float32 stays.
 
     For ONNX Runtime a cost is measured on this machine's CPU, for TensorRT it is predicted from the
-    peaks of the target. `name`: of the file to be, for tables and errors.
+    peaks of the target. `name`: what tables and errors call the file.
     """
     budget = Budget(time.monotonic())
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".auto.") as folder:
@@ -452,7 +450,7 @@ class _Candidates:
 
     @property
     def ceilings(self) -> Ceilings:
-        """Return those of the target; BadInput for a CPU without figures, which is measured."""
+        """Return the target's ceilings; BadInput for a CPU without figures, which is measured."""
         return Ceilings(self.target.peak_ops_per_s, self.target.bandwidth_bytes_per_s or 0.0)
 
     def levels(self) -> list[Level]:
@@ -483,7 +481,7 @@ class _Candidates:
 
         @cache
         def savings_s() -> Mapping[str, float]:
-            """Seconds that each node saves as predicted; where costs are measured, operations."""
+            """Return predicted seconds that each node saves; operations if costs are measured."""
             float32 = self._costs(self.job.source)
             if self.measured:
                 return {each.name: float(each.flops or 0) for each in float32}
@@ -511,7 +509,7 @@ class _Candidates:
         return self.job.convert(self.scales_for(precision), to, other or "fp32", keep_float32)
 
     def _make(self, precision: str, keep_float32: Collection[str]) -> _Candidate:
-        """The model in `precision` but for the nodes in `keep_float32`, on disk, with its cost."""
+        """Write the model in `precision`, except `keep_float32`, to disk, and find its cost."""
         graph, notes = self._convert(precision, keep_float32)
         self.written += 1
         graph = graph.save(self.folder / f"{self.written}.onnx")
@@ -521,7 +519,7 @@ class _Candidates:
         return cost.node_costs(graph, self.sizes)
 
     def cost_s(self, graph: Graph) -> float:
-        """Seconds of one call at COST_BATCH: measured, or the sum of its nodes' rooflines."""
+        """Return seconds per call at COST_BATCH: measured, or the sum of its nodes' rooflines."""
         if not self.measured:
             return cost.predicted_s(self._costs(graph), self.ceilings)
         feeds = self._feeds(COST_BATCH)
@@ -552,7 +550,7 @@ class _Candidates:
         return Verdict(found.passed, figure, found.describe())
 
     def _outputs(self, graph: Graph) -> list[np.ndarray]:
-        """The outputs of a graph for the samples that sensitivity is measured on."""
+        """Return a graph's outputs for the samples that sensitivity is measured on."""
         feeds = self._feeds(_SENSITIVITY_SAMPLES)
         if graph is self.job.source:
             engine = load(self.job.model, "cpu")
@@ -562,6 +560,6 @@ class _Candidates:
             return list(engine(feeds).values())
 
     def _feeds(self, samples: int) -> dict[str, np.ndarray]:
-        """The first calibration samples; a graph with a fixed batch gets that many."""
+        """Return the first calibration samples; a graph with a fixed batch gets that many."""
         size, _ = self.calib.batching(samples, self.job.source.inputs)
         return next(self.calib.batches(size))

@@ -21,7 +21,7 @@ from deploykit.graph.skeleton import read_names
 from deploykit.quantization.formats import transposed
 from deploykit.quantization.qdq_placement import quantizable_nodes
 
-ALPHA = 0.5  # how much of the difficulty moves into the weights; the paper's
+ALPHA = 0.5  # the paper's share of the difficulty that moves into the weights
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class _Smoothed:
     `alone`: nothing else reads it, so that the factors go into the LayerNorm's own scale and bias.
     """
 
-    name: str  # of the output
+    name: str  # name of the output
     norm: int
     readers: tuple[int, ...]
     alone: bool
@@ -40,7 +40,7 @@ class _Smoothed:
 def smooth(
     source: Graph, channel_peaks: Mapping[str, Sequence[float]]
 ) -> tuple[Graph, tuple[str, ...]]:
-    """The float32 graph with smoothed LayerNorms, and the outputs of those that had outliers.
+    """Return the float32 graph with smoothed LayerNorms, and the outputs of these.
 
     `channel_peaks`: the largest magnitude in each channel of a LayerNorm's output; one that has
     none there is left alone. `source` stays as it is.
@@ -98,7 +98,7 @@ def _find(editor: Editor) -> list[_Smoothed]:
 
 
 def _factors(editor: Editor, readers: Sequence[onnx.NodeProto], peaks: np.ndarray) -> np.ndarray:
-    """What to divide each channel by: sqrt(its peak / that of its weights), a power of two."""
+    """Return each channel's divisor: sqrt(its peak / that of its weights), a power of two."""
     weights = np.zeros_like(peaks)
     for node in readers:
         magnitudes = np.abs(editor.array(node.input[1]))
@@ -110,7 +110,7 @@ def _factors(editor: Editor, readers: Sequence[onnx.NodeProto], peaks: np.ndarra
 
 
 def _by_rows(node: onnx.NodeProto) -> bool:
-    """Whether a weight is [inputs, outputs]; otherwise it is [outputs, inputs]."""
+    """Return whether a weight is [inputs, outputs]; otherwise it is [outputs, inputs]."""
     return node.op_type == "MatMul" or not transposed(node)
 
 

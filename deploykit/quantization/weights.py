@@ -1,4 +1,4 @@
-"""Store the weights of large linear layers in 8 or 4 bits, and compute as before. Needs no data.
+"""Store the weights of large linear layers in 8 or 4 bits, and compute as before, without data.
 
 MatMul and Gemm read such a weight through a DequantizeLinear. A layer that is bound by reading its
 weights (a language model, one row at a time) gets faster by as much as they get smaller; others
@@ -25,7 +25,7 @@ LEAST_ELEMENTS = 1 << 16  # below 256 x 256 a file shrinks by less than its othe
 def to_weight_only(
     source: Graph, to: str = "int8-weight-only", *, least_elements: int = LEAST_ELEMENTS
 ) -> Graph:
-    """The graph with weights of `to`, "int8-weight-only" or "int4-weight-only".
+    """Return the graph with weights of `to`, "int8-weight-only" or "int4-weight-only".
 
     Only those of its large MatMul and Gemm nodes are stored so.
 
@@ -63,7 +63,7 @@ def to_weight_only(
 
 
 def _chosen(editor: Editor, precision: Precision, least_elements: int) -> list[int]:
-    """Places of the nodes whose weights are to be stored in fewer bits."""
+    """Return the places of the nodes whose weights are to be stored in fewer bits."""
     found = []
     for number in quantizable_nodes(editor, ("Gemm", "MatMul")):
         node = editor.graph.node[number]
@@ -78,7 +78,7 @@ def _chosen(editor: Editor, precision: Precision, least_elements: int) -> list[i
 
 
 def _block_of(inputs: int) -> int:
-    """The largest block that divides the number of inputs; 0 where none does."""
+    """Return the largest block that divides the number of inputs; 0 where none does."""
     return next((size for size in _BLOCKS if inputs % size == 0), 0)
 
 
@@ -102,4 +102,4 @@ def _int4(editor: Editor, name: str, out_axis: int) -> onnx.NodeProto:
     return editor.node("DequantizeLinear", [stored, at], out, axis=axis, block_size=size)
 
 
-_WRITERS = {"int8": _int8, "int4": _int4}  # of (editor, weight, axis of the outputs)
+_WRITERS = {"int8": _int8, "int4": _int4}  # called with (editor, weight, axis of the outputs)

@@ -39,10 +39,10 @@ from deploykit.training.options import TrainingOptions, build_from_recipe, read_
 
 @dataclass(frozen=True)
 class DeviceRow(Record):
-    """What training costs on a device; `absent`: why it was not measured.
+    """The cost of training on a device; `absent`: why it was not measured.
 
-    `samples_per_s`: of loader and step, in turns. `run_s`: all epochs at this rate. Of augmentation
-    there are no steps, and `threads` are those that make batches.
+    `samples_per_s`: of loader and step, in turns. `run_s`: all epochs at this rate. A row on
+    augmentation has no steps; its `threads` are those that make batches.
     """
 
     device: str
@@ -86,7 +86,7 @@ def _time_of(count: float, rate: Interval) -> Interval:
 
 @dataclass(frozen=True)
 class DeviceTable(Record):
-    """`crossovers`: what `find_crossovers` gives. `devices`: the version of the document."""
+    """The report. `crossovers`: from `find_crossovers`. `devices`: the version of the document."""
 
     folder: Path
     recipe: str
@@ -121,10 +121,9 @@ def compare_devices(
     """Time steps and batches of `recipe` on the CPU and a GPU, in each precision that they have.
 
     Writes report.json, report.md and report.html into the folder `out`. `batch_size`: the middle
-    one of three; an eighth and four times as much are the others.
-    `augment`: the images too, as `train` does; what augmentation takes on each processor is timed
-    anyway. `compile`: also with torch.compile. Nothing is trained to the end, and no accuracy
-    is measured. Raises BadInput.
+    one of three; an eighth and four times as much are the others. `augment`: change the images, as
+    `train` does; augmentation on each processor is timed anyway. `compile`: use torch.compile.
+    Nothing is trained to the end, and no accuracy is measured. Raises BadInput.
     """
     read = (data, *named_files(recipe))
     place = claim_report(out, read, force=force, keys=("devices", "rows", "articles"))
@@ -306,11 +305,9 @@ def _setup(row: Json) -> tuple[str, str]:
     return f"{'CPU' if row['device'] == 'cpu' else 'GPU'} {row['precision']}", count(row["batch"])
 
 
-# What a training step and its batches cost on each device, in each precision that it has.
-
 _FEWEST, _MOST = 3, 20  # steps of a row
-_LIMIT_S = 10.0  # of the timed steps of a row: a slow one gets fewer
-_ROUNDS = 8  # of batches that are augmented
+_LIMIT_S = 10.0  # limit of a row's timed steps: a slow row gets fewer
+_ROUNDS = 8  # rounds of batches that are augmented
 AUGMENTED = "augmented batches"  # in place of a precision
 PRECISIONS: Mapping[str, tuple[str, ...]] = {
     "cpu": ("float32", "bf16"),
@@ -385,9 +382,9 @@ def time_augmentation(
     batches: Sequence[int],
     on_progress: ProgressDevices | None = None,
 ) -> list[DeviceRow]:
-    """A row for each batch size and processor that may augment; none without `recipe.augment`.
+    """Return a row per batch size and processor that may augment; none without augmentation.
 
-    From the images in memory until the augmented batch is where the steps run.
+    The time runs from the images in memory until the augmented batch is where the steps run.
     """
     if recipe.augment is None or recipe.backbone is not None:
         return []
@@ -456,7 +453,7 @@ def _time_row(
 
 
 def _time_steps(run: Run) -> tuple[list[float], list[float], int]:
-    """Seconds of steps and of their batches, after a warm-up, and the size of a batch."""
+    """Return seconds of steps and of their batches, after a warm-up, and the batch size."""
     on_gpu, steps_s, loaders_s = run.settings.device.type == "cuda", list[float](), list[float]()
     loader, batch = itertools.chain.from_iterable(itertools.repeat(run.batches)), 0
     while len(steps_s) <= _MOST and (len(steps_s) <= _FEWEST or sum(steps_s[1:]) < _LIMIT_S):
@@ -477,9 +474,9 @@ def _time_steps(run: Run) -> tuple[list[float], list[float], int]:
 def find_crossovers(rows: Sequence[Any]) -> list[dict[str, Any]]:
     """Find, for each precision of the GPU, the smallest batch from which on it beats the CPU.
 
-    float32 is compared with the CPU's float32, anything else with the CPU's fastest. Faster: the
-    intervals do not touch. Within the batches that were `measured`; `batch` is None where the CPU
-    is not slower at the largest. `rows` have device, precision, batch and `samples_per_s`.
+    float32 is compared with the CPU's float32, anything else with the CPU's fastest. It is faster
+    if the intervals do not touch. Only `measured` batches count; `batch` is None where the CPU is
+    not slower at the largest. `rows` have device, precision, batch and `samples_per_s`.
     """
     rates: dict[tuple[str, str], dict[int, Interval]] = {}
     for row in rows:

@@ -25,14 +25,12 @@ from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.training.distributed import Processes
 from deploykit.training.options import Settings
 
-# Make the next batches while a step runs, and measure how long a step waited for its batch.
-
 Part = TypeVar("Part")
 Made = TypeVar("Made")
 
 
 def prefetch(make: Callable[[Part], Made], parts: Sequence[Part], workers: int) -> Iterator[Made]:
-    """`make` of each part, in order. `workers` threads, each on one core, make as many ahead."""
+    """Yield `make` of each part in order; `workers` threads, a core each, make as many ahead."""
     workers = min(workers, len(parts))
     if workers < 1:
         yield from map(make, parts)
@@ -40,7 +38,7 @@ def prefetch(make: Callable[[Part], Made], parts: Sequence[Part], workers: int) 
     threads, started, go = torch.get_num_threads(), threading.Semaphore(0), threading.Event()
 
     def begin() -> None:
-        torch.set_num_threads(1)  # of this thread, but of MKL in all of them
+        torch.set_num_threads(1)  # affects this thread, and MKL in all threads
         started.release()
         go.wait()
 
@@ -62,10 +60,10 @@ def prefetch(make: Callable[[Part], Made], parts: Sequence[Part], workers: int) 
 
 
 class WaitClock:
-    """How long `device` had nothing to compute, as its next batch was not there.
+    """Measures how long `device` was idle because its next batch was not there.
 
-    On the CPU, the time inside of `with`. A GPU still computes then: its own clock takes the time
-    from the end of a step to the arrival of the next batch. Not yet run on a GPU.
+    On the CPU this is the time inside of `with`. A GPU still computes then: its own clock takes the
+    time from the end of a step to the arrival of the next batch. Not yet run on a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,7 +88,7 @@ class WaitClock:
 
     @property
     def seconds(self) -> float:
-        """All so far; of a GPU once it has come to the last batch."""
+        """Return the total so far; a GPU must have come to the last batch first."""
         pairs, self._events = zip(self._events[::2], self._events[1::2], strict=True), []
         for step_end, arrival in pairs:
             arrival.synchronize()
@@ -98,12 +96,10 @@ class WaitClock:
         return self._seconds
 
 
-# Random changes of training images: crop, flip, rotation and colour.
-#
-# Written once, in torch, for bytes and floats, on the CPU and on a GPU. A pixel comes from
-# operations that each round once, and the only sum is one of integers, so that a sample is the same
-# to the last bit in any batch, on any number of threads and on either processor. Labels stay as
-# they are.
+# Augmentation is written once, in torch, for bytes and floats, on the CPU and on a GPU. A pixel
+# comes from operations that each round once, and the only sum is one of integers, so that a sample
+# is the same to the last bit in any batch, on any number of threads and on either processor. Labels
+# stay as they are.
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 DRAWS = 8  # random numbers that a sample takes
@@ -114,11 +110,11 @@ _FIXED = 1 << 16  # steps of a grey value whose mean is taken
 
 @dataclass(frozen=True)
 class Augment(Record):
-    """What a recipe's `augment` may do to an image, in this order, each drawn per sample.
+    """The changes that `augment` may make to an image, in this order, each drawn per sample.
 
     `crop`: pad this many pixels on each side, then cut out the old size anywhere. `flip`: the
     share of images that are mirrored left to right. `rotation_degrees`: turn by up to this angle
-    either way, about the middle, bilinear. What comes in from outside is 0. `brightness`,
+    either way, about the middle, bilinear. Pixels from outside are 0. `brightness`,
     `contrast`, `saturation`: multiply by 1 - x to 1 + x, as torchvision's ColorJitter does, for
     bytes and for floats in 0..1; saturation only where there are three channels. Raises BadInput.
     """
@@ -144,7 +140,7 @@ class Augment(Record):
         return bool(self.brightness or self.contrast or self.saturation)
 
     def __call__(self, images: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        """Images like `images`: uint8 (N, H, W, C), or float32 (N, C, H, W).
+        """Return images like `images`: uint8 (N, H, W, C), or float32 (N, C, H, W).
 
         `uniform`: (N, 8) on the CPU, numbers in 0..1 that are all that is random.
         """
@@ -206,7 +202,7 @@ class Augment(Record):
 
 
 def _grey(images_NCHW: torch.Tensor) -> torch.Tensor:
-    """Shape (N, 1, H, W): ITU-R BT.601 as in torchvision, of other than three channels the mean."""
+    """Return (N, 1, H, W): ITU-R BT.601 as in torchvision; the mean unless 3 channels."""
     channels = images_NCHW.unbind(1)
     shares = _GREY if len(channels) == 3 else (1 / len(channels),) * len(channels)
     found: torch.Tensor = channels[0] * shares[0]
@@ -246,7 +242,7 @@ def _move(images_NCHW: torch.Tensor, numbers: torch.Tensor, *, between: bool) ->
 
 
 def read_augment(recipe: Recipe) -> Change | None:
-    """A recipe's `augment`: a function of its own, or options of `Augment`. Raises BadInput."""
+    """Return `recipe.augment`: its own function, or options of `Augment`. Raises BadInput."""
     declared = recipe.augment
     if declared is None or callable(declared):
         return declared
@@ -319,7 +315,7 @@ Batch = tuple[list[torch.Tensor], torch.Tensor, float]
 
 
 class Batches:
-    """Iterate over it once per epoch. `waited`: how long the training waited for batches.
+    """The batches of a run, iterated once per epoch. `waited`: how long the training waited.
 
     Each of the processes of `group` gets its part of every batch; one that would get none computes
     on a sample whose share is 0, as all take part in each step. `augmentation`: the random numbers
@@ -345,7 +341,7 @@ class Batches:
 
     @property
     def copied(self) -> bool:
-        """Whether each batch is copied from the host to the device.
+        """Return whether each batch is copied from the host to the device.
 
         A tensor on the device "cuda" reports "cuda:0", which is not equal to "cuda".
         """
@@ -371,7 +367,7 @@ class Batches:
             yield inputs, labels, share
 
     def _make(self, rows: torch.Tensor, first: torch.Tensor, draws: torch.Tensor | None) -> Batch:
-        """This process's part of a batch, where the data are."""
+        """Make this process's part of a batch, on the device that holds the data."""
         whole = len(rows)
         if self.group.size > 1:
             rows = rows.tensor_split(self.group.size)[self.group.rank]
@@ -418,15 +414,13 @@ def tensors(split: Split, device: torch.device) -> tuple[list[torch.Tensor], tor
     return list(found.values()), labels
 
 
-# Choose the processor that augments, by timing both, and the threads that make batches.
-
 CPU = torch.device("cpu")
 LIMITING = 0.1  # the share of the time from which on the loader is called the limit
 
 
 @dataclass(frozen=True)
 class Loader:
-    """`batches`, and for the user in `note` where augmentation runs; "" without any.
+    """The batches of a run; `note` says where augmentation runs, "" without any.
 
     `cpu_ms`, `gpu_ms`: a batch made there, where both were timed.
     """
@@ -437,7 +431,7 @@ class Loader:
     gpu_ms: float | None = None
 
     def figures(self) -> dict[str, Any]:
-        """For the manifest."""
+        """Return the figures for the manifest."""
         found: dict[str, Any] = {"workers": self.batches.workers}
         if self.batches.augmentation is not None:
             found["augment_on"] = self.batches.augmentation.device.type
@@ -445,7 +439,7 @@ class Loader:
         return found | {name: round(ms, 4) for name, ms in times.items() if ms is not None}
 
     def conclude(self, share: float) -> list[str]:
-        """What a run waited for: `share` of the time went by until its batches were there."""
+        """Say what a run waited for: it spent `share` of the time waiting for its batches."""
         if share < LIMITING:
             waited = f"the steps waited for data in {share:.1%} of the time"
         else:
@@ -510,19 +504,17 @@ def time_batches(batches: Batches) -> float:
 
 
 def free_cores(device: torch.device) -> int:
-    """Cores that no step computes on, of those that each process of this machine can have."""
+    """Return the cores that steps leave free, of this process's share of the machine's."""
     processes = natural_number(os.environ.get("LOCAL_WORLD_SIZE", "")) or 1
     used = torch.get_num_threads() if device.type == "cpu" else 1
     return max(0, usable_cores() // processes - used)
 
 
-# What the recipes that classify images share: scikit-learn's digits as data, and their metric.
-
-_GREATEST = 16.0  # of scikit-learn's pixels
+_GREATEST = 16.0  # the largest of scikit-learn's pixels
 
 
 def top1_per_sample(outputs: dict[str, np.ndarray], labels: np.ndarray) -> np.ndarray:
-    """1.0 for each sample whose largest logit is the label, else 0.0."""
+    """Return 1.0 for each sample whose largest logit is the label, else 0.0."""
     right: np.ndarray = (outputs["logits"].argmax(1) == labels).astype(np.float64)
     return right
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from deploykit.core.errors import BadInput, Unsupported, first_line
 
-_LIMIT = datetime.timedelta(minutes=30)  # that a process waits for another
+_LIMIT = datetime.timedelta(minutes=30)  # the longest wait for another process
 _REPEATS = 5
 
 
@@ -36,7 +36,7 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this process writes files and prints."""
+        """Return whether this process writes files and prints."""
         return self.rank == 0
 
     def wait(self) -> None:
@@ -93,7 +93,7 @@ def join_processes(device: str) -> Iterator[Processes]:
 
 
 def parallel(run: torch.nn.Module, group: Processes, device: torch.device, *, shard: bool) -> Any:
-    """`run` whose backward pass averages the gradients over the processes.
+    """Return `run`, whose backward pass averages the gradients over the processes.
 
     `shard`: FSDP2, which also spreads weights and the state of the optimiser.
     """

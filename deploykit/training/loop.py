@@ -42,8 +42,6 @@ from deploykit.training.options import (
     settle,
 )
 
-# One training step: forward, loss, backward, update; in mixed precision, and in less memory.
-#
 # A batch that does not fit into memory is computed in 2, 4, 8 … parts whose gradients add up to
 # those of the whole, so that the batch size of the run stays what it was.
 
@@ -98,9 +96,9 @@ class Stepper:
     def __call__(
         self, inputs: Sequence[torch.Tensor], labels: torch.Tensor, weight: float = 1.0
     ) -> torch.Tensor:
-        """Update the weights; the mean loss of the batch, not yet read from the device.
+        """Update the weights; return the batch's mean loss, not yet read from the device.
 
-        `weight`: of the loss, where other processes average their gradients with these.
+        `weight`: that of the loss, where other processes average their gradients with these.
         Raises OutOfMemory where not even one sample fits, BadInput where the recipe fails.
         """
         while True:
@@ -129,7 +127,7 @@ class Stepper:
     def gradients(
         self, inputs: Sequence[torch.Tensor], labels: torch.Tensor, weight: float = 1.0
     ) -> torch.Tensor:
-        """Compute the gradients, and leave the weights; the mean loss."""
+        """Compute the gradients, leave the weights, and return the mean loss."""
         self.optimiser.zero_grad(set_to_none=True)
         if self.parts == 1:
             loss = self._loss(inputs, labels)
@@ -200,7 +198,7 @@ def make_schedule(
 
 
 class EventFile:
-    """TensorBoard's event files in `folder`. Raises MissingExtra where tensorboard is missing."""
+    """Writes TensorBoard's event files in `folder`. Raises MissingExtra without tensorboard."""
 
     def __init__(self, folder: Path) -> None:
         require("tensorboard")
@@ -216,8 +214,6 @@ class EventFile:
     def close(self) -> None:
         self.writer.close()
 
-
-# A recipe's metric for each sample of a split.
 
 _SAMPLES = 256  # at once
 
@@ -248,10 +244,9 @@ def score_module(module: torch.nn.Module, recipe: Recipe, split: Split) -> np.nd
     return np.concatenate(scores) if scores else np.zeros(0)
 
 
-# The whole state of a run in one file, from which it goes on exactly as if it had not stopped.
-#
-# The file is replaced whole after each epoch: a run that is killed while it writes leaves the state
-# of the epoch before. It holds tensors, numbers and strings; opening it runs no code.
+# A run resumes from its state file exactly as if it had not stopped. The file is replaced whole
+# after each epoch: a run that is killed while it writes leaves the state of the epoch before. It
+# holds tensors, numbers and strings; opening it runs no code.
 
 VERSION = 1
 KEY = "deploykit_training_state"
@@ -313,14 +308,13 @@ def set_random_state(
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-# A frozen backbone: its features are computed once, and the head is trained on them.
-#
-# The head learns on standardised features: those of a backbone differ in scale by orders of
-# magnitude, and one step of the optimiser suits them all only when they are alike. The scales are
-# folded into the head's first layer at the end, so that the model stays what the recipe builds.
+# The head of a frozen backbone learns on standardised features: those of a backbone differ in scale
+# by orders of magnitude, and one step of the optimiser suits them all only when they are alike. The
+# scales are folded into the head's first layer at the end, so that the model stays what the recipe
+# builds.
 
 _BATCH = 32
-_LEAST_DEVIATION = 0.1  # of a feature, as a share of the mean: INT8 weights span less then
+_LEAST_DEVIATION = 0.1  # of a feature, by its mean; it limits the span of INT8 weights
 _CLOSE = 1e-3  # relative: the head on features against the whole module, in another batch size
 
 
@@ -554,7 +548,7 @@ class Run:
         self.batches = self.loader.batches
         run = parallel(run.to(device), group, device, shard=options.fsdp)
         run = torch.compile(run) if options.compile else run
-        torch.manual_seed(options.seed + group.rank)  # of dropout: each process draws its own
+        torch.manual_seed(options.seed + group.rank)  # for dropout: each process draws its own
         steps = settings.epochs * len(self.batches)
         slowly = self.backbone.parameters() if self.backbone is not None else ()
         self.stepper = Stepper(run, recipe, settings, steps, slowly, alone=group.size == 1)
@@ -581,7 +575,7 @@ class Run:
         )
 
     def train(self, on_progress: Progress) -> None:
-        """All epochs that are left."""
+        """Run the epochs that are left."""
         options = self.settings.options
         first = self.group.first
         events = EventFile(options.tensorboard) if options.tensorboard and first else None
@@ -607,7 +601,7 @@ class Run:
         self._conclude()
 
     def _train_epoch(self, on_progress: Progress) -> None:
-        """One epoch; once more in float32 where mixed precision gave a loss that is not finite."""
+        """Run one epoch, again in float32 if mixed precision gave a loss that is not finite."""
         again = self.stepper.amp_dtype is not None and not self.settings.options.fsdp
         start = self._state() if again else None
         skipped = self.stepper.skipped
@@ -718,7 +712,7 @@ class Run:
 
     @property
     def loader_share(self) -> float:
-        """The share of the time of all epochs in which the steps waited for data."""
+        """Return the share of the time of all epochs in which the steps waited for data."""
         seconds = [1 / max(each["samples_per_s"], 1e-9) for each in self.history]
         waited = (e["loader_share"] * s for e, s in zip(self.history, seconds, strict=True))
         return float(sum(waited) / max(sum(seconds), 1e-9))
@@ -765,7 +759,7 @@ class Run:
         return found
 
     def figures(self) -> dict[str, Any]:
-        """For the manifest: how it was trained, and each epoch."""
+        """Return how it was trained, and each epoch, for the manifest."""
         settings = self.settings
         samples = len(self.batches.labels)
         return {

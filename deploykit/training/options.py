@@ -1,4 +1,4 @@
-"""What a user may choose of a training run, what it gives back, and the processor it runs on."""
+"""The options and the result of a training run, and the choice of its device."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from deploykit.engines.torch.files import with_torchvision
 SCHEDULES = ("cosine", "linear", "one-cycle", "constant")
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-Progress = Callable[[str, float], None]  # what happens now, share done 0..1
+Progress = Callable[[str, float], None]  # the current step, share done 0..1
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What a user may change of a run; None takes the recipe's own, or what suits the device.
+    """The options of a run; None takes the recipe's value, or one that suits the device.
 
     `amp`: mixed precision, one of `AMP`. `patience`: epochs without a better score on the
     validation data after which the run ends, with the weights of the best one. `checkpoint`: a file
-    that gets the whole state after each epoch, and from which a run with the same options goes on.
+    that gets the whole state after each epoch, and from which a run with the same options resumes.
     `tensorboard`: a folder for event files. `unfreeze`: train a backbone too, with this share of
     the learning rate. `fsdp`: spread the weights over the processes (FSDP2). `augment`: change the
     images as the recipe declares.
@@ -53,7 +53,7 @@ class TrainingOptions:
 class Trained:
     """`module` in eval mode on the CPU; `scores`: the metric of each test sample, in order.
 
-    `history`: one entry per epoch. `notes`: what the user should know of the run.
+    `history`: one entry per epoch. `notes`: what the user should know about the run.
     """
 
     module: torch.nn.Module
@@ -77,7 +77,7 @@ class Settings:
 
     @property
     def channels_last(self) -> bool:
-        """Whether images have their channels last in memory, as a GPU's convolutions want them."""
+        """Return whether images have their channels last in memory, as GPU convolutions want."""
         return self.device.type == "cuda"
 
     @property
@@ -160,7 +160,7 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-# Call what a recipe brings. It is the user's own code: what fails there is named as such.
+# A recipe is the user's own code: `users_code` reports its errors as such.
 
 
 def read_splits(recipe: Recipe, path: Path | None) -> Splits:

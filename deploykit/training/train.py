@@ -20,7 +20,7 @@ from deploykit.evaluation.statistics import proportion
 if TYPE_CHECKING:
     from deploykit.training.options import Trained
 
-_NAMED = 3  # of the files that were skipped
+_NAMED = 3  # skipped files that a note names
 
 
 def train(

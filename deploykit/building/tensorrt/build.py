@@ -71,10 +71,8 @@ if TYPE_CHECKING:
     import tensorrt as trt
 
 
-# Predict how much GPU memory a build needs at least, before it starts.
-#
-# A build that runs out of memory takes minutes to fail, and where CPU and GPU share their memory
-# the system may kill it instead.
+# GPU memory is checked before a build: one that runs out of memory takes minutes to fail, and where
+# CPU and GPU share their memory the system may kill it instead.
 
 LEAST_WORKSPACE = 64 << 20  # with less, TensorRT drops common kernels or finds none
 _ELEMENT_BYTES = 4  # float32, the largest type between layers but for small index tensors
@@ -122,11 +120,9 @@ def workspace_that_fits(need: BuildMemory, free_bytes: int | None, where: str) -
 
 
 def mib(size: int) -> str:
-    """1048576 is "1 MiB"."""
+    """Format bytes: 1048576 is "1 MiB"."""
     return f"{size / (1 << 20):,.0f} MiB"
 
-
-# Read a parsed network: its inputs, element types and memory need; add its size ranges.
 
 _BY_TYPE: Mapping[str, Precision] = {each.tensorrt_type: each for each in ALL if each.tensorrt_type}
 
@@ -160,7 +156,7 @@ def element_types(network: trt.INetworkDefinition) -> set[str]:
 
 
 def precision_flags(dtypes: Iterable[str]) -> tuple[str, ...]:
-    """Names of the builder flags that a weakly typed network of these element types needs."""
+    """Return the builder flags that a weakly typed network of these element types needs."""
     present = set(dtypes)
     needed = (each for kind, each in _BY_TYPE.items() if kind in present)
     return tuple(each.builder_flag for each in needed if each.builder_flag)
@@ -182,11 +178,11 @@ def memory_need(
 
 
 def pin_linear(nv: Any, network: trt.INetworkDefinition) -> None:
-    """Inputs and outputs in row-major order, as our buffers are; TensorRT may choose another."""
+    """Fix inputs and outputs in row-major order, as our buffers are; TensorRT may differ."""
     linear = 1 << int(nv.TensorFormat.LINEAR)
     tensors = [network.get_input(number) for number in range(network.num_inputs)]
     tensors += [network.get_output(number) for number in range(network.num_outputs)]
-    with contextlib.suppress(NotImplementedError):  # of TensorRT's bindings on the library of RTX
+    with contextlib.suppress(NotImplementedError):  # TensorRT's bindings on RTX's library
         for tensor in tensors:
             tensor.allowed_formats = linear
 
@@ -218,17 +214,15 @@ def _tensors(network: trt.INetworkDefinition) -> Iterator[trt.ITensor]:
 
 
 def _shape(tensor: trt.ITensor) -> tuple[int, ...]:
-    """-1 where dynamic; empty for a tensor of unknown rank."""
+    """Return the shape, -1 where dynamic; empty for a tensor of unknown rank."""
     try:
         return tuple(int(size) for size in tensor.shape)
     except ValueError:  # the bindings raise it for a rank of -1
         return ()
 
 
-# Keep TensorRT's timing cache, its measurements of kernels, between builds.
-#
-# Two builds that start from one cache choose the same kernels, unless one meets a kernel that was
-# not timed before.
+# TensorRT's timing cache keeps its measurements of kernels between builds. Two builds that start
+# from one cache choose the same kernels, unless one meets a kernel that was not timed before.
 
 SUFFIX = ".cache"
 
@@ -308,7 +302,7 @@ _NOT_PROVEN: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class BuildCheck(Record):
-    """Whether TensorRT accepts a file. `problems`: each refusal; empty when accepted.
+    """The builder's verdict on a file. `problems`: each refusal; empty when accepted.
 
     `flavour`: "tensorrt" or "rtx", the library that built the plan; without a plan, the requested
     flavour, as only a plan shows it. `layers`: number of layers in the parsed network.

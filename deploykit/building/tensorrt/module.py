@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import tensorrt as trt
 
 
-# Turn TensorRT's parser and builder errors into messages that name the culprit and the cure.
-#
 # TensorRT reports the condition that failed in its source ("false") or only writes to its log; the
 # messages matched here were collected by giving it files that it refuses.
 
@@ -45,7 +43,7 @@ class ParserError:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why TensorRT refuses a file or a build. `damaged`: invalid, not just unsupported."""
+    """The reason for a refused file or build. `damaged`: invalid, not just unsupported."""
 
     text: str
     hint: str | None = None
@@ -120,7 +118,7 @@ _CAN_FAIL = re.compile(
     "|Could not find any implementation for node",
     re.IGNORECASE,
 )
-_WARNINGS = 5  # that a note repeats
+_WARNINGS = 5  # number that a note repeats
 
 
 def parser_refusal(error: ParserError, log: Sequence[str] = ()) -> Reason:
@@ -146,7 +144,7 @@ def parser_refusal(error: ParserError, log: Sequence[str] = ()) -> Reason:
 
 
 def build_refusal(errors: Sequence[str]) -> Reason:
-    """Why a build produced no plan, from the error lines of its log, oldest first."""
+    """Explain why a build produced no plan, from the error lines of its log, oldest first."""
     lines = [line for line in errors if NO_DRIVER not in line]
     for line in lines:
         for pattern, refusal in _BUILDER:
@@ -160,7 +158,7 @@ def build_refusal(errors: Sequence[str]) -> Reason:
 
 
 def error_of(where: str, refusals: Sequence[Reason]) -> DeploykitError:
-    """One BadInput or Unsupported with every refusal in its message and the first one's hint."""
+    """Return BadInput or Unsupported with all refusals in its message and the first one's hint."""
     first = refusals[0]
     text = "; ".join(refusal.text for refusal in refusals)
     kind = BadInput if first.damaged else Unsupported
@@ -176,7 +174,7 @@ def refuses_strong_typing(errors: Sequence[str]) -> bool:
 
 
 def build_warnings(lines: Sequence[str]) -> list[str]:
-    """TensorRT's warnings as notes, each once; those of the timing cache have their own."""
+    """Return TensorRT's warnings as notes, each once; those of the timing cache have their own."""
     found = [first_sentence(line) for line in lines if "timing cache" not in line.lower()]
     distinct = list(dict.fromkeys(line for line in found if NO_DRIVER not in line))
     notes = [f"TensorRT warns: {line}" for line in distinct[:_WARNINGS]]
@@ -186,7 +184,7 @@ def build_warnings(lines: Sequence[str]) -> list[str]:
 
 
 def first_sentence(text: str) -> str:
-    """The first log line without TensorRT's function name, error code and source position."""
+    """Return the first log line without TensorRT's function name, error code and position."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), NO_REASON)
     line = re.sub(r"^(\[\S+?\]|\w+::\w+:)\s*", "", line)
     line = re.sub(r"^Error Code \d+: [\w ]+ \((.*)\)$", r"\1", line)
@@ -265,7 +263,7 @@ def parser_errors(parser: trt.OnnxParser) -> tuple[ParserError, ...]:
 
 
 def refusals(lines: LogLines, parser: trt.OnnxParser | None = None) -> tuple[Reason, ...]:
-    """Why TensorRT refused a parse (with its `parser`) or a build: one reason or more."""
+    """Explain why TensorRT refused a parse (with its `parser`) or a build: one reason or more."""
     found = parser_errors(parser) if parser is not None else ()
     reasons = [parser_refusal(error, lines.errors) for error in found]
     return tuple(dict.fromkeys(reasons)) or (build_refusal(lines.errors),)

@@ -17,9 +17,7 @@ from deploykit.core.tensors import BATCH, TensorSpec
 from deploykit.engines.tensorrt.compatibility import version_numbers
 from deploykit.graph.graph import Graph
 
-# Parse and check the size ranges of a plan: smallest, optimum and largest shape of each input.
-#
-# All checks are made here, as TensorRT reports its own late and only in its log.
+# All checks of size ranges are made here, as TensorRT reports its own late and only in its log.
 
 Shape = tuple[int, ...]
 ShapeRange = tuple[Shape, Shape, Shape]  # smallest, optimum, largest
@@ -73,7 +71,7 @@ def parse_axis(text: str) -> tuple[str, AxisRange]:
 def ranges(
     inputs: Sequence[TensorSpec], batch: AxisRange, others: Mapping[str, AxisRange]
 ) -> dict[str, ShapeRange]:
-    """Smallest, optimum and largest shape of every input, by name.
+    """Return the smallest, optimum and largest shape of every input, by name.
 
     A dynamic axis takes its range from `others` by name, else from `batch` if it is axis 0 of an
     input or shares its name. Without such an axis `batch` must be 1 or the fixed size of axis 0.
@@ -226,10 +224,9 @@ def hardware_level(nv: Any, name: str) -> Any:
         ) from exc
 
 
-# What a Jetson's deep learning accelerator (DLA) takes, and what of an engine runs on it.
-#
-# Source: NVIDIA's TensorRT documentation 10.7 to 11.4.1, "Working with DLA", "Strongly Typed
-# Networks for DLA". Not yet run on a DLA.
+# Source of the checks for a Jetson's deep learning accelerator (DLA): NVIDIA's TensorRT
+# documentation 10.7 to 11.4.1, "Working with DLA", "Strongly Typed Networks for DLA". Not yet run
+# on a DLA.
 
 _ABSENT = ((10, 8), (11, 4, 1))  # from the first to before the second
 _PRECISIONS = ("fp16", "int8")
@@ -268,7 +265,7 @@ def check_graph(options: Options, model: Path) -> None:
 
 
 def weakly_typed(nv: Any, options: Options) -> bool:
-    """Before TensorRT 11 a DLA takes its precision from the builder's flags."""
+    """Return whether a DLA takes its precision from the builder's flags: before TensorRT 11."""
     return options.dla is not None and version_numbers(str(nv.__version__)) < (11,)
 
 
@@ -294,7 +291,7 @@ def note_dla(layers: Sequence[Layer] | None, options: Options, where: str) -> tu
 
 
 def runs_on_dla(layer: Layer) -> bool:
-    """A DLA's layer is one foreign node (NVIDIA/TensorRT issue 3143), as one of Myelin's is."""
+    """Return whether it is a DLA's one foreign node (NVIDIA/TensorRT issue 3143), not Myelin's."""
     kind = layer.kind.lower()
     foreign = layer.name.startswith("{ForeignNode[") and not kind.startswith(("myelin", "kgen"))
     return "dla" in kind or foreign

@@ -46,7 +46,7 @@ _NOT_RECORDED = (
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What a plan was built for, and on which data its accuracy is measured."""
+    """The target of a plan, and the data on which its accuracy is measured."""
 
     target: Profile
     shapes: Shapes
@@ -55,7 +55,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What NVIDIA's builder on this machine reports on a file; no engine was kept."""
+    """The report of this machine's NVIDIA builder on a file; no engine was kept."""
 
     path: Path
     profile: str
@@ -194,7 +194,7 @@ def _prove(
 
 
 def _sizes(options: PlanOptions, inputs: Sequence[TensorSpec]) -> dict[str, int]:
-    """Sizes of the dynamic axes to record samples at: a small batch, else the optimum."""
+    """Return sizes of the dynamic axes to record samples at: a small batch, else the optimum."""
 
     batch, axes = options.shapes.batch, dict(map(parse_axis, options.shapes.axes))
     most = parse_batch(batch).maximum if batch else golden.SAMPLES
@@ -225,7 +225,7 @@ def check_here(target: Profile, model: Artefact) -> None:
 
 
 def _is_target(machine: Machine, target: Profile) -> bool:
-    """As `choose_profile` decides; a profile that names neither board nor GPU fits any.
+    """Decide as `choose_profile` does; a profile that names neither board nor GPU fits any.
 
     So does a Jetson's where the module is not known: a container does not show its device tree.
     """
@@ -306,7 +306,7 @@ def check_model(
 
 
 def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:
-    """Raises BadInput for invalid sizes."""
+    """Return the builder's options. Raises BadInput for invalid sizes."""
     batched = any(spec.batched for spec in Graph.open(model.path).inputs)
     text = shapes.batch or (DEFAULT_BATCH if batched else None)
     return Options(

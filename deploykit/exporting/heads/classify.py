@@ -60,7 +60,7 @@ def add_head(request: HeadRequest) -> TaskHead:
 def are_probabilities(loaded: Loaded, at: int) -> bool:
     """Return whether an output comes from a sigmoid, or its rows add up to 1.
 
-    Seen on random images, and on tokens of id 0.
+    It is tried on random images, and on tokens of id 0.
     """
     inputs = []
     random = torch.Generator().manual_seed(0)
@@ -77,7 +77,7 @@ def are_probabilities(loaded: Loaded, at: int) -> bool:
 
 
 class _SigmoidWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch comes through require
-    """While active: where the results of sigmoids are in memory."""
+    """Records, while active, where the results of sigmoids are in memory."""
 
     def __init__(self) -> None:
         super().__init__()

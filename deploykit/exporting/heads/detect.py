@@ -22,7 +22,7 @@ from deploykit.exporting.operators import suppress
 torch = require("torch")
 
 _TORCHVISION = {"boxes", "scores", "labels", "masks", "keypoints", "keypoints_scores"}
-_FIRST_IMAGE = "output_0_"  # of the list that detectors of torchvision answer with
+_FIRST_IMAGE = "output_0_"  # prefix of names in the list that torchvision's detectors return
 _NEEDS = (
     "detect takes [N,4+classes,boxes] or [N,boxes,5+classes] as YOLO gives them, [N,boxes,6] of a "
     "model without NMS, 'boxes' [N,boxes,4] of corners in pixels with 'scores' [N,boxes,classes], "
@@ -190,7 +190,7 @@ class _AnyShape:
 def _keep_anchors(module: Any) -> None:
     """Let a head of Ultralytics keep the anchors of its last run, those of the image's size.
 
-    It would make them anew, and no graph can keep that, wherever the batch has another size.
+    It would compute them again for another batch size, which no graph can hold.
     """
     for part in module.modules():
         if type(part).__module__.startswith("ultralytics.") and hasattr(part, "anchors"):

@@ -29,7 +29,7 @@ _TOKENS = AnswerRule(
     ("last_hidden_state", "token_embeddings"), f"{INSIDE}|pooler_output", by_name=False
 )
 _NEEDS = "embed needs one vector for each sample, float [N,size]"
-_PARTS = ("Transformer", "Pooling", "Normalize")  # of a folder of sentence-transformers
+_PARTS = ("Transformer", "Pooling", "Normalize")  # modules in a folder of sentence-transformers
 _NAMES = {"pooling_mode_mean_tokens": MEAN, "pooling_mode_cls_token": CLS}
 
 
@@ -54,8 +54,8 @@ def add_head(request: HeadRequest) -> TaskHead:
 def with_pooling(loaded: Loaded, pooling: str | None, folder: Path | None) -> Loaded:
     """Pool the vectors of a text's tokens: the mean over the mask's tokens, or the first token's.
 
-    With `pooling` None do as `folder` of sentence-transformers says, else nothing. Raises BadInput
-    where no output has a vector of each token, and for what the folder asks and this does not do.
+    If `pooling` is None, a `folder` of sentence-transformers decides, else nothing is pooled.
+    Raises BadInput where no output has a vector of each token, and for an unsupported folder.
     """
     pooling = pooling or _stated_pooling(folder)
     if pooling is None:

@@ -27,10 +27,11 @@ _SHOWN = 6  # outputs in an error: a D-FINE has fifteen
 
 @dataclass(frozen=True)
 class AnswerRule:
-    """How to find the output that a task reads.
+    """The rule that finds the output that a task reads.
 
     Of several outputs, one has one of `names`, and the name of every other one matches `others`: it
-    is no part of the answer. `by_name`: so does the only output of one of transformers' models.
+    is no part of the answer. `by_name`: the only output of a transformers model must have such a
+    name, too.
     """
 
     names: tuple[str, ...] = ()
@@ -59,7 +60,7 @@ def float_outputs(loaded: Loaded, ranks: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class TaskHead:
-    """A model with a task's outputs. `classes`: how many it tells apart, None for none."""
+    """A model with a task's outputs. `classes`: their number, None without classes."""
 
     loaded: Loaded
     outputs: TaskOutputs
@@ -91,7 +92,7 @@ class HeadRequest:
 
     @property
     def classes(self) -> int | None:
-        """How many classes the model's library names."""
+        """Return the number of classes that the model's library names."""
         return self.loaded.preset.classes if self.loaded.preset else None
 
     def misfit(self, needs: str, option: str = "") -> BadInput:
@@ -158,7 +159,7 @@ _FIELDS = set(TaskOutputs.__dataclass_fields__)
 
 
 class _Behind(torch.nn.Module):  # type: ignore[misc, name-defined] # torch comes through require
-    """`function` of some of the outputs of `module`, after which its inputs are numbered too."""
+    """Applies `function` to some outputs of `module`; its inputs are numbered behind these."""
 
     def __init__(self, module: Any, function: Callable[..., Any], places: Sequence[int]) -> None:
         super().__init__()
