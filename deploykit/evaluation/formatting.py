@@ -24,12 +24,12 @@ def number(value: float) -> str:
 
 
 def count(value: int) -> str:
-    """An integer in full: 12345 -> "12 345"."""
+    """Return an integer in full: 12345 -> "12 345"."""
     return f"{value:,}".replace(",", SPACE).replace("-", "−")
 
 
 def spread(parts: Parts | None, scale: float = 1.0) -> str:
-    """A value and its interval: "1.80 [1.70, 1.90]"; JSON's null is infinity."""
+    """Return a value and its interval: "1.80 [1.70, 1.90]"; JSON's null is infinity."""
     if parts is None:
         return MISSING
     value, low, high = (
@@ -40,7 +40,7 @@ def spread(parts: Parts | None, scale: float = 1.0) -> str:
 
 
 def percent(parts: Parts, n: int) -> str:
-    """A share and its interval in per cent, with the digits that `n` samples can carry."""
+    """Return a share and its interval in per cent, with the digits that `n` samples can carry."""
     digits = 1 if n < 1000 else 2
     value, low, high = (
         _format_digits(parts[key] * 100, digits) for key in ("value", "low", "high")
@@ -49,7 +49,7 @@ def percent(parts: Parts, n: int) -> str:
 
 
 def points(parts: Parts | None, n: int) -> str:
-    """A difference of shares in percentage points: "0.2 pp (−0.3 to 0.7)"."""
+    """Return a difference of shares in percentage points: "0.2 pp (−0.3 to 0.7)"."""
     if parts is None:
         return MISSING
     digits = 1 if n < 1000 else 2

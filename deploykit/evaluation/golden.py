@@ -101,7 +101,7 @@ def open_samples(
     inputs: tuple[TensorSpec, ...],
     outputs: tuple[TensorSpec, ...],
 ) -> tuple[RecordedEngine, dict[str, np.ndarray]]:
-    """The samples next to `artefact` as an engine, and its feeds. Raises BadInput."""
+    """Return the samples next to `artefact` as an engine, and its feeds. Raises BadInput."""
     path = artefact.with_name(golden.file)
     arrays = read_npz(path)
     feeds = {n.removeprefix(_INPUTS): a for n, a in arrays.items() if n.startswith(_INPUTS)}

@@ -24,7 +24,7 @@ def profile_differences(profile: Profile, machine: Machine) -> tuple[str, ...]:
 
 
 def _jetpack(profile: Profile, machine: Machine) -> Iterator[str]:
-    """The release must be known, be for the module, and bring a TensorRT that runs there."""
+    """Check that the release is known, is for the module, and has a TensorRT that runs there."""
     if machine.l4t is None:
         yield (
             "the JetPack release is not known: /etc/nv_tegra_release cannot be read "
@@ -46,7 +46,7 @@ def _jetpack(profile: Profile, machine: Machine) -> Iterator[str]:
 
 
 def first_jetpack(profile: Profile) -> JetPack | None:
-    """The first release for the module whose TensorRT runs there."""
+    """Return the first release for the module whose TensorRT runs there."""
     return next((row for row in JETPACKS if jetpack_fits(profile, row)), None)
 
 
@@ -76,13 +76,13 @@ def in_range(profile: Profile, version: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The first two numbers of a package's version, and 0; () where it has none."""
+    """Return the first two numbers of a package's version, and 0; () where it has none."""
     match = re.match(r"[0-9]+\.[0-9]+", version)
     return release_numbers(match[0] if match else "")
 
 
 def range_text(profile: Profile) -> str:
-    """The versions of TensorRT that run there: "10.3 or later"."""
+    """Return the versions of TensorRT that run there: "10.3 or later"."""
     low = max(_OLDEST_TENSORRT, profile.tensorrt_min or "0", key=release_numbers)
     return f"{low} to {profile.tensorrt_max}" if profile.tensorrt_max else f"{low} or later"
 
@@ -98,7 +98,7 @@ def _memory(profile: Profile, machine: Machine) -> Iterator[str]:
 
 
 def _driver(machine: Machine) -> Iterator[str]:
-    """The driver must run the CUDA major of the installed wheels. A Jetson's is JetPack's."""
+    """Check that the driver runs the wheels' CUDA major. A Jetson's driver is JetPack's."""
     branches = [gpu.driver.partition(".")[0] for gpu in machine.gpus]
     driver = min((int(each) for each in branches if each.isdecimal()), default=None)
     for name, version in machine.packages.items():

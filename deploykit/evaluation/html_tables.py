@@ -25,7 +25,7 @@ class Table:
 
 
 def parity_table(parity: Json, decided_by: str = "") -> Table:
-    """The errors, and whether they are within the bound, or what else decides."""
+    """Return the errors, and whether they are within the bound, or what else decides."""
     shared = any(row.get("mean_iou") is not None for row in parity["rows"])
     rows = tuple(
         (
@@ -76,7 +76,7 @@ def html_table(table: Table, *, caption: bool = True) -> str:
 
 
 def _cell(text: str) -> str:
-    """A figure with its interval on a second line, so that tables stay narrow."""
+    """Return a figure with its interval on a second line, so that tables stay narrow."""
     value, bracket, interval = text.partition(" [")
     return f"{_e(value)} <small>[{_e(interval)}</small>" if bracket else _e(text)
 
@@ -86,7 +86,7 @@ def _e(text: object) -> str:
 
 
 def parity_html(parity: Parity) -> str:
-    """A row for each output and batch size."""
+    """Return a row for each output and batch size."""
     return html_table(parity_table(parity.to_dict()))
 
 

@@ -80,7 +80,7 @@ def _calls(calls_s: Calls) -> np.ndarray:
 
 
 def fewest_calls(q: float) -> int:
-    """The fewest independent calls whose extremes bound the q-th percentile: p99 needs 368.
+    """Return the fewest independent calls whose extremes bound the q-th percentile: p99 needs 368.
 
     All of n calls are below the percentile, or all above it, with the probability share^n, share
     being the larger of q/100 and 1 - q/100 (Conover, Practical Nonparametric Statistics, 3rd ed.,
@@ -122,7 +122,7 @@ def _percentile(
 
 
 def _at(ordered: np.ndarray, rank: float) -> float:
-    """The sample of that rank, from 1, rounded up: a latency that really happened."""
+    """Return the sample of that rank, from 1, rounded up: a latency that really happened."""
     return float(ordered[math.ceil(rank) - 1])
 
 
@@ -228,7 +228,7 @@ class CallHistogram(Record):
 
 
 def percentile_ms(histogram: Mapping[str, Sequence[int]], q: float) -> float:
-    """The q-th percentile (0 to 100, nearest rank) in ms, at most half a bin (0.5 %) off.
+    """Return the q-th percentile (0 to 100, nearest rank) in ms, at most half a bin (0.5 %) off.
 
     `histogram`: the JSON of a CallHistogram, of one call or more.
     """
@@ -240,5 +240,5 @@ def percentile_ms(histogram: Mapping[str, Sequence[int]], q: float) -> float:
 
 
 def middle_ms(index: int) -> float:
-    """The (geometric) middle of a bin, in ms."""
+    """Return the (geometric) middle of a bin, in ms."""
     return float(GROWTH ** (index + 0.5)) / 1e3

@@ -131,7 +131,7 @@ def add_float32_errors(
 
 
 def in_other_batches(engine: Engine, feeds: Arrays) -> dict[str, np.ndarray]:
-    """The outputs for `feeds`, computed row by row where the engine takes single rows.
+    """Return the outputs for `feeds`, computed row by row where the engine takes single rows.
 
     Another batch takes other kernels, which add in another order.
     """
@@ -395,7 +395,7 @@ def comparison_feeds(
 
 
 def axis_sizes(samples: Samples | None, inputs: Sequence[TensorSpec], batch: int) -> dict[str, int]:
-    """The sizes of the dynamic axes in `samples`, with `batch` at axis 0."""
+    """Return the sizes of the dynamic axes in `samples`, with `batch` at axis 0."""
     if samples is None:
         return {str(spec.shape[0]): batch for spec in inputs if spec.batched}
     return {

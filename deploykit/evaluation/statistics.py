@@ -147,7 +147,7 @@ def relative_rise(
 
 
 def samples_to_show_no_drop(max_drop: float) -> int:
-    """The fewest samples on which unchanged scores of 0 and 1 show a drop <= max_drop.
+    """Return the fewest samples on which unchanged scores of 0 and 1 show a drop <= max_drop.
 
     Where nothing changed the upper end of `paired_drop` is z * sqrt(2) / (n + 2).
     """
@@ -155,7 +155,7 @@ def samples_to_show_no_drop(max_drop: float) -> int:
 
 
 def samples_to_show_agreement(max_share: float) -> int:
-    """The fewest samples, all of which agree, that show a share of others <= max_share.
+    """Return the fewest samples, all of which agree, that show a share of others <= max_share.
 
     Where none differs the upper end of `proportion` is z^2 / (n + z^2).
     """
@@ -198,7 +198,7 @@ def difference(times: Interval) -> str:
 
 @cache
 def t_quantile(freedom: int, tail: float = _TAIL) -> float:
-    """The 1 - `tail` (97.5 %) point of Student's t with `freedom` >= 1 degrees of freedom.
+    """Return the 1 - `tail` (97.5 %) point of Student's t with `freedom` >= 1 degrees of freedom.
 
     Up to 200: bisection on the exact series for whole degrees (Abramowitz and Stegun, 26.7.3 and
     26.7.4). Above: the Cornish-Fisher expansion (26.7.5), there good to 1e-6.
@@ -264,7 +264,7 @@ def _pair_scores(
 def _difference(
     differences: np.ndarray, metric: str, weights: np.ndarray | None = None
 ) -> Interval:
-    """The mean of paired differences with its t interval; needs two samples.
+    """Return the mean of paired differences with its t interval; needs two samples.
 
     Differences that are all equal have no spread to make a width of. From 6 on the interval is
     that one value, as the sign test's on the median would be; fewer raise BadInput.

@@ -110,7 +110,7 @@ def find_sources(path: Path, manifest: Manifest) -> Iterator[Path]:
 
 
 def _hashes_next_to(path: Path) -> dict[str, Path]:
-    """The .onnx files in the folder of `path`, by their hash."""
+    """Return the .onnx files in the folder of `path`, by their hash."""
     return {sha256(file): file for file in sorted(path.parent.glob("*.onnx")) if file.is_file()}
 
 

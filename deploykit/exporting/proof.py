@@ -176,7 +176,7 @@ def _name_fixed_axis(
 def _fixed_axis(reference: Engine, exported: Engine, base: Mapping[str, int]) -> str | None:
     """Return the first dynamic axis along which the graph fails and the model does not.
 
-    `base`: the sizes at which the graph was exported. None where it fails at these too.
+    `base`: the sizes at which the graph was exported. Returns None where it fails at these too.
     """
 
     others = parity_sizes(reference.inputs, reference.limits)
@@ -197,7 +197,7 @@ def _fixed_axis(reference: Engine, exported: Engine, base: Mapping[str, int]) ->
 def _few(
     feeds: Sequence[Mapping[str, np.ndarray]], inputs: tuple[TensorSpec, ...]
 ) -> Mapping[str, np.ndarray]:
-    """Golden samples: the first few rows of the largest feeds, or all of a fixed batch."""
+    """Return golden samples: the first few rows of the largest feeds, or all of a fixed batch."""
     largest = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
     if not inputs[0].batched or len({spec.shape[0] for spec in inputs}) > 1:
         return largest

@@ -29,7 +29,7 @@ _RUNTIME = "com.microsoft"  # the domain of the LSTM in integers
 
 
 def quantizable(source: Graph) -> tuple[str, ...]:
-    """Names of the nodes that `to_dynamic` quantizes."""
+    """Return the names of the nodes that `to_dynamic` quantizes."""
     editor = edit_float32(source)
     return tuple(editor.graph.node[n].name for n in _places(editor))
 

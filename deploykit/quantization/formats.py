@@ -87,7 +87,7 @@ class TensorHistogram:
         return min(float(edges[low]), 0.0), max(float(edges[high]), 0.0)
 
     def least_divergence(self) -> float:
-        """The peak at which INT8's steps keep most of the distribution's information.
+        """Return the peak at which INT8's steps keep most of the distribution's information.
 
         The threshold whose 128 levels have the least Kullback-Leibler divergence from the clipped
         distribution: S. Migacz, "8-bit Inference with TensorRT", GTC 2017.
@@ -101,7 +101,7 @@ class TensorHistogram:
         return self.limit * min(best, last) / _COARSE
 
     def least_error(self) -> float:
-        """The peak at which INT8's rounding and clipping add up to the least squared error.
+        """Return the peak at which INT8's rounding and clipping add up to the least squared error.
 
         Rounding costs a twelfth of a squared step, and no more than the value itself.
         """
@@ -121,7 +121,7 @@ class TensorHistogram:
         return errors[0] > WORTH_CLIPPING * errors[1]
 
     def _mass(self) -> np.ndarray:
-        """The weight of each magnitude, smallest first."""
+        """Return the weight of each magnitude, smallest first."""
         counts = self.weighted if self.weighted.any() else self.counts
         mass: np.ndarray = (counts[_SIDE:] + counts[_SIDE - 1 :: -1]).astype(np.float64)
         mass[0] = 0.0  # zeros, of Relu or padding, are exact at any scale

@@ -140,7 +140,7 @@ def _integral_constants(
 
 
 def _shapes(editor: Editor) -> dict[str, list[int]]:
-    """The sizes of tensors' axes, 0 where one is not fixed."""
+    """Return the sizes of tensors' axes, 0 where one is not fixed."""
     found = {name: list(tensor.dims) for name, tensor in editor.constants.items()}
     for value in (*editor.graph.value_info, *editor.graph.input):
         found.setdefault(value.name, [d.dim_value for d in value.type.tensor_type.shape.dim])
@@ -189,7 +189,7 @@ def clamp_masks(editor: Editor, types: Mapping[str, int], to: float) -> dict[str
 
 
 def _attributes(node: onnx.NodeProto) -> dict[int, np.ndarray]:
-    """The float constants that a Constant or ConstantOfShape holds, by place."""
+    """Return the float constants that a Constant or ConstantOfShape holds, by place."""
     return {
         place: numpy_helper.to_array(each.t)
         if each.HasField("t")
@@ -426,7 +426,7 @@ def _precise(scale: np.ndarray, half: _Half) -> bool:
 def _names_to_guard(
     editor: Editor, ranges: Mapping[str, Range], types: Mapping[str, int]
 ) -> set[str]:
-    """Names of nodes that float16 cannot hold."""
+    """Return the names of nodes that float16 cannot hold."""
     graph = editor.graph
     unfit = {name for name, seen in ranges.items() if not _holds(_finite_peak(seen))}
     for name in editor.constants:
@@ -451,7 +451,7 @@ def _finite_peak(seen: Range) -> float:
 
 
 def _attribute_peaks(node: onnx.NodeProto) -> Iterator[float]:
-    """The largest values of the float constants that a Constant or ConstantOfShape holds."""
+    """Yield the largest values of the float constants that a Constant or ConstantOfShape holds."""
     for attribute in node.attribute:
         if attribute.t.data_type == _FLOAT:
             yield _largest(numpy_helper.to_array(attribute.t))
@@ -460,7 +460,7 @@ def _attribute_peaks(node: onnx.NodeProto) -> Iterator[float]:
 
 
 def _largest(array: np.ndarray) -> float:
-    """The largest absolute value, -infinity left out: it masks."""
+    """Return the largest absolute value, -infinity left out: it masks."""
     low, high = float(array.min(initial=0.0)), float(array.max(initial=0.0))
     if low == -np.inf:
         low = float(array.min(initial=0.0, where=array != -np.inf))

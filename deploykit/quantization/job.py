@@ -130,7 +130,7 @@ class Job:
         evaluation: Evaluation | None = None,
         search: SearchRecord | None = None,
     ) -> Evidence:
-        """The evidence of a graph that was written from `scales`."""
+        """Return the evidence of a graph that was written from `scales`."""
         return Evidence(
             parity=evaluation.parity if evaluation else None,
             accuracy=evaluation,

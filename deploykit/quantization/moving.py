@@ -185,7 +185,7 @@ def _parameters(editor: Editor, node: onnx.NodeProto) -> tuple[np.ndarray, np.nd
 
 
 def _range_of_pair(editor: Editor, node: onnx.NodeProto) -> Range:
-    """The numbers that a tensor's pair can hold; from -127 where its zero is 0."""
+    """Return the numbers that a tensor's pair can hold; from -127 where its zero is 0."""
     scale, zero = _parameters(editor, node)
     step, shift, held = float(scale.max()), float(zero.max()), np.iinfo(zero.dtype)
     least = -127 if held.min < 0 and shift == 0 else held.min - shift

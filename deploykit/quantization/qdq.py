@@ -99,7 +99,7 @@ def _record_ranges(editor: Editor, calibration: Calibration, keep_float32: Colle
 
 
 def quantizable(source: Graph, runtime: str, to: str = "int8") -> tuple[str, ...]:
-    """Names of the nodes that `to_pairs` quantizes if no value is infinite."""
+    """Return the names of the nodes that `to_pairs` quantizes if no value is infinite."""
     editor = edit_float32(source)
     places = quantizable_nodes(editor, operators(runtime, to))
     return tuple(editor.graph.node[n].name for n in places)

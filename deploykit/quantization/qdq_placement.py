@@ -51,7 +51,7 @@ def box_nodes(graph: onnx.GraphProto) -> set[str]:
 def _reached(
     first: Iterable[onnx.NodeProto], around: Callable[[onnx.NodeProto], list[onnx.NodeProto]]
 ) -> set[str]:
-    """Names of `first` and of all that is around them, up to a product."""
+    """Return the names of `first` and of all that is around them, up to a product."""
     left, found = list(first), set[str]()
     while left:
         node = left.pop()
@@ -95,7 +95,7 @@ class Placement:
 
 
 def operators(runtime: str, to: str = "int8") -> tuple[str, ...]:
-    """The operators with weights that `runtime` computes in `to`, "int8" or "fp8".
+    """Return the operators with weights that `runtime` computes in `to`, "int8" or "fp8".
 
     ONNX Runtime's CPU has no 8-bit ConvTranspose, and NVIDIA's own quantizer leaves it out of FP8.
     """
@@ -104,7 +104,7 @@ def operators(runtime: str, to: str = "int8") -> tuple[str, ...]:
 
 
 def quantizable_nodes(editor: Editor, kinds: Collection[str]) -> list[int]:
-    """Places of the nodes of these operators that read an activation and float32 weights."""
+    """Return places of the nodes of these operators that read an activation and float32 weights."""
     return [
         n for n, node in enumerate(editor.graph.node) if _quantizable(node, kinds, editor.constants)
     ]

@@ -138,7 +138,7 @@ class _Trials:
         return replace(scales, calibration=calibration.using(best), record=record), noise[best]
 
     def noise(self, scales: Scales, batches: Batches) -> np.ndarray:
-        """The noise of each sample at the outputs with these scales."""
+        """Return the noise of each sample at the outputs with these scales."""
         typed, _ = convert(
             scales.graph,
             self.to,

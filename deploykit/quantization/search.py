@@ -89,7 +89,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a search: the model that is kept, and its step. None: keep float32.
+    """The end of a search: the model that is kept, and its step; None keeps float32.
 
     `record.stopped`: "" if the search came to its end, else "time budget" or "interrupted"; `best`
     is then the cheapest model that had passed.
@@ -560,6 +560,6 @@ class _Candidates:
             return list(engine(feeds).values())
 
     def _feeds(self, samples: int) -> dict[str, np.ndarray]:
-        """The first calibration samples; a graph with a fixed batch gets that many."""
+        """Return the first calibration samples; a graph with a fixed batch gets that many."""
         size, _ = self.calib.batching(samples, self.job.source.inputs)
         return next(self.calib.batches(size))

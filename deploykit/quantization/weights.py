@@ -63,7 +63,7 @@ def to_weight_only(
 
 
 def _chosen(editor: Editor, precision: Precision, least_elements: int) -> list[int]:
-    """Places of the nodes whose weights are to be stored in fewer bits."""
+    """Return the places of the nodes whose weights are to be stored in fewer bits."""
     found = []
     for number in quantizable_nodes(editor, ("Gemm", "MatMul")):
         node = editor.graph.node[number]
@@ -78,7 +78,7 @@ def _chosen(editor: Editor, precision: Precision, least_elements: int) -> list[i
 
 
 def _block_of(inputs: int) -> int:
-    """The largest block that divides the number of inputs; 0 where none does."""
+    """Return the largest block that divides the number of inputs; 0 where none does."""
     return next((size for size in _BLOCKS if inputs % size == 0), 0)
 
 

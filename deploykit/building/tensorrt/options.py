@@ -291,7 +291,7 @@ def note_dla(layers: Sequence[Layer] | None, options: Options, where: str) -> tu
 
 
 def runs_on_dla(layer: Layer) -> bool:
-    """A DLA's layer is one foreign node (NVIDIA/TensorRT issue 3143), as one of Myelin's is."""
+    """Return whether it is a DLA's one foreign node (NVIDIA/TensorRT issue 3143), not Myelin's."""
     kind = layer.kind.lower()
     foreign = layer.name.startswith("{ForeignNode[") and not kind.startswith(("myelin", "kgen"))
     return "dla" in kind or foreign

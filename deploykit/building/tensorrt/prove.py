@@ -194,7 +194,7 @@ def _prove(
 
 
 def _sizes(options: PlanOptions, inputs: Sequence[TensorSpec]) -> dict[str, int]:
-    """Sizes of the dynamic axes to record samples at: a small batch, else the optimum."""
+    """Return sizes of the dynamic axes to record samples at: a small batch, else the optimum."""
 
     batch, axes = options.shapes.batch, dict(map(parse_axis, options.shapes.axes))
     most = parse_batch(batch).maximum if batch else golden.SAMPLES
