@@ -6,7 +6,7 @@ read the imports below, which name the same objects as `_PUBLIC`.
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # checkers take it for true; importing typing costs more than all else here
+TYPE_CHECKING = False  # type checkers assume True; importing typing costs more than the rest
 
 __version__ = "0.1.0"
 

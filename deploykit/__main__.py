@@ -1,7 +1,7 @@
-"""The start of `deploykit`, `python -m deploykit` and `torchrun -m deploykit`.
+"""Start `deploykit`, `python -m deploykit` or `torchrun -m deploykit`.
 
-From here on Ctrl-C exits with 130: what comes next imports for tenths of a second, and Python would
-print a traceback of that.
+From here on Ctrl-C exits with 130: the imports that follow take tenths of a second, and Python
+would print a traceback if they were interrupted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 
 def main() -> None:
-    import signal  # here, as `python -m` has the current folder on the path until this is called
+    import signal  # late: until this call the current folder is on `python -m`'s path
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as by `nohup`
         signal.signal(signal.SIGINT, _exit_interrupted)
@@ -21,13 +21,13 @@ def main() -> None:
 
 
 def _exit_interrupted(*_: object) -> None:
-    """Nothing is begun yet, and a native module that is loading could lose an exception."""
+    """Exit without an exception, which a native module that is loading could lose."""
     os.write(2, b"interrupted\n")
     os._exit(130)
 
 
 def _leave_current_folder() -> None:
-    """Take off the path what `python -m` put there: a `json.py` next to a model would be imported.
+    """Remove the folder that `python -m` put on the path: a `json.py` there would be imported.
 
     The folder stays if this package itself was imported from it.
     """

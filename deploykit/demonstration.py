@@ -1,4 +1,4 @@
-"""The demo: the whole main job on real data, from training to a report, in one folder."""
+"""Run the demo: the main job on real data, from training to a report, in one folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from deploykit.reporting.verdict import verdict
 from deploykit.training import train
 
 RECIPE = "mnist-cnn"
-MAX_DROP = 0.02  # 540 test samples cannot prove less: one changed answer moves the bound 0.6 pp
+MAX_DROP = 0.02  # 540 test samples prove no less: one answer moves the bound 0.6 pp
 CONNECTIONS = 32
 READY_S = 60.0
 STOP_S = 30.0
@@ -48,7 +48,7 @@ _STEPS = 9
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The demo's report, where it is, and the rows of its closing table."""
+    """The demo's report, the path of its page, and the rows of its closing table."""
 
     page: Path
     report: Report
@@ -63,7 +63,7 @@ class DemoResult:
 
 
 class _Steps:
-    """Reports how far the whole demo is, and how long each step took."""
+    """Reports the progress of the whole demo and the time of each step."""
 
     def __init__(self, on_step: Callable[[str], None], on_progress: Progress) -> None:
         self.on_step = on_step
@@ -82,7 +82,7 @@ class _Steps:
         self.on_step(f"  {seconds:6.1f} s  {name}")
 
     def progress(self, what: str, share: float) -> None:
-        """How far the current step is, 0 to 1."""
+        """Report `share`, the progress of the current step, 0 to 1."""
         self.on_progress(f"{self.name}  {what}".rstrip(), (len(self.taken) + share) / _STEPS)
 
 
@@ -172,7 +172,7 @@ class _Demo:
 
     def build(self) -> None:
         with self.steps("build for this machine's CPU"):
-            for name in ("fp32", "int8"):  # ONNX Runtime's CPU kernels compute float16 in float32
+            for name in ("fp32", "int8"):  # no fp16: ONNX Runtime's CPU kernels use float32
                 out = self.out / f"model.{name}.cpu.onnx"
                 made = build.build(self.typed[name], "cpu", out=out, force=self.force)
                 self.built[name] = made.path
@@ -218,10 +218,10 @@ def _worst(made: Made) -> str:
 
 @contextlib.contextmanager
 def _server(engine: Path) -> Iterator[str]:
-    """`deploykit serve` as a process; its URL. Raises Unsupported if it does not start."""
+    """Run `deploykit serve` and yield its URL. Raises Unsupported if it does not start."""
     command = module_command("deploykit", "serve", "--engine", f"{RECIPE}={engine}")
     command += ["--http-port", "0", "--grpc-port", "0", "--device", "cpu"]
-    with tempfile.TemporaryFile() as log:  # a file: a pipe that nobody reads would fill up
+    with tempfile.TemporaryFile() as log:  # not a pipe, which would fill up unread
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True
         )
@@ -246,14 +246,14 @@ def _server(engine: Path) -> Iterator[str]:
 
 
 def _fastest(report: Report, files: Mapping[str, Path]) -> Path:
-    """The file behind the highest throughput; `files` by the label of its points."""
+    """Return the file with the highest throughput; `files` maps labels of points to files."""
     rates = {point.label: point.throughput_per_s.value for point in report.points}
-    name = {label: label.partition(", ")[0] for label in rates}  # "..., 2 sessions": the same file
+    name = {label: label.partition(", ")[0] for label in rates}  # without ", 2 sessions"
     return files[name[max((each for each in rates if name[each] in files), key=rates.__getitem__)]]
 
 
 def _rows(report: Report) -> tuple[tuple[str, ...], ...]:
-    """Setup, accuracy, latency at batch 1, throughput at its best batch."""
+    """Return rows of setup, accuracy, latency at batch 1 and throughput at the best batch."""
 
     def score(point: Point) -> str:
         found = [row.to_dict() for row in report.accuracy]

@@ -1,7 +1,7 @@
 """Time engines against the float32 model on the CPU, interleaved in one run, into a report.
 
-First the columns are chosen: each engine is compared with the baseline, and its fastest settings of
-the CPU are searched for. Then all of them are timed, and then the verdict is drawn.
+It chooses the columns: it compares each engine with the baseline and searches for its fastest CPU
+settings. Then it times all columns and writes the verdict.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ from deploykit.reporting.verdict import verdict
 log = logging.getLogger(__name__)
 
 BATCHES, QUICK_BATCHES = (1, 2, 4, 8, 16, 32), (1, 8, 32)
-QUICK_S = 1.5  # of a point
-DATA, GOLDEN, RANDOM = "the data given", "golden samples", "random numbers"  # what is timed
-_AROUND_S = 0.5  # in which the machine is watched before and after
-_SEARCH_SHARE, _SEARCH_MAX_S = 1 / 30, 1.0  # of a point, for each window of the search on the CPU
+QUICK_S = 1.5  # per point
+DATA, GOLDEN, RANDOM = "the data given", "golden samples", "random numbers"  # sources of the inputs
+_AROUND_S = 0.5  # how long the machine is watched before and after
+_SEARCH_SHARE, _SEARCH_MAX_S = 1 / 30, 1.0  # share of a point's time per window of the CPU search
 
 
 @checked
@@ -96,21 +96,21 @@ def bench(
 
     Args:
         against: what to compare with. A float32 .onnx file is the baseline, by default the first
-            engine or the float32 model next to it that it was made from; another engine is timed
-            in the same run; of a report the settings of the CPU are taken, instead of a search.
+            engine or the float32 model next to it that it was made from. Another engine is timed
+            in the same run. A report gives its CPU settings, which replaces the search.
         batches: sizes to time, by default BATCHES, with `quick` QUICK_BATCHES.
-        data: an .npz file, which is what is timed, else golden samples, else random numbers; with
-            labels, accuracy is measured.
+        data: an .npz file with the inputs to time; by default golden samples, else random
+            numbers. If it has labels, accuracy is measured.
         axis: the sizes of dynamic axes other than the batch, such as {"T": 128}, by default those
             of the data.
-        seconds: for which each point is timed: 60, with `quick` 1.5. From 60 s on, ten fresh
-            processes share them.
+        seconds: how long each point is timed: 60, with `quick` 1.5. From 60 s on, ten fresh
+            processes share the time.
         slo_ms: the wanted p99.
-        scenarios: of MLPerf, each for `seconds` more.
+        scenarios: MLPerf scenarios to run, each for `seconds` more.
         layers: time the layers of the engines too.
-        trust: open a TensorRT engine that cannot be proven.
+        trust: open a TensorRT engine even if it cannot be proven.
         force: replace files in `out`.
-        arch: builds the module of weights alone.
+        arch: builds the module for a file that holds only weights.
     """
     report = Report("", now(), command, slo_ms=slo_ms)
     options = _Options(
@@ -168,7 +168,7 @@ def bench(
 
 
 class _NoteOnce:
-    """Passes each note on once, as an engine is opened several times."""
+    """Forward each note once, although an engine is opened several times."""
 
     def __init__(self, on_note: Callable[[str], None]) -> None:
         self.seen: set[str] = set()
@@ -182,7 +182,7 @@ class _NoteOnce:
 
 @dataclass(frozen=True)
 class _Options:
-    """What was asked for, with the defaults filled in."""
+    """The options of the call, with defaults filled in."""
 
     batches: tuple[int, ...]
     timing: Timing
@@ -198,14 +198,14 @@ class _Options:
 
 @dataclass
 class _Run:
-    """The columns that were chosen, and what was measured: fields of the report by name."""
+    """The chosen columns and the measurements, which are fields of the report by name."""
 
     entries: list[Entry]
     inputs: BenchInputs
     proofs: Proofs
     searches: dict[tuple[str, int], CpuSearch]
     setups: list[Setup]
-    gpu: str  # on which columns of ONNX Runtime and PyTorch are
+    gpu: str  # the GPU for columns of ONNX Runtime and PyTorch
     gaps: list[NotMeasured]
     measured: dict[str, Any] = field(default_factory=dict)
 
@@ -248,7 +248,7 @@ def _search_cpu(
     batch: int,
     earlier: Sequence[CpuSearch],
 ) -> CpuSearch | None:
-    """Return the earlier search, else a new one; None for a size that is not the model's."""
+    """Return the earlier search, else a new one; None for a size the model does not take."""
     rows = inputs.specs[0].shape[0] if inputs.specs and inputs.specs[0].shape else batch
     if isinstance(rows, int) and rows != batch:
         return None
@@ -265,7 +265,7 @@ def _search_cpu(
 
 
 def _measure(options: _Options, run: _Run) -> list[Point]:
-    """Time the columns; what else was measured is in `run.measured`, what was not in `run.gaps`."""
+    """Time the columns; put other measurements in `run.measured`, missing ones in `run.gaps`."""
     setups, inputs, progress, timing = run.setups, run.inputs, options.progress, options.timing
     ceilings, unprobed = cpu_ceilings(setups, timing.seconds, progress)
     gpu = gpu_limits(run.gpu, timing.seconds, progress)
@@ -315,10 +315,10 @@ def _describe_method(timing: Timing, points: Sequence[Point]) -> str:
 
 @dataclass(frozen=True)
 class BenchInputs:
-    """Makes the inputs of one call. `sizes`: of the dynamic axes other than the batch.
+    """Makes the inputs of one call. `sizes`: sizes of dynamic axes other than the batch.
 
-    `source`: DATA, GOLDEN or RANDOM. `arrays`: its samples, which are repeated, or cut, to fill an
-    axis; None for random numbers.
+    `source`: DATA, GOLDEN or RANDOM. `arrays`: the samples, repeated or cut to fill an axis; None
+    for random numbers.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -344,7 +344,7 @@ class BenchInputs:
         return np.ascontiguousarray(array)
 
     def identify(self) -> dict[str, str]:
-        """Return what tells them from other inputs: their source, and a hash of 32 rows."""
+        """Return the source of the inputs and a hash of 32 rows, to tell them from others."""
         digest = hashlib.sha256()
         for name, array in sorted(self(32).items()):
             kept = array.astype(str) if array.dtype.hasobject else array
@@ -362,8 +362,8 @@ def choose_inputs(
 ) -> BenchInputs:
     """Return the inputs of the model in `artefact`, open as `engine`.
 
-    `axes`: sizes that were asked for. Raises BadInput for an axis that the model does not have, or
-    the batch's, and for one of unknown size.
+    `axes`: the requested sizes. Raises BadInput for the batch axis, for an axis that the model
+    does not have, and for an axis of unknown size.
     """
     specs = engine.inputs
     named = dict.fromkeys(str(a) for spec in specs for a in spec.shape if isinstance(a, str))
@@ -408,7 +408,7 @@ def _read_golden(artefact: Artefact, engine: Engine) -> Mapping[str, np.ndarray]
 
 
 class Proofs:
-    """Compares entries with `base`, the open baseline. `gates`: by the entry's label."""
+    """Compares entries with `base`, the open baseline. `gates` maps labels of entries to gates."""
 
     def __init__(
         self,
@@ -433,9 +433,9 @@ class Proofs:
             self.accuracy.append(row)
 
     def prove(self, entry: Entry, gpu: str = "") -> Gate:
-        """Measure parity and accuracy, and return the gate; those of a wrong rival are not kept.
+        """Measure parity and accuracy, and return the gate; a wrong rival's results are dropped.
 
-        `gpu`: where it runs, in place of the CPU.
+        `gpu`: the GPU to run on instead of the CPU.
         """
         samples, reference = self._samples, self._reference
         name = f"{entry.artefact.name} in {entry.label}" if entry.rival else entry.artefact.name
@@ -462,7 +462,7 @@ class Proofs:
         return gate
 
     def admit(self, entry: Entry, gaps: list[NotMeasured], gpu: str = "") -> bool:
-        """Return whether its outputs are right; else `gaps` says why it is not timed."""
+        """Return whether the entry's outputs are right; else add to `gaps` why it is not timed."""
         try:
             gate = self.prove(entry, gpu)
             why = "" if gate.passed else gate.detail

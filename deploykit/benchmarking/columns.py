@@ -1,4 +1,4 @@
-"""The columns of a benchmark: which artefacts are timed, on which device, in how many sessions."""
+"""Choose the columns of a benchmark: artefacts, their devices and numbers of sessions."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from deploykit.graph.graph import Graph
 from deploykit.reporting.points import CpuSearch, CpuSettings
 from deploykit.reporting.report import NotMeasured
 
-BASELINE = "fp32 CPU"  # ONNX Runtime, the fastest settings of one session
-SEARCHED = ("onnxruntime", "openvino", "torch")  # whose settings of the CPU are chosen by a search
-_NEAR = 0.25  # below the fastest rate of a search, whose windows are short
+BASELINE = "fp32 CPU"  # ONNX Runtime, one session in its fastest settings
+SEARCHED = ("onnxruntime", "openvino", "torch")  # runtimes whose CPU settings are searched
+_NEAR = 0.25  # allowed share below the fastest rate: a search's windows are short
 _HALF = "bf16"
-_RIVALS = ("fp32", _HALF, "int8")  # what rivals compute in where the CPU can
+_RIVALS = ("fp32", _HALF, "int8")  # precisions of rivals, where the CPU has them
 ON_GPU_ALONE = "the GPU was asked for (`device`)"
 Note = Callable[[str], None]
 
@@ -40,9 +40,9 @@ def _ignore(note: str) -> None: ...
 class Entry:
     """One artefact in one runtime. `precision`: "fp32", "fp16", "int8", ...
 
-    `label`: of its columns, or their start. `rival`: nobody asked for it, but it may be faster on
-    this CPU. `against`: it was given to compare the others with. `options`: what its runtime needs
-    to open it. `opened_as_built`: it is opened as its format says, with its proof.
+    `label`: the label of its columns, or its beginning. `rival`: not requested, but it may be
+    faster on this CPU. `against`: given to compare the others with. `options`: what its runtime
+    needs to open it. `opened_as_built`: opened as its format says, with its proof.
     """
 
     artefact: Artefact
@@ -62,10 +62,10 @@ class Entry:
         return self.artefact.runtime.on_cpu
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "on_note": _ignore}  # a copy in another process repeats no note
+        return {**vars(self), "on_note": _ignore}  # a copy in another process must not repeat notes
 
     def open(self, device: str = "cpu") -> Engine:
-        """Open it with the usual settings of its runtime."""
+        """Open the artefact with the default settings of its runtime."""
         if not self.opened_as_built:
             return self.open_session(None, device)
         return open_proven(
@@ -73,7 +73,7 @@ class Entry:
         )[0]
 
     def open_session(self, settings: CpuSettings | None, device: str = "cpu") -> Engine:
-        """Open one session in this process; with the usual threads if `settings` is None."""
+        """Open one session in this process; with the default threads if `settings` is None."""
         options = dict(self.options)
         if self.runtime == "onnxruntime" and settings is not None:
             options["spinning"] = bool(settings.spinning)
@@ -85,7 +85,7 @@ class Entry:
         return engine
 
     def open_on_cpu(self, settings: CpuSettings) -> Engine:
-        """Open one session, in a process of its own where the settings say so."""
+        """Open one session, in a separate process if the settings ask for it."""
         opener = partial(self.open_session, settings)
         return ProcessEngine(opener) if settings.processes else opener()
 
@@ -126,7 +126,7 @@ def open_entry(
 
 
 def _describes_itself(artefact: Artefact) -> bool:
-    """Return whether a PyTorch file says how to run it."""
+    """Return whether a PyTorch file holds a runnable model, not only weights."""
     from deploykit.engines.torch.engine import describes_itself
 
     return describes_itself(artefact.path)
@@ -140,11 +140,11 @@ def open_entries(
     on_note: Note = _ignore,
     arch: str | None = None,
 ) -> list[Entry]:
-    """Return each file once, the baseline first.
+    """Return an entry for each distinct file, the baseline first.
 
     The baseline is the float32 model of `against`, else the first engine, or the float32 model next
-    to it that it was made from. `arch` builds the module of bare weights, whose inputs are the
-    baseline's.
+    to it that it was made from. `arch` builds the module for a file that holds only weights; its
+    inputs are the baseline's.
     """
     if not engines:
         raise BadInput("`engines` names no file to time")
@@ -182,9 +182,9 @@ def _find_baseline(first: Entry) -> Entry:
 
 
 def _label(entries: Sequence[Entry], baseline: Entry) -> list[Entry]:
-    """Give each a label of its own: its stem, or as much of its path as tells it from others.
+    """Give each entry a unique label: its stem, or as much of its path as tells it from others.
 
-    No label reads as one of the baseline's.
+    No label equals one of the baseline's.
     """
     names = []
     for entry in entries:
@@ -207,13 +207,13 @@ def make_columns(
     gpu: str = "",
     on_gpu: Sequence[Entry] = (),
 ) -> tuple[list[Setup], list[NotMeasured]]:
-    """Return the setups to time and what has none.
+    """Return the setups to time, and the entries without a setup.
 
-    The baseline, the first of `entries`, has its fastest single session and its fastest settings,
-    and each other artefact the same; one that is faster in other settings has a column more. One
-    that does not run on CPUs has columns on its GPU; one in another runtime the settings of its
-    own. A rival has a column where its search was near the fastest. `searches`: by label and batch.
-    `on_gpu` are timed on `gpu` too.
+    The baseline, the first of `entries`, gets its fastest single session and its fastest settings.
+    Other artefacts get the same settings, and a further column if they are faster in others. One
+    that does not run on CPUs gets columns on its GPU; one in another runtime uses its own
+    settings. A rival gets a column if its search was near the fastest. `searches` is keyed by
+    label and batch. `on_gpu` are timed on `gpu` too.
     """
     setups, gaps = list[Setup](), list[NotMeasured]()
     alike: dict[int, list[CpuSettings]] = {}
@@ -250,12 +250,12 @@ def make_columns(
 
 
 def on_gpu_alone(entry: Entry, device: str) -> bool:
-    """Return whether it is timed on the GPU that was asked for, as a CPU never runs it fastest."""
+    """Return whether to time it only on the requested GPU: a CPU never runs it fastest."""
     return device.startswith("cuda") and (entry.precision == "fp16" or entry.runtime == "torch")
 
 
 def _is_behind(search: CpuSearch, searches: Iterable[CpuSearch]) -> bool:
-    """Return whether it lost the search at its batch size by more than noise explains."""
+    """Return whether `search` is slower at its batch size than noise explains."""
     rates = [s.trials[0].throughput_per_s for s in searches if s.batch == search.batch]
     return search.trials[0].throughput_per_s < (1 - _NEAR) * max(rates)
 
@@ -263,7 +263,7 @@ def _is_behind(search: CpuSearch, searches: Iterable[CpuSearch]) -> bool:
 def _like_the_baseline(
     entry: Entry, alike: Mapping[int, Sequence[CpuSettings]], own: Mapping[int, CpuSettings]
 ) -> list[Setup]:
-    """Return it in the baseline's settings at each batch size, and in its own that are others."""
+    """Return setups in the baseline's settings per batch size, and in its own if these differ."""
     counts = {each.sessions for found in alike.values() for each in found[1:]}
     several = f"{counts.pop()} sessions" if len(counts) == 1 else "several sessions"
     placed = []
@@ -306,7 +306,7 @@ def _setup(entry: Entry, label: str, device: str) -> Setup:
 
 
 def with_graphs(plain: Setup, batches: Sequence[int]) -> list[Setup]:
-    """Return it with and without CUDA graphs, with one call and two in flight; the weights once."""
+    """Return variants with and without CUDA graphs, with one or two calls; they share weights."""
     shared = _Shared(plain)
     return [
         replace(
@@ -321,7 +321,7 @@ def with_graphs(plain: Setup, batches: Sequence[int]) -> list[Setup]:
 
 
 class _Shared:
-    """Engines on the weights of the first one that was opened."""
+    """Opens engines that share the weights of the first one."""
 
     def __init__(self, plain: Setup) -> None:
         self._plain = plain
@@ -336,8 +336,8 @@ class _Shared:
 def find_gpu(baseline: Entry, machine: Machine, device: str) -> tuple[str, str]:
     """Return the GPU to measure on, or "" and why there is none.
 
-    With "auto" one that cannot be used is left out and the report says why; one that was asked for
-    by name raises Unsupported.
+    With "auto" an unusable GPU is left out and the report gives the reason. Raises Unsupported if
+    the device was requested by name.
     """
     from deploykit.engines.onnxruntime.engine import providers
 
@@ -360,10 +360,10 @@ def find_gpu(baseline: Entry, machine: Machine, device: str) -> tuple[str, str]:
 def find_rivals(
     entries: Sequence[Entry], machine: Machine, folder: Path
 ) -> tuple[list[Entry], list[NotMeasured]]:
-    """Return what else may be fastest on this CPU, and what was not tried, with the reason.
+    """Return other candidates for the fastest on this CPU, and those not tried with the reason.
 
-    Other runtimes that are installed, and bfloat16. `folder` is for the float32 model in bfloat16,
-    and has to live as long as they are used.
+    Candidates are other installed runtimes and bfloat16. `folder` holds the float32 model in
+    bfloat16, and must exist as long as they are used.
     """
     graphs = [e for e in entries if e.artefact.format == "onnx" and e.precision in _RIVALS]
     graphs = [*{each.artefact.sha256: each for each in reversed(graphs)}.values()][::-1]

@@ -1,7 +1,7 @@
-"""Find the fastest settings of a model on the CPU by a short search, on the inputs of the run.
+"""Search for a model's fastest CPU settings, on the inputs of the run.
 
-Each choice is timed once, for one window; the best of one session and of several, those also as
-processes, are then timed in turns. So most of the time goes to those that may win.
+Each choice is timed once, for one window. The best with one session and with several (these also
+as processes) are then timed in turns, so most of the time goes to likely winners.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from deploykit.reporting.points import (
     _runs,
 )
 
-_FINALISTS = 2  # of one session, and of several
+_FINALISTS = 2  # with one session, and with several
 _ROUNDS = 3
-_SETTLE = 0.25  # of a window, before it
-_PROCESSES_FROM_S = 0.05  # windows; shorter ones take less time than a process takes to start
+_SETTLE = 0.25  # untimed start, as a share of a window
+_PROCESSES_FROM_S = 0.05  # shorter windows take less time than a process start
 
 
 def best_cpu(points: Sequence[Point], wrong: Collection[str]) -> tuple[BestCpu, ...]:
-    """Return the fastest by batch size; `wrong`: labels of setups with wrong outputs."""
+    """Return the fastest per batch size, without the labels in `wrong`, whose outputs are wrong."""
     usable = [
         point
         for point in points
@@ -57,7 +57,7 @@ def best_cpu(points: Sequence[Point], wrong: Collection[str]) -> tuple[BestCpu, 
 
 
 def choices_for(runtime: str, cores: Collection[int]) -> list[CpuSettings]:
-    """`choices` that a runtime has: spinning ONNX Runtime alone, and torch one pool per process."""
+    """Return the choices of a runtime: only ONNX Runtime spins, torch has one pool per process."""
     found = choices(cores)
     if runtime == "onnxruntime":
         return found
@@ -66,12 +66,12 @@ def choices_for(runtime: str, cores: Collection[int]) -> list[CpuSettings]:
 
 
 def choices(cores: Collection[int]) -> list[CpuSettings]:
-    """Settings that use each of these numbers of cores whole, and one session of fewer threads."""
+    """Return settings that fill each number of cores, and one session with fewer threads."""
     found: dict[CpuSettings, None] = {}
     for total in cores:
         for size in (each for each in range(1, total + 1) if total % each == 0):
             for sessions, threads in ((1, size), (size, total // size)):
-                for spinning in (False, True)[: min(threads, 2)]:  # one thread waits for nobody
+                for spinning in (False, True)[: min(threads, 2)]:  # one thread never waits
                     found[CpuSettings(sessions, threads, spinning)] = None
     return list(found)
 
@@ -87,8 +87,8 @@ def search_cpu(
 ) -> tuple[CpuTrial, ...]:
     """Measure rows per second of `candidates`, and of the best in processes, as `CpuSearch` orders.
 
-    One of `candidates` has one session. Those that do not fit into memory are left out.
-    Raises OutOfMemory when none fits, and as the engines do.
+    One of `candidates` has one session. Candidates that do not fit into memory are left out.
+    Raises OutOfMemory when none fits, and what the engines raise.
     """
     first: dict[CpuSettings, float] = {}
     no_memory = None
@@ -119,7 +119,7 @@ def _race(
     clock: Clock,
     rounds: int = 1,
 ) -> dict[CpuSettings, float]:
-    """Return the median of their rows per second, timed in turns."""
+    """Time the engines in turns; return each one's median rows per second."""
     rates: dict[CpuSettings, list[float]] = {each: [] for each in runners}
     with contextlib.ExitStack() as stack:
         engines = {

@@ -1,4 +1,4 @@
-"""Where the time of a call goes, layer by layer, by the profiler of an engine's runtime."""
+"""Measure the time of each layer with the profiler of the engine's runtime."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def measure_layers(
     feeds: Callable[[int], Arrays],
     on_progress: Progress = no_progress,
 ) -> tuple[list[LayerTimes], list[NotMeasured]]:
-    """Time the layers of each of `wanted` at the batch that was fastest; also return what failed.
+    """Time the layers of each of `wanted` at its fastest batch; also return the failures.
 
-    Each runs one session in a process of its own, however many sessions PyTorch was fastest in.
+    Each runs one session in a separate process, however many sessions PyTorch was fastest in.
     """
     found, gaps = [], []
     for entry in wanted:
@@ -76,7 +76,7 @@ def measure_layers(
 
 
 def _fastest(setups: Sequence[Setup], points: Sequence[Point]) -> tuple[Setup, Point] | None:
-    """Return the fastest in one session in this process, or in PyTorch, with its point."""
+    """Return the fastest setup of one session in this process, or in PyTorch, with its point."""
     pairs = [
         (setup, point)
         for setup in setups
@@ -104,7 +104,7 @@ def _time_modules(
 def _time_nodes(
     _: Entry, setup: Setup, feeds: Arrays, point: Point, folder: str, __: Progress
 ) -> LayerTimes:
-    """The file of the profile loses its name once it is open: no kill can leave it behind."""
+    """Time ONNX Runtime's nodes. Unlink the open profile, so that a kill leaves no file behind."""
     from deploykit.engines.onnxruntime.engine import SPINNING, OnnxRuntimeEngine
 
     with setup.engines() as engine:
@@ -129,10 +129,10 @@ _READERS = {"onnxruntime": _time_nodes, "torch": _time_modules}
 
 
 def read_profile(data: bytes) -> list[Counter[LayerKey]]:
-    """Milliseconds by node of each call that ONNX Runtime wrote.
+    """Return milliseconds by node for each call in a profile of ONNX Runtime.
 
-    Older versions do not escape the names of nodes in its JSON. Nodes inside the body of a loop
-    count as the loop's. It keeps a million events: a call not there as a whole is left out.
+    Older versions do not escape node names in the JSON. Nodes in the body of a loop count as the
+    loop. A profile keeps a million events: calls that are not complete are left out.
     """
     if not data.endswith(_END):
         raise DeploykitError("its profile is not whole: is the disk of TMPDIR full?")
@@ -150,7 +150,7 @@ def read_profile(data: bytes) -> list[Counter[LayerKey]]:
     ended = -1
     for begun, us, name, about in sorted(kernels, key=lambda kernel: (kernel[0], -kernel[1])):
         if begun < ended and begun + us <= ended:
-            continue  # inside the one before
+            continue  # nested in the event before
         ended = begun + us
         run = bisect_right(calls, (begun, math.inf)) - 1
         if run >= 0 and begun <= calls[run][1] + 1:  # both are rounded down
@@ -173,7 +173,7 @@ def _name(written: bytes) -> str:
         return text
 
 
-_LENGTH_S, _FEWEST, _MOST, _WARM, _TURNS = 1.0, 8, 200, 3, 4  # of the calls on each side
+_LENGTH_S, _FEWEST, _MOST, _WARM, _TURNS = 1.0, 8, 200, 3, 4  # limits of the calls per side
 
 
 def time_layers(
@@ -184,8 +184,8 @@ def time_layers(
 ) -> LayerTimes:
     """Time calls without and with a profiler in turns; `read` returns the ms of all profiled calls.
 
-    A few of each in a row, as threads that spin after one call slow the next. The middle half of
-    the values counts, of each layer for itself: other work stops a call in one layer.
+    Each turn makes a few calls, as threads that spin after a call slow the next one. The middle
+    half of the values counts, per layer: other work interrupts a call in a single layer.
     """
     sides: tuple[Callable[[Arrays], object], ...] = (engine, profiled)
     once_s = [max(_time(side, feeds) for side in sides) for _ in range(_WARM)][-1]
@@ -215,7 +215,7 @@ def time_layers(
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the mean of the middle half: what neither other work nor a cold start made."""
+    """Return the mean of the middle half, which excludes other work and cold starts."""
     ranked, quarter = sorted(values), len(values) // 4
     return fmean(ranked[quarter : len(ranked) - quarter])
 

@@ -1,4 +1,4 @@
-"""What limits the points of a benchmark: roofline, the plan's predictions, and energy."""
+"""Add rooflines, the plan's predictions, energy and peak memory to the points of a benchmark."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from deploykit.planning.probe import CpuCalibration, GpuCeilings, cpu_calibratio
 from deploykit.reporting.points import Point
 from deploykit.reporting.report import NotMeasured, PeakMemory, PointEnergy, PredictedPoint
 
-PROBE_FROM_S = 1.0  # of a point: a shorter run does not wait for the probe of the CPU
+PROBE_FROM_S = 1.0  # per point; a shorter run does not wait for the CPU probe
 _IDLE_S = 0.5
 _ROUND = re.compile(r"(.+), batch (\d+): round \d+", re.DOTALL)
 
@@ -35,9 +35,9 @@ _ROUND = re.compile(r"(.+), batch (\d+): round \d+", re.DOTALL)
 def cpu_ceilings(
     setups: Sequence[Setup], seconds: float, on_progress: Progress
 ) -> tuple[dict[int, CpuCalibration], list[NotMeasured]]:
-    """Return what a probe measured of the CPU, for each number of threads of one session.
+    """Return a probe's measurements of the CPU for each number of threads, and gaps with reasons.
 
-    A short run takes only what is kept. Also why there is none: the probe needs room for a file.
+    A short run reads only stored results. The probe fails where it cannot write a file.
     """
 
     only_kept = seconds < PROBE_FROM_S
@@ -55,9 +55,9 @@ def cpu_ceilings(
 
 @dataclass(frozen=True)
 class GpuLimits:
-    """What is known of a GPU before it is timed: `ceilings` by a probe, `target` to plan for.
+    """Limits of a GPU before it is timed: `ceilings` from a probe, `target` for predictions.
 
-    `gaps`: why there is none.
+    `gaps`: the reasons for missing values.
     """
 
     ceilings: GpuCeilings | None = None
@@ -66,7 +66,7 @@ class GpuLimits:
 
 
 def gpu_limits(device: str, seconds: float, on_progress: Progress) -> GpuLimits:
-    """Probe the GPU `device`, unless there is none ("") or the run is short."""
+    """Probe the GPU `device`, unless it is "" (no GPU) or the run is short."""
 
     if not device or seconds < PROBE_FROM_S:
         return GpuLimits()
@@ -94,7 +94,7 @@ def limits(
 ) -> dict[str, Any]:
     """Return the report's `predicted`, `roofline` of the CPU and `gpu_roofline`.
 
-    `found`: what a probe measured of the CPU, by number of threads.
+    `found`: the CPU probe's measurements, by number of threads.
     """
     by_hash = {entry.artefact.sha256: entry for entry in entries}
     files = {setup.label: by_hash.get(setup.sha256) for setup in setups}
@@ -131,7 +131,7 @@ def limits(
 
 
 def infer_point(graphs: dict[str, Graph], entry: Entry, point: Point) -> Inferred | None:
-    """Return the graph at the sizes that were timed; None where these are not known."""
+    """Return the graph at the timed sizes; None where these are not known."""
 
     sha256 = entry.artefact.sha256
     try:
@@ -144,18 +144,18 @@ def infer_point(graphs: dict[str, Graph], entry: Entry, point: Point) -> Inferre
         }
         return infer(graph, point.batch, sizes) if point.shapes else None
     except DeploykitError:
-        return None  # its figures stay: a prediction is not what was asked for
+        return None  # the measurements stand without a prediction
 
 
 def _cpu_target(found: Mapping[int, CpuCalibration], point: Point) -> Target | None:
-    """Return the CPU with as many threads as the point had."""
+    """Return the CPU as a target with the point's number of threads."""
 
     target = target_of(load_profile("cpu"), found.get(point.threads or default_threads()))
     return target if isinstance(target, Target) else None
 
 
 def _predict(point: Point, inferred: Inferred, target: Target) -> list[PredictedPoint]:
-    """Return what is predicted of a point in one session."""
+    """Return the predictions for a point with one session."""
 
     measured = point.latency.p50_ms
     if measured is None or point.sessions != 1:
@@ -166,7 +166,7 @@ def _predict(point: Point, inferred: Inferred, target: Target) -> list[Predicted
 
 
 def _place(point: Point, inferred: Inferred, moved: float) -> dict[str, Any]:
-    """Return its operations per byte that is moved, and per second."""
+    """Return a point's operations per byte moved, and per second."""
     calls_per_s = point.throughput_per_s.value / point.batch
     return {
         "label": point.label,
@@ -181,7 +181,7 @@ def _ceilings(
     used: Collection[str],
     found: Sequence[CpuCalibration | GpuCeilings],
 ) -> dict[str, float]:
-    """Return the highest that a probe reached in the precisions `used`, or a point did."""
+    """Return the highest rate that a probe in the precisions `used`, or a point, reached."""
     by_precision: dict[str, float] = {}
     for each in found:
         for name, rate in each.ops_per_s.items():
@@ -199,7 +199,7 @@ def _ceilings(
 
 @dataclass
 class EnergyLog:
-    """Reads the meters between the steps of a sweep, and so divides what they count by point."""
+    """Reads the energy meters between the steps of a sweep, to divide the energy by point."""
 
     meter: EnergyMeter
     forward: Progress
@@ -211,12 +211,12 @@ class EnergyLog:
         self._step: tuple[str, int] | None = None
         self._last = (self.clock(), self.meter.joules())
         if self.meter.sources:
-            time.sleep(_IDLE_S)  # the span that is measured: nothing is waited for
+            time.sleep(_IDLE_S)  # the idle span to measure
             seconds, joules = self._since()
             self.idle_w = {name: used / seconds for name, used in joules.items() if seconds > 0}
 
     def __call__(self, what: str, share: float) -> None:
-        """Begin a step: what was used until now belongs to the one before."""
+        """Begin a step; the energy used so far belongs to the previous one."""
         since = self._since()
         if self._step is not None:
             self._spent.setdefault(self._step, []).append(since)
@@ -225,7 +225,7 @@ class EnergyLog:
         self.forward(what, share)
 
     def energy(self, points: Sequence[Point]) -> tuple[PointEnergy, ...]:
-        """Power during a point's rounds by its throughput: joules per inference."""
+        """Return joules per inference: the power in a point's rounds divided by its throughput."""
 
         found = []
         for point in points:
@@ -252,7 +252,7 @@ class EnergyLog:
         )
 
     def _since(self) -> tuple[float, dict[str, float]]:
-        """Return seconds and joules since the last time."""
+        """Return seconds and joules since the last call."""
         (before_s, before), now = self._last, (self.clock(), self.meter.joules())
         self._last = now
         used = {name: value - before.get(name, 0.0) for name, value in now[1].items()}
@@ -273,9 +273,9 @@ def measure_memory(
     feeds: Callable[[int], Arrays],
     on_progress: Progress = no_progress,
 ) -> tuple[PeakMemory, ...]:
-    """Measure each label at its largest batch; none where the system has no figure.
+    """Measure peak memory of each label at its largest batch, where the system reports it.
 
-    `setups` and `feeds` have to be picklable, as for `sweep_apart`.
+    `setups` and `feeds` must be picklable, as for `sweep_apart`.
     """
 
     largest: dict[str, int] = {}
@@ -295,7 +295,7 @@ def measure_memory(
 def _peak_bytes(
     setup: Setup, feeds: Callable[[int], Arrays], batch: int, _on_progress: Progress
 ) -> int:
-    """Run in the process of its own; return 0 where /proc does not tell."""
+    """Run in a separate process; return the peak, or 0 if /proc does not have it."""
     inputs = feeds(batch)
     with contextlib.ExitStack() as stack:
         engines = [stack.enter_context(setup.engines()) for _ in range(setup.sessions)]

@@ -1,7 +1,7 @@
-"""Time a pipeline in this process, from end to end and by stage, into an ordinary report.
+"""Time a pipeline in this process, end to end and per stage, and return an ordinary report.
 
-`sweep` times it as it times an engine: a call is a batch of files, from their bytes to the JSON of
-their answers. What the stages took in the timed calls has intervals over the same rounds.
+`sweep` times it like an engine: a call takes a batch of files, from their bytes to the JSON of the
+answers. The stages' times in these calls have intervals over the same rounds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Rounds:
-    """Notes how many calls there were when each round of a batch size began."""
+    """Records the number of calls at the start of each round, per batch size."""
 
     timed: TimedPipeline
     forward: Progress
@@ -68,10 +68,10 @@ def bench_pipeline(
     on_progress: Progress = no_progress,
     on_note: Callable[[str], None] = log.warning,
 ) -> Report:
-    """Answer the files of `data` again and again, `batches` requests in a call, for `seconds`.
+    """Answer the files of `data` repeatedly, `batches` requests per call, for `seconds`.
 
-    One call after the other, in this process; the points of stages have the scenario "stage of
-    NAME". Raises as `predict_files` does.
+    Calls follow one another in this process. The points of stages have the scenario "stage of
+    NAME". Raises what `predict_files` raises.
     """
     timing = Timing.lasting(seconds)
     files, folder = input_files([data]), claim_report(out, (path, data), force=force)
@@ -114,7 +114,7 @@ def bench_pipeline(
 def _stages(
     found: Measured, calls: Sequence[Mapping[str, float]], begins: list[int]
 ) -> list[Point]:
-    """Return what each stage took in the timed calls, which are the last of each round."""
+    """Return the time of each stage in the timed calls, which are the last of each round."""
     ends = [*begins[1:], len(calls)]
     timed = [
         calls[end - len(block.calls_ns) : end]
@@ -134,9 +134,9 @@ def _stages(
 
 
 class TimedPipeline(Engine):
-    """Takes files in turn. `calls`: the seconds of each stage, of each call.
+    """Takes files in turn. `calls`: for each call the seconds of each stage.
 
-    A call goes from the bytes of files to the JSON values of their answers; both count as stages.
+    Reading the files' bytes and writing the answers as JSON values count as stages.
     """
 
     runtime = "pipeline"
@@ -151,7 +151,7 @@ class TimedPipeline(Engine):
         self.calls: list[dict[str, float]] = []
 
     def feeds(self, batch: int) -> Arrays:
-        """Return as many places as files are wanted: the call takes those whose turn it is."""
+        """Return a placeholder per file: the call takes the next files in turn."""
         return {self.inputs[0].name: np.full(batch, "", object)}
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
@@ -169,4 +169,4 @@ class TimedPipeline(Engine):
         return {}
 
     def close(self) -> None:
-        """Whoever opened the pipeline closes it."""
+        """Do nothing: the function that opened the pipeline closes it."""

@@ -1,6 +1,6 @@
-"""A session in a process of its own: none waits for another's interpreter lock.
+"""Run a session in a separate process, so that none waits for another's interpreter lock.
 
-The child opens the engine and runs the loop that is timed, so no call crosses a pipe.
+The child opens the engine and runs the timed loop, so no call crosses a pipe.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from deploykit.core.subprocesses import Child
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import Arrays, Engine
 
-_POLL_S = 0.2  # between two checks whether to stop
+_POLL_S = 0.2  # interval of checks whether to stop
 
 
 class ProcessEngine(Engine):
     """The engine that `opener`, a picklable function, opens in a child process.
 
-    It is open at its first use, so that several open at once. Raises then what the child raises,
-    DeploykitError where the child ends.
+    The first use waits until it is open, so that several can open at once, and raises what the
+    child raised, or DeploykitError if the child ended.
     """
 
     def __init__(self, opener: Callable[[], Engine]) -> None:
@@ -63,7 +63,7 @@ class ProcessEngine(Engine):
         return outputs
 
     def run_loop(self, feeds: Arrays, length_ns: int, stop: Callable[[], bool]) -> array[int]:
-        """`closed_loop` over there, on the child's own clock. Where `stop` says so, it ends."""
+        """Run `closed_loop` in the child, on the child's own clock, until `stop` returns True."""
         self._ask(feeds, length_ns)
         while not self._child.poll(_POLL_S):
             if stop():
@@ -82,7 +82,7 @@ class ProcessEngine(Engine):
 
 
 def _serve(pipe: Connection[Any, Any], opener: Callable[[], Engine]) -> None:
-    """The child. It ends with its parent, whose end of the pipe closes then."""
+    """Run the child. It ends with its parent, whose end of the pipe closes then."""
     feeds: Arrays = {}
     with contextlib.suppress(EOFError), opener() as engine, no_garbage_collection():
         names = ("inputs", "outputs", "device", "runtime")

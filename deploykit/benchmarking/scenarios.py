@@ -1,9 +1,9 @@
 """Time an engine in MLPerf's scenarios: single-stream, multi-stream, offline and server.
 
 Queries and metrics are those of MLPerf Inference (mlcommons/inference_policies,
-inference_rules.adoc); the durations are the caller's, so no result is one of MLPerf. Percentiles
-follow LoadGen's early-stopping rule: what is given is, with 99 % confidence, no less than the true
-percentile, and fewer queries than that needs give none.
+inference_rules.adoc). The caller chooses the durations, so results are not MLPerf results.
+Percentiles follow LoadGen's early-stopping rule: the reported value is, with 99 % confidence, no
+less than the true percentile; with fewer queries than that needs there is none.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ OFFLINE, SINGLE, MULTI, SERVER = SCENARIOS = (
     "multi-stream",
     "server",
 )
-SAMPLES = {SINGLE: 1, MULTI: 8, SERVER: 1}  # of a query
+SAMPLES = {SINGLE: 1, MULTI: 8, SERVER: 1}  # samples per query
 _PERCENTILE = {SINGLE: 90.0, MULTI: 99.0, SERVER: 99.0}
 _CONFIDENCE = 0.99
-_LONGEST = 10  # times the seconds asked for, to reach the queries that a percentile needs
-_WARM_UP = 0.2  # of the seconds asked for, before them
-_CLOSE = 1.02  # the highest rate that holds and the lowest that does not differ by less
-_LOWER = 0.97  # after a rate that held in a short run and not in the whole one
-_SPIN_NS = 100_000  # before a query is due: a sleep ends that late
+_LONGEST = 10  # multiple of `seconds`, to reach the queries that a percentile needs
+_WARM_UP = 0.2  # share of `seconds`, before the run
+_CLOSE = 1.02  # the bisection ends when its bounds are closer
+_LOWER = 0.97  # factor, after a rate that held only in a short run
+_SPIN_NS = 100_000  # a sleep may end this late, so spin before a query
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What runs: the engines, one for each query at a time, and how the report names them."""
+    """The engines to run, each with one query at a time, and their names in the report."""
 
     label: str
     precision: str
@@ -72,8 +72,9 @@ class Subject:
 def early_stopping_ms(latencies_s: np.ndarray, q: float) -> float | int:
     """Return the bound of the q-th percentile in ms, or how many queries it needs.
 
-    The t-th highest latency, with the most t for which no more than t of n queries above the true
-    percentile have a probability of at most 1 % (LoadGen's rule, early_stopping.cc, tolerance 0).
+    The bound is the t-th highest latency. t is the largest number for which at most t of n queries
+    exceed the true percentile with a probability of at most 1 % (LoadGen, early_stopping.cc,
+    tolerance 0).
     """
     n = len(latencies_s)
     discard = most_above(n, q)
@@ -83,7 +84,7 @@ def early_stopping_ms(latencies_s: np.ndarray, q: float) -> float | int:
 
 
 def most_above(n: int, q: float) -> int:
-    """Return how many of `n` queries may be above a bound that holds for the q-th percentile.
+    """Return how many of `n` queries may exceed a bound of the q-th percentile.
 
     The largest t for which the binomial distribution of n and 1 - q/100 gives t or fewer with a
     probability of at most 1 %; -1 where n is too small even for none.
@@ -96,7 +97,7 @@ def most_above(n: int, q: float) -> int:
 
 
 def fewest_queries(q: float, above: int = 1) -> int:
-    """Return the fewest queries of which `above` may be over it: 64 for p90, 662 for p99."""
+    """Return the fewest queries of which `above` may exceed it: 64 for p90, 662 for p99."""
     n = above + 1
     while most_above(n, q) < above:
         n += 1
@@ -110,7 +111,7 @@ def run_stream(
     seconds: float,
     clock: Clock = time.perf_counter_ns,
 ) -> ScenarioResult:
-    """Single-stream or multi-stream: the next query begins when the last has ended.
+    """Run single-stream or multi-stream: the next query begins when the last has ended.
 
     It lasts `seconds`, or up to ten times as long for the queries that the percentile needs.
     """
@@ -144,7 +145,7 @@ def run_offline(
     seconds: float,
     clock: Clock = time.perf_counter_ns,
 ) -> ScenarioResult:
-    """All samples are there at once: each engine takes the next `batch` when it has ended one."""
+    """Run offline: all samples are ready, and each engine takes `batch` of them at a time."""
     settle_s = seconds * _WARM_UP
     block = run_block(subject.engines, feeds, batch, seconds, clock, settle_s=settle_s)
     calls = len(block.calls_ns)
@@ -161,12 +162,12 @@ def run_server(
     serve: Callable[..., np.ndarray] | None = None,
     clock: Clock = time.perf_counter_ns,
 ) -> ScenarioResult:
-    """Find the highest rate of Poisson arrivals, by bisection, that keeps p99 within `slo_ms`.
+    """Bisect for the highest rate of Poisson arrivals that keeps p99 within `slo_ms`.
 
-    A rate holds where so few queries are late that p99 is within the bound with 99 % confidence.
-    Each rate is tried in a short run, which ends as soon as it has failed; the highest that holds
-    is run for `seconds`, and a little less where that fails.
-    `serve(engines, feeds, due_s, slo_s, most_late)` gives the latencies; `replay` by default.
+    A rate holds if p99 is within the bound with 99 % confidence. Each rate is tried in a short
+    run, which ends as soon as it has failed. The highest that holds is run for `seconds`, and a
+    slightly lower one if that fails.
+    `serve(engines, feeds, due_s, slo_s, most_late)` returns latencies; the default is `replay`.
     """
     slo_s, result = slo_ms / 1e3, replace(subject.result(SERVER, 1), slo_ms=slo_ms)
     fewest = fewest_queries(_PERCENTILE[SERVER])
@@ -184,7 +185,7 @@ def run_server(
     block = run_block(subject.engines, feeds, 1, seconds * _WARM_UP, clock)
     short_s = seconds / 10
     lowest = fewest / (_LONGEST * seconds)
-    low, high = 0.0, max(block.rate, lowest)  # no engine answers more than one that never waits
+    low, high = 0.0, max(block.rate, lowest)  # an engine that never waits is the upper bound
     if holds(latencies(high, short_s)):
         low = high
     while high / max(low, lowest) > _CLOSE:
@@ -210,9 +211,9 @@ def replay(
 ) -> np.ndarray:
     """Return latencies in s, shape (queries,), of queries due at `due_s` after now, in order.
 
-    An engine takes the next query when it is free. Latency counts from the time at which the query
-    was due, so a backlog is part of it. Once more than `most_late` took longer than `slo_s`, the
-    rest is given up and its latency is infinite.
+    An engine takes the next query when it is free. Latency counts from the due time, so it
+    includes a backlog. Once more than `most_late` queries took longer than `slo_s`, the remaining
+    ones are abandoned, with infinite latency.
     """
     clock = time.perf_counter_ns
     due_ns = clock() + 1_000_000 + (due_s * 1e9).astype(np.int64)
@@ -226,7 +227,7 @@ def replay(
                     return
                 due = int(due_ns[number])
                 if (left := due - clock()) > _SPIN_NS:
-                    time.sleep((left - _SPIN_NS) / 1e9)  # until a query is due: no event says so
+                    time.sleep((left - _SPIN_NS) / 1e9)  # until the query is due
                 while clock() < due:
                     time.sleep(0)
                 engine(feeds)
@@ -244,7 +245,7 @@ def replay(
                 thread.join()
         except BaseException as exc:
             failed.append(exc)
-            for thread in threads:  # none may use an engine that is closed
+            for thread in threads:  # no thread may use a closed engine
                 thread.join()
             raise
     if failed:
@@ -253,7 +254,7 @@ def replay(
 
 
 def check_scenarios(names: Sequence[str], slo_ms: float | None) -> None:
-    """Raise BadInput for a name that is no scenario's, and for a server without its bound."""
+    """Raise BadInput for an unknown scenario, and for "server" without `slo_ms`."""
     for name in names:
         if name not in SCENARIOS:
             raise BadInput(
@@ -272,10 +273,10 @@ def run_scenarios(
     feeds: Callable[[int], Arrays],
     on_progress: Progress = no_progress,
 ) -> list[ScenarioResult]:
-    """Run each scenario on each file and device, in the settings that were fastest for it.
+    """Run each scenario on each file and device, in their fastest settings.
 
-    `points`: of `setups`. `feeds(n)`: inputs of n samples. An engine that takes no query of the
-    scenario's size has a result without a value.
+    `points` are those of `setups`; `feeds(n)` makes inputs of n samples. An engine that cannot
+    take a query of the scenario's size gets a result without a value.
     """
     results = []
     for name in dict.fromkeys(names):
@@ -302,9 +303,9 @@ def run_scenarios(
 def _fastest(
     name: str, setups: Sequence[Setup], points: Sequence[Point]
 ) -> list[tuple[Setup, int]]:
-    """Return, by file and device, the fastest setup that fits, at the batch nearest to a query's.
+    """Return, by file and device, the fastest setup that fits and the samples of a query.
 
-    With the samples of a query.
+    The setup is the fastest at the batch nearest to a query's.
     """
     found: dict[tuple[str, str], tuple[tuple[int, float], Setup, int]] = {}
     for point, setup in itertools.product(points, setups):

@@ -1,6 +1,6 @@
-"""Call engines in a closed loop for a set time, one or several at once, and time every call.
+"""Call one or several engines in a closed loop for a set time, and time every call.
 
-The garbage collector is off meanwhile, and the clock is the caller's.
+The garbage collector is off meanwhile; the caller passes the clock.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from deploykit.reporting.points import CLOSED_LOOP, Point
 
 Clock = Callable[[], int]  # nanoseconds, monotonic
 
-_POLL_S = 0.5  # between two checks for Ctrl-C
+_POLL_S = 0.5  # interval of checks for Ctrl-C
 
 
 @dataclass(frozen=True)
 class Block:
-    """Each call's nanoseconds, shape (calls,), the rows in all of them, and rows per second."""
+    """Nanoseconds of each call, shape (calls,), the total rows, and rows per second."""
 
     calls_ns: np.ndarray
     rows: int
@@ -60,12 +60,12 @@ def run_block(
 ) -> Block:
     """Call each engine in a loop for `length_s`, all at once if there are several.
 
-    `in_flight` above 1, for one engine: that many calls of `submit` at a time, each timed from its
-    start to its end; those that are not over at the end of the block are not counted.
+    With `in_flight` above 1 one engine has that many calls of `submit` at a time, each timed from
+    start to end; calls that are still running at the end of the block do not count.
 
     A call that has begun is finished, so there is at least one. `settle_s`: an untimed start of at
-    least one call, 0 for none. The rate is the sum of the sessions' own rates, each up to the end
-    of its last call; the others keep calling until then, so that all of it ran under full load.
+    least one call, 0 for none. The rate is the sum of the sessions' rates, each up to the end of
+    its last call. Sessions keep calling until the last one ends, so that the load stays full.
     """
     length_ns, settle_ns = round(length_s * 1e9), round(settle_s * 1e9)
     with no_garbage_collection():
@@ -96,7 +96,7 @@ def closed_loop(
 ) -> array[int]:
     """Return the nanoseconds of each call, from the end of the last: they sum to the time.
 
-    An engine that has a `run_loop` of its own, in another process, runs it there.
+    An engine with its own `run_loop`, in another process, runs the loop there.
     """
     run_loop: Callable[..., array[int]] | None = getattr(engine, "run_loop", None)
     if run_loop is not None:
@@ -135,7 +135,7 @@ def _loop_overlapping(
 def _run_together(
     engines: Sequence[Engine], feeds: Arrays, settle_ns: int, length_ns: int, clock: Clock
 ) -> list[array[int]]:
-    """Run one thread per engine from one start; the first failure stops all and is raised."""
+    """Start one thread per engine at once; the first failure stops all and is raised."""
     ready, stop = threading.Barrier(len(engines) + 1), threading.Event()
     finished: list[Engine] = []
 
@@ -164,7 +164,7 @@ def _run_together(
             with contextlib.suppress(threading.BrokenBarrierError):
                 ready.wait()
             while wait(futures, timeout=_POLL_S).not_done:
-                pass  # without a timeout a signal just before the wait would go unnoticed
+                pass  # without a timeout a signal just before the wait would be missed
         except BaseException:
             give_up()
             raise
@@ -173,9 +173,9 @@ def _run_together(
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """No collection inside; afterwards as before.
+    """Disable the garbage collector, then restore its state.
 
-    No collection before: with torch loaded it takes a third of a second, for every block.
+    It does not collect before: with torch loaded that takes a third of a second per block.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -186,19 +186,19 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-_WINDOWS = 10  # in the limit
-_LAST = 4  # windows that have to agree, within 10 % as perf_analyzer asks, and without a trend
+_WINDOWS = 10  # per limit
+_LAST = 4  # windows that must agree within 10 %, as in perf_analyzer, without a trend
 _STABLE = 1.10
 _TREND = 0.01  # rise of the rate from window to window
-_MORE = 3  # times the limit for calls that still speed up
-_RISEN, _SURE = 0.05, 6.0  # over the rounds, and in standard errors
+_MORE = 3  # multiple of the limit for calls that still speed up
+_RISEN, _SURE = 0.05, 6.0  # smallest rise over the rounds: a share, standard errors
 
 
 @dataclass(frozen=True)
 class Warmth:
-    """`call_s`: seconds of the longest call in the last window, 0 without a warm-up.
+    """The result of a warm-up. `call_s`: longest call in the last window, 0 without a warm-up.
 
-    `note`: a caveat, or "". `mark`: why the calls after it say nothing for a steady state, or "".
+    `note`: a caveat, or "". `mark`: why later calls do not show a steady state, or "".
     """
 
     note: str = ""
@@ -209,7 +209,7 @@ class Warmth:
 def _warm_up(column: _Column, feeds: Arrays, batch: int, clock: Clock, limit_s: float) -> Warmth:
     """Run windows until the last four agree within 10 % and do not rise by 1 % a window.
 
-    At most `limit_s`, or three times that where calls speed up.
+    It takes at most `limit_s`, or three times that while calls speed up.
     """
     if limit_s == 0:
         return Warmth("no warm-up")
@@ -233,9 +233,9 @@ def _warm_up(column: _Column, feeds: Arrays, batch: int, clock: Clock, limit_s: 
 
 
 def rose(rates: Sequence[float]) -> str:
-    """Return why these rates of rounds, in order of time, are not steady, or "".
+    """Return why these rates of rounds, in time order, are not steady, or "".
 
-    They rise by 5 % or more, on a line that noise does not explain. Fewer than five say nothing.
+    They rise by 5 % or more on a line that noise does not explain. Fewer than five prove nothing.
     """
     n = len(rates)
     if n < 5:
@@ -251,33 +251,33 @@ def rose(rates: Sequence[float]) -> str:
 
 
 def _rise(rates: Sequence[float]) -> float:
-    """Return the slope of the logarithms' line: 0.03 where each is 3 % above the last."""
+    """Return the slope of the line of logarithms: 0.03 if each rate is 3 % above the last."""
     if len(rates) < 2:
         return 0.0
     place = np.arange(len(rates)) - (len(rates) - 1) / 2
     return float((place * np.log(rates)).sum() / (place**2).sum())
 
 
-# Per batch size the setups take turns in rounds, forwards and backwards, so that drift of clocks
-# and other load on the machine affects all of them; every two rounds in another order, so that none
-# has always the same one before it. A closed loop is right for throughput, and blind to stalls.
+# Per batch size the setups take turns in rounds, forwards and backwards, so that clock drift and
+# other load affect all of them. The order changes every two rounds, so that none always follows the
+# same one. A closed loop suits throughput, and is blind to stalls.
 
-FULL_S = 60.0  # of a point
-PROCESSES = 10  # even, for the order; five leave several ratios no narrow interval together
-_ROUNDS, _ROUND_S = 60, 0.05  # the most, and the shortest
-_FEW_ROUNDS = 5  # where calls are long: settling after each switch would take most of the time
-_SETTLE_SHARE, _SETTLE_MAX_S = 0.1, 0.5  # of a block
+FULL_S = 60.0  # per point
+PROCESSES = 10  # even, for the order; five would make joint intervals of ratios too wide
+_ROUNDS, _ROUND_S = 60, 0.05  # maximum number, minimum length
+_FEW_ROUNDS = 5  # for long calls: settling after each switch would take most of the time
+_SETTLE_SHARE, _SETTLE_MAX_S = 0.1, 0.5  # share of a block
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One column of a comparison. `engines` opens one Engine; `sessions` of them run at once.
+    """One column of a comparison. `engines` opens an Engine; `sessions` of them run at once.
 
-    `in_flight`: calls of the one engine at a time; more than one is another scenario. `threads`:
-    CPU threads of each engine, None where that means nothing. `device`: "" for the engine's own.
-    `file`, `sha256`: of the artefact. `settings`: of the CPU, as text. `batches`: the only sizes
-    to time it at; () for all. `processes`: each session has a process of its own. `entry`: the
-    label of what is timed, over all its setups.
+    `in_flight`: concurrent calls of one engine; more than one is another scenario. `threads`: CPU
+    threads of each engine, None if not applicable. `device`: "" for the engine's own. `file`,
+    `sha256`: the artefact's. `settings`: the CPU settings as a string. `batches`: the only sizes
+    to time; () for all. `processes`: each session runs in a separate process. `entry`: the label
+    of the entry, shared by all its setups.
     """
 
     label: str
@@ -302,7 +302,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Timing:
-    """`seconds` per point in at most `rounds`, after `warmup_s`, three times that if needed."""
+    """`seconds` per point in at most `rounds`, after `warmup_s`, or 3 times that if needed."""
 
     warmup_s: float = 10.0
     seconds: float = FULL_S
@@ -310,7 +310,7 @@ class Timing:
 
     @classmethod
     def lasting(cls, seconds: float) -> Timing:
-        """Return the timing of points of `seconds`, with 10 s of warm-up or less."""
+        """Return the timing for `seconds` per point, with at most 10 s of warm-up."""
         return cls(min(10.0, seconds * 2 / 3) if seconds > 0 else 0.0, seconds)
 
     def __post_init__(self) -> None:
@@ -322,9 +322,10 @@ class Timing:
             raise BadInput(f"`rounds` must be 2 or more for an interval, got {self.rounds}")
 
     def rounds_for(self, longest_s: float) -> int:
-        """For calls of up to `longest_s`: rounds of 0.05 s or longer, with time for two calls.
+        """Return the number of rounds for calls of up to `longest_s`.
 
-        20, which show whether rounds depend on each other, may be shorter; else there are five.
+        A round lasts 0.05 s or longer and has time for two calls. 20 rounds, which show whether
+        rounds depend on each other, may be shorter; else there are five.
         """
         few = 2 * longest_s * FEWEST_DEPENDENT > self.seconds
         fit = max(FEWEST_DEPENDENT, int(self.seconds / max(2 * longest_s, _ROUND_S)))
@@ -357,18 +358,18 @@ def time_setups(
     watch: Watch | None = None,
     number: int = 0,
 ) -> list[Measured]:
-    """Time every setup at every batch size; they come by batch, then in the setups' order.
+    """Time every setup at every batch size; points are ordered by batch, then as the setups.
 
     All engines are open at once. A setup is left out at batches above its engine's `max_batch`.
 
     Args:
-        feeds: makes the inputs of one call of so many rows, once for all setups.
-        on_progress: is called with what is done next and the share that is done, 1.0 at the end.
+        feeds: makes the inputs of one call with that many rows, once for all setups.
+        on_progress: called with the next step and the completed share, 1.0 at the end.
         clock: monotonic, in nanoseconds.
-        watch: has a window for each block, and marks points that other processes disturbed.
-        number: of this process, each of which opens, warms up and times in another order.
+        watch: records a window per block; points that other processes disturbed are marked.
+        number: the number of this process; each opens, warms up and times in another order.
 
-    Raises BadInput on options that make no sense, or when no engine takes any of the batches.
+    Raises BadInput on invalid options, or when no engine takes any of the batches.
     """
     _check_options(setups, batches)
     measured: list[Measured] = []
@@ -458,11 +459,11 @@ def _check_inputs(feeds: Arrays, batch: int, columns: Sequence[_Column]) -> Arra
 
 
 def order(count: int, turn: int) -> list[int]:
-    """Return in which order `count` setups take turn number `turn`.
+    """Return the order in which `count` setups take turn number `turn`.
 
-    The next turn goes backwards, and the two after it begin with the next setup, of the rows of
-    Williams' design (Australian J. Sci. Res. A 2, 1949): over `count` pairs of turns each setup is
-    at each place, and after each other one, equally often.
+    The orders are the rows of Williams' design (Australian J. Sci. Res. A 2, 1949), each forwards
+    and then backwards: over `count` pairs of turns each setup is at each place, and after each
+    other one, equally often.
     """
     zigzag = [at // 2 if at % 2 == 0 else count - 1 - at // 2 for at in range(count)]
     return [(at + turn // 2) % count for at in zigzag][:: -1 if turn % 2 else 1]
@@ -470,7 +471,7 @@ def order(count: int, turn: int) -> list[int]:
 
 @dataclass
 class Measured:
-    """What one process measured of one setup at one batch size; `shapes`: of its inputs."""
+    """One process's measurements of a setup at a batch size; `shapes` are those of the inputs."""
 
     setup: Setup
     batch: int
@@ -482,12 +483,12 @@ class Measured:
     blocks: list[Block] = field(default_factory=list)
     windows: list[Window] = field(default_factory=list)
     compute_s: list[float] = field(default_factory=list)
-    bound_cores: float = math.inf  # of other processes, past which they disturb
+    bound_cores: float = math.inf  # load of other processes that disturbs
 
 
 @dataclass
 class _Turns:
-    """Times setups in turns, and reports what share of `total_s` is done."""
+    """Times setups in turns, and reports the completed share of `total_s`."""
 
     timing: Timing
     clock: Clock
@@ -503,7 +504,7 @@ class _Turns:
         found = {column.setup.label: self._warm_up(column, batch, feeds) for column in first}
         rounds = timing.rounds_for(max(each.warmth.call_s for each in found.values()))
         block_s = timing.seconds / rounds
-        settle_s = min(block_s * _SETTLE_SHARE, _SETTLE_MAX_S)  # caches and clocks
+        settle_s = min(block_s * _SETTLE_SHARE, _SETTLE_MAX_S)  # for caches and clocks
         for number in range(rounds):
             for at in order(len(columns), self.number * rounds + number):
                 column, label = columns[at], columns[at].setup.label
@@ -539,7 +540,7 @@ class _Turns:
 
 
 def _compute_s(column: _Column, feeds: Arrays, length_s: float, clock: Clock) -> list[float]:
-    """Time further calls, less the copies; none where the engine does not tell of any."""
+    """Time further calls without their copies; return [] if the engine reports no copies."""
     engine = column.engines[0]
     calls_s: list[float] = []
     if not sum(engine.last_copies_us) or column.setup.in_flight > 1:
@@ -553,9 +554,9 @@ def _compute_s(column: _Column, feeds: Arrays, length_s: float, clock: Clock) ->
 
 
 def make_point(parts: Sequence[Measured]) -> Point:
-    """Return what one process, or several in order of time, measured of a setup at a batch size.
+    """Return the point that one process, or several in time order, measured.
 
-    Intervals are over processes, or over all their blocks where a drift makes these wider.
+    Intervals are over processes, or over all their blocks if drift makes those wider.
     """
     setup, blocks = parts[0].setup, [block for part in parts for block in part.blocks]
     groups = [[block] for block in blocks] if len(parts) == 1 else [part.blocks for part in parts]
@@ -593,8 +594,8 @@ def make_point(parts: Sequence[Measured]) -> Point:
     )
 
 
-# Where a process lies in memory, and on which cores its threads begin, changes its speed by a per
-# cent or so for as long as it lives: no number of rounds in one process shows that.
+# The memory layout of a process and the first cores of its threads change its speed by about 1 %
+# for its lifetime, which no number of rounds in one process shows.
 
 
 def sweep_apart(
@@ -607,10 +608,10 @@ def sweep_apart(
     processes: int = PROCESSES,
     watch: Watch | None = None,
 ) -> list[Point]:
-    """Time as `sweep` does, with `seconds` and `rounds` shared among two or more fresh processes.
+    """Time like `sweep`, with `seconds` and `rounds` divided among two or more fresh processes.
 
-    Each opens the engines anew, in another order, and warms up. `setups` and `feeds` have to be
-    picklable. Raises also OutOfMemory and DeploykitError, where one ends.
+    Each opens the engines anew, in another order, and warms up. `setups` and `feeds` must be
+    picklable. Also raises OutOfMemory and DeploykitError if a process ends.
     """
     share = replace(
         timing, seconds=timing.seconds / processes, rounds=max(2, timing.rounds // processes)
@@ -633,7 +634,7 @@ def sweep_apart(
 
 @dataclass(frozen=True)
 class _Job:
-    """What one of several processes times. `folders`: /proc and /sys of its watch."""
+    """The task of one process. `folders`: the /proc and /sys that its watch reads."""
 
     setups: Sequence[Setup]
     batches: Sequence[int]
@@ -645,13 +646,13 @@ class _Job:
 
 
 def _time_here(job: _Job, on_progress: Progress) -> tuple[list[Measured], list[Window]]:
-    """Run in the process of its own."""
+    """Run the job in this child process."""
     watch = Watch((job.parent,), *job.folders)
     found = time_setups(
         job.setups, job.batches, job.timing, job.feeds, on_progress, watch=watch, number=job.number
     )
     for each in found:
-        each.setup = replace(each.setup, engines=_closed)  # engines cannot be sent
+        each.setup = replace(each.setup, engines=_closed)  # engines cannot be pickled
     return found, watch.windows
 
 

@@ -1,4 +1,4 @@
-"""The commands by section, each imported and parsed into options when it is asked for."""
+"""List the commands by section; each is imported and built when it is looked up."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from deploykit.cli import output
 from deploykit.cli.options import GENERAL
 from deploykit.core.errors import BadInput, did_you_mean
 
-# section -> command -> the module that holds it and the first sentence of its help, which the list
-# of all commands shows without an import
+# section -> command -> its module and the first sentence of its help, which lets the list of all
+# commands do without imports
 SECTIONS = {
     "Make": {
         "train": ("make", "Train a recipe and write a checkpoint that can be exported."),
@@ -54,19 +54,19 @@ SECTIONS = {
 }
 _MODULES = {name: module for rows in SECTIONS.values() for name, (module, _summary) in rows.items()}
 _CONFIGURABLE = ("serve", "boot")
-ENVIRONMENT = "DEPLOYKIT"  # how their variables begin
+ENVIRONMENT = "DEPLOYKIT"  # prefix of environment variables
 _PARAMETER = re.compile(r"`(\w+)`")
 _Sections = dict[str, list[tuple[str, str]]]
 
 
 def reference() -> str:
-    """Return where the options are described; a wheel holds no documentation."""
+    """Return the address of the options' documentation, which a wheel does not hold."""
     page = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
     return str(page) if page.is_file() else "docs/cli.md in the sources of deploykit"
 
 
 class Command(TyperCommand):
-    """A command with sections in its help, whose errors spell its parameters as they are typed."""
+    """A command whose help has sections and whose errors name parameters as the user types them."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         root = ctx.find_root().command
@@ -78,7 +78,7 @@ class Command(TyperCommand):
 
         def spell(message: str) -> str:
             if not _PARAMETER.search(message):
-                return message  # without building all commands, whose options a hint may name
+                return message  # flags would need all commands to be built
             all_of_them = [option for each in commands.values() for option in each.params]
             options = [each for each in all_of_them if each.param_type_name == "option"]
             flags = {each.name: _typed(each) for each in (*options, *self.params)}
@@ -115,7 +115,7 @@ class Command(TyperCommand):
 
 
 def _typed(parameter: Any) -> str:
-    """Return a parameter as the user types it: `--max-drop`, or an argument's name in capitals."""
+    """Spell a parameter as the user types it: `--max-drop`, or an argument's name in capitals."""
     if parameter.param_type_name == "argument":
         return str(parameter.metavar or parameter.name.upper())
     return str(next((each for each in parameter.opts if each[:2] == "--"), parameter.opts[0]))
@@ -143,12 +143,12 @@ class ConfigurableCommand(Command):
         rest = super().parse_args(ctx, args)
         source = ctx.get_parameter_source("engine")
         if ctx.params.get("models") and source.name != "COMMANDLINE":
-            ctx.params["engine"] = None  # arguments outrank a variable and a file, as flags do
+            ctx.params["engine"] = None  # arguments override variables and files, as flags do
         return rest
 
 
 def _key(option: Any) -> str:
-    """Return an option as a key of the file: `--http-port` is http_port."""
+    """Return an option's key in the file: `--http-port` is http_port."""
     return _typed(option).lstrip("-").replace("-", "_")
 
 
@@ -156,7 +156,7 @@ def _load(ctx: Any, _: Any, path: Path | str | None) -> Path | str | None:
     """Make the values of a file the defaults of this call. Raises BadInput on an unknown key."""
     if path is None or ctx.resilient_parsing:
         return path
-    from deploykit.core.files import read_toml  # late: `--help` does without
+    from deploykit.core.files import read_toml  # late: `--help` does not need it
 
     options = {_key(each): each for each in ctx.command.params if each.param_type_name == "option"}
     del options["config"]
@@ -173,7 +173,7 @@ def _load(ctx: Any, _: Any, path: Path | str | None) -> Path | str | None:
 
 
 class Commands(Mapping[str, Any]):
-    """The commands by name, each built when it is looked up."""
+    """Maps names to commands, which are built when they are looked up."""
 
     def __init__(self) -> None:
         self._built: dict[str, Any] = {}
@@ -195,7 +195,7 @@ class Commands(Mapping[str, Any]):
 
 
 class Group(TyperGroup):
-    """The commands by section."""
+    """Lists the commands by section."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from deploykit.evaluation.doctor import Health
 
 
-# Hardware as text: profiles as a list and as cards, and what `doctor` found on this machine.
+# Hardware as text: profiles as a list and as cards, and the results of `doctor`.
 
 UNKNOWN_CELL = "-"
 
@@ -31,7 +31,7 @@ def _gib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-# key of a profile -> what it is called on a card, and how it is written
+# key of a profile -> its name on a card, and its format
 _FIGURES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "compute_capability": ("compute capability", str),
     "sm_count": ("multiprocessors", str),
@@ -74,7 +74,7 @@ def _star(profile: Profile, key: str) -> str:
 
 
 def card(found: Profile) -> list[Part]:
-    """One profile: its figures, each with how it was derived or that it is not verified."""
+    """Describe one profile: each figure with its derivation, or that it is not verified."""
     peaks = [f"peak_ops_per_s.{name}" for name in found.peak_ops_per_s]
     rows = []
     for key in (*_FIGURES, *peaks):
@@ -99,7 +99,7 @@ def card(found: Profile) -> list[Part]:
 
 
 def _runs(found: Profile) -> str:
-    """The runtime with its versions, the architecture, the precisions, what the figures mean."""
+    """Describe the runtime and its versions, architecture, precisions and kind of figures."""
     low, high = found.tensorrt_min, found.tensorrt_max
     versions_of = f" {low} to {high}" if low and high else f" {low} or later" if low else ""
     if high and not low:
@@ -112,7 +112,7 @@ def _runs(found: Profile) -> str:
 
 
 def marks(found: Profile, key: str) -> str:
-    """How a figure was derived, and that it is not verified, where it is so."""
+    """Return a figure's derivation, and a mark if it is not verified."""
     how = [f"derived: {found.derived[key]}"] if key in found.derived else []
     return "; ".join(how + ["not verified"] * (key in found.unverified))
 
@@ -131,7 +131,7 @@ def _modes(found: Profile) -> TextTable:
 
 
 def state(gpu: GpuState) -> str:
-    """Load, power, clock, heat and throttling of a GPU now, as far as they are known."""
+    """Describe a GPU's load, power, clock, temperature and throttling, as far as known."""
     rails = ", ".join(f"{name} {watts:.1f}" for name, watts in gpu.rails)
     parts = [
         f"{gpu.utilization:.0%} busy" if gpu.utilization is not None else "",

@@ -38,11 +38,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 10_000},
 )
 _EXIT_TERMINATED = 128 + signal.SIGTERM
-_ECHO_S = 1.0  # a second signal within it counts as the same one
+_ECHO_S = 1.0  # a second signal within this time is the same one
 
 
 class _Terminated(SystemExit):
-    """The exit that SIGTERM asks for: exit() in a user's code is a plain SystemExit."""
+    """Raised on SIGTERM, to tell it from exit() in a user's code, a plain SystemExit."""
 
 
 def _version(wanted: bool) -> None:
@@ -80,11 +80,11 @@ def options(
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C. Python would end by the signal, not by 130, once its own has left `exec(text)`."""
+    """Raised on Ctrl-C. After a KeyboardInterrupt in `exec` Python would not exit with 130."""
 
 
 def main() -> NoReturn:
-    """Run the command line and exit with a documented code; signals are handled as before then."""
+    """Run the command line and exit with a documented code; restore the signal handlers."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         script()
@@ -94,7 +94,7 @@ def main() -> NoReturn:
 
 
 def script() -> NoReturn:
-    """The same in a process that ends then: SIGTERM stays ignored."""
+    """Run `main` in a process that ends afterwards: SIGTERM stays ignored."""
     output.open_streams()
     if "_DEPLOYKIT_COMPLETE" in os.environ:
         app(prog_name="deploykit")
@@ -105,7 +105,7 @@ def script() -> NoReturn:
         raise Interrupted
 
     signal.signal(signal.SIGTERM, _without_echoes(_terminate))
-    if callable(signal.getsignal(signal.SIGINT)):  # else it is ignored
+    if callable(signal.getsignal(signal.SIGINT)):  # else SIGINT is ignored
         signal.signal(signal.SIGINT, _without_echoes(interrupt))
     try:
         code = _run(sys.argv[1:])
@@ -116,9 +116,9 @@ def script() -> NoReturn:
     except _Terminated:
         _exit(_EXIT_TERMINATED)
     except BrokenPipeError:
-        _drop_output()  # the reader has gone: `deploykit ... | head`
+        _drop_output()  # the reader of the pipe has ended: `deploykit ... | head`
         _exit(0)
-    except Exception as exc:  # noqa: BLE001 - the edge: every error becomes a line and a code
+    except Exception as exc:  # noqa: BLE001 - every error becomes a line and a code
         if "--debug" in sys.argv:
             output.note(traceback.format_exc())
         if interrupted.is_set():
@@ -128,7 +128,7 @@ def script() -> NoReturn:
 
 
 def _run(words: list[str]) -> int:
-    """Parse and run; typer's own `main` would swallow Ctrl-C and a reader that has gone."""
+    """Parse and run; typer's own `main` would swallow Ctrl-C and a closed pipe."""
     command = typer.main.get_command(app)
     try:
         with command.make_context("deploykit", words) as context:
@@ -139,7 +139,7 @@ def _run(words: list[str]) -> int:
 
 
 def _drop_output() -> None:
-    """Discard what stdout still holds and cannot take; else Python fails at exit."""
+    """Discard the rest of stdout, which cannot be written; else Python fails at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -152,17 +152,17 @@ def _exit_interrupted() -> NoReturn:
 
 
 def _exit(code: int) -> NoReturn:
-    """Exit; a signal at Python's end would change the code, or print a traceback."""
+    """Exit and ignore further signals, which could change the code or print a traceback."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
 
 
 def _exit_with(exc: Exception) -> NoReturn:
-    """One of our errors, a usage error of typer's (it has `format_message`), or a bug."""
+    """Exit with the code of our error, of typer's usage error (`format_message`), or of a bug."""
     if isinstance(exc, MemoryError):
         exc = does_not_fit("", str(exc))
-    if isinstance(exc, OSError):  # the system refused a file that nobody named: a full disk, TMPDIR
+    if isinstance(exc, OSError):  # not a file of the user's: a full disk, TMPDIR
         kind = Unsupported if "temporary directory" in str(exc) else BadInput
         exc = kind(": ".join(filter(None, (str(exc.filename or ""), os_reason(exc)))))
     if isinstance(exc, DeploykitError):
@@ -189,17 +189,17 @@ def _usage_error(exc: Any, message: str) -> BadInput:
         message = f"{parameter.envvar}: {message}"
     if source is not None and source.name == "DEFAULT_MAP":
         message = f"{context.params['config']}: {message}"
-    message = message.replace("Value error, ", "")  # pydantic's
+    message = message.replace("Value error, ", "")  # pydantic's prefix
     return BadInput(message, hint=f"see: {command} --help")
 
 
 def _terminate() -> NoReturn:
-    """SIGTERM ends through the same clean-up as Ctrl-C."""
+    """End on SIGTERM through the same clean-up as Ctrl-C."""
     raise _Terminated(_EXIT_TERMINATED)
 
 
 def _without_echoes(end: Callable[[], NoReturn]) -> Callable[[int, FrameType | None], None]:
-    """A handler that leaves alone what cleans up; `timeout` sends a signal twice."""
+    """Return a handler that ignores repeated signals during clean-up: `timeout` sends two."""
     last_s = -math.inf
 
     def handle(_number: int, _frame: FrameType | None) -> None:

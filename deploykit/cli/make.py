@@ -103,11 +103,11 @@ def train(
 
     with Progress("train") as progress:
         result = training.train(**given, on_progress=progress)
-    if os.environ.get("RANK", "0") == "0":  # of the processes that torchrun starts, one prints
+    if os.environ.get("RANK", "0") == "0":  # one of torchrun's processes prints
         output.show(result, tables.made(result), as_json=as_json)
 
 
-# what `compare_devices` takes
+# the options of `compare_devices`
 _TABLE = ("recipe", "out", "data", "batch_size", "augment", "compile", "force")
 
 
@@ -232,7 +232,7 @@ def quantize(
         result = precision.quantize(**given, on_progress=progress)
     output.show(result, tables.made(result), as_json=as_json)
     if result.search is not None and result.search.interrupted:
-        raise KeyboardInterrupt  # the best file so far is kept, but the search was cut short
+        raise KeyboardInterrupt  # the best file so far is kept, the search is not complete
 
 
 @described(f"""

@@ -1,4 +1,4 @@
-"""How a command's options get their names and help, and the choices that several share."""
+"""Give the options of commands their names and help, and define shared choices."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from deploykit.core.runtime import BUILT, TARGET_RUNTIMES
 from deploykit.core.task import KINDS
 from deploykit.deploying import WRITERS
 
-GENERAL = "General"  # the section of a help page that comes last
+GENERAL = "General"  # the last section of a help page
 
 _WRITTEN = (*QUANTIZED, "auto")
 _BUILT = ("fp32", *_WRITTEN)
-if TYPE_CHECKING:  # typer reads the choices when it runs
+if TYPE_CHECKING:  # at run time typer reads the choices
     LowPrecision = str
     AnyPrecision = str
     OtherPrecision = str
@@ -47,15 +47,15 @@ _Function = TypeVar("_Function", bound=Callable[..., None])
 
 
 def api_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
-    """A command's `locals()`, which its API function takes by the same names, without `as_json`."""
+    """Return a command's `locals()` without `as_json`, as arguments of its API function."""
     return {name: value for name, value in parameters.items() if name != "as_json"}
 
 
 def described(page: str) -> Callable[[_Function], _Function]:
-    """Name and explain the parameters of a command: one line of `page` each, in their order.
+    """Name and explain the parameters of a command by the lines of `page`, in their order.
 
-    A `typer.Context` has none. A line reads `NAMES VALUE  Help [default]`; what is further indented
-    continues it, and a line that ends with a colon begins a section. An argument has a VALUE only.
+    A line reads `NAMES VALUE  Help [default]`; an argument has a VALUE only, a `typer.Context` no
+    line. Indented lines continue the one before; one that ends with a colon begins a section.
     """
 
     def decorate(function: _Function) -> _Function:
@@ -102,7 +102,7 @@ def _info(kind: Any, declared: list[str], about: str, section: str | None) -> An
 
 
 def _choices(kind: Any) -> str | None:
-    """Return the values of a Literal, also of an optional one, as they are typed: `auto|cpu`."""
+    """Return the values of a Literal or an optional Literal as the user types them: `auto|cpu`."""
     literals = (each for each in (kind, *get_args(kind)) if get_origin(each) is Literal)
     return next(("|".join(get_args(each)) for each in literals), None)
 

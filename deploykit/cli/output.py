@@ -1,4 +1,4 @@
-"""The only place that prints: results on stdout, notes and errors on stderr."""
+"""Print results on stdout, notes and errors on stderr; no other module prints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 
-_STYLES = {  # how a line begins, or a cell reads -> its style on a terminal
+_STYLES = {  # first word of a line, or a cell -> its style on a terminal
     "note:": "yellow",
     "warning:": "yellow",
     "wrote": "green",
@@ -32,14 +32,14 @@ _STYLES = {  # how a line begins, or a cell reads -> its style on a terminal
 
 @dataclass(frozen=True)
 class TextTable:
-    """Rows under a header; the columns in `left` are left-aligned, the others right-aligned."""
+    """Rows under a header; columns in `left` are left-aligned, others right-aligned."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     left: Sequence[int] = (0,)
 
     def plain(self) -> str:
-        """Columns as wide as their widest cell."""
+        """Return the table as plain text, with columns as wide as their widest cell."""
         cells = [[one_line(cell) for cell in row] for row in (self.header, *self.rows)]
         widths = [max(len(row[column]) for row in cells) for column in range(len(self.header))]
         lines = []
@@ -55,21 +55,21 @@ class TextTable:
 Part = str | TextTable
 
 
-spell: Callable[[str], str] = str  # parameter names in messages as the running command has them
+spell: Callable[[str], str] = str  # spells parameter names as the running command does
 
 
 class JsonResult(Protocol):
-    """What a verb returns."""
+    """The result of an API function."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
 
 def open_streams() -> None:
-    """Make both streams take any text; one that the caller closed (`>&-`) writes nowhere."""
+    """Make both streams accept any text; one that the caller closed (`>&-`) discards it."""
     while (free := os.open(os.devnull, os.O_RDWR)) < 3:
-        pass  # else the next file that is opened would be standard output
+        pass  # else the next opened file would become standard output
     os.close(free)
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - until the end
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - open until exit
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
@@ -85,7 +85,7 @@ def show(result: JsonResult, parts: Sequence[Part], *, as_json: bool) -> None:
 
 
 def show_json(document: Any) -> None:
-    import json  # late: `--help` does without
+    import json  # late: `--help` does not need it
 
     ascii_only = sys.stdout.encoding.lower() not in ("utf-8", "utf8")
     line(json.dumps(document, indent=2, ensure_ascii=ascii_only))
@@ -101,7 +101,7 @@ def show_parts(parts: Sequence[Part]) -> None:
     from rich.text import Text
 
     styles: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
-    console = Console(highlight=False, color_system=styles)  # None: no styles at all
+    console = Console(highlight=False, color_system=styles)  # None: no styles
     for part in parts:
         if isinstance(part, str):
             first = part.lstrip().partition(" ")[0]
@@ -110,7 +110,7 @@ def show_parts(parts: Sequence[Part]) -> None:
         head = any(part.header)
         table = RichTable(box=None, show_header=head, pad_edge=False, padding=(0, 2, 0, 0))
         for at, name in enumerate(part.header):
-            whole = not any(" " in row[at] for row in part.rows)  # names are to be copied
+            whole = not any(" " in row[at] for row in part.rows)  # names stay whole, to be copied
             side: Literal["left", "right"] = "left" if at in part.left else "right"
             table.add_column(name, justify=side, overflow="fold", no_wrap=whole)
         for row in part.rows:
@@ -119,40 +119,40 @@ def show_parts(parts: Sequence[Part]) -> None:
 
 
 def _text(part: str) -> str:
-    """Lines for people: what came out of a file must not write on the terminal."""
+    """Return printable lines, as strings from a file must not control the terminal."""
     return "\n".join(map(one_line, spell(part).split("\n")))
 
 
 def line(text: str) -> None:
-    """Print on stdout and flush it: a reader of a pipe waits for it."""
+    """Print on stdout and flush, so that the reader of a pipe gets the line at once."""
     print(text, flush=True)
 
 
 def note(text: str) -> None:
-    """Print one line on stderr; nothing where nobody can read it."""
+    """Print one line on stderr, if stderr can still be written."""
     with contextlib.suppress(OSError):
         print(spell(text), file=sys.stderr, flush=True)
 
 
 def error(exc: DeploykitError) -> None:
-    """The `error:` line and, where there is one, the `hint:` line."""
+    """Print the `error:` line and, if there is a hint, the `hint:` line."""
     note(colour("error:", "31;1", sys.stderr) + f" {one_line(exc.message)}")
     if exc.hint:
         note(colour("hint:", "36", sys.stderr) + f" {one_line(exc.hint)}")
 
 
 def one_line(text: str) -> str:
-    """Printable characters only: a file's name or a tensor's must not write on the terminal."""
+    """Keep printable characters only, as names in files must not control the terminal."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that can do more than print lines."""
+    """Return whether `stream` is a terminal that can do more than print lines."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def colour(text: str, code: str, stream: TextIO) -> str:
-    """`text` in an ANSI style where the terminal takes it and NO_COLOR is not set."""
+    """Return `text` in an ANSI style if the terminal supports it and NO_COLOR is not set."""
     plain = os.environ.get("NO_COLOR") or not is_terminal(stream)
     return text if plain else f"\x1b[{code}m{text}\x1b[0m"
 
@@ -163,7 +163,7 @@ def bold(text: str) -> str:
 
 @contextlib.contextmanager
 def shown_on_failure(as_json: bool, parts: Callable[[Any], Sequence[Part]]) -> Iterator[None]:
-    """When a gate fails, show what was measured before the error is."""
+    """If a gate fails, show the measurements before the error."""
     try:
         yield
     except GateFailed as exc:
@@ -172,18 +172,18 @@ def shown_on_failure(as_json: bool, parts: Callable[[Any], Sequence[Part]]) -> I
         raise
 
 
-# How far a command is: a bar with the time left on a terminal, now and then a line elsewhere.
+# The progress of a command: a bar with the time left on a terminal, else a line every 5 s.
 
-_QUIET_S = 5.0  # between two lines where there is no bar
+_QUIET_S = 5.0  # interval of lines where there is no bar
 _NUMBERS = re.compile(r"[\d,.]+")
 
 
 class Progress:
-    """Call it with what is being done and the share that is done, 0 to 1.
+    """Shows progress; call it with the current step and the completed share, 0 to 1.
 
-    The bar takes one line of stderr and is erased at the end; what is printed on stderr meanwhile
-    goes above it. Log lines and a bar would mix, so that `-v` gives lines: one for each step, with
-    the seconds since the start.
+    The bar takes one line of stderr and is erased at the end; other output on stderr goes above
+    it. Log lines and a bar would mix, so `-v` prints a line for each step instead, with the
+    seconds since the start.
     """
 
     def __init__(self, what: str, *, bar_only: bool = False) -> None:
@@ -222,7 +222,7 @@ class Progress:
             return
         now_s = time.monotonic()
         verbose = logging.root.isEnabledFor(logging.INFO)
-        step = _NUMBERS.sub("", message)  # "32/540 samples" goes on with the step of "64/540"
+        step = _NUMBERS.sub("", message)  # "32/540 samples" and "64/540 samples" are one step
         if verbose and step != self.step:
             due = True
         else:

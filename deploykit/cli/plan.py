@@ -1,4 +1,4 @@
-"""`deploykit plan`: what a model takes on each target, as options, tables and lines."""
+"""`deploykit plan`: predict a model's needs on each target, and show them as tables and lines."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from deploykit.planning.plan import Planned, TargetPlan
     from deploykit.planning.predict import Prediction
 
-_IN_FULL = 3  # targets; of more, each has one line
+_IN_FULL = 3  # more targets than this get one line each
 _HINTS = 5
-_MUCH = 0.5  # of a core
+_MUCH = 0.5  # share of a core
 _UNKNOWN = "-"
 
 
@@ -83,7 +83,7 @@ def lines(result: Planned) -> list[Part]:
 
 
 def _in_full(target: TargetPlan) -> list[Part]:
-    """Every precision at every batch."""
+    """Show every precision at every batch."""
     title = f"{target.profile}: {target.summary}"
     if target.why:
         return [f"{title}: nothing predicted: {target.why}"]
@@ -129,7 +129,7 @@ _OVERVIEW = (
 
 
 def _overview(result: Planned) -> TextTable:
-    """A line for each target: the fastest precision."""
+    """Return a line for each target with its fastest precision."""
     rows: list[tuple[str, ...]] = []
     for target in result.targets:
         if not target.predictions:
@@ -154,7 +154,7 @@ def _overview(result: Planned) -> TextTable:
 
 
 def _answers(target: TargetPlan, result: Planned) -> Sequence[str]:
-    """What holds for the latency and the rate that were asked for."""
+    """Return lines on the requested latency and rate."""
     found = []
     if result.slo_ms is not None and target.predictions:
         best = target.best

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from deploykit.pipelines.pipeline import AnsweredFiles
 
 
-SUFFIXES = (".py", ".toml")  # of a pipeline, in the place of an engine
+SUFFIXES = (".py", ".toml")  # suffixes of pipelines, given in place of an engine
 
 
 def predict_pipelines(path: Path, data: list[Path], options: dict[str, Any], as_json: bool) -> None:
-    """Answer files. `options`: of the command; those that are for models alone are refused."""
+    """Answer files with a pipeline. Refuses `options` that only models have."""
     _refuse(options, text=[], on="local")
     from deploykit.pipelines.pipeline import predict_files
 
@@ -47,7 +47,7 @@ def _refuse(options: dict[str, Any], what: str = "a pipeline", **usual: Any) -> 
 
 
 def answered(result: AnsweredFiles) -> list[Part]:
-    """The answers as JSON, with the file's name where there are several."""
+    """Return the answers as JSON, with the file's name if there are several."""
     if result.path is not None:
         per_s = figure(result.files / result.seconds)
         what = f"{result.files} files on {result.device}, {per_s} per second"
@@ -264,7 +264,7 @@ def bench(
 
 
 def _bench_pipeline(options: dict[str, Any], as_json: bool) -> None:
-    """Time a pipeline. `options`: of the command."""
+    """Time a pipeline with the `options` of the command."""
     engines, batches = options["engines"], sizes("batches", options["batches"] or "1")
     if len(engines) > 1:
         raise BadInput("a pipeline is measured by itself")
@@ -277,7 +277,7 @@ def _bench_pipeline(options: dict[str, Any], as_json: bool) -> None:
 
     seconds = options["seconds"]
     usual_s = QUICK_S if options["quick"] else FULL_S
-    with Progress("bench") as progress, redirect_stdout(sys.stderr):  # what stages print
+    with Progress("bench") as progress, redirect_stdout(sys.stderr):  # stages may print
         result = bench_pipeline(
             engines[0], options["data"], batches=batches, device=options["device"],
             seconds=usual_s if seconds is None else seconds, trust=options["trust"],
@@ -292,7 +292,7 @@ def _command() -> str:
 
 
 def share(parameter: str, text: str) -> float:
-    """0.05 from `5%`. Raises BadInput."""
+    """Parse `5%` as 0.05. Raises BadInput."""
     number = text.removesuffix("%").strip()
     try:
         if number != text.strip() and number.isascii():
@@ -303,7 +303,7 @@ def share(parameter: str, text: str) -> float:
 
 
 def sizes(parameter: str, text: str) -> list[int]:
-    """Batch sizes from `1,8,32`. Raises BadInput."""
+    """Parse batch sizes such as `1,8,32`. Raises BadInput."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise BadInput(
@@ -313,7 +313,7 @@ def sizes(parameter: str, text: str) -> list[int]:
 
 
 def axis_sizes(parameter: str, text: str) -> dict[str, int]:
-    """Sizes by name from `T=128,H=224`; none from "". Raises BadInput."""
+    """Parse sizes by name such as `T=128,H=224`; "" gives none. Raises BadInput."""
     found: dict[str, int] = {}
     for part in text.split(",") if text else ():
         name, _, size = (each.strip() for each in part.partition("="))
@@ -322,5 +322,5 @@ def axis_sizes(parameter: str, text: str) -> dict[str, int]:
                 f"`{parameter}` {text}: must be names of axes with a size each",
                 hint=f"`{parameter}` T=128,H=224",
             )
-        found[name] = int(size[:20])  # a longer one is too large as well
+        found[name] = int(size[:20])  # any longer size is too large
     return found

@@ -1,4 +1,4 @@
-"""`deploykit serve` and `deploykit load`: a server, and load on one."""
+"""`deploykit serve`, `load` and `health`: run a server, load it and check it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.files import StrPath
 from deploykit.serving.options import ServeOptions
 
-_OWN = (  # what the command line alone has: parameter, type, default, line of the help page
+_OWN = (  # options of the command line only: parameter, type, default, line of the help page
     ("models", list[str] | None, None, f"[NAME=]FILE  The {ENGINE}s to serve"),
     (
         "engine",
@@ -40,7 +40,7 @@ _LOG = (
 
 
 def _described_fields() -> Iterator[tuple[str, Any, Any, str]]:
-    """The options of `ServeOptions` that have a line of the help page, as those of `_OWN`."""
+    """Yield the options of `ServeOptions` that are on the help page, in the form of `_OWN`."""
     hints = get_type_hints(ServeOptions)
     for each in fields(ServeOptions):
         about = each.metadata
@@ -56,7 +56,7 @@ def _described_fields() -> Iterator[tuple[str, Any, Any, str]]:
 
 
 def lines_of(*names: str) -> str:
-    """The lines of the help page of some options."""
+    """Return the lines of the help page for these options."""
     return "\n".join(line.rpartition(":\n")[2] for name, *_, line in ROWS if name in names)
 
 
@@ -64,7 +64,7 @@ ROWS = (*_OWN, *_described_fields(), _LOG)
 
 
 def _with_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a function of any options those of `serve`."""
+    """Give a function that takes any keyword arguments the options of `serve`."""
     kind = inspect.Parameter.KEYWORD_ONLY
     parameters = [
         inspect.Parameter(name, kind, default=default, annotation=hint)
@@ -95,7 +95,7 @@ def serve(**given: Any) -> None:
 
 
 def serve_options(given: Mapping[str, Any]) -> ServeOptions:
-    """The values of the command line, of variables and of a file. Raises BadInput."""
+    """Read the options from the command line, variables and a file. Raises BadInput."""
     port = given["grpc_port"].lower()
     if port != "none" and not (port.isascii() and port.isdigit()):
         raise BadInput(f"`grpc_port` {given['grpc_port']}: must be a port, or none")
@@ -108,7 +108,7 @@ def serve_options(given: Mapping[str, Any]) -> ServeOptions:
 
 
 def raise_if_dropped(dropped: int) -> None:
-    """Exit 1 where the server ended without an answer to what it had accepted."""
+    """Exit 1 if the server ended without answering all accepted requests."""
     if dropped:
         output.note(f"warning: {dropped} accepted requests were not answered")
         raise typer.Exit(1)
@@ -176,14 +176,14 @@ def show_ready(
     models: list[str],
     **more: Any,
 ) -> None:
-    """Tell where the server listens: JSON for scripts, addresses to click on for people.
+    """Print where the server listens: JSON for scripts, addresses to click on for people.
 
-    `more`: what the JSON also holds.
+    `more`: further keys of the JSON.
     """
     place = f"[{host}]" if ":" in host else host
     grpc = None if grpc_port is None else f"{place}:{grpc_port}"
     if log == "json" or not sys.stdout.isatty():
-        import json  # late: `--help` does without
+        import json  # late: `--help` does not need it
 
         ready = {"event": "ready", "http": f"{place}:{http_port}", "grpc": grpc, "models": models}
         output.line(json.dumps(ready | more))
@@ -201,7 +201,7 @@ def show_ready(
     output.line("\n".join(lines))
 
 
-# `deploykit health`: the health check of a container.
+# `deploykit health` is the health check of a container.
 
 
 @described(f"""

@@ -1,4 +1,4 @@
-"""Results as lines and tables for people, one function for each kind of result."""
+"""Show results as lines and tables for people, with one function per kind of result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def latency(value: Latency | None) -> str:
-    """p50, p90 and p99 in milliseconds, with how many samples they are of."""
+    """Show p50, p90 and p99 in milliseconds, with the number of samples."""
     if value is None:
         return "not measured: no request had a good answer"
     parts = []
@@ -45,7 +45,7 @@ def latency(value: Latency | None) -> str:
 
 
 def lost(value: Latency) -> str:
-    """The share of calls without an answer."""
+    """Show the share of calls without an answer."""
     return f"{figure(100 * value.lost / (value.samples + value.lost))} %"
 
 
@@ -54,13 +54,13 @@ def percentiles(value: Latency) -> list[tuple[str, Interval | None]]:
 
 
 def ms(value: Interval | None, needs: int | None = None) -> str:
-    """`needs`: how many calls a percentile takes that too few were timed for."""
+    """Show milliseconds, or that the percentile needs at least `needs` calls."""
     few = f"needs {needs:,} calls" if needs else "too few"
     return few if value is None else f"{figure(value.value)} ms"
 
 
 def figure(value: float | None) -> str:
-    """Three digits, and never an exponent; "-" for what is not known."""
+    """Show three digits without an exponent; "-" for None."""
     return "-" if value is None else number(value).replace(SPACE, ",")
 
 
@@ -69,7 +69,7 @@ def percent(value: Interval) -> str:
 
 
 def plain(value: Interval) -> str:
-    """In its own unit, such as perplexity's."""
+    """Show an interval in its own unit, such as that of perplexity."""
     return f"{value.value:.5g} ({value.low:.5g} to {value.high:.5g})"
 
 
@@ -98,11 +98,11 @@ def rate(value: float | None, unit: float, name: str) -> str:
 
 
 UNKNOWN = "not known"
-_LAYERS, _LONGEST = 10, 48  # shown of a report, and characters of their names
+_LAYERS, _LONGEST = 10, 48  # number of layers shown, characters of their names
 
 
 def made(result: Made) -> list[Part]:
-    """An artefact that was written: what it is, then what was checked."""
+    """Describe a written artefact and its checks."""
     manifest = result.manifest
     lines: list[Part] = [f"wrote {result.path}"]
     if manifest.format != "torch":
@@ -137,7 +137,7 @@ def made(result: Made) -> list[Part]:
 
 
 def bundled(result: Bundled) -> list[Part]:
-    """What a bundle holds, and what to do with it."""
+    """Describe the content of a bundle and the next steps."""
     found = result.bundle
     return [
         f"wrote {result.path}",
@@ -151,21 +151,21 @@ def bundled(result: Bundled) -> list[Part]:
 
 
 def calibrated(evidence: Evidence) -> list[str]:
-    """How the scales were chosen, of an engine's source graph too."""
+    """Describe the choice of scales, also for an engine's source graph."""
     found = evidence.calibration or (evidence.source_graph and evidence.source_graph.calibration)
     chosen = found and (found.sqnr_db or found.smoothed)
     return ["  calibrated " + found.describe()] if found and chosen else []
 
 
 def built(result: Made | CheckResult) -> list[Part]:
-    """What a build that failed its gate left."""
+    """Describe the file that a build left whose gate failed."""
     from deploykit.evaluation.artefacts import Made
 
     return made(result) if isinstance(result, Made) else checked(result)
 
 
 def checked(result: CheckResult) -> list[Part]:
-    """What NVIDIA's builder reports on a file."""
+    """Show the report of NVIDIA's builder on a file."""
     found = result.checked
     word = "accepted" if found.accepted else "refused"
     library = "TensorRT for RTX" if found.flavour == "rtx" else "TensorRT"
@@ -181,7 +181,7 @@ def checked(result: CheckResult) -> list[Part]:
 
 
 def steps(result: SearchRecord) -> list[Part]:
-    """What `--to auto` tried, in order."""
+    """Show the trials of `--to auto`, in order."""
     rows = [
         (
             step.precision,
@@ -202,7 +202,7 @@ def compared(result: Compared) -> list[Part]:
 
 
 def parity(result: Parity, *, gated: bool = True) -> list[Part]:
-    """A table of errors; `gated`: say whether the bounds were met."""
+    """Show a table of errors; with `gated`, also whether the bounds were met."""
     shared = any(row.mean_iou is not None for row in result.rows)
     rows = [
         (
@@ -230,7 +230,7 @@ def _agreement(row: ParityRow) -> str:
 
 
 def _bounds(result: Parity, row: ParityRow) -> tuple[str, str]:
-    """A row's bound, and what float32 itself gives."""
+    """Return a row's bound and the error of float32 itself."""
     own = "-" if row.float32_error is None else f"{row.float32_error:.3g}"
     return f"{result.bound(row):.3g}", own
 
@@ -267,7 +267,7 @@ def inspection(result: Inspection) -> list[Part]:
 
 
 def purpose(task: Task) -> str:
-    """What a model is for, what it takes and how many labels it has, in one line."""
+    """Describe a model's task, its input and its number of labels in one line."""
     count = f"{len(task.labels)} labels" if task.labels else "labels without names"
     taken = ""
     if task.image is not None:
@@ -282,7 +282,7 @@ def purpose(task: Task) -> str:
 
 
 def shares(value: dict[str, Any]) -> list[tuple[str, str]]:
-    """How operations, weights and their bytes divide by precision."""
+    """Return the shares of operations, weights and their bytes by precision."""
     rows = []
     for key, what in (("flops", "operations"), ("weights", "weights"), ("weight_bytes", "bytes")):
         parts = value["shares"][key]
@@ -424,13 +424,13 @@ def demo(result: DemoResult) -> list[Part]:
     return ["", TextTable(header, result.rows), "", *verdict, "", f"report: {result.page}"]
 
 
-# The answers of a model with a task as lines for people.
+# Answers of a model with a task, as lines for people.
 
-_SHOWN_VALUES = 8  # of an embedding
+_SHOWN_VALUES = 8  # values of an embedding
 
 
 def answered(result: Answered) -> list[Part]:
-    """One line for each item, or for each box; with its name where there are several."""
+    """Show a line for each item or box, with the item's name if there are several."""
     several = len(result.items) > 1
     lines: list[Part] = []
     for name, answer in zip(result.items, result.answers, strict=True):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-WRITERS = {  # kind of bundle -> what fills its folder
+WRITERS = {  # kind of bundle -> the function that fills its folder
     "docker": "deploykit.deploying.docker:write",
     "triton": "deploykit.deploying.triton:write",
     "kserve": "deploykit.deploying.kserve:write",
     "ray": "deploykit.deploying.ray:write",
 }
-STARTED = ("docker", "kserve")  # by `deploykit boot`; the others have a server of their own
+STARTED = ("docker", "kserve")  # kinds that `deploykit boot` starts; others have their own server

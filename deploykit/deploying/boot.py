@@ -1,8 +1,8 @@
-"""Start a bundle on its device: check it, build its engine where needed, prove that, and serve it.
+"""Start a bundle on its device: check it, build and prove its engine if needed, and serve it.
 
-The ports open once the engine that will serve is proven: until then a health check finds nobody, so
-its start period has to be longer than a build. A build runs in a process of its own. If it fails,
-or is killed, the previous engine serves.
+The ports open once the engine is proven. Until then health checks fail, so their start period must
+be longer than a build. A build runs in a separate process. If it fails or is killed, the previous
+engine serves.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_QUIET_S = 10.0  # between two lines on the progress of a build
+_QUIET_S = 10.0  # interval of progress lines during a build
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Booted(Record):
 
 
 class OnReady(Protocol):
-    """Called once the server answers: where, with which models, from which engine."""
+    """Called once the server answers, with its addresses, its models and the engine."""
 
     def __call__(
         self, host: str, port: int, grpc_port: int | None, names: list[str], /, *, booted: Booted
@@ -85,15 +85,15 @@ def boot_until_stopped(
     Args:
         bundle: the folder that `bundle` wrote.
         cache: the folder of its engines.
-        options: how to serve; not what.
+        options: how to serve; the bundle names the model.
         rollback: serve the previous engine from now on.
-        retry: build again what failed or was rolled back.
+        retry: build an engine again that failed or was rolled back.
         log_format: text or json lines on stderr.
         on_ready: called once it is ready.
 
-    Returns how many accepted requests were left unanswered. Raises BadInput for a bundle or a cache
-    that is damaged, Unsupported for another machine than the bundle's, GateFailed for an engine
-    with other outputs, where no earlier one can serve.
+    Returns the number of accepted requests without an answer. Raises BadInput for a damaged bundle
+    or cache, Unsupported on a machine that the bundle is not for, and GateFailed for an engine with
+    wrong outputs if no earlier one can serve.
     """
     check_device(options.device)
     found = _read(Path(bundle))
@@ -116,7 +116,7 @@ def boot_until_stopped(
             _server: Server | None, host: str, port: int, grpc_port: int | None, names: list[str]
         ) -> None:
             booted = boot.confirm()
-            stack.close()  # another process may use the cache
+            stack.close()  # release the cache for other processes
             if on_ready is not None:
                 on_ready(host, port, grpc_port, names, booted=booted)
 
@@ -142,7 +142,7 @@ def _read(folder: Path) -> Bundle:
 
 
 def _publish(booted: Booted, repository: ModelRepository) -> None:
-    """Say in the model's notes and the metrics whether the previous engine serves."""
+    """Show in the model's notes and the metrics whether the previous engine serves."""
 
     (model,) = repository.models.values()
     previous, labels = booted.source == "previous", {"model": model.name, "version": VERSION}
@@ -153,10 +153,10 @@ def _publish(booted: Booted, repository: ModelRepository) -> None:
 
 @dataclass
 class Boot:
-    """One start, from the checks to the engine that may be served.
+    """One start, from the checks to the engine to serve.
 
-    `run` calls a function that builds or proves, by default in a process of its own. `booted`: what
-    `prepare` chose.
+    `run` calls a function that builds or proves, by default in a separate process. `booted` is the
+    choice of `prepare`.
     """
 
     folder: Path
@@ -171,7 +171,7 @@ class Boot:
 
     @contextlib.contextmanager
     def prepare(self) -> Iterator[Path]:
-        """The file of the engine to serve; the cache is locked meanwhile."""
+        """Yield the file of the engine to serve; the cache is locked meanwhile."""
         bundle = verify(self.folder, whole=False)
         key = self._check(bundle)
 
@@ -182,7 +182,7 @@ class Boot:
             yield self._choose(bundle, key, lock)
 
     def confirm(self) -> Booted:
-        """The engine is ready: its key counts as a success."""
+        """Record that the engine became ready."""
         if self.state.key and self.booted.source != "previous":
             self._save(self.state.confirm())
         return self.booted
@@ -236,7 +236,7 @@ class Boot:
                 del slots[step.slot]
 
     def _start(self, step: Decision, key: EngineKey, lock: int) -> Path:
-        """Check a cached engine; one of another key has to be proven here first."""
+        """Check a cached engine; the previous one, of another key, must be proven first."""
         engine = self.cache.check(step.slot)
         if step.do == "fall back":
             text = "SERVING THE PREVIOUS ENGINE (%s): %s; boot --retry builds again"
@@ -248,7 +248,7 @@ class Boot:
             log.info("starting from the cached engine in %s", step.slot)
             self.booted = Booted("cache", step.slot, step.why)
         before = self.state
-        if step.do == "start" and before.key == key.digest:  # it was never ready so far
+        if step.do == "start" and before.key == key.digest:  # it has never become ready
             self.state = self.state.begin(key.name, key.digest)
         self.state = self.state.switch(step.slot)
         if self.state != before:
@@ -256,7 +256,7 @@ class Boot:
         return engine
 
     def _build(self, bundle: Bundle, key: EngineKey, step: Decision, lock: int) -> Path:
-        """Build, prove and keep an engine; the slot that serves is not touched."""
+        """Build, prove and store an engine; the active slot is not touched."""
         model = self.folder / bundle.model
         log.info("building the engine in %s: %s", step.slot, step.why)
         name = f"{key.name}.{RUNTIMES[self.profile.runtime].suffix.rpartition('.')[2]}"
@@ -271,7 +271,7 @@ class Boot:
             self.cache.seal(step.slot, name, key)
             self.cache.save(self.state.switch(step.slot))
         except DeploykitError as exc:
-            if not isinstance(exc, GateFailed):  # what failed its gate is kept to be looked at
+            if not isinstance(exc, GateFailed):  # keep one that failed its gate for inspection
                 self.cache.drop(step.slot)
             self.state = self.state.fail(key.digest, exc.message)
             self._save(self.state)
@@ -287,7 +287,7 @@ class Boot:
         return out
 
     def _save(self, state: CacheState) -> None:
-        """Save what a later start would rather know; a read-only or full cache can still serve."""
+        """Save the state if possible: a read-only or full cache can still serve."""
         try:
             self.cache.save(state)
         except DeploykitError as exc:
@@ -295,9 +295,9 @@ class Boot:
 
 
 def check_task(model: Artefact) -> None:
-    """Raise MissingExtra where what turns images or sentences into the model's inputs is absent.
+    """Raise MissingExtra if the packages that read the task's images or sentences are absent.
 
-    A server would take tensors all the same, and say so to the first client with an image.
+    Without this check the server would start, and fail at the first image or sentence.
     """
     manifest = model.manifest
     if manifest is not None and manifest.task is not None:
@@ -305,7 +305,7 @@ def check_task(model: Artefact) -> None:
 
 
 class _Progress:
-    """Logs a line for each phase of a build, and now and then one within it."""
+    """Logs a line for each phase of a build, and a line every 10 s within a phase."""
 
     def __init__(self) -> None:
         self._phase, self._last_s = "", 0.0
@@ -317,7 +317,7 @@ class _Progress:
             log.info("build: %3.0f %%  %s", share * 100, phase)
 
 
-# What runs in a process of its own
+# The functions below run in a separate process.
 
 
 def build_and_prove(
@@ -328,9 +328,9 @@ def build_and_prove(
     out: Path,
     on_progress: Callable[[str, float], None],
 ) -> tuple[str, ...]:
-    """Build `model` into `out`, open that and replay its golden samples; the notes of the build.
+    """Build `model` into `out`, replay its golden samples and return the notes of the build.
 
-    `batch`: as in `EngineKey`. TensorRT's timing cache is next to the slots, and is kept.
+    `batch`: as in `EngineKey`. TensorRT's timing cache, next to the slots, is kept.
     """
     from deploykit.building.build import build
 

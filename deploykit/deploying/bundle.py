@@ -41,17 +41,17 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-# Give a model of another tool what a bundle needs next to it: a manifest and golden samples.
+# A model from another tool gets the manifest and golden samples that a bundle needs.
 
 
 def complete_model(
     source: Artefact, samples: StrPath | None, out: Path
 ) -> tuple[Artefact, tuple[str, ...]]:
-    """`source` if it has manifest and golden samples, else a copy at `out` that has, and a note.
+    """Return `source` if it has a manifest and golden samples, else a completed copy, and a note.
 
-    The samples are run by ONNX Runtime on the CPU. `samples`: inputs as an .npz or a folder, also
-    in place of recorded ones; None for random inputs, which say too little of an INT8 or FP8
-    model: BadInput. Raises what opening and running the model raises.
+    The copy is at `out`; ONNX Runtime runs the samples on the CPU. `samples`: inputs as an .npz or
+    a folder, which replace recorded ones; None for random inputs. Raises BadInput for an INT8 or
+    FP8 model with random inputs, which prove too little, and what opening and running it raises.
     """
     from deploykit.graph.graph import Graph
 
@@ -144,11 +144,11 @@ def bundle(
         profile: The hardware target.
         out: The folder; with a name that ends in .tar, that file and the folder without the ending.
         to: "docker", "triton", "kserve" or "ray".
-        name: As the model is served [the file's].
-        batch: "MIN,OPT,MAX", for TensorRT; `axes`: of other dynamic axes, ["T=16,128,512"].
+        name: The name that the model is served under [the file's].
+        batch: "MIN,OPT,MAX" for TensorRT; `axes`: other dynamic axes, ["T=16,128,512"].
         samples: Inputs to record golden samples on [the recorded ones].
-        wheels: Also write what `pip` installs, for a target without a network.
-        release: Of the target's host, "jetpack-6.2" or "cuda-12" [the profile's usual one].
+        wheels: Also write the packages to install, for a target without a network.
+        release: Release of the target's host, "jetpack-6.2" or "cuda-12" [the profile's default].
         force: Replace a bundle that was changed.
 
     Raises BadInput for an engine, which belongs to one device, for a file made for ONNX Runtime
@@ -194,13 +194,13 @@ def bundle(
 
 
 def _check_asked(to: str, target: Profile, for_docker: Mapping[str, object]) -> None:
-    """Raise BadInput for a kind, profile or option that is not possible."""
+    """Raise BadInput for a kind, profile or option that cannot be bundled."""
     if to not in WRITERS:
         raise BadInput(f"`to` {quote(to)}: is not a kind of bundle", hint=did_you_mean(to, WRITERS))
     for option, value in for_docker.items():
         if value and to != "docker":
             raise BadInput(f"`{option}` has no effect with `to` {to}")
-    if target.runtime not in ("onnxruntime", "tensorrt"):  # whose packages the locks have
+    if target.runtime not in ("onnxruntime", "tensorrt"):  # only their packages have locks
         raise BadInput(
             f"profile '{target.name}': no bundle has {RUNTIMES[target.runtime].title}'s packages",
             hint="install them on the device and copy the built file there; or `profile` cpu",
@@ -214,7 +214,7 @@ def _check_asked(to: str, target: Profile, for_docker: Mapping[str, object]) -> 
 
 
 def _served_name(name: str | None, model: Path) -> str:
-    """`name`, else the file's without its suffix, with what no name may hold replaced by '-'."""
+    """Return `name`, else the file's stem with each invalid character replaced by '-'."""
     found = name if name is not None else re.sub(r"[^A-Za-z0-9._-]+", "-", model.stem).strip(".-")
     if not SERVED_NAME.fullmatch(found):
         what = f"`name` {quote(name)}: cannot be" if name is not None else f"{model}: does not give"
@@ -239,7 +239,7 @@ def _check_sizes(contents: Contents) -> None:
 
 
 def _check(source: Artefact, target: Profile) -> None:
-    """Raise BadInput for a file that the target would not serve, as far as that is known."""
+    """Raise BadInput for a file that is known not to run on the target."""
     if source.format == "tensorrt":
         raise BadInput(
             f"{source}: is a TensorRT engine, which belongs to the device that built it",

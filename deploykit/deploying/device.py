@@ -1,4 +1,4 @@
-"""Check that this machine is what a bundle is for, and name all that its engine depends on."""
+"""Check that this machine fits a bundle, and make the key of all that its engine depends on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def gpu_number(device: str) -> int:
 
 
 def read_gpu(number: int) -> Here:
-    """The GPU and its TensorRT. Raises MissingExtra without TensorRT, Unsupported without a GPU."""
+    """Read GPU and TensorRT. Raises MissingExtra without TensorRT, Unsupported without a GPU."""
     from deploykit.engines.cuda.driver import CudaDevice
     from deploykit.engines.tensorrt.open import here
 
@@ -43,7 +43,7 @@ def read_gpu(number: int) -> Here:
 
 
 def check_machine(bundle: Bundle, profile: Profile, machine: Machine) -> list[str]:
-    """Compare processor, board or GPU; return the other differences, which are no error.
+    """Compare processor, board or GPU; return other differences as notes.
 
     Raises Unsupported.
     """
@@ -108,12 +108,12 @@ def check_gpu(profile: Profile, machine: Machine, gpu: Here) -> None:
 
 
 def _same(a: str, b: str) -> bool:
-    """Whether two versions agree as far as both go: a package says 10.3.0, another 10.3.0.26."""
+    """Return whether one version begins with the other: 10.3.0 agrees with 10.3.0.26."""
     return all(x == y for x, y in zip(a.split("."), b.split("."), strict=False))
 
 
 def engine_key(bundle: Bundle, profile: Profile, machine: Machine, gpu: Here | None) -> EngineKey:
-    """Return all that the engine of `bundle` depends on here. `gpu`: None without one."""
+    """Return all that the engine of `bundle` depends on; `gpu` is None without a GPU."""
     folder = str(Path(bundle.model).parent)
     parts = {p: e.sha256 for p, e in bundle.files.items() if str(Path(p).parent) == folder}
     model = hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()

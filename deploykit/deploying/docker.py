@@ -1,4 +1,4 @@
-"""A bundle for one machine: a container that builds its engine, proves it and serves it."""
+"""Write a bundle for one machine: a container that builds, proves and serves its engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from deploykit.serving.oip.tensors import to_bytes
 
 
 def sbom(contents: Contents, image: Image, packages: Sequence[Locked], wheel_sha256: str) -> str:
-    """The document. `wheel_sha256`: of deploykit's own wheel."""
+    """Return the document; `wheel_sha256` is that of deploykit's own wheel."""
     model = _component(
         "machine-learning-model", contents.name, contents.manifest.sha256[:12], "model"
     )
@@ -93,13 +93,13 @@ def _hashes(digest: str) -> list[dict[str, str]]:
     return [{"alg": "SHA-256", "content": digest}]
 
 
-_START_PERIOD = {True: "30m", False: "15m"}  # on a Jetson, elsewhere: as the Dockerfiles have it
+_START_PERIOD = {True: "30m", False: "15m"}  # on a Jetson or not; the same as in the Dockerfiles
 
 
 def write(folder: Path, contents: Contents) -> None:
-    """Fill an empty folder. Raises BadInput for a model that changed meanwhile.
+    """Write the bundle into an empty folder. Raises BadInput for a model that changed meanwhile.
 
-    Raises Unsupported where wheels are asked for and cannot be downloaded.
+    Raises Unsupported if wheels are requested and cannot be downloaded.
     """
     image = choose_image(contents.profile, contents.release, platform.machine())
     image = image.with_extras(contents.extras)
@@ -122,7 +122,7 @@ def write(folder: Path, contents: Contents) -> None:
 
 
 def _placeholders(contents: Contents, image: Image, header_bytes: int) -> dict[str, str]:
-    """What the templates name as @KEY@."""
+    """Return the values of the templates' @KEY@ placeholders."""
     profile, digest = contents.profile, contents.manifest.sha256
     on_gpu = profile.device == "cuda"
     return {
@@ -156,14 +156,14 @@ def _memory(profile: Profile) -> str:
 
 
 def project_name(name: str) -> str:
-    """A model's name as container images and compose projects are named."""
+    """Return a model's name in the form of image and compose project names."""
     return "deploykit-" + (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "model")
 
 
 def smoke_request(contents: Contents, model: Path) -> tuple[bytes, int]:
-    """The body of one inference over HTTP, with the first golden sample, and its header's length.
+    """Return the body of an HTTP inference with the first golden sample, and its header's length.
 
-    The Open Inference Protocol with binary tensors: JSON, then the bytes of each input.
+    It is the Open Inference Protocol with binary tensors: JSON, then the bytes of each input.
     """
     inputs, blobs = list[dict[str, Any]](), list[bytes]()
     specs = contents.manifest.inputs

@@ -16,14 +16,14 @@ from deploykit.evaluation.bundle_folder import Contents, fill_templates
 
 _NAME_LENGTH = 50  # KServe adds "-predictor" and more; 63 is a label's limit
 _HASH_LENGTH = 6
-_PERIOD_S = 10  # of the probes
-_BUILD_S = {"cuda": 1800, "cpu": 120}  # at most, until the first start is ready
+_PERIOD_S = 10  # period of the probes
+_BUILD_S = {"cuda": 1800, "cpu": 120}  # longest first start, with the build
 _MIB = 1 << 20
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def write(folder: Path, contents: Contents) -> None:
-    """Fill an empty folder. Raises BadInput for a model that changed meanwhile."""
+    """Write manifests into an empty folder. Raises BadInput for a model that changed meanwhile."""
     (folder / "model").mkdir()
     contents.copy_model(folder / "model" / f"{contents.name}.onnx")
     image = choose_image(contents.profile, None, "x86_64").with_extras(contents.extras)
@@ -49,7 +49,7 @@ def write(folder: Path, contents: Contents) -> None:
 
 
 def dns_label(name: str) -> str:
-    """A Kubernetes name for a model (RFC 1123); with a hash of the name where that is another."""
+    """Return a Kubernetes name for a model (RFC 1123), with a hash if the name had to change."""
     plain = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
     plain = plain if plain[:1].isalpha() else f"m-{plain}".rstrip("-")
     if plain == name and len(plain) <= _NAME_LENGTH:
@@ -59,7 +59,7 @@ def dns_label(name: str) -> str:
 
 
 def _memory_mib(contents: Contents, gpu: bool) -> int:
-    """Memory for the model in several forms; a build on a GPU needs the most."""
+    """Return the memory for the model and its copies; a build on a GPU needs the most."""
     weights = contents.manifest.evidence.weights
     files = [contents.model.path]
     files += [contents.model.path.with_name(weights.file)] if weights else []

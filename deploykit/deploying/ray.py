@@ -10,11 +10,11 @@ from pathlib import Path
 from deploykit import __version__
 from deploykit.evaluation.bundle_folder import Contents, fill_templates
 
-_CORES = 2  # of a replica on a CPU
+_CORES = 2  # per replica on a CPU
 
 
 def write(folder: Path, contents: Contents) -> None:
-    """Fill an empty folder. Raises BadInput for a model that changed meanwhile."""
+    """Write the files into an empty folder. Raises BadInput for a model that changed meanwhile."""
     (folder / "model").mkdir()
     contents.copy_model(folder / "model" / f"{contents.name}.onnx")
     _, usual, largest = contents.batch

@@ -1,7 +1,7 @@
-"""A Ray Serve application: a front on each node that asks replicas, each with its own engine.
+"""Serve a model in Ray Serve: a front on each node calls replicas, each with its own engine.
 
-Ray places replicas, scales them and routes to them. What is added here: a request whose replica or
-node is lost is asked once more, as inference can be repeated. Ray's proxy would answer 500.
+Ray places replicas, scales them and routes to them. The front sends a request once more if its
+replica or node is lost, as inference can be repeated; Ray's proxy would answer 500.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ responses = require("starlette.responses")
 log = logging.getLogger(__name__)
 
 FRONT, REPLICA = "front", "model"  # the deployments' names in serve.yaml
-ASKS = 2  # one more after a replica or node is lost
+ASKS = 2  # one retry after a replica or node is lost
 _LOST = (ray_exceptions.RayActorError, ray_exceptions.WorkerCrashedError)
-_AGAIN_S = 0.1  # until Ray knows what else went down with it
+_AGAIN_S = 0.1  # time for Ray to notice other losses
 
 
 def ray_application(open_service: Callable[[], HostedApp]) -> Any:
     """Return the application for `serve run` and serve.yaml, which holds its options.
 
-    `open_service` runs in each replica, on its event loop's thread: it calls `open_replica`. Ray
-    passes it by its name: its module must be importable on every node.
+    `open_service` runs in each replica, on its event loop's thread, and calls `open_replica`. Ray
+    pickles it by name, so its module must be importable on every node.
     """
     replica = serve.deployment(name=REPLICA)(Replica)
     front = serve.deployment(name=FRONT)(Front)
@@ -59,7 +59,7 @@ def open_replica(
 
 
 class Replica:
-    """One engine with its own batcher."""
+    """A deployment that holds one engine with its batcher."""
 
     def __init__(self, open_service: Callable[[], HostedApp]) -> None:
         self._service = open_service()
@@ -68,19 +68,19 @@ class Replica:
         return await self._service.answer(asked)
 
     def check_health(self) -> None:
-        """Ray replaces a replica whose check raises three times."""
+        """Raise if the replica cannot serve; after three failures Ray replaces it."""
         reason = self._service.why_not_ready()
         if reason is not None:
             raise RuntimeError(reason)
 
     def __del__(self) -> None:
-        """Ray calls it once no request is in flight."""
+        """Close the engine. Ray calls this once no request is in flight."""
         if hasattr(self, "_service"):
             self._service.close()
 
 
 class Front:
-    """Takes requests from the proxy of its node and asks a replica, once more if that is lost."""
+    """Forwards requests from its node's proxy to a replica, and retries once if that is lost."""
 
     def __init__(self, replicas: Any, max_body_bytes: int) -> None:
         self._replicas = replicas
@@ -102,7 +102,7 @@ class Front:
         return response
 
     async def _receive(self, request: Any) -> bytes | None:
-        """The body; None for one that is too large, of which the rest is not read."""
+        """Return the body, or None if it is too large, without reading it to the end."""
         body = bytearray()
         async for part in request.stream():
             body += part

@@ -1,12 +1,12 @@
-"""The cache of engines on a device: two slots, of which `state.json` names the one that serves.
+"""Keep a cache of engines on a device in two slots; `state.json` names the active one.
 
     DIR/state.json      `CacheState`, replaced as a whole
     DIR/timing.cache    TensorRT's measurements of kernels, for the next build
     DIR/a-DIGEST/       an engine with its manifest and golden samples
     DIR/a-DIGEST/slot.json   its key and the SHA-256 of each file, written last
 
-A slot counts once its `slot.json` is there and on the disk; what a kill or a power cut left before
-that is removed by the next build. Nothing depends on the time.
+A slot counts once its `slot.json` is on the disk. The next build removes what a kill or a power cut
+left before that. Nothing depends on the time.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from deploykit.core.files import (
 from deploykit.core.json_value import Record, from_json
 from deploykit.deploying.staging import sync
 
-MAX_TRIES = 3  # of a key, while another engine can serve: a build may take the machine down
-_DIGITS = 16  # of the digest in a folder's name
+MAX_TRIES = 3  # per key, if another engine can serve: a build may crash the machine
+_DIGITS = 16  # hex digits of the digest in a folder's name
 _ALIKE = ("name", "runtime", "architecture", "compute_capability", "gpu", "sm_count")
 
 
 @dataclass(frozen=True)
 class EngineKey(Record):
-    """All that an engine depends on. Empty or 0: not there, as a GPU on profile `cpu`.
+    """All that an engine depends on. A field is empty or 0 if absent, as the GPU on profile `cpu`.
 
-    `model_sha256`: of the ONNX file with its weights, manifest and golden samples. `batch`:
-    "smallest,usual,largest", then ";T=16,128,512" for other axes. `runtime`: with its full
-    version, "tensorrt 10.3.0".
+    `model_sha256` covers the ONNX file with its weights, manifest and golden samples. `batch`:
+    "smallest,usual,largest", then ";T=16,128,512" for other axes. `runtime` has the full version,
+    "tensorrt 10.3.0".
     """
 
     name: str
@@ -65,12 +65,12 @@ class EngineKey(Record):
 
     @property
     def digest(self) -> str:
-        """Of all fields; part of the name of the slot's folder."""
+        """Hash of all fields, part of the name of the slot's folder."""
         text = json.dumps(self.to_dict(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
     def changes(self, other: EngineKey) -> str:
-        """What differs: "driver 535.1 -> 580.2, power_mode 15W -> 25W"; hashes by name alone."""
+        """Describe the differences: "driver 535.1 -> 580.2, power_mode 15W -> 25W"; no hashes."""
         before, now = self.to_dict(), other.to_dict()
         return ", ".join(
             field if field == "model_sha256" else f"{field} {before[field]} -> {value}"
@@ -79,16 +79,16 @@ class EngineKey(Record):
         )
 
     def may_replace(self, other: EngineKey) -> bool:
-        """Whether an engine of this key can run, and be meant, where `other` is wanted."""
+        """Return whether an engine of this key is a valid substitute for one of `other`."""
         return all(getattr(self, field) == getattr(other, field) for field in _ALIKE)
 
 
 @dataclass(frozen=True)
 class CacheState(Record):
-    """What a cache remembers between boots.
+    """The state of a cache between boots.
 
-    `name`: of the model; `active`: the slot that serves. `key`: the digest that was tried `tries`
-    times without becoming ready; `why`: why it is not tried again, if that is known.
+    `name`: the model's name; `active`: the slot that serves. `key`: the digest that was tried
+    `tries` times without becoming ready; `why`: why it is not tried again, if known.
     """
 
     name: str = ""
@@ -101,29 +101,29 @@ class CacheState(Record):
         return self.key == digest and self.tries >= MAX_TRIES
 
     def begin(self, name: str, digest: str) -> CacheState:
-        """Before a build of `digest`."""
+        """Count a try before a build of `digest`."""
         tries = self.tries if self.key == digest else 0
         return replace(self, name=name, key=digest, tries=tries + 1, why="")
 
     def fail(self, digest: str, why: str) -> CacheState:
-        """A build of `digest` failed, or its engine is not wanted: it is not tried again."""
+        """Never try `digest` again: its build failed, or it was rolled back."""
         return replace(self, key=digest, tries=MAX_TRIES, why=why)
 
     def interrupt(self) -> CacheState:
-        """The operator ended the build: not its fault."""
+        """Take back the try, as the operator stopped the build."""
         return replace(self, tries=max(0, self.tries - 1))
 
     def switch(self, slot: str) -> CacheState:
         return replace(self, active=slot)
 
     def confirm(self) -> CacheState:
-        """The active engine is ready."""
+        """Clear the tries, as the active engine is ready."""
         return replace(self, key="", tries=0, why="")
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do next. `slot`: to start from, or to build into. `why`: one line for the log."""
+    """The next step. `slot`: the one to start from or to build into. `why`: a line for the log."""
 
     do: Literal["start", "build", "fall back"]
     slot: str
@@ -131,10 +131,10 @@ class Decision:
 
 
 def decide(state: CacheState, key: EngineKey, slots: Mapping[str, EngineKey]) -> Decision:
-    """The next step towards serving the engine of `key`.
+    """Return the next step towards serving the engine of `key`.
 
-    `slots`: the folders that hold a complete engine, with their keys. A slot that proves damaged is
-    left out of them, and the question asked again.
+    `slots`: the folders that hold a complete engine, with their keys. If a slot proves damaged,
+    call it again without that slot.
     """
     order = sorted(slots, key=lambda slot: slot != state.active)
     same = [slot for slot in order if slots[slot] == key]
@@ -160,7 +160,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class SlotRecord(Record):
-    """What `slot.json` holds: the engine's file, its key, and the SHA-256 of each file by name."""
+    """The content of `slot.json`: the engine's file, its key, and each file's SHA-256 by name."""
 
     engine: str
     key: EngineKey
@@ -168,16 +168,16 @@ class SlotRecord(Record):
 
 
 class EngineCache:
-    """The folder of a cache; read it and write it between `lock` and its end."""
+    """The folder of a cache; read and write it only inside `lock`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @contextlib.contextmanager
     def lock(self, on_wait: Callable[[], None]) -> Iterator[int]:
-        """Hold the cache alone; yields the descriptor that does, for a child to inherit.
+        """Lock the cache; yield the descriptor of the lock, for a child to inherit.
 
-        `on_wait` is called once if another process has it. A kill releases it.
+        `on_wait` is called once if another process has the lock. A kill releases it.
         """
         with write_errors(self.folder):
             if not self.folder.is_dir():
@@ -191,27 +191,27 @@ class EngineCache:
                     on_wait()
                     fcntl.flock(handle, fcntl.LOCK_EX)
             with contextlib.suppress(OSError):
-                for path in self.folder.glob(f".{STATE_FILE}.*"):  # of a process that was killed
+                for path in self.folder.glob(f".{STATE_FILE}.*"):  # left by a killed process
                     path.unlink()
             yield handle
         finally:
             os.close(handle)
 
     def state(self) -> CacheState:
-        """What `state.json` says; an empty state where it is missing or damaged."""
+        """Read `state.json`; return an empty state if it is missing or damaged."""
         path = self.folder / STATE_FILE
         with contextlib.suppress(DeploykitError):
             return _read(CacheState, path)
         return CacheState()
 
     def save(self, state: CacheState) -> None:
-        """Replace `state.json`: the switch from one slot to the other."""
+        """Replace `state.json`, which switches from one slot to the other."""
         with write_errors(self.folder):
             write_json(self.folder / STATE_FILE, {"cache": CACHE_VERSION, **state.to_dict()})
             sync(self.folder)
 
     def slots(self) -> dict[str, EngineKey]:
-        """The folders of complete engines, with their keys; their files are not yet checked."""
+        """Return the folders of complete engines with their keys; files are not checked yet."""
         found = {}
         with write_errors(self.folder):
             names = sorted(path.name for path in self.folder.iterdir())
@@ -221,7 +221,7 @@ class EngineCache:
         return found
 
     def check(self, slot: str) -> Path:
-        """The engine of a slot. Raises BadInput unless every file is what was built."""
+        """Return the engine of a slot. Raises BadInput if a file differs from what was built."""
         folder = self.folder / slot
         record = _read(SlotRecord, folder / SLOT_FILE)
         if record.engine not in record.files:
@@ -233,7 +233,7 @@ class EngineCache:
         return folder / record.engine
 
     def empty(self, slot: str) -> Path:
-        """An empty folder for a build into `slot`; what that slot held before is removed."""
+        """Remove the slot's old folder and return an empty one for a build into `slot`."""
         with write_errors(self.folder):
             for path in list(self.folder.iterdir()):
                 if path.name.startswith(f"{slot[0]}-"):
@@ -242,11 +242,11 @@ class EngineCache:
         return self.folder / slot
 
     def drop(self, slot: str) -> None:
-        """Remove a slot as far as that can be done."""
+        """Remove a slot, ignoring errors."""
         shutil.rmtree(self.folder / slot, ignore_errors=True)
 
     def seal(self, slot: str, engine: str, key: EngineKey) -> None:
-        """Record a proven engine as complete, once all that it consists of is on the disk."""
+        """Record a proven engine as complete, once all its files are on the disk."""
         folder = self.folder / slot
         with write_errors(self.folder):
             files = sorted(path for path in folder.iterdir() if path.is_file())
@@ -260,7 +260,7 @@ class EngineCache:
 
 
 def _read(kind: type[_T], path: Path) -> _T:
-    """A JSON document of the cache. Raises BadInput, NotFound."""
+    """Read a JSON document of the cache. Raises BadInput, NotFound."""
     values = read_json(path)
     if not isinstance(values, dict) or values.get("cache") != CACHE_VERSION:
         raise BadInput(f"{path}: does not have version {CACHE_VERSION}")

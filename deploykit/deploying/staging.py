@@ -1,7 +1,7 @@
-"""Fill a folder next to its place, then put it there in one step: whole or not at all.
+"""Fill a temporary folder next to its destination, then swap it in atomically.
 
-What a killed run left is removed by the next one. Two runs at once each fill a folder of their
-own; the last one stays.
+The next run removes what a killed run left. Two concurrent runs fill separate folders; the last
+one to end wins.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _AT_FDCWD, _EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 def staged_folder(out: Path) -> Iterator[Path]:
     """Yield an empty folder next to `out`; on a clean exit it takes the place of `out`.
 
-    What was at `out` goes. Raises BadInput when `out` cannot be written, Unsupported when the disk
-    is full.
+    The old `out` is removed. Raises BadInput when `out` cannot be written, Unsupported when the
+    disk is full.
     """
     prefix = f".{out.name[:100]}.bundle-"
     with write_errors(out):
         for left in out.parent.glob(f"{glob.escape(prefix)}*"):
             if not Path("/proc", left.name.removeprefix(prefix).partition("-")[0]).exists():
-                shutil.rmtree(left, ignore_errors=True)  # its process was killed
+                shutil.rmtree(left, ignore_errors=True)  # left by a killed process
         work = Path(tempfile.mkdtemp(dir=out.parent, prefix=f"{prefix}{os.getpid()}-"))
         try:
             folder = work / "folder"
@@ -48,13 +48,13 @@ def staged_folder(out: Path) -> Iterator[Path]:
 
 
 def _put(folder: Path, out: Path) -> None:
-    """Rename `folder` to `out`; what was there ends up at `folder`, or next to it."""
+    """Rename `folder` to `out`; the old `out` ends up at `folder`, or next to it."""
     if os.path.lexists(out):
         exchange = ctypes.CDLL(None, use_errno=True).renameat2
         paths = os.fsencode(folder), os.fsencode(out)
         if exchange(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], ctypes.c_uint(_EXCHANGE)) == 0:
             return
-        out.rename(folder.with_name("old"))  # no exchange on this file system: a kill leaves none
+        out.rename(folder.with_name("old"))  # without exchange a kill leaves no `out`
     folder.rename(out)
 
 

@@ -1,7 +1,7 @@
 """Write a model repository for NVIDIA Triton: config.pbtxt, the model, warm-up data, README.
 
-The model is ONNX for Triton's ONNX Runtime backend, with its TensorRT provider on a GPU. An engine
-would load only with the TensorRT and on the GPU that built it, and a Triton image has its own.
+The model is ONNX for Triton's ONNX Runtime backend, with its TensorRT provider on a GPU. A built
+engine would load only on the same GPU and TensorRT, and a Triton image has its own TensorRT.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from deploykit.evaluation.bundle_folder import Contents, fill_templates, sample_
 from deploykit.serving.oip.tensors import to_bytes
 
 _MODEL = "model.onnx"
-# what a graph may compute in besides float32 for ONNX Runtime's TensorRT provider: the values of
-# Triton's option `precision_mode`
+# precision of a graph besides float32 -> value of Triton's `precision_mode` for ONNX Runtime's
+# TensorRT provider
 _MODES: Mapping[str, str] = {"fp16": "FP16", "int8": "INT8"}
 
 
 class Literal(str):
-    """A name of an enumeration, which protobuf's text format writes without quotes."""
+    """An enumeration's name, which protobuf's text format writes without quotes."""
 
     __slots__ = ()
 
 
 def write(folder: Path, contents: Contents) -> None:
-    """Fill `folder` with a model repository. Raises Unsupported for what Triton cannot serve."""
+    """Write a model repository into `folder`. Raises Unsupported if Triton cannot serve it."""
     home = folder / contents.name
     (home / "1").mkdir(parents=True)
     model, joined = home / "1" / _MODEL, not why_not_joined(contents)
@@ -53,7 +53,7 @@ def write(folder: Path, contents: Contents) -> None:
 
 
 def why_not_joined(contents: Contents) -> str:
-    """Why Triton may not join requests to the model; empty where it may."""
+    """Return why Triton must not batch requests to the model; "" if it may."""
     manifest = contents.manifest
     why = why_no_batch(manifest.inputs, manifest.outputs)
     proof = manifest.evidence.batching
@@ -96,10 +96,10 @@ def _config(contents: Contents, samples: Mapping[str, np.ndarray]) -> dict[str, 
 
 
 def _tensor(spec: TensorSpec, joined: bool, contents: Contents) -> dict[str, Any]:
-    """One input or output; `dims` exclude the batch where there is one.
+    """Return the configuration of an input or output; `dims` exclude a batch axis.
 
-    Triton has no scalars: it reshapes one value per row, and its backend takes a tensor of one
-    element for one without axes.
+    Triton has no scalars: it reshapes one value per row, and its backend accepts a tensor of one
+    element as one without axes.
     """
     axes = spec.shape[1:] if joined else spec.shape
     if 0 in axes:
@@ -121,7 +121,7 @@ def _data_type(spec: TensorSpec) -> Literal:
 
 
 def _tensorrt(contents: Contents) -> dict[str, Any] | None:
-    """ONNX Runtime's TensorRT provider, where the profile has it and it takes the precisions."""
+    """Return the options of the TensorRT provider; None if profile or precisions exclude it."""
     manifest, profile = contents.manifest, contents.profile
     used = names_of(manifest.precision)
     if profile.runtime != "tensorrt" or not used <= set(_MODES):
@@ -135,10 +135,10 @@ def _tensorrt(contents: Contents) -> dict[str, Any] | None:
 
 
 def _shapes(contents: Contents) -> dict[str, str]:
-    """The batches that TensorRT optimises for, where the batch is all that varies.
+    """Return the batch sizes to optimise for, if only the batch varies; else {}.
 
-    Else, and for names that the option's syntax cannot hold, the provider builds again for each
-    larger shape that it sees.
+    Otherwise, and for names that the option's syntax does not allow, the provider rebuilds for
+    each larger shape that it sees.
     """
     inputs = [spec for spec in contents.manifest.inputs if any(map(_dynamic, spec.shape))]
     if why_not_joined(contents) or any(map(_dynamic, (a for s in inputs for a in s.shape[1:]))):
@@ -146,7 +146,7 @@ def _shapes(contents: Contents) -> dict[str, str]:
     if any(letter in spec.name for spec in inputs for letter in ",:"):
         return {}
     found = {}
-    sizes = (1, *contents.batch[1:])  # a request with one row is valid, whatever the smallest batch
+    sizes = (1, *contents.batch[1:])  # one row is valid, whatever the smallest batch
     for key, rows in zip(("min", "opt", "max"), sizes, strict=True):
         shapes = (f"{s.name}:{'x'.join(map(str, (rows, *s.shape[1:])))}" for s in inputs)
         found[f"trt_profile_{key}_shapes"] = ",".join(shapes)
@@ -160,7 +160,7 @@ def _dynamic(axis: int | str) -> bool:
 def _warmup(
     rows: int, specs: Sequence[TensorSpec], samples: Mapping[str, np.ndarray], joined: bool
 ) -> dict[str, Any]:
-    """One entry of `model_warmup`: Triton runs the same row `rows` times in one batch."""
+    """Return one entry of `model_warmup`: a batch in which Triton repeats one row `rows` times."""
     inputs = {}
     for number, spec in enumerate(specs):
         shape = samples[spec.name].shape[1 if joined else 0 :]
@@ -197,12 +197,12 @@ def _placeholders(contents: Contents) -> dict[str, str]:
 
 
 def text_format(message: Mapping[str, Any], depth: int = 0) -> str:
-    """A message as text; a list repeats its field, a mapping below an upper-level list is a map."""
+    """Write a message in protobuf's text format; a list repeats its field."""
     return "".join(_field(name, value, "  " * depth, depth) for name, value in message.items())
 
 
 def _field(name: str, value: Any, indent: str, depth: int) -> str:
-    if name in ("inputs", "parameters"):  # the maps of ModelConfig
+    if name in ("inputs", "parameters"):  # map fields of ModelConfig
         entries = [{"key": key, "value": each} for key, each in value.items()]
         return "".join(f"{indent}{name} {_braces(entry, indent, depth)}" for entry in entries)
     if isinstance(value, Mapping):
@@ -221,4 +221,4 @@ def _braces(message: Mapping[str, Any], indent: str, depth: int) -> str:
 def _scalar(value: object) -> str:
     if isinstance(value, Literal) or not isinstance(value, str):
         return str(value)
-    return json.dumps(value, ensure_ascii=False)  # the same escapes
+    return json.dumps(value, ensure_ascii=False)  # JSON's escapes are the same

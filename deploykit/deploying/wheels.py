@@ -1,7 +1,7 @@
-"""The Python packages of a bundle: deploykit's own wheel, the lock file, and all wheels on request.
+"""Write a bundle's Python packages: deploykit's wheel, the lock file, all wheels on request.
 
-deploykit's wheel is packed from the installed package, or from the checkout that is installed, and
-its bytes depend on nothing else. `locks/NAME.lock` pins the others with the hashes of their wheels.
+deploykit's wheel is packed from the installed package or checkout, and its bytes depend on nothing
+else. `locks/NAME.lock` pins other packages with the hashes of their wheels.
 """
 
 from __future__ import annotations
@@ -26,46 +26,46 @@ from deploykit.core.profile import Profile
 from deploykit.core.subprocesses import module_command
 from deploykit.evaluation.bundle_folder import epoch_s
 
-# The Dockerfiles that come with deploykit, and the digests of the images that they start from.
+# deploykit's Dockerfiles and the digests of their base images.
 
 LOCK = "Dockerfile.lock"
 UNPINNED = "unpinned"
 
 
 def container_file(name: str) -> Path:
-    """`Dockerfile.x86`, `Dockerfile.jetson`, `Dockerfile.lock` or `.dockerignore`."""
+    """Return the path of a Dockerfile, `Dockerfile.lock` or `.dockerignore`."""
     packaged = paths.folder("containers") / name
     return packaged if packaged.is_file() else Path(paths.__file__).parents[2] / name
 
 
 def read_digests(path: Path) -> dict[str, str | None]:
-    """Return `repository:tag` of each row -> its digest `sha256:...`, or None if unpinned."""
+    """Return the digest `sha256:...` of each `repository:tag`, None if it is not pinned."""
     lines = path.read_text(encoding="utf-8").splitlines()
     rows = (line.split(" ") for line in lines if line and not line.startswith("#"))
     return {image: None if digest == UNPINNED else digest for image, digest in rows}
 
 
 def pin(image: str) -> str:
-    """`image` with its digest, `repository:tag@sha256:...`, where the lock file has one."""
+    """Append the digest to `image`, `repository:tag@sha256:...`, if the lock file has one."""
     digest = read_digests(container_file(LOCK)).get(image)
     return f"{image}@{digest}" if digest else image
 
 
-# The container that a bundle builds: Dockerfile, base, Python and packages of a target.
+# The container image of a target: Dockerfile, base image, Python and packages.
 
 _CPU_BASE = "docker.io/library/debian:bookworm-slim"
 _PYTHONS = {"ubuntu22.04": "3.10", "bookworm": "3.11", "ubuntu24.04": "3.12"}  # of the base images
-_JETPACKS = ("6.1", "6.2", "7.0", "7.1", "7.2")  # the stages of Dockerfile.jetson
-TENSORRT = "10.16.1.11"  # an engine belongs to one version; Dockerfile.x86 has the same
+_JETPACKS = ("6.1", "6.2", "7.0", "7.1", "7.2")  # stages of Dockerfile.jetson
+TENSORRT = "10.16.1.11"  # engines need this version; the same as in Dockerfile.x86
 
 
 @dataclass(frozen=True)
 class Image:
-    """`release`: of the host, "jetpack-6.2" or "cuda-13", empty for a CPU. `lock`: in `locks/`.
+    """A target's image. `release`: its host's, "jetpack-6.2" or "cuda-13"; empty for a CPU.
 
-    `machine`: "x86_64" or "aarch64", as wheels name it. `tensorrt`: the version that `pip` installs
-    of `tensorrt-cu13`, say; empty where there is none or the base brings it. `arguments`: values of
-    the Dockerfile's. `extras`: of the model's task, each with a lock of its own.
+    `lock`: a name in `locks/`. `machine`: "x86_64" or "aarch64", as in wheel names. `tensorrt`: the
+    version for `pip` to install; empty if none is needed or the base has it. `arguments`: build
+    arguments of the Dockerfile. `extras`: those of the model's task, each with its own lock.
     """
 
     dockerfile: str
@@ -88,10 +88,10 @@ class Image:
 
 
 def choose_image(profile: Profile, release: str | None, machine: str) -> Image:
-    """The image for a host of `release`, by default the profile's usual one.
+    """Return the image for a host of `release`, by default the profile's usual one.
 
-    `machine`: what a profile for any architecture is bundled for. Raises BadInput for a release
-    that the profile has no image for.
+    `machine`: the architecture, if the profile is for any. Raises BadInput for a release that the
+    profile has no image for.
     """
     wanted = release or next(iter(profile.container_base), "")
     base = profile.base_image(wanted) if wanted else None
@@ -138,12 +138,12 @@ def _for_jetson(release: str, base: str, version: str) -> Image:
 
 
 def python_of(base: str) -> str:
-    """The Python of a base image, by the distribution in its tag; 3.12 for one that names none."""
+    """Return the Python of a base image by the distribution in its tag; 3.12 without one."""
     return next((python for name, python in _PYTHONS.items() if name in base), "3.12")
 
 
 def dockerfile(image: Image) -> str:
-    """Our Dockerfile with the arguments of this target as its defaults, ending at `bundle`."""
+    """Return our Dockerfile up to stage `bundle`, with this target's arguments as defaults."""
     text = container_file(image.dockerfile).read_text(encoding="utf-8")
     for name, value in image.arguments.items():
         text, count = re.subn(rf"(?m)^ARG {name}=.*$", f"ARG {name}={value}", text, count=1)
@@ -159,7 +159,7 @@ _KEPT = re.compile(r"METADATA|entry_points\.txt|licenses/.+")
 _WHEEL = "Wheel-Version: 1.0\nGenerator: deploykit\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _REQUIREMENT = re.compile(r"(?P<name>[a-z0-9._-]+)==(?P<version>[^\s;\\]+)(?: ; (?P<marker>.+?))?")
 _MARKER = re.compile(r"python_full_version (?P<is><|>=|==) '(?P<version>[0-9.]+?)(?:\.\*)?'")
-_GLIBC = {"3.10": 35, "3.11": 36, "3.12": 39}  # minor version of the glibc of each base's release
+_GLIBC = {"3.10": 35, "3.11": 36, "3.12": 39}  # minor version of glibc in each Python's base image
 _NVIDIA_INDEX = "https://pypi.nvidia.com"
 
 
@@ -173,7 +173,7 @@ class Locked:
     sha256: tuple[str, ...]
 
     def is_for(self, python: str) -> bool:
-        """Whether Python MAJOR.MINOR installs it."""
+        """Return whether Python MAJOR.MINOR installs it."""
         for part in filter(None, self.marker.split(" and ")):
             match = _MARKER.fullmatch(part)
             if match is None:
@@ -193,7 +193,7 @@ def own_wheel(folder: Path) -> Path:
     rows = [f"{path},sha256={_urlsafe(data)},{len(data)}" for path, data in members.items()]
     members[f"{info}/RECORD"] = "\n".join([*rows, f"{info}/RECORD,,", ""]).encode()
     out = folder / f"{name}-py3-none-any.whl"
-    with zipfile.ZipFile(out, "w") as archive:  # stored: versions of zlib pack differently
+    with zipfile.ZipFile(out, "w") as archive:  # not compressed: versions of zlib differ
         for path, data in members.items():
             entry = zipfile.ZipInfo(path, time.gmtime(epoch_s())[:6])
             entry.external_attr = 0o100644 << 16
@@ -202,7 +202,7 @@ def own_wheel(folder: Path) -> Path:
 
 
 def _members(info: str) -> Iterator[tuple[str, bytes]]:
-    """The files of the wheel, but for WHEEL and RECORD."""
+    """Yield the files of the wheel except WHEEL and RECORD."""
     for path in _PACKAGE.rglob("*"):
         inside = path.relative_to(_PACKAGE)
         if path.is_file() and "__pycache__" not in inside.parts and inside.parts[0] != "_data":
@@ -237,7 +237,7 @@ def _urlsafe(data: bytes) -> str:
 
 
 def read_lock(text: str) -> list[Locked]:
-    """The packages of a lock file as `scripts/lock_wheels.py` writes them."""
+    """Parse a lock file that `scripts/lock_wheels.py` wrote."""
     found = []
     for block in re.sub(r"(?m)^#.*\n", "", text).replace(" \\\n    ", " ").splitlines():
         head, *hashes = block.split(" --hash=sha256:")
@@ -249,7 +249,7 @@ def read_lock(text: str) -> list[Locked]:
 
 
 def lock_text(image: Image) -> str:
-    """The lock files of an image's packages, without deploykit."""
+    """Return the lock files of an image's packages, without deploykit."""
     files = [paths.folder("locks") / f"{name}.lock" for name in (image.lock, *image.extras)]
     return "".join(file.read_text(encoding="utf-8") for file in files)
 
@@ -257,7 +257,7 @@ def lock_text(image: Image) -> str:
 def write_requirements(folder: Path, image: Image, *, wheels: bool) -> None:
     """Write `requirements.lock` and `wheels/`: deploykit's own, and with `wheels` all others.
 
-    Raises Unsupported where these cannot be downloaded.
+    Raises Unsupported if these cannot be downloaded.
     """
     place = folder / "wheels"
     place.mkdir()
@@ -269,7 +269,7 @@ def write_requirements(folder: Path, image: Image, *, wheels: bool) -> None:
 
 
 def _download(place: Path, image: Image, text: str) -> str:
-    """Fetch the wheels for the image's Python; returns lines for those that no lock pins."""
+    """Download the wheels for the image's Python; return lines for those that no lock pins."""
     pinned = [each for each in read_lock(text) if each.is_for(image.python)]
     lines = (
         " ".join([f"{each.name}=={each.version}", *(f"--hash=sha256:{h}" for h in each.sha256)])

@@ -1,7 +1,7 @@
-"""Check that an answer of status 200 holds a result, and the right one where that is known.
+"""Check that an answer of status 200 holds a result, and the right one if that is known.
 
-An answer may carry an error under status 200, be empty, or be another service's. Answers that begin
-as one that was checked before are not read again, so that the check costs little.
+An answer may carry an error under status 200, be empty, or come from another service. Answers that
+begin like a checked one are not parsed again, so that the check costs little.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 
 from deploykit.core.tensors import DTYPE_BYTES, PROTOCOL_NAMES, carrier
 
-_MOST_KNOWN = 4096  # beginnings of answers that are remembered
-_MOST_KNOWN_BYTES = 1 << 16  # of each
+_MOST_KNOWN = 4096  # remembered beginnings of answers
+_MOST_KNOWN_BYTES = 1 << 16  # bytes of each
 _DTYPES = {name: dtype for dtype, name in PROTOCOL_NAMES.items()}
-LENGTH_BYTES = 4  # before a BYTES element
+LENGTH_BYTES = 4  # length prefix of a BYTES element
 
 
 class Output(NamedTuple):
-    """One output of an answer, as the server sent it. `value`: bytes, or a list out of JSON."""
+    """One output of an answer as the server sent it. `value`: bytes, or a list from JSON."""
 
     name: str
     datatype: Any
@@ -32,36 +32,36 @@ class Output(NamedTuple):
 
 
 Outputs = Sequence[Output]
-# Returns the outputs of a message and its bytes before the tensors, or raises WrongAnswerError.
+# returns the outputs of a message and its size before the tensors, or raises WrongAnswerError
 ReadMessage = Callable[[bytes], tuple[Outputs, int]]
 
 
 class WrongAnswerError(Exception):
-    """What an answer of status 200 lacks."""
+    """An answer of status 200 has no result or a wrong one."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the requests must be answered with: outputs by request and name."""
+    """The expected answers: outputs by request and name."""
 
     answers: Sequence[Mapping[str, np.ndarray]]
     max_error: float  # max |a-b| / max |a|, as in `compare`
 
 
 class AnswerCheck:
-    """`outputs`: names that each answer must have; none: any one output is enough."""
+    """Checks tensors. `outputs`: names that each answer must have; if empty, any output will do."""
 
     def __init__(self, outputs: Sequence[str], expected: Expected | None = None) -> None:
         self.outputs, self.expected = frozenset(outputs), expected
-        # how a right answer over HTTP begins, with the number of bytes it has
+        # the beginning of a right answer over HTTP, and the answer's size in bytes
         self.usual: tuple[bytes, int] = (b"", -1)
         self._known: set[tuple[int, bytes, int]] = set()
-        self._head_bytes = 0  # of the last answer over gRPC, before its tensors
+        self._head_bytes = 0  # size of the last gRPC answer before its tensors
 
     def http_problem(self, body: bytes, json_bytes: int | None, request: int) -> str | None:
         """Return what is wrong with an answer over HTTP; None if it is right.
 
-        `json_bytes`: of its JSON part, None where there is no binary part.
+        `json_bytes`: size of the JSON part, None if there is no binary part.
         """
         split = len(body) if json_bytes is None else json_bytes
         key = (0, body[:split], len(body)) if self.expected is None else (request, body, 0)
@@ -109,14 +109,14 @@ class AnswerCheck:
 
 
 class BodyCheck(AnswerCheck):
-    """`is_json`: whether answers are JSON. `answers`: the right ones by request, where known."""
+    """Checks other answers. `is_json`: they are JSON. `answers`: the right ones, if known."""
 
     def __init__(self, is_json: bool, answers: Sequence[Any], max_error: float) -> None:
         super().__init__(())
         self._is_json, self._answers, self._max_error = is_json, answers, max_error
-        self._right: dict[int, bytes] = {}  # the last right answer, which need not be read again
+        self._right: dict[int, bytes] = {}  # last right answer, not parsed again
 
-    def http_problem(self, body: bytes, json_bytes: int | None, request: int) -> str | None:  # noqa: ARG002 - of one part
+    def http_problem(self, body: bytes, json_bytes: int | None, request: int) -> str | None:  # noqa: ARG002 - one part only
         if self._right.get(request) == body:
             return None
         if not body:
@@ -142,7 +142,7 @@ class BodyCheck(AnswerCheck):
 
 
 def _same(right: Any, got: Any, max_error: float) -> bool:
-    """Compare JSON values; numbers may differ by `max_error` of the right one, or of 1."""
+    """Compare JSON values; numbers may differ by `max_error` times the right one, or times 1."""
     if isinstance(right, dict) and isinstance(got, dict):
         keys = right.keys()
         return keys == got.keys() and all(_same(right[k], got[k], max_error) for k in keys)
@@ -189,7 +189,7 @@ def read_body(body: bytes, json_bytes: int) -> Outputs:
 
 
 def _bytes_of(datatype: Any, shape: Any) -> int | None:
-    """Return the bytes of a tensor; None where its elements have no fixed or no known size."""
+    """Return a tensor's size in bytes; None if its elements have no fixed or known size."""
     size = DTYPE_BYTES.get(_DTYPES.get(str(datatype), ""))
     try:
         return None if size is None else size * math.prod(shape)
@@ -198,7 +198,7 @@ def _bytes_of(datatype: Any, shape: Any) -> int | None:
 
 
 def _compare(expected: Expected, request: int, outputs: Outputs) -> None:
-    """Raise WrongAnswerError for outputs that are not the expected ones."""
+    """Raise WrongAnswerError if outputs differ from the expected ones."""
     by_name = {output.name: output for output in outputs}
     for name, right in expected.answers[request].items():
         if name not in by_name:
@@ -228,7 +228,7 @@ def _compare(expected: Expected, request: int, outputs: Outputs) -> None:
 
 
 def short_bound(bound: float) -> str:
-    """Return a number such as 0.001, never as 1e-3."""
+    """Write a number as 0.001, never as 1e-3."""
     return f"{bound:f}".rstrip("0").rstrip(".") or "0"
 
 

@@ -1,9 +1,9 @@
 """Send prepared requests over persistent connections, and record when each was answered.
 
-Closed loop: each connection sends its next request when it has the answer to the last. Open loop:
-requests are sent at given times. An event loop of our own: a request costs two system calls and a
-few numbers. An answer counts from when the kernel reports it readable, not from when its turn
-comes among others; how late the generator itself was is recorded separately.
+In the closed loop each connection sends its next request when the last is answered. In the open
+loop requests are sent at given times. We use our own event loop, in which a request costs two
+system calls. An answer counts from when the kernel reports it readable, not from when it is
+processed; the generator's own lag is recorded separately.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from deploykit.core.subprocesses import run_apart
 from deploykit.loadtest.http import Http1, NotHttpError, Wire
 from deploykit.loadtest.schedule import NO_ANSWER, UNSENT, RunRecord, SendPlan
 
-READ_BYTES = 1 << 16  # larger ones would be mapped and unmapped for each answer
-USUAL_BYTES = 1 << 12  # enough for most answers, and sooner allocated
-RETRY_S = 0.1  # between two attempts to connect to a server that refuses
-REPORT_S = 0.5  # between two reports of progress
-_POLL_S = 0.5  # between two checks for Ctrl-C
-_TOGETHER_S = 1.0  # in which several processes have to be ready to begin together
+READ_BYTES = 1 << 16  # malloc would map and unmap larger buffers per answer
+USUAL_BYTES = 1 << 12  # enough for most answers, and faster to allocate
+RETRY_S = 0.1  # interval of attempts to connect to a server that refuses
+REPORT_S = 0.5  # interval of progress reports
+_POLL_S = 0.5  # interval of checks for Ctrl-C
+_TOGETHER_S = 1.0  # time for several processes to get ready to begin together
 _TIMESTAMPNS = getattr(socket, "SO_TIMESTAMPNS", 35)  # Linux, asm-generic/socket.h
 _TIMER_SLACK = 29  # prctl(2), PR_SET_TIMERSLACK: by default a wait ends up to 50 us late
 _SHORTEST_SPIN_S, _LONGEST_SPIN_S = 50e-6, 200e-6
 _OPEN_LOOP_START = 32  # connections opened beforehand; more follow when all are in use
-_MAX_ERRORS = 8  # different error messages that are kept
-_RECENT = 1000  # answers that a report of progress is about
-_WAKING_S = 50e-6  # that any client needs from an answer to its next request
+_MAX_ERRORS = 8  # distinct error messages to keep
+_RECENT = 1000  # answers in a progress report
+_WAKING_S = 50e-6  # any client needs this from an answer to its next request
 _OWN_LIMITS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 
 Report = Callable[[str, float], None]
 
 
 def run_plans(plans: Sequence[SendPlan], on_progress: Report | None = None) -> list[RunRecord]:
-    """Carry out each plan in a process of its own, which nothing else disturbs; all begin together.
+    """Carry out each plan in a separate process; all begin together.
 
-    KeyboardInterrupt ends all of them, and has no result.
+    KeyboardInterrupt ends all of them without a result.
     """
     stop = threading.Event()
     start_s = time.perf_counter() + _TOGETHER_S if len(plans) > 1 else 0.0
@@ -72,7 +72,7 @@ def run_plans(plans: Sequence[SendPlan], on_progress: Report | None = None) -> l
         runs = [pool.submit(carry_out, plan) for plan in plans]
         try:
             left = set(runs)
-            while left:  # without a timeout a Ctrl-C just before the wait would go unnoticed
+            while left:  # without a timeout a Ctrl-C just before the wait would be missed
                 done, left = wait(left, _POLL_S)
                 for run in done:
                     run.result()
@@ -86,20 +86,20 @@ def run_plan(plan: SendPlan, start_s: float, on_progress: Report | None) -> RunR
     """Carry out a plan in this process, from `start_s` of `time.perf_counter` on."""
     client = Client(plan, on_progress)
     gc.collect()
-    gc.disable()  # the generator's pauses are no latency
+    gc.disable()  # the generator's pauses must not count as latency
     return client.run(start_s)
 
 
 def spin_s(requests: int, seconds: float) -> float:
-    """Return how long before a request is due to stay awake: a thread that sleeps wakes late.
+    """Return how long before its due time to busy-wait, as a sleeping thread wakes late.
 
-    A tenth of the time between two requests, 50 to 200 us.
+    It is a tenth of the time between two requests, at least 50 and at most 200 us.
     """
     return min(max(_SHORTEST_SPIN_S, seconds / max(1, requests) / 10), _LONGEST_SPIN_S)
 
 
 def wake_on_time() -> None:
-    """Let waits of this thread end when they are due."""
+    """Set this thread's timer slack to 1 ns, so that its waits end on time."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_TIMER_SLACK, 1, 0, 0, 0)
 
@@ -116,20 +116,20 @@ class _Connection:
         with contextlib.suppress(OSError):
             self.socket.setsockopt(socket.SOL_SOCKET, _TIMESTAMPNS, 1)
         self.connected, self.wire = False, wire
-        self.start_s: float | None = None  # of the request in flight
+        self.start_s: float | None = None  # the request in flight
         self.unsent: memoryview | None = None
 
     def read_with_lag(self) -> tuple[bytes, float]:
-        """Return what came, and for how many seconds it had been there, by the kernel's clock."""
+        """Return received data and how many seconds it had been readable, by the kernel's clock."""
         data, extra, *_ = self.socket.recvmsg(READ_BYTES, 64)
-        if not extra:  # a kernel, or an end of the connection, without a time
+        if not extra:  # no timestamp: an old kernel, or the connection's end
             return data, 0.0
         seconds, nanoseconds = struct.unpack("qq", extra[0][2][:16])
         return data, max(0.0, (time.time_ns() - seconds * 1_000_000_000 - nanoseconds) * 1e-9)
 
 
 class Client:
-    """Carries out a plan, in one thread."""
+    """Carries out a plan in one thread."""
 
     def __init__(self, plan: SendPlan, on_progress: Report | None = None) -> None:
         if not hasattr(select, "epoll"):
@@ -139,24 +139,24 @@ class Client:
         self._spin_s = spin_s(len(self._due_s), plan.end_s)
         self._waiting: deque[float] = deque()  # open loop: due, but no connection is free
         self._idle: list[_Connection] = []
-        self._connections: dict[int, _Connection] = {}  # by file descriptor
+        self._connections: dict[int, _Connection] = {}  # by descriptor
         self._opening = self._next_due = 0
         self._numbers = itertools.cycle([*range(1, len(plan.requests)), 0])  # 0 was the probe
         self._clock = time.perf_counter
         self._read_bytes = USUAL_BYTES
-        self._full = False  # all connections that may be open are
+        self._full = False  # no more connections may be opened
         self._retry_s = math.inf
         self._report_s = math.inf if on_progress is None else 0.0
-        self._measured_from: tuple[float, float] | None = None  # CPU time of the thread, and now()
-        self._at = 0.0  # when the events were reported that are now handled
+        self._measured_from: tuple[float, float] | None = None  # thread's CPU time, now()
+        self._at = 0.0  # when the current events were reported
 
     def now(self) -> float:
         return self._clock() - self._zero
 
     def run(self, start_s: float = 0.0) -> RunRecord:
-        """Send until the plan ends, wait for the last answers, close.
+        """Send until the plan ends, wait for the last answers and close.
 
-        `start_s`: what `time.perf_counter` shows at the start; now, where that is past.
+        `start_s`: the start in seconds of `time.perf_counter`; if that is past, start now.
         """
         self._zero = max(start_s, self._clock())
         wake_on_time()
@@ -174,7 +174,7 @@ class Client:
         return self.record
 
     def _step(self) -> bool:
-        """Send what is due, wait for events and handle them. True: the run is over."""
+        """Send due requests, wait for events and handle them; return True when the run is over."""
         plan, now = self.plan, self.now()
         if self._next_due < len(self._due_s):
             now = self._send_due(now)
@@ -196,18 +196,18 @@ class Client:
         return False
 
     def _note_busy(self, now: float) -> None:
-        """Note the share of a core used in the measured time, at its end."""
+        """At the end of the measured time, record the used share of a core."""
         cpu_s, begun_s = self._measured_from or (0.0, now)
         if now > begun_s and not self.record.busy:
             self.record.busy = (time.thread_time() - cpu_s) / (now - begun_s)
 
     def _is_quiet(self) -> bool:
-        """Return whether nothing is due, waits to be sent or waits for its answer."""
+        """Return whether no request is due, waiting or in flight."""
         open_requests = any(each.start_s is not None for each in self._connections.values())
         return not (open_requests or self._waiting or self._next_due < len(self._due_s))
 
     def _wait(self, now: float) -> list[tuple[int, int]]:
-        """Return events; none when it is time for something else, to some microseconds."""
+        """Return events, or none when the next action is due, precise to some microseconds."""
         plan = self.plan
         until_s = plan.begin_s if now < plan.begin_s else plan.end_s
         if now >= plan.end_s:
@@ -221,10 +221,10 @@ class Client:
         return self._epoll.poll(0)
 
     def _handle(self, events: list[tuple[int, int]]) -> None:
-        """Read what came. `_at` is when all of it was there; later steps are our own time.
+        """Read the answers. By `_at` all were readable; later steps are the generator's own time.
 
-        It came after the events before it: where these were just now, that is all that is needed
-        of the kernel's own time, which costs more than a plain read.
+        They came after the previous events. If those were within `_WAKING_S`, that bounds the lag
+        and the kernel's timestamp, which costs more than a plain read, is not needed.
         """
         before_s, self._at = self._at, self._clock() - self._zero
         at, record, check = self._at, self.record, self.plan.check
@@ -259,7 +259,7 @@ class Client:
             ):
                 self._on_data(connection, data)
                 continue
-            starts_s.append(start_s)  # in short what `_on_data` comes to
+            starts_s.append(start_s)  # the fast path of `_on_data`
             ends_s.append(at)
             statuses.append(200)
             connection.start_s = None
@@ -268,11 +268,11 @@ class Client:
             answers = len(ends_s) - done
             record.read_lags_s.append(lag_s)
             record.reads.append(answers)
-            own_s = (self.now() - at) * (answers + 1) / 2  # they are handled one after another
+            own_s = (self.now() - at) * (answers + 1) / 2  # handled one by one
             record.behind_s += max(0.0, answers * (lag_s - _WAKING_S) + own_s)
 
     def _send_due(self, now: float) -> float:
-        """Open loop: start every request whose time has come."""
+        """Start every request of the open loop that is due."""
         due_s, plan, lags_s = self._due_s, self.plan, self.record.send_lags_s
         for _ in range(bisect_right(due_s, now, self._next_due) - self._next_due):
             start_s = due_s[self._next_due]
@@ -291,7 +291,7 @@ class Client:
         return now
 
     def _free(self, connection: _Connection) -> None:
-        """Give this connection its next request, if there is one."""
+        """Send the next request on this connection, if there is one."""
         if self.plan.due_s is None:
             now = self._clock() - self._zero
             if now < self.plan.end_s:
@@ -307,7 +307,7 @@ class Client:
         self._write(connection, connection.wire.request(next(self._numbers)))
 
     def _write(self, connection: _Connection, data: bytes | memoryview) -> None:
-        if connection.unsent is not None:  # control messages wait behind what is being sent
+        if connection.unsent is not None:  # control messages follow unsent data
             connection.unsent = memoryview(bytes(connection.unsent) + data)
             return
         try:
@@ -357,7 +357,7 @@ class Client:
             self._drop(connection)
 
     def _record(self, start_s: float, end_s: float, status: int, error: str | None) -> None:
-        """Record a request that is over."""
+        """Record a finished request."""
         record = self.record
         record.starts_s.append(start_s)
         record.ends_s.append(end_s)
@@ -383,7 +383,7 @@ class Client:
         plan = self.plan
         if not plan.block:
             return Http1(plan.requests, plan.check)
-        from deploykit.loadtest.grpc import Grpc  # needs a package that HTTP/1.1 does not
+        from deploykit.loadtest.grpc import Grpc  # needs hpack, unlike HTTP/1.1
 
         return Grpc(plan.requests, plan.check, plan.block)
 
@@ -392,7 +392,7 @@ class Client:
             self._open()
 
     def _open(self) -> None:
-        """Begin to connect, unless all connections that may be open are."""
+        """Begin to connect, unless no more connections may be opened."""
         self._full = len(self._connections) >= self.plan.connections
         if self._full or self._retry_s < math.inf:
             return
@@ -423,7 +423,7 @@ class Client:
             self._free(connection)
 
     def _not_connected(self, connection: _Connection, code: int) -> None:
-        """Fail the requests without a connection to wait for; in a closed loop that is one."""
+        """Fail the waiting requests without a connection; in a closed loop that is one."""
         self._opening -= 1
         self._connections.pop(connection.socket.fileno())
         connection.socket.close()
@@ -442,7 +442,7 @@ class Client:
         self._retry_s = self.now() + RETRY_S
 
     def _close(self) -> None:
-        """Count what is still open as unanswered, or never sent, and close all connections."""
+        """Record open requests as unanswered, waiting ones as never sent; close all connections."""
         now, plan = self.now(), self.plan
         self._note_busy(now)
         for connection in self._connections.values():

@@ -1,7 +1,7 @@
-"""Unary gRPC calls on one HTTP/2 connection of the load generator, one at a time.
+"""Make unary gRPC calls on an HTTP/2 connection of the load generator, one at a time.
 
-Header compression keeps no state, as no table is offered, so a header block that was decoded once
-is known. RFC 9113 (HTTP/2), RFC 7541 (HPACK), "gRPC over HTTP2" of the gRPC project.
+We offer no dynamic table, so header compression is stateless and decoded header blocks can be
+cached. RFC 9113 (HTTP/2), RFC 7541 (HPACK), "gRPC over HTTP2" of the gRPC project.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from deploykit.loadtest.schedule import NO_ANSWER, WRONG
 hpack = require("hpack")
 
 SERVICE = "/inference.GRPCInferenceService/"
-# gRPC's codes in HTTP's numbers; another one is a 500
+# gRPC code -> HTTP status; others are a 500
 _STATUSES = {4: 504, 5: 404, 8: 429, 14: 503} | dict.fromkeys((3, 7, 9, 11, 12, 16), 400)
 _DATA, _HEADERS, _RST, _SETTINGS, _PUSH, _PING, _GOAWAY, _WINDOW, _CONTINUATION = (
     *range(2),
     *range(3, 10),
 )
 _END_STREAM, _ACK, _END_HEADERS, _PADDED, _PRIORITY = 1, 1, 4, 8, 32
-_WINDOW_BYTES, _FRAME_BYTES = 65535, 16384  # before the server's settings
+_WINDOW_BYTES, _FRAME_BYTES = 65535, 16384  # defaults before the server's settings
 _MOST_FRAME_BYTES = (1 << 24) - 1
-_MOST = (1 << 31) - 1  # of a window
-_MOST_BLOCKS = 1024  # that are remembered
+_MOST = (1 << 31) - 1  # largest window
+_MOST_BLOCKS = 1024  # cached header blocks
 _REFUSED_STREAM = 7
 
 
@@ -43,7 +43,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes | memoryview = b""
 _GREETING = b"".join(
     (
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        # no table, no pushes, windows and frames as large as they may be
+        # no table, no pushes, the largest windows and frames
         _frame(4, 0, 0, struct.pack(">HIHIHIHI", 1, 0, 2, 0, 4, _MOST, 5, _MOST_FRAME_BYTES)),
         _frame(8, 0, 0, struct.pack(">I", _MOST - _WINDOW_BYTES)),
     )
@@ -60,19 +60,19 @@ def header_block(host: str, method: str) -> bytes:
         "content-type": "application/grpc",
         "te": "trailers",
     }
-    # as sensitive, so that no table is used
+    # never indexed, so that no table is used
     never_indexed = [(name, value, True) for name, value in fields.items()]
     block: bytes = hpack.Encoder().encode(never_indexed, huffman=False)
     return block
 
 
 def call_of(message: bytes) -> bytes:
-    """Return a message as gRPC frames it."""
+    """Return a message in gRPC's framing."""
     return struct.pack(">BI", 0, len(message)) + message
 
 
 class Grpc(Wire):
-    """A connection of HTTP/2. `block`: the header block of each call."""
+    """An HTTP/2 connection. `block`: the header block of each call."""
 
     greeting = _GREETING
     _blocks: ClassVar[dict[bytes, dict[str, str]]] = {}
@@ -83,13 +83,13 @@ class Grpc(Wire):
         self._stream = -1
         self._window, self._first_window, self._stream_window = (_WINDOW_BYTES,) * 3
         self._frame_bytes = _FRAME_BYTES
-        self._left: memoryview = memoryview(b"")  # of the call, behind what windows let through
+        self._left: memoryview = memoryview(b"")  # unsent part of the call
         self._headers, self._data, self._fields = bytearray(), bytearray(), dict[str, str]()
-        self._ends = False  # the server's side of the call
-        self._taken = 0  # bytes of the connection's window that the server used
+        self._ends = False  # the server has ended the call
+        self._taken = 0  # bytes the server used of the connection's window
 
     def request(self, number: int) -> bytes:
-        """Return the bytes of that call, as far as the server's windows let them through."""
+        """Return the bytes of that call that fit into the server's windows."""
         self._request = number
         self._stream += 2
         self._stream_window = self._first_window
@@ -202,7 +202,7 @@ class Grpc(Wire):
         return found
 
     def _complete(self) -> int:
-        """Return the status of the answer that is complete: its trailers decide."""
+        """Return the status of a complete answer, which its trailers decide."""
         code = self._fields.get("grpc-status", "")
         if code != "0":
             if not re.fullmatch("[0-9]{1,3}", code):
@@ -222,13 +222,13 @@ class Grpc(Wire):
 
     def _fail(self, status: int, error: str) -> int:
         self.error = error
-        if self._left:  # the rest of the call is never sent: the connection cannot be used again
+        if self._left:  # a call that is not fully sent makes the connection unusable
             self.keep = False
         return status
 
 
 def infer_request(model: str, tensors: Sequence[Tensor]) -> bytes:
-    """Return the call of a `ModelInferRequest`."""
+    """Return the framed call with a `ModelInferRequest`."""
     request = MESSAGES["ModelInferRequest"](model_name=model)
     for name, datatype, shape, values in tensors:
         request.inputs.add(name=name, datatype=datatype, shape=shape)
@@ -237,7 +237,7 @@ def infer_request(model: str, tensors: Sequence[Tensor]) -> bytes:
 
 
 def read_message(message: bytes) -> tuple[Outputs, int]:
-    """Return the outputs of a `ModelInferResponse` and its bytes before the tensors.
+    """Return the outputs of a `ModelInferResponse` and its size before the tensors.
 
     Raises WrongAnswerError.
     """
@@ -274,7 +274,7 @@ def question(host: str, what: str, model: str) -> Grpc:
 
 
 def answer_value(what: str, message: bytes) -> Any:
-    """Return the answer to a question as the JSON value of the HTTP API; None for a damaged one."""
+    """Return the answer to a question as JSON value of the HTTP API; None if it is damaged."""
     try:
         values = to_dict(MESSAGES[f"{_METHODS[what]}Response"].FromString(message))
     except DecodeError:
@@ -283,7 +283,7 @@ def answer_value(what: str, message: bytes) -> Any:
 
 
 def to_dict(message: Message) -> dict[str, Any]:
-    """Return a message as a JSON object, with the fields that have their default."""
+    """Return a message as a JSON object, including fields with default values."""
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)

@@ -1,6 +1,6 @@
-"""HTTP/1.1 on one connection of the load generator: whole requests out, answers in.
+"""Speak HTTP/1.1 on a connection of the load generator.
 
-One request is in flight at a time. Heads of answers repeat, so each is parsed once.
+One request is in flight at a time. Heads of answers repeat, so each distinct one is parsed once.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from urllib.parse import quote
 from deploykit.loadtest.check import AnswerCheck, error_text
 from deploykit.loadtest.schedule import WRONG
 
-TIMEOUT_S = 10.0  # of a request before the run
-MOST_BYTES, MOST_HEAD = 1 << 28, 1 << 16  # of an answer, and of its head
+TIMEOUT_S = 10.0  # for a request before the run
+MOST_BYTES, MOST_HEAD = 1 << 28, 1 << 16  # largest answer, largest head
 TOO_LONG = f"is longer than {MOST_BYTES:,} bytes, or its head than {MOST_HEAD:,}"
-MOST_HEADS = 1024  # that are remembered
+MOST_HEADS = 1024  # cached heads
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-5]\d\d)(?: [^\r\n]*)?")
 _SIZE = re.compile(rb"[0-9]{1,15}")
 _FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n]*?)[ \t]*")
@@ -28,14 +28,14 @@ Tensor = tuple[str, str, Sequence[int], bytes]  # name, datatype, shape, values
 
 
 class NotHttpError(Exception):
-    """An answer that is not of the protocol, or whose end cannot be found."""
+    """An answer does not follow the protocol, or its end cannot be found."""
 
 
 class Wire:
-    """One connection. After an answer: `error` says what is wrong with it, `keep` if it goes on.
+    """One connection. After an answer `error` is its fault and `keep` whether it stays open.
 
-    `greeting` is sent before the first request, `control` besides requests. `buffer` holds an
-    answer that is not complete, `body` the last complete one.
+    `greeting` is sent before the first request, `control` between requests. `buffer` holds an
+    incomplete answer, `body` the last complete one.
     """
 
     greeting = b""
@@ -53,18 +53,18 @@ class Wire:
         return self._requests[number]
 
     def feed(self, data: bytes) -> int | None:
-        """Return the status of the answer that `data` completes, in HTTP's numbers; else None.
+        """Return the HTTP status of the answer that `data` completes; else None.
 
         Raises NotHttpError.
         """
         raise NotImplementedError
 
     def end(self) -> int | None:
-        """Return the status of an answer that the end of its connection completes; else None."""
+        """Return the status of an answer that ends with its connection; else None."""
         return None
 
     def exchange(self, address: str, port: int) -> int:
-        """Send the first request on a connection of its own and return the answer's status.
+        """Send the first request on a new connection and return the answer's status.
 
         Raises OSError (TimeoutError after 10 s) and NotHttpError.
         """
@@ -85,20 +85,20 @@ class Wire:
 
 class _Head(NamedTuple):
     status: int
-    length: int | None  # of the body; None: in chunks, or until the connection ends
+    length: int | None  # bytes of the body; None: in chunks, or up to the connection's end
     chunked: bool
-    keep: bool  # the connection
+    keep: bool  # the connection stays open
     json_bytes: int | None
 
 
 class Http1(Wire):
-    """A connection of HTTP/1.1."""
+    """An HTTP/1.1 connection."""
 
     _heads: ClassVar[dict[bytes, _Head]] = {}
 
     def __init__(self, requests: Sequence[bytes], check: AnswerCheck | None) -> None:
         super().__init__(requests, check)
-        self._needed = 0  # bytes, before it is worth looking again
+        self._needed = 0  # bytes to wait for before the next parse
 
     def feed(self, data: bytes) -> int | None:
         if self.buffer:
@@ -110,7 +110,7 @@ class Http1(Wire):
             head = self._heads.get(data[:at]) or self._parse(data[:at])
             if head.status >= 200:
                 break
-            data = data[at + 4 :]  # 100: the answer itself follows
+            data = data[at + 4 :]  # status 100: the answer follows
             self.buffer.clear()
         else:
             if not b"HTTP/1.".startswith(data[:7]):
@@ -147,7 +147,7 @@ class Http1(Wire):
         return None
 
     def _complete(self, head: _Head, body: bytes, data: bytes, end: int) -> int:
-        """`data`: the answer up to `end`; what follows was not asked for."""
+        """Return the answer's status; bytes of `data` after `end` belong to no request."""
         self.buffer.clear()
         self.body, self.keep = body, head.keep and len(data) == end
         if head.status != 200:
@@ -183,14 +183,14 @@ class Http1(Wire):
         keep = b"close" not in connection if start[1] == b"1" else b"keep-alive" in connection
         chunked = bool(coding)
         parsed = _Head(status, None if chunked else length, chunked, keep, json_bytes)
-        if len(cls._heads) >= MOST_HEADS:  # they hold a time or a number
+        if len(cls._heads) >= MOST_HEADS:  # heads may hold a time or a number
             cls._heads.clear()
         cls._heads[head] = parsed
         return parsed
 
 
 def _dechunk(data: bytes, at: int) -> tuple[bytes | None, int]:
-    """Return the body in chunks from `at`, and where it ends; None while it is not complete."""
+    """Return the chunked body from `at` and its end; None while it is incomplete."""
     parts = []
     while True:
         end = data.find(b"\r\n", at)

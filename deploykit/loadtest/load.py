@@ -1,9 +1,9 @@
-"""Put a running server under load and measure how it answers.
+"""Put a running server under load and measure its answers.
 
-Closed loop: a number of connections, each of which sends when its last request is answered. Open
-loop: a rate, with send times drawn beforehand; latency counts from the intended time, so that a
-stall of the server is part of it (no coordinated omission). By default an open loop at half of what
-a short closed loop finds to be the server's capacity.
+In the closed loop each connection sends when its last request is answered. In the open loop
+requests have a rate, and send times are drawn beforehand; latency counts from the intended time, so
+that it includes stalls of the server (no coordinated omission). The default is an open loop at half
+of the capacity that a short closed loop measures.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from deploykit.reporting.verdict import verdict
 
 MAX_SENDS = 5_000_000  # requests of one open loop
 MAX_CONNECTIONS = 1024
-_AROUND_S = 0.5  # in which the machine is watched before and after
-CAPACITY_CONNECTIONS, CAPACITY_S, CAPACITY_SHARE = 32, 2.0, 0.5  # of the closed loop before
+_AROUND_S = 0.5  # how long the machine is watched before and after
+CAPACITY_CONNECTIONS, CAPACITY_S, CAPACITY_SHARE = 32, 2.0, 0.5  # the closed loop before
 
 
 @checked
@@ -62,29 +62,29 @@ def load_test(
     command: str = "",
     on_progress: Progress = no_progress,
 ) -> LoadResult:
-    """Load a running server: `rate` requests per second (open loop) or `concurrency` of them.
+    """Load a server with `rate` requests per second (open loop) or `concurrency` connections.
 
-    By default an open loop at half of what a closed loop of 32 connections reaches in 2 s. One
-    process sends; where it used up its core and was the limit, the run is repeated with more.
+    The default is an open loop at half the rate that a closed loop of 32 connections reaches in
+    2 s. One process sends; if its core was the limit, the run is repeated with more processes.
 
     Args:
-        warmup_s: before the measured `duration_s`.
-        drain_s: how long to wait for answers after it.
-        data: inputs to send, an .npz, a folder or golden samples; by default random ones, from
-            `seed`. To a task or a pipeline a file, or each of a folder, is sent as it is.
+        warmup_s: seconds of load before the measured `duration_s`.
+        drain_s: how long to wait for answers afterwards.
+        data: inputs to send, an .npz, a folder or golden samples; by default random ones from
+            `seed`. A task or a pipeline gets a file, or each file of a folder, as it is.
         text: sentences to send to a task or a pipeline.
         expect: golden samples, or a pipeline's answers as `predict` wrote them (.jsonl): their
             inputs are sent, and an answer that differs by more than `max_error`
             (max |a-b| / max |a|) has failed.
         axes: sizes of dynamic axes other than the batch, such as {"T": 128}, or
             {"axis1": 128, "axis2": 4} where there are several.
-        slo_ms: also count the answers within it, the goodput.
+        slo_ms: also count the answers within this latency, the goodput.
         fail_on: conditions such as "p99>20ms,errors>0"; those that hold are in `unmet`, which
             `raise_if_unmet` turns into GateFailed.
 
     Raises:
         BadInput: no such server, another protocol, contradictory options, a request that the
-            server calls wrong.
+            server rejects.
         NotFound: no such model.
     """
     above_0 = {"rate": rate, "duration_s": duration_s, "slo_ms": slo_ms}
@@ -156,13 +156,13 @@ def _check_options(
 
 
 def _most_connections() -> int:
-    """Return how many this process may open at once, less some files for other uses."""
+    """Return how many connections this process may open, with some files left for other uses."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(MAX_CONNECTIONS, soft - 64) if soft > 0 else MAX_CONNECTIONS)
 
 
 def _find_capacity(remote: RemoteModel, requests: Requests, on_progress: Progress) -> LoadResult:
-    """Run a short closed loop. Raises BadInput where no request succeeds."""
+    """Run a short closed loop. Raises BadInput if no request succeeds."""
 
     def report(text: str, _part: float) -> None:
         on_progress(f"capacity: {text}", 0.0)
@@ -187,7 +187,7 @@ def run_load(
     processes: int = 1,
     on_progress: Progress = no_progress,
 ) -> LoadResult:
-    """Run a load, with twice as many processes as long as these used up their cores."""
+    """Run a load; double the processes and repeat as long as they used up their cores."""
     cores = usable_cores()
     most = min(cores // 2 if remote.server.loopback else cores, load.connections)
     while True:
@@ -212,7 +212,7 @@ def _run(
     quiet = watch.over(around_s, time.sleep)
     watch.begin()
     records = run_plans(plan.share(processes), on_progress)
-    watch.know_children()  # a server may have started some
+    watch.know_children()  # processes that a server started
     watch.close()
     outside = sum_up(watch, quiet, watch.over(around_s, time.sleep))
     return LoadResult(

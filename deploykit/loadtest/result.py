@@ -1,6 +1,6 @@
-"""What a load test found: counts, rate, percentiles, and whether they are the server's own.
+"""Compute a load test's figures, and whether they describe the server or the generator.
 
-Also the conditions under which a load test fails: "p99>20ms, errors>0, throughput<500".
+It also parses and applies the conditions of failure: "p99>20ms, errors>0, throughput<500".
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from deploykit.evaluation.statistics import throughput
 from deploykit.loadtest.schedule import NO_ANSWER, UNSENT, Load, RunRecord
 from deploykit.reporting.load_result import LoadResult
 
-SLICES = 60  # the measured time is cut into these, for the interval of the rate
+SLICES = 60  # parts of the measured time, for the interval of the rate
 REFUSED, EXPIRED = (429, 503), 504
-BUSY_CORE = 0.9  # a closed-loop generator that used more of its core was the limit itself
+BUSY_CORE = 0.9  # a closed-loop generator that used more of its core was the limit
 MOST_LAG_MS, MOST_LAG, SEEN_LAG_MS = 1.0, 0.1, 0.2
-MOST_BEHIND = 0.1  # of the time of a connection, spent in the generator
-MOST_BACKLOG = 0.02  # of the requests, by which a server may fall behind an open loop
+MOST_BEHIND = 0.1  # share of a connection's time spent in the generator
+MOST_BACKLOG = 0.02  # share of the requests by which a server may fall behind
 
 
 def summarise(load: Load, records: Sequence[RunRecord]) -> dict[str, Any]:
-    """Return the figures of a `LoadResult`, from what each process recorded."""
+    """Return the figures of a `LoadResult` from the records of all processes."""
     record = RunRecord.join(records)
     order = np.argsort(record.starts_s, kind="stable")
     start_s, end_s = np.asarray(record.starts_s)[order], np.asarray(record.ends_s)[order]
@@ -80,9 +80,9 @@ def summarise(load: Load, records: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _measured(load: Load, start_s: np.ndarray, end_s: np.ndarray, status: np.ndarray) -> np.ndarray:
-    """Return which requests count: those that were open while it was measured.
+    """Return a mask of the requests that count: those open during the measured time.
 
-    In the open loop those due in that time; one that was due before and never answered counts, too.
+    In the open loop these are the requests due in that time, and earlier ones never answered.
     """
     if load.rate_per_s is None:
         return (end_s >= load.warmup_s) & (start_s < load.end_s)
@@ -103,9 +103,10 @@ def _p99_ms(lags_s: Sequence[float] | np.ndarray) -> float:
 def _limits(
     load: Load, record: RunRecord, lags_ms: Mapping[str, float], behind: float, p50_ms: float
 ) -> tuple[str, ...]:
-    """Return why the figures are the generator's: p99 late by 1 ms or 10 % of the median.
+    """Return why the figures are the generator's, as when its p99 lag exceeds its bound.
 
-    Below 0.2 ms lag cannot be separated from the time that any thread needs to wake.
+    The bound is 10 % of the median, at most 1 ms, and at least 0.2 ms, as any thread needs some
+    time to wake.
     """
     bound_ms = min(MOST_LAG_MS, max(MOST_LAG * p50_ms, SEEN_LAG_MS))
     limits = [
@@ -127,8 +128,8 @@ def _limits(
 def _kept_up(load: Load, start_s: np.ndarray, end_s: np.ndarray) -> bool:
     """Return whether the number of open requests did not grow over the measured time.
 
-    Its means over the first and the last fifth are compared; it may grow by 2 % of the requests,
-    and by what chance explains.
+    Its means over the first and the last fifth are compared. It may grow by 2 % of the requests
+    plus what chance explains.
     """
     fifth_s, open_requests = load.duration_s / 5, []
     for low_s in (load.warmup_s, load.end_s - fifth_s):
@@ -168,7 +169,7 @@ _CONDITION = re.compile(r"\s*([a-z0-9]+)\s*(>=|<=|>|<)\s*([0-9]*\.?[0-9]+)\s*([a
 
 @dataclass(frozen=True)
 class Condition:
-    """`bound`: in ms for latencies, per second for rates, requests or a share of them."""
+    """One condition of failure. `bound`: ms, requests per second, a count or a share."""
 
     text: str
     metric: str
@@ -177,7 +178,7 @@ class Condition:
     is_share: bool = False
 
     def failure(self, result: LoadResult) -> str | None:
-        """Return why the run fails by it: it holds, or is not known. None: the run does not."""
+        """Return why the run fails (the condition holds or is not known); None if it does not."""
         value = self._value(result)
         if value is None:
             return f"{self.text}: {self.metric} is not known"
@@ -190,7 +191,7 @@ class Condition:
         return f"{self.text}: {value:,.2f}{' ms' if self.metric in _PERCENTILES else '/s'}"
 
     def _value(self, result: LoadResult) -> float | None:
-        """Return None where it is not known. Percentiles that no answer reached are infinite."""
+        """Return the value, None if unknown. Percentiles that no answer reached are infinite."""
         if self.metric in _COUNTS:
             errors = result.failed + result.expired + result.unsent
             count = errors if self.metric == "errors" else int(getattr(result, self.metric))
@@ -209,7 +210,7 @@ class Condition:
 
 
 def parse_conditions(text: str) -> tuple[Condition, ...]:
-    """Read conditions with commas between them. Raises BadInput."""
+    """Parse conditions separated by commas. Raises BadInput."""
     units = {metric: tuple(_MS) for metric in _PERCENTILES}
     units |= dict.fromkeys(_RATES, ("/s", "")) | dict.fromkeys(_COUNTS, ("%", ""))
     hint = f"such as 'p99>20ms' or 'errors>1%'; metrics are {', '.join(units)}"
@@ -229,9 +230,9 @@ def parse_conditions(text: str) -> tuple[Condition, ...]:
 
 
 def apply_conditions(result: LoadResult, conditions: Sequence[Condition]) -> LoadResult:
-    """Return the result with what it fails by; values count, not the ends of their intervals.
+    """Return the result with its unmet conditions; values count, not the ends of intervals.
 
-    A run that the generator limited, or other processes disturbed, fails: it proves nothing.
+    A run that the generator limited or other processes disturbed fails, as it proves nothing.
     """
     doubts = [f"the generator was the limit: {why}" for why in result.limits[:1]]
     doubts += result.marks

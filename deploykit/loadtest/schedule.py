@@ -1,4 +1,4 @@
-"""What the load generator sends and when, and what it records of each request.
+"""Define what the load generator sends and when, and what it records of each request.
 
 Times are seconds since the start of the run.
 """
@@ -19,7 +19,7 @@ NO_ANSWER, UNSENT, WRONG = 0, -1, -2  # statuses besides those of HTTP
 
 @dataclass(frozen=True)
 class Load:
-    """The load to put on a server. `rate_per_s` None: a closed loop of `connections`."""
+    """The load on a server. If `rate_per_s` is None, it is a closed loop of `connections`."""
 
     rate_per_s: float | None
     connections: int
@@ -33,7 +33,7 @@ class Load:
         return self.warmup_s + self.duration_s
 
     def due_s(self, seed: int) -> array[float] | None:
-        """Return the send times of an open loop, ascending: a Poisson process."""
+        """Return the ascending send times of an open loop, a Poisson process."""
         if self.rate_per_s is None:
             return None
         random = np.random.default_rng(seed)
@@ -43,22 +43,22 @@ class Load:
 
 @dataclass(frozen=True)
 class SendPlan:
-    """What one process of the load generator sends.
+    """The plan of one process of the load generator.
 
-    `due_s`: when requests are due, ascending; None is the closed loop. Requests start before
-    `end_s`; `begin_s` is where the warm-up ends.
+    `due_s`: ascending times at which requests are due, None for the closed loop. Requests start
+    before `end_s`; the warm-up ends at `begin_s`.
     """
 
     address: str
     port: int
     requests: Sequence[bytes]
     check: AnswerCheck
-    connections: int  # that may be open at once
+    connections: int  # most open connections
     due_s: Sequence[float] | None
     begin_s: float
     end_s: float
     drain_s: float
-    block: bytes = b""  # gRPC: the header block of a call; none: HTTP/1.1
+    block: bytes = b""  # header block of a gRPC call; empty for HTTP/1.1
 
     def share(self, processes: int) -> list[SendPlan]:
         """Return a plan for each process: every n-th time, and an equal number of connections."""
@@ -74,11 +74,11 @@ class SendPlan:
 
 @dataclass
 class RunRecord:
-    """What one process recorded. The first three have an item per request, by end.
+    """The record of one process. The first three fields have an item per request, by end.
 
-    `read_lags_s`: how long an answer was readable before the generator woke, for each time it did,
-    with the number of answers in `reads`. `behind_s`: time in which a connection waited for the
-    generator, summed over connections. Lags and busy times are of the measured time.
+    `read_lags_s`: how long answers were readable before the generator woke, per wake-up; `reads`
+    has the number of answers of each. `behind_s`: time that connections waited for the generator,
+    summed over connections. Lags and busy times cover the measured time.
     """
 
     starts_s: array[float] = field(default_factory=lambda: array("d"))
@@ -89,14 +89,14 @@ class RunRecord:
     reads: array[int] = field(default_factory=lambda: array("l"))
     behind_s: float = 0.0
     busy: float = 0.0  # share of one core
-    waited: int = 0  # requests that were due when all connections that may be open were in use
-    opened: int = 0  # connections at once, at most
-    limit: str = ""  # why no more could be opened
+    waited: int = 0  # requests that were due when all allowed connections were in use
+    opened: int = 0  # most connections at once
+    limit: str = ""  # why no more were opened
     errors: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def join(cls, records: Sequence[RunRecord]) -> RunRecord:
-        """Return what several processes recorded together; `busy` is the busiest one's."""
+        """Merge the records of several processes; `busy` is the busiest one's."""
         whole = cls(
             behind_s=sum(each.behind_s for each in records),
             busy=max(each.busy for each in records),
@@ -111,7 +111,7 @@ class RunRecord:
         return whole
 
     def progress(self, recent: int) -> str:
-        """Return the number of requests answered, with percentiles of the last ones."""
+        """Describe the number of answered requests and the percentiles of recent ones."""
         last = zip(
             self.starts_s[-recent:], self.ends_s[-recent:], self.statuses[-recent:], strict=True
         )

@@ -1,7 +1,4 @@
-"""Find a model on an Open Inference Protocol server, and prepare the requests for it.
-
-All of it happens before the timing starts.
-"""
+"""Find a model on an Open Inference Protocol server, and prepare the requests before timing."""
 
 from __future__ import annotations
 
@@ -29,13 +26,13 @@ from deploykit.loadtest.http import Http1, NotHttpError, Tensor, Wire
 from deploykit.loadtest.schedule import Load, SendPlan
 from deploykit.pipelines.file import input_files, read_answers
 
-OUTPUTS = "outputs/"  # before names in golden samples
-REFUSED = 429  # says nothing against the request
-VARIANTS = 8  # different inputs, so that a cache in the server does not answer
-MOST_BYTES = 64 << 20  # of all different requests together; one is always made
-MOST_BODIES = 256  # different requests that are not tensors
+OUTPUTS = "outputs/"  # prefix of names in golden samples
+REFUSED = 429  # does not mean that the request is wrong
+VARIANTS = 8  # different inputs, so that the server cannot answer from a cache
+MOST_BYTES = 64 << 20  # of all distinct requests together; one is always made
+MOST_BODIES = 256  # distinct requests without tensors
 _DTYPES = {PROTOCOL_NAMES[dtype]: dtype for dtype in DTYPE_BYTES if dtype != "bfloat16"}
-_DTYPES["BYTES"] = "string"  # for items alone
+_DTYPES["BYTES"] = "string"  # for items only
 _TYPES = {
     **dict.fromkeys((".jpg", ".jpeg"), "image/jpeg"),
     ".png": "image/png",
@@ -44,15 +41,15 @@ _TYPES = {
     ".json": "application/json",
 }
 _ARRAYS = (".npz", ".npy")
-_SHOWN, _NAMED = 20, 3  # characters of a sentence and names of files, in the report
+_SHOWN, _NAMED = 20, 3  # characters of a sentence, names of files in the report
 _NO_OPTIONS = {"name", "platform", "input", "output", "parameters"}  # reported elsewhere
 _MOST_OPTIONS = 64
-_LISTENS = "0A"  # of a socket, in /proc/net/tcp
+_LISTENS = "0A"  # state of a socket in /proc/net/tcp
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server. `address`: what to connect to. `host`: the `Host:` header."""
+    """A server. `address`: the address to connect to. `host`: the `Host:` header."""
 
     url: str
     host: str
@@ -65,10 +62,10 @@ class Server:
         return self.address == "localhost" or ipaddress.ip_address(self.address).is_loopback
 
     def ask(self, what: str, model: str = "") -> tuple[int, Any, str]:
-        """Ask for the "index" of models, "about", or the "metadata" or "config" of a model.
+        """Request the "index" of models, "about", or the "metadata" or "config" of a model.
 
-        Returns the status in HTTP's numbers, the answer as a JSON value, and the error. Raises
-        BadInput where there is no answer.
+        Returns the HTTP status, the answer as a JSON value, and the error. Raises BadInput if
+        there is no answer.
         """
         wire: Wire
         if self.grpc:
@@ -93,7 +90,7 @@ class Server:
         return status, http.json_or_none(wire.body), ""
 
     def probe(self, model: str, request: bytes) -> None:
-        """Send one inference. Raises BadInput when the server calls the request wrong (4xx)."""
+        """Send one inference. Raises BadInput when the server rejects the request (4xx)."""
         wire: Wire = Http1([request], None)
         if self.grpc:
             from deploykit.loadtest import grpc
@@ -105,7 +102,7 @@ class Server:
             why = f"no answer to an inference within {http.TIMEOUT_S:g} s"
             raise BadInput(f"{self.url}: {model}: {why}") from exc
         except (OSError, NotHttpError):
-            return  # the run counts it as a failure, with its message
+            return  # the run will count it as a failure
         if 400 <= status < 500 and status != REFUSED:
             raise BadInput(f"{self.url}: {model}: answered {wire.error}")
 
@@ -118,7 +115,7 @@ class Server:
         )
 
     def processes(self) -> tuple[int, ...]:
-        """Return the processes that listen at the port; none for a server elsewhere."""
+        """Return the local processes that listen on the port; () for a remote server."""
         proc = Path(os.environ.get("HOST_PROC", "/proc"))
         links, found = set(), set()
         for name in ("tcp", "tcp6") if self.loopback else ():
@@ -127,7 +124,7 @@ class Server:
                     fields = line.split()
                     if fields[3] == _LISTENS and fields[1].endswith(f":{self.port:04X}"):
                         links.add(f"socket:[{fields[9]}]")
-        for file in proc.glob("[0-9]*/fd/*") if links else ():  # those of other users are skipped
+        for file in proc.glob("[0-9]*/fd/*") if links else ():  # other users' processes are skipped
             with suppress(OSError):
                 if str(file.readlink()) in links:
                     found.add(int(file.parts[-3]))
@@ -142,19 +139,19 @@ class RemoteModel:
     name: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[str, ...] = ()  # names
-    about: Mapping[str, str] = field(default_factory=dict)  # what the server says of itself
-    options: Mapping[str, str] = field(default_factory=dict)  # of the model, as the server has them
+    about: Mapping[str, str] = field(default_factory=dict)  # the server's description of itself
+    options: Mapping[str, str] = field(default_factory=dict)  # the server's options for the model
 
     def __str__(self) -> str:
         return f"{self.server.url}: {self.name}"
 
     @property
     def pipeline(self) -> bool:
-        """Return whether it takes no tensors."""
+        """Return whether the model takes no tensors."""
         return self.about.get("platform") == "deploykit_pipeline"
 
     def plan(self, requests: Requests, load: Load, due_s: Sequence[float] | None) -> SendPlan:
-        """Return what to send; `due_s`: when, in an open loop."""
+        """Return the plan for sending `requests`; `due_s` has the times of an open loop."""
         block = b""
         if self.server.grpc:
             from deploykit.loadtest.grpc import header_block
@@ -185,7 +182,7 @@ class RemoteModel:
 def find_model(url: str, model: str | None) -> RemoteModel:
     """Ask the server at `url` (http://host[:port]) for its models and the metadata of one.
 
-    `model` None: the only one that is ready. Raises BadInput or NotFound.
+    With `model` None the only ready one is used. Raises BadInput or NotFound.
     """
     server = find_server(url)
     status, about, _ = server.ask("about")
@@ -226,7 +223,7 @@ def find_model(url: str, model: str | None) -> RemoteModel:
 
 
 def find_server(url: str) -> Server:
-    """Look the name of a host up, once, and take the address that answers. Raises BadInput."""
+    """Resolve the host's name once and use the address that answers. Raises BadInput."""
     hint = "write it as http://HOST:PORT or grpc://HOST:PORT"
     try:
         parts = urlsplit(url)
@@ -261,7 +258,7 @@ def find_server(url: str) -> Server:
 def _about(
     metadata: Mapping[str, Any], config: Mapping[str, Any], server: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return name and version of the server; platform, device and file of the model, if known."""
+    """Return the server's name and version, and the model's platform, device and file."""
     own, parameters = metadata.get("parameters"), config.get("parameters")
     parameters = parameters if isinstance(parameters, dict) else {}
     values = {
@@ -299,7 +296,7 @@ def _flatten(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, st
 
 
 def _spec(server: Server, model: str, item: object) -> TensorSpec:
-    """Return a tensor of the metadata.
+    """Parse a tensor of the metadata.
 
     The protocol has no names for dynamic axes: -1 on axis 0 is the batch, elsewhere "axis1".
     """
@@ -320,7 +317,7 @@ def _spec(server: Server, model: str, item: object) -> TensorSpec:
 
 
 class Body(NamedTuple):
-    """A request that is not tensors. `name`: of its file, or a sentence's beginning."""
+    """A request without tensors. `name`: its file's name, or the sentence's beginning."""
 
     name: str
     type: str
@@ -331,7 +328,7 @@ class Body(NamedTuple):
 class Requests:
     """The requests to send in turn, and the check of their answers.
 
-    `shapes`: of the inputs in a request; `sends`: what requests hold that are not tensors.
+    `shapes`: shapes of a request's inputs; `sends`: a description of requests without tensors.
     """
 
     messages: Sequence[bytes]
@@ -353,7 +350,7 @@ def make_requests(
 ) -> Requests:
     """Return whole requests: random tensors unless `data`, `text` or `expect` has others.
 
-    The arguments are those of `load_test`. Raises BadInput.
+    The arguments are those of `load_test`. Raises BadInput for wrong ones.
     """
     files = any(path and path.suffix not in _ARRAYS for path in (data, expect))
     if (text or files) and "takes" in remote.about:
@@ -390,7 +387,7 @@ def _tensor(spec: TensorSpec, array: np.ndarray) -> Tensor:
 def _read_bodies(
     data: Path | None, text: Sequence[str], expect: Path | None
 ) -> tuple[list[Body], list[Any]]:
-    """Return files or sentences, with their answers where these are known."""
+    """Return files or sentences, with their answers if these are known."""
     if expect is not None:
         lines = read_answers(expect)[:MOST_BODIES]
         return [_read_body(file) for file, _ in lines], [answer for _, answer in lines]
@@ -412,7 +409,7 @@ def _read_body(file: Path) -> Body:
 
 
 def _describe(bodies: Sequence[Body]) -> str:
-    """Return types, sizes and names, for the report."""
+    """Describe types, sizes and names for the report."""
     sizes = sorted(len(body.data) for body in bodies)
     span = f"{sizes[0]:,}" + (f" to {sizes[-1]:,}" if sizes[-1] > sizes[0] else "")
     names = ", ".join(body.name for body in bodies[:_NAMED])
@@ -435,8 +432,8 @@ def _body_request(remote: RemoteModel, body: Body) -> bytes:
 def free_axis_sizes(remote: RemoteModel, axes: Mapping[str, int]) -> dict[str, int]:
     """Return the size of each dynamic axis but the batch, for random inputs.
 
-    `axes`: by "axis1", or by any name where there is one such axis. Raises BadInput where one has
-    no size, and on a name or a size that fits none.
+    `axes` has keys "axis1", "axis2", or any name if there is one such axis. Raises BadInput if an
+    axis has no size, and on a name or a size that fits no axis.
     """
     free = {axis: spec for spec in remote.inputs for axis in spec.shape if isinstance(axis, str)}
     free.pop(BATCH, None)
@@ -468,8 +465,8 @@ def make_feeds(
 ) -> list[Mapping[str, np.ndarray]]:
     """Return the inputs of up to VARIANTS requests, seeded and random, or rows of `samples`.
 
-    Raises BadInput when `batch` is above 1 and the model has no batch axis, and as
-    `free_axis_sizes` does.
+    Raises BadInput when `batch` is above 1 and the model has no batch axis, and what
+    `free_axis_sizes` raises.
     """
     for spec in remote.inputs:
         if spec.dtype == "string":
@@ -493,7 +490,7 @@ def make_feeds(
 
 
 def _rows_of(arrays: Mapping[str, np.ndarray], number: int, size: int) -> dict[str, np.ndarray]:
-    """Return the rows of that request; the first follow the last."""
+    """Return the rows of request `number`; after the last row the first follows."""
     rows = range(number * size, (number + 1) * size)
     return {name: array.take(rows, axis=0, mode="wrap") for name, array in arrays.items()}
 
@@ -501,7 +498,7 @@ def _rows_of(arrays: Mapping[str, np.ndarray], number: int, size: int) -> dict[s
 def read_expected(
     path: Path, remote: RemoteModel, batch: int, max_error: float
 ) -> tuple[Samples, Expected]:
-    """Read golden samples: the inputs to send, and the outputs to be answered with."""
+    """Read golden samples: the inputs to send and the expected outputs."""
     samples = read_samples(path, remote.inputs)
     arrays = read_npz(path)
     outputs = {n.removeprefix(OUTPUTS): a for n, a in arrays.items() if n.startswith(OUTPUTS)}

@@ -1,7 +1,7 @@
-"""Connect the stages of a pipeline: annotations are checked where stages meet, cycles refused.
+"""Connect the stages of a pipeline: check annotations where stages meet, and refuse cycles.
 
-A function's parameter is named after what it takes: a stage, an output of a model, or the
-request's input, which is the one name that no stage has. The answer is what no other stage takes.
+A function's parameter is named after its source: a stage, an output of a model, or the request's
+input, which is the one name that no stage has. The answer is the stage that no other stage takes.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from deploykit.pipelines.stages import (
 _KINDS = {bytes: "bytes", str: "text", np.ndarray: "image"} | dict.fromkeys(
     (dict, list, int, float, bool, Any), "json"
 )
-_VALUE_BYTES = 80  # of memory, for each comma, colon and opening bracket of JSON
+_VALUE_BYTES = 80  # memory for each comma, colon and opening bracket of JSON
 
 
 @dataclass(frozen=True)
 class StageGraph:
     """A checked pipeline: its stages in an order in which they can run.
 
-    `input`: the name of the request's input, `takes` its annotation, `kind` what a request is:
-    image, text, json or bytes. `answer`: the stage that gives the answer.
+    `input`: the name of the request's input, `takes` its annotation, `kind` the type of a request:
+    image, text, json or bytes. `answer`: the stage that returns the answer.
     """
 
     definition: Definition
@@ -55,7 +55,7 @@ class StageGraph:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Return the Open Inference Protocol's metadata of a model, without the name."""
+        """The Open Inference Protocol's metadata of a model, without the name."""
         inputs, outputs = (
             [{"name": name, "datatype": "BYTES", "shape": [1]}]
             for name in (self.input, self.answer)
@@ -71,13 +71,13 @@ class StageGraph:
         }
 
     def read(self, data: bytes) -> Any:
-        """Return the bytes of a request as the input.
+        """Decode the bytes of a request as the input.
 
         bytes: as they are; text: UTF-8; image: uint8 (height, width, 3); json: as annotated.
-        Raises BadInput for bytes that are no such thing.
+        Raises BadInput if the bytes cannot be decoded.
         """
         if self.kind == "image":
-            from deploykit.pipelines.pixels import read_pixels  # Pillow, which others do not need
+            from deploykit.pipelines.pixels import read_pixels  # needs Pillow
 
             return read_pixels(data)
         if self.kind == "json":
@@ -112,7 +112,7 @@ def _from_json(data: bytes, takes: Any) -> Any:
 
 
 def input_bytes(value: Any, data: bytes | None) -> int:
-    """Return an upper bound of the memory of an input; `data`: the JSON that it was read from."""
+    """Return an upper bound of an input's memory; `data` is the JSON that it was read from."""
     if data is not None:
         structure = sum(map(data.count, (b",", b":", b"[", b"{")))
         return 4 * len(data) + _VALUE_BYTES * structure  # a character may take 4 bytes
@@ -139,7 +139,7 @@ def _json(value: Any) -> Any:
 
 
 def connect_engines(definition: Definition, engines: Mapping[str, Engine]) -> StageGraph:
-    """Check and connect the stages; `engines` by model. Raises BadInput for what does not fit."""
+    """Check and connect the stages; `engines` by model. Raises BadInput for a mismatch."""
     return _Connecting(definition, {name: Ports.of(each) for name, each in engines.items()}).graph()
 
 
@@ -152,7 +152,7 @@ class _Connecting:
     def __post_init__(self) -> None:
         self.where = self.definition.path.name
         self.stages = {each.name: each for each in self.definition.stages}
-        self.outputs: dict[str, list[str]] = {}  # output -> models that have it
+        self.outputs: dict[str, list[str]] = {}  # output -> its models
         for name, each in self.ports.items():
             for spec in () if each.task else each.outputs:
                 self.outputs.setdefault(spec.name, []).append(name)
@@ -221,7 +221,7 @@ class _Connecting:
         return None
 
     def _find_input(self) -> str:
-        """Return the one name that no stage has; the first function decides which that is."""
+        """Return the one name that no stage has; functions come before models."""
         functions_first = sorted(self.stages, key=lambda n: isinstance(self.stages[n], Model))
         unknown = {
             source.stage: name
@@ -242,7 +242,7 @@ class _Connecting:
         return entry
 
     def _order(self) -> list[str]:
-        """Return the stages, each behind those that it takes. Raises BadInput for a cycle."""
+        """Return the stages in dependency order. Raises BadInput for a cycle."""
         before = {
             name: [source.stage for source in sources.values() if source.stage in self.stages]
             for name, sources in self.sources.items()
@@ -280,7 +280,7 @@ class _Connecting:
                     f"the request's input '{entry}' is {shown(takes)} in '{first}' and "
                     f"{shown(other)} in '{name}'"
                 )
-        return bytes if takes == np.ndarray | bytes else takes  # a task's model decodes images
+        return bytes if takes == np.ndarray | bytes else takes  # a model with a task decodes images
 
     def _wire(self, name: str, before: Mapping[str, WiredStage], entry: Any) -> WiredStage:
         about, arguments = self.stages[name], {}
@@ -306,6 +306,6 @@ class _Connecting:
 
 
 def _holds(given: Any, wanted: Any) -> bool:
-    """Return whether `given` is a list whose elements may each be passed as `wanted`."""
+    """Return whether `given` is a list whose elements may be passed as `wanted`."""
     is_list = (get_origin(given) or given) in (list, tuple)
     return is_list and fits((get_args(given) or (Any,))[0], wanted)

@@ -1,4 +1,4 @@
-"""Read a pipeline's file: Python with functions and the files of models, or TOML.
+"""Read a pipeline's file, Python with functions and model files, or TOML.
 
 Every function and every model that the file itself defines is a stage, unless its name begins with
 an underscore. Reading a pipeline runs its code, as running any Python program does.
@@ -29,7 +29,7 @@ _MOST = {_IN_FLIGHT: 1 << 20, _TIMEOUT: 86_400_000}
 
 
 def read_pipeline(path: Path) -> Definition:
-    """Read a pipeline. Raises NotFound or BadInput with the line that a user has to change."""
+    """Read a pipeline. Raises NotFound, or BadInput with the line to change."""
     check_readable(path)
     if path.suffix not in SUFFIXES:
         raise BadInput(f"{path}: a pipeline is a .py or a .toml file")
@@ -56,7 +56,7 @@ def _read_python(path: Path) -> Definition:
 
 
 def _stage(path: Path, module: str, name: str, value: object) -> Function | Model | None:
-    if callable(value) and inspect.isfunction(inspect.unwrap(value)):  # lru_cache is no function
+    if callable(value) and inspect.isfunction(inspect.unwrap(value)):  # unwrap lru_cache
         return _function(path, name, value) if value.__module__ == module else None
     if isinstance(value, dict) and "model" in value:
         file, wired = value["model"], {k: v for k, v in value.items() if k != "model"}
@@ -98,7 +98,7 @@ def _function(path: Path, name: str, call: Callable[..., Any]) -> Function:
 
 
 def _check_names(path: Path, tree: ast.Module, stages: Mapping[str, object]) -> None:
-    """Refuse two definitions of a name, of which Python silently keeps the last."""
+    """Refuse two definitions of a name, as Python would silently keep the last."""
     lines: dict[str, int] = {}
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else []
@@ -132,7 +132,7 @@ def _limits(path: Path, name: str, given: Any, stages: Mapping[str, object]) -> 
 
 
 def _read_toml(path: Path) -> Definition:
-    """Read one model, with a function before it and one after, each of which may be left out."""
+    """Read one model with an optional function before it and an optional one after it."""
     table = read_toml(path)
     for key in table:
         if key not in _KEYS:
@@ -185,7 +185,7 @@ def files_of_models(definition: Definition) -> dict[str, Path]:
 
 
 def input_files(data: Sequence[StrPath]) -> list[Path]:
-    """Return files, and those of folders in order of their names. Raises NotFound, BadInput."""
+    """Return files and, sorted by name, those in folders. Raises NotFound, BadInput."""
     found: list[Path] = []
     for each in map(Path, data):
         inside = sorted(each.iterdir()) if each.is_dir() else [check_readable(each)]
@@ -197,7 +197,7 @@ def input_files(data: Sequence[StrPath]) -> list[Path]:
 
 
 def read_answers(path: Path) -> list[tuple[Path, Any]]:
-    """Return files and answers of the lines that `predict` wrote. Raises NotFound, BadInput."""
+    """Read files and answers from the lines that `predict` wrote. Raises NotFound, BadInput."""
     found = []
     lines = check_readable(path).read_text("utf-8", "replace").splitlines()
     for number, line in enumerate(lines, 1):

@@ -1,4 +1,4 @@
-"""A pipeline for many clients at once: its stages with their threads, limits and counters."""
+"""Run a pipeline for many clients at once: stages with threads, limits and counters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Ran = Callable[["Arrays | None", "DeploykitError | None"], None]
 
 
 class Counts(Protocol):
-    """Of a pipeline or of one of its stages. Thread-safe, but for `in_flight`."""
+    """Counters of a pipeline or of one of its stages. Thread-safe except for `in_flight`."""
 
     in_flight: int
 
@@ -35,9 +35,9 @@ class Counts(Protocol):
 
 
 class Host(Protocol):
-    """A server. `limit`: requests at a time in a stage that has no limit of its own.
+    """A server. `limit`: concurrent requests in a stage without its own limit.
 
-    `processes`: how many share the limits that a pipeline sets.
+    `processes`: the number of processes that share a pipeline's limits.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -49,34 +49,33 @@ class Host(Protocol):
     def draining(self) -> bool: ...
 
     def counts(self, labels: Mapping[str, str], waiting: Callable[[], int] | None = None) -> Counts:
-        """New counters, which the server shows; `waiting`: for a thread of the stage."""
+        """Return new counters for the metrics; `waiting` counts requests without a thread."""
         ...
 
     def max_rows(self, model: str) -> int:
-        """Return the most rows of one call; 0 where rows may not be joined."""
+        """Return the most rows of one call; 0 if rows must not be joined."""
         ...
 
     def submit(
         self, model: str, feeds: Arrays, rows: int, left_us: int, trace: str | None, ran: Ran
     ) -> Callable[[], object]:
-        """Queue a call; returns what cancels it. `ran` gets the outputs or the error, later."""
+        """Queue a call and return a function to cancel it. `ran` gets the outputs or the error."""
         ...
 
     def encode(self, answer: Any) -> bytes:
-        """JSON values as bytes. Raises TypeError for an integer above 64 bits."""
+        """Encode JSON values. Raises TypeError for an integer above 64 bits."""
         ...
 
 
 Given = bytes | str | np.ndarray
-MOST_THREADS = 16  # of a stage; a function holds Python's lock for most of its time
+MOST_THREADS = 16  # per stage; a function mostly holds the GIL
 
 
 class LiveStage(Closing):
-    """One stage: `limit` requests at a time, each for `timeout_ms` at most.
+    """One stage, with `limit` concurrent requests of at most `timeout_ms` each.
 
-    `model`: the name that the host knows the model by; "" for a function. Its code runs on up to 16
-    daemon threads, started as they are needed: one that hangs does not keep the process from
-    ending.
+    `model`: the host's name of the model; "" for a function. Code runs on up to 16 daemon threads,
+    started on demand: one that hangs does not keep the process from ending.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class LiveStage(Closing):
         self.counts: Counts = host.counts({**labels, "stage": name}, self._queue.qsize)
 
     def enter(self) -> None:
-        """Count a request in. Raises Overloaded."""
+        """Count a request that enters. Raises Overloaded at the limit."""
         if self.counts.in_flight >= self.limit:
             self.counts.record("rejected")
             raise Overloaded(
@@ -105,13 +104,13 @@ class LiveStage(Closing):
         self.counts.in_flight += 1
 
     def hanging(self, limit_s: float) -> bool:
-        """Return whether every thread has been in one piece of work for longer than that."""
+        """Return whether every thread has run one job for longer than `limit_s`."""
         began = list(self._since.values())
         end_s = time.monotonic() - limit_s
         return len(began) == self._most and max(began) < end_s
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run `work` on a thread. Raises RuntimeError where the system starts none."""
+        """Run `work` on a thread. Raises RuntimeError if the system cannot start one."""
         with self._lock:
             if self._idle <= self._queue.qsize() and self._started < self._most:
                 threading.Thread(target=self._run, name=f"stage {self.name}", daemon=True).start()
@@ -135,15 +134,15 @@ class LiveStage(Closing):
                 del self._since[me], work
 
     def close(self) -> None:
-        """End the threads that have nothing to do; the others end with the process."""
+        """End the idle threads; the others end with the process."""
         for _ in range(self._started):
             self._queue.put(None)
 
 
 class LivePipeline(Closing):
-    """A checked graph on a host's event loop. `models`: by stage, the host's names of its models.
+    """A checked graph on a host's event loop. `models` maps stages to the host's model names.
 
-    `metadata`: as the Open Inference Protocol's of a model.
+    `metadata` has the form of a model's in the Open Inference Protocol.
     """
 
     def __init__(self, name: str, graph: StageGraph, models: Mapping[str, str], host: Host) -> None:
@@ -166,12 +165,12 @@ class LivePipeline(Closing):
         reserve: Callable[[int], bool],
         timeout_us: int | None = None,
     ) -> Callable[[], None]:
-        """Answer one request; returns what cancels it. On the event loop's thread.
+        """Answer one request; return a function to cancel it. Call it on the event loop's thread.
 
-        `data` gives the request's bytes, or its text or pixels, on another thread. `done` gets the
-        answer, or the error, and whether it is JSON. `reserve` counts bytes of memory for the
-        request, on the event loop's thread, and returns whether they fit. `timeout_us`: of this
-        request, if less than the host's. Raises Overloaded during a shutdown.
+        `data` returns the request's bytes, text or pixels; it runs on another thread. `done` gets
+        the answer or the error, and whether it is JSON. `reserve` counts bytes of memory for the
+        request, on the event loop's thread, and returns whether they fit. `timeout_us`: this
+        request's, if less than the host's. Raises Overloaded during a shutdown.
         """
 
         if self.host.draining:
@@ -180,7 +179,7 @@ class LivePipeline(Closing):
         return LiveRun(self, data, done, trace, reserve, timeout_us).cancel
 
     def why_not_ready(self) -> str | None:
-        """Return the reason in one sentence; None if every stage returns."""
+        """Return the reason in one sentence; None if no stage hangs."""
         for stage in self.stages.values():
             if stage.hanging(2 * self.host.timeout_ms / 1000):
                 return f"pipeline '{self.name}': stage '{stage.name}' does not return"
@@ -198,8 +197,8 @@ Then = Callable[[LiveStage, Any], None]
 class LiveRun:
     """One request on its way through a pipeline: each stage begins once it has its arguments.
 
-    Functions run on the threads of their stage, models in their batches, all else on the event
-    loop's thread. Calls `done` once with the answer or the error, unless it is cancelled.
+    Functions run on the threads of their stage, models in batches, everything else on the event
+    loop's thread. Calls `done` once with the answer or the error, unless cancelled.
     """
 
     def __init__(
@@ -221,9 +220,9 @@ class LiveRun:
         self._done = done
         self._trace = trace
         self._values: dict[str, Any] = {}
-        self._began_us: dict[str, int] = {}  # of the stages that have begun
+        self._began_us: dict[str, int] = {}  # start of each running stage
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        # of the stages whose model runs
+        # calls of the models that run, by stage
         self._calls: dict[LiveStage, list[Callable[[], object]]] = {}
         self._left = {
             name: {s.stage for s in each.arguments.values() if s.stage in self._stages}
@@ -236,12 +235,12 @@ class LiveRun:
         self._begin(pipeline.graph.input)
 
     def cancel(self) -> None:
-        """End the run, as the client has gone: stages that have not begun are not run."""
+        """End the run because the client disconnected; no further stage begins."""
         if not self.over:
             self._end("cancelled")
 
     def _read(self, _stage: LiveStage) -> tuple[Any, int]:
-        """Return the input and its bytes of memory."""
+        """Return the input and its size in memory, in bytes."""
         data, self._data = self._data, None
         assert data is not None
         given, graph = data(), self._pipeline.graph
@@ -251,7 +250,7 @@ class LiveRun:
         return value, input_bytes(value, given if graph.kind == "json" else None)
 
     def _admit(self, stage: LiveStage, read: tuple[Any, int]) -> None:
-        """Go on with the input if its memory fits into the server's budget."""
+        """Continue with the input if its memory fits into the server's budget."""
         value, size = read
         if self._reserve(size):
             self._finish(stage, value)
@@ -264,7 +263,7 @@ class LiveRun:
         stage = self._stages[name]
         try:
             stage.enter()
-        except Overloaded as exc:  # which is counted
+        except Overloaded as exc:  # `enter` has counted it
             self._fail(exc, stage)
             return
         self._began_us[name] = _now_us()
@@ -292,9 +291,9 @@ class LiveRun:
                     error = exc
             try:
                 self._pipeline.host.loop.call_soon_threadsafe(self._back, stage, then, value, error)
-            except RuntimeError:  # the loop is closed
+            except RuntimeError:  # the event loop is closed
                 log.info("stage '%s' ended after the shutdown", stage.name)
-            finally:  # else the error's traceback, this frame and the request are a cycle
+            finally:  # else error, traceback, frame and request form a cycle
                 del value, error
 
         try:
@@ -305,7 +304,7 @@ class LiveRun:
             self._fail(Overloaded("no thread can be started; try again later"), stage)
 
     def _back(self, stage: LiveStage, then: Then, value: Any, error: Any) -> None:
-        if self.over:  # it was waiting for this thread, or ran too long
+        if self.over:  # the run ended while this job waited or ran
             self._leave(stage)
         elif error is not None:
             self._leave(stage)
@@ -330,7 +329,7 @@ class LiveRun:
         return pipeline.host.encode(pipeline.graph.answer_json(value)), True
 
     def _finish(self, stage: LiveStage, value: Any) -> None:
-        """Keep the value that the stage gave, and begin the stages that have waited for it."""
+        """Store the stage's value, and begin the stages that waited for it."""
         name = stage.name
         self._leave(stage)
         stage.counts.record("success", _now_us() - self._began_us.pop(name))
@@ -351,7 +350,7 @@ class LiveRun:
         return self._graph[stage.name].prepare([self._values], max_rows)
 
     def _submit(self, stage: LiveStage, calls: ModelCalls) -> None:
-        """Queue every call of the model; the last that ends goes on."""
+        """Queue every call of the model; the last to end continues the run."""
         outputs: list[Any] = [None] * len(calls.calls)
         left = len(outputs)
 
@@ -390,7 +389,7 @@ class LiveRun:
         return self._encode(value) if stage.name == self._answer else value
 
     def _expire(self, name: str | None) -> None:
-        """Fail the run, as the time of one stage is over, or that of the request."""
+        """Fail the run because a stage or, with `name` None, the request timed out."""
         stage = self._stages[name or next(iter(self._began_us))]
         limit_ms = self._limit_us / 1000 if name is None else stage.timeout_ms
         of = "the request's" if name is None else "its"
@@ -401,7 +400,7 @@ class LiveRun:
         self._fail(error, stage)
 
     def _fail(self, error: BaseException, stage: LiveStage) -> None:
-        """End with an error of this stage."""
+        """End the run with an error of this stage."""
         failed = stage_error(error, stage.name)
         if isinstance(failed, StageFailed):
             debug = logging.getLogger().isEnabledFor(logging.DEBUG)
@@ -411,7 +410,7 @@ class LiveRun:
         outcome = outcome_of(failed)
         if self._began_us.pop(stage.name, None) is not None:
             stage.counts.record(outcome)
-        failed.__traceback__ = failed.__cause__ = failed.__context__ = None  # frees the request
+        failed.__traceback__ = failed.__cause__ = failed.__context__ = None  # free the request
         self._end(outcome)
         self._done(failed, True)
 
@@ -437,7 +436,7 @@ def _now_us() -> int:
 
 
 def outcome_of(error: DeploykitError) -> str:
-    """Return the name under which an error is counted."""
+    """Return the outcome that the metrics count an error as."""
     if isinstance(error, Expired):
         return "expired"
     if isinstance(error, Overloaded):

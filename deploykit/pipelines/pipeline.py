@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 
 class OpenPipeline(Closing):
-    """A checked graph and the engines of its models, which it closes; one thread at a time.
+    """A checked graph and its models' engines, which it closes; for one thread at a time.
 
-    `max_rows`: of a model's call; 0 where its rows may not be joined.
+    `max_rows`: most rows of a model's call; 0 if rows must not be joined.
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class OpenPipeline(Closing):
 
     @property
     def device(self) -> str:
-        """The devices of its models."""
+        """Names of its models' devices."""
         return " and ".join(sorted({each.device for each in self.engines.values()})) or "cpu"
 
     def __call__(self, value: Any) -> Any:
-        """Answer one request. Raises StageFailed, and what a stage raises of our errors."""
+        """Answer one request. Raises StageFailed, and a stage's DeploykitError."""
         return self.run([value])[0]
 
     def run(
         self, inputs: Sequence[Any], on_stage: Callable[[str, float], None] | None = None
     ) -> list[Any]:
-        """Answer several requests, whose rows a model runs together.
+        """Answer several requests; a model runs their rows together.
 
         `on_stage` gets the seconds of each stage.
         """
@@ -96,8 +96,8 @@ def pipeline(
 ) -> OpenPipeline:
     """Open a pipeline, a .py or .toml file, with its models; call it with a request's input.
 
-    Reading the file runs its code. `batch`: most rows of a model's call. Raises BadInput for a
-    pipeline that cannot run, NotFound, and as `load` does for its models.
+    Reading the file runs its code. `batch`: most rows of a model's call. Raises BadInput for an
+    invalid pipeline, NotFound, and what `load` raises for its models.
     """
     if batch < 1:
         raise BadInput(f"`batch` must be 1 or more, got {batch}")
@@ -121,7 +121,7 @@ def pipeline(
 
 @dataclass(frozen=True)
 class AnsweredFiles(Record):
-    """What a pipeline answered: `answers` by file, or in `path`, one JSON line each."""
+    """A pipeline's answers: `answers` by file, or one JSON line each in `path`."""
 
     pipeline: str
     files: int
@@ -143,17 +143,17 @@ def predict_files(
     on_progress: Progress = no_progress,
     on_note: Callable[[str], None] = log.warning,
 ) -> AnsweredFiles:
-    """Run a pipeline on files, or on those of folders; with `out`, into JSON Lines.
+    """Run a pipeline on files or folders of files; with `out`, write JSON Lines.
 
-    `batch`: files at a time, whose rows a model runs together. Raises as `pipeline` does, and
-    BadInput naming the file and the stage that could not answer; then nothing is written.
+    `batch`: files at a time, whose rows a model runs together. Raises what `pipeline` raises, and
+    BadInput naming the file and the failed stage; then nothing is written.
     """
     files, out = input_files(data), None if out is None else Path(out)
     if out is not None:
         out = claim(out, ANSWERS, (path, *data), force=force)
     answers: dict[str, Any] = {}
     with ExitStack() as stack:
-        stack.enter_context(redirect_stdout(sys.stderr))  # what stages print
+        stack.enter_context(redirect_stdout(sys.stderr))  # stages may print
         opened = stack.enter_context(
             pipeline(path, device=device, batch=batch, trust=trust, on_note=on_note)
         )
@@ -185,14 +185,14 @@ def _answer(opened: OpenPipeline, files: Sequence[Path]) -> list[Any]:
     try:
         return [graph.answer_json(each) for each in opened.run(inputs)]
     except DeploykitError as exc:
-        if len(files) > 1:  # which of them?
+        if len(files) > 1:  # find the file that fails
             for file in files:
                 _answer(opened, [file])
         raise BadInput(f"{files[0]}: {failure_reason(exc)}", hint=exc.hint) from exc
 
 
 class ServedPipelines:
-    """The pipelines of a server by name, and in `files` the models of all, with those of `models`.
+    """The pipelines of a server by name. `files`: their models, and those of `models`.
 
     A model of a pipeline is served as PIPELINE.STAGE, unless its file is served already. Raises
     BadInput for a name that is taken, and for a pipeline's file that cannot be read.
@@ -220,7 +220,7 @@ class ServedPipelines:
     def live(
         self, models: Mapping[str, Sequence[Engine]]
     ) -> dict[str, Callable[[Host], LivePipeline]]:
-        """Check the pipelines; `models`: the opened ones of `files`."""
+        """Check the pipelines with the opened `models` and return their constructors."""
         found: dict[str, Callable[[Host], LivePipeline]] = {}
         for name, definition in self._definitions.items():
             stages = self._stages[name]

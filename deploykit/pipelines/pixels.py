@@ -1,4 +1,4 @@
-"""An image as an array: out of a file at its own size, and into the input of a model's task."""
+"""Decode an image file to an array, and resize an array for a model's task."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def read_pixels(data: bytes) -> np.ndarray:
 
 
 def place_pixels(pixels: np.ndarray, image: ImageInput) -> PlacedImage:
-    """Resize uint8 [height, width, 3], or grey [height, width], as the task says.
+    """Resize uint8 [height, width, 3], or grey [height, width], for the task's input.
 
-    Raises StageFailed for other arrays: no client, but a stage gave them.
+    Raises StageFailed for other arrays, as they come from a stage and not from a client.
     """
     where = "the image"
     grey = pixels.ndim == 2

@@ -1,6 +1,6 @@
-"""The stages of a pipeline: functions and models, how their types meet, and how one of them runs.
+"""Define the stages of a pipeline, functions and models, match their types, and run one stage.
 
-A server and a pipeline in this process share it: here is no thread and no queue.
+A server and a pipeline in this process share this code, which has no threads and no queues.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deploykit.engines.tasks.engine import TaskSteps
 
 @contextmanager
 def named(stage: str) -> Iterator[None]:
-    """Name the stage in our errors."""
+    """Add the stage's name to errors."""
     try:
         yield
     except DeploykitError as exc:
@@ -32,7 +32,7 @@ def named(stage: str) -> Iterator[None]:
 
 
 def stage_error(error: BaseException, stage: str) -> DeploykitError:
-    """Return an error with the stage's name; of an exception of the user's, its class alone."""
+    """Return an error with the stage's name; a user's exception is reported by its class only."""
     where = f"stage '{stage}'"
     if not isinstance(error, DeploykitError):
         failed = StageFailed(f"{where} failed: {type(error).__name__}")
@@ -44,7 +44,7 @@ def stage_error(error: BaseException, stage: str) -> DeploykitError:
 
 
 def failure_reason(exc: DeploykitError) -> str:
-    """Return what a stage raised and where, in one line, for the log and the command line."""
+    """Return a stage's exception and its place in one line, for the log and the command line."""
     cause = exc.__cause__ if isinstance(exc, StageFailed) else None
     if cause is None:
         return exc.message
@@ -64,7 +64,7 @@ _NUMBERS: Mapping[type, tuple[type, ...]] = {
 def fits(given: Any, wanted: Any) -> bool:
     """Return whether a value annotated `given` may be passed to a parameter annotated `wanted`.
 
-    What Python cannot compare, such as a type variable or a protocol, is taken to fit.
+    Types that Python cannot compare, such as type variables and protocols, fit.
     """
     if get_origin(given) in (Union, types.UnionType):
         return all(fits(each, wanted) for each in get_args(given))
@@ -83,7 +83,7 @@ def fits(given: Any, wanted: Any) -> bool:
 
 
 def conforms(value: object, annotation: Any) -> bool:
-    """Return whether a value, with the elements of a list, tuple or dict, is as annotated."""
+    """Return whether a value and the elements of a list, tuple or dict match an annotation."""
     kind, parts = get_origin(annotation) or annotation, get_args(annotation)
     if kind in (Union, types.UnionType):
         return any(conforms(value, part) for part in parts)
@@ -108,12 +108,12 @@ def conforms(value: object, annotation: Any) -> bool:
 
 
 def shown(annotation: Any) -> str:
-    """Write an annotation as in a program: `list[numpy.ndarray]`."""
+    """Write an annotation as in source code: `list[numpy.ndarray]`."""
     return "None" if annotation is type(None) else inspect.formatannotation(annotation)
 
 
 def describe_value(value: object) -> str:
-    """Say what a value is, for an error: `list of str`, `numpy.ndarray of uint8`."""
+    """Describe a value's type for an error: `list of str`, `numpy.ndarray of uint8`."""
     name = shown(type(value))
     if isinstance(value, np.ndarray):
         return f"{name} of {value.dtype}"
@@ -123,7 +123,7 @@ def describe_value(value: object) -> str:
 
 
 class Piece(NamedTuple):
-    """Rows of one item that run in one call: rows `start` to `stop` of the call's outputs."""
+    """An item's rows in one call: rows `start` to `stop` of the call's outputs."""
 
     item: int
     start: int
@@ -131,7 +131,7 @@ class Piece(NamedTuple):
 
 
 class ModelCall(NamedTuple):
-    """One call of a model, and whose rows it holds."""
+    """One call of a model, with the items that its rows belong to."""
 
     feeds: dict[str, np.ndarray]
     rows: int
@@ -141,7 +141,7 @@ class ModelCall(NamedTuple):
 class ModelCalls(NamedTuple):
     """The calls of one model for several items.
 
-    `states`, of each item: whether it has no batch axis, or what its task needs for the answer.
+    `states` has per item whether it lacks a batch axis, or the task's state for its answer.
     """
 
     calls: list[ModelCall]
@@ -150,7 +150,7 @@ class ModelCalls(NamedTuple):
 
 @dataclass(frozen=True)
 class Ports:
-    """What an opened model takes and gives. `task`: of a model that takes images or texts."""
+    """Inputs and outputs of an opened model. `task`: set if it takes images or strings."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -158,7 +158,7 @@ class Ports:
 
     @staticmethod
     def of(engine: Engine) -> Ports:
-        """Return those of an opened model, with the task of its manifest."""
+        """Return the ports of an opened model, with the task of its manifest."""
         file, steps = engine.source, None
         if file is not None and file.manifest is not None and file.manifest.task is not None:
             steps = TaskSteps(file.manifest.task, engine.inputs, engine.outputs, file.path.parent)
@@ -179,9 +179,9 @@ class Ports:
     def prepare(self, items: Sequence[Mapping[str, Any]], max_rows: int) -> ModelCalls:
         """Join items of equal shapes into calls of up to `max_rows` rows; divide larger ones.
 
-        `max_rows` 0: the rows of a call may not be joined, so each item is one call. An array
-        without the batch axis is one sample. Raises StageFailed for arrays that do not fit,
-        BadInput for an image or a text that cannot be read.
+        With `max_rows` 0 rows must not be joined, so each item is one call. An array without the
+        batch axis is one sample. Raises StageFailed for arrays that do not fit, BadInput for an
+        image or a text that cannot be read.
         """
         read = self._read_tensors if self.task is None else self._read_item
         pairs = [read(item, max_rows) for item in items]
@@ -189,13 +189,13 @@ class Ports:
         return ModelCalls(calls, [state for _, state in pairs])
 
     def _read_item(self, item: Mapping[str, Any], _max_rows: int) -> tuple[Arrays, Any]:
-        """Return one row for an image, as pixels or as the bytes of a file, or for a text."""
+        """Return one row for an image (pixels or a file's bytes) or for a text."""
         assert self.task is not None
         (value,), image = item.values(), self.task.task.image
         if not isinstance(value, np.ndarray) or image is None:
             prepared = self.task.read(value)
             return prepared.feeds, prepared.placed
-        from deploykit.pipelines.pixels import place_pixels  # Pillow, which a text does not need
+        from deploykit.pipelines.pixels import place_pixels  # needs Pillow
 
         placed = place_pixels(value, image)
         return {image.tensor: placed.pixels[None]}, placed
@@ -218,7 +218,7 @@ class Ports:
         return feeds, alone.pop()
 
     def collect(self, prepared: ModelCalls, outputs: Sequence[Arrays]) -> list[Any]:
-        """Return what the model gives for each item, from the outputs of each call."""
+        """Return the model's result for each item, from the outputs of each call."""
         parts: list[list[Arrays]] = [[] for _ in prepared.states]
         for call, found in zip(prepared.calls, outputs, strict=True):
             for item, start, stop in call.pieces:
@@ -240,7 +240,7 @@ class Ports:
 
 
 def _join_calls(items: Sequence[Arrays], max_rows: int) -> Iterator[ModelCall]:
-    waiting: list[tuple[int, Arrays, int]] = []  # item, its rows, how many
+    waiting: list[tuple[int, Arrays, int]] = []  # item, arrays, number of rows
     rows, shapes = 0, None
     for number, feeds in enumerate(items):
         count = len(next(iter(feeds.values()))) if max_rows else 1
@@ -276,8 +276,8 @@ def _no_rows(spec: TensorSpec) -> np.ndarray:
 class Function:
     """A stage that is a Python function. `takes`: the annotation of each parameter.
 
-    `wired`: by parameter, the stage that it takes where its name does not say so. `optional`:
-    parameters that have a default.
+    `wired` maps a parameter to its stage if the name differs. `optional`: parameters that have a
+    default.
     """
 
     name: str
@@ -290,7 +290,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Model:
-    """A stage that is a model. `wired`: by input, the stage that it takes; "": its only input."""
+    """A stage that is a model. `wired` maps an input to its stage; "" is its only input."""
 
     name: str
     file: Path
@@ -299,9 +299,9 @@ class Model:
 
 @dataclass(frozen=True)
 class Definition:
-    """A pipeline as its file has it, in the file's order; nothing is known of the models yet.
+    """A pipeline as defined in its file, in the file's order; its models are not open yet.
 
-    `in_flight`: by stage, how many requests may be in it at a time; `timeout_ms`: how long each.
+    `in_flight`: the most concurrent requests, by stage; `timeout_ms`: the longest time of each.
     """
 
     path: Path
@@ -316,9 +316,9 @@ class Definition:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an argument comes from. `output`: of a model, "" for all that the stage gives.
+    """The source of an argument. `output`: a model's output, "" for the stage's whole result.
 
-    `each`: it is a list, and the stage is called for each element.
+    With `each` the argument is a list, and the stage is called for each element.
     """
 
     stage: str
@@ -336,9 +336,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class WiredStage:
-    """One stage of a checked graph. `gives`: the annotation of what it gives in all.
+    """One stage of a checked graph. `gives`: the annotation of its whole result.
 
-    `ports`: of a model.
+    `ports`: those of a model.
     """
 
     about: Function | Model
@@ -355,9 +355,9 @@ class WiredStage:
         return any(source.each for source in self.arguments.values())
 
     def items(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the arguments of each call; one unless a list is taken element by element.
+        """Return the arguments of each call; there is one unless a list is taken by element.
 
-        `values`: what stages gave, and the request's input. Raises StageFailed for lists of
+        `values`: the stages' results and the request's input. Raises StageFailed for lists of
         different lengths.
         """
         found = {name: source.value(values) for name, source in self.arguments.items()}
@@ -373,9 +373,9 @@ class WiredStage:
         ]
 
     def run(self, values: Mapping[str, Any]) -> Any:
-        """Return what a function gives, checked.
+        """Run a function and check its result.
 
-        Raises StageFailed, and a DeploykitError as it is.
+        Raises StageFailed, and passes on a DeploykitError.
         """
         assert isinstance(self.about, Function)
         given = [_call(self.about, each) for each in self.items(values)]
@@ -388,7 +388,7 @@ class WiredStage:
             return self.ports.prepare([item for v in values for item in self.items(v)], max_rows)
 
     def collect(self, calls: ModelCalls, outputs: Sequence[Arrays]) -> list[Any]:
-        """Return what a model gives, for each item."""
+        """Return a model's result for each item."""
         assert self.ports is not None
         with named(self.name):
             return self.ports.collect(calls, outputs)
@@ -399,7 +399,7 @@ def _call(function: Function, arguments: Mapping[str, Any]) -> Any:
         value = function.call(**arguments)
     except (MemoryError, KeyboardInterrupt):
         raise
-    except BaseException as exc:  # exit() in it must not end the process
+    except BaseException as exc:  # exit() in a stage must not end the process
         raise stage_error(exc, function.name) from exc
     if not conforms(value, function.gives):
         raise StageFailed(

@@ -1,13 +1,12 @@
-"""How many replicas of a target carry a rate of requests within a bound on p99.
+"""Compute how many replicas of a target carry a rate of requests within a bound on p99.
 
-Requests arrive at random (Poisson) and are spread evenly over the replicas, at random too, so that
-each sees Poisson arrivals. It runs as our server does: an engine that is idle never waits, and
-takes all requests that queued while it was busy, up to the largest batch; a full queue refuses: a
-bulk-service queue (N. T. J. Bailey, "On queueing processes with bulk service", J. R. Stat. Soc. B
-16, 1954), whose waiting times have no closed form where the service depends on the batch; so it is
-simulated, with arrivals drawn once from a fixed seed. With batches of one it is M/D/1, whose known
-distribution (A. K. Erlang, 1909) the tests compare it with; they also compare it with the server's
-own queue.
+Requests arrive at random (Poisson) and are spread over the replicas at random, so that each sees
+Poisson arrivals. A replica works like our server: an idle engine never waits, and takes all queued
+requests up to the largest batch; a full queue refuses. This is a bulk-service queue (N. T. J.
+Bailey, "On queueing processes with bulk service", J. R. Stat. Soc. B 16, 1954). Its waiting times
+have no closed form if the service depends on the batch, so it is simulated, with arrivals from a
+fixed seed. With batches of one it is M/D/1, and the tests compare it with that distribution (A. K.
+Erlang, 1909) and with the server's own queue.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ import numpy as np
 from deploykit.core.json_value import Record
 
 QUEUE = 1024  # requests that may wait: the server's default
-# Processor time of the server for a call after one of no length, for each request of a call and for
-# each byte of their tensors (sockets, HTTP, JSON, copies), and how much longer a call takes after
-# an engine that has used the caches: by its time, up to 2 ms. See benchmarks/plan_capacity.py.
+# The server's processor time for an empty call, for each of its requests and for each byte of their
+# tensors (sockets, HTTP, JSON, copies). An engine that used the caches makes the server's work
+# longer, in proportion to its time up to 2 ms. See benchmarks/plan_capacity.py.
 CALL_S, REQUEST_S, BYTE_S = 40e-6, 20e-6, 0.6e-9
 _COLD, _COLD_UNTIL_S = 0.045, 2e-3
 QUANTILE = 0.99
 
 _ARRIVALS, _WARM_UP, _SEED = 40_000, 4_000, 0
-_STEPS, _PRECISION = 12, 0.005  # of the bisection: at most so many, until so close
-_LARGEST_BATCH = 4096  # larger ones are not joined out of single requests
-_BETTER = 1.01  # times the rate: a smaller largest batch is worth it
-_QUIETEST = 1e-6  # of the rate that a replica carries: below, requests never meet
+_STEPS, _PRECISION = 12, 0.005  # of the bisection: most steps, relative precision
+_LARGEST_BATCH = 4096  # larger batches are not joined from single requests
+_BETTER = 1.01  # factor of the rate that justifies a smaller largest batch
+_QUIETEST = 1e-6  # share of a replica's rate, below which requests never meet
 
 
 @dataclass(frozen=True)
 class ReplicaModel:
-    """One server. `service_s`: seconds of a call with 1, 2, 3, ... requests.
+    """A model of one server. `service_s`: seconds of a call with 1, 2, 3, ... requests.
 
-    `request_s`: the server's own processor time for a request. `overlaps`: it passes while the
-    engine computes, as on a GPU; on a CPU both share the cores.
+    `request_s`: the server's processor time for a request. `overlaps`: that time overlaps with the
+    engine's, as on a GPU; on a CPU both share the cores.
     """
 
     service_s: tuple[float, ...]
@@ -53,12 +52,12 @@ class ReplicaModel:
 
     @property
     def alone_s(self) -> float:
-        """The seconds of a request that meets no other."""
+        """Seconds of a request that waits for no other."""
         return self.service_s[0] + self.request_s
 
     @property
     def most_per_s(self) -> float:
-        """The rate that cannot be exceeded, whatever the latency."""
+        """The highest possible rate, whatever the latency."""
         calls = ((size, seconds) for size, seconds in enumerate(self.service_s, start=1))
         if self.overlaps:
             rate = max(size / seconds for size, seconds in calls)
@@ -66,7 +65,7 @@ class ReplicaModel:
         return max(size / (seconds + size * self.request_s) for size, seconds in calls)
 
     def largest(self, batch: int) -> ReplicaModel:
-        """With batches of up to `batch`."""
+        """Return a replica with batches of up to `batch`."""
         return replace(self, service_s=self.service_s[:batch])
 
 
@@ -100,9 +99,9 @@ def capacity(
 ) -> Capacity:
     """Return how many replicas carry `rate_per_s` with their p99 within `bound_s`.
 
-    `service_s`: seconds of a call by batch size, from 1 on; between two a straight line. The
-    largest batch is that of the sizes with which a replica carries most, and whose call is within
-    the bound. `request_s`, `overlaps`: see `ReplicaModel`.
+    `service_s`: seconds of a call by batch size, from 1 on, interpolated linearly. The largest
+    batch is the size whose call is within the bound and with which a replica carries most.
+    `request_s`, `overlaps`: see `ReplicaModel`.
     """
     least = min(service_s)
     in_time = {size: each for size, each in service_s.items() if each <= bound_s or size == least}
@@ -133,19 +132,19 @@ def capacity(
 
 
 def served_s(engine_s: float) -> float:
-    """Return the seconds of an engine's call with the server's own work for it."""
+    """Return the seconds of an engine's call including the server's work for it."""
     return engine_s + CALL_S + _COLD * min(engine_s, _COLD_UNTIL_S)
 
 
 def by_batch(service_s: Mapping[int, float]) -> tuple[float, ...]:
-    """Return the seconds of batch 1, 2, 3, ... up to the largest, interpolated."""
+    """Interpolate the seconds of batch 1, 2, 3, ... up to the largest."""
     sizes = sorted(service_s)
     wanted = np.arange(1, min(sizes[-1], _LARGEST_BATCH) + 1)
     return tuple(np.interp(wanted, sizes, [service_s[size] for size in sizes]).tolist())
 
 
 def p99_s(rate_per_s: float, replica: ReplicaModel) -> float:
-    """Return the 99th percentile of waiting and service; infinite where 1 % is refused."""
+    """Return the 99th percentile of waiting and service; infinite if 1 % is refused."""
     taken_s = latencies_s((_unit_arrivals() / rate_per_s).tolist(), replica)
     return float(np.quantile(taken_s[_WARM_UP:], QUANTILE, method="inverted_cdf"))
 
@@ -154,7 +153,7 @@ def latencies_s(arrivals_s: Sequence[float], replica: ReplicaModel) -> list[floa
     """Return the time from each arrival to its answer; infinite for a refused request."""
     taken_s = [math.inf] * len(arrivals_s)
     waiting: deque[int] = deque()
-    engine_s = server_s = 0.0  # when each is free again
+    engine_s = server_s = 0.0  # when each is free
     service_s, arrived, most = replica.service_s, 0, len(replica.service_s)
     while waiting or arrived < len(arrivals_s):
         begin_s = engine_s if waiting else max(engine_s, arrivals_s[arrived])
@@ -173,7 +172,7 @@ def latencies_s(arrivals_s: Sequence[float], replica: ReplicaModel) -> list[floa
 
 
 def _most_within(bound_s: float, replica: ReplicaModel) -> float:
-    """Return the highest rate whose p99 is within the bound; 0.0 where there is none."""
+    """Return the highest rate whose p99 is within the bound; 0.0 if there is none."""
     low, high = 0.0, replica.most_per_s
     for _ in range(_STEPS):
         middle = (low + high) / 2
@@ -185,5 +184,5 @@ def _most_within(bound_s: float, replica: ReplicaModel) -> float:
 
 @cache
 def _unit_arrivals() -> np.ndarray:
-    """Times of arrivals at a rate of 1."""
+    """Return arrival times at a rate of 1 per second."""
     return np.cumsum(np.random.default_rng(_SEED).exponential(size=_ARRIVALS))

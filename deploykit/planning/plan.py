@@ -1,4 +1,4 @@
-"""Predict what a model needs and how fast it runs on each target, before touching one."""
+"""Predict a model's memory and speed on each target, without access to one."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from deploykit.planning.predict import (
 from deploykit.planning.probe import cpu_calibration
 
 BATCHES = (1, 8, 32)
-MOST_SIZE = 1 << 31  # of an axis: more elements in one direction than any runtime indexes
-_LEAST, _MOST = 1e-9, 1e15  # of a latency and a rate
+MOST_SIZE = 1 << 31  # axes of this size exceed the index of any runtime
+_LEAST, _MOST = 1e-9, 1e15  # bounds of a latency and a rate
 _NAMED = 5  # nodes in a note
-_FACTOR = 1.4  # times: how far predictions for the CPU are off at most (plan-accuracy.md)
-# A matrix instruction takes 16 bytes of a row at a time: NVIDIA, Deep Learning Performance Guide,
-# "Tensor Core requirements": multiples of 8 in half precision, of 16 in INT8.
+_FACTOR = 1.4  # largest error factor of CPU predictions (plan-accuracy.md)
+# A matrix instruction takes 16 bytes of a row, so sizes should be multiples of 8 in half precision
+# and of 16 in INT8: NVIDIA, Deep Learning Performance Guide, "Tensor Core requirements".
 _ALIGNED = {"fp16": 8, "int8": 16}
 _DENSE = (kinds.CONVOLUTION, kinds.POINTWISE, kinds.STEM, kinds.PRODUCT)
 
@@ -126,12 +126,12 @@ def plan(
 ) -> Planned:
     """Predict memory, latency and throughput of an ONNX `model` on hardware targets.
 
-    A float32 model is predicted in each precision that a target offers, another one as it is. The
-    CPU's ceilings are measured by a probe that takes some seconds, once: the result is kept in the
-    cache folder. Weights are not read.
+    A float32 model is predicted in each precision that a target offers, other models as they are.
+    A probe of some seconds measures the CPU's ceilings once and stores them in the cache folder.
+    Weights are not read.
 
     Args:
-        profiles: the targets; by default all.
+        profiles: the targets, by default all.
         batches: sizes of the batch axis.
         axes: sizes of other dynamic axes by name; one not named is 1, with a note.
         slo_ms: the latency to meet.
@@ -139,7 +139,7 @@ def plan(
             within it.
 
     Raises:
-        BadInput: a file that is no ONNX model or that a profile cannot take, unknown axes, wrong
+        BadInput: the file is not an ONNX model or a profile cannot run it; unknown axes, invalid
             values.
     """
     _check_options(batches, slo_ms, rate_per_s)
@@ -207,7 +207,7 @@ def _check_options(batches: Sequence[int], slo_ms: float | None, rate_per_s: flo
 def sizes_of_axes(
     graph: Graph, where: Artefact, axes: Mapping[str, int]
 ) -> tuple[dict[str, int], list[str], list[str]]:
-    """Return sizes of the dynamic axes but the batch, the names of the batch axis, and notes."""
+    """Return sizes of dynamic axes except the batch, the names of the batch axis, and notes."""
     names = [axis for spec in graph.inputs for axis in spec.shape if isinstance(axis, str)]
     firsts = [spec.shape[0] for spec in graph.inputs if spec.shape]
     batch = [axis for axis in dict.fromkeys(firsts) if isinstance(axis, str)]
@@ -221,7 +221,7 @@ def sizes_of_axes(
             raise BadInput(f"`axes` {name}={size}: must be 1 or more, and fit into 31 bits")
     known_sizes = dict(axes)
     image = where.task.image if where.task else None
-    if image is not None and not image.height:  # the square that a folder of images is cut to
+    if image is not None and not image.height:  # image folders are cropped to this square
         side = math.ceil(image.resize_to / image.multiple) * image.multiple
         sides = [axis for axis in graph.inputs[0].shape[1:3] if isinstance(axis, str)]
         known_sizes = dict.fromkeys(sides, side) | known_sizes
@@ -241,9 +241,9 @@ def _plan_target(
     slo_ms: float | None,
     rate_per_s: float | None,
 ) -> TargetPlan:
-    """Predict all precisions at all batches. `target`: or why nothing can be predicted for it.
+    """Predict all precisions at all batches. `target` may be the reason why that is impossible.
 
-    `single`: a call for one request.
+    `single`: the graph for a call of one request.
     """
     name = profile.name + (f"@{profile.power_mode}" if profile.power_mode else "")
     nothing = TargetPlan(name, profile.summary, profile.memory_bytes, "", "", False, (), None, None)
@@ -283,7 +283,7 @@ def _replicas(
     slo_ms: float,
     rate_per_s: float,
 ) -> Capacity:
-    """Return how many replicas carry the rate, in the best precision, else in the fastest."""
+    """Return the replicas that carry the rate, in the best precision, else in the fastest."""
     fitting = [p for p in predictions if p.fits is not False]
     if not fitting:
         why = "it does not fit into the memory"
@@ -325,7 +325,7 @@ def _of_targets(targets: Sequence[TargetPlan], found: Inferred) -> list[str]:
 
 
 def _close(every: Sequence[Prediction]) -> list[str]:
-    """Name the precisions of the CPU whose order predictions cannot tell."""
+    """Note the CPU precisions that are too close to fp32 to rank."""
     times = {(each.precision, each.batch): each.latency_ms for each in every}
     close = [
         f"{precision} at batch {batch}"
@@ -340,9 +340,9 @@ def _close(every: Sequence[Prediction]) -> list[str]:
 
 
 def alignment(found: Inferred) -> tuple[Hint, ...]:
-    """Return the dense nodes whose sizes leave parts of a Tensor Core idle, the largest first.
+    """Return the dense nodes whose sizes leave parts of a Tensor Core idle, largest first.
 
-    Each is named once, with the coarsest multiple that it misses: of 8, else of 16.
+    Each node has one hint, with the multiple that it misses: 8, else 16.
     """
     whole = sum(cost.flops or 0 for cost in found.compiled) or 1
     nodes = {node.name: node for node in found.known.nodes}

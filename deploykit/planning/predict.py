@@ -1,4 +1,4 @@
-"""Predict what a graph takes on a target: time, memory, energy and what limits it."""
+"""Predict a graph's time, memory, energy and bottleneck on a target."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from deploykit.graph.parse import dtype_name
 from deploykit.graph.shapes import TensorShapes, fixed_shapes
 from deploykit.planning.probe import CpuCalibration
 
-# What predictions assume of a target: ceilings, precisions, and how well these are known.
+# Assumptions about a target: ceilings, precisions, and how well these are known.
 
-# Of the peaks and the bandwidth that vendors state, ResNet-50 in INT8 reaches 0.84 on an A100, 0.71
-# on an H200 and 1.34 on an L4, whose cache holds what the roofline counts as traffic: about their
-# geometric mean. benchmarks/plan-accuracy.md has what leaving one of them out changes.
+# ResNet-50 in INT8 reaches 0.84 of the vendor's peaks on an A100, 0.71 on an H200 and 1.34 on an
+# L4, whose cache holds traffic that the roofline counts. This is about their geometric mean;
+# benchmarks/plan-accuracy.md shows the effect of leaving one of them out.
 REACHED = 0.9
-LAUNCH_S = 1e-6  # of a kernel; fitted on ResNet-50 in INT8 at batch 1 on an L4
-COPY_S = 6e-6  # of one small tensor: 5 to 7 us were measured (arXiv:2602.21548, section 5.2)
-LINK_BYTES_PER_S = 31.5e9  # PCIe 4.0 with 16 lanes, one way, where CPU and GPU share no memory
+LAUNCH_S = 1e-6  # per kernel; fitted on ResNet-50 in INT8 at batch 1 on an L4
+COPY_S = 6e-6  # per small tensor: 5 to 7 us were measured (arXiv:2602.21548, section 5.2)
+LINK_BYTES_PER_S = 31.5e9  # PCIe 4.0 x16, one way, if CPU and GPU share no memory
 
-_LANE_OPS = 256  # float32 operations per multiprocessor and clock: 128 lanes, multiply and add
-_TENSOR_CORES = ("fp32", "fp16", "bf16", "int8", "fp8")  # what a graph can be written in
+_LANE_OPS = 256  # float32 operations per SM and clock: 128 lanes, multiply and add
+_TENSOR_CORES = ("fp32", "fp16", "bf16", "int8", "fp8")  # precisions to convert a graph to
 
 
 @dataclass(frozen=True)
 class Target:
-    """A profile, ready to be predicted for. `calibration`: of this machine's CPU.
+    """A profile with all that predictions need. `calibration`: that of this machine's CPU.
 
-    `basis`: where the figures are from. `checked`: whether a prediction for it was compared with a
+    `basis`: the source of the figures. `checked`: whether a prediction for it was compared with a
     measurement on this target.
     """
 
@@ -63,11 +63,11 @@ class Target:
 
     @property
     def call_s(self) -> float:
-        """The seconds of a call whose graph does nothing."""
+        """Seconds of a call of an empty graph."""
         return self.calibration.call_s if self.calibration else 0.0
 
     def copies_s(self, sizes: Sequence[int]) -> float:
-        """Return the seconds to copy tensors of these bytes between host and GPU, one by one."""
+        """Return the seconds to copy tensors of these sizes between host and GPU, one by one."""
         if self.calibration:
             return 0.0
         shared = self.profile.unified_memory and self.profile.bandwidth_bytes_per_s
@@ -75,7 +75,7 @@ class Target:
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """The precisions of a float32 model. ONNX Runtime's CPU computes halves in float32."""
+        """Precisions to offer a float32 model. ONNX Runtime's CPU computes halves in float32."""
         if self.calibration:
             measured = {name.split(" ")[0] for name in self.calibration.curves}
             return tuple(name for name in self.profile.precisions if name in measured)
@@ -87,12 +87,12 @@ class Target:
 
     @property
     def power_w(self) -> float | None:
-        """The most power of the power mode, else of the target."""
+        """The power limit of the power mode, else of the target."""
         mode = _mode(self.profile)
         return (mode.watts if mode else None) or self.profile.max_power_w
 
     def ceilings(self, weight_bytes: float) -> Ceilings:
-        """`weight_bytes`: of the whole model; a cache that holds them all reads them faster."""
+        """Return the roofline; a cache that holds all `weight_bytes` reads them faster."""
         if self.calibration:
             stream = self.calibration.stream
             weights = max(weight_bytes, stream.work[0])
@@ -104,7 +104,7 @@ class Target:
             )
         profile, share = self.profile, REACHED * _clock_share(self.profile)
         peaks = dict(profile.peak_ops_per_s)
-        peaks["fp32"] = peaks.get("tf32", peaks.get("fp32", 0.0))  # as TensorRT's default does
+        peaks["fp32"] = peaks.get("tf32", peaks.get("fp32", 0.0))  # TensorRT's default is TF32
         return Ceilings(
             {name: peak * share for name, peak in peaks.items()},
             (profile.bandwidth_bytes_per_s or 0.0) * REACHED,
@@ -151,7 +151,7 @@ def _clock_share(profile: Profile) -> float:
 _CONVERTIBLE = (kinds.CONVOLUTION, kinds.POINTWISE, kinds.DEPTHWISE, kinds.STEM, kinds.PRODUCT)
 _FLOAT32_BITS = 32
 COPIES = "copies"
-_LOAD_COPIES = 2  # of the weights while ONNX Runtime opens a file: its own and the file's
+_LOAD_COPIES = 2  # copies of the weights while ONNX Runtime opens a file
 
 
 @dataclass(frozen=True)
@@ -181,29 +181,29 @@ class Prediction(Record):
 
 @dataclass(frozen=True)
 class Inferred:
-    """A graph with its axes at the sizes of one batch."""
+    """A graph with the sizes of its axes fixed for one batch."""
 
     batch: int
     inputs: tuple[str, ...]
     known: TensorShapes
     flops: int
     weight_bytes: int
-    stored: str  # the narrowest precision that it computes in; "fp32" of one to convert
+    stored: str  # the narrowest precision that it computes in; "fp32" if it can be converted
     compiled: tuple[NodeCost, ...]
     interpreted: tuple[NodeCost, ...]
 
     @property
     def end_bytes(self) -> list[int]:
-        """The bytes of each input and output; 0 of one whose size is not known."""
+        """Bytes of each input and output; 0 if its size is not known."""
         return [self.known.bytes(name) or 0 for name in (*self.inputs, *self.known.outputs)]
 
     def costs(self, target: Target) -> tuple[NodeCost, ...]:
-        """Return the costs as the target's runtime fuses nodes."""
+        """Return the costs of nodes as the target's runtime fuses them."""
         return self.interpreted if target.fusion is INTERPRETED else self.compiled
 
 
 def infer(graph: Graph, batch: int, sizes: Mapping[str, int]) -> Inferred:
-    """Shapes and costs; raises BadInput as `fixed_shapes` does."""
+    """Infer shapes and costs. Raises BadInput as `fixed_shapes` does."""
     known = fixed_shapes(graph, sizes)
     compiled, interpreted = costs_of(known, COMPILED), costs_of(known, INTERPRETED)
     return Inferred(
@@ -219,14 +219,14 @@ def infer(graph: Graph, batch: int, sizes: Mapping[str, int]) -> Inferred:
 
 
 def precisions(found: Inferred, target: Target) -> tuple[str, ...]:
-    """Return what to predict: all that the target offers for float32, else what the graph has."""
+    """Return the precisions to predict: the target's for a float32 graph, else the graph's."""
     if found.stored != "fp32":
         return (found.stored,)
     return ("fp32", *(name for name in target.precisions if name != "fp32"))
 
 
 def predict_call(found: Inferred, target: Target, precision: str) -> Prediction:
-    """Predict one call of `found` on `target`, its nodes one after the other."""
+    """Predict one call of `found` on `target`, whose nodes run one after the other."""
     costs = [in_precision(cost, precision, found.stored, target) for cost in found.costs(target)]
     weights = sum(cost.weight_bytes for cost in costs)
     ceilings = target.ceilings(weights)
@@ -262,10 +262,10 @@ def predict_call(found: Inferred, target: Target, precision: str) -> Prediction:
 
 
 def in_precision(cost: NodeCost, precision: str, stored: str, target: Target) -> NodeCost:
-    """Return what the node costs where a float32 graph is converted to `precision`.
+    """Return the cost of a node if its float32 graph is converted to `precision`.
 
-    8 bits are for convolutions and products with stored weights; the others are in half precision
-    on a GPU, in float32 on a CPU. A graph that is not float32 stays as it is.
+    Only convolutions and products with stored weights use 8 bits; other nodes use half precision
+    on a GPU, float32 on a CPU. A graph that is not float32 stays as it is.
     """
     if stored != "fp32" or precision == "fp32" or cost.precision != "float32":
         return cost
@@ -288,7 +288,7 @@ def _part(count: int | None, bits: int) -> int | None:
 
 
 def _scale(found: Inferred, name: str, precision: str, target: Target) -> float:
-    """Return the share of a tensor's bytes that the conversion leaves: half on a GPU, at least."""
+    """Return the share of a tensor's bytes after the conversion: 0.5 for float32 on a GPU."""
     if found.stored != "fp32" or precision == "fp32" or target.calibration:
         return 1.0
     kind = found.known.types.get(name)
@@ -304,14 +304,14 @@ def _build_bytes(target: Target, weights: int, activations: int) -> int:
 
 
 def unknown_nodes(costs: Sequence[NodeCost]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Operators without a formula, which count by their traffic, and nodes without a known byte."""
+    """Return operators without a formula, counted by traffic, and nodes of unknown size."""
     formula = sorted({cost.operator for cost in costs if cost.flops is None})
     shapeless = [cost.name for cost in costs if None in (cost.read_bytes, cost.write_bytes)]
     return tuple(formula), tuple(shapeless)
 
 
 def misplaced(found: Inferred) -> list[str]:
-    """Note the INT8 nodes that ONNX Runtime's CPU has no kernel for, as their pairs are placed."""
+    """Note INT8 nodes that ONNX Runtime's CPU runs in float32 because of their pairs' placement."""
     every = found.compiled, found.interpreted
     whole, run = (sum(cost.precision == "int8" for cost in costs) for costs in every)
     text = (

@@ -1,8 +1,8 @@
-"""Measure what this machine's CPU, or its GPU, does at most: a short probe through ONNX Runtime.
+"""Measure the highest rates of this machine's CPU or GPU by a short probe in ONNX Runtime.
 
-It times chains of equal nodes, a few sizes of each kind, with the session options of every other
-engine. The highest rate that any of them reached is the ceiling of a roofline; the times of a kind
-are the curve that predictions for the CPU follow.
+It times chains of equal nodes, in a few sizes of each kind, with the usual session options. The
+highest rate of all is the ceiling of a roofline; the times of a kind are the curve that predictions
+for the CPU follow.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from deploykit.graph import cost as kinds
 from deploykit.graph.cost import Curve
 from deploykit.graph.graph import Graph
 
-_OPSET, _IR = 17, 8  # the first with LayerNormalization
+_OPSET, _IR = 17, 8  # the first opset with LayerNormalization
 _SEED = 0
 
 
 @dataclass(frozen=True)
 class Chain:
-    """`count` nodes of one `kind`. `work` of each: operations per step, or bytes where it has none.
+    """A graph of `count` nodes of one `kind`. `work`: operations per step of a node, else bytes.
 
-    `flops` and `weight_bytes`: of each node. The graph has one float32 input, `x` of `shape`.
+    `flops` and `weight_bytes` are per node. The graph has one float32 input, `x` of `shape`.
     """
 
     kind: str
@@ -57,9 +57,9 @@ class Chain:
 def convolution(
     kind: str, channels: int, size: int, kernel: int, *, precision: str = "fp32"
 ) -> Chain:
-    """Convolutions of `channels` to as many, on images of `size` squared; depthwise by `kind`.
+    """Make convolutions that keep `channels`, on images of `size` x `size`; depthwise by `kind`.
 
-    A stem begins with three channels, at stride 2, and is alone.
+    A stem is a single node with three input channels and stride 2.
     """
     stem, depthwise = kind == kinds.STEM, kind == kinds.DEPTHWISE
     inputs = 3 if stem else channels
@@ -80,7 +80,7 @@ def convolution(
 def product(
     rows: int, width: int, *, count: int = 3, precision: str = "fp32", shared: bool = False
 ) -> Chain:
-    """Matrix products of (rows, width) by stored (width, width), `shared` by all or not."""
+    """Make products of (rows, width) by stored (width, width) weights, one if `shared`."""
     made = _Builder(precision)
     name = made.weight((width, width)) if shared else ""
     for _ in range(count):
@@ -93,7 +93,7 @@ def product(
 
 
 def attention(heads: int, rows: int) -> Chain:
-    """Products of activations: (1, heads, rows, rows) by itself."""
+    """Make products of activations: (1, heads, rows, rows) by itself."""
     made, count = _Builder("fp32"), 2
     for _ in range(count):
         made.plain("MatMul", [made.last, "x"])
@@ -103,7 +103,7 @@ def attention(heads: int, rows: int) -> Chain:
 
 
 def recurrent(width: int, steps: int, batch: int) -> Chain:
-    """An LSTM of `width` over `steps`."""
+    """Make an LSTM of `width` over `steps`."""
     made = _Builder("fp32")
     names = [made.weight((1, 4 * width, width)) for _ in range(2)]
     made.plain("LSTM", ["x", *names], hidden_size=width)
@@ -115,7 +115,7 @@ def recurrent(width: int, steps: int, batch: int) -> Chain:
 
 
 def passing(kind: str, elements: int, *, count: int = 4) -> Chain:
-    """Make nodes with little arithmetic, on `elements` values: `work` is what they move."""
+    """Make nodes with little arithmetic on `elements` values; `work` is the bytes moved."""
     side = 32
     shape: tuple[int, ...] = (1, elements // side**2 or 1, side, side)
     made, moved = _Builder("fp32"), 2
@@ -130,13 +130,13 @@ def passing(kind: str, elements: int, *, count: int = 4) -> Chain:
         elif kind == kinds.POOLING:
             pads, kernel = [1] * 4, [3, 3]
             made.plain("AveragePool", [made.last], kernel_shape=kernel, pads=pads)
-        else:  # the first two axes change places: a cycle of two would be taken out
+        else:  # swap the first two axes: ONNX Runtime would remove a cycle of two
             made.plain("Transpose", [made.last], perm=[0, 2, 3, 1])
     return Chain(kind, "fp32", made.graph(shape), shape, count, 4.0 * moved * math.prod(shape))
 
 
 class _Builder:
-    """The nodes so far; `last`: the tensor that the next one reads. In "fp16" between casts."""
+    """Builds a chain; the next node reads tensor `last`. "fp16" nodes are between casts."""
 
     def __init__(self, precision: str) -> None:
         self.last = "x"
@@ -148,7 +148,7 @@ class _Builder:
             self.plain("Cast", ["x"], to=TensorProto.FLOAT16)
 
     def add(self, operator: str, weight: Sequence[int], **options: Any) -> None:
-        """Add a node with stored weights, in INT8 between pairs of quantization nodes."""
+        """Add a node with stored weights; in INT8 it is between pairs of quantization nodes."""
         if self._int8:
             self._quantize()
             values = self._random.integers(-64, 64, weight).astype(np.int8)
@@ -181,7 +181,7 @@ class _Builder:
 
     def _quantize(self) -> None:
         if self._nodes and self._nodes[-1].op_type == "DequantizeLinear":
-            return  # between two nodes one pair is enough
+            return  # one pair between two nodes is enough
         scale, zero = self._store(np.float32(0.05)), self._store(np.uint8(128))
         self.plain("QuantizeLinear", [self.last, scale, zero])
         self.plain("DequantizeLinear", [self.last, scale, zero])
@@ -192,10 +192,10 @@ class _Builder:
         return name
 
 
-VERSION = 3  # of the probe: older results are measured again
+VERSION = 3  # version of the probe; older results are measured again
 Clock = Callable[[], int]  # nanoseconds
 
-_BUDGET_S = 0.03  # of each chain
+_BUDGET_S = 0.03  # per chain
 _LEAST_RUNS = 5
 _QUIET_SPREAD = 1.25
 _CONVOLUTIONS = {  # kind: channels, size, kernel
@@ -207,8 +207,8 @@ _CONVOLUTIONS = {  # kind: channels, size, kernel
 _PRODUCTS = ((16, 64), (32, 256), (128, 512), (256, 1024))  # rows, width
 _PASSING = (kinds.SIMPLE, kinds.FUNCTION, kinds.NORMALISATION, kinds.POOLING, kinds.MOVEMENT)
 _ELEMENTS = (1 << 10, 1 << 15, 1 << 19)
-_MANY = 1 << 22  # 16 MiB a tensor: more than most caches hold
-_GPU_ROWS, _GPU_WIDTH, _GPU_ELEMENTS = 8192, 4096, 1 << 25  # 128 MiB a tensor
+_MANY = 1 << 22  # 16 MiB per tensor, more than most caches hold
+_GPU_ROWS, _GPU_WIDTH, _GPU_ELEMENTS = 8192, 4096, 1 << 25  # 128 MiB per tensor
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class CpuCalibration(Record):
 
     @property
     def doubt(self) -> str:
-        """The reason why it may be wrong, or ""."""
+        """The reason why the calibration may be wrong, or ""."""
         if self.spread <= _QUIET_SPREAD:
             return ""
         return (
@@ -272,7 +272,7 @@ def measure_gpu(
     elements: int = _GPU_ELEMENTS,
     budget_s: float = _BUDGET_S,
 ) -> GpuCeilings:
-    """Measure a GPU, which takes some seconds. Raises as engines do: Unsupported, OutOfMemory."""
+    """Measure a GPU for some seconds. Raises Unsupported, OutOfMemory, as engines do."""
     clock, ops = time.perf_counter_ns, dict[str, float]()
     with tempfile.TemporaryDirectory(prefix="deploykit-probe-") as folder:
         for precision in ("fp32", "fp16"):
@@ -293,10 +293,10 @@ def measure_cpu(
     budget_s: float = _BUDGET_S,
     on_progress: Progress = no_progress,
 ) -> CpuCalibration:
-    """Run the probe; takes some seconds. Raises MissingExtra without ONNX Runtime.
+    """Run the probe for some seconds. Raises MissingExtra without ONNX Runtime.
 
-    `clock`: a monotonic one, in nanoseconds; the CPU time of one thread on a machine with other
-    work on it. `budget_s`: of each of the chains.
+    `clock`: monotonic, in nanoseconds; on a machine with other work the CPU time of one thread.
+    `budget_s`: seconds per chain.
     """
     threads = threads or default_threads()
     every = _chains()
@@ -308,7 +308,7 @@ def measure_cpu(
             on_progress("calibrate", number / len(every))
             chain = make()
             seconds, runtime = _time(chain, Path(folder), threads, clock, budget_s)
-            usual_s = statistics.quantiles(seconds, n=4)[0]  # other work only makes it longer
+            usual_s = statistics.quantiles(seconds, n=4)[0]  # other work only makes calls longer
             timed.append((chain, usual_s, seconds[0]))
             spreads.append(statistics.median(seconds) / seconds[0])
     on_progress("calibrate", 1.0)
@@ -319,7 +319,7 @@ def measure_cpu(
 def _conclude(
     timed: list[tuple[Chain, float, float]], *, cpu: str, threads: int, runtime: str, created: str
 ) -> CpuCalibration:
-    """`timed`: each chain with the usual and the least seconds of a call of it; the tiny first."""
+    """Conclude from `timed`: chain, usual and least seconds of a call, the tiny chains first."""
     (tiny, tiny_s, _), (longer, longer_s, _), *measured = timed
     launch_s = max(1e-8, (longer_s - tiny_s) / (longer.count - tiny.count))
     call_s = max(0.0, tiny_s - launch_s)
@@ -357,14 +357,14 @@ def _conclude(
 
 
 def _curve(points: Mapping[float, float]) -> Curve:
-    """Return a curve where more work never takes less time: such a point was disturbed."""
+    """Return a curve without disturbed points, at which more work takes less time."""
     work = sorted(points)
     seconds = [min(points[later] for later in work[place:]) for place in range(len(work))]
     return Curve(tuple(work), tuple(seconds))
 
 
 def _chains() -> list[Callable[[], Chain]]:
-    """Return makers of the chains: large weights should not all be in memory at once."""
+    """Return makers of the chains, so that not all large weights are in memory at once."""
     chains: list[Callable[[], Chain]] = [
         partial(passing, kinds.SIMPLE, 1, count=count) for count in (1, 33)
     ]
@@ -380,7 +380,7 @@ def _chains() -> list[Callable[[], Chain]]:
     ]
     chains += [partial(passing, kind, elements) for kind in _PASSING for elements in _ELEMENTS]
     chains.append(partial(passing, kinds.SIMPLE, _MANY))
-    # widths of weights that one row is multiplied by, as fast as they are read
+    # products with one row take as long as reading the weights of these widths
     chains += [partial(product, 1, width, count=1) for width in (128, 512, 2048, 4096)]
     return chains
 
@@ -393,7 +393,7 @@ def _time(
     budget_s: float,
     device: str = "cpu",
 ) -> tuple[list[float], str]:
-    """Return the seconds of each call without its copies, the least first, and what ran it."""
+    """Return the sorted seconds of calls without their copies, and the runtime."""
     path = folder / "chain.onnx"
     chain.graph.save(path, temporary=True)
     feeds = {"x": np.random.default_rng(0).standard_normal(chain.shape, np.float32)}
@@ -415,11 +415,10 @@ def cpu_calibration(
     only_kept: bool = False,
     on_progress: Progress = no_progress,
 ) -> tuple[CpuCalibration | None, list[str]]:
-    """Return the kept calibration of this machine's CPU, else that of one probe; and notes on it.
+    """Return the stored calibration of this machine's CPU, else that of a new probe; and notes.
 
-    One that was measured next to other work is measured again, and the better one is kept. None
-    without ONNX Runtime, and with `only_kept` where none is kept. `threads`: by default one per
-    core.
+    A calibration that other work disturbed is repeated, and the better one is stored. None without
+    ONNX Runtime, and with `only_kept` if none is stored. `threads`: by default one per core.
     """
     machine, threads = this_machine(), threads or default_threads()
     path = cache_folder() / f"cpu-calibration-{threads}.json"
@@ -435,7 +434,7 @@ def cpu_calibration(
 
 
 def _read_calibration(path: Path, machine: Machine, threads: int) -> CpuCalibration | None:
-    """Read what an earlier probe left; None for another CPU's, or a damaged file."""
+    """Read the result of an earlier probe; None if it is another CPU's or damaged."""
     try:
         found: CpuCalibration = from_json(CpuCalibration, read_json(path), str(path))
     except DeploykitError:
@@ -446,7 +445,7 @@ def _read_calibration(path: Path, machine: Machine, threads: int) -> CpuCalibrat
 
 
 def store_calibration(found: CpuCalibration) -> list[str]:
-    """Keep it for the next plan; return a note where that is not possible."""
+    """Store the calibration for the next plan; return a note if that is not possible."""
     path = cache_folder() / f"cpu-calibration-{found.threads}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Charts as data, and their drawing as HTML and SVG that CSS scales: no script is needed.
+"""Define charts as data, and draw them as HTML and SVG that CSS scales, without scripts.
 
-Places in a plot are percentages, so one drawing fits a phone and a wide page; text and markers
-keep their size. Series differ in colour, dash and marker, so that none depends on its colour.
+Coordinates in a plot are percentages, so one drawing fits a phone and a wide page; text and markers
+keep their size. Series differ in colour, dash and marker, so that no reader needs the colours.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from html import escape
 
 from deploykit.evaluation.formatting import SPACE, number
 
-LOG_FROM = 20  # an axis whose values span more than this is logarithmic, and says so
+LOG_FROM = 20  # axes whose values span a larger ratio are logarithmic
 Ticks = Sequence[tuple[float, str]]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """From `low` to `high`; `ticks`: values and labels."""
+    """An axis from `low` to `high`; `ticks` are values and labels."""
 
     low: float
     high: float
@@ -28,7 +28,7 @@ class Axis:
     ticks: Ticks
 
     def at(self, value: float) -> float:
-        """Return the place of a value, in per cent of the axis."""
+        """Return the position of a value in per cent of the axis."""
         low, high, value = self.low, self.high, value
         if self.log:
             low, high, value = math.log(low), math.log(high), math.log(max(value, low))
@@ -40,7 +40,8 @@ def make_axis(
 ) -> Axis:
     """Return an axis over one or more finite values.
 
-    `log` None: logarithmic where they span much. `zero`: a linear axis begins at 0.
+    With `log` None the axis is logarithmic if the values span more than `LOG_FROM`. With `zero` a
+    linear axis begins at 0.
     """
     low, high = min(values), max(values)
     if low > 0 and (high / low > LOG_FROM if log is None else log):
@@ -75,7 +76,7 @@ def _log_axis(low: float, high: float, ticks: Ticks) -> Axis:
     low, high = (low / 1.15, high * 1.15) if low < high else (low / 2, high * 2)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     found: list[tuple[float, str]] = []
-    for steps in ((1,), (1, 3), (1, 2, 5)):  # the fewest that give three ticks
+    for steps in ((1,), (1, 3), (1, 2, 5)):  # the fewest steps that give three ticks
         places = [float(f"{step}e{power}") for power in decades for step in steps]
         found = [(place, _tick(place)) for place in places if low <= place <= high]
         if len(found) >= 3:
@@ -83,8 +84,8 @@ def _log_axis(low: float, high: float, ticks: Ticks) -> Axis:
     return Axis(low, high, True, ticks or found)
 
 
-COLOURS = 16  # of `look.css`; 0 is the baseline's
-BOUND = -1  # the look of a limit, which is no setup
+COLOURS = 16  # colours in `look.css`; 0 is the baseline's
+BOUND = -1  # the look of a limit, not of a setup
 Row = tuple[str, ...]
 
 
@@ -101,9 +102,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class Series:
-    """A line through `marks`, in their order. `upper`: a thin line above it (p99 over p50).
+    """A line through `marks` in order. `upper`: a thin line above it (p99 over p50).
 
-    `plain`: has a few markers only, not one at each mark.
+    A `plain` line has only a few markers, not one at each mark.
     """
 
     label: str
@@ -115,11 +116,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure. `finding`: its caption, what a reader should see in it.
+    """One figure. `finding`: its caption, which states what it shows.
 
-    `x_ticks`: values and labels of the x axis, round numbers where empty. `x_log`, `y_log`
-    None: if the values span much. `zero`: the y axis begins at 0. `flag`: an x, and what begins
-    there. `limit`: a y, and what it bounds. `columns`, `rows`: the same data as a table.
+    `x_ticks`: values and labels of the x axis; round numbers if empty. `x_log`, `y_log`: None
+    decides by the values' span. `zero`: the y axis begins at 0. `flag`: an x value and a label of
+    what begins there. `limit`: a y value and its label. `columns`, `rows`: the data as a table.
     """
 
     name: str
@@ -140,10 +141,10 @@ class Chart:
 
 @dataclass(frozen=True)
 class Bars:
-    """One bar for each of `bars`: a name and its parts end to end, as long as they take.
+    """One bar for each of `bars`: a name and the lengths of its parts, drawn end to end.
 
-    `parts`: the names of the parts, with the looks from `look` on; a bar has a value for each.
-    `looks`: of the setups that the bars are of, whose markers are before their names.
+    `parts`: the names of the parts, whose looks begin at `look`; a bar has a value for each.
+    `looks`: looks of the bars' setups, whose markers precede the names.
     """
 
     name: str
@@ -161,7 +162,7 @@ class Bars:
 Figure = Chart | Bars
 
 _DASHES = ("", "7 4", "2 4", "10 4 2 4", "4 2", "12 3", "1 3", "6 2 1 2")
-_SHAPES = (  # the baseline's, the first, is a circle
+_SHAPES = (  # the first, a circle, is the baseline's
     "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0Z",
     "M-3.7 -3.7h7.4v7.4h-7.4Z",
     "M0 -4.8L4.6 3.6H-4.6Z",
@@ -171,14 +172,14 @@ _SHAPES = (  # the baseline's, the first, is a circle
     "M4.8 0L-3.6 -4.6V4.6Z",
     "M-2.2 -4.4H2.2L4.6 0L2.2 4.4H-2.2L-4.6 0Z",
 )
-_PLAIN_MARKERS = 5  # about so many on a plain line
-_CHARACTER = 2.6  # width of one on a phone, in per cent of a plot
-_APART = (7.0, 5.0)  # of labels at marks, in x and y, so that none covers another on a phone
-Place = tuple[float, float]  # in per cent of the plot, from its left and its top
+_PLAIN_MARKERS = 5  # approximate number on a plain line
+_CHARACTER = 2.6  # its width on a phone, in per cent of a plot
+_APART = (7.0, 5.0)  # least distance of labels in x and y, to be legible on a phone
+Place = tuple[float, float]  # in per cent of the plot, from the left and the top
 
 
 def draw(figure: Figure) -> str:
-    """Return the figure as HTML: a legend above its drawing; "" where it has nothing to draw."""
+    """Return the figure as HTML, a legend above its drawing; "" if there is nothing to draw."""
     return _draw_bars(figure) if isinstance(figure, Bars) else _draw_chart(figure)
 
 
@@ -253,7 +254,7 @@ def _draw_axes(x_axis: Axis, y_axis: Axis) -> tuple[list[str], list[str]]:
 
 
 def _spaced(axis: Axis) -> list[tuple[float, str]]:
-    """Return places and labels of the ticks: every one, or every n-th where a phone needs that."""
+    """Return positions and labels of ticks: all, or every n-th to fit on a phone."""
     for step in itertools.count(1):
         found = [(axis.at(value), text) for value, text in axis.ticks[::step]]
         widths = [len(text.replace(SPACE, "")) * _CHARACTER for _, text in found]
@@ -264,7 +265,7 @@ def _spaced(axis: Axis) -> list[tuple[float, str]]:
 
 
 def _mark_labels(marks: Sequence[Mark], x_axis: Axis, y_axis: Axis) -> Iterator[str]:
-    """Yield the labels of marks, without those that are near another one."""
+    """Yield the labels of marks, without those too near another one."""
     taken: list[Place] = []
     for mark in marks:
         x, y = x_axis.at(mark.x), 100 - y_axis.at(mark.y)
@@ -284,7 +285,7 @@ def _text(place: Place, text: str, kind: str, anchor: str, dx: float, dy: float)
 
 
 def _lines(look: int, low: Sequence[Place], high: Sequence[Place]) -> Iterator[str]:
-    """Yield a line, and where there is a second one above it, that and the band between."""
+    """Yield a line and, if there is an upper one, that line and the band between them."""
     if len(high) > 1 and len(low) > 1:
         yield f'<path class="band" d="{_path([*low, *reversed(high)])}Z"/>'
         yield line(high, look, "line thin")
@@ -303,7 +304,7 @@ def line(places: Sequence[Place], look: int, kind: str = "line") -> str:
 
 
 def marker(look: int, scale: float = 1.0) -> str:
-    """Return one of eight shapes, filled, hollow, or hollow with a smaller one: 24 that differ."""
+    """Return one of 24 markers: eight shapes, filled, hollow, or hollow with a smaller one."""
     if look == BOUND:
         return ""
     fill, shape = look // len(_SHAPES) % 3, _SHAPES[look % len(_SHAPES)]
@@ -314,7 +315,7 @@ def marker(look: int, scale: float = 1.0) -> str:
 
 
 def group(look: int, *parts: str) -> str:
-    """Return the parts in one colour: the 15 of setups repeat, and the baseline's is its own."""
+    """Return the parts in one colour: setups repeat 15 colours, the baseline has its own."""
     kind = "bound" if look == BOUND else f"s{1 + (look - 1) % (COLOURS - 1) if look else 0}"
     return f'<g class="s {kind}">{"".join(parts)}</g>' if any(parts) else ""
 

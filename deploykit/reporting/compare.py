@@ -1,9 +1,9 @@
-"""Compare two reports row by row: what is faster, what is slower, and what shows no difference.
+"""Compare two reports row by row: faster, slower or no difference.
 
-The unit of the statistics is the process: a report's interval is over its processes, or over the
-rounds of the only one. How that one differs from others nobody has measured, so it is assumed, as
-one draw for each setup. All intervals hold together (Bonferroni: Dunn, JASA 56, 1961), so that a
-run that is repeated shows no difference in 95 % of all cases, however many rows it has.
+The statistical unit is the process: a report's interval is over its processes, or over the rounds
+of a single one. The spread between processes is not measured then, so it is assumed, as one draw
+for each setup. All intervals hold together (Bonferroni: Dunn, JASA 56, 1961), so that a repeated
+run shows no difference in 95 % of all cases, however many rows it has.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _FIGURES: Mapping[str, Callable[[Point], Interval | None]] = {
     "p50": lambda point: point.latency.p50_ms,
     "p99": lambda point: point.latency.p99_ms,
 }
-_MOST = 3  # rows that a message names for what differs in them
+_MOST = 3  # rows with differences that a message names
 _TAIL = 0.025  # probability left out on each side
-_PROCESS_TAIL = 0.02  # for processes; with 0.025 the rounds' errors on top made 5.7 % of 5 %
-_LARGEST = 1e100  # of a figure: the square of a larger one is infinite
-_MANY = 10**6  # degrees of freedom of what is known
+_PROCESS_TAIL = 0.02  # for processes; with 0.025 the rounds' errors raised 5 % to 5.7 %
+_LARGEST = 1e100  # largest figure; the square of a larger one is infinite
+_MANY = 10**6  # degrees of freedom of a known spread
 _PACKAGES = ("deploykit", "numpy", "nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 _KEYS = ("label", "precision", "scenario", "batch", "sessions", "threads", "settings", "shapes")
 
@@ -123,11 +123,11 @@ def compare_reports(
 ) -> ReportComparison:
     """Compare report `b` with report `a`, both a `report.json` or the folder of one.
 
-    Each row that both have gets the ratio b / a of throughput, p50 and p99, with intervals that
-    hold together. `fail_on_regression`: 0.05 makes a figure that is certainly slower by more than
-    5 % a regression; see `ReportComparison.raise_if_slower`. Raises BadInput for what is no report,
-    and where machine, clocks, threads, versions or inputs differ or a report is not valid, naming
-    each reason, or where no row is in both.
+    Each common row gets the ratio b / a of throughput, p50 and p99, with intervals that hold
+    together. With `fail_on_regression` 0.05 a figure that is certainly slower by more than 5 % is
+    a regression; see `ReportComparison.raise_if_slower`. Raises BadInput if a file is not a valid
+    report, if machine, clocks, threads, versions or inputs differ, naming each reason, or if there
+    is no common row.
     """
     bound = fail_on_regression
     if bound is not None and not 0 <= bound < 1:
@@ -174,11 +174,11 @@ def compare_reports(
 def ratio_of(
     a: Interval, b: Interval, units: tuple[int, int], tests: int, assumed: float = 0.0
 ) -> Interval:
-    """Return the ratio b / a of independent runs; its interval holds with those of all `tests`.
+    """Return the ratio b / a of independent runs; `tests` such intervals hold together.
 
-    On the logs: each side's standard error out of its 95 % t interval over `units` (processes or
-    rounds), the one of the bound that counts; degrees of freedom as of Welch (Biometrika 34, 1947)
-    and Satterthwaite. `assumed`: half the width, on the logs, that comes on top, squares added.
+    It works on logarithms. Each side's standard error is from the relevant bound of its 95 % t
+    interval over `units` (processes or rounds); degrees of freedom follow Welch (Biometrika 34,
+    1947) and Satterthwaite. `assumed`: an additional half width, added in squares.
     """
     if min(a.low, b.low) <= 0:
         return Interval(b.value / a.value, 0.0, math.inf)
@@ -216,7 +216,7 @@ def _compare_row(a: Point, b: Point, *, tests: int, setups: int) -> RowInBoth:
 
 
 def _figure_pair(name: str, a: Point, b: Point) -> tuple[Interval, Interval] | None:
-    """Return the figure of both; None where one of the reports has no interval of it."""
+    """Return the figure of both points; None if one of them has no interval of it."""
     first, second = (_FIGURES[name](point) for point in (a, b))
     known = [
         each
@@ -247,7 +247,7 @@ def _check_valid(report: Report, name: str) -> None:
 
 
 def _facts(report: Report) -> Iterator[tuple[str, Any]]:
-    """Yield what has to be equal besides the rows, by name; None: not known."""
+    """Yield the facts that must be equal besides the rows, by name; None if not known."""
     machine = dict(report.machine)
     packages = _mapping(machine.pop("packages", None))
     memory = machine.pop("memory_bytes", None)
@@ -261,7 +261,7 @@ def _facts(report: Report) -> Iterator[tuple[str, Any]]:
         machine[f"clock {key}" if key == "governor" else f"clocks: {key}"] = value
     machine["CPUs that it may use"] = known.get("affinity")
     machine["inputs"] = known.get("inputs")
-    if known:  # without variables it has no key for them
+    if known:  # without variables the key is absent
         machine["variables of numeric libraries"] = known.get("environment", {})
     needed = ("cpu", "usable_cores", "gpus", "version of deploykit", "clock governor", "inputs")
     for key, value in {**dict.fromkeys(needed), **machine}.items():
@@ -275,7 +275,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return what differs, and what at least one of the reports does not say."""
+    """Return the differences, and the facts that at least one report does not have."""
     differences, not_known = [], []
     for name in {**a, **b}:
         one, other = a.get(name), b.get(name)
@@ -295,7 +295,7 @@ def _shown(value: Any) -> str:
 
 
 def _rows(report: Report, name: str, keys: Sequence[str]) -> dict[tuple[Any, ...], Point]:
-    """Return the points by what tells them apart."""
+    """Return the points by the values of `keys`, which must be unique."""
     found: dict[tuple[Any, ...], Point] = {}
     for point in report.points:
         values = {**vars(point), "shapes": tuple(sorted(point.shapes.items()))}
@@ -307,12 +307,12 @@ def _rows(report: Report, name: str, keys: Sequence[str]) -> dict[tuple[Any, ...
 
 
 def _setup(point: Point) -> tuple[object, ...]:
-    """Return what makes two points one setup, whose other differences are named."""
+    """Return a key that is equal if two points are of one setup."""
     return point.label, point.scenario, point.batch
 
 
 def _unlike(pairs: Sequence[tuple[Point, Point]], names: Sequence[str]) -> list[str]:
-    """Return in which of `names` points differ; settings hold sessions and threads."""
+    """Return which of `names` differ between points; settings cover sessions and threads."""
     found = []
     for a, b in pairs:
         for name in names:

@@ -1,6 +1,6 @@
 """Choose the charts of a report; each has a caption and a table of the same data.
 
-Nothing is computed that is not in the document of `report.json`.
+All figures come from the document of `report.json`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from deploykit.reporting.tables import (
 
 GPU_ROOFLINE = "gpu_roofline"
 COLUMNS = ("layer", "operator", "ms", "share")
-NEVER = "∞"  # an answer that did not come
+NEVER = "∞"  # latency of a missing answer
 _POINT_COLUMNS = ("setup", "batch", "p50 (ms)", "p99 (ms)", "throughput (inferences/s)")
-_DRAWN = 15  # layers
-_ADDS_UP = 0.05  # of a call, which the sum of its layers may be off
-_SHARES_LEFT = tuple(m * 10.0**-k for k in range(1, 8) for m in (5, 2.5, 1))  # of slower calls
+_DRAWN = 15  # most layers
+_ADDS_UP = 0.05  # share of a call by which the sum of its layers may differ
+_SHARES_LEFT = tuple(m * 10.0**-k for k in range(1, 8) for m in (5, 2.5, 1))  # slower calls
 _TICKS = (
     (2.0, "50 %"),
     (10.0, "90 %"),
@@ -48,7 +48,7 @@ _TRACES = (
 def charts(document: Json) -> tuple[list[Figure], list[str]]:
     """Return the charts that have data, and one sentence for each that has none.
 
-    The speed of wrong outputs is drawn in none.
+    No chart shows the speed of wrong outputs.
     """
     wrong = document["wrong"]
     points: list[Json] = [point for point in document["points"] if point["label"] not in wrong]
@@ -60,7 +60,7 @@ def charts(document: Json) -> tuple[list[Figure], list[str]]:
     if not points:
         missing += ["Latency and throughput of the engines were not measured."]
     scenarios = dict.fromkeys(str(point["scenario"]) for point in points)
-    for index, scenario in enumerate(scenarios, 1):  # two never share a chart
+    for index, scenario in enumerate(scenarios, 1):  # scenarios never share a chart
         chosen = [point for point in points if point["scenario"] == scenario]
         drawn += [_trade_off(document, chosen, index), _sweep(document, chosen, index)]
     for make, sentence in _MISSING.items():
@@ -166,7 +166,7 @@ def _sweep(document: Json, points: Sequence[Json], index: int) -> Chart:
 
 
 def calls_chart(document: Json) -> Chart | None:
-    """Draw the calls of each setup at the smallest batch, out of their histograms."""
+    """Draw the calls of each setup at the smallest batch from their histograms."""
     points = [p for p in document["points"] if p["histogram"] and p["histogram"]["counts"]]
     points = at_smallest([p for p in points if p["scenario"] == points[0]["scenario"]])
     look, series, rows = looks(document), [], []
@@ -208,7 +208,7 @@ def _ticks(series: Sequence[Series]) -> tuple[tuple[float, str], ...]:
 
 
 def waterfall(document: Json) -> Bars | None:
-    """Draw what a call is made of at the smallest batch, where compute was timed alone."""
+    """Draw the parts of a call at the smallest batch, if compute was timed alone."""
     bars, rows = [], []
     for label, (point, *_) in by_label(at_smallest(document["points"])).items():
         whole = value(point["latency"]["p50_ms"])
@@ -237,7 +237,7 @@ def waterfall(document: Json) -> Bars | None:
 
 
 def roofline(document: Json, name: str = "roofline") -> Chart | None:
-    """Draw what each setup reaches of what the machine can do (Williams et al., 2009)."""
+    """Draw the performance of each setup under the machine's roofline (Williams et al., 2009)."""
     found = document.get(name) or {}
     points = [p for p in found.get("points") or [] if p["intensity"] > 0 and p["gflops"] > 0]
     ceilings = found.get("ceilings") or {}
@@ -314,7 +314,7 @@ def _accuracy(document: Json) -> Chart | None:
 
 
 def served_chart(document: Json) -> Chart | None:
-    """Draw the percentiles of each load level, to the maximum, on a logarithmic axis."""
+    """Draw the percentiles of each load level up to the maximum, on a logarithmic axis."""
     series: list[Series] = []
     rows, sentences = [], []
     first = after_setups(document)
@@ -353,7 +353,7 @@ def served_chart(document: Json) -> Chart | None:
     )
 
 
-_MISSING: Mapping[Callable[[Json], Figure | None], str] = {  # charts, and what to say without data
+_MISSING: Mapping[Callable[[Json], Figure | None], str] = {  # chart -> sentence if it has no data
     calls_chart: "The latency of calls by percentile is not drawn: no calls were kept.",
     waterfall: "Where the time of a call goes is not drawn: compute alone was not timed.",
     roofline: "The roofline is not drawn: the limits of the machine were not measured.",
@@ -363,7 +363,7 @@ _MISSING: Mapping[Callable[[Json], Figure | None], str] = {  # charts, and what 
 
 
 def gpu_charts(document: Json) -> list[Chart]:
-    """Draw clock, power and temperature of the GPUs over the run, where they were recorded."""
+    """Draw clock, power and temperature of the GPUs over the run, if recorded."""
     found = []
     for key, title, unit, what in _TRACES:
         series, rows, sentences, why = [], [], [], list[str]()
@@ -396,7 +396,7 @@ def gpu_charts(document: Json) -> list[Chart]:
 
 
 def layer_rows(found: Json, most: int | None = None) -> list[tuple[str, ...]]:
-    """Return the layers that take most of a LayerTimes in JSON, then the others in one row."""
+    """Return the slowest layers of a LayerTimes in JSON, and the others in one row."""
     rows: list[tuple[str, ...]] = [
         (each["name"], each["op"], number(each["ms"]), _part(each["ms"], found["sum_ms"]))
         for each in found["layers"][:most]
@@ -413,7 +413,7 @@ def _part(part: float, whole: float | None) -> str:
 
 
 def layer_note(found: Json) -> str:
-    """Say how far the layers add up to a call, and what to think of it."""
+    """Describe how far the layers add up to a call, and what follows from that."""
     share = found["sum_ms"] / found["call_ms"]
     call, profiled = (number(found[key]) for key in ("call_ms", "profiled_ms"))
     more_us = 1e3 * (found["profiled_ms"] - found["call_ms"]) / (found["count"] or 1)

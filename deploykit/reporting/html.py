@@ -1,7 +1,7 @@
 """Write a report as one HTML file that needs no network, no second file and no script.
 
-Every string of the document is escaped, and the page's own policy lets it load and run nothing. The
-same document gives the same bytes. A notebook shows the charts in a frame, which keeps the styles.
+Every string of the document is escaped, and the page's policy forbids it to load or run anything.
+The same document gives the same bytes. A notebook shows the charts in a frame, to isolate styles.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from deploykit.reporting.tables import (
 
 CSS = asset("look.css") + Path(__file__).with_name("report.css").read_text(encoding="utf-8")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-_FRAME_PX = 560  # height in a notebook: one chart with its caption; more of them scroll
+_FRAME_PX = 560  # height in a notebook: one chart and its caption; more scroll
 
 
 def report_page(document: Mapping[str, Any]) -> str:
-    """Return the page: headline, first chart, conclusions, tables, other charts, method, all."""
+    """Return the page: headline, first chart, conclusions, tables, other charts, method, JSON."""
     document = printable(document)
     drawn, missing = charts(document)
     first, *others = [figure_html(each) for each in drawn] or [""]
@@ -55,7 +55,7 @@ def report_page(document: Mapping[str, Any]) -> str:
 
 
 def html_page(title: str, content: str) -> str:
-    """Return a page of its own around `content`."""
+    """Return a complete page around `content`."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
@@ -67,7 +67,7 @@ def html_page(title: str, content: str) -> str:
 
 
 def _headline(document: Mapping[str, Any]) -> str:
-    """Return the first sentence of the verdict; it is the doubt where there is one."""
+    """Return the first sentence of the verdict, which is the doubt if there is one."""
     first = (document["verdict"] or ["No verdict."])[0]
     unmet = not all(gate["passed"] for gate in document["gates"])
     kind = "verdict doubt" if document["invalid"] or document["throttled"] or unmet else "verdict"
@@ -114,7 +114,7 @@ def _method(document: Mapping[str, Any]) -> str:
 
 
 def raw_html(document: Mapping[str, Any]) -> str:
-    """Return JSON in an element, with `<` as \\u003c, so that no string in it can end it."""
+    """Return JSON in an element, with `<` as \\u003c, so that no string can end the element."""
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
     return (
         '<p class="note">The whole of report.json is embedded in this page, in the element '
@@ -123,7 +123,7 @@ def raw_html(document: Mapping[str, Any]) -> str:
 
 
 def printable(value: Any) -> Any:
-    """Return the document without the control characters that HTML does not allow."""
+    """Return the document without control characters that HTML forbids."""
     if isinstance(value, str):
         return "".join(c if c.isprintable() or c in "\n\t\u202f" else "�" for c in value)
     if isinstance(value, Mapping):

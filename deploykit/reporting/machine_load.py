@@ -1,8 +1,7 @@
-"""See what else uses the machine while something is timed: other processes, steal, heat, limits.
+"""Measure other load on the machine during a run: other processes, steal, heat, limits.
 
-All of it comes from Linux's /proc and /sys; elsewhere, and where a file is missing, a figure is
-None. As other tools do, `HOST_PROC` and `HOST_SYS` name other folders, of a host in a container for
-example.
+Figures come from Linux's /proc and /sys; they are None on other systems and if a file is missing.
+As in other tools, `HOST_PROC` and `HOST_SYS` name other folders, such as a host's in a container.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from pathlib import Path
 from deploykit.core.json_value import Record
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-_OTHERS_CORES, _OTHERS_SHARE = 0.1, 0.01  # of a core, and of all cores, the larger
+_OTHERS_CORES, _OTHERS_SHARE = 0.1, 0.01  # share of a core, and of all cores; the larger counts
 _STEAL, _HELD = 0.02, 0.01  # of the time
-_DISTURBED = 0.25  # of the time, in stretches of which each alone is past the bound
-_ROW_S, _STRETCH_S = 0.5, 1.0  # less says little: the counters have steps of 0.01 s
+_DISTURBED = 0.25  # share of the time, in stretches past the bound
+_ROW_S, _STRETCH_S = 0.5, 1.0  # shorter ones prove little: counters have steps of 0.01 s
 _STOP = "stop them, or move them to other CPUs, and measure again"
 _UNSEEN = "processes that are not visible from here"
 _SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "soc_thermal")
-_CPUS = 8  # whose clocks are read
+_CPUS = 8  # most CPUs whose clocks are read
 
 
 @dataclass(frozen=True)
@@ -83,12 +82,12 @@ class _Process:
     name: str
     parent: int
     used_s: float
-    ended_s: float = 0.0  # of its children that have ended
+    ended_s: float = 0.0  # CPU time of ended children
 
 
 @dataclass
 class Watch:
-    """Reads the counters; `windows` are all that were closed. `own`: more processes of this run."""
+    """Reads the counters; `windows` are the closed ones, `own` further processes of the run."""
 
     own: tuple[int, ...] = ()
     proc: Path = field(default_factory=lambda: Path(os.environ.get("HOST_PROC", "/proc")))
@@ -106,24 +105,24 @@ class Watch:
         return len(self._cpus)
 
     def know_children(self) -> None:
-        """Count the processes that this one, and those of `own`, have started as this run's."""
+        """Count the children of this process and of those in `own` as this run's."""
         self._family = {os.getpid(), *self.own}
         parents = {each.pid: each.parent for each in self._processes()}
         while more := {pid for pid, up in parents.items() if up in self._family} - self._family:
             self._family |= more
 
     def begin(self) -> None:
-        """Start a window here."""
+        """Start a window."""
         self._last = self._read()
 
     def close(self) -> Window:
-        """Return the window since `begin`; its end is the next one's begin."""
+        """Return the window since `begin` and start the next one."""
         window = self._window()
         self.windows.append(window)
         return window
 
     def over(self, length_s: float, sleep: Callable[[float], None]) -> Window:
-        """Return a window of that length in which this process sleeps; not in `windows`."""
+        """Return a window of `length_s` in which this process sleeps; `windows` omits it."""
         self.begin()
         sleep(length_s)
         return join([self._window()])
@@ -158,11 +157,11 @@ class Watch:
 
     @property
     def bound(self) -> float:
-        """Cores of other processes from which on a figure cannot be used."""
+        """The load of other processes, in cores, above which a figure cannot be used."""
         return max(_OTHERS_CORES, _OTHERS_SHARE * self.cpus)
 
     def _read(self) -> _Reading | None:
-        with suppress(ValueError):  # a file of another format, under HOST_PROC
+        with suppress(ValueError):  # another format, under HOST_PROC
             return self._parse()
         return None
 
@@ -196,7 +195,7 @@ class Watch:
         return self.sys / "devices" / "system" / "cpu" / f"cpu{number}"
 
     def _process(self, pid: int) -> _Process | None:
-        """From its line in /proc; a name may hold spaces and brackets."""
+        """Parse a process's line in /proc; its name may hold spaces and brackets."""
         text = "".join(_lines(self.proc / str(pid) / "stat"))
         name, _, rest = text.partition("(")[2].rpartition(")")
         fields = rest.split()
@@ -216,7 +215,7 @@ class Watch:
         return {each.pid: each for each in self._processes() if each.pid not in self._family}
 
     def _busiest(self, seconds: float) -> tuple[str, float | None]:
-        """Return the other process that used most since this was last asked, and its cores."""
+        """Return the other process that used most since the last call, and its cores."""
         before, self._others = self._others, self._find_others()
         used_s = {
             pid: each.used_s - (before[pid].used_s if pid in before else 0.0)
@@ -241,12 +240,12 @@ class Watch:
         with suppress(OSError):
             for zone in (self.sys / "class" / "thermal").glob("thermal_zone*"):
                 found += _values(zone / "temp")
-        found = [value / 1e3 for value in found if 0 < value < 150_000]  # others are no readings
+        found = [value / 1e3 for value in found if 0 < value < 150_000]  # others are invalid
         return max(found) if found else None
 
 
 def marks(windows: Sequence[Window], bound_cores: float) -> tuple[str, ...]:
-    """Return why a row whose blocks ran in `windows` says little: load past a bound."""
+    """Return why a row timed in `windows` is unreliable: load past a bound."""
     return tuple(what for what, _, _ in _disturbances(join(windows), bound_cores))
 
 
@@ -264,7 +263,7 @@ def invalid(outside: Outside, bound_cores: float) -> tuple[str, ...]:
 
 
 def sum_up(watch: Watch, before: Window, after: Window) -> Outside:
-    """Sum up a run in whose blocks `watch` had its windows."""
+    """Sum up the windows of a run."""
     stretch: list[Window] = []
     disturbed_s = 0.0
     for window in watch.windows:
@@ -277,7 +276,7 @@ def sum_up(watch: Watch, before: Window, after: Window) -> Outside:
 
 
 def join(windows: Sequence[Window]) -> Window:
-    """Return one window of several: means over time, the lowest clock, the highest temperature."""
+    """Merge windows: means over time, the lowest clock, the highest temperature."""
     seconds = sum(each.seconds for each in windows)
 
     def known(name: str) -> list[float]:
@@ -311,7 +310,7 @@ def join(windows: Sequence[Window]) -> Window:
 
 
 def _disturbances(during: Window, bound_cores: float) -> Iterator[tuple[str, str, str]]:
-    """Yield what disturbed, how much, and the remedy."""
+    """Yield each disturbance, its amount and the remedy."""
     long_enough = during.seconds >= _ROW_S
     if long_enough and (during.others_cores or 0) >= bound_cores:
         what = f"other processes ran meanwhile, most of all {during.busiest or _UNSEEN}"
@@ -327,7 +326,7 @@ def _disturbances(during: Window, bound_cores: float) -> Iterator[tuple[str, str
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the lines of a small file; none if it cannot be read."""
+    """Return the lines of a small file; [] if it cannot be read."""
     with suppress(OSError, UnicodeError):
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     return []

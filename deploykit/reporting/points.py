@@ -1,4 +1,4 @@
-"""What was measured of one setup, and on the CPU with which settings: the rows of a report."""
+"""Define the rows of a report: measurements of setups and their CPU settings."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class BestCpu(Record):
 
 
 def describe_best(best: Sequence[BestCpu], points: Sequence[Point]) -> list[str]:
-    """Return a sentence that names the fastest column at each batch size, of `points` alone."""
+    """Return a sentence naming the fastest of `points` at each batch size."""
     known = {(point.label, point.batch): _runs(point) for point in points}
     found = []
     for each in best:
@@ -198,12 +198,12 @@ def describe_best(best: Sequence[BestCpu], points: Sequence[Point]) -> list[str]
 
 
 def _runs(point: Point) -> str:
-    """ "OpenVINO int8": what runs it, and in which precision."""
+    """Name runtime and precision: "OpenVINO int8"."""
     name = point.runtime.partition(" ")[0]
     return f"{RUNTIMES[name].title if name in RUNTIMES else name} {point.precision}"
 
 
-# Which of several points is fastest, and from which batch on one setup is ahead of another.
+# Choose the fastest point, and find the batch from which one setup is ahead of another.
 
 _SURE = 1.96  # standard deviations
 
@@ -211,12 +211,12 @@ _SURE = 1.96  # standard deviations
 def crossover(
     points_a: Sequence[Point], points_b: Sequence[Point], by: str = "throughput"
 ) -> int | None:
-    """Return the smallest batch measured on both from which a stays ahead of b; None: never.
+    """Return the smallest common batch from which a stays ahead of b; None if there is none.
 
-    Ahead: the 95 % intervals do not touch, by "throughput" or by "p50" latency, and the figures
-    differ by more than is practically equal, and by more than one process differs from another
-    where the points were timed in one. Nothing is interpolated. Raises BadInput when no batch was
-    measured on both, or one twice on one side.
+    a is ahead if the 95 % intervals of "throughput" or "p50" latency do not touch, and the figures
+    differ by more than is practically equal and, for points timed in one process, by more than the
+    spread of processes. Nothing is interpolated. Raises BadInput when no batch was measured on
+    both, or a batch twice on one side.
     """
     side_a, side_b = _by_batch(points_a), _by_batch(points_b)
     common = sorted(side_a.keys() & side_b.keys(), reverse=True)
@@ -231,7 +231,7 @@ def crossover(
 
 
 def best(points: Sequence[Point], by: str = "throughput") -> Point:
-    """Return the point of highest throughput, or by "p50" of lowest median latency.
+    """Return the point with the highest throughput or, by "p50", the lowest median latency.
 
     Raises BadInput when there is none, or none with enough samples for a median.
     """

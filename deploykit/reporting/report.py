@@ -1,7 +1,7 @@
-"""A report: all the measurements of a run as data, and the three files that are made of it.
+"""Hold all measurements of a run as data, and write and read its report files.
 
-`report.json` is the source; `report.md` and `report.html` are made from it. Nothing reads a clock:
-the same report gives the same bytes.
+`report.json` is the source of `report.md` and `report.html`. Nothing reads a clock, so the same
+report gives the same bytes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from deploykit.reporting.points import (
     crossover,
 )
 
-_MOST_ITEMS = 100_000  # of a list
-_MAY_BE_INFINITE = {"max_ms"}  # of calls without an answer; written as null
-VERSION = 2  # of the format; reports of version 1, which know less, are still read
+_MOST_ITEMS = 100_000  # longest list
+_MAY_BE_INFINITE = {"max_ms"}  # if calls had no answer; written as null
+VERSION = 2  # of the format; version 1, with fewer keys, is still read
 
 
 @dataclass(frozen=True)
@@ -212,13 +212,13 @@ class Report:
 
     @property
     def usable(self) -> tuple[Point, ...]:
-        """Return the points that anything may be derived from."""
+        """The points that conclusions may be derived from."""
         if self.throttled or self.invalid:
             return ()
         return tuple(p for p in self.points if p.label not in self.wrong and not p.marks)
 
     def speedup(self, candidate: Point, reference: Point) -> Interval:
-        """Return `speedup` with an interval that holds with those of all of the report."""
+        """Return `speedup`, whose interval holds together with all others of the report."""
         return speedup(candidate, reference, max(1, len(_pairs(self.usable, self.baseline))))
 
     def __post_init__(self) -> None:
@@ -228,7 +228,7 @@ class Report:
                 raise BadInput(f"`{name}` must be a number above 0, got {given}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `report.json` holds."""
+        """Return the content of `report.json`."""
         return {"report": VERSION, **json_value(self, *self.shown)}
 
     def _repr_html_(self) -> str:
@@ -237,11 +237,11 @@ class Report:
 
 
 def speedup(candidate: Point, reference: Point, tests: int = 1) -> Interval:
-    """Return the candidate's throughput by the reference's, paired by process, or by round.
+    """Return candidate's throughput divided by reference's, paired by process or by round.
 
-    Where there is one process, rounds do not show how processes differ, so that is assumed, for
-    each side. `tests`: the intervals of so many ratios hold together. Raises BadInput for points
-    that cannot be compared: another scenario, batch or number of rounds.
+    With one process the spread between processes is not measured, so it is assumed for each side.
+    `tests`: the number of ratios whose intervals hold together. Raises BadInput for points with
+    different scenarios, batches or numbers of rounds.
     """
     for what in ("scenario", "batch", "rounds"):
         a, b = getattr(candidate, what), getattr(reference, what)
@@ -271,7 +271,7 @@ def _pairs(points: Sequence[Point], baseline: str) -> list[tuple[Point, Point]]:
 
 
 def crossovers(points: Sequence[Point], baseline: str) -> tuple[Crossover, ...]:
-    """For each other setup the batch from which it stays ahead of the baseline, or None."""
+    """Return for each other setup the batch from which it stays ahead of the baseline, or None."""
     found = []
     pairs = _pairs(points, baseline)
     for scenario, label in dict.fromkeys((p.scenario, p.label) for p, _ in pairs):
@@ -283,10 +283,10 @@ def crossovers(points: Sequence[Point], baseline: str) -> tuple[Crossover, ...]:
 
 
 def write(report: Report, folder: Path) -> Path:
-    """Write report.json, report.md and report.html; returns the path of the last.
+    """Write report.json, report.md and report.html; return the path of the last.
 
-    All are whole before the first replaces an earlier one; the JSON is last. Raises BadInput when
-    `folder` cannot be written to, Unsupported when the disk is full.
+    All are complete before the first replaces an earlier file; the JSON is last. Raises BadInput
+    when `folder` cannot be written to, Unsupported when the disk is full.
     """
     document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
@@ -300,12 +300,12 @@ _NUMBERS = re.compile(r"\[\n[-+\d.eE,\s]+\]")  # a line break in JSON is never i
 
 
 def _one_line(numbers: re.Match[str]) -> str:
-    """Put a list of numbers, each on a line of its own, on one line."""
+    """Join a list of numbers, each on its own line, into one line."""
     return " ".join(numbers[0].split()).replace("[ ", "[").replace(" ]", "]")
 
 
 def is_report(source: object) -> bool:
-    """Return whether a path is that of a .json file, or of a folder with a report in it."""
+    """Return whether a path is a .json file, or a folder with a report in it."""
     if not isinstance(source, (str, os.PathLike)):
         return False
     path = Path(os.fsdecode(source))
@@ -325,14 +325,14 @@ def read(source: StrPath) -> Report:
             f"{path}: is a report of version {version}; this deploykit reads up to {VERSION}",
             hint="install a newer deploykit: pip install -U deploykit",
         )
-    _check_numbers(values, str(path))  # an integer may be too large for a float
+    _check_numbers(values, str(path))  # integers may be too large for a float
     report: Report = from_json(Report, values, str(path))
     _check_numbers(report, str(path))
     return report
 
 
 def _check_numbers(value: object, where: str) -> None:
-    """Raise BadInput, naming the key, for numbers that are not finite or huge, and long lists."""
+    """Raise BadInput naming the key for huge or infinite numbers, NaN, and long lists."""
     items: Iterable[tuple[str | int, object]] = ()
     if is_dataclass(value):
         items = ((each.name, getattr(value, each.name)) for each in fields(value))

@@ -1,6 +1,6 @@
-"""The tables of a report, as strings, for every format that it is written in.
+"""Make the tables of a report as strings, for all its formats.
 
-What was not measured is marked as such: never a 0 or an empty cell.
+A missing measurement is marked as such, never as 0 or an empty cell.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from deploykit.evaluation.html_tables import Json, Table, _or_infinite, parity_t
 from deploykit.reporting.charts import Mark
 
 NOT_MEASURED = "not measured"
-Columns = Mapping[str, Callable[[Any], str]]  # name -> the cell of a row
-_TEXT = (  # columns without figures, besides the first
+Columns = Mapping[str, Callable[[Any], str]]  # name of a column -> function from a row to its cell
+_TEXT = (  # columns without figures, except the first
     *("setup", "precision", "metric", "load", "loop", "layer", "operator", "result", "detail"),
     *("device", "runtime", "sessions, threads", "notes", "verdict", "value of"),
     *("scenario", "settings", "note", "predicted from", "read from", "format", "SHA-256"),
@@ -33,32 +33,32 @@ def text_columns(names: Iterable[str]) -> tuple[int, ...]:
 
 
 def looks(document: Json) -> dict[str, int]:
-    """Return the look of each setup in every chart, no two alike; the baseline has 0."""
+    """Return the unique look of each setup in all charts; the baseline has 0."""
     labels = list(dict.fromkeys(str(point["label"]) for point in document["points"]))
     others = [label for label in labels if label != document["baseline"]]
     return {document["baseline"]: 0} | {label: i for i, label in enumerate(others, 1)}
 
 
 def after_setups(document: Json) -> int:
-    """Return the first look that no setup has: of load levels, GPUs and parts of a call."""
+    """Return the first look after the setups', for load levels, GPUs and parts of a call."""
     return len(looks(document)) if document.get("points") else 1
 
 
 def why_not(document: Json, point: Json) -> str:
-    """Return why nothing is concluded from a point; "" where something is."""
+    """Return why a point is not used for conclusions; "" if it is used."""
     if point["label"] in document.get("wrong", ()):
         return "wrong outputs"
     return "; ".join(point.get("marks") or ())
 
 
 def name_in_charts(document: Json, label: str, points: Sequence[Json]) -> str:
-    """Return a label, with a warning where nothing is concluded from some of its points."""
+    """Return a label, with a warning if some of its points are not used for conclusions."""
     marked = any(why_not(document, point) for point in points)
     return f"✗ {label}" if marked else label
 
 
 def by_label(points: Sequence[Json]) -> dict[str, list[Json]]:
-    """Return the points of each setup, by batch."""
+    """Return the points of each setup, sorted by batch."""
     labels = dict.fromkeys(str(point["label"]) for point in points)
     return {
         label: sorted((p for p in points if p["label"] == label), key=lambda p: int(p["batch"]))
@@ -71,14 +71,14 @@ def rate_of(point: Json) -> float:
 
 
 def accuracy_of(rows: Sequence[Json], label: str, precision: str) -> Json | None:
-    """Return the row of `accuracy` that is a setup's, else the first of its precision."""
+    """Return the setup's row of `accuracy`, else the first of its precision."""
     own = [row for row in rows if row.get("label") and f"{label}, ".startswith(f"{row['label']}, ")]
     own = own or [row for row in rows if row["precision"] == precision][:1]
     return max(own, key=lambda row: len(row.get("label", "")), default=None)
 
 
 def at_smallest(points: Sequence[Json]) -> list[Json]:
-    """Return those of the smallest batch: a setup may have been timed at larger ones only."""
+    """Return the points at the smallest batch, which some setups may lack."""
     smallest = min((int(point["batch"]) for point in points), default=1)
     return [point for point in points if int(point["batch"]) == smallest]
 
@@ -92,12 +92,12 @@ def mark(x: float, parts: Json, text: str = "") -> Mark:
 
 
 def limit_line(slo_ms: float | None, of: str) -> tuple[float, str] | None:
-    """Return where a chart shows the time that was wanted."""
+    """Return the position and label of the wanted latency in a chart."""
     return (slo_ms, f"wanted{of}: {number(slo_ms)}{SPACE}ms") if slo_ms else None
 
 
 def load_label(result: Json) -> str:
-    """Return how a load level is called: "32 connections" or "450 requests/s"."""
+    """Return the name of a load level: "32 connections" or "450 requests/s"."""
     if result["mode"] == "open":
         return f"{number(result['rate_per_s'])} requests/s"
     connections = int(result["concurrency"])
@@ -148,7 +148,7 @@ def summary(document: Json) -> Table:
 
 
 def best_by_batch(document: Json) -> Table:
-    """Return per batch size the baseline and the best on a CPU and on a GPU, where there is one."""
+    """Return per batch size the baseline and, if any, the best on a CPU and on a GPU."""
     kinds: Mapping[str, Callable[[Json], bool]] = {
         "baseline": lambda point: point["label"] == document["baseline"],
         "best CPU": lambda point: point["device"] == "cpu",
@@ -202,13 +202,13 @@ def _against(document: Json, point: Json) -> str:
 
 
 def _sizes(point: Json) -> str:
-    """Return the inputs of one call: "image 8×3×224×224"; "" where a report does not say them."""
+    """Return the inputs of one call, "image 8×3×224×224"; "" if a report has none."""
     shapes: Mapping[str, Sequence[int]] = point["shapes"]
     return "; ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in shapes.items())
 
 
 def details(document: Json) -> list[Table]:
-    """Return all other tables, in the order of the steps from the weights to the served model."""
+    """Return all other tables, ordered as the steps from the weights to the served model."""
     every = [point for chosen in by_label(document["points"]).values() for point in chosen]
     tables = [
         make_table(
@@ -285,7 +285,7 @@ def _how(point: Json) -> str:
 
 
 def _decided_by(document: Json, parity: Json) -> str:
-    """Say what decides on an artefact whose precision no bound applies to; else ""."""
+    """Return what decides on an artefact whose precision has no bound; else ""."""
     precisions = {each.get("file"): each.get("precision") for each in document["artefacts"]}
     rival = parity["b"].partition(" in ")[2].split()  # "model.onnx in OpenVINO bf16"
     precision = precisions.get(parity["b"], rival[1] if len(rival) > 1 else "fp32")
@@ -448,7 +448,7 @@ def _machine_rows(document: Json) -> Iterator[tuple[str, str]]:
 
 
 def _conditions(values: Json) -> Iterator[tuple[str, str]]:
-    """Yield what held for a GPU during the run, without what is not known but throttling."""
+    """Yield a GPU's conditions during the run; unknown ones are omitted, except throttling."""
     low, high, most = (values[f"clock_{key}_mhz"] for key in ("low", "high", "max"))
     if low is not None:
         limit = f", at most {number(most)}" if most is not None else ""

@@ -1,7 +1,7 @@
 """Summarise a report in a few sentences: unmet gates, the headline and what follows from it.
 
-The most important sentence comes first. A ratio is only ever between two points of the same
-scenario and batch; where the intervals allow no difference, none is claimed.
+The most important sentence comes first. A ratio compares two points of the same scenario and batch;
+no difference is claimed unless the intervals show one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from deploykit.reporting.points import Point, best, crossover, describe_best
 from deploykit.reporting.report import Report
 from deploykit.reporting.tables import accuracy_of, load_label
 
-_MOST = 3  # engines, or reasons, that are named
+_MOST = 3  # most engines or reasons to name
 _INTEGER = ("int8", "uint8", "int4")
-_PAYS = 1.1  # times the throughput that larger batches have to give
-_FAR = 0.25  # of what the roofline allows: neither arithmetic nor memory is the limit below it
+_PAYS = 1.1  # factor of throughput that makes larger batches worth it
+_FAR = 0.25  # share of the roofline; below it neither arithmetic nor memory is the limit
 
 
 def verdict(report: Report) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ def _describe_gaps(report: Report) -> str:
 
 
 def _power_mode(report: Report) -> Iterator[str]:
-    """Warn where a Jetson's power mode is not known: its figures hold in one mode."""
+    """Warn if a Jetson's power mode is not known, as figures hold in one mode only."""
     modes = [each.power_mode for each in report.conditions if each.power_mode]
     is_jetson = report.machine.get("l4t") or report.machine.get("board")
     is_jetson = is_jetson or any("sysfs" in each.source for each in report.conditions)
@@ -85,7 +85,7 @@ def _power_mode(report: Report) -> Iterator[str]:
 
 
 def _describe_scenarios(report: Report) -> list[str]:
-    """Values of different scenarios are never compared, so each has a sentence."""
+    """Return a sentence per scenario, as their values must not be compared."""
     found: dict[str, list[str]] = {}
     for each in report.scenarios:
         value = f"{number(each.value)} {each.metric}" if each.value is not None else each.why
@@ -124,7 +124,7 @@ def _describe_load(result: LoadResult) -> str:
 
 
 def _headlines(report: Report) -> Iterator[str]:
-    """Yield those of each engine asked for, else of the fastest; of one model its figures."""
+    """Yield sentences on each requested engine, else on the fastest; for one model its figures."""
     usable = report.usable
     if not report.points:
         yield from [] if report.serving else ["No engine was timed."]
@@ -157,12 +157,12 @@ def _headlines(report: Report) -> Iterator[str]:
 
 
 def _is_of(label: str, first: str) -> bool:
-    """Return whether a label is that of an engine, in any number of sessions."""
+    """Return whether a label belongs to an engine, in any number of sessions."""
     return f"{label}, ".startswith(f"{first}, ")
 
 
 def _figures(report: Report, own: Sequence[Point]) -> str:
-    """Return what a model reaches that nothing was given to compare with."""
+    """Describe the figures of a model without anything to compare it with."""
     first, top = min(own, key=lambda point: point.batch), best(own)
     p50 = first.latency.p50_ms
     at = f"p50 {number(p50.value)}{SPACE}ms at batch {first.batch}; " if p50 else ""
@@ -171,7 +171,7 @@ def _figures(report: Report, own: Sequence[Point]) -> str:
 
 
 def _headline(report: Report, others: Sequence[Point], own: Sequence[Point]) -> list[str]:
-    """Compare an engine with its like, then with faster columns; then say what follows."""
+    """Compare an engine with its reference, then with faster columns; then conclude."""
     usable = report.usable
     pairs = [(point, found) for point in others if (found := _reference(point, usable, own))]
     if not pairs:
@@ -214,9 +214,10 @@ def _headline(report: Report, others: Sequence[Point], own: Sequence[Point]) -> 
 
 
 def _reference(point: Point, usable: Sequence[Point], own: Sequence[Point]) -> Point | None:
-    """Return what a point is compared with: the baseline with the same sessions and threads.
+    """Return the reference of a point: the baseline with the same sessions and threads.
 
-    A GPU's: the fastest on the CPU. One of the baseline itself, or without its like: the baseline.
+    A GPU's point is compared with the fastest on the CPU. If no baseline has the same settings, it
+    is another point of the baseline.
     """
     if point.device != "cpu":
         cpu = [each for each in usable if each.device == "cpu" and _is_comparable(each, point)]
@@ -226,7 +227,7 @@ def _reference(point: Point, usable: Sequence[Point], own: Sequence[Point]) -> P
 
 
 def _is_alike(a: Point, b: Point) -> bool:
-    """Return whether both have the same settings; a GPU is compared with all of the CPU."""
+    """Return whether both have the same settings, or one of them is on a GPU."""
     settings = [(point.sessions, point.threads, point.settings) for point in (a, b)]
     return not a.device == b.device == "cpu" or settings[0] == settings[1]
 
@@ -272,7 +273,7 @@ def _accuracy(report: Report, candidate: Point) -> str:
 
 @dataclass(frozen=True)
 class _Pair:
-    """The two points of a headline. Each conclusion is about one engine and measured batches."""
+    """The two points of a headline. Each conclusion is on one engine and measured batches."""
 
     report: Report
     candidate: Point
@@ -286,7 +287,7 @@ class _Pair:
         return [point for point in self.usable if point.label == label]
 
     def crossover(self) -> str:
-        """Say from which batch it is ahead of the reference; a GPU of all on the CPU."""
+        """Name the batch from which it is ahead of the reference; a GPU, of all on the CPU."""
         own, rivals = self.of(self.candidate.label), self.of(self.reference.label)
         if self.candidate.device != "cpu":
             rivals = [point for point in self.usable if point.device == "cpu"]
@@ -307,7 +308,7 @@ class _Pair:
         return f"{self.candidate.label} is ahead of {rival} {', '.join(found)}."
 
     def integer(self) -> str:
-        """Say whether INT8 pays, against float32 on the same device with as many threads."""
+        """State whether INT8 beats float32 on the same device with as many threads."""
         if self.candidate.precision not in _INTEGER:
             return ""
         found: list[tuple[int, Interval]] = []
@@ -326,7 +327,7 @@ class _Pair:
         return f"{self.candidate.precision.upper()} {pays}: {parts}, against float32."
 
     def batching(self) -> str:
-        """Say whether more rows in a call pay, by the intervals' nearer ends."""
+        """State whether larger batches pay, by the nearer ends of the intervals."""
         own = self.of(self.candidate.label)
         first, most = min(own, key=lambda point: point.batch), best(own)
         least = first.throughput_per_s
@@ -346,7 +347,7 @@ class _Pair:
         return f"{text} {first.batch}."
 
     def bound(self) -> str:
-        """Say what limits it: by the share of a call that is not compute, else the roofline."""
+        """Name its limit by the share of a call that is not compute, else by the roofline."""
         candidate = self.candidate
         compute, whole = candidate.compute, candidate.latency.p50_ms
         at = f"{candidate.label} at batch {candidate.batch}"
@@ -360,7 +361,7 @@ class _Pair:
         return ""
 
     def within_slo(self) -> str:
-        """Name the highest throughput of both with a p99 within the wanted latency."""
+        """Name the highest throughput of both whose p99 is within the wanted latency."""
         slo_ms, parts = self.report.slo_ms, []
         if slo_ms is None:
             return ""
@@ -377,7 +378,7 @@ class _Pair:
         return f"Within {number(slo_ms)}{SPACE}ms at p99: {'; '.join(parts)}."
 
     def energy(self) -> str:
-        """Name the energy of one inference on both, where a meter was there."""
+        """Name the energy of one inference on both, if it was metered."""
         found = {(each.label, each.batch): each for each in self.report.energy}
         first, second = (found.get((p.label, p.batch)) for p in (self.candidate, self.reference))
         if first is None:
