@@ -284,3 +284,17 @@ def test_the_cache_is_where_the_environment_says(
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder() == tmp_path / ".cache" / "deploykit"
+
+
+def test_an_output_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power failure could leave an empty file under a name that was there before."""
+    out, named = tmp_path / "model.onnx", []
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: named.append(out.exists()))
+    with atomic_write(out) as tmp:
+        tmp.write_bytes(b"1")
+    assert named == [False]
+    with atomic_write(out, durable=False) as tmp:
+        tmp.write_bytes(b"2")
+    assert named == [False]
