@@ -141,7 +141,7 @@ class Interval(Record):
 
 @dataclass(frozen=True)
 class Drop(Record):
-    """How much worse a candidate scores than a reference on the same `n` samples.
+    """A candidate's loss of score against a reference on the same `n` samples.
 
     `drop` is positive when the candidate is worse. `unit`: "pp", a difference of shares (0.01 is
     one percentage point); "%", perplexity's relative rise (0.01 is one per cent); "", the score's

@@ -79,7 +79,7 @@ class TargetPlan(Record):
 
 @dataclass(frozen=True)
 class Planned(Record):
-    """What `plan` predicts.
+    """The predictions of `plan`.
 
     `axes`: the sizes of dynamic axes. `flops`, `nodes`: at the first of `batches`. `unknown`:
     operators that no formula is known for, counted by the bytes they move. `hints`: sizes that

@@ -19,7 +19,7 @@ CLOSED_LOOP = "closed-loop"
 
 @dataclass(frozen=True)
 class Point(Record):
-    """What was measured of one setup at one batch size.
+    """The measurement of one setup at one batch size.
 
     `latency`: of single calls over all rounds (`samples` of them). `throughput_per_s`: rows per
     second, with an interval over the rounds. `round_rates`: rows per second of each, in order.
