@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import glob
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from deploykit.core.files import write_errors
+from deploykit.core.files import temporary_folder, write_errors
 
 _AT_FDCWD, _EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
@@ -27,24 +24,16 @@ def staged_folder(out: Path) -> Iterator[Path]:
     The old `out` is removed. Raises BadInput when `out` cannot be written, Unsupported when the
     disk is full.
     """
-    prefix = f".{out.name[:100]}.bundle-"
-    with write_errors(out):
-        for left in out.parent.glob(f"{glob.escape(prefix)}*"):
-            if not Path("/proc", left.name.removeprefix(prefix).partition("-")[0]).exists():
-                shutil.rmtree(left, ignore_errors=True)  # left by a killed process
-        work = Path(tempfile.mkdtemp(dir=out.parent, prefix=f"{prefix}{os.getpid()}-"))
-        try:
-            folder = work / "folder"
-            folder.mkdir(mode=0o755)
-            yield folder
-            for parent, _, names in os.walk(folder):
-                for name in names:
-                    sync(Path(parent, name))
-                sync(Path(parent))
-            _put(folder, out)
-            sync(out.parent)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+    with write_errors(out), temporary_folder(out) as work:
+        folder = work / "folder"
+        folder.mkdir(mode=0o755)
+        yield folder
+        for parent, _, names in os.walk(folder):
+            for name in names:
+                sync(Path(parent, name))
+            sync(Path(parent))
+        _put(folder, out)
+        sync(out.parent)
 
 
 def _put(folder: Path, out: Path) -> None:
