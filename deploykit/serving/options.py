@@ -131,6 +131,13 @@ class ServeOptions:
         1,
         86_400_000,
     )
+    drain_s: float = option(
+        0.0,
+        "--drain-s SECONDS  How long to go on answering after SIGTERM, not ready, so that load "
+        "balancers notice",
+        0,
+        3600,
+    )
     max_body_bytes: int = option(64 << 20, "--max-body-bytes BYTES  Largest request", 1, 1 << 40)
     max_held_bytes: int | None = option(
         None,

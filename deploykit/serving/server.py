@@ -50,6 +50,9 @@ __all__ = ["HttpLimits", "ServeOptions", "Server", "run"]
 
 TICK_S = 0.1  # how late a deadline may be noticed
 DRAIN_S = 30.0  # time limit for an engine during a shutdown
+SOON_S = 5.0  # of it in which the clients of open connections may still send requests
+LINGER_S = 0.05  # how long idle connections stay open once the ports are closed: a request may
+MOST_LINGER_S = 1.0  # be on its way; as long as `drain_s`, up to this
 CLOSE_S = 5.0  # time limit for clients to read their replies after that
 FATAL_S = 1.0  # replaces both limits once the device is lost: a supervisor should restart us
 OFFLOAD_THREADS = 2  # threads for large and compressed bodies
@@ -201,10 +204,19 @@ class Server:
             on_ready(self.host, self.port, self.grpc_port)
             self._group.listening()
             await self._stopped.wait()
-            may_close = self._group.may_close
-            await self._until(lambda: not self._unanswered and may_close(), DRAIN_S)
+            drain_s = self._options.drain_s
+            await self._until(lambda: False, drain_s)  # balancers look for other servers
             for acceptor in self._acceptors:
                 acceptor.close()
+            for port in self._ports:
+                port.retire()
+            await self._until(
+                lambda: not self._connections, max(LINGER_S, min(MOST_LINGER_S, drain_s))
+            )
+            await self._until(lambda: not self._unanswered, SOON_S)
+            self.repository.drain()
+            may_close = self._group.may_close
+            await self._until(lambda: not self._unanswered and may_close(), DRAIN_S)
             dropped = self._unanswered
             for connection in self._connections:
                 connection.close()
@@ -265,9 +277,9 @@ class Server:
             self._finished.run(partial(deliver_inline, (request,)))
 
     def _begin_drain(self) -> None:
-        self.repository.drain()
+        self.repository.leave()
         for port in self._ports:
-            port.draining = True
+            port.retire()
         self._stopped.set()
 
     def _abort(self) -> None:

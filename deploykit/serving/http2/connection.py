@@ -55,6 +55,7 @@ _TURN_COST = 1024  # frames that one connection may have processed in a turn of 
 _BUSY_COST = 128  # the same while other connections' frames wait for their turn
 _CHECKED = 15  # a bit mask: the time is checked after 16 frames, and after every 16 more
 _MOST_SETTINGS = 64  # settings in one frame
+_RETIRING = b"retiring"  # the content of a PING
 _SETTINGS_COST = 10  # counts as so many frames, as each may move the windows of all streams
 
 
@@ -232,6 +233,11 @@ class Http2Port(Port):
     def connect(self) -> Http2Connection:
         return Http2Connection(self)
 
+    def retire(self) -> None:
+        super().retire()
+        for connection in cast("set[Http2Connection]", self.connections):
+            connection.retire()
+
     def flush_soon(self, connection: Http2Connection) -> None:
         """Flush the connection once the running callbacks of this turn of the loop have written."""
         if not self._written:
@@ -268,6 +274,8 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.phase = AWAIT_PREFACE
         self.since_s = shared.now_s  # start of the current wait: idle, or inside a header block
         self.queued = False  # its frames wait for a turn of the loop
+        self._retiring = False  # the client has been asked to open no more streams
+        self._retired = False  # the client knows
         self._left = b""  # an incomplete frame, and frames that wait for the next turn of the loop
         self._heads = HeaderReader(shared.parse, shared.limits.header_bytes)
         self._block: list[bytes] = []  # an incomplete header block
@@ -529,7 +537,8 @@ class Http2Connection(asyncio.BufferedProtocol):
             return
         shared, streams = self.shared, self.streams
         limits = shared.limits
-        if len(streams) >= limits.streams or shared.open_streams >= limits.all_streams:
+        full = len(streams) >= limits.streams or shared.open_streams >= limits.all_streams
+        if full or self._retired:
             self._refuse(number, REFUSED_STREAM, flags)
             return
         shared.open_streams += 1
@@ -577,6 +586,10 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._settings(flags, payload)
         elif kind == PING and not flags & ACK:
             self.write(frame(PING, ACK, 0, payload))
+        elif kind == PING and self._retiring and payload == _RETIRING:
+            self._retired = True
+            if not self.streams:
+                self.close()
         elif kind == PUSH_PROMISE:
             raise ConnectionFault(PROTOCOL_ERROR, "a client does not push")
         elif kind == PRIORITY and not number:
@@ -740,6 +753,8 @@ class Http2Connection(asyncio.BufferedProtocol):
             self.release(stream)
         if not self.streams:
             self.since_s = self.shared.now_s
+            if self._retired:
+                self.close()
 
     def _refuse(self, number: int, code: int, flags: int) -> None:
         """Reset a stream that has not begun."""
@@ -790,6 +805,16 @@ class Http2Connection(asyncio.BufferedProtocol):
             return True
         self._read_by_s = min(latest_s, self._read_by_s + sent / LEAST_BYTES_S)
         return now_s <= self._read_by_s
+
+    def retire(self) -> None:
+        """Ask the client to open no more streams here; close once those it has opened have ended.
+
+        It may open some before it reads this: it knows once it has answered the PING.
+        """
+        if self.phase is not CLOSED and not self._retiring:
+            self._retiring = True
+            self.write(frame(GOAWAY, 0, 0, _number(LARGEST_STREAM) + _number(NO_ERROR)))
+            self.write(frame(PING, 0, 0, _RETIRING))
 
     def close(self) -> None:
         """Accept no more streams; close once all written data is sent."""

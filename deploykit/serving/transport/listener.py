@@ -87,6 +87,10 @@ class Port(ABC):
     def unanswered(self) -> int:
         return sum(connection.unanswered for connection in self.connections)
 
+    def retire(self) -> None:
+        """End each connection with its next reply: the server is about to stop."""
+        self.draining = True
+
     def tick(self, now_s: float) -> None:
         """Update the time and check all connections, unless a check is still running."""
         if not self._unchecked:

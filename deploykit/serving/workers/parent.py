@@ -259,6 +259,7 @@ class Parent:
         self._workers: dict[int, Forked] = {}  # by pid
         self._hub = Hub(self._workers, count, self._do)
         self._shared = shared
+        self._drain_s = options.drain_s
         self._share_bytes = 2 * (options.max_body_bytes + SHARE_BYTES)
         self._engines: Mapping[str, RemoteEngine] | None = None  # None until they are known
         self._failures = dict.fromkeys(range(ENGINE if shared else 1, count + 1), 0)
@@ -310,7 +311,7 @@ class Parent:
         await self._stopped.wait()
         for worker in self._workers.values():
             self._drain(worker)
-        await self._until_ended(END_S, signals=2)
+        await self._until_ended(END_S + self._drain_s, signals=2)
         for worker in self._workers.values():
             if worker.link is not None:
                 worker.link.send("abort")
