@@ -317,7 +317,10 @@ class GrpcCall(Stream):
         while reader.need and not self.gone:
             need = reader.need - PREFIX_BYTES
             if need > method.max_bytes or need > shared.max_message_bytes:
-                self._too_large()
+                text = f"the message is above {self._max_bytes} bytes"
+                if self._max_bytes == self.link.shared.max_message_bytes:
+                    text += "; start the server with a larger `max_body_bytes`"
+                self.fail("RESOURCE_EXHAUSTED", text)
                 return False
             if reader.have < reader.need or (method.ended is None and not self.ended):
                 break
@@ -414,12 +417,6 @@ class GrpcCall(Stream):
                 self._sizes[-1] += len(plain)
             if self._reserve(len(plain)):
                 method.message(self, plain, 0)
-
-    def _too_large(self) -> None:
-        text = f"the message is above {self._max_bytes} bytes"
-        if self._max_bytes == self.link.shared.max_message_bytes:
-            text += "; start the server with a larger `max_body_bytes`"
-        self.fail("RESOURCE_EXHAUSTED", text)
 
     # -- memory ----------------------------------------------------------------------------------
 

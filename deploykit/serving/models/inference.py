@@ -171,7 +171,11 @@ class Inference:
                 size = request.region_bytes
             else:
                 size = self.decoded_bytes()
-                self.request = request = self._less_time(request)
+                limit_us = self.route.limit_us
+                wait_us = min(request.timeout_us or limit_us, limit_us)
+                self.request = request._replace(
+                    timeout_us=max(1, wait_us - (monotonic_us() - self._started_us))
+                )
             if size:
                 self.reserve(size)
             pending = model.submit(
@@ -200,12 +204,6 @@ class Inference:
 
     def offload_decoding(self, decode: Callable[[], Request]) -> None:
         self.route.offload(decode, self._on_decode, large=self.large, limit_s=self.left_s())
-
-    def _less_time(self, request: Request) -> Request:
-        """Return the request with the time that it may still wait."""
-        limit_us = self.route.limit_us
-        wait_us = min(request.timeout_us or limit_us, limit_us)
-        return request._replace(timeout_us=max(1, wait_us - (monotonic_us() - self._started_us)))
 
     def _discard(self) -> None:
         self._source = None

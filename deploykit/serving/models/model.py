@@ -20,7 +20,7 @@ from deploykit.engines.batching import looks_batched, prove_rows, why_no_batch
 from deploykit.engines.engine import Engine
 from deploykit.serving.batching.batcher import Batcher, CallSoon, Retired, countdown, shutting_down
 from deploykit.serving.batching.buckets import Buckets
-from deploykit.serving.batching.queue import BatchPolicy, Pending, Watcher, Watchers
+from deploykit.serving.batching.queue import BatchPolicy, Pending, Watcher
 from deploykit.serving.batching.slo import Steering
 from deploykit.serving.models import description
 from deploykit.serving.models.task import ModelTask
@@ -110,7 +110,7 @@ class ServedModel:
         self._set_batch()
         self.buckets = _buckets(name, engines[0], options) if self.max_batch else None
         self.metrics = ModelMetrics(name, VERSION)
-        self._watcher: Watcher = self.metrics
+        self._watchers: list[Watcher] = [self.metrics]
         self._deliver = deliver
         self._clock_us = clock_us
         self._call_soon = call_soon
@@ -139,7 +139,17 @@ class ServedModel:
         begun_s, times_us = time.monotonic(), dict[int, int]()
         why = self._why_dependent(self.engines[0], times_us)
         if why:
-            self._stop_batching(why)
+            if self.buckets is not None:
+                raise BadInput(
+                    f"model '{self.name}': `buckets` join requests, and its rows may not be: {why}",
+                    hint="serve it without `buckets`",
+                )
+            self.not_batched = self._dependent = why
+            self._set_batch()
+            before = self.batcher
+            self._steering = self._new_steering(len(self.engines))
+            self.batcher = self._new_batcher(self.engines, self._steering)
+            before.close()
         if self._dependent:
             log.warning("model '%s': %s", self.name, _ALONE.format(self._dependent))
         notes, inline_max_rows = self._warm(self.engines, self._steering, times_us)
@@ -280,7 +290,8 @@ class ServedModel:
         return sum(batcher.unanswered for batcher in (self.batcher, *self._replaced))
 
     def watch(self, watcher: Watcher) -> None:
-        self._watcher = self.batcher.watcher = Watchers(self._watcher, watcher)
+        """Let `watcher` receive the events of the model's requests too."""
+        self._watchers.append(watcher)
 
     # -- description ---------------------------------------------------------------------------
 
@@ -347,20 +358,6 @@ class ServedModel:
         proof = prove_batching(engine, self._options, sizes, times_us)
         return "" if proof.passed else proof.why
 
-    def _stop_batching(self, why: str) -> None:
-        """Serve one request at a time from now on. Called before the first request."""
-        if self.buckets is not None:
-            raise BadInput(
-                f"model '{self.name}': `buckets` join requests, and its rows may not be: {why}",
-                hint="serve it without `buckets`",
-            )
-        self.not_batched = self._dependent = why
-        self._set_batch()
-        before = self.batcher
-        self._steering = self._new_steering(len(self.engines))
-        self.batcher = self._new_batcher(self.engines, self._steering)
-        before.close()
-
     def _policy(self) -> BatchPolicy:
         options = self._options
         return BatchPolicy(self.max_batch, options.max_delay_us, options.queue)
@@ -377,7 +374,7 @@ class ServedModel:
             self._policy(),
             deliver=self._deliver,
             clock_us=self._clock_us,
-            watcher=self._watcher,
+            watchers=self._watchers,
             name=self.name,
             buckets=self.buckets,
             steering=steering,

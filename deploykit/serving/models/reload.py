@@ -271,7 +271,15 @@ class _Attempt(threading.Thread):
         try:
             if self._check():
                 with INSIDE:
-                    self._engines = self._swap()
+                    engines = self._source.load()
+                    try:
+                        if self._source.files()[:-1] == self._files[:-1] and self._wanted:
+                            self._repository.replace(self._model, engines, self._take)
+                    finally:
+                        if not self._used:
+                            for engine in engines:
+                                engine.close()
+                    self._engines = engines if self._used else None
         except Exception as exc:  # noqa: BLE001 - raised by `result`
             self._problem = exc
         finally:
@@ -320,18 +328,6 @@ class _Attempt(threading.Thread):
             if self._wanted:
                 self._source.external = external
                 self._files = self._source.seen = self._source.files()
-
-    def _swap(self) -> Sequence[Engine] | None:
-        """Load the file and replace the engines; return None if the file changed meanwhile."""
-        engines = self._source.load()
-        try:
-            if self._source.files()[:-1] == self._files[:-1] and self._wanted:
-                self._repository.replace(self._model, engines, self._take)
-        finally:
-            if not self._used:
-                for engine in engines:
-                    engine.close()
-        return engines if self._used else None
 
 
 def _file(path: Path) -> File:

@@ -80,7 +80,13 @@ def merge_statistics(reports: Sequence[Report]) -> Figures:
     models: dict[str, Figures] = {}
     for each in (each for report in reports for each in report["statistics"]["model_stats"]):
         sizes = {batch["batch_size"]: batch for batch in each["batch_stats"]}
-        found = {**each, "batch_stats": {n: _without(b, "batch_size") for n, b in sizes.items()}}
+        found = {
+            **each,
+            "batch_stats": {
+                n: {name: value for name, value in b.items() if name != "batch_size"}
+                for n, b in sizes.items()
+            },
+        }
         before = models.get(each["name"])
         models[each["name"]] = found if before is None else add(before, found)
     for model in models.values():
@@ -145,7 +151,3 @@ def add(a: Any, b: Any) -> Any:
     if isinstance(a, list):
         return [add(*pair) for pair in zip(a, b, strict=True)]
     return a if isinstance(a, str) else a + b
-
-
-def _without(figures: Figures, key: str) -> Figures:
-    return {name: value for name, value in figures.items() if name != key}

@@ -309,7 +309,11 @@ class Parent:
         ticking = asyncio.ensure_future(self._hub.keep_history())
         await self._stopped.wait()
         for worker in self._workers.values():
-            self._drain(worker)
+            if worker.ready and worker.link is not None:
+                worker.link.send("drain")
+            else:  # it still opens its models
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGTERM)
         await self._until_ended(END_S, signals=2)
         for worker in self._workers.values():
             if worker.link is not None:
@@ -337,13 +341,6 @@ class Parent:
         self._loop.remove_reader(self._stop)
         self._stopped.set()
 
-    def _drain(self, worker: Forked) -> None:
-        if worker.ready and worker.link is not None:
-            worker.link.send("drain")
-        else:  # it still opens its models
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.pid, signal.SIGTERM)
-
     # -- processes ---------------------------------------------------------------------------------
 
     def _start_first(self, numbers: Sequence[int]) -> None:
@@ -359,7 +356,13 @@ class Parent:
         gc.freeze()  # otherwise the children's collectors would write to the shared memory
         try:
             for number in numbers:
-                self._fork(number)
+                http, grpc = share_address(self._http), self._grpc and share_address(self._grpc)
+                engines = None if number == ENGINE else self._engines
+                worker, end = fork(
+                    number, self._count, http, grpc, self._serve, self._logging_of, engines
+                )
+                self._workers[worker.pid] = worker
+                self._do(self._connect(worker, end))
         except OSError as exc:  # the system has no file descriptor, process or memory left
             problem = os_reason(exc)
         gc.unfreeze()
@@ -371,13 +374,6 @@ class Parent:
         before, self._log = self._log, None
         if before is not None:
             before.__exit__(None, None, None)
-
-    def _fork(self, number: int) -> None:
-        http, grpc = share_address(self._http), self._grpc and share_address(self._grpc)
-        engines = None if number == ENGINE else self._engines
-        worker, end = fork(number, self._count, http, grpc, self._serve, self._logging_of, engines)
-        self._workers[worker.pid] = worker
-        self._do(self._connect(worker, end))
 
     async def _connect(self, worker: Forked, end: socket.socket) -> None:
         link = WorkerLink(

@@ -109,7 +109,11 @@ def _become_worker(
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(code)
-        _close_files(keep)
+        low = 3  # close what the parent had open, such as its ends of other workers' sockets
+        for each in sorted(keep):
+            os.closerange(low, each)
+            low = each + 1
+        os.closerange(low, max(low, os.sysconf("SC_OPEN_MAX")))
         os.register_at_fork(after_in_child=partial(_release, keep))
         with logging_of(member.number):
             member.report_end(serve(member))
@@ -126,15 +130,6 @@ def _become_worker(
 def _end(number: int, _frame: FrameType | None) -> NoReturn:
     signal.signal(number, signal.SIG_IGN)  # no other signal may interrupt the end
     raise SystemExit(1)
-
-
-def _close_files(keep: Sequence[int]) -> None:
-    """Close the files that the parent had open, such as its ends of other workers' sockets."""
-    low = 3
-    for each in sorted(keep):
-        os.closerange(low, each)
-        low = each + 1
-    os.closerange(low, max(low, os.sysconf("SC_OPEN_MAX")))
 
 
 def _release(files: Sequence[int]) -> None:
