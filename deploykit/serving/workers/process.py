@@ -117,12 +117,15 @@ def _become_worker(
         os.register_at_fork(after_in_child=partial(_release, keep))
         with logging_of(member.number):
             member.report_end(serve(member))
-        _end_children()
+        for each in Path("/proc/self/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # a thread has ended
+                for pid in each.read_text().split():  # such as a pool's, which would never end
+                    os.kill(int(pid), signal.SIGTERM)
         code = 0
     except (KeyboardInterrupt, SystemExit):
         pass
     except BaseException as exc:  # noqa: BLE001 - the parent raises it
-        member.fail(exc)
+        member.report_end(exc)
     finally:
         os._exit(code)
 
@@ -139,14 +142,6 @@ def _release(files: Sequence[int]) -> None:
     for each in files:  # the numbers stay in use by the objects that this process inherits
         os.dup2(nothing, each, inheritable=False)
     os.close(nothing)
-
-
-def _end_children() -> None:
-    """End the processes that stages have started, such as a pool's, which would never end."""
-    for each in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a thread has ended
-            for pid in each.read_text().split():
-                os.kill(int(pid), signal.SIGTERM)
 
 
 def last_words(pipe: int) -> object:
