@@ -186,10 +186,8 @@ class Inference:
                 admitted=self._admitted,
             )
         except Exception as exc:  # noqa: BLE001 - every error is a reply
-            if isinstance(exc, BadInput):
-                model.metrics.record_bad_request()
-            elif isinstance(exc, Expired):
-                model.metrics.record_expiry()
+            if isinstance(exc, (BadInput, Expired)):
+                model.metrics.count("expired" if isinstance(exc, Expired) else "bad_request")
             self.fail(exc)
         else:
             self.client.cancel = partial(model.cancel, pending)

@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from deploykit.core.errors import DeploykitError, NotFound, Overloaded, first_line
 from deploykit.core.files import manifest_path
 from deploykit.core.subprocesses import INSIDE
 from deploykit.engines.engine import Closing, Engine
 from deploykit.graph.facts import external_files
+from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.trial import Check, Trial
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import VERSION
@@ -40,14 +40,6 @@ Announce = Callable[[str, int, str], None]  # model, level of the log, message
 def announce(_model: str, level: int, message: str) -> None:
     """Log the result of loading a model's new file."""
     log.log(level, "%s", message)
-
-
-class Replaces(Protocol):
-    """The part of ModelRepository that this module uses."""
-
-    def replace(self, name: str, engines: Sequence[Engine], wanted: Callable[[], bool]) -> None: ...
-
-    def warm_up_s(self, name: str) -> float: ...
 
 
 class Source:
@@ -83,7 +75,7 @@ class Reloader(Closing):
 
     def __init__(
         self,
-        repository: Replaces,
+        repository: ModelRepository,
         sources: Mapping[str, Source],
         *,
         announce: Announce = announce,
@@ -134,7 +126,7 @@ class _Watch(threading.Thread):
         self,
         name: str,
         source: Source,
-        repository: Replaces,
+        repository: ModelRepository,
         announce: Announce,
         closing: threading.Event,
         poll_s: float,
@@ -225,7 +217,7 @@ class _Watch(threading.Thread):
         self._attempts = [each for each in self._attempts if each.is_alive()]
         if len(self._attempts) >= MOST_HANGING:
             raise Overloaded(f"{MOST_HANGING} earlier files are still being loaded")
-        warm_up_s = self._repository.warm_up_s(self._model)
+        warm_up_s = self._repository.find(self._model).warm_up_s
         limit_s = max(self._limit_s, TIMES * (self._source.load_s + warm_up_s))
         attempt = _Attempt(self._model, self._source, self._repository, files, limit_s)
         end_s = time.monotonic() + limit_s
@@ -249,7 +241,7 @@ class _Attempt(threading.Thread):
         self,
         name: str,
         source: Source,
-        repository: Replaces,
+        repository: ModelRepository,
         files: tuple[File, ...],
         limit_s: float,
     ) -> None:

@@ -137,10 +137,6 @@ class ModelRepository:
         """Serve model `name` with `engines` from now on: see `ServedModel.replace`."""
         self.find(name).replace(engines, wanted)
 
-    def warm_up_s(self, name: str) -> float:
-        """Return how long the warm-up of a model took."""
-        return self.find(name).warm_up_s
-
     def expire(self) -> None:
         """Answer requests past their deadline; called periodically."""
         for model in self.models.values():
