@@ -16,7 +16,6 @@ from deploykit.serving.models.offload import Offload
 from deploykit.serving.models.repository import ModelRepository, Served
 from deploykit.serving.oip import messages as infer
 from deploykit.serving.options import VERSION, ServeOptions
-from deploykit.serving.shared_memory import SharedMemory
 from deploykit.serving.transport.call import MemoryBudget
 from deploykit.serving.transport.security import Guard
 from deploykit.serving.workers.group import Result, ServerGroup, of_model
@@ -72,8 +71,13 @@ class GrpcPort(Http2Port):
             "RepositoryIndex": _at_once(self._index),
             "ModelStatistics": self._statistics,
         }
-        if repository.memory is not None:
-            handlers["SystemSharedMemoryStatus"] = _at_once(partial(_regions, repository.memory))
+        if (memory_regions := repository.memory) is not None:
+
+            def regions(request: Any) -> Message:
+                found = {each["name"]: each for each in memory_regions.status(request.name or None)}
+                return message_from("SystemSharedMemoryStatusResponse", {"regions": found})
+
+            handlers["SystemSharedMemoryStatus"] = _at_once(regions)
             handlers["SystemSharedMemoryRegister"] = partial(self._change, "Register")
             handlers["SystemSharedMemoryUnregister"] = partial(self._change, "Unregister")
             # NVIDIA's examples call it first
@@ -145,7 +149,7 @@ class GrpcPort(Http2Port):
         self._group.collect("statistics", answer)
 
     def _change(self, action: str, request: Any, then: Then) -> None:
-        arguments = (request.name or None,)
+        arguments: tuple[Any, ...] = (request.name or None,)
         if action == "Register":
             arguments = request.name, request.key, request.offset, request.byte_size
 
@@ -236,11 +240,6 @@ def _small(name: str, handle: Handler, *, public: bool = False) -> Method:
             fail_with(call, exc)
 
     return Method(message, public=public, max_bytes=_SMALL_BYTES)
-
-
-def _regions(memory: SharedMemory, request: Any) -> Message:
-    regions = {region["name"]: region for region in memory.status(request.name or None)}
-    return message_from("SystemSharedMemoryStatusResponse", {"regions": regions})
 
 
 def _not_offered(call: GrpcCall, _data: bytes, _at: int) -> None:

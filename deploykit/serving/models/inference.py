@@ -234,14 +234,11 @@ class Inference:
             return
         try:
             self.reserve(sum(array.nbytes for array in pending.outputs.values()))
-            client.cancel = self._discard_outputs
+            # once the client has disconnected its outputs are not counted any more
+            client.cancel = partial(setattr, pending, "outputs", {})
             self.route.offload(self.encode, self._reply, large=self.large, limit_s=self.encode_s())
         except Overloaded as exc:
             self.fail(exc)
-
-    def _discard_outputs(self) -> None:
-        """Discard outputs after the client has disconnected: they are no longer counted."""
-        self.pending.outputs = {}
 
     def encode_s(self) -> float:
         """Return the seconds until a request that is being answered is past its time limit."""

@@ -139,17 +139,7 @@ class ServedModel:
         begun_s, times_us = time.monotonic(), dict[int, int]()
         why = self._why_dependent(self.engines[0], times_us)
         if why:
-            if self.buckets is not None:
-                raise BadInput(
-                    f"model '{self.name}': `buckets` join requests, and its rows may not be: {why}",
-                    hint="serve it without `buckets`",
-                )
-            self.not_batched = self._dependent = why
-            self._set_batch()
-            before = self.batcher
-            self._steering = self._new_steering(len(self.engines))
-            self.batcher = self._new_batcher(self.engines, self._steering)
-            before.close()
+            self._stop_batching(why)
         if self._dependent:
             log.warning("model '%s': %s", self.name, _ALONE.format(self._dependent))
         notes, inline_max_rows = self._warm(self.engines, self._steering, times_us)
@@ -357,6 +347,20 @@ class ServedModel:
         sizes = self.buckets.sizes()[0] if self.buckets else {}
         proof = prove_batching(engine, self._options, sizes, times_us)
         return "" if proof.passed else proof.why
+
+    def _stop_batching(self, why: str) -> None:
+        """Serve one request at a time from now on. Called before the first request."""
+        if self.buckets is not None:
+            raise BadInput(
+                f"model '{self.name}': `buckets` join requests, and its rows may not be: {why}",
+                hint="serve it without `buckets`",
+            )
+        self.not_batched = self._dependent = why
+        self._set_batch()
+        before = self.batcher
+        self._steering = self._new_steering(len(self.engines))
+        self.batcher = self._new_batcher(self.engines, self._steering)
+        before.close()
 
     def _policy(self) -> BatchPolicy:
         options = self._options

@@ -261,11 +261,21 @@ class _Attempt(threading.Thread):
 
     def run(self) -> None:
         try:
-            if self._check():
+            source = self._source
+            if source.check is None:
+                self._see(external_files(source.path))
+            else:
+                trial = Trial(source.path, source.check, self._limit_s)
+                with self._lock:
+                    self._trial = trial
+                if not self._wanted:
+                    trial.end()
+                trial.run(self._see)
+            if self._files[0] == source.files()[0]:
                 with INSIDE:
-                    engines = self._source.load()
+                    engines = source.load()
                     try:
-                        if self._source.files()[:-1] == self._files[:-1] and self._wanted:
+                        if source.files()[:-1] == self._files[:-1] and self._wanted:
                             self._repository.replace(self._model, engines, self._take)
                     finally:
                         if not self._used:
@@ -299,20 +309,6 @@ class _Attempt(threading.Thread):
         with self._lock:
             self._used = self._wanted
             return self._wanted
-
-    def _check(self) -> bool:
-        """Try the file in another process; return False if it changed meanwhile."""
-        source = self._source
-        if source.check is None:
-            self._see(external_files(source.path))
-        else:
-            trial = Trial(source.path, source.check, self._limit_s)
-            with self._lock:
-                self._trial = trial
-            if not self._wanted:
-                trial.end()
-            trial.run(self._see)
-        return self._files[0] == source.files()[0]
 
     def _see(self, external: list[str]) -> None:
         """Record the state of the files before they are read."""

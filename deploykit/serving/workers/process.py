@@ -110,9 +110,9 @@ def _become_worker(
         if os.getppid() != parent:
             os._exit(code)
         low = 3  # close what the parent had open, such as its ends of other workers' sockets
-        for each in sorted(keep):
-            os.closerange(low, each)
-            low = each + 1
+        for file in sorted(keep):
+            os.closerange(low, file)
+            low = file + 1
         os.closerange(low, max(low, os.sysconf("SC_OPEN_MAX")))
         os.register_at_fork(after_in_child=partial(_release, keep))
         with logging_of(member.number):
