@@ -202,9 +202,8 @@ def _simplify(load: Callable[[], Any]) -> Any:
     """
     for infer in (True, False):
         graph = load()
-        # Every axis in and after a loop is dynamic: torch writes the sizes of the first round there,
-        # and the optimizer would keep them, so that a tensor that grows, as Mask R-CNN's masks do,
-        # would have one row.
+        # torch writes the sizes of the first round into and after a loop, and the optimizer would
+        # keep them: a tensor that grows, as Mask R-CNN's masks do, would have one row
         for node in graph.graph.all_nodes():
             if node.op_type in ("Loop", "Scan"):
                 bodies = [x.as_graph() for x in node.attributes.values() if x.type == _GRAPH]
