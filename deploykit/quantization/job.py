@@ -24,7 +24,7 @@ from deploykit.core.precision import BY_NAME, CALIBRATED, CAST, PAIRS
 from deploykit.core.profile import Profile
 from deploykit.core.tensors import BATCH
 from deploykit.engines.data.samples import Samples, check_calibration, overlap, read_samples
-from deploykit.engines.engine import Engine, KnownOutputs, load
+from deploykit.engines.engine import Engine, load
 from deploykit.evaluation import golden
 from deploykit.evaluation.accuracy import Metric, find_metric
 from deploykit.evaluation.artefacts import Progress
@@ -169,7 +169,7 @@ def prepare(
         pairs = request.to in (*CALIBRATED, "auto")
         places = places_to_choose_on(source, calib, batch_size) if pairs else ()
         method = "mixed" if pairs else "minmax"
-        calibration = calibrate(source, calib, method=method, places=places, every_output=True)
+        calibration = calibrate(source, calib, method=method, places=places)
         record = calibration_record(request, calibration, doubts)
         notes = (*doubts, *_overlap(request, calib, test))
         scales = Scales(source, calibration, record, notes)
@@ -241,9 +241,6 @@ def evaluate_engines(
         reference, candidate: the two engines.
         name: what tables and errors call the candidate.
     """
-    known = job.scales.calibration.every_output if job.scales.calibration else {}
-    if job.calib is not None and job.samples is job.calib and known:
-        reference = KnownOutputs(reference, job.calib.inputs, known)
     return evaluate(
         reference,
         candidate,

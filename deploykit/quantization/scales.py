@@ -91,7 +91,6 @@ def choose_scales(
         if not names or not trials.computes_the_same(graph):
             return best
         again = calibrate(graph, samples)
-        again = replace(again, every_output=calibration.every_output)  # outputs of the model itself
         record = scales.record and replace(scales.record, smoothed=names)
         smoothed, less = trials.choose(Scales(graph, again, record, scales.notes), again)
         return smoothed if _gains(noise, less) else best
