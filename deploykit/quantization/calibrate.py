@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import onnx
@@ -21,9 +21,7 @@ from onnx import TensorProto, helper
 from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
 from deploykit.core.runtime import TARGET_RUNTIMES
-from deploykit.core.tensors import TensorSpec
-from deploykit.engines.data.samples import Samples
-from deploykit.engines.engine import Arrays
+from deploykit.engines.data.samples import Samples, check_finite
 from deploykit.engines.onnxruntime.engine import onnxruntime_errors, session_options
 from deploykit.evaluation.parity import axis_sizes
 from deploykit.graph import cost
@@ -110,48 +108,54 @@ def calibrate(
             that itself gives NaN.
     """
     check_samples(samples)
-    fixed = _fixed_batch(graph.inputs)
-    if fixed and len(samples) < fixed:
-        raise BadInput(f"{samples.where}: {len(samples)} samples do not fill the batch of {fixed}")
     counted = {} if method == "minmax" else _histograms(graph)
     editor = Editor(graph)
-    weights = _weights(editor)
+    # Weights are fed at each run instead of being built into the session: they are in memory once,
+    # without a limit of 2 GiB, as ONNX Runtime takes the arrays without a copy.
+    fed = [value.name for value in editor.graph.input if value.name not in editor.inputs]
+    weights = {name: editor.array(name) for name in fed}
     names = _float_tensors(graph)
     costs = cost.node_costs(graph, axis_sizes(samples, graph.inputs, 1))
     needed = 2 * sum(each.write_bytes or 0 for each in costs)  # fused nodes are separate here
-    size = fixed or max(1, min(batch_size, MOST_BYTES // max(needed, 1)))
+    most = max(1, min(batch_size, MOST_BYTES // max(needed, 1)))
+    size, used = samples.batching(most, graph.inputs)
     own = [value.name for value in editor.graph.output]
-    reduced = [name for name in names if name not in counted]
-    outputs = [*_add_reductions(editor.graph, reduced), *counted]
-    _add_outputs(editor.graph, counted)
+    outputs = _add_outputs(editor.graph, [n for n in names if n not in counted], counted)
     ranges: dict[str, Range] = {}
-    kept, kept_bytes, used = list[Kept](), 0, 0
+    kept, kept_bytes = list[Kept](), 0
+    options = session_options(None)
+    # The graph runs as written: a fused node would compute a tensor otherwise than the graph says
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     with onnxruntime_errors(graph.path):
-        session = _session(editor.model)
-
-        def run(wanted: Sequence[str], feeds: Arrays) -> list[np.ndarray]:
-            found: list[np.ndarray] = session.run(wanted, {**feeds, **weights})
-            return found
-
-        for feeds in samples.batches(size):
-            if fixed and _rows(feeds) < size:
-                break
-            used += _rows(feeds)
-            values = dict(zip(outputs, run(outputs, feeds), strict=True))
-            batch = {name: _reduce(values, name) for name in reduced}
-            batch |= {name: Range(*each.add(values[name])) for name, each in counted.items()}
-            ranges = {name: _merge(ranges.get(name, batch[name]), batch[name]) for name in names}
+        session = ort.InferenceSession(
+            editor.model.SerializeToString(),
+            sess_options=options,
+            providers=["CPUExecutionProvider"],
+        )
+        for feeds in samples.first(used).batches(size):
+            found = session.run(outputs, {**feeds, **weights})
+            values = dict(zip(outputs, found, strict=True))
+            for name in names:
+                if name in counted:
+                    seen = Range(*counted[name].add(values[name]))
+                else:
+                    ends = (values[_REDUCED.format(name, kind)] for kind in _REDUCTIONS)
+                    low, high, total = (float(end.item()) if end.size else 0.0 for end in ends)
+                    seen = Range(math.nan, math.nan) if math.isnan(total) else Range(low, high)
+                if math.isnan(seen.low):
+                    raise BadInput(
+                        f"{graph.path}: tensor '{name}' is NaN on the calibration data "
+                        f"{samples.where}",
+                        hint="the float32 model itself fails on these samples",
+                    )
+                ranges[name] = ranges.get(name, seen).merge(seen)
         for rows in places:
-            found = run(own, {name: array[rows] for name, array in samples.inputs.items()})
-            kept.append((rows, [each.copy() for each in found]))
+            feeds = {name: array[rows] for name, array in samples.inputs.items()}
+            found = [each.copy() for each in session.run(own, {**feeds, **weights})]
+            kept.append((rows, found))
             kept_bytes += sum(each.nbytes for each in found)
             if kept_bytes > MOST_BYTES:
                 break
-    if name := next((name for name, seen in ranges.items() if math.isnan(seen.low)), None):
-        raise BadInput(
-            f"{graph.path}: tensor '{name}' is NaN on the calibration data {samples.where}",
-            hint="the float32 model itself fails on these samples",
-        )
     return replace(_choose_ranges(ranges, counted, used, method), outputs=tuple(kept))
 
 
@@ -187,16 +191,7 @@ def check_samples(samples: Samples) -> None:
             f"{samples.where}: {len(samples)} samples, calibration needs {MIN_SAMPLES} or more",
             hint="some hundred samples like those that the model will see serve best",
         )
-    for name, array in samples.inputs.items():
-        if array.dtype.kind != "f":
-            continue
-        finite = np.isfinite(array.reshape(len(array), -1)).all(axis=1)
-        if not finite.all():
-            first = int(np.argmin(finite))
-            raise BadInput(
-                f"{samples.where}: sample {first} of '{name}' holds NaN or infinity "
-                f"({np.count_nonzero(~finite)} of {len(array)} samples do)"
-            )
+    check_finite(samples)
     if all((array == array[:1]).all() for array in samples.inputs.values()):
         raise BadInput(
             f"{samples.where}: all {len(samples)} samples are the same: no range can be learned"
@@ -238,16 +233,6 @@ def importance(editor: Editor) -> dict[str, np.ndarray]:
     return found
 
 
-def _weights(editor: Editor) -> dict[str, np.ndarray]:
-    """Return the weights, which the editor's graph takes as inputs that no caller feeds.
-
-    Fed at each run instead of being built into the session, they are in memory once, without a
-    limit of 2 GiB; ONNX Runtime takes the arrays without a copy.
-    """
-    fed = [value.name for value in editor.graph.input if value.name not in editor.inputs]
-    return {name: editor.array(name) for name in fed}
-
-
 def _float_tensors(graph: Graph) -> list[str]:
     """The float32 inputs and node outputs of the main graph, in the order they are computed."""
     names = [spec.name for spec in graph.inputs]
@@ -261,58 +246,25 @@ def _float_tensors(graph: Graph) -> list[str]:
     return floats
 
 
-def _fixed_batch(inputs: Sequence[TensorSpec]) -> int | None:
-    """Return the size of axis 0, or None if an input has a dynamic one."""
-    sizes = [size for spec in inputs for size in spec.shape[:1]]
-    fixed = [size for size in sizes if isinstance(size, int)]
-    return fixed[0] if fixed and len(fixed) == len(sizes) else None
-
-
-def _add_reductions(graph: onnx.GraphProto, names: Sequence[str]) -> list[str]:
-    """Make least, largest and sum of each tensor an output; returns the new outputs.
+def _add_outputs(graph: onnx.GraphProto, reduced: Sequence[str], whole: Iterable[str]) -> list[str]:
+    """Make least, largest and sum of the `reduced` tensors outputs, and `whole` ones; their names.
 
     The sum is there for NaN, which ONNX Runtime's ReduceMin and ReduceMax leave out.
     """
     added = []
-    for name in names:
+    for name in reduced:
         for kind in _REDUCTIONS:
             # keepdims: ONNX Runtime refuses to reduce an empty tensor to a scalar
             output = _REDUCED.format(name, kind)
             graph.node.append(helper.make_node(kind, [name], [output], keepdims=1))
             graph.output.append(helper.make_empty_tensor_value_info(output))
             added.append(output)
-    return added
-
-
-def _reduce(values: Mapping[str, np.ndarray], name: str) -> Range:
-    low, high, total = (values[_REDUCED.format(name, kind)] for kind in _REDUCTIONS)
-    if np.isnan(total).any():
-        return Range(math.nan, math.nan)
-    return Range(*(float(ends.item()) if ends.size else 0.0 for ends in (low, high)))
-
-
-def _merge(so_far: Range, seen: Range) -> Range:
-    return seen if math.isnan(seen.low) else so_far.merge(seen)
-
-
-def _add_outputs(graph: onnx.GraphProto, names: Mapping[str, object]) -> None:
     there = {value.name for value in graph.output}
-    for name in names:
+    for name in whole:
         if name not in there:
             graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape=None))
-
-
-def _session(model: onnx.ModelProto) -> Any:
-    options = session_options(None)
-    # The graph runs as written: a fused node would compute a tensor otherwise than the graph says
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return ort.InferenceSession(
-        model.SerializeToString(), sess_options=options, providers=["CPUExecutionProvider"]
-    )
-
-
-def _rows(feeds: Mapping[str, np.ndarray]) -> int:
-    return len(next(iter(feeds.values())))
+        added.append(name)
+    return added
 
 
 def _cut(seen: Range, counts: TensorHistogram, method: str) -> Range:
