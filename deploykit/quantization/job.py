@@ -100,7 +100,7 @@ class Job:
         self, scales: Scales, to: str, other_nodes: str, keep_float32: Collection[str] = ()
     ) -> tuple[Graph, list[str]]:
         """Return the graph in precision `to`, except the nodes in `keep_float32`, and notes."""
-        from deploykit.quantization.convert import convert
+        from deploykit.quantization.scales import convert
 
         converted, kept = convert(
             scales.graph,

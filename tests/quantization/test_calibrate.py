@@ -130,7 +130,7 @@ def test_batches_are_smaller_where_activations_are_large(
             seen.append(size)
             return super().batches(size, **options)
 
-        def first(self, count: int) -> Samples:
+        def first(self, _: int) -> Samples:
             return self
 
     monkeypatch.setattr("deploykit.quantization.calibrate.MOST_BYTES", 300_000)
