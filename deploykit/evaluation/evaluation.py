@@ -7,7 +7,7 @@ the outputs do.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -71,7 +71,7 @@ def evaluate(
                 "`max_drop` needs samples",
                 hint="give labelled samples (or unlabelled ones, for agreement), or no bound",
             )
-        random = _random(reference, candidate, sizes or {}, batch_size)
+        random = evaluation_feeds(reference, candidate, None, batch_size, sizes or {})
         parity = compare_engines(reference, candidate, random, names=names, random=True)
         return _without_labels(parity, None, None, None)
     size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
@@ -105,10 +105,21 @@ def evaluate(
     return _without_labels(parity, agreement, used, max_drop)
 
 
-def _random(
-    reference: Engine, candidate: Engine, sizes: Mapping[str, int], batch_size: int
-) -> Iterable[dict[str, np.ndarray]]:
-    """Seeded inputs at several batch sizes, none above what either engine takes."""
+def evaluation_feeds(
+    reference: Engine,
+    candidate: Engine,
+    samples: Samples | None,
+    batch_size: int,
+    sizes: Mapping[str, int],
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the batches that `evaluate` runs: of the samples, else seeded inputs of several sizes.
+
+    No batch of these is above what either engine takes.
+    """
+    if samples is not None:
+        size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
+        yield from samples.first(used).batches(size)
+        return
     limits = (engine.max_batch or batch_size for engine in (reference, candidate))
     most = min(batch_size, *limits)
     batches = dict.fromkeys(min(batch, most) for batch in BATCHES)
