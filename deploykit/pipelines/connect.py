@@ -77,7 +77,7 @@ class StageGraph:
         Raises BadInput if the bytes cannot be decoded.
         """
         if self.kind == "image":
-            from deploykit.pipelines.pixels import read_pixels  # needs Pillow
+            from deploykit.engines.tasks.images import read_pixels  # needs Pillow
 
             return read_pixels(data)
         if self.kind == "json":

@@ -195,7 +195,7 @@ class Ports:
         if not isinstance(value, np.ndarray) or image is None:
             prepared = self.task.read(value)
             return prepared.feeds, prepared.placed
-        from deploykit.pipelines.pixels import place_pixels  # needs Pillow
+        from deploykit.engines.tasks.images import place_pixels  # needs Pillow
 
         placed = place_pixels(value, image)
         return {image.tensor: placed.pixels[None]}, placed
