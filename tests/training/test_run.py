@@ -95,16 +95,20 @@ run_training(LINE, SPLITS, TrainingOptions(device="cpu", epochs=4, checkpoint=Pa
 
 def test_a_full_disk_is_named_and_the_state_before_kept(tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
-    path.write_bytes(b"before")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    wide = [torch.nn.Linear(2, 5000), torch.nn.Linear(5000, 2)]
+    recipe = replace(LINE, build=lambda: torch.nn.Sequential(*wide))
+    options = replace(CPU, checkpoint=path)
+    with pytest.raises(StopError):
+        run_training(recipe, SPLITS, options, on_progress=stop_after(1))
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
         with pytest.raises(BadInput, match=r"run\.ckpt: cannot be written: File too large"):
-            state.save_state(path, {}, {"x": torch.zeros(10_000)})
+            run_training(recipe, SPLITS, options)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [
-        ("run.ckpt", b"before")
+        ("run.ckpt", before)
     ]
 
 
