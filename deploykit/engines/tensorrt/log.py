@@ -36,11 +36,6 @@ class LogLines:
     warnings: list[str] = field(default_factory=list)
 
 
-class _OfThread(threading.local):
-    def __init__(self) -> None:
-        self.errors: deque[str] = deque(maxlen=_KEPT)
-
-
 @functools.cache
 def logger(nv: Any) -> Any:
     """Return the process's ILogger for `nv`; every line also goes to `logging`, at level debug.
@@ -55,11 +50,17 @@ def logger(nv: Any) -> Any:
         def __init__(self) -> None:
             base.__init__(self)
             self.sink: LogLines | None = None
-            self.mine = _OfThread()
+            self._of_thread = threading.local()
+
+        @property
+        def errors(self) -> deque[str]:
+            """The error lines of this thread, the last ones."""
+            lines: deque[str] = vars(self._of_thread).setdefault("errors", deque(maxlen=_KEPT))
+            return lines
 
         def log(self, level: Any, text: str) -> None:
             if level in (severity.INTERNAL_ERROR, severity.ERROR):
-                (self.mine.errors if self.sink is None else self.sink.errors).append(text)
+                (self.errors if self.sink is None else self.sink.errors).append(text)
             elif level == severity.WARNING and self.sink is not None:
                 self.sink.warnings.append(text)
             _logger.debug("%s: %s", level, text)
@@ -122,26 +123,22 @@ class LogErrors:
 
     def forget(self) -> None:
         self.recorder.clear()
-        logger(self.nv).mine.errors.clear()
+        logger(self.nv).errors.clear()
 
     def refusal(self, what: str) -> DeploykitError:
         """Return the error for the lines since `forget`; CUDA's failures by their code."""
         reported = [text for _, text in self.recorder.errors]
-        lines = [*reported, *logger(self.nv).mine.errors]  # root cause first
+        lines = [*reported, *logger(self.nv).errors]  # root cause first
         self.forget()
         for line in lines:
-            name, text = self._cuda_code(line)
+            name, text = "", ""
+            if match := _CUDA_FAILURE.search(line):
+                name, text = MESSAGES.get(match[1], ""), match[1]
+            elif match := _CUDA_CODE.search(line):
+                name, text = CODES.get(int(match[1]), ""), match[0]
+            elif _NO_MEMORY.search(line):
+                name = "MemoryAllocation"
             if name:
                 return cuda_error(f"{self.path}: {self.device}", what, f"cudaError{name}", text)
         why = _WHERE.sub("", first_line(lines[0])).strip() if lines else "no reason in its log"
         return Unsupported(f"{self.path}: TensorRT refused it ({what}): {why}")
-
-    def _cuda_code(self, line: str) -> tuple[str, str]:
-        """Return the CUDA error that a line of the log reports, and its message, else empty."""
-        match = _CUDA_FAILURE.search(line)
-        if match:
-            return MESSAGES.get(match[1], ""), match[1]
-        number = _CUDA_CODE.search(line)
-        if number:
-            return CODES.get(int(number[1]), ""), number[0]
-        return ("MemoryAllocation", "") if _NO_MEMORY.search(line) else ("", "")
