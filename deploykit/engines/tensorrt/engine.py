@@ -87,12 +87,12 @@ def optimisation_profiles(
 
     Raises BadInput for shapes that are not a range: a damaged plan may be opened on trust.
     """
-    profiles = []
+    profiles: list[dict[str, tuple[Shape, Shape, Shape]]] = []
     for number in range(engine.num_optimization_profiles):
         profiles.append({})
         for spec in inputs:
             if all(isinstance(size, int) for size in spec.shape):
-                spans = [spec.shape] * 3
+                spans: list[Any] = [spec.shape] * 3
             else:
                 spans = [tuple(s) for s in engine.get_tensor_profile_shape(spec.name, number)]
             if (
@@ -105,7 +105,7 @@ def optimisation_profiles(
                     f"{number}: {', '.join(map(str, spans))}",
                     hint="build the engine again",
                 )
-            profiles[-1][spec.name] = tuple(spans)
+            profiles[-1][spec.name] = (spans[0], spans[1], spans[2])
     if not profiles:
         raise BadInput(f"{path}: has no optimisation profile", hint="build the engine again")
     return tuple(profiles)
