@@ -137,10 +137,10 @@ def test_two_calls_run_in_two_contexts(opened: Opened) -> None:
         np.testing.assert_array_equal(ticket.result()["y"], 2 * rows(2, start=n) + 1)
 
 
-def test_map_answers_in_order(opened: Opened) -> None:
-    answers = opened.engine.map({"x": rows(1 + n % 4, start=n)} for n in range(9))
-    for n, answer in enumerate(answers):
-        np.testing.assert_array_equal(answer["y"], 2 * rows(1 + n % 4, start=n) + 1)
+def test_more_calls_than_slots_answer_in_order(opened: Opened) -> None:
+    tickets = [opened.engine.submit({"x": rows(1 + n % 4, start=n)}) for n in range(9)]
+    for n, ticket in enumerate(tickets):
+        np.testing.assert_array_equal(ticket.result()["y"], 2 * rows(1 + n % 4, start=n) + 1)
 
 
 def test_shapes_and_addresses_are_set_once_for_calls_of_the_same_size(opened: Opened) -> None:

@@ -20,7 +20,7 @@ from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsuppo
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.cuda.errors import out_of_memory
-from deploykit.engines.cuda.execution import Pipeline, Shape, Ticket, run_in_order
+from deploykit.engines.cuda.execution import Pipeline, Shape, Ticket
 from deploykit.engines.engine import Arrays, Engine, check_feeds
 from deploykit.engines.tensorrt.compatibility import PlanFile
 from deploykit.engines.tensorrt.log import LogErrors, logger
@@ -126,7 +126,7 @@ def choose_profile(profiles: Sequence[Ranges], shapes: Mapping[str, Shape]) -> i
 
 
 class TensorRtEngine(Engine):
-    """One plan on one GPU. `submit` and `map` keep up to `slots` calls in flight.
+    """One plan on one GPU. `submit` keeps up to `slots` calls in flight.
 
     `graphs`: batch sizes to capture as CUDA graphs, cut to the largest batch; each has its own
     context, as a graph is valid only while its context is unchanged. The constructor allocates the
@@ -260,10 +260,6 @@ class TensorRtEngine(Engine):
                     allowed = " or ".join(f"{low} to {high}" for low, high in dict.fromkeys(spans))
                     return f"input '{spec.name}': axis {axis} is {size}, built for {allowed}"
         return "the sizes fit none of the engine's optimisation profiles together"
-
-    def map(self, batches: Iterable[Arrays]) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the outputs in order; one call's copies overlap another one's compute."""
-        return run_in_order(self.submit, batches, self.slots)
 
     def layer_times_ms(self, feeds: Arrays) -> dict[str, float]:
         """Return milliseconds by layer name in one call, from TensorRT's profiler.
