@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 from collections.abc import Sequence
 from importlib import metadata
@@ -75,12 +76,10 @@ def here(driver: CudaDevice) -> Here:
 
 def tensorrt_cuda() -> str:
     """Return the CUDA major of pip's TensorRT; empty if it is not from pip, or for several."""
-    found = {each for each in ("12", "13") for name in _LIBRARIES if _has(name.format(each))}
+    found = set()
+    for major in ("12", "13"):
+        for name in _LIBRARIES:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                metadata.version(name.format(major))
+                found.add(major)
     return found.pop() if len(found) == 1 else ""
-
-
-def _has(package: str) -> bool:
-    try:
-        return bool(metadata.version(package))
-    except metadata.PackageNotFoundError:
-        return False
