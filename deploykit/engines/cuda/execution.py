@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -409,11 +409,12 @@ class Pipeline(Closing):
     def reserve(self, shapes: Sequence[Shape], slots: int = 1) -> None:
         """Allocate the memory for `slots` calls of these input shapes. Raises OutOfMemory."""
         self.check()
-        found = []
+        found: list[StreamSlot] = []
         try:
             for _ in range(slots):
                 found.append(self._idle())
-                found[-1].reserve(tuple(shapes))
+                with self._failing(found[-1]):
+                    found[-1].reserve(tuple(shapes))
         finally:
             self._free += found
 
@@ -444,17 +445,25 @@ class Pipeline(Closing):
         run, capture = self.bucket(rows)
         slot = self._idle()
         try:
-            with INSIDE:
+            with INSIDE, self._failing(slot):
                 slot.start(arrays, None if run == rows else run, capture)
+        except BaseException:
+            self._free.append(slot)
+            raise
+        ticket = self._busy[slot] = Ticket(self, slot)
+        return ticket
+
+    @contextlib.contextmanager
+    def _failing(self, slot: StreamSlot) -> Iterator[None]:
+        """After a failure, wait for the slot, and raise DeviceLost if the device is lost."""
+        try:
+            yield
         except BaseException as exc:
             lost = slot.settle()  # its copies may still be reading the staging memory
-            self._free.append(slot)
             self._lost = exc if isinstance(exc, DeviceLost) else lost
             if self._lost in (None, exc) or not isinstance(exc, DeploykitError):
                 raise
             raise self._lost from exc
-        ticket = self._busy[slot] = Ticket(self, slot)
-        return ticket
 
     def check(self) -> None:
         """Use the device in this thread. Raises DeviceLost if it is lost, and after `close`."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported, first_line
+from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.cuda.errors import out_of_memory
@@ -151,19 +151,15 @@ class TensorRtEngine(Engine):
         if len(plan.content) > free:
             raise out_of_memory(f"{path}: {driver.device}", len(plan.content), free, total)
         self._log_errors = LogErrors(nv, path, driver.device)
-        self._log_errors.forget()
-        try:
-            self._runtime = nv.Runtime(logger(nv))
-        except (TypeError, RuntimeError) as exc:  # the factory returned nullptr (pybind11)
-            raise self._log_errors.refusal(f"Runtime ({first_line(exc)})") from exc
-        runtime_errors = self._log_errors.of(self._runtime)
+        self._runtime = self._log_errors.call("Runtime", nv.Runtime, logger(nv))
         if plan.host_code:  # `check_plan` has accepted it
             self._runtime.engine_host_code_allowed = True
         if plan.dla is not None:
             self._runtime.DLA_core = plan.dla
-        engine: trt.ICudaEngine | None = self._runtime.deserialize_cuda_engine(plan.content)
-        if engine is None:
-            raise runtime_errors.refusal("deserialize_cuda_engine")
+        deserialize = self._runtime.deserialize_cuda_engine
+        engine: trt.ICudaEngine = self._log_errors.of(self._runtime).call(
+            "deserialize_cuda_engine", deserialize, plan.content
+        )
         engine.error_recorder = self._log_errors.recorder
         self._engine: trt.ICudaEngine | None = engine
         self.inputs, self.outputs = specs(engine, path, manifest)
@@ -356,11 +352,10 @@ class Context:
         scratch: int,
     ) -> None:
         self._stream, self._profiles = stream, profiles
-        log_errors.forget()
         strategy = nv.ExecutionContextAllocationStrategy.USER_MANAGED
-        context: trt.IExecutionContext | None = engine.create_execution_context(strategy)
-        if context is None:
-            raise log_errors.refusal("create_execution_context")
+        context: trt.IExecutionContext = log_errors.call(
+            "create_execution_context", engine.create_execution_context, strategy
+        )
         self._log_errors = log_errors.of(context)
         if scratch:
             context.set_device_memory(scratch, engine.device_memory_size_v2)
@@ -377,44 +372,39 @@ class Context:
         profile = choose_profile(self._profiles, inputs)
         if profile is None:
             raise BadInput("the shapes fit none of the engine's optimisation profiles")
-        context = self.handle
-        self._log_errors.forget()
+        context, call = self.handle, self._log_errors.call
         if profile != self._profile:
-            if not context.set_optimization_profile_async(profile, self._stream):
-                raise self._log_errors.refusal(f"optimisation profile {profile}")
+            what = f"optimisation profile {profile}"
+            self._profile = -1  # until it is set
+            call(what, context.set_optimization_profile_async, profile, self._stream)
             self._profile = profile
         for name, shape in inputs.items():
-            if not context.set_input_shape(name, shape):
-                raise self._log_errors.refusal(f"shape {list(shape)} of input '{name}'")
-        try:
-            missing = context.infer_shapes()
-        except RuntimeError as exc:
-            raise self._log_errors.refusal(f"shapes ({first_line(exc)})") from exc
+            call(f"shape {list(shape)} of input '{name}'", context.set_input_shape, name, shape)
+        missing = call("shapes", context.infer_shapes)
         if missing:
             raise self._log_errors.refusal(f"input '{missing[0]}' is not specified")
         found: dict[str, Shape | None] = {}
         for name in self._outputs:
             shape = tuple(context.get_tensor_shape(name))
             found[name] = shape if min(shape, default=0) >= 0 else None
-            if found[name] is None and not context.set_output_allocator(name, self._late[name]):
-                raise self._log_errors.refusal(
-                    f"output '{name}' of a shape that depends on the data"
-                )
+            if found[name] is None:
+                what = f"output '{name}' of a shape that depends on the data"
+                call(what, context.set_output_allocator, name, self._late[name])
         return found
 
     def bind(self, addresses: Mapping[str, int]) -> None:
-        self._log_errors.forget()
         for name, address in addresses.items():
-            if not self.handle.set_tensor_address(name, address):
-                raise self._log_errors.refusal(f"address of tensor '{name}'")
+            what = f"address of tensor '{name}'"
+            self._log_errors.call(what, self.handle.set_tensor_address, name, address)
 
     def enqueue(self, stream: int) -> None:
-        self._log_errors.forget()
-        if not self.handle.execute_async_v3(stream):
+        try:
+            self._log_errors.call("execute_async_v3", self.handle.execute_async_v3, stream)
+        except DeploykitError:
             for memory in self._late.values():
                 if memory.error is not None:
-                    raise memory.error
-            raise self._log_errors.refusal("execute_async_v3")
+                    raise memory.error from None
+            raise
 
     def late(self, name: str) -> tuple[int, Shape]:
         """Return the shape, known once `execute_async_v3` returns (see IOutputAllocator)."""

@@ -12,6 +12,7 @@ import logging
 import re
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ _KEPT = 50  # lines
 _CUDA_FAILURE = re.compile(r"Cuda (?:Runtime|Driver)[^(]*\((.+?)\)", re.IGNORECASE)
 # Forms of a CUDA error: in a layer of Myelin; if TensorRT's CUDA is newer than the driver
 _CUDA_CODE = re.compile(r"\bCUDA (?:error|initialization failure with error:) (\d{1,4})\b")
-_NO_MEMORY = re.compile(r"\bOutOfMemory\b|Requested amount of GPU memory|ALLOC\w*_FAILED")
+_NO_MEMORY = re.compile(
+    r"\bout ?of ?memory\b|Requested amount of GPU memory|ALLOC\w*_FAILED", re.IGNORECASE
+)
 _WHERE = re.compile(r"^\[.*?\]|\.?\s*In \w+ at \S+:\d+\)?$")  # a place in TensorRT's source
 
 
@@ -89,6 +92,8 @@ def recorder(nv: Any) -> Any:
         def num_errors(self) -> int:
             return len(self.errors)
 
+        get_num_errors = num_errors  # the name that TensorRT calls, whatever its documents say
+
         def get_error_code(self, index: int) -> Any:
             return self.errors[index][0]
 
@@ -107,8 +112,7 @@ def recorder(nv: Any) -> Any:
 class LogErrors:
     """Makes errors from TensorRT's reports.
 
-    TensorRT reports errors even in calls that succeed: call `forget` before a call, so that
-    `refusal` returns only the call's own.
+    TensorRT reports errors even in calls that succeed: `call` forgets them before each.
     """
 
     def __init__(self, nv: Any, path: Path, device: str) -> None:
@@ -120,6 +124,20 @@ class LogErrors:
         found = LogErrors(self.nv, self.path, self.device)
         owner.error_recorder = found.recorder
         return found
+
+    def call(self, what: str, run: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a member of TensorRT returns, which is neither None nor False.
+
+        Raises the refusal: NVIDIA's bindings return one of these, or raise, each member as it is.
+        """
+        self.forget()
+        try:
+            answer = run(*arguments)
+        except (RuntimeError, TypeError) as exc:  # pybind11: a factory returned nullptr
+            raise self.refusal(f"{what} ({first_line(exc)})") from exc
+        if answer is None or answer is False:
+            raise self.refusal(what)
+        return answer
 
     def forget(self) -> None:
         self.recorder.clear()
