@@ -242,7 +242,7 @@ QUANTIZED = ("ab" * 32, "cd" * 32)  # made from a model and from samples
                 "axes": "T=1,2,3 W=8",
             },
             (),
-            "1,8,32 --hardware-compatible ampere-plus --axis T=1,2,3 --axis W=8 --version-compatible",
+            "--hardware-compatible ampere-plus --axis T=1,2,3 --axis W=8 --version-compatible",
         ),
         *(
             ({"model": name}, (), f"build {name.rpartition('/')[2]} --profile")  # never a path
