@@ -109,6 +109,12 @@ class Here:
         return {**facts, "cuda": own} if own else facts
 
 
+def place_of(built: Mapping[str, str]) -> str:
+    """Return the GPU and the TensorRT in a `built_on` or `Here.facts`; empty if one is missing."""
+    names = [built.get(key, "") for key in ("gpu", "compute_capability", "tensorrt")]
+    return "{} ({}), TensorRT {}".format(*names) if all(names) else ""
+
+
 @dataclass(frozen=True)
 class PlanFile:
     """The bytes of a plan that may be loaded; `notes` are warnings, one sentence each."""
