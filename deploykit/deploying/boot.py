@@ -27,6 +27,7 @@ from deploykit.core.runtime import RUNTIMES
 from deploykit.core.subprocesses import run_apart
 from deploykit.deploying import STARTED
 from deploykit.deploying import device as machines
+from deploykit.deploying.folder import Bundle, read_bundle, verify
 from deploykit.deploying.slots import (
     TIMING_FILE,
     CacheState,
@@ -38,7 +39,6 @@ from deploykit.deploying.slots import (
 from deploykit.engines.engine import check_device
 from deploykit.engines.tasks.engine import TaskSteps
 from deploykit.evaluation.artefacts import span
-from deploykit.evaluation.bundle_folder import Bundle, read_bundle, verify
 from deploykit.evaluation.verify import open_proven, prove_engine
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import VERSION, ServeOptions

@@ -11,10 +11,10 @@ from deploykit.core.jetpack import JETPACKS, find_jetpack, release_numbers
 from deploykit.core.machine import Machine
 from deploykit.core.profile import Profile, fits, load_profile, profile_names
 from deploykit.core.runtime import RUNTIMES
+from deploykit.deploying.folder import Bundle
 from deploykit.deploying.slots import EngineKey
 from deploykit.engines.engine import check_device
 from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS, Here
-from deploykit.evaluation.bundle_folder import Bundle
 from deploykit.evaluation.host import (
     first_jetpack,
     in_range,

@@ -18,6 +18,7 @@ from deploykit import __version__
 from deploykit.core.files import sha256
 from deploykit.core.profile import Profile
 from deploykit.core.tensors import BATCH, PROTOCOL_NAMES
+from deploykit.deploying.folder import Contents, epoch_s, fill_templates, sample_rows
 from deploykit.deploying.wheels import (
     Image,
     Locked,
@@ -29,7 +30,6 @@ from deploykit.deploying.wheels import (
     read_lock,
     write_requirements,
 )
-from deploykit.evaluation.bundle_folder import Contents, epoch_s, fill_templates, sample_rows
 from deploykit.serving.oip.tensors import to_bytes
 
 # A bundle's software bill of materials as CycloneDX 1.6 JSON.

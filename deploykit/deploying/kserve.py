@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 
 from deploykit import __version__
+from deploykit.deploying.folder import Contents, fill_templates
 from deploykit.deploying.wheels import choose_image
-from deploykit.evaluation.bundle_folder import Contents, fill_templates
 
 _NAME_LENGTH = 50  # KServe adds "-predictor" and more; 63 is a label's limit
 _HASH_LENGTH = 6

@@ -24,7 +24,7 @@ from deploykit.core.files import sha256
 from deploykit.core.jetpack import jetpack_of, release_numbers
 from deploykit.core.profile import Profile
 from deploykit.core.subprocesses import module_command
-from deploykit.evaluation.bundle_folder import epoch_s
+from deploykit.deploying.folder import epoch_s
 
 # deploykit's Dockerfiles and the digests of their base images.
 
