@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.cli import output, tables
 from deploykit.cli.options import FORCE, JSON, described
-from deploykit.cli.output import Part, Progress, TextTable
+from deploykit.cli.output import Part, Progress
 from deploykit.cli.tables import UNKNOWN, memory, rate, versions
 from deploykit.core.runtime import RUNTIMES
+from deploykit.evaluation.formatting import Table
 
 if TYPE_CHECKING:
     from deploykit.core.profile import Profile
@@ -63,7 +64,7 @@ def profile_list(found: Sequence[Profile]) -> list[Part]:
     ]
     header = ("profile", "runtime", "memory", "bandwidth", "fp16/s", "int8/s", "precisions")
     return [
-        TextTable(header, rows, left=(0, 6)),
+        Table("", header, rows, (0, 6)),
         "",
         "Peaks are dense. *: derived, or not verified. One in full: deploykit profiles NAME",
     ]
@@ -85,12 +86,12 @@ def card(found: Profile) -> list[Part]:
             rows.append((title, shown(value), marks(found, key)))
     lines: list[Part] = [f"{found.name}: {found.summary}", f"runs {_runs(found)}"]
     if rows:
-        lines += ["", TextTable(("figure", "value", "how it is known"), rows, left=(0, 1, 2))]
+        lines += ["", Table("", ("figure", "value", "how it is known"), rows, (0, 1, 2))]
     if found.power_modes:
         lines += ["", _modes(found)]
     if found.container_base:
         images = list(found.container_base.items())
-        lines += ["", TextTable(("host", "container image to start from"), images, left=(0, 1))]
+        lines += ["", Table("", ("host", "container image to start from"), images, (0, 1))]
     known = [f"GPU name: {name}" for name in found.gpu_names if not found.boards]
     known += [f"board: {board}" for board in found.boards]
     lines += ["", *[f"recognised by {'; '.join(known)}"] * bool(known)]
@@ -117,7 +118,7 @@ def marks(found: Profile, key: str) -> str:
     return "; ".join(how + ["not verified"] * (key in found.unverified))
 
 
-def _modes(found: Profile) -> TextTable:
+def _modes(found: Profile) -> Table:
     rows = [
         (
             mode.name + " (chosen)" * (mode.name == found.power_mode),
@@ -127,7 +128,7 @@ def _modes(found: Profile) -> TextTable:
         for facts in [(mode.watts, mode.gpu_mhz, mode.sms)]
     ]
     title = "power mode" + " (not verified)" * ("power_modes" in found.unverified)
-    return TextTable((title, "W", "GPU MHz", "SMs"), rows)
+    return Table("", (title, "W", "GPU MHz", "SMs"), rows)
 
 
 def state(gpu: GpuState) -> str:
@@ -176,7 +177,7 @@ def health_lines(result: Health) -> list[Part]:
         (check.command, "works" if check.works else "does not work", check.why)
         for check in result.checks
     ]
-    lines.append(TextTable(("command", "here", "what is missing"), rows, left=(0, 1, 2)))
+    lines.append(Table("", ("command", "here", "what is missing"), rows, (0, 1, 2)))
     lines += [f"warning: {text}" for text in result.warnings]
     return lines
 

@@ -119,8 +119,7 @@ def _compare_devices(as_json: bool, **given: Any) -> None:
     with Progress("train --compare-devices") as progress:
         table = verb.compare_devices(**given, command=command, on_progress=progress)
     rates = against(table.to_dict())
-    shown: list[output.TextTable | str] = [output.TextTable(rates.columns, rates.rows, left=(0,))]
-    shown += [*table.verdict, f"wrote {table.folder}"]
+    shown: list[output.Part] = [rates, *table.verdict, f"wrote {table.folder}"]
     output.show(table, shown, as_json=as_json)
 
 

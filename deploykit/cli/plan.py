@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from deploykit.cli import output
 from deploykit.cli.options import JSON, described
-from deploykit.cli.output import Part, Progress, TextTable
+from deploykit.cli.output import Part, Progress
 from deploykit.cli.prove import axis_sizes, sizes
 from deploykit.cli.tables import figure, size
+from deploykit.evaluation.formatting import Table
 
 if TYPE_CHECKING:
     from deploykit.planning.plan import Planned, TargetPlan
@@ -100,7 +101,7 @@ def _in_full(target: TargetPlan) -> list[Part]:
         )
         for each in target.predictions
     ]
-    return [f"{title} ({target.basis})", TextTable(_HEADER, rows)]
+    return [f"{title} ({target.basis})", Table("", _HEADER, rows)]
 
 
 _HEADER = (
@@ -128,7 +129,7 @@ _OVERVIEW = (
 )
 
 
-def _overview(result: Planned) -> TextTable:
+def _overview(result: Planned) -> Table:
     """Return a line for each target with its fastest precision."""
     rows: list[tuple[str, ...]] = []
     for target in result.targets:
@@ -150,7 +151,7 @@ def _overview(result: Planned) -> TextTable:
                 "" if target.checked else "not yet checked",
             )
         )
-    return TextTable(_OVERVIEW, rows, left=(0, 1, 8))
+    return Table("", _OVERVIEW, rows, (0, 1, 8))
 
 
 def _answers(target: TargetPlan, result: Planned) -> Sequence[str]:

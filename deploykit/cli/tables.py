@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.cli.output import Part, TextTable
+from deploykit.cli.output import Part
 from deploykit.core.task import EMBED
-from deploykit.evaluation.formatting import SPACE, number
+from deploykit.evaluation.formatting import SPACE, Table, number, spread
 
 if TYPE_CHECKING:
     from deploykit.building.tensorrt.prove import CheckResult
@@ -124,7 +124,7 @@ def made(result: Made) -> list[Part]:
         score = percent if drop.unit == "pp" else plain
         rows = [(a, score(drop.reference), ""), (b, score(drop.candidate), drop.describe())]
         header = (f"{drop.metric}, n = {drop.n}", "value (95 %)", f"against {a}")
-        lines += ["", TextTable(header, rows)]
+        lines += ["", Table("", header, rows)]
     elif found:
         lines += ["", f"checked by {found.describe()}: {found.why}"]
     if result.search:
@@ -194,7 +194,7 @@ def steps(result: SearchRecord) -> list[Part]:
         for step in result.steps
     ]
     header = ("tried", "kept float32", "cost ms", "after s", "gate", "result")
-    return [f"search: {result.why}", TextTable(header, rows)]
+    return [f"search: {result.why}", Table("", header, rows)]
 
 
 def compared(result: Compared) -> list[Part]:
@@ -220,7 +220,7 @@ def parity(result: Parity, *, gated: bool = True) -> list[Part]:
     header = ("output", "batch", "error", *bounds, "max |a-b|", "SQNR dB", "same top-1")
     header += ("mean IoU",) * shared
     title = f"{result.b} against {result.a}{verdict if gated else ''}"
-    return [title, TextTable(header, rows), *(f"warning: {text}" for text in result.warnings)]
+    return [title, Table("", header, rows), *(f"warning: {text}" for text in result.warnings)]
 
 
 def _agreement(row: ParityRow) -> str:
@@ -364,7 +364,7 @@ def report(result: Report, folder: Path) -> list[Part]:
     ]
     header = ("setup", "batch", "p50", "p90", "p99", "inferences/s")
     return [
-        TextTable(header, rows),
+        Table("", header, rows),
         *["✗: no verdict, for the reason below"] * bool(doubtful),
         "",
         *_layers(result),
@@ -380,12 +380,10 @@ def _layers(result: Report) -> Iterator[Part]:
     for each in result.layers:
         found = each.to_dict()
         rows = [(name[:_LONGEST], *rest) for name, *rest in layer_rows(found, _LAYERS)]
-        yield from (TextTable(COLUMNS, rows, left=(0, 1)), layer_note(found), "")
+        yield from (Table("", COLUMNS, rows, (0, 1)), layer_note(found), "")
 
 
 def report_comparison(result: ReportComparison) -> list[Part]:
-    from deploykit.evaluation.formatting import number, spread
-
     several = len({row.scenario for row in result.rows}) > 1
     rows = [
         (
@@ -406,7 +404,7 @@ def report_comparison(result: ReportComparison) -> list[Part]:
     counts = Counter(each.finding for row in result.rows for each in row.figures)
     found = ", ".join(f"{count} {finding}" for finding, count in counts.most_common())
     header = ("setup", *["scenario"] * several, "batch", "sessions", "threads", "figure", "A", "B")
-    table = TextTable((*header, "B / A", ""), rows, left=(0, *[1] * several, len(header) + 1))
+    table = Table("", (*header, "B / A", ""), rows, (0, *[1] * several, len(header) + 1))
     return [
         f"{result.b} (B) against {result.a} (A): {found}",
         table,
@@ -421,7 +419,7 @@ def report_comparison(result: ReportComparison) -> list[Part]:
 def demo(result: DemoResult) -> list[Part]:
     header = ("", "accuracy", "p50 at batch 1", "throughput")
     verdict = result.report.verdict
-    return ["", TextTable(header, result.rows), "", *verdict, "", f"report: {result.page}"]
+    return ["", Table("", header, result.rows), "", *verdict, "", f"report: {result.page}"]
 
 
 # Answers of a model with a task, as lines for people.

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from deploykit.core.files import asset
-from deploykit.evaluation.html_tables import Table, _e, html_table
+from deploykit.evaluation.formatting import Table
+from deploykit.evaluation.html_tables import _e, html_table
 from deploykit.reporting.charts import Figure, draw
 from deploykit.reporting.figures import charts, served_chart
 from deploykit.reporting.tables import (

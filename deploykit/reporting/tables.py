@@ -8,8 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from deploykit.evaluation.formatting import MISSING, SPACE, count, number, percent, points, spread
-from deploykit.evaluation.html_tables import Json, Table, _or_infinite, parity_table
+from deploykit.evaluation.formatting import (
+    MISSING,
+    SPACE,
+    Table,
+    count,
+    number,
+    percent,
+    points,
+    spread,
+)
+from deploykit.evaluation.html_tables import Json, _or_infinite, parity_table
 from deploykit.reporting.charts import Mark
 
 NOT_MEASURED = "not measured"
