@@ -21,12 +21,6 @@ if TYPE_CHECKING:
 
 # Hardware as text: profiles as a list and as cards, and the results of `doctor`.
 
-UNKNOWN_CELL = "-"
-
-
-def _peak(value: float) -> str:
-    return rate(value, 1e12, "T/s")
-
 
 def _gib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
@@ -46,16 +40,19 @@ _FIGURES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def profile_list(found: Sequence[Profile]) -> list[Part]:
+    def star(profile: Profile, key: str) -> str:
+        return "*" if marks(profile, key) else " "
+
     rows = [
         (
             profile.name,
             profile.runtime,
-            memory(profile.memory_bytes) + _star(profile, "memory_bytes"),
+            memory(profile.memory_bytes) + star(profile, "memory_bytes"),
             rate(profile.bandwidth_bytes_per_s, 1e9, "GB/s")
-            + _star(profile, "bandwidth_bytes_per_s"),
+            + star(profile, "bandwidth_bytes_per_s"),
             *(
                 rate(profile.peak_ops_per_s.get(name), 1e12, "T")
-                + _star(profile, f"peak_ops_per_s.{name}")
+                + star(profile, f"peak_ops_per_s.{name}")
                 for name in ("fp16", "int8")
             ),
             " ".join(profile.precisions),
@@ -70,10 +67,6 @@ def profile_list(found: Sequence[Profile]) -> list[Part]:
     ]
 
 
-def _star(profile: Profile, key: str) -> str:
-    return "*" if marks(profile, key) else " "
-
-
 def card(found: Profile) -> list[Part]:
     """Describe one profile: each figure with its derivation, or that it is not verified."""
     peaks = [f"peak_ops_per_s.{name}" for name in found.peak_ops_per_s]
@@ -82,13 +75,21 @@ def card(found: Profile) -> list[Part]:
         name = key.rpartition(".")[2]
         value = found.peak_ops_per_s[name] if key in peaks else getattr(found, key)
         if value:
-            title, shown = _FIGURES.get(key, (f"peak {name}", _peak))
+            title, shown = _FIGURES.get(key, (f"peak {name}", lambda peak: rate(peak, 1e12, "T/s")))
             rows.append((title, shown(value), marks(found, key)))
     lines: list[Part] = [f"{found.name}: {found.summary}", f"runs {_runs(found)}"]
     if rows:
         lines += ["", Table("", ("figure", "value", "how it is known"), rows, (0, 1, 2))]
     if found.power_modes:
-        lines += ["", _modes(found)]
+        modes = [
+            (
+                mode.name + " (chosen)" * (mode.name == found.power_mode),
+                *("-" if v is None else f"{v:g}" for v in (mode.watts, mode.gpu_mhz, mode.sms)),
+            )
+            for mode in found.power_modes
+        ]
+        title = "power mode" + " (not verified)" * ("power_modes" in found.unverified)
+        lines += ["", Table("", (title, "W", "GPU MHz", "SMs"), modes)]
     if found.container_base:
         images = list(found.container_base.items())
         lines += ["", Table("", ("host", "container image to start from"), images, (0, 1))]
@@ -116,19 +117,6 @@ def marks(found: Profile, key: str) -> str:
     """Return a figure's derivation, and a mark if it is not verified."""
     how = [f"derived: {found.derived[key]}"] if key in found.derived else []
     return "; ".join(how + ["not verified"] * (key in found.unverified))
-
-
-def _modes(found: Profile) -> Table:
-    rows = [
-        (
-            mode.name + " (chosen)" * (mode.name == found.power_mode),
-            *(UNKNOWN_CELL if value is None else f"{value:g}" for value in facts),
-        )
-        for mode in found.power_modes
-        for facts in [(mode.watts, mode.gpu_mhz, mode.sms)]
-    ]
-    title = "power mode" + " (not verified)" * ("power_modes" in found.unverified)
-    return Table("", (title, "W", "GPU MHz", "SMs"), rows)
 
 
 def state(gpu: GpuState) -> str:

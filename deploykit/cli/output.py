@@ -123,6 +123,18 @@ def note(text: str) -> None:
         print(spell(text), file=sys.stderr, flush=True)
 
 
+def note_line(text: str) -> None:
+    """Print a note of a library function on stderr."""
+    note(f"note: {one_line(text)}")
+
+
+def command_line() -> str:
+    """Return the running command as a shell would read it, to repeat it."""
+    import shlex  # late: `--help` does not need it
+
+    return shlex.join(["deploykit", *sys.argv[1:]])
+
+
 def error(exc: DeploykitError) -> None:
     """Print the `error:` line and, if there is a hint, the `hint:` line."""
     note(colour("error:", "31;1", sys.stderr) + f" {one_line(exc.message)}")

@@ -203,36 +203,30 @@ def compared(result: Compared) -> list[Part]:
 
 def parity(result: Parity, *, gated: bool = True) -> list[Part]:
     """Show a table of errors; with `gated`, also whether the bounds were met."""
+
+    def bounds(row: ParityRow) -> tuple[str, ...]:
+        own = "-" if row.float32_error is None else f"{row.float32_error:.3g}"
+        return (f"{result.bound(row):.3g}", own)[: 2 * gated]
+
     shared = any(row.mean_iou is not None for row in result.rows)
     rows = [
         (
             *(row.output, str(row.batch), f"{row.error:.3g}"),
-            *_bounds(result, row)[: 2 * gated],
+            *bounds(row),
             f"{row.max_abs:.3g}",
             "-" if row.zero else "inf" if row.sqnr_db == math.inf else f"{row.sqnr_db:.1f}",
-            _agreement(row),
+            "-"
+            if row.agreement is None
+            else f"{row.agreement * 100:.2f} %" + " of boxes" * (row.answers == "boxes"),
             *(["-" if row.mean_iou is None else f"{row.mean_iou:.4f}"] if shared else []),
         )
         for row in result.rows
     ]
     verdict = f": {'within' if result.passed else 'NOT within'} {result.bound(result.worst):.3g}"
-    bounds = ("bound", "float32")[: 2 * gated]
-    header = ("output", "batch", "error", *bounds, "max |a-b|", "SQNR dB", "same top-1")
-    header += ("mean IoU",) * shared
+    header = ("output", "batch", "error", *("bound", "float32")[: 2 * gated], "max |a-b|")
+    header += ("SQNR dB", "same top-1", *("mean IoU",) * shared)
     title = f"{result.b} against {result.a}{verdict if gated else ''}"
     return [title, Table("", header, rows), *(f"warning: {text}" for text in result.warnings)]
-
-
-def _agreement(row: ParityRow) -> str:
-    if row.agreement is None:
-        return "-"
-    return f"{row.agreement * 100:.2f} %" + (" of boxes" if row.answers == "boxes" else "")
-
-
-def _bounds(result: Parity, row: ParityRow) -> tuple[str, str]:
-    """Return a row's bound and the error of float32 itself."""
-    own = "-" if row.float32_error is None else f"{row.float32_error:.3g}"
-    return f"{result.bound(row):.3g}", own
 
 
 def inspection(result: Inspection) -> list[Part]:
