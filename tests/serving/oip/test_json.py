@@ -81,6 +81,27 @@ def test_outputs_have_the_requested_order_and_form() -> None:
     assert header == len(parts[0])
 
 
+def test_a_long_answer_is_written_in_steps_and_is_one_document() -> None:
+    outputs = {"p": np.arange(140_000, dtype=np.float32).reshape(2, -1), "q": np.array([5, 7])}
+    specs = [TensorSpec("p", "float32", ("N", "W")), TensorSpec("q", "int64", ("N",))]
+    signature = signature_of(specs, specs, 8, LIMIT)
+    for raw in (False, True):  # of the second output
+        wanted = (RequestedOutput("p", False), RequestedOutput("q", raw))
+        request = Request({}, 2, (), wanted, id="seven")
+        parts, json_bytes = oip.encode("m", "1", request, outputs, signature)
+        body = b"".join(parts)
+        document = json.loads(body[:json_bytes])
+        p, q = document["outputs"]
+        assert (document["id"], p["shape"], p["data"]) == (
+            "seven",
+            [2, 70_000],
+            list(range(140_000)),
+        )
+        assert q.get("data") == (None if raw else [5, 7])
+        assert body[json_bytes or len(body) :] == (outputs["q"].tobytes() if raw else b"")
+        assert max(map(len, parts)) < 1 << 20
+
+
 def test_a_non_contiguous_slice_of_a_batch_is_encoded() -> None:
     body, json_bytes = binary({"x": values("float32", 1, 4)})
     request = oip.decode(body, json_bytes, model())
