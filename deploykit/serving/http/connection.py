@@ -71,6 +71,10 @@ class Exchange(Call):
         self.keep_alive = head.keep_alive
         self.pending_reply: list[Bytes] | None = None
 
+    @property
+    def peer(self) -> HttpConnection:
+        return self.connection
+
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
         """Send the reply after earlier ones; do nothing if the client has disconnected.
 
