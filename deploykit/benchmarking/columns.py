@@ -417,7 +417,7 @@ def _rival(of: Entry, runtime: str, precision: str) -> Entry:
 
 def _round(artefact: Artefact, folder: Path) -> Artefact:
     """Write the graph in bfloat16, as `quantize` does."""
-    from deploykit.quantization.convert import convert
+    from deploykit.quantization.scales import convert
 
     path = folder / f"{artefact.path.stem}.{_HALF}.onnx"
     graph, _ = convert(Graph.open(artefact.path), _HALF, None, runtime="openvino")

@@ -354,7 +354,7 @@ def _prove(
             stack.close()
             reference = stack.enter_context(load(source, "cpu"))
         if job:
-            evaluation = evaluate_engines(job, reference, engine, name)
+            evaluation = evaluate_engines(job, reference, engine, name, graph)
             samples = golden_samples(job, tmp, reference, engine)
             notes += accuracy_notes(job, evaluation)
         else:

@@ -28,9 +28,8 @@ from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.profile import load_profile
 from deploykit.engines.tensorrt.compatibility import Here, rebuild
 from deploykit.quantization.job import QuantizeRequest
-from tests.support.builders.fake_tensorrt import Behaviour, Use
-from tests.support.builders.fake_tensorrt import make as fake_module
 from tests.support.runtimes import fake_tensorrt as fake
+from tests.support.runtimes.fake_tensorrt import FakeTensorRt, Use
 from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
 from tests.support.runtimes.modules import replaced
 
@@ -341,7 +340,7 @@ def test_a_jetson_is_recognised_by_its_board_not_by_its_gpu_name(
     monkeypatch.setattr(build_tensorrt, "this_machine", lambda: nano)
     with pytest.raises(dk.Unsupported, match="profile 'jetson-orin-nx-16gb' is not this machine"):
         build_tensorrt.check_here(load_profile("jetson-orin-nx-16gb"), Artefact(model))
-    with replaced("tensorrt", fake_module(Behaviour())):
+    with replaced("tensorrt", FakeTensorRt()):
         build_tensorrt.check_here(load_profile("jetson-orin-nano-8gb"), Artefact(model))
         without_smi = replace(nano, gpus=(), board="Jetson Orin Nano", l4t="36.4.3")
         monkeypatch.setattr(build_tensorrt, "this_machine", lambda: without_smi)
