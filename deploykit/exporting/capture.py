@@ -15,13 +15,14 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec, concrete
+from deploykit.engines.data.examples import Example
 from deploykit.engines.torch.advice import is_users, is_written_for_tracing, source_place
 from deploykit.exporting.operators import recurrent_layers_whole, translations
 from deploykit.exporting.reasons import CallWatch, SizeWatch, baked, explain
@@ -73,13 +74,17 @@ def example_sizes(
 
 @dataclass(frozen=True)
 class ExportJob:
-    """A module to export. `sizes`: those of its dynamic axes in the example; they may grow."""
+    """A module to export.
+
+    `sizes`: those of its dynamic axes in the example; they may grow. `given`: the user's example.
+    """
 
     module: Any
     inputs: Sequence[TensorSpec]
     outputs: Sequence[TensorSpec]
     opset: int
     sizes: dict[str, int]
+    given: Example = field(default_factory=Example)
 
     @property
     def names(self) -> dict[str, list[str]]:
@@ -90,7 +95,13 @@ class ExportJob:
         }
 
     def example(self) -> tuple[Any, ...]:
-        """Return zeros, which are valid ids of any vocabulary; masks are ones."""
+        """Return the user's values, else zeros, valid ids of any vocabulary; masks are ones."""
+        if self.given.arrays:
+            feeds = self.given.real_feeds(self.inputs, self.sizes)
+            return tuple(
+                torch.tensor(feeds[spec.name], dtype=getattr(torch, spec.dtype))
+                for spec in self.inputs
+            )
         return tuple(
             (torch.ones if spec.dtype == "bool" or "mask" in spec.name.lower() else torch.zeros)(
                 concrete(spec, self.sizes), dtype=getattr(torch, spec.dtype)

@@ -19,6 +19,7 @@ import numpy as np
 from deploykit.core.errors import BadInput, GateFailed, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec
+from deploykit.engines.data.examples import Example
 from deploykit.exporting.capture import (
     ExportJob,
     by_dynamo,
@@ -259,6 +260,7 @@ def export_module(
     *,
     opset: int = DEFAULT_OPSET,
     sizes: Mapping[str, int] | None = None,
+    example: Example | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> Exported:
     """Write `module` to `out`; past `max_bytes` of weights, these to OUT.data next to it.
@@ -266,7 +268,7 @@ def export_module(
     `module.forward` takes one tensor for each of `inputs`, by position, and returns a tuple in the
     order of `outputs`. TorchScript goes through torch's older exporter; so does a module that the
     current one fails on, where the reason does not make the older one's graph wrong. `sizes`: the
-    size to export at, by axis, where the model does not run at small ones.
+    size to export at, by axis. `example`: the user's, for other values than zeros.
 
     Raises BadInput when torch cannot export the model, naming the reason and the line of the user's
     code that it comes from.
@@ -278,7 +280,8 @@ def export_module(
         raise BadInput(
             f"opset {opset} is not offered{which}", hint=f"{offered[0]} to {offered[-1]}"
         )
-    job = ExportJob(module, inputs, outputs, opset, example_sizes(inputs, sizes))
+    sizes = example_sizes(inputs, sizes)
+    job = ExportJob(module, inputs, outputs, opset, sizes, example or Example())
     decided: tuple[str, ...] = ()
     why = "the file is TorchScript" if older else ""
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as folder:

@@ -14,7 +14,6 @@ from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.evidence import GoldenSamples, Parity, ParityRow, RowIndependence
 from deploykit.core.tensors import batch_axes
 from deploykit.engines.batching import JoinedRun
-from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.evaluation import batching, golden
 from deploykit.evaluation.parity import (
@@ -81,7 +80,7 @@ def prove_export(
                 keep = batching.keep_runs(exported, feeds, joined)
                 parity = check(reference, exported, feeds, each=keep)
             except DeploykitError as exc:
-                axis = _fixed_axis(reference, exported, done.job.sizes)
+                axis = _fixed_axis(reference, exported, done)
                 if axis is None:
                     raise
                 raise BadInput(
@@ -151,7 +150,13 @@ def _compare_parts(
     with tempfile.TemporaryDirectory(dir=tmp.parent) as folder:
         file, sizes = Path(folder) / "first.onnx", done.job.sizes
         export_module(
-            first.module, first.inputs, first.outputs, file, opset=done.opset, sizes=sizes
+            first.module,
+            first.inputs,
+            first.outputs,
+            file,
+            opset=done.opset,
+            sizes=sizes,
+            example=done.job.given,
         )
         with (
             TorchEngine(first, source.name, "cpu", None) as reference,
@@ -164,15 +169,17 @@ def _compare_parts(
     return (*values.rows, *chosen.rows), batch
 
 
-def _fixed_axis(reference: Engine, exported: Engine, base: Mapping[str, int]) -> str | None:
+def _fixed_axis(reference: Engine, exported: Engine, done: Exported) -> str | None:
     """Return the first dynamic axis along which the graph fails and the model does not.
 
-    `base`: the sizes at which the graph was exported. Returns None where it fails at these too.
+    Returns None where it fails at the sizes of the export too.
     """
-    others = parity_sizes(reference.inputs, reference.limits)
+    base = done.job.sizes
+    example = done.job.given
+    others = parity_sizes(reference.inputs, reference.limits, example.sizes(reference.inputs))
     changes = [{}, *({axis: each[axis]} for axis in base for each in others if axis in each)]
     for change in changes:
-        feeds = random_feeds(reference.inputs, {**base, **change})
+        feeds = example.feeds(reference.inputs, {**base, **change})
         with suppress(DeploykitError):
             reference(feeds)
             try:
