@@ -109,12 +109,13 @@ class ExportJob:
             for spec in self.inputs
         )
 
-    def dynamic_shapes(self) -> tuple[Any, ...]:
-        """Return one Dim for each name, so that inputs share their axes."""
+    def dynamic_shapes(self, *, named: bool = True) -> tuple[Any, ...]:
+        """Return one Dim for each name, so that inputs share their axes; else torch's own names."""
         dims: dict[str, Any] = {}
+        free = torch.export.Dim.DYNAMIC
         shapes = tuple(
             {
-                at: dims.setdefault(axis, torch.export.Dim(axis))
+                at: dims.setdefault(axis, torch.export.Dim(axis)) if named else free
                 for at, axis in enumerate(spec.shape)
                 if isinstance(axis, str)
             }
@@ -124,12 +125,13 @@ class ExportJob:
         return (shapes,) if kinds[:1] == [inspect.Parameter.VAR_POSITIONAL] else shapes
 
 
-def by_dynamo(job: ExportJob) -> tuple[Any, tuple[str, ...]]:
+def by_dynamo(job: ExportJob, *, named: bool = True) -> tuple[Any, tuple[str, ...]]:
     """Run torch's current exporter; return the graph and the sizes that the model branched on.
 
-    Raises NotExported.
+    Where the axes are not `named`, torch goes on to its stricter way of tracing if the first one
+    makes a size a constant, as `len(x)` does. Raises NotExported.
     """
-    example, shapes = job.example(), job.dynamic_shapes()
+    example, shapes = job.example(), job.dynamic_shapes(named=named)
     with _exporting(), recurrent_layers_whole(), SizeWatch() as watch:
         try:
             program = torch.onnx.export(
@@ -145,10 +147,12 @@ def by_dynamo(job: ExportJob) -> tuple[Any, tuple[str, ...]]:
             graph = program.model
             # torch silently makes an axis a constant, or ties it to another, where the model works
             # at no other size
+            axes: dict[str, str] = {}  # of torch's names, where these are not ours
             for value, spec in zip(graph.graph.inputs, job.inputs, strict=True):
                 for at, (axis, dim) in enumerate(zip(spec.shape, value.shape, strict=True)):
                     size = dim if isinstance(dim, int) else str(dim.value)
-                    if isinstance(axis, str) and size != axis:
+                    own = str(size) if named else axes.setdefault(str(size), str(axis))
+                    if isinstance(axis, str) and (own != axis or isinstance(size, int)):
                         with SizeWatch() as again:
                             _capture_alone(job)
                         raise baked(spec, at, size, again.place(job.sizes[axis]))
@@ -251,8 +255,10 @@ def cutting_line(job: ExportJob) -> str:
 def watch_calls(job: ExportJob) -> CallWatch:
     """Run the module, and return which line of the user's code called which operator."""
     watch = CallWatch(job.module)
-    with _exporting(), contextlib.suppress(*_RAISED), watch:
-        job.module(*job.example())
+    example = job.example()
+    with _exporting(), contextlib.suppress(*_RAISED), watch.of(example):
+        job.module(*example)
+        watch.ended = True
     return watch
 
 
