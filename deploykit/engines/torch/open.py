@@ -22,6 +22,7 @@ from deploykit.core.json_value import from_json, json_value
 from deploykit.core.recipe import Recipe, Splits, find_bundled, load_recipe
 from deploykit.core.task import ImageInput, Preprocess
 from deploykit.core.tensors import BATCH, TensorSpec, make_spec, parse_spec
+from deploykit.engines.data.examples import Example
 from deploykit.engines.torch.files import (
     Content,
     is_state_dict,
@@ -211,6 +212,7 @@ def load_module(
     arch: str | None = None,
     inputs: Sequence[TensorSpec] = (),
     allow_pickle: bool = False,
+    example: Example | None = None,
 ) -> Loaded:
     """Open `path`, a file or a folder with config.json and model.safetensors.
 
@@ -218,14 +220,14 @@ def load_module(
     needed if the file does not hold them. Raises NotFound, BadInput, MissingExtra.
     """
     if path.is_dir():
-        return load_folder(path, arch, inputs)
+        return load_folder(path, arch, inputs, example)
     content = read(path, allow_pickle=allow_pickle, described=bool(inputs))
     if content.source == "checkpoint":
         return _from_checkpoint(path, content, arch, inputs)
     if content.source in _WHOLE_MODELS:
         if arch is not None:
             raise BadInput(f"{path}: holds a whole model, so `arch` {arch} has nothing to build")
-        return _from_whole_model(path, content, inputs)
+        return _from_whole_model(path, content, inputs, example)
     if arch is None:
         raise undescribed(path, arch=True, inputs=not inputs)
     module, built_with = build_module(arch, content.arguments, content.value)
@@ -239,7 +241,7 @@ def load_module(
         *copy_weights(path, module, content.value, content.source),
     )
     with module_errors(path):
-        loaded = describe_module(path, module, inputs, content.source, notes=notes)
+        loaded = describe_module(path, module, inputs, content.source, notes=notes, example=example)
     return replace(loaded, preset=preset)
 
 
@@ -270,7 +272,9 @@ def look(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], di
     return loaded.inputs, loaded.outputs, {**details, "recipe": loaded.recipe}
 
 
-def _from_whole_model(path: Path, content: Content, inputs: Sequence[TensorSpec]) -> Loaded:
+def _from_whole_model(
+    path: Path, content: Content, inputs: Sequence[TensorSpec], example: Example | None
+) -> Loaded:
     with module_errors(path):
         if content.source != "torch.export":
             module, notes = in_float32(content.value.cpu())
@@ -282,6 +286,7 @@ def _from_whole_model(path: Path, content: Content, inputs: Sequence[TensorSpec]
                 content.source,
                 ran_pickle=content.ran_pickle,
                 notes=(*content.notes, *notes),
+                example=example,
             )
             return replace(loaded, preset=preset)
         program = open_program(str(path), content.value, inputs)
@@ -293,6 +298,7 @@ def _from_whole_model(path: Path, content: Content, inputs: Sequence[TensorSpec]
         ran_pickle=content.ran_pickle,
         notes=program.notes,
         limits=program.limits,
+        example=example or Example(),
     )
 
 
@@ -406,7 +412,9 @@ def weight_files(folder: Path) -> list[Path]:
     return [check_readable(folder / Path(str(name)).name) for name in sorted(names)]
 
 
-def load_folder(folder: Path, arch: str | None, inputs: Sequence[TensorSpec]) -> Loaded:
+def load_folder(
+    folder: Path, arch: str | None, inputs: Sequence[TensorSpec], example: Example | None = None
+) -> Loaded:
     """Load the model that config.json names under `architectures`, in float32.
 
     `inputs`: the specs; if empty, the model's main input decides. Raises BadInput,
@@ -433,7 +441,7 @@ def load_folder(folder: Path, arch: str | None, inputs: Sequence[TensorSpec]) ->
     module = _load(folder, found)
     specs = tuple(inputs) or _inputs(folder, module)
     with module_errors(folder):
-        loaded = describe_module(folder, module, specs, "Hugging Face")
+        loaded = describe_module(folder, module, specs, "Hugging Face", example=example)
     return replace(loaded, model_class=f"transformers.{name}")
 
 
