@@ -341,7 +341,7 @@ def _prove(
         reference = stack.enter_context(_open_reference(graph, target, tmp.parent))
         feeds: Sequence[Mapping[str, np.ndarray]] = feeds_at_sizes(engine.inputs)
         most = rows_that_fit(feeds, graph.path)
-        feeds, notes = first_rows(feeds, most), [*placed.notes, *rows_note(most)]
+        feeds, notes = first_rows(feeds, most, engine.inputs), [*placed.notes, *rows_note(most)]
         title = f"{source.name} in {request.to}" if job else source.name
         joined: list[JoinedRun] = []
         keep, names = batching.keep_runs(engine, feeds, joined), (title, name)

@@ -15,6 +15,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
 
 BATCH = "N"
+_BATCH_NAMES = (BATCH, "batch", "batch_size")  # as exporters and their users call it
 MOST_STRINGS = 1 << 18  # in one call of ONNX Runtime, which holds the GIL for 0.06 s
 
 Bytes = bytes | memoryview
@@ -65,10 +66,23 @@ class TensorSpec(Record):
 
 
 def batch_axes(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
-    """Return the names of the batch axis: `N` if an input has it, else the names at axis 0."""
-    if any(BATCH in spec.shape for spec in specs):
-        return (BATCH,)
+    """Return the names of the batch axis: `N`, or "batch", wherever it is; else those at axis 0."""
+    for name in _BATCH_NAMES:
+        if any(name in spec.shape for spec in specs):
+            return (name,)
     return tuple(dict.fromkeys(str(spec.shape[0]) for spec in specs if spec.batched))
+
+
+def batch_places(specs: Sequence[TensorSpec], batch: Sequence[str] | None = None) -> dict[str, int]:
+    """Return the place of the batch axis by tensor, of those that have it.
+
+    `batch`: its names, by default those of these specs.
+    """
+    names = batch_axes(specs) if batch is None else batch
+    places = {
+        spec.name: [n for n, axis in enumerate(spec.shape) if axis in names] for spec in specs
+    }
+    return {name: found[0] for name, found in places.items() if found}
 
 
 def axis_name(tensor: str, place: int) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import ADJUSTED_WALD, Drop, Evaluation, Interval, Parity, ParityRow
+from deploykit.core.tensors import batch_axes
 from deploykit.engines.data.samples import Samples, check_finite, random_feeds
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.accuracy import Metric, Scores, drop_of, same_answers
@@ -86,8 +87,7 @@ def evaluate(
         if labels is not None:
             for score, outputs in zip(scores, (left, right), strict=True):
                 score.add(outputs, labels[rows])
-        feeds = {name: array[rows] for name, array in samples.inputs.items()}
-        equal = same_answers(left, right, feeds, rows.stop - rows.start)
+        equal = same_answers(left, right, samples.rows(rows), rows.stop - rows.start)
         if equal is not None:
             answers[0] += equal.size
             answers[1] += int(equal.sum())
@@ -124,7 +124,7 @@ def evaluation_feeds(
     most = min(batch_size, *limits)
     batches = dict.fromkeys(min(batch, most) for batch in BATCHES)
     for batch in batches:
-        axes = {str(spec.shape[0]): batch for spec in reference.inputs if spec.batched}
+        axes = dict.fromkeys(batch_axes(reference.inputs), batch)
         yield random_feeds(reference.inputs, {**sizes, **axes}, batch)
 
 

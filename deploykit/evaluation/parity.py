@@ -16,7 +16,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Parity, ParityRow
-from deploykit.core.tensors import BATCH, TensorSpec
+from deploykit.core.tensors import BATCH, TensorSpec, batch_axes, batch_places
 from deploykit.engines.answers import class_axis
 from deploykit.engines.batching import spread_places
 from deploykit.engines.data.samples import Samples, random_feeds
@@ -175,10 +175,12 @@ def _check_same(
 
 
 def _batch(specs: Sequence[TensorSpec], feeds: Arrays) -> int:
-    """Return axis 0 of the first input where it is dynamic, else of the first; 1 for a scalar."""
-    ordered = sorted(specs, key=lambda spec: not spec.batched)
-    array = feeds.get(ordered[0].name) if ordered else None
-    return int(array.shape[0]) if array is not None and array.ndim else 1
+    """Return the size of the batch: where an input has it, else of the first axis 0; else 1."""
+    axes = {**dict.fromkeys((spec.name for spec in specs if spec.shape), 0), **batch_places(specs)}
+    for name in (*batch_places(specs), *axes):
+        if name in feeds and feeds[name].ndim > axes[name]:
+            return int(feeds[name].shape[axes[name]])
+    return 1
 
 
 class _Tally:
@@ -391,21 +393,20 @@ def comparison_feeds(
     if graph is None:
         return list(feeds), ()
     rows = max(least, rows_that_fit(feeds, graph))
-    return first_rows(feeds, rows), rows_note(rows, usual)
+    return first_rows(feeds, rows, first.inputs), rows_note(rows, usual)
 
 
 def axis_sizes(samples: Samples | None, inputs: Sequence[TensorSpec], batch: int) -> dict[str, int]:
-    """Return the sizes of the dynamic axes in `samples`, with `batch` at axis 0."""
+    """Return the sizes of the dynamic axes in `samples`, with `batch` where the samples lie."""
+    sizes = dict.fromkeys(batch_axes(inputs), batch)
     if samples is None:
-        return {str(spec.shape[0]): batch for spec in inputs if spec.batched}
-    return {
-        axis: batch if place == 0 else size
-        for spec in inputs
-        for place, (axis, size) in enumerate(
-            zip(spec.shape, samples.inputs[spec.name].shape, strict=True)
-        )
-        if isinstance(axis, str)
-    }
+        return sizes
+    for spec in inputs:
+        own, found = samples.axis(spec.name), samples.inputs[spec.name].shape
+        for place, (axis, size) in enumerate(zip(spec.shape, found, strict=True)):
+            if isinstance(axis, str):
+                sizes.setdefault(axis, batch if place == own else size)
+    return sizes
 
 
 def batch_that_fits(source: Graph, sizes: Mapping[str, int], most_bytes: int = MOST_BYTES) -> int:
@@ -427,27 +428,32 @@ def rows_that_fit(feeds: Sequence[Feeds], graph: Path) -> int:
     from deploykit.graph.graph import Graph
 
     opened = Graph.open(graph)
-    if not all(spec.batched for spec in opened.inputs):
+    batch = batch_axes(opened.inputs)
+    if not batch:
         return MOST_SAMPLES
     largest = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
     sizes = {
-        axis: size if place else 1
+        axis: 1 if axis in batch else size
         for spec in opened.inputs
         if spec.name in largest  # else the engines differ, which their comparison reports
-        for place, (axis, size) in enumerate(
-            zip(spec.shape, largest[spec.name].shape, strict=False)
-        )
+        for axis, size in zip(spec.shape, largest[spec.name].shape, strict=False)
         if isinstance(axis, str)
     }
     return max(2, batch_that_fits(opened, sizes, MOST_CALL_BYTES))
 
 
-def first_rows(feeds: Sequence[Feeds], rows: int) -> list[Feeds]:
+def first_rows(feeds: Sequence[Feeds], rows: int, inputs: Sequence[TensorSpec]) -> list[Feeds]:
     """Return at most `rows` rows of each feed, from first to last; all for `MOST_SAMPLES`."""
     if rows >= MOST_SAMPLES:
         return list(feeds)
+    axes = batch_places(inputs)
     return [
-        {name: array[spread_places(len(array), rows)[::-1]] for name, array in each.items()}
+        {
+            name: array.take(spread_places(array.shape[axis], rows)[::-1], axis)
+            if (axis := axes.get(name)) is not None
+            else array
+            for name, array in each.items()
+        }
         for each in feeds
     ]
 

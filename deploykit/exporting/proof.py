@@ -72,7 +72,7 @@ def prove_export(
     loaded = source.loaded
     joined: list[JoinedRun] = []
     most = rows_that_fit(feeds, tmp)
-    feeds = first_rows(feeds, most)
+    feeds = first_rows(feeds, most, loaded.inputs)
     bound = EXPORT_MAX_ERROR if max_error is None else max_error
     check = partial(compare_engines, max_error=bound, names=(source.name, out_name))
     with TorchEngine(loaded, source.name, "cpu", None) as reference:
@@ -199,6 +199,6 @@ def _few(
 ) -> Mapping[str, np.ndarray]:
     """Return golden samples: the first few rows of the largest feeds, or all of a fixed batch."""
     largest = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
-    if not inputs[0].batched or len({spec.shape[0] for spec in inputs}) > 1:
+    if not inputs[0].batched or len({spec.shape[:1] for spec in inputs}) > 1:
         return largest
     return {name: array[: golden.SAMPLES] for name, array in largest.items()}
