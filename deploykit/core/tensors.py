@@ -16,6 +16,7 @@ from deploykit.core.json_value import Record
 
 BATCH = "N"
 _BATCH_NAMES = (BATCH, "batch", "batch_size")  # as exporters and their users call it
+_UNKNOWN = ("?", "-1", "*", "none", "null", "nan", "unk", "unknown", "dynamic", "any", "dyn")
 MOST_STRINGS = 1 << 18  # in one call of ONNX Runtime, which holds the GIL for 0.06 s
 
 Bytes = bytes | memoryview
@@ -85,8 +86,13 @@ def batch_places(specs: Sequence[TensorSpec], batch: Sequence[str] | None = None
     return {name: found[0] for name, found in places.items() if found}
 
 
-def axis_name(tensor: str, place: int) -> str:
-    """Return the name for an unnamed dynamic axis: `N` at place 0, else `TENSOR_PLACE`."""
+def axis_name(tensor: str, place: int, own: str | None = None) -> str:
+    """Return the name of a dynamic axis: its `own`, else `N` at place 0 and `TENSOR_PLACE` behind.
+
+    A word for "unknown" is no name: two axes that PaddlePaddle calls "?" have a size each.
+    """
+    if own and own.lower() not in _UNKNOWN:
+        return own
     return f"{tensor}_{place}" if place else BATCH
 
 

@@ -97,3 +97,21 @@ def test_arrays_that_do_not_fit_are_refused(
     np.savez(tmp_path / "d.npz", **{**DATA, **wrong})
     with pytest.raises(dk.BadInput, match=reason):
         dk.predict(model, tmp_path / "d.npz", tmp_path / "p.npz")
+
+
+@pytest.mark.parametrize("name", ["?", "-1", "None", "unknown", ""])
+def test_axes_of_no_known_size_have_a_size_each(name: str, tmp_path: Path) -> None:
+    """PaddlePaddle calls each of them "?"; height and width are not one axis for that."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[N,3,H,W] x) => (float[N,4] y) {
+            c = Conv(x, K) p = GlobalAveragePool(c) y = Flatten(p) }""")
+    kernel = RNG.standard_normal((4, 3, 3, 3)).astype(np.float32)
+    model.graph.initializer.append(numpy_helper.from_array(kernel, "K"))
+    for place in (0, 2, 3):
+        model.graph.input[0].type.tensor_type.shape.dim[place].dim_param = name
+    onnx.save(model, tmp_path / "m.onnx")
+    np.savez(tmp_path / "d.npz", x=RNG.standard_normal((COUNT, 3, 12, 40)).astype(np.float32))
+    assert dk.inspect(tmp_path / "m.onnx").inputs[0].shape == ("N", 3, "x_2", "x_3")
+    assert dk.quantize(tmp_path / "m.onnx", "int8", calib=tmp_path / "d.npz").evaluation.passed
+    with dk.load(tmp_path / "m.onnx", "cpu") as engine:
+        assert engine({"x": np.zeros((1, 3, 12, 40), np.float32)})["y"].shape == (1, 4)
