@@ -75,10 +75,11 @@ def replay(
     """
     inputs, outputs = engine.inputs, engine.outputs
     recorded, feeds = open_samples(golden, path, inputs, outputs)
-    low, high = engine.limits.get(BATCH, (1, None))
-    rows = min(max(SAMPLES, low), high or SAMPLES)
     batched = {spec.name: 0 for spec in outputs if spec.batched}
     batched |= batch_places((*inputs, *outputs), batch_axes(inputs))
+    counts = (array.shape[batched[name]] for name, array in feeds.items() if name in batched)
+    (low, high), count = engine.limits.get(BATCH, (1, None)), next(counts, 1)
+    rows = min(max(count, low), high or count)
     feeds, values = (
         {
             name: array.take(range(rows), axis=batched[name], mode="wrap")

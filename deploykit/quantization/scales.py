@@ -125,7 +125,7 @@ def choose_scales(
         graph, names = smooth(scales.graph, peaks)
         if not names or not trials.computes_the_same(graph):
             return best
-        again = calibrate(graph, samples)
+        again = calibrate(graph, samples, batch_size=max(rows for rows, *_ in batches))
         record = scales.record and replace(scales.record, smoothed=names)
         smoothed, less = trials.choose(Scales(graph, again, record, scales.notes), again)
         return smoothed if _gains(noise, less) else best

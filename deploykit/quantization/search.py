@@ -544,5 +544,6 @@ class _Candidates:
 
     def _feeds(self, samples: int) -> dict[str, np.ndarray]:
         """Return the first calibration samples; a graph with a fixed batch gets that many."""
-        size, _ = self.calib.batching(samples, self.job.source.inputs)
+        most = min(samples, self.job.batch_size)
+        size, _ = self.calib.batching(most, self.job.source.inputs)
         return next(self.calib.batches(size))

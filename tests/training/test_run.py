@@ -107,9 +107,7 @@ def test_a_full_disk_is_named_and_the_state_before_kept(tmp_path: Path) -> None:
             run_training(recipe, SPLITS, options)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [
-        ("run.ckpt", before)
-    ]
+    assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("run.ckpt", before)]
 
 
 def test_a_finished_run_is_not_repeated(tmp_path: Path) -> None:
