@@ -60,6 +60,7 @@ class Engine(Closing):
     largest axis 0 that it accepts, None for no limit. `limits`: the smallest and largest size by
     dynamic axis, if there are any. `device`: "cpu" or "cuda:0". `runtime`: its name and version
     ("onnxruntime 1.31.1"). `notes`: warnings for the user, such as nodes that run on the CPU.
+    `place`: the GPU and the TensorRT that run a plan, for which alone a proof of it holds.
     `steady`: a call's time depends on the shapes of its inputs alone, so no values can make it
     hang. `last_copies_us`: the last call's copies to the device and back. `batching`: whether its
     rows may be joined, as its manifest says. `examples`: inputs that it is known to run. `source`:
@@ -74,6 +75,7 @@ class Engine(Closing):
     max_batch: int | None = None
     limits: Mapping[str, tuple[int, int | None]] = MappingProxyType({})
     notes: tuple[str, ...] = ()
+    place: str = ""
     steady: bool = False
     last_copies_us: tuple[int, int] = (0, 0)
     batching: RowIndependence | None = None

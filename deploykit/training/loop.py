@@ -29,7 +29,7 @@ from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.engines.torch.loaded import before
 from deploykit.engines.torch.open import save_whole
 from deploykit.engines.torch.weights import copy_weights, list_names
-from deploykit.training.data import check_labels, describe_augment, make_loader, tensors
+from deploykit.training.data import check_labels, make_loader, tensors
 from deploykit.training.distributed import Processes, measure_scaling, parallel, whole_state
 from deploykit.training.options import (
     Progress,
@@ -486,7 +486,7 @@ class Run:
             "learning_rate": recipe.learning_rate,
             "unfreeze": options.unfreeze,
             "processes": group.size,
-            "augment": describe_augment(recipe) if settings.augment else None,
+            "augment": self.loader.figures()["augment"],
             "data": f"{splits.source}, {len(labels)} samples, {checksum}",
         }
 
@@ -532,7 +532,13 @@ class Run:
         skipped = self.stepper.skipped
         loss, seconds, waited_s = self._run_epoch(on_progress)
         if start is not None and not math.isfinite(loss):
-            self._give_up_half(start, loss)
+            self._restore(start)
+            self.notes.append(
+                f"{self.settings.precision} gave a loss of {loss} in epoch "
+                f"{len(self.history) + 1}; from its start on the run is in float32"
+            )
+            _log.warning(self.notes[-1])
+            self.stepper.use(None)
             loss, more_s, waited_s = self._run_epoch(on_progress)
             seconds += more_s
         if not math.isfinite(loss):
@@ -542,7 +548,12 @@ class Run:
                 hint="lower the recipe's learning_rate, or limit the gradients (its clip_norm)",
             )
         self.seconds += seconds
-        score = self._validate()
+        module, recipe, part = self.module, self.recipe, self.splits.calibration
+        if self.frozen is not None:
+            module, recipe, part = self.frozen.head, self.frozen.recipe, self.frozen.calibration
+        score = None
+        if len(part.labels):  # shared: statistics of batches differ between processes
+            score = float(self.group.share(float(score_module(module, recipe, part).mean())))
         self.history.append(
             {
                 "epoch": len(self.history) + 1,
@@ -590,25 +601,6 @@ class Run:
         seconds = time.perf_counter() - started
         return loss, seconds, self.batches.waited.seconds - waited_s
 
-    def _give_up_half(self, start: dict[str, Any], loss: float) -> None:
-        self._restore(start)
-        self.notes.append(
-            f"{self.settings.precision} gave a loss of {loss} in epoch {len(self.history) + 1}; "
-            "from its start on the run is in float32"
-        )
-        _log.warning(self.notes[-1])
-        self.stepper.use(None)
-
-    def _validate(self) -> float | None:
-        if not len(self.splits.calibration.labels):
-            return None
-        if self.frozen is not None:
-            found = score_module(self.frozen.head, self.frozen.recipe, self.frozen.calibration)
-        else:
-            found = score_module(self.module, self.recipe, self.splits.calibration)
-        # statistics of batches differ between processes
-        return float(self.group.share(float(found.mean())))
-
     def _stalled(self) -> bool:
         """Keep the best epoch's weights, and say whether `patience` has run out."""
         patience = self.settings.options.patience
@@ -633,9 +625,8 @@ class Run:
                 f"loss scaling skipped {self.stepper.skipped} of {self.stepper.tried} steps, whose "
                 "float16 gradients overflowed"
             )
-        self.notes += self.loader.conclude(self.loader_share)
+        self.notes += self.loader.conclude(self.loader_share())
 
-    @property
     def loader_share(self) -> float:
         """Return the share of the time of all epochs in which the steps waited for data."""
         seconds = [1 / max(each["samples_per_s"], 1e-9) for each in self.history]
@@ -708,8 +699,7 @@ class Run:
             "train_seconds": round(self.seconds, 3),
             "samples_per_s": round(samples * len(self.history) / max(self.seconds, 1e-9), 1),
             "skipped_steps": self.stepper.skipped,
-            "loader_share": round(self.loader_share, 4),
-            "augment": self.described["augment"],
+            "loader_share": round(self.loader_share(), 4),
             **self.loader.figures(),
             "final_loss": self.history[-1]["loss"] if self.history else None,
             "data": self.splits.source,
