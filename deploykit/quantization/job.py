@@ -43,7 +43,7 @@ from deploykit.evaluation.parity import (
 )
 from deploykit.evaluation.simulate import open_graph, round_halves, runs_graphs
 from deploykit.evaluation.statistics import samples_to_show_no_drop
-from deploykit.graph.graph import Graph
+from deploykit.graph.graph import Graph, opset
 
 if TYPE_CHECKING:
     from deploykit.quantization.calibrate import Calibration
@@ -164,6 +164,7 @@ def prepare(
 ) -> Job:
     """Open the graph, read and check the data, and calibrate."""
     from deploykit.quantization.calibrate import calibrate
+    from deploykit.quantization.opset import needed_opset, with_opset
     from deploykit.quantization.scales import Scales, places_to_choose_on
 
     on_progress("reading the model", 0.0)
@@ -177,9 +178,15 @@ def prepare(
     samples = test or calib
     batch = None if samples else request.batch  # of samples it says how many make a call
     sizes = given_sizes(source.inputs, batch, request.axis, samples)
+    least = needed_opset(source, request.to, request.runtime, request.other_nodes)
+    try:
+        source, notes = with_opset(model, source, least, samples, sizes)
+    except BadInput:
+        if request.to != "auto" or opset(source.model) < BY_NAME["int8"].min_opset:
+            raise
+        notes = ()  # levels that need a newer one are steps that say so
     rows = batch_that_fits(source, axis_sizes(samples, source.inputs, 1))
     rows = min(rows, request.batch or rows)
-    notes, calibration = tuple[str, ...](), None
     if calib:
         on_progress("calibrating", 0.1)
         doubts = tuple(check_calibration(calib, source.inputs))
@@ -191,9 +198,10 @@ def prepare(
             calibration = run(places=places(rows), batch_size=rows)
         except BadInput:
             with load(model, "cpu") as engine:
-                rows, notes = rows_that_run(engine, calib, rows)
-            if not notes:
+                rows, single = rows_that_run(engine, calib, rows)
+            if not single:
                 raise
+            notes += single
             calibration = run(places=places(rows), batch_size=rows)
         record = calibration_record(request, calibration, doubts)
         notes = (*notes, *doubts, *_overlap(request, calib, test))
@@ -201,7 +209,8 @@ def prepare(
     else:
         if test:
             with load(model, "cpu") as engine:
-                rows, notes = rows_that_run(engine, test, rows)
+                rows, single = rows_that_run(engine, test, rows)
+            notes += single
         scales = Scales(source, notes=notes)
     return Job(model, request, calib, test, metric if labelled else None, scales, rows, sizes)
 
