@@ -60,7 +60,7 @@ def with_opset(
             raise_opset(Editor(source).model, least)
             return source, ()
     converted = convert_opset(source, least)
-    what = f"{model}: opset {now}, converted to {least} by onnx"
+    what = f"{model}: opset {now}, converted to {least}"
     with tempfile.TemporaryDirectory() as folder:
         path = converted.save(Path(folder) / source.path.name, temporary=True).path
         with load(model, "cpu") as reference:
