@@ -68,7 +68,12 @@ def with_opset(
             try:
                 with load(path, "cpu") as engine:
                     parity = compare_engines(
-                        reference, engine, feeds[:4], max_error=_MAX_ERROR, random=samples is None
+                        reference,
+                        engine,
+                        feeds[:4],
+                        max_error=_MAX_ERROR,
+                        names=(model.name, f"opset {least}"),
+                        random=samples is None,
                     )
                 why = "" if parity.passed else parity.why
             except DeploykitError as exc:
