@@ -20,6 +20,7 @@ from deploykit.cli.options import (
     described,
 )
 from deploykit.cli.output import Progress
+from deploykit.cli.prove import axis_sizes
 
 _ACCURACY = """
 --calib FILE.npz|DIR   Calibration data, for int8, fp8 and auto
@@ -190,7 +191,9 @@ MODEL                  An .onnx file
         keeps the accuracy
 {OUT}
 {FORCE}
-Accuracy:{_ACCURACY}
+Accuracy:{_ACCURACY}--batch N              Samples per call; without data, rows of the random inputs
+--axis NAME=SIZE       Without data: size of a dynamic axis of the random inputs; may be repeated
+        [several at which the model runs]
 Target:
 --runtime              What will run the file; each wants INT8 nodes at other places
         [the profile's, or tensorrt]
@@ -206,6 +209,8 @@ def quantize(
     data: Path | None = None,
     metric: str | None = None,
     max_drop: float | None = None,
+    batch: int | None = None,
+    axis: list[str] | None = None,
     runtime: TargetRuntime | None = None,
     profile: str | None = None,
     other_nodes: OtherPrecision = "fp32",
@@ -215,7 +220,7 @@ def quantize(
 
     Example: deploykit quantize model.onnx --to int8 --calib train.npz --data test.npz
     """
-    given = api_arguments(locals())
+    given = api_arguments(locals()) | {"axis": axis_sizes("axis", ",".join(axis or ()))}
     from deploykit.quantization import quantize as precision
 
     with (

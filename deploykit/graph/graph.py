@@ -334,7 +334,7 @@ def _spec(value: onnx.ValueInfoProto, path: Path) -> TensorSpec:
         if axis.HasField("dim_value") and axis.dim_value >= 0:
             shape.append(axis.dim_value)
         else:
-            name = axis.dim_param or axis_name(value.name, number)
-            # protobuf returns a name that is not UTF-8 as bytes
-            shape.append(name if isinstance(name, str) else name.decode(errors="replace"))
+            own = axis.dim_param  # protobuf returns a name that is not UTF-8 as bytes
+            own = own if isinstance(own, str) else own.decode(errors="replace")
+            shape.append(axis_name(value.name, number, own))
     return TensorSpec(value.name, dtype, tuple(shape))
