@@ -69,8 +69,9 @@ def build(
     when the quantised graph fails its evaluation; Unsupported for a target that cannot be built for
     here.
     """
-    target, why = choose_profile() if profile == "auto" else (load_profile(profile), "")
-    source = _open(model)
+    shapes = shapes or Shapes()
+    chosen = choose_profile(shapes.device) if profile == "auto" else (load_profile(profile), "")
+    (target, why), source = chosen, _open(model)
     request = QuantizeRequest(
         to=precision or "fp32",
         runtime=target.runtime,
@@ -80,7 +81,7 @@ def build(
         metric=metric,
         max_drop=max_drop,
     )
-    options = PlanOptions(target, shapes or Shapes(), request)
+    options = PlanOptions(target, shapes, request)
     _check(source, options)
     place = destination(
         source,
@@ -97,8 +98,8 @@ def build(
             made = build_for_runtime(
                 source, request, target, options.shapes, tmp, place, max_error, on_progress
             )
-    chosen = (f"profile auto: {target.name} ({why})",) if why else ()
-    return replace(made, notes=(*chosen, *made.notes))
+    auto = (f"profile auto: {target.name} ({why})",) if why else ()
+    return replace(made, notes=(*auto, *made.notes))
 
 
 def _check(source: Artefact, options: PlanOptions) -> None:
@@ -106,7 +107,7 @@ def _check(source: Artefact, options: PlanOptions) -> None:
     target, request = options.target, options.request
     if target.runtime == "tensorrt":
         check_options(build_tensorrt.options_of(target, options.shapes, source))
-        build_tensorrt.check_here(target, source)
+        build_tensorrt.check_here(target, source, options.shapes.device)
     else:
         options.shapes.refuse(target)
     if request.to not in ("fp32", *TARGETS):
