@@ -162,6 +162,44 @@ def test_fusions_that_are_slower_on_a_cpu_are_off(
         assert "LayerNormalization" in kinds, kinds
 
 
+SPREAD = """agraph (float[N, 4, 8] x) => (float[N, 4, 8] y)
+    <float e = {0.00001}, float two = {2}, float[8] g = {1, 2, 3, 4, 5, 6, 7, 8}> {"""
+NORMS = {  # as exporters write them below the opset that has the operator
+    "LayerNormalization": """
+        m = ReduceMean <axes = [-1]> (x)
+        d = Sub(x, m)
+        s = Pow(d, two)
+        v = ReduceMean <axes = [-1]> (s)""",
+    "RMSNormalization": """
+        d = Identity(x)
+        s = Pow(d, two)
+        v = ReduceMean <axes = [-1]> (s)""",
+}
+
+
+@pytest.mark.parametrize("opset", [11, 13, 14, 16])
+@pytest.mark.parametrize("operator", NORMS)
+def test_operators_that_the_optimizer_writes_at_any_opset_are_those_of_the_runtime(
+    tmp_path: Path, operator: str, opset: int
+) -> None:
+    """ONNX has LayerNormalization from opset 17 on, and the other one not at all."""
+    body = f"{NORMS[operator]}\n a = Add(v, e)\n r = Sqrt(a)\n n = Div(d, r)\n y = Mul(n, g) }}"
+    head = f'<ir_version: 8, opset_import: ["" : {opset}]>\n'
+    path = tmp_path / "m.onnx"
+    onnx.save(onnx.parser.parse_model(head + SPREAD + body), path)
+    made = dk.build(path, "cpu")
+    kinds = {(node.domain, node.op_type) for node in onnx.load(made.path).graph.node}
+    assert ("", "SimplifiedLayerNormalization") in kinds or ("", "LayerNormalization") in kinds
+    feeds = {"x": np.random.default_rng(0).random((3, 4, 8), dtype=np.float32)}
+    wanted = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(
+        None, feeds
+    )[0]
+    with dk.load(made.path, "cpu") as opened:
+        np.testing.assert_allclose(opened(feeds)["y"], wanted, rtol=1e-4, atol=1e-5)
+    assert dk.inspect(made.path).precision["float32"] >= 1
+    assert dk.compare(path, made.path).parity.passed
+
+
 def test_weights_above_two_gib_do_not_fit_into_a_build(tmp_path: Path) -> None:
     model = linear()
     weight = model.graph.initializer[0]
