@@ -101,6 +101,7 @@ class Job:
     ) -> tuple[Graph, list[str]]:
         """Return the graph in precision `to`, except the nodes in `keep_float32`, and notes."""
         from deploykit.quantization.convert import convert
+        from deploykit.quantization.qdq import without_kernel
 
         converted, kept = convert(
             scales.graph,
@@ -112,6 +113,8 @@ class Job:
         )
         half = to if BY_NAME[to].writer == CAST else other_nodes
         notes = []
+        if narrow := without_kernel(scales.graph, self.request.runtime, to):
+            notes.append(narrow)
         if kept:
             notes.append(f"kept in float32, too close to float16's limit: {', '.join(kept)}")
         if BY_NAME[half].guarded and scales.calibration is None:

@@ -96,7 +96,7 @@ def _unary() -> list[str]:
         for schema in onnx.defs.get_all_schemas()
         if schema.domain == ""
         and not schema.deprecated
-        and (schema.min_input, schema.max_input) == (1, 1)
+        and schema.min_input == schema.max_input == schema.min_output == schema.max_output == 1
         and "tensor(float)" in schema.inputs[0].types
         and not any(each.required for each in schema.attributes.values())
         and onnx.defs.has(schema.name, 18)
