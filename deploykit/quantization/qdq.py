@@ -113,8 +113,8 @@ def without_kernel(source: Graph, runtime: str, to: str) -> str:
     every = quantizable_nodes(editor, operators(runtime, to))
     left = len(every) - len(quantizable_nodes(editor, operators(runtime, to), to))
     return (
-        f"{left} convolution(s) stay as they are: TensorRT has no FP8 kernel for groups, fewer than "
-        "16 channels or windows above 32"
+        f"{left} convolution(s) stay as they are: TensorRT has no FP8 kernel for groups, fewer "
+        "than 16 channels or windows above 32"
         if left
         else ""
     )
