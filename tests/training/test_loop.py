@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -218,16 +219,19 @@ def test_a_preprocess_without_an_input_of_bytes_is_refused() -> None:
 @pytest.mark.parametrize("on", [False, True])
 @pytest.mark.parametrize(("matmul", "conv"), [("tf32", "ieee"), ("ieee", "tf32")])
 def test_torchs_newer_switch_of_tf32_is_understood_and_comes_back(
-    monkeypatch: pytest.MonkeyPatch, on: bool, matmul: str, conv: str
+    on: bool, matmul: str, conv: str
 ) -> None:
     """A recipe or a library may have set it: torch then refuses to read its older one."""
     backends = torch.backends
     if not hasattr(backends.cuda.matmul, "fp32_precision"):
         pytest.skip(f"torch {torch.__version__} has the older switch only")
-    monkeypatch.setattr(backends.cuda.matmul, "fp32_precision", matmul)
-    monkeypatch.setattr(backends.cudnn.conv, "fp32_precision", conv)
-    with use_tf32(on):
-        assert backends.cuda.matmul.fp32_precision == ("tf32" if on else "ieee")
-        assert backends.cudnn.conv.fp32_precision == ("tf32" if on else "ieee")
-    assert backends.cuda.matmul.fp32_precision == matmul
-    assert backends.cudnn.conv.fp32_precision == conv
+    places: list[Any] = [backends.cuda.matmul, backends.cudnn.conv]
+    before = [each.fp32_precision for each in places]
+    try:
+        places[0].fp32_precision, places[1].fp32_precision = matmul, conv
+        with use_tf32(on):
+            assert {each.fp32_precision for each in places} == {"tf32" if on else "ieee"}
+        assert [each.fp32_precision for each in places] == [matmul, conv]
+    finally:
+        for each, value in zip(places, before, strict=True):
+            each.fp32_precision = value
