@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shlex
-import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from deploykit.cli import output, tables
 from deploykit.cli.options import (
@@ -97,7 +95,19 @@ def train(
     """
     given = api_arguments(locals())
     if given.pop("compare_devices"):
-        _compare_devices(as_json, **{key: given[key] for key in _TABLE})
+        from deploykit.training.compare_devices import against
+        from deploykit.training.compare_devices import compare_devices as time_devices
+
+        names = ("recipe", "out", "data", "batch_size", "augment", "compile", "force")
+        options, line = {key: given[key] for key in names}, output.command_line()
+        with Progress("train --compare-devices") as progress:
+            table = time_devices(**options, command=line, on_progress=progress)
+        shown: list[output.Part] = [
+            against(table.to_dict()),
+            *table.verdict,
+            f"wrote {table.folder}",
+        ]
+        output.show(table, shown, as_json=as_json)
         return
     from deploykit.training import train as training
 
@@ -105,23 +115,6 @@ def train(
         result = training.train(**given, on_progress=progress)
     if os.environ.get("RANK", "0") == "0":  # one of torchrun's processes prints
         output.show(result, tables.made(result), as_json=as_json)
-
-
-# the options of `compare_devices`
-_TABLE = ("recipe", "out", "data", "batch_size", "augment", "compile", "force")
-
-
-def _compare_devices(as_json: bool, **given: Any) -> None:
-    from deploykit.training import compare_devices as verb
-    from deploykit.training.compare_devices import against
-
-    command = shlex.join(["deploykit", *sys.argv[1:]])
-    with Progress("train --compare-devices") as progress:
-        table = verb.compare_devices(**given, command=command, on_progress=progress)
-    rates = against(table.to_dict())
-    shown: list[output.TextTable | str] = [output.TextTable(rates.columns, rates.rows, left=(0,))]
-    shown += [*table.verdict, f"wrote {table.folder}"]
-    output.show(table, shown, as_json=as_json)
 
 
 @described(f"""

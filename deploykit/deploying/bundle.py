@@ -21,20 +21,20 @@ from deploykit.core.profile import Profile, load_profile, profile_names
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.tensors import BATCH
 from deploykit.deploying import WRITERS
-from deploykit.deploying.staging import staged_folder
+from deploykit.deploying.folder import (
+    SERVED_NAME,
+    Bundle,
+    Contents,
+    claim_bundle,
+    epoch_s,
+    seal,
+    staged_folder,
+    write_tar,
+)
 from deploykit.engines.data.samples import random_feeds, read_samples
 from deploykit.engines.engine import Engine, load
 from deploykit.evaluation import batching, golden, html_tables
 from deploykit.evaluation.artefacts import Progress, carry_task, no_progress, onnx_manifest, stage
-from deploykit.evaluation.bundle_folder import (
-    SERVED_NAME,
-    Bundle,
-    Contents,
-    epoch_s,
-    seal,
-    write_tar,
-)
-from deploykit.evaluation.outputs import claim_bundle
 from deploykit.evaluation.parity import parity_sizes
 
 if TYPE_CHECKING:

@@ -273,25 +273,3 @@ class RecordedEngine(Engine):
                     f"{self.runtime}: has no recorded outputs for this value of input '{name}'"
                 )
         return {name: array.copy() for name, array in self._values.items()}
-
-
-class KnownOutputs(Engine):
-    """Wraps an engine whose outputs for `inputs` are known: for these, in order, it does not run.
-
-    `inputs`, `outputs`: rows by name. The engine stays open.
-    """
-
-    def __init__(self, engine: Engine, inputs: Arrays, outputs: Arrays) -> None:
-        self.inputs, self.outputs, self.runtime = engine.inputs, engine.outputs, engine.runtime
-        self.device, self.limits, self.max_batch = engine.device, engine.limits, engine.max_batch
-        self._engine, self._feeds, self._values = engine, inputs, outputs
-        self._at = 0
-
-    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        rows = slice(self._at, self._at + len(next(iter(feeds.values()))))
-        known = {name: array[rows] for name, array in self._feeds.items()}
-        whole = rows.stop <= len(next(iter(self._values.values())))
-        if not whole or any(not np.array_equal(feeds[name], a) for name, a in known.items()):
-            return self._engine(feeds)
-        self._at = rows.stop
-        return {name: array[rows] for name, array in self._values.items()}

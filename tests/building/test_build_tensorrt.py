@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 import deploykit as dk
-from deploykit.building.builder import Shapes, find_builder
+from deploykit.building.builder import BuildJob, Shapes, find_builder
 from deploykit.building.tensorrt import prove as build_tensorrt
 from deploykit.building.tensorrt.build import cache_path
-from deploykit.building.tensorrt.prove import PlanOptions, prove_plan
+from deploykit.building.tensorrt.prove import prove_plan
 from deploykit.core.artefact import Artefact, read_manifest
 from deploykit.core.cuda_order import with_gpu
 from deploykit.core.files import sha256
@@ -64,9 +64,10 @@ def built(
     request = QuantizeRequest(
         to="fp32", runtime="tensorrt", target=l4, data=data, max_drop=max_drop
     )
-    options, source = PlanOptions(l4, Shapes(**shapes), request), Artefact.open(model)
-    plan = find_builder("tensorrt")(source, stage / "m.trt", l4, options.shapes, None)
-    return prove_plan(plan, source, source, stage / "m.trt", folder / "m.trt", options)
+    source = Artefact.open(model)
+    job = BuildJob(source, l4, request, Shapes(**shapes), stage / "m.trt", folder / "m.trt")
+    plan = find_builder("tensorrt")(source, job.tmp, l4, job.shapes, None)
+    return prove_plan(plan, source, job)
 
 
 def test_an_engine_that_cannot_run_here_is_kept_as_unverified(

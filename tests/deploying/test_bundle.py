@@ -13,7 +13,7 @@ import pytest
 from onnx import helper
 
 import deploykit as dk
-from deploykit.evaluation.bundle_folder import read_bundle, verify
+from deploykit.deploying.folder import read_bundle, verify
 from tests.support.bundles import proven_model
 from tests.support.onnx_zoo import linear, make, save
 

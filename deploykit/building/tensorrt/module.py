@@ -142,7 +142,7 @@ def parser_refusal(error: ParserError, log: Sequence[str] = ()) -> Reason:
         # "Assertion failed: (the condition in C++): the reason", which may be a type of the node
         why = first_sentence(error.text.rpartition("): ")[2]) if "): " in error.text else ""
         text = f"operator {node or 'unknown'} is not supported by TensorRT"
-        return Reason(f"{text}: {why}" if why else text)
+        return Reason(f"{text}: {why.rstrip('.')}" if why else text)
     return Reason(f"{node + ': ' if node else ''}{first_sentence(error.text)}")
 
 
