@@ -193,7 +193,7 @@ def test_operators_without_a_half_form_stay_float32() -> None:
     assert summarise(to_half(model, "fp16")[0]).precision == {"float32": 1}
 
 
-@pytest.mark.parametrize("operator", ["HardSwish", "Mish", "Celu", "LpNormalization"])
+@pytest.mark.parametrize("operator", ["HardSwish", "Mish", "LpNormalization"])
 def test_an_operator_that_tensorrt_lacks_in_bfloat16_stays_float32_there_alone(
     operator: str,
 ) -> None:
