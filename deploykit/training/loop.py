@@ -421,16 +421,24 @@ def run_training(
 
 @contextlib.contextmanager
 def use_tf32(on: bool) -> Iterator[None]:
-    """Let float32 products on the GPU use TF32, or not; the settings of the process come back."""
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    previous = [each.allow_tf32 for each in backends]
+    """Let float32 products on the GPU use TF32, or not; the settings of the process come back.
+
+    From 2.9 on torch refuses to read `allow_tf32` where a program has set `fp32_precision`.
+    """
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    values: dict[str, Any] = {"allow_tf32": on, "fp32_precision": "tf32" if on else "ieee"}
+    places, name = [matmul, cudnn], "allow_tf32"
+    if hasattr(matmul, "fp32_precision"):
+        places, name = [matmul, cudnn.conv, cudnn.rnn], "fp32_precision"
+    previous = [getattr(each, name) for each in places]
     try:
-        for each in backends:
-            each.allow_tf32 = on
+        for each in places:
+            setattr(each, name, values[name])
         yield
     finally:
-        for each, value in zip(backends, previous, strict=True):
-            each.allow_tf32 = value
+        for each, before in zip(places, previous, strict=True):
+            setattr(each, name, before)
 
 
 class Run:
