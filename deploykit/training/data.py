@@ -381,35 +381,13 @@ class Batches:
         return inputs, labels, share
 
 
-def check_labels(recipe: Recipe, splits: Splits) -> None:
-    """Raise BadInput for no training data, and for labels that are none of the model's classes."""
-    if not len(splits.train.labels):
-        raise BadInput(f"{splits.source}: holds no training data")
-    shape = recipe.outputs[0].shape if recipe.outputs else ()
-    classes = shape[1] if len(shape) == 2 else None
-    for name in ("train", "calibration", "test"):
-        labels = np.asarray(getattr(splits, name).labels)
-        if not isinstance(classes, int) or classes < 2 or labels.dtype.kind not in "iu":
-            continue
-        if labels.ndim == 1 and len(labels) and not 0 <= labels.min() <= labels.max() < classes:
-            raise BadInput(
-                f"{splits.source}: the labels of its {name} data go from {labels.min()} to "
-                f"{labels.max()}; the model has {classes} classes, 0 to {classes - 1}"
-            )
-
-
 def tensors(split: Split, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The arrays of a split on the device. Raises BadInput for a split that nothing can learn."""
-    arrays = {**split.inputs, "labels": split.labels}
-    for name, array in arrays.items():
-        if not isinstance(array, np.ndarray) or not array.flags.writeable:
-            arrays[name] = np.array(array)
-    sizes = {name: len(array) for name, array in arrays.items()}
-    if len(set(sizes.values())) > 1:
-        raise BadInput(f"the recipe's data have different numbers of samples: {sizes}")
-    found = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-    labels = found.pop("labels")
-    return list(found.values()), labels
+    """Return the inputs and labels of a split on the device."""
+    *inputs, labels = (
+        torch.from_numpy(array if array.flags.writeable else np.array(array)).to(device)
+        for array in (*split.inputs.values(), split.labels)
+    )
+    return inputs, labels
 
 
 CPU = torch.device("cpu")
