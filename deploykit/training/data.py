@@ -331,7 +331,12 @@ class Batches:
         workers: int = 0,
     ) -> None:
         self.group = group or Processes()
-        self.inputs, self.labels = tensors(split, augmentation.device if augmentation else device)
+        there = augmentation.device if augmentation else device
+        if there.type == "cuda" and augmentation is None:  # half of what is free, or they stay out
+            needed = split.labels.nbytes + sum(each.nbytes for each in split.inputs.values())
+            if needed > torch.cuda.mem_get_info(there)[0] / 2:
+                there = CPU
+        self.inputs, self.labels = tensors(split, there)
         self.device, self.batch_size = device, batch_size
         self.augmentation, self.workers = augmentation, workers
         self.shuffle = torch.Generator().manual_seed(seed)
@@ -382,11 +387,12 @@ class Batches:
 
 
 def tensors(split: Split, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return the inputs and labels of a split on the device."""
-    *inputs, labels = (
-        torch.from_numpy(array if array.flags.writeable else np.array(array)).to(device)
-        for array in (*split.inputs.values(), split.labels)
-    )
+    """Return the inputs and labels of a split on the device. Raises OutOfMemory."""
+    with memory_errors(f"{device}: the data"):
+        *inputs, labels = (
+            torch.from_numpy(array if array.flags.writeable else np.array(array)).to(device)
+            for array in (*split.inputs.values(), split.labels)
+        )
     return inputs, labels
 
 
@@ -394,7 +400,7 @@ CPU = torch.device("cpu")
 LIMITING = 0.1  # the share of the time from which on the loader is called the limit
 
 
-@dataclass(frozen=True)
+@dataclass
 class Loader:
     """The batches of a run; `note` says where augmentation runs, "" without any.
 
@@ -417,6 +423,8 @@ class Loader:
 
     def conclude(self, share: float) -> list[str]:
         """Say what a run waited for: it spent `share` of the time waiting for its batches."""
+        if self.batches.copied and self.batches.augmentation is None:
+            self.note = "the data take more than half of the GPU's memory: each batch is copied"
         if share < LIMITING:
             waited = f"the steps waited for data in {share:.1%} of the time"
         else:
@@ -449,7 +457,11 @@ def make_loader(recipe: Recipe, train: Split, settings: Settings, group: Process
     on_cpu = make_batches(recipe, train, settings, group, CPU)
     if settings.device.type == "cpu":
         return Loader(on_cpu, "augmentation runs on the CPU, as the training does")
-    return _faster(on_cpu, make_batches(recipe, train, settings, group, settings.device))
+    try:
+        on_gpu = make_batches(recipe, train, settings, group, settings.device)
+    except OutOfMemory as exc:
+        return Loader(on_cpu, f"augmentation runs on the CPU: {exc.message}")
+    return _faster(on_cpu, on_gpu)
 
 
 def _faster(on_cpu: Batches, on_gpu: Batches) -> Loader:
