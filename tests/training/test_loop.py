@@ -52,7 +52,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_does_not() -> None:
 
 def test_training_starts_from_given_weights() -> None:
     weights = {"weight": torch.full((2, 2), 3.0), "bias": torch.zeros(2)}
-    still = replace(LINE, learning_rate=0.0)
+    still = replace(LINE, learning_rate=1e-30)
     trained = run_training(still, SPLITS, TrainingOptions(device="cpu", epochs=1), weights=weights)
     assert torch.equal(trained.module.weight, weights["weight"])
 
