@@ -77,7 +77,10 @@ def _per_channel(values_C: Any) -> Any:
     return values_C.to(torch.float32).reshape(1, -1, 1, 1)
 
 
-NAME_THE_ARCHITECTURE = "`arch` builds the model: pkg.mod:callable or ./file.py:callable"
+NAME_THE_ARCHITECTURE = (
+    "`arch` builds the model: a name of torchvision's such as resnet50, timm:NAME, "
+    "pkg.mod:callable or ./file.py:callable"
+)
 NAME_THE_INPUTS = "`inputs` describes each input, for example 'x:float32[N,3,224,224]'"
 
 
