@@ -497,7 +497,8 @@ class RowIndependence(Record):
 class Evidence(Record):
     """What is known of one artefact; None: not examined.
 
-    `source_graph`: the evidence of the graph that an engine was built from.
+    `source_graph`: the evidence of the graph that an engine was built from. `proven_on`: the GPUs
+    with their TensorRT on which an engine was proven; empty for where it was built.
     """
 
     parity: Parity | None = None
@@ -516,6 +517,7 @@ class Evidence(Record):
     golden: GoldenSamples | None = None
     weights: WeightsFile | None = None
     notes: tuple[str, ...] = ()
+    proven_on: tuple[str, ...] = ()
 
     shown: ClassVar[tuple[str, ...]] = ("verified",)
 

@@ -89,7 +89,7 @@ class Conditions(Record):
 
 def conditions_of(states: Sequence[GpuState]) -> Conditions:
     """Summarise the states of one GPU, at least one, in order of time."""
-    last = states[-1]
+    last, traced = states[-1], states[:: -(-len(states) // _TRACED)]
     clocks = [state.clock_hz / 1e6 for state in states if state.clock_hz is not None]
     watts = [state.power_w for state in states if state.power_w is not None]
     allowed = [state.clock_max_hz / 1e6 for state in states if state.clock_max_hz]
@@ -109,23 +109,15 @@ def conditions_of(states: Sequence[GpuState]) -> Conditions:
         power_high_w=max(watts, default=None),
         temperature_c=max(heat, default=None),
         throttled=in_order(reason for each in known for reason in each) if known else None,
-        trace=_trace(states[:: -(-len(states) // _TRACED)]),
+        trace={
+            "clock_mhz": tuple(state.clock_hz and state.clock_hz / 1e6 for state in traced),
+            "power_w": tuple(state.power_w for state in traced),
+            "temperature_c": tuple(
+                max(filter(None, (each.temperature_c, *dict(each.zones).values())), default=None)
+                for each in traced
+            ),
+        },
     )
-
-
-def _trace(states: Sequence[GpuState]) -> dict[str, tuple[float | None, ...]]:
-    return {
-        "clock_mhz": tuple(_mega(state.clock_hz) for state in states),
-        "power_w": tuple(state.power_w for state in states),
-        "temperature_c": tuple(
-            max(filter(None, (state.temperature_c, *dict(state.zones).values())), default=None)
-            for state in states
-        ),
-    }
-
-
-def _mega(value: float | None) -> float | None:
-    return None if value is None else value / 1e6
 
 
 def in_order(reasons: Iterable[str]) -> tuple[str, ...]:
@@ -163,7 +155,15 @@ class JetsonReader:
             return None
         rails, power = read_rails(root)
         zones = read_zones(root)
-        memory = _meminfo(root)
+        meminfo = file_text(root / "proc/meminfo")
+        found = re.findall(r"^(\w+):\s+([0-9]{1,15}) kB", meminfo, re.MULTILINE)
+        memory = {name: int(kib) * 1024 for name, kib in found}
+        hertz = {
+            name: next(
+                (n for each in clocks if (n := _number(each / name)) is not None and n >= 0), None
+            )
+            for name in ("cur_freq", "max_freq")
+        }
         return GpuState(
             uuid="jetson-gpu.0",
             name=board_model(root) or "NVIDIA Jetson",
@@ -173,8 +173,8 @@ class JetsonReader:
             power_w=power,
             memory_used_bytes=memory.get("NvMapMemUsed"),
             memory_total_bytes=memory.get("MemTotal"),
-            clock_hz=_clock(clocks, "cur_freq"),
-            clock_max_hz=_clock(clocks, "max_freq"),
+            clock_hz=hertz["cur_freq"],
+            clock_max_hz=hertz["max_freq"],
             temperature_c=next((value for name, value in zones if name == "gpu"), None),
             throttled=self._throttled(),
             power_mode=power_mode(root),
@@ -188,13 +188,24 @@ class JetsonReader:
         A `*-throttle-alert` cooling device is above 0 while a zone is too hot. The over-current
         events, under-voltage among them, count from the boot on: new ones lower the clocks.
         """
-        hot = _cooling(self._root)
-        events = _over_current(self._root)
-        new = events is not None and self._events is not None and events > self._events
-        self._events = events if events is not None else self._events
-        if hot is None and events is None:
+        alerts = [
+            state
+            for device in _list(self._root, "sys/class/thermal/cooling_device*")
+            if file_text(device / "type").strip().endswith("throttle-alert")
+            and (state := _number(device / "cur_state")) is not None
+        ]
+        counts = [
+            count
+            for chip in _list(self._root, "sys/class/hwmon/hwmon*")
+            if file_text(chip / "name").strip() == "soctherm_oc"
+            for entry in _list(chip, "oc[1-9]_event_cnt")
+            if (count := _number(entry)) is not None and count >= 0
+        ]
+        if not alerts and not counts:
             return None
-        return (*["hw_slowdown"] * new, *["sw_thermal"] * bool(hot))
+        new = bool(counts) and self._events is not None and sum(counts) > self._events
+        self._events = sum(counts) if counts else self._events
+        return (*["hw_slowdown"] * new, *["sw_thermal"] * (max(alerts, default=0) > 0))
 
 
 def read_rails(root: Path) -> tuple[tuple[tuple[str, float], ...], float | None]:
@@ -243,34 +254,6 @@ def read_zones(root: Path) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(zones.items()))
 
 
-def _cooling(root: Path) -> list[str] | None:
-    """Return the active alerts; None if there is none to read."""
-    states = {}
-    for device in _list(root, "sys/class/thermal/cooling_device*"):
-        name = file_text(device / "type").strip()
-        state = _number(device / "cur_state")
-        if name.endswith("throttle-alert") and state is not None:
-            states[name] = state
-    return [name for name, state in states.items() if state > 0] if states else None
-
-
-def _over_current(root: Path) -> int | None:
-    """Count all over-current and under-voltage events since boot; None if there is no counter."""
-    counts = [
-        count
-        for chip in _list(root, "sys/class/hwmon/hwmon*")
-        if file_text(chip / "name").strip() == "soctherm_oc"
-        for entry in _list(chip, "oc[1-9]_event_cnt")
-        if (count := _number(entry)) is not None and count >= 0
-    ]
-    return sum(counts) if counts else None
-
-
-def _clock(clocks: list[Path], name: str) -> int | None:
-    found = (_number(entry / name) for entry in clocks)
-    return next((hertz for hertz in found if hertz is not None and hertz >= 0), None)
-
-
 def _list(folder: Path, pattern: str) -> list[Path]:
     try:
         return sorted(folder.glob(pattern))
@@ -281,12 +264,6 @@ def _list(folder: Path, pattern: str) -> list[Path]:
 def _number(path: Path) -> int | None:
     text = file_text(path).strip()
     return int(text) if re.fullmatch(r"-?[0-9]{1,15}", text) else None
-
-
-def _meminfo(root: Path) -> dict[str, int]:
-    text = file_text(root / "proc/meminfo")
-    found = re.findall(r"^(\w+):\s+([0-9]{1,15}) kB", text, re.MULTILINE)
-    return {name: int(kib) * 1024 for name, kib in found}
 
 
 class Devices:
@@ -345,6 +322,10 @@ class Devices:
         reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
         if reasons is None:  # the name before driver 535
             reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        clock_mhz, memory_clock_mhz = (
+            self._ask("nvmlDeviceGetClockInfo", handle, kind)
+            for kind in (nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM)
+        )
         throttled = tuple(name for name, bit in THROTTLES.items() if (reasons or 0) & bit)
         return GpuState(
             uuid=str(self._ask("nvmlDeviceGetUUID", handle) or f"gpu-{index}"),
@@ -357,10 +338,8 @@ class Devices:
             energy_j=_scale(self._ask("nvmlDeviceGetTotalEnergyConsumption", handle), 1e-3),
             memory_used_bytes=None if memory is None else int(memory.used),
             memory_total_bytes=None if memory is None else int(memory.total),
-            clock_hz=_hertz(self._ask("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM)),
-            memory_clock_hz=_hertz(
-                self._ask("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_MEM)
-            ),
+            clock_hz=None if clock_mhz is None else clock_mhz * 1_000_000,
+            memory_clock_hz=None if memory_clock_mhz is None else memory_clock_mhz * 1_000_000,
             temperature_c=self._ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
             throttled=None if reasons is None else throttled,
         )
@@ -368,10 +347,6 @@ class Devices:
 
 def _scale(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
-
-
-def _hertz(mhz: int | None) -> int | None:
-    return None if mhz is None else mhz * 1_000_000
 
 
 def read_gpus(root: Path = Path("/")) -> tuple[GpuState, ...]:
@@ -524,7 +499,7 @@ class EnergyMeter(Closing):
 
     def _open_packages(self) -> list[_Counter]:
         found, hidden = [], []
-        for folder in _folders(self.root / _POWERCAP):
+        for folder in _list(self.root, f"{_POWERCAP}/*:*"):
             name = file_text(folder / "name").strip()
             if not _PACKAGE.fullmatch(name):  # psys sums packages, which hold core, dram
                 continue
@@ -574,10 +549,3 @@ class EnergyMeter(Closing):
         while not self._ended.wait(_EVERY_S):
             with self._lock:
                 self._read_gpus()
-
-
-def _folders(folder: Path) -> list[Path]:
-    try:
-        return sorted(each for each in folder.iterdir() if re.fullmatch(r"[\w-]+:\d+", each.name))
-    except OSError:
-        return []

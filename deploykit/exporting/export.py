@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from deploykit.exporting.load import Tensors
     from deploykit.exporting.onnx import Exported
 
-    AxisLimits = Mapping[str, tuple[int, int | None]]  # least and largest size by axis
-
 
 def export(
     model: ArtefactLike | torch.nn.Module,
@@ -102,7 +100,11 @@ def export(
         GateFailed: the graph differs by more than `max_error`; NAME.rejected.onnx is kept.
     """
     check_source(model)
-    target, size = load_profile(profile) if profile is not None else None, _batch_size(batch)
+    target = load_profile(profile) if profile is not None else None
+    text = str(batch)
+    if text != "dynamic" and not (text.isascii() and text.isdigit() and int(text)):
+        raise BadInput(f"`batch` {batch}: must be 'dynamic' or a size of at least 1")
+    size = None if text == "dynamic" else int(text)
     options = read_options(
         task,
         labels=labels,
@@ -116,7 +118,8 @@ def export(
     read = (samples, labels, tokenizer, *named_files(preprocess, profile, arch))
     place = claim(_destination(model, out), "onnx", (model, *read), force=force)
     pixels = load_preprocess(preprocess) if preprocess else None
-    from deploykit.exporting.onnx import DEFAULT_OPSET  # MissingExtra without torch
+    from deploykit.exporting.capture import example_sizes  # MissingExtra without torch
+    from deploykit.exporting.onnx import DEFAULT_OPSET, export_module
 
     if opset is None:
         opset = (target and target.opset) or DEFAULT_OPSET
@@ -125,15 +128,22 @@ def export(
     source = open_source(model, example_inputs, specs, dynamic_axes, arch, allow_pickle)
     job = with_task(source, options, pixels, load_placing(preprocess))
     source = replace(source, loaded=_with_batch(job.loaded, size))
-    rows = source.loaded.inputs[0].shape[0]
-    if job.task is not None and isinstance(rows, int) and rows > 1:  # its items come one by one
+    rows = source.loaded.inputs[0].shape[:1]
+    if job.task is not None and not {BATCH, 1}.issuperset(rows):  # its items come one by one
         raise BadInput(
             "`task`: the batch is a single item, or of any size", hint="`batch`: dynamic or 1"
         )
     feeds = _feeds(source, Path(samples) if samples else None, size, job.task)
+    loaded, image = source.loaded, job.task.image if job.task else None
+    usual = example_sizes(loaded.inputs)
+    sizes = {axis: low + 1 for axis, (low, _) in loaded.limits.items() if low >= usual[axis]}
+    if image and image.multiple > 1:
+        sizes |= sides_of(loaded.inputs[0], image.multiple)
     with stage(place) as tmp:
         on_progress("exporting", 0.1)
-        done = _write(source.loaded, tmp, opset, job.task)
+        done = export_module(
+            loaded.module, loaded.inputs, loaded.outputs, tmp, opset=opset, sizes=sizes
+        )
         on_progress("comparing with PyTorch", 0.7)
         with _naming_decisions(done):
             proof = prove_export(source, tmp, feeds, max_error, place.name, done)
@@ -238,16 +248,6 @@ def _destination(model: ArtefactLike | torch.nn.Module, out: StrPath | None) -> 
     return base.parent / f"{source.resolve().name or 'model'}.onnx"
 
 
-def _batch_size(batch: str | int) -> int | None:
-    """Return None for "dynamic", else the fixed size."""
-    text = str(batch)
-    if text == "dynamic":
-        return None
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise BadInput(f"`batch` {batch}: must be 'dynamic' or a size of at least 1")
-    return int(text)
-
-
 def _with_batch(loaded: Loaded, size: int | None) -> Loaded:
     """Return `loaded`, its batch fixed at `size` unless that is None."""
     if size is None:
@@ -288,14 +288,3 @@ def _feeds(
     if not feeds:
         raise BadInput(f"{samples}: {len(found)} samples do not fill a batch of {counts[0]}")
     return feeds
-
-
-def _write(loaded: Loaded, tmp: Path, opset: int, task: Task | None) -> Exported:
-    from deploykit.exporting.capture import example_sizes
-    from deploykit.exporting.onnx import export_module
-
-    inputs, outputs, usual = loaded.inputs, loaded.outputs, example_sizes(loaded.inputs)
-    sizes = {axis: low + 1 for axis, (low, _) in loaded.limits.items() if low >= usual[axis]}
-    if task and task.image and task.image.multiple > 1:
-        sizes |= sides_of(inputs[0], task.image.multiple)
-    return export_module(loaded.module, inputs, outputs, tmp, opset=opset, sizes=sizes)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploykit.core.artefact import Artefact, ArtefactLike, sniff, wrong_format
+from deploykit.core.artefact import ArtefactLike, sniff, wrong_format
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import SourceRecord
 from deploykit.core.files import check_readable, sha256
@@ -58,6 +58,7 @@ def open_source(
     allow_pickle: bool,
 ) -> ExportSource:
     from deploykit.engines.torch import loaded as live
+    from deploykit.engines.torch import open as runtime
 
     feeds: dict[str, np.ndarray] | None = None
     if isinstance(example, (str, os.PathLike)):
@@ -68,52 +69,25 @@ def open_source(
         raise BadInput("`dynamic_axes` needs `example_inputs`", hint="`inputs` names axes itself")
     if example is not None:
         specs, feeds = live.specs_from(model, example, dynamic_axes)
-    if isinstance(model, (str, os.PathLike, Artefact)):
-        return _open_file(Path(model), specs, feeds, arch, allow_pickle)
-    return _open_live(model, specs, feeds)
-
-
-def _open_live(
-    module: torch.nn.Module,
-    specs: tuple[TensorSpec, ...],
-    feeds: Mapping[str, np.ndarray] | None,
-) -> ExportSource:
-    from deploykit.engines.torch import loaded as live
-
-    if not live.is_module(module):
-        raise BadInput(f"`model` is a {type(module).__name__}: a path or an nn.Module is needed")
-    name = live.name_of(module)
-    loaded = live.load_live(module, specs)
-    weights = live.hash_weights(module)
-    record = SourceRecord(loaded.source, weights, False, name, notes=loaded.notes)
-    return ExportSource(name.rpartition(".")[2], loaded, (weights,), record, feeds)
-
-
-def _open_file(
-    path: Path,
-    specs: tuple[TensorSpec, ...],
-    feeds: Mapping[str, np.ndarray] | None,
-    arch: str | None,
-    allow_pickle: bool,
-) -> ExportSource:
-    from deploykit.engines.torch import open as runtime
-
+    if not isinstance(model, (str, os.PathLike)):
+        if not live.is_module(model):
+            kind = type(model).__name__
+            raise BadInput(f"`model` is a {kind}: a path or an nn.Module is needed")
+        name, weights = live.name_of(model), live.hash_weights(model)
+        loaded = live.load_live(model, specs)
+        record = SourceRecord(loaded.source, weights, False, name, notes=loaded.notes)
+        return ExportSource(name.rpartition(".")[2], loaded, (weights,), record, feeds)
+    path = Path(model)
     loaded = runtime.load_module(path, arch=arch, inputs=specs, allow_pickle=allow_pickle)
     hashes = tuple(sha256(file) for file in runtime.model_files(path))
-    code = _file_of(arch)
+    code = Path((arch or "").rpartition(":")[0])  # the user's own file; else a package's module
     record = SourceRecord(
         loaded.source,
         hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest(),
         loaded.ran_pickle,
         loaded.model_class,
         arch,
-        sha256(check_readable(code)) if code else None,
+        sha256(check_readable(code)) if code.suffix == ".py" else None,
         loaded.notes,
     )
     return ExportSource(path.name, loaded, hashes, record, feeds, path)
-
-
-def _file_of(arch: str | None) -> Path | None:
-    """Return the user's own file that `arch` names; None for a module of a package."""
-    where = (arch or "").rpartition(":")[0]
-    return Path(where) if where.endswith(".py") else None

@@ -118,8 +118,14 @@ def explain(
     own = next((item for item in chain if isinstance(item, NotExported)), None)
     if own is not None:
         return NotExported(f"{own.message} ({place})", hint=own.hint, final=own.final)
-    if any(_data_dependent(item) for item in chain):
-        if any(_checks_arguments(item) for item in chain):
+    kinds = [type(item) for item in chain]
+    if any(
+        kind.__name__ == "GuardOnDataDependentSymNode"
+        or (kind.__module__.startswith("torch._dynamo") and "data-dependent" in str(item).lower())
+        for kind, item in zip(kinds, chain, strict=True)
+    ):
+        files = [at.filename for x in chain for at in traceback.extract_tb(x.__traceback__)]
+        if any("distributions" in Path(file).parts for file in files):
             return NotExported(f"{_CHECKED} ({place})", hint=_CHECKED_HINT, final=True)
         if frame and is_written_for_tracing(frame.filename):
             return NotExported(
@@ -154,7 +160,7 @@ def explain(
     return NotExported(
         f"torch cannot export the model: {reason}{where}",
         hint=hint_for(place, None) if re.search("split|chunk|unbind", reason) else None,
-        captured=any(type(item).__name__ == "ConversionError" for item in chain),
+        captured=any(kind.__name__ == "ConversionError" for kind in kinds),
         operator=operator,
     )
 
@@ -285,18 +291,6 @@ def _decided_at(frame: FrameType | None) -> str:
     return source_place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
-def _data_dependent(exc: BaseException) -> bool:
-    if type(exc).__name__ == "GuardOnDataDependentSymNode":
-        return True
-    dynamo = type(exc).__module__.startswith("torch._dynamo")
-    return dynamo and "data-dependent" in str(exc).lower()
-
-
-def _checks_arguments(exc: BaseException) -> bool:
-    frames = traceback.extract_tb(exc.__traceback__)
-    return any("distributions" in Path(frame.filename).parts for frame in frames)
-
-
 _RANDOM_HINT = (
     "an exported model answers the same each time: in eval return the mean, and give F.dropout "
     "training=self.training"
@@ -318,7 +312,8 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
         self.lines: dict[str, str] = {}
         self.random = ""
         self.changed: dict[str, str] = {}
-        own = (*module.named_parameters(), *module.named_buffers()) if _has_layers(module) else ()
+        whole = isinstance(module, torch.nn.Module)  # not a function of TorchScript
+        own = (*module.named_parameters(), *module.named_buffers()) if whole else ()
         self._own = {tensor.data_ptr(): name for name, tensor in own if tensor.numel()}
 
     def __torch_dispatch__(
@@ -354,23 +349,20 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
         place = self.lines.get(operator, "")
         if place and place not in error.message:
             error.message += f" ({place})"
-        error.hint = error.hint or self._by_layers(operator) or rewrite_for(operator)
-
-    def _by_layers(self, operator: str) -> str | None:
         parametrized = torch.nn.utils.parametrize.is_parametrized
         layers = [each for _, each in self.module.named_modules() if parametrized(each)]
-        if not layers or "linalg" not in operator:
-            return None
-        name = next(iter(layers[0].parametrizations))
-        return (
-            "keep the weight that the parametrization makes: torch.nn.utils.parametrize."
-            f"remove_parametrizations(layer, '{name}') before the export"
-        )
+        if layers and "linalg" in operator and not error.hint:
+            name = next(iter(layers[0].parametrizations))
+            error.hint = (
+                "keep the weight that the parametrization makes: torch.nn.utils.parametrize."
+                f"remove_parametrizations(layer, '{name}') before the export"
+            )
+        error.hint = error.hint or rewrite_for(operator)
 
 
 def check_layers(error: BadInput, module: Any) -> None:
     """Say that the export failed over torch's own quantized layers, if it did."""
-    for name, layer in module.named_modules() if _has_layers(module) else ():
+    for name, layer in getattr(module, "named_modules", tuple)():
         if type(layer).__module__.startswith(_QUANTIZED):
             error.message = (
                 f"layer '{name.removeprefix('module.')}' is one of torch's quantized layers, which "
@@ -378,7 +370,3 @@ def check_layers(error: BadInput, module: Any) -> None:
             )
             error.hint = "export the float model, then: deploykit quantize --to int8 --calib DATA"
             return
-
-
-def _has_layers(module: Any) -> bool:
-    return isinstance(module, torch.nn.Module)

@@ -7,7 +7,7 @@ pairs that are placed for another runtime.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 import onnx
 from onnx import numpy_helper
@@ -20,7 +20,7 @@ from deploykit.core.runtime import RUNTIMES, Runtime
 from deploykit.graph.graph import Graph
 from deploykit.graph.parse import dtype_name
 from deploykit.graph.skeleton import all_nodes
-from deploykit.graph.validate import RUNTIME_DOMAINS
+from deploykit.graph.validate import RUNTIME_DOMAINS, STANDARD_DOMAINS
 
 _STANDARD = ("", "ai.onnx")
 # Source: https://github.com/onnx/onnx-tensorrt/blob/main/docs/operators.md
@@ -48,7 +48,15 @@ def unsupported(source: Graph, profile: Profile) -> tuple[Problem, ...]:
     own = {(function.domain, function.name) for function in model.functions}
     nodes = [node for node in all_nodes(model.graph) if (node.domain, node.op_type) not in own]
     if profile.runtime != "tensorrt":
-        return tuple(_foreign_to_onnxruntime(nodes))
+        return tuple(
+            Problem(
+                node.name,
+                node.op_type,
+                f"ONNX Runtime has no operators of the domain '{node.domain}' of its own",
+            )
+            for node in nodes
+            if node.domain not in STANDARD_DOMAINS and not node.domain.startswith(RUNTIME_DOMAINS)
+        )
     found = []
     types = {name: dtype_name(kind) for name, kind in source.element_types.items()}
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -117,15 +125,6 @@ def placed_for(source: Artefact, graph: Graph) -> Runtime | None:
     pairs = any(node.op_type == _LOW for node in all_nodes(graph.model.graph))
     int8 = pairs and "int8" in graph.precision
     return RUNTIMES.get(record.runtime) if record and int8 else None
-
-
-def _foreign_to_onnxruntime(nodes: Sequence[onnx.NodeProto]) -> Iterator[Problem]:
-    for node in nodes:
-        if node.domain not in (*_STANDARD, "ai.onnx.ml") and not node.domain.startswith(
-            RUNTIME_DOMAINS
-        ):
-            why = f"ONNX Runtime has no operators of the domain '{node.domain}' of its own"
-            yield Problem(node.name, node.op_type, why)
 
 
 def _operator(node: onnx.NodeProto) -> str:

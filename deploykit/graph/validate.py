@@ -135,7 +135,20 @@ def _check_tensor(tensor: onnx.TensorProto, path: Path) -> None:
     if any(size < 0 for size in tensor.dims):
         raise BadInput(f"{where}: has the shape {list(tensor.dims)}")
     if tensor.data_location == TensorProto.EXTERNAL:
-        _check_external(tensor, path, where)
+        # its data must be in a regular file below the model's folder that is long enough
+        values = {entry.key: entry.value for entry in tensor.external_data}
+        location = values.get("location", "")
+        info = check_data_file(path, location, where)
+        try:
+            offset = int(values.get("offset", "0"))
+            length = int(values.get("length", str(stored_bytes(tensor))))
+        except ValueError:
+            raise BadInput(f"{where}: its offset or length is not a number") from None
+        if length != stored_bytes(tensor) or offset < 0 or offset + length > info.st_size:
+            raise BadInput(
+                f"{where}: needs {stored_bytes(tensor)} bytes; the file says offset {offset}, "
+                f"length {length} in {location} of {info.st_size} bytes"
+            )
     elif tensor.HasField("raw_data"):
         _check_length(tensor, len(tensor.raw_data), where)
 
@@ -145,21 +158,4 @@ def _check_length(tensor: onnx.TensorProto, length: int, where: str) -> None:
         raise BadInput(
             f"{where}: shape {list(tensor.dims)} needs {stored_bytes(tensor)} bytes, "
             f"the file holds {length}"
-        )
-
-
-def _check_external(tensor: onnx.TensorProto, path: Path, where: str) -> None:
-    """Check that its data are in a regular file below the model's folder that is long enough."""
-    values = {entry.key: entry.value for entry in tensor.external_data}
-    location = values.get("location", "")
-    info = check_data_file(path, location, where)
-    try:
-        offset = int(values.get("offset", "0"))
-        length = int(values.get("length", str(stored_bytes(tensor))))
-    except ValueError:
-        raise BadInput(f"{where}: its offset or length is not a number") from None
-    if length != stored_bytes(tensor) or offset < 0 or offset + length > info.st_size:
-        raise BadInput(
-            f"{where}: needs {stored_bytes(tensor)} bytes; the file says offset {offset}, "
-            f"length {length} in {location} of {info.st_size} bytes"
         )

@@ -56,18 +56,17 @@ class StageGraph:
     @property
     def metadata(self) -> dict[str, Any]:
         """The Open Inference Protocol's metadata of a model, without the name."""
-        inputs, outputs = (
-            [{"name": name, "datatype": "BYTES", "shape": [1]}]
-            for name in (self.input, self.answer)
-        )
         gives = shown(self.stages[self.answer].gives)
-        about = {"stages": ", ".join(self.stages), "takes": self.kind, "gives": gives}
         return {
             "versions": ["1"],
             "platform": "deploykit_pipeline",
-            "inputs": inputs,
-            "outputs": outputs,
-            "parameters": about,
+            "inputs": [{"name": self.input, "datatype": "BYTES", "shape": [1]}],
+            "outputs": [{"name": self.answer, "datatype": "BYTES", "shape": [1]}],
+            "parameters": {
+                "stages": ", ".join(self.stages),
+                "takes": self.kind,
+                "gives": gives,
+            },
         }
 
     def read(self, data: bytes) -> Any:
@@ -77,15 +76,25 @@ class StageGraph:
         Raises BadInput if the bytes cannot be decoded.
         """
         if self.kind == "image":
-            from deploykit.pipelines.pixels import read_pixels  # needs Pillow
+            from deploykit.engines.tasks.images import read_pixels  # needs Pillow
 
             return read_pixels(data)
-        if self.kind == "json":
-            return _from_json(data, self.takes)
+        if self.kind == "bytes":
+            return data
         try:
-            return data.decode("utf-8") if self.kind == "text" else data
+            if self.kind == "text":
+                return data.decode("utf-8")
+            with ONE_JSON:
+                value = json.loads(data)
         except UnicodeDecodeError as exc:
-            raise BadInput(f"the text is not UTF-8: {exc.reason} at byte {exc.start}") from exc
+            what = f"the {self.kind} is not UTF-8"
+            raise BadInput(f"{what}: {exc.reason} at byte {exc.start}") from exc
+        except (ValueError, RecursionError) as exc:
+            raise BadInput(f"the input is not JSON: {first_line(exc)}") from exc
+        if not conforms(value, self.takes):
+            wanted = shown(self.takes)
+            raise BadInput(f"the input is a JSON {describe_value(value)}, {wanted} is needed")
+        return value
 
     def answer_json(self, value: Any) -> Any:
         """Return the answer as JSON values: arrays become lists, NaN and infinity null.
@@ -98,17 +107,6 @@ class StageGraph:
             raise StageFailed(f"stage '{self.answer}': its answer is too deep for JSON") from None
         except TypeError as exc:
             raise StageFailed(f"stage '{self.answer}': {first_line(exc)}") from None
-
-
-def _from_json(data: bytes, takes: Any) -> Any:
-    try:
-        with ONE_JSON:
-            value = json.loads(data)
-    except (ValueError, RecursionError) as exc:
-        raise BadInput(f"the input is not JSON: {first_line(exc)}") from exc
-    if not conforms(value, takes):
-        raise BadInput(f"the input is a JSON {describe_value(value)}, {shown(takes)} is needed")
-    return value
 
 
 def input_bytes(value: Any, data: bytes | None) -> int:
@@ -164,7 +162,15 @@ class _Connecting:
         self.sources = {name: self._find_sources(name) for name in self.stages}
         entry = self._find_input()
         order = self._order()
-        answer = self._find_answer()
+        used = {source.stage for found in self.sources.values() for source in found.values()}
+        ends = [name for name in self.stages if name not in used]
+        answer = "answer" if "answer" in ends else ends[-1]
+        for name in ends:
+            if name != answer:
+                raise self.error(
+                    f"no other stage takes '{name}', and the answer is that of '{answer}'",
+                    hint=f"remove it, or name it _{name} if it is not a stage",
+                )
         takes = self._find_annotation(entry)
         kind = _KINDS.get(get_origin(takes) or takes)
         if kind is None:
@@ -209,12 +215,9 @@ class _Connecting:
                 f"stage '{name}' takes '{wanted}', an output of {' and '.join(models)}",
                 hint=f"name the model's too: {models[0]}_{wanted}",
             )
-        found = {wanted: models[0]} if models else {}
-        for output, owners in self.outputs.items():
-            for model in () if found else owners:
-                if f"{model}_{output}" == wanted:
-                    found[output] = model
-        for output, model in found.items():
+        pairs = [(model, output) for output, owners in self.outputs.items() for model in owners]
+        found = [(model, wanted) for model in models]
+        for model, output in found or [pair for pair in pairs if "_".join(pair) == wanted]:
             return Origin(model, output if len(self.ports[model].outputs) > 1 else "")
         if wanted == name:
             raise self.error(f"a cycle: {name} -> {name}")
@@ -252,18 +255,6 @@ class _Connecting:
         except CycleError as exc:
             raise self.error(f"a cycle: {' -> '.join(exc.args[1])}") from None
 
-    def _find_answer(self) -> str:
-        used = {source.stage for found in self.sources.values() for source in found.values()}
-        ends = [name for name in self.stages if name not in used]
-        if len(ends) == 1:
-            return ends[0]
-        answer = "answer" if "answer" in ends else ends[-1]
-        unused = next(name for name in ends if name != answer)
-        raise self.error(
-            f"no other stage takes '{unused}', and the answer is that of '{answer}'",
-            hint=f"remove it, or name it _{unused} if it is not a stage",
-        )
-
     def _find_annotation(self, entry: str) -> Any:
         """Return the annotation of the request's input; functions decide before models."""
         takers = {
@@ -291,8 +282,9 @@ class _Connecting:
                 stage = before[source.stage]
                 tensor = list[np.ndarray] if stage.each else np.ndarray
                 given = tensor if source.output else stage.gives
-            each = not fits(given, wanted)
-            if each and not _holds(given, wanted):
+            each = not fits(given, wanted)  # then it must be a list of what fits
+            is_list = (get_origin(given) or given) in (list, tuple)
+            if each and not (is_list and fits((get_args(given) or (Any,))[0], wanted)):
                 origin = f"'{source.stage}' gives" if source.stage in before else "the request has"
                 raise self.error(
                     f"stage '{name}' takes '{parameter}' as {shown(wanted)}, {origin} "
@@ -303,9 +295,3 @@ class _Connecting:
         if any(source.each for source in arguments.values()):
             gives = GenericAlias(list, (gives,))
         return WiredStage(about, arguments, gives, self.ports.get(name))
-
-
-def _holds(given: Any, wanted: Any) -> bool:
-    """Return whether `given` is a list whose elements may be passed as `wanted`."""
-    is_list = (get_origin(given) or given) in (list, tuple)
-    return is_list and fits((get_args(given) or (Any,))[0], wanted)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import sys
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
@@ -24,13 +28,13 @@ from deploykit.core.precision import BY_NAME, CALIBRATED, CAST, PAIRS
 from deploykit.core.profile import Profile
 from deploykit.core.tensors import BATCH
 from deploykit.engines.data.samples import Samples, check_calibration, overlap, read_samples
-from deploykit.engines.engine import Engine, KnownOutputs, load
+from deploykit.engines.engine import Engine, load
 from deploykit.evaluation import golden
 from deploykit.evaluation.accuracy import Metric, find_metric
 from deploykit.evaluation.artefacts import Progress
-from deploykit.evaluation.evaluation import MAX_DROP, evaluate
+from deploykit.evaluation.evaluation import MAX_DROP, evaluate, evaluation_feeds
 from deploykit.evaluation.parity import MOST_SAMPLES, axis_sizes, batch_that_fits
-from deploykit.evaluation.simulate import open_graph, runs_graphs
+from deploykit.evaluation.simulate import open_graph, round_halves, runs_graphs
 from deploykit.evaluation.statistics import samples_to_show_no_drop
 from deploykit.graph.graph import Graph
 
@@ -100,7 +104,7 @@ class Job:
         self, scales: Scales, to: str, other_nodes: str, keep_float32: Collection[str] = ()
     ) -> tuple[Graph, list[str]]:
         """Return the graph in precision `to`, except the nodes in `keep_float32`, and notes."""
-        from deploykit.quantization.convert import convert
+        from deploykit.quantization.scales import convert
 
         converted, kept = convert(
             scales.graph,
@@ -169,7 +173,7 @@ def prepare(
         pairs = request.to in (*CALIBRATED, "auto")
         places = places_to_choose_on(source, calib, batch_size) if pairs else ()
         method = "mixed" if pairs else "minmax"
-        calibration = calibrate(source, calib, method=method, places=places, every_output=True)
+        calibration = calibrate(source, calib, method=method, places=places)
         record = calibration_record(request, calibration, doubts)
         notes = (*doubts, *_overlap(request, calib, test))
         scales = Scales(source, calibration, record, notes)
@@ -233,6 +237,7 @@ def evaluate_engines(
     reference: Engine,
     candidate: Engine,
     name: str,
+    converted: Graph | None = None,
 ) -> Evaluation:
     """Compare the candidate with the float32 model, on labelled, calibration or random samples.
 
@@ -240,11 +245,9 @@ def evaluate_engines(
         job: gives the samples, the metric and the bound.
         reference, candidate: the two engines.
         name: what tables and errors call the candidate.
+        converted: the candidate's graph, to name the first tensor in it that is not finite.
     """
-    known = job.scales.calibration.every_output if job.scales.calibration else {}
-    if job.calib is not None and job.samples is job.calib and known:
-        reference = KnownOutputs(reference, job.calib.inputs, known)
-    return evaluate(
+    found = evaluate(
         reference,
         candidate,
         samples=job.samples,
@@ -253,6 +256,17 @@ def evaluate_engines(
         names=(job.model.name, name),
         batch_size=job.batch_size,
     )
+    if converted is None or found.sqnr_db != -math.inf:
+        return found
+    from deploykit.evaluation.divergence import first_divergence
+
+    for feeds in evaluation_feeds(reference, candidate, job.samples, job.batch_size, {}):
+        outputs = candidate(feeds).values()
+        if all(np.isfinite(each).all() for each in outputs if each.dtype.kind == "f"):
+            continue
+        first = first_divergence(job.source, round_halves(converted), [feeds], sys.float_info.max)
+        return replace(found, why=f"{found.why}; {first.text}") if first else found
+    return found
 
 
 def evaluate_engine(

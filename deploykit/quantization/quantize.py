@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -172,7 +173,7 @@ def write_quantized(job: Job, tmp: Path, place: Path, on_progress: Progress) -> 
         )
     on_progress("measuring accuracy", 0.5)
     with open_both(job, graph) as (reference, candidate):
-        found = evidence.accuracy or evaluate_engines(job, reference, candidate, place.name)
+        found = evidence.accuracy or evaluate_engines(job, reference, candidate, place.name, graph)
         samples = golden_samples(job, tmp, reference, candidate)
     notes = (*evidence.notes, *accuracy_notes(job, found))
     evidence = replace(evidence, parity=found.parity, accuracy=found, golden=samples, notes=notes)
@@ -198,9 +199,16 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
     if evaluation is None or evaluation.passed:
         return keep(tmp, made)
     name, made = made.path.name, reject(tmp, made)
+    hint = "more samples narrow the interval"
+    if evaluation.sqnr_db == -math.inf:
+        hint = "inputs on which the float32 model itself is finite are needed"
+        if to == "fp16":
+            hint = "bf16 has the range of float32; with inputs like these as `calib`, nodes that "
+            hint += "overflow on them stay in float32"
+    if to != "auto":
+        hint += "; precision 'auto' keeps the most sensitive nodes in float32"
     raise GateFailed(
         f"{name}: {evaluation.describe()}: {evaluation.why}; the file is kept as {made.path}",
-        hint="more samples narrow the interval"
-        + ("" if to == "auto" else "; precision 'auto' keeps the most sensitive nodes in float32"),
+        hint=hint,
         result=made,
     )

@@ -1,14 +1,14 @@
-"""Choose what the scales of INT8 and FP8 are written from: the calibrator, and smoothed LayerNorms.
+"""Write a graph in another precision, and choose what the scales of INT8 and FP8 are written from.
 
 No calibrator is best for every model, and the error at each tensor does not show which one is: the
-errors at the outputs do (`benchmarks/README.md`). So does whether smoothing pays.
+errors at the outputs do (`benchmarks/README.md`). So does whether smoothing LayerNorms pays.
 """
 
 from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from deploykit.core.errors import BadInput
 from deploykit.core.evidence import CalibrationRecord
+from deploykit.core.precision import BY_NAME, CAST, DYNAMIC, WEIGHTS
 from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.data.samples import Samples
 from deploykit.engines.engine import Arrays, Engine, load
@@ -25,8 +27,8 @@ from deploykit.evaluation.parity import axis_sizes
 from deploykit.evaluation.simulate import open_graph
 from deploykit.graph import cost
 from deploykit.graph.graph import Graph
+from deploykit.quantization import dynamic, half_precision, qdq, weights
 from deploykit.quantization.calibrate import Calibration, calibrate
-from deploykit.quantization.convert import convert
 from deploykit.quantization.smoothquant import smooth
 
 # The choice uses an eighth of the samples, and more as long as a calibrator costs fewer operations
@@ -49,6 +51,39 @@ class Scales:
     calibration: Calibration | None = None
     record: CalibrationRecord | None = None
     notes: tuple[str, ...] = ()
+
+
+def convert(
+    source: Graph,
+    to: str,
+    calibration: Calibration | None = None,
+    *,
+    runtime: str = "tensorrt",
+    other_nodes: str = "fp32",
+    keep_float32: Collection[str] = (),
+) -> tuple[Graph, tuple[str, ...]]:
+    """Return the graph in `to`, and the nodes that float16's range guard kept in float32.
+
+    `keep_float32`: names of nodes to leave as they are. `other_nodes`: the precision of the nodes
+    around 8-bit ones and stored weights. Raises BadInput as the writers do, and where `to` needs a
+    calibration and there is none.
+    """
+    precision, ranges = BY_NAME[to], calibration.ranges if calibration else None
+    if precision.writer == CAST:
+        return half_precision.to_half(source, to, ranges, keep_float32=keep_float32)
+    if precision.writer == WEIGHTS:
+        typed = weights.to_weight_only(source, to)
+    elif precision.writer == DYNAMIC:
+        typed = dynamic.to_dynamic(source, keep_float32=keep_float32)
+    elif calibration is None:
+        raise BadInput(
+            f"`to` {to} needs calibration data", hint="`calib`: an .npz or a folder, 100 samples"
+        )
+    else:
+        typed = qdq.to_pairs(source, calibration, to, runtime=runtime, keep_float32=keep_float32)
+    if other_nodes == "fp32":
+        return typed, ()
+    return half_precision.to_half(typed, other_nodes, ranges)
 
 
 def choose_scales(
@@ -91,7 +126,6 @@ def choose_scales(
         if not names or not trials.computes_the_same(graph):
             return best
         again = calibrate(graph, samples)
-        again = replace(again, every_output=calibration.every_output)  # outputs of the model itself
         record = scales.record and replace(scales.record, smoothed=names)
         smoothed, less = trials.choose(Scales(graph, again, record, scales.notes), again)
         return smoothed if _gains(noise, less) else best

@@ -255,14 +255,6 @@ def read_augment(recipe: Recipe) -> Change | None:
     return Augment(**options)
 
 
-def describe_augment(recipe: Recipe) -> str:
-    """Return what it does, the same in each process."""
-    change = read_augment(recipe)
-    if change is None or isinstance(change, Augment):
-        return repr(change)
-    return str(getattr(change, "__qualname__", type(change).__name__))
-
-
 @dataclass(frozen=True)
 class Augmentation:
     """`change(images, uniform)` changes the input number `place`, on the processor `device`."""
@@ -270,6 +262,12 @@ class Augmentation:
     change: Change
     place: int
     device: torch.device
+
+    def describe(self) -> str:
+        """Return what it does, the same in each process."""
+        if isinstance(self.change, Augment):
+            return repr(self.change)
+        return str(getattr(self.change, "__qualname__", type(self.change).__name__))
 
     def __call__(self, images: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """Raises OutOfMemory, BadInput where the recipe's function fails."""
@@ -432,9 +430,10 @@ class Loader:
 
     def figures(self) -> dict[str, Any]:
         """Return the figures for the manifest."""
-        found: dict[str, Any] = {"workers": self.batches.workers}
-        if self.batches.augmentation is not None:
-            found["augment_on"] = self.batches.augmentation.device.type
+        augmentation = self.batches.augmentation
+        found: dict[str, Any] = {"workers": self.batches.workers, "augment": None}
+        if augmentation is not None:
+            found |= {"augment": augmentation.describe(), "augment_on": augmentation.device.type}
         times = {"augment_cpu_ms": self.cpu_ms, "augment_gpu_ms": self.gpu_ms}
         return found | {name: round(ms, 4) for name, ms in times.items() if ms is not None}
 

@@ -19,18 +19,17 @@ import numpy as np
 import pytest
 
 import deploykit as dk
-from deploykit.building.builder import Shapes, find_builder
+from deploykit.building.builder import BuildJob, Shapes, find_builder
 from deploykit.building.tensorrt import prove as build_tensorrt
-from deploykit.building.tensorrt.prove import PlanOptions, prove_plan
+from deploykit.building.tensorrt.prove import prove_plan
 from deploykit.core.artefact import Artefact, read_manifest
 from deploykit.core.files import sha256
 from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.profile import load_profile
 from deploykit.engines.tensorrt.compatibility import Here, rebuild
 from deploykit.quantization.job import QuantizeRequest
-from tests.support.builders.fake_tensorrt import Behaviour, Use
-from tests.support.builders.fake_tensorrt import make as fake_module
 from tests.support.runtimes import fake_tensorrt as fake
+from tests.support.runtimes.fake_tensorrt import FakeTensorRt, Use
 from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
 from tests.support.runtimes.modules import replaced
 
@@ -63,9 +62,10 @@ def built(
     request = QuantizeRequest(
         to="fp32", runtime="tensorrt", target=l4, data=data, max_drop=max_drop
     )
-    options, source = PlanOptions(l4, Shapes(**shapes), request), Artefact.open(model)
-    plan = find_builder("tensorrt")(source, stage / "m.trt", l4, options.shapes, None)
-    return prove_plan(plan, source, source, stage / "m.trt", folder / "m.trt", options)
+    source = Artefact.open(model)
+    job = BuildJob(source, l4, request, Shapes(**shapes), stage / "m.trt", folder / "m.trt")
+    plan = find_builder("tensorrt")(source, job.tmp, l4, job.shapes, None)
+    return prove_plan(plan, source, job)
 
 
 def test_an_engine_that_cannot_run_here_is_kept_as_unverified(
@@ -341,7 +341,7 @@ def test_a_jetson_is_recognised_by_its_board_not_by_its_gpu_name(
     monkeypatch.setattr(build_tensorrt, "this_machine", lambda: nano)
     with pytest.raises(dk.Unsupported, match="profile 'jetson-orin-nx-16gb' is not this machine"):
         build_tensorrt.check_here(load_profile("jetson-orin-nx-16gb"), Artefact(model))
-    with replaced("tensorrt", fake_module(Behaviour())):
+    with replaced("tensorrt", FakeTensorRt()):
         build_tensorrt.check_here(load_profile("jetson-orin-nano-8gb"), Artefact(model))
         without_smi = replace(nano, gpus=(), board="Jetson Orin Nano", l4t="36.4.3")
         monkeypatch.setattr(build_tensorrt, "this_machine", lambda: without_smi)

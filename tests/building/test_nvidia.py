@@ -237,10 +237,10 @@ def test_an_object_with_a_recorder_reports_there_and_not_to_the_logger() -> None
     """Seen on TensorRT for RTX 1.7.1 with the bindings of 11.4; what our stand-in does, too."""
     nv = module.module()
     log, own = logger(nv), recorder(nv)()
-    log.mine.errors.clear()
+    log.errors.clear()
     runtime = nv.Runtime(log)
     runtime.error_recorder = own
     assert runtime.deserialize_cuda_engine(b"ftrt" + bytes(100)) is None
     assert own.num_errors() > 0
     assert "incompatible serialization" in own.get_error_desc(0)
-    assert list(log.mine.errors) == []
+    assert list(log.errors) == []

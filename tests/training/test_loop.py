@@ -30,8 +30,10 @@ from tests.support.training import LINE, SPLITS  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
-def test_training_learns() -> None:
-    trained = run_training(LINE, SPLITS, TrainingOptions(device="cpu"))
+@pytest.mark.parametrize(("amp", "precision"), [("off", "float32"), ("bf16", "bfloat16")])
+def test_training_learns(amp: str, precision: str) -> None:
+    trained = run_training(LINE, SPLITS, TrainingOptions(device="cpu", amp=amp))
+    assert trained.figures["precision"] == precision
     before = score_module(LINE.build(), LINE, SPLITS.test).mean()
     assert trained.scores.mean() > 0.95 > before
     assert trained.figures["train_samples"] == 200
@@ -71,16 +73,14 @@ def test_a_loss_that_is_not_finite_stops_the_run() -> None:
         run_training(broken, SPLITS, TrainingOptions(device="cpu"))
 
 
-def test_a_gpu_that_is_not_there_is_refused() -> None:
-    if torch.cuda.is_available():
+@pytest.mark.parametrize(
+    ("name", "error"), [("cuda", Unsupported), ("tpu", BadInput), ("meta", BadInput)]
+)
+def test_a_device_that_is_not_there_is_refused(name: str, error: type[Exception]) -> None:
+    if name == "cuda" and torch.cuda.is_available():
         pytest.skip("a GPU is here")
-    with pytest.raises(Unsupported, match="cuda"):
-        choose_device("cuda")
-
-
-def test_an_unknown_device_is_refused() -> None:
-    with pytest.raises(BadInput, match="tpu"):
-        choose_device("tpu")
+    with pytest.raises(error, match=name):
+        choose_device(name)
 
 
 @pytest.fixture(scope="module")

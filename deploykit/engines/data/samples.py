@@ -26,7 +26,7 @@ from deploykit.core.errors import BadInput, os_reason
 from deploykit.core.files import atomic_write, sha256
 from deploykit.core.machine import usable_cores
 from deploykit.core.memory import check_fits, check_memory
-from deploykit.core.task import ImageInput, Task
+from deploykit.core.task import Task
 from deploykit.core.tensors import BATCH, TensorSpec, carrier, concrete, mismatch, steps_counted
 from deploykit.engines.data.archives import (
     Header,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 LABELS, INPUTS = "labels", "inputs/"  # names in golden samples begin with the second
-IMAGES, ARRAYS = (".png", ".jpg", ".jpeg"), (".npz", ".npy")
+IMAGES, ARRAYS = (".png", ".jpg", ".jpeg", ".webp"), (".npz", ".npy")
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,17 @@ def find_source(
     files, classes, of_images = [path], list[int](), False
     if is_folder(path):
         files, classes, of_images = _files_of(path, task.labels if task else ())
-    images, parts = None, []
-    if of_images:
-        images = _images(files[0], inputs, str(path), task.image if task else None)
+    images: Images | None = None
+    parts = []
+    if of_images:  # the decoders import Pillow, which arrays do not need
+        if task is not None and task.image is not None:
+            from deploykit.engines.tasks.images import PlacedImages
+
+            images = PlacedImages(task.image, str(path))
+        else:
+            from deploykit.engines.data.images import Images
+
+            images = Images(files[0], inputs, str(path))
         shape = (len(files), *images.shape)
         headers = {"images": Header(shape, np.dtype(np.uint8), in_rows=True, start=0)}
     else:
@@ -104,19 +112,6 @@ def find_source(
     return DataSource(
         str(path), tuple(files), names, headers, tuple(parts), images, numbers, count, unused
     )
-
-
-def _images(
-    first: Path, inputs: Sequence[TensorSpec], where: str, placed: ImageInput | None
-) -> Images:
-    """Return the decoder of images. It imports Pillow, which arrays do not need."""
-    if placed is not None:
-        from deploykit.engines.tasks.images import PlacedImages
-
-        return PlacedImages(placed, where)
-    from deploykit.engines.data.images import Images
-
-    return Images(first, inputs, where)
 
 
 def _choose(
@@ -140,33 +135,28 @@ def _choose(
             replace(spec, shape=(BATCH, *spec.shape[1:])), found.dtype.name, found.shape
         )
         if problem is not None:
-            guess, cure = _cure(spec, found)
-            raise BadInput(f"{path}: {problem}{guess}", hint=cure)
+            cure = None if found.dtype.name == spec.dtype else f"x.astype('{spec.dtype}')"
+            if found.dtype == np.uint8 and spec.dtype.startswith("float"):
+                cure = "normalise as for training, or export with `preprocess`"
+            shapes = replace(spec, shape=(BATCH, *spec.shape[1:]))
+            for layout, order in (("NHWC", (0, 3, 1, 2)), ("NCHW", (0, 2, 3, 1))):
+                if len(found.shape) == len(spec.shape) == 4:
+                    moved = [found.shape[axis] for axis in order]
+                    fits = [
+                        mismatch(shapes, spec.dtype, each) is None for each in (found.shape, moved)
+                    ]
+                    if fits == [False, True]:
+                        problem += f"; it looks like {layout}"
+                        cure = f"np.transpose(x, {order})"
+            raise BadInput(f"{path}: {problem}", hint=cure)
         chosen[spec.name] = arrays[spec.name]
     return chosen, tuple(name for name in arrays if name not in chosen)
-
-
-def _cure(spec: TensorSpec, array: Header) -> tuple[str, str | None]:
-    """Guess what an array that does not fit is; return that and a hint."""
-    if len(array.shape) == len(spec.shape) == 4:
-        shapes = replace(spec, shape=(BATCH, *spec.shape[1:]))
-        for layout, order in (("NHWC", (0, 3, 1, 2)), ("NCHW", (0, 2, 3, 1))):
-            moved = [array.shape[axis] for axis in order]
-            if mismatch(shapes, spec.dtype, array.shape) and not mismatch(
-                shapes, spec.dtype, moved
-            ):
-                return f"; it looks like {layout}", f"np.transpose(x, {order})"
-    if array.dtype == np.uint8 and spec.dtype.startswith("float"):
-        return "", "normalise as for training, or export with `preprocess`"
-    if array.dtype.name != spec.dtype:
-        return "", f"x.astype('{spec.dtype}')"
-    return "", None
 
 
 def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int], bool]:
     """Return a data folder's files, their classes if it has any, and whether they are images.
 
-    `names`: the model's labels, which may be the names of class folders.
+    Class folders stand for the labels `names` that they are named after, else for 0, 1, …
     """
     files, classes = list_entries(folder)
     if files and classes:
@@ -174,8 +164,16 @@ def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]
             f"{folder}: contains both files ({files[0].name}) and folders ({classes[0].name})",
             hint="use either files only, or one sub-folder of images per class",
         )
-    labels = []
-    for number, kind in zip(_class_numbers(folder, classes, names), classes, strict=True):
+    labels, named = [], {kind.name for kind in classes} & set(names)
+    for position, kind in enumerate(classes):
+        if named and names.count(kind.name) != 1:
+            several = "several" if kind.name in named else "none"
+            raise BadInput(
+                f"{folder}: the class folder '{kind.name}' stands for {several} of the model's "
+                "labels",
+                hint="name all class folders after labels; or none of them, in the labels' order",
+            )
+        number = names.index(kind.name) if named else position
         images, deeper = list_entries(kind)
         if deeper:
             raise BadInput(
@@ -204,21 +202,6 @@ def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]
     return files, labels, bool(images)
 
 
-def _class_numbers(folder: Path, classes: Sequence[Path], names: Sequence[str]) -> Sequence[int]:
-    """Return the labels' indices that class folders are named after, else the folders' order."""
-    if not {kind.name for kind in classes} & set(names):
-        return range(len(classes))
-    for kind in classes:
-        if names.count(kind.name) != 1:
-            several = "several" if kind.name in names else "none"
-            raise BadInput(
-                f"{folder}: the class folder '{kind.name}' stands for {several} of the model's "
-                "labels",
-                hint="name all class folders after labels; or none of them, in the labels' order",
-            )
-    return [names.index(kind.name) for kind in classes]
-
-
 def list_entries(folder: Path) -> tuple[list[Path], list[Path]]:
     """Return the files and folders in a folder, sorted, without hidden ones. Raises BadInput."""
     try:
@@ -240,14 +223,16 @@ def _join_headers(
     files: Sequence[Path], parts: Sequence[Mapping[str, Header]]
 ) -> dict[str, Header]:
     """Return the headers of the arrays in several files, joined along axis 0."""
-    kinds = [
-        {name: (each.dtype, each.shape[1:], len(each.shape) > 0) for name, each in part.items()}
-        for part in parts
-    ]
-    for file, kind in zip(files, kinds, strict=True):
-        if kind != kinds[0] or not all(joins for _, _, joins in kind.values()):
+    kinds = []
+    for part in parts:
+        axes = {
+            name: ",".join(map(str, ("N", *h.shape[1:]))) for name, h in part.items() if h.shape
+        }
+        kinds.append(", ".join(f"{n}:{part[n].dtype}[{axes.get(n, '')}]" for n in sorted(part)))
+    for file, part, kind in zip(files, parts, kinds, strict=True):
+        if kind != kinds[0] or not all(each.shape for each in part.values()):
             raise BadInput(
-                f"{file}: has {_describe(kind)}; {files[0].name} has {_describe(kinds[0])}",
+                f"{file}: has {kind}; {files[0].name} has {kinds[0]}",
                 hint="files of one folder are joined: names, dtypes and all axes but the first "
                 "must be equal",
             )
@@ -255,13 +240,6 @@ def _join_headers(
         name: replace(first, shape=(sum(part[name].shape[0] for part in parts), *first.shape[1:]))
         for name, first in parts[0].items()
     }
-
-
-def _describe(kind: Mapping[str, tuple[np.dtype, tuple[int, ...], bool]]) -> str:
-    return ", ".join(
-        f"{name}:{dtype}[{','.join(map(str, ('N', *shape) if joins else ()))}]"
-        for name, (dtype, shape, joins) in sorted(kind.items())
-    )
 
 
 @dataclass(frozen=True)
@@ -405,9 +383,11 @@ def check_calibration(samples: Samples, inputs: Sequence[TensorSpec]) -> tuple[s
         found.append(f"{repeated} of {count} samples are duplicates")
     for spec in inputs:
         array = samples.inputs[spec.name]
-        axis = _channel_axis(spec)
-        if axis is None:
+        order = (3, 1) if spec.dtype == "uint8" else (1, 3)  # the likelier axis of channels first
+        axes = [n for n in order if len(spec.shape) == 4 and spec.shape[n] in (1, 3)]
+        if not axes:
             continue
+        axis = axes[0]
         others = tuple(n for n in range(array.ndim) if n != axis)
         low, high = array.min(others), array.max(others)
         if spec.dtype.startswith("float") and high.max() - low.min() > _NORMALISED:
@@ -434,14 +414,6 @@ def check_finite(samples: Samples) -> None:
                     "NaN or infinity, and so do the model's answers",
                     hint="leave such samples out, or fill the gaps as for training",
                 )
-
-
-def _channel_axis(spec: TensorSpec) -> int | None:
-    """Return the axis of 1 or 3 channels; uint8 tries the last axis first, others the second."""
-    if len(spec.shape) != 4:
-        return None
-    order = (3, 1) if spec.dtype == "uint8" else (1, 3)
-    return next((axis for axis in order if spec.shape[axis] in (1, 3)), None)
 
 
 def overlap(calib: Samples, test: Samples) -> int:

@@ -46,7 +46,8 @@ class FromBytes(torch.nn.Module):  # type: ignore[misc, name-defined] # torch is
         )
         # this is (byte * scale - mean) / std as one multiplication and one addition
         for name, values in (("scale", preprocess.scale / std), ("shift", -mean / std)):
-            self.register_buffer(f"byte_{name}", _per_channel(values), persistent=False)
+            values_C = values.to(torch.float32)
+            self.register_buffer(f"byte_{name}", values_C.reshape(1, -1, 1, 1), persistent=False)
 
     def forward(self, *inputs: Any) -> Any:
         # the cast comes first: TensorRT takes uint8 only there
@@ -71,17 +72,6 @@ def before(module: Any, inputs: Sequence[TensorSpec], preprocess: Preprocess | N
         f"uint8[N,H,W,{preprocess.channels}]",
         hint="its inputs are: " + ", ".join(map(str, inputs)),
     )
-
-
-def _per_channel(values_C: Any) -> Any:
-    return values_C.to(torch.float32).reshape(1, -1, 1, 1)
-
-
-NAME_THE_ARCHITECTURE = (
-    "`arch` builds the model: a name of torchvision's such as resnet50, timm:NAME, "
-    "pkg.mod:callable or ./file.py:callable"
-)
-NAME_THE_INPUTS = "`inputs` describes each input, for example 'x:float32[N,3,224,224]'"
 
 
 @dataclass(frozen=True)
@@ -113,12 +103,17 @@ class Loaded:
 
 def undescribed(where: object, *, arch: bool = False, inputs: bool = False) -> BadInput:
     """Return one error for all that `where` lacks: the architecture, the inputs or both."""
-    parts = {"what the model is": arch, "what its inputs are": inputs}
-    hints = {NAME_THE_ARCHITECTURE: arch, NAME_THE_INPUTS: inputs}
-    return BadInput(
-        f"{where}: does not say {' or '.join(part for part, lacks in parts.items() if lacks)}",
-        hint="; ".join(hint for hint, lacks in hints.items() if lacks),
-    )
+    parts, hints = [], []
+    if arch:
+        parts.append("what the model is")
+        hints.append(
+            "`arch` builds the model: a name of torchvision's such as resnet50, timm:NAME, "
+            "pkg.mod:callable or ./file.py:callable"
+        )
+    if inputs:
+        parts.append("what its inputs are")
+        hints.append("`inputs` describes each input, for example 'x:float32[N,3,224,224]'")
+    return BadInput(f"{where}: does not say {' or '.join(parts)}", hint="; ".join(hints))
 
 
 def describe_module(
@@ -133,12 +128,19 @@ def describe_module(
     """Find the outputs of a module without specs, by running it. Raises BadInput."""
     if not inputs:
         raise undescribed(where, inputs=True)
-    cached = _without_cache(module)
+    configs: list[Any] = [getattr(part, "config", None) for part in module.modules()]
+    caching = [config for config in configs if getattr(config, "use_cache", None) is True]
+    for config in caching:  # transformers' key/value cache is an object that no graph can return
+        config.use_cache = False
+    cached = ("switched use_cache off in the model's config",) if caching else ()
     bind, more = binding(module, [spec.name for spec in inputs])
     adapter = adapt(module.eval(), bind, len(inputs))
     outputs, feeds, limits = describe(str(where), adapter, inputs)
     if isinstance(module, torch.jit.ScriptModule):
-        adapter = _trace(where, adapter, feeds)
+        # an exporter cannot follow from Python into TorchScript: the selection of outputs is traced
+        with module_errors(where), warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # deprecated, and the only way to this format
+            adapter = torch.jit.trace(adapter, tuple(feeds), check_trace=False, strict=False)
     least = [f"the model takes axis {axis} from {low} on" for axis, (low, _) in limits.items()]
     notes = (*notes, *cached, *more, *least)
     return Loaded(
@@ -161,28 +163,6 @@ def with_preprocess(loaded: Loaded, preprocess: Preprocess) -> Loaded:
 
 def by_position(inputs: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
     return inputs, {}
-
-
-def _without_cache(module: Any) -> tuple[str, ...]:
-    """Switch off transformers' key/value cache, an object that no graph can return."""
-    configs: list[Any] = [getattr(part, "config", None) for part in module.modules()]
-    using = [config for config in configs if getattr(config, "use_cache", None) is True]
-    for config in using:
-        config.use_cache = False
-    return ("switched use_cache off in the model's config",) if using else ()
-
-
-def _trace(where: object, adapter: Any, feeds: Sequence[Any]) -> Any:
-    """Trace the adapter: an exporter cannot follow from Python into its TorchScript module.
-
-    The control flow in the module is kept; only the adapter's own selection of outputs is traced.
-    """
-    with module_errors(where), warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # tracing is deprecated, and the only way to this format
-        return torch.jit.trace(adapter, tuple(feeds), check_trace=False, strict=False)
-
-
-DynamicAxes = Mapping[str, Mapping[int, str]]
 
 
 def is_module(obj: object) -> bool:
@@ -220,7 +200,7 @@ def hash_weights(module: Any) -> str:
 
 
 def specs_from(
-    module: Any, example: object, dynamic_axes: DynamicAxes | None = None
+    module: Any, example: object, dynamic_axes: Mapping[str, Mapping[int, str]] | None = None
 ) -> tuple[tuple[TensorSpec, ...], dict[str, np.ndarray]]:
     """Derive the specs from `example`; return them and its arrays by name.
 

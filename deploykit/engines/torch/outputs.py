@@ -12,7 +12,7 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -182,42 +182,37 @@ _SEQUENCE_SIZES = (_SMALL, 32, 64, 224, 1024)
 _IMAGE_SIZES = (64, 224, _SMALL)
 
 
-AxisLimits = Mapping[str, tuple[int, "int | None"]]
-
-
 class _Failed(BadInput):
     """The module raised an exception at these sizes; others may work."""
 
 
 def describe(
     where: str, adapter: Adapter, inputs: Sequence[TensorSpec]
-) -> tuple[tuple[TensorSpec, ...], list[Any], AxisLimits]:
+) -> tuple[tuple[TensorSpec, ...], list[Any], dict[str, tuple[int, int | None]]]:
     """Return the outputs' specs, inputs that the module takes, and the least sizes of axes.
 
     Raises BadInput naming the reason.
     """
     probe, base = _first_that_runs(where, adapter, inputs)
-    places = [place for place, _ in base]
-    names = output_names(places, {spec.name for spec in inputs})
+    names = output_names([place for place, _ in base], {spec.name for spec in inputs})
     axes: list[list[int | str]] = [list(tensor.shape) for _, tensor in base]
     for number, shape in enumerate(axes):  # a size 0 depends on the data, as of nonzero(x)
         axes[number] = [size or f"{names[number]}_{at}" for at, size in enumerate(shape)]
-    movers = _moved_by_data(probe.other_data(), base, names)
+    movers: dict[tuple[int, int], set[str]] = {}
+    for number, at, *_ in _changes(base, probe.other_data()) or ():
+        movers[number, at] = {f"{names[number]}_{at}"}
     for axis in probe.sizes:
         for size, larger in probe.larger(axis):
-            if [(place, tensor.ndim) for place, tensor in larger] != [
-                (place, tensor.ndim) for place, tensor in base
-            ]:
+            changes = _changes(base, larger)
+            if changes is None:
                 raise BadInput(
                     f"{where}: the outputs' number or rank depends on axis {axis}",
                     hint=f"give axis {axis} a fixed size in `inputs`: 1 for one sample at a time",
                 )
-            for number, ((_, before), (_, after)) in enumerate(zip(base, larger, strict=True)):
-                for at, (old, new) in enumerate(zip(before.shape, after.shape, strict=True)):
-                    if old != new:
-                        follows = (old, new) == (probe.sizes[axis], size)
-                        name = axis if follows else f"{names[number]}_{at}"
-                        movers.setdefault((number, at), set()).add(name)
+            for number, at, old, new in changes:
+                follows = (old, new) == (probe.sizes[axis], size)
+                name = axis if follows else f"{names[number]}_{at}"
+                movers.setdefault((number, at), set()).add(name)
     for (number, at), found in movers.items():
         axes[number][at] = found.pop() if len(found) == 1 else f"{names[number]}_{at}"
     specs = [
@@ -227,8 +222,7 @@ def describe(
     if not specs:
         raise BadInput(f"{where}: the model returns no tensor")
     least = {axis: probe.least(axis, _unanswered(base)) for axis in probe.sizes}
-    limits = {axis: (size, None) for axis, size in least.items() if size > 1}
-    return tuple(specs), probe.feeds(), limits
+    return tuple(specs), probe.feeds(), {axis: (n, None) for axis, n in least.items() if n > 1}
 
 
 @dataclass(frozen=True)
@@ -315,12 +309,12 @@ class _Probe:
         found: list[tuple[int, Leaves]] = []
         failure: BadInput | None = None
         for larger in candidates:
-            if batch and found:
-                break
             try:
                 found.append((larger, self.at(axis, larger)))
             except _Failed as exc:
                 failure = failure or exc
+            if batch and found:
+                break
         if not found:
             raise BadInput(
                 f"{self.where}: axis {axis} is not dynamic in this model, which takes a size of "
@@ -339,29 +333,35 @@ def _unanswered(leaves: Leaves) -> set[int]:
     }
 
 
-def _moved_by_data(
-    other: Leaves, base: Leaves, names: Sequence[str]
-) -> dict[tuple[int, int], set[str]]:
-    """Return names for the axes, by output and place, whose size depends on the data."""
-    if [(place, tensor.ndim) for place, tensor in other] != [
-        (place, tensor.ndim) for place, tensor in base
-    ]:
-        return {}
-    return {
-        (number, at): {f"{names[number]}_{at}"}
+def _changes(base: Leaves, other: Leaves) -> list[tuple[int, int, int, int]] | None:
+    """List the sizes that differ: output, axis, both sizes. None if number or ranks differ."""
+    if [(place, t.ndim) for place, t in base] != [(place, t.ndim) for place, t in other]:
+        return None
+    return [
+        (number, at, old, new)
         for number, ((_, before), (_, after)) in enumerate(zip(base, other, strict=True))
         for at, (old, new) in enumerate(zip(before.shape, after.shape, strict=True))
         if old != new
-    }
+    ]
 
 
 def _first_that_runs(
     where: str, adapter: Adapter, inputs: Sequence[TensorSpec]
 ) -> tuple[_Probe, Leaves]:
-    """Find sizes and a value for integers at which the module runs; else raise its failure."""
+    """Find sizes and a value for integers at which the module runs; else raise its failure.
+
+    The sizes of different axes differ. The batch stays small, the others grow with each try.
+    """
+    batch = _batch_axes(inputs)
+    axes = dict.fromkeys(a for spec in inputs for a in spec.shape if isinstance(a, str))
+    others = [axis for axis in axes if axis not in batch]
+    images = any(isinstance(a, str) for s in inputs if len(s.shape) >= 4 for a in s.shape[2:])
     integers = any("float" not in spec.dtype for spec in inputs)
     failure: BadInput | None = None
-    for sizes in _size_choices(inputs):
+    for base in (_IMAGE_SIZES if images else _SEQUENCE_SIZES) if others else (_SMALL,):
+        first, step = (_SMALL + len(batch), 1) if base == _SMALL else (base, 32)
+        sizes = {axis: _SMALL + at for at, axis in enumerate(batch)}
+        sizes |= {axis: first + step * at for at, axis in enumerate(others)}
         for fill in (0, 1) if integers else (0,):  # a length of 0 is refused
             probe = _Probe(where, adapter, inputs, sizes, fill)
             try:
@@ -369,19 +369,6 @@ def _first_that_runs(
             except _Failed as exc:
                 failure = failure or exc
     raise failure or BadInput(f"{where}: no size to try")
-
-
-def _size_choices(inputs: Sequence[TensorSpec]) -> Iterator[dict[str, int]]:
-    """Yield distinct sizes by axis; the batch stays small, the others grow with each choice."""
-    axes = list(dict.fromkeys(a for spec in inputs for a in spec.shape if isinstance(a, str)))
-    batch = _batch_axes(inputs)
-    others = [axis for axis in axes if axis not in batch]
-    images = any(isinstance(a, str) for s in inputs if len(s.shape) >= 4 for a in s.shape[2:])
-    choices = _IMAGE_SIZES if images else _SEQUENCE_SIZES
-    for base in choices if others else (_SMALL,):
-        first, step = (_SMALL + len(batch), 1) if base == _SMALL else (base, 32)
-        sizes = {axis: first + step * number for number, axis in enumerate(others)}
-        yield {axis: sizes.get(axis, _SMALL + at) for at, axis in enumerate([*batch, *others])}
 
 
 def _batch_axes(inputs: Sequence[TensorSpec]) -> list[str]:

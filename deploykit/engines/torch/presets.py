@@ -99,19 +99,14 @@ def torchvision_name(arch: str | None) -> str | None:
     )
 
 
-def timm_name(arch: str | None) -> str | None:
-    """Return the model's name in "timm:resnet18.a1_in1k"; None for another library's."""
-    package, _, name = (arch or "").partition(":")
-    return name if package == "timm" and name else None
-
-
 def build_named(arch: str, weights: Mapping[str, Any]) -> Any:
     """Build a library's model without weights, sized for `weights`; None for other models.
 
     It gets as many classes as the last layer in `weights`, and auxiliary outputs if these have
     them. Raises NotFound, MissingExtra.
     """
-    if name := timm_name(arch):
+    package, _, name = arch.partition(":")
+    if package == "timm" and name:
         timm = with_torchvision(lambda: require("timm"))
         return _sized(lambda **given: timm.create_model(name, **given), weights)
     found = torchvision_name(arch)

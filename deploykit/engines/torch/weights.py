@@ -94,12 +94,26 @@ def copy_weights(
         weights, notes = _of_attribute(own, weights)
     weights, removed = _without_prefix(module, weights)
     notes += removed
-    _check_kinds(where, own, weights)
+    wrong = [
+        f"{key} is {_type(value)} in the file, {_type(own[key])} in the model"
+        for key, value in weights.items()
+        if key in own and _is_tensor(value, own[key])
+        if value.is_floating_point() != own[key].is_floating_point()
+        or value.is_complex() != own[key].is_complex()
+    ]
+    if wrong:  # torch would convert them silently
+        raise _misfit(where, weights, [list_names(wrong, _SHOWN)])
     try:
         missing, unexpected = module.load_state_dict(weights, strict=False)
     except RuntimeError as exc:
-        raise _misfit(where, weights, _differences(own, weights) or [_second_line(exc)]) from exc
-    tied = _tied(module, missing)
+        # below the heading of load_state_dict's message
+        text = " ".join(line.strip() for line in str(exc).splitlines()[1:3]) or first_line(exc)
+        raise _misfit(where, weights, _differences(own, weights) or [text]) from exc
+    holders: dict[int, set[str]] = {}  # names that share a parameter
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), set()).add(name)
+    groups = {name: names for names in holders.values() for name in names}
+    tied = [key for key in missing if not groups.get(key, {key}) <= set(missing)]
     if tied:
         notes.append(f"not in the file, as they share another's weights: {list_names(tied)}")
     missing = [key for key in missing if key not in tied]
@@ -147,19 +161,6 @@ def _of_attribute(
     return own_part, notes
 
 
-def _check_kinds(where: Path, own: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
-    """Raise BadInput for integers in place of floats and so on, which torch converts silently."""
-    wrong = [
-        f"{key} is {_type(value)} in the file, {_type(own[key])} in the model"
-        for key, value in weights.items()
-        if key in own and _is_tensor(value, own[key])
-        if value.is_floating_point() != own[key].is_floating_point()
-        or value.is_complex() != own[key].is_complex()
-    ]
-    if wrong:
-        raise _misfit(where, weights, [list_names(wrong, _SHOWN)])
-
-
 def _differences(
     own: Mapping[str, Any],
     weights: Mapping[str, Any],
@@ -177,15 +178,6 @@ def _differences(
         unexpected = [key for key in weights if key not in own]
     kinds = {"size mismatch:": shapes, "missing": missing, "unexpected": unexpected}
     return [f"{kind} {list_names(names, _SHOWN)}" for kind, names in kinds.items() if names]
-
-
-def _tied(module: Any, missing: Sequence[str]) -> list[str]:
-    """Return the missing names of parameters that the module also has under another name."""
-    holders: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(parameter), []).append(name)
-    groups = {name: names for names in holders.values() for name in names}
-    return [key for key in missing if not set(groups.get(key, [key])) <= set(missing)]
 
 
 def _misfit(where: Path, weights: Mapping[str, Any], reasons: Sequence[str]) -> BadInput:
@@ -216,8 +208,3 @@ def _shape(tensor: Any) -> str:
 
 def _type(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _second_line(exc: Exception) -> str:
-    """Return the reasons below the heading of load_state_dict's message, in one line."""
-    return " ".join(line.strip() for line in str(exc).splitlines()[1:3]) or first_line(exc)

@@ -272,8 +272,13 @@ class GrpcCall(Stream):
     def receive(self, piece: bytes, ended: bool) -> None:
         if ended:
             self.ended = True
-        if self.head.length is not None and not self._fits_length(len(piece)):
-            return
+        if self.head.length is not None:  # the client's Content-Length
+            self._received_bytes += len(piece)
+            more = self._received_bytes - self.head.length
+            if more > 0 or (ended and more):
+                self.link.count_frame()
+                self.reset(PROTOCOL_ERROR)
+                return
         if piece:
             reader = self._reader
             if not reader.have:
@@ -282,16 +287,6 @@ class GrpcCall(Stream):
             if not self._reserve(len(piece)):
                 return
         self.read()
-
-    def _fits_length(self, size: int) -> bool:
-        """Compare the received bytes with the client's Content-Length; reset on a mismatch."""
-        self._received_bytes += size
-        length = self.head.length or 0
-        if self._received_bytes > length or (self.ended and self._received_bytes < length):
-            self.link.count_frame()
-            self.reset(PROTOCOL_ERROR)
-            return False
-        return True
 
     def read(self) -> None:
         """Deliver complete messages, while replies can be sent."""
@@ -317,7 +312,10 @@ class GrpcCall(Stream):
         while reader.need and not self.gone:
             need = reader.need - PREFIX_BYTES
             if need > method.max_bytes or need > shared.max_message_bytes:
-                self._too_large()
+                text = f"the message is above {self._max_bytes} bytes"
+                if self._max_bytes == self.link.shared.max_message_bytes:
+                    text += "; start the server with a larger `max_body_bytes`"
+                self.fail("RESOURCE_EXHAUSTED", text)
                 return False
             if reader.have < reader.need or (method.ended is None and not self.ended):
                 break
@@ -414,12 +412,6 @@ class GrpcCall(Stream):
                 self._sizes[-1] += len(plain)
             if self._reserve(len(plain)):
                 method.message(self, plain, 0)
-
-    def _too_large(self) -> None:
-        text = f"the message is above {self._max_bytes} bytes"
-        if self._max_bytes == self.link.shared.max_message_bytes:
-            text += "; start the server with a larger `max_body_bytes`"
-        self.fail("RESOURCE_EXHAUSTED", text)
 
     # -- memory ----------------------------------------------------------------------------------
 

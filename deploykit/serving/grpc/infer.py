@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -157,7 +156,14 @@ class InferMethods:
         slot = ReplySlot(call)
         call.slots.append(slot)
         if call.cancel is None:
-            call.cancel = partial(_cancel_all, call.slots)
+
+            def cancel(slots: list[ReplySlot] = call.slots) -> None:
+                for each in slots:
+                    if each.cancel is not None:
+                        each.cancel()
+                slots.clear()
+
+            call.cancel = cancel
         self.infer(call, data, at, slot)
 
     def end_stream(self, call: GrpcCall) -> None:
@@ -285,10 +291,3 @@ class ReplySlot:
         while slots and slots[0].parts is not None:
             call.send_message(slots.pop(0).parts)
         call.read()  # reads messages that waited for this reply, or ends the call
-
-
-def _cancel_all(slots: list[ReplySlot]) -> None:
-    for slot in slots:
-        if slot.cancel is not None:
-            slot.cancel()
-    slots.clear()

@@ -32,7 +32,7 @@ class InferRoute(ModelRoute):
         try:
             json_bytes = json.header_length(head.json_bytes)
         except BadInput:
-            self.model.metrics.record_bad_request()
+            self.model.metrics.count("bad_request")
             raise
         call.body = b""
         large = self.model.largest_output_bytes > LARGE_BYTES

@@ -171,7 +171,11 @@ class Inference:
                 size = request.region_bytes
             else:
                 size = self.decoded_bytes()
-                self.request = request = self._less_time(request)
+                limit_us = self.route.limit_us
+                wait_us = min(request.timeout_us or limit_us, limit_us)
+                self.request = request._replace(
+                    timeout_us=max(1, wait_us - (monotonic_us() - self._started_us))
+                )
             if size:
                 self.reserve(size)
             pending = model.submit(
@@ -182,10 +186,8 @@ class Inference:
                 admitted=self._admitted,
             )
         except Exception as exc:  # noqa: BLE001 - every error is a reply
-            if isinstance(exc, BadInput):
-                model.metrics.record_bad_request()
-            elif isinstance(exc, Expired):
-                model.metrics.record_expiry()
+            if isinstance(exc, (BadInput, Expired)):
+                model.metrics.count("expired" if isinstance(exc, Expired) else "bad_request")
             self.fail(exc)
         else:
             self.client.cancel = partial(model.cancel, pending)
@@ -200,12 +202,6 @@ class Inference:
 
     def offload_decoding(self, decode: Callable[[], Request]) -> None:
         self.route.offload(decode, self._on_decode, large=self.large, limit_s=self.left_s())
-
-    def _less_time(self, request: Request) -> Request:
-        """Return the request with the time that it may still wait."""
-        limit_us = self.route.limit_us
-        wait_us = min(request.timeout_us or limit_us, limit_us)
-        return request._replace(timeout_us=max(1, wait_us - (monotonic_us() - self._started_us)))
 
     def _discard(self) -> None:
         self._source = None
@@ -238,14 +234,11 @@ class Inference:
             return
         try:
             self.reserve(sum(array.nbytes for array in pending.outputs.values()))
-            client.cancel = self._discard_outputs
+            # once the client has disconnected its outputs are not counted any more
+            client.cancel = partial(setattr, pending, "outputs", {})
             self.route.offload(self.encode, self._reply, large=self.large, limit_s=self.encode_s())
         except Overloaded as exc:
             self.fail(exc)
-
-    def _discard_outputs(self) -> None:
-        """Discard outputs after the client has disconnected: they are no longer counted."""
-        self.pending.outputs = {}
 
     def encode_s(self) -> float:
         """Return the seconds until a request that is being answered is past its time limit."""

@@ -77,7 +77,11 @@ class ThreadOffload(Closing):
         job = _Job(then)
 
         def on_done(future: Future[Any]) -> None:
-            _forget_frames(future)
+            # free the frames of this thread, and with them the request: code that raises the error
+            # again forms a cycle with it until the garbage collector runs
+            error = None if future.cancelled() else future.exception()
+            if isinstance(error, DeploykitError):
+                error.__traceback__ = error.__cause__ = error.__context__ = None
             try:
                 self._loop.call_soon_threadsafe(self._run, partial(job.finish, future.result))
             except RuntimeError:  # the loop is closed
@@ -115,16 +119,6 @@ class _Job:
         future.cancel()
         if then is not None:
             then(_expired)
-
-
-def _forget_frames(future: Future[Any]) -> None:
-    """Free the frames of this thread, and with them the request, that a client's error refers to.
-
-    Code that raises the error again forms a cycle with it until the garbage collector runs.
-    """
-    error = None if future.cancelled() else future.exception()
-    if isinstance(error, DeploykitError):
-        error.__traceback__ = error.__cause__ = error.__context__ = None
 
 
 def _expired() -> Any:

@@ -81,20 +81,17 @@ class ModelRepository:
                 self.models[name] = make_model(
                     name, several, options, deliver, clock_us, call_soon, processes
                 )
-            self._check_buckets()
+            served = [model.buckets.lengths for model in self.models.values() if model.buckets]
+            for axis in self.options.lengths:
+                if not any(axis in lengths for lengths in served):
+                    raise BadInput(
+                        f"`buckets` {axis}: no served model has an input with that axis, and a "
+                        "batch",
+                        hint="deploykit inspect shows the names of the axes",
+                    )
         except BaseException:
             self.close(drain=False)
             raise
-
-    def _check_buckets(self) -> None:
-        """Raise BadInput for an axis with buckets that no model has."""
-        served = [model.buckets.lengths for model in self.models.values() if model.buckets]
-        for axis in self.options.lengths:
-            if not any(axis in lengths for lengths in served):
-                raise BadInput(
-                    f"`buckets` {axis}: no served model has an input with that axis, and a batch",
-                    hint="deploykit inspect shows the names of the axes",
-                )
 
     def add_pipelines(
         self, made: Mapping[str, MakePipeline], loop: asyncio.AbstractEventLoop, processes: int
@@ -139,10 +136,6 @@ class ModelRepository:
     ) -> None:
         """Serve model `name` with `engines` from now on: see `ServedModel.replace`."""
         self.find(name).replace(engines, wanted)
-
-    def warm_up_s(self, name: str) -> float:
-        """Return how long the warm-up of a model took."""
-        return self.find(name).warm_up_s
 
     def expire(self) -> None:
         """Answer requests past their deadline; called periodically."""

@@ -88,37 +88,31 @@ def _read(head: bytes, model: Signature) -> tuple[Plan, int]:
     for item in items:
         if type(item) is not dict:
             raise BadInput("each of 'inputs' must be an object")
-        data = _data(item, at)
-        if isinstance(data, Binary) and type(data.size) is int:
-            at += data.size
+        where = f"input {quote(item.get('name'))}"
+        more = check_parameters(item.get("parameters"), where)
+        data: object = find_region(more, where)
+        size = more.get("binary_data_size")
+        if ("data" in item) + (size is not None) + (data is not None) != 1:
+            raise BadInput(
+                f"{where} needs exactly one of 'data', 'binary_data_size' and "
+                "'shared_memory_region'"
+            )
+        if size is not None:
+            data = Binary(None, at, size)
+            at += size if type(size) is int else 0
+        elif data is None:
+            data = item["data"]
         inputs.append(InputData(item.get("name"), item.get("datatype"), item.get("shape"), data))
     if requested is not None and type(requested) is not list:
         raise BadInput("'outputs' must be a list")
-    outputs = [_requested(item) for item in requested or ()]
+    for item in requested or ():
+        if type(item) is not dict:
+            raise BadInput("each of 'outputs' must be an object with a 'name'")
+    outputs = [(item.get("name"), item.get("parameters")) for item in requested or ()]
     return plan(inputs, outputs, parameters, document.get("id"), model), at
 
 
 _read_cached = lru_cache(maxsize=256)(_read)
-
-
-def _data(item: Mapping[str, Any], at: int) -> object:
-    """Return an input's data: a list, `Binary` from `at` on, or a shared-memory `Region`."""
-    where = f"input {quote(item.get('name'))}"
-    parameters = check_parameters(item.get("parameters"), where)
-    size, region = parameters.get("binary_data_size"), find_region(parameters, where)
-    if ("data" in item) + (size is not None) + (region is not None) != 1:
-        raise BadInput(
-            f"{where} needs exactly one of 'data', 'binary_data_size' and 'shared_memory_region'"
-        )
-    if size is not None:
-        return Binary(None, at, size)
-    return item["data"] if region is None else region
-
-
-def _requested(item: object) -> tuple[object, object]:
-    if type(item) is not dict:
-        raise BadInput("each of 'outputs' must be an object with a 'name'")
-    return item.get("name"), item.get("parameters")
 
 
 def parse_json(text: bytes) -> dict[str, Any]:

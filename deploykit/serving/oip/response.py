@@ -29,22 +29,16 @@ def classify(
     count = min(classes, values.shape[1])
     strings = np.empty((len(values), count), object)
     for row, numbers in enumerate(values):
-        for place, index in enumerate(_highest(numbers, count)):
+        order = len(numbers) - 1 - np.argsort(numbers[::-1], kind="stable")[::-1]
+        if numbers.dtype.kind == "f":  # numpy sorts NaN above every number
+            nans = np.isnan(numbers[order])
+            order = np.concatenate([order[~nans], order[nans]])
+        for place, index in enumerate(order[:count].tolist()):
             value = numbers[index]
             string = f"{value:.6f}:{index}" if value.dtype.kind == "f" else f"{int(value)}:{index}"
             labelled = index < len(labels)
             strings[row, place] = f"{string}:{labels[index]}" if labelled else string
     return strings if batched else strings[0]
-
-
-def _highest(numbers: np.ndarray, count: int) -> list[int]:
-    """Return the indices of the highest values; the reverse sort keeps equal values in order."""
-    order = np.argsort(numbers[::-1], kind="stable")[::-1]
-    order = len(numbers) - 1 - order
-    if numbers.dtype.kind == "f":  # numpy sorts NaN above every number
-        order = np.concatenate([order[~np.isnan(numbers[order])], order[np.isnan(numbers[order])]])
-    places: list[int] = order[:count].tolist()
-    return places
 
 
 class Result(NamedTuple):

@@ -256,7 +256,7 @@ def test_an_exception_in_a_watcher_or_callback_ends_no_thread(answers: Answers) 
     def fails(_: Pending) -> None:
         raise RuntimeError("an answer's trouble")
 
-    with Batcher([FakeEngine()], BatchPolicy(), watcher=Broken()) as batcher:
+    with Batcher([FakeEngine()], BatchPolicy(), watchers=[Broken()]) as batcher:
         submit(batcher, rows(0), 1, KEY, fails)
         for n in (1, 2):
             submit(batcher, rows(n), 1, KEY, answers.done)
@@ -275,7 +275,7 @@ def test_copy_times_of_the_engine_are_reported_separately(answers: Answers) -> N
             self.last_copies_us = (20, 30)
             return super().__call__(feeds)
 
-    with Batcher([Copying()], BatchPolicy(), clock_us=clock, watcher=notes) as batcher:
+    with Batcher([Copying()], BatchPolicy(), clock_us=clock, watchers=[notes]) as batcher:
         submit(batcher, rows(0), 1, KEY, answers.done)
         answers.wait(1)
     (run,) = notes.runs
@@ -288,7 +288,7 @@ def test_idle_time_is_how_long_an_idle_engine_delayed_a_batch(
     """A batch of two rows: the first row waits 300 µs for the second while the engine is idle."""
     clock, notes, (engine,) = Clock(), Notes(), gated(1)
     policy = BatchPolicy(max_batch=2, max_delay_us=10**9)
-    with Batcher([engine], policy, clock_us=clock, watcher=notes) as batcher:
+    with Batcher([engine], policy, clock_us=clock, watchers=[notes]) as batcher:
         eventually(lambda: bool(batcher._idle))
         clock.us = 1000
         submit(batcher, rows(0), 1, KEY, answers.done)

@@ -339,7 +339,7 @@ def passed(server: Running, raw: Raw, reached: Callable[[], bool], eventually: E
 @pytest.mark.parametrize(
     ("data", "state", "expected"),
     [
-        (b"", State.IDLE, 0),
+        (b"", State.NEW, 0),
         (b"GET /v2 HTTP/1.1\r\nHo", State.HEAD, 408),
         (request("POST", PATH, Content_Length="10") + b"123", State.SIZED, 408),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -66,15 +65,6 @@ def test_pipelined_requests_are_answered_in_order(gated: tuple[Running, GatedEng
     assert replies[0].json["outputs"][0]["data"][0] == 3
     assert replies[1].json == {"live": True}
     assert replies[2].json["outputs"][0]["data"][0] == 5
-
-
-def test_five_hundred_pipelined_requests_are_all_answered_in_order(server: Running) -> None:
-    raw = server.connect()
-    sender = threading.Thread(target=raw.send, args=(b"".join(numbered(i) for i in range(500)),))
-    sender.start()
-    firsts = [raw.reply().json["outputs"][0]["data"][0] for _ in range(500)]
-    sender.join(WAIT_S)
-    assert firsts == [2 * i + 1 for i in range(500)]
 
 
 def test_reading_stops_when_a_client_pipelines_too_much() -> None:
@@ -152,30 +142,10 @@ def test_a_malformed_message_is_refused_and_its_connection_closed(
         assert server.ask("POST", INFER, infer_json([1, 2, 3, 4], [1, 4])).status == 200
 
 
-def test_requests_before_a_malformed_one_are_answered(gated: tuple[Running, GatedEngine]) -> None:
-    server, engine = gated
-    raw = server.connect()
-    raw.send(numbered(1) + b"nonsense\r\n\r\n")
-    assert engine.entered.acquire(timeout=WAIT_S)
-    engine.gate.set()
-    assert [raw.status(), raw.status()] == [200, 400]
-    assert raw.ended()
-
-
 def test_a_body_of_exactly_the_limit_is_read(server: Running) -> None:
     reply = server.ask("POST", INFER, b" " * 100_000)
     assert reply.status == 400
     assert "not valid JSON" in reply.json["error"]
-
-
-def test_a_connection_above_the_limit_gets_503() -> None:
-    with running(limits=HttpLimits(connections=1)) as server:
-        first = server.connect()
-        first.send(LIVE)
-        assert first.status() == 200
-        above = server.connect()
-        above.send(request("GET", "/v2"))
-        assert above.status() == 503
 
 
 # -- the engine is busy
@@ -222,33 +192,6 @@ def test_a_request_in_a_hung_engine_gets_504_at_the_servers_time_limit() -> None
         engine.gate.set()
 
 
-def test_a_disconnected_clients_request_never_reaches_the_engine(
-    gated: tuple[Running, GatedEngine],
-) -> None:
-    server, engine = gated
-    busy, gone, stays = (server.connect() for _ in range(3))
-    busy.send(numbered(0))
-    assert engine.entered.acquire(timeout=WAIT_S)
-    gone.send(numbered(7))
-    stays.send(numbered(8))
-    _until_waiting(server, 2)
-    gone.close()
-    _until_waiting(server, 1)
-    engine.gate.set()
-    assert [busy.status(), stays.status()] == [200, 200]
-    assert engine.fed == [0, 8]
-
-
-def test_an_incomplete_request_never_reaches_the_engine(gated: tuple[Running, GatedEngine]) -> None:
-    server, engine = gated
-    gone = server.connect()
-    gone.send(numbered(7)[:-1])
-    gone.close()
-    engine.gate.set()
-    assert server.ask("POST", INFER, infer_json([8] * 4, [1, 4])).status == 200
-    assert engine.fed == [8]
-
-
 def _until_waiting(server: Running, count: int) -> None:
     """Wait until the metrics show `count` requests in the queue."""
     line = f'deploykit_queue_depth{{model="m",version="1"}} {count}.0\n'
@@ -287,15 +230,6 @@ def test_a_packet_inside_a_header_is_not_cached_as_a_head(server: Running) -> No
     assert first.json == {"live": True}
     second = raw.ask(inside)
     assert second.json[0]["name"] == "m"
-
-
-def test_the_same_head_twice_gives_two_answers(server: Running) -> None:
-    raw = server.connect()
-    for _ in range(3):
-        raw.send(LIVE + request("GET", "/v2/health/live", x="1") + LIVE)
-        for _ in range(3):
-            reply = raw.reply()
-            assert reply.json == {"live": True}
 
 
 @pytest.mark.parametrize("empty", [b"\r\n", b"\r\n\r\n"])
@@ -361,13 +295,6 @@ def test_a_target_may_be_a_url_whose_host_counts(
     assert head is not None
     if path and head.refusal is None:
         assert head.path == path
-
-
-def test_a_request_that_is_not_http_1_0_needs_a_host_even_with_a_url(server: Running) -> None:
-    for version, status in (("1.1", 400), ("1.0", 200)):
-        raw = server.connect()
-        reply = raw.ask(f"GET http://localhost/v2/health/live HTTP/{version}\r\n\r\n".encode())
-        assert reply.status == status
 
 
 def test_a_url_as_the_target_does_not_get_around_the_token() -> None:

@@ -391,20 +391,6 @@ def test_a_hostile_text_is_refused_in_one_line(opened: dict[str, Any], name: str
     assert (status, found) == (400, {"error": f"the text: {reason}"})
 
 
-def test_a_client_that_dies_in_its_upload_leaves_nothing(
-    served: Running, eventually: Callable[[Callable[[], bool]], None]
-) -> None:
-    memory = served.server._listener.memory
-    before = served.server.repository.models["classify"].metrics.status()["runs"]
-    for sent in (10, 100_000):
-        raw = served.connect()
-        head = request("POST", "/v2/models/classify/predict", Content_Length="3000000")
-        raw.send(head + bytes(sent))
-        raw.close()
-    eventually(lambda: not memory.bytes and not served.server._listener.unanswered)
-    assert served.server.repository.models["classify"].metrics.status()["runs"] == before
-
-
 def test_a_client_that_leaves_is_not_waited_for(
     opened: dict[str, Any], eventually: Callable[[Callable[[], bool]], None]
 ) -> None:

@@ -223,7 +223,7 @@ def test_failures_are_counted_by_outcome() -> None:
     repository = ModelRepository({"m": Broken()}, ServeOptions())
     model = repository.find("m")
     model.submit(ask(), lambda _: None)
-    model.metrics.record_bad_request()
+    model.metrics.count("bad_request")
     repository.close()
     text = exposition(repository.samples())[0].decode()
     for outcome, count in {"failed": 1, "bad_request": 1, "success": 0, "expired": 0}.items():

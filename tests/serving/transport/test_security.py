@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import ssl
 import subprocess
 from pathlib import Path
@@ -17,7 +16,7 @@ from deploykit.serving.server import Server
 from deploykit.serving.transport import listener
 from deploykit.serving.transport.security import Guard, tls_context
 from tests.support.fake_engine import FakeEngine
-from tests.support.serving.running import WAIT_S, Raw, Running, infer_json, request, running
+from tests.support.serving.running import Raw, Running, infer_json, request, running
 
 GOOD = infer_json([1, 2, 3, 4], [1, 4])
 INFER = "/v2/models/m/infer"
@@ -204,20 +203,6 @@ def test_plain_http_on_the_tls_port_is_closed_with_one_log_line(
         again.close()
     lines = [r.message for r in caplog.records if "handshake" in r.message]
     assert lines == ["a connection was closed in its TLS handshake: http request"]
-
-
-def test_a_tls_client_on_the_plain_port_is_refused_with_one_log_line(
-    server: Running, caplog: pytest.LogCaptureFixture
-) -> None:
-    """T12."""
-    with caplog.at_level(logging.INFO, "deploykit"):
-        client = socket.create_connection(("127.0.0.1", server.port), WAIT_S)
-        context = ssl._create_unverified_context()
-        with client, pytest.raises(OSError):
-            context.wrap_socket(client)
-    lines = [r.message for r in caplog.records if "not valid HTTP" in r.message]
-    assert len(lines) == 1
-    assert lines[0].isprintable()
 
 
 def test_an_unfinished_tls_handshake_is_closed(
