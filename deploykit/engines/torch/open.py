@@ -41,7 +41,7 @@ from deploykit.engines.torch.outputs import (
     output_names,
     parameter_names,
 )
-from deploykit.engines.torch.presets import Preset, preset_of
+from deploykit.engines.torch.presets import Preset, preset_of, recognise
 from deploykit.engines.torch.weights import build_module, copy_weights, in_float32, list_names
 
 pytree = require("torch.utils._pytree")  # nothing else reads a program's structures
@@ -237,7 +237,7 @@ def load_module(
             raise BadInput(f"{path}: holds a whole model, so `arch` {arch} has nothing to build")
         return _from_whole_model(path, content, inputs, example)
     if arch is None:
-        raise undescribed(path, arch=True, inputs=not inputs)
+        raise nameless(path, content.value) or undescribed(path, arch=True, inputs=not inputs)
     module, built_with = build_module(arch, content.arguments, content.value)
     preset = preset_of(module, arch, path)
     inputs = tuple(inputs) or (preset.inputs if preset else ())
@@ -251,6 +251,17 @@ def load_module(
     with module_errors(path):
         loaded = describe_module(path, module, inputs, content.source, notes=notes, example=example)
     return replace(loaded, preset=preset)
+
+
+def nameless(path: Path, weights: Mapping[str, Any]) -> BadInput | None:
+    """Return the error for weights alone that a library's model has, which names that model."""
+    known = recognise(weights, path)
+    if known is None:
+        return None
+    return BadInput(
+        f"{path}: does not say what the model is; these are the weights of torchvision's {known}",
+        hint=f"`arch` {known}",
+    )
 
 
 def model_files(path: Path) -> list[Path]:
