@@ -35,7 +35,7 @@ _LARGE_PIXELS = 4_000_000  # larger images are decoded one at a time: 8 bytes fo
 _MOST_SIDE = 65_535  # JPEG's limit; Pillow's table for resizing grows with it
 _READS, _READ_BYTES = 10_000, 1024  # a PNG needs a few reads per 8 KiB
 _SCAN, _MOST_SCANS = b"\xff\xda\0", 100  # a JPEG has ten; a tiny scan is as slow as others
-_MOST_SCANNED = 20 * MAX_PIXELS  # pixels times scans: at most a second to decode
+_MOST_SCANNED = 20  # scans of an image of the most pixels: at most a second to decode 25 million
 _MODES = {3: "RGB", 1: "L"}
 
 # Pillow and its libraries raise these on damaged files; UnidentifiedImageError is an OSError.
@@ -122,10 +122,10 @@ def open_upright(
             _check_header(opened, where, limit)
             if opened.format == "JPEG":
                 scans = max(1, parts.getvalue().count(_SCAN))
-            if scans > _MOST_SCANS or pixels * scans > _MOST_SCANNED:
+            if scans > _MOST_SCANS or pixels * scans > _MOST_SCANNED * limit:
                 raise BadInput(
                     f"{where}: has {scans} scans of {opened.width}x{opened.height}, a JPEG has "
-                    f"{min(_MOST_SCANS, _MOST_SCANNED // pixels)} at most",
+                    f"{min(_MOST_SCANS, _MOST_SCANNED * limit // pixels)} at most",
                     hint="store it again: cameras and image programs write at most 10",
                 )
             if most_pixels is not None and pixels * scans > most_pixels:

@@ -305,7 +305,9 @@ class Parent:
             else:  # it still opens its models
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGTERM)
-        await self._until(lambda: not self._workers or self._signals.count > 1, END_S + self._drain_s)
+        await self._until(
+            lambda: not self._workers or self._signals.count > 1, END_S + self._drain_s
+        )
         for worker in self._workers.values():
             if worker.link is not None:
                 worker.link.send("abort")
