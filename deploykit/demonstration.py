@@ -30,7 +30,6 @@ from deploykit.exporting import export
 from deploykit.loadtest import load as load_test
 from deploykit.quantization import quantize
 from deploykit.reporting import report as reports
-from deploykit.reporting.load_result import LoadResult
 from deploykit.reporting.points import Point
 from deploykit.reporting.points import best as fastest
 from deploykit.reporting.report import Report
@@ -105,111 +104,77 @@ def demo(
 
     folder = claim_report(out, (), force=force)
     folder.mkdir(parents=True, exist_ok=True)
-    job = _Demo(folder, quick, force, _Steps(on_step, on_progress))
-    job.train_and_export()
-    job.quantize()
-    job.build()
-    job.compare_and_predict()
-    report = job.measure()
-    serving = job.serve(report)
+    steps, gates = _Steps(on_step, on_progress), list[tuple[str, str]]()  # name, detail
+    checkpoint, data = folder / "model.pt", folder / "data"
+    typed, built = {"fp32": folder / "model.onnx"}, dict[str, Path]()
+
+    with steps(f"train {RECIPE}"):
+        train.train(
+            RECIPE,
+            checkpoint,
+            epochs=8 if quick else None,
+            save_splits=data,
+            force=force,
+            on_progress=steps.progress,
+        )
+    with steps("export to ONNX, parity with PyTorch"):
+        made = export.export(checkpoint, out=typed["fp32"], force=force, on_progress=steps.progress)
+    gates.append(("export", f"error {_worst(made)}"))
+    for name in ("fp16", "int8"):
+        with steps(f"quantise to {name}, accuracy gate"):
+            made = quantize.quantize(
+                typed["fp32"],
+                name,
+                folder / f"model.{name}.onnx",
+                calib=data / "calibration.npz",
+                data=data / "test.npz",
+                max_drop=MAX_DROP,
+                runtime="onnxruntime",
+                force=force,
+            )
+        typed[name] = made.path
+        gates.append((f"{name} accuracy", made.evaluation.describe() if made.evaluation else ""))
+    with steps("build for this machine's CPU"):
+        for name in ("fp32", "int8"):  # no fp16: ONNX Runtime's CPU kernels use float32
+            made = build.build(
+                typed[name], "cpu", out=folder / f"model.{name}.cpu.onnx", force=force
+            )
+            built[name] = made.path
+            gates.append((f"build {name}", f"error {_worst(made)}"))
+    with steps("compare the built engine with PyTorch"):
+        compared = compare.compare(checkpoint, built["fp32"], data=data / "test.npz")
+        compared.raise_if_over()
+    gates.append(("built engine against PyTorch", f"error {compared.parity.worst.error:.2g}"))
+    with steps("predict the test split"):
+        out = folder / "predictions.npz"
+        predict.predict(built["int8"], data / "test.npz", out, device="cpu", force=force)
+    with steps("measure against the CPU baseline"):
+        report = bench.bench(
+            [built["int8"], typed["fp16"]],
+            against=[typed["fp32"]],
+            batches=(1, 32) if quick else (1, 4, 16, 64),
+            out=folder,
+            data=data / "test.npz",
+            force=force,
+            seconds=0.5 if quick else 3.0,
+            on_progress=steps.progress,
+        )
+    best = _fastest(report, {BASELINE: built["fp32"], built["int8"].stem: built["int8"]})
+    seconds = 1.0 if quick else 5.0
+    with steps(f"serve {best.name} over HTTP, under load"), _server(best) as url:
+        closed = load_test.load_test(url, concurrency=CONNECTIONS, duration_s=seconds)
+        quarter = max(1.0, closed.achieved_per_s.value / 4)
+        serving = closed, load_test.load_test(url, rate=quarter, duration_s=seconds)
     report = replace(
         report,
         title=f"deploykit demo: {RECIPE} on handwritten digits",
         command=f"deploykit demo -o {folder}" + (" --quick" if quick else ""),
-        gates=tuple(Gate(name, True, detail) for name, detail in job.gates),
+        gates=tuple(Gate(name, True, detail) for name, detail in gates),  # one that fails ends it
         serving=serving,
-        steps=tuple(reports.Step(*step) for step in job.steps.taken),
+        steps=tuple(reports.Step(*step) for step in steps.taken),
     )
     report = replace(report, verdict=verdict(report))
     return DemoResult(reports.write(report, folder), report, _rows(report))
-
-
-class _Demo:
-    """The steps of the demo, in order, and the files and gates that they leave."""
-
-    def __init__(self, out: Path, quick: bool, force: bool, steps: _Steps) -> None:
-        self.out, self.quick, self.force, self.steps = out, quick, force, steps
-        self.checkpoint, self.test = out / "model.pt", out / "data" / "test.npz"
-        self.typed = {"fp32": out / "model.onnx"}
-        self.built: dict[str, Path] = {}
-        self.gates: list[tuple[str, str]] = []  # name, detail; a gate that fails ends the demo
-
-    def train_and_export(self) -> None:
-        with self.steps(f"train {RECIPE}"):
-            train.train(
-                RECIPE,
-                self.checkpoint,
-                epochs=8 if self.quick else None,
-                save_splits=self.out / "data",
-                force=self.force,
-                on_progress=self.steps.progress,
-            )
-        with self.steps("export to ONNX, parity with PyTorch"):
-            made = export.export(
-                self.checkpoint,
-                out=self.typed["fp32"],
-                force=self.force,
-                on_progress=self.steps.progress,
-            )
-        self.gates.append(("export", f"error {_worst(made)}"))
-
-    def quantize(self) -> None:
-        for name in ("fp16", "int8"):
-            with self.steps(f"quantise to {name}, accuracy gate"):
-                made = quantize.quantize(
-                    self.typed["fp32"],
-                    name,
-                    self.out / f"model.{name}.onnx",
-                    calib=self.out / "data" / "calibration.npz",
-                    data=self.test,
-                    max_drop=MAX_DROP,
-                    runtime="onnxruntime",
-                    force=self.force,
-                )
-            self.typed[name] = made.path
-            cost = made.evaluation.describe() if made.evaluation else ""
-            self.gates.append((f"{name} accuracy", cost))
-
-    def build(self) -> None:
-        with self.steps("build for this machine's CPU"):
-            for name in ("fp32", "int8"):  # no fp16: ONNX Runtime's CPU kernels use float32
-                out = self.out / f"model.{name}.cpu.onnx"
-                made = build.build(self.typed[name], "cpu", out=out, force=self.force)
-                self.built[name] = made.path
-                self.gates.append((f"build {name}", f"error {_worst(made)}"))
-
-    def compare_and_predict(self) -> None:
-        with self.steps("compare the built engine with PyTorch"):
-            compared = compare.compare(self.checkpoint, self.built["fp32"], data=self.test)
-            compared.raise_if_over()
-        detail = f"error {compared.parity.worst.error:.2g}"
-        self.gates.append(("built engine against PyTorch", detail))
-        with self.steps("predict the test split"):
-            out = self.out / "predictions.npz"
-            predict.predict(self.built["int8"], self.test, out, device="cpu", force=self.force)
-
-    def measure(self) -> Report:
-        quick = self.quick
-        with self.steps("measure against the CPU baseline"):
-            return bench.bench(
-                [self.built["int8"], self.typed["fp16"]],
-                against=[self.typed["fp32"]],
-                batches=(1, 32) if quick else (1, 4, 16, 64),
-                out=self.out,
-                data=self.test,
-                force=self.force,
-                seconds=0.5 if quick else 3.0,
-                on_progress=self.steps.progress,
-            )
-
-    def serve(self, report: Report) -> tuple[LoadResult, ...]:
-        int8 = self.built["int8"]
-        best = _fastest(report, {BASELINE: self.built["fp32"], int8.stem: int8})
-        seconds = 1.0 if self.quick else 5.0
-        with self.steps(f"serve {best.name} over HTTP, under load"), _server(best) as url:
-            closed = load_test.load_test(url, concurrency=CONNECTIONS, duration_s=seconds)
-            quarter = max(1.0, closed.achieved_per_s.value / 4)
-            return closed, load_test.load_test(url, rate=quarter, duration_s=seconds)
 
 
 def _worst(made: Made) -> str:

@@ -351,7 +351,7 @@ def find_rivals(
     Candidates are other installed runtimes and bfloat16. `folder` holds the float32 model in
     bfloat16, and must exist as long as they are used.
     """
-    from deploykit.quantization.convert import convert  # slow to load
+    from deploykit.quantization.scales import convert  # slow to load
 
     graphs = [e for e in entries if e.artefact.format == "onnx" and e.precision in _RIVALS]
     graphs = [*{each.artefact.sha256: each for each in reversed(graphs)}.values()][::-1]

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
+from itertools import chain
 from types import GenericAlias
 from typing import Any, get_args, get_origin
 
@@ -35,6 +36,8 @@ from deploykit.pipelines.stages import (
 _KINDS = {bytes: "bytes", str: "text", np.ndarray: "image"} | dict.fromkeys(
     (dict, list, int, float, bool, Any), "json"
 )
+_STEP = 1 << 16  # values that become a list at once, which holds the GIL
+_PLAIN = {int, str, bool, type(None)}
 _VALUE_BYTES = 80  # memory for each comma, colon and opening bracket of JSON
 
 
@@ -56,36 +59,45 @@ class StageGraph:
     @property
     def metadata(self) -> dict[str, Any]:
         """The Open Inference Protocol's metadata of a model, without the name."""
-        inputs, outputs = (
-            [{"name": name, "datatype": "BYTES", "shape": [1]}]
-            for name in (self.input, self.answer)
-        )
         gives = shown(self.stages[self.answer].gives)
-        about = {"stages": ", ".join(self.stages), "takes": self.kind, "gives": gives}
         return {
             "versions": ["1"],
             "platform": "deploykit_pipeline",
-            "inputs": inputs,
-            "outputs": outputs,
-            "parameters": about,
+            "inputs": [{"name": self.input, "datatype": "BYTES", "shape": [1]}],
+            "outputs": [{"name": self.answer, "datatype": "BYTES", "shape": [1]}],
+            "parameters": {
+                "stages": ", ".join(self.stages),
+                "takes": self.kind,
+                "gives": gives,
+            },
         }
 
-    def read(self, data: bytes) -> Any:
+    def read(self, data: bytes, *, own_file: bool = False) -> Any:
         """Decode the bytes of a request as the input.
 
         bytes: as they are; text: UTF-8; image: uint8 (height, width, 3); json: as annotated.
         Raises BadInput if the bytes cannot be decoded.
         """
         if self.kind == "image":
-            from deploykit.pipelines.pixels import read_pixels  # needs Pillow
+            from deploykit.engines.tasks.images import read_pixels  # needs Pillow
 
-            return read_pixels(data)
-        if self.kind == "json":
-            return _from_json(data, self.takes)
+            return read_pixels(data, own_file=own_file)
+        if self.kind == "bytes":
+            return data
         try:
-            return data.decode("utf-8") if self.kind == "text" else data
+            if self.kind == "text":
+                return data.decode("utf-8")
+            with ONE_JSON:
+                value = json.loads(data)
         except UnicodeDecodeError as exc:
-            raise BadInput(f"the text is not UTF-8: {exc.reason} at byte {exc.start}") from exc
+            what = f"the {self.kind} is not UTF-8"
+            raise BadInput(f"{what}: {exc.reason} at byte {exc.start}") from exc
+        except (ValueError, RecursionError) as exc:
+            raise BadInput(f"the input is not JSON: {first_line(exc)}") from exc
+        if not conforms(value, self.takes):
+            wanted = shown(self.takes)
+            raise BadInput(f"the input is a JSON {describe_value(value)}, {wanted} is needed")
+        return value
 
     def answer_json(self, value: Any) -> Any:
         """Return the answer as JSON values: arrays become lists, NaN and infinity null.
@@ -98,17 +110,6 @@ class StageGraph:
             raise StageFailed(f"stage '{self.answer}': its answer is too deep for JSON") from None
         except TypeError as exc:
             raise StageFailed(f"stage '{self.answer}': {first_line(exc)}") from None
-
-
-def _from_json(data: bytes, takes: Any) -> Any:
-    try:
-        with ONE_JSON:
-            value = json.loads(data)
-    except (ValueError, RecursionError) as exc:
-        raise BadInput(f"the input is not JSON: {first_line(exc)}") from exc
-    if not conforms(value, takes):
-        raise BadInput(f"the input is a JSON {describe_value(value)}, {shown(takes)} is needed")
-    return value
 
 
 def input_bytes(value: Any, data: bytes | None) -> int:
@@ -124,7 +125,11 @@ def _json(value: Any) -> Any:
         if value.dtype.kind == "f" and not np.isfinite(value).all():
             finite, value = np.isfinite(value), value.astype(object)
             value[~finite] = None
-        return _json(value.tolist()) if value.dtype == object else value.tolist()
+        if value.dtype == object or not value.ndim:
+            return _json(value.tolist())
+        step = max(1, _STEP * len(value) // max(1, value.size))  # in rows
+        parts = (value[at : at + step].tolist() for at in range(0, len(value), step))
+        return list(chain.from_iterable(parts))
     if isinstance(value, np.generic):
         return _json(value.item())
     if isinstance(value, float):
@@ -132,7 +137,8 @@ def _json(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _json(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_asdict"):
-        return [_json(each) for each in value]
+        plain = set(map(type, value)) <= _PLAIN
+        return list(value) if plain else [_json(each) for each in value]
     if hasattr(value, "__dataclass_fields__") and not hasattr(value, "to_dict"):
         return {name: _json(getattr(value, name)) for name in value.__dataclass_fields__}
     return json_value(value)
@@ -164,7 +170,15 @@ class _Connecting:
         self.sources = {name: self._find_sources(name) for name in self.stages}
         entry = self._find_input()
         order = self._order()
-        answer = self._find_answer()
+        used = {source.stage for found in self.sources.values() for source in found.values()}
+        ends = [name for name in self.stages if name not in used]
+        answer = "answer" if "answer" in ends else ends[-1]
+        for name in ends:
+            if name != answer:
+                raise self.error(
+                    f"no other stage takes '{name}', and the answer is that of '{answer}'",
+                    hint=f"remove it, or name it _{name} if it is not a stage",
+                )
         takes = self._find_annotation(entry)
         kind = _KINDS.get(get_origin(takes) or takes)
         if kind is None:
@@ -209,12 +223,9 @@ class _Connecting:
                 f"stage '{name}' takes '{wanted}', an output of {' and '.join(models)}",
                 hint=f"name the model's too: {models[0]}_{wanted}",
             )
-        found = {wanted: models[0]} if models else {}
-        for output, owners in self.outputs.items():
-            for model in () if found else owners:
-                if f"{model}_{output}" == wanted:
-                    found[output] = model
-        for output, model in found.items():
+        pairs = [(model, output) for output, owners in self.outputs.items() for model in owners]
+        found = [(model, wanted) for model in models]
+        for model, output in found or [pair for pair in pairs if "_".join(pair) == wanted]:
             return Origin(model, output if len(self.ports[model].outputs) > 1 else "")
         if wanted == name:
             raise self.error(f"a cycle: {name} -> {name}")
@@ -252,18 +263,6 @@ class _Connecting:
         except CycleError as exc:
             raise self.error(f"a cycle: {' -> '.join(exc.args[1])}") from None
 
-    def _find_answer(self) -> str:
-        used = {source.stage for found in self.sources.values() for source in found.values()}
-        ends = [name for name in self.stages if name not in used]
-        if len(ends) == 1:
-            return ends[0]
-        answer = "answer" if "answer" in ends else ends[-1]
-        unused = next(name for name in ends if name != answer)
-        raise self.error(
-            f"no other stage takes '{unused}', and the answer is that of '{answer}'",
-            hint=f"remove it, or name it _{unused} if it is not a stage",
-        )
-
     def _find_annotation(self, entry: str) -> Any:
         """Return the annotation of the request's input; functions decide before models."""
         takers = {
@@ -291,8 +290,9 @@ class _Connecting:
                 stage = before[source.stage]
                 tensor = list[np.ndarray] if stage.each else np.ndarray
                 given = tensor if source.output else stage.gives
-            each = not fits(given, wanted)
-            if each and not _holds(given, wanted):
+            each = not fits(given, wanted)  # then it must be a list of what fits
+            is_list = (get_origin(given) or given) in (list, tuple)
+            if each and not (is_list and fits((get_args(given) or (Any,))[0], wanted)):
                 origin = f"'{source.stage}' gives" if source.stage in before else "the request has"
                 raise self.error(
                     f"stage '{name}' takes '{parameter}' as {shown(wanted)}, {origin} "
@@ -303,9 +303,3 @@ class _Connecting:
         if any(source.each for source in arguments.values()):
             gives = GenericAlias(list, (gives,))
         return WiredStage(about, arguments, gives, self.ports.get(name))
-
-
-def _holds(given: Any, wanted: Any) -> bool:
-    """Return whether `given` is a list whose elements may be passed as `wanted`."""
-    is_list = (get_origin(given) or given) in (list, tuple)
-    return is_list and fits((get_args(given) or (Any,))[0], wanted)

@@ -19,7 +19,7 @@ import numpy as np
 from deploykit.core.errors import DeploykitError, StageFailed, first_line
 from deploykit.core.tensors import TensorSpec, carrier, mismatch
 from deploykit.engines.engine import Arrays, Engine
-from deploykit.engines.tasks.engine import TaskSteps
+from deploykit.engines.tasks.engine import TaskSteps, answer
 
 
 @contextmanager
@@ -195,7 +195,7 @@ class Ports:
         if not isinstance(value, np.ndarray) or image is None:
             prepared = self.task.read(value)
             return prepared.feeds, prepared.placed
-        from deploykit.pipelines.pixels import place_pixels  # needs Pillow
+        from deploykit.engines.tasks.images import place_pixels  # needs Pillow
 
         placed = place_pixels(value, image)
         return {image.tensor: placed.pixels[None]}, placed
@@ -229,10 +229,13 @@ class Ports:
 
     def _output(self, parts: Sequence[Arrays], state: Any) -> Any:
         if self.task is not None:
-            return self.task.answer(parts[0], [state])[0]
+            return answer(self.task.task, parts[0], [state])[0]
         found = {}
         for spec in self.outputs:
-            arrays = [each[spec.name] for each in parts] or [_no_rows(spec)]
+            arrays = [each[spec.name] for each in parts]
+            if not arrays:
+                sizes = [0 if isinstance(axis, str) else axis for axis in spec.shape[1:]]
+                arrays = [np.zeros((0, *sizes), carrier(spec.dtype))]
             array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
             rows = bool(spec.shape) and spec.shape[0] in (1, self.inputs[0].shape[0])
             found[spec.name] = array[0] if state and rows else array
@@ -240,36 +243,30 @@ class Ports:
 
 
 def _join_calls(items: Sequence[Arrays], max_rows: int) -> Iterator[ModelCall]:
-    waiting: list[tuple[int, Arrays, int]] = []  # item, arrays, number of rows
+    parts: list[Arrays] = []
+    pieces: list[Piece] = []
     rows, shapes = 0, None
+
+    def joined() -> ModelCall:
+        feeds = dict(parts[0])
+        if len(parts) > 1:
+            feeds = {name: np.concatenate([each[name] for each in parts]) for name in feeds}
+        return ModelCall(feeds, rows, pieces)
+
     for number, feeds in enumerate(items):
         count = len(next(iter(feeds.values()))) if max_rows else 1
         own = tuple((array.dtype, array.shape[1:]) for array in feeds.values())
         for at in range(0, count, max_rows or 1):
             take = min(count - at, max_rows or 1)
-            if waiting and (rows + take > max_rows or own != shapes):
-                yield _join(waiting)
-                waiting, rows = [], 0
-            part = feeds if take == count else {n: a[at : at + take] for n, a in feeds.items()}
-            waiting.append((number, part, take))
+            if parts and (rows + take > max_rows or own != shapes):
+                yield joined()
+                parts, pieces, rows = [], [], 0
+            whole = take == count
+            parts.append(feeds if whole else {n: a[at : at + take] for n, a in feeds.items()})
+            pieces.append(Piece(number, rows, rows + take))
             rows, shapes = rows + take, own
-    if waiting:
-        yield _join(waiting)
-
-
-def _join(parts: Sequence[tuple[int, Arrays, int]]) -> ModelCall:
-    feeds, rows, pieces = dict(parts[0][1]), 0, []
-    if len(parts) > 1:
-        feeds = {name: np.concatenate([each[name] for _, each, _ in parts]) for name in feeds}
-    for item, _, count in parts:
-        pieces.append(Piece(item, rows, rows + count))
-        rows += count
-    return ModelCall(feeds, rows, pieces)
-
-
-def _no_rows(spec: TensorSpec) -> np.ndarray:
-    sizes = [0 if isinstance(axis, str) else axis for axis in spec.shape[1:]]
-    return np.zeros((0, *sizes), carrier(spec.dtype))
+    if parts:
+        yield joined()
 
 
 @dataclass(frozen=True)
@@ -378,8 +375,21 @@ class WiredStage:
         Raises StageFailed, and passes on a DeploykitError.
         """
         assert isinstance(self.about, Function)
-        given = [_call(self.about, each) for each in self.items(values)]
-        return given if self.each else given[0]
+        found, gives = [], self.about.gives
+        for arguments in self.items(values):
+            try:
+                value = self.about.call(**arguments)
+            except (MemoryError, KeyboardInterrupt):
+                raise
+            except BaseException as exc:  # exit() in a stage must not end the process
+                raise stage_error(exc, self.name) from exc
+            if not conforms(value, gives):
+                raise StageFailed(
+                    f"stage '{self.name}' gave {describe_value(value)}, its annotation is "
+                    f"{shown(gives)}"
+                )
+            found.append(value)
+        return found if self.each else found[0]
 
     def prepare(self, values: Sequence[Mapping[str, Any]], max_rows: int) -> ModelCalls:
         """Return the calls of a model for several requests; see `Ports.prepare`."""
@@ -392,18 +402,3 @@ class WiredStage:
         assert self.ports is not None
         with named(self.name):
             return self.ports.collect(calls, outputs)
-
-
-def _call(function: Function, arguments: Mapping[str, Any]) -> Any:
-    try:
-        value = function.call(**arguments)
-    except (MemoryError, KeyboardInterrupt):
-        raise
-    except BaseException as exc:  # exit() in a stage must not end the process
-        raise stage_error(exc, function.name) from exc
-    if not conforms(value, function.gives):
-        raise StageFailed(
-            f"stage '{function.name}' gave {describe_value(value)}, its annotation is "
-            f"{shown(function.gives)}"
-        )
-    return value

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -21,20 +21,45 @@ from deploykit.core.files import StrPath, write_together
 from deploykit.core.json_value import Record
 from deploykit.core.machine import this_machine
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe
-from deploykit.evaluation.artefacts import Progress
-from deploykit.evaluation.formatting import MISSING, count, spread
-from deploykit.evaluation.html_tables import Table, html_table
+from deploykit.evaluation.artefacts import Progress, no_progress
+from deploykit.evaluation.formatting import MISSING, Table, count, spread
+from deploykit.evaluation.html_tables import html_table
 from deploykit.evaluation.outputs import claim_report, named_files
 from deploykit.evaluation.statistics import throughput
 from deploykit.reporting import html
 from deploykit.reporting.charts import Chart, Mark, Series
 from deploykit.reporting.markdown import table_lines
 from deploykit.reporting.tables import NOT_MEASURED, machine
-from deploykit.training.data import check_labels, make_batches, time_batches
+from deploykit.training.checks import check_recipe, check_splits
+from deploykit.training.data import free_cores, make_batches, time_batches
 from deploykit.training.distributed import Processes
 from deploykit.training.loop import Run, use_tf32
-from deploykit.training.options import Progress as ProgressDevices
 from deploykit.training.options import TrainingOptions, build_from_recipe, read_splits, settle
+
+PRECISIONS: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("float32", "bf16"),
+    "cuda": ("float32", "tf32", "bf16", "fp16"),
+}
+AUGMENTED = "augmented batches"  # in place of a precision
+NO_GPU = "no NVIDIA GPU on this machine"
+_FEWEST, _STEPS = 3, 20  # steps of a row at least, and as many as _LIMIT_S allows
+_LEAST_S, _LIMIT_S = 1.0, 10.0  # of a row's timed steps: a few milliseconds tell nothing
+_PEAK = {"what": "peak arithmetic", "cpu": "–", "gpu": "–", "times": "–"}
+ARTICLES: tuple[Mapping[str, str], ...] = (  # what they claim, and what they measured for it
+    {
+        "what": "the article: 20 epochs of 2,000 images, batch 150",
+        "cpu": "340",
+        "gpu": "13.04",
+        "times": "26 by its totals",
+        "claim": "28 times faster",
+        "measured": "TensorFlow on a Ryzen 5 5600X and an RTX 3070, 26 times by its totals, more "
+        "than 33 by its times per batch; build, threads and precision are not given",
+    },
+    _PEAK
+    | {"claim": "12 times the throughput (V100)", "measured": "nothing: FP16 in Tensor Cores"},
+    _PEAK
+    | {"claim": "20 times without code change (A100)", "measured": "nothing: TF32 against FP32"},
+)
 
 
 @dataclass(frozen=True)
@@ -56,32 +81,6 @@ class DeviceRow(Record):
     steps: int = 0
     load_1_min: float | None = None
     absent: str | None = None
-
-    def measured(
-        self, batch: int, step_s: Sequence[float], loader_s: Sequence[float], samples: int
-    ) -> DeviceRow:
-        """Return this row with the seconds of steps and of making their batches, in turns.
-
-        `batch`: the samples that a step had. `samples`: of all epochs of a run.
-        """
-        both = [sum(each) for each in zip(step_s, loader_s, strict=True)] if step_s else loader_s
-        rate = throughput([batch] * len(both), both)
-        one = [1] * len(both)
-        return replace(
-            self,
-            batch=batch,
-            samples_per_s=rate,
-            step_ms=_time_of(1e3, throughput(one, step_s)) if step_s else None,
-            loader_ms=_time_of(1e3, throughput(one, loader_s)),
-            run_s=_time_of(samples, rate),
-            steps=len(both),
-        )
-
-
-def _time_of(count: float, rate: Interval) -> Interval:
-    """Return how long `count` takes at a rate."""
-    ends = (rate.value, rate.high, rate.low)
-    return Interval(*(count / each if each > 0 else float("inf") for each in ends))
 
 
 @dataclass(frozen=True)
@@ -128,12 +127,12 @@ def compare_devices(
     read = (data, *named_files(recipe))
     place = claim_report(out, read, force=force, keys=("devices", "rows", "articles"))
     chosen = load_recipe(recipe)
-
+    check_recipe(chosen)
     splits = read_splits(chosen, Path(data) if data else None)
-    middle = batch_size or chosen.batch_size
+    middle, samples = batch_size or chosen.batch_size, len(splits.train.labels)
     batches = sorted({max(1, middle // 8), middle, 4 * middle})
-    rows = time_devices(chosen, splits, batches, on_progress, augment=augment, compile=compile)
-    samples = len(splits.train.labels)
+    progress = on_progress or no_progress
+    rows = time_devices(chosen, splits, batches, progress, augment=augment, compile=compile)
     table = DeviceTable(
         folder=place,
         recipe=recipe,
@@ -147,7 +146,7 @@ def compare_devices(
         rows=tuple(rows),
         crossovers=tuple(find_crossovers(rows)),
         augment=chosen.augmented if augment is None else augment,
-        augmentation=tuple(time_augmentation(chosen, splits, batches, on_progress)),
+        augmentation=tuple(time_augmentation(chosen, splits, batches, progress)),
         articles=ARTICLES,
     )
     table = replace(table, verdict=tuple(conclude(table)))
@@ -158,13 +157,283 @@ def compare_devices(
     return table
 
 
+Times = tuple[float, ...]  # seconds of making a batch and, unless that is all, of the step on it
+
+
+def time_devices(
+    recipe: Recipe,
+    splits: Splits,
+    batches: Sequence[int],
+    on_progress: Progress = no_progress,
+    *,
+    augment: bool | None = None,
+    compile: bool = False,  # noqa: A002 - torch's own name for it
+) -> list[DeviceRow]:
+    """Return a row for each device, precision and batch size. Raises BadInput."""
+    recipe = recipe.sized_for(splits.build_with)
+    splits = check_splits(recipe, splits)
+    timings, threads = list[_Timing](), torch.get_num_threads()
+    for device, precisions in PRECISIONS.items():
+        for precision, compiled in itertools.product(precisions, (False, True)[: 1 + compile]):
+            name = f"{precision} compiled" if compiled else precision
+            absent = _lacks(device, precision)
+            for batch in batches:
+                row = DeviceRow(device, name, batch, None if absent else threads, absent=absent)
+                options = TrainingOptions(
+                    device=device,
+                    epochs=1,
+                    batch_size=batch,
+                    amp=precision if precision in ("bf16", "fp16") else "off",
+                    tf32=precision != "float32",
+                    augment=augment,
+                    compile=compiled,
+                )
+                timings.append(_Timing(row, _train(recipe, splits, options)))
+    return _time_rows(timings, len(splits.train.labels), recipe.epochs, on_progress)
+
+
+def time_augmentation(
+    recipe: Recipe, splits: Splits, batches: Sequence[int], on_progress: Progress = no_progress
+) -> list[DeviceRow]:
+    """Return a row per batch size and processor that may augment; none without augmentation.
+
+    The time runs from the images in memory until the augmented batch is where the steps run.
+    """
+    if recipe.augment is None or recipe.backbone is not None:
+        return []
+    timings, trains_on = [], "cuda" if torch.cuda.is_available() else "cpu"
+    threads = {"cpu": max(1, free_cores(torch.device(trains_on))), "cuda": 0}
+    for batch, device in itertools.product(batches, PRECISIONS):
+        absent = _lacks(device, AUGMENTED)
+        row = DeviceRow(
+            device, AUGMENTED, batch, None if absent else threads[device], absent=absent
+        )
+        options = TrainingOptions(device=trains_on, batch_size=batch, augment=True)
+        timings.append(_Timing(row, _augment(recipe, splits.train, options, device)))
+    return _time_rows(timings, len(splits.train.labels), recipe.epochs, on_progress)
+
+
+def _lacks(device: str, precision: str) -> str | None:
+    if device == "cpu":
+        return None
+    if not torch.cuda.is_available():
+        return NO_GPU
+    if precision == "tf32" and torch.cuda.get_device_capability() < (8, 0):
+        return "this GPU has no TF32"
+    if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "this GPU has no bfloat16"
+    return None
+
+
+def _train(recipe: Recipe, splits: Splits, options: TrainingOptions) -> Iterator[Times]:
+    """Train on the first samples again and again. Raises OutOfMemory, Unsupported."""
+    settings = settle(recipe, options)
+    few = replace(
+        splits,
+        train=_first(splits.train, settings.batch_size),
+        calibration=_first(splits.calibration, 0),
+    )
+    torch.manual_seed(0)
+    run = Run(recipe, few, settings, build_from_recipe(recipe), "", Processes())
+    run.module.train()
+    loader = itertools.chain.from_iterable(itertools.repeat(run.batches))
+
+    def now_s() -> float:
+        if settings.device.type == "cuda":
+            torch.cuda.synchronize(settings.device)
+        return time.perf_counter()
+
+    while True:
+        with use_tf32(settings.tf32):
+            times = [now_s()]
+            inputs, labels, _ = next(loader)
+            times.append(now_s())
+            run.stepper(inputs, labels)
+            times.append(now_s())
+        if run.stepper.parts > 1:
+            raise Unsupported(f"too little memory: fits in {run.stepper.parts} parts only")
+        yield times[1] - times[0], times[2] - times[1]
+
+
+def _first(split: Split, count: int) -> Split:
+    return Split({key: each[:count] for key, each in split.inputs.items()}, split.labels[:count])
+
+
+def _augment(
+    recipe: Recipe, train: Split, options: TrainingOptions, device: str
+) -> Iterator[Times]:
+    settings, where = settle(recipe, options), torch.device(device)
+    batches = make_batches(recipe, train, settings, Processes(), where)
+    while True:
+        yield (time_batches(batches) / 1e3,)
+
+
+class _Timing:
+    """A row that is being timed: `source` does one more batch and yields its seconds."""
+
+    def __init__(self, row: DeviceRow, source: Iterator[Times]) -> None:
+        self.row, self.source = row, source
+        self.times: list[Times] | None = None  # None before the warm-up
+        self.seconds = 0.0
+
+    def go_on(self, samples: int, epochs: int) -> bool:
+        """Time one more batch; return whether the row is complete."""
+        started = time.perf_counter()
+        try:
+            times = next(self.source)
+        except (OutOfMemory, Unsupported) as exc:
+            self.row = replace(self.row, threads=None, absent=exc.message)
+            return True
+        if self.times is None:
+            self.times = []
+            return False
+        self.times.append(times)
+        self.seconds += time.perf_counter() - started
+        steps, seconds = len(self.times), self.seconds
+        if steps < _FEWEST or seconds < _LEAST_S or (steps < _STEPS and seconds < _LIMIT_S):
+            return False
+        batch = min(self.row.batch, samples)
+        rate = throughput([batch] * steps, [sum(each) for each in self.times])
+        parts = [throughput([1] * steps, each) for each in zip(*self.times, strict=True)]
+        self.row = replace(
+            self.row,
+            batch=batch,
+            samples_per_s=rate,
+            loader_ms=_time_of(1e3, parts[0]),
+            step_ms=_time_of(1e3, parts[1]) if len(parts) > 1 else None,
+            run_s=_time_of(samples * epochs, rate),
+            steps=steps,
+            load_1_min=round(os.getloadavg()[0], 2),
+        )
+        self.source = iter(())  # frees the model
+        return True
+
+
+def _time_of(count: float, rate: Interval) -> Interval:
+    """Return how long `count` takes at a rate."""
+    ends = (rate.value, rate.high, rate.low)
+    return Interval(*(count / each if each > 0 else float("inf") for each in ends))
+
+
+def _time_rows(
+    timings: Sequence[_Timing], samples: int, epochs: int, on_progress: Progress
+) -> list[DeviceRow]:
+    """Time the CPU's rows in turns: a busy second of the machine then slows each of them.
+
+    A GPU's come one after another, for the sake of its memory.
+    """
+    wanted = [each for each in timings if each.row.absent is None]
+    on_cpu = [each for each in wanted if each.row.device == "cpu"]
+    done = 0
+    for group in (on_cpu, *([each] for each in wanted if each.row.device != "cpu")):
+        left = list(group)
+        while left:
+            for each in tuple(left):
+                row = each.row
+                on_progress(f"{row.device} {row.precision}, batch {row.batch}", done / len(wanted))
+                if each.go_on(samples, epochs):
+                    left.remove(each)
+                    done += 1
+    return [each.row for each in timings]
+
+
+def find_crossovers(rows: Sequence[Any]) -> list[dict[str, Any]]:
+    """Find, for each precision of the GPU, the smallest batch from which on it beats the CPU.
+
+    float32 is compared with the CPU's float32, anything else with the CPU's fastest. It is faster
+    if the intervals do not touch. Only `measured` batches count; `batch` is None where the CPU is
+    not slower at the largest. `rows` have device, precision, batch and `samples_per_s`.
+    """
+    rates: dict[tuple[str, str], dict[int, Interval]] = {}
+    for row in rows:
+        if row.samples_per_s is not None:
+            rates.setdefault((row.device, row.precision), {})[row.batch] = row.samples_per_s
+    found = []
+    for (device, precision), gpu in rates.items():
+        if device == "cpu":
+            continue
+        cpus = [
+            each
+            for (where, kind), each in rates.items()
+            if where == "cpu" and (kind == "float32" or precision != "float32")
+        ]
+        common = sorted(batch for batch in gpu if any(batch in cpu for cpu in cpus))
+        lost = [
+            batch
+            for batch in common
+            if gpu[batch].low <= max(cpu[batch].high for cpu in cpus if batch in cpu)
+        ]
+        won = [batch for batch in common if not lost or batch > lost[-1]]
+        entry = {"precision": precision, "batch": won[0] if won else None, "measured": common}
+        found.append(entry)
+    return found
+
+
+def conclude(table: Any) -> list[str]:
+    """Return what a table comes to: a headline, then the other sentences.
+
+    The fastest row is that of the highest lower end of an interval: chance makes a row that was
+    timed badly look fast. A row whose interval holds 0 says nothing.
+    """
+    measured = [row for row in table.rows if row.samples_per_s is not None]
+    rows = [row for row in measured if row.samples_per_s.low > 0]
+    like = {r.device: r for r in rows if (r.precision, r.batch) == ("float32", table.batch)}
+    on_cpu = [row for row in rows if row.device == "cpu"]
+    work = f"{table.epochs} epochs of {table.samples:,} samples take"
+    absent = next((row.absent for row in reversed(table.rows) if row.absent), "")
+    if len(like) == 2:
+        cpu, gpu = like["cpu"], like["cuda"]
+        rates = gpu.samples_per_s, cpu.samples_per_s
+        seconds = f"{work} {gpu.run_s.value:.3g} s against {cpu.run_s.value:.3g} s."
+        first = f"In float32 at batch {table.batch} the GPU trains {table.recipe} "
+        if rates[0].low > rates[1].high or rates[0].high < rates[1].low:
+            first += f"{rates[0].value / rates[1].value:.3g} times as fast as"
+        else:
+            first += "neither surely faster nor slower than"
+        found = [f"{first} the CPU ({cpu.threads} threads): {seconds}"]
+    elif on_cpu:
+        cpu = max(on_cpu, key=lambda row: row.samples_per_s.low)
+        rate, run = cpu.samples_per_s, cpu.run_s
+        first = f"The CPU ({cpu.threads} threads) trains {table.recipe} at most at "
+        first += f"{rate.value:,.4g} samples/s ({rate.low:,.4g} to {rate.high:,.4g}), in "
+        first += f"{cpu.precision} at batch {cpu.batch}: {work} {run.value:.3g} s. "
+        found = [f"{first}GPU: not measured, {absent}."]
+    elif measured:
+        return ["The machine was too busy: the interval of every rate holds 0. Measure it again."]
+    else:
+        return [f"Nothing could be measured: {absent}."]
+    for each in table.crossovers:
+        cpu_kind = "the CPU's float32" if each["precision"] == "float32" else "the CPU's fastest"
+        at = f"from batch {each['batch']} on" if each["batch"] else "not at the largest batch"
+        batches = ", ".join(map(str, each["measured"]))
+        found.append(f"GPU {each['precision']} is ahead of {cpu_kind} {at} (measured: {batches}).")
+    return found + conclude_augmentation(table)
+
+
+def conclude_augmentation(table: Any) -> list[str]:
+    """Say where augmentation takes less time; say nothing where nothing was augmented."""
+    for each in find_crossovers(table.augmentation):
+        where = f"from batch {each['batch']} on" if each["batch"] else "at no batch size"
+        batches = ", ".join(map(str, each["measured"]))
+        return [
+            f"The GPU augments batches in less time than the CPU {where} (measured: {batches})."
+        ]
+    absent = next((row.absent for row in table.augmentation if row.absent), "")
+    for row in table.augmentation:
+        if row.batch == table.batch and row.loader_ms is not None:
+            first = f"The CPU augments a batch of {row.batch} in {row.loader_ms.value:.3g} ms"
+            return [f"{first}. GPU: not measured, {absent}."]
+    return []
+
+
 # The report of `train --compare-devices` as HTML and Markdown, made from its JSON alone.
 
 Json = Mapping[str, Any]
-_METHOD = """A batch is made, then a step trains on it, 3 to 20 times after a warm-up. A GPU's \
-work has ended when its clock stops. Brackets and whiskers are 95 % intervals over the steps of \
-one process; that of a ratio holds for any two values within. Where a backbone is frozen, \
-the head's steps are timed, on features in memory. Nothing was trained to the end."""
+_METHOD = """A batch is made, then a step trains on it, for 1 s at least after a warm-up; the \
+CPU's rows take turns. A GPU's work has ended when its clock stops. Brackets and whiskers are 95 % \
+intervals over the steps of one process; that of a ratio holds for any two values within. Where a \
+backbone is frozen, the head's steps are timed, on features in memory. Nothing was trained to the \
+end."""
 
 
 def devices_html(document: Json) -> str:
@@ -303,249 +572,3 @@ def _times(cpu: Json, gpu: Json) -> str:
 
 def _setup(row: Json) -> tuple[str, str]:
     return f"{'CPU' if row['device'] == 'cpu' else 'GPU'} {row['precision']}", count(row["batch"])
-
-
-_FEWEST, _MOST = 3, 20  # steps of a row
-_LIMIT_S = 10.0  # limit of a row's timed steps: a slow row gets fewer
-_ROUNDS = 8  # rounds of batches that are augmented
-AUGMENTED = "augmented batches"  # in place of a precision
-PRECISIONS: Mapping[str, tuple[str, ...]] = {
-    "cpu": ("float32", "bf16"),
-    "cuda": ("float32", "tf32", "bf16", "fp16"),
-}
-NO_GPU = "no NVIDIA GPU on this machine"
-# what the articles claim, and what they measured for it
-_PEAK = {"what": "peak arithmetic", "cpu": "–", "gpu": "–", "times": "–"}
-ARTICLES: tuple[Mapping[str, str], ...] = (
-    {
-        "what": "the article: 20 epochs of 2,000 images, batch 150",
-        "cpu": "340",
-        "gpu": "13.04",
-        "times": "26 by its totals",
-    }
-    | {
-        "claim": "28 times faster",
-        "measured": "TensorFlow on a Ryzen 5 5600X and an RTX 3070, 26 times by its totals, more "
-        "than 33 by its times per batch; build, threads and precision are not given",
-    },
-    _PEAK
-    | {"claim": "12 times the throughput (V100)", "measured": "nothing: FP16 in Tensor Cores"},
-    _PEAK
-    | {"claim": "20 times without code change (A100)", "measured": "nothing: TF32 against FP32"},
-)
-
-
-def time_devices(
-    recipe: Recipe,
-    splits: Splits,
-    batches: Sequence[int],
-    on_progress: ProgressDevices | None = None,
-    *,
-    augment: bool | None = None,
-    compile: bool = False,  # noqa: A002 - torch's own name for it
-) -> list[DeviceRow]:
-    """Return a row for each device, precision and batch size. Raises BadInput."""
-    recipe = recipe.sized_for(splits.build_with)
-    check_labels(recipe, splits)
-    splits = replace(splits, calibration=_first(splits.calibration, 0))
-    wanted = [
-        (device, precision, compiled, batch)
-        for device, precisions in PRECISIONS.items()
-        for precision in precisions
-        for compiled in ((False, True) if compile else (False,))
-        for batch in batches
-    ]
-    rows = []
-    for number, (device, precision, compiled, batch) in enumerate(wanted):
-        name = f"{precision} compiled" if compiled else precision
-        if on_progress is not None:
-            on_progress(f"{device} {name}, batch {batch}", number / len(wanted))
-        row = DeviceRow(device, name, batch, absent=_lacks(device, precision))
-        if row.absent is None:
-            options = TrainingOptions(
-                device=device,
-                epochs=1,
-                batch_size=batch,
-                amp=precision if precision in ("bf16", "fp16") else "off",
-                tf32=precision != "float32",
-                augment=augment,
-                compile=compiled,
-            )
-            row = _time_row(recipe, splits, options, row)
-        rows.append(row)
-    return rows
-
-
-def time_augmentation(
-    recipe: Recipe,
-    splits: Splits,
-    batches: Sequence[int],
-    on_progress: ProgressDevices | None = None,
-) -> list[DeviceRow]:
-    """Return a row per batch size and processor that may augment; none without augmentation.
-
-    The time runs from the images in memory until the augmented batch is where the steps run.
-    """
-    if recipe.augment is None or recipe.backbone is not None:
-        return []
-    trains_on, rows = "cuda" if torch.cuda.is_available() else "cpu", []
-    for batch, device in itertools.product(batches, PRECISIONS):
-        if on_progress is not None:
-            on_progress(f"{device} {AUGMENTED}, batch {batch}", 1.0)
-        row = DeviceRow(device, AUGMENTED, batch, absent=_lacks(device, AUGMENTED))
-        if row.absent is None:
-            options = TrainingOptions(device=trains_on, batch_size=batch, augment=True)
-            row = _time_making(recipe, splits.train, options, row)
-        rows.append(row)
-    return rows
-
-
-def _time_making(
-    recipe: Recipe, train: Split, options: TrainingOptions, row: DeviceRow
-) -> DeviceRow:
-    try:
-        settings, where = settle(recipe, options), torch.device(row.device)
-        made = make_batches(recipe, train, settings, Processes(), where)
-        seconds: list[float] = []
-        while len(seconds) < _ROUNDS and (len(seconds) < _FEWEST or sum(seconds) < _LIMIT_S / 4):
-            seconds.append(time_batches(made) / 1e3)
-    except OutOfMemory as exc:
-        return replace(row, absent=exc.message)
-    samples = len(train.labels)
-    row = replace(row, threads=made.workers)
-    return row.measured(min(row.batch, samples), (), seconds, samples * recipe.epochs)
-
-
-def _first(split: Split, count: int) -> Split:
-    return Split({key: each[:count] for key, each in split.inputs.items()}, split.labels[:count])
-
-
-def _lacks(device: str, precision: str) -> str | None:
-    if device == "cpu":
-        return None
-    if not torch.cuda.is_available():
-        return NO_GPU
-    if precision == "tf32" and torch.cuda.get_device_capability() < (8, 0):
-        return "this GPU has no TF32"
-    if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return "this GPU has no bfloat16"
-    return None
-
-
-def _time_row(
-    recipe: Recipe, splits: Splits, options: TrainingOptions, row: DeviceRow
-) -> DeviceRow:
-    try:
-        settings, samples = settle(recipe, options), len(splits.train.labels) * recipe.epochs
-        torch.manual_seed(0)
-        splits = replace(splits, train=_first(splits.train, row.batch))
-        run = Run(recipe, splits, settings, build_from_recipe(recipe), "", Processes())
-        run.module.train()
-        with use_tf32(settings.tf32):
-            step_s, loader_s, batch = _time_steps(run)
-        if run.stepper.parts > 1:
-            return replace(row, absent=f"too little memory: fits in {run.stepper.parts} parts only")
-    except (OutOfMemory, Unsupported) as exc:
-        return replace(row, absent=exc.message)
-    load = round(os.getloadavg()[0], 2)
-    row = replace(row, threads=torch.get_num_threads(), load_1_min=load)
-    return row.measured(batch, step_s, loader_s, samples)
-
-
-def _time_steps(run: Run) -> tuple[list[float], list[float], int]:
-    """Return seconds of steps and of their batches, after a warm-up, and the batch size."""
-    on_gpu, steps_s, loaders_s = run.settings.device.type == "cuda", list[float](), list[float]()
-    loader, batch = itertools.chain.from_iterable(itertools.repeat(run.batches)), 0
-    while len(steps_s) <= _MOST and (len(steps_s) <= _FEWEST or sum(steps_s[1:]) < _LIMIT_S):
-        times = [time.perf_counter()]
-        inputs, labels, _ = next(loader)
-        for step in (None, run.stepper):
-            if step is not None:
-                step(inputs, labels)
-            if on_gpu:
-                torch.cuda.synchronize(run.settings.device)
-            times.append(time.perf_counter())
-        loaders_s.append(times[1] - times[0])
-        steps_s.append(times[2] - times[1])
-        batch = len(labels)
-    return steps_s[1:], loaders_s[1:], batch
-
-
-def find_crossovers(rows: Sequence[Any]) -> list[dict[str, Any]]:
-    """Find, for each precision of the GPU, the smallest batch from which on it beats the CPU.
-
-    float32 is compared with the CPU's float32, anything else with the CPU's fastest. It is faster
-    if the intervals do not touch. Only `measured` batches count; `batch` is None where the CPU is
-    not slower at the largest. `rows` have device, precision, batch and `samples_per_s`.
-    """
-    rates: dict[tuple[str, str], dict[int, Interval]] = {}
-    for row in rows:
-        if row.samples_per_s is not None:
-            rates.setdefault((row.device, row.precision), {})[row.batch] = row.samples_per_s
-    found = []
-    for (device, precision), gpu in rates.items():
-        if device == "cpu":
-            continue
-        cpus = [
-            each
-            for (where, kind), each in rates.items()
-            if where == "cpu" and (kind == "float32" or precision != "float32")
-        ]
-        common = sorted(batch for batch in gpu if any(batch in cpu for cpu in cpus))
-        lost = [
-            batch
-            for batch in common
-            if gpu[batch].low <= max(cpu[batch].high for cpu in cpus if batch in cpu)
-        ]
-        won = [batch for batch in common if not lost or batch > lost[-1]]
-        entry = {"precision": precision, "batch": won[0] if won else None, "measured": common}
-        found.append(entry)
-    return found
-
-
-def conclude(table: Any) -> list[str]:
-    """Return what a table comes to: a headline, then the other sentences."""
-    rows = [row for row in table.rows if row.samples_per_s is not None]
-    like = {r.device: r for r in rows if (r.precision, r.batch) == ("float32", table.batch)}
-    best = {r.device: r for r in sorted(rows, key=lambda row: row.samples_per_s.value)}
-    work = f"{table.epochs} epochs of {table.samples:,} samples take"
-    absent = next((row.absent for row in reversed(table.rows) if row.absent), "")
-    if len(like) == 2:
-        cpu, gpu = like["cpu"], like["cuda"]
-        times = gpu.samples_per_s.value / cpu.samples_per_s.value
-        first = (
-            f"In float32 at batch {table.batch} the GPU trains {table.recipe} {times:.3g} times "
-        )
-        first += f"as fast as the CPU ({cpu.threads} threads): {work} {gpu.run_s.value:.3g} s "
-        found = [first + f"against {cpu.run_s.value:.3g} s."]
-    elif "cpu" in best:
-        cpu = best["cpu"]
-        first = f"The CPU ({cpu.threads} threads) trains {table.recipe} at most at "
-        first += (
-            f"{cpu.samples_per_s.value:,.4g} samples/s, in {cpu.precision} at batch {cpu.batch}: "
-        )
-        found = [first + f"{work} {cpu.run_s.value:.3g} s. GPU: not measured, {absent}."]
-    else:
-        return [f"Nothing could be measured: {absent}."]
-    for each in table.crossovers:
-        cpu_kind = "the CPU's float32" if each["precision"] == "float32" else "the CPU's fastest"
-        at = f"from batch {each['batch']} on" if each["batch"] else "not at the largest batch"
-        batches = ", ".join(map(str, each["measured"]))
-        found.append(f"GPU {each['precision']} is ahead of {cpu_kind} {at} (measured: {batches}).")
-    return found + conclude_augmentation(table)
-
-
-def conclude_augmentation(table: Any) -> list[str]:
-    """Say where augmentation takes less time; say nothing where nothing was augmented."""
-    for each in find_crossovers(table.augmentation):
-        where = f"from batch {each['batch']} on" if each["batch"] else "at no batch size"
-        batches = ", ".join(map(str, each["measured"]))
-        return [
-            f"The GPU augments batches in less time than the CPU {where} (measured: {batches})."
-        ]
-    absent = next((row.absent for row in table.augmentation if row.absent), "")
-    for row in table.augmentation:
-        if row.batch == table.batch and row.loader_ms is not None:
-            first = f"The CPU augments a batch of {row.batch} in {row.loader_ms.value:.3g} ms"
-            return [f"{first}. GPU: not measured, {absent}."]
-    return []

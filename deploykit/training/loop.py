@@ -12,7 +12,7 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,29 +21,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from deploykit.core.errors import BadInput, Unsupported, first_line
+from deploykit.core.errors import BadInput, Unsupported, first_line, users_code
 from deploykit.core.extras import require
 from deploykit.core.files import check_readable
+from deploykit.core.json_value import json_value
 from deploykit.core.memory import check_fits, does_not_fit, lacks_memory, memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.engines.torch.loaded import before
 from deploykit.engines.torch.open import save_whole
 from deploykit.engines.torch.weights import copy_weights, list_names
-from deploykit.training.data import check_labels, describe_augment, make_loader, tensors
+from deploykit.evaluation.artefacts import Progress, no_progress
+from deploykit.training.checks import check_outputs, check_recipe, check_splits
+from deploykit.training.data import make_loader, tensors
 from deploykit.training.distributed import Processes, measure_scaling, parallel, whole_state
 from deploykit.training.options import (
-    Progress,
     Settings,
     Trained,
     TrainingOptions,
     build_from_recipe,
-    report_figures,
     score_samples,
     settle,
 )
 
-# A batch that does not fit into memory is computed in 2, 4, 8 … parts whose gradients add up to
-# those of the whole, so that the batch size of the run stays what it was.
+# A batch that does not fit into memory is computed in 2, 4, 8 … parts whose gradients are added, so
+# that the batch size of the run stays what it was. The sum is the gradient of the whole where the
+# loss is a mean over samples and no layer mixes them, as BatchNorm does.
 
 
 class Stepper:
@@ -68,6 +70,8 @@ class Stepper:
         self.run, self.loss, self.clip_norm = run, recipe.loss, recipe.clip_norm
         self.device, slower = settings.device, settings.options.unfreeze or 1.0
         self.weights = [each for each in run.parameters() if each.requires_grad]
+        if not self.weights:
+            raise BadInput("the recipe's model has no weights to train")
         slow = {id(each) for each in slowly}
         groups = [
             {"params": [p for p in self.weights if (id(p) in slow) == part], "lr": rate}
@@ -75,9 +79,15 @@ class Stepper:
         ]
         groups = [group for group in groups if group["params"]]
         self.optimiser = torch.optim.Adam(groups, lr=recipe.learning_rate)
-        self.schedule = make_schedule(recipe.schedule, self.optimiser, steps)
-        self.parts, self.tried, self.updated = 1, 0, 0
-        self.optimiser.register_step_post_hook(self._count)
+        kinds, highest = torch.optim.lr_scheduler, [group["lr"] for group in groups]
+        self.schedule = {
+            "cosine": lambda: kinds.CosineAnnealingLR(self.optimiser, steps),
+            "linear": lambda: kinds.LinearLR(self.optimiser, 1.0, 0.0, steps),
+            # one step more: it is also asked for the rate after the last one
+            "one-cycle": lambda: kinds.OneCycleLR(self.optimiser, highest, steps + 1),
+            "constant": lambda: kinds.ConstantLR(self.optimiser, 1.0, 1),
+        }[recipe.schedule]()
+        self.parts, self.tried, self.skipped = 1, 0, 0
         self.use(settings.amp_dtype)
 
     def use(self, amp_dtype: torch.dtype | None) -> None:
@@ -85,13 +95,6 @@ class Stepper:
         self.amp_dtype = amp_dtype
         half = amp_dtype == torch.float16
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=half)
-
-    @property
-    def skipped(self) -> int:
-        return self.tried - self.updated
-
-    def _count(self, *_: object) -> None:
-        self.updated += 1
 
     def __call__(
         self, inputs: Sequence[torch.Tensor], labels: torch.Tensor, weight: float = 1.0
@@ -121,7 +124,17 @@ class Stepper:
             self.parts *= 2
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        self._update()
+        if self.clip_norm is not None:
+            self.scaler.unscale_(self.optimiser)
+            torch.nn.utils.clip_grad_norm_(self.weights, self.clip_norm)
+        self.tried += 1
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimiser)
+        self.scaler.update()
+        if self.scaler.get_scale() < before:  # the gradients overflowed: no step was made
+            self.skipped += 1
+        else:
+            self.schedule.step()
         return loss
 
     def gradients(
@@ -129,40 +142,17 @@ class Stepper:
     ) -> torch.Tensor:
         """Compute the gradients, leave the weights, and return the mean loss."""
         self.optimiser.zero_grad(set_to_none=True)
-        if self.parts == 1:
-            loss = self._loss(inputs, labels)
-            self._backward(loss * weight if weight != 1.0 else loss)
-            return loss.detach()
-        total = torch.zeros((), device=self.device)
-        size = -(-len(labels) // self.parts)
+        total, size = torch.zeros((), device=self.device), -(-len(labels) // self.parts)
         for start in range(0, len(labels), size):
             part = slice(start, start + size)
             share = len(labels[part]) / len(labels)
-            loss = self._loss([each[part] for each in inputs], labels[part]) * share
-            self._backward(loss)
-            total += loss.detach()
+            half = self.amp_dtype is not None
+            with torch.autocast(self.device.type, self.amp_dtype) if half else nullcontext():
+                loss = self.loss(self.run(*(each[part] for each in inputs)), labels[part])
+            scaled: Any = self.scaler.scale(loss * (share * weight))
+            scaled.backward()
+            total += loss.detach() * share
         return total
-
-    def _loss(self, inputs: Sequence[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
-        half = self.amp_dtype is not None
-        with torch.autocast(self.device.type, self.amp_dtype) if half else nullcontext():
-            loss: torch.Tensor = self.loss(self.run(*inputs), labels)
-        return loss
-
-    def _backward(self, loss: torch.Tensor) -> None:
-        scaled: Any = self.scaler.scale(loss)
-        scaled.backward()
-
-    def _update(self) -> None:
-        if self.clip_norm is not None:
-            self.scaler.unscale_(self.optimiser)
-            torch.nn.utils.clip_grad_norm_(self.weights, self.clip_norm)
-        before = self.updated
-        self.tried += 1
-        self.scaler.step(self.optimiser)
-        self.scaler.update()
-        if self.updated > before:
-            self.schedule.step()
 
     def state(self) -> dict[str, Any]:
         return {
@@ -170,7 +160,7 @@ class Stepper:
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "amp": self.amp_dtype is not None,
-            "counts": [self.parts, self.tried, self.updated],
+            "counts": [self.parts, self.tried, self.skipped],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -179,40 +169,7 @@ class Stepper:
         self.optimiser.load_state_dict(state["optimiser"])
         self.schedule.load_state_dict(state["schedule"])
         self.scaler.load_state_dict(state["scaler"])
-        self.parts, self.tried, self.updated = state["counts"]
-
-
-def make_schedule(
-    name: str, optimiser: torch.optim.Optimizer, steps: int
-) -> torch.optim.lr_scheduler.LRScheduler:
-    """Return the learning rate over `steps` updates: one of `SCHEDULES`."""
-    kinds = torch.optim.lr_scheduler
-    if name == "cosine":
-        return kinds.CosineAnnealingLR(optimiser, T_max=steps)
-    if name == "linear":
-        return kinds.LinearLR(optimiser, start_factor=1.0, end_factor=0.0, total_iters=steps)
-    if name == "one-cycle":  # one step more: it is also asked for the rate after the last one
-        highest = [group["lr"] for group in optimiser.param_groups]
-        return kinds.OneCycleLR(optimiser, max_lr=highest, total_steps=steps + 1)
-    return kinds.ConstantLR(optimiser, factor=1.0, total_iters=1)
-
-
-class EventFile:
-    """Writes TensorBoard's event files in `folder`. Raises MissingExtra without tensorboard."""
-
-    def __init__(self, folder: Path) -> None:
-        require("tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(folder))
-
-    def write(self, entry: Mapping[str, Any]) -> None:
-        for name, value in entry.items():
-            if name != "epoch" and value is not None:
-                self.writer.add_scalar(name, value, entry["epoch"])
-
-    def close(self) -> None:
-        self.writer.close()
+        self.parts, self.tried, self.skipped = state["counts"]
 
 
 _SAMPLES = 256  # at once
@@ -248,19 +205,8 @@ def score_module(module: torch.nn.Module, recipe: Recipe, split: Split) -> np.nd
 # after each epoch: a run that is killed while it writes leaves the state of the epoch before. It
 # holds tensors, numbers and strings; opening it runs no code.
 
-VERSION = 1
+VERSION = 2
 KEY = "deploykit_training_state"
-
-
-def describe_run(recipe: str, splits: Splits, chosen: dict[str, Any]) -> dict[str, Any]:
-    """Return what a run must have in common with the one whose state it goes on from."""
-    labels = splits.train.labels
-    data = f"{splits.source}, {len(labels)} samples, checksum {zlib.crc32(labels.tobytes()):08x}"
-    return {"recipe": recipe, **chosen, "data": data}
-
-
-def save_state(path: Path, run: dict[str, Any], state: dict[str, Any]) -> None:
-    save_whole({KEY: VERSION, "run": run, **state}, path)
 
 
 def load_state(path: Path, run: dict[str, Any]) -> dict[str, Any] | None:
@@ -289,23 +235,6 @@ def load_state(path: Path, run: dict[str, Any]) -> dict[str, Any] | None:
                 hint="repeat that run's options, or name another `checkpoint`",
             )
     return dict(state)
-
-
-def random_state(device: torch.device, shuffle: torch.Generator) -> dict[str, Any]:
-    """Return the state of all generators of random numbers that a run draws from."""
-    states = {"shuffle": shuffle.get_state(), "torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def set_random_state(
-    states: dict[str, Any], device: torch.device, shuffle: torch.Generator
-) -> None:
-    shuffle.set_state(states["shuffle"])
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 # The head of a frozen backbone learns on standardised features: those of a backbone differ in scale
@@ -375,20 +304,49 @@ def start_from(
 def freeze(
     module: torch.nn.Module, recipe: Recipe, train: Split, calibration: Split, device: torch.device
 ) -> Frozen:
-    """Run the backbone over the data once, in eval mode. Raises BadInput, OutOfMemory."""
+    """Run the backbone over the data once, in eval mode.
+
+    Raises OutOfMemory, BadInput unless the module computes head(backbone(x)).
+    """
     names = recipe.backbone or ("", "")
     backbone, head = (module.get_submodule(each) for each in names)
     backbone.requires_grad_(False)
-    run = before(backbone.eval(), recipe.inputs, recipe.preprocess).to(device)
-    started = time.perf_counter()
-    features = [
-        Split({"features": _run(run, each, device)}, each.labels) for each in (train, calibration)
-    ]
+    run, whole = (
+        before(each.eval(), recipe.inputs, recipe.preprocess).to(device)
+        for each in (backbone, module)
+    )
+    started, found = time.perf_counter(), list[np.ndarray]()
+    for split in (train, calibration):
+        inputs, _ = tensors(split, torch.device("cpu"))
+        parts, features = range(0, len(split.labels), _BATCH), np.empty((0, 1), np.float32)
+        with torch.inference_mode():
+            for start in parts:
+                part = [each[start : start + _BATCH].to(device) for each in inputs]
+                values = run(*part).float().cpu().numpy()
+                if start == 0:
+                    shape = (len(split.labels), *values.shape[1:])
+                    check_fits("the backbone's features", int(np.prod(shape)) * 4)
+                    features = np.empty(shape, np.float32)
+                features[start : start + _BATCH] = values
+        found.append(features)
     seconds = time.perf_counter() - started
-    _check_composition(module, recipe, train, names, device)
+    inputs, _ = tensors(train, torch.device("cpu"))
+    with torch.inference_mode():
+        expected = whole(*(each[:2].to(device) for each in inputs))
+        behind = head(torch.from_numpy(found[0][:2]).to(device))
+        largest = float(expected.abs().max()) or 1.0
+    if expected.shape != behind.shape or (expected - behind).abs().max() > _CLOSE * largest:
+        raise BadInput(
+            f"the recipe's module does not compute {names[1]}({names[0]}(x))",
+            hint="its features cannot be computed once; leave the recipe's `backbone` out",
+        )
+    mean, deviation = _standardise(found, head)
+    splits = [
+        Split({"features": each}, split.labels)
+        for each, split in zip(found, (train, calibration), strict=True)
+    ]
     inner = replace(recipe, preprocess=None, inputs=(), backbone=None)
-    mean, deviation = _standardise([each.inputs["features"] for each in features], head)
-    return Frozen(head, inner, features[0], features[1], seconds, mean, deviation)
+    return Frozen(head, inner, *splits, seconds, mean, deviation)
 
 
 def _first_dense(head: torch.nn.Module) -> torch.nn.Linear | None:
@@ -415,44 +373,6 @@ def _standardise(
     return mean, deviation
 
 
-def _run(run: Any, split: Split, device: torch.device) -> np.ndarray:
-    inputs, _ = tensors(split, torch.device("cpu"))
-    found: np.ndarray | None = None
-    with torch.inference_mode():
-        for start in range(0, len(split.labels), _BATCH):
-            part = slice(start, start + _BATCH)
-            values = run(*(each[part].to(device) for each in inputs)).float().cpu().numpy()
-            if found is None:
-                shape = (len(split.labels), *values.shape[1:])
-                check_fits("the backbone's features", int(np.prod(shape)) * 4)
-                found = np.empty(shape, np.float32)
-            found[part] = values
-    return found if found is not None else np.empty((0, 1), np.float32)
-
-
-def _check_composition(
-    module: torch.nn.Module,
-    recipe: Recipe,
-    split: Split,
-    names: tuple[str, str],
-    device: torch.device,
-) -> None:
-    """Raise BadInput unless the module computes head(backbone(x))."""
-    backbone, head = (module.get_submodule(each) for each in names)
-    inputs, _ = tensors(split, torch.device("cpu"))
-    few = [each[:2].to(device) for each in inputs]
-    module.eval()
-    with torch.inference_mode():
-        whole = before(module, recipe.inputs, recipe.preprocess).to(device)(*few)
-        parts = head(before(backbone, recipe.inputs, recipe.preprocess).to(device)(*few))
-        largest = float(whole.abs().max()) or 1.0
-        if whole.shape != parts.shape or float((whole - parts).abs().max()) > _CLOSE * largest:
-            raise BadInput(
-                f"the recipe's module does not compute {names[1]}({names[0]}(x))",
-                hint="its features cannot be computed once; leave the recipe's `backbone` out",
-            )
-
-
 _REPORT_S = 0.5  # between two reports of progress within an epoch
 _log = logging.getLogger(__name__)
 
@@ -475,46 +395,65 @@ def run_training(
     all get the result. Raises BadInput for options out of range, Unsupported for a device that is
     not there or a loss that is not finite, OutOfMemory.
     """
+    check_recipe(recipe)
     recipe = recipe.sized_for(splits.build_with)
     settings = settle(recipe, options)
-    check_labels(recipe, splits)
-    torch.manual_seed(options.seed)
-    module = build_from_recipe(recipe)
+    recipe = replace(recipe, learning_rate=options.learning_rate or recipe.learning_rate)
+    splits = check_splits(recipe, splits)
+    if options.patience and not len(splits.calibration.labels):
+        raise BadInput(
+            "`patience` needs validation data, and the recipe's calibration split is empty"
+        )
     if weights is None and recipe.needs_weights:
         raise BadInput("this recipe needs `weights` to start from", hint=recipe.needs_weights)
+    torch.manual_seed(options.seed)
+    module = build_from_recipe(recipe)
     notes = start_from(module, recipe, weights, weights_from) if weights is not None else []
     with use_tf32(settings.tf32):
         run = Run(recipe, splits, settings, module, name, group or Processes())
         run.notes += notes
-        run.train(on_progress or (lambda _text, _share: None))
-    if options.fsdp:
+        run.train(on_progress or no_progress)
+    if run.group.size > 1:  # its layers may have been replaced by those that several processes use
         module = build_from_recipe(recipe)
-        module.load_state_dict(run.group.share(whole_state(run.module)))
-        module.eval()
+        state = whole_state(run.module) if options.fsdp else run.module.state_dict()
+        module.load_state_dict(run.group.share(state) if options.fsdp else state)
     else:
-        module = copy.deepcopy(run.module).cpu().eval()
-    layout: Any = {"memory_format": torch.contiguous_format}
-    module = module.to(**layout)
+        module = copy.deepcopy(run.module)
+    layout: Any = {"device": "cpu", "memory_format": torch.contiguous_format}
+    module = module.eval().to(**layout)
     if run.frozen is not None and recipe.backbone is not None:
         run.frozen.fold(module.get_submodule(recipe.backbone[1]))
     scores = score_module(module, recipe, splits.test)
     figures = run.figures() | run.measure_scaling()
-    figures |= report_figures(recipe, module, splits)
+    if recipe.report is not None:
+        with users_code("the recipe's report failed"):
+            report = json_value(dict(recipe.report(module, splits)))
+        shown = [f"{k} {v:.4g}" for k, v in report.items() if type(v) in (int, float)]
+        run.notes += [f"on the test data: {', '.join(shown)}".replace("_", " ")] if shown else []
+        figures |= report
     return Trained(module, scores, figures, tuple(run.history), tuple(run.notes))
 
 
 @contextlib.contextmanager
 def use_tf32(on: bool) -> Iterator[None]:
-    """Let float32 products on the GPU use TF32, or not; the settings of the process come back."""
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    previous = [each.allow_tf32 for each in backends]
+    """Let float32 products on the GPU use TF32, or not; the settings of the process come back.
+
+    From 2.9 on torch refuses to read `allow_tf32` where a program has set `fp32_precision`.
+    """
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    values: dict[str, Any] = {"allow_tf32": on, "fp32_precision": "tf32" if on else "ieee"}
+    places, name = [matmul, cudnn], "allow_tf32"
+    if hasattr(matmul, "fp32_precision"):
+        places, name = [matmul, cudnn.conv, cudnn.rnn], "fp32_precision"
+    previous = [getattr(each, name) for each in places]
     try:
-        for each in backends:
-            each.allow_tf32 = on
+        for each in places:
+            setattr(each, name, values[name])
         yield
     finally:
-        for each, value in zip(backends, previous, strict=True):
-            each.allow_tf32 = value
+        for each, before in zip(places, previous, strict=True):
+            setattr(each, name, before)
 
 
 class Run:
@@ -536,17 +475,19 @@ class Run:
         memory: Any = {"device": device, "memory_format": layout}
         self.module = module.to(**memory)
         self.frozen: Frozen | None = None
-        self.backbone = module.get_submodule(recipe.backbone[0]) if recipe.backbone else None
+        self.backbone: torch.nn.Module | None = None
+        with users_code("the recipe's `backbone`"):
+            for name_of_part in reversed(recipe.backbone or ()):  # the backbone last
+                self.backbone = module.get_submodule(name_of_part)
+        run: Any = before(self.module, recipe.inputs, recipe.preprocess).to(device)
+        check_outputs(recipe, run, splits.train, device)
+        train = splits.train
         if self.backbone is not None and options.unfreeze is None:
-            self.frozen = freeze(module, recipe, splits.train, splits.calibration, device)
-        run: Any
-        if self.frozen is not None:
+            self.frozen = freeze(module, recipe, train, splits.calibration, device)
             run, train = self.frozen.head, self.frozen.train
-        else:
-            run, train = before(self.module, recipe.inputs, recipe.preprocess), splits.train
         self.loader = make_loader(recipe, train, settings, group)
         self.batches = self.loader.batches
-        run = parallel(run.to(device), group, device, shard=options.fsdp)
+        run = parallel(run, group, device, shard=options.fsdp)
         run = torch.compile(run) if options.compile else run
         torch.manual_seed(options.seed + group.rank)  # for dropout: each process draws its own
         steps = settings.epochs * len(self.batches)
@@ -554,31 +495,54 @@ class Run:
         self.stepper = Stepper(run, recipe, settings, steps, slowly, alone=group.size == 1)
         self.history: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        if settings.amp_dtype == torch.float16 and device.type == "cpu":
+            self.notes.append("fp16 is much slower on a CPU than float32 or bf16")
+        if group.size > 1 and device.type == "cpu" and self._has_batch_norm():
+            self.notes.append(
+                "BatchNorm in several processes on CPUs: each normalises its part of a batch by "
+                "itself, so the gradients are not those of one process (on GPUs they are)"
+            )
         self.best: tuple[float, int, dict[str, Any]] | None = None  # score, epoch, weights
         self.seconds = 0.0
-        self.described = describe_run(
-            name,
-            splits,
-            {
-                "epochs": settings.epochs,
-                "batch_size": settings.batch_size,
-                "seed": options.seed,
-                "schedule": recipe.schedule,
-                "clip_norm": recipe.clip_norm,
-                "patience": options.patience,
-                "precision": settings.precision,
-                "learning_rate": recipe.learning_rate,
-                "unfreeze": options.unfreeze,
-                "processes": group.size,
-                "augment": describe_augment(recipe) if settings.augment else None,
-            },
-        )
+        labels, checksum = splits.train.labels, 0
+        for array in (labels, *splits.train.inputs.values()):
+            checksum = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), checksum)
+        self.described = {  # all that a run has in common with the one whose state it goes on from
+            "recipe": name,
+            "epochs": settings.epochs,
+            "batch_size": settings.batch_size,
+            "seed": options.seed,
+            "schedule": recipe.schedule,
+            "clip_norm": recipe.clip_norm,
+            "patience": options.patience,
+            "precision": settings.precision,
+            "learning_rate": recipe.learning_rate,
+            "unfreeze": options.unfreeze,
+            "processes": group.size,
+            "augment": self.loader.figures()["augment"],
+            "classes": list(splits.classes),
+            "image": splits.image.to_dict() if splits.image else None,
+            "preprocess": recipe.preprocess.to_dict() if recipe.preprocess else None,
+            "data": f"{splits.source}, {len(labels)} samples, checksum {checksum:08x}",
+        }
+
+    def _has_batch_norm(self) -> bool:
+        """Return whether a layer that trains normalises by the statistics of its batch."""
+        kind, fixed = torch.nn.modules.batchnorm._BatchNorm, set[torch.nn.Module]()
+        if self.backbone is not None:
+            fixed = set(self.backbone.modules())
+        return any(isinstance(each, kind) and each not in fixed for each in self.module.modules())
 
     def train(self, on_progress: Progress) -> None:
         """Run the epochs that are left."""
         options = self.settings.options
         first = self.group.first
-        events = EventFile(options.tensorboard) if options.tensorboard and first else None
+        events: Any = None
+        if options.tensorboard and first:
+            require("tensorboard")
+            from torch.utils.tensorboard import SummaryWriter
+
+            events = SummaryWriter(str(options.tensorboard))
         if options.checkpoint is not None:
             state = load_state(options.checkpoint, self.described)
             if state is not None:
@@ -590,11 +554,15 @@ class Run:
             while len(self.history) < self.settings.epochs and not self._stalled():
                 self._train_epoch(on_progress)
                 if events is not None:
-                    events.write(self.history[-1])
+                    entry = self.history[-1]
+                    for name, value in entry.items():
+                        if name != "epoch" and value is not None:
+                            events.add_scalar(name, value, entry["epoch"])
                 if options.checkpoint is not None:
                     state = self._state()
                     if first:
-                        save_state(options.checkpoint, self.described, state)
+                        state = {KEY: VERSION, "run": self.described, **state}
+                        save_whole(state, options.checkpoint)
         finally:
             if events is not None:
                 events.close()
@@ -607,17 +575,28 @@ class Run:
         skipped = self.stepper.skipped
         loss, seconds, waited_s = self._run_epoch(on_progress)
         if start is not None and not math.isfinite(loss):
-            self._give_up_half(start, loss)
+            self._restore(start)
+            self.notes.append(
+                f"{self.settings.precision} gave a loss of {loss} in epoch "
+                f"{len(self.history) + 1}; from its start on the run is in float32"
+            )
+            _log.warning(self.notes[-1])
+            self.stepper.use(None)
             loss, more_s, waited_s = self._run_epoch(on_progress)
             seconds += more_s
         if not math.isfinite(loss):
             both = ", in mixed precision and in float32" if start is not None else ""
             raise Unsupported(
                 f"training diverged: the loss is {loss} in epoch {len(self.history) + 1}{both}",
-                hint="lower the recipe's learning_rate, or limit the gradients (its clip_norm)",
+                hint="lower `learning_rate`, or limit the gradients (the recipe's clip_norm)",
             )
         self.seconds += seconds
-        score = self._validate()
+        module, recipe, part = self.module, self.recipe, self.splits.calibration
+        if self.frozen is not None:
+            module, recipe, part = self.frozen.head, self.frozen.recipe, self.frozen.calibration
+        score = None
+        if len(part.labels):  # shared: statistics of batches differ between processes
+            score = float(self.group.share(float(score_module(module, recipe, part).mean())))
         self.history.append(
             {
                 "epoch": len(self.history) + 1,
@@ -658,31 +637,17 @@ class Run:
                 )
         loss = sum(self.group.gather(float(total))) / samples
         if self.stepper.parts > parts:
+            gradients = "with the gradients of the whole, where its loss is a mean over samples"
+            if self._has_batch_norm():
+                gradients = (
+                    "and BatchNorm normalises each by itself: the gradients are not the whole's"
+                )
             self.notes.append(
                 f"too little memory for a batch of {self.settings.batch_size}: each is computed "
-                f"in {self.stepper.parts} parts, with the gradients of the whole"
+                f"in {self.stepper.parts} parts, {gradients}"
             )
         seconds = time.perf_counter() - started
         return loss, seconds, self.batches.waited.seconds - waited_s
-
-    def _give_up_half(self, start: dict[str, Any], loss: float) -> None:
-        self._restore(start)
-        self.notes.append(
-            f"{self.settings.precision} gave a loss of {loss} in epoch {len(self.history) + 1}; "
-            "from its start on the run is in float32"
-        )
-        _log.warning(self.notes[-1])
-        self.stepper.use(None)
-
-    def _validate(self) -> float | None:
-        if not len(self.splits.calibration.labels):
-            return None
-        if self.frozen is not None:
-            found = score_module(self.frozen.head, self.frozen.recipe, self.frozen.calibration)
-        else:
-            found = score_module(self.module, self.recipe, self.splits.calibration)
-        # statistics of batches differ between processes
-        return float(self.group.share(float(found.mean())))
 
     def _stalled(self) -> bool:
         """Keep the best epoch's weights, and say whether `patience` has run out."""
@@ -708,9 +673,8 @@ class Run:
                 f"loss scaling skipped {self.stepper.skipped} of {self.stepper.tried} steps, whose "
                 "float16 gradients overflowed"
             )
-        self.notes += self.loader.conclude(self.loader_share)
+        self.notes += self.loader.conclude(self.loader_share())
 
-    @property
     def loader_share(self) -> float:
         """Return the share of the time of all epochs in which the steps waited for data."""
         seconds = [1 / max(each["samples_per_s"], 1e-9) for each in self.history]
@@ -718,13 +682,14 @@ class Run:
         return float(sum(waited) / max(sum(seconds), 1e-9))
 
     def _state(self) -> dict[str, Any]:
+        random = {"shuffle": self.batches.shuffle.get_state(), "torch": torch.get_rng_state()}
+        if self.settings.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.settings.device)
         return copy.deepcopy(
             {
                 "module": self.module.state_dict(),
                 "stepper": self.stepper.state(),
-                "random": self.group.gather(
-                    random_state(self.settings.device, self.batches.shuffle)
-                ),
+                "random": self.group.gather(random),
                 "history": self.history,
                 "notes": self.notes,
                 "best": self.best,
@@ -736,7 +701,10 @@ class Run:
         self.module.load_state_dict(state["module"])
         self.stepper.restore(state["stepper"])
         random = state["random"][self.group.rank]
-        set_random_state(random, self.settings.device, self.batches.shuffle)
+        self.batches.shuffle.set_state(random["shuffle"])
+        torch.set_rng_state(random["torch"])
+        if "cuda" in random and self.settings.device.type == "cuda":
+            torch.cuda.set_rng_state(random["cuda"], self.settings.device)
         self.history, self.notes = list(state["history"]), list(state["notes"])
         self.best, self.seconds = state["best"], state["seconds"]
 
@@ -774,13 +742,13 @@ class Run:
             "channels_last": settings.channels_last,
             "schedule": self.recipe.schedule,
             "clip_norm": self.recipe.clip_norm,
+            "learning_rate": self.recipe.learning_rate,
             "seed": settings.options.seed,
             "train_samples": samples,
             "train_seconds": round(self.seconds, 3),
             "samples_per_s": round(samples * len(self.history) / max(self.seconds, 1e-9), 1),
             "skipped_steps": self.stepper.skipped,
-            "loader_share": round(self.loader_share, 4),
-            "augment": self.described["augment"],
+            "loader_share": round(self.loader_share(), 4),
             **self.loader.figures(),
             "final_loss": self.history[-1]["loss"] if self.history else None,
             "data": self.splits.source,

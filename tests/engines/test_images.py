@@ -171,9 +171,9 @@ def test_a_model_without_uint8_input_is_refused_with_the_export_option(
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"<!DOCTYPE html><title>404</title>", "neither PNG nor JPEG"),
-        (b"\x7fELF" + bytes(60), "neither PNG nor JPEG"),
-        (b"GIF89a" + bytes(60), "neither PNG nor JPEG"),
+        (b"<!DOCTYPE html><title>404</title>", "neither PNG, JPEG nor WebP"),
+        (b"\x7fELF" + bytes(60), "neither PNG, JPEG nor WebP"),
+        (b"GIF89a" + bytes(60), "neither PNG, JPEG nor WebP"),
         (b"\xff\xd8\xff", "."),
         (b"\x89PNG\r\n\x1a\n", "."),
         (b"", "the file is empty"),
@@ -193,7 +193,9 @@ def test_a_file_that_is_not_an_image_is_named(
 @pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF"])
 def test_an_image_of_another_format_is_refused_whatever_its_name(folder: Path, kind: str) -> None:
     Image.new("RGB", (6, 4)).save(folder / "a.png", format=kind)
-    with pytest.raises(BadInput, match=r"a\.png: is not a readable image: is neither PNG nor"):
+    with pytest.raises(
+        BadInput, match=r"a\.png: is not a readable image: is neither PNG, JPEG nor WebP"
+    ):
         read_samples(folder, COLOUR)
 
 

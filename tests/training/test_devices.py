@@ -32,17 +32,23 @@ from tests.support.augmenting import BYTES  # noqa: E402
 from tests.support.training import LINE, SPLITS  # noqa: E402
 
 pytestmark = pytest.mark.torch
+STEPS = 4
 RECIPE = "from tests.support.training import LINE as RECIPE\n"
 
 
-def test_each_device_and_precision_has_a_row_or_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_MOST", 4)
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_LEAST_S", 0.0)
+    monkeypatch.setattr(devices, "_STEPS", STEPS)
+
+
+def test_each_device_and_precision_has_a_row_or_a_reason() -> None:
     rows = time_devices(LINE, SPLITS, [5, 20])
     cpu = [(row.precision, row.batch) for row in rows if row.device == "cpu"]
     assert cpu == [("float32", 5), ("float32", 20), ("bf16", 5), ("bf16", 20)]
     for row in rows:
         if row.absent is None:
-            assert row.steps == 4
+            assert row.steps == STEPS
             assert row.step_ms.value > 0 < row.loader_ms.value
     if not torch.cuda.is_available():
         gpu = [row for row in rows if row.device == "cuda"]
@@ -77,11 +83,10 @@ class OnFeatures(torch.nn.Module):
         return found
 
 
-def test_the_head_on_a_frozen_backbone_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_MOST", 3)
+def test_the_head_on_a_frozen_backbone_is_timed() -> None:
     frozen = replace(LINE, build=OnFeatures, backbone=("backbone", "head"))
     row = time_devices(frozen, SPLITS, [5])[0]
-    assert (row.absent, row.steps) == (None, 3)
+    assert (row.absent, row.steps) == (None, STEPS)
 
 
 def test_compiled_rows_stand_next_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +143,7 @@ def test_augmentation_is_timed_on_each_processor_or_the_reason_given() -> None:
     rows = time_augmentation(recipe, splits, [4, 1000])
     cpu = [row for row in rows if row.device == "cpu"]
     assert [row.batch for row in cpu] == [4, len(BYTES)]
-    assert all(row.steps >= 3 and row.loader_ms.value > 0 < row.threads for row in cpu)
+    assert all(row.steps == STEPS and row.loader_ms.value > 0 < row.threads for row in cpu)
     if not torch.cuda.is_available():
         assert [row.absent for row in rows if row.device == "cuda"] == [NO_GPU] * 2
     assert time_augmentation(LINE, SPLITS, [4]) == []  # which declares none
@@ -273,10 +278,45 @@ def test_a_report_without_a_measured_row_gives_the_reason() -> None:
     assert devices.conclude(table) == ["Nothing could be measured: does not fit into memory."]
 
 
+def test_short_steps_are_timed_for_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_LEAST_S", 0.1)
+    rows = [row for row in time_devices(LINE, SPLITS, [5]) if row.absent is None]
+    assert all(row.steps * (row.step_ms.value + row.loader_ms.value) > 80 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("lows", "expected"),
+    [
+        ((0.0, 280.0, 250.0), "at 300 samples/s (280 to 320), in float32 at batch 32"),
+        ((0.0, 0.0, 0.0), "The machine was too busy"),
+    ],
+    ids=["one wide", "all wide"],
+)
+def test_a_rate_whose_interval_holds_0_wins_nothing(lows: tuple[float, ...], expected: str) -> None:
+    rows = [
+        replace(row, samples_per_s=Interval(rate, low, 2 * rate - low))
+        for row, rate, low in zip(
+            rows_of("cpu", "float32", [670, 300, 290]), (670, 300, 290), lows, strict=True
+        )
+    ]
+    rows.append(devices.DeviceRow("cuda", "float32", 8, absent=NO_GPU))
+    table = SimpleNamespace(
+        rows=rows, batch=150, epochs=1, samples=8, recipe="r", crossovers=[], augmentation=()
+    )
+    assert expected in devices.conclude(table)[0]
+
+
+def test_intervals_that_touch_name_no_faster_device() -> None:
+    rows = rows_of("cpu", "float32", [10, 10, 10], 0.2) + rows_of("cuda", "float32", [9, 11, 12])
+    table = SimpleNamespace(
+        rows=rows, batch=150, epochs=1, samples=8, recipe="r", crossovers=[], augmentation=()
+    )
+    assert "neither surely faster nor slower" in devices.conclude(table)[0]
+
+
 def test_the_folder_holds_the_report_and_the_articles_claims(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "_MOST", 3)
     (tmp_path / "r.py").write_text(RECIPE)
     recipe, folder = f"{tmp_path / 'r.py'}:RECIPE", tmp_path / "t"
     for _ in range(2):  # its own files are replaced

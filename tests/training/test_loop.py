@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from deploykit.evaluation.statistics import proportion  # noqa: E402
 from deploykit.training.loop import (  # noqa: E402
     run_training,
     score_module,
+    use_tf32,
 )
 from deploykit.training.options import TrainingOptions, choose_device  # noqa: E402
 from tests.support.training import LINE, SPLITS  # noqa: E402
@@ -30,8 +32,10 @@ from tests.support.training import LINE, SPLITS  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
-def test_training_learns() -> None:
-    trained = run_training(LINE, SPLITS, TrainingOptions(device="cpu"))
+@pytest.mark.parametrize(("amp", "precision"), [("off", "float32"), ("bf16", "bfloat16")])
+def test_training_learns(amp: str, precision: str) -> None:
+    trained = run_training(LINE, SPLITS, TrainingOptions(device="cpu", amp=amp))
+    assert trained.figures["precision"] == precision
     before = score_module(LINE.build(), LINE, SPLITS.test).mean()
     assert trained.scores.mean() > 0.95 > before
     assert trained.figures["train_samples"] == 200
@@ -48,7 +52,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_does_not() -> None:
 
 def test_training_starts_from_given_weights() -> None:
     weights = {"weight": torch.full((2, 2), 3.0), "bias": torch.zeros(2)}
-    still = replace(LINE, learning_rate=0.0)
+    still = replace(LINE, learning_rate=1e-30)
     trained = run_training(still, SPLITS, TrainingOptions(device="cpu", epochs=1), weights=weights)
     assert torch.equal(trained.module.weight, weights["weight"])
 
@@ -71,16 +75,14 @@ def test_a_loss_that_is_not_finite_stops_the_run() -> None:
         run_training(broken, SPLITS, TrainingOptions(device="cpu"))
 
 
-def test_a_gpu_that_is_not_there_is_refused() -> None:
-    if torch.cuda.is_available():
+@pytest.mark.parametrize(
+    ("name", "error"), [("cuda", Unsupported), ("tpu", BadInput), ("meta", BadInput)]
+)
+def test_a_device_that_is_not_there_is_refused(name: str, error: type[Exception]) -> None:
+    if name == "cuda" and torch.cuda.is_available():
         pytest.skip("a GPU is here")
-    with pytest.raises(Unsupported, match="cuda"):
-        choose_device("cuda")
-
-
-def test_an_unknown_device_is_refused() -> None:
-    with pytest.raises(BadInput, match="tpu"):
-        choose_device("tpu")
+    with pytest.raises(error, match=name):
+        choose_device(name)
 
 
 @pytest.fixture(scope="module")
@@ -212,3 +214,24 @@ def test_training_on_bytes_and_export_normalise_alike(tmp_path: Path) -> None:
 def test_a_preprocess_without_an_input_of_bytes_is_refused() -> None:
     with pytest.raises(BadInput, match="no input uint8"):
         run_training(replace(LINE, preprocess=IMAGENET), SPLITS, TrainingOptions(device="cpu"))
+
+
+@pytest.mark.parametrize("on", [False, True])
+@pytest.mark.parametrize(("matmul", "conv"), [("tf32", "ieee"), ("ieee", "tf32")])
+def test_torchs_newer_switch_of_tf32_is_understood_and_comes_back(
+    on: bool, matmul: str, conv: str
+) -> None:
+    """A recipe or a library may have set it: torch then refuses to read its older one."""
+    backends = torch.backends
+    if not hasattr(backends.cuda.matmul, "fp32_precision"):
+        pytest.skip(f"torch {torch.__version__} has the older switch only")
+    places: list[Any] = [backends.cuda.matmul, backends.cudnn.conv]
+    before = [each.fp32_precision for each in places]
+    try:
+        places[0].fp32_precision, places[1].fp32_precision = matmul, conv
+        with use_tf32(on):
+            assert {each.fp32_precision for each in places} == {"tf32" if on else "ieee"}
+        assert [each.fp32_precision for each in places] == [matmul, conv]
+    finally:
+        for each, value in zip(places, before, strict=True):
+            each.fp32_precision = value

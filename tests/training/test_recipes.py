@@ -25,7 +25,6 @@ from deploykit.training.options import TrainingOptions  # noqa: E402
 from tests.support.campaign import only_in_a_campaign  # noqa: E402
 from tests.support.training import (  # noqa: E402
     LINE,
-    SPLITS,
     cut,
     torchvision_weights,
     write_photos,
@@ -274,17 +273,6 @@ def test_a_module_that_is_not_head_of_backbone_is_refused() -> None:
     few = cut(placed_digits(5, 10, 1), 8)
     with pytest.raises(BadInput, match=r"does not compute head\(backbone\(x\)\)"):
         run_training(replace(TRANSFER, build=Shifted), few, CPU)
-
-
-@pytest.mark.parametrize("rate", [0.0, -1.0, 2.0, math.nan])
-def test_a_rate_to_unfreeze_that_makes_no_sense_is_refused(rate: float) -> None:
-    with pytest.raises(BadInput, match="`unfreeze`"):
-        run_training(TRANSFER, cut(placed_digits(5, 10, 1), 8), replace(CPU, unfreeze=rate))
-
-
-def test_unfreeze_without_a_backbone_is_refused() -> None:
-    with pytest.raises(BadInput, match="no frozen backbone"):
-        run_training(LINE, SPLITS, replace(CPU, unfreeze=0.5))
 
 
 @pytest.mark.parametrize(

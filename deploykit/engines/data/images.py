@@ -1,13 +1,14 @@
-"""Decode PNG and JPEG images into a model's input: uint8 [N,H,W,3], or [N,H,W,1] for grey.
+"""Decode PNG, JPEG and WebP images: for training, for data in folders, and for a server's clients.
 
-Images are turned upright as their EXIF says. `Images` does not resize: an image of another size is
-an error, as the model would not see what its user expects. The header's number of pixels is checked
-before any pixel is decoded.
+Transparency and colour profiles are dropped, as by `Image.convert`; the EXIF orientation is
+applied. An animation, and more than 8 bits per channel, is refused. `Images` does not resize: an
+image of another size is an error, as the model would not see what its user expects.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import struct
 import threading
@@ -15,22 +16,26 @@ import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, first_line
+from deploykit.core.errors import BadInput, TooLarge, first_line
 from deploykit.core.extras import require
 from deploykit.core.files import check_readable
 from deploykit.core.memory import check_memory
-from deploykit.core.tensors import TensorSpec
+from deploykit.core.tensors import Bytes, TensorSpec
 
 Image = require("PIL.Image")
 _JpegImageFile: Any = require("PIL.JpegImagePlugin").JpegImageFile
 
-MAX_PIXELS = 25_000_000  # per image: a header of 74 bytes can declare 65535 x 65535
-_FORMATS = ("PNG", "JPEG")
-_NAMES = {"JPEG": "JPEG", "PNG": "PNG", "WEBP": "WebP"}
+MAX_PIXELS = 25_000_000  # a client's image: a header of 74 bytes can declare 65535 x 65535
+FILE_PIXELS = 150_000_000  # the user's own files: phones write 50 to 200 million, cameras 100
+_LARGE_PIXELS = 4_000_000  # larger images are decoded one at a time: 8 bytes for each pixel
+_MOST_SIDE = 65_535  # JPEG's limit; Pillow's table for resizing grows with it
+_READS, _READ_BYTES = 10_000, 1024  # a PNG needs a few reads per 8 KiB
+_SCAN, _MOST_SCANS = b"\xff\xda\0", 100  # a JPEG has ten; a tiny scan is as slow as others
+_MOST_SCANNED = 20  # scans of an image of the most pixels: at most a second to decode 25 million
 _MODES = {3: "RGB", 1: "L"}
 
 # Pillow and its libraries raise these on damaged files; UnidentifiedImageError is an OSError.
@@ -61,8 +66,8 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_SIDEWAYS = (5, 6, 7, 8)  # these orientations swap width and height
 _filters = threading.Lock()  # all threads share the filters of `warnings`
+_one_large = threading.Lock()
 
 
 class _Jpeg(_JpegImageFile):  # type: ignore[misc]  # Any: Pillow is optional
@@ -72,30 +77,114 @@ class _Jpeg(_JpegImageFile):  # type: ignore[misc]  # Any: Pillow is optional
         pass
 
 
-_OPENS = {"JPEG": "DEPLOYKIT'S JPEG"}
-Image.register_open(_OPENS["JPEG"], _Jpeg)
+OWN_JPEG = "DEPLOYKIT'S JPEG"
+Image.register_open(OWN_JPEG, _Jpeg)
+
+
+class _Parts(io.BytesIO):
+    """An image file that limits its reads: Pillow loops over a million tiny parts in Python."""
+
+    def __init__(self, data: Bytes) -> None:
+        super().__init__(data)
+        self._left = _READS + len(data) // _READ_BYTES
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._left -= 1
+        if self._left < 0:
+            raise OSError("it has too many parts")
+        return super().read(size)
+
+
+@contextlib.contextmanager
+def open_upright(
+    data: Bytes,
+    mode: str,
+    where: object,
+    *,
+    most_pixels: int | None = None,
+    own_file: bool = False,
+) -> Iterator[Any]:
+    """Decode an image into a Pillow image in `mode`; `where` names it in errors.
+
+    `own_file`: it comes from the user's disk, not from a client, and may have more pixels. Raises
+    BadInput if it is not an image, damaged or refused; TooLarge above `most_pixels` times scans.
+    Both are checked before any pixel is decoded; large images are decoded one at a time.
+    """
+    limit = FILE_PIXELS if own_file else MAX_PIXELS
+    if not len(data):
+        raise BadInput(f"{where}: is empty")
+    parts = _Parts(data)
+    try:
+        with no_warnings():  # our limit is below Pillow's
+            opened = Image.open(parts, formats=["PNG", OWN_JPEG, "WEBP"])
+        with opened:
+            pixels, scans = opened.width * opened.height, 1
+            _check_header(opened, where, limit)
+            if opened.format == "JPEG":
+                scans = max(1, parts.getvalue().count(_SCAN))
+            if scans > _MOST_SCANS or pixels * scans > _MOST_SCANNED * limit:
+                raise BadInput(
+                    f"{where}: has {scans} scans of {opened.width}x{opened.height}, a JPEG has "
+                    f"{min(_MOST_SCANS, _MOST_SCANNED * limit // pixels)} at most",
+                    hint="store it again: cameras and image programs write at most 10",
+                )
+            if most_pixels is not None and pixels * scans > most_pixels:
+                raise TooLarge(f"{where}: is {opened.width}x{opened.height}")
+            with _one_large if pixels > _LARGE_PIXELS else contextlib.nullcontext():
+                opened.load()
+                turn = _UPRIGHT.get(read_orientation(opened))
+                opened.info.pop("transparency", None)  # else `convert` looks for such a colour
+                found = opened.convert(mode)
+                yield found if turn is None else found.transpose(turn)
+    except DAMAGED as exc:
+        reason = first_line(exc)
+        if type(exc).__name__ == "UnidentifiedImageError":
+            reason = "is neither PNG, JPEG nor WebP"
+        if isinstance(exc, Image.DecompressionBombError):  # Pillow's limit is not ours
+            raise BadInput(f"{where}: has more than {limit / 1e6:.0f} million pixels") from exc
+        raise BadInput(f"{where}: is not a readable image: {reason}") from exc
 
 
 class Images:
     """Decodes images into uint8 (height, width, channels), for a model with these `inputs`.
 
-    Converts colour to grey and grey to colour as the input needs; drops transparency; applies the
-    EXIF orientation. The image `first` sets a dynamic H or W. Raises NotFound or BadInput naming
-    the file; BadInput for a model whose input is not uint8.
+    Converts colour to grey and grey to colour as the input needs. The image `first` sets a dynamic
+    H or W. Raises NotFound or BadInput naming the file; BadInput for a model whose input is not
+    uint8.
     """
 
     def __init__(self, first: Path, inputs: Sequence[TensorSpec], where: str) -> None:
-        self._first, self._where, self._spec = first, where, _takes_bytes(inputs, where)
-        height, width, channels = self._spec.shape[1:]
-        with _open_image(first) as image:
-            size = _check_size(image, [height, width], first, first, self._spec)
-            self.shape = (*size, int(channels))
+        for spec in inputs if len(inputs) == 1 else ():
+            if spec.dtype == "uint8" and len(spec.shape) == 4 and spec.shape[3] in _MODES:
+                break
+        else:
+            names = ", ".join(map(str, inputs)) or "none"
+            raise BadInput(
+                f"{where}: contains images, which need a model with one input uint8[N,H,W,3] or "
+                f"uint8[N,H,W,1]; its inputs are: {names}",
+                hint="export with `preprocess` imagenet (or your own file), so that the model "
+                "takes uint8; or store its float inputs as .npz",
+            )
+        height, width, channels = spec.shape[1:]
+        self._where, self.shape = where, (height, width, int(channels))
+        fixed = isinstance(height, int) and isinstance(width, int)
+        self._owner = f"the model's {spec}" if fixed else f"the first image, {first.name},"
+        self.shape = self.decode(first).shape
 
     def decode(self, file: Path) -> np.ndarray:
-        with _open_image(file) as image:
-            _check_size(image, self.shape[:2], file, self._first, self._spec)
-            pixels: np.ndarray = np.asarray(turn_upright(image, _MODES[self.shape[2]]))
-            return pixels.reshape(*pixels.shape[:2], self.shape[2])
+        data = check_readable(file).read_bytes()
+        with open_upright(data, _MODES[self.shape[2]], file, own_file=True) as upright:
+            found = np.asarray(upright)
+        high, wide = found.shape[:2]
+        sizes = zip((high, wide), self.shape[:2], strict=True)
+        wanted = [own if isinstance(size, str) else size for own, size in sizes]
+        if [high, wide] != wanted:
+            raise BadInput(
+                f"{file}: is {wide}x{high} (width x height), {self._owner} is "
+                f"{wanted[1]}x{wanted[0]}",
+                hint="deploykit does not resize images: resize them as for training",
+            )
+        return found.reshape(high, wide, self.shape[2])
 
     def decode_all(self, files: Sequence[Path]) -> np.ndarray:
         """Return shape (files, height, width, channels). Raises as `decode` does."""
@@ -104,15 +193,6 @@ class Images:
         for number, file in enumerate(files):
             pixels[number] = self.decode(file)
         return pixels
-
-
-def turn_upright(opened: Any, mode: str) -> Any:
-    """Return the pixels in `mode`, turned by the EXIF orientation; unreadable EXIF is ignored."""
-    opened.load()
-    turn = _UPRIGHT.get(read_orientation(opened))
-    opened.info.pop("transparency", None)  # else `convert` searches for a transparent colour
-    found = opened.convert(mode)
-    return found if turn is None else found.transpose(turn)
 
 
 def read_orientation(image: Any) -> int:
@@ -145,38 +225,6 @@ def _tag_bytes(exif: bytes) -> int:
     return len(tags) + _LARGEST_TYPE * sum(counts)
 
 
-def _takes_bytes(inputs: Sequence[TensorSpec], where: str) -> TensorSpec:
-    for spec in inputs if len(inputs) == 1 else ():
-        if spec.dtype == "uint8" and len(spec.shape) == 4 and spec.shape[3] in _MODES:
-            return spec
-    names = ", ".join(map(str, inputs)) or "none"
-    raise BadInput(
-        f"{where}: contains images, which need a model with one input uint8[N,H,W,3] or "
-        f"uint8[N,H,W,1]; its inputs are: {names}",
-        hint="export with `preprocess` imagenet (or your own file), so that the model takes uint8; "
-        "or store its float inputs as .npz",
-    )
-
-
-@contextlib.contextmanager
-def _open_image(file: Path) -> Iterator[Any]:
-    check_readable(file)
-    with image_errors(file), file.open("rb") as handle, open_image(handle, file) as image:
-        yield image
-
-
-@contextlib.contextmanager
-def open_image(
-    stream: IO[bytes], where: object, formats: Sequence[str] = _FORMATS
-) -> Iterator[Any]:
-    """Open an image and read its header. Pillow's errors become a BadInput that names `where`."""
-    with image_errors(where, formats):
-        with no_warnings():  # our limit is below Pillow's
-            image = Image.open(stream, formats=[_OPENS.get(name, name) for name in formats])
-        with image:
-            yield image
-
-
 @contextlib.contextmanager
 def no_warnings() -> Iterator[None]:
     """Suppress Pillow's warnings in the block; other threads wait to enter it."""
@@ -185,51 +233,14 @@ def no_warnings() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def image_errors(where: object, formats: Sequence[str] = _FORMATS) -> Iterator[None]:
-    try:
-        yield
-    except DAMAGED as exc:
-        reason = first_line(exc)
-        if type(exc).__name__ == "UnidentifiedImageError":
-            named = [_NAMES[name] for name in formats]
-            reason = f"is neither {', '.join(named[:-1])} nor {named[-1]}"
-        if isinstance(exc, Image.DecompressionBombError):  # Pillow's limit is not ours
-            raise BadInput(f"{where}: has more than {MAX_PIXELS / 1e6:.0f} million pixels") from exc
-        raise BadInput(f"{where}: is not a readable image: {reason}") from exc
-
-
-def _check_size(
-    image: Any, size: Sequence[int | str], file: Path, first: Path, spec: TensorSpec
-) -> tuple[int, int]:
-    """Return height and width of the upright image. `size`: the required ones; a name is any."""
-    check_pixels(image, file)
-    check_stored(image, file)  # first, as reading a PNG's EXIF decodes it
-    found = (image.height, image.width)
-    if read_orientation(image) in _SIDEWAYS:
-        found = found[::-1]
-    wanted = [own if isinstance(want, str) else want for own, want in zip(found, size, strict=True)]
-    if list(found) == wanted:
-        return found
-    fixed = all(isinstance(axis, int) for axis in spec.shape[1:3])
-    owner = f"the model's {spec}" if fixed else f"the first image, {first.name},"
-    raise BadInput(
-        f"{file}: is {found[1]}x{found[0]} (width x height), {owner} is {wanted[1]}x{wanted[0]}",
-        hint="deploykit does not resize images: resize them as for training",
-    )
-
-
-def check_pixels(image: Any, where: object) -> None:
-    """Raise BadInput for an opened image that is too large to be decoded."""
-    if image.width * image.height > MAX_PIXELS:
-        raise BadInput(
-            f"{where}: is {image.width}x{image.height}, above the limit of "
-            f"{MAX_PIXELS / 1e6:.0f} million pixels"
-        )
-
-
-def check_stored(image: Any, where: object) -> None:
-    """Raise BadInput for an opened image that has more than 8 bits per channel, or is animated."""
+def _check_header(image: Any, where: object, most: int) -> None:
+    """Raise BadInput for an image that is too large, has more than 8 bits or is animated."""
+    size = f"{image.width}x{image.height}"
+    if image.width * image.height > most:
+        limit = f"{most / 1e6:.0f} million pixels"
+        raise BadInput(f"{where}: is {size}, above the limit of {limit}")
+    if max(image.size) > _MOST_SIDE:
+        raise BadInput(f"{where}: is {size}, a side has {_MOST_SIDE} at most")
     stored = str(image.tile[0][3]) if image.tile else image.mode  # "RGB;16B" for mode "RGB"
     if image.mode[0] in "IF" or ";16" in stored:  # conversion to bytes would clip or cut
         raise BadInput(

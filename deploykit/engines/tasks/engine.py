@@ -52,7 +52,13 @@ def answer(
 def label_rows(
     task: Task, outputs: Mapping[str, np.ndarray], _placed: object, _mask: str
 ) -> list[Answer]:
-    return [_labels(task, row) for row in _finite(outputs, task.outputs.scores)]
+    rows = []
+    for scores in _finite(outputs, task.outputs.scores):
+        scores = scores.reshape(-1)
+        best = np.argsort(-scores, kind="stable")[: task.top_k].tolist()
+        top = [{"label": task.label(i), "index": i, "score": float(scores[i])} for i in best]
+        rows.append({"label": top[0]["label"], "score": top[0]["score"], "top": top})
+    return rows
 
 
 def box_rows(
@@ -61,17 +67,38 @@ def box_rows(
     placed: Sequence[PlacedImage | None],
     _mask: str,
 ) -> list[Answer]:
-    return [_boxes(task, outputs, row, image) for row, image in enumerate(placed) if image]
+    names, rows = task.outputs, []
+    arrays = _finite(outputs, names.scores), _finite(outputs, names.boxes), outputs[names.classes]
+    for image, scores, boxes, classes in zip(placed, *arrays, strict=True):
+        assert image is not None
+        kept = np.flatnonzero((scores >= task.threshold) & (scores > 0))
+        kept = kept[np.argsort(-scores[kept], kind="stable")]
+        found = [
+            {"label": task.label(index), "index": index, "score": score, "box": box}
+            for index, score, box in zip(
+                map(int, classes[kept]),
+                map(float, scores[kept]),
+                image.to_original(boxes[kept]).round(2).tolist(),
+                strict=True,
+            )
+        ]
+        rows.append({"boxes": found, "width": image.width, "height": image.height})
+    return rows
 
 
 def segment_rows(
     task: Task,
     outputs: Mapping[str, np.ndarray],
     placed: Sequence[PlacedImage | None],
-    mask: str,
+    form: str,
 ) -> list[Answer]:
-    rows = zip(outputs[task.outputs.mask], placed, strict=True)
-    return [_segments(task, classes, image, mask) for classes, image in rows if image]
+    rows = []
+    for classes, image in zip(outputs[task.outputs.mask], placed, strict=True):
+        assert image is not None
+        mask = _original_mask(classes, image)
+        found = {"png": _png(mask)} if form == PNG else {"segments": _run_lengths(task, mask)}
+        rows.append({**found, "width": image.width, "height": image.height})
+    return rows
 
 
 def embedding_rows(
@@ -85,36 +112,6 @@ def _finite(outputs: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     if not np.isfinite(array).all():
         raise BadInput(f"the model's output '{name}' holds NaN or infinity")
     return array
-
-
-def _labels(task: Task, scores: np.ndarray) -> Answer:
-    scores = scores.reshape(-1)
-    best = np.argsort(-scores, kind="stable")[: task.top_k].tolist()
-    top = [{"label": task.label(i), "index": i, "score": float(scores[i])} for i in best]
-    return {"label": top[0]["label"], "score": top[0]["score"], "top": top}
-
-
-def _boxes(task: Task, outputs: Mapping[str, np.ndarray], row: int, image: PlacedImage) -> Answer:
-    names = task.outputs
-    scores, boxes = (_finite(outputs, name)[row] for name in (names.scores, names.boxes))
-    classes = outputs[names.classes][row]
-    kept = np.flatnonzero((scores >= task.threshold) & (scores > 0))
-    kept = kept[np.argsort(-scores[kept], kind="stable")]
-    places = image.to_original(boxes[kept]).round(2).tolist()
-    found = [
-        {"label": task.label(int(classes[i])), "index": int(classes[i]), "score": float(scores[i])}
-        for i in kept
-    ]
-    each = [{**one, "box": place} for one, place in zip(found, places, strict=True)]
-    return {"boxes": each, "width": image.width, "height": image.height}
-
-
-def _segments(task: Task, classes: np.ndarray, image: PlacedImage, form: str) -> Answer:
-    mask = _original_mask(classes, image)
-    size = {"width": image.width, "height": image.height}
-    if form == PNG:
-        return {"png": _png(mask), **size}
-    return {"segments": _run_lengths(task, mask), **size}
 
 
 def _original_mask(classes: np.ndarray, image: PlacedImage) -> np.ndarray:
@@ -201,7 +198,14 @@ class TaskSteps:
             self._length = _check_text(task.text, specs)
             self._tokens = Tokens(task.text, folder)
 
-    def read(self, item: Item, where: str = "", *, most_pixels: int | None = None) -> ModelRow:
+    def read(
+        self,
+        item: Item,
+        where: str = "",
+        *,
+        most_pixels: int | None = None,
+        own_file: bool = False,
+    ) -> ModelRow:
         """Turn an item into a row. Raises BadInput naming `where`, TooLarge above `most_pixels`."""
         if self.task.image is None:
             row = self._tokens.encode(item, where or "the text")
@@ -210,22 +214,18 @@ class TaskSteps:
 
         if isinstance(item, str):
             raise BadInput(f"{where or 'the item'}: is a text, and the model takes images")
-        placed = read_image(item, self.task.image, where or "the image", most_pixels=most_pixels)
+        placed = read_image(
+            item,
+            self.task.image,
+            where or "the image",
+            most_pixels=most_pixels,
+            own_file=own_file,
+        )
         return ModelRow({self.task.image.tensor: placed.pixels[None]}, placed)
-
-    def answer(
-        self,
-        outputs: Mapping[str, np.ndarray],
-        placed: Sequence[PlacedImage | None],
-        *,
-        mask: str = RLE,
-    ) -> list[Answer]:
-        """Return one answer for each row; see the function `answer`."""
-        return answer(self.task, outputs, placed, mask=mask)
 
 
 class TaskEngine:
-    """An engine with the steps of its task: `predict` takes images or sentences.
+    """An engine with the steps of its task: `predict` takes the user's own images or sentences.
 
     Rows are joined only where the engine's manifest says that this changes no answer.
     """
@@ -248,7 +248,10 @@ class TaskEngine:
         for at in range(0, len(items), self._rows):
             several = range(at, min(at + self._rows, len(items)))
             named = [names[n] if names else f"item {n + 1}" for n in several]
-            rows = [self.steps.read(items[n], name) for n, name in zip(several, named, strict=True)]
+            rows = [
+                self.steps.read(items[n], name, own_file=True)
+                for n, name in zip(several, named, strict=True)
+            ]
             for same in _same_shapes(rows):
                 feeds = {
                     name: np.concatenate([row.feeds[name] for row in same])
@@ -256,7 +259,7 @@ class TaskEngine:
                 }
                 outputs = self.engine(feeds)
                 placed = [row.placed for row in same]
-                found += self.steps.answer(outputs, placed, mask=mask)
+                found += answer(self.steps.task, outputs, placed, mask=mask)
         return found
 
 

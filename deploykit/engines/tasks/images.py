@@ -1,16 +1,12 @@
-"""Read a client's image file, and place it into a model's input as training did.
+"""Read an image file, and place it into a model's input as training did.
 
 The steps are those of torchvision's transforms on PIL images: decode, convert, resize, cut out the
-middle. Transparency and colour profiles are dropped, as by `Image.convert`; the EXIF orientation is
-applied. An animation, and more than 8 bits per channel, is refused.
+middle.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,48 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, TooLarge
+from deploykit.core.errors import BadInput, StageFailed
 from deploykit.core.files import check_readable
 from deploykit.core.task import LETTERBOX, RESIZE_RULES, SHORTEST_EDGE, STRETCH, ImageInput
 from deploykit.core.tensors import Bytes
-from deploykit.engines.data.images import (
-    MAX_PIXELS,
-    Image,
-    Images,
-    check_pixels,
-    check_stored,
-    open_image,
-    turn_upright,
-)
+from deploykit.engines.data.images import MAX_PIXELS, Image, Images, open_upright
 
-FORMATS = ("PNG", "JPEG", "WEBP")
-LARGE_PIXELS = 4_000_000  # larger images are decoded one at a time: 8 bytes for each pixel
-_READS, _READ_BYTES = 10_000, 1024  # a PNG needs a few reads per 8 KiB
-_SCAN, _MOST_SCANS = b"\xff\xda\0", 100  # a JPEG has ten; a tiny scan is as slow as others
-_MOST_SIDE = 65_535  # JPEG's limit; Pillow's table for resizing grows with it
 _MOST_RATIO = 4  # of an image's sides, for a model of any size: its memory grows with them
 _MOST_MULTIPLE = 1024
-MODES = {"RGB": "RGB", "BGR": "RGB", "L": "L"}
+_MODES = {"RGB": "RGB", "BGR": "RGB", "L": "L"}
 _FILTERS = {
     "nearest": Image.Resampling.NEAREST,
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
 }
-ONE_LARGE = threading.Lock()
-
-
-class _Parts(io.BytesIO):
-    """An image file that limits its reads: Pillow loops over a million tiny parts in Python."""
-
-    def __init__(self, data: Bytes) -> None:
-        super().__init__(data)
-        self._left = _READS + len(data) // _READ_BYTES
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        self._left -= 1
-        if self._left < 0:
-            raise OSError("it has too many parts")
-        return super().read(size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +59,7 @@ def check_image_input(image: ImageInput) -> None:
     known: Mapping[str, tuple[str, Any]] = {
         "resize": (image.resize, RESIZE_RULES),
         "interpolation": (image.interpolation, _FILTERS),
-        "colours": (image.colours, MODES),
+        "colours": (image.colours, _MODES),
     }
     for name, (value, choices) in known.items():
         if value not in choices:
@@ -110,30 +78,37 @@ def check_image_input(image: ImageInput) -> None:
 
 
 def read_image(
-    data: Bytes, image: ImageInput, where: str = "the image", *, most_pixels: int | None = None
+    data: Bytes,
+    image: ImageInput,
+    where: str = "the image",
+    *,
+    most_pixels: int | None = None,
+    own_file: bool = False,
 ) -> PlacedImage:
-    """Decode a JPEG, PNG or WebP and place it as `image` says.
+    """Decode a JPEG, PNG or WebP and place it as `image` says. Raises as `open_upright` does."""
+    mode = _MODES[image.colours]
+    with open_upright(data, mode, where, most_pixels=most_pixels, own_file=own_file) as upright:
+        return place(upright, image, where)
 
-    `where` names it in errors. Raises BadInput if it is not an image, damaged or refused; TooLarge
-    above `most_pixels`. Sizes are checked before any pixel is decoded.
+
+def read_pixels(data: bytes, *, own_file: bool = False) -> np.ndarray:
+    """Decode a JPEG, PNG or WebP, upright, to uint8 [height, width, 3]. Raises BadInput."""
+    with open_upright(data, "RGB", "the image", own_file=own_file) as upright:
+        return np.asarray(upright)
+
+
+def place_pixels(pixels: np.ndarray, image: ImageInput) -> PlacedImage:
+    """Resize uint8 [height, width, 3], or grey [height, width], for the task's input.
+
+    Raises StageFailed for other arrays, as they come from a stage and not from a client.
     """
-    if not len(data):
-        raise BadInput(f"{where}: is empty")
-    parts = _Parts(data)
-    with open_image(parts, where, FORMATS) as opened:
-        check_pixels(opened, where)
-        pixels = opened.width * opened.height
-        if max(opened.size) > _MOST_SIDE:
-            raise BadInput(
-                f"{where}: is {opened.width}x{opened.height}, a side has {_MOST_SIDE} at most"
-            )
-        if most_pixels is not None and pixels > most_pixels:
-            raise TooLarge(f"{where}: is {opened.width}x{opened.height}")
-        check_stored(opened, where)
-        if (scans := parts.getvalue().count(_SCAN)) > _MOST_SCANS:
-            raise BadInput(f"{where}: has {scans} scans, a JPEG has {_MOST_SCANS} at most")
-        with ONE_LARGE if pixels > LARGE_PIXELS else contextlib.nullcontext():
-            return place(turn_upright(opened, MODES[image.colours]), image, where)
+    grey = pixels.ndim == 2
+    if pixels.dtype != np.uint8 or not (grey or pixels.shape[2:] == (3,)) or not pixels.size:
+        raise StageFailed(
+            f"the image: is {pixels.dtype}{list(pixels.shape)}, uint8[height,width,3] is needed"
+        )
+    found = Image.fromarray(np.ascontiguousarray(pixels)).convert(_MODES[image.colours])
+    return place(found, image, "the image")
 
 
 class PlacedImages(Images):
@@ -148,11 +123,12 @@ class PlacedImages(Images):
         side = math.ceil(image.resize_to / image.multiple) * image.multiple
         if not image.height:  # one array needs one size
             image = replace(image, height=side, width=side, resize_to=side)
-        self._image, self._where = image, where
+        self._image, self._where, self.tensor = image, where, image.tensor
         self.shape = (image.height, image.width, 1 if image.colours == "L" else 3)
 
     def decode(self, file: Path) -> np.ndarray:
-        return read_image(check_readable(file).read_bytes(), self._image, str(file)).pixels
+        data = check_readable(file).read_bytes()
+        return read_image(data, self._image, str(file), own_file=True).pixels
 
 
 def place(upright: Any, image: ImageInput, where: str) -> PlacedImage:
