@@ -188,8 +188,8 @@ def os_error(exc: OSError, where: object = "") -> DeploykitError:
     start = f"{where}: " if where else ""
     if "temporary directory" in str(exc):
         return Unsupported(first_line(exc), hint="name a folder with space in it: TMPDIR=FOLDER")
-    if exc.errno in _SCARCE:
-        what, hint = _SCARCE[exc.errno]
+    if (scarce := _SCARCE.get(exc.errno or 0)) is not None:
+        what, hint = scarce
         return Unsupported(f"{start}{what}", hint=hint)
     short = "choose a shorter name: files next to it have longer ones"
     return BadInput(
