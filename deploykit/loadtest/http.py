@@ -207,7 +207,7 @@ def infer_body(tensors: Sequence[Tensor], *, binary: bool) -> tuple[dict[str, st
             for name, datatype, array in tensors
         ]
         try:
-            text = json.dumps({"inputs": values}, allow_nan=False)
+            text = json.dumps({"id": "1", "inputs": values}, allow_nan=False)  # KServe needs an id
         except ValueError as exc:
             raise BadInput("the inputs hold NaN or infinity, which JSON cannot") from exc
         return {"Content-Type": "application/json"}, text.encode()

@@ -113,17 +113,16 @@ def find_model(
         names = list(dict.fromkeys(str(one.get("name")) for one in ready))
     elif not about.get("name"):
         raise server.not_oip(f"index: {error or 'not a list of models'}")
+    listed = ", ".join(names or ())
     if model is None:
         if names is None or len(names) != 1:
-            have = "does not list its models" if names is None else f"serves {len(names)} models"
-            listed = f": {', '.join(names)}" if names else ""
-            raise BadInput(f"{url}: {have}{listed}", hint="choose one with `model`")
+            have = f"serves {len(names)} models: {listed}" if names else "does not list its models"
+            raise BadInput(f"{url}: {have}", hint="choose one with `model`")
         model = names[0]
-    elif names is not None and model not in names:
-        raise NotFound(f"{url}: no model '{model}'", hint=f"the models are: {', '.join(names)}")
     status, metadata, error = server.ask("metadata", model)
-    if status == 404:
-        raise NotFound(f"{url}: no model '{model}': {error}")
+    if status == 404 or (status != 200 and names and model not in names):
+        hint = f"the models are: {listed}" if listed else None
+        raise NotFound(f"{url}: no model '{model}': {error}", hint=hint)
     if not isinstance(metadata, dict) or not isinstance(metadata.get("inputs"), list):
         raise server.not_oip(f"metadata: {error or 'no inputs'}")
     config: Any = None

@@ -69,6 +69,12 @@ def test_a_run_that_cannot_be_is_refused_before_it_begins(
 def test_of_several_models_the_one_that_is_named_is_loaded() -> None:
     with StandIn(models=("cnn", "bert")).running() as url:
         assert load(url, model="cnn", **QUICK).ok > 0
+    index = "/v2/repository/index"  # MLServer lists no model that was not loaded from its folder
+    other = StandIn(other=lambda path: reply(200, []) if path == index else None)
+    with other.running() as url:
+        assert load(url, model="m", **QUICK).ok > 0
+        with pytest.raises(BadInput, match="does not list its models"):
+            load_test(url, **QUICK)
 
 
 def test_a_server_without_an_index_needs_the_model_s_name() -> None:

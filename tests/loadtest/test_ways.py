@@ -104,7 +104,7 @@ def test_a_server_that_declares_no_binary_tensors_gets_json() -> None:
     assert result.ok == result.sent > 0
     assert result.notes[-1].startswith("tensors are sent as JSON, as the server declares no")
     head, raw = server.bodies[0]
-    assert (raw, head.keys()) == (b"", {"inputs"})
+    assert (raw, head.keys()) == (b"", {"id", "inputs"})
     (item,) = head["inputs"]  # type: ignore[misc]
     assert {key: item[key] for key in ("name", "shape", "datatype")} == {
         "name": "image",
