@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import logging
@@ -198,6 +199,27 @@ def reply_with(call: Call, make: Callable[[], Bytes], headers: bytes = JSON) -> 
         call.reply(200, headers, [make()])
     except Exception as exc:  # noqa: BLE001 - every error is a reply
         reply_exception(call, exc)
+
+
+_CHARSET = re.compile(rb';\s*charset="?([^\s;"]+)', re.I)
+_UTF8 = ("utf-8", "ascii")
+
+
+def to_utf8(body: Bytes, content_type: bytes) -> Bytes:
+    """Return text in UTF-8 that has the charset of its Content-Type. Raises UnknownEncoding."""
+    match = _CHARSET.search(content_type)
+    if match is None:
+        return body
+    name = match[1].decode("latin-1")
+    try:
+        charset = codecs.lookup(name)
+        if charset.name in _UTF8:
+            return body
+        return charset.decode(bytes(body), "strict")[0].encode()
+    except UnicodeError as exc:
+        raise BadInput(f"the body is not {quote(name)}, as its Content-Type says") from exc
+    except (LookupError, TypeError) as exc:  # also a codec that is no charset
+        raise UnknownEncoding(f"the charset {quote(name)} is not known", hint="send UTF-8") from exc
 
 
 _WINDOWS = {b"gzip": 31, b"deflate": 15}  # zlib's `wbits`; deflate has zlib's header
