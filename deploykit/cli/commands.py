@@ -159,7 +159,6 @@ class ConfigurableCommand(Command):
             ctx.params["engine"] = None  # arguments override variables and files, as flags do
         return rest
 
-
     def _check_variables(self) -> None:
         """Report variables that are no option, and ignore a Service's address for a port."""
         for name, option in self._variables.items():

@@ -29,6 +29,7 @@ from deploykit.core.machine import memory_bytes
 from deploykit.core.tensors import Bytes
 
 log = logging.getLogger(__name__)
+access_log = logging.getLogger("deploykit.access")
 
 JSON = b"Content-Type: application/json\r\n"
 RETRY = b"Retry-After: 1\r\n"
@@ -172,6 +173,13 @@ def refusal_of(error: Exception) -> DeploykitError | None:
 def message_of(error: DeploykitError) -> str:
     """Return the message and the hint in one line."""
     return f"{error.message}; {error.hint}" if error.hint else error.message
+
+
+def log_access(client: object, asked: str, status: object, ms: float, trace: str | None) -> None:
+    """Log one line about an answered request. `client`: its address as the system gives it."""
+    place = f"{client[0]}:{client[1]}" if isinstance(client, tuple) else "-"
+    trace = f" trace={quote(trace)}" if trace else ""
+    access_log.info("%s %s %s %.1f ms%s", place, asked, status, ms, trace)
 
 
 def reply_exception(call: Call, error: Exception) -> None:
