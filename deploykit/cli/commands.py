@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -55,6 +56,15 @@ SECTIONS = {
 _MODULES = {name: module for rows in SECTIONS.values() for name, (module, _summary) in rows.items()}
 _CONFIGURABLE = ("serve", "boot")
 ENVIRONMENT = "DEPLOYKIT"  # prefix of environment variables
+LINK = re.compile(r"(tcp|udp|sctp)://")  # the value of DEPLOYKIT_HTTP_PORT for such a Service
+LINK_REASON = (
+    "Kubernetes sets it for a Service of that name; enableServiceLinks: false in the pod, or "
+    "another name of the Service, avoids it"
+)
+_LINK_NAME = re.compile(
+    rf"{ENVIRONMENT}_\w*?_?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
+)
+_OTHER_VARIABLES = (f"{ENVIRONMENT}_CACHE", f"{ENVIRONMENT}_CONTAINERS")
 _PARAMETER = re.compile(r"`(\w+)`")
 _Sections = dict[str, list[tuple[str, str]]]
 
@@ -133,18 +143,33 @@ class ConfigurableCommand(Command):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._variables: dict[str, Any] = {}  # options
         for each in self.params:
             if each.param_type_name == "option":
-                each.envvar = f"{ENVIRONMENT}_{_key(each).upper()}"
+                self._variables[f"{ENVIRONMENT}_{_key(each).upper()}"] = each
             if each.name == "config":
                 each.is_eager, each.callback = True, _load
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:
+            self._check_variables()
         rest = super().parse_args(ctx, args)
         source = ctx.get_parameter_source("engine")
         if ctx.params.get("models") and source.name != "COMMANDLINE":
             ctx.params["engine"] = None  # arguments override variables and files, as flags do
         return rest
+
+    def _check_variables(self) -> None:
+        """Report variables that are no option, and ignore a Service's address for a port."""
+        for name, option in self._variables.items():
+            value = os.environ.get(name, "")
+            option.envvar = None if LINK.match(value) else name
+            if option.envvar is None:
+                output.note(f"note: {name}={value} is ignored: {LINK_REASON}")
+        for name in os.environ.keys() - self._variables.keys() - set(_OTHER_VARIABLES):
+            if name.startswith(f"{ENVIRONMENT}_") and not _LINK_NAME.fullmatch(name):
+                hint = did_you_mean(name, self._variables, "--help shows the options")
+                output.note(f"warning: the variable {name} is no option of this command; {hint}")
 
 
 def _key(option: Any) -> str:

@@ -114,6 +114,33 @@ def test_a_wrong_variable_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     assert "DEPLOYKIT_HTTP_PORT" in ran.error()
 
 
+@pytest.mark.parametrize("command", [("serve", "m.onnx"), ("health",)])
+def test_the_address_of_a_kubernetes_service_is_not_taken_for_a_port(
+    run: Run, served: dict[str, Any], monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """Kubernetes sets it in each pod next to a Service `deploykit-http`."""
+    monkeypatch.setenv("DEPLOYKIT_HTTP_PORT", "tcp://10.96.0.7:8000")
+    monkeypatch.setenv("DEPLOYKIT_HTTP_PORT_8000_TCP_ADDR", "10.96.0.7")
+    monkeypatch.setenv("DEPLOYKIT_HTTP_SERVICE_HOST", "10.96.0.7")
+    ran = run(*command)
+    if command[0] == "health":
+        assert "http://127.0.0.1:8000: no server answers" in ran.error()
+        return
+    assert (ran.code, served["http_port"]) == (0, 8000)
+    assert ran.err.count("\n") == 1
+    assert "DEPLOYKIT_HTTP_PORT=tcp://10.96.0.7:8000 is ignored: Kubernetes sets it" in ran.err
+
+
+def test_a_variable_that_is_no_option_is_reported(
+    run: Run, served: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEPLOYKIT_MAX_BACTH", "4")
+    ran = run("serve", "m.onnx")
+    assert (ran.code, served["max_batch"]) == (0, 32)
+    assert "the variable DEPLOYKIT_MAX_BACTH is no option of this command" in ran.err
+    assert "did you mean DEPLOYKIT_MAX_BATCH" in ran.err
+
+
 @pytest.fixture
 def booted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What `boot` passes on; nothing is served."""
