@@ -72,7 +72,7 @@ class StageGraph:
             },
         }
 
-    def read(self, data: bytes) -> Any:
+    def read(self, data: bytes, *, own_file: bool = False) -> Any:
         """Decode the bytes of a request as the input.
 
         bytes: as they are; text: UTF-8; image: uint8 (height, width, 3); json: as annotated.
@@ -81,7 +81,7 @@ class StageGraph:
         if self.kind == "image":
             from deploykit.engines.tasks.images import read_pixels  # needs Pillow
 
-            return read_pixels(data)
+            return read_pixels(data, own_file=own_file)
         if self.kind == "bytes":
             return data
         try:

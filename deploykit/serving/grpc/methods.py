@@ -17,7 +17,7 @@ from deploykit.serving.models.repository import ModelRepository, Served
 from deploykit.serving.oip import messages as infer
 from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.transport.call import MemoryBudget
-from deploykit.serving.transport.security import Guard
+from deploykit.serving.transport.security import AccessControl
 from deploykit.serving.workers.group import Result, ServerGroup, of_model
 
 SERVICE = "inference.GRPCInferenceService"
@@ -45,7 +45,7 @@ class GrpcPort(Http2Port):
         self,
         repository: ModelRepository,
         options: ServeOptions,
-        guard: Guard,
+        access: AccessControl,
         memory: MemoryBudget,
         offload: Offload,
         limits: Http2Limits,
@@ -106,7 +106,7 @@ class GrpcPort(Http2Port):
             methods[f"/{SERVICE}/{name}"] = Method(_not_offered, max_bytes=_SMALL_BYTES)
         for name, handler in handlers.items():
             methods[f"/{SERVICE}/{name}"] = _small(name, handler)
-        parse = HeadParser(methods, guard.allows, limits.headers)
+        parse = HeadParser(methods, access.allows, limits.headers)
         large = partial(offload, lane=Lane.LARGE)
         super().__init__(parse, GrpcCall, limits, options.max_body_bytes, memory, large)
 
