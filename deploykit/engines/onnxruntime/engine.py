@@ -265,7 +265,9 @@ def spec_of(path: Path, node: Any) -> TensorSpec:
     if dtype is None:
         raise Unsupported(
             f"{path}: tensor '{node.name}' is a {node.type}, which is not supported",
-            hint="export the model with float32 inputs and outputs",
+            hint="convert it again without ZipMap: to_onnx(..., options={'zipmap': False})"
+            if "map(" in node.type  # as skl2onnx writes the probabilities of a classifier
+            else "export the model so that it takes and returns tensors of numbers or strings",
         )
     shape = tuple(
         axis if isinstance(axis, int) else axis_name(node.name, place, axis)

@@ -11,7 +11,7 @@ import numpy as np
 from deploykit.core.errors import DeploykitError, quote
 from deploykit.core.tensors import Bytes, TensorSpec
 from deploykit.serving.grpc.call import GrpcCall, Replying, fail_with
-from deploykit.serving.models.inference import Inference, ModelRoute, array_bytes, over_budget
+from deploykit.serving.models.inference import Inference, ModelRoute, over_budget
 from deploykit.serving.models.offload import Lane, Offload, Result
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
@@ -20,7 +20,7 @@ from deploykit.serving.oip import messages
 from deploykit.serving.oip.request import Binary, Region, Request, RequestedOutput, Signature, fill
 from deploykit.serving.oip.response import Result as ResultPredict
 from deploykit.serving.oip.response import collect_results
-from deploykit.serving.oip.tensors import Slot, make_slot
+from deploykit.serving.oip.tensors import Slot, array_bytes, make_slot
 from deploykit.serving.options import VERSION
 
 log = logging.getLogger(__name__)

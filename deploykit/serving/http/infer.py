@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.json_value import ONE_JSON
 from deploykit.core.tensors import Bytes
-from deploykit.serving.models.inference import Inference, ModelRoute, array_bytes, over_budget
+from deploykit.serving.models.inference import Inference, ModelRoute, over_budget
 from deploykit.serving.models.offload import Lane
 from deploykit.serving.oip import json
 from deploykit.serving.oip.request import Request
+from deploykit.serving.oip.tensors import array_bytes
 from deploykit.serving.options import VERSION
 from deploykit.serving.transport import call as compression
 from deploykit.serving.transport.call import JSON, Call, reply_exception
