@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from deploykit.core.errors import DeploykitError, quote
 from deploykit.core.tensors import Bytes
 from deploykit.serving.grpc.call import GrpcCall, Replying, fail_with
-from deploykit.serving.models.inference import Inference, ModelRoute, array_bytes, over_budget
+from deploykit.serving.models.inference import Inference, ModelRoute, over_budget
 from deploykit.serving.models.offload import Lane, Offload, Result
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
@@ -17,6 +17,7 @@ from deploykit.serving.oip import messages
 from deploykit.serving.oip.request import Binary, Region, Request, RequestedOutput, Signature, fill
 from deploykit.serving.oip.response import Result as ResultPredict
 from deploykit.serving.oip.response import collect_results
+from deploykit.serving.oip.tensors import array_bytes
 from deploykit.serving.options import VERSION
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.json_value import ONE_JSON
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http.predict import from_base64
-from deploykit.serving.models.inference import Inference, ModelRoute, array_bytes, over_budget
+from deploykit.serving.models.inference import Inference, ModelRoute, over_budget
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.offload import Lane, Offload
 from deploykit.serving.models.pipelines import ServedPipeline
@@ -23,6 +23,7 @@ from deploykit.serving.models.task_call import ANSWER, Items, TaskCall, array_of
 from deploykit.serving.oip import json
 from deploykit.serving.oip.request import Request, Signature
 from deploykit.serving.oip.response import Result, collect_results
+from deploykit.serving.oip.tensors import array_bytes
 from deploykit.serving.options import VERSION
 from deploykit.serving.transport import call as compression
 from deploykit.serving.transport.call import JSON, Call, Head, reply_exception
