@@ -335,12 +335,23 @@ def add_cause(
     error: BadInput | GateFailed | Unsupported, job: ExportJob, decided: tuple[Decision, ...] = ()
 ) -> None:
     """Name in `error` the lines by which the graph of `job` is wrong, and the rewrite."""
+    watch = watch_calls(job)
     if isinstance(error, Unsupported):  # ONNX Runtime has no kernel for it
-        if any(str(each.dtype) == "torch.bfloat16" for each in job.module.parameters()):
-            error.message = "the model is in bfloat16, in which ONNX Runtime's CPU cannot check it"
-            error.hint = "export it in float32, `model.float()`, and quantize the graph to bf16"
+        kinds = {"float64", "bfloat16"} & watch.types
+        if kinds:
+            error.message = f"the model computes in {min(kinds)}, which ONNX Runtime's CPU cannot"
+            error.hint = "export it in float32, `model.float()` and without torch.autocast"
+            if "bfloat16" in kinds:
+                error.hint += "; then quantize the graph to bf16"
         return
-    if isinstance(error, GateFailed) and watch_calls(job).add_to(error):
+    if isinstance(error, GateFailed) and watch.add_to(error):
+        return
+    if watch.suspects:
+        place, (what, hint) = next(iter(watch.suspects.items()))
+        error.message += (
+            f"; torch's exporter writes {what} otherwise than PyTorch runs it ({place})"
+        )
+        error.hint = hint
         return
     if decided:
         error.message += f"; the graph keeps what was decided at {', '.join(map(str, decided))}"

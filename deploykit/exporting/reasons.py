@@ -12,7 +12,7 @@ import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NamedTuple
@@ -321,11 +321,41 @@ _STATE_HINT = "a graph keeps no state between calls: take it as an input, and re
 _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
 
 
+# Operator, its use, whether arguments are that use, what to write instead.
+_LOWERED_WRONGLY: tuple[tuple[str, str, Callable[[Mapping[str, Any]], bool], str], ...] = (
+    (
+        "scatter_reduce_?|index_reduce_?",
+        "scatter_reduce(reduce='mean')",
+        lambda given: given.get("reduce") == "mean",
+        "add by index, and divide by the counts, ones added by the same index",
+    ),
+    (
+        "avg_pool[23]d",
+        "avg_pool(divisor_override)",
+        lambda given: bool(given.get("divisor_override")),
+        "leave divisor_override out, and multiply by the window's area / divisor",
+    ),
+    (
+        r"_upsample\w*_aa",
+        "interpolate(antialias=True)",
+        lambda _: True,
+        "give height and width a fixed size, or resize outside the model",
+    ),
+    (
+        "arange",
+        "an arange that falls",
+        lambda given: isinstance(given.get("step"), (int, float)) and given["step"] < 0,
+        "torch.arange(n).flip(0) computes the same",
+    ),
+)
+
+
 class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch comes through require
     """Records, while active, the first line that called each operator, by "aten.name".
 
     `random`: the line that drew random numbers. `changed`: the model's own tensors that a line
-    wrote to, by name. `reads_inputs`: Python read a value, or a size, that follows the inputs'
+    wrote to, by name. `suspects`: what torch's exporter is known to write wrongly, and what to write
+    instead, by line. `types`: of all tensors. `reads_inputs`: Python read a value, or a size, that follows the inputs'
     values, so that these decide what runs.
     """
 
@@ -333,6 +363,8 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
         super().__init__()
         self.module = module
         self.lines: dict[str, str] = {}
+        self.suspects: dict[str, tuple[str, str]] = {}
+        self.types: set[str] = set()
         self.ended = self._read = False
         self._inputs: tuple[Any, ...] = ()
         self._following: dict[int, Any] = {}  # the inputs, and what was computed of them
@@ -351,6 +383,11 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
     ) -> Any:
         place = innermost(sys._getframe())
         self.lines.setdefault(f"{func.namespace}.{func._opname}", place)
+        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
+        given |= kwargs or {}
+        for operator, what, differs, hint in _LOWERED_WRONGLY:
+            if re.fullmatch(operator, func._opname) and differs(given):
+                self.suspects.setdefault(place, (what, hint))
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random = self.random or place
         if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
@@ -358,8 +395,9 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
             if name is not None:
                 self.changed.setdefault(name.removeprefix("module."), place)
         found = func(*args, **(kwargs or {}))
-        given = torch.utils._pytree.tree_leaves((args, kwargs))
-        tensors = [each for each in given if isinstance(each, torch.Tensor)]
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+        self.types |= {str(each.dtype).removeprefix("torch.") for each in tensors}
         if any(_memory(each) in self._following for each in tensors):
             made = torch.utils._pytree.tree_leaves(found)
             self._read |= torch.Tag.dynamic_output_shape in func.tags
