@@ -348,9 +348,7 @@ def add_cause(
         return
     if watch.suspects:
         place, (what, hint) = next(iter(watch.suspects.items()))
-        error.message += (
-            f"; torch's exporter writes {what} otherwise than PyTorch runs it ({place})"
-        )
+        error.message += f"; torch's exporter writes {what} unlike PyTorch ({place})"
         error.hint = hint
         return
     if decided:

@@ -354,9 +354,9 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
     """Records, while active, the first line that called each operator, by "aten.name".
 
     `random`: the line that drew random numbers. `changed`: the model's own tensors that a line
-    wrote to, by name. `suspects`: what torch's exporter is known to write wrongly, and what to write
-    instead, by line. `types`: of all tensors. `reads_inputs`: Python read a value, or a size, that follows the inputs'
-    values, so that these decide what runs.
+    wrote to, by name. `suspects`: what torch's exporter is known to write wrongly, and the rewrite,
+    by line. `types`: of all tensors. `reads_inputs`: Python read a value, or a size, that follows
+    the inputs' values, so that these decide what runs.
     """
 
     def __init__(self, module: Any) -> None:
@@ -385,8 +385,8 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
         self.lines.setdefault(f"{func.namespace}.{func._opname}", place)
         given = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
         given |= kwargs or {}
-        for operator, what, differs, hint in _LOWERED_WRONGLY:
-            if re.fullmatch(operator, func._opname) and differs(given):
+        for pattern, what, differs, hint in _LOWERED_WRONGLY:
+            if re.fullmatch(pattern, func._opname) and differs(given):
                 self.suspects.setdefault(place, (what, hint))
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random = self.random or place
