@@ -426,6 +426,9 @@ def write_npz(path: Path, arrays: Mapping[str, np.ndarray], *, kind: str = "arra
                 npy.write_array(member, np.asarray(array), allow_pickle=False)
 
 
+_TAIL = 4  # places of padding at most, fewer than a window of attention has
+
+
 def random_feeds(
     specs: tuple[TensorSpec, ...], sizes: Mapping[str, int], seed: int = 0
 ) -> dict[str, np.ndarray]:
@@ -433,9 +436,9 @@ def random_feeds(
 
     Floats are standard normal, uint8 is 0 to 255, other integers and strings are 0 to 9. An input
     named as lengths gets lengths of rows, the last one full. Booleans and an input named as a mask
-    get zeros and ones: each row begins with a one and, for booleans, ends with the other value. A
-    "pad" in the name reverses this, as attention over a fully masked row is undefined. `sizes`: 1
-    by default.
+    get zeros and ones: a mask (N, T) ends with a few zeros, as padding does; any other begins with
+    a one and, for booleans, ends with the other value. A "pad" in a boolean's name reverses this,
+    as attention over a fully masked row is undefined. `sizes`: 1 by default.
     """
     random, feeds = np.random.default_rng(seed), {}
     for spec in specs:
@@ -445,6 +448,12 @@ def random_feeds(
             feeds[spec.name] = random.standard_normal(shape).astype(carrier(spec.dtype))
         elif spec.dtype == "string":
             feeds[spec.name] = random.integers(0, 10, shape).astype(str).astype(object)
+        elif "mask" in spec.name.lower() and len(shape) == 2 and "float" not in spec.dtype:
+            tail = random.integers(0, min(_TAIL, max(1, shape[1])), (shape[0], 1))
+            found = np.arange(shape[1]) < shape[1] - tail
+            found[:1, -1:] = shape[1] < 2  # one row at least has padding
+            hides = spec.dtype == "bool" and "pad" in spec.name.lower()
+            feeds[spec.name] = (found != hides).astype(spec.dtype)
         elif spec.dtype == "bool":
             feeds[spec.name] = found = random.integers(0, 2, shape).astype(bool)
             if found.ndim > 1:  # either value may mean masked
