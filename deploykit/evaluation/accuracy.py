@@ -22,13 +22,21 @@ _BLOCK = 4096  # samples at a time
 def top1(values: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
     """Return 1.0 where the largest of `values` (samples, classes) is the label, else 0.0.
 
+    Integers and strings (samples,) are labels themselves, as of a model that ends in ArgMax.
     Labels are as `class_numbers` takes them. Returns float64 (samples,). Raises BadInput when they
     are not classes, or the values are not one per class, and GateFailed where one is NaN or
     infinity.
     """
+    if values.ndim and values.size == len(values) == len(labels) and values.dtype.kind in "iubOU":
+        answers = values.reshape(-1)
+        if answers.dtype.kind in "OU" and labels.size == len(labels):
+            return np.asarray(answers.astype(str) == labels.reshape(-1).astype(str), np.float64)
+        classes = labels.shape[1] if labels.ndim == 2 else 0
+        return np.asarray(answers == class_numbers(labels, classes, where), np.float64)
     if values.ndim != 2 or len(values) != len(labels) or values.shape[1] < 2:
         raise BadInput(
-            f"{where}: the first output is {values.shape}, top-1 needs (samples, classes)"
+            f"{where}: the first output is {values.shape}, top-1 needs (samples, classes)",
+            hint="`metric` pkg.mod:function or ./file.py:function scores other outputs",
         )
     labels = class_numbers(labels, values.shape[1], where)
     if int(labels.min()) < 0 or int(labels.max()) >= values.shape[1]:

@@ -119,14 +119,19 @@ def stage(out: Path) -> Iterator[Path]:
     An error names a file without the folder, which is gone by then; for a full disk it names `out`.
     """
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+        place = Path(folder)
         try:
-            yield Path(folder) / out.name
+            yield place / out.name
         except DeploykitError as exc:
-            full = re.compile(re.escape(folder) + "/.*(?=: no space left on the disk)")
+            full = re.compile(re.escape(str(place)) + "/.*(?=: no space left on the disk)")
             exc.message = full.sub(lambda _: str(out), exc.message)
-            gone = re.compile(re.escape(folder) + r"/(?:[^/\s]*/)*")
-            exc.message = gone.sub("", exc.message)
-            exc.hint = exc.hint and gone.sub("", exc.hint)
+            gone = re.compile(re.escape(str(place)) + r"/(?:[^/\s:]*/)*([^/\s:]*)")
+
+            def name(found: re.Match[str]) -> str:  # others there are steps on the way to it
+                return found[1] if found[1].startswith(out.name) else out.name
+
+            exc.message = gone.sub(name, exc.message)
+            exc.hint = exc.hint and gone.sub(name, exc.hint)
             exc.args = (exc.message,)
             raise
 

@@ -76,13 +76,6 @@ def test_unnamed_dynamic_axes_are_named_as_the_runtime_names_them(tmp_path: Path
     assert specs(model)[0][0].shape == ("N", "x_1", 3)
 
 
-def test_a_string_input_is_unsupported() -> None:
-    model = linear()
-    model.graph.input[0].type.tensor_type.elem_type = TensorProto.STRING
-    with pytest.raises(Unsupported, match="model: tensor 'x' is of type string"):
-        specs(model)
-
-
 def test_summary_counts_nodes_operators_parameters_and_bytes() -> None:
     summary = summarise(conv_relu())
     assert summary.operators == {"Conv": 1, "Relu": 1}
