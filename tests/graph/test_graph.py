@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core import files
-from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import load
 from deploykit.graph.graph import Graph, name_nodes
