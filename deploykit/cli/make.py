@@ -41,6 +41,7 @@ RECIPE                 mnist-cnn, cats-dogs, char-lstm, resnet18-transfer, vgg16
 Training:
 --epochs N             Passes over the data [the recipe's]
 --batch-size N         Samples per step [the recipe's]
+--learning-rate RATE   The optimiser's step, to tune a recipe on data of your own [the recipe's]
 --patience N           Stop after N epochs without a better score on the validation data, and keep
         the best epoch's weights [never]
 --weights FILE         Weights to start from; for the transfer recipes, those of the backbone
@@ -68,6 +69,7 @@ def train(
     save_splits: Path | None = None,
     epochs: int | None = None,
     batch_size: int | None = None,
+    learning_rate: float | None = None,
     patience: int | None = None,
     weights: Path | None = None,
     unfreeze: float | None = None,
@@ -112,9 +114,18 @@ def train(
         return
     from deploykit.training import train as training
 
-    with Progress("train") as progress:
-        result = training.train(**given, on_progress=progress)
-    if os.environ.get("RANK", "0") == "0":  # one of torchrun's processes prints
+    first = os.environ.get("RANK", "0") == "0"  # one of torchrun's processes prints
+    try:
+        with Progress("train") as progress:
+            result = training.train(**given, on_progress=progress)
+    except KeyboardInterrupt:
+        kept = checkpoint is not None and checkpoint.exists()
+        cure = f"the same command goes on from {checkpoint}" if kept else "no epoch was kept"
+        hint = "" if checkpoint else "; --checkpoint FILE.ckpt keeps each"
+        if first:
+            output.note(f"interrupted: {cure}{hint}")
+        raise
+    if first:
         output.show(result, tables.made(result), as_json=as_json)
 
 

@@ -141,8 +141,10 @@ def predict(
                 engine, data or [], **options, on_progress=progress, on_note=output.note_line
             )
         several = len(found.answers) > 1
-        texts = {name: json.dumps(x, ensure_ascii=False) for name, x in found.answers.items()}
-        lines = [f"{name}: {text}" if several else text for name, text in texts.items()]
+        answers_json = {
+            name: json.dumps(x, ensure_ascii=False) for name, x in found.answers.items()
+        }
+        lines = [f"{name}: {text}" if several else text for name, text in answers_json.items()]
         if found.path is not None:
             per_s = figure(found.files / found.seconds)
             lines = [

@@ -86,7 +86,9 @@ def predict_items(
         engine: a model that has a task.
         files: paths; a folder stands for its images or text files, whichever the model takes.
         text: sentences.
-        device, trust, on_note: as in `open_proven`.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        trust: also run an engine that cannot be verified here.
+        on_note: called with each note.
 
     Returns:
         The answers of `POST /v2/models/M/predict`.
@@ -179,11 +181,13 @@ def predict(
         data: an .npz or a folder.
         out: the .npz to write.
         batch: samples per call.
-        device, trust: as in `open_proven`.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        trust: also run an engine that cannot be verified here.
         on: "local", or "ray" to spread the batches over a Ray cluster, that of $RAY_ADDRESS or one
             on this machine; the outputs are the same.
         force: start over, and replace a file that deploykit did not write.
-        on_progress, on_note: called with the step and the share done, and with each note.
+        on_progress: called with the step and the share done.
+        on_note: called with each note.
     """
     if batch < 1:
         raise BadInput(f"`batch` must be 1 or more, got {batch}")

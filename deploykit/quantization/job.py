@@ -114,6 +114,7 @@ class Job:
         self, scales: Scales, to: str, other_nodes: str, keep_float32: Collection[str] = ()
     ) -> tuple[Graph, list[str]]:
         """Return the graph in precision `to`, except the nodes in `keep_float32`, and notes."""
+        from deploykit.quantization.qdq import without_kernel
         from deploykit.quantization.scales import convert
 
         converted, kept = convert(
@@ -126,6 +127,8 @@ class Job:
         )
         half = to if BY_NAME[to].writer == CAST else other_nodes
         notes = []
+        if narrow := without_kernel(scales.graph, self.request.runtime, to):
+            notes.append(narrow)
         if kept:
             notes.append(f"kept in float32, too close to float16's limit: {', '.join(kept)}")
         if BY_NAME[half].guarded and scales.calibration is None:

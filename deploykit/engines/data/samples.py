@@ -484,7 +484,7 @@ def check_calibration(samples: Samples, inputs: Sequence[TensorSpec]) -> tuple[s
     found = []
     if count < FEW:
         found.append(f"only {count} samples: a few hundred real ones are better")
-    repeated = count - len(set(_digests(samples)))
+    repeated = count - len(set(digests(samples)))
     if repeated * 10 > count:
         found.append(f"{repeated} of {count} samples are duplicates")
     for spec in inputs:
@@ -525,11 +525,11 @@ def check_finite(samples: Samples) -> None:
 
 def overlap(calib: Samples, test: Samples) -> int:
     """Count the samples of `test` that are also in `calib`, byte for byte."""
-    known = set(_digests(calib))
-    return sum(digest in known for digest in _digests(test))
+    known = set(digests(calib))
+    return sum(digest in known for digest in digests(test))
 
 
-def _digests(samples: Samples) -> Iterator[bytes]:
+def digests(samples: Samples) -> Iterator[bytes]:
     """Yield a hash of each sample, over the bytes of all its inputs."""
     names = sorted(samples.inputs)
     for number in range(len(samples)):
