@@ -266,11 +266,15 @@ _CLOSE = 1e-3  # share of the largest coordinate: boxes without an area this clo
 
 @dataclass(frozen=True)
 class Matches:
-    """Paired boxes. `total`: boxes of both sides, pairs counted once. `iou`: the sum over pairs."""
+    """Paired boxes. `total`: boxes of both sides, pairs counted once. `iou`: the sum over pairs.
+
+    `images`: matched and total of each image.
+    """
 
     matched: int
     total: int
     iou: float
+    images: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -321,8 +325,10 @@ def pair(left: Arrays, right: Arrays) -> tuple[Arrays, Arrays, Mapping[str, Matc
                 parts = [outputs[name]] if single else outputs[name]
                 taken = [part[each[side]] for part, each in zip(parts, pairs, strict=True)]
                 outputs[name] = np.concatenate(taken)
-        counts = [(each.matched, each.total, each.iou) for *_, each in pairs]
-        found[head.boxes] = Matches(*map(sum, zip(*counts, strict=True)))
+        counts = [each for *_, each in pairs]
+        by_image = tuple((each.matched, each.total) for each in counts)
+        matched, total = sum(m for m, _ in by_image), sum(t for _, t in by_image)
+        found[head.boxes] = Matches(matched, total, sum(each.iou for each in counts), by_image)
     return left, right, found
 
 
@@ -405,17 +411,21 @@ def _iou(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def same_answers(left: Arrays, right: Arrays, feeds: Arrays, rows: int) -> np.ndarray | None:
-    """Return where both answer the same: by boxes, else by the first output's class or integer."""
-    if boxes := pair(left, right)[2].values():  # for each box of both: whether the other has it
-        total = sum(each.total for each in boxes)
-        return np.arange(total) < sum(each.matched for each in boxes)
+    """Return for each sample how many of its answers are equal, and how many there are: [N,2].
+
+    Answers are boxes, else the classes or integers of the first output that has some. Boxes without
+    an axis of images are those of one sample. None where no output has answers.
+    """
+    if boxes := pair(left, right)[2].values():
+        return np.asarray(np.sum([each.images for each in boxes], axis=0))
     for name, values in left.items():
         others = right[name]
         if values.ndim == 0 or len(values) != rows or not (values.any() or others.any()):
             continue
-        if values.dtype.kind in "biuO":
-            return np.asarray(values == others)
         axis = class_axis(name, values, feeds)
         if axis is not None:
-            return np.asarray(values.argmax(axis) == others.argmax(axis))
+            values, others = values.argmax(axis), others.argmax(axis)
+        if values.dtype.kind in "biuO":
+            equal = np.asarray(values == others).reshape(rows, -1)
+            return np.stack([equal.sum(1), np.full(rows, equal.shape[1])], 1)
     return None
