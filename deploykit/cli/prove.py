@@ -47,6 +47,7 @@ B                      What to compare with it; without B, A is compared with it
         ./file.py:Net, or the file of your own recipe
 --allow-pickle         Run code that a PyTorch file contains. Only if you trust it
 {DEVICE}
+{TRUST}
 --fail-on-regression SHARE%  Exit 1 if a figure of report B is certainly slower by more than this
 {JSON}""")
 def compare(
@@ -59,6 +60,7 @@ def compare(
     arch: str | None = None,
     allow_pickle: bool = False,
     device: str = "cpu",
+    trust: bool = False,
     fail_on_regression: str | None = None,
     as_json: bool = False,
 ) -> None:
@@ -75,7 +77,7 @@ def compare(
     if is_report(a) or (b is not None and is_report(b)):
         _refuse(
             given, "two reports", data=None, batch=None, axis=None, max_error=None, arch=None,
-            allow_pickle=False, device="cpu",
+            allow_pickle=False, device="cpu", trust=False,
         )  # fmt: skip
         from deploykit.reporting.compare import compare_reports
 

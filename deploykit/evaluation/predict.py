@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import logging
 import math
 import os
@@ -405,6 +406,10 @@ class PartialOutputs:
             self._check(name, values, f"samples {at} to {at + samples - 1}")
         with write_errors(self._out):
             for name, values in outputs.items():
+                if values.dtype.hasobject:  # strings, one line of JSON for each sample
+                    lines = "".join(f"{json.dumps(row)}\n" for row in values.tolist())
+                    nbytes[name] = nbytes.get(name, 0) + self._files[name].write(lines.encode())
+                    continue
                 self._files[name].write(np.ascontiguousarray(values).data)
                 nbytes[name] = nbytes.get(name, 0) + values.nbytes
         self.done = Done(at + samples, digest, nbytes)
@@ -412,14 +417,19 @@ class PartialOutputs:
             self._save()
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return all outputs by name, mapped from their files: they need no memory of their own."""
+        """Return all outputs by name, mapped from their files; strings are read."""
         self._save()
         found: dict[str, np.ndarray] = {}
         for name, (dtype, row) in self._kinds.items():
+            path = self._files[name].name
+            if dtype.hasobject:
+                lines = Path(path).read_bytes()[: self.done.nbytes[name]].splitlines()
+                strings = np.array([json.loads(line) for line in lines], np.str_)
+                found[name] = np.moveaxis(strings.reshape(-1, *row), 0, self._axes.get(name, 0))
+                continue
             size, row_bytes = self.done.nbytes[name], math.prod(row) * dtype.itemsize
             shape = (size // row_bytes if row_bytes else self.done.samples, *row)
             empty = np.zeros(shape, dtype) if not size else None  # cannot be mapped
-            path = self._files[name].name
             values = np.memmap(path, dtype, "r", shape=shape) if empty is None else empty
             found[name] = np.moveaxis(values, 0, self._axes.get(name, 0))
         return found
@@ -439,9 +449,10 @@ class PartialOutputs:
 
     def _check(self, name: str, values: np.ndarray, where: str) -> None:
         """Raise Unsupported unless these values can be appended to the earlier ones."""
-        if values.ndim == 0 or values.dtype.hasobject:
-            what = "holds strings" if values.ndim else "has no axis of samples"
-            raise Unsupported(f"output '{name}' {what}: it does not go into an array of an .npz")
+        if values.ndim == 0:
+            raise Unsupported(
+                f"output '{name}' has no axis of samples: it does not go into an array of an .npz"
+            )
         kind = (values.dtype, values.shape[1:])
         if name not in self._kinds:
             self._kinds[name] = kind

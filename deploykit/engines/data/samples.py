@@ -194,7 +194,10 @@ def _choose(
     for spec in inputs:
         found, axis = headers[arrays[spec.name]], axes[spec.name]
         shape = tuple(BATCH if place == axis else size for place, size in enumerate(spec.shape))
-        problem = mismatch(replace(spec, shape=shape), found.dtype.name, found.shape)
+        dtype = found.dtype.name
+        if spec.dtype == "string" and found.dtype.kind == "U":  # of any length
+            dtype = carrier(spec.dtype)
+        problem = mismatch(replace(spec, shape=shape), dtype, found.shape)
         if problem is not None:
             cure = None if found.dtype.name == spec.dtype else f"x.astype('{spec.dtype}')"
             if found.dtype == np.uint8 and spec.dtype.startswith("float"):
@@ -395,12 +398,16 @@ def read_samples(
         needed = sum(source.headers[name].nbytes for name in wanted)
         check_memory(source.where, needed * (2 if len(source.files) > 1 else 1))  # parts + whole
         arrays = source.read(wanted)
-    chosen = {
-        name: arrays[own].astype(arrays[own].dtype.newbyteorder("="), copy=False)
-        for name, own in source.names.items()
-    }
+    chosen = {name: _native(arrays[own]) for name, own in source.names.items()}
     axes = {name: source.axes[own] for name, own in source.names.items()}
     return Samples(chosen, arrays.get(LABELS, source.classes), source.where, source.unused, axes)
+
+
+def _native(array: np.ndarray) -> np.ndarray:
+    """Return the array as an engine takes it: this machine's byte order, strings as objects."""
+    if array.dtype.kind == "U":
+        return array.astype(object)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
@@ -661,7 +668,7 @@ class _Rows:
         digest.update(raw)
         rows = np.frombuffer(raw, self._dtype) if raw else np.zeros(0, self._dtype)
         rows = np.moveaxis(rows.reshape(count, *self._shape), 0, self._axis)
-        return np.ascontiguousarray(rows, self._dtype.newbyteorder("="))
+        return _native(np.ascontiguousarray(rows))
 
     def _open_next(self) -> tuple[Path, IO[bytes]]:
         file, header = self._left.popleft()
