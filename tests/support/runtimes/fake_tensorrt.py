@@ -181,7 +181,10 @@ class FakeTensorRt:
 
     def get_plugin_registry(self) -> SimpleNamespace:
         libraries = self.does.seen.setdefault("libraries", [])
-        return SimpleNamespace(load_library=lambda path: libraries.append(path) or path)
+        return SimpleNamespace(
+            load_library=lambda path: libraries.append(path) or path,
+            all_creators=self.does.seen.setdefault("creators", []),
+        )
 
     def Builder(self, log: Any) -> _Builder:  # noqa: N802 - as TensorRT has it
         return _Builder(self.does, log)
