@@ -99,6 +99,42 @@ def test_a_mode_that_the_profile_does_not_know_and_throttling_are_warnings(
     assert warning.startswith(says)
 
 
+@pytest.mark.parametrize(
+    ("revision", "docker", "tensorrt", "says"),
+    [
+        ("4.4", "", "", []),
+        ("4.7", "", "", ["L4T 36.4.7: allocating GPU memory can fail"]),
+        ("5.0", "", "", ["L4T 36.5.0: allocating GPU memory can fail"]),
+        ("4.4", "27.5.1", "", []),
+        ("4.4", "28.0.4", "", ["Docker 28 needs iptables' table raw"]),
+        ("4.4", "29.1.0", "", ["Docker 29 needs iptables' table raw"]),
+        ("4.4", "", "10.16.2.1", ["TensorRT 10.16.2.1 on an Orin refuses INT8 pairs with float16"]),
+        ("4.4", "", "10.3.0", []),
+    ],
+)
+def test_known_faults_of_l4t_docker_and_tensorrt_are_warnings(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    revision: str,
+    docker: str,
+    tensorrt: str,
+    says: list[str],
+) -> None:
+    (tmp_path / "bin").mkdir()
+    if docker:
+        program = tmp_path / "bin" / "docker"
+        program.write_text(f"#!/bin/sh\necho 'Docker version {docker}, build 0'\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    machine = replace(this_machine(), l4t=f"36.{revision}", packages={"tensorrt": tensorrt})
+    found = profile_differences(load_profile("jetson-orin-nano-8gb"), machine)
+    traps = [
+        each for each in found if re.match(r"L4T .*: alloc|Docker|TensorRT .* on an Orin", each)
+    ]
+    assert len(traps) == len(says)
+    assert all(text.startswith(start) for text, start in zip(traps, says, strict=True))
+
+
 def test_an_unknown_board_is_one_clear_line(tmp_path: Path) -> None:
     health = examined(tmp_path, {"proc/device-tree/compatible": "nvidia,p3701-0000\0"})
     assert health.profile is None
