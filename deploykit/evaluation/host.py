@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 from deploykit.core.jetpack import JETPACKS, JetPack, find_jetpack, release_numbers
-from deploykit.core.machine import Machine
+from deploykit.core.machine import Machine, file_text
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS
 
 _OLDEST_TENSORRT = "10.3"  # deploykit runs no engines of older versions
+_DOCKER = re.compile(
+    r"^Package: docker(?:-ce|\.io)\n(?:.+\n)*?Version: (?:\d+:)?(\d{1,4})\.", re.MULTILINE
+)
 _DOCKER_RAW = 28  # the first Docker that writes to iptables' table raw
 _MEMORY_SHARE = 0.9  # of the profile's memory: another driver reports a few percent less
 
@@ -22,8 +24,7 @@ def profile_differences(profile: Profile, machine: Machine) -> tuple[str, ...]:
     """Return a sentence for each version, driver, memory or power mode that differs."""
     found = [*_tensorrt(profile, machine), *_memory(profile, machine)]
     if profile.boards:
-        traps = _traps(machine)
-        return (*_jetpack(profile, machine), *found, *_power_mode(profile, machine), *traps)
+        return (*_jetpack(profile, machine), *found, *_power_mode(profile, machine))
     return (*found, *_driver(machine))
 
 
@@ -49,7 +50,7 @@ def _jetpack(profile: Profile, machine: Machine) -> Iterator[str]:
         yield f"{what} brings TensorRT {row.tensorrt}, {profile.name} needs {needed}{cure}"
 
 
-def _traps(machine: Machine) -> Iterator[str]:
+def jetson_faults(machine: Machine, root: Path = Path("/")) -> Iterator[str]:
     """Yield known faults of this L4T, Docker or TensorRT on Jetsons, with what helps.
 
     Sources: llama.cpp#23732, pytorch#185240; moby#49557; NVIDIA/TensorRT#4832.
@@ -61,8 +62,9 @@ def _traps(machine: Machine) -> Iterator[str]:
             "fix of NvMap in 36.4.7: restart the board, keep memory free (fewer models, no "
             "desktop), or use L4T 36.4.4"
         )
-    docker = _docker_major() if (36,) <= release < (37,) else 0
-    if docker >= _DOCKER_RAW:
+    installed = _DOCKER.search(file_text(root / "var/lib/dpkg/status"))
+    docker = int(installed[1]) if installed else 0
+    if (36,) <= release < (37,) and docker >= _DOCKER_RAW:
         yield (
             f"Docker {docker} needs iptables' table raw, which the kernel of JetPack 6 lacks: "
             "containers with published ports do not start, and `docker build` has no network: use "
@@ -74,19 +76,6 @@ def _traps(machine: Machine) -> Iterator[str]:
             f"TensorRT {tensorrt} on an Orin refuses INT8 pairs with float16 scales (Could not "
             "infer output types for dequantize): quantize without --other-nodes fp16"
         )
-
-
-def _docker_major() -> int:
-    """Return the major version of Docker; 0 without it."""
-    docker = shutil.which("docker")
-    if docker is None:
-        return 0
-    try:
-        done = subprocess.run([docker, "--version"], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    found = re.search(r"version (\d{1,4})\.", done.stdout)
-    return int(found[1]) if found else 0
 
 
 def first_jetpack(profile: Profile) -> JetPack | None:

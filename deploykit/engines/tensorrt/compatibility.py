@@ -106,7 +106,7 @@ class Here:
         """Return the `built_on` of a manifest, whose `cuda` is that of the plan's kernels.
 
         The newest CUDA of this driver says nothing of them: where TensorRT's is not known, none is
-        recorded, and TensorRT judges.
+        recorded, and TensorRT decides.
         """
         facts = {key: str(value) for key, value in vars(self).items() if value}
         facts["cuda"] = facts.pop("tensorrt_cuda", "")
