@@ -15,9 +15,14 @@ from deploykit.core.extras import installed
 from deploykit.engines.cuda.errors import CaptureRefused, DeviceLost
 from deploykit.engines.tensorrt.log import recorder
 from tests.support.runtimes.cuda_runs import FakeCuda
-from tests.support.runtimes.fake_tensorrt import FakeTensorRt
+from tests.support.runtimes.fake_tensorrt import FakeTensorRt, tensor
 from tests.support.runtimes.modules import replaced
-from tests.support.runtimes.tensorrt_opened import Opened, opened_fixture, rows  # noqa: F401
+from tests.support.runtimes.tensorrt_opened import (  # noqa: F401
+    Opened,
+    X,
+    opened_fixture,
+    rows,
+)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +49,7 @@ CALLS = [
     "set_optimization_profile_async",
     "set_input_shape",
     "infer_shapes",
+    "get_tensor_shape",
     "set_tensor_address",
     "execute_async_v3",
 ]
@@ -142,6 +148,18 @@ def test_an_error_line_of_a_call_that_succeeded_is_not_the_reason(call: str) -> 
     opened.nv.fail = {"execute_async_v3": "the reason"}
     with pytest.raises(Unsupported, match=r"the reason$"):
         opened.engine({"x": rows(2)})
+
+
+def test_an_inspector_or_an_allocator_that_is_refused_is_a_deploykit_error() -> None:
+    late = Opened((X, tensor("y", "OUTPUT", [-1, 4], late=True)))
+    late.nv.fail = {"create_engine_inspector": "the reason"}
+    with pytest.raises(Unsupported, match="the reason"):
+        late.engine.layer_information()
+    late.engine.submit({"x": rows(2)})
+    late.nv.fail = {"set_output_allocator": "the reason"}
+    with pytest.raises(Unsupported, match=r"depends on the data.*the reason"):
+        late.engine({"x": rows(3)})
+    late.engine.close()
 
 
 def test_tensorrt_can_read_its_errors_back_from_the_recorder() -> None:
