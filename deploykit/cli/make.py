@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shlex
-import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from deploykit.cli import output, tables
 from deploykit.cli.options import (
@@ -22,6 +20,7 @@ from deploykit.cli.options import (
     described,
 )
 from deploykit.cli.output import Progress
+from deploykit.cli.prove import axis_sizes
 
 _ACCURACY = """
 --calib FILE.npz|DIR   Calibration data, for int8, fp8 and auto
@@ -99,7 +98,19 @@ def train(
     """
     given = api_arguments(locals())
     if given.pop("compare_devices"):
-        _compare_devices(as_json, **{key: given[key] for key in _TABLE})
+        from deploykit.training.compare_devices import against
+        from deploykit.training.compare_devices import compare_devices as time_devices
+
+        names = ("recipe", "out", "data", "batch_size", "augment", "compile", "force")
+        options, line = {key: given[key] for key in names}, output.command_line()
+        with Progress("train --compare-devices") as progress:
+            table = time_devices(**options, command=line, on_progress=progress)
+        shown: list[output.Part] = [
+            against(table.to_dict()),
+            *table.verdict,
+            f"wrote {table.folder}",
+        ]
+        output.show(table, shown, as_json=as_json)
         return
     from deploykit.training import train as training
 
@@ -116,23 +127,6 @@ def train(
         raise
     if first:
         output.show(result, tables.made(result), as_json=as_json)
-
-
-# the options of `compare_devices`
-_TABLE = ("recipe", "out", "data", "batch_size", "augment", "compile", "force")
-
-
-def _compare_devices(as_json: bool, **given: Any) -> None:
-    from deploykit.training import compare_devices as verb
-    from deploykit.training.compare_devices import against
-
-    command = shlex.join(["deploykit", *sys.argv[1:]])
-    with Progress("train --compare-devices") as progress:
-        table = verb.compare_devices(**given, command=command, on_progress=progress)
-    rates = against(table.to_dict())
-    shown: list[output.TextTable | str] = [output.TextTable(rates.columns, rates.rows, left=(0,))]
-    shown += [*table.verdict, f"wrote {table.folder}"]
-    output.show(table, shown, as_json=as_json)
 
 
 @described(f"""
@@ -208,7 +202,9 @@ MODEL                  An .onnx file
         keeps the accuracy
 {OUT}
 {FORCE}
-Accuracy:{_ACCURACY}
+Accuracy:{_ACCURACY}--batch N              Samples per call; without data, rows of the random inputs
+--axis NAME=SIZE       Without data: size of a dynamic axis of the random inputs; may be repeated
+        [several at which the model runs]
 Target:
 --runtime              What will run the file; each wants INT8 nodes at other places
         [the profile's, or tensorrt]
@@ -224,6 +220,8 @@ def quantize(
     data: Path | None = None,
     metric: str | None = None,
     max_drop: float | None = None,
+    batch: int | None = None,
+    axis: list[str] | None = None,
     runtime: TargetRuntime | None = None,
     profile: str | None = None,
     other_nodes: OtherPrecision = "fp32",
@@ -233,7 +231,7 @@ def quantize(
 
     Example: deploykit quantize model.onnx --to int8 --calib train.npz --data test.npz
     """
-    given = api_arguments(locals())
+    given = api_arguments(locals()) | {"axis": axis_sizes("axis", ",".join(axis or ()))}
     from deploykit.quantization import quantize as precision
 
     with (

@@ -10,10 +10,10 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
 from deploykit.core.errors import DeploykitError, GateFailed
+from deploykit.evaluation.formatting import Table
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -30,31 +30,7 @@ _STYLES = {  # first word of a line, or a cell -> its style on a terminal
 }
 
 
-@dataclass(frozen=True)
-class TextTable:
-    """Rows under a header; columns in `left` are left-aligned, others right-aligned."""
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    left: Sequence[int] = (0,)
-
-    def plain(self) -> str:
-        """Return the table as plain text, with columns as wide as their widest cell."""
-        cells = [[one_line(cell) for cell in row] for row in (self.header, *self.rows)]
-        widths = [max(len(row[column]) for row in cells) for column in range(len(self.header))]
-        lines = []
-        for row in cells:
-            pairs = enumerate(zip(row, widths, strict=True))
-            parts = [c.ljust(w) if at in self.left else c.rjust(w) for at, (c, w) in pairs]
-            lines.append("  ".join(parts).rstrip())
-        if any(self.header):
-            lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join(lines if any(self.header) else lines[1:])
-
-
-Part = str | TextTable
-
-
+Part = str | Table
 spell: Callable[[str], str] = str  # spells parameter names as the running command does
 
 
@@ -94,7 +70,7 @@ def show_json(document: Any) -> None:
 def show_parts(parts: Sequence[Part]) -> None:
     """Print with rich on a terminal, as plain text elsewhere."""
     if not is_terminal(sys.stdout):
-        line("\n".join(_text(part) if isinstance(part, str) else part.plain() for part in parts))
+        line("\n".join(_text(part) if isinstance(part, str) else _plain(part) for part in parts))
         return
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -107,15 +83,28 @@ def show_parts(parts: Sequence[Part]) -> None:
             first = part.lstrip().partition(" ")[0]
             console.print(Text(_text(part), style=_STYLES.get(first, "")), soft_wrap=True)
             continue
-        head = any(part.header)
+        head = any(part.columns)
         table = RichTable(box=None, show_header=head, pad_edge=False, padding=(0, 2, 0, 0))
-        for at, name in enumerate(part.header):
+        for at, name in enumerate(part.columns):
             whole = not any(" " in row[at] for row in part.rows)  # names stay whole, to be copied
-            side: Literal["left", "right"] = "left" if at in part.left else "right"
+            side: Literal["left", "right"] = "left" if at in part.text else "right"
             table.add_column(name, justify=side, overflow="fold", no_wrap=whole)
         for row in part.rows:
             table.add_row(*(Text(one_line(cell), style=_STYLES.get(cell, "")) for cell in row))
         console.print(table)
+
+
+def _plain(table: Table) -> str:
+    """Return the table as plain text, with columns as wide as their widest cell."""
+    cells = [[one_line(cell) for cell in row] for row in (table.columns, *table.rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        pairs = enumerate(zip(row, widths, strict=True))
+        parts = [c.ljust(w) if at in table.text else c.rjust(w) for at, (c, w) in pairs]
+        lines.append("  ".join(parts).rstrip())
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([lines[0], rule, *lines[1:]] if any(table.columns) else lines[1:])
 
 
 def _text(part: str) -> str:
@@ -132,6 +121,18 @@ def note(text: str) -> None:
     """Print one line on stderr, if stderr can still be written."""
     with contextlib.suppress(OSError):
         print(spell(text), file=sys.stderr, flush=True)
+
+
+def note_line(text: str) -> None:
+    """Print a note of a library function on stderr."""
+    note(f"note: {one_line(text)}")
+
+
+def command_line() -> str:
+    """Return the running command as a shell would read it, to repeat it."""
+    import shlex  # late: `--help` does not need it
+
+    return shlex.join(["deploykit", *sys.argv[1:]])
 
 
 def error(exc: DeploykitError) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
@@ -161,8 +160,7 @@ def load(
     from deploykit.loadtest import load as loading
 
     with Progress("load", bar_only=True) as progress:
-        command = shlex.join(["deploykit", *sys.argv[1:]])
-        result = loading.load_test(**given, command=command, on_progress=progress)
+        result = loading.load_test(**given, command=output.command_line(), on_progress=progress)
     output.show(result, tables.load(result), as_json=as_json)
     result.raise_if_unmet()
 

@@ -497,7 +497,8 @@ class RowIndependence(Record):
 class Evidence(Record):
     """What is known of one artefact; None: not examined.
 
-    `source_graph`: the evidence of the graph that an engine was built from.
+    `source_graph`: the evidence of the graph that an engine was built from. `proven_on`: the GPUs
+    with their TensorRT on which an engine was proven; empty for where it was built.
     """
 
     parity: Parity | None = None
@@ -516,6 +517,7 @@ class Evidence(Record):
     golden: GoldenSamples | None = None
     weights: WeightsFile | None = None
     notes: tuple[str, ...] = ()
+    proven_on: tuple[str, ...] = ()
 
     shown: ClassVar[tuple[str, ...]] = ("verified",)
 
@@ -524,8 +526,10 @@ class Evidence(Record):
         """The reason, in one line, not to use the engine; empty if there is none."""
         if self.precision is not None and self.precision.too_wide:
             return self.precision.why
-        failed = [each for each in (self.parity, self.accuracy) if each and not each.passed]
-        return failed[0].why if failed else ""
+        # of a quantized graph the evaluation judges this very parity; the bound is float32's
+        judged = self.accuracy is not None and self.accuracy.parity == self.parity
+        proofs = (self.accuracy,) if judged else (self.parity, self.accuracy)
+        return next((each.why for each in proofs if each and not each.passed), "")
 
     @property
     def verified(self) -> bool:

@@ -31,7 +31,9 @@ def class_axis(name: str, values: np.ndarray, feeds: Arrays) -> int | None:
     if values.dtype.kind in "biuO" or _NO_CLASSES.search(name.lower()):
         return None
     if len(shape) == 2:
-        axis = None if _unit_vectors(values) else 1
+        # rows of length 1 with a negative value are normalised embeddings
+        lengths = np.linalg.norm(values.astype(np.float64), axis=1)
+        axis = None if (values < 0).any() and (np.abs(lengths - 1) < _UNIT).all() else 1
     elif len(shape) == 3 and any(len(s) in (2, 3) and s[:2] == shape[:2] for s in given):
         axis = 2
     elif len(shape) == 4:
@@ -41,11 +43,3 @@ def class_axis(name: str, values: np.ndarray, feeds: Arrays) -> int | None:
         elif any(s[1:3] == shape[1:3] for s in images):
             axis = 3
     return axis if axis is not None and shape[axis] >= 2 else None
-
-
-def _unit_vectors(values: np.ndarray) -> bool:
-    """Return whether rows [N,C] have length 1 and a negative value, as normalised embeddings."""
-    if not (values < 0).any():
-        return False
-    lengths = np.linalg.norm(values.astype(np.float64), axis=1)
-    return bool((np.abs(lengths - 1) < _UNIT).all())

@@ -10,7 +10,7 @@ Batches that the engine ran for another reason (`JoinedRun`) count: only missing
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 
@@ -32,10 +32,6 @@ BOUND = 1e-3
 BOUND_BETWEEN = 2e-2
 _PLACES = 64  # the most rows of a batch that are compared
 PLACED = "acdefgb"  # letters of rows spread over a joined batch, its last one first
-
-
-class Dependent(Exception):  # noqa: N818 - it ends the search and is not an error
-    """Rows may not be joined; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -75,109 +71,6 @@ def spread_places(rows: int, count: int) -> list[int]:
     return [int(place) for place in np.linspace(rows - 1, 0, min(count, rows)).round()]
 
 
-class RowComparison:
-    """Compares the outputs of runs with those of the rows "a" and "b" alone."""
-
-    def __init__(
-        self, specs: Sequence[TensorSpec], alone: Mapping[str, Mapping[str, np.ndarray]]
-    ) -> None:
-        self._names = [spec.name for spec in specs]
-        self._alone = alone
-        self._first: dict[tuple[int, str, str], np.ndarray] = {}
-        self._others: dict[tuple[str, str], np.ndarray] = {}  # rows of the smallest batch with them
-        self._scales = {
-            name: max(_largest(alone[letter].get(name)) for letter in "ab") for name in self._names
-        }
-        self._elements = {name: self._element_scale(name) for name in self._names}
-        self.errors = dict.fromkeys(self._names, 0.0)
-
-    def _element_scale(self, name: str) -> np.ndarray | float:
-        a, b = (self._alone[letter].get(name) for letter in "ab")
-        scale = self._scales[name]
-        if a is None or b is None or a.dtype.kind != "f" or a.shape != b.shape or not len(a):
-            return scale
-        sizes = np.nan_to_num(np.maximum(abs(a[0]), abs(b[0])), nan=0.0, posinf=0.0)
-        return np.asarray(sizes.astype(np.float64) + scale / 10)
-
-    def apart(self) -> dict[str, float]:
-        """Return by how much each non-empty output differs between the two rows."""
-        found = {}
-        for name in self._names:
-            a, b = (self._alone[letter][name] for letter in "ab")
-            if a.size or b.size:
-                found[name] = _difference(a, b, self._scales[name])
-        return found
-
-    def check(self, plan: str, outputs: Arrays) -> None:
-        """Compare the rows of a run of `plan`. Raises Dependent."""
-        rows = len(plan)
-        places = range(rows)
-        if rows > _PLACES:
-            places = [*range(_PLACES // 2), *range(rows - _PLACES // 2, rows)]  # type: ignore[assignment]
-        for name in self._names:
-            _check_shape(name, rows, None if name not in outputs else outputs[name].shape)
-            for place in places:
-                if plan[place] in PLACED:
-                    self._check_row(name, plan[place], rows, outputs[name][place, ...])
-
-    def check_joined(self, run: JoinedRun, letters: Mapping[str, int]) -> None:
-        """Compare the rows of a batch that ran already. Raises Dependent."""
-        for name in self._names:
-            _check_shape(name, run.rows, run.shapes.get(name))
-            for letter, place in letters.items():
-                self._check_row(name, letter, run.rows, run.outputs[name][place, ...])
-
-    def _check_row(self, name: str, letter: str, rows: int, got: np.ndarray) -> None:
-        """Compare one row; `got` is an array even without axes, as a string has no shape."""
-        if letter in self._alone:
-            want = self._alone[letter][name][0, ...]
-        else:
-            want = self._others.setdefault((letter, name), got)
-        if got.shape != want.shape:
-            raise Dependent(
-                f"a row of output '{name}' is {list(want.shape)} alone and "
-                f"{list(got.shape)} among {rows} rows"
-            )
-        error = _difference(got, want, self._scales[name])
-        same = self._first.setdefault((rows, letter, name), got)
-        if error > BOUND_BETWEEN or _difference(got, same, self._elements[name]) > BOUND:
-            raise Dependent(
-                f"output '{name}' of a row changes with the rows next to it, or with its "
-                f"place among them (seen with {rows} rows)"
-            )
-        self.errors[name] = max(self.errors[name], error)
-
-
-def _check_shape(name: str, rows: int, shape: tuple[int, ...] | None) -> None:
-    if shape is None or shape[:1] != (rows,):
-        found = None if shape is None else list(shape)
-        raise Dependent(f"output '{name}' is {found} for {rows} rows")
-
-
-def _largest(array: np.ndarray | None) -> float:
-    if array is None or array.dtype.kind != "f":
-        return 0.0
-    values = np.abs(array[np.isfinite(array)].astype(np.float64))
-    return float(values.max(initial=0.0))
-
-
-def _difference(got: np.ndarray, want: np.ndarray, scale: np.ndarray | float) -> float:
-    """Return the largest difference relative to `scale`; inf if only one value is finite."""
-    if got.shape != want.shape:
-        return np.inf
-    if want.dtype.kind != "f":
-        return 0.0 if np.array_equal(got, want) else np.inf
-    if np.array_equal(got, want, equal_nan=True):
-        return 0.0
-    x, y = got.astype(np.float64), want.astype(np.float64)
-    finite = np.isfinite(x) & np.isfinite(y)
-    if not np.array_equal(x[~finite], y[~finite], equal_nan=True):
-        return np.inf
-    off = np.where(finite, np.abs(x - y), 0.0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return float(np.where(off == 0, 0.0, off / scale).max(initial=0.0))
-
-
 _APART = 4  # times the error: the least difference that distinguishes the outputs of two rows
 _ROUNDS = 3  # rounds of inputs; later ones run only if they are quick or nothing is decided
 _QUICK_S = 0.03  # the limit of a quick round; a fifth of it if other runs count
@@ -201,8 +94,6 @@ _NEXT_TO: Mapping[int, tuple[str, ...]] = {
 _LARGEST = "abAzbtaba"
 _PLAIN = str.maketrans("Atzni", "babab")
 
-Make = Callable[[int], "dict[str, np.ndarray]"]  # seed -> a pool of rows
-
 
 def why_no_batch(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> str:
     """Return why axis 0 cannot be a batch, by the names of the axes; empty if it may be one."""
@@ -222,6 +113,10 @@ def looks_batched(engine: Engine) -> bool:
     inputs = engine.inputs
     first = {spec.shape[:1] for spec in (*inputs, *engine.outputs)}
     return len(first) == 1 and bool(inputs) and inputs[0].batched
+
+
+class _Dependent(Exception):  # noqa: N818 - it ends the search and is not an error
+    """Rows may not be joined; the message is the reason."""
 
 
 def prove_rows(
@@ -255,15 +150,25 @@ def prove_rows(
                 break
         else:
             if not proof.rows:
-                raise Dependent("no invented input was found that it runs")
+                raise _Dependent("no invented input was found that it runs")
         if not proof.decided:
-            raise Dependent("its outputs were the same for all invented inputs")
-    except Dependent as exc:
+            raise _Dependent("its outputs were the same for all invented inputs")
+    except _Dependent as exc:
         return RowIndependence(False, str(exc), tuple(sorted(proof.rows)), proof.worst)
     if times_us is not None:
         times_us.update(proof.times_us)
     why = f"the same within {proof.worst:.2g} alone and joined, whatever the other rows are"
     return RowIndependence(True, why, tuple(sorted(proof.rows)), proof.worst)
+
+
+def _run(engine: Engine, feeds: Arrays) -> dict[str, np.ndarray] | Exception:
+    """Return the outputs, or the reason why the engine gives none. Raises DeviceLost."""
+    try:
+        return engine(feeds)
+    except DeviceLost:
+        raise
+    except Exception as exc:  # noqa: BLE001 - any failure means the same
+        return exc
 
 
 def _pools(
@@ -276,73 +181,67 @@ def _pools(
 
     The rows come from the largest batch that it ran, then from the samples, then are invented.
     """
+
+    def runs(pool: Arrays) -> bool:
+        return isinstance(_run(engine, {name: array[:1] for name, array in pool.items()}), dict)
+
     largest = max(joined, key=lambda run: run.rows, default=None)
     if largest is not None and largest.rows > 1:
         pool = {n: np.concatenate([a[:1], a[-1:], a[1:-1]]) for n, a in largest.feeds.items()}
-        if any(run.rows == 1 and run.letters({"a": pool}) for run in joined) or _runs(engine, pool):
+        if any(run.rows == 1 and run.letters({"a": pool}) for run in joined) or runs(pool):
             yield pool
-    given = {name: array[:_POOL] for name, array in (samples or {}).items()}
-    rows = {len(array) for array in given.values()}
-    if rows and min(rows) > 1 and len(rows) == 1 and _runs(engine, given):
-        yield given
-    for make in _inventions(engine, sizes):
-        if _runs(engine, make(0)):
-            yield from (make(seed) for seed in range(_ROUNDS))
-            return
-
-
-def _inventions(engine: Engine, sizes: Mapping[str, int]) -> Iterator[Make]:
-    specs = tuple(TensorSpec(s.name, carrier(s.dtype), s.shape) for s in engine.inputs)
-    strings = {spec.name for spec in engine.inputs if spec.dtype == "string"}
-    axes = {axis for spec in specs for axis in spec.shape[1:] if isinstance(axis, str)}
+    pool = {name: array[:_POOL] for name, array in (samples or {}).items()}
+    counts = {len(array) for array in pool.values()}
+    if len(counts) == 1 and min(counts) > 1 and runs(pool):
+        yield pool
+    axes = {axis for spec in engine.inputs for axis in spec.shape[1:] if isinstance(axis, str)}
     free = sorted(axes - set(sizes))
-
-    def make(size: int, below: int, seed: int) -> dict[str, np.ndarray]:
-        chosen = {**{axis: _within(engine, axis, size) for axis in free}, **sizes}
-        chosen[str(specs[0].shape[0])] = _POOL
-        known = tuple(s if s.name not in strings else TensorSpec(s.name, "string", s.shape)
-                      for s in specs)  # fmt: skip
-        feeds = random_feeds(known, chosen, seed)
-        for name, array in feeds.items():
-            if array.dtype.kind in "iu":
-                segments = any(word in name.lower() for word in _SEGMENTS)
-                if segments or below < _IDS[0]:
-                    feeds[name] = array % array.dtype.type(_IDS[1])
-        return feeds
-
-    integers = any("int" in spec.dtype for spec in specs)
+    integers = any("int" in carrier(spec.dtype) for spec in engine.inputs)
     for size in _SIZES if free else _SIZES[:1]:
         for below in _IDS if integers else _IDS[:1]:
-            yield lambda seed, size=size, below=below: make(size, below, seed)  # type: ignore[misc]
+            chosen = dict(sizes)
+            for axis in free:
+                low, high = engine.limits.get(axis, (1, None))
+                chosen[axis] = max(low, size if high is None else min(size, high))
+            chosen[str(engine.inputs[0].shape[0])] = _POOL
+            if runs(_invent(engine, chosen, below, 0)):
+                yield from (_invent(engine, chosen, below, seed) for seed in range(_ROUNDS))
+                return
 
 
-def _within(engine: Engine, axis: str, size: int) -> int:
-    low, high = engine.limits.get(axis, (1, None))
-    return max(low, size if high is None else min(size, high))
-
-
-def _runs(engine: Engine, feeds: Arrays) -> bool:
-    try:
-        engine({name: array[:1] for name, array in feeds.items()})
-    except DeviceLost:
-        raise
-    except Exception:  # noqa: BLE001 - the next inputs are tried
-        return False
-    return True
+def _invent(
+    engine: Engine, sizes: Mapping[str, int], below: int, seed: int
+) -> dict[str, np.ndarray]:
+    """Return random inputs; integers are below 2 if `below` is, or if they name segments."""
+    kinds = [s.dtype if s.dtype == "string" else carrier(s.dtype) for s in engine.inputs]
+    specs = [TensorSpec(s.name, k, s.shape) for s, k in zip(engine.inputs, kinds, strict=True)]
+    feeds = random_feeds(tuple(specs), sizes, seed)
+    for name, array in feeds.items():
+        segments = any(word in name.lower() for word in _SEGMENTS)
+        if array.dtype.kind in "iu" and (segments or below < _IDS[0]):
+            feeds[name] = array % array.dtype.type(_IDS[1])
+    return feeds
 
 
 class _Proof:
-    """The results for one engine. `worst`: the largest error. `rows`: the numbers of rows run."""
+    """The runs of one engine, compared. `rows`: the numbers of rows that were run."""
 
     def __init__(self, engine: Engine, most: int, joined: Sequence[JoinedRun]) -> None:
-        self.worst = 0.0
         self.rows: set[int] = set()
         self.times_us: dict[int, int] = {}
-        self._engine = engine
-        self._most = most
-        self._joined = joined
-        self._errors = {spec.name: 0.0 for spec in engine.outputs}
-        self._apart: dict[str, float] = {}  # by non-empty output
+        self._engine, self._most, self._joined = engine, most, joined
+        self._names = [spec.name for spec in engine.outputs]
+        self._errors = dict.fromkeys(self._names, 0.0)
+        self._apart: dict[str, float] = {}  # differences of two rows, by non-empty output
+        # of the pool that is being compared:
+        self._want: dict[tuple[str, str], np.ndarray] = {}  # rows alone, or in the smallest batch
+        self._first: dict[tuple[int, str, str], np.ndarray] = {}
+        self._scales: dict[str, tuple[float, np.ndarray | float]] = {}  # whole output, element
+
+    @property
+    def worst(self) -> float:
+        """The largest error."""
+        return max(self._errors.values())
 
     @property
     def decided(self) -> bool:
@@ -350,54 +249,85 @@ class _Proof:
         distinct = {
             name: apart > _APART * self._errors[name] for name, apart in self._apart.items()
         }
-        floats = [
-            distinct[s.name]
-            for s in self._engine.outputs
-            if "float" in s.dtype and s.name in distinct
-        ]
+        kinds = {spec.name: spec.dtype for spec in self._engine.outputs}
+        floats = [found for name, found in distinct.items() if "float" in kinds[name]]
         return all(floats) if floats else any(distinct.values())
 
     def run(self, pool: Arrays) -> None:
-        """Compare the first two rows of `pool` in every plan. Raises Dependent."""
+        """Compare the first two rows of `pool` in every plan. Raises _Dependent."""
         kinds = _rows(pool)
-        joined = [(run, found) for run in self._joined if (found := run.letters(kinds))]
-        single = {letter: run.outputs for run, found in joined if run.rows == 1 for letter in found}
-        alone = {letter: single.get(letter) or self._alone(kinds, letter) for letter in "ab"}
-        compared = RowComparison(self._engine.outputs, alone)
+        ran = [(run, found) for run in self._joined if (found := run.letters(kinds))]
+        single = {letter: run.outputs for run, found in ran if run.rows == 1 for letter in found}
+        self._first, self._want = {}, {}
+        alone: dict[str, Arrays] = {}
         for letter in "ab":
-            compared.check(letter, alone[letter])
-        for name, apart in compared.apart().items():
-            self._apart[name] = max(self._apart.get(name, 0.0), apart)
-        for run, found in sorted(joined, key=lambda each: each[0].rows):
-            compared.check_joined(run, found)
-            self._add(run.rows, compared)
-        for plan in self._plans(kinds, [run.rows for run, found in joined if {*"ab"} <= {*found}]):
-            try:
-                outputs = self._call(kinds, plan)
-            except DeviceLost:
-                raise
-            except Exception as exc:  # noqa: BLE001 - it may refuse only these values
-                plain = plan.translate(_PLAIN)
-                try:
-                    outputs = self._call(kinds, plain)
-                except DeviceLost:
-                    raise
-                except Exception:  # noqa: BLE001
+            outputs = single.get(letter) or self._call(kinds, letter)
+            if isinstance(outputs, Exception):
+                raise _Dependent(f"a row does not run alone: {first_line(outputs)}")
+            self._check_shapes(1, {name: array.shape for name, array in outputs.items()})
+            alone[letter] = outputs
+            self._want |= {(letter, name): outputs[name][0, ...] for name in self._names}
+        for name in self._names:
+            a, b = alone["a"][name], alone["b"][name]
+            scale = max(_largest(a), _largest(b))
+            self._scales[name] = scale, _element_scale(a, b, scale)
+            if a.size or b.size:
+                apart = _difference(a, b, scale)
+                self._apart[name] = max(self._apart.get(name, 0.0), apart)
+        for run, found in sorted(ran, key=lambda each: each[0].rows):
+            self._check_shapes(run.rows, run.shapes)
+            self._check(run.rows, run.outputs, found.items())
+        for plan in self._plans(kinds, [run.rows for run, found in ran if {*"ab"} <= {*found}]):
+            outputs = self._call(kinds, plan)
+            if isinstance(outputs, Exception):  # it may refuse only these values
+                failure, plain = outputs, plan.translate(_PLAIN)
+                outputs = self._call(kinds, plain)
+                if isinstance(outputs, Exception):
                     if len(plan) > 4:
                         continue  # the warm-up reports a batch that is too large
-                    why = f"it does not run with {len(plan)} rows: {first_line(exc)}"
-                    raise Dependent(why) from None
+                    why = f"it does not run with {len(plan)} rows: {first_line(failure)}"
+                    raise _Dependent(why)
                 plan = plain
-            compared.check(plan, outputs)
-            self._add(len(plan), compared)
+            self._check_shapes(len(plan), {name: array.shape for name, array in outputs.items()})
+            places = [(letter, place) for place, letter in enumerate(plan) if letter in PLACED]
+            ends = len(plan) - _PLACES // 2
+            self._check(
+                len(plan),
+                outputs,
+                [each for each in places if not _PLACES // 2 <= each[1] < ends],
+            )
 
-    def _alone(self, kinds: Mapping[str, Arrays], letter: str) -> dict[str, np.ndarray]:
-        try:
-            return self._call(kinds, letter)
-        except DeviceLost:
-            raise
-        except Exception as exc:  # noqa: BLE001 - any failure means the same
-            raise Dependent(f"a row does not run alone: {first_line(exc)}") from None
+    def _check_shapes(self, rows: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        for name in self._names:
+            shape = shapes.get(name)
+            if shape is None or shape[:1] != (rows,):
+                found = None if shape is None else list(shape)
+                raise _Dependent(f"output '{name}' is {found} for {rows} rows")
+
+    def _check(self, rows: int, outputs: Arrays, places: Iterable[tuple[str, int]]) -> None:
+        """Compare the rows of a batch of `rows` with the same rows alone and elsewhere in it.
+
+        `places`: letters of rows and where they are. Raises _Dependent.
+        """
+        for letter, place in places:
+            for name in self._names:
+                got = outputs[name][place, ...]  # an array even without axes, as of strings
+                want = self._want.setdefault((letter, name), got)
+                if got.shape != want.shape:
+                    raise _Dependent(
+                        f"a row of output '{name}' is {list(want.shape)} alone and "
+                        f"{list(got.shape)} among {rows} rows"
+                    )
+                scale, elements = self._scales[name]
+                error = _difference(got, want, scale)
+                same = self._first.setdefault((rows, letter, name), got)
+                if error > BOUND_BETWEEN or _difference(got, same, elements) > BOUND:
+                    raise _Dependent(
+                        f"output '{name}' of a row changes with the rows next to it, or with its "
+                        f"place among them (seen with {rows} rows)"
+                    )
+                self._errors[name] = max(self._errors[name], error)
+        self.rows.add(rows)
 
     def _plans(self, kinds: Mapping[str, Arrays], ran: Sequence[int]) -> Iterator[str]:
         """Yield the plans to run. `ran`: sizes of the batches with "a" and "b" that ran already."""
@@ -412,21 +342,46 @@ class _Proof:
             others = [letter for letter in PLACED[1:-1] if letter in kinds]
             yield "".join(("a", *others[: self._most - 2], "b"))
 
-    def _add(self, rows: int, compared: RowComparison) -> None:
-        self.rows.add(rows)
-        for name, error in compared.errors.items():
-            self._errors[name] = max(self._errors[name], error)
-        self.worst = max(self._errors.values())
-
-    def _call(self, kinds: Mapping[str, Arrays], plan: str) -> dict[str, np.ndarray]:
-        feeds = {
+    def _call(self, kinds: Mapping[str, Arrays], plan: str) -> dict[str, np.ndarray] | Exception:
+        joined = {
             name: np.concatenate([kinds[letter][name] for letter in plan]) for name in kinds["a"]
         }
         began_s = time.perf_counter()
-        outputs = self._engine(feeds)
-        if len(plan) == self._most:
+        outputs = _run(self._engine, joined)
+        if len(plan) == self._most and isinstance(outputs, dict):
             self.times_us[self._most] = round((time.perf_counter() - began_s) * 1e6)
         return outputs
+
+
+def _largest(array: np.ndarray) -> float:
+    if array.dtype.kind != "f":
+        return 0.0
+    values = np.abs(array[np.isfinite(array)].astype(np.float64))
+    return float(values.max(initial=0.0))
+
+
+def _element_scale(a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray | float:
+    if a.dtype.kind != "f" or a.shape != b.shape or not len(a):
+        return scale
+    sizes = np.nan_to_num(np.maximum(abs(a[0]), abs(b[0])), nan=0.0, posinf=0.0)
+    return np.asarray(sizes.astype(np.float64) + scale / 10)
+
+
+def _difference(got: np.ndarray, want: np.ndarray, scale: np.ndarray | float) -> float:
+    """Return the largest difference relative to `scale`; inf if only one value is finite."""
+    if got.shape != want.shape:
+        return np.inf
+    if want.dtype.kind != "f":
+        return 0.0 if np.array_equal(got, want) else np.inf
+    if np.array_equal(got, want, equal_nan=True):
+        return 0.0
+    x, y = got.astype(np.float64), want.astype(np.float64)
+    finite = np.isfinite(x) & np.isfinite(y)
+    if not np.array_equal(x[~finite], y[~finite], equal_nan=True):
+        return np.inf
+    off = np.where(finite, np.abs(x - y), 0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(np.where(off == 0, 0.0, off / scale).max(initial=0.0))
 
 
 def _rows(pool: Arrays) -> dict[str, dict[str, np.ndarray]]:

@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from deploykit.core.cuda_order import cuda_order
 from deploykit.core.extras import installed
 from deploykit.core.json_value import Record
 from deploykit.core.machine import board_model, file_text, natural_number, power_mode
@@ -89,7 +90,7 @@ class Conditions(Record):
 
 def conditions_of(states: Sequence[GpuState]) -> Conditions:
     """Summarise the states of one GPU, at least one, in order of time."""
-    last = states[-1]
+    last, traced = states[-1], states[:: -(-len(states) // _TRACED)]
     clocks = [state.clock_hz / 1e6 for state in states if state.clock_hz is not None]
     watts = [state.power_w for state in states if state.power_w is not None]
     allowed = [state.clock_max_hz / 1e6 for state in states if state.clock_max_hz]
@@ -109,23 +110,15 @@ def conditions_of(states: Sequence[GpuState]) -> Conditions:
         power_high_w=max(watts, default=None),
         temperature_c=max(heat, default=None),
         throttled=in_order(reason for each in known for reason in each) if known else None,
-        trace=_trace(states[:: -(-len(states) // _TRACED)]),
+        trace={
+            "clock_mhz": tuple(state.clock_hz and state.clock_hz / 1e6 for state in traced),
+            "power_w": tuple(state.power_w for state in traced),
+            "temperature_c": tuple(
+                max(filter(None, (each.temperature_c, *dict(each.zones).values())), default=None)
+                for each in traced
+            ),
+        },
     )
-
-
-def _trace(states: Sequence[GpuState]) -> dict[str, tuple[float | None, ...]]:
-    return {
-        "clock_mhz": tuple(_mega(state.clock_hz) for state in states),
-        "power_w": tuple(state.power_w for state in states),
-        "temperature_c": tuple(
-            max(filter(None, (state.temperature_c, *dict(state.zones).values())), default=None)
-            for state in states
-        ),
-    }
-
-
-def _mega(value: float | None) -> float | None:
-    return None if value is None else value / 1e6
 
 
 def in_order(reasons: Iterable[str]) -> tuple[str, ...]:
@@ -163,7 +156,15 @@ class JetsonReader:
             return None
         rails, power = read_rails(root)
         zones = read_zones(root)
-        memory = _meminfo(root)
+        meminfo = file_text(root / "proc/meminfo")
+        found = re.findall(r"^(\w+):\s+([0-9]{1,15}) kB", meminfo, re.MULTILINE)
+        memory = {name: int(kib) * 1024 for name, kib in found}
+        hertz = {
+            name: next(
+                (n for each in clocks if (n := _number(each / name)) is not None and n >= 0), None
+            )
+            for name in ("cur_freq", "max_freq")
+        }
         return GpuState(
             uuid="jetson-gpu.0",
             name=board_model(root) or "NVIDIA Jetson",
@@ -173,8 +174,8 @@ class JetsonReader:
             power_w=power,
             memory_used_bytes=memory.get("NvMapMemUsed"),
             memory_total_bytes=memory.get("MemTotal"),
-            clock_hz=_clock(clocks, "cur_freq"),
-            clock_max_hz=_clock(clocks, "max_freq"),
+            clock_hz=hertz["cur_freq"],
+            clock_max_hz=hertz["max_freq"],
             temperature_c=next((value for name, value in zones if name == "gpu"), None),
             throttled=self._throttled(),
             power_mode=power_mode(root),
@@ -188,13 +189,24 @@ class JetsonReader:
         A `*-throttle-alert` cooling device is above 0 while a zone is too hot. The over-current
         events, under-voltage among them, count from the boot on: new ones lower the clocks.
         """
-        hot = _cooling(self._root)
-        events = _over_current(self._root)
-        new = events is not None and self._events is not None and events > self._events
-        self._events = events if events is not None else self._events
-        if hot is None and events is None:
+        alerts = [
+            state
+            for device in _list(self._root, "sys/class/thermal/cooling_device*")
+            if file_text(device / "type").strip().endswith("throttle-alert")
+            and (state := _number(device / "cur_state")) is not None
+        ]
+        counts = [
+            count
+            for chip in _list(self._root, "sys/class/hwmon/hwmon*")
+            if file_text(chip / "name").strip() == "soctherm_oc"
+            for entry in _list(chip, "oc[1-9]_event_cnt")
+            if (count := _number(entry)) is not None and count >= 0
+        ]
+        if not alerts and not counts:
             return None
-        return (*["hw_slowdown"] * new, *["sw_thermal"] * bool(hot))
+        new = bool(counts) and self._events is not None and sum(counts) > self._events
+        self._events = sum(counts) if counts else self._events
+        return (*["hw_slowdown"] * new, *["sw_thermal"] * (max(alerts, default=0) > 0))
 
 
 def read_rails(root: Path) -> tuple[tuple[tuple[str, float], ...], float | None]:
@@ -243,34 +255,6 @@ def read_zones(root: Path) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(zones.items()))
 
 
-def _cooling(root: Path) -> list[str] | None:
-    """Return the active alerts; None if there is none to read."""
-    states = {}
-    for device in _list(root, "sys/class/thermal/cooling_device*"):
-        name = file_text(device / "type").strip()
-        state = _number(device / "cur_state")
-        if name.endswith("throttle-alert") and state is not None:
-            states[name] = state
-    return [name for name, state in states.items() if state > 0] if states else None
-
-
-def _over_current(root: Path) -> int | None:
-    """Count all over-current and under-voltage events since boot; None if there is no counter."""
-    counts = [
-        count
-        for chip in _list(root, "sys/class/hwmon/hwmon*")
-        if file_text(chip / "name").strip() == "soctherm_oc"
-        for entry in _list(chip, "oc[1-9]_event_cnt")
-        if (count := _number(entry)) is not None and count >= 0
-    ]
-    return sum(counts) if counts else None
-
-
-def _clock(clocks: list[Path], name: str) -> int | None:
-    found = (_number(entry / name) for entry in clocks)
-    return next((hertz for hertz in found if hertz is not None and hertz >= 0), None)
-
-
 def _list(folder: Path, pattern: str) -> list[Path]:
     try:
         return sorted(folder.glob(pattern))
@@ -281,12 +265,6 @@ def _list(folder: Path, pattern: str) -> list[Path]:
 def _number(path: Path) -> int | None:
     text = file_text(path).strip()
     return int(text) if re.fullmatch(r"-?[0-9]{1,15}", text) else None
-
-
-def _meminfo(root: Path) -> dict[str, int]:
-    text = file_text(root / "proc/meminfo")
-    found = re.findall(r"^(\w+):\s+([0-9]{1,15}) kB", text, re.MULTILINE)
-    return {name: int(kib) * 1024 for name, kib in found}
 
 
 class Devices:
@@ -345,6 +323,10 @@ class Devices:
         reasons = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
         if reasons is None:  # the name before driver 535
             reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        clock_mhz, memory_clock_mhz = (
+            self._ask("nvmlDeviceGetClockInfo", handle, kind)
+            for kind in (nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM)
+        )
         throttled = tuple(name for name, bit in THROTTLES.items() if (reasons or 0) & bit)
         return GpuState(
             uuid=str(self._ask("nvmlDeviceGetUUID", handle) or f"gpu-{index}"),
@@ -357,10 +339,8 @@ class Devices:
             energy_j=_scale(self._ask("nvmlDeviceGetTotalEnergyConsumption", handle), 1e-3),
             memory_used_bytes=None if memory is None else int(memory.used),
             memory_total_bytes=None if memory is None else int(memory.total),
-            clock_hz=_hertz(self._ask("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM)),
-            memory_clock_hz=_hertz(
-                self._ask("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_MEM)
-            ),
+            clock_hz=None if clock_mhz is None else clock_mhz * 1_000_000,
+            memory_clock_hz=None if memory_clock_mhz is None else memory_clock_mhz * 1_000_000,
             temperature_c=self._ask("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
             throttled=None if reasons is None else throttled,
         )
@@ -368,10 +348,6 @@ class Devices:
 
 def _scale(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
-
-
-def _hertz(mhz: int | None) -> int | None:
-    return None if mhz is None else mhz * 1_000_000
 
 
 def read_gpus(root: Path = Path("/")) -> tuple[GpuState, ...]:
@@ -383,11 +359,26 @@ def read_gpus(root: Path = Path("/")) -> tuple[GpuState, ...]:
         devices.close()
 
 
-class GpuWatch(Closing):
-    """Reads every GPU each `every_s` in a thread, until `close`."""
+def cuda_names(gpus: Sequence[GpuState]) -> dict[str, str]:
+    """Return CUDA's name in this process, "cuda:0", by the UUID of each GPU that it shows."""
+    if any(gpu.source.endswith("sysfs") for gpu in gpus):  # a Jetson has one
+        return {gpu.uuid: f"cuda:{number}" for number, gpu in enumerate(gpus)}
+    order = cuda_order([gpu.uuid for gpu in gpus])
+    return {gpus[at].uuid: f"cuda:{number}" for number, at in enumerate(order) if at is not None}
 
-    def __init__(self, devices: Devices | None = None, *, every_s: float = 0.5) -> None:
+
+class GpuWatch(Closing):
+    """Reads the GPUs that CUDA shows to this process each `every_s` in a thread, until `close`.
+
+    `only`: CUDA's names of those to watch; all if it is empty.
+    """
+
+    def __init__(
+        self, devices: Devices | None = None, *, every_s: float = 0.5, only: Sequence[str] = ()
+    ) -> None:
         self._devices = devices or Devices()
+        self._names: dict[str, str] | None = None
+        self._only = frozenset(only)
         self._every_s = every_s
         self._states: dict[str, list[GpuState]] = {}  # GPU's uuid -> states
         self._ended = threading.Event()
@@ -417,8 +408,13 @@ class GpuWatch(Closing):
             self._look()
 
     def _look(self) -> None:
-        for gpu in self._devices.read():
-            self._states.setdefault(gpu.uuid, []).append(gpu)
+        gpus = self._devices.read()
+        if gpus and self._names is None:
+            self._names = cuda_names(gpus)
+        for gpu in gpus:
+            name = (self._names or {}).get(gpu.uuid)
+            if name and (not self._only or name in self._only):
+                self._states.setdefault(gpu.uuid, []).append(gpu)
 
 
 # The energy is that of the devices, without power supply and fan. Reading never raises; if there is
@@ -496,6 +492,7 @@ class EnergyMeter(Closing):
         self._devices = self.devices or Devices(self.root)
         self._packages = self._open_packages()
         self._gpus: dict[str, _Gpu] = {}
+        self._names: dict[str, str] = {}  # of the GPUs that CUDA shows to this process, by UUID
         self._open_gpus()
         if any(state.last is not None for state in self._gpus.values()):
             self._thread = threading.Thread(target=self._loop, name="energy", daemon=True)
@@ -524,7 +521,7 @@ class EnergyMeter(Closing):
 
     def _open_packages(self) -> list[_Counter]:
         found, hidden = [], []
-        for folder in _folders(self.root / _POWERCAP):
+        for folder in _list(self.root, f"{_POWERCAP}/*:*"):
             name = file_text(folder / "name").strip()
             if not _PACKAGE.fullmatch(name):  # psys sums packages, which hold core, dram
                 continue
@@ -546,13 +543,20 @@ class EnergyMeter(Closing):
 
     def _open_gpus(self) -> None:
         states = self._devices.read()
+        self._names = cuda_names(states) if states else {}
         self._read_gpus(states)
+        if states and "cuda:0" not in self._names.values():
+            self.why["cuda:0"] = (
+                "it is none of NVML's GPUs: a part of a GPU (MIG) has no meter of its own"
+            )
         if not states:
             driver = "NVML, the driver's library, reports no GPU"
             needs = "nvidia-ml-py is not installed, which reads NVML: pip install nvidia-ml-py"
             self.why["cuda:0"] = driver if installed("pynvml") else needs
         for state in states:
-            name = f"cuda:{state.index}"
+            name = self._names.get(state.uuid)
+            if name is None:
+                continue
             if name not in self._gpus:
                 self.why[name] = f"{state.name} reports neither energy nor power"
             elif state.source.endswith("sysfs"):
@@ -565,19 +569,13 @@ class EnergyMeter(Closing):
     def _read_gpus(self, states: tuple[GpuState, ...] | None = None) -> None:
         now_s = self.clock()
         for state in self._devices.read() if states is None else states:
-            if state.energy_j is None and state.power_w is None:
+            name = self._names.get(state.uuid)
+            if name is None or (state.energy_j is None and state.power_w is None):
                 continue
-            name, kind = f"cuda:{state.index}", "counter" if state.energy_j is not None else "power"
+            kind = "counter" if state.energy_j is not None else "power"
             self._gpus.setdefault(name, _Gpu(kind)).add(state, now_s)
 
     def _loop(self) -> None:
         while not self._ended.wait(_EVERY_S):
             with self._lock:
                 self._read_gpus()
-
-
-def _folders(folder: Path) -> list[Path]:
-    try:
-        return sorted(each for each in folder.iterdir() if re.fullmatch(r"[\w-]+:\d+", each.name))
-    except OSError:
-        return []

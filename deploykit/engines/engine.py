@@ -60,6 +60,7 @@ class Engine(Closing):
     largest axis 0 that it accepts, None for no limit. `limits`: the smallest and largest size by
     dynamic axis, if there are any. `device`: "cpu" or "cuda:0". `runtime`: its name and version
     ("onnxruntime 1.31.1"). `notes`: warnings for the user, such as nodes that run on the CPU.
+    `place`: the GPU and the TensorRT that run a plan, for which alone a proof of it holds.
     `steady`: a call's time depends on the shapes of its inputs alone, so no values can make it
     hang. `last_copies_us`: the last call's copies to the device and back. `batching`: whether its
     rows may be joined, as its manifest says. `examples`: inputs that it is known to run. `source`:
@@ -74,6 +75,7 @@ class Engine(Closing):
     max_batch: int | None = None
     limits: Mapping[str, tuple[int, int | None]] = MappingProxyType({})
     notes: tuple[str, ...] = ()
+    place: str = ""
     steady: bool = False
     last_copies_us: tuple[int, int] = (0, 0)
     batching: RowIndependence | None = None
@@ -271,25 +273,3 @@ class RecordedEngine(Engine):
                     f"{self.runtime}: has no recorded outputs for this value of input '{name}'"
                 )
         return {name: array.copy() for name, array in self._values.items()}
-
-
-class KnownOutputs(Engine):
-    """Wraps an engine whose outputs for `inputs` are known: for these, in order, it does not run.
-
-    `inputs`, `outputs`: rows by name. The engine stays open.
-    """
-
-    def __init__(self, engine: Engine, inputs: Arrays, outputs: Arrays) -> None:
-        self.inputs, self.outputs, self.runtime = engine.inputs, engine.outputs, engine.runtime
-        self.device, self.limits, self.max_batch = engine.device, engine.limits, engine.max_batch
-        self._engine, self._feeds, self._values = engine, inputs, outputs
-        self._at = 0
-
-    def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        rows = slice(self._at, self._at + len(next(iter(feeds.values()))))
-        known = {name: array[rows] for name, array in self._feeds.items()}
-        whole = rows.stop <= len(next(iter(self._values.values())))
-        if not whole or any(not np.array_equal(feeds[name], a) for name, a in known.items()):
-            return self._engine(feeds)
-        self._at = rows.stop
-        return {name: array[rows] for name, array in self._values.items()}

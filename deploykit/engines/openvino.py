@@ -72,23 +72,11 @@ _TAKES = frozenset(("float16", "float32", "float64", "bool", *_INTEGERS))
 Axes = tuple["int | str | None", ...]  # None: the file has no size
 
 
-def read_specs(path: Path) -> tuple[tuple[TensorSpec, ...], list[tuple[str, str, Axes | None]]]:
-    """Return the inputs, and each output's name, dtype and shape, None if the file has none.
-
-    OpenVINO drops the names of dynamic axes, and inputs that no node reads. Raises BadInput if the
-    file is not an ONNX model, Unsupported for tensors that OpenVINO does not take.
-    """
-    facts = read_facts(path)
-    inputs = tuple(
-        TensorSpec(each.name, _dtype(path, each), name_axes(each.name, each.shape or ()))
-        for each in facts.inputs
-    )
-    return inputs, [(each.name, _dtype(path, each), each.shape) for each in facts.outputs]
-
-
-def name_axes(name: str, shape: Axes) -> tuple[int | str, ...]:
+def _name_axes(name: str, shape: Axes) -> tuple[int | str, ...]:
     """Name each axis of unknown size in `shape`, as ONNX Runtime's engine does."""
-    return tuple(axis_name(name, n) if axis is None else axis for n, axis in enumerate(shape))
+    return tuple(
+        axis if isinstance(axis, int) else axis_name(name, n, axis) for n, axis in enumerate(shape)
+    )
 
 
 def _dtype(path: Path, value: Value) -> str:
@@ -155,7 +143,12 @@ class OpenVinoEngine(Engine):
     def __init__(self, path: Path, threads: int | None) -> None:
         self.path = path
         self.runtime = f"openvino {str(ov.__version__).partition('-')[0]}"  # drop the build
-        self.inputs, outputs = read_specs(path)
+        facts = read_facts(path)  # OpenVINO drops names of dynamic axes, and inputs that none reads
+        self.inputs = tuple(
+            TensorSpec(each.name, _dtype(path, each), _name_axes(each.name, each.shape or ()))
+            for each in facts.inputs
+        )
+        outputs = [(each.name, _dtype(path, each), each.shape) for each in facts.outputs]
         external_weights(path)  # checks that the files are in the folder and long enough
         with openvino_errors(path):
             reader = frontend.FrontEndManager().load_by_framework("onnx")
@@ -174,30 +167,37 @@ class OpenVinoEngine(Engine):
         )
         self._wide = [each.name for each in self.inputs if each.dtype in _WIDE]
         self._check = FeedCheck(self.inputs, path.name)
-        self.steady = not read_facts(path).slowed_by_values
+        self.steady = not facts.slowed_by_values
         executed = Counter(layer.precision for layer in self.layers if layer.precision)
         self.options = {
             **{name: _text(self._compiled.get_property(name)) for name in _config(threads)},
             "layers": ", ".join(f"{count} {name}" for name, count in executed.most_common()),
         }
-        self.notes = tuple(f"{path}: {note}" for note in self._doubts())
+        notes = []
+        if "float64" in {each.dtype for each in (*self.inputs, *self.outputs)}:
+            notes.append("OpenVINO computes float64 in float32")
+        if exact and "QuantizeLinear" in facts.operators:
+            notes.append(
+                "INT8 runs in float32: without VNNI, OpenVINO would cut the sums of its products"
+            )
+        self.notes = tuple(f"{path}: {note}" for note in notes)
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         if self._request is None:
             raise DeploykitError(f"{self.path.name}: the engine is closed")
         self._check(feeds)
         for name in self._wide:
-            _check_width(self.path.name, name, feeds[name])
+            array = feeds[name]
+            if array.size and (array.max() > 2**31 - 1 or array.min() < -(2**31)):
+                raise BadInput(
+                    f"{self.path.name}: input '{name}' holds integers beyond 32 bits, which "
+                    "OpenVINO cuts off",
+                    hint="ONNX Runtime computes them: build it with the profile 'cpu'",
+                )
         arrays = {port: feeds[name] for port, name in self._ports}
         with openvino_errors(self.path):
             found = self._request.infer(arrays, share_inputs=True)
         return {spec.name: found[number] for number, spec in enumerate(self.outputs)}
-
-    def _doubts(self) -> Iterator[str]:
-        if "float64" in {each.dtype for each in (*self.inputs, *self.outputs)}:
-            yield "OpenVINO computes float64 in float32"
-        if not adds_exactly() and "QuantizeLinear" in read_facts(self.path).operators:
-            yield "INT8 runs in float32: without VNNI, OpenVINO would cut the sums of its products"
 
     def trim(self) -> bool:
         self._compiled.release_memory()
@@ -243,25 +243,12 @@ def _layers(compiled: Any) -> Iterator[Layer]:
 
 def _output(port: Any, name: str, dtype: str, shape: Any) -> TensorSpec:
     """Return the output's spec from the file, with sizes that it lacks as OpenVINO infers them."""
-    inferred = port.partial_shape
-    if shape is None or (inferred.rank.is_static and len(shape) != inferred.rank.get_length()):
-        count = inferred.rank.get_length() if inferred.rank.is_static else 0
-        shape = (None,) * count
-    sizes = list(inferred) if inferred.rank.is_static else [None] * len(shape)
-    merged = tuple(
-        size.get_length() if size is not None and size.is_static else axis
-        for axis, size in zip(shape, sizes, strict=True)
-    )
-    return TensorSpec(name, dtype, name_axes(name, merged))
-
-
-def _check_width(where: str, name: str, array: np.ndarray) -> None:
-    """Raise BadInput for integers that OpenVINO would silently truncate to 32 bits."""
-    if array.size and (array.max() > 2**31 - 1 or array.min() < -(2**31)):
-        raise BadInput(
-            f"{where}: input '{name}' holds integers beyond 32 bits, which OpenVINO cuts off",
-            hint="ONNX Runtime computes them: build it with the profile 'cpu'",
-        )
+    if port.partial_shape.rank.is_static:
+        sizes = [each.get_length() if each.is_static else None for each in port.partial_shape]
+        if shape is None or len(shape) != len(sizes):
+            shape = sizes
+        shape = [axis if n is None else n for axis, n in zip(shape, sizes, strict=True)]
+    return TensorSpec(name, dtype, _name_axes(name, shape or ()))
 
 
 def _text(value: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -310,26 +309,13 @@ def pair(left: Arrays, right: Arrays) -> tuple[Arrays, Arrays, Mapping[str, Matc
             images = [([a[n] for a in mine], [a[n] for a in theirs]) for n in every]
         pairs = [_pairs(*image) for image in images]
         for name in head.names:
-            for outputs, places in (
-                (left, [each.left for each in pairs]),
-                (right, [each.right for each in pairs]),
-            ):
+            for side, outputs in enumerate((left, right)):
                 parts = [outputs[name]] if single else outputs[name]
-                taken = [part[at] for part, at in zip(parts, places, strict=True)]
+                taken = [part[each[side]] for part, each in zip(parts, pairs, strict=True)]
                 outputs[name] = np.concatenate(taken)
-        matched = sum(len(each.left) for each in pairs)
-        total = sum(each.boxes for each in pairs) - matched
-        found[head.boxes] = Matches(matched, total, sum(each.iou for each in pairs))
+        counts = [(each.matched, each.total, each.iou) for *_, each in pairs]
+        found[head.boxes] = Matches(*map(sum, zip(*counts, strict=True)))
     return left, right, found
-
-
-def same_boxes(left: Arrays, right: Arrays) -> np.ndarray | None:
-    """Return for each box of both sides whether the other has it; None without a detector."""
-    found = pair(left, right)[2].values()
-    if not found:
-        return None
-    matched, total = sum(each.matched for each in found), sum(each.total for each in found)
-    return np.arange(total) < matched
 
 
 def _heads(outputs: Arrays) -> Iterator[_Head]:
@@ -363,16 +349,10 @@ def _only_boxes(rows: np.ndarray) -> bool:
     return shares and numbers and _corners(rows[..., :4]) and bool(_areas(rows[..., :4]).any())
 
 
-class _Pairs(NamedTuple):
-    """The pairs of an image: their indices on both sides, the boxes of both, and the summed IoU."""
-
-    left: list[int]
-    right: list[int]
-    boxes: int
-    iou: float
-
-
-def _pairs(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> _Pairs:
+def _pairs(
+    left: Sequence[np.ndarray], right: Sequence[np.ndarray]
+) -> tuple[list[int], list[int], Matches]:
+    """Return the places of an image's paired boxes on both sides, and their number."""
     (boxes, scores, labels), (others, their_scores, their_labels) = left, right
     mine, theirs = _real(boxes, scores), _real(others, their_scores)
     iou = _iou(boxes[mine], others[theirs])
@@ -389,7 +369,8 @@ def _pairs(left: Sequence[np.ndarray], right: Sequence[np.ndarray]) -> _Pairs:
         iou[:, column] = 0
         found[0].append(int(place))
         found[1].append(int(theirs[column]))
-    return _Pairs(*found, len(mine) + len(theirs), total)
+    matched = len(found[0])
+    return *found, Matches(matched, len(mine) + len(theirs) - matched, total)
 
 
 def _real(boxes: np.ndarray, scores: np.ndarray) -> np.ndarray:
@@ -417,9 +398,9 @@ def _iou(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 def same_answers(left: Arrays, right: Arrays, feeds: Arrays, rows: int) -> np.ndarray | None:
     """Return where both answer the same: by boxes, else by the first output's class or integer."""
-    boxes = same_boxes(left, right)
-    if boxes is not None:
-        return boxes
+    if boxes := pair(left, right)[2].values():  # for each box of both: whether the other has it
+        total = sum(each.total for each in boxes)
+        return np.arange(total) < sum(each.matched for each in boxes)
     for name, values in left.items():
         others = right[name]
         if values.ndim == 0 or len(values) != rows or not (values.any() or others.any()):

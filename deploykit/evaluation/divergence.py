@@ -29,7 +29,7 @@ from deploykit.graph.validate import RUNTIME_DOMAINS
 # The writers of deploykit keep the name of a tensor, or add a suffix to it. Two graphs from
 # different exporters share no names: no pair is found.
 
-_TWIN = re.compile(r"(.+)_(?:float16|bfloat16|dequantized)_*")
+_TWIN = re.compile(r"(?<=.)_(?:float16|bfloat16|dequantized)_*$")
 # Types that numpy lacks are returned as float32, which holds each of their values.
 _SHOWN_AS_FLOAT = frozenset(("bfloat16", "float8e4m3fn", "float8e5m2"))
 # INT8 is left out: one step more or less is expected, and its dequantized twin shows its size.
@@ -91,10 +91,12 @@ def shared(a: Graph, b: Graph) -> tuple[Pair, ...]:
     twins = _makers(b)
     by_stem: dict[str, str] = {}
     for name in twins:
-        by_stem.setdefault(_stem(name), name)  # the first: a node computes it, a Cast copies it
+        by_stem.setdefault(
+            _TWIN.sub("", name), name
+        )  # the first: a node computes it, a Cast copies it
     pairs = []
     for name, node in _makers(a).items():
-        other = name if name in twins else by_stem.get(_stem(name))
+        other = name if name in twins else by_stem.get(_TWIN.sub("", name))
         if other is not None and _same_work(node, twins[other]):
             pairs.append(Pair(name, other, node.name, node.op_type))
     return tuple(pairs)
@@ -111,17 +113,11 @@ def _makers(graph: Graph) -> dict[str, onnx.NodeProto]:
     }
 
 
-def _stem(name: str) -> str:
-    found = _TWIN.fullmatch(name)
-    return found[1] if found else name
-
-
 def _same_work(a: onnx.NodeProto, b: onnx.NodeProto) -> bool:
-    if a.op_type == b.op_type or (a.name and a.name == b.name):
-        return True
     kinds = {a.op_type, b.op_type}
     fused = a.domain.startswith(RUNTIME_DOMAINS) or b.domain.startswith(RUNTIME_DOMAINS)
-    return fused or bool(kinds & _CONVERTS or kinds & _MERGED)
+    named = bool(a.name) and a.name == b.name
+    return len(kinds) == 1 or named or fused or bool(kinds & (_CONVERTS | _MERGED))
 
 
 CHUNK = 64  # tensors of each graph that are in memory at once

@@ -7,16 +7,22 @@ the outputs do.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import ADJUSTED_WALD, Drop, Evaluation, Interval, Parity, ParityRow
-from deploykit.engines.data.samples import Samples, check_finite, random_feeds
+from deploykit.core.tensors import batch_axes
+from deploykit.engines.data.samples import Samples, check_finite
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.accuracy import Metric, Scores, drop_of, same_answers
-from deploykit.evaluation.parity import BATCHES, BOXES, compare_engines
+from deploykit.evaluation.parity import (
+    BOXES,
+    compare_engines,
+    feeds_at_sizes,
+    sizes_that_run,
+)
 from deploykit.evaluation.statistics import (
     proportion,
     samples_to_show_agreement,
@@ -57,7 +63,7 @@ def evaluate(
         max_drop: a fraction, or in the metric's own unit; 0.01 where None.
         names: what tables and errors call the two.
         batch_size: samples per call.
-        sizes: sizes of the random inputs' dynamic axes other than the batch.
+        sizes: sizes of the random inputs' dynamic axes; others are those of `sizes_that_run`.
 
     Raises:
         BadInput: the two cannot be compared, the metric does not fit, or `max_drop` is given and
@@ -71,65 +77,59 @@ def evaluate(
                 "`max_drop` needs samples",
                 hint="give labelled samples (or unlabelled ones, for agreement), or no bound",
             )
-        random = _random(reference, candidate, sizes or {}, batch_size)
+        random = evaluation_feeds(reference, candidate, None, batch_size, sizes or {})
         parity = compare_engines(reference, candidate, random, names=names, random=True)
         return _without_labels(parity, None, None, None)
     size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
-    answers = _Answers(samples.first(used), size, metric)
-    batches = answers.samples.batches(size)
-    parity = compare_engines(reference, candidate, batches, names=names, each=answers.add)
-    broken = _broken(parity)
-    if broken:
-        check_finite(answers.samples)
-        return Evaluation(parity, None, None, used, False, broken, max_drop, MIN_SQNR_DB)
-    if not answers.scores:
-        return _without_labels(parity, answers.agreement, used, max_drop)
-    drop = drop_of(*answers.scores)
-    bound = MAX_DROP if max_drop is None else max_drop
-    passed, reason = _drop_verdict(drop, bound)
-    return Evaluation(parity, drop, answers.agreement, used, passed, reason, bound, MIN_SQNR_DB)
+    samples = samples.first(used)
+    labels = samples.labels if metric is not None else None
+    scores = [Scores(metric, samples.where) for _ in range(2)] if metric is not None else []
+    answers = [0, 0]  # all, and those that are equal
 
-
-class _Answers:
-    """Collects both engines' scores and where they give the same answer, batch by batch."""
-
-    def __init__(self, samples: Samples, size: int, metric: Metric | None) -> None:
-        self.samples, self._size = samples, size
-        self.scores: list[Scores] = []
-        if metric is not None and samples.labels is not None:
-            self.scores = [Scores(metric, samples.where) for _ in range(2)]
-        self._answers = self._equal = 0
-
-    def add(self, number: int, left: Arrays, right: Arrays) -> None:
-        """Add the outputs of batch `number`, of the reference and of the candidate."""
-        start = number * self._size
-        rows = min(self._size, len(self.samples) - start)
-        labels = self.samples.labels
+    def add(number: int, left: Arrays, right: Arrays) -> None:
+        """Count the answers to batch `number`, and score them where there are labels."""
+        rows = slice(number * size, min((number + 1) * size, used))
         if labels is not None:
-            for scores, outputs in zip(self.scores, (left, right), strict=False):
-                scores.add(outputs, labels[start : start + rows])
-        feeds = {name: a[start : start + rows] for name, a in self.samples.inputs.items()}
-        equal = same_answers(left, right, feeds, rows)
+            for score, outputs in zip(scores, (left, right), strict=True):
+                score.add(outputs, labels[rows])
+        equal = same_answers(left, right, samples.rows(rows), rows.stop - rows.start)
         if equal is not None:
-            self._answers += equal.size
-            self._equal += int(equal.sum())
+            answers[0] += equal.size
+            answers[1] += int(equal.sum())
 
-    @property
-    def agreement(self) -> Interval | None:
-        n = len(self.samples)  # the unit of the interval, as the answers of one sample depend
-        return proportion(n * self._equal / self._answers, n) if self._answers else None
+    parity = compare_engines(reference, candidate, samples.batches(size), names=names, each=add)
+    agreement = None
+    if _broken(parity):
+        check_finite(samples)
+    elif answers[0]:  # the unit of the interval is a sample, as its answers depend on each other
+        agreement = proportion(used * answers[1] / answers[0], used)
+    if labels is not None and not _broken(parity):
+        drop, bound = drop_of(*scores), MAX_DROP if max_drop is None else max_drop
+        passed, reason = _drop_verdict(drop, bound)
+        return Evaluation(parity, drop, agreement, used, passed, reason, bound, MIN_SQNR_DB)
+    return _without_labels(parity, agreement, used, max_drop)
 
 
-def _random(
-    reference: Engine, candidate: Engine, sizes: Mapping[str, int], batch_size: int
-) -> Iterable[dict[str, np.ndarray]]:
-    """Seeded inputs at several batch sizes, none above what either engine takes."""
-    limits = (engine.max_batch or batch_size for engine in (reference, candidate))
-    most = min(batch_size, *limits)
-    batches = dict.fromkeys(min(batch, most) for batch in BATCHES)
-    for batch in batches:
-        axes = {str(spec.shape[0]): batch for spec in reference.inputs if spec.batched}
-        yield random_feeds(reference.inputs, {**sizes, **axes}, batch)
+def evaluation_feeds(
+    reference: Engine,
+    candidate: Engine,
+    samples: Samples | None,
+    batch_size: int,
+    sizes: Mapping[str, int],
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the batches that `evaluate` runs: of the samples, else seeded inputs of several sizes.
+
+    No batch of these is above what either engine takes.
+    """
+    if samples is not None:
+        size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
+        yield from samples.first(used).batches(size)
+        return
+    limits = {**reference.limits, **candidate.limits}
+    most = [engine.max_batch or batch_size for engine in (reference, candidate)]
+    limits |= {axis: (1, min(batch_size, *most)) for axis in batch_axes(reference.inputs)}
+    found, _ = sizes_that_run(reference, sizes, limits)
+    yield from feeds_at_sizes(reference.inputs, sizes=found)
 
 
 def _broken(parity: Parity) -> str:

@@ -104,7 +104,7 @@ def _percentile(
     marks = {value, _at(ordered, n / 2)} if q > 50 else {value}
     short = short or rounds
     alike = _calls_per_independent(rounds, marks)
-    while len(rounds) >= 2 * _FEWEST_ROUNDS and _shortest(rounds) < _ROUND * alike:
+    while len(rounds) >= 2 * _FEWEST_ROUNDS and min(map(len, rounds)) < _ROUND * alike:
         rounds = [np.concatenate(rounds[at : at + 2]) for at in range(0, len(rounds) - 1, 2)]
         alike = _calls_per_independent(rounds, marks)
     if alike >= _INDEPENDENT:
@@ -126,10 +126,6 @@ def _at(ordered: np.ndarray, rank: float) -> float:
     return float(ordered[math.ceil(rank) - 1])
 
 
-def _shortest(rounds: Sequence[np.ndarray]) -> int:
-    return min(map(len, rounds))
-
-
 def _calls_per_independent(rounds: Sequence[np.ndarray], marks: set[float]) -> float:
     """Return how many consecutive calls carry the information of one independent call.
 
@@ -137,7 +133,7 @@ def _calls_per_independent(rounds: Sequence[np.ndarray], marks: set[float]) -> f
     summed up to five times itself (Sokal, Monte Carlo Methods in Statistical Mechanics, 1996,
     section 3).
     """
-    size = _shortest(rounds)
+    size = min(map(len, rounds))
     calls = np.stack([each[:size] for each in rounds])
     return max(_autocorrelation_time(calls > mark) for mark in marks)
 
@@ -164,17 +160,16 @@ def _ranks(
     `throughput`; its log-odds keep the bounds of a share near 1 apart from it. `cuts`: the calls in
     long rounds and in short ones, of which many show a slow drift; the wider interval counts.
     """
-    half = max(_half_width_of_share(rounds, value, n) for rounds in cuts) / (share * (1 - share))
+    half = 0.0
+    for rounds in cuts:
+        sizes = np.array([len(each) for each in rounds])
+        below = np.array([np.count_nonzero(each <= value) for each in rounds])
+        shares = (below - below.sum() / n * sizes) / sizes.mean()
+        half = max(half, half_width_of_series(shares) / (share * (1 - share)))
     odds = math.log(share / (1 - share))
     low = math.floor(n / (1 + math.exp(min(half - odds, 700.0))))
     high = math.ceil(n / (1 + math.exp(-half - odds)))
     return (low, min(high, n)) if low >= 1 and high <= n else None
-
-
-def _half_width_of_share(rounds: Sequence[np.ndarray], value: float, n: int) -> float:
-    sizes = np.array([len(each) for each in rounds])
-    below = np.array([np.count_nonzero(each <= value) for each in rounds])
-    return half_width_of_series((below - below.sum() / n * sizes) / sizes.mean())
 
 
 def _drift(rounds: Sequence[np.ndarray], most: float) -> float:

@@ -111,8 +111,13 @@ def open_rounded(graph: Graph, folder: Path) -> Engine:
     """Open a graph in ONNX Runtime, its half tensors rounded to their type as on a GPU."""
     from deploykit.engines.onnxruntime.engine import open_as_written
 
-    types = {dtype_name(kind) for kind in graph.element_types.values()}
-    if not any(each.simulated and each.dtype in types for each in ALL):
+    rounded = round_halves(graph)
+    if rounded is graph:
         return load(graph.path, "cpu")
-    rounded = simulate(graph).save(folder / "rounded.onnx", temporary=True)
-    return open_as_written(rounded.path)
+    return open_as_written(rounded.save(folder / "rounded.onnx", temporary=True).path)
+
+
+def round_halves(graph: Graph) -> Graph:
+    """Return a graph that rounds half tensors on a CPU too; `graph` itself where it has none."""
+    types = {dtype_name(kind) for kind in graph.element_types.values()}
+    return simulate(graph) if any(each.simulated and each.dtype in types for each in ALL) else graph

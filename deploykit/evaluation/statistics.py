@@ -112,13 +112,20 @@ def paired_drop(
     elif low == high:
         low, high = min(0.0, low), max(0.0, high)
     if bool(np.isin(values, (low, high)).all()):
-        drop, method = _scale(_paired_proportions(lost, gained, n), high - low), ADJUSTED_WALD
+        up, down = (lost + 1) / (n + 2), (gained + 1) / (n + 2)
+        half = _Z * math.sqrt((up + down - (up - down) ** 2) / (n + 2))
+        ends = max(-1.0, up - down - half), min(1.0, up - down + half)
+        drop = _scale(Interval((lost - gained) / n, *ends), high - low)
+        method = ADJUSTED_WALD
         before, after = (
             _scale(proportion(int((scores == high).sum()), n), high - low, low)
             for scores in (reference, candidate)
         )
     else:
-        drop, method = _rare_difference(reference - candidate, high - low), RARE_T
+        differences, span = reference - candidate, high - low
+        rare = _mean(np.concatenate((differences, (span, -span))))
+        value = float(differences.mean())
+        drop, method = Interval(value, min(value, rare.low), max(value, rare.high)), RARE_T
         before, after = _mean(reference), _mean(candidate)
     return Drop(metric, n, before, after, drop, lost, gained, unit, method)
 
@@ -144,11 +151,19 @@ def relative_rise(
         raise BadInput(f"{metric}: no sample has a label that counts")
     used = tokens > 0
     reference, candidate, tokens = reference[used], candidate[used], tokens[used]
-    rise = _difference(reference - candidate, metric, tokens)
+    differences = reference - candidate
+    n = len(differences)
+    if 2 <= n < FEWEST_EQUAL and bool((differences == differences[0]).all()):
+        # from 6 on the interval is that one value, as the sign test's on the median would be
+        raise BadInput(
+            f"{metric}: all {n} differences are equal, so their spread is unknown",
+            hint=f"{FEWEST_EQUAL} samples or more are needed, better some hundred",
+        )
+    rise = _mean(differences, tokens)
     before, after = (_mean(-scores, tokens) for scores in (reference, candidate))
     return Drop(
         metric,
-        len(reference),
+        n,
         _through(_exp, before),
         _through(_exp, after),
         _through(lambda value: _exp(value) - 1, rise),
@@ -244,20 +259,8 @@ def _t_central(t: np.ndarray | float, freedom: int) -> np.ndarray:
     )
 
 
-def _rare_difference(differences: np.ndarray, span: float) -> Interval:
-    value = float(differences.mean())
-    found = _mean(np.concatenate((differences, (span, -span))))
-    return Interval(value, min(value, found.low), max(value, found.high))
-
-
 def _scale(share: Interval, factor: float, offset: float = 0.0) -> Interval:
     return Interval(*(part * factor + offset for part in (share.value, share.low, share.high)))
-
-
-def _paired_proportions(lost: int, gained: int, n: int) -> Interval:
-    up, down = (lost + 1) / (n + 2), (gained + 1) / (n + 2)
-    half = _Z * math.sqrt((up + down - (up - down) ** 2) / (n + 2))
-    return Interval((lost - gained) / n, max(-1.0, up - down - half), min(1.0, up - down + half))
 
 
 def _pair_scores(
@@ -272,23 +275,6 @@ def _pair_scores(
             f"{metric}: {len(reference)} scores of the reference, {len(candidate)} of the candidate"
         )
     return reference, candidate
-
-
-def _difference(
-    differences: np.ndarray, metric: str, weights: np.ndarray | None = None
-) -> Interval:
-    """Return the mean of paired differences with its t interval; needs two samples.
-
-    Differences that are all equal have no spread to make a width of. From 6 on the interval is
-    that one value, as the sign test's on the median would be; fewer raise BadInput.
-    """
-    n = len(differences)
-    if 2 <= n < FEWEST_EQUAL and bool((differences == differences[0]).all()):
-        raise BadInput(
-            f"{metric}: all {n} differences are equal, so their spread is unknown",
-            hint=f"{FEWEST_EQUAL} samples or more are needed, better some hundred",
-        )
-    return _mean(differences, weights)
 
 
 def _mean(values: np.ndarray, weights: np.ndarray | None = None) -> Interval:

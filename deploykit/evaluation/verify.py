@@ -31,8 +31,9 @@ from deploykit.core.precision import max_engine_error
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Engine, load
 from deploykit.engines.tensorrt import inspector
+from deploykit.engines.tensorrt.compatibility import place_of
 from deploykit.evaluation import golden
-from deploykit.evaluation.batching import add_evidence
+from deploykit.evaluation.batching import add_evidence, prove_batch
 from deploykit.evaluation.evaluation import MAX_DROP, MIN_SQNR_DB
 from deploykit.evaluation.parity import compare_engines, comparison_feeds
 
@@ -157,23 +158,36 @@ def record_on_cpu(graph: Artefact, path: Path, sizes: Mapping[str, int]) -> Gold
 
 def check_proven(
     engine: Any, path: Path, manifest: Manifest, trust: bool, on_note: Callable[[str], None]
-) -> None:
-    """Prove the engine unless that was done before. Raises GateFailed, BadInput."""
+) -> Manifest:
+    """Prove the engine unless that was done on this GPU with this TensorRT; return its manifest.
+
+    A plan may run on other GPUs (`hardware_compatible`) and later versions (`version_compatible`)
+    than those it was proven on; it is proven again there. Raises GateFailed, BadInput.
+    """
     evidence = manifest.evidence
-    if evidence.verified:
-        return
+    place, built_on = getattr(engine, "place", None), place_of(manifest.built_on)
+    proven = evidence.proven_on or ((built_on,) if evidence.parity is not None else ())
+    moved = bool(proven) and place not in proven
+    if evidence.verified and not moved:
+        return manifest
     made_from = manifest.made_from[-1:]  # the graph is next to it, or nowhere
     graph = _hashes_next_to(path).get(made_from[0]) if made_from else None
     parity, why = prove_engine(engine, path, manifest, graph, path.name)
     if parity is None:
         if not trust:
+            never = (
+                f"was proven on {' and '.join(filter(None, proven)) or 'another machine'} only"
+                if moved
+                else ""
+            )
             raise BadInput(
-                f"{path}: was never run on its device, and cannot be proven here: {why}",
+                f"{path}: {never or 'was never run on its device'}, and cannot be proven here: "
+                f"{why}",
                 hint=f"put {manifest.built_on.get('model', 'its graph')} next to it, build it "
                 "here, or open it unproven with `trust`",
             )
         on_note(f"{path}: opened unproven (`trust`): {why}")
-        return
+        return manifest
     read = evidence.precision
     if read is None or not read.known:
         from deploykit.graph.graph import Graph
@@ -182,8 +196,16 @@ def check_proven(
         if graph is not None and not read.asked:  # a manifest of an earlier deploykit
             read = replace(read, asked=asked_of(Graph.open(graph)))
         read = read_engine(engine, read)
-    evidence = replace(evidence, parity=parity, precision=read)
-    _write(path, manifest, evidence, on_note)
+    before, evidence = evidence, replace(evidence, parity=parity, precision=read)
+    if moved and parity.passed:
+        evidence = replace(before, precision=read, proven_on=(*proven, str(place)))
+        if before.batching is not None and before.batching.passed:
+            rows = prove_batch(engine, path, before.golden)
+            evidence = evidence if rows.passed else replace(evidence, batching=rows)
+    elif not proven and place != built_on:
+        evidence = replace(evidence, proven_on=(str(place),))
+    if not (moved and evidence.wrong):  # it stays right where it was proven
+        _write(path, manifest, evidence, on_note)
     if evidence.wrong:
         raise GateFailed(
             f"{path}: {evidence.wrong}",
@@ -191,6 +213,7 @@ def check_proven(
         )
     if not evidence.verified:
         on_note(f"{path}: computes what its graph does; which types its layers run in is not known")
+    return replace(manifest, evidence=evidence)
 
 
 def _write(
@@ -280,7 +303,8 @@ def open_proven(
             )
             stack.callback(engines[-1].close)
             if len(engines) == 1 and manifest is not None:
-                check_proven(engines[0], artefact.path, manifest, trust, on_note)
+                manifest = check_proven(engines[0], artefact.path, manifest, trust, on_note)
+                artefact = Artefact.from_manifest(artefact.path, manifest)
         add_evidence(engines, artefact)
         stack.pop_all()
     for note in engines[0].notes:

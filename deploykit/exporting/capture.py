@@ -15,13 +15,14 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec, concrete
+from deploykit.engines.data.examples import Example
 from deploykit.engines.torch.advice import is_users, is_written_for_tracing, source_place
 from deploykit.exporting.operators import recurrent_layers_whole, translations
 from deploykit.exporting.reasons import CallWatch, SizeWatch, baked, explain
@@ -73,13 +74,17 @@ def example_sizes(
 
 @dataclass(frozen=True)
 class ExportJob:
-    """A module to export. `sizes`: those of its dynamic axes in the example; they may grow."""
+    """A module to export.
+
+    `sizes`: those of its dynamic axes in the example; they may grow. `given`: the user's example.
+    """
 
     module: Any
     inputs: Sequence[TensorSpec]
     outputs: Sequence[TensorSpec]
     opset: int
     sizes: dict[str, int]
+    given: Example = field(default_factory=Example)
 
     @property
     def names(self) -> dict[str, list[str]]:
@@ -90,7 +95,13 @@ class ExportJob:
         }
 
     def example(self) -> tuple[Any, ...]:
-        """Return zeros, which are valid ids of any vocabulary; masks are ones."""
+        """Return the user's values, else zeros, valid ids of any vocabulary; masks are ones."""
+        if self.given.arrays:
+            feeds = self.given.real_feeds(self.inputs, self.sizes)
+            return tuple(
+                torch.tensor(feeds[spec.name], dtype=getattr(torch, spec.dtype))
+                for spec in self.inputs
+            )
         return tuple(
             (torch.ones if spec.dtype == "bool" or "mask" in spec.name.lower() else torch.zeros)(
                 concrete(spec, self.sizes), dtype=getattr(torch, spec.dtype)
@@ -98,12 +109,13 @@ class ExportJob:
             for spec in self.inputs
         )
 
-    def dynamic_shapes(self) -> tuple[Any, ...]:
-        """Return one Dim for each name, so that inputs share their axes."""
+    def dynamic_shapes(self, *, named: bool = True) -> tuple[Any, ...]:
+        """Return one Dim for each name, so that inputs share their axes; else torch's own names."""
         dims: dict[str, Any] = {}
+        free = torch.export.Dim.DYNAMIC
         shapes = tuple(
             {
-                at: dims.setdefault(axis, torch.export.Dim(axis))
+                at: dims.setdefault(axis, torch.export.Dim(axis)) if named else free
                 for at, axis in enumerate(spec.shape)
                 if isinstance(axis, str)
             }
@@ -113,12 +125,13 @@ class ExportJob:
         return (shapes,) if kinds[:1] == [inspect.Parameter.VAR_POSITIONAL] else shapes
 
 
-def by_dynamo(job: ExportJob) -> tuple[Any, tuple[str, ...]]:
+def by_dynamo(job: ExportJob, *, named: bool = True) -> tuple[Any, tuple[str, ...]]:
     """Run torch's current exporter; return the graph and the sizes that the model branched on.
 
-    Raises NotExported.
+    Where the axes are not `named`, torch goes on to its stricter way of tracing if the first one
+    makes a size a constant, as `len(x)` does. Raises NotExported.
     """
-    example, shapes = job.example(), job.dynamic_shapes()
+    example, shapes = job.example(), job.dynamic_shapes(named=named)
     with _exporting(), recurrent_layers_whole(), SizeWatch() as watch:
         try:
             program = torch.onnx.export(
@@ -132,7 +145,17 @@ def by_dynamo(job: ExportJob) -> tuple[Any, tuple[str, ...]]:
                 **job.names,
             )
             graph = program.model
-            _check_inputs(graph, job)
+            # torch silently makes an axis a constant, or ties it to another, where the model works
+            # at no other size
+            axes: dict[str, str] = {}  # of torch's names, where these are not ours
+            for value, spec in zip(graph.graph.inputs, job.inputs, strict=True):
+                for at, (axis, dim) in enumerate(zip(spec.shape, value.shape, strict=True)):
+                    size = dim if isinstance(dim, int) else str(dim.value)
+                    own = str(size) if named else axes.setdefault(str(size), str(axis))
+                    if isinstance(axis, str) and (own != axis or isinstance(size, int)):
+                        with SizeWatch() as again:
+                            _capture_alone(job)
+                        raise baked(spec, at, size, again.place(job.sizes[axis]))
             return _simplify(lambda: graph), watch.decisions(job.sizes)
         except (torch.onnx.OnnxExporterError, *_RAISED) as exc:
             raise explain(exc, job.inputs, job.sizes) from exc
@@ -194,56 +217,27 @@ def _simplify(load: Callable[[], Any]) -> Any:
     """
     for infer in (True, False):
         graph = load()
-        _forget_sizes_in_loops(graph)
+        # torch writes the sizes of the first round into and after a loop, and the optimizer would
+        # keep them: a tensor that grows, as Mask R-CNN's masks do, would have one row
+        for node in graph.graph.all_nodes():
+            if node.op_type in ("Loop", "Scan"):
+                bodies = [x.as_graph() for x in node.attributes.values() if x.type == _GRAPH]
+                inner = [
+                    value for each in bodies for at in each.all_nodes() for value in at.outputs
+                ]
+                ends = [value for each in bodies for value in (*each.inputs, *each.outputs)]
+                for value in (*node.outputs, *inner, *ends):
+                    if value.shape is not None:
+                        value.shape = onnxscript.ir.Shape([None] * len(value.shape))
         graph = optimizer.optimize(
             graph, input_size_limit=_FOLDED_ELEMENTS, onnx_shape_inference=infer
         )
-        if not _reads_nothing(graph.graph, set()):
+        graphs = (graph.graph, *graph.graph.subgraphs())
+        given = {id(x) for each in graphs for x in (*each.inputs, *each.initializers.values())}
+        read = (value for node in graph.graph.all_nodes() for value in node.inputs)
+        if all(x is None or x.producer() is not None or id(x) in given for x in read):
             break
     return graph
-
-
-def _forget_sizes_in_loops(model: Any) -> None:
-    """Make every axis in and after a loop dynamic.
-
-    torch writes the sizes of the first round there, and the optimizer would make them constants: a
-    tensor that grows, as Mask R-CNN's masks do, would keep one row.
-    """
-    for node in model.graph.all_nodes():
-        if node.op_type in ("Loop", "Scan"):
-            bodies = [each.as_graph() for each in node.attributes.values() if each.type == _GRAPH]
-            inner = [value for each in bodies for at in each.all_nodes() for value in at.outputs]
-            ends = [value for each in bodies for value in (*each.inputs, *each.outputs)]
-            for value in (*node.outputs, *inner, *ends):
-                if value.shape is not None:
-                    value.shape = onnxscript.ir.Shape([None] * len(value.shape))
-
-
-def _reads_nothing(graph: Any, known: set[int]) -> bool:
-    """Return whether a node reads a value that nothing gives."""
-    known = known | {id(value) for value in (*graph.inputs, *graph.initializers.values())}
-    for node in graph:
-        for value in node.inputs:
-            if value is not None and value.producer() is None and id(value) not in known:
-                return True
-        inner = [item.as_graph() for item in node.attributes.values() if item.type == _GRAPH]
-        if any(_reads_nothing(each, known) for each in inner):
-            return True
-    return False
-
-
-def _check_inputs(graph: Any, job: ExportJob) -> None:
-    """Raise NotExported if torch made an axis of an input a constant, or tied it to another.
-
-    torch does so silently where the model works at no other size.
-    """
-    for value, spec in zip(graph.graph.inputs, job.inputs, strict=True):
-        for at, (axis, dim) in enumerate(zip(spec.shape, value.shape, strict=True)):
-            size = dim if isinstance(dim, int) else str(dim.value)
-            if isinstance(axis, str) and size != axis:
-                with SizeWatch() as watch:
-                    _capture_alone(job)
-                raise baked(spec, at, size, watch.place(job.sizes[axis]))
 
 
 def cutting_line(job: ExportJob) -> str:
@@ -261,8 +255,10 @@ def cutting_line(job: ExportJob) -> str:
 def watch_calls(job: ExportJob) -> CallWatch:
     """Run the module, and return which line of the user's code called which operator."""
     watch = CallWatch(job.module)
-    with _exporting(), contextlib.suppress(*_RAISED), watch:
-        job.module(*job.example())
+    example = job.example()
+    with _exporting(), contextlib.suppress(*_RAISED), watch.of(example):
+        job.module(*example)
+        watch.ended = True
     return watch
 
 
@@ -282,7 +278,7 @@ def _exporting() -> Iterator[list[warnings.WarningMessage]]:
     is always right.
     """
     detect = transformer._detect_is_causal_mask
-    transformer._detect_is_causal_mask = _is_causal
+    transformer._detect_is_causal_mask = lambda _, is_causal=None, _size=None: is_causal is True
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     silent = io.StringIO()
@@ -299,10 +295,6 @@ def _exporting() -> Iterator[list[warnings.WarningMessage]]:
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         transformer._detect_is_causal_mask = detect
-
-
-def _is_causal(_mask: Any, is_causal: bool | None = None, _size: int | None = None) -> bool:
-    return is_causal is True
 
 
 @contextlib.contextmanager

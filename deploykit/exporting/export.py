@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from deploykit.core.files import StrPath
 from deploykit.core.manifest import Manifest
 from deploykit.core.profile import Profile, load_profile
 from deploykit.core.task import Task
-from deploykit.core.tensors import BATCH, TensorSpec, mismatch, parse_spec
+from deploykit.core.tensors import BATCH, TensorSpec
 from deploykit.engines.data.preprocess import load_placing, load_preprocess
 from deploykit.engines.data.samples import random_feeds, read_samples
 from deploykit.evaluation.artefacts import (
@@ -43,10 +43,8 @@ if TYPE_CHECKING:
     import torch
 
     from deploykit.engines.torch.loaded import Loaded
-    from deploykit.exporting.load import Tensors
+    from deploykit.exporting.load import DynamicAxes, Tensors
     from deploykit.exporting.onnx import Exported
-
-    AxisLimits = Mapping[str, tuple[int, int | None]]  # least and largest size by axis
 
 
 def export(
@@ -57,7 +55,7 @@ def export(
     arch: str | None = None,
     inputs: Sequence[str] = (),
     batch: str | int = "dynamic",
-    dynamic_axes: Mapping[str, Mapping[int, str]] | None = None,
+    dynamic_axes: DynamicAxes | None = None,
     opset: int | None = None,
     profile: str | None = None,
     preprocess: str | None = None,
@@ -80,13 +78,15 @@ def export(
     Args:
         model: a live `nn.Module`, which stays as it is; a .pt, .pth, .ckpt, .pt2, .safetensors or
             TorchScript file; or a Hugging Face folder.
-        example_inputs: a tensor, a tuple by position or a dict by name; axis 0 is the batch.
+        example_inputs: a tensor, a tuple by position or a dict by name; axis 0 is the batch. The
+            model runs at its sizes, and on its integers, booleans and masks.
         out: by default MODEL.onnx.
         arch: builder of the model of bare weights: pkg.mod:callable, ./file.py:callable, a name of
             torchvision's, or "timm:NAME".
-        inputs: specs in place of an example, 'x:float32[N,3,224,224]'.
+        inputs: specs in place of an example, 'x:float32[N,3,224,224]'; 'ids:int64[N,T<=512]' for an
+            axis with a largest size.
         batch: "dynamic" or a size.
-        dynamic_axes: other dynamic axes of the example, {"input_ids": {1: "T"}}.
+        dynamic_axes: other dynamic axes of the example, {"input_ids": {1: "T"}} or "T<=512".
         profile: the target, for opset and operators.
         preprocess: "imagenet" or a TOML file; the graph then takes bytes.
         samples: real inputs to compare on (.npz or a folder), else random ones.
@@ -102,7 +102,11 @@ def export(
         GateFailed: the graph differs by more than `max_error`; NAME.rejected.onnx is kept.
     """
     check_source(model)
-    target, size = load_profile(profile) if profile is not None else None, _batch_size(batch)
+    target = load_profile(profile) if profile is not None else None
+    text = str(batch)
+    if text != "dynamic" and not (text.isascii() and text.isdigit() and int(text)):
+        raise BadInput(f"`batch` {batch}: must be 'dynamic' or a size of at least 1")
+    size = None if text == "dynamic" else int(text)
     options = read_options(
         task,
         labels=labels,
@@ -116,24 +120,38 @@ def export(
     read = (samples, labels, tokenizer, *named_files(preprocess, profile, arch))
     place = claim(_destination(model, out), "onnx", (model, *read), force=force)
     pixels = load_preprocess(preprocess) if preprocess else None
-    from deploykit.exporting.onnx import DEFAULT_OPSET  # MissingExtra without torch
+    from deploykit.exporting.capture import example_sizes  # MissingExtra without torch
+    from deploykit.exporting.onnx import DEFAULT_OPSET, export_module
 
     if opset is None:
         opset = (target and target.opset) or DEFAULT_OPSET
     on_progress("loading the model", 0.0)
-    specs = tuple(map(parse_spec, inputs))
-    source = open_source(model, example_inputs, specs, dynamic_axes, arch, allow_pickle)
+    source = open_source(model, example_inputs, inputs, dynamic_axes, arch, allow_pickle)
     job = with_task(source, options, pixels, load_placing(preprocess))
     source = replace(source, loaded=_with_batch(job.loaded, size))
-    rows = source.loaded.inputs[0].shape[0]
-    if job.task is not None and isinstance(rows, int) and rows > 1:  # its items come one by one
+    rows = source.loaded.inputs[0].shape[:1]
+    if job.task is not None and not {BATCH, 1}.issuperset(rows):  # its items come one by one
         raise BadInput(
             "`task`: the batch is a single item, or of any size", hint="`batch`: dynamic or 1"
         )
     feeds = _feeds(source, Path(samples) if samples else None, size, job.task)
+    loaded, image = source.loaded, job.task.image if job.task else None
+    usual = example_sizes(loaded.inputs)
+    sizes = {axis: low + 1 for axis, (low, _) in loaded.limits.items() if low >= usual[axis]}
+    sizes |= loaded.sizes
+    if image and image.multiple > 1:
+        sizes |= sides_of(loaded.inputs[0], image.multiple)
     with stage(place) as tmp:
         on_progress("exporting", 0.1)
-        done = _write(source.loaded, tmp, opset, job.task)
+        done = export_module(
+            loaded.module,
+            loaded.inputs,
+            loaded.outputs,
+            tmp,
+            opset=opset,
+            sizes=sizes,
+            example=loaded.example,
+        )
         on_progress("comparing with PyTorch", 0.7)
         with _naming_decisions(done):
             proof = prove_export(source, tmp, feeds, max_error, place.name, done)
@@ -238,16 +256,6 @@ def _destination(model: ArtefactLike | torch.nn.Module, out: StrPath | None) -> 
     return base.parent / f"{source.resolve().name or 'model'}.onnx"
 
 
-def _batch_size(batch: str | int) -> int | None:
-    """Return None for "dynamic", else the fixed size."""
-    text = str(batch)
-    if text == "dynamic":
-        return None
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise BadInput(f"`batch` {batch}: must be 'dynamic' or a size of at least 1")
-    return int(text)
-
-
 def _with_batch(loaded: Loaded, size: int | None) -> Loaded:
     """Return `loaded`, its batch fixed at `size` unless that is None."""
     if size is None:
@@ -269,16 +277,14 @@ def _feeds(
 ) -> list[dict[str, np.ndarray]]:
     """Return inputs to compare on: examples, and others at every size of the dynamic axes."""
 
-    inputs, limits = source.loaded.inputs, source.loaded.limits
+    inputs, limits, example = source.loaded.inputs, source.loaded.limits, source.loaded.example
     feeds: list[dict[str, np.ndarray]] = []
-    if source.example is not None:
-        example = dict(source.example)
-        if not any(mismatch(s, example[s.name].dtype.name, example[s.name].shape) for s in inputs):
-            feeds.append(example)  # else the batch is fixed at another size, or it takes bytes
+    if example.arrays:
+        feeds.append(example.real_feeds(inputs, example.sizes(inputs)))
     if task and task.image and not task.image.height:
         feeds.append(random_feeds(inputs, sides_of(inputs[0], task.image.multiple)))
     if samples is None:
-        return feeds + feeds_at_sizes(inputs, limits)
+        return feeds + feeds_at_sizes(inputs, limits, example)
     found, sizes = read_samples(samples, inputs, task=task), parity_sizes(inputs, limits)
     counts = [size] if size else [each[BATCH] for each in sizes if BATCH in each]
     for count in counts or [1]:
@@ -288,14 +294,3 @@ def _feeds(
     if not feeds:
         raise BadInput(f"{samples}: {len(found)} samples do not fill a batch of {counts[0]}")
     return feeds
-
-
-def _write(loaded: Loaded, tmp: Path, opset: int, task: Task | None) -> Exported:
-    from deploykit.exporting.capture import example_sizes
-    from deploykit.exporting.onnx import export_module
-
-    inputs, outputs, usual = loaded.inputs, loaded.outputs, example_sizes(loaded.inputs)
-    sizes = {axis: low + 1 for axis, (low, _) in loaded.limits.items() if low >= usual[axis]}
-    if task and task.image and task.image.multiple > 1:
-        sizes |= sides_of(inputs[0], task.image.multiple)
-    return export_module(loaded.module, inputs, outputs, tmp, opset=opset, sizes=sizes)

@@ -8,8 +8,8 @@ branch of an `if` on the data, or a single size of a dynamic axis.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 from deploykit.core.errors import BadInput, GateFailed, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec
+from deploykit.engines.data.examples import Example
 from deploykit.exporting.capture import (
     ExportJob,
     by_dynamo,
@@ -31,7 +32,6 @@ from deploykit.exporting.capture import (
 from deploykit.exporting.reasons import FREE_HINT, NotExported, TooSmall, check_layers, hint_for
 
 ir: ModuleType = require("onnxscript.ir")
-onnxscript: ModuleType = require("onnxscript")
 common: ModuleType = require("onnxscript.ir.passes.common")
 torch: ModuleType = require("torch")
 
@@ -73,17 +73,14 @@ def _drop_guard(node: Any) -> bool:
     if added is None or _held(zero) != (0.0, 0.0):
         return False
     scores, mask = added.inputs
-    if _maker(scores, "MatMul") is None or not _finite(mask):
+    where = _maker(mask, "Where")
+    held = [_held(each) for each in (where.inputs[1:] if where is not None else (mask,))]
+    if _maker(scores, "MatMul") is None or not all(
+        each is not None and max(map(abs, each)) <= _LARGEST for each in held
+    ):
         return False
     ir.convenience.replace_all_uses_with(made, kept)
     return True
-
-
-def _finite(mask: Any) -> bool:
-    """Return whether `mask` is a finite float32 constant, or chosen from two."""
-    where = _maker(mask, "Where")
-    held = [_held(each) for each in (where.inputs[1:] if where is not None else (mask,))]
-    return all(each is not None and max(map(abs, each)) <= _LARGEST for each in held)
 
 
 def _transpose_once(node: Any) -> bool:
@@ -162,58 +159,44 @@ _WRAPPER = "module."  # attribute of a wrapper that gives the user's module the 
 
 def finish(model: Any, job: ExportJob) -> None:
     """Name and clean `model` in place. Raises BadInput where it is not what the specs say."""
-    _infer_doubtful(model, job.sizes)
-    simplify_attention(model)
-    graph = model.graph
-    _add_unread(graph.inputs, job.inputs)
-    _fit("inputs", graph.inputs, job.inputs)
-    nodes = list(graph.all_nodes())
-    _fit("outputs", graph.outputs, job.outputs, any(node.op_type in _BY_DATA for node in nodes))
-    made = (value for node in nodes for value in node.outputs)
-    given = (*graph.inputs, *graph.initializers.values())
-    for part in (model, *_graphs(graph), *nodes, *made, *given):
-        part.metadata_props.clear()
-        part.doc_string = None
-    _unwrap(graph, _parameters(job.module))
-    used = {node.domain for node in graph.all_nodes()} | {""}
-    for domain in set(model.opset_imports) - used:
-        del model.opset_imports[domain]
-
-
-def save(model: Any, out: Path, max_bytes: int) -> None:
-    """Write `model`; past `max_bytes` its weights go to OUT.data, in the same folder."""
-    values = [value for part in _graphs(model.graph) for value in part.initializers.values()]
-    stored = sum(value.const_value.nbytes for value in values if value.const_value is not None)
-    data = f"{out.name}.data" if stored > max_bytes else None
-    onnxscript.ir.save(model, out, external_data=data)
-
-
-def _infer_doubtful(model: Any, sizes: Mapping[str, int]) -> None:
-    """Infer again the shapes that hold the size of an example.
-
-    torch writes the example's length into the shape of an LSTM's output, which takes any length.
-    """
-    doubtful = [
+    doubtful = [  # torch writes the example's length into an LSTM's output, which takes any length
         value
         for node in model.graph.all_nodes()
         for value in node.outputs
-        if value.shape is not None and any(dim in sizes.values() for dim in value.shape)
+        if value.shape is not None and any(dim in job.sizes.values() for dim in value.shape)
     ]
     for value in doubtful:
         value.shape = None
     if doubtful:
         common.ShapeInferencePass()(model)
-
-
-def _add_unread(values: Any, specs: Sequence[TensorSpec]) -> None:
-    """Put back the inputs that the model does not read: the older exporter leaves them out."""
-    names = [value.name for value in values]
-    if len(names) < len(specs) and set(names) <= {spec.name for spec in specs}:
-        for at, spec in enumerate(specs):
+    simplify_attention(model)
+    graph = model.graph
+    names = {value.name for value in graph.inputs}
+    if names < {spec.name for spec in job.inputs}:  # the older exporter leaves out unread ones
+        for at, spec in enumerate(job.inputs):
             if spec.name not in names:
-                kind = onnxscript.ir.DataType[_ONNX_NAMES.get(spec.dtype, spec.dtype.upper())]
-                value = onnxscript.ir.Value(name=spec.name, type=onnxscript.ir.TensorType(kind))
-                values.insert(at, value)
+                kind = ir.DataType[_ONNX_NAMES.get(spec.dtype, spec.dtype.upper())]
+                graph.inputs.insert(at, ir.Value(name=spec.name, type=ir.TensorType(kind)))
+    _fit("inputs", graph.inputs, job.inputs)
+    nodes = list(graph.all_nodes())
+    _fit("outputs", graph.outputs, job.outputs, any(node.op_type in _BY_DATA for node in nodes))
+    made = (value for node in nodes for value in node.outputs)
+    given = (*graph.inputs, *graph.initializers.values())
+    for part in (model, graph, *graph.subgraphs(), *nodes, *made, *given):
+        part.metadata_props.clear()
+        part.doc_string = None
+    weights = job.module.named_parameters() if isinstance(job.module, torch.nn.Module) else ()
+    parameters = [name for name, _ in weights]  # a TorchScript function has none
+    while parameters and all(name.startswith(_WRAPPER) for name in parameters):
+        parameters = [name.removeprefix(_WRAPPER) for name in parameters]
+        for old in [name for name in graph.initializers if name.startswith(_WRAPPER)]:
+            if (new := old.removeprefix(_WRAPPER)) not in graph.initializers:
+                value = graph.initializers.pop(old)
+                value.name = new
+                graph.initializers[new] = value
+    used = {node.domain for node in graph.all_nodes()} | {""}
+    for domain in set(model.opset_imports) - used:
+        del model.opset_imports[domain]
 
 
 def _fit(
@@ -241,25 +224,7 @@ def _fit(
                 )
             if sized_by_data and isinstance(axis, int) and not isinstance(dim, int):
                 shape[at] = f"{spec.name}_{at}"
-        value.shape = onnxscript.ir.Shape(shape)
-
-
-def _unwrap(graph: Any, parameters: Sequence[str]) -> None:
-    """Take a wrapper's attribute off the weights' names: 'module.fc.weight' -> 'fc.weight'."""
-    names = list(parameters)
-    while names and all(name.startswith(_WRAPPER) for name in names):
-        names = [name.removeprefix(_WRAPPER) for name in names]
-        for old in [name for name in graph.initializers if name.startswith(_WRAPPER)]:
-            new = old.removeprefix(_WRAPPER)
-            if new not in graph.initializers:
-                value = graph.initializers.pop(old)
-                value.name = new
-                graph.initializers[new] = value
-
-
-def _graphs(graph: Any) -> Iterator[Any]:
-    yield graph
-    yield from graph.subgraphs()
+        value.shape = ir.Shape(shape)
 
 
 DEFAULT_OPSET = 20  # torch's exporter writes it by default; NVIDIA's parsers take it
@@ -295,6 +260,7 @@ def export_module(
     *,
     opset: int = DEFAULT_OPSET,
     sizes: Mapping[str, int] | None = None,
+    example: Example | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> Exported:
     """Write `module` to `out`; past `max_bytes` of weights, these to OUT.data next to it.
@@ -302,7 +268,7 @@ def export_module(
     `module.forward` takes one tensor for each of `inputs`, by position, and returns a tuple in the
     order of `outputs`. TorchScript goes through torch's older exporter; so does a module that the
     current one fails on, where the reason does not make the older one's graph wrong. `sizes`: the
-    size to export at, by axis, where the model does not run at small ones.
+    size to export at, by axis. `example`: the user's, for other values than zeros.
 
     Raises BadInput when torch cannot export the model, naming the reason and the line of the user's
     code that it comes from.
@@ -314,13 +280,14 @@ def export_module(
         raise BadInput(
             f"opset {opset} is not offered{which}", hint=f"{offered[0]} to {offered[-1]}"
         )
-    job = ExportJob(module, inputs, outputs, opset, example_sizes(inputs, sizes))
+    sizes = example_sizes(inputs, sizes)
+    job = ExportJob(module, inputs, outputs, opset, sizes, example or Example())
     decided: tuple[str, ...] = ()
     why = "the file is TorchScript" if older else ""
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as folder:
         if not older:
             try:
-                model, decided = _at_size_taken(job)
+                model, decided = _keep_axes(job)
             except NotExported as first:
                 if first.final:
                     raise _add_advice(first, job) from first.__cause__
@@ -334,7 +301,11 @@ def export_module(
         except BadInput as exc:
             add_cause(exc, job)
             raise
-        save(model, out, max_bytes)
+        graphs = (model.graph, *model.graph.subgraphs())
+        values = [value.const_value for each in graphs for value in each.initializers.values()]
+        stored = sum(value.nbytes for value in values if value is not None)
+        data = f"{out.name}.data" if stored > max_bytes else None
+        ir.save(model, out, external_data=data)
     written = model.opset_imports[""]
     if written > opset:
         raise BadInput(f"torch wrote opset {written}, {opset} was asked for")
@@ -360,26 +331,41 @@ def add_cause(
         error.hint = hint_for(place, FREE_HINT)
 
 
-def _at_size_taken(job: ExportJob) -> tuple[Any, tuple[str, ...]]:
-    """Run `by_dynamo`, at larger `sizes` where the model needs them."""
-    while True:
-        try:
-            return by_dynamo(job)
-        except TooSmall as exc:
-            if job.sizes[exc.axis] >= exc.least:
-                raise
-            job.sizes[exc.axis] = 2 * exc.least  # at the least itself what is left of it may be 1
+def _keep_axes(job: ExportJob) -> tuple[Any, tuple[str, ...]]:
+    """Run `by_dynamo`; where it fixes an axis, once more without names, and at larger sizes."""
+    first: NotExported | None = None
+    for named, larger in ((True, False), (False, False), (True, True)):
+        sizes = {axis: 2 * size + 1 if larger else size for axis, size in job.sizes.items()}
+        sizes = {axis: min(size, job.given.most.get(axis, size)) for axis, size in sizes.items()}
+        while True:
+            try:
+                found = by_dynamo(replace(job, sizes=sizes), named=named)
+                job.sizes.update(sizes)
+                return found
+            except TooSmall as exc:
+                first = first or exc
+                if sizes[exc.axis] >= exc.least:
+                    break
+                sizes[exc.axis] = 2 * exc.least  # at the least itself what is left may be 1
+            except NotExported as exc:
+                if not (first or exc).fixed:
+                    raise
+                first = first or exc
+                break
+    raise first or BadInput("no sizes to try")
 
 
 def _fall_back(job: ExportJob, folder: Path, first: NotExported) -> Any:
     """Return the older exporter's graph; raises `first` where that fails as well."""
     if job.opset not in TORCHSCRIPT_OPSETS:
         raise _add_advice(first, job)
+    if first.by_data and watch_calls(job).reads_inputs:
+        raise first
     try:
         model, frozen = by_torchscript(job, folder)
     except NotExported:
         raise _add_advice(first, job) from None
-    if frozen and not first.captured:
+    if frozen and not first.captured and not first.by_data:
         raise NotExported(
             f"{first.message}; and torch's older exporter would keep one branch at {frozen[0]}",
             hint=first.hint,
@@ -394,10 +380,3 @@ def _add_advice(error: NotExported, job: ExportJob) -> NotExported:
         watch_calls(job).add_operator(error, error.operator)
     check_layers(error, job.module)
     return error
-
-
-def _parameters(module: Any) -> list[str]:
-    """Return the names of its parameters; a TorchScript function has none."""
-    if not isinstance(module, torch.nn.Module):
-        return []
-    return [name for name, _ in module.named_parameters()]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from deploykit.core.errors import BadInput, DeploykitError
-from deploykit.core.evidence import GoldenSamples, Parity, RowIndependence
-from deploykit.core.tensors import TensorSpec
+from deploykit.core.evidence import GoldenSamples, Parity, ParityRow, RowIndependence
+from deploykit.core.tensors import batch_axes
 from deploykit.engines.batching import JoinedRun
-from deploykit.engines.data.samples import random_feeds
+from deploykit.engines.data.examples import Example
 from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.evaluation import batching, golden
 from deploykit.evaluation.parity import (
@@ -32,11 +32,11 @@ from deploykit.exporting.load import ExportSource
 if TYPE_CHECKING:
     import numpy as np
 
-    from deploykit.engines.torch.engine import TorchEngine
     from deploykit.engines.torch.loaded import Loaded
     from deploykit.exporting.onnx import Exported
 
 EXPORT_MAX_ERROR = 1e-4  # float32 on both sides: only the order of additions differs
+
 _IN_PARTS = "compared in two parts: the values by which the answers are chosen, then the choice"
 
 
@@ -72,36 +72,77 @@ def prove_export(
     loaded = source.loaded
     joined: list[JoinedRun] = []
     most = rows_that_fit(feeds, tmp)
-    feeds = first_rows(feeds, most)
+    feeds = first_rows(feeds, most, loaded.inputs)
     bound = EXPORT_MAX_ERROR if max_error is None else max_error
     check = partial(compare_engines, max_error=bound, names=(source.name, out_name))
     with TorchEngine(loaded, source.name, "cpu", None) as reference:
+        feeds, left_out = _taken(reference, feeds, loaded.example)
         with load(tmp, "cpu") as exported:
             try:
                 keep = batching.keep_runs(exported, feeds, joined)
                 parity = check(reference, exported, feeds, each=keep)
             except DeploykitError as exc:
-                raise _name_fixed_axis(exc, reference, exported, done, out_name) from exc
-            recorded = golden.record(reference, _few(feeds, loaded.inputs), tmp)
+                axis = _fixed_axis(reference, exported, done)
+                if axis is None:
+                    raise
+                raise BadInput(
+                    f"{out_name}: the exporter fixed axis {axis}: at another size the graph does "
+                    f"not compute what the model does ({exc.message})",
+                    hint="export with a fixed size for that axis, or find where the model reads it "
+                    "as a Python number",
+                ) from exc
+            few = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
+            axes = batch_axes(loaded.inputs)
+            if not any(axis in spec.shape[1:] for axis in axes for spec in loaded.inputs):
+                cut = {spec.name for spec in loaded.inputs if spec.batched}
+                few = {n: a[: golden.SAMPLES] if n in cut else a for n, a in few.items()}
+            recorded = golden.record(reference, few, tmp)
             rows = batching.prove_batch(exported, tmp, recorded, most, joined)
-            notes = rows_note(most)
+            notes = (*left_out, *rows_note(most))
             chooses = all("float" not in spec.dtype for spec in loaded.outputs)
             if loaded.parts is not None and (chooses or not parity.passed):
-                with _first_part(loaded.parts, source.name, tmp, done) as parts:
-                    values = check(parts.reference, parts.graph, feeds)
-                    chosen = check(cast("Engine", parts), exported, feeds)
-                    first = batching.prove_batch(parts.graph, parts.file, None, most)
-                parity = replace(parity, rows=(*values.rows, *chosen.rows))
-                rows, notes = rows if rows.passed else first, (*notes, _IN_PARTS)
-            notes = (*notes, *batching.notes(exported, rows))
+                values, first = _compare_parts(source, tmp, done, exported, feeds, check, most)
+                parity, rows = replace(parity, rows=values), rows if rows.passed else first
+                notes += (_IN_PARTS,)
+            notes += batching.notes(exported, rows)
         if max_error is None and not parity.passed:  # the graph is closed: float64 needs its memory
-            few = feeds if most == MOST_SAMPLES else feeds[:1]  # in float64, with slow kernels
-            parity = _add_float32_errors(parity, reference, few)
+            least = feeds if most == MOST_SAMPLES else feeds[:1]  # in float64, with slow kernels
+            least = sorted(least, key=lambda each: sum(array.size for array in each.values()))
+            least = least[: max(1, len(least) - 1)]  # most graphs pass with the smallest
+            try:
+                parity = add_float32_errors(parity, reference, reference.in_float64, least)
+            except DeploykitError:  # its code names float32: other batches, which need rows
+                with suppress(DeploykitError):  # it takes no single rows either
+                    others = partial(in_other_batches, reference)
+                    parity = add_float32_errors(parity, reference, others, least[::-1])
         return Proof(parity, recorded, rows, notes)
 
 
-class _Parts:
-    """A model that chooses by values, in two parts: a graph gives the values, PyTorch chooses.
+def _taken(
+    reference: Engine, feeds: Sequence[Mapping[str, np.ndarray]], example: Example
+) -> tuple[list[Mapping[str, np.ndarray]], tuple[str, ...]]:
+    """Return the feeds that the model takes, with the example's values where it refuses others.
+
+    A size at which it takes neither is left out, with a note; the first feeds are the example.
+    """
+    if not example.arrays:
+        return list(feeds), ()
+    kept, lost = [*feeds[:1]], []
+    for each in feeds[1:]:
+        sizes = Example(each).sizes(reference.inputs)
+        for tried in (each, example.real_feeds(reference.inputs, sizes)):
+            with suppress(DeploykitError):
+                reference(tried)
+                kept.append(tried)
+                break
+        else:
+            lost.append(" ".join(f"{axis}={size}" for axis, size in sorted(sizes.items())))
+    notes = (f"not compared at {', '.join(lost)}, which the model does not take",)
+    return kept, notes if lost else ()
+
+
+class _ChosenBy:
+    """A model in two parts: `graph` gives the values, PyTorch chooses by them.
 
     Equal scores have no order: where a difference of 1e-7 decides, another box is chosen and both
     are right; and choices alone that are equal show little of the scores. So the first part is
@@ -109,96 +150,65 @@ class _Parts:
     It has the parts of an Engine that a comparison needs.
     """
 
-    def __init__(self, file: Path, reference: Engine, graph: Engine, choice: Engine) -> None:
-        self.file, self.reference, self.graph, self.choice = file, reference, graph, choice
+    def __init__(self, graph: Engine, choice: Engine) -> None:
+        self.graph, self.choice = graph, choice
         self.inputs, self.outputs = graph.inputs, choice.outputs
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         return self.choice(self.graph(feeds))
 
 
-@contextlib.contextmanager
-def _first_part(
-    parts: tuple[Loaded, Loaded], name: str, tmp: Path, done: Exported
-) -> Iterator[_Parts]:
-    """Export the first of `parts` alone, as the whole model was."""
+def _compare_parts(
+    source: ExportSource,
+    tmp: Path,
+    done: Exported,
+    exported: Engine,
+    feeds: Sequence[Mapping[str, np.ndarray]],
+    check: Callable[..., Parity],
+    most: int,
+) -> tuple[tuple[ParityRow, ...], RowIndependence]:
+    """Return the rows of both parts, and the proof of the first one's batch."""
     from deploykit.engines.torch.engine import TorchEngine
     from deploykit.exporting.onnx import export_module
 
-    first, second = parts
+    first, second = cast("tuple[Loaded, Loaded]", source.loaded.parts)
     with tempfile.TemporaryDirectory(dir=tmp.parent) as folder:
         file, sizes = Path(folder) / "first.onnx", done.job.sizes
         export_module(
-            first.module, first.inputs, first.outputs, file, opset=done.opset, sizes=sizes
+            first.module,
+            first.inputs,
+            first.outputs,
+            file,
+            opset=done.opset,
+            sizes=sizes,
+            example=done.job.given,
         )
         with (
-            TorchEngine(first, name, "cpu", None) as reference,
-            TorchEngine(second, name, "cpu", None) as choice,
+            TorchEngine(first, source.name, "cpu", None) as reference,
+            TorchEngine(second, source.name, "cpu", None) as choice,
             load(file, "cpu") as graph,
         ):
-            yield _Parts(file, reference, graph, choice)
+            values = check(reference, graph, feeds)
+            chosen = check(cast("Engine", _ChosenBy(graph, choice)), exported, feeds)
+            batch = batching.prove_batch(graph, file, None, most)
+    return (*values.rows, *chosen.rows), batch
 
 
-def _add_float32_errors(
-    parity: Parity, reference: TorchEngine, feeds: Sequence[Mapping[str, np.ndarray]]
-) -> Parity:
-    """Add float32's own errors: against float64, else other batches; without the largest feeds.
-
-    In float64 the smallest feeds come first: most graphs pass with them. Other batches need rows.
-    """
-
-    feeds = sorted(feeds, key=lambda each: sum(array.size for array in each.values()))
-    feeds = feeds[: max(1, len(feeds) - 1)]
-    try:
-        return add_float32_errors(parity, reference, reference.in_float64, feeds)
-    except DeploykitError:  # its code names float32
-        with contextlib.suppress(DeploykitError):  # it takes no single rows either
-            others = partial(in_other_batches, reference)
-            parity = add_float32_errors(parity, reference, others, feeds[::-1])
-        return parity
-
-
-def _name_fixed_axis(
-    error: DeploykitError, reference: Engine, exported: Engine, done: Exported, name: str
-) -> DeploykitError:
-    """Return the error of a comparison, which names the axis that the exporter fixed, if it did."""
-    axis = _fixed_axis(reference, exported, done.job.sizes)
-    if axis is None:
-        return error
-    return BadInput(
-        f"{name}: the exporter fixed axis {axis}: at another size the graph does not "
-        f"compute what the model does ({error.message})",
-        hint="export with a fixed size for that axis, or find where the model reads it as a "
-        "Python number",
-    )
-
-
-def _fixed_axis(reference: Engine, exported: Engine, base: Mapping[str, int]) -> str | None:
+def _fixed_axis(reference: Engine, exported: Engine, done: Exported) -> str | None:
     """Return the first dynamic axis along which the graph fails and the model does not.
 
-    `base`: the sizes at which the graph was exported. Returns None where it fails at these too.
+    Returns None where it fails at the sizes of the export too.
     """
-
-    others = parity_sizes(reference.inputs, reference.limits)
+    base = done.job.sizes
+    example = done.job.given
+    others = parity_sizes(reference.inputs, reference.limits, example.sizes(reference.inputs))
     changes = [{}, *({axis: each[axis]} for axis in base for each in others if axis in each)]
     for change in changes:
-        feeds = random_feeds(reference.inputs, {**base, **change})
-        try:
+        feeds = example.feeds(reference.inputs, {**base, **change})
+        with suppress(DeploykitError):
             reference(feeds)
-        except DeploykitError:
-            continue
-        try:
-            compare_engines(reference, exported, [feeds])
-        except DeploykitError:
-            return next(iter(change), None)
+            try:
+                compare_engines(reference, exported, [feeds])
+            except DeploykitError:
+                return next(iter(change), None)
     return None
-
-
-def _few(
-    feeds: Sequence[Mapping[str, np.ndarray]], inputs: tuple[TensorSpec, ...]
-) -> Mapping[str, np.ndarray]:
-    """Return golden samples: the first few rows of the largest feeds, or all of a fixed batch."""
-    largest = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
-    if not inputs[0].batched or len({spec.shape[0] for spec in inputs}) > 1:
-        return largest
-    return {name: array[: golden.SAMPLES] for name, array in largest.items()}

@@ -346,73 +346,6 @@ def read_settings(folder: Path | None, name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def describe_text(
-    tokenizer: Path, names: Sequence[str], max_length: int | None, config: dict[str, Any]
-) -> TextInput:
-    """Return the inputs `names` of a model with this `config`, filled by `tokenizer`.
-
-    `max_length`: the user's. Raises BadInput for a file that is no tokenizer or not the model's,
-    MissingExtra without the package that opens it.
-    """
-    text = TextInput(
-        ids=ids_of(names) or "",
-        tokenizer=tokenizer.name,
-        sha256=sha256(tokenizer),
-        max_length=_max_length(max_length, tokenizer.parent, _positions(config)),
-        mask=next((name for name in names if "mask" in name), ""),
-        types=next((name for name in names if "type" in name), ""),
-        pad_id=_pad_id(_read_tokenizer(tokenizer), config),
-    )
-    _check_vocabulary(text, tokenizer, config.get("vocab_size"))
-    return text
-
-
-def _check_vocabulary(text: TextInput, tokenizer: Path, size: object) -> None:
-    """Raise BadInput where a text may have tokens that the model, with `size` of them, lacks."""
-    from deploykit.engines.tasks.texts import Tokens
-
-    largest = max(Tokens(text, tokenizer.parent).largest_id, text.pad_id)
-    if isinstance(size, int) and largest >= size:
-        raise BadInput(
-            f"{tokenizer}: has token {largest}, the model's tokens are 0 to {size - 1}",
-            hint="`tokenizer`: the one that the model was trained with; after added tokens, "
-            "model.resize_token_embeddings(len(tokenizer))",
-        )
-
-
-def _read_tokenizer(path: Path) -> dict[str, Any]:
-    found = read_json(path)
-    if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
-        raise BadInput(f"{path}: is not a tokenizer.json of Hugging Face's tokenizers")
-    return found
-
-
-def _positions(config: dict[str, Any]) -> int | None:
-    """Return the longest row of tokens that the model takes; None where nothing says so."""
-    found = config.get("max_position_embeddings")
-    if type(found) is not int or found < 1:
-        return None
-    padding = config.get("pad_token_id") or 0
-    after = config.get("model_type") in _POSITIONS_AFTER_PADDING
-    return found - (padding + 1 if after else 0)
-
-
-def _max_length(wanted: int | None, folder: Path, positions: int | None) -> int:
-    if wanted is not None and positions is not None and wanted > positions:
-        raise BadInput(f"`max_length` {wanted}: the model has {positions} positions")
-    stated = read_settings(folder, "tokenizer_config.json").get("model_max_length")
-    trained = read_settings(folder, "sentence_bert_config.json").get("max_seq_length")
-    known = (stated, trained, positions)
-    limits = [each for each in known if isinstance(each, int) and 1 < each < _NO_LIMIT]
-    return wanted or min(limits, default=_USUAL_LENGTH)
-
-
-def _pad_id(tokenizer: dict[str, Any], config: dict[str, Any]) -> int:
-    padding = tokenizer.get("padding")
-    found = padding.get("pad_id") if isinstance(padding, dict) else config.get("pad_token_id")
-    return found if type(found) is int and found >= 0 else 0
-
-
 def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
     loaded = source.loaded
     names = [spec.name for spec in loaded.inputs]
@@ -431,7 +364,7 @@ def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
             hint="`tokenizer`: the tokenizer.json that tokenizer.save_pretrained(folder) writes",
         )
     config = _config(loaded, folder)
-    text = describe_text(path, names, options.max_length, config)
+    text = _describe_text(path, ids, names, options.max_length, config)
     axis = next(spec.shape[-1] for spec in loaded.inputs if spec.name == ids)
     if isinstance(axis, str):  # no longer rows are compared
         low, _ = loaded.limits.get(axis, (1, None))
@@ -445,6 +378,51 @@ def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
     model_type = str(config.get("model_type") or "")
     task = Task(options.kind.name, head.outputs, text=text, labels=labels, source=model_type)
     return Tasked(head.loaded, task, None, path, (*head.notes, *notes))
+
+
+def _describe_text(
+    path: Path, ids: str, names: Sequence[str], max_length: int | None, config: dict[str, Any]
+) -> TextInput:
+    """Return how the tokenizer at `path` fills the inputs `names` of a model with this `config`.
+
+    Raises BadInput for a file that is no tokenizer or not the model's, MissingExtra without the
+    package that opens it.
+    """
+    from deploykit.engines.tasks.texts import Tokens
+
+    tokenizer = read_json(path)
+    if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("model"), dict):
+        raise BadInput(f"{path}: is not a tokenizer.json of Hugging Face's tokenizers")
+    padding = tokenizer.get("padding")
+    pad = padding.get("pad_id") if isinstance(padding, dict) else config.get("pad_token_id")
+    positions = config.get("max_position_embeddings")
+    if type(positions) is not int or positions < 1:
+        positions = None
+    elif config.get("model_type") in _POSITIONS_AFTER_PADDING:
+        positions -= (config.get("pad_token_id") or 0) + 1
+    if max_length is not None and positions is not None and max_length > positions:
+        raise BadInput(f"`max_length` {max_length}: the model has {positions} positions")
+    stated = read_settings(path.parent, "tokenizer_config.json").get("model_max_length")
+    trained = read_settings(path.parent, "sentence_bert_config.json").get("max_seq_length")
+    known = (stated, trained, positions)
+    limits = [each for each in known if isinstance(each, int) and 1 < each < _NO_LIMIT]
+    text = TextInput(
+        ids=ids,
+        tokenizer=path.name,
+        sha256=sha256(path),
+        max_length=max_length or min(limits, default=_USUAL_LENGTH),
+        mask=next((name for name in names if "mask" in name), ""),
+        types=next((name for name in names if "type" in name), ""),
+        pad_id=pad if type(pad) is int and pad >= 0 else 0,
+    )
+    size, largest = config.get("vocab_size"), max(Tokens(text, path.parent).largest_id, text.pad_id)
+    if isinstance(size, int) and largest >= size:
+        raise BadInput(
+            f"{path}: has token {largest}, the model's tokens are 0 to {size - 1}",
+            hint="`tokenizer`: the one that the model was trained with; after added tokens, "
+            "model.resize_token_embeddings(len(tokenizer))",
+        )
+    return text
 
 
 def _config(loaded: Loaded, folder: Path | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Count what each node of a graph computes and moves; `roofline` says how long that takes."""
+"""Count what each node of a graph computes and moves; `node_time` says how long that takes."""
 
 from __future__ import annotations
 
@@ -28,61 +28,20 @@ from deploykit.graph.shapes import TensorShapes, elements_of, fixed_shapes
 from deploykit.graph.skeleton import reads, stored_bytes
 from deploykit.graph.validate import STANDARD_DOMAINS
 
+# Nodes of one kind cost the same per operation, or per byte, in every model, so that a few
+# measurements suffice. These kinds are limited by their operations:
+CONVOLUTION, POINTWISE, DEPTHWISE, STEM = "convolution", "convolution 1x1", "depthwise", "stem"
+PRODUCT, ATTENTION, RECURRENT = "matrix product", "product of activations", "recurrent"
+# and these by their bytes:
+SIMPLE, FUNCTION, NORMALISATION = "elementwise", "function", "normalisation"
+POOLING, MOVEMENT, OTHER = "pooling", "movement", "other"
+
+ARITHMETIC = (CONVOLUTION, POINTWISE, DEPTHWISE, STEM, PRODUCT, ATTENTION, RECURRENT)
+KINDS = (*ARITHMETIC, SIMPLE, FUNCTION, NORMALISATION, POOLING, MOVEMENT, OTHER)
+
 # A multiply-add counts 2; a bias, where the sums begin, costs nothing. A convolution does 2 *
 # outputs * (input channels / groups) * kernel of them, a matrix product 2 * M * N * K. So
 # ResNet-18 on 224x224 has 3.6e9, where torchvision states 1.81e9 multiply-adds.
-
-GATHERS = frozenset(("Gather", "GatherElements", "GatherND"))
-_MOVING = """
-    Transpose Concat Slice Split Pad Expand Tile DepthToSpace SpaceToDepth ScatterElements ScatterND
-    EyeLike Trilu OneHot ReverseSequence Compress"""
-_POINTWISE = """
-    Abs Acos Acosh Add And Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor
-    Ceil Celu Clip Cos Cosh Div Dropout Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual
-    HardSigmoid HardSwish IsInf IsNaN LeakyRelu Less LessOrEqual Log Max Mean Min Mish Mod Mul Neg
-    Not Or PRelu Pow Reciprocal Relu Round Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Sub Sum
-    Tan Tanh ThresholdedRelu Where Xor"""
-_REDUCING = """
-    ReduceMax ReduceMean ReduceMin ReduceSum ReduceProd ReduceL1 ReduceL2 ReduceSumSquare CumSum
-    ReduceLogSum ReduceLogSumExp ArgMax ArgMin GlobalAveragePool GlobalMaxPool GlobalLpPool"""
-MOVES = frozenset(_MOVING.split())
-ELEMENTWISE = frozenset(_POINTWISE.split())
-REDUCES = frozenset(_REDUCING.split())
-# Operations per output element by definition: softmax takes the largest, subtracts,
-# exponentiates, adds up and divides; a normalisation takes mean and variance, scales and shifts.
-_PER_ELEMENT: Mapping[str, int] = {
-    "Softmax": 5,
-    "LogSoftmax": 5,
-    "BatchNormalization": 2,
-    "InstanceNormalization": 7,
-    "LayerNormalization": 7,
-    "GroupNormalization": 7,
-    "LRN": 7,
-    "LpNormalization": 3,
-    "Resize": 8,  # it takes a bilinear mean of four
-    "Upsample": 8,
-    "GridSample": 8,
-}
-
-
-def flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
-    """Return the operations of one call; None for an operator without a known formula."""
-    if any(subgraphs(node)):
-        return None  # the data decide how often bodies of If, Loop and Scan run
-    kind = node.op_type
-    counted = _FORMULAS.get(kind)
-    if counted is not None:
-        return counted(node, known)
-    if node.domain not in STANDARD_DOMAINS:
-        return None
-    still = VIEWS | DESCRIBES | CONVERTS | GENERATES | GATHERS | MOVES
-    if kind in still:
-        return 0
-    if kind in REDUCES:
-        return known.elements(node.input[0])
-    each = 1 if kind in ELEMENTWISE else _PER_ELEMENT.get(kind)
-    outputs = known.elements(node.output[0])
-    return None if each is None or outputs is None else each * outputs
 
 
 def _convolution_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
@@ -92,7 +51,7 @@ def _convolution_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
     return None if weight is None or places is None else 2 * places * math.prod(weight[1:])
 
 
-def _matrices(node: onnx.NodeProto, known: TensorShapes) -> int | None:
+def _product_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
     left, outputs = known.shapes.get(node.input[0]), known.elements(node.output[0])
     if not left or outputs is None:
         return None
@@ -100,21 +59,7 @@ def _matrices(node: onnx.NodeProto, known: TensorShapes) -> int | None:
     return 2 * outputs * left[-2 if transposed else -1]
 
 
-def _recurrent(node: onnx.NodeProto, known: TensorShapes) -> int | None:
-    """Count both matrices of every gate, direction and step; pointwise work is small."""
-    x, w, r = (known.shapes.get(name) for name in node.input[:3])
-    if x is None or w is None or r is None:
-        return None
-    return 2 * x[0] * x[1] * (math.prod(w) + math.prod(r))
-
-
-def _pooling(node: onnx.NodeProto, known: TensorShapes) -> int | None:
-    outputs = known.elements(node.output[0])
-    kernel = next((a.ints for a in node.attribute if a.name == "kernel_shape"), ())
-    return None if outputs is None else outputs * math.prod(kernel)
-
-
-def _einsum(node: onnx.NodeProto, known: TensorShapes) -> int | None:
+def _einsum_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
     """Count a multiply-add for each combination of all its indices."""
     equation = helper.get_node_attr_value(node, "equation").decode().replace(" ", "")
     if "." in equation:
@@ -128,73 +73,96 @@ def _einsum(node: onnx.NodeProto, known: TensorShapes) -> int | None:
     return 2 * math.prod(sizes.values())
 
 
-_FORMULAS: Mapping[str, Callable[[onnx.NodeProto, TensorShapes], int | None]] = {
-    **dict.fromkeys(
-        ("Conv", "ConvInteger", "ConvTranspose", "FusedConv", "QLinearConv"), _convolution_flops
+def _recurrent_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
+    """Count both matrices of every gate, direction and step; pointwise work is small."""
+    x, w, r = (known.shapes.get(name) for name in node.input[:3])
+    if x is None or w is None or r is None:
+        return None
+    return 2 * x[0] * x[1] * (math.prod(w) + math.prod(r))
+
+
+def _pooling_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
+    outputs = known.elements(node.output[0])
+    kernel = next((a.ints for a in node.attribute if a.name == "kernel_shape"), ())
+    return None if outputs is None else outputs * math.prod(kernel)
+
+
+def _reduction_flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
+    return known.elements(node.input[0])
+
+
+GATHERS = frozenset(("Gather", "GatherElements", "GatherND"))
+# Kind, its operations, operators. The operations are those of one output element, by definition
+# (softmax takes the largest, subtracts, exponentiates, adds up and divides), or a formula; None:
+# not known.
+_ROWS: tuple[tuple[str, int | Callable[..., int | None] | None, str], ...] = (
+    (CONVOLUTION, _convolution_flops, "Conv ConvInteger ConvTranspose FusedConv QLinearConv"),
+    (PRODUCT, _product_flops, "Gemm MatMul MatMulInteger QLinearMatMul QGemm FusedGemm"),
+    (PRODUCT, _einsum_flops, "Einsum"),
+    (RECURRENT, _recurrent_flops, "LSTM DynamicQuantizeLSTM GRU RNN"),
+    (
+        FUNCTION,
+        1,
+        """Acos Acosh Asin Asinh Atan Atanh Celu Cos Cosh Elu Erf Exp Gelu HardSwish Log Mish Pow
+        Selu Sigmoid Sin Sinh Softplus Softsign Tan Tanh""",
     ),
-    **dict.fromkeys(
-        ("Gemm", "MatMul", "MatMulInteger", "QLinearMatMul", "QGemm", "FusedGemm"), _matrices
+    (
+        SIMPLE,
+        1,
+        """Abs Add And BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Ceil Clip Div Dropout
+        Equal Floor Greater GreaterOrEqual HardSigmoid IsInf IsNaN LeakyRelu Less LessOrEqual Max
+        Mean Min Mod Mul Neg Not Or PRelu Reciprocal Relu Round Sign Sqrt Sub Sum ThresholdedRelu
+        Where Xor""",
     ),
-    **dict.fromkeys(("LSTM", "DynamicQuantizeLSTM", "GRU", "RNN"), _recurrent),
-    **dict.fromkeys(("MaxPool", "AveragePool", "LpPool"), _pooling),
-    "Einsum": _einsum,
-}
-
-
-# Nodes of one kind cost the same per operation, or per byte, in every model, so that a few
-# measurements suffice. These kinds are limited by their operations:
-CONVOLUTION, POINTWISE, DEPTHWISE, STEM = "convolution", "convolution 1x1", "depthwise", "stem"
-PRODUCT, ATTENTION, RECURRENT = "matrix product", "product of activations", "recurrent"
-# and these by their bytes:
-SIMPLE, FUNCTION, NORMALISATION = "elementwise", "function", "normalisation"
-POOLING, MOVEMENT, OTHER = "pooling", "movement", "other"
-
-ARITHMETIC = (CONVOLUTION, POINTWISE, DEPTHWISE, STEM, PRODUCT, ATTENTION, RECURRENT)
-KINDS = (*ARITHMETIC, SIMPLE, FUNCTION, NORMALISATION, POOLING, MOVEMENT, OTHER)
-
-_STEM_CHANNELS = 4  # an image's channels are too few to fill a vector
-_CONVOLUTIONS = frozenset(("Conv", "ConvInteger", "ConvTranspose", "FusedConv", "QLinearConv"))
-_PRODUCTS = frozenset(
-    ("Gemm", "MatMul", "MatMulInteger", "QLinearMatMul", "QGemm", "FusedGemm", "Einsum")
+    (SIMPLE, 0, "Cast QuantizeLinear DequantizeLinear"),
+    (NORMALISATION, 5, "Softmax LogSoftmax"),
+    (NORMALISATION, 2, "BatchNormalization"),
+    (NORMALISATION, 7, "InstanceNormalization LayerNormalization GroupNormalization LRN"),
+    (NORMALISATION, 3, "LpNormalization"),
+    (NORMALISATION, None, "SimplifiedLayerNormalization SkipLayerNormalization"),
+    (POOLING, _pooling_flops, "MaxPool AveragePool LpPool"),
+    (POOLING, 8, "Resize Upsample"),  # a bilinear mean of four
+    (
+        POOLING,
+        _reduction_flops,
+        """ReduceMax ReduceMean ReduceMin ReduceSum ReduceProd ReduceL1 ReduceL2 ReduceSumSquare
+        CumSum ReduceLogSum ReduceLogSumExp ArgMax ArgMin GlobalAveragePool GlobalMaxPool
+        GlobalLpPool""",
+    ),
+    (
+        MOVEMENT,
+        0,
+        """Transpose Concat Slice Split Pad Expand Tile DepthToSpace SpaceToDepth ScatterElements
+        ScatterND EyeLike Trilu OneHot ReverseSequence Compress Gather GatherElements GatherND""",
+    ),
+    (OTHER, 0, " ".join(VIEWS | DESCRIBES | GENERATES | {"DynamicQuantizeLinear"})),
+    (OTHER, 8, "GridSample"),
 )
-_RECURRENT = frozenset(("LSTM", "DynamicQuantizeLSTM", "GRU", "RNN"))
-_FUNCTION_NAMES = """
-    Acos Acosh Asin Asinh Atan Atanh Celu Cos Cosh Elu Erf Exp Gelu HardSwish Log Mish Pow Selu
-    Sigmoid Sin Sinh Softplus Softsign Tan Tanh"""
-_FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
-_NORMALISING = """
-    Softmax LogSoftmax BatchNormalization InstanceNormalization LayerNormalization
-    GroupNormalization SimplifiedLayerNormalization SkipLayerNormalization LRN LpNormalization"""
-_NORMALISES = frozenset(_NORMALISING.split())
-_POOLS = frozenset(("MaxPool", "AveragePool", "LpPool", "Resize", "Upsample"))
+_OPERATORS = {name: (kind, count) for kind, count, names in _ROWS for name in names.split()}
+_STEM_CHANNELS = 4  # an image's channels are too few to fill a vector
+
+
+def flops(node: onnx.NodeProto, known: TensorShapes) -> int | None:
+    """Return the operations of one call; None for an operator without a known formula."""
+    if any(subgraphs(node)):
+        return None  # the data decide how often bodies of If, Loop and Scan run
+    _, count = _OPERATORS.get(node.op_type, (OTHER, None))
+    if callable(count):
+        return count(node, known)
+    if count is None or node.domain not in STANDARD_DOMAINS:
+        return None
+    outputs = known.elements(node.output[0]) if count else 0
+    return None if outputs is None else count * outputs
 
 
 def kind_of(node: onnx.NodeProto, known: TensorShapes, constants: Collection[str]) -> str:
     """Return one of KINDS. `constants`: names of tensors that depend on constants only."""
-    name = node.op_type
-    if name in _CONVOLUTIONS:
-        return _convolution(node, known)
-    if name in _PRODUCTS:
-        stored = any(each in constants for each in node.input if _is_matrix(each, known))
-        return PRODUCT if stored else ATTENTION
-    groups = (
-        (_RECURRENT, RECURRENT),
-        (_FUNCTIONS, FUNCTION),
-        (ELEMENTWISE | {"Cast", "QuantizeLinear", "DequantizeLinear"}, SIMPLE),
-        (_NORMALISES, NORMALISATION),
-        (_POOLS | REDUCES, POOLING),
-        (MOVES | GATHERS, MOVEMENT),
-    )
-    return next((kind for names, kind in groups if name in names), OTHER)
-
-
-def steps_of(node: onnx.NodeProto, known: TensorShapes) -> int:
-    """Return the time steps of a recurrent node, which run one after the other; else 1."""
-    shape = known.shapes.get(node.input[0]) if node.op_type in _RECURRENT else None
-    return max(1, shape[0]) if shape else 1
-
-
-def _convolution(node: onnx.NodeProto, known: TensorShapes) -> str:
+    kind, _ = _OPERATORS.get(node.op_type, (OTHER, None))
+    if kind == PRODUCT:
+        matrices = [name for name in node.input if len(known.shapes.get(name, ())) >= 2]
+        return PRODUCT if any(name in constants for name in matrices) else ATTENTION
+    if kind != CONVOLUTION:
+        return kind
     weight = known.shapes.get(node.input[3 if node.op_type.startswith("QLinear") else 1])
     groups = next((a.i for a in node.attribute if a.name == "group"), 1)
     if weight is None or len(weight) < 2:
@@ -206,13 +174,6 @@ def _convolution(node: onnx.NodeProto, known: TensorShapes) -> str:
     return POINTWISE if math.prod(weight[2:]) == 1 else CONVOLUTION
 
 
-def _is_matrix(name: str, known: TensorShapes) -> bool:
-    return len(known.shapes.get(name, ())) >= 2
-
-
-_FUSED = ELEMENTWISE | {"QuantizeLinear", "Cast", "BatchNormalization"}
-_BEFORE = frozenset(("Conv", "Gemm"))
-_AFTER = "Relu Clip LeakyRelu Sigmoid Tanh HardSigmoid Add BatchNormalization QuantizeLinear"
 _THROUGH = VIEWS | {"DequantizeLinear"}  # a kernel reads through these
 
 
@@ -227,8 +188,11 @@ class Fusion:
     before: frozenset[str] | None = None
 
 
-COMPILED = Fusion(_FUSED)  # TensorRT fuses any chain of elementwise nodes
-INTERPRETED = Fusion(frozenset(_AFTER.split()), _BEFORE)  # ONNX Runtime on a CPU
+# TensorRT fuses any chain of elementwise nodes, ONNX Runtime on a CPU few of them
+_POINTWISE = {name for name, (kind, _) in _OPERATORS.items() if kind in (SIMPLE, FUNCTION)}
+COMPILED = Fusion(frozenset(_POINTWISE - {"DequantizeLinear"} | {"BatchNormalization"}))
+_AFTER = "Relu Clip LeakyRelu Sigmoid Tanh HardSigmoid Add BatchNormalization QuantizeLinear"
+INTERPRETED = Fusion(frozenset(_AFTER.split()), frozenset(("Conv", "Gemm")))
 
 
 @dataclass(frozen=True)
@@ -286,7 +250,10 @@ class Mix:
     def to_dict(self) -> dict[str, Any]:
         """Return each figure by precision, and its share of the whole under `shares`."""
         figures = {k: dict(sorted(v.items())) for k, v in vars(self).items() if k != "unknown"}
-        shares = {k: _shares(v) for k, v in figures.items()}
+        shares = {
+            k: {name: part / sum(v.values()) for name, part in v.items()} if any(v.values()) else {}
+            for k, v in figures.items()
+        }
         return {**figures, "shares": shares, "unknown": list(self.unknown)}
 
 
@@ -339,12 +306,22 @@ class _Costing:
         self.known = known
         self.fusion = fusion
         self.nodes = known.nodes
-        types = {name: dtype_name(kind) for name, kind in known.types.items()}
         self.makers = {name: node for node in self.nodes for name in node.output if name}
-        self.roots = self._roots()
+        types = {name: dtype_name(kind) for name, kind in known.types.items()}
         on_cpu = fusion is INTERPRETED
         self.kinds = NodePrecision(self.nodes, types, known.constants, on_cpu=on_cpu)
-        self.alone = self._left_over() if on_cpu else set()
+        # each tensor that depends on constants only -> these constants
+        self.roots: dict[str, tuple[str, ...]] = {name: (name,) for name in known.constants}
+        self.alone: set[str] = set()  # results of DequantizeLinear nodes that run by themselves
+        for node in self.nodes:
+            names = [name for name in node.input if name]
+            if names and all(name in self.roots for name in names) and not any(subgraphs(node)):
+                values = names[:1] if node.op_type in CONVERTS else names  # a scale is not a weight
+                roots = tuple(dict.fromkeys(root for name in values for root in self.roots[name]))
+                self.roots |= {name: roots for name in node.output if name}
+            if on_cpu and self.kinds.precision(node) in FLOATS:
+                made = {name: self.makers[name].op_type for name in names if name in self.makers}
+                self.alone |= {name for name in made if made[name] == "DequantizeLinear"}
         self.inside: set[str] = set()  # these tensors never reach memory
         self.firsts: dict[int, int] = {}  # a fused node -> the first node of its kernel
         self._fuse()
@@ -355,8 +332,25 @@ class _Costing:
             moved = [_total(parts) for parts in zip(traffic[first], traffic[number], strict=True)]
             if None not in moved:
                 traffic[first], traffic[number] = (moved[0], moved[1]), (0, 0)
-        parts = zip(self.nodes, traffic, strict=True)
-        return tuple(self._cost(node, *moved) for node, moved in parts)
+        found = []
+        for node, (read, written) in zip(self.nodes, traffic, strict=True):
+            weights = [self.known.constants[name] for name in self.weights(node)]
+            kind = kind_of(node, self.known, self.roots)
+            x = self.known.shapes.get(node.input[0]) if kind == RECURRENT else None
+            cost = NodeCost(
+                name=node.name,
+                operator=node.op_type,
+                precision=self.kinds.precision(node),
+                flops=0 if self._folded(node) else flops(node, self.known),
+                read_bytes=read,
+                weight_bytes=sum(map(stored_bytes, weights)),
+                write_bytes=written,
+                weights=sum(map(elements_of, weights)),
+                kind=kind,
+                steps=max(1, x[0]) if x else 1,
+            )
+            found.append(cost)
+        return tuple(found)
 
     def weights(self, node: onnx.NodeProto) -> list[str]:
         """Return the constants behind a node's inputs; none if it only folds or converts them."""
@@ -365,35 +359,17 @@ class _Costing:
         names = {root for name in node.input for root in self.roots.get(name, ())}
         return [name for name in names if elements_of(self.known.constants[name])]
 
-    def _left_over(self) -> set[str]:
-        """Return outputs of DequantizeLinear that floating-point nodes read: these nodes run."""
-        floats = (node for node in self.nodes if self.kinds.precision(node) in FLOATS)
-        read = {name for node in floats for name in node.input if name in self.makers}
-        return {name for name in read if self.makers[name].op_type == "DequantizeLinear"}
-
-    def _roots(self) -> dict[str, tuple[str, ...]]:
-        """Map each tensor that depends on constants only to these constants."""
-        roots: dict[str, tuple[str, ...]] = {name: (name,) for name in self.known.constants}
-        for node in self.nodes:
-            names = [name for name in node.input if name]
-            if names and all(name in roots for name in names) and not any(subgraphs(node)):
-                values = names[:1] if node.op_type in CONVERTS else names  # a scale is not a weight
-                found = tuple(dict.fromkeys(root for name in values for root in roots[name]))
-                roots |= {name: found for name in node.output if name}
-        return roots
-
     def _folded(self, node: onnx.NodeProto) -> bool:
         return all(name in self.roots for name in node.output if name)
 
     def _source(self, name: str) -> str:
-        while self._passes(name):
-            name = self.makers[name].input[0]
+        """Return the tensor that `name` is a view, or the dequantized form, of."""
+        while name not in self.alone:
+            maker = self.makers.get(name)
+            if maker is None or maker.op_type not in _THROUGH:
+                break
+            name = maker.input[0]
         return name
-
-    def _passes(self, name: str) -> bool:
-        """Return whether `name` is a view, or the dequantized form, of its maker's input."""
-        maker = self.makers.get(name)
-        return maker is not None and maker.op_type in _THROUGH and name not in self.alone
 
     def _fuse(self) -> None:
         """Fuse elementwise nodes with the node that makes their input, if nothing else reads it."""
@@ -410,31 +386,14 @@ class _Costing:
                 if alone and self.nodes[readers[name][0]].op_type in self.fusion.after:
                     before[readers[name][0]] = name, number
         for number, (name, maker) in sorted(before.items()):
-            first = self.firsts.get(maker, maker)
-            if self._joins(self.nodes[first], self.nodes[number]):
-                self.inside.add(name)
-                self.firsts[number] = first
-
-    def _joins(self, first: onnx.NodeProto, node: onnx.NodeProto) -> bool:
-        if self.fusion.before is None:
-            return True
-        rounds = node.op_type == "QuantizeLinear" and self.kinds.precision(first) in FLOATS
-        return first.op_type in self.fusion.before and not rounds
-
-    def _cost(self, node: onnx.NodeProto, read: int | None, written: int | None) -> NodeCost:
-        weights = self.weights(node)
-        return NodeCost(
-            name=node.name,
-            operator=node.op_type,
-            precision=self.kinds.precision(node),
-            flops=0 if self._folded(node) else flops(node, self.known),
-            read_bytes=read,
-            weight_bytes=sum(stored_bytes(self.known.constants[name]) for name in weights),
-            write_bytes=written,
-            weights=sum(elements_of(self.known.constants[name]) for name in weights),
-            kind=kind_of(node, self.known, self.roots),
-            steps=steps_of(node, self.known),
-        )
+            place = self.firsts.get(maker, maker)
+            first, node = self.nodes[place], self.nodes[number]
+            if self.fusion.before is not None:
+                rounds = node.op_type == "QuantizeLinear" and self.kinds.precision(first) in FLOATS
+                if first.op_type not in self.fusion.before or rounds:
+                    continue
+            self.inside.add(name)
+            self.firsts[number] = place
 
     def _traffic(self, node: onnx.NodeProto) -> tuple[int | None, int | None]:
         if not self.alone.isdisjoint(node.output):
@@ -450,11 +409,6 @@ class _Costing:
 def _total(parts: Sequence[int | None]) -> int | None:
     known = [part for part in parts if part is not None]
     return sum(known) if len(known) == len(parts) else None
-
-
-def _shares(parts: Mapping[str, int]) -> dict[str, float]:
-    whole = sum(parts.values())
-    return {name: part / whole for name, part in parts.items()} if whole else {}
 
 
 # The roofline is from Williams, Waterman and Patterson, CACM 52(4), 2009. `quantize --to auto`
@@ -583,7 +537,10 @@ def peak_bytes(known: TensorShapes, scale: Callable[[str], float] = lambda _name
     call, views share their source's memory. `scale(name)`: the factor by which another type changes
     a tensor's size. Tensors of unknown size, and those inside If and Loop, are not counted.
     """
-    source = _sources(known)
+    source: dict[str, str] = {}  # a view -> the tensor whose memory it shares
+    for node in known.nodes:
+        if node.op_type in VIEWS and node.input and node.input[0] not in known.constants:
+            source[node.output[0]] = source.get(node.input[0], node.input[0])
     last: dict[str, int] = {}
     for number, node in enumerate(known.nodes):
         for name in reads(node):
@@ -606,12 +563,3 @@ def peak_bytes(known: TensorShapes, scale: Callable[[str], float] = lambda _name
         ended = [name for name in ends.get(number, ()) if name not in known.constants]
         alive -= sum(size[name] for name in (*ended, *unread))
     return peak
-
-
-def _sources(known: TensorShapes) -> dict[str, str]:
-    """Map the name of each view to the tensor whose memory it shares."""
-    found: dict[str, str] = {}
-    for node in known.nodes:
-        if node.op_type in VIEWS and node.input and node.input[0] not in known.constants:
-            found[node.output[0]] = found.get(node.input[0], node.input[0])
-    return found

@@ -32,6 +32,9 @@ class Editor:
         self.graph = self.model.graph
         self.inputs = {value.name for value in source.model.graph.input}
         stored = source.initializers
+        if self.model.ir_version < 4:  # there all constants are listed as inputs
+            self.inputs -= stored.keys()
+            self.model.ir_version = 4
         self.constants = {name: t for name, t in stored.items() if name not in self.inputs}
         self._defaults = [t for name, t in stored.items() if name in self.inputs]
         nodes = list(all_nodes(self.graph))
@@ -99,12 +102,7 @@ _FOLDED = frozenset(
 
 
 def fold(editor: Editor) -> None:
-    """Fold constants, then batch normalisations."""
-    _fold_constants(editor)
-    _fold_batch_norms(editor)
-
-
-def _fold_constants(editor: Editor) -> None:
+    """Fold constants, then BatchNormalizations into the convolutions that they alone read."""
     graph, constants = editor.graph, editor.constants
     outputs = {value.name for value in graph.output}
     kept = []
@@ -116,6 +114,23 @@ def _fold_constants(editor: Editor) -> None:
         feeds = {name: editor.array(name) for name in node.input if name}
         values = evaluate_node(node, editor.model, feeds)
         constants[node.output[0]] = numpy_helper.from_array(values, node.output[0])
+    replace(graph.node, kept)
+    reads = Counter([*read_names(graph), *outputs])
+    producers = {name: node for node in graph.node for name in node.output}
+    kept = []
+    for node in graph.node:
+        conv = producers.get(node.input[0]) if node.input else None
+        if (
+            node.op_type == "BatchNormalization"
+            and conv is not None
+            and conv.op_type in ("Conv", "ConvTranspose")
+            and reads[conv.output[0]] == 1
+            and all(name in constants for name in (*node.input[1:], *conv.input[1:]))
+            and len([name for name in node.output if name]) == 1
+        ):
+            _merge(editor, conv, node)
+        else:
+            kept.append(node)
     replace(graph.node, kept)
 
 
@@ -130,28 +145,6 @@ def evaluate_node(
     return np.asarray(found)
 
 
-def _fold_batch_norms(editor: Editor) -> None:
-    """Fold each BatchNormalization into the convolution before it, if nothing else reads that."""
-    graph, constants = editor.graph, editor.constants
-    reads = Counter([*read_names(graph), *(value.name for value in graph.output)])
-    producers = {name: node for node in graph.node for name in node.output}
-    kept = []
-    for node in graph.node:
-        conv = producers.get(node.input[0]) if node.input else None
-        if (
-            node.op_type != "BatchNormalization"
-            or conv is None
-            or conv.op_type not in ("Conv", "ConvTranspose")
-            or reads[conv.output[0]] != 1
-            or any(name not in constants for name in (*node.input[1:], *conv.input[1:]))
-            or len([name for name in node.output if name]) != 1
-        ):
-            kept.append(node)
-            continue
-        _merge(editor, conv, node)
-    replace(graph.node, kept)
-
-
 def _merge(editor: Editor, conv: onnx.NodeProto, norm: onnx.NodeProto) -> None:
     """Merge `norm` into `conv`; the new weights and bias are computed in float64."""
     weight = editor.array(conv.input[1]).astype(np.float64)
@@ -162,7 +155,13 @@ def _merge(editor: Editor, conv: onnx.NodeProto, norm: onnx.NodeProto) -> None:
     old = editor.array(conv.input[2]) if biased else np.zeros_like(mean)
     epsilon = next((a.f for a in norm.attribute if a.name == "epsilon"), 1e-5)
     factor = scale / np.sqrt(variance + epsilon)
-    weight *= _by_channel(conv, factor, weight)
+    kernel = [1] * (weight.ndim - 2)
+    if conv.op_type == "Conv":
+        weight *= factor.reshape(-1, 1, *kernel)
+    else:  # the kernel is [inputs, outputs / groups, ...], the inputs of a group being adjacent
+        groups = next((a.i for a in conv.attribute if a.name == "group"), 1)
+        rows = np.repeat(factor.reshape(groups, -1), weight.shape[0] // groups, axis=0)
+        weight *= rows.reshape(*rows.shape, *kernel)
     bias = (old - mean) * factor + shift
     out = norm.output[0]
     names = [
@@ -171,17 +170,6 @@ def _merge(editor: Editor, conv: onnx.NodeProto, norm: onnx.NodeProto) -> None:
     ]
     replace(conv.input, [conv.input[0], *names])
     conv.output[0] = out
-
-
-def _by_channel(conv: onnx.NodeProto, factor: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Return a factor for each output channel, in a shape that multiplies the kernel."""
-    kernel = [1] * (weight.ndim - 2)
-    if conv.op_type == "Conv":
-        return factor.reshape(-1, 1, *kernel)
-    # the kernel is [inputs, outputs / groups, ...], the inputs of a group being adjacent
-    groups = next((a.i for a in conv.attribute if a.name == "group"), 1)
-    rows = np.repeat(factor.reshape(groups, -1), weight.shape[0] // groups, axis=0)
-    return rows.reshape(*rows.shape, *kernel)
 
 
 # Newer opsets mostly allow more types. An operator that changed in another way is refused, not

@@ -6,7 +6,7 @@ Its weights are not read and the onnx package is not imported: a server needs ne
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -91,7 +91,7 @@ def _read(path: Path, _stamp: tuple[int, int, int] | None) -> OnnxFacts:
     model, _ = parse_model(path, whole_bytes=_WHOLE_BYTES)
     parts, graph = Parts(model, path), model.graph
     tensors = [*graph.initializer, *parts.inner]
-    values = [value for each in parts.graphs for value in _values(each)]
+    values = [v for g in parts.graphs for part in (g.input, g.output, g.value_info) for v in part]
     types = {tensor.data_type for tensor in tensors}
     types.update(value.type.tensor_type.elem_type for value in values)
     types.update(
@@ -100,6 +100,12 @@ def _read(path: Path, _stamp: tuple[int, int, int] | None) -> OnnxFacts:
         for attribute in node.attribute
         if attribute.name in _TYPE_NAMES
     )
+    external = []
+    for tensor in tensors:
+        entries = {_text(item.key): _text(item.value) for item in tensor.external_data}
+        if "location" in entries:
+            offset, length = (entries.get(key, "") for key in ("offset", "length"))
+            external.append(ExternalData(entries["location"], offset, length))
     operators = frozenset(node.op_type for node in parts.nodes)
     names = [tensor.name for tensor in graph.initializer]
     stored = set(names)
@@ -108,7 +114,7 @@ def _read(path: Path, _stamp: tuple[int, int, int] | None) -> OnnxFacts:
         outputs=tuple(_value(each) for each in graph.output),
         operators=operators,
         element_types=frozenset(types),
-        external=tuple(_external(tensors)),
+        external=tuple(external),
         slowed_by_values=(
             # inputs are not followed into functions
             not operators.isdisjoint(_WORK) if model.functions else _values_set_work(graph, stored)
@@ -133,11 +139,6 @@ def external_files(path: Path) -> list[str]:
     return []
 
 
-def _values(graph: Any) -> Iterator[Any]:
-    for values in (graph.input, graph.output, graph.value_info):
-        yield from values
-
-
 def _value(value: Any) -> Value:
     kind = value.type.tensor_type
     shape = None
@@ -152,14 +153,6 @@ def _value(value: Any) -> Value:
 def _text(value: str | bytes) -> str:
     """Decode a string of the file, which protobuf returns as bytes if it is not UTF-8."""
     return value if isinstance(value, str) else value.decode(errors="replace")
-
-
-def _external(tensors: Sequence[Any]) -> Iterator[ExternalData]:
-    for tensor in tensors:
-        entries = {_text(item.key): _text(item.value) for item in tensor.external_data}
-        if "location" in entries:
-            offset, length = (entries.get(key, "") for key in ("offset", "length"))
-            yield ExternalData(entries["location"], offset, length)
 
 
 def _values_set_work(graph: Any, stored: set[str]) -> bool:

@@ -30,7 +30,7 @@ from deploykit.graph.skeleton import (
     stored_bytes,
     stored_elements,
 )
-from deploykit.graph.validate import RUNTIME_DOMAINS, read_model
+from deploykit.graph.validate import RUNTIME_DOMAINS, for_checker, read_model
 
 # The output of these operators is another name for the input's memory.
 VIEWS = frozenset(("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze"))
@@ -78,7 +78,9 @@ class NodePrecision:
         """
         if node.op_type in _SILENT:
             return None
-        if _in_integers(node):
+        name = node.op_type  # these compute in integers by definition
+        fused = node.domain.startswith(RUNTIME_DOMAINS) and name in _FUSED
+        if fused or name.startswith("QLinear") or "Integer" in name:
             return "int8"
         names = [*node.output, *node.input]  # use the inputs if ONNX has no schema for it
         kinds = (self._types[name] for name in names if self._types.get(name) in _FLOATS)
@@ -114,24 +116,14 @@ class NodePrecision:
         if cut:
             after = self._readers[after[0].output[0]]
         if len(after) == 1 and after[0].op_type == "QuantizeLinear":
-            return not cut or self._starts_at_zero(after[0])
+            # after a ReLU its zero point must be the lowest value of its type, by default of uint8
+            point = self._constants.get("".join(after[0].input[2:]))
+            if point is None or not cut:
+                return not cut or len(after[0].input) < 3
+            values = numpy_helper.to_array(point)
+            return values.dtype.kind in "iu" and bool((values == np.iinfo(values.dtype).min).all())
         pairs = all(name not in self._constants for name in node.input)
         return node.op_type in ("Gemm", "MatMul") and pairs and not cut
-
-    def _starts_at_zero(self, quantize: onnx.NodeProto) -> bool:
-        """Return whether its zero point is the lowest value of its type, which clips negatives."""
-        point = self._constants.get("".join(quantize.input[2:]))
-        if point is None:
-            return len(quantize.input) < 3  # the default is uint8 with zero point 0
-        values = numpy_helper.to_array(point)
-        return values.dtype.kind in "iu" and bool((values == np.iinfo(values.dtype).min).all())
-
-
-def _in_integers(node: onnx.NodeProto) -> bool:
-    """Return whether the operator computes in integers by definition, as MatMulInteger does."""
-    name = node.op_type
-    fused = node.domain.startswith(RUNTIME_DOMAINS) and name in _FUSED
-    return fused or name.startswith("QLinear") or "Integer" in name
 
 
 _LIKE_WEIGHTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
@@ -186,8 +178,8 @@ class Graph:
         graph = cls(read_model(path), path)
         try:
             if graph.model.functions:  # the skeleton inlines them
-                onnx.checker.check_model(make_skeleton(graph.model))
-            onnx.checker.check_model(graph.skeleton)
+                onnx.checker.check_model(for_checker(make_skeleton(graph.model), path))
+            onnx.checker.check_model(for_checker(graph.skeleton, path))
             for tensor in graph.model.graph.initializer:
                 # reading counted the bytes of raw data, but not the numbers in lists
                 here = tensor.data_location != TensorProto.EXTERNAL
@@ -285,7 +277,8 @@ class Graph:
     def summary(self) -> Summary:
         """Count the graph's content. Raises Unsupported as `inputs` does."""
         model, nodes = self.model, list(all_nodes(self.model.graph))
-        scales = {name for node in nodes if _quantizes(node) for name in node.input[1:]}
+        pairs = [node for node in nodes if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
+        scales = {name for node in pairs for name in node.input[1:]}
         stored = [tensor for tensor in model.graph.initializer if tensor.name not in scales]
         stored += [
             attribute.t
@@ -331,10 +324,6 @@ def opset(model: onnx.ModelProto) -> int:
     return next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
 
 
-def _quantizes(node: onnx.NodeProto) -> bool:
-    return node.op_type in ("QuantizeLinear", "DequantizeLinear")
-
-
 def _spec(value: onnx.ValueInfoProto, path: Path) -> TensorSpec:
     tensor = value.type.tensor_type
     dtype = dtype_name(tensor.elem_type) if tensor.elem_type else "no tensor"
@@ -345,7 +334,7 @@ def _spec(value: onnx.ValueInfoProto, path: Path) -> TensorSpec:
         if axis.HasField("dim_value") and axis.dim_value >= 0:
             shape.append(axis.dim_value)
         else:
-            name = axis.dim_param or axis_name(value.name, number)
-            # protobuf returns a name that is not UTF-8 as bytes
-            shape.append(name if isinstance(name, str) else name.decode(errors="replace"))
+            own = axis.dim_param  # protobuf returns a name that is not UTF-8 as bytes
+            own = own if isinstance(own, str) else own.decode(errors="replace")
+            shape.append(axis_name(value.name, number, own))
     return TensorSpec(value.name, dtype, tuple(shape))

@@ -8,8 +8,9 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ from deploykit.core.memory import memory_errors
 
 MAX_NESTED = 12  # nested graphs: ONNX Runtime 1.23 opens 12 levels in 0.2 s, 20 in 30 s
 SMALL_BYTES = 1024  # a smaller tensor may be a shape, whose value inference needs
+_MAX_INLINED = 1 << 18  # nodes that inlining may add: a file of 1.7 kB can hold 2^28
 _PAGE_BYTES = 1 << 14
 _MAX_FIELDS = 5_000_000  # the most read from one file: each costs a microsecond
 GRAPH, INITIALIZER, RAW_DATA = 7, 5, 9  # field numbers of onnx.proto
@@ -110,7 +112,11 @@ def parse_model(path: Path, whole_bytes: int = 0) -> tuple[Any, dict[int, tuple[
             if data.size <= whole_bytes:
                 model.ParseFromString(data.read(0, data.size))
             else:
-                _parse(data, model, spots)
+                for number, wire, start, begin, end in data.fields(0, data.size):
+                    if (number, wire) == (GRAPH, 2):
+                        _parse_graph(data, begin, end, model.graph, spots)
+                    else:
+                        model.MergeFromString(data.read(start, end))
     except (decode_error, ValueError) as exc:
         raise damaged(path) from exc
     except OSError as exc:
@@ -118,14 +124,6 @@ def parse_model(path: Path, whole_bytes: int = 0) -> tuple[Any, dict[int, tuple[
     if not model.graph.output:
         raise BadInput(f"{path}: is a truncated or damaged ONNX file: it holds no graph")
     return model, spots
-
-
-def _parse(data: Pages, model: Any, spots: dict[int, tuple[int, int]]) -> None:
-    for number, wire, start, begin, end in data.fields(0, data.size):
-        if (number, wire) == (GRAPH, 2):
-            _parse_graph(data, begin, end, model.graph, spots)
-        else:
-            model.MergeFromString(data.read(start, end))
 
 
 def _parse_graph(
@@ -153,74 +151,85 @@ def _parse_graph(
 
 def damaged(path: Path) -> BadInput:
     """Return the error for an ONNX file that a reader of protobuf refuses."""
-    try:
-        with Pages(path) as data:
-            if _deeply_nested(data):
-                return too_deep(path)
-    except (BadInput, OSError, ValueError):
-        pass
-    return BadInput(f"{path}: is a truncated or damaged ONNX file")
-
-
-def too_deep(path: Path) -> BadInput:
-    return BadInput(
-        f"{path}: has subgraphs in subgraphs, more than {MAX_NESTED} deep",
-        hint="If, Loop and Scan hold subgraphs: export the model with fewer in one another",
-    )
-
-
-def _deeply_nested(data: Pages) -> bool:
-    spans = [(0, data.size)]
-    for numbers in (
-        (GRAPH,),
-        *((1,), (5,), (6, 11)) * (MAX_NESTED + 1),
-    ):  # these nest: nodes, attributes, graphs
-        spans = [
-            (begin, end)
-            for span in spans
-            for number, wire, _, begin, end in data.fields(*span)
-            if number in numbers and wire == 2
-        ]
-    return bool(spans)
+    return BadInput(f"{path}: is a truncated or damaged ONNX file, or one with too deep subgraphs")
 
 
 class Parts:
     """All graphs, nodes and tensors of a model, with those in functions and bodies of If and Loop.
 
     `inner`: every stored tensor except the initializers of the main graph. Raises BadInput if
-    bodies are nested too deeply.
+    bodies are nested too deeply, or functions call one another so that they cannot be inlined.
     """
 
     def __init__(self, model: Any, path: Path) -> None:
         self.graphs, self.nodes, self.inner = [model.graph], list[Any](), list[Any]()
-        level = [*model.graph.node, *(node for each in model.functions for node in each.node)]
-        for _ in range(MAX_NESTED + 2):
-            bodies = [body for node in level for body in self._look_into(node)]
-            self.nodes += level
-            self.graphs += bodies
-            level = [node for body in bodies for node in body.node]
-            if not bodies:
-                break
-        else:
-            raise too_deep(path)
+        nodes = self._walk(model.graph.node, path)
+        sizes: dict[tuple[str, str], int] = {}  # of each function, inlined
+        for function in _callees_first(model.functions, path):
+            inside = self._walk(function.node, path)
+            sizes[function.domain, function.name] = _inlined(inside, sizes)
+        if sizes and _inlined(nodes, sizes) > _MAX_INLINED + sum(map(_size, self.nodes)):
+            raise BadInput(
+                f"{path}: its functions call one another so often that the graph, inlined, is "
+                "too large",
+                hint="export the model without functions, or with fewer in one another",
+            )
         for graph in self.graphs:
             self._sparse(graph.sparse_initializer)
             if graph is not model.graph:
                 self.inner += graph.initializer
 
-    def _look_into(self, node: Any) -> Iterator[Any]:
-        """Keep the tensors of a node's attributes; return its bodies."""
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                self.inner.append(attribute.t)
-            self.inner += attribute.tensors
-            if attribute.HasField("sparse_tensor"):
-                self._sparse([attribute.sparse_tensor])
-            self._sparse(attribute.sparse_tensors)
-        return subgraphs(node)
+    def _walk(self, level: Iterable[Any], path: Path) -> list[Any]:
+        """Keep these nodes, and those, the graphs and the tensors inside; return all nodes."""
+        first, level = len(self.nodes), list(level)
+        for _ in range(MAX_NESTED + 2):
+            self.nodes += level
+            bodies = [body for node in level for body in subgraphs(node)]
+            self.graphs += bodies
+            for attribute in (attribute for node in level for attribute in node.attribute):
+                if attribute.HasField("t"):
+                    self.inner.append(attribute.t)
+                self.inner += attribute.tensors
+                if attribute.HasField("sparse_tensor"):
+                    self._sparse([attribute.sparse_tensor])
+                self._sparse(attribute.sparse_tensors)
+            if not bodies:
+                return self.nodes[first:]
+            level = [node for body in bodies for node in body.node]
+        raise BadInput(
+            f"{path}: has subgraphs in subgraphs, more than {MAX_NESTED} deep",
+            hint="If, Loop and Scan hold subgraphs: export the model with fewer in one another",
+        )
 
     def _sparse(self, tensors: Iterable[Any]) -> None:
         self.inner += [part for each in tensors for part in (each.values, each.indices)]
+
+
+def _callees_first(functions: Iterable[Any], path: Path) -> list[Any]:
+    """Order functions by their calls. Raises BadInput if one calls itself, through any others."""
+    by_key = {(each.domain, each.name): each for each in functions}
+    calls = {key: set(_calls(each.node)) & by_key.keys() for key, each in by_key.items()}
+    try:
+        return [by_key[key] for key in TopologicalSorter(calls).static_order()]
+    except CycleError as exc:
+        name = exc.args[1][0][1]
+        raise BadInput(f"{path}: its function '{name}' calls itself, which ONNX forbids") from exc
+
+
+def _calls(nodes: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    for node in nodes:
+        yield node.domain, node.op_type
+        for body in subgraphs(node):
+            yield from _calls(body.node)
+
+
+def _size(node: Any) -> int:
+    """Return what a copy of the node costs: 1, and 1 more for each 256 bytes of its constants."""
+    return 1 + node.ByteSize() // 256
+
+
+def _inlined(nodes: Iterable[Any], sizes: Mapping[tuple[str, str], int]) -> int:
+    return sum(sizes.get((node.domain, node.op_type), 0) + _size(node) for node in nodes)
 
 
 def subgraphs(node: Any) -> Iterator[Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -83,7 +82,13 @@ def write(
     The data file is in its place before the model. Returns the model as `parse` would read it, and
     the SHA-256 of each file by its name; `temporary` omits the hashes and the fsync.
     """
-    writer = partial(_new_file, temporary=temporary)
+
+    @contextmanager
+    def writer(file: Path) -> Iterator[HashingWriter]:
+        durable = not temporary
+        with atomic_write(file, durable=durable) as tmp, HashingWriter(tmp, hashed=durable) as to:
+            yield to
+
     written = onnx.ModelProto()
     copy_fields(model, written, left_out="graph")
     copy_fields(model.graph, written.graph, left_out="initializer")
@@ -116,13 +121,6 @@ def write(
     return written, hashes
 
 
-@contextmanager
-def _new_file(out: Path, *, temporary: bool) -> Iterator[HashingWriter]:
-    durable = not temporary
-    with atomic_write(out, durable=durable) as tmp, HashingWriter(tmp, hashed=durable) as handle:
-        yield handle
-
-
 def _write_inline(
     model: onnx.ModelProto,
     large: Mapping[str, onnx.TensorProto],
@@ -139,10 +137,12 @@ def _write_inline(
         inner, more = tensor.SerializeToString(deterministic=True), 0
         if tensor.name in large:
             more = stored_bytes(tensor)
-            inner += _tag(RAW_DATA) + varint(more)
-        prefixes.append((tensor, _tag(INITIALIZER) + varint(len(inner) + more) + inner, more))
+            inner += varint(RAW_DATA << 3 | 2) + varint(more)
+        prefix = varint(INITIALIZER << 3 | 2) + varint(len(inner) + more) + inner
+        prefixes.append((tensor, prefix, more))
     size = len(start) + sum(len(prefix) + more for _, prefix, more in prefixes)
-    handle.write(head.SerializeToString(deterministic=True) + _tag(GRAPH) + varint(size) + start)
+    handle.write(head.SerializeToString(deterministic=True))
+    handle.write(varint(GRAPH << 3 | 2) + varint(size) + start)
     offsets = {}
     for tensor, prefix, more in prefixes:
         handle.write(prefix)
@@ -159,10 +159,6 @@ def _write_aligned(
         handle.write(bytes(-handle.tell() % ALIGNMENT_BYTES))
         yield name, handle.tell()
         handle.write(tensor_data(tensor, folder))
-
-
-def _tag(number: int) -> bytes:
-    return varint(number << 3 | 2)
 
 
 def varint(value: int) -> bytes:

@@ -10,10 +10,9 @@ and the caller chooses by the error that each makes at the outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import onnx
@@ -22,10 +21,7 @@ from onnx import TensorProto, helper
 from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
 from deploykit.core.runtime import TARGET_RUNTIMES
-from deploykit.core.tensors import TensorSpec
-from deploykit.engines.batching import spread_places
-from deploykit.engines.data.samples import Samples
-from deploykit.engines.engine import Arrays
+from deploykit.engines.data.samples import Samples, check_finite
 from deploykit.engines.onnxruntime.engine import onnxruntime_errors, session_options
 from deploykit.evaluation.parity import axis_sizes
 from deploykit.graph import cost
@@ -38,88 +34,6 @@ ort = require("onnxruntime")
 
 
 Kept: TypeAlias = tuple[np.ndarray, list[np.ndarray]]  # numbers of samples, the outputs for them
-Run: TypeAlias = Callable[[Sequence[str], Arrays], list[np.ndarray]]
-_EVERY_BYTES = 1 << 26  # limit of the outputs for all samples
-_FEW = 8  # samples that prove them in another batch
-_SAME = 1e-3  # share of the largest value: kernels may round otherwise in another batch
-
-
-class SampleOutputs:
-    """The model's outputs for calibration samples: to choose a calibrator by, and to evaluate by.
-
-    The pass that calibrates computes them in batches of `size`, which may be `fixed`. They serve
-    for other batches if a few samples gave the same outputs at other places of another batch.
-    `every`: keep those of all samples, as long as they are small.
-    """
-
-    def __init__(self, names: Sequence[str], size: int, *, fixed: bool, every: bool) -> None:
-        self.proven: dict[str, np.ndarray] = {}  # for every sample, by output
-        self._names = names
-        self._size, self._fixed = size, fixed
-        self._parts: dict[str, list[np.ndarray]] = {name: [] for name in names if every}
-        self._bytes = 0
-
-    @property
-    def wanted(self) -> list[str]:
-        """The outputs to `add` for the next samples."""
-        return list(self._parts)
-
-    def add(self, values: Mapping[str, np.ndarray], rows: int) -> None:
-        """Keep the outputs for the next `rows` samples."""
-        for name, parts in self._parts.items():
-            array = values[name]
-            self._bytes += array.nbytes
-            like = parts[0] if parts else array
-            if array.shape != (rows, *like.shape[1:]) or self._bytes > _EVERY_BYTES:
-                self._parts = {}
-                return
-            parts.append(array.copy())  # what a session returns keeps all of its memory
-
-    def _prove(self, samples: Samples, run: Run) -> None:
-        """Run a few samples of all batches as one batch: equal outputs prove all the others."""
-        every = {name: np.concatenate(found) for name, found in self._parts.items() if found}
-        self._parts = {}
-        used = min((len(array) for array in every.values()), default=0)
-        if self._fixed and self._size == 1:  # each sample is always alone
-            self.proven = every
-        if self._size == 1 or used <= self._size:  # they would be in one batch again
-            return
-        rows = spread_places(used, self._size if self._fixed else min(self._size, _FEW))
-        outputs = run(self._names, {name: array[rows] for name, array in samples.inputs.items()})
-        if all(map(_same, outputs, (array[rows] for array in every.values()))):
-            self.proven = every
-
-    def at(
-        self,
-        places: Iterable[np.ndarray],
-        samples: Samples,
-        run: Run,
-    ) -> Iterator[Kept]:
-        """Yield the samples at `places` and their outputs, until these are too large.
-
-        First, the outputs for all samples are proven.
-        """
-        self._prove(samples, run)
-        kept_bytes = 0
-        for rows in places:
-            if self.proven:
-                outputs = [array[rows] for array in self.proven.values()]
-            else:
-                feeds = {name: array[rows] for name, array in samples.inputs.items()}
-                outputs = [each.copy() for each in run(self._names, feeds)]
-            yield rows, outputs
-            kept_bytes += sum(each.nbytes for each in outputs)
-            if kept_bytes > MOST_BYTES:
-                return
-
-
-def _same(got: np.ndarray, want: np.ndarray) -> bool:
-    if want.dtype.kind != "f" or got.shape != want.shape:
-        return np.array_equal(got, want)
-    bound = _SAME * float(np.abs(want[np.isfinite(want)]).max(initial=0.0))
-    return np.allclose(got, want, rtol=0.0, atol=bound, equal_nan=True)
-
-
 METHODS = ("mixed", "percentile", "mse", "entropy", "minmax")  # the first is the default
 MIN_SAMPLES = 8  # fewer say nothing of a range: one odd sample would set every scale
 MOST_BYTES = 1 << 28  # limit of one batch's activations, and of kept outputs
@@ -151,8 +65,7 @@ class Calibration:
     cover; the same but for the tensors that the method cuts. `cut`: those tensors, by method.
     `channel_peaks`: the largest magnitude in each channel of what a MatMul or Gemm reads; none with
     "minmax". `weights`: caches what `to_pairs` made of them, which no range changes; None caches
-    nothing. `outputs`: the model's, for batches of samples that the caller named. `every_output`:
-    the model's for all samples, by output; empty if they are large or depend on the batch.
+    nothing. `outputs`: the model's, for batches of samples that the caller named.
     """
 
     ranges: Mapping[str, Range]
@@ -163,7 +76,6 @@ class Calibration:
     channel_peaks: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     weights: dict[tuple[str, int | None, float], Stored] | None = None
     outputs: tuple[Kept, ...] = ()
-    every_output: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def using(self, method: str) -> Calibration:
         """Return the calibration that `method`, one of `cut`, gives."""
@@ -177,7 +89,6 @@ def calibrate(
     method: str = METHODS[0],
     batch_size: int = 32,
     places: Iterable[np.ndarray] = (),
-    every_output: bool = False,
 ) -> Calibration:
     """Return the ranges of the inputs and of every float tensor of the main graph.
 
@@ -191,61 +102,61 @@ def calibrate(
             it makes much less, else "percentile". "entropy": INT8 loses the least information.
         batch_size: smaller where a batch would need more than 256 MiB of activations.
         places: batches of samples, by their numbers, whose outputs are kept up to 256 MiB.
-        every_output: keep the outputs of all samples.
 
     Raises:
         BadInput: fewer than 8 samples, samples that are NaN, infinite or all the same, and a model
             that itself gives NaN.
     """
     check_samples(samples)
-    fixed = _fixed_batch(graph.inputs)
-    if fixed and len(samples) < fixed:
-        raise BadInput(f"{samples.where}: {len(samples)} samples do not fill the batch of {fixed}")
     counted = {} if method == "minmax" else _histograms(graph)
     editor = Editor(graph)
-    weights = _weights(editor)
+    # Weights are fed at each run instead of being built into the session: they are in memory once,
+    # without a limit of 2 GiB, as ONNX Runtime takes the arrays without a copy.
+    fed = [value.name for value in editor.graph.input if value.name not in editor.inputs]
+    weights = {name: editor.array(name) for name in fed}
     names = _float_tensors(graph)
     costs = cost.node_costs(graph, axis_sizes(samples, graph.inputs, 1))
     needed = 2 * sum(each.write_bytes or 0 for each in costs)  # fused nodes are separate here
-    size = fixed or max(1, min(batch_size, MOST_BYTES // max(needed, 1)))
+    most = max(1, min(batch_size, MOST_BYTES // max(needed, 1)))
+    size, used = samples.batching(most, graph.inputs)
     own = [value.name for value in editor.graph.output]
-    reduced = [name for name in names if name not in counted]
-    outputs = _add_reductions(editor.graph, reduced)
-    _add_outputs(editor.graph, counted)
+    outputs = _add_outputs(editor.graph, [n for n in names if n not in counted], counted)
     ranges: dict[str, Range] = {}
-    every, used = SampleOutputs(own, size, fixed=bool(fixed), every=every_output), 0
+    kept, kept_bytes = list[Kept](), 0
+    options = session_options(None)
+    # The graph runs as written: a fused node would compute a tensor otherwise than the graph says
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     with onnxruntime_errors(graph.path):
-        session = _session(editor.model)
-        for feeds in samples.batches(size):
-            if fixed and _rows(feeds) < size:
-                break
-            wanted = list(dict.fromkeys((*outputs, *counted, *every.wanted)))
-            values = dict(zip(wanted, _run(session, weights, wanted, feeds), strict=True))
-            used += _rows(feeds)
-            every.add(values, _rows(feeds))
-            batch = {name: _reduce(values, name) for name in reduced}
-            batch |= {name: Range(*each.add(values[name])) for name, each in counted.items()}
-            ranges = {name: _merge(ranges.get(name, batch[name]), batch[name]) for name in names}
-        kept = tuple(every.at(places, samples, partial(_run, session, weights)))
-    _check_numbers(graph, ranges, samples)
-    found = _choose_ranges(ranges, counted, used, method)
-    return replace(found, outputs=kept, every_output=every.proven)
-
-
-def _check_numbers(graph: Graph, ranges: Mapping[str, Range], samples: Samples) -> None:
-    """Raise BadInput for the first NaN, in the order the tensors are computed."""
-    if name := next((name for name, seen in ranges.items() if math.isnan(seen.low)), None):
-        raise BadInput(
-            f"{graph.path}: tensor '{name}' is NaN on the calibration data {samples.where}",
-            hint="the float32 model itself fails on these samples",
+        session = ort.InferenceSession(
+            editor.model.SerializeToString(),
+            sess_options=options,
+            providers=["CPUExecutionProvider"],
         )
-
-
-def _run(
-    session: Any, weights: Mapping[str, np.ndarray], names: Sequence[str], feeds: Arrays
-) -> list[np.ndarray]:
-    found: list[np.ndarray] = session.run(names, {**feeds, **weights})
-    return found
+        for feeds in samples.first(used).batches(size):
+            found = session.run(outputs, {**feeds, **weights})
+            values = dict(zip(outputs, found, strict=True))
+            for name in names:
+                if name in counted:
+                    seen = Range(*counted[name].add(values[name]))
+                else:
+                    ends = (values[_REDUCED.format(name, kind)] for kind in _REDUCTIONS)
+                    low, high, total = (float(end.item()) if end.size else 0.0 for end in ends)
+                    seen = Range(math.nan, math.nan) if math.isnan(total) else Range(low, high)
+                if math.isnan(seen.low):
+                    raise BadInput(
+                        f"{graph.path}: tensor '{name}' is NaN on the calibration data "
+                        f"{samples.where}",
+                        hint="the float32 model itself fails on these samples",
+                    )
+                ranges[name] = ranges.get(name, seen).merge(seen)
+        for rows in places:
+            feeds = samples.rows(rows)
+            found = [each.copy() for each in session.run(own, {**feeds, **weights})]
+            kept.append((rows, found))
+            kept_bytes += sum(each.nbytes for each in found)
+            if kept_bytes > MOST_BYTES:
+                break
+    return replace(_choose_ranges(ranges, counted, used, method), outputs=tuple(kept))
 
 
 def _choose_ranges(
@@ -280,17 +191,9 @@ def check_samples(samples: Samples) -> None:
             f"{samples.where}: {len(samples)} samples, calibration needs {MIN_SAMPLES} or more",
             hint="some hundred samples like those that the model will see serve best",
         )
-    for name, array in samples.inputs.items():
-        if array.dtype.kind != "f":
-            continue
-        finite = np.isfinite(array.reshape(len(array), -1)).all(axis=1)
-        if not finite.all():
-            first = int(np.argmin(finite))
-            raise BadInput(
-                f"{samples.where}: sample {first} of '{name}' holds NaN or infinity "
-                f"({np.count_nonzero(~finite)} of {len(array)} samples do)"
-            )
-    if all((array == array[:1]).all() for array in samples.inputs.values()):
+    check_finite(samples)
+    arrays = map(samples.each, samples.inputs)
+    if all((array == array[:1]).all() for array in arrays):
         raise BadInput(
             f"{samples.where}: all {len(samples)} samples are the same: no range can be learned"
         )
@@ -331,16 +234,6 @@ def importance(editor: Editor) -> dict[str, np.ndarray]:
     return found
 
 
-def _weights(editor: Editor) -> dict[str, np.ndarray]:
-    """Return the weights, which the editor's graph takes as inputs that no caller feeds.
-
-    Fed at each run instead of being built into the session, they are in memory once, without a
-    limit of 2 GiB; ONNX Runtime takes the arrays without a copy.
-    """
-    fed = [value.name for value in editor.graph.input if value.name not in editor.inputs]
-    return {name: editor.array(name) for name in fed}
-
-
 def _float_tensors(graph: Graph) -> list[str]:
     """The float32 inputs and node outputs of the main graph, in the order they are computed."""
     names = [spec.name for spec in graph.inputs]
@@ -354,58 +247,25 @@ def _float_tensors(graph: Graph) -> list[str]:
     return floats
 
 
-def _fixed_batch(inputs: Sequence[TensorSpec]) -> int | None:
-    """Return the size of axis 0, or None if an input has a dynamic one."""
-    sizes = [size for spec in inputs for size in spec.shape[:1]]
-    fixed = [size for size in sizes if isinstance(size, int)]
-    return fixed[0] if fixed and len(fixed) == len(sizes) else None
-
-
-def _add_reductions(graph: onnx.GraphProto, names: Sequence[str]) -> list[str]:
-    """Make least, largest and sum of each tensor an output; returns the new outputs.
+def _add_outputs(graph: onnx.GraphProto, reduced: Sequence[str], whole: Iterable[str]) -> list[str]:
+    """Make least, largest and sum of the `reduced` tensors outputs, and `whole` ones; their names.
 
     The sum is there for NaN, which ONNX Runtime's ReduceMin and ReduceMax leave out.
     """
     added = []
-    for name in names:
+    for name in reduced:
         for kind in _REDUCTIONS:
             # keepdims: ONNX Runtime refuses to reduce an empty tensor to a scalar
             output = _REDUCED.format(name, kind)
             graph.node.append(helper.make_node(kind, [name], [output], keepdims=1))
             graph.output.append(helper.make_empty_tensor_value_info(output))
             added.append(output)
-    return added
-
-
-def _reduce(values: Mapping[str, np.ndarray], name: str) -> Range:
-    low, high, total = (values[_REDUCED.format(name, kind)] for kind in _REDUCTIONS)
-    if np.isnan(total).any():
-        return Range(math.nan, math.nan)
-    return Range(*(float(ends.item()) if ends.size else 0.0 for ends in (low, high)))
-
-
-def _merge(so_far: Range, seen: Range) -> Range:
-    return seen if math.isnan(seen.low) else so_far.merge(seen)
-
-
-def _add_outputs(graph: onnx.GraphProto, names: Mapping[str, object]) -> None:
     there = {value.name for value in graph.output}
-    for name in names:
+    for name in whole:
         if name not in there:
             graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape=None))
-
-
-def _session(model: onnx.ModelProto) -> Any:
-    options = session_options(None)
-    # The graph runs as written: a fused node would compute a tensor otherwise than the graph says
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return ort.InferenceSession(
-        model.SerializeToString(), sess_options=options, providers=["CPUExecutionProvider"]
-    )
-
-
-def _rows(feeds: Mapping[str, np.ndarray]) -> int:
-    return len(next(iter(feeds.values())))
+        added.append(name)
+    return added
 
 
 def _cut(seen: Range, counts: TensorHistogram, method: str) -> Range:

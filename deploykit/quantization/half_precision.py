@@ -11,7 +11,8 @@ are casts only between the two types.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from deploykit.core.errors import BadInput
 from deploykit.graph.edit import Editor, raise_opset
 from deploykit.graph.graph import Graph, opset
 from deploykit.graph.parse import subgraphs
+from deploykit.graph.preflight import NO_BFLOAT16
 from deploykit.graph.skeleton import all_nodes, inner_reads, reads
 from deploykit.quantization.qdq_placement import box_nodes, check_opset
 
@@ -95,16 +97,13 @@ def _sources(graph: onnx.GraphProto, types: Mapping[str, int], stay: set[str]) -
         if inner:
             found.add(node.name)
         places = _ENDS.get(node.op_type, ())
+        integer = node.op_type == "Cast" and helper.get_node_attr_value(node, "to") in _INTEGERS
         for place, name in enumerate(node.input):
-            end = inner or node.name in stay or _to_integer(node) or place in places
+            end = inner or node.name in stay or integer or place in places
             ends.setdefault(name, []).append(end)
         for name in inner_reads(node):
             ends.setdefault(name, []).append(False)
     return found
-
-
-def _to_integer(node: onnx.NodeProto) -> bool:
-    return node.op_type == "Cast" and helper.get_node_attr_value(node, "to") in _INTEGERS
 
 
 def _follows(node: onnx.NodeProto, shapes: Mapping[str, list[int]]) -> bool:
@@ -147,84 +146,230 @@ def _shapes(editor: Editor) -> dict[str, list[int]]:
     return found
 
 
-# Constants that mask attention, usually -3.4e38, are clamped to what float16 holds: exp() of either
+# Constants that mask attention, -1e9 or -3.4e38, are clamped to what float16 holds: exp() of either
 # is 0. With -infinity instead, a row that is masked as a whole would become NaN.
 
 MASK = -1e30  # smaller values can only be masks
+_CONSTANT_MASK = -1e8  # where they are constants that end in a Softmax
 _BOUNDS = frozenset(("Clip", "Max", "Min"))  # a constant there bounds values
 # A mask ends at these operators: as zeros, or as a boolean.
 _ENDS_MASKS = {
-    *("Softmax", "Exp", "Sigmoid", "ReduceLogSumExp", "Attention", "Equal", "Less"),
-    *("LessOrEqual", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "ArgMax"),
+    *("Softmax", "LogSoftmax", "Exp", "Sigmoid", "ReduceLogSumExp", "ReduceMax", "ReduceMin"),
+    *("Attention", "Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "IsInf", "IsNaN"),
+    *("ArgMax", "ArgMin", "TopK"),
 }
+_NO_FLOATS = np.zeros(0, np.float32)
 
 
-def clamp_masks(editor: Editor, types: Mapping[str, int], to: float) -> dict[str, int]:
-    """Replace values below -1e30 in constants by `to`; returns the types of new constants.
+def clamp_masks(editor: Editor, types: Mapping[str, int], to: float) -> tuple[set[str], set[str]]:
+    """Replace values below -1e8 in constants by `to`; returns new constants, and masked tensors.
 
     Nothing is replaced where a bound of Clip is such a constant, or a mask reaches an output.
     """
-    stored = {
-        name
-        for name in editor.constants
-        if types.get(name) == TensorProto.FLOAT and _masks(editor.array(name))
+
+    def masks(values: np.ndarray) -> bool:
+        return bool((np.isfinite(values) & (values < _CONSTANT_MASK)).any())
+
+    def clamp(values: np.ndarray) -> np.ndarray:
+        return np.where(np.isfinite(values) & (values < _CONSTANT_MASK), np.float32(to), values)
+
+    stored = {name for name in _floats(editor, types) if masks(editor.array(name))}
+    held = {
+        node.name for node in all_nodes(editor.graph) if any(map(masks, attribute_floats(node)))
     }
-    nodes = list(all_nodes(editor.graph))
-    held = [node for node in nodes if any(map(_masks, _attributes(node).values()))]
-    if not (stored or held) or _escapes(editor.graph, stored, {node.name for node in held}):
-        return {}
-    new = {name: editor.store(f"{name}_clamp", _clamp(editor.array(name), to)) for name in stored}
-    for node in nodes:
+    masked = _masked(editor.graph, stored, held) if stored or held else None
+    if masked is None:
+        return set(), set()
+    return _change_constants(editor, types, masks, clamp), masked
+
+
+def clamp_to(editor: Editor, types: Mapping[str, int], most: float) -> set[str]:
+    """Replace finite constants beyond +-`most` by it; returns the new constants."""
+
+    def beyond(values: np.ndarray) -> bool:
+        return bool((np.isfinite(values) & (np.abs(values) > most)).any())
+
+    def clamp(values: np.ndarray) -> np.ndarray:
+        return np.where(np.isfinite(values), np.clip(values, -most, most), values)
+
+    return _change_constants(editor, types, beyond, clamp)
+
+
+def _floats(editor: Editor, types: Mapping[str, int]) -> list[str]:
+    return [name for name in editor.constants if types.get(name) == TensorProto.FLOAT]
+
+
+def _change_constants(
+    editor: Editor,
+    types: Mapping[str, int],
+    wrong: Callable[[np.ndarray], bool],
+    change: Callable[[np.ndarray], np.ndarray],
+) -> set[str]:
+    """Replace the float32 constants that are `wrong`, in attributes of nodes too."""
+    new = {}
+    for name in _floats(editor, types):
+        if wrong(values := editor.array(name)):
+            new[name] = editor.store(f"{name}_clamp", change(values).astype(np.float32))
+    for node in all_nodes(editor.graph):
         for place, name in enumerate(node.input):
             node.input[place] = new.get(name, name)
-    for node in held:
-        for place, values in _attributes(node).items():
-            attribute = node.attribute[place]
-            if attribute.HasField("t"):
-                clamped = _clamp(values, to)
-                attribute.t.CopyFrom(numpy_helper.from_array(clamped, attribute.t.name))
-            else:
-                attribute.f = to
-    return dict.fromkeys(new.values(), int(TensorProto.FLOAT))
+        for attribute, values in zip(node.attribute, attribute_floats(node), strict=True):
+            if wrong(values):
+                store_floats(attribute, change(values).astype(np.float32))
+    return set(new.values())
 
 
-def _attributes(node: onnx.NodeProto) -> dict[int, np.ndarray]:
-    """Return the float constants that a Constant or ConstantOfShape holds, by place."""
-    return {
-        place: numpy_helper.to_array(each.t)
-        if each.HasField("t")
-        else np.array([each.f], np.float32)
-        for place, each in enumerate(node.attribute)
-        if each.t.data_type == TensorProto.FLOAT or each.name == "value_float"
-    }
+def attribute_floats(node: onnx.NodeProto) -> list[np.ndarray]:
+    """Return the float32 constant in each attribute, as a Constant or ConstantOfShape has one."""
+    found = []
+    for each in node.attribute:
+        if each.HasField("t") and each.t.data_type == TensorProto.FLOAT:
+            found.append(numpy_helper.to_array(each.t))
+        elif node.op_type == "Constant" and each.name == "value_float":
+            found.append(np.array(each.f, np.float32))
+        elif node.op_type == "Constant" and each.name == "value_floats":
+            found.append(np.array(each.floats, np.float32))
+        else:
+            found.append(_NO_FLOATS)
+    return found
 
 
-def _escapes(graph: onnx.GraphProto, stored: set[str], held: set[str]) -> bool:
-    """Return whether a mask is a bound, or reaches an output of a graph."""
+def store_floats(attribute: onnx.AttributeProto, values: np.ndarray) -> None:
+    """Replace the constant in an attribute, by one of this type."""
+    value = numpy_helper.from_array(values, attribute.t.name)
+    attribute.CopyFrom(helper.make_attribute("value", value))
+
+
+def _masked(graph: onnx.GraphProto, stored: set[str], held: set[str]) -> set[str] | None:
+    """Return the tensors that a mask reaches; None if it is a bound, or reaches an output."""
     masks = set(stored)
     for node in graph.node:
         inner = [n for body in subgraphs(node) for n in all_nodes(body)]
         reads = {name for each in (node, *inner) for name in each.input}
         if node.name in held or any(each.name in held for each in inner) or masks & reads:
             if node.op_type in _BOUNDS and masks.intersection(node.input[1:]):
-                return True
+                return None
             if node.op_type not in _ENDS_MASKS:
                 masks.update(node.output)
-    return not masks.isdisjoint(value.name for value in graph.output)
+    return None if any(value.name in masks for value in graph.output) else masks
 
 
-def _masks(values: np.ndarray) -> bool:
-    return bool(values.size) and bool((np.isfinite(values) & (values < MASK)).any())
+# A constant that float16 does not hold keeps its node in float32. That is not enough where the
+# result is such a value as well: as float16, 0 + 1e-10 is 0 again, and -1e5 in a masked row is
+# -infinity. So all nodes stay float32 from there to the one that needs the value.
+
+# operator -> the input of which a value of 0 gives infinity or NaN
+_NEEDS_SMALL = {"Log": 0, "Reciprocal": 0, "Sqrt": 0, "Pow": 0, "Div": 1}
+_PASSES = frozenset(
+    word
+    for line in (
+        "Reshape Flatten Squeeze Unsqueeze Transpose Expand Tile Slice Gather Concat Split Cast",
+        "Identity Neg Abs Mul Div Where Clip Max Min ReduceSum ReduceMean ReduceMax ReduceMin",
+    )
+    for word in line.split()
+)
+_PASSES_LARGE = _PASSES - _BOUNDS | {"Add", "Sub", "ScatterND", "ScatterElements"}
+_SHARES = frozenset(("Softmax", "Sigmoid"))  # a Log needs their small values
 
 
-def _clamp(values: np.ndarray, to: float) -> np.ndarray:
-    return np.where(np.isfinite(values) & (values < MASK), np.float32(to), values)
+def nodes_of_lost_values(
+    editor: Editor, peaks: Mapping[str, float], ranges: Mapping[str, Range]
+) -> set[str]:
+    """Return the names of nodes between a value that float16 loses and the one that needs it.
+
+    `peaks`: the largest magnitude in each constant.
+    """
+    nodes = [node for node in editor.graph.node if not any(True for _ in subgraphs(node))]
+    made = {node.output[0]: node for node in nodes if node.op_type == "Constant"}
+
+    def power(node: onnx.NodeProto) -> float:
+        """Return the power that the operator raises to; 0 where that is not known."""
+        if node.op_type != "Pow":
+            return 0.5 if node.op_type == "Sqrt" else 0.0
+        exponent = node.input[1]
+        if exponent in made:
+            found = [each.min() for each in attribute_floats(made[exponent]) if each.size]
+            return float(min(found, default=0.0))
+        return float(editor.array(exponent).min()) if exponent in editor.constants else 0.0
+
+    def pass_small(node: onnx.NodeProto, read: Mapping[str, float]) -> float:
+        value = min(read.values())
+        if node.op_type in ("Add", "Sub", "Sum"):  # plus another constant it is no longer small
+            return value if read.keys() & peaks.keys() else 0.0
+        if node.op_type in ("Sqrt", "Pow"):
+            value = value ** power(node) if power(node) > 0 else 1.0
+        elif node.op_type == "Mul" and read.keys() == set(node.input):
+            value = math.prod(read[name] for name in node.input)
+        elif node.op_type not in _PASSES or (node.op_type == "Div" and node.input[1] in read):
+            return 0.0
+        return value if value < 1 / GUARD else 0.0
+
+    def needs_small(node: onnx.NodeProto) -> Sequence[str]:
+        place = _NEEDS_SMALL.get(node.op_type, len(node.input))
+        names = [name for name in node.input[place : place + 1] if name in small]
+        lost = inverts(node) or any(small[name] <= SMALLEST for name in names)
+        return names if lost and power(node) < 1 else []
+
+    def inverts(node: onnx.NodeProto) -> bool:
+        """Return whether the result is large where the input is small."""
+        by = node.op_type == "Div" and node.input[0] in peaks
+        return by or node.op_type == "Reciprocal" or (node.op_type == "Pow" and power(node) < 0)
+
+    small = {name: peak for name, peak in peaks.items() if 0 < peak < 1 / GUARD}
+    small |= {name: seen.low for name, seen in ranges.items() if 0 < seen.low < 1 / GUARD}
+
+    def by_operator(
+        lost: Iterable[str], passes: Collection[str], ends: Collection[str]
+    ) -> set[str]:
+        return _between(
+            nodes,
+            dict.fromkeys(lost, 1.0),
+            lambda node, _: float(node.op_type in passes),
+            lambda node: node.input if node.op_type in ends else (),
+        )
+
+    stay = _between(nodes, small, pass_small, needs_small)
+    shares = (name for node in nodes if node.op_type in _SHARES for name in node.output)
+    inverse = (
+        n for node in nodes if inverts(node) and small.keys() & set(node.input) for n in node.output
+    )
+    large = (name for name, peak in peaks.items() if GUARD < peak < np.inf)
+    products = {"Mul", "Div"}
+    stay |= by_operator(shares, _PASSES, {"Log"})
+    stay |= by_operator(inverse, _PASSES - products, products)
+    return stay | by_operator(large, _PASSES_LARGE, _ENDS_MASKS)
+
+
+def _between(
+    nodes: Sequence[onnx.NodeProto],
+    lost: dict[str, float],
+    passes: Callable[[onnx.NodeProto, Mapping[str, float]], float],
+    needs: Callable[[onnx.NodeProto], Iterable[str]],
+) -> set[str]:
+    """Return the names of the nodes from where a lost value is made to where it is needed.
+
+    `lost`: tensor -> a magnitude in it. `passes`: given a node and those that it reads, returns the
+    magnitude in its outputs, 0 where they are not lost. `needs`: the inputs that a node needs.
+    """
+    for node in nodes:
+        read = {name: lost[name] for name in node.input if name in lost}
+        if read and (value := passes(node, read)):
+            lost.update(dict.fromkeys(node.output, value))
+    stay, wanted = set[str](), set[str]()
+    for node in reversed(nodes):
+        makes = not wanted.isdisjoint(node.output)
+        names = lost.keys() & set(node.input if makes else needs(node))
+        if makes or names:
+            stay.add(node.name)
+            wanted |= names
+    return stay
 
 
 LARGEST = precision.BY_NAME["fp16"].max_stored
 # Calibration sees only a sample: values that a model meets later may be twice as large.
 GUARD = LARGEST / 2
 SMALLEST = 2.0**-25  # smaller values are rounded to 0
+_LARGEST_BFLOAT16 = 0xFF * 2.0**120  # just below float32's
 
 _FLOAT = TensorProto.FLOAT
 _PAIR = ("QuantizeLinear", "DequantizeLinear")
@@ -237,10 +382,14 @@ _FLOAT32_OPERATORS = frozenset(("CumSum", "RoiAlign", "GridSample"))
 
 @dataclass(frozen=True)
 class _Half:
-    """A type of 16 bits: its names in messages and in schemas, and ONNX's number."""
+    """A type of 16 bits: its names in messages and in schemas, and ONNX's number.
+
+    `largest`: its largest number, or for float16 the half of it that the guard allows.
+    """
 
     name: str
     kind: int
+    largest: float
 
     def stored(self, values: np.ndarray) -> np.ndarray:
         """float32 values rounded to nearest, ties to even."""
@@ -251,9 +400,18 @@ class _Half:
         """Return the values in float32, rounded to this type."""
         return self.stored(values).astype(np.float32)
 
+    def holds_scale(self, scale: np.ndarray) -> bool:
+        """Return whether the error of a scale in this type is below what INT8 rounds away."""
+        off = np.abs(self.rounded(scale) - scale)
+        return scale.dtype == np.float32 and bool((off <= _SCALE_ERROR * np.abs(scale)).all())
+
 
 _HALVES = {
-    each.name: _Half(each.dtype, TensorProto.DataType.Value(each.onnx_type))
+    each.name: _Half(
+        each.dtype,
+        TensorProto.DataType.Value(each.onnx_type),
+        GUARD if each.guarded else _LARGEST_BFLOAT16,
+    )
     for each in precision.HALVES
 }
 
@@ -297,15 +455,20 @@ def to_half(
         for node in editor.graph.node
         if node.op_type in _PAIR
         and node.input[1] in editor.constants
-        and not _precise(editor.array(node.input[1]), half)
+        and not half.holds_scale(editor.array(node.input[1]))
     }
+    ranges, stay = ranges or {}, set(keep_float32)
     if precision.BY_NAME[to].guarded:
-        types |= clamp_masks(editor, types, -GUARD)
-        guarded |= _names_to_guard(editor, ranges or {}, types)
-    stay = guarded | index_nodes(editor, types, half.rounded) | box_nodes(editor.graph)
-    stay |= set(keep_float32)
+        new, masked = clamp_masks(editor, types, -GUARD)
+        types |= dict.fromkeys(new, int(_FLOAT))
+        peaks = _constant_peaks(editor, types)
+        guarded |= _names_to_guard(editor.graph, peaks, ranges, masked)
+        stay |= nodes_of_lost_values(editor, peaks, ranges)
+    else:
+        types |= dict.fromkeys(clamp_to(editor, types, half.largest), int(_FLOAT))
+    stay |= guarded | index_nodes(editor, types, half.rounded) | box_nodes(editor.graph)
     kept = tuple(node.name for node in editor.graph.node if node.name in guarded)
-    writer = _Writer(editor, types, half)
+    writer = _Writer(editor, types, half, ranges)
     for node in editor.graph.node:
         inputs, outputs = _half_places(node, editor.model, types, half)
         if node.name in stay or not (inputs or outputs):
@@ -318,10 +481,17 @@ def to_half(
 class _Writer:
     """Emits nodes in order, and a Cast just before the first one that needs the other type."""
 
-    def __init__(self, editor: Editor, types: Mapping[str, int], half: _Half) -> None:
+    def __init__(
+        self,
+        editor: Editor,
+        types: Mapping[str, int],
+        half: _Half,
+        ranges: Mapping[str, Range],
+    ) -> None:
         self.editor = editor
         self.types = types
         self.half = half
+        self.ranges = ranges
         self.suffix = f"_{half.name}"
         while any(name.endswith(self.suffix) for name in types):
             self.suffix += "_"
@@ -342,8 +512,7 @@ class _Writer:
                 self._need_float(name)
         for place in outputs:
             node.output[place] += self.suffix
-        for attribute in node.attribute:
-            _retype(node, attribute, self.half)
+        _retype(node, self.half)
         self.nodes.append(node)
         self.ready.update(node.output)
 
@@ -360,9 +529,22 @@ class _Writer:
         if name in self.editor.constants:
             self.editor.store(twin, self.half.stored(self.editor.array(name)))
         else:
-            self._cast(name, twin, self.half.kind)
+            self._cast(self._clamped(name), twin, self.half.kind)
         self.ready.add(twin)
         return twin
+
+    def _clamped(self, name: str) -> str:
+        """Return the tensor, clamped if it holds a mask that the cast would make infinite."""
+        seen, most = self.ranges.get(name), np.float32(self.half.largest)
+        if seen is None or not most < seen.peak < np.inf:
+            return name
+        ends = [
+            self.editor.store(f"{name}_{key}", end)
+            for key, end in (("least", -most), ("most", most))
+        ]
+        clamped = self.editor.fresh(f"{name}_clamped")
+        self.nodes.append(self.editor.node("Clip", [name, *ends], clamped))
+        return clamped
 
     def _need_float(self, name: str) -> None:
         if name not in self.ready and name + self.suffix in self.ready:
@@ -391,6 +573,8 @@ def _half_places(
 ) -> tuple[set[int], set[int]]:
     """The float32 inputs and outputs of `node`, by place, that its schema allows to be half."""
     nothing: tuple[set[int], set[int]] = set(), set()
+    if half.kind == TensorProto.BFLOAT16 and node.op_type in NO_BFLOAT16:
+        return nothing
     if node.op_type in _FLOAT32_OPERATORS or node.domain not in ("", "ai.onnx"):
         return nothing
     if any(True for _ in subgraphs(node)) or any(
@@ -401,6 +585,8 @@ def _half_places(
         return nothing
     newest = half.kind != TensorProto.FLOAT16
     version = defs.onnx_opset_version() if newest and node.op_type not in _PAIR else opset(model)
+    if not defs.has(node.op_type, version, ""):  # an operator that ONNX Runtime's optimizer wrote
+        return nothing
     schema = defs.get_schema(node.op_type, version, "")
     name = f"tensor({half.name})"
     fit = {c.type_param_str for c in schema.type_constraints if name in c.allowed_type_strs}
@@ -418,45 +604,38 @@ def _half_places(
     return nothing if generates else found  # the type of what is generated has its own defaults
 
 
-def _precise(scale: np.ndarray, half: _Half) -> bool:
-    off = np.abs(half.rounded(scale) - scale)
-    return scale.dtype == np.float32 and bool((off <= _SCALE_ERROR * np.abs(scale)).all())
+def _constant_peaks(editor: Editor, types: Mapping[str, int]) -> dict[str, float]:
+    """Return the largest magnitude in each float32 constant, by the tensor that holds it."""
+    found = {name: _largest(editor.array(name)) for name in _floats(editor, types)}
+    for node in editor.graph.node:
+        arrays = [array for array in attribute_floats(node) if array.size]
+        if arrays:
+            found |= dict.fromkeys(node.output, max(map(_largest, arrays)))
+    return found
 
 
 def _names_to_guard(
-    editor: Editor, ranges: Mapping[str, Range], types: Mapping[str, int]
+    graph: onnx.GraphProto,
+    peaks: Mapping[str, float],
+    ranges: Mapping[str, Range],
+    masked: Collection[str],
 ) -> set[str]:
-    """Return the names of nodes that float16 cannot hold."""
-    graph = editor.graph
-    unfit = {name for name, seen in ranges.items() if not _holds(_finite_peak(seen))}
-    for name in editor.constants:
-        if types.get(name) == _FLOAT and not _holds(_largest(editor.array(name))):
+    """Return the names of nodes that float16 cannot hold.
+
+    The low end of a range below -1e30, or of a tensor in `masked`, is a mask.
+    """
+    unfit = {name for name, peak in peaks.items() if not _holds(peak)}
+    for name, seen in ranges.items():
+        masks = seen.low < MASK or (name in masked and seen.low < _CONSTANT_MASK / 2)
+        peak = (abs(seen.high) if seen.high > MASK else 0.0) if masks else seen.peak
+        if not _holds(peak):
             unfit.add(name)
-    for node in graph.node:
-        if not all(_holds(peak) for peak in _attribute_peaks(node)):
-            unfit.update(node.output)
     return {node.name for node in graph.node if unfit.intersection((*node.input, *node.output))}
 
 
 def _holds(peak: float) -> bool:
     """Return whether float16 holds values up to `peak`, and does not round all of them to 0."""
     return peak == 0 or SMALLEST < peak <= GUARD
-
-
-def _finite_peak(seen: Range) -> float:
-    """Return the peak; a low end below -1e30 is a mask, so that the high end decides."""
-    if seen.low >= MASK:
-        return seen.peak
-    return abs(seen.high) if seen.high > MASK else 0.0
-
-
-def _attribute_peaks(node: onnx.NodeProto) -> Iterator[float]:
-    """Yield the largest values of the float constants that a Constant or ConstantOfShape holds."""
-    for attribute in node.attribute:
-        if attribute.t.data_type == _FLOAT:
-            yield _largest(numpy_helper.to_array(attribute.t))
-        elif attribute.name in ("value_float", "value_floats"):
-            yield max((abs(value) for value in (attribute.f, *attribute.floats)), default=0.0)
 
 
 def _largest(array: np.ndarray) -> float:
@@ -467,14 +646,10 @@ def _largest(array: np.ndarray) -> float:
     return max(high, -low) if low == low else low  # NaN comes back as NaN
 
 
-def _retype(node: onnx.NodeProto, attribute: onnx.AttributeProto, half: _Half) -> None:
-    """Replace float32 in an attribute: Cast's `to`, `dtype`, the value of a Constant."""
-    if attribute.name in ("to", "dtype", "output_dtype") and attribute.i == _FLOAT:
-        attribute.i = half.kind
-    elif attribute.HasField("t") and attribute.t.data_type == _FLOAT:
-        values = half.stored(numpy_helper.to_array(attribute.t))
-        attribute.t.CopyFrom(numpy_helper.from_array(values, attribute.t.name))
-    elif node.op_type == "Constant" and attribute.name in ("value_float", "value_floats"):
-        floats = attribute.f if attribute.name == "value_float" else list(attribute.floats)
-        value = numpy_helper.from_array(half.stored(np.array(floats, np.float32)))
-        attribute.CopyFrom(helper.make_attribute("value", value))
+def _retype(node: onnx.NodeProto, half: _Half) -> None:
+    """Replace float32 in attributes: Cast's `to`, `dtype`, the value of a Constant."""
+    for attribute, values in zip(node.attribute, attribute_floats(node), strict=True):
+        if attribute.name in ("to", "dtype", "output_dtype") and attribute.i == _FLOAT:
+            attribute.i = half.kind
+        elif values is not _NO_FLOATS:
+            store_floats(attribute, half.stored(values))

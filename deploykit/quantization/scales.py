@@ -1,14 +1,14 @@
-"""Choose what the scales of INT8 and FP8 are written from: the calibrator, and smoothed LayerNorms.
+"""Write a graph in another precision, and choose what the scales of INT8 and FP8 are written from.
 
 No calibrator is best for every model, and the error at each tensor does not show which one is: the
-errors at the outputs do (`benchmarks/README.md`). So does whether smoothing pays.
+errors at the outputs do (`benchmarks/README.md`). So does whether smoothing LayerNorms pays.
 """
 
 from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from deploykit.core.errors import BadInput
 from deploykit.core.evidence import CalibrationRecord
+from deploykit.core.precision import BY_NAME, CAST, DYNAMIC, WEIGHTS
 from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.data.samples import Samples
 from deploykit.engines.engine import Arrays, Engine, load
@@ -25,8 +27,8 @@ from deploykit.evaluation.parity import axis_sizes
 from deploykit.evaluation.simulate import open_graph
 from deploykit.graph import cost
 from deploykit.graph.graph import Graph
+from deploykit.quantization import dynamic, half_precision, qdq, weights
 from deploykit.quantization.calibrate import Calibration, calibrate
-from deploykit.quantization.convert import convert
 from deploykit.quantization.smoothquant import smooth
 
 # The choice uses an eighth of the samples, and more as long as a calibrator costs fewer operations
@@ -38,7 +40,8 @@ _FURTHER = {"entropy": "mse", "minmax": "percentile"}
 OUTLIERS = 8.0  # largest peak of a channel by the usual one: below it smoothing is not tried
 EQUAL = 1e-8  # noise by signal of two graphs that compute the same
 
-Batches: TypeAlias = list[tuple[Arrays, list[np.ndarray]]]  # inputs, and the model's outputs
+# the number of samples, the inputs, and the model's outputs
+Batches: TypeAlias = list[tuple[int, Arrays, list[np.ndarray]]]
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,39 @@ class Scales:
     calibration: Calibration | None = None
     record: CalibrationRecord | None = None
     notes: tuple[str, ...] = ()
+
+
+def convert(
+    source: Graph,
+    to: str,
+    calibration: Calibration | None = None,
+    *,
+    runtime: str = "tensorrt",
+    other_nodes: str = "fp32",
+    keep_float32: Collection[str] = (),
+) -> tuple[Graph, tuple[str, ...]]:
+    """Return the graph in `to`, and the nodes that float16's range guard kept in float32.
+
+    `keep_float32`: names of nodes to leave as they are. `other_nodes`: the precision of the nodes
+    around 8-bit ones and stored weights. Raises BadInput as the writers do, and where `to` needs a
+    calibration and there is none.
+    """
+    precision, ranges = BY_NAME[to], calibration.ranges if calibration else None
+    if precision.writer == CAST:
+        return half_precision.to_half(source, to, ranges, keep_float32=keep_float32)
+    if precision.writer == WEIGHTS:
+        typed = weights.to_weight_only(source, to)
+    elif precision.writer == DYNAMIC:
+        typed = dynamic.to_dynamic(source, keep_float32=keep_float32)
+    elif calibration is None:
+        raise BadInput(
+            f"`to` {to} needs calibration data", hint="`calib`: an .npz or a folder, 100 samples"
+        )
+    else:
+        typed = qdq.to_pairs(source, calibration, to, runtime=runtime, keep_float32=keep_float32)
+    if other_nodes == "fp32":
+        return typed, ()
+    return half_precision.to_half(typed, other_nodes, ranges)
 
 
 def choose_scales(
@@ -73,8 +109,7 @@ def choose_scales(
     if calibration is None or not calibration.outputs:
         return scales
     batches: Batches = [
-        ({name: array[rows] for name, array in samples.inputs.items()}, outputs)
-        for rows, outputs in calibration.outputs
+        (len(rows), samples.rows(rows), outputs) for rows, outputs in calibration.outputs
     ]
     with tempfile.TemporaryDirectory(dir=folder, prefix=".calibrators.") as name:
         trials = _Trials(to, runtime, other_nodes, batches, Path(name))
@@ -90,8 +125,7 @@ def choose_scales(
         graph, names = smooth(scales.graph, peaks)
         if not names or not trials.computes_the_same(graph):
             return best
-        again = calibrate(graph, samples)
-        again = replace(again, every_output=calibration.every_output)  # outputs of the model itself
+        again = calibrate(graph, samples, batch_size=max(rows for rows, *_ in batches))
         record = scales.record and replace(scales.record, smoothed=names)
         smoothed, less = trials.choose(Scales(graph, again, record, scales.notes), again)
         return smoothed if _gains(noise, less) else best
@@ -122,7 +156,7 @@ class _Trials:
                 found = self.noise(replace(scales, calibration=shared.using(method)), batches)
                 noise[method] = np.concatenate([noise.get(method, found[:0]), found])
 
-        few = math.ceil(FEW / max(_rows(self.batches[0][0]), 1))
+        few = math.ceil(FEW / max(self.batches[0][0], 1))
         run([first, *(each for each in others if each not in _FURTHER)], self.batches[:few])
         works = math.isfinite(noise[first].mean())
         for each in (each for each in others if each in _FURTHER):
@@ -162,7 +196,7 @@ class _Trials:
 
     def _sqnr_db(self, noise: Mapping[str, np.ndarray]) -> dict[str, float]:
         shares = {method: float(rows.mean()) for method, rows in noise.items()}
-        floating = any(array.dtype.kind == "f" for _, outputs in self.batches for array in outputs)
+        floating = any(array.dtype.kind == "f" for *_, outputs in self.batches for array in outputs)
         return {
             method: -10 * math.log10(share) if share else math.inf
             for method, share in shares.items()
@@ -186,10 +220,6 @@ def places_to_choose_on(source: Graph, calib: Samples, batch_size: int) -> Itera
     whole = len(places) if size < least else len(places) // size * size  # a fixed batch is filled
     for start in range(0, whole, size):
         yield places[start : start + size]
-
-
-def _rows(feeds: Arrays) -> int:
-    return len(next(iter(feeds.values())))
 
 
 def _gains(first: np.ndarray, other: np.ndarray) -> bool:
@@ -219,10 +249,10 @@ def _noise(engine: Engine, batches: Batches) -> np.ndarray:
     Where all outputs are integers, it is the share that differs.
     """
     found = []
-    for feeds, wanted in batches:
+    for rows, feeds, wanted in batches:
         pairs = list(zip(wanted, engine(feeds).values(), strict=True))
         pairs = [pair for pair in pairs if pair[0].dtype.kind == "f"] or pairs
-        found.append(sum(noise_by_row(a, b, _rows(feeds)) for a, b in pairs) / len(pairs))
+        found.append(sum(noise_by_row(a, b, rows) for a, b in pairs) / len(pairs))
     return np.concatenate(found)
 
 

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -87,19 +87,6 @@ class Level:
     saving_s: Callable[[str], float]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The end of a search: the model that is kept, and its step; None keeps float32.
-
-    `record.stopped`: "" if the search came to its end, else "time budget" or "interrupted"; `best`
-    is then the cheapest model that had passed.
-    """
-
-    best: SearchStep | None
-    model: Any
-    record: SearchRecord
-
-
 def search(
     levels: Sequence[Level],
     evaluate: Callable[[Any], Verdict],
@@ -107,7 +94,7 @@ def search(
     float32_cost_s: float = math.inf,
     budget: Budget,
     on_step: Callable[[SearchStep], object] = lambda _: None,
-) -> Outcome:
+) -> Search:
     """Find the cheapest model that passes; see the head of this file for the order of work.
 
     Args:
@@ -119,45 +106,18 @@ def search(
         on_step: called after each evaluation. Ctrl-C (KeyboardInterrupt out of any callback) ends
             the search and keeps the best so far; other errors pass through.
     """
-    run, stopped = _Run(evaluate, float32_cost_s, budget, on_step), ""
+    found = Search(evaluate, float32_cost_s, budget, on_step)
     try:
-        run.search(levels)
+        found.run(levels)
     except _OutOfTimeError:
-        stopped = OUT_OF_TIME
-        tried = {step.precision for step in run.steps}
+        found.stopped = OUT_OF_TIME
+        tried = {step.precision for step in found.steps}
         missing = [level.precision for level in levels if level.precision not in tried]
         if missing:
-            run.notes.append(f"not tried, for lack of time: {', '.join(missing)}")
+            found.notes.append(f"not tried, for lack of time: {', '.join(missing)}")
     except KeyboardInterrupt:
-        stopped = INTERRUPTED
-    best = run.best
-    record = SearchRecord(
-        passed=best is not None,
-        why=_sentence(best, run.steps, stopped),
-        precision=best.precision if best else "float32",
-        float32_nodes=best.float32_nodes if best else (),
-        cost_s=best.cost_s if best else None,
-        drop=best.drop if best else None,
-        stopped=stopped,
-        notes=tuple(run.notes),
-        steps=tuple(run.steps),
-    )
-    return Outcome(best, run.model, record)
-
-
-def _sentence(best: SearchStep | None, steps: Sequence[SearchStep], stopped: str) -> str:
-    """Return the result in one sentence."""
-    kept = "float32 stays: no narrower precision passed"
-    if best is not None:
-        count = len(best.float32_nodes)
-        nodes = f", {_count(count)} kept in float32" if count else ""
-        kept = f"{best.precision.upper()}{nodes}: {best.why}"
-    elif any(step.passed for step in steps):
-        kept = "float32 stays: what passed is not worth it"
-    elif stopped:
-        kept = "float32 stays: no narrower precision had passed"
-    reason = {OUT_OF_TIME: "the time budget ran out", INTERRUPTED: "interrupted"}
-    return f"{kept} ({reason[stopped]})" if stopped else kept
+        found.stopped = INTERRUPTED
+    return found
 
 
 def not_worth(narrow: str, narrow_s: float, wider: str, wider_s: float) -> str:
@@ -191,8 +151,12 @@ class _OutOfTimeError(Exception):
     """One more candidate would end after the budget."""
 
 
-class _Run:
-    """The state of one search: what was tried, and the best so far."""
+class Search:
+    """A search: what was tried, and the best so far, `model` with its step; None keeps float32.
+
+    `stopped`: "" if the search came to its end, else "time budget" or "interrupted"; `best` is then
+    the cheapest model that had passed.
+    """
 
     def __init__(
         self,
@@ -209,10 +173,37 @@ class _Run:
         self.model: Any = None
         self.steps: list[SearchStep] = []
         self.notes: list[str] = []
+        self.stopped = ""
         self.candidate_began = budget.clock()
         self.longest_s = 0.0  # the slowest candidate's
 
-    def search(self, levels: Sequence[Level]) -> None:
+    @property
+    def record(self) -> SearchRecord:
+        """The record for the manifest, with the result in one sentence."""
+        best = self.best
+        why = "float32 stays: no narrower precision passed"
+        if best is not None:
+            count = len(best.float32_nodes)
+            nodes = f", {_count(count)} kept in float32" if count else ""
+            why = f"{best.precision.upper()}{nodes}: {best.why}"
+        elif any(step.passed for step in self.steps):
+            why = "float32 stays: what passed is not worth it"
+        elif self.stopped:
+            why = "float32 stays: no narrower precision had passed"
+        reason = {OUT_OF_TIME: " (the time budget ran out)", INTERRUPTED: " (interrupted)"}
+        return SearchRecord(
+            passed=best is not None,
+            why=why + reason.get(self.stopped, ""),
+            precision=best.precision if best else "float32",
+            float32_nodes=best.float32_nodes if best else (),
+            cost_s=best.cost_s if best else None,
+            drop=best.drop if best else None,
+            stopped=self.stopped,
+            notes=tuple(self.notes),
+            steps=tuple(self.steps),
+        )
+
+    def run(self, levels: Sequence[Level]) -> None:
         failed: list[tuple[Level, float]] = []
         for place, level in enumerate(levels):
             cost_s, _ = self._try(level)
@@ -228,7 +219,7 @@ class _Run:
         for level in levels:
             if level.bits > bits and self.best is not None:
                 name, narrow_s = self.best.precision, self.best.cost_s
-                cost_s, passed = self._try(level, worth=partial(_close, narrow_s))
+                cost_s, passed = self._try(level, most_s=narrow_s / (1 - LEAST_GAIN))
                 if passed:
                     self.notes.append(not_worth(name, narrow_s, level.precision, cost_s))
                     bits = level.bits
@@ -255,7 +246,7 @@ class _Run:
         dear, found = "", False
         while upper - failed > 1:
             count = (failed + upper) // 2 if bounded else min(max(2 * failed, 1), upper - 1)
-            cost_s, passed = self._try(level, order[:count], lambda s: _gains(s, rival_s))
+            cost_s, passed = self._try(level, order[:count], (1 - LEAST_GAIN) * rival_s)
             if cost_s == math.inf:
                 return
             found |= passed
@@ -287,12 +278,9 @@ class _Run:
         return rank(level.nodes, sensitivity, level.saving_s)
 
     def _try(
-        self,
-        level: Level,
-        kept: Sequence[str] = (),
-        worth: Callable[[float], bool] = lambda _: True,
+        self, level: Level, kept: Sequence[str] = (), most_s: float = math.inf
     ) -> tuple[float, bool]:
-        """Make a candidate, and evaluate it if `worth` accepts its cost.
+        """Make a candidate, and evaluate it if it costs at most `most_s`.
 
         Return its cost, infinite if it cannot be made, and whether it passed. A candidate that
         passes is the best at once: Ctrl-C may come at any time.
@@ -304,7 +292,7 @@ class _Run:
             self._note_step(level, kept, Verdict(False, math.inf, exc.message), math.inf)
             return math.inf, False
         cost_s = level.cost_s(model)
-        if not worth(cost_s):
+        if cost_s > most_s:
             return cost_s, False
         verdict = self.evaluate(model)
         if verdict.passed:
@@ -340,10 +328,6 @@ class _Run:
 def _gains(narrow_s: float, wider_s: float) -> bool:
     """Return whether `narrow_s` is LEAST_GAIN or more below `wider_s`."""
     return narrow_s <= (1 - LEAST_GAIN) * wider_s
-
-
-def _close(narrow_s: float, wider_s: float) -> bool:
-    return not _gains(narrow_s, wider_s)
 
 
 def _comparison(narrow_s: float, wider: str, wider_s: float) -> str:
@@ -561,5 +545,6 @@ class _Candidates:
 
     def _feeds(self, samples: int) -> dict[str, np.ndarray]:
         """Return the first calibration samples; a graph with a fixed batch gets that many."""
-        size, _ = self.calib.batching(samples, self.job.source.inputs)
+        most = min(samples, self.job.batch_size)
+        size, _ = self.calib.batching(most, self.job.source.inputs)
         return next(self.calib.batches(size))

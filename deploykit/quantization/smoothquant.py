@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import onnx
@@ -24,19 +23,6 @@ from deploykit.quantization.qdq_placement import quantizable_nodes
 ALPHA = 0.5  # the paper's share of the difficulty that moves into the weights
 
 
-@dataclass(frozen=True)
-class _Smoothed:
-    """A LayerNorm and the MatMuls and Gemms that read its output, by their places in the graph.
-
-    `alone`: nothing else reads it, so that the factors go into the LayerNorm's own scale and bias.
-    """
-
-    name: str  # name of the output
-    norm: int
-    readers: tuple[int, ...]
-    alone: bool
-
-
 def smooth(
     source: Graph, channel_peaks: Mapping[str, Sequence[float]]
 ) -> tuple[Graph, tuple[str, ...]]:
@@ -47,54 +33,40 @@ def smooth(
     """
     editor = Editor(source)
     fold(editor)
-    before: dict[int, onnx.NodeProto] = {}  # the place of a node -> what goes before it
-    done = []
-    for each in _find(editor):
-        if each.name not in channel_peaks:
+    constants, readers = editor.constants, dict[str, list[onnx.NodeProto]]()
+    for place in quantizable_nodes(editor, ("Gemm", "MatMul")):
+        node = editor.graph.node[place]
+        turned = any(each.name == "transA" and each.i for each in node.attribute)
+        if len(constants[node.input[1]].dims) == 2 and not turned:
+            readers.setdefault(node.input[0], []).append(node)
+    reads = Counter([*read_names(editor.graph), *(value.name for value in editor.graph.output)])
+    nodes, done = list[onnx.NodeProto](), list[str]()
+    for norm in editor.graph.node:
+        nodes.append(norm)
+        name = norm.output[0] if norm.output else ""
+        if (
+            norm.op_type != "LayerNormalization"
+            or name not in channel_peaks.keys() & readers.keys()
+            or any(each and each not in constants for each in norm.input[1:])
+        ):
             continue
-        readers = [editor.graph.node[place] for place in each.readers]
-        factors = _factors(editor, readers, np.asarray(channel_peaks[each.name], np.float64))
+        peaks = np.asarray(channel_peaks[name], np.float64)
+        factors = _factors(editor, readers[name], peaks)
         if (factors == 1).all():
             continue
-        done.append(each.name)
-        for node in readers:
+        done.append(name)
+        for node in readers[name]:
             _multiply(editor, node, 1, factors[:, None] if _by_rows(node) else factors)
-        if each.alone:
-            norm = editor.graph.node[each.norm]
+        if reads[name] == len(readers[name]):  # nothing else reads it: no node is added
             for place in range(1, len(norm.input)):
                 _multiply(editor, norm, place, 1 / factors)
             continue
-        inverse = editor.store(f"{each.name}_smoothing", (1 / factors).astype(np.float32))
-        smoothed = editor.fresh(f"{each.name}_smoothed")
-        before[each.readers[0]] = editor.node("Mul", [each.name, inverse], smoothed)
-        for node in readers:
+        inverse = editor.store(f"{name}_smoothing", (1 / factors).astype(np.float32))
+        smoothed = editor.fresh(f"{name}_smoothed")
+        nodes.append(editor.node("Mul", [name, inverse], smoothed))
+        for node in readers[name]:
             node.input[0] = smoothed
-    nodes: list[onnx.NodeProto] = []
-    for place, node in enumerate(editor.graph.node):
-        nodes += [before[place], node] if place in before else [node]
     return editor.finish(nodes), tuple(done)
-
-
-def _find(editor: Editor) -> list[_Smoothed]:
-    nodes, constants = editor.graph.node, editor.constants
-    readers: dict[str, list[int]] = {}
-    for place in quantizable_nodes(editor, ("Gemm", "MatMul")):
-        node = nodes[place]
-        turned = any(each.name == "transA" and each.i for each in node.attribute)
-        if len(constants[node.input[1]].dims) == 2 and not turned:
-            readers.setdefault(node.input[0], []).append(place)
-    reads = Counter([*read_names(editor.graph), *(value.name for value in editor.graph.output)])
-    found = []
-    for place, node in enumerate(nodes):
-        name = node.output[0] if node.output else ""
-        if (
-            node.op_type == "LayerNormalization"
-            and name in readers
-            and all(each in constants for each in node.input[1:] if each)
-        ):
-            reading = tuple(readers[name])
-            found.append(_Smoothed(name, place, reading, reads[name] == len(reading)))
-    return found
 
 
 def _factors(editor: Editor, readers: Sequence[onnx.NodeProto], peaks: np.ndarray) -> np.ndarray:

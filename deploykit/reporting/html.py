@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from deploykit.core.files import asset
-from deploykit.evaluation.html_tables import Table, _e, html_table
+from deploykit.evaluation.formatting import Table
+from deploykit.evaluation.html_tables import _e, html_table
 from deploykit.reporting.charts import Figure, draw
 from deploykit.reporting.figures import charts, served_chart
 from deploykit.reporting.tables import (
@@ -40,14 +41,26 @@ def report_page(document: Mapping[str, Any]) -> str:
         for table in details(document)
     ]
     sentences = "".join(f"<li>{_e(sentence)}</li>" for sentence in document["verdict"][1:])
-    conclusions = (f"<ul>{sentences}</ul>" if sentences else "") + _gates(document)
+    gates = "".join(
+        f'<li class="{"met" if gate["passed"] else "unmet"}">'
+        f"<strong>{'✓ met' if gate['passed'] else '✗ NOT met'}</strong> "
+        f"{_e(gate['name'])} <span>{_e(gate['detail'])}</span></li>"
+        for gate in document["gates"]
+    )
+    conclusions = f"<ul>{sentences}</ul>" * bool(sentences)
+    conclusions += f'<ul class="gates">{gates}</ul>' * bool(gates)
     short, best = (html_table(make(document), caption=False) for make in (summary, best_by_batch))
+    notes = "".join(f"<li>{_e(note)}</li>" for note in document["notes"])
+    command, table = document["command"] or "not recorded", machine(document)
+    method = f'<p>To repeat it:</p><pre tabindex="0"><code>{_e(command)}</code></pre>'
+    method += f"<ul>{notes}</ul>" * bool(notes)
+    method += f"<h3>{_e(table.title)}</h3>{html_table(table, caption=False)}" * bool(table.rows)
     sections = [
         ("What it comes to", "conclusions", conclusions),
         ("In short", "short", short),
         ("Best at each batch", "best", best),
         ("What the measurements show", "charts", "".join(others)),
-        ("How it was measured", "method", _method(document)),
+        ("How it was measured", "method", method),
         ("Everything", "everything", "".join(folded) + raw_html(document)),
     ]
     content = [section_html(*section) for section in sections if section[2]]
@@ -78,16 +91,6 @@ def _headline(document: Mapping[str, Any]) -> str:
     )
 
 
-def _gates(document: Mapping[str, Any]) -> str:
-    items = [
-        f'<li class="{"met" if gate["passed"] else "unmet"}">'
-        f"<strong>{'✓ met' if gate['passed'] else '✗ NOT met'}</strong> "
-        f"{_e(gate['name'])} <span>{_e(gate['detail'])}</span></li>"
-        for gate in document["gates"]
-    ]
-    return f'<ul class="gates">{"".join(items)}</ul>' if items else ""
-
-
 def section_html(title: str, name: str, content: str) -> str:
     return f'<section aria-labelledby="{name}"><h2 id="{name}">{_e(title)}</h2>{content}</section>'
 
@@ -99,17 +102,6 @@ def figure_html(figure: Figure) -> str:
         f"<figure><h2>{_e(figure.title)}</h2>{draw(figure)}"
         f"<figcaption>{_e(figure.finding)}</figcaption><details><summary>The figures of this chart"
         f"</summary>{html_table(table, caption=False)}</details></figure>"
-    )
-
-
-def _method(document: Mapping[str, Any]) -> str:
-    notes = "".join(f"<li>{_e(note)}</li>" for note in document["notes"])
-    table = machine(document)
-    return (
-        "<p>To repeat it:</p>"
-        f'<pre tabindex="0"><code>{_e(document["command"] or "not recorded")}</code></pre>'
-        + (f"<ul>{notes}</ul>" if notes else "")
-        + f"<h3>{_e(table.title)}</h3>{html_table(table, caption=False)}" * bool(table.rows)
     )
 
 

@@ -153,8 +153,12 @@ class ModelClient:
         headers = {**self._headers, **({"Content-Type": content_type} if content_type else {})}
         try:
             status, answer = self._exchange(method, path, body, headers)
+        except TimeoutError as exc:
+            raise Expired(f"{self.url}: no answer within {self._timeout_s:g} s") from exc
         except (OSError, http.client.HTTPException) as exc:
-            raise self._unreachable(exc) from exc
+            reason = getattr(exc, "strerror", None) or reason_of(first_line(exc).encode())
+            hint = "start one with: deploykit serve model.onnx"
+            raise NotFound(f"{self.url}: no server answers there: {reason}", hint=hint) from exc
         if status != 200:
             kind = _ERRORS.get(status, BadInput if 400 <= status < 500 else DeploykitError)
             raise kind(f"{self.url}: {reason_of(answer)}")
@@ -194,13 +198,6 @@ class ModelClient:
         if idle is not self._idle:  # `close` was called meanwhile
             _close_all(idle)
         return reply
-
-    def _unreachable(self, exc: Exception) -> DeploykitError:
-        if isinstance(exc, TimeoutError):
-            return Expired(f"{self.url}: no answer within {self._timeout_s:g} s")
-        reason = getattr(exc, "strerror", None) or reason_of(first_line(exc).encode())
-        hint = "start one with: deploykit serve model.onnx"
-        return NotFound(f"{self.url}: no server answers there: {reason}", hint=hint)
 
 
 def client(url: str, *, token: str | None = None, timeout_s: float = 60.0) -> ModelClient:

@@ -82,7 +82,12 @@ class SharedMemory(Closing):
         The values come from a client. Raises BadInput, also if the name is taken, and Overloaded if
         the server has no file descriptor left.
         """
-        region = _region_name(name)
+        if type(name) is not str or not _NAME.fullmatch(name):
+            raise BadInput(
+                f"{quote(name)} cannot be the name of a region",
+                hint="use 1 to 128 letters, digits, '.', '_' or '-'",
+            )
+        region = name
         where = f"region '{region}'"
         bare = key.removeprefix("/") if type(key) is str else ""
         if not _NAME.fullmatch(bare) or bare in (".", "..") or bare.startswith(_INTERNAL):
@@ -98,7 +103,16 @@ class SharedMemory(Closing):
                 raise BadInput(f"{where}: {MAX_REGIONS} regions are registered, the maximum")
             file = _open(where, bare)
             try:
-                _check_size(where, file, start + size)
+                end = start + size
+                info = os.fstat(file)
+                if not stat.S_ISREG(info.st_mode):
+                    raise BadInput(
+                        f"{where}: its key is not that of shared memory", hint=_CREATE_HINT
+                    )
+                if end > info.st_size:
+                    raise BadInput(
+                        f"{where}: it would end at byte {end}, the object has {info.st_size}"
+                    )
             except BaseException:
                 os.close(file)
                 raise
@@ -166,15 +180,6 @@ class SharedMemory(Closing):
         return found
 
 
-def _region_name(name: object) -> str:
-    if type(name) is not str or not _NAME.fullmatch(name):
-        raise BadInput(
-            f"{quote(name)} cannot be the name of a region",
-            hint="use 1 to 128 letters, digits, '.', '_' or '-'",
-        )
-    return name
-
-
 def _integer(where: str, field: str, value: object, least: int) -> int:
     if type(value) is not int or not least <= value < 1 << 62:
         raise BadInput(f"{where}: '{field}' must be an integer >= {least}, got {quote(value)}")
@@ -199,14 +204,6 @@ def _problem(what: str, exc: OSError, hint: str | None = None) -> BadInput | Ove
     if exc.errno in _FULL:  # not the client's fault
         return Overloaded(text, hint="try again later")
     return BadInput(text, hint=hint)
-
-
-def _check_size(where: str, file: int, end: int) -> None:
-    info = os.fstat(file)
-    if not stat.S_ISREG(info.st_mode):
-        raise BadInput(f"{where}: its key is not that of shared memory", hint=_CREATE_HINT)
-    if end > info.st_size:
-        raise BadInput(f"{where}: it would end at byte {end}, the object has {info.st_size}")
 
 
 def _shrunk(name: str) -> BadInput:

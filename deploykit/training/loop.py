@@ -438,8 +438,8 @@ def run_training(
 def use_tf32(on: bool) -> Iterator[None]:
     """Let float32 products on the GPU use TF32, or not; the settings of the process come back.
 
-    torch has two switches. Setting the older one sets both; where the newer one (2.9) was set by
-    itself, torch refuses to read the older one.
+    torch has two switches, and both are set, so that a library may read either. Where the newer
+    one (2.9) was set by itself, torch refuses to read the older one.
     """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     previous: list[tuple[Any, str, Any]] = []
@@ -449,8 +449,11 @@ def use_tf32(on: bool) -> Iterator[None]:
     for place in (matmul, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)):
         if hasattr(place, "fp32_precision"):
             previous.append((place, "fp32_precision", place.fp32_precision))
+    values = {"allow_tf32": on, "fp32_precision": "tf32" if on else "ieee"}
     try:
         matmul.allow_tf32 = cudnn.allow_tf32 = on
+        for place, name, _ in previous:
+            setattr(place, name, values[name])
         yield
     finally:
         for place, name, value in previous:

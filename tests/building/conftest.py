@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.builders.fake_tensorrt import Behaviour, Use, make
 from tests.support.onnx_zoo import linear, save
+from tests.support.runtimes.fake_tensorrt import Behaviour, FakeTensorRt, Use
 from tests.support.runtimes.modules import replaced
 
 
@@ -36,7 +36,7 @@ def use() -> Iterator[Use]:
 
         def install(name: str = "tensorrt", **behaviour: Any) -> Behaviour:
             does = Behaviour(**behaviour)
-            stack.enter_context(replaced(name, make(does)))
+            stack.enter_context(replaced(name, FakeTensorRt(does=does)))
             return does
 
         yield install

@@ -22,8 +22,10 @@ from tests.support.runtimes.gpu_machine import gpu_machine
 ORIN = "jetson-orin-nano-8gb"
 CHILD = """
 import sys
-from tests.support.builders.fake_tensorrt import Behaviour, make
-sys.modules["tensorrt"] = make(Behaviour(version="10.3.0", strong_error={error!r}))
+from tests.support.runtimes.fake_tensorrt import Behaviour, FakeTensorRt
+sys.modules["tensorrt"] = FakeTensorRt(
+    does=Behaviour(version="10.3.0", strong_error={error!r})
+)
 sys.modules["cuda"] = None
 from deploykit.core.subprocesses import main
 main()

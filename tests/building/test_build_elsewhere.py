@@ -12,8 +12,8 @@ import deploykit as dk
 from deploykit.building import build as making
 from deploykit.building.builder import Shapes
 from deploykit.core.machine import this_machine
-from tests.support.builders.fake_tensorrt import Use
 from tests.support.onnx_zoo import mnist_like, save
+from tests.support.runtimes.fake_tensorrt import Use
 
 Machine = Callable[..., Any]
 

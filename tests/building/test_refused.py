@@ -12,9 +12,9 @@ import deploykit as dk
 from deploykit.building.tensorrt.build import build
 from deploykit.building.tensorrt.options import AxisRange
 from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported
-from tests.support.builders.fake_tensorrt import Use, options
 from tests.support.graphs.protos import to_half
 from tests.support.onnx_zoo import linear, mnist_like, save
+from tests.support.runtimes.fake_tensorrt import Use, options
 
 ONE = AxisRange(4, 4, 4)
 DLA: dict[str, Any] = {"profile": "jetson-orin-nx-16gb", "dla": 1, "batch": ONE}

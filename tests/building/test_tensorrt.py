@@ -21,9 +21,9 @@ from deploykit.core.extras import install_command
 from deploykit.core.files import sha256
 from deploykit.core.profile import load_profile
 from scripts.nvidia import fetch
-from tests.support.builders.fake_tensorrt import BATCH, NO_FORMATS, Severity, Use, options
 from tests.support.graphs.protos import to_half
 from tests.support.onnx_zoo import linear, save
+from tests.support.runtimes.fake_tensorrt import BATCH, NO_FORMATS, Severity, Use, options
 from tests.support.runtimes.modules import replaced
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deploykit.building.tensorrt.build import build, cache_path, check
 from deploykit.core.machine import Gpu, this_machine
-from tests.support.builders.fake_tensorrt import Use, options
+from tests.support.runtimes.fake_tensorrt import Use, options
 
 
 def test_the_timing_cache_is_kept_and_given_back(use: Use, model: Path, out: Path) -> None:

@@ -134,7 +134,8 @@ def test_slots_are_reused_in_the_order_in_which_they_were_started() -> None:
 def test_map_keeps_the_slots_busy_and_the_order() -> None:
     cuda = FakeCuda()
     with pipeline(cuda, slots=2) as run:
-        answers = list(run.map({"x": rows(1 + n % 3, start=n)} for n in range(7)))
+        tickets = [run.submit({"x": rows(1 + n % 3, start=n)}) for n in range(7)]
+        answers = [ticket.result() for ticket in tickets]
         assert all(right(a, rows(1 + n % 3, start=n)) for n, a in enumerate(answers))
         assert len(answers) == 7
         steps = cuda.names("enqueue", "wait")

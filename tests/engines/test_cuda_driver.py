@@ -149,7 +149,8 @@ def test_affine_on_the_real_gpu() -> None:
 
     with Pipeline(cuda, Copy, [X], [Y], graphs=[2], slots=2) as run:
         batches = [{"x": rows(1 + n % 3, start=n)} for n in range(200)]
-        for feeds, answer in zip(batches, run.map(batches), strict=True):
+        tickets = [run.submit(feeds) for feeds in batches]
+        for feeds, answer in zip(batches, [t.result() for t in tickets], strict=True):
             np.testing.assert_array_equal(answer["y"], feeds["x"])
         assert run.notes == ()
     assert abs(cuda.memory()[0] - free) < 64 << 20

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +17,13 @@ from tests.support.runtimes import cases
 
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
-from deploykit.engines.onnxruntime.engine import (  # noqa: E402  # noqa: E402
+from deploykit.engines.onnxruntime.engine import (  # noqa: E402
     Binding,
     OnnxRuntimeEngine,
     check_placement,
     onnxruntime_errors,
     open_engine,
     ort_state,
-    placement,
-    placement_note,
     session_options,
 )
 
@@ -131,45 +132,42 @@ def test_first_run_of_a_graphs_shape_is_not_captured_and_each_shape_has_its_own(
     assert module.made == [(1, 4), (1, 4), (2, 4), (2, 4), (3, 4)]  # with outputs, but for 3
 
 
-def test_placement_names_the_nodes_of_each_provider(affine_onnx: Path) -> None:
+def test_cuda_with_every_node_on_the_cpu_is_refused(affine_onnx: Path) -> None:
     options = session_options(1)
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     session = ort.InferenceSession(str(affine_onnx), options, providers=["CPUExecutionProvider"])
     if not hasattr(session, "get_provider_graph_assignment_info"):
         pytest.skip(f"onnxruntime {ort.__version__} cannot tell")
-    placed = placement(session)
-    assert placed is not None
-    assert set(placed) == {"CPUExecutionProvider"}
-    assert sorted(placed["CPUExecutionProvider"]) == ["Add", "Mul"]
-
-
-def test_placement_is_unknown_where_onnxruntime_cannot_tell() -> None:
-    assert placement(object()) is None
-
-
-def test_cuda_with_every_node_on_the_cpu_is_refused(affine_onnx: Path) -> None:
-    options = session_options(1)
-    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-    session = ort.InferenceSession(str(affine_onnx), options, providers=["CPUExecutionProvider"])
-    if placement(session) is None:
-        pytest.skip(f"onnxruntime {ort.__version__} cannot tell")
     with pytest.raises(Unsupported, match=r"affine\.onnx: .*every node runs on the CPU"):
         check_placement(affine_onnx, session, "1")
 
 
-def test_unknown_placement_is_a_note() -> None:
-    (note,) = check_placement(Path("m.onnx"), object(), "1.20.0")
-    assert "onnxruntime 1.20.0 does not report" in note
+def placed(**kinds: list[str]) -> Any:
+    """A session with nodes of these kinds on each provider."""
+    parts = [
+        SimpleNamespace(
+            ep_name=f"{name}ExecutionProvider",
+            get_nodes=lambda found=found: [SimpleNamespace(op_type=kind) for kind in found],
+        )
+        for name, found in kinds.items()
+    ]
+    return SimpleNamespace(get_provider_graph_assignment_info=lambda: parts)
 
 
-def test_nodes_that_stay_on_the_cpu_are_counted_and_named() -> None:
-    placed = {"CUDAExecutionProvider": ["Conv"] * 7, "CPUExecutionProvider": ["Shape", "NonZero"]}
-    note = placement_note(placed)
-    assert note is not None
-    assert note.startswith("2 of 9 nodes run on the CPU")
-    assert "NonZero, Shape" in note
-    assert placement_note({"CUDAExecutionProvider": ["Conv"]}) is None
-    assert placement_note({}) is None
+@pytest.mark.parametrize(
+    ("session", "note"),
+    [
+        (object(), "onnxruntime 1.20.0 does not report"),
+        (placed(CUDA=["Conv"] * 7, CPU=["Shape", "NonZero"]), "2 of 9 nodes .*: NonZero, Shape"),
+        (placed(CPU=[*"abcdefgh"], CUDA=["x"]), "a, b, c, d, e, f and 2 kinds more"),
+        (placed(CUDA=["Conv"]), ""),
+        (placed(), ""),
+    ],
+)
+def test_nodes_that_stay_on_the_cpu_are_counted_and_named(session: Any, note: str) -> None:
+    notes = check_placement(Path("m.onnx"), session, "1.20.0")
+    assert len(notes) == bool(note)
+    assert not note or re.search(note, notes[0])
 
 
 def test_engine_on_the_cpu_has_no_notes(affine_onnx: Path) -> None:

@@ -26,7 +26,7 @@ from deploykit.engines.tensorrt.compatibility import (
     record_build,
 )
 from scripts.nvidia import fetch
-from tests.support.builders.fake_tensorrt import Behaviour
+from tests.support.runtimes.fake_tensorrt import Behaviour
 from tests.support.runtimes.gpu_machine import gpu_machine
 from tests.support.runtimes.plans import CONTENT, HERE, described
 

@@ -15,7 +15,7 @@ import pytest
 from deploykit.core.errors import BadInput, OutOfMemory, Unsupported
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.tensorrt.engine import choose_shapes
+from deploykit.engines.tensorrt.engine import choose_profile
 from deploykit.engines.tensorrt.log import logger
 from tests.support.campaign import rounds
 from tests.support.runtimes.cuda_runs import FakeCuda
@@ -137,10 +137,10 @@ def test_two_calls_run_in_two_contexts(opened: Opened) -> None:
         np.testing.assert_array_equal(ticket.result()["y"], 2 * rows(2, start=n) + 1)
 
 
-def test_map_answers_in_order(opened: Opened) -> None:
-    answers = opened.engine.map({"x": rows(1 + n % 4, start=n)} for n in range(9))
-    for n, answer in enumerate(answers):
-        np.testing.assert_array_equal(answer["y"], 2 * rows(1 + n % 4, start=n) + 1)
+def test_more_calls_than_slots_answer_in_order(opened: Opened) -> None:
+    tickets = [opened.engine.submit({"x": rows(1 + n % 4, start=n)}) for n in range(9)]
+    for n, ticket in enumerate(tickets):
+        np.testing.assert_array_equal(ticket.result()["y"], 2 * rows(1 + n % 4, start=n) + 1)
 
 
 def test_shapes_and_addresses_are_set_once_for_calls_of_the_same_size(opened: Opened) -> None:
@@ -199,10 +199,9 @@ def test_profile_is_chosen_by_the_shapes() -> None:
 def test_of_two_profiles_that_fit_the_closer_one_is_used() -> None:
     near = {"x": ((1, 4), (8, 4), (32, 4))}
     far = {"x": ((1, 4), (32, 4), (32, 4))}
-    assert choose_shapes([far, near], {"x": (6, 4)}) == 1
-    assert choose_shapes([far, near], {"x": (30, 4)}) == 0
-    assert choose_shapes([near], {"x": (33, 4)}) is None
-    assert choose_shapes([near], {"x": (2, 4, 1)}) is None
+    assert choose_profile([far, near], {"x": (6, 4)}) == 1
+    assert choose_profile([far, near], {"x": (30, 4)}) == 0
+    assert choose_profile([near], {"x": (33, 4)}) is None
 
 
 def test_sizes_that_only_fit_different_profiles_are_refused() -> None:

@@ -13,7 +13,9 @@ import pytest
 from deploykit.core.errors import MissingExtra, OutOfMemory, Unsupported
 from deploykit.core.extras import installed
 from deploykit.engines.cuda.errors import CaptureRefused, DeviceLost
+from deploykit.engines.tensorrt.log import recorder
 from tests.support.runtimes.cuda_runs import FakeCuda
+from tests.support.runtimes.fake_tensorrt import FakeTensorRt
 from tests.support.runtimes.tensorrt_opened import Opened, opened_fixture, rows  # noqa: F401
 
 
@@ -25,6 +27,7 @@ from tests.support.runtimes.tensorrt_opened import Opened, opened_fixture, rows 
         ("create_execution_context", "create_execution_context"),
         ("set_optimization_profile_async", "optimisation profile 0"),
         ("set_input_shape", "shape .* of input 'x'"),
+        ("infer_shapes", "shapes"),
         ("set_tensor_address", "address of tensor"),
     ],
 )
@@ -35,16 +38,17 @@ def test_refusal_at_load_gives_the_reason_from_the_log(call: str, says: str) -> 
     assert "runtime.cpp" not in caught.value.message
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "create_execution_context",
-        "set_optimization_profile_async",
-        "set_input_shape",
-        "set_tensor_address",
-        "execute_async_v3",
-    ],
-)
+CALLS = [
+    "create_execution_context",
+    "set_optimization_profile_async",
+    "set_input_shape",
+    "infer_shapes",
+    "set_tensor_address",
+    "execute_async_v3",
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
 def test_a_refused_call_raises_a_deploykit_error_and_the_next_call_works(
     opened: Opened, call: str
 ) -> None:
@@ -65,13 +69,38 @@ def test_a_refused_call_raises_a_deploykit_error_and_the_next_call_works(
         ("operation not permitted when stream is capturing", CaptureRefused),
     ],
 )
+@pytest.mark.parametrize("call", CALLS)
 def test_cuda_errors_in_the_log_keep_their_meaning(
-    opened: Opened, text: str, kind: type[Unsupported]
+    opened: Opened, call: str, text: str, kind: type[Unsupported]
 ) -> None:
-    line = f"[executionContext.cpp::enqueue::1] Error Code 1: Cuda Runtime ({text})"
-    opened.nv.fail = {"execute_async_v3": line}
+    """Whether the bindings of this member return None, False or raise, in a second slot."""
+    opened.engine.submit({"x": rows(3)})
+    opened.nv.fail = {call: f"[a.cpp::enqueue::1] Error Code 1: Cuda Runtime ({text})"}
     with pytest.raises(kind, match=r"m\.trt: cuda:0"):
         opened.engine({"x": rows(2)})
+
+
+@pytest.mark.parametrize("line", ["", "[a.cpp::b::1] Error Code 1: Myelin (it failed)"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_lost_device_is_found_whatever_tensorrt_gives_as_reason(call: str, line: str) -> None:
+    found = Opened()
+    found.engine.submit({"x": rows(3)})
+    found.nv.fail = {call: line or "?"}
+    report = found.nv.report
+
+    def lose(text: str, owner: Any = None) -> None:
+        if text:
+            found.cuda.lost = "IllegalAddress"
+            report(line, owner)
+
+    def use() -> None:
+        found.engine.prepare()
+        found.engine({"x": rows(2)})
+
+    found.nv.report = lose  # type: ignore[method-assign]
+    with pytest.raises(DeviceLost):
+        use()
+    found.engine.close()
 
 
 @pytest.mark.parametrize(
@@ -112,6 +141,17 @@ def test_an_error_line_of_a_call_that_succeeded_is_not_the_reason(call: str) -> 
     opened.nv.fail = {"execute_async_v3": "the reason"}
     with pytest.raises(Unsupported, match=r"the reason$"):
         opened.engine({"x": rows(2)})
+
+
+def test_tensorrt_can_read_its_errors_back_from_the_recorder() -> None:
+    """Its C++ side calls `get_num_errors`, where NVIDIA's documents have `num_errors`."""
+    kept = recorder(FakeTensorRt())()
+    kept.report_error("INTERNAL_ERROR", "the reason")
+    assert kept.get_num_errors() == kept.num_errors() == 1
+    assert [kept.get_error_code(0), kept.get_error_desc(0)] == ["INTERNAL_ERROR", "the reason"]
+    assert not kept.has_overflowed()
+    kept.clear()
+    assert kept.get_num_errors() == 0
 
 
 def test_runtime_engine_and_context_report_each_to_a_recorder_of_its_own(opened: Opened) -> None:

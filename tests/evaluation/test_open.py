@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ import deploykit as dk
 from deploykit.core import files
 from deploykit.core.artefact import read_manifest
 from deploykit.core.files import manifest_path
+from deploykit.engines.tensorrt.compatibility import record_build
 from deploykit.evaluation.verify import open_proven
-from tests.support.runtimes.gpu_machine import LAYERS, gpu_machine, plan
+from tests.support.runtimes.gpu_machine import LAYERS, Cuda, gpu_machine, plan
 
 Machine = Callable[..., Any]
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
@@ -78,6 +80,84 @@ def test_an_engine_verified_by_its_build_opens_without_notes(
     assert made.manifest.evidence.verified is True
     assert made.parity is not None
     assert opened(made.path) == []
+
+
+@pytest.fixture(params=["gpu", "tensorrt"])
+def elsewhere(
+    request: pytest.FixtureRequest,
+    machine: Machine,
+    affine_onnx: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[Path, Any]:
+    """A plan proven on an L4 with TensorRT 10.13, on another GPU or another TensorRT; the CUDA."""
+    from deploykit.building.builder import Shapes
+
+    seen = machine().seen
+    shapes = Shapes(version_compatible=True, hardware_compatible="ampere-plus")
+    made = dk.build(affine_onnx, "l4", shapes=shapes)
+    assert made.manifest.evidence.verified is True
+    if request.param == "tensorrt":
+        seen["nv"].__version__ = "10.14.1.48"
+    else:
+        a30 = SimpleNamespace(**vars(seen["cuda"].describe()) | {"name": "NVIDIA A30"})
+        monkeypatch.setattr(Cuda, "describe", lambda _: a30)
+    return made.path, seen["cuda"]
+
+
+def runs(path: Path, cuda: Any) -> int:
+    before = cuda.count["enqueue"]
+    for engine in open_proven(path):
+        engine.close()
+    return int(cuda.count["enqueue"] - before)
+
+
+def test_a_plan_is_proven_on_each_gpu_and_tensorrt_once(
+    elsewhere: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cuda = elsewhere
+    assert [runs(path, cuda) > 0, runs(path, cuda)] == [True, 0]
+    manifest = read_manifest(path)
+    assert manifest is not None
+    first, second = manifest.evidence.proven_on
+    assert first == "NVIDIA L4 (8.9), TensorRT 10.13.3.9"
+    assert second in (
+        "NVIDIA A30 (8.9), TensorRT 10.13.3.9",
+        "NVIDIA L4 (8.9), TensorRT 10.14.1.48",
+    )
+
+
+def test_a_plan_that_is_wrong_elsewhere_is_refused_there_and_keeps_its_proof(
+    elsewhere: tuple[Path, Any],
+) -> None:
+    path, _ = elsewhere
+    wrong(path, off=1.0)
+    manifest = read_manifest(path)
+    assert manifest is not None
+    assert record_build(manifest)
+    with pytest.raises(dk.GateFailed, match=r"affine\.trt: against affine\.onnx: output 'y'"):
+        open_proven(path)
+    assert verified(path) is True
+    alone(path)
+    with pytest.raises(dk.BadInput, match=r"proven on NVIDIA L4 .* only, and cannot be proven"):
+        open_proven(path)
+
+
+def test_a_proof_made_elsewhere_first_does_not_count_where_it_was_built(
+    machine: Machine, affine_onnx: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deploykit.building.builder import Shapes
+
+    machine(content=plan(layers=LAYERS), has_cuda=False)
+    path = dk.build(affine_onnx, "l4", shapes=Shapes(hardware_compatible="ampere-plus")).path
+    values = json.loads(manifest_path(path).read_text())
+    values["built_on"] |= {"gpu": "NVIDIA A30", "compute_capability": "8.0"}
+    manifest_path(path).write_text(json.dumps(values))
+    cuda = machine().seen["cuda"]
+    assert [runs(path, cuda) > 0, runs(path, cuda)] == [True, 0]
+    a30 = {"name": "NVIDIA A30", "compute_capability": "8.0"}
+    described = SimpleNamespace(**vars(cuda.describe()) | a30)
+    monkeypatch.setattr(Cuda, "describe", lambda _: described)
+    assert runs(path, cuda) > 0
 
 
 def test_an_unverified_engine_is_verified_against_its_graph_and_recorded(unproven: Path) -> None:

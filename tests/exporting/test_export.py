@@ -19,9 +19,7 @@ from deploykit.core.files import (  # noqa: E402
     manifest_path,
     sha256,
 )
-from deploykit.core.tensors import parse_spec  # noqa: E402
 from deploykit.evaluation import golden  # noqa: E402
-from deploykit.exporting.proof import _few  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -114,16 +112,6 @@ def test_an_export_records_samples_and_compare_replays_them(
     manifest_path(made.path).write_text(json.dumps(document))
     with pytest.raises(dk.GateFailed, match=r"m\.onnx"):
         dk.compare(made.path).raise_if_over()
-
-
-def test_golden_samples_of_inputs_without_a_common_axis_0_are_whole() -> None:
-    """As x in time's order and the lengths of its rows: the first few of each do not fit."""
-    feeds = {"x": np.zeros((9, 7, 2), np.float32), "lengths": np.full(7, 9)}
-    specs = [parse_spec("x:float32[T,N,2]"), parse_spec("lengths:int64[N]")]
-    assert {name: len(each) for name, each in _few([feeds], tuple(specs)).items()} == {
-        "x": 9,
-        "lengths": 7,
-    }
 
 
 def test_golden_samples_outside_the_folder_are_refused(

@@ -281,3 +281,15 @@ def test_a_model_that_takes_its_tensors_in_one_argument_is_refused_with_the_rewr
         dk.export(Packed(*keys), example, out=tmp_path / "m.onnx")
     assert caught.value.exit_code == 2
     assert rewrite in str(caught.value.hint)
+
+
+class Scaled(torch.nn.Module):  # type: ignore[misc, name-defined]
+    def forward(self, x: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+        return x * temperature
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["x first", "scalar first"])
+def test_an_input_without_axes_is_exported(tmp_path: Path, order: int) -> None:
+    specs = ["x:float32[N,4]", "temperature:float32[]"][::order]
+    made = dk.export(Scaled(), inputs=specs, out=tmp_path / "m.onnx")
+    assert made.manifest.evidence.parity.passed

@@ -15,6 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from deploykit.core.errors import BadInput
 from deploykit.graph import parse
 from deploykit.graph.facts import FLOAT16, external_files, read_facts
+from deploykit.graph.graph import Graph
 from tests.support.graphs.small import node, value, write_graph
 
 FLOAT, HALF, BOOL, INT64 = (
@@ -162,6 +163,59 @@ def test_a_file_that_holds_no_model_is_refused(tmp_path: Path, content: bytes, w
     with pytest.raises(BadInput, match=r"m\.onnx: "):
         read_facts(path)
     assert external_files(path) == []
+
+
+def local(name: str, nodes: list[onnx.NodeProto]) -> onnx.FunctionProto:
+    return helper.make_function(
+        "l", name, ["x"], ["y"], nodes, [*OPSETS, helper.make_opsetid("l", 1)]
+    )
+
+
+def call(name: str, source: str, made: str) -> onnx.NodeProto:
+    return node(name, [source], [made], domain="l")
+
+
+def branches(name: str) -> list[onnx.NodeProto]:
+    """Calls the function `name` in both branches of an If."""
+    then, other = (
+        helper.make_graph([call(name, "x", made)], made, [], [value(made)]) for made in "ab"
+    )
+    always = helper.make_tensor("c", BOOL, [], [1])
+    constant = node("Constant", [], ["c"], value=always)
+    return [constant, node("If", ["c"], ["y"], then_branch=then, else_branch=other)]
+
+
+LARGE = numpy_helper.from_array(np.zeros(25_000, np.float32))
+EXPANDING = {
+    "twice in one another": (
+        [call("F0", "x", "y")],
+        [
+            local(f"F{n}", [call(f"F{n + 1}", "x", "a"), call(f"F{n + 1}", "a", "y")])
+            for n in range(28)
+        ]
+        + [local("F28", [IDENTITY])],
+    ),
+    "in branches": (
+        [call("F0", "x", "y")],
+        [local(f"F{n}", branches(f"F{n + 1}")) for n in range(28)] + [local("F28", [IDENTITY])],
+    ),
+    "a large constant": (
+        [call("F", "x", f"a{n}") for n in range(5000)] + [call("F", "x", "y")],
+        [local("F", [node("Constant", [], ["c"], value=LARGE), node("Add", ["x", "c"], ["y"])])],
+    ),
+    "itself": ([call("F", "x", "y")], [local("F", [call("F", "x", "y")])]),
+}
+
+
+@pytest.mark.parametrize("read", [read_facts, Graph.open])
+@pytest.mark.parametrize("case", EXPANDING)
+def test_functions_that_expand_without_end_are_counted_not_inlined(
+    tmp_path: Path, case: str, read: Any
+) -> None:
+    nodes, functions = EXPANDING[case]
+    path = write_graph(tmp_path / "m", nodes, functions=functions)
+    with pytest.raises(BadInput, match=r"functions call one another so often|calls itself"):
+        read(path)
 
 
 def test_large_weights_are_not_read(tmp_path: Path) -> None:

@@ -130,6 +130,9 @@ def test_batches_are_smaller_where_activations_are_large(
             seen.append(size)
             return super().batches(size, **options)
 
+        def first(self, _: int) -> Samples:
+            return self
+
     monkeypatch.setattr("deploykit.quantization.calibrate.MOST_BYTES", 300_000)
     calibrate(path, Watched(data.inputs, None, "data.npz"))
     assert seen == [3]
@@ -211,9 +214,9 @@ def x_of(samples: int, *bad: float) -> np.ndarray:
     ("batch", "x", "says"),
     [
         ("N", x_of(7), r"data.npz: 7 samples"),
-        (64, x_of(10), "do not fill the batch of 64"),
-        ("N", x_of(16, np.nan), r"data.npz: sample 5 of 'x' .*2 of 16"),
-        ("N", x_of(16, -np.inf), r"data.npz: sample 5 of 'x' .*2 of 16"),
+        (64, x_of(10), "do not fill the model's fixed batch of 64"),
+        ("N", x_of(16, np.nan), "data.npz: input 'x' of sample 5 holds NaN"),
+        ("N", x_of(16, -np.inf), "data.npz: input 'x' of sample 5 holds NaN"),
         ("N", np.repeat(x_of(1), 16, axis=0), "the same"),
     ],
     ids=["few", "fixed-batch", "nan", "infinity", "equal"],

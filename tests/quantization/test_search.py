@@ -16,7 +16,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import SearchStep
 from deploykit.graph.cost import Ceilings, predicted_s, savings_s
 from deploykit.quantization.scales import noise_share
-from deploykit.quantization.search import Budget, Level, Outcome, Verdict, not_worth, rank, search
+from deploykit.quantization.search import Budget, Level, Search, Verdict, not_worth, rank, search
 from tests.support.graphs.data import feeds, samples
 from tests.support.graphs.protos import calibrate, node_costs, quantizable, to_pairs
 from tests.support.onnx_zoo import make, save
@@ -67,7 +67,7 @@ class Network:
         self,
         budget_s: float = math.inf,
         on_step: Callable[[SearchStep], object] = lambda _: None,
-    ) -> Outcome:
+    ) -> Search:
         return search(
             [self.level(precision) for precision in self.bad],
             self.evaluate,
@@ -77,7 +77,7 @@ class Network:
         )
 
 
-def kept(outcome: Outcome) -> tuple[str, int]:
+def kept(outcome: Search) -> tuple[str, int]:
     """The precision of the model that is kept, and how many of its nodes are in float32."""
     record = outcome.record
     assert record.passed is (outcome.best is not None)

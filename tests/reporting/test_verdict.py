@@ -15,7 +15,7 @@ from deploykit.evaluation.latency import Latency
 from deploykit.reporting.charts import Chart
 from deploykit.reporting.figures import charts
 from deploykit.reporting.points import Point
-from deploykit.reporting.report import NotMeasured, PointEnergy, Report, crossovers, speedup
+from deploykit.reporting.report import NotMeasured, PointEnergy, Report, speedup
 from deploykit.reporting.tables import best_by_batch, details, summary
 from deploykit.reporting.verdict import verdict
 from tests.support.measure.simulated import timed_point
@@ -390,5 +390,5 @@ def test_a_lead_of_less_than_2_per_cent_is_no_crossover() -> None:
         return [replace(point, batch=b, throughput_per_s=exact, processes=10) for b in BATCHES]
 
     for times, expected in ((1.019, None), (1.021, 1)):
-        points = (*at("base", 100.0), *at("other", 100.0 * times))
-        assert crossovers(points, "base")[0].batch == expected
+        points = [*at("base", 100.0), *at("other", 100.0 * times)]
+        assert of(points, "other").crossovers[0].batch == expected

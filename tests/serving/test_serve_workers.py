@@ -86,11 +86,6 @@ def test_errors_are_those_of_one_process(model: Path, options: dict[str, Any]) -
     assert errors[0] == errors[1]
 
 
-def test_a_shadow_of_no_model_is_refused(model: Path) -> None:
-    with pytest.raises(dk.BadInput, match="no such model"):
-        dk.serve(model, shadows={"other": model})
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_all_processes_end_with_the_program_and_leave_nothing(
     tmp_path: Path, number: signal.Signals

@@ -256,25 +256,6 @@ def test_float16_overflow_skips_steps_and_is_counted() -> None:
     assert sum(each["skipped_steps"] for each in trained.history) == skipped
 
 
-@pytest.mark.parametrize("newer", [False, True], ids=["older switch", "newer switch"])
-@pytest.mark.parametrize("on", [False, True])
-def test_the_switch_of_tf32_is_set_and_comes_back(on: bool, newer: bool) -> None:
-    """Also where a library has set torch's newer switch, next to which the older is not read."""
-    matmul = torch.backends.cuda.matmul
-    if newer and not hasattr(matmul, "fp32_precision"):
-        pytest.skip("this torch has one switch")
-    if newer:
-        matmul.fp32_precision = "tf32"
-    try:
-        with state.use_tf32(on):
-            assert matmul.allow_tf32 == on
-        assert not newer or matmul.fp32_precision == "tf32"
-        assert newer or not matmul.allow_tf32
-    finally:
-        if newer:
-            matmul.fp32_precision = "none"
-
-
 def with_batch_norm() -> torch.nn.Module:
     layers = torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
     return torch.nn.Sequential(*layers)

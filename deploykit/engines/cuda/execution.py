@@ -11,8 +11,8 @@ import contextlib
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -25,9 +25,6 @@ from deploykit.engines.engine import Arrays, Closing
 
 if TYPE_CHECKING:
     from deploykit.engines.cuda.driver import CudaDevice
-
-# A slot stages its inputs in pinned memory, enqueues copies and work on its own stream and
-# returns; `finish` waits. The layout of each combination of shapes is kept.
 
 _MOST_LAYOUTS = 64  # shapes whose views a slot keeps
 _MOST_GRAPHS = 16  # each holds its own work and GPU memory
@@ -56,11 +53,9 @@ class Buffer:
         try:
             self.host = self.driver.pin(size)
             if not self.host_only:
-                zero_copy = self.driver.integrated
+                zero_copy, driver = self.driver.integrated, self.driver
                 self.device = (
-                    self.driver.device_address(self.host)
-                    if zero_copy
-                    else self.driver.allocate(size)
+                    driver.device_address(self.host) if zero_copy else driver.allocate(size)
                 )
         except DeploykitError:
             self.release()
@@ -115,24 +110,33 @@ class Work(Protocol):
 MakeWork = Callable[[int, int], Work]  # (stream, address of its scratch memory) -> Work
 
 
+@dataclass
 class _Layout:
-    """The views into the staging memory and the copies for calls of certain shapes."""
+    """The views into the staging memory and the copies for calls of certain shapes.
 
-    def __init__(self, work: Work, shapes: Mapping[str, Shape], capture: bool) -> None:
-        self.work, self.shapes, self.capture = work, shapes, capture
-        self.feeds: list[np.ndarray] = []
-        self.answers: dict[str, np.ndarray] = {}
-        self.addresses: dict[str, int] = {}
-        self.copies_in: list[tuple[int, int, int]] = []  # (device, host, bytes)
-        self.copies_out: list[tuple[int, int, int]] = []
-        self.late: list[TensorSpec] = []
-        self.shared = False  # whether its work runs other shapes too
-        self.graph = 0
-        self.runs = 0
+    `shared`: its work runs other shapes too. `copies_in`, `copies_out`: destination, source, bytes.
+    """
+
+    work: Work
+    shapes: Mapping[str, Shape]
+    shared: bool
+    capture: bool = False
+    feeds: list[np.ndarray] = field(default_factory=list)
+    answers: dict[str, np.ndarray] = field(default_factory=dict)
+    addresses: dict[str, int] = field(default_factory=dict)
+    copies_in: list[tuple[int, int, int]] = field(default_factory=list)
+    copies_out: list[tuple[int, int, int]] = field(default_factory=list)
+    late: list[TensorSpec] = field(default_factory=list)
+    graph: int = 0
+    runs: int = 0
 
 
 class StreamSlot:
-    """A stream, its buffers and its work; idle, or with one call in flight."""
+    """A stream, its buffers and its work; idle, or with one call in flight.
+
+    `start` stages the inputs in pinned memory, enqueues copies and work, and returns; `finish`
+    waits. The layout of each combination of shapes is kept.
+    """
 
     def __init__(
         self,
@@ -235,15 +239,15 @@ class StreamSlot:
         self._works.clear()
         for buffer in (*self._buffers.values(), *self._late.values()):
             buffer.release()
-        with contextlib.suppress(DeploykitError):
-            if self.scratch:
-                self.driver.free(self.scratch)
-        with contextlib.suppress(DeploykitError):
-            if self.event:
-                self.driver.close_event(self.event)
-        with contextlib.suppress(DeploykitError):
-            if self.stream:
-                self.driver.close_stream(self.stream)
+        driver = self.driver
+        for give_back, handle in (
+            (driver.free, self.scratch),
+            (driver.close_event, self.event),
+            (driver.close_stream, self.stream),
+        ):
+            with contextlib.suppress(DeploykitError):
+                if handle:
+                    give_back(handle)
         self.stream = self.event = self.scratch = 0
 
     def _lay_out(self, key: tuple[Shape, ...], capture: bool) -> _Layout:
@@ -253,12 +257,13 @@ class StreamSlot:
         capture = capture and (key in self._works or len(self._works) <= _MOST_GRAPHS)
         shapes = {spec.name: shape for spec, shape in zip(inputs, key, strict=True)}
         # TensorRT's graph is valid while its context is unchanged, so each graph has its own.
-        work = self._work(key if capture else None)
-        layout = _Layout(work, shapes, capture)
-        layout.shared = not capture
+        own = key if capture else None
+        if own not in self._works:
+            self._works[own] = self.make(self.stream, self.scratch)
+        layout = _Layout(self._works[own], shapes, shared=not capture)
         if layout.shared:
             self._bound = None
-        found = work.shapes(shapes)
+        found = layout.work.shapes(shapes)
         sizes = {}
         for spec in (*inputs, *outputs):
             shape = shapes.get(spec.name, found.get(spec.name))
@@ -266,8 +271,12 @@ class StreamSlot:
                 layout.late.append(spec)
             else:
                 sizes[spec.name] = (spec, shape, byte_count(spec.dtype, shape))
+                self._buffers.setdefault(spec.name, Buffer(self.driver))
         layout.capture = capture and not layout.late
-        self._reserve({name: nbytes for name, (_, _, nbytes) in sizes.items()})
+        if not all(self._buffers[name].fits(nbytes) for name, (_, _, nbytes) in sizes.items()):
+            self._drop_layouts()  # views and graphs point into the old buffers
+            for name, (_, _, nbytes) in sizes.items():
+                self._buffers[name].reserve(nbytes)
         layout.answers = {spec.name: np.empty(0) for spec in outputs}  # keeps their order
         for name, (spec, shape, nbytes) in sizes.items():
             buffer = self._buffers[name]
@@ -280,25 +289,11 @@ class StreamSlot:
             else:
                 layout.answers[name] = view
                 layout.copies_out += [(buffer.host, buffer.device, nbytes)] * copied
-        work.bind(layout.addresses)
+        layout.work.bind(layout.addresses)
         self._layouts[key] = layout
         if layout.shared:
             self._bound = layout
         return layout
-
-    def _work(self, key: tuple[Shape, ...] | None) -> Work:
-        if key not in self._works:
-            self._works[key] = self.make(self.stream, self.scratch)
-        return self._works[key]
-
-    def _reserve(self, sizes: Mapping[str, int]) -> None:
-        for name in sizes:
-            self._buffers.setdefault(name, Buffer(self.driver))
-        if all(self._buffers[name].fits(nbytes) for name, nbytes in sizes.items()):
-            return
-        self._drop_layouts()  # views and graphs point into the old buffers
-        for name, nbytes in sizes.items():
-            self._buffers[name].reserve(nbytes)
 
     def _drop_layouts(self) -> None:
         for layout in self._layouts.values():
@@ -319,33 +314,29 @@ class StreamSlot:
         layout.work.enqueue(stream)
         for host, device, nbytes in layout.copies_out:
             driver.copy_out(host, device, nbytes, stream)
-        if layout.late:
-            self._fetch_late(layout)
-
-    def _fetch_late(self, layout: _Layout) -> None:
-        """Copy the outputs of data-dependent shape into memory of their own."""
-        for spec in layout.late:
+        for spec in layout.late:  # copied into memory of their own
             address, shape = layout.work.late(spec.name)
-            buffer = self._late.setdefault(spec.name, Buffer(self.driver, host_only=True))
+            buffer = self._late.setdefault(spec.name, Buffer(driver, host_only=True))
             nbytes = byte_count(spec.dtype, shape)
             buffer.reserve(nbytes)
             if nbytes:
-                self.driver.copy_out(buffer.host, address, nbytes, self.stream)
+                driver.copy_out(buffer.host, address, nbytes, stream)
             layout.answers[spec.name] = buffer.view(spec.dtype, shape)
 
     def _capture(self, layout: _Layout) -> None:
         """Capture the whole sequence as a graph; on failure note the reason and run without."""
         refused: DeploykitError | None = None
+        graph = 0
         self.driver.begin_capture(self.stream)
         try:
             self._enqueue(layout)
         except DeploykitError as exc:
             refused = exc
         finally:  # a stream that still captures runs nothing
-            graph = self._end_capture()
-        if isinstance(graph, DeploykitError):
-            refused = refused or graph
-            graph = 0
+            try:
+                graph = self.driver.end_capture(self.stream)
+            except DeploykitError as exc:
+                refused = refused or exc
         if refused is None:
             layout.graph = graph
             return
@@ -357,12 +348,6 @@ class StreamSlot:
         shapes = ", ".join(str(list(shape)) for shape in layout.shapes.values())
         self.notes.append(f"{self.driver.device}: no CUDA graph for {shapes}: {refused}")
         log.warning(self.notes[-1])
-
-    def _end_capture(self) -> int | DeploykitError:
-        try:
-            return self.driver.end_capture(self.stream)
-        except DeploykitError as exc:
-            return exc
 
 
 class Ticket:
@@ -424,11 +409,12 @@ class Pipeline(Closing):
     def reserve(self, shapes: Sequence[Shape], slots: int = 1) -> None:
         """Allocate the memory for `slots` calls of these input shapes. Raises OutOfMemory."""
         self.check()
-        found = []
+        found: list[StreamSlot] = []
         try:
             for _ in range(slots):
                 found.append(self._idle())
-                found[-1].reserve(tuple(shapes))
+                with self._failing(found[-1]):
+                    found[-1].reserve(tuple(shapes))
         finally:
             self._free += found
 
@@ -448,10 +434,6 @@ class Pipeline(Closing):
                 for ticket in [self.submit(feeds) for _ in range(self.slots)]:
                     ticket.result()
 
-    def map(self, batches: Iterable[Arrays]) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the outputs in order, with all slots busy."""
-        return run_in_order(self.submit, batches, self.slots)
-
     def submit(self, feeds: Arrays) -> Ticket:
         """Copy `feeds`, which fit `inputs`, and start the call; waits only for a slot.
 
@@ -463,17 +445,25 @@ class Pipeline(Closing):
         run, capture = self.bucket(rows)
         slot = self._idle()
         try:
-            with INSIDE:
+            with INSIDE, self._failing(slot):
                 slot.start(arrays, None if run == rows else run, capture)
+        except BaseException:
+            self._free.append(slot)
+            raise
+        ticket = self._busy[slot] = Ticket(self, slot)
+        return ticket
+
+    @contextlib.contextmanager
+    def _failing(self, slot: StreamSlot) -> Iterator[None]:
+        """After a failure, wait for the slot, and raise DeviceLost if the device is lost."""
+        try:
+            yield
         except BaseException as exc:
             lost = slot.settle()  # its copies may still be reading the staging memory
-            self._free.append(slot)
             self._lost = exc if isinstance(exc, DeviceLost) else lost
             if self._lost in (None, exc) or not isinstance(exc, DeploykitError):
                 raise
             raise self._lost from exc
-        ticket = self._busy[slot] = Ticket(self, slot)
-        return ticket
 
     def check(self) -> None:
         """Use the device in this thread. Raises DeviceLost if it is lost, and after `close`."""
@@ -529,16 +519,3 @@ class Pipeline(Closing):
         if not self._free:
             self.finish(next(iter(self._busy)))
         return self._free.pop()
-
-
-def run_in_order(
-    submit: Callable[[Arrays], Ticket], batches: Iterable[Arrays], slots: int
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yield each call's outputs in order, with up to `slots` calls in flight."""
-    waiting: deque[Ticket] = deque()
-    for feeds in batches:
-        waiting.append(submit(feeds))
-        if len(waiting) == slots:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()

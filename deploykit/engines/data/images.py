@@ -35,6 +35,7 @@ _LARGE_PIXELS = 4_000_000  # larger images are decoded one at a time: 8 bytes fo
 _MOST_SIDE = 65_535  # JPEG's limit; Pillow's table for resizing grows with it
 _READS, _READ_BYTES = 10_000, 1024  # a PNG needs a few reads per 8 KiB
 _SCAN, _MOST_SCANS = b"\xff\xda\0", 100  # a JPEG has ten; a tiny scan is as slow as others
+_MOST_SCANNED = 20  # scans of an image of the most pixels: at most a second to decode 25 million
 _MODES = {3: "RGB", 1: "L"}
 
 # Pillow and its libraries raise these on damaged files; UnidentifiedImageError is an OSError.
@@ -106,8 +107,8 @@ def open_upright(
     """Decode an image into a Pillow image in `mode`; `where` names it in errors.
 
     `own_file`: it comes from the user's disk, not from a client, and may have more pixels. Raises
-    BadInput if it is not an image, damaged or refused; TooLarge above `most_pixels`. Sizes are
-    checked before any pixel is decoded, and large images are decoded one at a time.
+    BadInput if it is not an image, damaged or refused; TooLarge above `most_pixels` times scans.
+    Both are checked before any pixel is decoded; large images are decoded one at a time.
     """
     limit = FILE_PIXELS if own_file else MAX_PIXELS
     if not len(data):
@@ -117,12 +118,18 @@ def open_upright(
         with no_warnings():  # our limit is below Pillow's
             opened = Image.open(parts, formats=["PNG", OWN_JPEG, "WEBP"])
         with opened:
-            pixels = opened.width * opened.height
+            pixels, scans = opened.width * opened.height, 1
             _check_header(opened, where, limit)
-            if most_pixels is not None and pixels > most_pixels:
+            if opened.format == "JPEG":
+                scans = max(1, parts.getvalue().count(_SCAN))
+            if scans > _MOST_SCANS or pixels * scans > _MOST_SCANNED * limit:
+                raise BadInput(
+                    f"{where}: has {scans} scans of {opened.width}x{opened.height}, a JPEG has "
+                    f"{min(_MOST_SCANS, _MOST_SCANNED * limit // pixels)} at most",
+                    hint="store it again: cameras and image programs write at most 10",
+                )
+            if most_pixels is not None and pixels * scans > most_pixels:
                 raise TooLarge(f"{where}: is {opened.width}x{opened.height}")
-            if (scans := parts.getvalue().count(_SCAN)) > _MOST_SCANS:
-                raise BadInput(f"{where}: has {scans} scans, a JPEG has {_MOST_SCANS} at most")
             with _one_large if pixels > _LARGE_PIXELS else contextlib.nullcontext():
                 opened.load()
                 turn = _UPRIGHT.get(read_orientation(opened))

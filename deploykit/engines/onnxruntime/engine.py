@@ -13,7 +13,8 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,16 +86,16 @@ class Arena:
 _MOST_SHAPES = 8  # shapes without a graph to keep; all graphs are kept
 _NO_GRAPH = -1  # ONNX Runtime's gpu_graph_id for a run that is not captured
 
-Key = tuple[tuple[int, ...], ...]
 
-
+@dataclass
 class _Bound:
     """The input buffers of one shape, and its output buffers once a run has shown their shapes."""
 
-    def __init__(self, io: Any, values: list[Any], graph: int | None) -> None:
-        self.io, self.values, self.graph = io, values, graph
-        self.outputs: list[Any] = []
-        self.options: Any = None
+    io: Any
+    values: list[Any]
+    graph: int | None
+    options: Any = None
+    outputs: list[Any] = field(default_factory=list)
 
 
 class Binding:
@@ -116,7 +117,7 @@ class Binding:
         self._inputs, self._outputs = inputs, outputs
         self._graphs = frozenset(graphs)
         self._batched = next((n for n, spec in enumerate(inputs) if spec.batched), None)
-        self._bound: dict[Key, _Bound] = {}
+        self._bound: dict[tuple[tuple[int, ...], ...], _Bound] = {}
         self._captured = 0
         self.last_copies_us = (0, 0)  # the last call's copies: to the device, and back
 
@@ -136,45 +137,34 @@ class Binding:
         }
         ended_ns = time.perf_counter_ns()
         self.last_copies_us = ((copied_ns - started_ns) // 1000, (ended_ns - ran_ns) // 1000)
-        if bound.graph is not None and not bound.outputs:
-            self._keep_outputs(bound, answers)
+        if bound.graph is not None and not bound.outputs:  # a graph writes to fixed memory
+            for spec in self._outputs:
+                bound.outputs.append(self._value(answers[spec.name].shape, spec.dtype))
+                bound.io.bind_ortvalue_output(spec.name, bound.outputs[-1])
+            bound.options = self._run_options(bound.graph)
         return answers
 
     def close(self) -> None:
         self._bound.clear()
         self._session = None
 
-    def _bind(self, key: Key) -> _Bound:
+    def _bind(self, key: tuple[tuple[int, ...], ...]) -> _Bound:
         plain = [shapes for shapes, bound in self._bound.items() if bound.graph is None]
         if len(plain) >= _MOST_SHAPES:
             del self._bound[plain[0]]
-        io = self._session.io_binding()
-        values = []
+        graph = None
+        if self._graphs and (self._batched is None or key[self._batched][0] in self._graphs):
+            self._captured += 1
+            graph = self._captured
+        bound = self._bound[key] = _Bound(self._session.io_binding(), [], graph)
         for spec, shape in zip(self._inputs, key, strict=True):
-            values.append(self._value(shape, spec.dtype))
-            io.bind_ortvalue_input(spec.name, values[-1])
+            bound.values.append(self._value(shape, spec.dtype))
+            bound.io.bind_ortvalue_input(spec.name, bound.values[-1])
         for spec in self._outputs:
-            io.bind_output(spec.name, *self._device)
-        bound = self._bound[key] = _Bound(io, values, self._graph(key))
+            bound.io.bind_output(spec.name, *self._device)
         if self._graphs:  # the first run shows the output shapes and is not captured
             bound.options = self._run_options(_NO_GRAPH)
         return bound
-
-    def _graph(self, key: Key) -> int | None:
-        """Return the number of the graph of this shape, or None for no graph."""
-        fixed = self._batched is None
-        if not self._graphs or not (fixed or key[self._batched or 0][0] in self._graphs):
-            return None
-        self._captured += 1
-        return self._captured
-
-    def _keep_outputs(self, bound: _Bound, answers: Mapping[str, np.ndarray]) -> None:
-        """Bind the outputs to fixed memory, to which a captured graph always writes."""
-        for spec in self._outputs:
-            value = self._value(answers[spec.name].shape, spec.dtype)
-            bound.io.bind_ortvalue_output(spec.name, value)
-            bound.outputs.append(value)
-        bound.options = self._run_options(bound.graph or 0)
 
     def _value(self, shape: tuple[int, ...], dtype: str) -> Any:
         return self._ort.OrtValue.ortvalue_from_shape_and_type(
@@ -187,53 +177,33 @@ class Binding:
         return options
 
 
-def placement(session: Any) -> dict[str, list[str]] | None:
-    """Return the operators by provider; None if this ONNX Runtime cannot report them.
+def check_placement(path: Path, session: Any, version: str) -> tuple[str, ...]:
+    """Return a note on the nodes of a CUDA session that run on the CPU, or that this is unknown.
 
-    The session must be opened with `session.record_ep_graph_assignment_info`, new in 1.24.
+    The session must be opened with `session.record_ep_graph_assignment_info`, new in 1.24. Raises
+    Unsupported if all nodes do.
     """
     read = getattr(session, "get_provider_graph_assignment_info", None)
     if read is None:
-        return None
-    found: dict[str, list[str]] = {}
-    for part in read():
-        found.setdefault(part.ep_name, []).extend(node.op_type for node in part.get_nodes())
-    return found
-
-
-def check_placement(path: Path, session: Any, version: str) -> tuple[str, ...]:
-    """Return a note on nodes that run on the CPU, or that this is unknown.
-
-    Raises Unsupported if all nodes do.
-    """
-    placed = placement(session)
-    if placed is None:
         return (f"{path}: onnxruntime {version} does not report which nodes run on the CPU",)
-    if placed and set(placed) == {"CPUExecutionProvider"}:
+    placed = [(part.ep_name, node.op_type) for part in read() for node in part.get_nodes()]
+    kept = [kind for provider, kind in placed if provider == "CPUExecutionProvider"]
+    if kept and len(kept) == len(placed):
         raise Unsupported(f"{path}: `device` is cuda, but every node runs on the CPU")
-    note = placement_note(placed)
-    return (f"{path}: {note}",) if note else ()
-
-
-def placement_note(placed: Mapping[str, Sequence[str]]) -> str | None:
-    """Return a note that lists the nodes on the CPU in a CUDA session; None if there are none."""
-    kept = placed.get("CPUExecutionProvider", ())
     if not kept:
-        return None
-    total = sum(map(len, placed.values()))
+        return ()
     kinds = sorted(set(kept))
     more = f" and {len(kinds) - 6} kinds more" if len(kinds) > 6 else ""
-    return (
-        f"{len(kept)} of {total} nodes run on the CPU, with copies between: "
-        f"{', '.join(kinds[:6])}{more}"
-    )
+    count = f"{path}: {len(kept)} of {len(placed)} nodes run on the CPU"
+    return (f"{count}, with copies between: {', '.join(kinds[:6])}{more}",)
 
 
 # `onnxruntime.preload_dlls` searches next to onnxruntime's own folder, then the loader's path.
 # `preload` loads wheels in another folder of sys.path (`pip install --target`, a second
 # site-packages).
 
-_OF_MAJOR = ("cudart", "nvrtc", "cublasLt", "cublas")  # file names end with CUDA's major version
+_OF_MAJOR = ("cudart", "nvrtc", "cublasLt", "cublas")  # file names end with CUDA's major version;
+# each library after those that it needs
 _OTHERS = ("nvJitLink", "curand", "cufft", "cudnn")
 
 
@@ -251,23 +221,14 @@ def preload(
     major = str(getattr(ort, "cuda_version", "") or "").partition(".")[0]
     next_to = Path(ort.__file__).parent.parent
     for folder in map(Path, sys.path if folders is None else folders):
-        if folder != next_to:
-            for library in _libraries(folder / "nvidia", major):
-                with contextlib.suppress(OSError):  # another file of this name may load
-                    load(str(library))
+        for name in (*_OF_MAJOR, *_OTHERS) if folder != next_to else ():
+            for library in sorted(folder.glob(f"nvidia/*/lib/lib{name}.so.*")):
+                suffix = library.name.partition(".so.")[2]
+                if suffix.isdecimal() and (name not in _OF_MAJOR or suffix == major):
+                    with contextlib.suppress(OSError):  # another file of this name may load
+                        load(str(library))
     with contextlib.redirect_stdout(sys.stderr):  # it prints failures
         ort.preload_dlls()
-
-
-def _libraries(nvidia: Path, major: str) -> list[Path]:
-    """Return the libraries, each after those that it needs."""
-    found = []
-    for name in (*_OF_MAJOR, *_OTHERS):
-        for path in sorted(nvidia.glob(f"*/lib/lib{name}.so.*")):
-            suffix = re.fullmatch(r"(\d+)", path.name.partition(".so.")[2])
-            if suffix and (name not in _OF_MAJOR or suffix[1] == major):
-                found.append(path)
-    return found
 
 
 _NODE = re.compile(r"running (\w+) node. Name:'(.*?)' Status Message: ")
@@ -282,11 +243,6 @@ def reason(exc: Exception) -> str:
     if not (checked and why):
         return text
     return f"node '{node[2]}' ({node[1]}): {why}" if node else why
-
-
-def cure(exc: Exception) -> str | None:
-    """Return what to change in the model; None if that is not known."""
-    return _MASK_CURE if "attn_mask" in str(exc) else None
 
 
 _DTYPES = {
@@ -312,7 +268,7 @@ def spec_of(path: Path, node: Any) -> TensorSpec:
             hint="export the model with float32 inputs and outputs",
         )
     shape = tuple(
-        axis if isinstance(axis, int) else axis or axis_name(node.name, place)
+        axis if isinstance(axis, int) else axis_name(node.name, place, axis)
         for place, axis in enumerate(node.shape)
     )
     return TensorSpec(node.name, dtype, shape)
@@ -325,6 +281,7 @@ _OF_CUDA = (
     ort_state.EPFail,
     RuntimeError,
 )
+_REFUSALS = (ort_state.InvalidGraph, ort_state.InvalidArgument, ort_state.Fail)
 _CUDA_FAILURE = re.compile(r"CUDA failure (\d+): ([^;\n]*)")
 # These are slower on a CPU if fused: a BERT took 1.11 (float32) to 1.24 (INT8) times as long; see
 # benchmarks/README.md.
@@ -407,19 +364,33 @@ class OnnxRuntimeEngine(Engine):
             self.notes = (f"{path}: no CUDA graphs: {exc.message}",)
             graphs = ()
             self.session = open_session()
-        if rounds_sums(self.session.get_session_options()):
+        used = self.session.get_session_options()
+        if rounds_sums(used):
             self.notes += (f"{path}: nodes share INT8 weights: {UNSHARED}",)
-        self.options = describe_options(self.session)
+        options = {name: getattr(used, name, None) for name in _OPTIONS}
+        options |= {
+            name: used.get_session_config_entry(name) for name in (SPINNING, EXACT_INTEGERS)
+        }
+        options["providers"] = ", ".join(self.session.get_providers())
+        self.options = {name: getattr(value, "name", str(value)) for name, value in options.items()}
         self.inputs = tuple(spec_of(path, node) for node in self.session.get_inputs())
         self.outputs = tuple(spec_of(path, node) for node in self.session.get_outputs())
         self._names = [spec.name for spec in self.outputs]
         self._check = FeedCheck(self.inputs, path.name)
-        self.device = _device_in_use(path, self.session, device)
-        self.steady = self.device == "cpu" and _is_steady(path, self.inputs)
+        first = self.session.get_providers()[0]
+        if (first == "CPUExecutionProvider") != (device == "cpu"):
+            raise Unsupported(
+                f"{path}: `device` is {device}, but ONNX Runtime chose {first}",
+                hint="its CUDA or cuDNN libraries did not load; see: deploykit doctor",
+            )
+        self.device = "cuda:0" if device == "cuda" else device
+        strings = "string" in {spec.dtype for spec in (*self.inputs, *self.outputs)}
+        self.steady = self.device == "cpu" and not (
+            any(spec.dtype == "string" for spec in self.inputs) or read_facts(path).slowed_by_values
+        )
         self._arena = Arena(ort)
         self._binding: Binding | None = None
-        dtypes = {spec.dtype for spec in (*self.inputs, *self.outputs)}
-        if self.device != "cpu" and "string" not in dtypes:  # GPU memory holds no strings
+        if self.device != "cpu" and not strings:  # GPU memory holds no strings
             kind, _, number = self.device.partition(":")
             placed = (kind, int(number))
             self.notes += check_placement(path, self.session, ort.__version__)
@@ -456,11 +427,6 @@ class OnnxRuntimeEngine(Engine):
         self.session = None
 
 
-def _is_steady(path: Path, inputs: Sequence[TensorSpec]) -> bool:
-    """Return whether no input value can make a call slow through a loop, a size or a string."""
-    return all(spec.dtype != "string" for spec in inputs) and not read_facts(path).slowed_by_values
-
-
 def session_options(
     threads: int | None, *, half: bool = False, exact: bool = True, spinning: bool = False
 ) -> Any:
@@ -490,15 +456,6 @@ _OPTIONS = (
     "enable_cpu_mem_arena",
     "enable_mem_pattern",
 )
-
-
-def describe_options(session: Any) -> dict[str, str]:
-    """Return the options that a session was made with, by ONNX Runtime's names."""
-    options = session.get_session_options()
-    found = {name: getattr(options, name, None) for name in _OPTIONS}
-    found |= {name: options.get_session_config_entry(name) for name in (SPINNING, EXACT_INTEGERS)}
-    found["providers"] = ", ".join(session.get_providers())
-    return {name: getattr(value, "name", str(value)) for name, value in found.items()}
 
 
 def _session(
@@ -588,52 +545,48 @@ def read_weights(path: Path, options: Any) -> object:
     return weights
 
 
-def _device_in_use(path: Path, session: Any, asked: str) -> str:
-    first = session.get_providers()[0]
-    if asked == "cpu" and first == "CPUExecutionProvider":
-        return "cpu"
-    if asked != "cpu" and first == "CUDAExecutionProvider":
-        return asked if ":" in asked else "cuda:0"
-    raise Unsupported(
-        f"{path}: `device` is {asked}, but ONNX Runtime chose {first}",
-        hint="its CUDA or cuDNN libraries did not load; see: deploykit doctor",
-    )
-
-
 @contextlib.contextmanager
 def onnxruntime_errors(path: Path, device: str = "cpu") -> Iterator[None]:
     """Turn exceptions of ONNX Runtime, and on CUDA those of CUDA, into ours that name the file."""
     try:
-        with memory_errors(path, onnx_files(path)), _cuda_failures(path, device):
-            yield
+        with memory_errors(path, onnx_files(path)):
+            try:
+                yield
+            except _OF_CUDA as exc:
+                if device != "cpu":
+                    _raise_cuda_error(path, device, exc)
+                raise
     except (ort_state.InvalidProtobuf, ort_state.NoModel) as exc:
         raise damaged(path) from exc
     except ort_state.NoSuchFile as exc:
         raise BadInput(f"{path}: {first_line(exc)}") from exc
     except ort_state.NotImplemented as exc:
         raise Unsupported(f"{path}: {first_line(exc)}", hint="see: deploykit doctor") from exc
-    except (ort_state.InvalidGraph, ort_state.InvalidArgument, ort_state.Fail) as exc:
-        raise BadInput(f"{path}: ONNX Runtime refused it: {reason(exc)}", hint=cure(exc)) from exc
-    except (ort_state.RuntimeException, ort_state.EPFail, RuntimeError, ValueError) as exc:
-        error = BadInput if "SafeIntOnOverflow" in str(exc) else Unsupported  # its sizes
-        raise error(f"{path}: ONNX Runtime failed: {reason(exc)}", hint=cure(exc)) from exc
+    except (
+        ort_state.InvalidGraph,
+        ort_state.InvalidArgument,
+        ort_state.Fail,
+        ort_state.RuntimeException,
+        ort_state.EPFail,
+        RuntimeError,
+        ValueError,
+    ) as exc:
+        refused = isinstance(exc, _REFUSALS)
+        error = BadInput if refused or "SafeIntOnOverflow" in str(exc) else Unsupported  # its sizes
+        hint = _MASK_CURE if "attn_mask" in str(exc) else None
+        verb = "refused it" if refused else "failed"
+        raise error(f"{path}: ONNX Runtime {verb}: {reason(exc)}", hint=hint) from exc
 
 
-@contextlib.contextmanager
-def _cuda_failures(path: Path, device: str) -> Iterator[None]:
-    """Turn CUDA's failures, which arrive as many exception classes, into ours by their code."""
-    try:
-        yield
-    except _OF_CUDA as exc:
-        memory, failure = ASKED_BYTES.search(str(exc)), _CUDA_FAILURE.search(str(exc))
-        if memory and device != "cpu":
-            need = int(memory[1]) / 2**20
-            raise OutOfMemory(
-                f"{path}: {device}: out of memory: {need:,.1f} MiB needed at once",
-                hint=USE_LESS_MEMORY,
-            ) from exc
-        if failure is None or device == "cpu":
-            raise
+def _raise_cuda_error(path: Path, device: str, exc: Exception) -> None:
+    """Raise the error for a failure of CUDA, which arrives as many exception classes."""
+    memory, failure = ASKED_BYTES.search(str(exc)), _CUDA_FAILURE.search(str(exc))
+    if memory:
+        raise OutOfMemory(
+            f"{path}: {device}: out of memory: {int(memory[1]) / 2**20:,.1f} MiB needed at once",
+            hint=USE_LESS_MEMORY,
+        ) from exc
+    if failure:
         name, words = CODES.get(int(failure[1]), f"error {failure[1]}"), failure[2].strip()
         raise cuda_error(f"{path}: {device}", "ONNX Runtime", f"cudaError{name}", words) from exc
 

@@ -109,6 +109,12 @@ class Here:
         return {**facts, "cuda": own} if own else facts
 
 
+def place_of(built: Mapping[str, str]) -> str:
+    """Return the GPU and the TensorRT in a `built_on` or `Here.facts`; empty if one is missing."""
+    names = [built.get(key, "") for key in ("gpu", "compute_capability", "tensorrt")]
+    return "{} ({}), TensorRT {}".format(*names) if all(names) else ""
+
+
 @dataclass(frozen=True)
 class PlanFile:
     """The bytes of a plan that may be loaded; `notes` are warnings, one sentence each."""
@@ -138,10 +144,32 @@ def check_plan(path: Path, manifest: Manifest | None, here: Here, trust: bool = 
         content = path.read_bytes()  # read once: the hashed bytes are loaded
     except OSError as exc:
         raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
+    name = manifest_path(path).name
+    if manifest is None and trust:
+        note = f"{path}: loaded without a manifest: neither its origin nor its GPU was checked"
+        return PlanFile(content, (note,), host_code=False)
     if manifest is None:
-        return _trusted_plan(path, content, trust)
-    _check_content(path, content, manifest)
-    manifest = replace(manifest, built_on=_printable(manifest.built_on))
+        raise BadInput(
+            f"{path}: has no manifest ({name}), so its origin and target are unknown",
+            hint="an engine can run code: build it here, or open your own with `trust`",
+        )
+    if manifest.format != "tensorrt":
+        raise BadInput(f"{path}: {name} describes a file of the format {manifest.format}")
+    if manifest.evidence.weights is not None:
+        raise BadInput(f"{path}: {name} names a weights file, which an engine does not have")
+    if not manifest.sha256:
+        raise BadInput(f"{path}: {name} has no SHA-256 for it", hint="build it again")
+    if hashlib.sha256(content).hexdigest() != manifest.sha256.lower():
+        raise BadInput(
+            f"{path}: is not the file that {name} describes (SHA-256 differs): truncated, "
+            "damaged or changed",
+            hint="copy it again, or build it again",
+        )
+    printable = {  # for a terminal
+        key: "".join(c for c in text if c.isprintable())[:80]
+        for key, text in manifest.built_on.items()
+    }
+    manifest = replace(manifest, built_on=printable)
     wrong = tuple(differences(manifest.built_on, here, manifest.version_compatible))
     if wrong:
         raise Unsupported(
@@ -173,33 +201,6 @@ def check_format(path: Path) -> None:
         )
 
 
-def _trusted_plan(path: Path, content: bytes, trust: bool) -> PlanFile:
-    if not trust:
-        name = manifest_path(path).name
-        raise BadInput(
-            f"{path}: has no manifest ({name}), so its origin and target are unknown",
-            hint="an engine can run code: build it here, or open your own with `trust`",
-        )
-    note = f"{path}: loaded without a manifest: neither its origin nor its GPU was checked"
-    return PlanFile(content, (note,), host_code=False)
-
-
-def _check_content(path: Path, content: bytes, manifest: Manifest) -> None:
-    name = manifest_path(path).name
-    if manifest.format != "tensorrt":
-        raise BadInput(f"{path}: {name} describes a file of the format {manifest.format}")
-    if manifest.evidence.weights is not None:
-        raise BadInput(f"{path}: {name} names a weights file, which an engine does not have")
-    if not manifest.sha256:
-        raise BadInput(f"{path}: {name} has no SHA-256 for it", hint="build it again")
-    if hashlib.sha256(content).hexdigest() != manifest.sha256.lower():
-        raise BadInput(
-            f"{path}: is not the file that {name} describes (SHA-256 differs): truncated, "
-            "damaged or changed",
-            hint="copy it again, or build it again",
-        )
-
-
 def differences(
     built: Mapping[str, str], here: Here, version_compatible: bool = False
 ) -> Iterator[str]:
@@ -221,9 +222,22 @@ def differences(
             f"compute capability {here.compute_capability} here ({here.gpu}), {capability} there "
             f"({built.get('gpu', 'unknown GPU')})"
         )
-    elif level in _NO:
-        yield from _gpu_differences(built, here)
-    yield from _cuda(built, here)
+    elif level in _NO:  # GPUs of one compute capability differ in memory and multiprocessors
+        gpu, count = built.get("gpu", ""), built.get("sm_count", "")
+        if gpu and here.gpu and gpu != here.gpu:
+            yield f"{here.gpu} here, {gpu} there"
+        elif count and here.sm_count and count != str(here.sm_count):
+            yield (
+                f"{here.sm_count} multiprocessors in use here, {count} there (another power mode, "
+                "or a part of the GPU)"
+            )
+    needed, runs = version_numbers(built.get("cuda", "")), version_numbers(here.cuda)
+    if needed and runs and runs[0] < needed[0]:
+        branch = LEAST_DRIVERS.get(needed[0])
+        yield (
+            f"the driver{f' {here.driver}' if here.driver else ''} runs CUDA {here.cuda}, the "
+            f"engine needs CUDA {needed[0]}{f': driver {branch} or later' if branch else ''}"
+        )
 
 
 def _tensorrt(built: Mapping[str, str], here: Here, version_compatible: bool) -> Iterator[str]:
@@ -239,29 +253,6 @@ def _tensorrt(built: Mapping[str, str], here: Here, version_compatible: bool) ->
         yield f"{text} (no version compatible engine runs across these major versions)"
     elif now[:known] < there[:known]:
         yield f"{text} (a version compatible engine runs on later versions, not on earlier ones)"
-
-
-def _gpu_differences(built: Mapping[str, str], here: Here) -> Iterator[str]:
-    """Compare GPUs: of one compute capability, they differ in memory and multiprocessors."""
-    gpu, count = built.get("gpu", ""), built.get("sm_count", "")
-    if gpu and here.gpu and gpu != here.gpu:
-        yield f"{here.gpu} here, {gpu} there"
-    elif count and here.sm_count and count != str(here.sm_count):
-        yield (
-            f"{here.sm_count} multiprocessors in use here, {count} there (another power mode, or "
-            "a part of the GPU)"
-        )
-
-
-def _cuda(built: Mapping[str, str], here: Here) -> Iterator[str]:
-    """Check that the driver supports the CUDA major of the plan's kernels."""
-    there, now = version_numbers(built.get("cuda", "")), version_numbers(here.cuda)
-    if there and now and now[0] < there[0]:
-        needed = LEAST_DRIVERS.get(there[0])
-        yield (
-            f"the driver{f' {here.driver}' if here.driver else ''} runs CUDA {here.cuda}, the "
-            f"engine needs CUDA {there[0]}{f': driver {needed} or later' if needed else ''}"
-        )
 
 
 def _notes(path: Path, manifest: Manifest, here: Here) -> tuple[str, ...]:
@@ -309,11 +300,6 @@ def _name(built: Mapping[str, str], key: str) -> str:
     """Return a quoted file name without its folder, as paths in a manifest are not trusted."""
     name = PurePosixPath(built.get(key, "")).name
     return shlex.quote(name) if name else ""
-
-
-def _printable(built: Mapping[str, str]) -> dict[str, str]:
-    """Make values safe for a terminal: at most 80 printable characters."""
-    return {key: "".join(c for c in text if c.isprintable())[:80] for key, text in built.items()}
 
 
 def _quote(path: Path) -> str:

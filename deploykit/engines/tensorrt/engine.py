@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported, first_line
+from deploykit.core.errors import BadInput, DeploykitError, OutOfMemory, Unsupported
 from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.cuda.errors import out_of_memory
-from deploykit.engines.cuda.execution import Pipeline, Shape, Ticket, run_in_order
+from deploykit.engines.cuda.execution import Pipeline, Shape, Ticket
 from deploykit.engines.engine import Arrays, Engine, check_feeds
 from deploykit.engines.tensorrt.compatibility import PlanFile
 from deploykit.engines.tensorrt.log import LogErrors, logger
@@ -87,91 +87,46 @@ def optimisation_profiles(
 
     Raises BadInput for shapes that are not a range: a damaged plan may be opened on trust.
     """
-
-    def shapes(spec: TensorSpec, profile: int) -> tuple[Shape, Shape, Shape]:
-        fixed = tuple(size for size in spec.shape if isinstance(size, int))
-        if len(fixed) == len(spec.shape):
-            return fixed, fixed, fixed
-        sizes = [tuple(s) for s in engine.get_tensor_profile_shape(spec.name, profile)]
-        ranks = {len(spec.shape), *map(len, sizes)}
-        if len(sizes) != 3 or len(ranks) > 1 or not all(map(_rises, *sizes)):
-            raise BadInput(
-                f"{path}: input '{spec.name}' has no range of sizes in optimisation profile "
-                f"{profile}: {', '.join(map(str, sizes))}",
-                hint="build the engine again",
-            )
-        low, best, high = sizes
-        return low, best, high
-
-    count = engine.num_optimization_profiles
-    if not count:
-        raise BadInput(f"{path}: has no optimisation profile", hint="build the engine again")
-    return tuple({spec.name: shapes(spec, number) for spec in inputs} for number in range(count))
-
-
-def _rises(low: int, best: int, high: int) -> bool:
-    return 0 <= low <= best <= high
-
-
-def max_batch(profiles: Sequence[Ranges], inputs: Sequence[TensorSpec]) -> int | None:
-    batched = [spec.name for spec in inputs if spec.batched]
-    if not batched:
-        return None
-    return max(min(ranges[name][2][0] for name in batched) for ranges in profiles)
-
-
-def axis_limits(
-    profiles: Sequence[Ranges], inputs: Sequence[TensorSpec]
-) -> dict[str, tuple[int, int]]:
-    """Return the smallest and largest size of each dynamic axis in the first profile."""
-    return {
-        axis: (low, high)
-        for spec in inputs
-        for axis, low, high in zip(
-            spec.shape, profiles[0][spec.name][0], profiles[0][spec.name][2], strict=True
-        )
-        if isinstance(axis, str)
-    }
-
-
-def choose_shapes(profiles: Sequence[Ranges], shapes: Mapping[str, Shape]) -> int | None:
-    """Return the profile that accepts `shapes`; among several, that with the nearest optimum."""
-    fitting = [
-        (sum(_distance(shape, ranges[name][1]) for name, shape in shapes.items()), number)
-        for number, ranges in enumerate(profiles)
-        if all(_within(shape, ranges[name]) for name, shape in shapes.items())
-    ]
-    return min(fitting)[1] if fitting else None
-
-
-def _distance(shape: Shape, best: Shape) -> int:
-    return sum(abs(n - b) for n, b in zip(shape, best, strict=True))
-
-
-def _within(shape: Shape, span: tuple[Shape, Shape, Shape]) -> bool:
-    low, _, high = span
-    return len(shape) == len(low) and all(
-        a <= n <= b for a, n, b in zip(low, shape, high, strict=True)
-    )
-
-
-def describe_mismatch(
-    profiles: Sequence[Ranges], inputs: Sequence[TensorSpec], feeds: Arrays
-) -> str:
-    """Name the axis that is out of the range that the engine was built for."""
-    for spec in inputs:
-        for axis, size in enumerate(feeds[spec.name].shape):
-            spans = [(p[spec.name][0][axis], p[spec.name][2][axis]) for p in profiles]
-            if not any(low <= size <= high for low, high in spans):
-                allowed = " or ".join(f"{low} to {high}" for low, high in dict.fromkeys(spans))
-                return (
-                    f"input '{spec.name}': axis {spec.shape[axis]} is {size}, built for {allowed}"
+    profiles: list[dict[str, tuple[Shape, Shape, Shape]]] = []
+    for number in range(engine.num_optimization_profiles):
+        profiles.append({})
+        for spec in inputs:
+            if all(isinstance(size, int) for size in spec.shape):
+                spans: list[Any] = [spec.shape] * 3
+            else:
+                spans = [tuple(s) for s in engine.get_tensor_profile_shape(spec.name, number)]
+            if (
+                len(spans) != 3
+                or {len(shape) for shape in spans} != {len(spec.shape)}
+                or not all(0 <= low <= best <= high for low, best, high in zip(*spans, strict=True))
+            ):
+                raise BadInput(
+                    f"{path}: input '{spec.name}' has no range of sizes in optimisation profile "
+                    f"{number}: {', '.join(map(str, spans))}",
+                    hint="build the engine again",
                 )
-    return "the sizes fit none of the engine's optimisation profiles together"
+            profiles[-1][spec.name] = (spans[0], spans[1], spans[2])
+    if not profiles:
+        raise BadInput(f"{path}: has no optimisation profile", hint="build the engine again")
+    return tuple(profiles)
+
+
+def choose_profile(profiles: Sequence[Ranges], shapes: Mapping[str, Shape]) -> int | None:
+    """Return the profile that accepts `shapes`; among several, that with the nearest optimum."""
+    distances = {}
+    for number, ranges in enumerate(profiles):
+        sizes = [
+            size
+            for name, shape in shapes.items()
+            for size in zip(shape, *ranges[name], strict=True)
+        ]
+        if all(low <= size <= high for size, low, _, high in sizes):
+            distances[number] = sum(abs(size - best) for size, _, best, _ in sizes)
+    return min(distances, key=distances.__getitem__, default=None)
 
 
 class TensorRtEngine(Engine):
-    """One plan on one GPU. `submit` and `map` keep up to `slots` calls in flight.
+    """One plan on one GPU. `submit` keeps up to `slots` calls in flight.
 
     `graphs`: batch sizes to capture as CUDA graphs, cut to the largest batch; each has its own
     context, as a graph is valid only while its context is unchanged. The constructor allocates the
@@ -196,13 +151,32 @@ class TensorRtEngine(Engine):
         if len(plan.content) > free:
             raise out_of_memory(f"{path}: {driver.device}", len(plan.content), free, total)
         self._log_errors = LogErrors(nv, path, driver.device)
-        self._engine: trt.ICudaEngine | None
-        self._runtime, self._engine = _deserialize(nv, plan, self._log_errors)
-        self.inputs, self.outputs = specs(self._engine, path, manifest)
-        self.profiles = optimisation_profiles(self._engine, path, self.inputs)
-        self.max_batch = max_batch(self.profiles, self.inputs)
-        self.limits = axis_limits(self.profiles, self.inputs)
+        self._runtime = self._log_errors.call("Runtime", nv.Runtime, logger(nv))
+        if plan.host_code:  # `check_plan` has accepted it
+            self._runtime.engine_host_code_allowed = True
+        if plan.dla is not None:
+            self._runtime.DLA_core = plan.dla
+        deserialize = self._runtime.deserialize_cuda_engine
+        engine: trt.ICudaEngine = self._log_errors.of(self._runtime).call(
+            "deserialize_cuda_engine", deserialize, plan.content
+        )
+        engine.error_recorder = self._log_errors.recorder
+        self._engine: trt.ICudaEngine | None = engine
+        self.inputs, self.outputs = specs(engine, path, manifest)
+        self.profiles = optimisation_profiles(engine, path, self.inputs)
+        batched = [spec.name for spec in self.inputs if spec.batched]
+        if batched:
+            self.max_batch = max(
+                min(each[name][2][0] for name in batched) for each in self.profiles
+            )
+        self.limits = {
+            axis: (low, high)
+            for spec in self.inputs
+            for axis, low, _, high in zip(spec.shape, *self.profiles[0][spec.name], strict=True)
+            if isinstance(axis, str)
+        }
         self._plan_notes = plan.notes
+        del engine  # the frames of an error would keep it alive
         self._pipeline = self._open_pipeline(slots, graphs)
 
     def _open_pipeline(self, slots: int, graphs: Sequence[int]) -> Pipeline:
@@ -269,15 +243,19 @@ class TensorRtEngine(Engine):
         """Start a call; the ticket's `result()` waits for its outputs."""
         self._opened()
         check_feeds(self.inputs, feeds, self.path.name)
-        if choose_shapes(self.profiles, {name: a.shape for name, a in feeds.items()}) is None:
-            raise BadInput(
-                f"{self.path.name}: {describe_mismatch(self.profiles, self.inputs, feeds)}"
-            )
+        if choose_profile(self.profiles, {name: a.shape for name, a in feeds.items()}) is None:
+            raise BadInput(f"{self.path.name}: {self._mismatch(feeds)}")
         return self._pipeline.submit(feeds)
 
-    def map(self, batches: Iterable[Arrays]) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the outputs in order; one call's copies overlap another one's compute."""
-        return run_in_order(self.submit, batches, self.slots)
+    def _mismatch(self, feeds: Arrays) -> str:
+        """Name the axis that is out of the range that the engine was built for."""
+        for spec in self.inputs:
+            for at, (axis, size) in enumerate(zip(spec.shape, feeds[spec.name].shape, strict=True)):
+                spans = [(p[spec.name][0][at], p[spec.name][2][at]) for p in self.profiles]
+                if not any(low <= size <= high for low, high in spans):
+                    allowed = " or ".join(f"{low} to {high}" for low, high in dict.fromkeys(spans))
+                    return f"input '{spec.name}': axis {axis} is {size}, built for {allowed}"
+        return "the sizes fit none of the engine's optimisation profiles together"
 
     def layer_times_ms(self, feeds: Arrays) -> dict[str, float]:
         """Return milliseconds by layer name in one call, from TensorRT's profiler.
@@ -285,11 +263,17 @@ class TensorRtEngine(Engine):
         This uses its own context, after a warm-up call. Raises as a call does.
         """
         times: dict[str, float] = {}
-        profiler = _profiler(self._nv)(times)
+        base: Any = self._nv.IProfiler
+
+        class Profiler(base):  # type: ignore[misc]
+            def report_layer_time(self, name: str, ms: float) -> None:
+                times[name] = times.get(name, 0.0) + ms
+
+        profiler = Profiler()
 
         def profiled(stream: int, scratch: int) -> Context:
             context = self._context(stream, scratch)
-            context.watch(profiler)
+            context.handle.profiler = profiler
             return context
 
         pipeline = Pipeline(
@@ -318,7 +302,10 @@ class TensorRtEngine(Engine):
         try:
             with contextlib.closing(self._context(stream, 0)) as context:
                 context.shapes({name: best for name, (_, best, _) in self.profiles[0].items()})
-                return context.describe(engine.create_engine_inspector())
+                inspector = engine.create_engine_inspector()
+                inspector.execution_context = context.handle
+                text: str = inspector.get_engine_information(self._nv.LayerInformationFormat.JSON)
+                return text
         finally:
             self._driver.close_stream(stream)
 
@@ -365,16 +352,14 @@ class Context:
         scratch: int,
     ) -> None:
         self._stream, self._profiles = stream, profiles
-        log_errors.forget()
         strategy = nv.ExecutionContextAllocationStrategy.USER_MANAGED
-        context: trt.IExecutionContext | None = engine.create_execution_context(strategy)
-        if context is None:
-            raise log_errors.refusal("create_execution_context")
+        context: trt.IExecutionContext = log_errors.call(
+            "create_execution_context", engine.create_execution_context, strategy
+        )
         self._log_errors = log_errors.of(context)
         if scratch:
             context.set_device_memory(scratch, engine.device_memory_size_v2)
-        self._context = context
-        self._json = nv.LayerInformationFormat.JSON
+        self.handle = context
         self._outputs = [
             name
             for name in map(engine.get_tensor_name, range(engine.num_io_tensors))
@@ -384,57 +369,42 @@ class Context:
         self._late = {name: _output_allocator(nv)(driver) for name in self._outputs}
 
     def shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape | None]:
-        profile = choose_shapes(self._profiles, inputs)
+        profile = choose_profile(self._profiles, inputs)
         if profile is None:
             raise BadInput("the shapes fit none of the engine's optimisation profiles")
-        context = self._context
-        self._log_errors.forget()
+        context, call = self.handle, self._log_errors.call
         if profile != self._profile:
-            if not context.set_optimization_profile_async(profile, self._stream):
-                raise self._log_errors.refusal(f"optimisation profile {profile}")
+            what = f"optimisation profile {profile}"
+            self._profile = -1  # until it is set
+            call(what, context.set_optimization_profile_async, profile, self._stream)
             self._profile = profile
         for name, shape in inputs.items():
-            if not context.set_input_shape(name, shape):
-                raise self._log_errors.refusal(f"shape {list(shape)} of input '{name}'")
-        try:
-            missing = context.infer_shapes()
-        except RuntimeError as exc:
-            raise self._log_errors.refusal(f"shapes ({first_line(exc)})") from exc
+            call(f"shape {list(shape)} of input '{name}'", context.set_input_shape, name, shape)
+        missing = call("shapes", context.infer_shapes)
         if missing:
             raise self._log_errors.refusal(f"input '{missing[0]}' is not specified")
         found: dict[str, Shape | None] = {}
         for name in self._outputs:
             shape = tuple(context.get_tensor_shape(name))
             found[name] = shape if min(shape, default=0) >= 0 else None
-            if found[name] is None and not context.set_output_allocator(name, self._late[name]):
-                raise self._log_errors.refusal(
-                    f"output '{name}' of a shape that depends on the data"
-                )
+            if found[name] is None:
+                what = f"output '{name}' of a shape that depends on the data"
+                call(what, context.set_output_allocator, name, self._late[name])
         return found
 
     def bind(self, addresses: Mapping[str, int]) -> None:
-        self._log_errors.forget()
         for name, address in addresses.items():
-            if not self._context.set_tensor_address(name, address):
-                raise self._log_errors.refusal(f"address of tensor '{name}'")
+            what = f"address of tensor '{name}'"
+            self._log_errors.call(what, self.handle.set_tensor_address, name, address)
 
     def enqueue(self, stream: int) -> None:
-        self._log_errors.forget()
-        if not self._context.execute_async_v3(stream):
+        try:
+            self._log_errors.call("execute_async_v3", self.handle.execute_async_v3, stream)
+        except DeploykitError:
             for memory in self._late.values():
                 if memory.error is not None:
-                    raise memory.error
-            raise self._log_errors.refusal("execute_async_v3")
-
-    def watch(self, profiler: Any) -> None:
-        """Attach an IProfiler, which receives the time of every layer and slows down calls."""
-        self._context.profiler = profiler
-
-    def describe(self, inspector: trt.EngineInspector) -> str:
-        """Return the layers as JSON, for the current shapes."""
-        inspector.execution_context = self._context
-        text: str = inspector.get_engine_information(self._json)
-        return text
+                    raise memory.error from None
+            raise
 
     def late(self, name: str) -> tuple[int, Shape]:
         """Return the shape, known once `execute_async_v3` returns (see IOutputAllocator)."""
@@ -444,25 +414,9 @@ class Context:
         return memory.address, memory.shape
 
     def close(self) -> None:
-        del self._context  # TensorRT destroys it with its last reference
+        del self.handle  # TensorRT destroys it with its last reference
         for memory in self._late.values():
             memory.release()
-
-
-@functools.cache
-def _profiler(nv: Any) -> Any:
-    """Return the class of a profiler that adds each layer's milliseconds to a dictionary."""
-    base: Any = nv.IProfiler
-
-    class Profiler(base):  # type: ignore[misc]
-        def __init__(self, times_ms: dict[str, float]) -> None:
-            base.__init__(self)
-            self.times_ms = times_ms
-
-        def report_layer_time(self, name: str, ms: float) -> None:
-            self.times_ms[name] = self.times_ms.get(name, 0.0) + ms
-
-    return Profiler
 
 
 @functools.cache
@@ -507,21 +461,3 @@ def _output_allocator(nv: Any) -> Any:
             self.address = self.size = 0
 
     return OutputAllocator
-
-
-def _deserialize(nv: Any, plan: PlanFile, log_errors: LogErrors) -> tuple[Any, trt.ICudaEngine]:
-    log_errors.forget()
-    try:
-        runtime = nv.Runtime(logger(nv))
-    except (TypeError, RuntimeError) as exc:  # the factory returned nullptr (pybind11)
-        raise log_errors.refusal(f"Runtime ({first_line(exc)})") from exc
-    runtime_errors = log_errors.of(runtime)
-    if plan.host_code:  # `check_plan` has accepted it
-        runtime.engine_host_code_allowed = True
-    if plan.dla is not None:
-        runtime.DLA_core = plan.dla
-    engine: trt.ICudaEngine | None = runtime.deserialize_cuda_engine(plan.content)
-    if engine is None:
-        raise runtime_errors.refusal("deserialize_cuda_engine")
-    engine.error_recorder = log_errors.recorder
-    return runtime, engine

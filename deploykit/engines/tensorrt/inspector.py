@@ -50,7 +50,18 @@ def read_layers(text: str) -> tuple[Layer, ...]:
         raise ValueError("too many levels") from None
     if not isinstance(document, dict) or not isinstance(document.get("Layers"), list):
         raise ValueError("no list of layers")
-    return tuple(_layer(item) for item in document["Layers"])
+    layers = []
+    for item in document["Layers"]:
+        if isinstance(item, str):  # the plan was built without detailed verbosity
+            layers.append(Layer(_text(item), "", None, _nodes(_text(item), "")))
+        elif isinstance(item, dict):
+            name, kind = _text(item.get("Name", "")), _text(item.get("LayerType", ""))
+            nodes = _nodes(name, _text(item.get("Metadata") or ""))
+            tactic = _text(item.get("TacticName") or item.get("TacticValue") or "")
+            layers.append(Layer(name, kind, _computed_in(item), nodes, tactic))
+        else:
+            raise ValueError("a layer is neither a name nor an object")
+    return tuple(layers)
 
 
 def mismatches(asked: Mapping[str, str], layers: Sequence[Layer]) -> dict[str, str]:
@@ -92,17 +103,6 @@ def shares(layers: Sequence[Layer], time_ms: Mapping[str, float] | None = None) 
     return {name: part / whole for name, part in sorted(sums.items())} if whole else {}
 
 
-def _layer(item: object) -> Layer:
-    if isinstance(item, str):  # the plan was built without detailed verbosity
-        return Layer(_text(item), "", None, _nodes(_text(item), ""))
-    if not isinstance(item, dict):
-        raise ValueError("a layer is neither a name nor an object")
-    name, kind = _text(item.get("Name", "")), _text(item.get("LayerType", ""))
-    nodes = _nodes(name, _text(item.get("Metadata") or ""))
-    tactic = _text(item.get("TacticName") or item.get("TacticValue") or "")
-    return Layer(name, kind, _computed_in(item), nodes, tactic)
-
-
 def _text(value: object) -> str:
     """Return `value` as valid UTF-8: JSON may hold half a surrogate pair, a manifest may not."""
     return str(value).encode(errors="replace").decode()
@@ -130,21 +130,19 @@ def _computed_in(item: Mapping[str, Any]) -> str | None:
     weights = item.get("Weights")
     stored = _type(str(weights.get("Type", ""))) if isinstance(weights, dict) else None
     if not flowing:
-        return next(iter([*outputs, *inputs]), None) or stored or _of_kernel(item)
+        kernel = str(item.get("TacticName") or "")
+        of_kernel = (kind for kind, pattern in _KERNELS.items() if pattern.search(kernel))
+        return next(iter([*outputs, *inputs]), None) or stored or next(of_kernel, None)
     narrowest = min(flowing, key=lambda name: BITS[name])
     return stored if stored and BITS.get(stored, 0) > BITS[narrowest] else narrowest
 
 
-def _of_kernel(item: Mapping[str, Any]) -> str | None:
-    name = str(item.get("TacticName") or "")
-    return next((kind for kind, pattern in _KERNELS.items() if pattern.search(name)), None)
-
-
 def _types(tensors: object) -> list[str]:
-    items = tensors if isinstance(tensors, list) else []
-    keyed = [each for each in items if isinstance(each, dict)]
-    strings = (next((str(each[key]) for key in _TYPE_KEYS if key in each), "") for each in keyed)
-    return [kind for kind in map(_type, strings) if kind is not None]
+    found = []
+    for each in tensors if isinstance(tensors, list) else ():
+        if isinstance(each, dict):
+            found.append(_type(next((str(each[key]) for key in _TYPE_KEYS if key in each), "")))
+    return [kind for kind in found if kind is not None]
 
 
 def _type(text: str) -> str | None:

@@ -12,6 +12,7 @@ import logging
 import re
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ _KEPT = 50  # lines
 _CUDA_FAILURE = re.compile(r"Cuda (?:Runtime|Driver)[^(]*\((.+?)\)", re.IGNORECASE)
 # Forms of a CUDA error: in a layer of Myelin; if TensorRT's CUDA is newer than the driver
 _CUDA_CODE = re.compile(r"\bCUDA (?:error|initialization failure with error:) (\d{1,4})\b")
-_NO_MEMORY = re.compile(r"\bOutOfMemory\b|Requested amount of GPU memory|ALLOC\w*_FAILED")
+_NO_MEMORY = re.compile(
+    r"\bout ?of ?memory\b|Requested amount of GPU memory|ALLOC\w*_FAILED", re.IGNORECASE
+)
 _WHERE = re.compile(r"^\[.*?\]|\.?\s*In \w+ at \S+:\d+\)?$")  # a place in TensorRT's source
 
 
@@ -34,11 +37,6 @@ class LogLines:
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-
-
-class _OfThread(threading.local):
-    def __init__(self) -> None:
-        self.errors: deque[str] = deque(maxlen=_KEPT)
 
 
 @functools.cache
@@ -55,11 +53,17 @@ def logger(nv: Any) -> Any:
         def __init__(self) -> None:
             base.__init__(self)
             self.sink: LogLines | None = None
-            self.mine = _OfThread()
+            self._of_thread = threading.local()
+
+        @property
+        def errors(self) -> deque[str]:
+            """The error lines of this thread, the last ones."""
+            lines: deque[str] = vars(self._of_thread).setdefault("errors", deque(maxlen=_KEPT))
+            return lines
 
         def log(self, level: Any, text: str) -> None:
             if level in (severity.INTERNAL_ERROR, severity.ERROR):
-                (self.mine.errors if self.sink is None else self.sink.errors).append(text)
+                (self.errors if self.sink is None else self.sink.errors).append(text)
             elif level == severity.WARNING and self.sink is not None:
                 self.sink.warnings.append(text)
             _logger.debug("%s: %s", level, text)
@@ -88,6 +92,8 @@ def recorder(nv: Any) -> Any:
         def num_errors(self) -> int:
             return len(self.errors)
 
+        get_num_errors = num_errors  # the name that TensorRT calls, whatever its documents say
+
         def get_error_code(self, index: int) -> Any:
             return self.errors[index][0]
 
@@ -106,8 +112,7 @@ def recorder(nv: Any) -> Any:
 class LogErrors:
     """Makes errors from TensorRT's reports.
 
-    TensorRT reports errors even in calls that succeed: call `forget` before a call, so that
-    `refusal` returns only the call's own.
+    TensorRT reports errors even in calls that succeed: `call` forgets them before each.
     """
 
     def __init__(self, nv: Any, path: Path, device: str) -> None:
@@ -120,28 +125,38 @@ class LogErrors:
         owner.error_recorder = found.recorder
         return found
 
+    def call(self, what: str, run: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a member of TensorRT returns, which is neither None nor False.
+
+        Raises the refusal: NVIDIA's bindings return one of these, or raise, each member as it is.
+        """
+        self.forget()
+        try:
+            answer = run(*arguments)
+        except (RuntimeError, TypeError) as exc:  # pybind11: a factory returned nullptr
+            raise self.refusal(f"{what} ({first_line(exc)})") from exc
+        if answer is None or answer is False:
+            raise self.refusal(what)
+        return answer
+
     def forget(self) -> None:
         self.recorder.clear()
-        logger(self.nv).mine.errors.clear()
+        logger(self.nv).errors.clear()
 
     def refusal(self, what: str) -> DeploykitError:
         """Return the error for the lines since `forget`; CUDA's failures by their code."""
         reported = [text for _, text in self.recorder.errors]
-        lines = [*reported, *logger(self.nv).mine.errors]  # root cause first
+        lines = [*reported, *logger(self.nv).errors]  # root cause first
         self.forget()
         for line in lines:
-            name, text = self._cuda_code(line)
+            name, text = "", ""
+            if match := _CUDA_FAILURE.search(line):
+                name, text = MESSAGES.get(match[1], ""), match[1]
+            elif match := _CUDA_CODE.search(line):
+                name, text = CODES.get(int(match[1]), ""), match[0]
+            elif _NO_MEMORY.search(line):
+                name = "MemoryAllocation"
             if name:
                 return cuda_error(f"{self.path}: {self.device}", what, f"cudaError{name}", text)
         why = _WHERE.sub("", first_line(lines[0])).strip() if lines else "no reason in its log"
         return Unsupported(f"{self.path}: TensorRT refused it ({what}): {why}")
-
-    def _cuda_code(self, line: str) -> tuple[str, str]:
-        """Return the CUDA error that a line of the log reports, and its message, else empty."""
-        match = _CUDA_FAILURE.search(line)
-        if match:
-            return MESSAGES.get(match[1], ""), match[1]
-        number = _CUDA_CODE.search(line)
-        if number:
-            return CODES.get(int(number[1]), ""), number[0]
-        return ("MemoryAllocation", "") if _NO_MEMORY.search(line) else ("", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 from collections.abc import Sequence
 from importlib import metadata
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import Unsupported
 from deploykit.core.extras import install_hint, installed, require
-from deploykit.engines.tensorrt.compatibility import Here, check_version, open_plan
+from deploykit.engines.tensorrt.compatibility import Here, check_version, open_plan, place_of
 from deploykit.engines.tensorrt.engine import TensorRtEngine
 from deploykit.engines.tensorrt.plugins import load_plugins, recorded_plugins
 
@@ -53,9 +54,12 @@ def open_engine(
     from deploykit.engines.cuda.driver import CudaDevice  # after TensorRT's check
 
     driver = CudaDevice(int(device.partition(":")[2] or 0))
-    plan, manifest = open_plan(path, here(driver), trust)
+    machine = here(driver)
+    plan, manifest = open_plan(path, machine, trust)
     load_plugins(trt, recorded_plugins(path, manifest.plugins if manifest else {}))
-    return TensorRtEngine(trt, driver, path, plan, manifest, slots=slots, graphs=graphs)
+    engine = TensorRtEngine(trt, driver, path, plan, manifest, slots=slots, graphs=graphs)
+    engine.place = place_of(machine.facts())
+    return engine
 
 
 def here(driver: CudaDevice) -> Here:
@@ -75,12 +79,10 @@ def here(driver: CudaDevice) -> Here:
 
 def tensorrt_cuda() -> str:
     """Return the CUDA major of pip's TensorRT; empty if it is not from pip, or for several."""
-    found = {each for each in ("12", "13") for name in _LIBRARIES if _has(name.format(each))}
+    found = set()
+    for major in ("12", "13"):
+        for name in _LIBRARIES:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                metadata.version(name.format(major))
+                found.add(major)
     return found.pop() if len(found) == 1 else ""
-
-
-def _has(package: str) -> bool:
-    try:
-        return bool(metadata.version(package))
-    except metadata.PackageNotFoundError:
-        return False

@@ -158,7 +158,14 @@ def read(path: Path, *, allow_pickle: bool, described: bool = True) -> Content:
     """
     kind = sniff(path)
     if kind == "safetensors":
-        return Content(kind, _read_safetensors(path), ran_pickle=False)
+        library, load_file = require("safetensors"), require("safetensors.torch").load_file
+        try:  # the library checks lengths, types and places first
+            tensors = load_file(str(path), device="cpu")
+        except (library.SafetensorError, RuntimeError, ValueError, OSError, LookupError) as exc:
+            raise BadInput(f"{path}: is a damaged .safetensors file: {first_line(exc)}") from exc
+        if not tensors:
+            raise BadInput(f"{path}: holds no tensors")
+        return Content(kind, tensors, ran_pickle=False)
     if kind != "torch":
         raise wrong_format(path, kind, "a PyTorch file")
     form = torch_kind(path)
@@ -180,18 +187,6 @@ def read(path: Path, *, allow_pickle: bool, described: bool = True) -> Content:
     return Content(form, value, ran_pickle=True)
 
 
-def _read_safetensors(path: Path) -> dict[str, Any]:
-    """Read the tensors by name. The library checks lengths, types and places first."""
-    library, load_file = require("safetensors"), require("safetensors.torch").load_file
-    try:
-        tensors: dict[str, Any] = load_file(str(path), device="cpu")
-    except (library.SafetensorError, RuntimeError, ValueError, OSError, LookupError) as exc:
-        raise BadInput(f"{path}: is a damaged .safetensors file: {first_line(exc)}") from exc
-    if not tensors:
-        raise BadInput(f"{path}: holds no tensors")
-    return tensors
-
-
 def _load_program(path: Path) -> Any:
     with path.open("rb") as handle:  # torch would insist on a path ending in .pt2
         return torch.export.load(handle)
@@ -203,21 +198,16 @@ def module_errors(where: object) -> Iterator[None]:
 
     Too little memory, which is not the code's fault, becomes OutOfMemory.
     """
-    with _advising(), errors.users_code(where), memory_errors(where):
-        try:
-            yield
-        except torch.OutOfMemoryError as exc:
-            raise OutOfMemory(f"{where}: the GPU's memory is full: {first_line(exc)}") from exc
-        except Exception as exc:
-            if operator := absent(exc):
-                raise lacks(where, operator) from exc
-            raise
-
-
-@contextmanager
-def _advising() -> Iterator[None]:
     try:
-        yield
+        with errors.users_code(where), memory_errors(where):
+            try:
+                yield
+            except torch.OutOfMemoryError as exc:
+                raise OutOfMemory(f"{where}: the GPU's memory is full: {first_line(exc)}") from exc
+            except Exception as exc:
+                if operator := absent(exc):
+                    raise lacks(where, operator) from exc
+                raise
     except BadInput as exc:
         if exc.__cause__ is not None:
             advise(exc, exc.__cause__)
@@ -257,7 +247,11 @@ def _classify(path: Path, value: Any, ran_pickle: bool) -> Content:
     """Tell a checkpoint, weights and a module apart; look one level down for the last two."""
     if isinstance(value, Mapping) and "deploykit_checkpoint" in value:
         return Content("checkpoint", value, ran_pickle)
-    if _is_lightning(value):
+    if (
+        isinstance(value, Mapping)
+        and is_state_dict(value.get("state_dict"))
+        and ("hyper_parameters" in value or "pytorch-lightning_version" in value)
+    ):
         arguments = value.get("hyper_parameters")
         arguments = dict(arguments) if isinstance(arguments, Mapping) else {}
         return Content("Lightning", value["state_dict"], ran_pickle, arguments=arguments)
@@ -276,14 +270,6 @@ def _classify(path: Path, value: Any, ran_pickle: bool) -> Content:
     raise BadInput(
         f"{path}: holds a {type(value).__name__}, neither a checkpoint nor a state_dict",
         hint="save it with: torch.save(model.state_dict(), path)",
-    )
-
-
-def _is_lightning(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and is_state_dict(value.get("state_dict"))
-        and ("hyper_parameters" in value or "pytorch-lightning_version" in value)
     )
 
 

@@ -16,6 +16,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
 from deploykit.core.task import Preprocess
 from deploykit.core.tensors import BATCH, TensorSpec, make_spec
+from deploykit.engines.data.examples import Example
 from deploykit.engines.data.preprocess import image_input
 from deploykit.engines.torch.files import module_errors, quiet
 from deploykit.engines.torch.outputs import (
@@ -46,7 +47,8 @@ class FromBytes(torch.nn.Module):  # type: ignore[misc, name-defined] # torch is
         )
         # this is (byte * scale - mean) / std as one multiplication and one addition
         for name, values in (("scale", preprocess.scale / std), ("shift", -mean / std)):
-            self.register_buffer(f"byte_{name}", _per_channel(values), persistent=False)
+            values_C = values.to(torch.float32)
+            self.register_buffer(f"byte_{name}", values_C.reshape(1, -1, 1, 1), persistent=False)
 
     def forward(self, *inputs: Any) -> Any:
         # the cast comes first: TensorRT takes uint8 only there
@@ -73,14 +75,6 @@ def before(module: Any, inputs: Sequence[TensorSpec], preprocess: Preprocess | N
     )
 
 
-def _per_channel(values_C: Any) -> Any:
-    return values_C.to(torch.float32).reshape(1, -1, 1, 1)
-
-
-NAME_THE_ARCHITECTURE = "`arch` builds the model: pkg.mod:callable or ./file.py:callable"
-NAME_THE_INPUTS = "`inputs` describes each input, for example 'x:float32[N,3,224,224]'"
-
-
 @dataclass(frozen=True)
 class Loaded:
     """A torch module in eval mode on the CPU, its specs and its origin.
@@ -92,7 +86,8 @@ class Loaded:
     sentence each. `limits`: the smallest and largest size (None: any) of those dynamic axes for
     which they are known. `model_class`: the class in transformers, if a folder names it. `preset`:
     its library's description. `parts`: the same model in two consecutive parts, the second of which
-    chooses by values that may be equal, as NMS does.
+    chooses by values that may be equal, as NMS does. `sizes`: of the dynamic axes, at which it ran.
+    `example`: the user's inputs.
     """
 
     module: Any
@@ -106,16 +101,23 @@ class Loaded:
     model_class: str | None = None
     preset: Preset | None = None
     parts: tuple[Loaded, Loaded] | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    example: Example = field(default_factory=Example)
 
 
 def undescribed(where: object, *, arch: bool = False, inputs: bool = False) -> BadInput:
     """Return one error for all that `where` lacks: the architecture, the inputs or both."""
-    parts = {"what the model is": arch, "what its inputs are": inputs}
-    hints = {NAME_THE_ARCHITECTURE: arch, NAME_THE_INPUTS: inputs}
-    return BadInput(
-        f"{where}: does not say {' or '.join(part for part, lacks in parts.items() if lacks)}",
-        hint="; ".join(hint for hint, lacks in hints.items() if lacks),
-    )
+    parts, hints = [], []
+    if arch:
+        parts.append("what the model is")
+        hints.append(
+            "`arch` builds the model: a name of torchvision's such as resnet50, timm:NAME, "
+            "pkg.mod:callable or ./file.py:callable"
+        )
+    if inputs:
+        parts.append("what its inputs are")
+        hints.append("`inputs` describes each input, for example 'x:float32[N,3,224,224]'")
+    return BadInput(f"{where}: does not say {' or '.join(parts)}", hint="; ".join(hints))
 
 
 def describe_module(
@@ -126,20 +128,40 @@ def describe_module(
     *,
     ran_pickle: bool = False,
     notes: Sequence[str] = (),
+    example: Example | None = None,
 ) -> Loaded:
     """Find the outputs of a module without specs, by running it. Raises BadInput."""
     if not inputs:
         raise undescribed(where, inputs=True)
-    cached = _without_cache(module)
+    configs: list[Any] = [getattr(part, "config", None) for part in module.modules()]
+    caching = [config for config in configs if getattr(config, "use_cache", None) is True]
+    for config in caching:  # transformers' key/value cache is an object that no graph can return
+        config.use_cache = False
+    cached = ("switched use_cache off in the model's config",) if caching else ()
     bind, more = binding(module, [spec.name for spec in inputs])
     adapter = adapt(module.eval(), bind, len(inputs))
-    outputs, feeds, limits = describe(str(where), adapter, inputs)
+    example = example or Example()
+    found = describe(str(where), adapter, inputs, example)
     if isinstance(module, torch.jit.ScriptModule):
-        adapter = _trace(where, adapter, feeds)
-    least = [f"the model takes axis {axis} from {low} on" for axis, (low, _) in limits.items()]
-    notes = (*notes, *cached, *more, *least)
+        # an exporter cannot follow from Python into TorchScript: the selection of outputs is traced
+        with module_errors(where), warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # deprecated, and the only way to this format
+            adapter = torch.jit.trace(adapter, tuple(found.feeds), check_trace=False, strict=False)
+    sizes = [
+        f"the model takes axis {axis} "
+        + (f"from {low} {f'to {high}' if high else 'on'}" if low > 1 else f"up to {high}")
+        for axis, (low, high) in found.limits.items()
+    ]
     return Loaded(
-        adapter, tuple(inputs), outputs, source, ran_pickle=ran_pickle, notes=notes, limits=limits
+        adapter,
+        tuple(inputs),
+        found.outputs,
+        source,
+        ran_pickle=ran_pickle,
+        notes=(*notes, *cached, *more, *sizes),
+        limits=found.limits,
+        sizes=found.sizes,
+        example=example,
     )
 
 
@@ -160,28 +182,6 @@ def by_position(inputs: Sequence[Any]) -> tuple[Sequence[Any], Mapping[str, Any]
     return inputs, {}
 
 
-def _without_cache(module: Any) -> tuple[str, ...]:
-    """Switch off transformers' key/value cache, an object that no graph can return."""
-    configs: list[Any] = [getattr(part, "config", None) for part in module.modules()]
-    using = [config for config in configs if getattr(config, "use_cache", None) is True]
-    for config in using:
-        config.use_cache = False
-    return ("switched use_cache off in the model's config",) if using else ()
-
-
-def _trace(where: object, adapter: Any, feeds: Sequence[Any]) -> Any:
-    """Trace the adapter: an exporter cannot follow from Python into its TorchScript module.
-
-    The control flow in the module is kept; only the adapter's own selection of outputs is traced.
-    """
-    with module_errors(where), warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # tracing is deprecated, and the only way to this format
-        return torch.jit.trace(adapter, tuple(feeds), check_trace=False, strict=False)
-
-
-DynamicAxes = Mapping[str, Mapping[int, str]]
-
-
 def is_module(obj: object) -> bool:
     return isinstance(obj, torch.nn.Module)
 
@@ -192,7 +192,7 @@ def name_of(module: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def load_live(module: Any, inputs: Sequence[TensorSpec]) -> Loaded:
+def load_live(module: Any, inputs: Sequence[TensorSpec], example: Example | None = None) -> Loaded:
     """Load `module` in eval mode on the CPU, without changing the caller's module.
 
     Weights that are already on the CPU are shared, not copied. Raises BadInput.
@@ -202,7 +202,8 @@ def load_live(module: Any, inputs: Sequence[TensorSpec]) -> Loaded:
         copied = _copy(_unwrap(module))
         preset = preset_of(copied)
         inputs = inputs or (preset.inputs if preset else ())
-        return replace(describe_module(name, copied, inputs, "module"), preset=preset)
+        loaded = describe_module(name, copied, inputs, "module", example=example)
+        return replace(loaded, preset=preset)
 
 
 def hash_weights(module: Any) -> str:
@@ -217,7 +218,7 @@ def hash_weights(module: Any) -> str:
 
 
 def specs_from(
-    module: Any, example: object, dynamic_axes: DynamicAxes | None = None
+    module: Any, example: object, dynamic_axes: Mapping[str, Mapping[int, str]] | None = None
 ) -> tuple[tuple[TensorSpec, ...], dict[str, np.ndarray]]:
     """Derive the specs from `example`; return them and its arrays by name.
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from deploykit.core.json_value import from_json, json_value
 from deploykit.core.recipe import Recipe, Splits, find_bundled, load_recipe
 from deploykit.core.task import ImageInput, Preprocess
 from deploykit.core.tensors import BATCH, TensorSpec, make_spec, parse_spec
+from deploykit.engines.data.examples import Example
 from deploykit.engines.torch.files import (
     Content,
     is_state_dict,
@@ -40,7 +40,7 @@ from deploykit.engines.torch.outputs import (
     output_names,
     parameter_names,
 )
-from deploykit.engines.torch.presets import Preset, preset_of
+from deploykit.engines.torch.presets import Preset, preset_of, recognise
 from deploykit.engines.torch.weights import build_module, copy_weights, in_float32, list_names
 
 pytree = require("torch.utils._pytree")  # nothing else reads a program's structures
@@ -87,18 +87,21 @@ def open_program(where: str, program: Any, wanted: Sequence[TensorSpec]) -> Prog
     found = flatten_outputs(pytree.tree_unflatten(answers, program.call_spec.out_spec))
     if not found:
         raise BadInput(f"{where}: the model returns no tensor")
-    outputs = [
-        make_spec(
-            name,
-            _dtype(tensor),
-            [_output_axis(size, axes, f"{name}_{at}") for at, size in enumerate(tensor.shape)],
-        )
-        for name, (_, tensor) in zip(
-            output_names([place for place, _ in found], {spec.name for spec in inputs}),
-            found,
-            strict=True,
-        )
-    ]
+    fixed = {symbol: size for symbol, size in axes.items() if isinstance(size, int)}
+    outputs = []
+    taken = {spec.name for spec in inputs}
+    own_names = output_names([place for place, _ in found], taken)
+    for name, (_, tensor) in zip(own_names, found, strict=True):
+        shape: list[int | str] = []
+        for at, size in enumerate(tensor.shape):
+            left = size if isinstance(size, int) else size.node.expr.subs(fixed)
+            if not isinstance(size, int) and size.node.expr in axes:
+                shape.append(axes[size.node.expr])
+            else:
+                shape.append(
+                    int(left) if isinstance(left, int) or left.is_Integer else f"{name}_{at}"
+                )
+        outputs.append(make_spec(name, _dtype(tensor), shape))
     module = adapt(program.module(), bind, len(names))
     notes = tuple(
         f"axis {axis} takes only sizes of the form {_SYMBOL.sub('k', str(expression))}"
@@ -134,17 +137,6 @@ def _inputs_programs(
             if axis != (size if fixed else named.setdefault(size.node.expr, axis)):
                 raise BadInput(f"{where}: axis {at} of input {spec} differs", hint=hint)
     return list(wanted), named
-
-
-def _output_axis(size: Any, axes: Mapping[Any, int | str], own_name: str) -> int | str:
-    if isinstance(size, int):
-        return size
-    expression = size.node.expr
-    if expression in axes:
-        return axes[expression]
-    fixed = {symbol: value for symbol, value in axes.items() if isinstance(value, int)}
-    left = expression.subs(fixed)
-    return int(left) if left.is_Integer else own_name
 
 
 def _limits(where: str, program: Any, axes: Mapping[Any, int | str]) -> AxisLimits:
@@ -227,6 +219,7 @@ def load_module(
     arch: str | None = None,
     inputs: Sequence[TensorSpec] = (),
     allow_pickle: bool = False,
+    example: Example | None = None,
 ) -> Loaded:
     """Open `path`, a file or a folder with config.json and model.safetensors.
 
@@ -234,16 +227,16 @@ def load_module(
     needed if the file does not hold them. Raises NotFound, BadInput, MissingExtra.
     """
     if path.is_dir():
-        return load_folder(path, arch, inputs)
+        return load_folder(path, arch, inputs, example)
     content = read(path, allow_pickle=allow_pickle, described=bool(inputs))
     if content.source == "checkpoint":
         return _from_checkpoint(path, content, arch, inputs)
     if content.source in _WHOLE_MODELS:
         if arch is not None:
             raise BadInput(f"{path}: holds a whole model, so `arch` {arch} has nothing to build")
-        return _from_whole_model(path, content, inputs)
+        return _from_whole_model(path, content, inputs, example)
     if arch is None:
-        raise undescribed(path, arch=True, inputs=not inputs)
+        raise nameless(path, content.value) or undescribed(path, arch=True, inputs=not inputs)
     module, built_with = build_module(arch, content.arguments, content.value)
     preset = preset_of(module, arch, path)
     inputs = tuple(inputs) or (preset.inputs if preset else ())
@@ -255,16 +248,24 @@ def load_module(
         *copy_weights(path, module, content.value, content.source),
     )
     with module_errors(path):
-        loaded = describe_module(path, module, inputs, content.source, notes=notes)
+        loaded = describe_module(path, module, inputs, content.source, notes=notes, example=example)
     return replace(loaded, preset=preset)
+
+
+def nameless(path: Path, weights: Mapping[str, Any]) -> BadInput | None:
+    """Return the error for weights alone that a library's model has, which names that model."""
+    known = recognise(weights, path)
+    if known is None:
+        return None
+    return BadInput(
+        f"{path}: does not say what the model is; these are the weights of torchvision's {known}",
+        hint=f"`arch` {known}",
+    )
 
 
 def model_files(path: Path) -> list[Path]:
     """Return the files that hold the model's weights: `path`, or those in the folder."""
-    if not path.is_dir():
-        return [path]
-
-    return weight_files(path)
+    return weight_files(path) if path.is_dir() else [path]
 
 
 def look(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], dict[str, Any]]:
@@ -289,7 +290,9 @@ def look(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], di
     return loaded.inputs, loaded.outputs, {**details, "recipe": loaded.recipe}
 
 
-def _from_whole_model(path: Path, content: Content, inputs: Sequence[TensorSpec]) -> Loaded:
+def _from_whole_model(
+    path: Path, content: Content, inputs: Sequence[TensorSpec], example: Example | None
+) -> Loaded:
     with module_errors(path):
         if content.source != "torch.export":
             module, notes = in_float32(content.value.cpu())
@@ -301,6 +304,7 @@ def _from_whole_model(path: Path, content: Content, inputs: Sequence[TensorSpec]
                 content.source,
                 ran_pickle=content.ran_pickle,
                 notes=(*content.notes, *notes),
+                example=example,
             )
             return replace(loaded, preset=preset)
         program = open_program(str(path), content.value, inputs)
@@ -312,6 +316,7 @@ def _from_whole_model(path: Path, content: Content, inputs: Sequence[TensorSpec]
         ran_pickle=content.ran_pickle,
         notes=program.notes,
         limits=program.limits,
+        example=example or Example(),
     )
 
 
@@ -426,7 +431,9 @@ def weight_files(folder: Path) -> list[Path]:
     return [check_readable(folder / Path(str(name)).name) for name in sorted(names)]
 
 
-def load_folder(folder: Path, arch: str | None, inputs: Sequence[TensorSpec]) -> Loaded:
+def load_folder(
+    folder: Path, arch: str | None, inputs: Sequence[TensorSpec], example: Example | None = None
+) -> Loaded:
     """Load the model that config.json names under `architectures`, in float32.
 
     `inputs`: the specs; if empty, the model's main input decides. Raises BadInput,
@@ -453,22 +460,29 @@ def load_folder(folder: Path, arch: str | None, inputs: Sequence[TensorSpec]) ->
     module = _load(folder, found)
     specs = tuple(inputs) or _inputs(folder, module)
     with module_errors(folder):
-        loaded = describe_module(folder, module, specs, "Hugging Face")
+        loaded = describe_module(folder, module, specs, "Hugging Face", example=example)
     return replace(loaded, model_class=f"transformers.{name}")
 
 
 def _load(folder: Path, found: Any) -> Any:
-    with module_errors(f"{folder}: transformers cannot load it"), quiet("transformers"), _no_bars():
-        module, report = with_torchvision(
-            lambda: found.from_pretrained(
-                folder,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                dtype=torch.float32,
-                output_loading_info=True,
+    logging = require("transformers.utils.logging")
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with module_errors(f"{folder}: transformers cannot load it"), quiet("transformers"):
+            module, report = with_torchvision(
+                lambda: found.from_pretrained(
+                    folder,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    use_safetensors=True,
+                    dtype=torch.float32,
+                    output_loading_info=True,
+                )
             )
-        )
+    finally:
+        if bars:
+            logging.enable_progress_bar()
     wrong = {
         key: sorted(map(str, report.get(f"{key}_keys") or ())) for key in ("missing", "mismatched")
     }
@@ -476,19 +490,6 @@ def _load(folder: Path, found: Any) -> Any:
         reasons = [f"{key} {list_names(names)}" for key, names in wrong.items() if names]
         raise BadInput(f"{folder}: weights do not fit the model: {'; '.join(reasons)}")
     return module
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Suppress transformers' progress bars."""
-    logging = require("transformers.utils.logging")
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _inputs(folder: Path, module: Any) -> tuple[TensorSpec, ...]:
@@ -499,36 +500,25 @@ def _inputs(folder: Path, module: Any) -> tuple[TensorSpec, ...]:
         names = [name for name in ("input_ids", "attention_mask") if name in known]
         return tuple(make_spec(name, "int64", ["N", "T"]) for name in names)
     if main == "pixel_values":
-        size = _image_size(folder, module.config)
-        if size is not None:
-            channels = _setting(module.config, "num_channels") or _USUAL_CHANNELS
-            return (make_spec(main, "float32", ["N", channels, *size]),)
+        parts = (module.config, getattr(module.config, "vision_config", None))
+        channels, size = (
+            next(
+                (found for part in parts if (found := getattr(part, name, None)) is not None), None
+            )
+            for name in ("num_channels", "image_size")
+        )
+        processor = folder / "preprocessor_config.json"
+        if size is None and processor.is_file():
+            settings = _read_json(processor)
+            size = settings.get("crop_size") or settings.get("size")
+        if isinstance(size, dict):
+            size = [size.get("height"), size.get("width")]
+        pair = [size, size] if isinstance(size, int) else size
+        if isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(n) is int for n in pair):
+            return (make_spec(main, "float32", ["N", channels or _USUAL_CHANNELS, *pair]),)
     if main == "input_values":
         return (make_spec(main, "float32", ["N", "T"]),)
     raise undescribed(f"{folder} ({type(module).__name__}, main input '{main}')", inputs=True)
-
-
-def _image_size(folder: Path, config: Any) -> tuple[int, int] | None:
-    """Return height and width from the config, else from the image processor's file."""
-    found = _setting(config, "image_size")
-    path = folder / "preprocessor_config.json"
-    if found is None and path.is_file():
-        settings = _read_json(path)
-        found = settings.get("crop_size") or settings.get("size")
-    if isinstance(found, dict):
-        found = [found.get("height"), found.get("width")]
-    pair = [found, found] if isinstance(found, int) else found
-    if isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(n) is int for n in pair):
-        return pair[0], pair[1]
-    return None
-
-
-def _setting(config: Any, name: str) -> Any:
-    """Return a setting of the config, or of its part for images."""
-    for part in (config, getattr(config, "vision_config", None)):
-        if getattr(part, name, None) is not None:
-            return getattr(part, name)
-    return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -24,7 +24,14 @@ from deploykit.core.errors import DeploykitError, Expired, Overloaded
 from deploykit.engines.engine import Closing, Engine
 from deploykit.serving.batching.buckets import Buckets
 from deploykit.serving.batching.queue import BatchPolicy, Pending, RequestQueue, Watcher
-from deploykit.serving.batching.runner import Flight, Runner, Splitter, device_lost, stack
+from deploykit.serving.batching.runner import (
+    NEVER_US,
+    Flight,
+    Runner,
+    Splitter,
+    device_lost,
+    stack,
+)
 from deploykit.serving.batching.slo import Steering
 
 log = logging.getLogger(__name__)
@@ -65,7 +72,6 @@ def deliver_inline(requests: Sequence[Pending]) -> None:
             log.exception("delivering the result of a request failed")
 
 
-NEVER_US = 1 << 60
 SLOW_US = 10_000  # the time of a slow batch: values such as denormal numbers can cause it
 PAUSE_US = 1_000_000  # how long no batch runs inline after a slow one
 LONGEST_PAUSE_US = 64 * PAUSE_US
@@ -73,25 +79,6 @@ GATHER_US = 500
 _SINGLE = 8  # batches of one request in a row, after which no others are expected
 _ALL = 1 << 60
 _LONGEST_SLEEP_S = 3600.0
-
-
-class Worker:
-    """One engine, the requests it is running, and the lock that its thread sleeps on."""
-
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
-        self.running: Sequence[Pending] = ()
-        self.wake = threading.Lock()  # locked; one release ends one sleep
-        self.wake.acquire()
-        self.idle_since_us = NEVER_US
-
-    def idle_us(self, batch: Sequence[Pending], now_us: int) -> int:
-        """Return the sum of the times that the requests of `batch` waited for this idle engine."""
-        since_us = self.idle_since_us
-        if since_us >= now_us:
-            return 0
-        from_us = [r.arrived_us if r.arrived_us > since_us else since_us for r in batch]
-        return len(batch) * now_us - sum(from_us)
 
 
 class Retired(Overloaded):
@@ -111,7 +98,7 @@ class Batcher(Closing):
         *,
         deliver: Deliver = deliver_inline,
         clock_us: Callable[[], int] = monotonic_us,
-        watcher: Watcher | None = None,
+        watchers: Sequence[Watcher] = (),
         name: str = "engine",
         buckets: Buckets | None = None,
         steering: Steering | None = None,
@@ -140,7 +127,7 @@ class Batcher(Closing):
                 would take time from other threads.
         """
         self.inline_max_rows: float = 0
-        self.watcher = watcher or Watcher()
+        self.watchers = watchers
         self.lost = False  # the GPU of an engine is gone; then no request is accepted
         self._name = name
         self._queue = RequestQueue(policy)
@@ -150,7 +137,7 @@ class Batcher(Closing):
         self._hung_us = hung_us
         self._close_engines = close_engines
         self._lock = threading.Lock()  # protects the queue and the attributes below
-        self._idle: list[Worker] = []  # engines asleep and not yet woken
+        self._idle: list[Runner] = []  # engines asleep and not yet woken
         self._closing = False
         self._retired = False
         self._has_loop = call_soon is not None
@@ -169,7 +156,7 @@ class Batcher(Closing):
         split = Splitter(engines[0].outputs, joined=policy.max_batch > 0, cut=cut)
         join = buckets.stack if buckets else stack
         self._workers = [
-            Worker(Runner(engine, name, join, split, clock_us, instance=number))
+            Runner(engine, name, join, split, clock_us, instance=number, overlaps=steering is None)
             for number, engine in enumerate(engines)
         ]
         self._threads = [
@@ -217,7 +204,7 @@ class Batcher(Closing):
     def hung(self) -> int:
         """Return the number of engines whose call is not expected to return any more."""
         limit_us = self._clock_us() - self._hung_us
-        since = [worker.runner.since_us for worker in self._workers]
+        since = [worker.since_us for worker in self._workers]
         return sum(each is not None and each <= limit_us for each in since)
 
     @property
@@ -241,22 +228,20 @@ class Batcher(Closing):
                         self._seen = 0
                         self._call_soon(self._run_next)
                 return
-        raise self._refusal()
-
-    def _refusal(self) -> Overloaded:
         if self._retired:
-            return Retired("the engine was replaced")
-        self.watcher.record_refusal()
+            raise Retired("the engine was replaced")
+        for watcher in self.watchers:
+            watcher.record_refusal()
         if self.lost:
-            return device_lost(self._name)
+            raise device_lost(self._name)
         if self._closing:
-            return shutting_down()
+            raise shutting_down()
         if self.waiting < self.policy.queue:
-            return Overloaded(
+            raise Overloaded(
                 f"model '{self._name}' could not answer within `slo_ms`",
                 hint="try again later, or allow more time with a larger `slo_ms`",
             )
-        return Overloaded(
+        raise Overloaded(
             f"the queue of model '{self._name}' is full ({self.policy.queue} requests)",
             hint="try again later, or start the server with a larger `queue`",
         )
@@ -267,7 +252,8 @@ class Batcher(Closing):
             if not self._queue.remove(request):
                 return False
             request.finished = True
-        self.watcher.record_cancellation()
+        for watcher in self.watchers:
+            watcher.record_cancellation()
         return True
 
     def expire(self) -> None:
@@ -303,35 +289,22 @@ class Batcher(Closing):
 
     # -- a batch, on any thread --------------------------------------------------------------------
 
-    def _take(self, worker: Worker) -> tuple[list[Pending], list[Pending], int]:
+    def _take(self, worker: Runner) -> tuple[list[Pending], list[Pending], int]:
         """Return the batch that is due, the expired requests, and the time. Needs the lock."""
         queue, now_us = self._queue, self._clock_us()
         late = queue.take_late(now_us)
         mark_expired(late, now_us)
         batch: list[Pending] = []
-        if not worker.runner.lost:
+        if not worker.lost:
             batch = worker.running = queue.take(now_us, hurry=self._closing)
         if batch and queue.count and self._idle:
             self._idle.pop().wake.release()  # the rest may be due for another engine
         return batch, late, now_us
 
-    def _run(
-        self,
-        worker: Worker,
-        batch: Sequence[Pending],
-        now_us: int,
-        deliver: Deliver | None = None,
-        flight: Flight | None = None,
-    ) -> None:
-        """Run a batch and deliver its results with `deliver`, or with the default.
-
-        `flight`: the batch was started already and is the oldest in flight.
-        """
-        if flight is not None:
-            idle_us = flight.idle_us
-        else:
-            idle_us = worker.idle_us(batch, now_us) if worker.idle_since_us < now_us else 0
-        errors = worker.runner.run(batch, self.watcher, idle_us, flight)
+    def _run(self, worker: Runner, flight: Flight, deliver: Deliver | None = None) -> None:
+        """Finish the oldest batch in flight and deliver its results, by default as set up."""
+        batch = flight.batch
+        errors = worker.finish(flight, self.watchers)
         ended_us = self._clock_us()
         finished = []
         with self._lock:
@@ -340,10 +313,10 @@ class Batcher(Closing):
                     request.finished = True
                     request.error = error
                     finished.append(request)
-            worker.running = () if flight is None else worker.running[len(batch) :]
+            worker.running = worker.running[len(batch) :]
             if self._steering is not None and not any(errors):
-                self._steering.record_run(batch, now_us, ended_us)
-        if worker.runner.lost:
+                self._steering.record_run(batch, flight.started_us, ended_us)
+        if worker.lost:
             self.lost = True
             self._stop(device_lost(self._name))
         self._finish(finished, ended_us, deliver)
@@ -366,9 +339,9 @@ class Batcher(Closing):
     ) -> None:
         """Deliver requests that are marked as finished."""
         for request in requests:
-            if request.error is not None:
+            for watcher in self.watchers if request.error is not None else ():
                 try:
-                    self.watcher.record_failure(request, now_us)
+                    watcher.record_failure(request, now_us)
                 except Exception:  # a failing watcher must not hold up the replies
                     log.exception("model '%s': recording a failed request failed", self._name)
         if requests:
@@ -403,7 +376,7 @@ class Batcher(Closing):
         try:
             self._finish(late, now_us)
             if batch:
-                self._run(worker, batch, now_us, deliver_inline)
+                self._run(worker, worker.start(batch), deliver_inline)
         finally:
             self._release(worker, computed_ns)
 
@@ -417,34 +390,29 @@ class Batcher(Closing):
         self._seen = count
         return now_us < self._gather_until_us
 
-    def _release(self, worker: Worker, computed_ns: int) -> None:
+    def _release(self, worker: Runner, computed_ns: int) -> None:
         """Mark the engine as idle after an inline run, unless its thread is to end."""
         with self._lock:
-            worker.idle_since_us = self._clock_us()
-            slow = worker.runner.busy_us > SLOW_US  # by the clock; other programs may have run
+            now_us = worker.idle_since_us = self._clock_us()
+            slow = worker.busy_us > SLOW_US  # by the clock; other programs may have run
             if slow and thread_time_ns() - computed_ns > SLOW_US * 1000:
-                self._pause(worker.idle_since_us)
+                again = self._paused_until_us and now_us < self._paused_until_us + self._pause_us
+                self._pause_us = min(2 * self._pause_us, LONGEST_PAUSE_US) if again else PAUSE_US
+                self._paused_until_us = now_us + self._pause_us
             if self._closing:
                 worker.wake.release()
                 return
             self._idle.append(worker)
-            self._spin_until_us = worker.idle_since_us + self._spin_us
+            self._spin_until_us = now_us + self._spin_us
+            spins = self._spin_us > 0 and (self._spare_core or self._single >= _SINGLE)
             if self._scheduled:
                 return
             if self._queue.count:
                 self._scheduled = True
                 self._call_soon(self._run_next)  # after reading what was received meanwhile
-            elif self._spins() and not self._spinning:
+            elif spins and not self._spinning:
                 self._spinning = True
                 self._call_soon(self._spin)
-
-    def _pause(self, now_us: int) -> None:
-        again = self._paused_until_us and now_us < self._paused_until_us + self._pause_us
-        self._pause_us = min(2 * self._pause_us, LONGEST_PAUSE_US) if again else PAUSE_US
-        self._paused_until_us = now_us + self._pause_us
-
-    def _spins(self) -> bool:
-        return self._spin_us > 0 and (self._spare_core or self._single >= _SINGLE)
 
     def _spin(self) -> None:
         """Keep the loop awake until a request comes or the time is over."""
@@ -454,33 +422,27 @@ class Batcher(Closing):
 
     # -- on an engine's thread ---------------------------------------------------------------------
 
-    def _work(self, worker: Worker) -> None:
+    def _work(self, worker: Runner) -> None:
         """Run batches until the end; with several slots, submit the next before the last is done.
 
         Answers are delivered in the order of the batches.
         """
-        runner, flights = worker.runner, deque[Flight]()
-        overlaps = runner.slots > 1 and self._steering is None
+        flights = deque[Flight]()
         while True:
             batch, late, now_us = self._take_more(worker) if flights else self._wait(worker)
             self._finish(late, now_us)
-            if batch and not overlaps:
-                self._run(worker, batch, now_us)
-            elif batch:
-                flights.append(runner.start(batch, worker.idle_us(batch, now_us)))
+            if batch:
+                flights.append(worker.start(batch))
             elif not late and not flights:
                 break
-            if flights and (not batch or len(flights) == runner.slots):
-                flight = flights.popleft()
-                self._run(worker, flight.batch, flight.started_us, flight=flight)
-                del flight
+            if flights and (not batch or len(flights) == worker.slots):
+                self._run(worker, flights.popleft())
+                worker.since_us = flights[0].started_us if flights else None
             del batch  # frees its inputs before the next batch is taken
-            if overlaps:
-                runner.since_us = flights[0].started_us if flights else None
         if self._close_engines:
-            runner.engine.close()
+            worker.engine.close()
 
-    def _take_more(self, worker: Worker) -> tuple[list[Pending], list[Pending], int]:
+    def _take_more(self, worker: Runner) -> tuple[list[Pending], list[Pending], int]:
         """Return what is due for an engine that already runs a batch; nothing if one is idle."""
         with self._lock:
             running = worker.running
@@ -491,35 +453,32 @@ class Batcher(Closing):
             worker.running = [*running, *found[0]]
             return found
 
-    def _wait(self, worker: Worker) -> tuple[list[Pending], list[Pending], int]:
-        """Return the next batch and the newly expired requests; both are empty once closed."""
+    def _wait(self, worker: Runner) -> tuple[list[Pending], list[Pending], int]:
+        """Return the next batch and the newly expired requests; both are empty once closed.
+
+        Meanwhile sleep until another thread wakes this one, or a delay or a deadline passes.
+        """
         worker.idle_since_us = NEVER_US
         with self._lock:
             while True:
                 batch, late, now_us = self._take(worker)
-                ended = worker.runner.lost or (self._closing and not self._queue.count)
-                if batch or late or ended:
+                if batch or late or worker.lost or (self._closing and not self._queue.count):
                     return batch, late, now_us
-                self._sleep(worker, now_us)
-
-    def _sleep(self, worker: Worker, now_us: int) -> None:
-        """Release the lock until another thread wakes it, or a delay or a deadline passes."""
-        timeout_s = -1.0
-        if self._queue.count:
-            timeout_s = max(1, self._queue.next_us() - now_us) / 1e6
-            timeout_s = min(timeout_s, _LONGEST_SLEEP_S)
-        worker.idle_since_us = min(worker.idle_since_us, now_us)
-        self._idle.append(worker)
-        self._lock.release()
-        woken = worker.wake.acquire(timeout=timeout_s)
-        self._lock.acquire()
-        if not woken:
-            if worker in self._idle:
-                self._idle.remove(worker)
-            else:
-                self._lock.release()  # another thread will wake this one, or runs its engine inline
-                worker.wake.acquire()
+                timeout_s = -1.0
+                if self._queue.count:
+                    timeout_s = max(1, self._queue.next_us() - now_us) / 1e6
+                    timeout_s = min(timeout_s, _LONGEST_SLEEP_S)
+                worker.idle_since_us = min(worker.idle_since_us, now_us)
+                self._idle.append(worker)
+                self._lock.release()
+                woken = worker.wake.acquire(timeout=timeout_s)
                 self._lock.acquire()
+                if not woken and worker in self._idle:
+                    self._idle.remove(worker)
+                elif not woken:
+                    self._lock.release()  # another thread will wake it, or runs its engine inline
+                    worker.wake.acquire()
+                    self._lock.acquire()
 
 
 def shutting_down() -> Overloaded:

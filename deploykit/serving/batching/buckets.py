@@ -154,7 +154,21 @@ class Buckets:
                     continue
                 compared += 1
                 for name, got in self.cut(request, mine).items():
-                    self._compare(name, got, alone[name], request)
+                    want = alone[name]
+                    where = f"model '{self._name}': output '{name}' at {self._lengths(request)}"
+                    if got.shape != want.shape:
+                        raise BadInput(
+                            f"{where}: shape {list(got.shape)} padded, {list(want.shape)} unpadded",
+                            hint="serve it without `buckets`",
+                        )
+                    error = relative_error(got, want)
+                    if not error <= TOLERANCE:
+                        raise BadInput(
+                            f"{where} changes by {error:.2g} (relative) when its input is "
+                            f"padded to the bucket; at most {TOLERANCE:g} is allowed",
+                            hint="give it a mask, the right `pad` values, or serve it without "
+                            "`buckets`",
+                        )
             if not compared:
                 raise BadInput(
                     f"model '{self._name}': no length below the bucket of "
@@ -173,23 +187,8 @@ class Buckets:
                     lengths[axis] = low + round(part * (high - low))
                 feeds = random_feeds(self._carried, lengths, seed)
                 key = tuple((name, "", array.shape[1:]) for name, array in feeds.items())
-                batch.append(Pending(feeds, 1, self.key(key), _ignore, 0, 0, 0))
+                batch.append(Pending(feeds, 1, self.key(key), lambda _: None, 0, 0, 0))
             yield batch
-
-    def _compare(self, name: str, got: np.ndarray, want: np.ndarray, request: Pending) -> None:
-        where = f"model '{self._name}': output '{name}' at {self._lengths(request)}"
-        if got.shape != want.shape:
-            raise BadInput(
-                f"{where}: shape {list(got.shape)} padded, {list(want.shape)} unpadded",
-                hint="serve it without `buckets`",
-            )
-        error = relative_error(got, want)
-        if not error <= TOLERANCE:
-            raise BadInput(
-                f"{where} changes by {error:.2g} (relative) when its input is padded to the "
-                f"bucket; at most {TOLERANCE:g} is allowed",
-                hint="give it a mask, the right `pad` values, or serve it without `buckets`",
-            )
 
     def _lengths(self, request: Pending) -> str:
         return ", ".join(
@@ -221,7 +220,3 @@ def _fill(spec: TensorSpec, value: float) -> np.ndarray:
     if spec.dtype[0] in "biu" and spec.dtype != "bfloat16" and float(filled) != value:
         raise BadInput(f"`pad` {spec.name}={value:g}: the input is {spec.dtype}")
     return filled
-
-
-def _ignore(_: Pending) -> None:
-    """Do nothing: the requests of `check` have no client."""

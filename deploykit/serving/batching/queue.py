@@ -93,29 +93,6 @@ class Watcher:
         """The sender cancelled a waiting request."""
 
 
-class Watchers(Watcher):
-    """Forwards events to several watchers, in order."""
-
-    def __init__(self, *watchers: Watcher) -> None:
-        self._watchers = watchers
-
-    def record_run(self, run: BatchRun) -> None:
-        for watcher in self._watchers:
-            watcher.record_run(run)
-
-    def record_failure(self, request: Pending, now_us: int) -> None:
-        for watcher in self._watchers:
-            watcher.record_failure(request, now_us)
-
-    def record_refusal(self) -> None:
-        for watcher in self._watchers:
-            watcher.record_refusal()
-
-    def record_cancellation(self) -> None:
-        for watcher in self._watchers:
-            watcher.record_cancellation()
-
-
 def due(waiting: Iterable[Pending], policy: BatchPolicy, now_us: int) -> int:
     """Return how many requests at the head of `waiting`, all of one key, to run; 0 means wait.
 
@@ -214,7 +191,10 @@ class RequestQueue:
         policy = self.policy
         if not self.count:
             return []
-        for group in self._in_order(now_us):
+        groups: Iterable[_Group] = self._groups.values()
+        if len(self._groups) > 1:
+            groups = sorted(groups, key=lambda group: group.order(now_us))
+        for group in groups:
             requests = group.requests
             if not policy.max_delay_us and group.rows <= policy.max_batch:
                 batch = list(requests)
@@ -231,10 +211,6 @@ class RequestQueue:
             if not policy.max_delay_us:
                 break
         return []
-
-    def _in_order(self, now_us: int) -> Iterable[_Group]:
-        groups = self._groups.values()
-        return groups if len(groups) < 2 else sorted(groups, key=lambda group: group.order(now_us))
 
     def take_late(self, now_us: int) -> list[Pending]:
         """Remove and return the requests past their deadline."""

@@ -7,8 +7,9 @@ running out of memory they do not: more runs would keep the memory full. Nothing
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.engine import Arrays, Engine, InFlight
 from deploykit.serving.batching.queue import BatchRun, Pending, Watcher
 
+log = logging.getLogger(__name__)
+
+NEVER_US = 1 << 60
 _LARGE_BYTES = 64 << 10  # larger outputs are copied out of the memory of the batch
 
 Stack = Callable[[Sequence[Pending]], Arrays]
@@ -51,9 +55,8 @@ class Splitter:
     def __init__(
         self, outputs: Sequence[TensorSpec], *, joined: bool, cut: Cut | None = None
     ) -> None:
-        self._declared = tuple(
-            _Declared(spec.name, np.dtype(carrier(spec.dtype)), spec.shape) for spec in outputs
-        )
+        self._declared = [(s.name, np.dtype(carrier(s.dtype)), s.shape) for s in outputs]
+        self._seen: dict[str, tuple[int, ...]] = {}  # the last shape that fitted its declaration
         self._joined = joined
         self._cut = cut
 
@@ -64,7 +67,7 @@ class Splitter:
             batch[0].outputs = dict(outputs)
         else:
             start = 0
-            arrays = [(declared.name, outputs[declared.name]) for declared in self._declared]
+            arrays = [(name, outputs[name]) for name, _, _ in self._declared]
             for request in batch:
                 end = start + request.rows
                 request.outputs = {name: array[start:end] for name, array in arrays}
@@ -73,86 +76,58 @@ class Splitter:
             for request in batch:
                 request.outputs = self._cut(request, request.outputs)
         if sum([array.nbytes for array in outputs.values()]) > _LARGE_BYTES:
+            # Copy large views of the memory of the whole batch, or of the engine: a slow client
+            # would keep all of it alive, or make ONNX Runtime's arena grow, although only the
+            # array's own bytes are counted in the memory budget.
             for request in batch:
-                _own_large(request.outputs)
+                for name, array in request.outputs.items():
+                    if array.nbytes > _LARGE_BYTES and not array.flags.owndata:
+                        request.outputs[name] = array.copy()
 
     def check(self, outputs: Mapping[str, np.ndarray], rows: int) -> None:
         """Raise EngineFailed unless these can be the outputs of `rows` rows."""
-        for declared in self._declared:
-            array = outputs.get(declared.name)
-            if array is None or array.dtype != declared.dtype:
+        for name, dtype, axes in self._declared:
+            array = outputs.get(name)
+            if array is None or array.dtype != dtype:
                 got = "nothing" if array is None else array.dtype.name
-                raise EngineFailed(
-                    f"the engine returned {got} for output '{declared.name}' ({declared.dtype})"
-                )
+                raise EngineFailed(f"the engine returned {got} for output '{name}' ({dtype})")
             shape = array.shape
             if self._joined and (not shape or shape[0] != rows):
-                raise EngineFailed(
-                    f"the engine returned shape {list(shape)} for output '{declared.name}', "
-                    f"{rows} rows were expected"
-                )
-            if shape != declared.seen:
-                declared.check(shape)
-
-
-def _own_large(outputs: dict[str, np.ndarray]) -> None:
-    """Copy large arrays that are views of the whole batch's memory, or of the engine's.
-
-    A slow client would keep that memory alive, or make ONNX Runtime's arena grow, although only the
-    array's own bytes are counted in the memory budget.
-    """
-    for name, array in outputs.items():
-        if array.nbytes > _LARGE_BYTES and not array.flags.owndata:
-            outputs[name] = array.copy()
-
-
-class _Declared:
-    """The declared dtype and shape of one output. `seen`: the last shape that passed the check."""
-
-    __slots__ = ("axes", "dtype", "name", "seen")
-
-    def __init__(self, name: str, dtype: np.dtype[Any], axes: tuple[int | str, ...]) -> None:
-        self.name = name
-        self.dtype = dtype
-        self.axes = axes
-        self.seen: tuple[int, ...] | None = None
-
-    def check(self, shape: tuple[int, ...]) -> None:
-        fits = len(shape) == len(self.axes) and all(
-            isinstance(want, str) or want == got for want, got in zip(self.axes, shape, strict=True)
-        )
-        if not fits:
+                wanted = f"{rows} rows were expected"
+            elif shape == self._seen.get(name) or (
+                len(shape) == len(axes)
+                and all(isinstance(w, str) or w == n for w, n in zip(axes, shape, strict=True))
+            ):
+                self._seen[name] = shape
+                continue
+            else:
+                wanted = f"which is [{', '.join(map(str, axes))}]"
             raise EngineFailed(
-                f"the engine returned shape {list(shape)} for output '{self.name}', which is "
-                f"[{', '.join(map(str, self.axes))}]"
+                f"the engine returned shape {list(shape)} for output '{name}', {wanted}"
             )
-        self.seen = shape
-
-
-log = logging.getLogger(__name__)
 
 
 class Flight(NamedTuple):
-    """A batch whose call was started, or failed to start. `idle_us`: see BatchRun."""
+    """A batch whose call was started, with its outputs if they are there already.
+
+    `call` is the error if it could not be started, and None if each request is to run alone.
+    `idle_us`: see BatchRun.
+    """
 
     batch: Sequence[Pending]
     started_us: int
     stacked_us: int
     submitted_us: int
     idle_us: int
-    call: InFlight | Exception
-
-    def result(self) -> dict[str, np.ndarray]:
-        if isinstance(self.call, Exception):
-            raise self.call
-        return self.call.result()
+    call: InFlight | dict[str, np.ndarray] | Exception | None
 
 
 class Runner:
-    """One engine, called by one thread at a time.
+    """One engine, called by one thread at a time, and the requests that it is running.
 
-    `since_us`: when its running call began. `busy_us`: how long the last batch took. `slots`: how
-    many batches may be in flight.
+    `since_us`: when its running call began. `busy_us`: how long the last batch took. `wake`: the
+    lock that its thread sleeps on; one release ends one sleep. `slots`: how many batches may be in
+    flight.
     """
 
     def __init__(
@@ -164,8 +139,13 @@ class Runner:
         clock_us: Callable[[], int],
         *,
         instance: int = 0,
+        overlaps: bool = True,
     ) -> None:
         self.engine = engine
+        self.running: Sequence[Pending] = ()
+        self.wake = threading.Lock()
+        self.wake.acquire()
+        self.idle_since_us = NEVER_US
         self.since_us: int | None = None
         self.busy_us = 0
         self.lost = False
@@ -175,79 +155,99 @@ class Runner:
         self._clock_us = clock_us
         self._instance = instance
         self._strings = any(spec.dtype == "string" for spec in engine.inputs)
-        self.slots = 1 if self._strings else engine.slots
+        self.slots = engine.slots if overlaps and not self._strings else 1
         self._ended_us = 0  # the end of the last flight
 
-    def run(
-        self,
-        batch: Sequence[Pending],
-        watcher: Watcher,
-        idle_us: int = 0,
-        flight: Flight | None = None,
-    ) -> list[DeploykitError | None]:
-        """Run the batch; return an error for each request, None where its outputs are set.
+    def start(self, batch: Sequence[Pending], *, alone: bool = False) -> Flight:
+        """Start a batch; `finish` has to follow, in the same order.
 
-        Reports runs to `watcher`. `idle_us`: see BatchRun. `flight`: what `start` returned for
-        `batch`. Sets `lost` when the GPU is gone.
+        It runs at once if the engine has a single slot, or if the request is run again `alone`.
         """
+        started_us = stacked_us = self._clock_us()
+        if self.since_us is None:  # else an earlier batch is still running
+            self.since_us = started_us
+        idle_us, since_us = 0, self.idle_since_us
+        if since_us < started_us and not alone:
+            from_us = [r.arrived_us if r.arrived_us > since_us else since_us for r in batch]
+            idle_us = len(batch) * started_us - sum(from_us)
+        call: InFlight | dict[str, np.ndarray] | Exception | None = None
         if len(batch) == 1 or not self._strings or _count_strings(batch) <= MOST_STRINGS:
-            error = self._try(batch, watcher, idle_us, flight)
-            retried = len(batch) > 1 and error is not None and not isinstance(error, Overloaded)
-            if not retried:
+            try:
+                feeds = self._stack(batch)
+                stacked_us = self._clock_us()
+                with INSIDE:
+                    if alone or self.slots == 1:
+                        call = self.engine(feeds)
+                    else:
+                        call = self.engine.submit(feeds)
+            except Exception as exc:  # noqa: BLE001 - `finish` reports it, in the order of batches
+                call = exc.with_traceback(None)  # the traceback would keep the joined inputs
+        return Flight(batch, started_us, stacked_us, self._clock_us(), idle_us, call)
+
+    def finish(self, flight: Flight, watchers: Sequence[Watcher]) -> list[DeploykitError | None]:
+        """Return an error for each request of a batch, None where its outputs are set.
+
+        Reports runs to `watchers`. Sets `lost` when the GPU is gone.
+        """
+        batch = flight.batch
+        if flight.call is not None:
+            error = self._finish(flight, watchers)
+            if len(batch) == 1 or error is None or isinstance(error, Overloaded):
                 return [error] * len(batch)
         errors: list[DeploykitError | None] = []
         for request in batch:
             if self.lost:
                 errors += [device_lost(self._name)] * (len(batch) - len(errors))
                 break
-            errors.append(self._try([request], watcher, 0))
+            errors.append(self._finish(self.start([request], alone=True), watchers))
         return errors
 
-    def start(self, batch: Sequence[Pending], idle_us: int) -> Flight:
-        """Start a batch without waiting for it; `run` has to follow, in the same order."""
-        started_us = stacked_us = self._clock_us()
-        call: InFlight | Exception
+    def _finish(self, flight: Flight, watchers: Sequence[Watcher]) -> DeploykitError | None:
+        """Wait for one call of the engine. Sets each request's outputs, or returns the error."""
+        batch, started_us, stacked_us, submitted_us, idle_us, call = flight
+        self.since_us = started_us
+        waited_us = max(0, self._ended_us - submitted_us)  # for the batch before it
         try:
-            feeds = self._stack(batch)
-            stacked_us = self._clock_us()
-            with INSIDE:
-                call = self.engine.submit(feeds)
-        except Exception as exc:  # noqa: BLE001 - `run` reports it, after the batches before
-            call = exc.with_traceback(None)  # the traceback would keep the joined inputs
-        return Flight(batch, started_us, stacked_us, self._clock_us(), idle_us, call)
-
-    def _try(
-        self,
-        batch: Sequence[Pending],
-        watcher: Watcher,
-        idle_us: int,
-        flight: Flight | None = None,
-    ) -> DeploykitError | None:
-        """Call the engine once. Sets each request's outputs, or returns the error."""
-        started_us = self.since_us = self._clock_us() if flight is None else flight.started_us
-        try:
-            if flight is None:
-                feeds = self._stack(batch)
-                stacked_us = self._clock_us()
-                with INSIDE:
-                    outputs = self.engine(feeds)
+            if isinstance(call, Exception):
+                raise call
+            if isinstance(call, dict):
+                outputs, ran_us = call, submitted_us
             else:
-                stacked_us = flight.stacked_us
+                assert call is not None
                 with INSIDE:
-                    outputs = flight.result()
-            ran_us = self._clock_us()
+                    outputs = call.result()
+                ran_us = self._clock_us()
             self._split(batch, outputs)
         except Exception as exc:  # noqa: BLE001 - the engine's thread must survive any error
-            self.busy_us = self._clock_us() - started_us
-            return self._error(exc, len(batch))
+            self._ended_us = self._clock_us()
+            self.busy_us = self._ended_us - started_us
+            name = self._name
+            if isinstance(exc, EngineFailed):
+                log.error("model '%s': %s", name, exc.message)
+                return exc.with_traceback(None)  # the traceback and the batch refer to each other
+            log.error("model '%s': %s: %s", name, type(exc).__name__, first_line(exc))
+            if isinstance(exc, DeviceLost):
+                self.lost = True
+                return device_lost(name)
+            if isinstance(exc, (OutOfMemory, MemoryError)):
+                return Overloaded(
+                    f"model '{name}': out of memory in a batch of {len(batch)} requests",
+                    hint="try again later, with fewer rows, or start the server with less "
+                    "`max_batch`",
+                )
+            if isinstance(exc, BadInput):  # the engine rejects what passed our own checks
+                return BadInput(
+                    f"model '{name}': the engine refused the values or the shape of this request",
+                    hint="the server's log says why",
+                )
+            return EngineFailed(
+                f"model '{name}': the engine failed on this request",
+                hint="the server's log says why",
+            )
         finally:
             self.since_us = None
-            if flight is not None:
-                waited_us = max(0, self._ended_us - flight.submitted_us)  # for the batch before it
-                self._ended_us = self._clock_us()
-        if flight is not None:
-            started_us, stacked_us = started_us + waited_us, stacked_us + waited_us
-        ended_us = self._clock_us()
+        started_us, stacked_us = started_us + waited_us, stacked_us + waited_us
+        ended_us = self._ended_us = self._clock_us()
         self.busy_us = ended_us - started_us
         in_us, out_us = self.engine.last_copies_us
         run = BatchRun(
@@ -261,36 +261,12 @@ class Runner:
             idle_us,
             self._instance,
         )
-        try:
-            watcher.record_run(run)
-        except Exception:  # a failing watcher must not end the engine's thread
-            log.exception("model '%s': recording a batch failed", self._name)
+        for watcher in watchers:
+            try:
+                watcher.record_run(run)
+            except Exception:  # a failing watcher must not end the engine's thread
+                log.exception("model '%s': recording a batch failed", self._name)
         return None
-
-    def _error(self, exc: Exception, size: int) -> DeploykitError:
-        """Return the error for the client, without paths and addresses; the log has the details."""
-        name = self._name
-        if isinstance(exc, EngineFailed):
-            log.error("model '%s': %s", name, exc.message)
-            return exc.with_traceback(None)  # the traceback and the batch refer to each other
-        log.error("model '%s': %s: %s", name, type(exc).__name__, first_line(exc))
-        if isinstance(exc, DeviceLost):
-            self.lost = True
-            return device_lost(name)
-        if isinstance(exc, (OutOfMemory, MemoryError)):
-            return Overloaded(
-                f"model '{name}': out of memory in a batch of {size} requests",
-                hint="try again later, with fewer rows, or start the server with less `max_batch`",
-            )
-        if isinstance(exc, BadInput):  # the engine rejects what passed our own checks
-            return BadInput(
-                f"model '{name}': the engine refused the values or the shape of this request",
-                hint="the server's log says why",
-            )
-        return EngineFailed(
-            f"model '{name}': the engine failed on this request",
-            hint="the server's log says why",
-        )
 
 
 def _count_strings(batch: Sequence[Pending]) -> int:

@@ -97,13 +97,21 @@ class Steering:
 
     def step(self, now_us: int, added_rows: int) -> BatchPolicy:
         """Return the policy from now on. `added_rows`: the rows that have arrived in total."""
-        self._update_rate(now_us, added_rows)
+        if self._last is not None and now_us > self._last[0]:
+            passed_us = now_us - self._last[0]
+            weight = min(1.0, passed_us / _RATE_US)
+            self._rate += weight * ((added_rows - self._last[1]) / passed_us - self._rate)
+        self._last = (now_us, added_rows)
         if not self._measured:
             return self._base
         self._correct(now_us)
         budget_us = self._slo_us * self._share
         rows = self._largest(max(budget_us / 2, _CHEAP * self.time_us(1)))
-        self._forget(rows, now_us)
+        for key, point in list(self._measured.items()):
+            # old times of sizes above those in use: they may have changed
+            old = now_us - point.seen_us > _FORGET_US and point.rows > rows
+            if old and any(other.rows <= rows for other in self._measured.values()):
+                del self._measured[key]
         batch_us = self.time_us(rows)
         waves = max(1, int(budget_us / batch_us) - 1)
         return replace(
@@ -141,17 +149,6 @@ class Steering:
                 high = middle - 1
         return low
 
-    def _forget(self, rows: int, now_us: int) -> None:
-        """Forget old times of sizes above those in use: they may have changed."""
-        for key, point in list(self._measured.items()):
-            old = now_us - point.seen_us > _FORGET_US
-            if (
-                old
-                and point.rows > rows
-                and any(other.rows <= rows for other in self._measured.values())
-            ):
-                del self._measured[key]
-
     def _delay_us(self, slack_us: float) -> int:
         saved_us = max(0.0, 2 * self.time_us(1) - self.time_us(2))
         if self._rate * saved_us < 1:
@@ -168,13 +165,6 @@ class Steering:
         else:
             self._share, self._up = min(_MOST, self._share + self._up), self._up * _FASTER
         self._requests = self._late = 0
-
-    def _update_rate(self, now_us: int, added_rows: int) -> None:
-        if self._last is not None and now_us > self._last[0]:
-            passed_us = now_us - self._last[0]
-            weight = min(1.0, passed_us / _RATE_US)
-            self._rate += weight * ((added_rows - self._last[1]) / passed_us - self._rate)
-        self._last = (now_us, added_rows)
 
 
 def _size_class(rows: int) -> int:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from deploykit.core.errors import DeploykitError, quote
 from deploykit.core.tensors import Bytes, TensorSpec
 from deploykit.serving.grpc.call import GrpcCall, Replying, fail_with
 from deploykit.serving.models.inference import Inference, ModelRoute, array_bytes, over_budget
-from deploykit.serving.models.offload import Offload, Result
+from deploykit.serving.models.offload import Lane, Offload, Result
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.task_call import Items, TaskCall
@@ -99,7 +98,10 @@ class GrpcPipelineCall:
             self._start(lambda: self._read(source))
         else:
             limit_s = self._pipeline.options.timeout_ms / 1e3
-            offload(lambda: self._read(source), self._start, large=True, limit_s=limit_s)
+            offload(
+                lambda: self._read(source), self._start,
+                lane=Lane.LARGE, client=self._client.peer, limit_s=limit_s,
+            )  # fmt: skip
 
     def _read(self, source: Message) -> Request:
         head, data, at, spans = source
@@ -157,7 +159,14 @@ class InferMethods:
         slot = ReplySlot(call)
         call.slots.append(slot)
         if call.cancel is None:
-            call.cancel = partial(_cancel_all, call.slots)
+
+            def cancel(slots: list[ReplySlot] = call.slots) -> None:
+                for each in slots:
+                    if each.cancel is not None:
+                        each.cancel()
+                slots.clear()
+
+            call.cancel = cancel
         self.infer(call, data, at, slot)
 
     def end_stream(self, call: GrpcCall) -> None:
@@ -184,9 +193,11 @@ class InferMethods:
                 GrpcTaskCall(route, client, trace, signature).begin(source)
                 return
             inference = GrpcInference(route, client, source, trace)
-            slow = len(head) > LARGE_BYTES or (route.strings and len(data) > LARGE_BYTES)
+            slow = len(head) > LARGE_BYTES or len(data) > route.slow_bytes
             if slow or (route.memory is not None and _reads_much(head, spans, model.signature)):
-                inference.large = not slow or len(data) > _LONG_BYTES
+                inference.lane = Lane.SMALL
+                if not slow or len(data) > _LONG_BYTES:
+                    inference.lane = Lane.LARGE
                 del head, data, source
                 inference.start_offloaded()
                 return
@@ -236,8 +247,8 @@ class GrpcInference(Inference):
         return self._decoded_bytes
 
     def encodes_slowly(self) -> bool:
-        self.large = self.route.model.largest_output_bytes > _LONG_BYTES
-        return self.large and self.slow_bytes() > _LONG_BYTES
+        large = self.route.model.largest_output_bytes > _LONG_BYTES
+        return large and self.set_lane(self.slow_bytes(), _LONG_BYTES)
 
     def encode(self) -> tuple[list[Bytes]]:
         model, request = self.route.model, self.request
@@ -263,6 +274,10 @@ class ReplySlot:
         return self._call.gone or self._call.trailers is not None  # both end the slot
 
     @property
+    def peer(self) -> Hashable:
+        return self._call.link
+
+    @property
     def left_us(self) -> int | None:
         return self._call.left_us
 
@@ -285,10 +300,3 @@ class ReplySlot:
         while slots and slots[0].parts is not None:
             call.send_message(slots.pop(0).parts)
         call.read()  # reads messages that waited for this reply, or ends the call
-
-
-def _cancel_all(slots: list[ReplySlot]) -> None:
-    for slot in slots:
-        if slot.cancel is not None:
-            slot.cancel()
-    slots.clear()

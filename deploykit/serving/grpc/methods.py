@@ -12,13 +12,12 @@ from deploykit.engines.oip.protobuf import MESSAGES, Message, message_from
 from deploykit.serving.grpc.call import GrpcCall, HeadParser, Method, fail_with
 from deploykit.serving.grpc.infer import InferMethods
 from deploykit.serving.http2.connection import Http2Connection, Http2Limits, Http2Port
-from deploykit.serving.models.offload import Offload
+from deploykit.serving.models.offload import Lane, Offload
 from deploykit.serving.models.repository import ModelRepository, Served
 from deploykit.serving.oip import messages as infer
 from deploykit.serving.options import VERSION, ServeOptions
-from deploykit.serving.shared_memory import SharedMemory
 from deploykit.serving.transport.call import MemoryBudget
-from deploykit.serving.transport.security import Guard
+from deploykit.serving.transport.security import AccessControl
 from deploykit.serving.workers.group import Result, ServerGroup, of_model
 
 SERVICE = "inference.GRPCInferenceService"
@@ -46,7 +45,7 @@ class GrpcPort(Http2Port):
         self,
         repository: ModelRepository,
         options: ServeOptions,
-        guard: Guard,
+        access: AccessControl,
         memory: MemoryBudget,
         offload: Offload,
         limits: Http2Limits,
@@ -59,24 +58,45 @@ class GrpcPort(Http2Port):
         self._health_sent: dict[str, int] = {}
         self._watches: Counter[Http2Connection] = Counter()
         handlers: dict[str, Handler] = {
-            "ServerMetadata": _at_once(self._metadata),
+            "ServerMetadata": _at_once(
+                lambda _: message_from("ServerMetadataResponse", repository.metadata())
+            ),
             "ModelReady": _at_once(self._model_ready),
-            "ModelMetadata": _at_once(self._model_metadata),
-            "ModelConfig": _at_once(self._model_config),
+            "ModelMetadata": _at_once(
+                lambda r: message_from("ModelMetadataResponse", self._find(r).metadata())
+            ),
+            "ModelConfig": _at_once(
+                lambda r: message_from("ModelConfigResponse", {"config": self._find(r).config()})
+            ),
             "RepositoryIndex": _at_once(self._index),
             "ModelStatistics": self._statistics,
         }
-        if repository.memory is not None:
-            handlers["SystemSharedMemoryStatus"] = _at_once(partial(_regions, repository.memory))
-            handlers["SystemSharedMemoryRegister"] = self._register
-            handlers["SystemSharedMemoryUnregister"] = self._unregister
+        if (memory_regions := repository.memory) is not None:
+
+            def regions(request: Any) -> Message:
+                found = {each["name"]: each for each in memory_regions.status(request.name or None)}
+                return message_from("SystemSharedMemoryStatusResponse", {"regions": found})
+
+            handlers["SystemSharedMemoryStatus"] = _at_once(regions)
+            handlers["SystemSharedMemoryRegister"] = partial(self._change, "Register")
+            handlers["SystemSharedMemoryUnregister"] = partial(self._change, "Unregister")
             # NVIDIA's examples call it first
             handlers["CudaSharedMemoryUnregister"] = _at_once(
                 lambda _: _message("CudaSharedMemoryUnregisterResponse")
             )
         methods = {
-            f"/{SERVICE}/ServerLive": _small("ServerLive", _at_once(self._live), public=True),
-            f"/{SERVICE}/ServerReady": _small("ServerReady", _at_once(self._ready), public=True),
+            f"/{SERVICE}/ServerLive": _small(
+                "ServerLive",
+                _at_once(lambda _: _message("ServerLiveResponse", live=True)),
+                public=True,
+            ),
+            f"/{SERVICE}/ServerReady": _small(
+                "ServerReady",
+                _at_once(
+                    lambda _: _message("ServerReadyResponse", ready=not repository.why_not_ready())
+                ),
+                public=True,
+            ),
             f"/{SERVICE}/ModelInfer": Method(inference.infer),
             f"/{SERVICE}/ModelStreamInfer": Method(inference.stream, inference.end_stream),
             f"/{_HEALTH}/Check": _small("HealthCheck", _at_once(self._check), public=True),
@@ -86,8 +106,8 @@ class GrpcPort(Http2Port):
             methods[f"/{SERVICE}/{name}"] = Method(_not_offered, max_bytes=_SMALL_BYTES)
         for name, handler in handlers.items():
             methods[f"/{SERVICE}/{name}"] = _small(name, handler)
-        parse = HeadParser(methods, guard.allows, limits.headers)
-        large = partial(offload, large=True)
+        parse = HeadParser(methods, access.allows, limits.headers)
+        large = partial(offload, lane=Lane.LARGE)
         super().__init__(parse, GrpcCall, limits, options.max_body_bytes, memory, large)
 
     def tick(self, now_s: float) -> None:
@@ -102,30 +122,12 @@ class GrpcPort(Http2Port):
 
     # -- unary methods ---------------------------------------------------------------------------
 
-    def _live(self, _: Any) -> Message:
-        return _message("ServerLiveResponse", live=True)
-
-    def _ready(self, _: Any) -> Message:
-        return _message("ServerReadyResponse", ready=self._repository.why_not_ready() is None)
-
-    def _metadata(self, _: Any) -> Message:
-        return message_from("ServerMetadataResponse", self._repository.metadata())
-
     def _model_ready(self, request: Any) -> Message:
         try:
-            model = self._find(request.name, request.version)
-            ready = self._repository.why_not_ready(model) is None
+            ready = self._repository.why_not_ready(self._find(request)) is None
         except NotFound:
             ready = False
         return _message("ModelReadyResponse", ready=ready)
-
-    def _model_metadata(self, request: Any) -> Message:
-        model = self._find(request.name, request.version)
-        return message_from("ModelMetadataResponse", model.metadata())
-
-    def _model_config(self, request: Any) -> Message:
-        model = self._find(request.name, request.version)
-        return message_from("ModelConfigResponse", {"config": model.config()})
 
     def _index(self, request: Any) -> Message:
         models = self._repository.index()
@@ -133,27 +135,24 @@ class GrpcPort(Http2Port):
             models = [model for model in models if model["state"] == "READY"]
         return message_from("RepositoryIndexResponse", {"models": models})
 
-    def _find(self, name: str, version: str) -> Served:
-        return self._repository.find_any(name, version or VERSION)
+    def _find(self, request: Any) -> Served:
+        return self._repository.find_any(request.name, request.version or VERSION)
 
     # -- methods in which other processes take part ----------------------------------------------
 
     def _statistics(self, request: Any, then: Then) -> None:
-        name = self._find(request.name, request.version).name if request.name else None
+        name = self._find(request).name if request.name else None
 
         def answer(result: Result) -> None:
             then(lambda: message_from("ModelStatisticsResponse", of_model(name, result())))
 
         self._group.collect("statistics", answer)
 
-    def _register(self, request: Any, then: Then) -> None:
-        arguments = request.name, request.key, request.offset, request.byte_size
-        self._change("Register", arguments, then)
+    def _change(self, action: str, request: Any, then: Then) -> None:
+        arguments: tuple[Any, ...] = (request.name or None,)
+        if action == "Register":
+            arguments = request.name, request.key, request.offset, request.byte_size
 
-    def _unregister(self, request: Any, then: Then) -> None:
-        self._change("Unregister", (request.name or None,), then)
-
-    def _change(self, action: str, arguments: tuple[Any, ...], then: Then) -> None:
         def answer(result: Result) -> None:
             def message() -> Message:
                 result()  # raises the error, if there is one
@@ -241,11 +240,6 @@ def _small(name: str, handle: Handler, *, public: bool = False) -> Method:
             fail_with(call, exc)
 
     return Method(message, public=public, max_bytes=_SMALL_BYTES)
-
-
-def _regions(memory: SharedMemory, request: Any) -> Message:
-    regions = {region["name"]: region for region in memory.status(request.name or None)}
-    return message_from("SystemSharedMemoryStatusResponse", {"regions": regions})
 
 
 def _not_offered(call: GrpcCall, _data: bytes, _at: int) -> None:

@@ -15,11 +15,9 @@ from http import HTTPStatus
 from socket import SO_ERROR, SOL_SOCKET
 from typing import cast
 
-import numpy as np
-
 from deploykit.core.errors import DeploykitError, Overloaded
 from deploykit.core.tensors import Bytes
-from deploykit.serving.http.head import END, ChunkedBody, HeadReader, HttpLimits
+from deploykit.serving.http.head import END, ChunkedBody, HeadReader, HttpLimits, SizedBody
 from deploykit.serving.transport.call import (
     RETRY,
     Call,
@@ -29,7 +27,7 @@ from deploykit.serving.transport.call import (
     reply_error,
 )
 from deploykit.serving.transport.listener import SPARE as SPARE_CLIENTS
-from deploykit.serving.transport.listener import Port
+from deploykit.serving.transport.listener import Port, extend
 from deploykit.serving.transport.security import HEALTH, AccessControl
 from deploykit.serving.transport.turns import BUSY_BYTES
 
@@ -46,19 +44,20 @@ _START = b"HTTP/1.1 "  # the start of every answer
 class State(IntEnum):
     """The state of reading, which decides on received bytes. Below LAST it reads requests."""
 
-    IDLE = 0  # waiting for a request
-    HEAD = 1  # part of a head received
-    SIZED = 2  # part of a body received whose length is known
-    CHUNKED = 3  # part of a chunked body received
-    WHOLE = 4  # a whole body received, which waits for a turn of the event loop
-    LAST = 5  # reads no more; closes after the last reply
-    REFUSED = 6  # reads no more; the error reply is still to be sent
-    LINGERING = 7  # the client gets time to read the error reply
-    CLOSED = 8
-    SPARE = 9  # above the limit of connections: only health checks are answered
+    NEW = 0  # waiting for the first request
+    IDLE = 1  # waiting for another request
+    HEAD = 2  # part of a head received
+    SIZED = 3  # part of a body received whose length is known
+    CHUNKED = 4  # part of a chunked body received
+    WHOLE = 5  # a whole body received, which waits for a turn of the event loop
+    LAST = 6  # reads no more; closes after the last reply
+    REFUSED = 7  # reads no more; the error reply is still to be sent
+    LINGERING = 8  # the client gets time to read the error reply
+    CLOSED = 9
+    SPARE = 10  # above the limit of connections: only health checks are answered
 
 
-IDLE, HEAD, SIZED, CHUNKED, WHOLE, LAST, REFUSED, LINGERING, CLOSED, SPARE = State
+NEW, IDLE, HEAD, SIZED, CHUNKED, WHOLE, LAST, REFUSED, LINGERING, CLOSED, SPARE = State
 
 
 class Exchange(Call):
@@ -71,6 +70,10 @@ class Exchange(Call):
         self.connection = connection
         self.keep_alive = head.keep_alive
         self.pending_reply: list[Bytes] | None = None
+
+    @property
+    def peer(self) -> HttpConnection:
+        return self.connection
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
         """Send the reply after earlier ones; do nothing if the client has disconnected.
@@ -134,6 +137,10 @@ class Listener(Port):
         self._known_heads: dict[bytes, Head] = {}  # a cache, as clients repeat their heads
         self.last_head: tuple[bytes, Head | None] = b"", None  # the last result of `find_head`
         self._lines: dict[int, bytes] = {}
+        self.longest_s = dict.fromkeys(State, limits.stall_s) | {  # of each state
+            NEW: limits.header_s, IDLE: limits.idle_s, HEAD: limits.header_s,
+            LINGERING: limits.linger_s,
+        }  # fmt: skip
         self._date = formatdate(usegmt=True)
 
     def connect(self) -> HttpConnection:
@@ -170,6 +177,11 @@ class Listener(Port):
                 self._known_heads.clear()
             self._known_heads[raw] = head
 
+    def forget_heads(self) -> None:
+        """Empty the cache: other requests are allowed now."""
+        self._known_heads.clear()
+        self.last_head = b"", None
+
     def is_health_check(self, end: int) -> bool:
         """Return whether the first `end` bytes received are just a cheap health check."""
         data = self.read_into
@@ -189,26 +201,21 @@ class Listener(Port):
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """One client. `_state` says what is being read, and which of the attributes below is in use."""
+    """One client. `_state` says what is being read, into `_reader` for `_exchange`."""
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
         self._limits = listener.limits
-        self._state = IDLE
+        self._state = NEW
         self._since_s = listener.now_s  # when it began to wait for the client
-        self._served = False  # at least one request was complete
-        # the request that is being read
-        self._reader: HeadReader | None = None  # HEAD: of an incomplete or uncached head
-        self._exchange = Exchange(self, _UNREAD)  # SIZED, CHUNKED, WHOLE
-        self._body: memoryview | None = None  # SIZED, WHOLE: its memory
-        self._left: memoryview | None = None  # SIZED: the part that has not been received
-        self._chunks: ChunkedBody | None = None  # CHUNKED
-        # the requests that are being answered
-        self._exchanges: deque[Exchange] = deque()
+        self._by_s = 0.0  # when more of the body must have come, or of the replies been read
+        self._reader: HeadReader | SizedBody | ChunkedBody | None = None  # None before a request
+        self._exchange = Exchange(self, _UNREAD)  # whose body is read
+        self._exchanges: deque[Exchange] = deque()  # that are being answered
         self._paused = False  # no request is processed until replies are sent, or in this turn
         self._kept = b""  # bytes received meanwhile; counted in the memory budget
         self._unsent_bytes = 0  # bytes of replies that the client has not read; counted there too
-        self._stalled_s: float | None = None  # when the client stopped reading
+        self._unread: int | None = None  # bytes of replies, while there are too many to go on
         self._ended = False  # the client sends no more
         self._begun_bytes = 0  # bytes of the next answer that were sent already
 
@@ -231,7 +238,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._transport = cast("asyncio.Transport", transport)
         self._tls = transport.get_extra_info("sslcontext") is not None
         self.listener.connections.add(self)
-        self._state = IDLE if self.listener.make_room(self) else SPARE
+        self._state = NEW if self.listener.make_room(self) else SPARE
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's signature
         self._state = CLOSED
@@ -245,17 +252,19 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._exchanges.popleft().abandon()
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
-        left, listener = self._left, self.listener
+        listener, into = self.listener, self.listener.view
+        if self._state is SIZED:
+            into = cast("SizedBody", self._reader).left[:PIECE_BYTES]
         if listener.turns.late() if self._tls else listener.turns.busy:  # this turn is used up
-            return (left or listener.view)[: BUSY_BYTES[self._tls]]
-        return left[:PIECE_BYTES] if left else listener.view
+            return into[: BUSY_BYTES[self._tls]]
+        return into
 
     def buffer_updated(self, nbytes: int) -> None:
         state, turns = self._state, self.listener.turns
         if state is SIZED:
-            self._receive(nbytes)
+            self._receive(cast("SizedBody", self._reader), nbytes)
         elif state < LAST:
-            urgent = turns.busy and state is IDLE and self.listener.is_health_check(nbytes)
+            urgent = turns.busy and state <= IDLE and self.listener.is_health_check(nbytes)
             if not turns.busy or (urgent and not turns.overdrawn):
                 self._read(nbytes)
                 return
@@ -264,8 +273,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._resume(urgent=urgent)
         elif state is not SPARE:  # received data are dropped
             if turns.late():
-                self._transport.pause_reading()
-                turns.wait(self._continue)
+                self._wait(self._resume)
         elif self.listener.is_health_check(nbytes):
             self._state = IDLE
             self._read(nbytes)
@@ -276,7 +284,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def refuse_spare(self) -> None:
         """Close the connection, unless it is no longer a spare one."""
         if self._state is SPARE:
-            self._state = IDLE
+            self._state = NEW
             self._refuse(503, f"there are {self._limits.connections} connections already")
 
     def eof_received(self) -> bool:
@@ -293,32 +301,39 @@ class HttpConnection(asyncio.BufferedProtocol):
         return True
 
     def pause_writing(self) -> None:
-        self._stalled_s = self.listener.now_s
+        self._unread = self._transport.get_write_buffer_size()
+        self._by_s = self.listener.now_s + self._limits.stall_s
         self._pause()
-        more = self._transport.get_write_buffer_size() - self._unsent_bytes
+        more = self._unread - self._unsent_bytes
         if more > 0:  # small replies, which count only if the client does not read them
             self._unsent_bytes += more
             self.listener.memory.add(more, 0)
 
     def resume_writing(self) -> None:
-        self._stalled_s = None
+        self._unread = None
+        self._by_s = self.listener.now_s + self._limits.stall_s  # of a body that waited
         self.release_sent()
         self._resume()
 
-    # -- waiting until the client reads replies ------------------------------------------------
+    # -- waiting: for the client to read replies, or for this connection's turn ----------------
 
     def _pause(self) -> None:
         self._paused = True
         self._transport.pause_reading()
 
+    def _wait(self, work: Callable[[], None]) -> None:
+        """Read no more until `work` is called in one of the next turns of the event loop."""
+        self._transport.pause_reading()
+        self.listener.turns.wait(work)
+
     def _resume(self, *, urgent: bool = False) -> None:
         """Process requests again if enough replies were sent."""
         room = len(self._exchanges) < self._limits.pipelined
-        if self._stalled_s is None and room and self._state is not WHOLE:
+        if self._unread is None and room and self._state is not WHOLE:
             self._paused = False
             if self._kept:  # not in this turn: another connection may be using the shared buffer
                 self.listener.turns.wait(self._read_kept, urgent=urgent)
-            elif not self._ended:
+            elif not (self._ended or self._transport.is_closing()):
                 self._transport.resume_reading()
 
     def _read_kept(self) -> None:
@@ -357,9 +372,9 @@ class HttpConnection(asyncio.BufferedProtocol):
                 break
             steps -= 1
             if self._state is CHUNKED:
-                at += self._read_chunks(cast("ChunkedBody", self._chunks), at, end)
+                at += self._read_chunks(cast("ChunkedBody", self._reader), at, end)
                 continue
-            if self._state is IDLE:
+            if self._state is not HEAD:
                 raw, head = listener.last_head
                 if head is None or not data.startswith(raw, at, end):
                     raw, head = listener.find_head(at, end)
@@ -384,7 +399,6 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.listener.turns.spend(begun_s)
         if head is None:
             return end
-        self._reader = None
         if head.refusal is None and reader.bytes == used:  # the head came in one piece
             self.listener.keep(raw[:used], head)
         return self._begin(head, at + used, end)
@@ -392,6 +406,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _begin(self, head: Head, at: int, end: int) -> int:
         """Start a request: take the received part of its body from `at` on."""
         exchange = self._exchange = Exchange(self, head)
+        self._reader = None
         if head.refusal is not None:
             self._enter(SIZED)
             self._refuse(head.refusal.status, head.refusal.text, head.refusal.headers)
@@ -404,36 +419,37 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if length is None:
             self._enter(CHUNKED)
-            self._chunks = ChunkedBody(self._limits, self.listener.max_body_bytes)
+            self._reader = ChunkedBody(self._limits, self.listener.max_body_bytes)
             return at
         self._enter(SIZED)
-        # The memory is uninitialised: the system allocates pages on the first write, so a length
-        # that a client only claims costs nothing. The binary part is aligned for numbers.
-        json = head.json_bytes
-        pad = -int(json) % 16 if json is not None and json[:18].isdigit() else 0
         try:
-            self._body = np.empty(pad + length, np.uint8).data[pad:]
+            self._reader = SizedBody(length, head.json_bytes, view[at:end])
         except MemoryError:
             self._refuse(503, f"there is no memory for a body of {length} bytes", RETRY)
-            return end
-        self._body[:received] = view[at:end]
-        self._left = self._body[received:]
         return end
 
-    def _receive(self, size: int) -> None:
+    def _receive(self, body: SizedBody, size: int) -> None:
         """Count `size` bytes of a body of known length, which are in place already."""
-        if self._left is None or not self._reserve(size):
+        if not self._reserve(size):
             return
-        self._left, turns = self._left[size:], self.listener.turns
-        if self._left:
-            must_wait = turns.late()
+        body.left, turns = body.left[size:], self.listener.turns
+        if body.left:
+            if turns.late():
+                self._wait(self._resume)
+            return
+        self._state = WHOLE
+        if turns.busy:
+            self._wait(self._take_whole)
         else:
-            self._state, self._left, must_wait = WHOLE, None, turns.busy
-        if must_wait:
-            self._transport.pause_reading()
-            turns.wait(self._continue)
-        elif self._state is WHOLE:
-            self._continue()
+            self._take_whole()
+
+    def _take_whole(self) -> None:
+        """Process the request whose body is whole, in this connection's turn."""
+        if self._state is WHOLE:
+            body, self._reader = cast("SizedBody", self._reader).body, None
+            self._complete(self._exchange, body)
+            del body  # frees its memory
+            self._resume()
 
     def _read_chunks(self, chunks: ChunkedBody, at: int, end: int) -> int:
         data = bytes(self.listener.view[at:end])
@@ -445,30 +461,23 @@ class HttpConnection(asyncio.BufferedProtocol):
         if not self._reserve(used):
             return len(data)
         if chunks.done:
-            self._chunks = None
+            self._reader = None
             self._complete(self._exchange, chunks.body)
         if self.listener.turns.late():
             self._pause()
         return used
 
     def _reserve(self, size: int) -> bool:
+        """Count bytes of the body that is being read."""
+        self._by_s = extend(self._by_s, size, self.listener.now_s, self._limits.stall_s)
         if self._exchange.reserve(size):
             return True
         self._refuse(503, self.listener.memory.message, RETRY)
         return False
 
-    def _continue(self) -> None:
-        """Continue in this connection's turn: its body is whole, or it may send more."""
-        if self._state is WHOLE:
-            body, self._body = self._body, None  # frees the memory of the body
-            self._complete(self._exchange, cast("memoryview", body))
-        if not self._transport.is_closing():
-            self._resume()
-
     def _complete(self, exchange: Exchange, body: Bytes) -> None:
         exchange.body = body
         self._state = IDLE if exchange.keep_alive else LAST
-        self._served = True
         self._exchanges.append(exchange)
         turns = self.listener.turns
         begun_s = turns.clock_s()
@@ -524,6 +533,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._exchanges.append(exchange)
         reply_error(exchange, status, text, headers)
 
+    # -- deadlines and the end -------------------------------------------------------------------
+
     def _finish(self) -> None:
         """End after the last reply. A client that is still sending gets time to read it."""
         while self._exchanges:
@@ -537,39 +548,43 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _discard(self) -> None:
         """Free the data of an incomplete request."""
-        body, self._body = self._body, None
-        self._left = self._chunks = self._reader = None
+        reader, self._reader = self._reader, None
         self._take_kept()
-        if body is not None:
-            self.listener.turns.run(body.release)  # 4 ms for 36 MB
-
-    # -- deadlines and the end -------------------------------------------------------------------
+        if isinstance(reader, SizedBody):
+            reader.left.release()
+            self.listener.turns.run(reader.body.release)  # 4 ms for 36 MB
 
     def _enter(self, state: State) -> None:
         self._state = state
         self._since_s = self.listener.now_s
+        self._by_s = self._since_s + self._limits.stall_s
 
     def check(self, now_s: float) -> None:
         """Close the connection if it is past a limit."""
-        limits, waited_s, state = self._limits, now_s - self._since_s, self._state
+        waited_s, state = now_s - self._since_s, self._state
         self.release_sent()
-        if self._stalled_s is not None:
-            if now_s - self._stalled_s > limits.write_s:
+        if self._unread is not None:
+            size = self._transport.get_write_buffer_size()
+            self._by_s = extend(self._by_s, self._unread - size, now_s, self._limits.stall_s)
+            self._unread = size
+            if now_s > self._by_s:
                 self._transport.abort()
         elif self._exchanges or self._kept or state is WHOLE:  # the client waits for the server
             if self._ended and self._transport.get_extra_info("socket").getsockopt(
                 SOL_SOCKET, SO_ERROR
             ):  # the client has refused what was sent; nothing else shows it
                 self._transport.abort()
+        elif state in (SIZED, CHUNKED):
+            if now_s > self._by_s:
+                self._refuse(408, "the request's body stalled, or came too slowly")
+        elif waited_s <= self.listener.longest_s[state]:
+            pass
         elif state >= LAST:  # closed, except for what the client has not read
-            if waited_s > (limits.linger_s if state is LINGERING else limits.write_s):
-                self._transport.abort()
-        elif state is IDLE:
-            if waited_s > (limits.idle_s if self._served else limits.header_s):
-                self.close()
-        elif waited_s > (limits.header_s if state is HEAD else limits.body_s):
-            part = "headers" if state is HEAD else "body"
-            self._refuse(408, f"the request's {part} took too long")
+            self._transport.abort()
+        elif state <= IDLE:
+            self.close()
+        else:
+            self._refuse(408, "the request's headers took too long")
 
     def close(self) -> None:
         """Close once all written data is sent."""

@@ -68,6 +68,10 @@ def config(
 ) -> dict[str, Any]:
     """Return Triton's ModelConfig; with batching, `dims` exclude the batch axis."""
     platform, backend = _platform(engines[0])
+    kind, _, number = engines[0].device.partition(":")
+    group: dict[str, Any] = {"name": f"{name}_0", "count": len(engines), "kind": "KIND_CPU"}
+    if kind == "cuda":
+        group |= {"kind": "KIND_GPU", "gpus": [int(number or 0)]}
     batched = signature.max_batch > 0
     found: dict[str, Any] = {
         "name": name,
@@ -76,7 +80,7 @@ def config(
         "max_batch_size": signature.max_batch,
         "input": [_config_entry(slot, batched) for slot in signature.inputs.values()],
         "output": [_config_entry(slot, batched) for slot in signature.outputs.values()],
-        "instance_group": [_instances(name, engines)],
+        "instance_group": [group],
         "model_transaction_policy": {"decoupled": False},
     }
     if batched:
@@ -93,11 +97,11 @@ def describe_pipeline(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ModelConfig of a pipeline: one string in, one out, no batch."""
     found = {name: metadata[name] for name in ("name", "platform")}
     entries = {
-        one: [
+        kind: [
             {"name": each["name"], "data_type": "TYPE_STRING", "dims": each["shape"]}
-            for each in metadata[several]
+            for each in metadata[f"{kind}s"]
         ]
-        for one, several in (("input", "inputs"), ("output", "outputs"))
+        for kind in ("input", "output")
     }
     parameters = {k: {"string_value": v} for k, v in metadata["parameters"].items()}
     return {
@@ -112,16 +116,14 @@ def describe_pipeline(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 def largest_output_bytes(signature: Signature) -> float:
     """Return the most bytes of an output; inf for strings and for other dynamic axes."""
-    return max(_output_bytes(slot, signature.max_batch) for slot in signature.outputs.values())
-
-
-def _output_bytes(slot: Slot, max_batch: int) -> float:
-    axes = list(slot.spec.shape)
-    if max_batch:
-        axes[0] = max_batch
-    sizes = [axis for axis in axes if isinstance(axis, int)]
-    known = len(sizes) == len(axes) and slot.item_bytes
-    return math.prod(sizes) * slot.dtype.itemsize if known else math.inf
+    most = 0
+    for slot in signature.outputs.values():
+        first = [signature.max_batch] if signature.max_batch else []
+        axes = [*first, *slot.spec.shape[len(first) :]]
+        if not slot.item_bytes or any(isinstance(axis, str) for axis in axes):
+            return math.inf
+        most = max(most, math.prod(map(int, axes)) * slot.dtype.itemsize)
+    return most
 
 
 def _platform(engine: Engine) -> tuple[str, str]:
@@ -131,23 +133,15 @@ def _platform(engine: Engine) -> tuple[str, str]:
 
 def _config_entry(slot: Slot, batched: bool) -> dict[str, Any]:
     dims = _shape(slot.spec)[1 if batched else 0 :]
-    return {"name": slot.spec.name, "data_type": _data_type(slot), "dims": dims}
-
-
-def _instances(name: str, engines: Sequence[Engine]) -> dict[str, Any]:
-    kind, _, number = engines[0].device.partition(":")
-    group: dict[str, Any] = {"name": f"{name}_0", "count": len(engines)}
-    if kind == "cuda":
-        return {**group, "kind": "KIND_GPU", "gpus": [int(number or 0)]}
-    return {**group, "kind": "KIND_CPU"}
+    return {
+        "name": slot.spec.name,
+        "data_type": "TYPE_STRING" if slot.datatype == "BYTES" else f"TYPE_{slot.datatype}",
+        "dims": dims,
+    }
 
 
 def _shape(spec: TensorSpec) -> list[int]:
     return [-1 if isinstance(axis, str) else axis for axis in spec.shape]
-
-
-def _data_type(slot: Slot) -> str:
-    return "TYPE_STRING" if slot.datatype == "BYTES" else f"TYPE_{slot.datatype}"
 
 
 def _describe(slot: Slot) -> dict[str, Any]:

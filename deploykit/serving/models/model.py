@@ -20,7 +20,7 @@ from deploykit.engines.batching import looks_batched, prove_rows, why_no_batch
 from deploykit.engines.engine import Engine
 from deploykit.serving.batching.batcher import Batcher, CallSoon, Retired, countdown, shutting_down
 from deploykit.serving.batching.buckets import Buckets
-from deploykit.serving.batching.queue import BatchPolicy, Pending, Watcher, Watchers
+from deploykit.serving.batching.queue import BatchPolicy, Pending, Watcher
 from deploykit.serving.batching.slo import Steering
 from deploykit.serving.models import description
 from deploykit.serving.models.task import ModelTask
@@ -110,7 +110,7 @@ class ServedModel:
         self._set_batch()
         self.buckets = _buckets(name, engines[0], options) if self.max_batch else None
         self.metrics = ModelMetrics(name, VERSION)
-        self._watcher: Watcher = self.metrics
+        self._watchers: list[Watcher] = [self.metrics]
         self._deliver = deliver
         self._clock_us = clock_us
         self._call_soon = call_soon
@@ -280,7 +280,8 @@ class ServedModel:
         return sum(batcher.unanswered for batcher in (self.batcher, *self._replaced))
 
     def watch(self, watcher: Watcher) -> None:
-        self._watcher = self.batcher.watcher = Watchers(self._watcher, watcher)
+        """Let `watcher` receive the events of the model's requests too."""
+        self._watchers.append(watcher)
 
     # -- description ---------------------------------------------------------------------------
 
@@ -377,7 +378,7 @@ class ServedModel:
             self._policy(),
             deliver=self._deliver,
             clock_us=self._clock_us,
-            watcher=self._watcher,
+            watchers=self._watchers,
             name=self.name,
             buckets=self.buckets,
             steering=steering,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -31,11 +31,11 @@ from deploykit.serving.oip.response import Result, collect_results
 from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.shared_memory import SharedMemory
 
+_STEP = 1 << 16
 NOT_JSON = (
     "send less at once, or not as JSON: a pipeline whose input is annotated as str takes text, as "
     "numpy.ndarray an image, and as bytes anything, such as an .npy file"
 )
-_RECENT = 256  # durations counted together
 
 Ran = Callable[["Arrays | None", "DeploykitError | None"], None]
 Given = bytes | str | np.ndarray
@@ -82,7 +82,6 @@ class PipelineCounts:
         self._lock = threading.Lock()
         self._outcomes = dict.fromkeys(OUTCOMES, 0)
         self._seconds = Histogram(REQUEST_US, US)
-        self._recent: list[int] = []
         self._lost_us = 0  # total duration of requests that did not succeed
         self._last_s = 0.0
         self.in_flight = 0
@@ -95,20 +94,7 @@ class PipelineCounts:
                 self._lost_us += us
                 return
             self._last_s = time.time()
-            self._recent.append(us)
-            if len(self._recent) >= _RECENT:
-                self._add_recent()
-
-    def _add_recent(self) -> None:
-        self._seconds.add(np.array(self._recent, np.int64))
-        self._recent.clear()
-
-    def _now(self) -> tuple[dict[str, int], Histogram]:
-        """Return everything recorded so far: outcomes and durations."""
-        with self._lock:
-            if self._recent:
-                self._add_recent()
-            return dict(self._outcomes), self._seconds
+            self._seconds.add_one(us)
 
     @property
     def waiting(self) -> int:
@@ -117,11 +103,11 @@ class PipelineCounts:
     @property
     def total_us(self) -> int:
         """Return the total duration of all successes."""
-        return self._now()[1].total
+        return self._seconds.total
 
     def statistics(self) -> dict[str, Any]:
         """Return statistics as for a model; the whole duration counts as compute time."""
-        outcomes, seconds = self._now()
+        outcomes, seconds = dict(self._outcomes), self._seconds
         count = outcomes.pop("success")
         none = duration(count, 0)
         return {
@@ -140,9 +126,9 @@ class PipelineCounts:
 
     def status(self) -> dict[str, Any]:
         """Return the same form as `ModelMetrics.status`, without stages."""
-        outcomes, seconds = self._now()
+        seconds = self._seconds
         return {
-            "outcomes": outcomes,
+            "outcomes": dict(self._outcomes),
             **dict.fromkeys(("rows", "runs", "idle_us"), 0),
             "last_ms": int(self._last_s * 1000),
             "request": {"counts": list(seconds.counts), "us": seconds.total},
@@ -150,7 +136,7 @@ class PipelineCounts:
         }
 
     def samples(self) -> list[Sample]:
-        outcomes, seconds = self._now()
+        outcomes, seconds = dict(self._outcomes), self._seconds
         name, labels = self._prefix, self._labels
         more = [] if self._waiting is None else [("waiting", self.waiting)]
         return [
@@ -315,7 +301,29 @@ class PipelineHost:
         return partial(served.cancel, pending)
 
     def encode(self, answer: Any) -> bytes:
-        return orjson.dumps(answer)
+        return b"".join(_json_parts(answer))
+
+
+def _json_parts(value: Any) -> Iterator[bytes]:
+    """Write JSON in steps of some thousand values, between which other threads run."""
+    if isinstance(value, dict) and len(value) <= _STEP:
+        yield b"{"
+        for number, (key, inner) in enumerate(value.items()):
+            yield (b"," if number else b"") + orjson.dumps(key) + b":"
+            yield from _json_parts(inner)
+        yield b"}"
+    elif isinstance(value, list) and value:
+        inside = isinstance(value[0], (list, dict))
+        step = max(1, _STEP // max(1, len(value[0]))) if inside else _STEP
+        for at in range(0, len(value), step):
+            yield b"," if at else b"["
+            if step > 1:
+                yield orjson.dumps(value[at : at + step])[1:-1]
+            else:
+                yield from _json_parts(value[at])
+        yield b"]"
+    else:
+        yield orjson.dumps(value)
 
 
 MakePipeline = Callable[[PipelineHost], RunsPipeline]

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from deploykit.core.errors import DeploykitError, NotFound, Overloaded, first_line
 from deploykit.core.files import manifest_path
@@ -22,6 +22,9 @@ from deploykit.graph.facts import external_files
 from deploykit.serving.models.trial import Check, Trial
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import VERSION
+
+if TYPE_CHECKING:
+    from deploykit.serving.models.repository import ModelRepository
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +43,6 @@ Announce = Callable[[str, int, str], None]  # model, level of the log, message
 def announce(_model: str, level: int, message: str) -> None:
     """Log the result of loading a model's new file."""
     log.log(level, "%s", message)
-
-
-class Replaces(Protocol):
-    """The part of ModelRepository that this module uses."""
-
-    def replace(self, name: str, engines: Sequence[Engine], wanted: Callable[[], bool]) -> None: ...
-
-    def warm_up_s(self, name: str) -> float: ...
 
 
 class Source:
@@ -83,7 +78,7 @@ class Reloader(Closing):
 
     def __init__(
         self,
-        repository: Replaces,
+        repository: ModelRepository,
         sources: Mapping[str, Source],
         *,
         announce: Announce = announce,
@@ -134,7 +129,7 @@ class _Watch(threading.Thread):
         self,
         name: str,
         source: Source,
-        repository: Replaces,
+        repository: ModelRepository,
         announce: Announce,
         closing: threading.Event,
         poll_s: float,
@@ -225,7 +220,7 @@ class _Watch(threading.Thread):
         self._attempts = [each for each in self._attempts if each.is_alive()]
         if len(self._attempts) >= MOST_HANGING:
             raise Overloaded(f"{MOST_HANGING} earlier files are still being loaded")
-        warm_up_s = self._repository.warm_up_s(self._model)
+        warm_up_s = self._repository.find(self._model).warm_up_s
         limit_s = max(self._limit_s, TIMES * (self._source.load_s + warm_up_s))
         attempt = _Attempt(self._model, self._source, self._repository, files, limit_s)
         end_s = time.monotonic() + limit_s
@@ -249,7 +244,7 @@ class _Attempt(threading.Thread):
         self,
         name: str,
         source: Source,
-        repository: Replaces,
+        repository: ModelRepository,
         files: tuple[File, ...],
         limit_s: float,
     ) -> None:
@@ -269,9 +264,27 @@ class _Attempt(threading.Thread):
 
     def run(self) -> None:
         try:
-            if self._check():
+            source = self._source
+            if source.check is None:
+                self._see(external_files(source.path))
+            else:
+                trial = Trial(source.path, source.check, self._limit_s)
+                with self._lock:
+                    self._trial = trial
+                if not self._wanted:
+                    trial.end()
+                trial.run(self._see)
+            if self._files[0] == source.files()[0]:
                 with INSIDE:
-                    self._engines = self._swap()
+                    engines = source.load()
+                    try:
+                        if source.files()[:-1] == self._files[:-1] and self._wanted:
+                            self._repository.replace(self._model, engines, self._take)
+                    finally:
+                        if not self._used:
+                            for engine in engines:
+                                engine.close()
+                    self._engines = engines if self._used else None
         except Exception as exc:  # noqa: BLE001 - raised by `result`
             self._problem = exc
         finally:
@@ -300,38 +313,12 @@ class _Attempt(threading.Thread):
             self._used = self._wanted
             return self._wanted
 
-    def _check(self) -> bool:
-        """Try the file in another process; return False if it changed meanwhile."""
-        source = self._source
-        if source.check is None:
-            self._see(external_files(source.path))
-        else:
-            trial = Trial(source.path, source.check, self._limit_s)
-            with self._lock:
-                self._trial = trial
-            if not self._wanted:
-                trial.end()
-            trial.run(self._see)
-        return self._files[0] == source.files()[0]
-
     def _see(self, external: list[str]) -> None:
         """Record the state of the files before they are read."""
         with self._lock:
             if self._wanted:
                 self._source.external = external
                 self._files = self._source.seen = self._source.files()
-
-    def _swap(self) -> Sequence[Engine] | None:
-        """Load the file and replace the engines; return None if the file changed meanwhile."""
-        engines = self._source.load()
-        try:
-            if self._source.files()[:-1] == self._files[:-1] and self._wanted:
-                self._repository.replace(self._model, engines, self._take)
-        finally:
-            if not self._used:
-                for engine in engines:
-                    engine.close()
-        return engines if self._used else None
 
 
 def _file(path: Path) -> File:

@@ -66,7 +66,7 @@ class ModelRepository:
         for name in models:
             _check_name(name)
         self.options = options
-        self.draining = False
+        self.leaving = self.draining = False  # see `leave`, `drain`
         self.elsewhere: str | None = None  # why another process of this server is not ready
         self.models: dict[str, ServedModel] = {}
         self.pipelines: dict[str, ServedPipeline] = {}  # their models are among `models`
@@ -81,20 +81,17 @@ class ModelRepository:
                 self.models[name] = make_model(
                     name, several, options, deliver, clock_us, call_soon, processes
                 )
-            self._check_buckets()
+            served = [model.buckets.lengths for model in self.models.values() if model.buckets]
+            for axis in self.options.lengths:
+                if not any(axis in lengths for lengths in served):
+                    raise BadInput(
+                        f"`buckets` {axis}: no served model has an input with that axis, and a "
+                        "batch",
+                        hint="deploykit inspect shows the names of the axes",
+                    )
         except BaseException:
             self.close(drain=False)
             raise
-
-    def _check_buckets(self) -> None:
-        """Raise BadInput for an axis with buckets that no model has."""
-        served = [model.buckets.lengths for model in self.models.values() if model.buckets]
-        for axis in self.options.lengths:
-            if not any(axis in lengths for lengths in served):
-                raise BadInput(
-                    f"`buckets` {axis}: no served model has an input with that axis, and a batch",
-                    hint="deploykit inspect shows the names of the axes",
-                )
 
     def add_pipelines(
         self, made: Mapping[str, MakePipeline], loop: asyncio.AbstractEventLoop, processes: int
@@ -140,10 +137,6 @@ class ModelRepository:
         """Serve model `name` with `engines` from now on: see `ServedModel.replace`."""
         self.find(name).replace(engines, wanted)
 
-    def warm_up_s(self, name: str) -> float:
-        """Return how long the warm-up of a model took."""
-        return self.find(name).warm_up_s
-
     def expire(self) -> None:
         """Answer requests past their deadline; called periodically."""
         for model in self.models.values():
@@ -159,7 +152,7 @@ class ModelRepository:
 
     def why_not_ready(self, model: Served | None = None) -> str | None:
         """Return why one model, or the server, is not ready; None if it is."""
-        if self.draining:
+        if self.leaving:
             return "the server is shutting down"
         return self.own_problem(model) or self.elsewhere
 
@@ -173,9 +166,13 @@ class ModelRepository:
     def unanswered(self) -> int:
         return sum(model.unanswered for model in self.models.values())
 
+    def leave(self) -> None:
+        """Report not ready; requests are still accepted."""
+        self.leaving = True
+
     def drain(self) -> None:
         """Accept no more requests and report not ready; accepted ones are still answered."""
-        self.draining = True
+        self.leaving = self.draining = True
         for model in self.models.values():
             model.draining = True
 

@@ -163,32 +163,26 @@ class Shadow(Watcher, Closing):
                 with self._changed:
                     self._dropped += 1
             else:
-                self._record(found)
+                self._recent.append(found)
+                rows = sum(each.rows for each in self._recent)
+                while rows > WINDOW_ROWS and len(self._recent) > 1:
+                    rows -= self._recent.popleft().rows
+                wrong = sum(each.disagreements for each in self._recent)
+                alarm = exceeds(wrong, rows, self._alarm)
+                with self._changed:
+                    self._rows += found.rows
+                    self._disagreements += found.disagreements
+                    self._worst = max(self._worst, found.max_error)
+                    began, self.alarming = alarm and not self.alarming, alarm
+                if began:
+                    log.warning(
+                        "shadow of model '%s': %d of the last %d rows disagree with the "
+                        "reference, more than `shadow_alarm` %g allows",
+                        *(self._name, wrong, rows, self._alarm),
+                    )
             pause_s = (time.monotonic() - began_s) * (1 / DUTY - 1)
             with self._changed:
                 self._changed.wait_for(lambda: self._closing, pause_s)
-
-    def _record(self, found: Comparison) -> None:
-        self._recent.append(found)
-        rows = sum(each.rows for each in self._recent)
-        while rows > WINDOW_ROWS and len(self._recent) > 1:
-            rows -= self._recent.popleft().rows
-        wrong = sum(each.disagreements for each in self._recent)
-        alarm = exceeds(wrong, rows, self._alarm)
-        with self._changed:
-            self._rows += found.rows
-            self._disagreements += found.disagreements
-            self._worst = max(self._worst, found.max_error)
-            began, self.alarming = alarm and not self.alarming, alarm
-        if began:
-            log.warning(
-                "shadow of model '%s': %d of the last %d rows disagree with the reference, more "
-                "than `shadow_alarm` %g allows",
-                self._name,
-                wrong,
-                rows,
-                self._alarm,
-            )
 
 
 def exceeds(disagreements: int, rows: int, threshold: float) -> bool:

@@ -81,22 +81,6 @@ def main() -> None:
     out = os.dup(1)
     os.dup2(2, 1)  # libraries print to it
     path, check, limit_s = pickle.load(sys.stdin.buffer)  # noqa: S301 - our server wrote it
-    _limit(limit_s)
-    problem: str | None = None
-    try:
-        _write(out, external_files(path))
-        sys.stdin.buffer.readline()  # waits until the server has looked at them
-        check(path)
-    except DeploykitError as exc:
-        problem = exc.message
-    except Exception as exc:  # noqa: BLE001 - whatever is wrong with the file
-        problem = f"{type(exc).__name__}: {first_line(exc)}"
-    _write(out, problem)
-    os._exit(0)  # threads of libraries may still run
-
-
-def _limit(limit_s: float) -> None:
-    """Limit the memory, time and priority of this process, to protect the server."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, limit_s + _LATE_S)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the server ends this process
@@ -111,6 +95,17 @@ def _limit(limit_s: float) -> None:
         most = int(used[1]) * 1024 + int(_SHARE * available)
         with contextlib.suppress(ValueError, OSError):  # the user's limit is lower
             resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    problem: str | None = None
+    try:
+        _write(out, external_files(path))
+        sys.stdin.buffer.readline()  # waits until the server has looked at them
+        check(path)
+    except DeploykitError as exc:
+        problem = exc.message
+    except Exception as exc:  # noqa: BLE001 - whatever is wrong with the file
+        problem = f"{type(exc).__name__}: {first_line(exc)}"
+    _write(out, problem)
+    os._exit(0)  # threads of libraries may still run
 
 
 def _write(out: int, value: object) -> None:

@@ -7,8 +7,7 @@ the error names the shape.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -51,11 +50,8 @@ class WarmUp:
         self._lengths = lengths
         self._known = (known or {}) if len(lengths) == 1 else {}
         self._required = sorted({1, max_batch}) if max_batch else [1]
-        self._between = [
-            rows
-            for rows in takewhile(lambda rows: rows < max_batch, _powers())
-            if rows not in self._required
-        ]
+        powers = [1 << n for n in range(1, max_batch.bit_length())]
+        self._between = [rows for rows in powers if rows < max_batch]
 
     def run(self, *, again_us: int = 0) -> tuple[dict[int, int], tuple[str, ...]]:
         """Return µs by rows at the longest lengths, and notes.
@@ -72,7 +68,9 @@ class WarmUp:
             if isinstance(axis, str) and axis not in known
         }
         try:
-            self._engine.prepare(() if free else self._largest_first(), joined=self._joined)
+            sizes = sorted((*self._required, *self._between), reverse=True)
+            each = (self._zeros(rows, axes) for axes in reversed(self._lengths) for rows in sizes)
+            self._engine.prepare(() if free else each, joined=self._joined)
         except OutOfMemory as exc:
             raise OutOfMemory(f"model '{self._name}': {exc.message}", hint=exc.hint) from exc
         if free:
@@ -90,12 +88,6 @@ class WarmUp:
         if self._engine.trim():
             self._engine(self._zeros(1, self._lengths[0]))
         return times, ()
-
-    def _largest_first(self) -> Iterator[Arrays]:
-        """Yield the inputs for a call of every size, each created on demand."""
-        for lengths in reversed(self._lengths):
-            for rows in sorted((*self._required, *self._between), reverse=True):
-                yield self._zeros(rows, lengths)
 
     def _guess(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Run once at the smallest size of unknown axes that works; return a note if none does."""
@@ -143,13 +135,6 @@ def short_rows(times: Mapping[int, int]) -> float:
     """Return the most rows that ran within SHORT_US, by `WarmUp.run`; inf if all did."""
     short = [rows for rows, us in times.items() if us <= SHORT_US]
     return math.inf if times and len(short) == len(times) else max(short, default=0)
-
-
-def _powers() -> Iterator[int]:
-    rows = 2
-    while True:
-        yield rows
-        rows *= 2
 
 
 def _format_shapes(feeds: Arrays) -> str:

@@ -151,23 +151,16 @@ class ModelMetrics(Watcher):
 
     def record_failure(self, request: Pending, now_us: int) -> None:
         outcome = "expired" if isinstance(request.error, Expired) else "failed"
-        self._count(outcome, now_us - request.arrived_us)
+        self.count(outcome, now_us - request.arrived_us)
 
     def record_refusal(self) -> None:
-        self._count("rejected")
-
-    def record_expiry(self) -> None:
-        """Count a request that was past its time limit before it reached the queue."""
-        self._count("expired")
+        self.count("rejected")
 
     def record_cancellation(self) -> None:
-        self._count("cancelled")
+        self.count("cancelled")
 
-    def record_bad_request(self) -> None:
-        """Count a request that was rejected before it reached the queue."""
-        self._count("bad_request")
-
-    def _count(self, outcome: str, us: int = 0) -> None:
+    def count(self, outcome: str, us: int = 0) -> None:
+        """Count a request that did not succeed, `us` after it arrived."""
         with self._lock:
             self._outcomes[outcome] += 1
             self._fail_us += us

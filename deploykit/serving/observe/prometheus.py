@@ -7,6 +7,7 @@ prometheus_client writes the response; `metrics.py` counts.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -135,6 +136,10 @@ class Histogram:
         found = np.bincount(at, times, len(self.counts))
         self.counts = [old + int(new) for old, new in zip(self.counts, found, strict=True)]
         self.total += int(values.sum() if times is None else values @ times)
+
+    def add_one(self, value: int) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
 
     @property
     def buckets(self) -> BucketCounts:

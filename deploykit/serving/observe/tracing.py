@@ -126,19 +126,16 @@ class Tracer(Closing):
                 if not requests and self._closing:
                     return
             if requests:
-                self._send(requests)
-
-    def _send(self, requests: Sequence[_Timing]) -> None:
-        since_1970_us = time.time_ns() // 1000 - self._clock_us()
-        try:
-            spans = [span for each in requests for span in self._spans(each, since_1970_us)]
-            sent = self._exporter.export(spans).name == "SUCCESS"
-        except Exception as exc:  # noqa: BLE001 - a failing collector must not stop the server
-            log.warning("traces were not sent: %s: %s", type(exc).__name__, first_line(exc))
-            sent = False
-        if not sent:
-            with self._changed:
-                self._dropped += len(requests)
+                since_1970_us = time.time_ns() // 1000 - self._clock_us()
+                try:
+                    spans = [span for each in requests for span in self._spans(each, since_1970_us)]
+                    sent = self._exporter.export(spans).name == "SUCCESS"
+                except Exception as exc:  # noqa: BLE001 - a failing collector must not stop the server
+                    log.warning("traces were not sent: %s: %s", type(exc).__name__, first_line(exc))
+                    sent = False
+                if not sent:
+                    with self._changed:
+                        self._dropped += len(requests)
 
     def _spans(self, request: _Timing, since_1970_us: int) -> Iterator[Any]:
         """Yield the spans of a request, the root first.

@@ -88,37 +88,31 @@ def _read(head: bytes, model: Signature) -> tuple[Plan, int]:
     for item in items:
         if type(item) is not dict:
             raise BadInput("each of 'inputs' must be an object")
-        data = _data(item, at)
-        if isinstance(data, Binary) and type(data.size) is int:
-            at += data.size
+        where = f"input {quote(item.get('name'))}"
+        more = check_parameters(item.get("parameters"), where)
+        data: object = find_region(more, where)
+        size = more.get("binary_data_size")
+        if ("data" in item) + (size is not None) + (data is not None) != 1:
+            raise BadInput(
+                f"{where} needs exactly one of 'data', 'binary_data_size' and "
+                "'shared_memory_region'"
+            )
+        if size is not None:
+            data = Binary(None, at, size)
+            at += size if type(size) is int else 0
+        elif data is None:
+            data = item["data"]
         inputs.append(InputData(item.get("name"), item.get("datatype"), item.get("shape"), data))
     if requested is not None and type(requested) is not list:
         raise BadInput("'outputs' must be a list")
-    outputs = [_requested(item) for item in requested or ()]
+    for item in requested or ():
+        if type(item) is not dict:
+            raise BadInput("each of 'outputs' must be an object with a 'name'")
+    outputs = [(item.get("name"), item.get("parameters")) for item in requested or ()]
     return plan(inputs, outputs, parameters, document.get("id"), model), at
 
 
 _read_cached = lru_cache(maxsize=256)(_read)
-
-
-def _data(item: Mapping[str, Any], at: int) -> object:
-    """Return an input's data: a list, `Binary` from `at` on, or a shared-memory `Region`."""
-    where = f"input {quote(item.get('name'))}"
-    parameters = check_parameters(item.get("parameters"), where)
-    size, region = parameters.get("binary_data_size"), find_region(parameters, where)
-    if ("data" in item) + (size is not None) + (region is not None) != 1:
-        raise BadInput(
-            f"{where} needs exactly one of 'data', 'binary_data_size' and 'shared_memory_region'"
-        )
-    if size is not None:
-        return Binary(None, at, size)
-    return item["data"] if region is None else region
-
-
-def _requested(item: object) -> tuple[object, object]:
-    if type(item) is not dict:
-        raise BadInput("each of 'outputs' must be an object with a 'name'")
-    return item.get("name"), item.get("parameters")
 
 
 def parse_json(text: bytes) -> dict[str, Any]:
@@ -215,19 +209,31 @@ def encode(
             item["parameters"] = {"binary_data_size": len(tail)}
             tails.append(tail)
         else:
-            item["data"] = _in_parts(to_json(result.array, result.datatype, result.name))
+            item["data"] = to_json(result.array, result.datatype, result.name)
         items.append(item)
-    head = _head(name, version, request.id, items)
-    return [head, *tails], len(head) if any(tails) else None
+    parts = _json_parts(name, version, request.id, items)
+    return [*parts, *tails], sum(map(len, parts)) if any(tails) else None
 
 
-def _in_parts(values: Any) -> Any:
-    """Return the values as orjson takes them; many are written in steps, between other threads."""
-    if len(values) <= _PART:
-        return values
-    parts = (values[at : at + _PART] for at in range(0, len(values), _PART))
-    encoded = [orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1] for part in parts]
-    return orjson.Fragment(b"[" + b",".join(encoded) + b"]")
+def _json_parts(
+    name: str, version: str, request_id: str | None, items: list[dict[str, Any]]
+) -> list[Bytes]:
+    """Return the JSON part; many values are written in steps, between other threads."""
+    if all(len(item.get("data", ())) <= _PART for item in items):
+        return [_head(name, version, request_id, items)]
+    parts: list[Bytes] = [_head(name, version, request_id, [])[:-2]]  # without its "]}"
+    for number, item in enumerate(items):
+        values = item.pop("data", None)
+        about = orjson.dumps(item)
+        if values is not None:
+            about = about[:-1] + b',"data":['
+        parts.append(b"," + about if number else about)
+        for at in range(0, 0 if values is None else len(values), _PART):
+            text = orjson.dumps(values[at : at + _PART], option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+            parts.append(b"," + text if at else text)
+        if values is not None:
+            parts.append(b"]}")
+    return [*parts, b"]}"]
 
 
 def _head(name: str, version: str, request_id: str | None, items: list[dict[str, Any]]) -> bytes:

@@ -146,13 +146,23 @@ def _read_varint(data: bytes, at: int, size: int) -> tuple[int, int]:
 
 def model_of(head: bytes) -> tuple[str, str]:
     """Return a request's model and version; a large one is not parsed. Raises BadInput."""
-    return (_model_of_cached if len(head) <= _CACHED_BYTES else _find_model)(head)
+    return (_model_of_cached if len(head) <= _CACHED_BYTES else _model_of)(head)
 
 
-@lru_cache(maxsize=256)
-def _model_of_cached(head: bytes) -> tuple[str, str]:
-    message = parse("ModelInferRequest", head)
-    return message.model_name, message.model_version
+def _model_of(head: bytes) -> tuple[str, str]:
+    found = {1: b"", 2: b""}
+    for number, _, start, end in _fields(head, 0, len(head), _MAX_FIELDS):
+        if number in found:
+            if end - start > _MAX_NAME_BYTES:
+                raise BadInput(f"a model's name or version has {end - start} bytes")
+            found[number] = head[start:end]
+    try:
+        return found[1].decode(), found[2].decode()
+    except UnicodeDecodeError as exc:
+        raise _invalid() from exc
+
+
+_model_of_cached = lru_cache(maxsize=256)(_model_of)
 
 
 def sends_bytes(head: bytes) -> bool:
@@ -165,19 +175,6 @@ def sends_bytes(head: bytes) -> bool:
         return False
     fields = _fields(head, *inputs[0], _MAX_FIELDS)
     return any(number == 2 and head[start:end] == b"BYTES" for number, _, start, end in fields)
-
-
-def _find_model(head: bytes) -> tuple[str, str]:
-    found = {1: b"", 2: b""}
-    for number, _, start, end in _fields(head, 0, len(head), _MAX_FIELDS):
-        if number in found:
-            if end - start > _MAX_NAME_BYTES:
-                raise BadInput(f"a model's name or version has {end - start} bytes")
-            found[number] = head[start:end]
-    try:
-        return found[1].decode(), found[2].decode()
-    except UnicodeDecodeError as exc:
-        raise _invalid() from exc
 
 
 def _count_fields(data: bytes) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -41,7 +41,6 @@ class Signature:
     outputs: Mapping[str, Slot]
     max_batch: int
     max_bytes: int  # the most bytes of one decoded request
-    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)  # class labels by output
 
 
 def signature(
@@ -49,10 +48,9 @@ def signature(
     outputs: Sequence[TensorSpec],
     max_batch: int,
     max_bytes: int,
-    labels: Mapping[str, Sequence[str]] | None = None,
 ) -> Signature:
     takes, gives = ({spec.name: make_slot(spec) for spec in specs} for specs in (inputs, outputs))
-    return Signature(takes, gives, max_batch, max_bytes, labels or {})
+    return Signature(takes, gives, max_batch, max_bytes)
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,12 @@ def plan(
     regions = bool(used) or any(item.region for item in requested_outputs)
     timeout_us = _integer(parameters, "timeout", "microseconds") or None
     priority = _integer(parameters, "priority")
-    rows = _rows(parts, model)
+    sizes: dict[str, int] = {}
+    for part in parts:
+        for axis, size in zip(part.slot.spec.shape, part.shape, strict=True):
+            if isinstance(axis, str) and sizes.setdefault(axis, size) != size:
+                raise BadInput(f"axis {axis} is {sizes[axis]} and {size} in the same request")
+    rows = parts[0].shape[0] if model.max_batch else 1
     fields = (rows, key, requested_outputs, name, timeout_us, priority, sum(used))
     return Plan(parts, fields, regions)
 
@@ -247,37 +250,31 @@ def _outputs(
         requested = [(name, None) for name in model.outputs]
     if len(requested) > len(model.outputs):
         raise BadInput(f"{len(requested)} outputs requested, the model has {len(model.outputs)}")
-    chosen = tuple(_output(name, more, by_default, model, binary) for name, more in requested)
-    if len({output.name for output in chosen}) != len(chosen):
-        raise BadInput("the same output is requested twice")
-    return chosen
-
-
-def _output(
-    name: object, more: object, by_default: bool, model: Signature, binary: bool
-) -> RequestedOutput:
-    if type(name) is not str or name not in model.outputs:
-        names = ", ".join(model.outputs)
-        raise BadInput(f"unknown output {quote(name)}", hint=f"the outputs are: {names}")
-    where, datatype = f"output '{name}'", model.outputs[name].datatype
-    parameters = check_parameters(more, where)
-    region = find_region(parameters, where)
-    binary = _flag(parameters, "binary_data", by_default) or binary or region is not None
-    classes = parameters.get("classification")
-    if classes is not None:
-        if type(classes) is not int or not 0 < classes <= MAX_CLASSES:
+    chosen: dict[str, RequestedOutput] = {}
+    for name, more in requested:
+        if type(name) is not str or name not in model.outputs:
+            names = ", ".join(model.outputs)
+            raise BadInput(f"unknown output {quote(name)}", hint=f"the outputs are: {names}")
+        where, datatype = f"output '{name}'", model.outputs[name].datatype
+        own = check_parameters(more, where)
+        region, classes = find_region(own, where), own.get("classification")
+        as_bytes = _flag(own, "binary_data", by_default) or binary or region is not None
+        if classes is not None and (type(classes) is not int or not 0 < classes <= MAX_CLASSES):
             raise BadInput(
                 f"{where}: 'classification' must be an integer from 1 to {MAX_CLASSES}, "
                 f"got {quote(classes)}"
             )
-        if datatype == "BYTES":
+        if classes is not None and datatype == "BYTES":
             raise BadInput(f"{where} is BYTES, which cannot be classified")
-    elif not binary and datatype in BINARY_ONLY:
-        raise BadInput(
-            f"{where} is {datatype}, which has no JSON form",
-            hint="request it with 'binary_data': true",
-        )
-    return RequestedOutput(name, binary, classes or 0, region)
+        if classes is None and not as_bytes and datatype in BINARY_ONLY:
+            raise BadInput(
+                f"{where} is {datatype}, which has no JSON form",
+                hint="request it with 'binary_data': true",
+            )
+        chosen[name] = RequestedOutput(name, as_bytes, classes or 0, region)
+    if len(chosen) != len(requested):
+        raise BadInput("the same output is requested twice")
+    return tuple(chosen.values())
 
 
 def _inputs(inputs: Sequence[InputData], model: Signature) -> tuple[Part, ...]:
@@ -309,51 +306,28 @@ def _input(item: InputData, slot: Slot, model: Signature, budget: int) -> tuple[
     count = math.prod(shape)  # Python integers: this cannot overflow
     if count > MOST_STRINGS and not slot.item_bytes:
         raise TooLarge(f"input '{name}' has more than {MOST_STRINGS} strings")
+    size: Any
     if isinstance(data, (Binary, Region)):
-        size = _size(data.size if isinstance(data, Binary) else data.byte_size, count, shape, slot)
-        in_place = isinstance(data, Binary) and slot.item_bytes and datatype != "BF16"
-        needed = 0 if in_place else _bytes_needed(count, size, slot)
-        _check_limit(needed, budget, model, name)
-        return Part(name, slot, shape, count, size, data), needed
-    flat = flatten(data, count, shape, slot)
-    size = 0 if slot.item_bytes else sum(len(x) for x in flat if type(x) in (str, bytes))
-    needed = _bytes_needed(count, size, slot)
-    _check_limit(needed, budget, model, name)
-    value = from_list(flat, shape, slot)
-    value.flags.writeable = False
-    return Part(name, slot, shape, count, 0, value), needed
-
-
-def _size(size: object, count: int, shape: tuple[int, ...], slot: Slot) -> int:
-    """Return the bytes of a tensor after a check against its shape; BYTES need 4 per element."""
-    need = count * (slot.item_bytes or LENGTH_BYTES)
-    if type(size) is int and (size == need or (size > need and not slot.item_bytes)):
-        return size
-    raise BadInput(
-        f"input '{slot.spec.name}': shape {quote(list(shape))} of {slot.datatype} is "
-        f"{'' if slot.item_bytes else 'at least '}{quote(need)} bytes, "
-        f"got {quote(size)}"
-    )
-
-
-def _bytes_needed(count: int, size: int, slot: Slot) -> int:
-    return count * slot.dtype.itemsize if slot.item_bytes else count * STRING_BYTES + size
-
-
-def _check_limit(needed: int, budget: int, model: Signature, name: str) -> None:
+        size = data.size if isinstance(data, Binary) else data.byte_size
+        need = count * (slot.item_bytes or LENGTH_BYTES)  # each string has its length in front
+        if type(size) is not int or size < need or (size > need and slot.item_bytes):
+            raise BadInput(
+                f"input '{name}': shape {quote(list(shape))} of {datatype} is "
+                f"{'' if slot.item_bytes else 'at least '}{quote(need)} bytes, got {quote(size)}"
+            )
+    else:
+        data = flatten(data, count, shape, slot)
+        size = 0 if slot.item_bytes else sum(len(x) for x in data if type(x) in (str, bytes))
+    needed = count * slot.dtype.itemsize if slot.item_bytes else count * STRING_BYTES + size
+    if isinstance(data, Binary) and slot.item_bytes and datatype != "BF16":
+        needed = 0  # it is read in place
     if needed > budget:
         raise TooLarge(
             f"with input '{name}' the request is {model.max_bytes - budget + needed} bytes, "
             f"above the limit of {model.max_bytes}",
             hint="send smaller requests, or start the server with a larger `max_body_bytes`",
         )
-
-
-def _rows(parts: Sequence[Part], model: Signature) -> int:
-    """Return the batch size, 1 without batching. Raises BadInput when axes disagree."""
-    sizes: dict[str, int] = {}
-    for part in parts:
-        for axis, size in zip(part.slot.spec.shape, part.shape, strict=True):
-            if isinstance(axis, str) and sizes.setdefault(axis, size) != size:
-                raise BadInput(f"axis {axis} is {sizes[axis]} and {size} in the same request")
-    return parts[0].shape[0] if model.max_batch else 1
+    if isinstance(data, list):
+        data = from_list(data, shape, slot)
+        data.flags.writeable = False
+    return Part(name, slot, shape, count, size, data), needed

@@ -22,7 +22,7 @@ from deploykit.core.evidence import RowIndependence
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.serving.batching.batcher import Batcher, deliver_inline, mark_expired, monotonic_us
-from deploykit.serving.batching.queue import LEVELS, BatchPolicy, Pending, Watcher
+from deploykit.serving.batching.queue import LEVELS, BatchPolicy, Pending
 from deploykit.serving.models.description import InUse
 from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.task import ModelTask
@@ -201,7 +201,7 @@ class RemoteBatcher(Batcher):
     inline_max_rows = 0
     lost = False
     ended = True
-    watcher = Watcher()
+    watchers = ()
 
     def __init__(self, model: FrontModel) -> None:
         self.index = model.index

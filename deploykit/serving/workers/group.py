@@ -299,21 +299,14 @@ class Member(ServerGroup):
         else:
             self._ask(then, "change", what, arguments)
 
-    def fail(self, error: BaseException) -> None:
-        """Report to the parent why this process ends."""
-        try:
-            self._say_last(error)
-        except Exception:  # noqa: BLE001 - not every library's error can be pickled
-            self._say_last(DeploykitError(f"{type(error).__name__}: {first_line(error)}"))
-
-    def report_end(self, dropped: int) -> None:
-        """Report to the parent how many requests were left unanswered."""
-        self._say_last(dropped)
-
-    def _say_last(self, what: object) -> None:
-        data = pickle.dumps(what)
-        if len(data) > _LAST_BYTES:  # the parent reads it when this process has ended
-            raise ValueError("too long for a pipe")
+    def report_end(self, result: int | BaseException) -> None:
+        """Leave the parent the number of unanswered requests, or why this process ends."""
+        data = b""
+        with contextlib.suppress(Exception):  # not every library's error can be pickled
+            data = pickle.dumps(result)
+        if not 0 < len(data) < _LAST_BYTES:  # the parent reads it when this process has ended
+            assert isinstance(result, BaseException)
+            data = pickle.dumps(DeploykitError(f"{type(result).__name__}: {first_line(result)}"))
         with contextlib.suppress(OSError):  # the parent has ended
             os.write(self._last, data)
 
@@ -343,36 +336,30 @@ class Member(ServerGroup):
             self._engine.connected.set()
 
     def _receive(self, message: Message) -> None:
-        kind, *content = message
         assert self._hooks is not None
         assert self._may_open is not None
-        if kind == "report":
-            number, names = content
-            self._link.send("done", number, {name: self._reports[name]() for name in names})
-        elif kind == "do":
-            number, what, arguments = content
-            self._link.send("done", number, self._do(what, arguments))
-        elif kind == "answer":
-            number, value = content
-            then = self._asked.pop(number)
-            then(_raising(value) if isinstance(value, Exception) else lambda: value)
-        elif kind == "engines":
-            if self._engine is not None and not self._engine.describe(content[0]):
-                self._hooks.drain()  # other models are served now: the successor will know them
-        elif kind == "elsewhere":
-            self._hooks.set_elsewhere(content[0])
-        elif kind == "open":
-            for what, arguments in content[0]:
-                self._do(what, arguments)
-            self._may_open.set()
-        elif kind == "drain":
-            self._stop_waiting()
-            self._hooks.drain()
-        elif kind == "close":
-            self._closing = True
-        elif kind == "abort":
-            self._stop_waiting()
-            self._hooks.abort()
+        match message:
+            case "report", number, names:
+                self._link.send("done", number, {name: self._reports[name]() for name in names})
+            case "do", number, what, arguments:
+                self._link.send("done", number, self._do(what, arguments))
+            case "answer", number, value:
+                then = self._asked.pop(number)
+                then(_raising(value) if isinstance(value, Exception) else lambda: value)
+            case "engines", engines:
+                if self._engine is not None and not self._engine.describe(engines):
+                    self._hooks.drain()  # other models are served now: the successor knows them
+            case "elsewhere", reason:
+                self._hooks.set_elsewhere(reason)
+            case "open", changes:
+                for what, arguments in changes:
+                    self._do(what, arguments)
+                self._may_open.set()
+            case ("close",):
+                self._closing = True
+            case ("drain" | "abort" as kind,):
+                self._stop_waiting()
+                (self._hooks.drain if kind == "drain" else self._hooks.abort)()
 
     def _do(self, what: str, arguments: tuple[Any, ...]) -> DeploykitError | None:
         try:

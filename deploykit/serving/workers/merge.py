@@ -6,7 +6,7 @@ value that an operator should see: the least ready, the largest error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deploykit.serving.observe.prometheus import METRICS, BucketCounts, Sample
@@ -65,14 +65,10 @@ def _join(a: Sample, b: Sample) -> Sample:
         counts = [(bound, count + more) for (bound, count), (_, more) in pairs]
         value = BucketCounts(counts, a.value.total + b.value.total)
     else:
-        value = _choice(a.name)((a.value, b.value))
+        most = a.name in _MOST or a.name.startswith(_OF_THE_MACHINE)
+        join: Any = min if a.name in _LEAST else max if most else sum
+        value = join((a.value, b.value))
     return Sample(a.name, a.labels, value)
-
-
-def _choice(name: str) -> Callable[[Iterable[Any]], Any]:
-    if name in _LEAST:
-        return min
-    return max if name in _MOST or name.startswith(_OF_THE_MACHINE) else sum
 
 
 def merge_statistics(reports: Sequence[Report]) -> Figures:
@@ -80,7 +76,13 @@ def merge_statistics(reports: Sequence[Report]) -> Figures:
     models: dict[str, Figures] = {}
     for each in (each for report in reports for each in report["statistics"]["model_stats"]):
         sizes = {batch["batch_size"]: batch for batch in each["batch_stats"]}
-        found = {**each, "batch_stats": {n: _without(b, "batch_size") for n, b in sizes.items()}}
+        found = {
+            **each,
+            "batch_stats": {
+                n: {name: value for name, value in b.items() if name != "batch_size"}
+                for n, b in sizes.items()
+            },
+        }
         before = models.get(each["name"])
         models[each["name"]] = found if before is None else add(before, found)
     for model in models.values():
@@ -103,6 +105,11 @@ def merge_status(reports: Sequence[Report]) -> Figures:
     first = max(running, key=lambda each: len(each["models"]))  # not every process has pipelines
     counts = merge_counts(reports)
     processes = [each["process"] for each in running if each["process"]]
+    process = None
+    if processes:
+        process = {key: sum(each[key] for each in processes) for key in processes[0]}
+        process["started_s"] = min(each["started_s"] for each in processes)
+        process["at_s"] = max(each["at_s"] for each in processes)
     models = []
     for each in first["models"]:
         same = [m for status in running for m in status["models"] if m["name"] == each["name"]]
@@ -121,17 +128,8 @@ def merge_status(reports: Sequence[Report]) -> Figures:
         "at_us": max(each["at_us"] for each in running),
         "at_s": max(each["at_s"] for each in running),
         "not_ready": next((each["not_ready"] for each in running if each["not_ready"]), None),
-        "process": _process(processes) if processes else None,
+        "process": process,
         "models": models,
-    }
-
-
-def _process(processes: Sequence[Figures]) -> Figures:
-    found = {key: sum(each[key] for each in processes) for key in processes[0]}
-    return {
-        **found,
-        "started_s": min(each["started_s"] for each in processes),
-        "at_s": max(each["at_s"] for each in processes),
     }
 
 
@@ -145,7 +143,3 @@ def add(a: Any, b: Any) -> Any:
     if isinstance(a, list):
         return [add(*pair) for pair in zip(a, b, strict=True)]
     return a if isinstance(a, str) else a + b
-
-
-def _without(figures: Figures, key: str) -> Figures:
-    return {name: value for name, value in figures.items() if name != key}

@@ -63,7 +63,7 @@ class Hub:
         self._run = run
         self.restarts = 0
         self._ended: merge.Report | None = None  # counters of workers that have ended
-        self._regions: dict[str, tuple[str, tuple[Any, ...]]] = {}
+        self.regions: dict[str, tuple[str, tuple[Any, ...]]] = {}  # for a new worker to repeat
         self._asks: list[tuple[Forked, int, str, int]] = []
         self._announced: dict[str, str] = {}  # the last message about each model
         self._collecting = False
@@ -74,34 +74,27 @@ class Hub:
     def serving(self) -> int:
         return sum(worker.serving for worker in self._workers.values())
 
-    @property
-    def changes(self) -> list[tuple[str, tuple[Any, ...]]]:
-        """Return the changes that all workers have made, for a new worker to repeat first."""
-        return list(self._regions.values())
-
     def receive(self, worker: Forked, message: Message) -> None:
-        """Process a message that begins with done, collect, announce or change."""
-        kind, *content = message
-        if kind == "done":
-            worker.missed = 0
-            number, value = content
-            future = worker.waiting.pop(number, None)
-            if isinstance(value, dict):
-                worker.report = value
-            if future is not None and not future.done():
-                future.set_result(value)
-        elif kind == "collect":
-            self._asks.append((worker, *content))
-            if not self._collecting:
-                self._collecting = True
-                self._run(self._collect())
-        elif kind == "announce":
-            model, level, text = content
-            if self._announced.get(model) != text:  # no other worker has reported it
-                self._announced[model] = text
-                log.log(level, "%s", text)
-        else:
-            self._run(self._change(worker, *content))
+        """Process a message about figures or about a change."""
+        match message:
+            case "done", number, value:
+                worker.missed = 0
+                future = worker.waiting.pop(number, None)
+                if isinstance(value, dict):
+                    worker.report = value
+                if future is not None and not future.done():
+                    future.set_result(value)
+            case "collect", number, what, since_us:
+                self._asks.append((worker, number, what, since_us))
+                if not self._collecting:
+                    self._collecting = True
+                    self._run(self._collect())
+            case "announce", model, level, text:
+                if self._announced.get(model) != text:  # no other worker has reported it
+                    self._announced[model] = text
+                    log.log(level, "%s", text)
+            case "change", number, what, arguments:
+                self._run(self._change(worker, number, what, arguments))
 
     def end(self, worker: Forked) -> None:
         """Keep the counters of a worker that has ended, and stop waiting for it."""
@@ -118,7 +111,10 @@ class Hub:
             for worker in self._workers.values():
                 worker.missed += worker.ready
             reports = await self._reports("most_waiting")
-            self._kill_hanging()
+            for worker in self._workers.values():
+                if worker.missed >= MOST_MISSED:
+                    log.error("worker %d does not answer its parent and is killed", worker.number)
+                    os.kill(worker.pid, signal.SIGKILL)
             if not reports:
                 continue
             counts = merge.merge_counts(reports)
@@ -127,12 +123,6 @@ class Hub:
                 waiting = sum(each.get("most_waiting", {}).get(name, 0) for each in reports)
                 models.append({"name": name, **counted, "waiting": waiting})
             self._history.add(time.monotonic_ns() // 1000, models)
-
-    def _kill_hanging(self) -> None:
-        for worker in self._workers.values():
-            if worker.missed >= MOST_MISSED:
-                log.error("worker %d does not answer its parent and is killed", worker.number)
-                os.kill(worker.pid, signal.SIGKILL)
 
     async def _collect(self) -> None:
         """Answer all requests for figures, with figures counted after they arrived."""
@@ -195,12 +185,12 @@ class Hub:
         problem = next((each for each in answers if each is not None), None)
         name = arguments[0]
         if what == "register" and problem is None:
-            self._regions[name] = (what, arguments)
-        elif what == "register" and None in answers and name not in self._regions:
+            self.regions[name] = (what, arguments)
+        elif what == "register" and None in answers and name not in self.regions:
             await self._ask_all("do", "unregister", (name,))  # some workers have it, some do not
         elif what == "unregister":
-            for each in [each for each in self._regions if name in (None, each)]:
-                del self._regions[each]
+            for each in [each for each in self.regions if name in (None, each)]:
+                del self.regions[each]
         if worker.link is not None:
             worker.link.send("answer", number, problem)
 
@@ -259,6 +249,7 @@ class Parent:
         self._workers: dict[int, Forked] = {}  # by pid
         self._hub = Hub(self._workers, count, self._do)
         self._shared = shared
+        self._drain_s = options.drain_s
         self._share_bytes = 2 * (options.max_body_bytes + SHARE_BYTES)
         self._engines: Mapping[str, RemoteEngine] | None = None  # None until they are known
         self._failures = dict.fromkeys(range(ENGINE if shared else 1, count + 1), 0)
@@ -297,10 +288,10 @@ class Parent:
             self._loop.add_reader(self._stop, self._on_stop)
         if self._shared:
             self._start_first([ENGINE])
-            await self._until(lambda: self._engine is not None)
+            await self._until(lambda: self._engine is not None or self._stopped.is_set())
         if not self._stopped.is_set():
             self._start_first(range(1, self._count + 1))
-        await self._until(lambda: self._hub.serving == self._count)
+        await self._until(lambda: self._hub.serving == self._count or self._stopped.is_set())
         if not self._stopped.is_set():
             self._started = True
             log.info("%d workers serve", self._count)
@@ -309,40 +300,33 @@ class Parent:
         ticking = asyncio.ensure_future(self._hub.keep_history())
         await self._stopped.wait()
         for worker in self._workers.values():
-            self._drain(worker)
-        await self._until_ended(END_S, signals=2)
+            if worker.ready and worker.link is not None:
+                worker.link.send("drain")
+            else:  # it still opens its models
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGTERM)
+        await self._until(
+            lambda: not self._workers or self._signals.count > 1, END_S + self._drain_s
+        )
         for worker in self._workers.values():
             if worker.link is not None:
                 worker.link.send("abort")
-        await self._until_ended(ABORT_S)
+        await self._until(lambda: not self._workers, ABORT_S)
         for worker in self._workers.values():
             log.error("worker %d does not end and is killed", worker.number)
             os.kill(worker.pid, signal.SIGKILL)
-        await self._until_ended(ABORT_S)
+        await self._until(lambda: not self._workers, ABORT_S)
         ticking.cancel()
 
-    async def _until(self, reached: Callable[[], bool]) -> None:
-        """Wait until `reached()`, or until the server is stopped."""
-        while not (reached() or self._stopped.is_set()):
-            await asyncio.sleep(_POLL_S)
-
-    async def _until_ended(self, limit_s: float, signals: float = math.inf) -> None:
-        """Wait for all workers, for at most `limit_s`, or until so many signals have arrived."""
+    async def _until(self, reached: Callable[[], bool], limit_s: float = math.inf) -> None:
         end_s = time.monotonic() + limit_s
-        while self._workers and time.monotonic() < end_s and self._signals.count < signals:
+        while not reached() and time.monotonic() < end_s:
             await asyncio.sleep(_POLL_S)
 
     def _on_stop(self) -> None:
         assert self._stop is not None
         self._loop.remove_reader(self._stop)
         self._stopped.set()
-
-    def _drain(self, worker: Forked) -> None:
-        if worker.ready and worker.link is not None:
-            worker.link.send("drain")
-        else:  # it still opens its models
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.pid, signal.SIGTERM)
 
     # -- processes ---------------------------------------------------------------------------------
 
@@ -359,7 +343,13 @@ class Parent:
         gc.freeze()  # otherwise the children's collectors would write to the shared memory
         try:
             for number in numbers:
-                self._fork(number)
+                http, grpc = share_address(self._http), self._grpc and share_address(self._grpc)
+                engines = None if number == ENGINE else self._engines
+                worker, end = fork(
+                    number, self._count, http, grpc, self._serve, self._logging_of, engines
+                )
+                self._workers[worker.pid] = worker
+                self._do(self._connect(worker, end))
         except OSError as exc:  # the system has no file descriptor, process or memory left
             problem = os_reason(exc)
         gc.unfreeze()
@@ -371,13 +361,6 @@ class Parent:
         before, self._log = self._log, None
         if before is not None:
             before.__exit__(None, None, None)
-
-    def _fork(self, number: int) -> None:
-        http, grpc = share_address(self._http), self._grpc and share_address(self._grpc)
-        engines = None if number == ENGINE else self._engines
-        worker, end = fork(number, self._count, http, grpc, self._serve, self._logging_of, engines)
-        self._workers[worker.pid] = worker
-        self._do(self._connect(worker, end))
 
     async def _connect(self, worker: Forked, end: socket.socket) -> None:
         link = WorkerLink(
@@ -416,19 +399,23 @@ class Parent:
         why = f"{name} was ended by {how_it_ended(code)}"
         if isinstance(last, BaseException):
             why = f"{name}: {last}"
+        error = last if isinstance(last, BaseException) else None
         if not self._started:
-            self._end_with(
-                last if isinstance(last, BaseException) else _crash(f"{why} at its start", code)
-            )
+            self._end_with(error or _crash(f"{why} at its start", code))
             return
         worked = worker.ready if number == ENGINE else worker.serving
         lived = worked and time.monotonic() - worker.begun_s > LIVED_S
         self._failures[number] = 0 if lived else self._failures[number] + 1
-        self._replace(number, why, last if isinstance(last, DeploykitError) else _crash(why, code))
+        self._replace(
+            number, why, error if isinstance(error, DeploykitError) else _crash(why, code)
+        )
 
     def _replace(self, number: int, why: str, error: DeploykitError) -> None:
+        """Start another process later, unless every one that could answer fails at each start."""
         failures = self._failures[number]
-        if self._is_hopeless(number):
+        fronts = [count for each, count in self._failures.items() if each != ENGINE]
+        alone = number == ENGINE or not self._hub.serving
+        if alone and (failures if number == ENGINE else min(fronts)) >= MOST_FAILURES:
             log.error("%s; no worker is left, and %d starts of each failed", why, MOST_FAILURES)
             self._end_with(error)
             return
@@ -436,13 +423,6 @@ class Parent:
         log.error("%s; another is started in %g s", why, delay_s)
         self._hub.restarts += 1
         self._loop.call_later(delay_s, self._restart, number)
-
-    def _is_hopeless(self, number: int) -> bool:
-        """Return whether every worker that could answer fails at each start."""
-        if number == ENGINE:
-            return self._failures[ENGINE] >= MOST_FAILURES
-        failures = [count for each, count in self._failures.items() if each != ENGINE]
-        return not self._hub.serving and min(failures) >= MOST_FAILURES
 
     def _restart(self, number: int) -> None:
         if not self._stopped.is_set() and (problem := self._start([number])):
@@ -462,35 +442,35 @@ class Parent:
     # -- messages of workers ---------------------------------------------------------------------
 
     def _receive(self, worker: Forked, message: Message) -> None:
-        kind, *content = message
         assert worker.link is not None
-        if kind == "state":
-            worker.not_ready = content[0]
-            self._share_state()
-        elif kind == "ready":
-            worker.ready = True
-            if self._stopped.is_set():
-                worker.link.send("drain")
-            else:
-                self._join_engine(worker)
-                worker.link.send("open", self._hub.changes)
+        match message:
+            case "state", not_ready:
+                worker.not_ready = not_ready
                 self._share_state()
-        elif kind == "engines":
-            self._engines = content[0]
-            for each in self._workers.values():
-                if each.number != ENGINE and each.ready and each.link is not None:
-                    each.link.send("engines", self._engines)
-        elif kind == "connect":
-            self._join_engine(worker)
-        elif kind == "drained":
-            worker.drained = True
-            self._let_close()
-        elif kind == "listening":
-            worker.serving, worker.begun_s = True, time.monotonic()
-            if self._started:
-                log.info("worker %d serves", worker.number)
-        else:
-            self._hub.receive(worker, message)
+            case ("ready",):
+                worker.ready = True
+                if self._stopped.is_set():
+                    worker.link.send("drain")
+                else:
+                    self._join_engine(worker)
+                    worker.link.send("open", list(self._hub.regions.values()))
+                    self._share_state()
+            case "engines", engines:
+                self._engines = engines
+                for each in self._workers.values():
+                    if each.number != ENGINE and each.ready and each.link is not None:
+                        each.link.send("engines", engines)
+            case ("connect",):
+                self._join_engine(worker)
+            case ("drained",):
+                worker.drained = True
+                self._let_close()
+            case ("listening",):
+                worker.serving, worker.begun_s = True, time.monotonic()
+                if self._started:
+                    log.info("worker %d serves", worker.number)
+            case _:
+                self._hub.receive(worker, message)
 
     @property
     def _engine(self) -> Forked | None:

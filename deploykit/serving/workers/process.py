@@ -109,16 +109,23 @@ def _become_worker(
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os._exit(code)
-        _close_files(keep)
+        low = 3  # close what the parent had open, such as its ends of other workers' sockets
+        for file in sorted(keep):
+            os.closerange(low, file)
+            low = file + 1
+        os.closerange(low, max(low, os.sysconf("SC_OPEN_MAX")))
         os.register_at_fork(after_in_child=partial(_release, keep))
         with logging_of(member.number):
             member.report_end(serve(member))
-        _end_children()
+        for each in Path("/proc/self/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # a thread has ended
+                for pid in each.read_text().split():  # such as a pool's, which would never end
+                    os.kill(int(pid), signal.SIGTERM)
         code = 0
     except (KeyboardInterrupt, SystemExit):
         pass
     except BaseException as exc:  # noqa: BLE001 - the parent raises it
-        member.fail(exc)
+        member.report_end(exc)
     finally:
         os._exit(code)
 
@@ -128,15 +135,6 @@ def _end(number: int, _frame: FrameType | None) -> NoReturn:
     raise SystemExit(1)
 
 
-def _close_files(keep: Sequence[int]) -> None:
-    """Close the files that the parent had open, such as its ends of other workers' sockets."""
-    low = 3
-    for each in sorted(keep):
-        os.closerange(low, each)
-        low = each + 1
-    os.closerange(low, max(low, os.sysconf("SC_OPEN_MAX")))
-
-
 def _release(files: Sequence[int]) -> None:
     """Close `files` in a process that a stage forks: it must not keep connections or links open."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -144,14 +142,6 @@ def _release(files: Sequence[int]) -> None:
     for each in files:  # the numbers stay in use by the objects that this process inherits
         os.dup2(nothing, each, inheritable=False)
     os.close(nothing)
-
-
-def _end_children() -> None:
-    """End the processes that stages have started, such as a pool's, which would never end."""
-    for each in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a thread has ended
-            for pid in each.read_text().split():
-                os.kill(int(pid), signal.SIGTERM)
 
 
 def last_words(pipe: int) -> object:

@@ -156,7 +156,7 @@ def test_the_loop_runs_a_second_engine_while_the_first_is_busy(
     slow.warm = True
     with Batcher([slow, quick], BatchPolicy(max_batch=4), call_soon=loop.call_soon) as batcher:
         asleep(batcher)
-        batcher._idle.sort(key=lambda worker: worker.runner.engine is slow)  # the last is next
+        batcher._idle.sort(key=lambda worker: worker.engine is slow)  # the last is next
         submit(batcher, row(0), 1, KEY, answers.done)
         loop.turn()
         assert slow.entered.acquire(timeout=WAIT_S)
@@ -182,7 +182,7 @@ def test_idle_time_includes_waiting_for_the_loop(
     clock, notes = Clock(), Notes()
     policy = BatchPolicy()
     with Batcher(
-        [engine], policy, clock_us=clock, watcher=notes, call_soon=loop.call_soon
+        [engine], policy, clock_us=clock, watchers=[notes], call_soon=loop.call_soon
     ) as batcher:
         batcher.inline_max_rows = math.inf
         asleep(batcher)

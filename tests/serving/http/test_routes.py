@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from deploykit.core.errors import Overloaded
@@ -20,7 +18,7 @@ from deploykit.serving.transport.call import Head
 from deploykit.serving.workers.group import ServerGroup
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.memory import Seen
-from tests.support.serving.running import Running, binary_request, infer_json, request, running
+from tests.support.serving.running import Running, infer_json, request, running
 
 GOOD = infer_json([1, 2, 3, 4], [1, 4])
 INFER = "/v2/models/m/infer"
@@ -72,25 +70,12 @@ def test_a_model_with_a_fixed_first_axis_is_not_batched() -> None:
         assert server.ask("POST", INFER, infer_json([0] * 4, [1, 4])).status == 400
 
 
-def test_a_model_whose_output_has_another_first_axis_is_not_batched() -> None:
-    engine = FakeEngine()
-    engine.outputs = (TensorSpec("y", "float32", ("found", 4)),)
-    with running({"m": engine}) as server:
-        assert server.ask("GET", "/v2/models/m/config").json["max_batch_size"] == 0
-
-
 def test_max_batch_is_limited_by_the_engine() -> None:
     with running({"m": FakeEngine(max_batch=3)}) as server:
         assert server.ask("GET", "/v2/models/m/config").json["max_batch_size"] == 3
         reply = server.ask("POST", INFER, infer_json([0] * 16, [4, 4]))
         assert reply.status == 400
         assert "batch 4 is above 3" in reply.json["error"]
-
-
-def test_the_engine_is_warmed_up_before_the_first_request() -> None:
-    engine = FakeEngine()
-    with running({"m": engine}, max_batch=8):
-        assert {1, 8} <= set(engine.batches)
 
 
 def test_infer_returns_the_id_and_the_outputs(server: Running) -> None:
@@ -103,15 +88,6 @@ def test_infer_returns_the_id_and_the_outputs(server: Running) -> None:
         "id": "a\n\u001b[2Jé",
         "outputs": [{"name": "y", "datatype": "FP32", "shape": [1, 4], "data": [3, 5, 7, 9]}],
     }
-
-
-def test_infer_accepts_and_returns_binary_tensors(server: Running) -> None:
-    rows = np.arange(8, dtype=np.float32).reshape(2, 4)
-    reply = server.connect().ask(binary_request(rows))
-    size = int(reply.headers["inference-header-content-length"])
-    assert reply.headers["content-type"] == "application/octet-stream"
-    assert json.loads(reply.body[:size])["outputs"][0]["parameters"] == {"binary_data_size": 32}
-    assert reply.body[size:] == (rows * 2 + 1).tobytes()
 
 
 UNKNOWN_VERSION = "'m' has no version '2'; served here: m (version 1)"

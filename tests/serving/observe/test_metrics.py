@@ -126,7 +126,7 @@ def test_failures_have_tritons_reasons() -> None:
     metrics.record_failure(late, 2000)
     metrics.record_failure(broken, 2000)
     metrics.record_cancellation()
-    metrics.record_bad_request()
+    metrics.count("bad_request")
     found = parsed(metrics)
     name = "nv_inference_request_failure"
     reasons = {

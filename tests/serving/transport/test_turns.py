@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import deploykit
 from deploykit.serving.grpc.call import GrpcCall, Method
 from deploykit.serving.http.connection import PIECE_BYTES, Exchange, HttpConnection
 from deploykit.serving.http.head import ChunkedBody, HeadReader
@@ -206,43 +203,6 @@ def test_clients_that_leave_while_their_requests_wait_are_forgotten(
     eventually(lambda: not server.server._listener.connections)
     eventually(lambda: held_bytes(server) == 0)
     assert server.ask("GET", "/v2/health/ready").status == 200
-
-
-def test_requests_over_grpc_wait_for_their_turn_too() -> None:
-    with serving({"m": FakeEngine()}) as server:
-        shared = server.grpc
-        now, begun = Now(), list[int]()
-        shared.turns.clock_s = now
-        spend, begin = shared.turns.spend, shared.turns._begin
-
-        def spent(since_s: float) -> None:
-            now.s = since_s + 2 * turns.TURN_S
-            begun[-1] += 1
-            spend(since_s)
-
-        def counted() -> None:
-            begun.append(0)
-            begin()
-
-        begun.append(0)
-        shared.turns.spend, shared.turns._begin = spent, counted  # type: ignore[method-assign]
-        clients = [frames(server.port) for _ in range(4)]
-        opened = [each.__enter__() for each in clients]
-        for client in opened:
-            client.start(1, infer_bytes())
-        assert [client.answer(1).status for client in opened] == [0] * 4
-        assert max(begun) <= 2
-        for each in clients:
-            each.__exit__(None, None, None)
-
-
-def test_an_idle_server_takes_no_turns(server: Running, eventually: Eventually) -> None:
-    assert server.ask("GET", "/v2/health/live").status == 200
-    listener = server.server._listener
-    (connection,) = listener.connections
-    assert isinstance(connection, HttpConnection)
-    assert not listener.turns.waiting
-    eventually(lambda: not listener.turns._scheduled)
 
 
 @pytest.fixture
@@ -602,20 +562,6 @@ def test_calls_that_arrive_in_one_piece_share_a_turn(
     assert max(wire.steps.values()) <= IN_A_TURN + 16  # calls, until the time is first checked
 
 
-def test_deadlines_that_pass_at_one_moment_share_a_turn(
-    counted: Callable[..., Counted], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wire = counted(10)
-    for link in wire.links:
-        wire.turn(link.data_received, opened(20, **{"grpc-timeout": "1S"}))
-    fail = GrpcCall.fail
-    monkeypatch.setattr(GrpcCall, "fail", lambda *args: (wire.step(), fail(*args)))
-    wire.tick(2.0)
-    assert sum(wire.steps.values()) == 10 * 20
-    assert max(wire.steps.values()) <= IN_A_TURN + 20  # those of one connection
-    assert wire.shared.open_streams == 0
-
-
 def test_a_tick_waits_until_the_last_one_has_seen_all_connections(
     counted: Callable[..., Counted],
 ) -> None:
@@ -636,56 +582,42 @@ def test_a_tick_waits_until_the_last_one_has_seen_all_connections(
     assert wire.shared.tick_s == pytest.approx(0.2)
 
 
-def test_connections_that_are_lost_at_one_moment_share_a_turn(
-    counted: Callable[..., Counted], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wire = counted(10)
+def lose_all(wire: Counted) -> None:
     for link in wire.links:
-        wire.turn(link.data_received, opened(20))
-    finish = GrpcCall.finish
-    monkeypatch.setattr(GrpcCall, "finish", lambda call: (wire.step(), finish(call)))
-
-    def lose_all() -> None:
-        for link in wire.links:
-            link.connection_lost(None)
-
-    wire.turn(lose_all)
-    assert sum(wire.steps.values()) == 10 * 20
-    assert max(wire.steps.values()) <= IN_A_TURN + 20
-    assert wire.shared.open_streams == 0
+        link.connection_lost(None)
 
 
-def test_answers_that_windows_let_out_at_one_moment_share_a_turn(
-    counted: Callable[..., Counted], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wire = counted(10, NO_WINDOW)
+def open_windows(wire: Counted) -> None:
     for link in wire.links:
-        wire.turn(link.data_received, opened(20, bytes(5)))
+        link.data_received(frame(SETTINGS, 0, 0, b"\0\4\0\0\xff\xff"))
+
+
+MOMENTS: dict[str, tuple[str, bytes, Callable[[Counted], object]]] = {  # the step that is counted
+    "deadlines that pass": ("fail", b"", lambda wire: wire.shared.tick(wire.now_s + 2.0)),
+    "connections that are lost": ("finish", b"", lose_all),
+    "answers that windows let out": ("push", NO_WINDOW, open_windows),
+}
+
+
+@pytest.mark.parametrize(("step", "settings", "happen"), MOMENTS.values(), ids=MOMENTS)
+def test_what_happens_to_many_calls_at_one_moment_takes_many_turns(
+    counted: Callable[..., Counted],
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+    settings: bytes,
+    happen: Callable[[Counted], object],
+) -> None:
+    wire = counted(10, settings)
+    for link in wire.links:
+        data = bytes(5) if settings else b""
+        wire.turn(link.data_received, opened(20, data, **{"grpc-timeout": "1S"}))
     wire.steps.clear()
-    push = GrpcCall.push
-    monkeypatch.setattr(GrpcCall, "push", lambda call: (wire.step(), push(call)))
-
-    def open_windows() -> None:
-        for link in wire.links:
-            link.data_received(frame(SETTINGS, 0, 0, b"\0\4\0\0\xff\xff"))
-
-    wire.turn(open_windows)
+    real = getattr(GrpcCall, step)
+    monkeypatch.setattr(GrpcCall, step, lambda *args: (wire.step(), real(*args)))
+    wire.turn(lambda: happen(wire))
     assert sum(wire.steps.values()) == 10 * 20
-    assert max(wire.steps.values()) <= IN_A_TURN + 20
+    assert max(wire.steps.values()) <= IN_A_TURN + 20  # those of one connection
     assert not any(call.unsent for link in wire.links for call in link.streams.values())
-
-
-def test_all_work_of_connections_is_done_in_turns() -> None:
-    """But for the output of a turn, which is written at its end."""
-    package = Path(deploykit.__file__).parent / "serving"
-    found = [
-        line.strip()
-        for folder in ("http2", "grpc")
-        for path in (package / folder).glob("*.py")
-        for line in path.read_text().splitlines()
-        if re.search(r"call_soon|call_later|call_at\(", line)
-    ]
-    assert found == ["asyncio.get_running_loop().call_soon(self._flush)"]
 
 
 @pytest.mark.parametrize("how", ["content-length", "RST_STREAM"])

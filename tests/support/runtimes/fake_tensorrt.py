@@ -1,6 +1,10 @@
-"""A `tensorrt` module made of Python: engines described in JSON, run on the CUDA of NumPy.
+"""A `tensorrt` module made of Python: a builder that logs what it was asked for, and engines.
 
-It answers as the real one was seen to: None and False where it fails, the reason in the log only,
+Its engines are described in JSON and run on the CUDA of our own driver. Its network has one input,
+`x` float32[-1, 4], and layers of the given types: it parses nothing. `Behaviour` says what it does.
+
+It answers as the real one was seen to: None, False or an exception where it fails, as NVIDIA's
+bindings do for that member (PY_ASSERT_* in pyCore.cpp), the reason in the log only,
 the first logger of a process kept, a shape of -1 for what only running tells. By NVIDIA's
 documentation ("Threading", "CUDA Graphs", "Execution contexts"): the contexts of an engine share
 its weights, each takes memory of its own, is for one thread at a time and one stream; they may
@@ -8,22 +12,37 @@ share a profile (always since 10.0); a graph holds until its context is changed,
 captured only after a call with the same shapes.
 """
 
+# ruff: noqa: ARG002, ARG005 - members take what those of NVIDIA take
+
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
+import importlib.machinery
 import json
 import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tests.support.runtimes.own_cuda import FakeCuda
+from deploykit.building.tensorrt.options import AxisRange, Options
+from deploykit.core.profile import load_profile
+
+if TYPE_CHECKING:
+    from tests.support.runtimes.own_cuda import FakeCuda
+
+BATCH = AxisRange(1, 4, 8)
+NO_FORMATS = (
+    "IBuilder::buildSerializedNetwork: Error Code 9: Internal Error (conv: could not find any "
+    "supported formats consistent with input/output data types)"
+)
 
 MAGIC = b"ptrt"
 WIDTHS = {"FLOAT": np.float32, "HALF": np.float16, "INT64": np.int64, "BOOL": np.bool_}
@@ -95,32 +114,85 @@ def plan_bytes(tensors: Sequence[Any], profiles: Sequence[Any], **more: Any) -> 
     return MAGIC + json.dumps({"tensors": tensors, "profiles": profiles, **more}).encode()
 
 
-class FakeTensorRt:
-    """The module."""
+def options(profile: str = "l4", batch: AxisRange = BATCH, **more: Any) -> Options:
+    return Options(load_profile(profile), batch, **more)
 
-    __version__ = "10.13.3.9"
+
+@dataclass
+class Behaviour:
+    """What this TensorRT does, and in `seen` what it was asked to do."""
+
+    version: str = "10.13.3.9"
+    plan: bytes = b"ftrt" + bytes(60)
+    strong_error: str | None = None  # logged in place of a strongly typed plan
+    weak_error: str | None = None
+    dtypes: tuple[str, ...] = ("FLOAT",)
+    dla_cores: int = 0
+    warnings: tuple[str, ...] = ()  # logged while it builds
+    needs_plugins: bool = False  # the graph has a node that NVIDIA's own plugins run
+    hardware: str = "NONE AMPERE_PLUS"  # compatibility levels; TensorRT 10.13 has one more
+    layers: str | None = None  # the inspector's answer; None: the plan cannot be read back
+    strong_number: int = 1  # STRONGLY_TYPED is 1 in TensorRT 10, 0 in 11
+    cache_refused: bool = False
+    cache_driver: bool = True  # False: it is refused for want of a driver
+    driver: bool = True
+    during_build: Callable[[], None] = lambda: None
+    seen: dict[str, Any] = field(default_factory=dict)
+
+
+Use = Callable[..., Behaviour]  # puts such a TensorRT in place of the installed one
+
+
+class FakeTensorRt:
+    """The module. `cuda`: where its engines run; without one, it only builds."""
+
     ILogger = ILogger
     IOutputAllocator = IOutputAllocator
     IErrorRecorder = IErrorRecorder
     IProfiler = IProfiler
     TensorIOMode = TensorIOMode
     ExecutionContextAllocationStrategy = ExecutionContextAllocationStrategy
-    LayerInformationFormat = SimpleNamespace(ONELINE=0, JSON=1)
+    __spec__ = importlib.machinery.ModuleSpec("tensorrt", None)
 
-    def __init__(self, cuda: FakeCuda) -> None:
-        self.cuda = cuda
+    def __init__(self, cuda: FakeCuda | None = None, does: Behaviour | None = None) -> None:
+        self.cuda: Any = cuda
+        self.does = does = does or Behaviour()
+        self.__version__ = does.version
         self.logger: Any = None
         self.made: list[weakref.ref[Context]] = []
         self.fail: dict[str, str] = {}  # name of a call -> the line it logs when it fails, once
         self.recorded = True  # False: as Myelin was seen to, to the logger alone
         self.noise: dict[str, str] = {}  # the same of calls that go on to succeed, each time
+        number = {"STRONGLY_TYPED": does.strong_number}
+        self.NetworkDefinitionCreationFlag: Any = enum.IntEnum("Creation", number)
+        self.BuilderFlag = _names("FP16 BF16 INT8 FP8 INT4 TF32 GPU_FALLBACK VERSION_COMPATIBLE")
+        self.TensorFormat: Any = enum.IntEnum("TensorFormat", {"LINEAR": 0, "CHW4": 2})
+        self.MemoryPoolType = _names("WORKSPACE")
+        self.ProfilingVerbosity = _names("DETAILED")
+        self.HardwareCompatibilityLevel = _names(does.hardware)
+        self.DeviceType = _names("GPU DLA")
+        self.LayerInformationFormat = _names("ONELINE JSON")
+        self.IProgressMonitor = type("IProgressMonitor", (), {})
+
+    def init_libnvinfer_plugins(self, log: Any, space: str) -> bool:
+        assert isinstance(log, ILogger)
+        self.does.seen["plugins"] = True
+        return True
+
+    def get_plugin_registry(self) -> SimpleNamespace:
+        libraries = self.does.seen.setdefault("libraries", [])
+        return SimpleNamespace(load_library=lambda path: libraries.append(path) or path)
+
+    def Builder(self, log: Any) -> _Builder:  # noqa: N802 - as TensorRT has it
+        return _Builder(self.does, log)
+
+    def OnnxParser(self, network: Any, log: Any) -> _Parser:  # noqa: N802
+        return _Parser(self.does, log)
 
     @property
     def contexts(self) -> list[Context]:
         """Those that are alive, in the order in which they were made."""
         return [context for each in self.made if (context := each()) is not None]
-
-    def Builder(self) -> None: ...  # noqa: N802 - as TensorRT has it
 
     def Runtime(self, logger: Any) -> Runtime:  # noqa: N802
         self.logger = self.logger or logger
@@ -135,7 +207,7 @@ class FakeTensorRt:
         return bool(line)
 
     def took(self, nbytes: int, owner: Any) -> bool:
-        if self.cuda.take(nbytes):
+        if self.cuda is None or self.cuda.take(nbytes):
             return True
         self.report(
             f"Requested amount of GPU memory ({nbytes} bytes) could not be allocated.", owner
@@ -161,9 +233,17 @@ class Runtime:
         self.nv = nv
 
     def deserialize_cuda_engine(self, content: bytes) -> Engine | None:
-        if self.nv.failed("deserialize_cuda_engine", self) or not content.startswith(MAGIC):
+        if self.nv.failed("deserialize_cuda_engine", self):
             return None
-        told = json.loads(content[len(MAGIC) :])
+        does = self.nv.does
+        does.seen["host_code"] = self.engine_host_code_allowed
+        does.seen["runtime_dla"] = self.DLA_core
+        if content.startswith(MAGIC):
+            told = json.loads(content[len(MAGIC) :])
+        elif does.layers is not None:  # an engine that can only be inspected
+            told = {"tensors": [], "profiles": [], "layers": does.layers}
+        else:
+            return None
         if not self.nv.took(told.get("weights", 0), self):
             return None
         return self.kind(self.nv, told)
@@ -181,7 +261,8 @@ class Engine:
         self.device_memory_size_v2 = told.get("scratch", 0)
 
     def __del__(self) -> None:
-        self.nv.cuda.take(-self.told.get("weights", 0))
+        if self.nv.cuda is not None:
+            self.nv.cuda.take(-self.told.get("weights", 0))
 
     def get_tensor_name(self, number: int) -> str:
         return list(self.tensors)[number]
@@ -284,7 +365,9 @@ class Context:
         assert stream in self.nv.cuda.streams
         self.profile, self.shapes = profile, {}
         self.changes += 1
-        return not self.nv.failed("set_optimization_profile_async", self)
+        if self.nv.failed("set_optimization_profile_async", self):
+            raise RuntimeError("Error in set optimization profile async.")
+        return True
 
     @alone
     def set_input_shape(self, name: str, shape: Iterable[int]) -> bool:
@@ -297,6 +380,8 @@ class Context:
 
     @alone
     def infer_shapes(self) -> list[str]:
+        if self.nv.failed("infer_shapes", self):
+            raise RuntimeError("infer_shapes error code: -1")
         self.inferred = True
         return [
             name
@@ -320,7 +405,7 @@ class Context:
 
     def set_output_allocator(self, name: str, allocator: Any) -> bool:
         self.allocators[name] = allocator
-        return True
+        return not self.nv.failed("set_output_allocator", self)
 
     @alone
     def execute_async_v3(self, stream: int) -> bool:
@@ -373,3 +458,136 @@ class Context:
 
 
 Runtime.kind, Engine.kind = Engine, Context
+
+# -- the builder
+
+
+def _names(names: str) -> SimpleNamespace:
+    return SimpleNamespace(**{name: name for name in names.split()})
+
+
+def _tensor(name: str, dtype: str, shape: tuple[int, ...]) -> SimpleNamespace:
+    """`allowed_formats` begins with all, as TensorRT may choose any for inputs and outputs."""
+    kind = SimpleNamespace(name=dtype)
+    return SimpleNamespace(
+        name=name, dtype=kind, shape=shape, is_shape_tensor=False, allowed_formats=0xFFFF
+    )
+
+
+class _Network:
+    def __init__(self, does: Behaviour, flags: int) -> None:
+        self.strong = flags == 1 << does.strong_number
+        self.num_inputs, self.num_outputs, self.num_layers = 1, 1, len(does.dtypes)
+        self._dtypes = does.dtypes
+        self.ends = (_tensor("x", "FLOAT", (-1, 4)), _tensor("y", "FLOAT", (-1, 4)))
+        does.seen["ends"] = self.ends
+
+    def get_input(self, number: int) -> SimpleNamespace:
+        return self.ends[0]
+
+    def get_output(self, number: int) -> SimpleNamespace:
+        return self.ends[1]
+
+    def get_layer(self, number: int) -> SimpleNamespace:
+        tensor = _tensor("t", self._dtypes[number], (-1, 1000))
+        return SimpleNamespace(num_outputs=1, get_output=lambda place: tensor)
+
+
+class _Parser:
+    num_errors = 0
+
+    def __init__(self, does: Behaviour, log: Any) -> None:
+        self.does, self.log = does, log
+
+    def parse_from_file(self, path: str) -> bool:
+        if self.does.needs_plugins and not self.does.seen.get("plugins"):
+            self.log.log(Severity.ERROR, "Plugin not found, are the plugin name correct?")
+            return False
+        return True
+
+
+class _Cache:
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def serialize(self) -> bytes:
+        return self.content
+
+
+class _Config:
+    def __init__(self, does: Behaviour, log: Any) -> None:
+        self.does, self.log = does, log
+        self.flags: list[str] = []
+        self.cache: _Cache | None = None
+        self.progress_monitor: Any = None
+        does.seen["config"] = self
+
+    def set_flag(self, flag: str) -> None:
+        self.flags.append(flag)
+
+    def clear_flag(self, flag: str) -> None:
+        self.does.seen.setdefault("cleared", []).append(flag)
+
+    def set_memory_pool_limit(self, pool: str, size: int) -> None:
+        self.does.seen[pool] = size
+
+    def create_timing_cache(self, content: bytes) -> _Cache:
+        self.does.seen.setdefault("caches", []).append(content)
+        if content and self.does.cache_refused:
+            if not self.does.cache_driver:
+                self.log.log(Severity.ERROR, "In f (cudaError 35: CUDA driver version)")
+            self.log.log(Severity.WARNING, "Failed to deserialize timing cache.")
+            return _Cache(b"")
+        return _Cache(content)
+
+    def set_timing_cache(self, cache: _Cache, ignore_mismatch: bool) -> bool:
+        self.cache = cache
+        return True
+
+    def get_timing_cache(self) -> _Cache | None:
+        return self.cache
+
+    def add_optimization_profile(self, profile: SimpleNamespace) -> int:
+        self.does.seen["shapes"] = profile.shapes
+        return 0
+
+
+class _Builder:
+    def __init__(self, does: Behaviour, log: Any) -> None:
+        if not does.driver:
+            log.log(Severity.ERROR, "CUDA initialization failure (cudaError 35: no driver)")
+            raise TypeError("pybind11::init(): factory function returned nullptr")
+        self.does, self.log = does, log
+        self.num_DLA_cores = does.dla_cores
+
+    def create_network(self, flags: int) -> _Network:
+        return _Network(self.does, flags)
+
+    def create_builder_config(self) -> _Config:
+        return _Config(self.does, self.log)
+
+    def create_optimization_profile(self) -> SimpleNamespace:
+        shapes: dict[str, Any] = {}
+        return SimpleNamespace(
+            shapes=shapes, set_shape=lambda name, *sizes: shapes.update({name: sizes})
+        )
+
+    def build_serialized_network(self, network: _Network, config: _Config) -> bytes | None:
+        self.does.seen.setdefault("strong", []).append(network.strong)
+        monitor = config.progress_monitor
+        monitor.phase_start("Building engine", None, 2)
+        with contextlib.suppress(BaseException):  # NVIDIA's bindings lose what a callback raises
+            self.does.during_build()
+        if not monitor.step_complete("Building engine", 0):
+            self.log.log(Severity.ERROR, "Build canceled by user")
+            return None
+        monitor.phase_finish("Building engine")
+        for line in self.does.warnings:
+            self.log.log(Severity.WARNING, line)
+        error = self.does.strong_error if network.strong else self.does.weak_error
+        if error:
+            self.log.log(Severity.ERROR, error)
+            return None
+        if config.cache is not None:
+            config.cache.content += b"timed"
+        return self.does.plan

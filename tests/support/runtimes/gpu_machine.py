@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.builders.fake_tensorrt import Behaviour, make
 from tests.support.runtimes import fake_tensorrt as fake
+from tests.support.runtimes.fake_tensorrt import Behaviour
 from tests.support.runtimes.modules import replaced
 from tests.support.runtimes.own_cuda import FakeCuda
 
@@ -56,15 +56,6 @@ class Cuda(FakeCuda):
         )
 
 
-_MEMBERS = (
-    "TensorIOMode",
-    "ExecutionContextAllocationStrategy",
-    "IErrorRecorder",
-    "IOutputAllocator",
-    "IProfiler",
-)
-
-
 @contextmanager
 def gpu_machine(
     folder: Path, patch: pytest.MonkeyPatch, *, content: bytes | None = None, has_cuda: bool = True
@@ -80,19 +71,9 @@ def gpu_machine(
     patch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     patch.setenv("DEPLOYKIT_CACHE", str(folder / "cache"))
     does = Behaviour(plan=content or plan(layers=LAYERS))
-    module = make(does)
-
-    def runtime(logger: Any) -> fake.Runtime:
-        nv.logger = logger
-        return fake.Runtime(nv)
-
-    for name in _MEMBERS:
-        setattr(module, name, getattr(fake, name))
-    module.Runtime = runtime  # type: ignore[attr-defined]
-
     cuda = Cuda()
     does.seen["cuda"] = cuda
-    nv = does.seen["nv"] = fake.FakeTensorRt(cuda)
+    module = does.seen["nv"] = fake.FakeTensorRt(cuda, does)
     opened: list[int] = does.seen.setdefault("devices", [])
 
     def device(number: int) -> Cuda:

@@ -4,8 +4,7 @@ Everything but the opening of the file is the real command: options, logs, signa
 engine answers y = 2x + 1; the first value of a row, if it is one of FAULTS, says what goes wrong.
 No call returns while there is a file `hold` in the working folder.
 It takes FAULT_LATENCY_S, and FAULT_PER_ROW_S more for each row; FAULT_ROWS is its largest batch,
-FAULT_WIDTH its numbers in a row; closing it takes FAULT_CLOSE_S.
-FAULT_LIMITS, in JSON, changes the connections' limits. With
+FAULT_WIDTH its numbers in a row; closing it takes FAULT_CLOSE_S. With
 FAULT_OPENS only so many workers can open the model: they count themselves in the folder. Workers
 that die are replaced FAULT_DELAY_S later, and killed after FAULT_MISSED reports that they miss.
 FAULT_ECHO_S is for how long a SIGTERM counts as one with the next. FAULT_SHARE_BYTES is what a
@@ -15,7 +14,6 @@ again after FAULT_CONNECT_S.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -26,8 +24,7 @@ from deploykit.cli.main import script
 from deploykit.core.errors import BadInput, OutOfMemory
 from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.serving import processes as serve_processes
-from deploykit.serving import serve, server
-from deploykit.serving.http import head
+from deploykit.serving import serve
 from deploykit.serving.workers import group, parent, signals
 from deploykit.serving.workers import parent as hub
 from tests.support.fake_engine import FakeEngine
@@ -95,7 +92,4 @@ if __name__ == "__main__":
     group.CONNECT_S = float(os.environ.get("FAULT_CONNECT_S", group.CONNECT_S))
     parent.DELAY_S = float(os.environ.get("FAULT_DELAY_S", parent.DELAY_S))
     serve.open_engines = lambda file, options, _: open_proven(file, instances=options.instances)
-    if "FAULT_LIMITS" in os.environ:
-        limits = head.HttpLimits(**json.loads(os.environ["FAULT_LIMITS"]))
-        server.HttpLimits = lambda: limits
     script()
