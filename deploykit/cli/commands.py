@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -55,6 +56,7 @@ SECTIONS = {
 _MODULES = {name: module for rows in SECTIONS.values() for name, (module, _summary) in rows.items()}
 _CONFIGURABLE = ("serve", "boot")
 ENVIRONMENT = "DEPLOYKIT"  # prefix of environment variables
+_KUBERNETES = re.compile("_SERVICE_(HOST|PORT)|_PORT_[0-9]+_(TCP|UDP)")  # of a service's links
 _PARAMETER = re.compile(r"`(\w+)`")
 _Sections = dict[str, list[tuple[str, str]]]
 
@@ -138,6 +140,20 @@ class ConfigurableCommand(Command):
                 each.envvar = f"{ENVIRONMENT}_{_key(each).upper()}"
             if each.name == "config":
                 each.is_eager, each.callback = True, _load
+
+    def invoke(self, ctx: Any) -> Any:
+        commands = ctx.find_root().command.commands
+        options = [each for name in _CONFIGURABLE for each in commands[name].params]
+        known = {each.envvar for each in options if each.envvar} | {f"{ENVIRONMENT}_CACHE"}
+        for name in sorted(os.environ.keys() - known):
+            service = _KUBERNETES.search(name) or os.environ[name].startswith("tcp://")
+            if name.startswith(f"{ENVIRONMENT}_") and not service:
+                short = {each.removeprefix(f"{ENVIRONMENT}_") for each in known}
+                hint = did_you_mean(name.removeprefix(f"{ENVIRONMENT}_"), short) or ""
+                hint = re.sub(r"\b[A-Z]{2}", rf"{ENVIRONMENT}_\g<0>", hint)
+                hint = hint or f"see deploykit {self.name} --help"
+                output.note(f"warning: the variable {name} is no option: {hint}")
+        return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
