@@ -294,7 +294,7 @@ def write(report: Report, folder: Path) -> Path:
 
 # "/layer1/conv" is a node's name, "/sys/…" what figures are read from, and "host/v2" a URL
 _ROOTS = {"home", "root", "tmp", "var", "opt", "usr", "mnt", "media", "srv", "Users"}
-_ROOTS |= {Path(each).parts[1] for each in (__file__, sys.prefix, os.getcwd()) if len(each) > 1}
+_ROOTS |= {Path(each).parts[1] for each in (__file__, sys.prefix)} | {"data", "workspace"}
 _FOLDERS = re.compile(rf"(?<![\w./~-])/(?:{'|'.join(sorted(_ROOTS))})/(?:[\w.@+~-]+/)*")
 
 
