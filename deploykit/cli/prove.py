@@ -39,6 +39,9 @@ def inspect(path: Path, as_json: bool = False) -> None:
 A                      The reference: a model, or a report of `bench`
 B                      What to compare with it; without B, A is compared with its stored samples
 --data FILE.npz|DIR    Inputs to run [random, or the golden samples of INT8 and FP8]
+--batch N              Rows of the random inputs [several]
+--axis NAME=SIZE       Size of a dynamic axis of the random inputs; may be repeated [several at
+        which A runs]
 --max-error X          Largest max |a-b| / max |a| [0.001, or as stored with the samples]
 --arch MODULE:CALLABLE  What builds the module of a file that holds only weights: pkg.mod:Net or
         ./file.py:Net, or the file of your own recipe
@@ -50,6 +53,8 @@ def compare(
     a: Path,
     b: Path | None = None,
     data: Path | None = None,
+    batch: int | None = None,
+    axis: list[str] | None = None,
     max_error: float | None = None,
     arch: str | None = None,
     allow_pickle: bool = False,
@@ -69,8 +74,8 @@ def compare(
 
     if is_report(a) or (b is not None and is_report(b)):
         _refuse(
-            given, "two reports", data=None, max_error=None, arch=None, allow_pickle=False,
-            device="cpu",
+            given, "two reports", data=None, batch=None, axis=None, max_error=None, arch=None,
+            allow_pickle=False, device="cpu",
         )  # fmt: skip
         from deploykit.reporting.compare import compare_reports
 
@@ -85,6 +90,7 @@ def compare(
         raise BadInput("`fail_on_regression` is for two reports")
     from deploykit.evaluation import compare as proof
 
+    given["axis"] = axis_sizes("axis", ",".join(axis or ()))
     result = proof.compare(**given)
     output.show(result, tables.compared(result), as_json=as_json)
     result.raise_if_over()

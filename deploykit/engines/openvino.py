@@ -74,7 +74,9 @@ Axes = tuple["int | str | None", ...]  # None: the file has no size
 
 def _name_axes(name: str, shape: Axes) -> tuple[int | str, ...]:
     """Name each axis of unknown size in `shape`, as ONNX Runtime's engine does."""
-    return tuple(axis_name(name, n) if axis is None else axis for n, axis in enumerate(shape))
+    return tuple(
+        axis if isinstance(axis, int) else axis_name(name, n, axis) for n, axis in enumerate(shape)
+    )
 
 
 def _dtype(path: Path, value: Value) -> str:

@@ -23,6 +23,7 @@ from deploykit.evaluation.parity import (
     add_float32_errors,
     compare_engines,
     comparison_feeds,
+    given_sizes,
     in_other_batches,
     rows_that_fit,
 )
@@ -74,6 +75,8 @@ def compare(
     b: ArtefactLike | None = None,
     *,
     data: StrPath | None = None,
+    batch: int | None = None,
+    axis: Mapping[str, int] | None = None,
     max_error: float | None = None,
     device: str = "cpu",
     arch: str | None = None,
@@ -81,9 +84,10 @@ def compare(
 ) -> Compared:
     """Run two artefacts on the same inputs, the samples of `data` or seeded random ones.
 
-    `arch`: the function that builds the model of bare weights, pkg.mod:callable or
-    ./file.py:callable; its inputs are those of the other file. `allow_pickle`: run code that a
-    PyTorch file contains.
+    `batch`, `axis`: sizes of the random inputs' batch, and of other dynamic axes by name; without
+    them, of several at which `a` runs. `arch`: the function that builds the model of bare weights,
+    pkg.mod:callable or ./file.py:callable; its inputs are those of the other file. `allow_pickle`:
+    run code that a PyTorch file contains.
 
     The bound is 0.001 of the output's scale, or 8 times what float32 itself gives where that is
     more; `max_error` replaces both. Random inputs saturate what was calibrated for real ones: where
@@ -97,6 +101,8 @@ def compare(
     if b is None:
         if data is not None:
             raise BadInput("`data` needs two files; one alone replays its golden samples")
+        if batch is not None or axis:
+            raise BadInput("`batch` and `axis` need two files; golden samples have their sizes")
         if arch is not None or allow_pickle:
             raise BadInput("`arch` and `allow_pickle` need two files, of which one is PyTorch's")
         return Compared(_replay(first, max_error, device))
@@ -109,7 +115,8 @@ def compare(
         unfit = [each for each in (first, second) if not data and _calibrated(each)]
         recorded = _recorded(unfit, left)
         path = next((each.path for each in (first, second) if each.format == "onnx"), None)
-        feeds, notes = comparison_feeds(left, right, samples, path)
+        sizes = given_sizes(left.inputs, batch, axis, samples)
+        feeds, notes = comparison_feeds(left, right, samples, path, sizes)
         why = f"random inputs are not what {unfit[0].name} was calibrated for" if unfit else ""
         if recorded is not None:
             name, feeds, stored = recorded

@@ -13,10 +13,16 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import ADJUSTED_WALD, Drop, Evaluation, Interval, Parity, ParityRow
-from deploykit.engines.data.samples import Samples, check_finite, random_feeds
+from deploykit.core.tensors import batch_axes
+from deploykit.engines.data.samples import Samples, check_finite
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.accuracy import Metric, Scores, drop_of, same_answers
-from deploykit.evaluation.parity import BATCHES, BOXES, compare_engines
+from deploykit.evaluation.parity import (
+    BOXES,
+    compare_engines,
+    feeds_at_sizes,
+    sizes_that_run,
+)
 from deploykit.evaluation.statistics import (
     proportion,
     samples_to_show_agreement,
@@ -57,7 +63,7 @@ def evaluate(
         max_drop: a fraction, or in the metric's own unit; 0.01 where None.
         names: what tables and errors call the two.
         batch_size: samples per call.
-        sizes: sizes of the random inputs' dynamic axes other than the batch.
+        sizes: sizes of the random inputs' dynamic axes; others are those of `sizes_that_run`.
 
     Raises:
         BadInput: the two cannot be compared, the metric does not fit, or `max_drop` is given and
@@ -86,8 +92,7 @@ def evaluate(
         if labels is not None:
             for score, outputs in zip(scores, (left, right), strict=True):
                 score.add(outputs, labels[rows])
-        feeds = {name: array[rows] for name, array in samples.inputs.items()}
-        equal = same_answers(left, right, feeds, rows.stop - rows.start)
+        equal = same_answers(left, right, samples.rows(rows), rows.stop - rows.start)
         if equal is not None:
             answers[0] += equal.size
             answers[1] += int(equal.sum())
@@ -120,12 +125,11 @@ def evaluation_feeds(
         size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
         yield from samples.first(used).batches(size)
         return
-    limits = (engine.max_batch or batch_size for engine in (reference, candidate))
-    most = min(batch_size, *limits)
-    batches = dict.fromkeys(min(batch, most) for batch in BATCHES)
-    for batch in batches:
-        axes = {str(spec.shape[0]): batch for spec in reference.inputs if spec.batched}
-        yield random_feeds(reference.inputs, {**sizes, **axes}, batch)
+    limits = {**reference.limits, **candidate.limits}
+    most = [engine.max_batch or batch_size for engine in (reference, candidate)]
+    limits |= {axis: (1, min(batch_size, *most)) for axis in batch_axes(reference.inputs)}
+    found, _ = sizes_that_run(reference, sizes, limits)
+    yield from feeds_at_sizes(reference.inputs, sizes=found)
 
 
 def _broken(parity: Parity) -> str:

@@ -14,7 +14,15 @@ from pathlib import Path
 
 from deploykit.core.artefact import Artefact, sniff
 from deploykit.core.errors import BadInput, DeploykitError
-from deploykit.core.files import StrPath, check_writable, make_folder, manifest_path, new_folder
+from deploykit.core.files import (
+    StrPath,
+    check_utf8,
+    check_writable,
+    make_folder,
+    manifest_path,
+    new_folder,
+    write_errors,
+)
 from deploykit.core.manifest import load_manifest
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.task import TOKENIZER
@@ -67,13 +75,15 @@ def claim(out: StrPath, kind: str, inputs: Iterable[object], *, force: bool = Fa
         check_inputs((place,), given)
         check_owned((place,), {place.name} if _marked(place, kind) else (), force)
         return place
+    check_utf8(place)
     written = [place, rejected(place)]
     if kind == "tensorrt":  # the graph that fails its gate before it is built
         written.append(rejected(place.with_suffix(".onnx")))
-    for file in written:
-        ours = _artefact(file, kind)
-        check_inputs((file, *_next_to(file)), given, keeps=file.name in ours)
-        check_owned((file, *_next_to(file)), ours, force)
+    with write_errors(place):  # the names of the files next to it may be too long
+        for file in written:
+            ours = _artefact(file, kind)
+            check_inputs((file, *_next_to(file)), given, keeps=file.name in ours)
+            check_owned((file, *_next_to(file)), ours, force)
     return place
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -33,6 +34,7 @@ from deploykit.core.files import (
     write_json,
 )
 from deploykit.core.json_value import Record
+from deploykit.core.tensors import batch_axes, batch_places
 from deploykit.engines.data.samples import (
     Batch,
     DataSource,
@@ -196,9 +198,10 @@ def predict(
         (proven,) = open_proven(artefact, device, trust=trust)
         opened = stack.enter_context(proven)
         source = find_source(Path(data), opened.inputs, task=artefact.task)
-        size = batch if opened.inputs[0].batched else 1
+        size = batch if batch_axes(opened.inputs) else 1
+        axes = _output_axes(opened, {n: source.axes.get(own) for n, own in source.names.items()})
         made_by = {"engine": artefact.sha256, "runtime": opened.runtime, "device": opened.device}
-        parts = PartialOutputs(out, {**made_by, "batch": str(size)}, restart=force)
+        parts = PartialOutputs(out, {**made_by, "batch": str(size)}, axes, restart=force)
         stack.enter_context(parts)
         stream = stack.enter_context(_open_stream(source, parts, on_progress))
         resumed = parts.done.samples
@@ -219,6 +222,19 @@ def predict(
         accuracy, note = _accuracy(source, next(iter(outputs.values()), None), stream.read_labels())
         where = f"ray, {opened.device}" if on == "ray" else opened.device
         return Predicted(out, source.count, seconds, where, accuracy, note, resumed)
+
+
+def _output_axes(engine: Engine, axes: Mapping[str, int | None]) -> dict[str, int]:
+    """Return the axis of samples by output, where it is known; `axes`: those of the inputs."""
+    batch = [each.shape[n] for each in engine.inputs if (n := axes[each.name]) is not None]
+    names = [str(size) for size in batch if isinstance(size, str)]
+    if names or not batch:
+        return batch_places(engine.outputs, names)
+    places = {  # a state [2,1,8] of a batch that is fixed at 1
+        spec.name: [place for place, size in enumerate(spec.shape) if size == batch[0]]
+        for spec in engine.outputs
+    }
+    return {name: found[0] for name, found in places.items() if len(found) == 1}
 
 
 def _open_stream(source: DataSource, parts: PartialOutputs, on_progress: Progress) -> SampleStream:
@@ -332,14 +348,23 @@ class Done:
 class PartialOutputs:
     """Keeps outputs on disk so that a later run can resume. Use in `with`, one process at a time.
 
-    `made_by`: names and values of all that the outputs depend on besides the samples. `restart`:
-    drop what there is. `dropped`: why an earlier run was dropped, "" where none was.
+    `made_by`: names and values of all that the outputs depend on besides the samples. `axes`: the
+    axis of samples, by output, where it is not 0. `restart`: drop what there is. `dropped`: why an
+    earlier run was dropped, "" where none was.
     """
 
-    def __init__(self, out: Path, made_by: Mapping[str, str], *, restart: bool = False) -> None:
+    def __init__(
+        self,
+        out: Path,
+        made_by: Mapping[str, str],
+        axes: Mapping[str, int] = MappingProxyType({}),
+        *,
+        restart: bool = False,
+    ) -> None:
         self.folder = out.with_name(f"{out.name}.parts")
         self.done, self.dropped = Done(), ""
         self._out, self._made_by, self._restart = out, dict(made_by), restart
+        self._axes = axes
         self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
         self._files: dict[str, BinaryIO] = {}
         self._saved_s = time.monotonic()
@@ -373,6 +398,9 @@ class PartialOutputs:
         Raises Unsupported on outputs that do not join to one array, and on a full disk.
         """
         at, nbytes = self.done.samples, dict(self.done.nbytes)
+        outputs = {
+            n: np.moveaxis(a, self._axes.get(n, 0), 0) if a.ndim else a for n, a in outputs.items()
+        }
         for name, values in outputs.items():
             self._check(name, values, f"samples {at} to {at + samples - 1}")
         with write_errors(self._out):
@@ -392,7 +420,8 @@ class PartialOutputs:
             shape = (size // row_bytes if row_bytes else self.done.samples, *row)
             empty = np.zeros(shape, dtype) if not size else None  # cannot be mapped
             path = self._files[name].name
-            found[name] = np.memmap(path, dtype, "r", shape=shape) if empty is None else empty
+            values = np.memmap(path, dtype, "r", shape=shape) if empty is None else empty
+            found[name] = np.moveaxis(values, 0, self._axes.get(name, 0))
         return found
 
     def finish(self) -> None:

@@ -71,6 +71,19 @@ def proportion(successes: float, n: int) -> Interval:
     return Interval(share, low, high)
 
 
+def mean_score(scores: np.ndarray | Sequence[float]) -> Interval:
+    """Return the mean of scores in 0..1, shape (samples,), with its interval over the samples.
+
+    Scores of 0 and 1 only: Wilson's. Others, such as shares of a sample's characters, vary less:
+    the t interval, within 0..1. A single score, or equal ones, have Wilson's too.
+    """
+    found = finite(scores, "scores")
+    if bool(np.isin(found, (0, 1)).all()) or bool((found == found[0]).all()):
+        return proportion(min(float(found.sum()), len(found)), len(found))
+    mean = _mean(found)
+    return Interval(mean.value, max(0.0, mean.low), min(1.0, mean.high))
+
+
 def paired_drop(
     reference_scores: np.ndarray | Sequence[float],
     candidate_scores: np.ndarray | Sequence[float],

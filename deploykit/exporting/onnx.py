@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 from deploykit.core.errors import BadInput, GateFailed, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec
+from deploykit.engines.data.examples import Example
 from deploykit.exporting.capture import (
     ExportJob,
     by_dynamo,
@@ -259,6 +260,7 @@ def export_module(
     *,
     opset: int = DEFAULT_OPSET,
     sizes: Mapping[str, int] | None = None,
+    example: Example | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> Exported:
     """Write `module` to `out`; past `max_bytes` of weights, these to OUT.data next to it.
@@ -266,7 +268,7 @@ def export_module(
     `module.forward` takes one tensor for each of `inputs`, by position, and returns a tuple in the
     order of `outputs`. TorchScript goes through torch's older exporter; so does a module that the
     current one fails on, where the reason does not make the older one's graph wrong. `sizes`: the
-    size to export at, by axis, where the model does not run at small ones.
+    size to export at, by axis. `example`: the user's, for other values than zeros.
 
     Raises BadInput when torch cannot export the model, naming the reason and the line of the user's
     code that it comes from.
@@ -278,13 +280,14 @@ def export_module(
         raise BadInput(
             f"opset {opset} is not offered{which}", hint=f"{offered[0]} to {offered[-1]}"
         )
-    job = ExportJob(module, inputs, outputs, opset, example_sizes(inputs, sizes))
+    sizes = example_sizes(inputs, sizes)
+    job = ExportJob(module, inputs, outputs, opset, sizes, example or Example())
     decided: tuple[str, ...] = ()
     why = "the file is TorchScript" if older else ""
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as folder:
         if not older:
             try:
-                model, decided = _at_size_taken(job)
+                model, decided = _keep_axes(job)
             except NotExported as first:
                 if first.final:
                     raise _add_advice(first, job) from first.__cause__
@@ -328,26 +331,41 @@ def add_cause(
         error.hint = hint_for(place, FREE_HINT)
 
 
-def _at_size_taken(job: ExportJob) -> tuple[Any, tuple[str, ...]]:
-    """Run `by_dynamo`, at larger `sizes` where the model needs them."""
-    while True:
-        try:
-            return by_dynamo(job)
-        except TooSmall as exc:
-            if job.sizes[exc.axis] >= exc.least:
-                raise
-            job.sizes[exc.axis] = 2 * exc.least  # at the least itself what is left of it may be 1
+def _keep_axes(job: ExportJob) -> tuple[Any, tuple[str, ...]]:
+    """Run `by_dynamo`; where it fixes an axis, once more without names, and at larger sizes."""
+    first: NotExported | None = None
+    for named, larger in ((True, False), (False, False), (True, True)):
+        sizes = {axis: 2 * size + 1 if larger else size for axis, size in job.sizes.items()}
+        sizes = {axis: min(size, job.given.most.get(axis, size)) for axis, size in sizes.items()}
+        while True:
+            try:
+                found = by_dynamo(replace(job, sizes=sizes), named=named)
+                job.sizes.update(sizes)
+                return found
+            except TooSmall as exc:
+                first = first or exc
+                if sizes[exc.axis] >= exc.least:
+                    break
+                sizes[exc.axis] = 2 * exc.least  # at the least itself what is left may be 1
+            except NotExported as exc:
+                if not (first or exc).fixed:
+                    raise
+                first = first or exc
+                break
+    raise first or BadInput("no sizes to try")
 
 
 def _fall_back(job: ExportJob, folder: Path, first: NotExported) -> Any:
     """Return the older exporter's graph; raises `first` where that fails as well."""
     if job.opset not in TORCHSCRIPT_OPSETS:
         raise _add_advice(first, job)
+    if first.by_data and watch_calls(job).reads_inputs:
+        raise first
     try:
         model, frozen = by_torchscript(job, folder)
     except NotExported:
         raise _add_advice(first, job) from None
-    if frozen and not first.captured:
+    if frozen and not first.captured and not first.by_data:
         raise NotExported(
             f"{first.message}; and torch's older exporter would keep one branch at {frozen[0]}",
             hint=first.hint,

@@ -14,7 +14,7 @@ from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.evidence import GoldenSamples, Parity, ParityRow, RowIndependence
 from deploykit.core.tensors import batch_axes
 from deploykit.engines.batching import JoinedRun
-from deploykit.engines.data.samples import random_feeds
+from deploykit.engines.data.examples import Example
 from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.evaluation import batching, golden
 from deploykit.evaluation.parity import (
@@ -72,16 +72,17 @@ def prove_export(
     loaded = source.loaded
     joined: list[JoinedRun] = []
     most = rows_that_fit(feeds, tmp)
-    feeds = first_rows(feeds, most)
+    feeds = first_rows(feeds, most, loaded.inputs)
     bound = EXPORT_MAX_ERROR if max_error is None else max_error
     check = partial(compare_engines, max_error=bound, names=(source.name, out_name))
     with TorchEngine(loaded, source.name, "cpu", None) as reference:
+        feeds, left_out = _taken(reference, feeds, loaded.example)
         with load(tmp, "cpu") as exported:
             try:
                 keep = batching.keep_runs(exported, feeds, joined)
                 parity = check(reference, exported, feeds, each=keep)
             except DeploykitError as exc:
-                axis = _fixed_axis(reference, exported, done.job.sizes)
+                axis = _fixed_axis(reference, exported, done)
                 if axis is None:
                     raise
                 raise BadInput(
@@ -97,7 +98,7 @@ def prove_export(
                 few = {n: a[: golden.SAMPLES] if n in cut else a for n, a in few.items()}
             recorded = golden.record(reference, few, tmp)
             rows = batching.prove_batch(exported, tmp, recorded, most, joined)
-            notes = rows_note(most)
+            notes = (*left_out, *rows_note(most))
             chooses = all("float" not in spec.dtype for spec in loaded.outputs)
             if loaded.parts is not None and (chooses or not parity.passed):
                 values, first = _compare_parts(source, tmp, done, exported, feeds, check, most)
@@ -115,6 +116,29 @@ def prove_export(
                     others = partial(in_other_batches, reference)
                     parity = add_float32_errors(parity, reference, others, least[::-1])
         return Proof(parity, recorded, rows, notes)
+
+
+def _taken(
+    reference: Engine, feeds: Sequence[Mapping[str, np.ndarray]], example: Example
+) -> tuple[list[Mapping[str, np.ndarray]], tuple[str, ...]]:
+    """Return the feeds that the model takes, with the example's values where it refuses others.
+
+    A size at which it takes neither is left out, with a note; the first feeds are the example.
+    """
+    if not example.arrays:
+        return list(feeds), ()
+    kept, lost = [*feeds[:1]], []
+    for each in feeds[1:]:
+        sizes = Example(each).sizes(reference.inputs)
+        for tried in (each, example.real_feeds(reference.inputs, sizes)):
+            with suppress(DeploykitError):
+                reference(tried)
+                kept.append(tried)
+                break
+        else:
+            lost.append(" ".join(f"{axis}={size}" for axis, size in sorted(sizes.items())))
+    notes = (f"not compared at {', '.join(lost)}, which the model does not take",)
+    return kept, notes if lost else ()
 
 
 class _ChosenBy:
@@ -151,7 +175,13 @@ def _compare_parts(
     with tempfile.TemporaryDirectory(dir=tmp.parent) as folder:
         file, sizes = Path(folder) / "first.onnx", done.job.sizes
         export_module(
-            first.module, first.inputs, first.outputs, file, opset=done.opset, sizes=sizes
+            first.module,
+            first.inputs,
+            first.outputs,
+            file,
+            opset=done.opset,
+            sizes=sizes,
+            example=done.job.given,
         )
         with (
             TorchEngine(first, source.name, "cpu", None) as reference,
@@ -164,15 +194,17 @@ def _compare_parts(
     return (*values.rows, *chosen.rows), batch
 
 
-def _fixed_axis(reference: Engine, exported: Engine, base: Mapping[str, int]) -> str | None:
+def _fixed_axis(reference: Engine, exported: Engine, done: Exported) -> str | None:
     """Return the first dynamic axis along which the graph fails and the model does not.
 
-    `base`: the sizes at which the graph was exported. Returns None where it fails at these too.
+    Returns None where it fails at the sizes of the export too.
     """
-    others = parity_sizes(reference.inputs, reference.limits)
+    base = done.job.sizes
+    example = done.job.given
+    others = parity_sizes(reference.inputs, reference.limits, example.sizes(reference.inputs))
     changes = [{}, *({axis: each[axis]} for axis in base for each in others if axis in each)]
     for change in changes:
-        feeds = random_feeds(reference.inputs, {**base, **change})
+        feeds = example.feeds(reference.inputs, {**base, **change})
         with suppress(DeploykitError):
             reference(feeds)
             try:

@@ -37,8 +37,6 @@ _SHAPES_LOGGER = "torch.fx.experimental.symbolic_shapes"  # logs each size that 
 _FIXES = re.compile(r"\bEq\(s\w+, (\d+)\) \[guard added\]")
 _GUARD = re.compile(r"(\S.*) \[guard added\]")
 _PIECES = re.compile(r"eval Eq\((?!.*Mod)(.*\bs\d+\b.*), \d+\) \[guard added\]")  # their number is
-_CUTS = re.compile(r"\b(\w*split\w*|\w*chunk\w*|unbind|range)\(|\bfor .* in ")
-_POOLS = re.compile(r"\b(max|avg)_pool\dd\(")
 _SYMBOL = re.compile(r"create_symbol (s\d+) = (\d+) for")
 _FUNCTIONS = {  # functions in torch's expressions for conditions on a size
     "Eq": operator.eq,
@@ -58,15 +56,19 @@ _DETECTOR_HINT = (
     "give a detector one image of a fixed size, 'images:float32[1,3,480,640]'; else export its "
     "backbone and head, and select the boxes outside the model"
 )
-_PIECES_HINT = (
-    "a graph cannot hold a number of pieces, or rounds of a loop, that follows a size or the data: "
-    "pad x to whole pieces and make these an axis, as x.unflatten(dim, (-1, length)) does, and "
-    "compute along it; or give the axis a fixed size"
-)
-_POOL_HINT = (
-    "a window of pooling that follows a size cannot be in a graph: x.amax(dim) or x.mean(dim) "
-    "computes the same over the whole axis"
-)
+_LINES = {  # of the user's code -> what to write instead
+    r"\b(\w*split\w*|\w*chunk\w*|unbind|range)\(|\bfor .* in ": "a graph cannot hold a number of "
+    "pieces, or rounds of a loop, that follows a size or the data: pad x to whole pieces and make "
+    "these an axis, as x.unflatten(dim, (-1, length)) does, and compute along it; or give the axis "
+    "a fixed size",
+    r"\b(max|avg)_pool\dd\(": "a window of pooling that follows a size cannot be in a graph: "
+    "x.amax(dim) or x.mean(dim) computes the same over the whole axis",
+    r"\blinspace\(": "torch.arange(n) * step computes the same, with n and step of x.shape",
+    r"\btake_along_dim\(": "torch.gather(x, dim, index) computes the same",
+    r"\baffine_grid\(": "keep the grid of coordinates in a buffer, or give H and W a fixed size",
+    r"\b(len|int|round|float)\(|\b(math|np|numpy)\.": "keep a size as torch gives it: x.shape[0] "
+    "in place of len(x); //, * and ** 0.5 in place of int(), math and numpy",
+}
 _CHECKED = "torch.distributions checks its arguments by their values"
 _CHECKED_HINT = "pass it validate_args=False; and in eval return the mean, not a random sample"
 FREE_HINT = "export with a fixed size for that axis, or change the model to work at any size"
@@ -76,7 +78,8 @@ class NotExported(BadInput):
     """`final`: the other exporter would write a graph that is wrong, so it must not be tried.
 
     `captured`: torch.export itself succeeded, so that nothing in the model depends on the data.
-    `operator`: what ONNX, or torch's exporter, lacks: "aten.median".
+    `fixed`: a size of an axis became a constant; another way of tracing may keep it. `by_data`: a
+    branch on a tensor. `operator`: what ONNX, or torch's exporter, lacks: "aten.median".
     """
 
     def __init__(
@@ -86,11 +89,15 @@ class NotExported(BadInput):
         hint: str | None = None,
         final: bool = False,
         captured: bool = False,
+        fixed: bool = False,
+        by_data: bool = False,
         operator: str = "",
     ) -> None:
         super().__init__(message, hint=hint)
-        self.final = final
+        self.final = final or fixed
         self.captured = captured
+        self.fixed = fixed
+        self.by_data = by_data
         self.operator = operator
 
 
@@ -101,7 +108,7 @@ class TooSmall(NotExported):
         self.axis, self.least = str(spec.shape[at]), least
         super().__init__(
             f"the model takes axis {self.axis} (axis {at} of input '{spec.name}') from {least} on",
-            final=True,
+            fixed=True,
         )
 
 
@@ -137,7 +144,7 @@ def explain(
             hint=hint_for(
                 place, "write it with torch.where or torch.cond, or compute it outside the model"
             ),
-            final=True,
+            by_data=True,
         )
     reason = first_line(chain[-1])
     if match := _SIZE_TAKEN.search(reason):  # one that must equal another, or be no smaller
@@ -152,7 +159,7 @@ def explain(
         return NotExported(
             f"the inputs' axes are not free: {_SOURCE.sub('', lines[0] if lines else reason)}",
             hint=FREE_HINT,
-            final=True,
+            fixed=True,
         )
     operator, reason = _operator(chain, reason)
     reason = textwrap.shorten(reason, _LONGEST, placeholder=" ...")
@@ -185,13 +192,13 @@ def baked(spec: TensorSpec, at: int, size: object, place: str) -> NotExported:
         f"the model fixes axis {spec.shape[at]} (axis {at} of input '{spec.name}') {kind} {size}: "
         + (place or "something in it reads that size as a constant"),
         hint=hint_for(place, FREE_HINT),
-        final=True,
+        fixed=True,
     )
 
 
 def hint_for(place: str, other: str | None) -> str | None:
-    """Return how to write the line at `place` where it cuts into pieces or pools, else `other`."""
-    return _PIECES_HINT if _CUTS.search(place) else _POOL_HINT if _POOLS.search(place) else other
+    """Return how to write the line at `place` for a graph, where that is known; else `other`."""
+    return next((hint for pattern, hint in _LINES.items() if re.search(pattern, place)), other)
 
 
 class SizeWatch(logging.Handler):
@@ -303,13 +310,16 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
     """Records, while active, the first line that called each operator, by "aten.name".
 
     `random`: the line that drew random numbers. `changed`: the model's own tensors that a line
-    wrote to, by name.
+    wrote to, by name. `reads_inputs`: Python read a value, or a size, that follows the inputs'
+    values, so that these decide what runs.
     """
 
     def __init__(self, module: Any) -> None:
         super().__init__()
         self.module = module
         self.lines: dict[str, str] = {}
+        self.ended = self._read = False
+        self._following: dict[int, Any] = {}  # the inputs, and what was computed of them
         self.random = ""
         self.changed: dict[str, str] = {}
         whole = isinstance(module, torch.nn.Module)  # not a function of TorchScript
@@ -331,7 +341,28 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
             name = self._own.get(args[0].data_ptr())
             if name is not None:
                 self.changed.setdefault(name.removeprefix("module."), place)
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        given = torch.utils._pytree.tree_leaves((args, kwargs))
+        tensors = [each for each in given if isinstance(each, torch.Tensor)]
+        if any(_memory(each) in self._following for each in tensors):
+            made = torch.utils._pytree.tree_leaves(found)
+            self._read |= torch.Tag.dynamic_output_shape in func.tags
+            self._read |= any(isinstance(each, (bool, int, float)) for each in made)
+            self._follow([*made, *tensors[: func._schema.is_mutable]])
+        return found
+
+    def of(self, inputs: Sequence[Any]) -> CallWatch:
+        """Follow `inputs`, and return the watch itself."""
+        self._follow(inputs)
+        return self
+
+    def _follow(self, values: Sequence[Any]) -> None:
+        tensors = [each for each in values if isinstance(each, torch.Tensor)]
+        self._following |= {_memory(each): each for each in tensors}
+
+    @property
+    def reads_inputs(self) -> bool:
+        return self._read or not self.ended
 
     def add_to(self, error: BadInput | Any) -> bool:
         """Say in `error` why the model's answers differ from call to call; False if they do not."""
@@ -358,6 +389,10 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
                 f"remove_parametrizations(layer, '{name}') before the export"
             )
         error.hint = error.hint or rewrite_for(operator)
+
+
+def _memory(tensor: Any) -> int:
+    return int(tensor.untyped_storage().data_ptr())
 
 
 def check_layers(error: BadInput, module: Any) -> None:

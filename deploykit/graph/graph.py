@@ -30,7 +30,7 @@ from deploykit.graph.skeleton import (
     stored_bytes,
     stored_elements,
 )
-from deploykit.graph.validate import RUNTIME_DOMAINS, read_model
+from deploykit.graph.validate import RUNTIME_DOMAINS, for_checker, read_model
 
 # The output of these operators is another name for the input's memory.
 VIEWS = frozenset(("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze"))
@@ -178,8 +178,8 @@ class Graph:
         graph = cls(read_model(path), path)
         try:
             if graph.model.functions:  # the skeleton inlines them
-                onnx.checker.check_model(make_skeleton(graph.model))
-            onnx.checker.check_model(graph.skeleton)
+                onnx.checker.check_model(for_checker(make_skeleton(graph.model), path))
+            onnx.checker.check_model(for_checker(graph.skeleton, path))
             for tensor in graph.model.graph.initializer:
                 # reading counted the bytes of raw data, but not the numbers in lists
                 here = tensor.data_location != TensorProto.EXTERNAL
@@ -334,7 +334,7 @@ def _spec(value: onnx.ValueInfoProto, path: Path) -> TensorSpec:
         if axis.HasField("dim_value") and axis.dim_value >= 0:
             shape.append(axis.dim_value)
         else:
-            name = axis.dim_param or axis_name(value.name, number)
-            # protobuf returns a name that is not UTF-8 as bytes
-            shape.append(name if isinstance(name, str) else name.decode(errors="replace"))
+            own = axis.dim_param  # protobuf returns a name that is not UTF-8 as bytes
+            own = own if isinstance(own, str) else own.decode(errors="replace")
+            shape.append(axis_name(value.name, number, own))
     return TensorSpec(value.name, dtype, tuple(shape))

@@ -268,7 +268,7 @@ def spec_of(path: Path, node: Any) -> TensorSpec:
             hint="export the model with float32 inputs and outputs",
         )
     shape = tuple(
-        axis if isinstance(axis, int) else axis or axis_name(node.name, place)
+        axis if isinstance(axis, int) else axis_name(node.name, place, axis)
         for place, axis in enumerate(node.shape)
     )
     return TensorSpec(node.name, dtype, shape)

@@ -74,7 +74,8 @@ class TorchEngine(Engine):
         self, loaded: Loaded, where: str, device: str, threads: int | None, *, bf16: bool = False
     ) -> None:
         cuda = torch.cuda.is_available()
-        chosen = ("cuda:0" if cuda else "cpu") if device == "auto" else device
+        chosen = ("cuda" if cuda else "cpu") if device == "auto" else device
+        chosen = "cuda:0" if chosen == "cuda" else chosen  # as tensors there call it
         if chosen != "cpu" and not cuda:
             raise Unsupported(
                 f"{where}: device '{device}' was asked for, but torch sees no GPU",

@@ -11,6 +11,7 @@ from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.json_value import ONE_JSON
 from deploykit.core.tensors import Bytes
 from deploykit.serving.models.inference import Inference, ModelRoute, array_bytes, over_budget
+from deploykit.serving.models.offload import Lane
 from deploykit.serving.oip import json
 from deploykit.serving.oip.request import Request
 from deploykit.serving.options import VERSION
@@ -38,11 +39,11 @@ class InferRoute(ModelRoute):
         large = self.model.largest_output_bytes > LARGE_BYTES
         if large and not call.reserve(0):  # checked before the engine runs in vain
             raise over_budget()
-        slow_bytes = len(body) if json_bytes is None or self.strings else json_bytes
+        slow = json_bytes is None or len(body) > self.slow_bytes
+        slow_bytes = len(body) if slow else json_bytes or 0
         inference = HttpInference(self, call, (body, json_bytes), head.trace)
         del body
-        inference.large = slow_bytes > LARGE_BYTES
-        if inference.large or head.encoding is not None:
+        if inference.set_lane(slow_bytes, LARGE_BYTES) or head.encoding is not None:
             inference.start_offloaded()
         else:
             inference.start()
@@ -69,12 +70,12 @@ class HttpInference(Inference):
         route, encoding = self.route, self.client.head.encoding
         if encoding is not None:
             limit = route.max_body_bytes
-            limit = limit if self.large else min(limit, LARGE_BYTES)
+            limit = limit if self.lane else min(limit, LARGE_BYTES)
             try:
                 body = compression.decompress(body, encoding, limit)
             except TooLarge:
                 if limit < route.max_body_bytes:  # it waits with the large requests
-                    self._source, self.large = source, True
+                    self._source, self.lane = source, Lane.LARGE
                 raise
         with ONE_JSON:
             request = json.decode(body, json_bytes, route.model.signature, route.memory)
@@ -83,12 +84,12 @@ class HttpInference(Inference):
 
     def encodes_slowly(self) -> bool:
         large = self.route.model.largest_output_bytes > LARGE_BYTES
-        self.large = large and self.slow_bytes() > LARGE_BYTES
+        slow = large and self.set_lane(self.slow_bytes(), LARGE_BYTES)
         accept = self.client.head.accept_encoding
-        if self.large or accept is None or compression.choose_encoding(accept) is None:
-            return self.large
+        if slow or accept is None or compression.choose_encoding(accept) is None:
+            return slow
         size = sum(map(array_bytes, self.pending.outputs.values()))
-        self.large = size > LARGE_BYTES
+        self.set_lane(size, LARGE_BYTES)
         return size > _INLINE_BYTES
 
     def encode(self) -> tuple[int, bytes, Sequence[Bytes]]:

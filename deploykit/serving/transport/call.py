@@ -8,7 +8,7 @@ import logging
 import re
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -88,7 +88,7 @@ class Head:
 
     method: str = ""
     target: str = ""
-    path: str = ""  # the target without its query
+    path: str = ""  # the target without its query, and without `root_path`
     host: bytes | None = None
     keep_alive: bool = False
     old: bool = False  # HTTP/1.0
@@ -104,19 +104,21 @@ class Head:
     refusal: Refusal | None = None
 
     @classmethod
-    def of(cls, method: str, target: str, headers: Mapping[bytes, bytes], **values: Any) -> Head:
+    def of(
+        cls, method: str, target: str, path: str, headers: Mapping[bytes, bytes], **values: Any
+    ) -> Head:
         """Build a head from headers whose names are in lower case."""
         trace = headers.get(b"traceparent")
         return cls(
             method,
             target,
-            target.partition("?")[0],
+            path,
             json_bytes=headers.get(b"inference-header-content-length"),
             encoding=headers.get(b"content-encoding"),
             content_type=headers.get(b"content-type"),
             accept=headers.get(b"accept"),
             accept_encoding=headers.get(b"accept-encoding"),
-            trace=None if trace is None else trace.decode("latin-1"),
+            trace=trace.decode("latin-1") if trace else None,
             **values,
         )
 
@@ -136,6 +138,11 @@ class Call:
 
     @abstractmethod
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None: ...
+
+    @property
+    def peer(self) -> Hashable:
+        """Return the connection, with whose other work this request's waits, if it is known."""
+        return self
 
     def reserve(self, size: int) -> bool:
         """Count `size` more bytes until the reply; return whether they fit into the budget."""
@@ -212,10 +219,12 @@ def decompress(body: Bytes, encoding: bytes, max_bytes: int) -> Bytes:
     Raises UnknownEncoding unless it is gzip or deflate, BadInput for a truncated or damaged body or
     trailing bytes, and TooLarge above `max_bytes`, which is checked during decompression.
     """
-    name = encoding.strip().lower()
-    if name in (b"identity", b""):
+    names = [name.strip().removeprefix(b"x-") for name in encoding.lower().split(b",")]
+    names = [name for name in names if name not in (b"identity", b"")]
+    if not names:
         return body
-    if name not in _WINDOWS:
+    name = names[0]
+    if len(names) > 1 or name not in _WINDOWS:
         raise UnknownEncoding(
             f"Content-Encoding {quote(encoding.decode('latin-1'))} is not supported",
             hint="send gzip, deflate or plain bytes",
