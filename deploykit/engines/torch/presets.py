@@ -117,7 +117,7 @@ def build_named(arch: str, weights: Mapping[str, Any]) -> Any:
     return with_torchvision(lambda: _build_torchvision(found, weights))
 
 
-class _WithoutMemory(torch.overrides.TorchFunctionMode):
+class _WithoutMemory(torch.overrides.TorchFunctionMode):  # type: ignore[misc,name-defined]
     """Makes weights without values, so that the largest network is built at once."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,7 +137,7 @@ def recognise(weights: Mapping[str, Any], file: Path) -> str | None:
         library = _torchvision()
     except MissingExtra:
         return None
-    named = [name for name in library.list_models() if not name.startswith("quantized_")]
+    named: list[str] = [name for name in library.list_models() if not name.startswith("quantized_")]
     named.sort(key=lambda name: (name not in file.name, not name.startswith("resnet"), len(name)))
     theirs, unlike = _sizes(weights), set[str]()
     if len(theirs) < _FEWEST:
