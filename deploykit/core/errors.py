@@ -183,7 +183,7 @@ _SCARCE: Mapping[int, tuple[str, str | None]] = {  # of this machine, whatever w
 
 
 def os_error(exc: OSError, where: object = "") -> DeploykitError:
-    """Return the error of ours for `exc`; `where` begins it, by default the file that it names."""
+    """Return the DeploykitError for `exc`; `where` begins it, by default the file that it names."""
     where = str(where or exc.filename or "")
     start = f"{where}: " if where else ""
     if "temporary directory" in str(exc):
