@@ -151,6 +151,12 @@ class ServeOptions:
         3600,
     )
     max_body_bytes: int = option(64 << 20, "--max-body-bytes BYTES  Largest request", 1, 1 << 40)
+    max_pixels: int = option(
+        25_000_000,
+        "--max-pixels N  Largest image; decoding takes 8 bytes for each pixel",
+        1,
+        178_000_000,
+    )
     max_held_bytes: int | None = option(
         None,
         "--max-held-bytes BYTES  Memory for all large requests and answers together "

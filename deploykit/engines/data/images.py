@@ -64,8 +64,14 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_limits = {"pixels": MAX_PIXELS}  # of this process
 _filters = threading.Lock()  # all threads share the filters of `warnings`
 _one_large = threading.Lock()
+
+
+def limit_pixels(most: int) -> None:
+    """Set the most pixels of an image that this process decodes: 8 bytes of memory for each."""
+    _limits["pixels"] = most
 
 
 class _Jpeg(_JpegImageFile):  # type: ignore[misc]  # Any: Pillow is optional
@@ -126,7 +132,8 @@ def open_upright(
         if type(exc).__name__ == "UnidentifiedImageError":
             reason = "is neither PNG, JPEG nor WebP"
         if isinstance(exc, Image.DecompressionBombError):  # Pillow's limit is not ours
-            raise BadInput(f"{where}: has more than {MAX_PIXELS / 1e6:.0f} million pixels") from exc
+            most = f"{_limits['pixels'] / 1e6:.0f} million pixels"
+            raise BadInput(f"{where}: has more than {most}") from exc
         raise BadInput(f"{where}: is not a readable image: {reason}") from exc
 
 
@@ -221,9 +228,10 @@ def no_warnings() -> Iterator[None]:
 def _check_header(image: Any, where: object) -> None:
     """Raise BadInput for an image that is too large, has more than 8 bits or is animated."""
     size = f"{image.width}x{image.height}"
-    if image.width * image.height > MAX_PIXELS:
-        limit = f"{MAX_PIXELS / 1e6:.0f} million pixels"
-        raise BadInput(f"{where}: is {size}, above the limit of {limit}")
+    if image.width * image.height > _limits["pixels"]:
+        limit = f"{_limits['pixels'] / 1e6:.0f} million pixels"
+        hint = "send a smaller image, or start the server with a larger `max_pixels`"
+        raise BadInput(f"{where}: is {size}, above the limit of {limit}", hint=hint)
     if max(image.size) > _MOST_SIDE:
         raise BadInput(f"{where}: is {size}, a side has {_MOST_SIDE} at most")
     stored = str(image.tile[0][3]) if image.tile else image.mode  # "RGB;16B" for mode "RGB"

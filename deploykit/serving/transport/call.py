@@ -33,6 +33,7 @@ access_log = logging.getLogger("deploykit.access")
 
 JSON = b"Content-Type: application/json\r\n"
 RETRY = b"Retry-After: 1\r\n"
+COMPRESSED = b"Content-Encoding: %s\r\nVary: Accept-Encoding\r\n"
 BUG = "an error inside the server; its log says more"
 _UNKNOWN_MEMORY = 4 << 30
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)

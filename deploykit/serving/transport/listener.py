@@ -144,6 +144,8 @@ class Port(ABC):
 
 def bind(host: str, port: int, parameter: str = "`http_port`") -> socket.socket:
     """Return a listening socket; early clients wait. BadInput names `host` or `parameter`."""
+    if host[:1] == "[" and host[-1:] == "]":  # as in a URL
+        host = host[1:-1]
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as exc:
