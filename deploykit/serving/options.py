@@ -86,7 +86,12 @@ class ServeOptions:
         "--trust  Also run a TensorRT engine whose results cannot be verified here, or one that "
         "brings code from elsewhere",
     )
-    host: str = option("127.0.0.1", "--host ADDRESS  Address to listen on", section="Address")
+    host: str = option(
+        "127.0.0.1",
+        "--host ADDRESS|unix:FILE  Address to listen on; unix:FILE is a socket for HTTP, with one "
+        "for gRPC at FILE.grpc",
+        section="Address",
+    )
     http_port: int = option(
         0, "--http-port PORT  Port for HTTP; 0 picks a free one", 0, 65535, shown=8000
     )
@@ -259,6 +264,14 @@ class ServeOptions:
         return tuple(
             sorted({self.max_batch, *(1 << n for n in range(self.max_batch.bit_length()))})
         )
+
+
+def addresses(host: str, port: int, grpc_port: int | None) -> tuple[str, str | None]:
+    """Return where clients find a server that listens there, over HTTP and over gRPC."""
+    if host.startswith("unix:"):
+        return host, None if grpc_port is None else f"{host}.grpc"
+    place = f"[{host}]" if ":" in host else host
+    return f"{place}:{port}", None if grpc_port is None else f"{place}:{grpc_port}"
 
 
 def takes(kind: Callable[_P, _S]) -> Callable[[Callable[[_S], _R]], Callable[_P, _R]]:

@@ -34,7 +34,14 @@ from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.call import MemoryBudget
-from deploykit.serving.transport.listener import Acceptor, Client, Port, is_loopback
+from deploykit.serving.transport.listener import (
+    UNIX,
+    Acceptor,
+    Client,
+    Port,
+    address_of,
+    is_loopback,
+)
 from deploykit.serving.transport.security import AccessControl, tls_context, watched_files
 from deploykit.serving.transport.turns import DELIVERY_S, Turns
 from deploykit.serving.web.page import FILES
@@ -113,7 +120,7 @@ class Server:
         self._signals = Signals(self._loop, self._begin_drain)
         self._finished = Turns(turn_s=DELIVERY_S)  # continuations of work on other threads
         try:
-            self.host, self.port = self._sockets[0].getsockname()[:2]
+            self.host, self.port = address_of(self._sockets[0])
             loopback = is_loopback(self.host)
             access = AccessControl(options, loopback=loopback, public=FILES)
             self.repository = ModelRepository(
@@ -124,7 +131,7 @@ class Server:
             self.grpc_port: int | None = None
             if options.grpc_port is not None and not group.runs_engines:
                 self._sockets.append(group.bind(options.host, options.grpc_port, "`grpc_port`"))
-                self.grpc_port = self._sockets[1].getsockname()[1]
+                self.grpc_port = address_of(self._sockets[1])[1]
         except BaseException:
             self._release()
             raise
@@ -239,7 +246,7 @@ class Server:
 
     def _warn(self) -> None:
         options = self._options
-        if is_loopback(self.host):
+        if is_loopback(self.host) or self.host.startswith(UNIX):
             return
         if options.token is None:
             log.warning(
