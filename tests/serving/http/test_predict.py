@@ -156,6 +156,9 @@ REFUSED: dict[str, tuple[str, bytes, str, int, str]] = {
     "another field": ("text-classify", b"txet=good", URLENCODED, 400, "has a field 'txet'"),
     "no image in a form": ("classify", b"image=%3F", URLENCODED, 400, "image 1 is not base64"),
     "charset": ("text-classify", b"good", "text/plain; charset=x", 415, "the charset 'x' is"),
+    "codec": ("text-classify", b"x\x9c", "text/plain; charset=zlib", 415, "charset 'zlib' is not"),
+    "slow codec": ("text-classify", b"good", "text/plain; charset=punycode", 415, "is not offered"),
+    "large form": ("text-classify", b"text=" + b"%41" * 1_300_000, URLENCODED, 400, "characters"),
     "not in its charset": (
         "text-classify",
         b"\xe9",
@@ -374,6 +377,12 @@ SEVERAL: dict[str, tuple[bytes, str]] = {
     "json": (as_json({"image": [*map(base64_of, (LIGHT, DARK, LIGHT))]}), "application/json"),
     "json list": (as_json([*map(base64_of, (LIGHT, DARK, LIGHT))]), "application/json"),
     "json without its type": (as_json([*map(base64_of, (LIGHT, DARK, LIGHT))]), ""),
+    "base64url": (
+        as_json(
+            [base64.urlsafe_b64encode(each).decode().rstrip("=") for each in (LIGHT, DARK, LIGHT)]
+        ),
+        "application/vnd.api+json",
+    ),
     "data urls": (
         as_json([f"data:image/png;base64,{base64_of(each)}" for each in (LIGHT, DARK, LIGHT)]),
         "application/json",
