@@ -217,7 +217,7 @@ class Server:
             on_ready(self.host, self.port, self.grpc_port)
             self._group.listening()
             await self._stopped.wait()
-            drain_s = self._options.drain_s
+            drain_s = 0.0 if self._signals.interrupted else self._options.drain_s  # Ctrl-C
             await self._until(lambda: False, drain_s)  # balancers look for other servers
             for acceptor in self._acceptors:
                 acceptor.close()
