@@ -244,7 +244,8 @@ class _Run:
         watch, around_s = Watch(), min(_AROUND_S, timing.seconds / 10)
         before = watch.over(around_s, time.sleep)
         apart = timing.seconds >= FULL_S
-        with GpuWatch() as gpu_watch:
+        used = self.device if ":" in self.device else "cuda:0"
+        with GpuWatch(only=(used,)) as gpu_watch:
             with EnergyMeter(devices=Devices()) as meter:
                 energy = EnergyLog(meter, progress)
                 timed = sweep_apart if apart else sweep

@@ -12,6 +12,7 @@ from typing import Any
 
 from deploykit.benchmarking.columns import Entry
 from deploykit.benchmarking.timing import Column, Setup
+from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import DeploykitError
 from deploykit.core.machine import default_threads, file_text, this_machine
 from deploykit.core.profile import load_profile, recognise
@@ -73,7 +74,7 @@ def gpu_limits(device: str, seconds: float, on_progress: Progress) -> GpuLimits:
         ceilings = probe.measure_gpu(device)
     except DeploykitError as exc:
         gaps.append(NotMeasured("ceilings of the GPU", exc.message))
-    profile, why = recognise(this_machine())
+    profile, why = recognise(with_gpu(this_machine(), int(device.partition(":")[2] or 0)))
     if profile is None or profile.device == "cpu":
         return GpuLimits(ceilings, None, (*gaps, NotMeasured("plan of the GPU", why)))
     target = target_of(profile, None)

@@ -69,7 +69,9 @@ def build(
     when the quantised graph fails its evaluation; Unsupported for a target that cannot be built for
     here.
     """
-    target, why = choose_profile() if profile == "auto" else (load_profile(profile), "")
+    shapes = shapes or Shapes()
+    auto = profile == "auto"
+    target, why = choose_profile(shapes.device) if auto else (load_profile(profile), "")
     source = _open(model)
     request = QuantizeRequest(
         to=precision or "fp32",
@@ -80,10 +82,9 @@ def build(
         metric=metric,
         max_drop=max_drop,
     )
-    shapes = shapes or Shapes()
     if target.runtime == "tensorrt":
         check_options(build_tensorrt.options_of(target, shapes, source))
-        build_tensorrt.check_here(target, source)
+        build_tensorrt.check_here(target, source, shapes.device)
     else:
         shapes.refuse(target)
     if request.to not in ("fp32", *TARGETS):

@@ -22,9 +22,10 @@ from deploykit.core.evidence import (
 )
 from deploykit.core.precision import CALIBRATED, FLOATS, max_engine_error
 from deploykit.core.runtime import RUNTIMES
+from deploykit.core.tensors import TensorSpec
 from deploykit.engines.batching import JoinedRun
 from deploykit.engines.data.samples import check_calibration, read_samples
-from deploykit.engines.engine import load
+from deploykit.engines.engine import Arrays, load
 from deploykit.evaluation import batching, golden, verify
 from deploykit.evaluation.artefacts import (
     Made,
@@ -42,6 +43,7 @@ from deploykit.evaluation.parity import (
     rows_that_fit,
 )
 from deploykit.evaluation.simulate import open_rounded
+from deploykit.graph.edit import Editor
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import (
     Job,
@@ -240,8 +242,13 @@ def build_for_runtime(job: BuildJob, on_progress: Progress) -> Made:
     graph, layers = placed.graph, built[-1].layers
     check_integers(job, graph, result)
     on_progress("comparing with the model", 0.8)
+    sizes: list[_Run] = []
+    evidence = _prove(job, quantize, placed, sizes)
+    stale = actual_shapes(result.outputs, sizes)
+    if kind == "onnx" and stale:
+        result, evidence = _declare(result, stale, evidence)
     evidence = replace(
-        _prove(job, quantize, placed),
+        evidence,
         build=BuildRecord(job.target.name),
         source_graph=before,
         precision=_read_back(layers, graph.precision),
@@ -276,10 +283,67 @@ def build_for_runtime(job: BuildJob, on_progress: Progress) -> Made:
     return keep_if_passed(tmp, made, request.to)
 
 
-def _prove(job: BuildJob, quantize: Job | None, placed: Placed) -> Evidence:
+_Run = tuple[Mapping[str, int], Mapping[str, tuple[int, ...]]]  # sizes of axes, shapes of outputs
+
+
+def actual_shapes(
+    outputs: Sequence[TensorSpec], runs: Sequence[_Run]
+) -> dict[str, tuple[int | str, ...]]:
+    """Return the shapes of those outputs that `runs` show to be declared wrongly.
+
+    An axis that has the size of an input's axis in every run gets its name.
+    """
+    found = {}
+    for spec in outputs:
+        seen = [(sizes, shapes[spec.name]) for sizes, shapes in runs if spec.name in shapes]
+        ranks = {len(shape) for _, shape in seen}
+        fits = ranks <= {len(spec.shape)} and all(
+            isinstance(axis, str) or axis == size
+            for _, shape in seen
+            for axis, size in zip(spec.shape, shape, strict=True)
+        )
+        if fits or len(ranks) != 1:
+            continue
+        axes: list[int | str] = []
+        for at, size in enumerate(seen[0][1]):
+            names = [name for name in seen[0][0] if all(s[name] == each[at] for s, each in seen)]
+            fixed = all(shape[at] == size for _, shape in seen)
+            axes.append(names[0] if names else size if fixed else f"{spec.name}_{at}")
+        found[spec.name] = tuple(axes)
+    return found
+
+
+def _declare(
+    built: Graph, shapes: Mapping[str, tuple[int | str, ...]], evidence: Evidence
+) -> tuple[Graph, Evidence]:
+    """Declare outputs of these shapes in the built file, as a server refuses others, and say so."""
+    editor, notes, path = Editor(built), [], built.path
+    before = {spec.name: spec for spec in built.outputs}
+    for value in editor.graph.output:
+        if value.name in shapes:
+            sizes = shapes[value.name]
+            onnx_shape = value.type.tensor_type.shape
+            del onnx_shape.dim[:]
+            for size in sizes:
+                dim = onnx_shape.dim.add()
+                dim.dim_param, dim.dim_value = (size, 0) if isinstance(size, str) else ("", size)
+                dim.ClearField("dim_value" if isinstance(size, str) else "dim_param")
+            text = f"[{','.join(map(str, sizes))}]"
+            notes.append(f"the file declares output {before[value.name]}; it is {text}: corrected")
+    corrected = path.with_name("declared.onnx")
+    editor.finish(list(editor.graph.node)).save(corrected)
+    corrected.replace(path)
+    with load(path, "cpu") as engine:
+        proof = batching.prove_batch(engine, path, evidence.golden)
+    notes += batching.notes(engine, proof)
+    return Graph.open(path), replace(evidence, batching=proof, notes=(*evidence.notes, *notes))
+
+
+def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]) -> Evidence:
     """Compare the built file with the graph `placed`, and evaluate it against the source.
 
     Each is opened once, and two at a time. Another runtime rounds narrow types at other places.
+    `runs` gets the sizes of inputs and outputs.
     """
     graph, source, request, target = placed.graph, job.source, job.request, job.target
     runtime, tmp, name = RUNTIMES[target.runtime], job.tmp, job.place.name
@@ -296,12 +360,23 @@ def _prove(job: BuildJob, quantize: Job | None, placed: Placed) -> Evidence:
             reference = stack.enter_context(load(graph.path, "cpu"))
         feeds: Sequence[Mapping[str, np.ndarray]] = feeds_at_sizes(engine.inputs)
         most = rows_that_fit(feeds, graph.path)
-        feeds, notes = first_rows(feeds, most), [*placed.notes, *rows_note(most)]
+        feeds, notes = first_rows(feeds, most, engine.inputs), [*placed.notes, *rows_note(most)]
         title = f"{source.name} in {request.to}" if quantize else source.name
         joined: list[JoinedRun] = []
         keep, names = batching.keep_runs(engine, feeds, joined), (title, name)
+
+        def each(number: int, wanted: Arrays, outputs: Arrays) -> None:
+            keep(number, wanted, outputs)
+            sizes = {
+                axis: size
+                for spec in engine.inputs
+                for axis, size in zip(spec.shape, feeds[number][spec.name].shape, strict=True)
+                if isinstance(axis, str)
+            }
+            runs.append((sizes, {output: array.shape for output, array in outputs.items()}))
+
         parity = compare_engines(
-            reference, engine, feeds, max_error=bound, names=names, each=keep, random=True
+            reference, engine, feeds, max_error=bound, names=names, each=each, random=True
         )
         if not parity.passed:
             return Evidence(parity=parity)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,7 @@ LINK_REASON = (
     "Kubernetes sets it for a Service of that name; enableServiceLinks: false in the pod, or "
     "another name of the Service, avoids it"
 )
-_LINK_NAME = re.compile(
-    rf"{ENVIRONMENT}_\w*?_?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
-)
+_LINK_NAME = re.compile("_SERVICE_(HOST|PORT)|_PORT_[0-9]+_(TCP|UDP|SCTP)")
 _OTHER_VARIABLES = (f"{ENVIRONMENT}_CACHE", f"{ENVIRONMENT}_CONTAINERS")
 _PARAMETER = re.compile(r"`(\w+)`")
 _Sections = dict[str, list[tuple[str, str]]]
@@ -143,33 +141,46 @@ class ConfigurableCommand(Command):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._variables: dict[str, Any] = {}  # options
+        self.variables: dict[str, Any] = {}  # options
         for each in self.params:
             if each.param_type_name == "option":
-                self._variables[f"{ENVIRONMENT}_{_key(each).upper()}"] = each
+                self.variables[f"{ENVIRONMENT}_{_key(each).upper()}"] = each
             if each.name == "config":
                 each.is_eager, each.callback = True, _load
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:
-            self._check_variables()
+            self._ignore_links()
+            if ctx.info_name == self.name:  # `boot` reads the options of `serve` as well
+                commands = ctx.find_root().command.commands
+                report_unknown_variables(
+                    [each for name in _CONFIGURABLE for each in commands[name].variables]
+                )
         rest = super().parse_args(ctx, args)
         source = ctx.get_parameter_source("engine")
         if ctx.params.get("models") and source.name != "COMMANDLINE":
             ctx.params["engine"] = None  # arguments override variables and files, as flags do
         return rest
 
-    def _check_variables(self) -> None:
-        """Report variables that are no option, and ignore a Service's address for a port."""
-        for name, option in self._variables.items():
+    def _ignore_links(self) -> None:
+        for name, option in self.variables.items():
             value = os.environ.get(name, "")
             option.envvar = None if LINK.match(value) else name
             if option.envvar is None:
                 output.note(f"note: {name}={value} is ignored: {LINK_REASON}")
-        for name in os.environ.keys() - self._variables.keys() - set(_OTHER_VARIABLES):
-            if name.startswith(f"{ENVIRONMENT}_") and not _LINK_NAME.fullmatch(name):
-                hint = did_you_mean(name, self._variables, "--help shows the options")
-                output.note(f"warning: the variable {name} is no option of this command; {hint}")
+
+
+def report_unknown_variables(known: Sequence[str]) -> None:
+    """Warn of each variable that looks like an option's and is none."""
+    short = [name.removeprefix(f"{ENVIRONMENT}_") for name in known]
+    for name in sorted(os.environ.keys() - set(known) - set(_OTHER_VARIABLES)):
+        if not name.startswith(f"{ENVIRONMENT}_"):
+            continue
+        if _LINK_NAME.search(name) or LINK.match(os.environ[name]):
+            continue
+        hint = did_you_mean(name.removeprefix(f"{ENVIRONMENT}_"), short, "see --help") or ""
+        hint = re.sub(r"\b[A-Z]{2}", rf"{ENVIRONMENT}_\g<0>", hint)
+        output.note(f"warning: the variable {name} is no option: {hint}")
 
 
 def _key(option: Any) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from deploykit.building.builder import Shapes
 from deploykit.core.artefact import Artefact
+from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed
 from deploykit.core.files import StrPath, write_errors
 from deploykit.core.json_value import Record
@@ -188,12 +189,14 @@ class Boot:
 
     def _check(self, bundle: Bundle) -> EngineKey:
         """Compare bundle and machine. Raises Unsupported, GateFailed, MissingExtra."""
-        machine = this_machine()
+        tensorrt = self.profile.runtime == "tensorrt"
+        number = machines.gpu_number(self.device) if tensorrt else 0
+        machine = with_gpu(this_machine(), number)
         for note in machines.check_machine(bundle, self.profile, machine):
             log.warning("%s", note)
         gpu = None
-        if self.profile.runtime == "tensorrt":
-            gpu = machines.read_gpu(machines.gpu_number(self.device))
+        if tensorrt:
+            gpu = machines.read_gpu(number)
             machines.check_gpu(self.profile, machine, gpu)
         model = Artefact.open(self.folder / bundle.model)
         if model.manifest is not None and model.manifest.evidence.wrong:

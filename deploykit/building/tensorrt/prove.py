@@ -20,6 +20,7 @@ from deploykit.building.tensorrt.options import (
 )
 from deploykit.building.tensorrt.progress import OnProgress
 from deploykit.core.artefact import Artefact
+from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import DeploykitError, GateFailed, Unsupported
 from deploykit.core.evidence import BuildRecord, Evidence, Layer
 from deploykit.core.extras import install_hint, installed
@@ -169,9 +170,12 @@ def _prove(manifest: Manifest, graph_file: Artefact, job: BuildJob) -> tuple[Evi
     return evidence, why
 
 
-def check_here(target: Profile, model: Artefact) -> None:
-    """Raise Unsupported unless this machine is the target and has what it takes to build there."""
-    machine = this_machine()
+def check_here(target: Profile, model: Artefact, gpu: int = 0) -> None:
+    """Raise Unsupported unless this machine is the target and has what it takes to build there.
+
+    `gpu`: CUDA's number of the GPU to build on, the only one that counts.
+    """
+    machine = with_gpu(this_machine(), gpu)
     here = machine.gpus[0].name if machine.gpus else machine.l4t and (machine.board or "a Jetson")
     hint = (
         f"see whether it could be built: deploykit build {model} --profile {target.name} --check; "

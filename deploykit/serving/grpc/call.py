@@ -244,6 +244,10 @@ class GrpcCall(Stream):
         self.deadline_s = deadline_s  # by the clock, as `now_s` may be a tick old
 
     @property
+    def peer(self) -> Http2Connection:
+        return self.link
+
+    @property
     def unanswered(self) -> int:
         return self.unreplied or (1 if self.unsent or self.trailers is not None else 0)
 
@@ -404,7 +408,7 @@ class GrpcCall(Stream):
             self.read()
 
         try:
-            self.link.shared.offload(work, then)
+            self.link.shared.offload(work, then, client=self.link)
         except DeploykitError as exc:  # no thread can be started
             self._inflating = False
             self.fail(exc.grpc_status, exc.message)

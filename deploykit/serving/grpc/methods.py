@@ -12,7 +12,7 @@ from deploykit.engines.oip.protobuf import MESSAGES, Message, message_from
 from deploykit.serving.grpc.call import GrpcCall, HeadParser, Method, fail_with
 from deploykit.serving.grpc.infer import InferMethods
 from deploykit.serving.http2.connection import Http2Connection, Http2Limits, Http2Port
-from deploykit.serving.models.offload import Offload
+from deploykit.serving.models.offload import Lane, Offload
 from deploykit.serving.models.repository import ModelRepository, Served
 from deploykit.serving.oip import messages as infer
 from deploykit.serving.options import VERSION, ServeOptions
@@ -107,7 +107,7 @@ class GrpcPort(Http2Port):
         for name, handler in handlers.items():
             methods[f"/{SERVICE}/{name}"] = _small(name, handler)
         parse = HeadParser(methods, access.allows, limits.headers)
-        large = partial(offload, large=True)
+        large = partial(offload, lane=Lane.LARGE)
         super().__init__(parse, GrpcCall, limits, options.max_body_bytes, memory, large)
 
     def tick(self, now_s: float) -> None:

@@ -74,6 +74,10 @@ class Exchange(Call):
         self.begun_s = time.monotonic() if connection.listener.logs_access else 0.0
         self.pending_reply: list[Bytes] | None = None
 
+    @property
+    def peer(self) -> HttpConnection:
+        return self.connection
+
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
         """Send the reply after earlier ones; do nothing if the client has disconnected.
 

@@ -14,15 +14,16 @@ from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.json_value import ONE_JSON
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http.predict import from_base64
-from deploykit.serving.models.inference import Inference, ModelRoute, array_bytes, over_budget
+from deploykit.serving.models.inference import Inference, ModelRoute, over_budget
 from deploykit.serving.models.model import ServedModel
-from deploykit.serving.models.offload import Offload
+from deploykit.serving.models.offload import Lane, Offload
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.task_call import ANSWER, Items, TaskCall, array_of, item_signature
 from deploykit.serving.oip import json
 from deploykit.serving.oip.request import Request, Signature
 from deploykit.serving.oip.response import Result, collect_results
+from deploykit.serving.oip.tensors import array_bytes
 from deploykit.serving.options import VERSION
 from deploykit.serving.transport import call as compression
 from deploykit.serving.transport.call import JSON, Call, Head, reply_exception
@@ -57,11 +58,11 @@ class InferRoute(ModelRoute):
         large = self.model.largest_output_bytes > LARGE_BYTES
         if large and not call.reserve(0):  # checked before the engine runs in vain
             raise over_budget()
-        slow_bytes = len(body) if json_bytes is None or self.strings else json_bytes
+        slow = json_bytes is None or len(body) > self.slow_bytes
+        slow_bytes = len(body) if slow else json_bytes or 0
         inference = HttpInference(self, call, (body, json_bytes), head.trace)
         del body
-        inference.large = slow_bytes > LARGE_BYTES
-        if inference.large or head.encoding is not None:
+        if inference.set_lane(slow_bytes, LARGE_BYTES) or head.encoding is not None:
             inference.start_offloaded()
         else:
             inference.start()
@@ -88,12 +89,12 @@ class HttpInference(Inference):
         route, encoding = self.route, self.client.head.encoding
         if encoding is not None:
             limit = route.max_body_bytes
-            limit = limit if self.large else min(limit, LARGE_BYTES)
+            limit = limit if self.lane else min(limit, LARGE_BYTES)
             try:
                 body = compression.decompress(body, encoding, limit)
             except TooLarge:
                 if limit < route.max_body_bytes:  # it waits with the large requests
-                    self._source, self.large = source, True
+                    self._source, self.lane = source, Lane.LARGE
                 raise
         with ONE_JSON:
             request = json.decode(body, json_bytes, route.model.signature, route.memory)
@@ -102,12 +103,12 @@ class HttpInference(Inference):
 
     def encodes_slowly(self) -> bool:
         large = self.route.model.largest_output_bytes > LARGE_BYTES
-        self.large = large and self.slow_bytes() > LARGE_BYTES
+        slow = large and self.set_lane(self.slow_bytes(), LARGE_BYTES)
         accept = self.client.head.accept_encoding
-        if self.large or accept is None or compression.choose_encoding(accept) is None:
-            return self.large
+        if slow or accept is None or compression.choose_encoding(accept) is None:
+            return slow
         size = sum(map(array_bytes, self.pending.outputs.values()))
-        self.large = size > LARGE_BYTES
+        self.set_lane(size, LARGE_BYTES)
         return size > _INLINE_BYTES
 
     def encode(self) -> tuple[int, bytes, Sequence[Bytes]]:

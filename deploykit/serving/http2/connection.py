@@ -204,7 +204,8 @@ class Http2Port(Port):
     """State that all HTTP/2 connections of a server share.
 
     `parse` makes a head from a stream's headers; `open` makes a stream from connection, number and
-    head; `offload(work, then)` runs `work` on another thread, then `then` on the event loop's.
+    head; `offload(work, then, client=...)` runs `work` on another thread,
+    then `then` on the event loop's.
     """
 
     def __init__(
@@ -214,7 +215,7 @@ class Http2Port(Port):
         limits: Http2Limits,
         max_message_bytes: int,
         memory: MemoryBudget,
-        offload: Callable[[Callable[[], Any], Callable[[Callable[[], Any]], None]], None],
+        offload: Callable[..., None],
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(limits.connections, limits.header_s, memory, clock_s)

@@ -218,19 +218,31 @@ def encode_results(
             item["parameters"] = {"binary_data_size": len(tail)}
             tails.append(tail)
         else:
-            item["data"] = _in_parts(to_json(result.array, result.datatype, result.name))
+            item["data"] = to_json(result.array, result.datatype, result.name)
         items.append(item)
-    head = _head(name, version, request_id, items)
-    return [head, *tails], len(head) if any(tails) else None
+    parts = _json_parts(name, version, request_id, items)
+    return [*parts, *tails], sum(map(len, parts)) if any(tails) else None
 
 
-def _in_parts(values: Any) -> Any:
-    """Return the values as orjson takes them; many are written in steps, between other threads."""
-    if len(values) <= _PART:
-        return values
-    parts = (values[at : at + _PART] for at in range(0, len(values), _PART))
-    encoded = [orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1] for part in parts]
-    return orjson.Fragment(b"[" + b",".join(encoded) + b"]")
+def _json_parts(
+    name: str, version: str, request_id: str | None, items: list[dict[str, Any]]
+) -> list[Bytes]:
+    """Return the JSON part; many values are written in steps, between other threads."""
+    if all(len(item.get("data", ())) <= _PART for item in items):
+        return [_head(name, version, request_id, items)]
+    parts: list[Bytes] = [_head(name, version, request_id, [])[:-2]]  # without its "]}"
+    for number, item in enumerate(items):
+        values = item.pop("data", None)
+        about = orjson.dumps(item)
+        if values is not None:
+            about = about[:-1] + b',"data":['
+        parts.append(b"," + about if number else about)
+        for at in range(0, 0 if values is None else len(values), _PART):
+            text = orjson.dumps(values[at : at + _PART], option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+            parts.append(b"," + text if at else text)
+        if values is not None:
+            parts.append(b"]}")
+    return [*parts, b"]}"]
 
 
 def _head(name: str, version: str, request_id: str | None, items: list[dict[str, Any]]) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -237,6 +238,13 @@ def string_blocks(array: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the strings in parts: one C call for a million would hold the GIL for 0.2 s."""
     flat = array.reshape(-1)
     return (flat[at : at + _BLOCK] for at in range(0, flat.size, _BLOCK))
+
+
+def array_bytes(array: np.ndarray) -> int:
+    """Return the bytes of memory of an array, including its strings."""
+    if array.dtype.kind != "O":
+        return array.nbytes
+    return array.nbytes + sum([sum(map(sys.getsizeof, block)) for block in string_blocks(array)])
 
 
 def _to_element(element: object) -> bytes:

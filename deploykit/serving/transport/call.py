@@ -9,7 +9,7 @@ import logging
 import re
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -141,6 +141,11 @@ class Call:
 
     @abstractmethod
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None: ...
+
+    @property
+    def peer(self) -> Hashable:
+        """Return the connection, with whose other work this request's waits, if it is known."""
+        return self
 
     def reserve(self, size: int) -> bool:
         """Count `size` more bytes until the reply; return whether they fit into the budget."""

@@ -102,7 +102,7 @@ REFUSED_IMAGES: dict[str, tuple[Make, str]] = {
     "svg": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", _FORMATS),
     "tiff": (lambda: encoded(small_image(), "TIFF"), _FORMATS),
     "heic": (lambda: b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(2000), _FORMATS),
-    "too many scans": (lambda: many_scans(100), "scans, a JPEG has 100 at most"),
+    "too many scans": (lambda: many_scans(100), "a JPEG has 100 at most"),
     "half of a progressive one": (
         lambda: encoded(noise(90, 120), "JPEG", progressive=True)[:4000],
         "image file is truncated",
@@ -111,7 +111,7 @@ REFUSED_IMAGES: dict[str, tuple[Make, str]] = {
 }
 REFUSED_TEXTS: dict[str, tuple[bytes, str]] = {
     "too long": (b"good " * 100, "has 102 tokens, the model takes 8"),
-    "10 MB": (b"good " * 2_000_000, "has 10000000 characters, the model takes 8 tokens"),
+    "10 MB": (b"good " * 2_000_000, "has 10000000 bytes, the model takes 8 tokens"),
     "spaces": (b" \n", "is empty"),
     "byte order mark": (b"\xef\xbb\xbf", "is empty"),
     "no utf-8": (b"\xff\xfe\0", "is not UTF-8"),
