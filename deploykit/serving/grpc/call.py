@@ -292,8 +292,11 @@ class GrpcCall(Stream):
         if piece:
             reader = self._reader
             shared = self.link.shared
-            by_s = self._by_s if reader.have else shared.now_s + shared.limits.stall_s
-            self._by_s = extend(by_s, len(piece), shared.now_s, shared.limits.stall_s)
+            stall_s = shared.limits.stall_s
+            if reader.have:
+                self._by_s = extend(self._by_s, len(piece), shared.now_s, stall_s)
+            else:
+                self._by_s = shared.now_s + stall_s
             reader.add(piece)
             if not self._reserve(len(piece)):
                 return

@@ -167,9 +167,10 @@ class Inference:
 
     def start(self, decoded: Result[Request] | None = None) -> None:
         """Queue the request, which another thread may have `decoded`."""
-        model = self.route.model
+        model, name = self.route.model, None
         try:
             self.request = request = self.decode(self._source) if decoded is None else decoded()
+            name = request.id
             self._source = None  # frees the source; arrays keep the bytes that they use
             if decoded is None:
                 size = request.region_bytes
@@ -191,7 +192,7 @@ class Inference:
             )
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             if isinstance(exc, (BadInput, Expired)):
-                model.metrics.count("expired" if isinstance(exc, Expired) else "bad_request")
+                model.refuse(exc, self._started_us, self.trace, name)
             self.fail(exc)
         else:
             self.client.cancel = partial(model.cancel, pending)

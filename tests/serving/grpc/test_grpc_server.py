@@ -268,6 +268,28 @@ def test_at_the_end_open_connections_are_answered_and_new_ones_refused(
             pass
 
 
+def test_an_old_connection_is_asked_to_leave_and_its_calls_are_answered(eventually: Any) -> None:
+    engine = GatedEngine()
+    with (
+        serving({"m": engine}, Http2Limits(max_age_s=3600)) as running,
+        frames(running.port) as client,
+    ):
+        engine.warm = True
+        client.start(1, infer_bytes(value=1))
+        assert engine.entered.acquire(timeout=WAIT_S)
+        (link,) = running.see(lambda: list(running.grpc.connections))
+        running.see(lambda: link.check(running.grpc.now_s + 3200))
+        client.settle()
+        assert client.goaway is None
+        running.see(lambda: link.check(running.grpc.now_s + 4000))
+        client.until(lambda: client.goaway == 0)
+        client.start(3, infer_bytes(value=2))  # it was on its way
+        engine.gate.set()
+        assert [first_value(client.answer(stream)) for stream in (1, 3)] == [3, 5]
+        client.send(6, 1, 0, b"retiring")  # the answer to the PING: it has read the GOAWAY
+        assert client.closed()
+
+
 def test_shutdown_waits_no_longer_than_grace_s(gated: tuple[Serving, GatedEngine]) -> None:
     running, engine = gated
     with frames(running.port) as client:
