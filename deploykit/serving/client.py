@@ -8,6 +8,7 @@ import io
 import json
 import os
 import secrets
+import ssl
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,8 +26,8 @@ from deploykit.core.errors import (
     Unsupported,
     first_line,
 )
-from deploykit.core.files import check_readable
-from deploykit.serving.health import connect, reason_of
+from deploykit.core.files import StrPath, check_readable
+from deploykit.serving.health import connect, reason_of, tls_error
 
 _ERRORS: dict[int, type[DeploykitError]] = {
     each.http_status: each
@@ -57,10 +58,19 @@ class ModelClient:
     soon as it has its answer. A call after `close` opens a new one.
     """
 
-    def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        ca: StrPath | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
         self.url = url
         self._timeout_s = timeout_s
-        self._idle: _Idle = [(os.getpid(), connect(url, timeout_s))]  # replaced by `close`
+        self._ca = ca
+        connection, self._base = connect(url, timeout_s, ca=ca)
+        self._idle: _Idle = [(os.getpid(), connection)]  # replaced by `close`
         self._headers = {} if token is None else {"Authorization": f"Bearer {token.strip()}"}
         if not all(each.isascii() and each.isprintable() for each in self._headers.values()):
             raise BadInput("`token`: has characters that no header can carry")
@@ -152,7 +162,9 @@ class ModelClient:
         """
         headers = {**self._headers, **({"Content-Type": content_type} if content_type else {})}
         try:
-            status, answer = self._exchange(method, path, body, headers)
+            status, answer = self._exchange(method, self._base + path, body, headers)
+        except ssl.SSLError as exc:
+            raise tls_error(self.url, exc) from exc
         except TimeoutError as exc:
             raise Expired(f"{self.url}: no answer within {self._timeout_s:g} s") from exc
         except (OSError, http.client.HTTPException) as exc:
@@ -180,7 +192,7 @@ class ModelClient:
         closed instead. Operations on the list are atomic: a lock could be held during a fork.
         """
         idle = self._idle
-        connection = _take(idle) or connect(self.url, self._timeout_s)
+        connection = _take(idle) or connect(self.url, self._timeout_s, ca=self._ca)[0]
         fresh = connection.sock is None
         try:
             try:
@@ -200,9 +212,15 @@ class ModelClient:
         return reply
 
 
-def client(url: str, *, token: str | None = None, timeout_s: float = 60.0) -> ModelClient:
-    """Return a client: `client(url).predict("cat.jpg")`. Raises BadInput for a wrong URL."""
-    return ModelClient(url, token=token, timeout_s=timeout_s)
+def client(
+    url: str, *, token: str | None = None, ca: StrPath | None = None, timeout_s: float = 60.0
+) -> ModelClient:
+    """Return a client: `client(url).predict("cat.jpg")`. Raises BadInput for a wrong URL.
+
+    `url` may have a path, as behind a proxy. `ca`: a file with the certificates to trust instead of
+    the system's, such as that of a server's own CA.
+    """
+    return ModelClient(url, token=token, ca=ca, timeout_s=timeout_s)
 
 
 def _send(
