@@ -94,9 +94,13 @@ class Splitter:
             shape = array.shape
             if self._joined and (not shape or shape[0] != rows):
                 wanted = f"{rows} rows were expected"
-            elif shape == self._seen.get(name) or (
-                len(shape) == len(axes)
-                and all(isinstance(w, str) or w == n for w, n in zip(axes, shape, strict=True))
+            elif (
+                shape == self._seen.get(name)
+                or axes == ()
+                or (  # a file may leave a shape out
+                    len(shape) == len(axes)
+                    and all(isinstance(w, str) or w == n for w, n in zip(axes, shape, strict=True))
+                )
             ):
                 self._seen[name] = shape
                 continue
