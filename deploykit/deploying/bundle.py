@@ -184,11 +184,13 @@ def bundle(
         contents = replace(contents, model=ready)
         _check_precision(source, contents.manifest.precision, target)
         _check_sizes(contents)
-        if to == "ray" and target.device == "cuda" and "int8" in names_of(ready.manifest.precision):
-            notes += (
-                "Ray serves the file with ONNX Runtime, which computes INT8 nodes on a GPU in "
-                "float32: an fp16 model is faster there",
-            )
+        if (
+            to == "ray"
+            and target.device == "cuda"
+            and "int8" in names_of(contents.manifest.precision)
+        ):
+            slow = "Ray serves the file with ONNX Runtime, which computes INT8 nodes on a GPU in "
+            notes = (*notes, slow + "float32: an fp16 model is faster there")
         on_progress("collecting the files", 0.2)
         resolve_name(WRITERS[to])(staged, contents)
         on_progress("checksums", 0.8)

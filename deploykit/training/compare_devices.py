@@ -446,7 +446,7 @@ def devices_html(document: Json) -> str:
     sections = [
         header + f'<h1>{escape(title)}</h1><p class="verdict">{escape(first)}</p></header>',
         html.figure_html(chart) if chart.series else "",
-        html.section_html("What it comes to", "conclusions", f"<ul>{items}</ul>") if items else "",
+        html.section_html("Summary", "conclusions", f"<ul>{items}</ul>") if items else "",
     ]
     for i, each in enumerate(_tables(document)):
         table = html_table(each, caption=False)

@@ -134,6 +134,8 @@ def _string_array(elements: Sequence[object], shape: tuple[int, ...], slot: Slot
             except UnicodeDecodeError:
                 message = f"input '{name}': element {number} is not UTF-8, which this model needs"
                 raise BadInput(message) from None
+        elif type(element) is str and slot.raw:  # JSON has no bytes
+            element = element.encode()
         elif type(element) is not (bytes if slot.raw else str):
             raise BadInput(f"input '{name}' is BYTES, 'data' holds {quote(element)}")
         flat[number] = element
