@@ -51,7 +51,7 @@ def reflect(request: Any) -> Message:
 @cache
 def _files() -> dict[str, bytes]:
     """Return each file by its name, and by the names of what it defines. None imports another."""
-    found = {}
+    found: dict[str, bytes] = {}
     for file in FILES:
         content = file.SerializeToString()
         found |= dict.fromkeys([file.name, *_names(file)], content)
