@@ -34,6 +34,7 @@ _ERRORS: dict[int, type[DeploykitError]] = {
     for each in (BadInput, NotFound, TooLarge, UnknownEncoding, Unsupported, Overloaded, Expired)
 }
 _ITEMS, _BYTES = 64, 16 << 20  # the most items and bytes of one request
+_IMAGE_PART = 'Content-Disposition: form-data; name="image"; filename="image"'
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 
 
@@ -112,7 +113,12 @@ class ModelClient:
                 found += self._ask("POST", path, body.encode(), "application/json")
         else:
             for group in _groups(map(_image, items)):
-                answers = self._ask("POST", path, *_form(group))
+                boundary = secrets.token_hex(16)
+                lines = f"--{boundary}\r\n{_IMAGE_PART}\r\n\r\n".encode()
+                end = f"--{boundary}--\r\n".encode()
+                form = b"".join([*(lines + image + b"\r\n" for image in group), end])
+                kind = f"multipart/form-data; boundary={boundary}"
+                answers = self._ask("POST", path, form, kind)
                 found += answers if len(group) > 1 else [answers]
         return found if several else found[0]
 
@@ -291,12 +297,3 @@ def _groups(images: Iterator[bytes]) -> Iterator[list[bytes]]:
         group.append(image)
     if group:
         yield group
-
-
-def _form(images: Sequence[bytes]) -> tuple[bytes, str]:
-    """Return a multipart/form-data body and its content type."""
-    boundary = secrets.token_hex(16)
-    head = 'Content-Disposition: form-data; name="image"; filename="image"'
-    parts = [b"--%b\r\n%b\r\n\r\n%b\r\n" % (boundary.encode(), head.encode(), i) for i in images]
-    end = f"--{boundary}--\r\n".encode()
-    return b"".join([*parts, end]), f"multipart/form-data; boundary={boundary}"

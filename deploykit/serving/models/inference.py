@@ -203,12 +203,13 @@ class Inference:
         """Decode the request on another thread and queue it then."""
         self._admitted = not self.route.model.draining
         self.client.cancel = self._discard  # else bodies of disconnected clients could pile up
-        self.offload_decoding(self.decode_large)
+        self._offload_decoding()
 
-    def offload_decoding(self, decode: Callable[[], Request]) -> None:
+    def _offload_decoding(self) -> None:
         self.route.offload(
-            decode, self._on_decode, lane=self.lane, client=self.client.peer, limit_s=self.left_s()
-        )
+            self.decode_large, self._on_decode, lane=self.lane, client=self.client.peer,
+            limit_s=self.left_s(),
+        )  # fmt: skip
 
     def _discard(self) -> None:
         self._source = None
@@ -216,7 +217,7 @@ class Inference:
     def _on_decode(self, result: Result[Request]) -> None:
         if self._source is not None and not self.client.gone and self.left_s():
             try:
-                self.offload_decoding(self.decode_large)  # the request turned out to be large
+                self._offload_decoding()  # the request turned out to be large
             except Overloaded as exc:
                 self.fail(exc)
             return

@@ -279,13 +279,9 @@ def encode(
     return [head, b"\x1a" + _varint(len(text)) + text, *contents]
 
 
-def _final_response() -> Message:
-    response: Message = MESSAGES["ModelInferResponse"]()
-    response.parameters["triton_final_response"].bool_param = True
-    return response
-
-
-_FINAL = _final_response()  # each request of a stream has one answer, which is its last
+# each request of a stream has one answer, which is its last
+_FINAL = MESSAGES["ModelInferResponse"]()
+_FINAL.parameters["triton_final_response"].bool_param = True
 _FINAL_BYTES = _FINAL.SerializeToString()
 
 
