@@ -241,7 +241,7 @@ class Inference:
             self._reply()
             return
         try:
-            self.reserve(sum(array.nbytes for array in pending.outputs.values()))
+            self.reserve(self._answer_bytes())
             # once the client has disconnected its outputs are not counted any more
             client.cancel = partial(setattr, pending, "outputs", {})
             self.route.offload(
@@ -250,6 +250,17 @@ class Inference:
             )  # fmt: skip
         except Overloaded as exc:
             self.fail(exc)
+
+    def _answer_bytes(self) -> int:
+        """Return the bytes of the outputs, and at most those of their numbers in JSON."""
+        arrays = self.pending.outputs
+        numbers = [
+            arrays[wanted.name]
+            for wanted in self.request.outputs
+            if not (wanted.binary or wanted.classes or arrays[wanted.name].dtype.kind == "O")
+        ]
+        text = sum(array.size * (3 * array.itemsize + 3) for array in numbers)
+        return text + sum(array.nbytes for array in arrays.values())
 
     def encode_s(self) -> float:
         """Return the seconds until a request that is being answered is past its time limit."""
