@@ -275,7 +275,7 @@ class Graph:
 
     @cached_property
     def summary(self) -> Summary:
-        """Count the graph's content. Raises Unsupported as `inputs` does."""
+        """Count the graph's content, whatever the types of its inputs and outputs."""
         model, nodes = self.model, list(all_nodes(self.model.graph))
         pairs = [node for node in nodes if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
         scales = {name for node in pairs for name in node.input[1:]}
@@ -287,10 +287,11 @@ class Graph:
             for attribute in node.attribute
             if attribute.name == "value"
         ]
+        fed = (value for value in model.graph.input if value.name not in self.initializers)
         weights = [tensor for tensor in stored if dtype_name(tensor.data_type) not in _NO_WEIGHTS]
         return Summary(
-            inputs=self.inputs,
-            outputs=self.outputs,
+            inputs=tuple(map(_describe, fed)),
+            outputs=tuple(map(_describe, model.graph.output)),
             nodes=len(nodes),
             operators=dict(sorted(Counter(node.op_type for node in nodes).items())),
             precision=self.precision,
@@ -325,16 +326,38 @@ def opset(model: onnx.ModelProto) -> int:
 
 
 def _spec(value: onnx.ValueInfoProto, path: Path) -> TensorSpec:
-    tensor = value.type.tensor_type
-    dtype = dtype_name(tensor.elem_type) if tensor.elem_type else "no tensor"
-    if dtype not in DTYPE_BYTES:
-        raise Unsupported(f"{path}: tensor '{value.name}' is of type {dtype}, which is not offered")
+    spec = _describe(value)
+    if spec.dtype not in DTYPE_BYTES:
+        raise Unsupported(
+            f"{path}: tensor '{value.name}' is of type {spec.dtype}, which is not offered",
+            hint="convert the model with tensors alone: skl2onnx takes options={'zipmap': False}"
+            if "map" in spec.dtype
+            else None,
+        )
+    return spec
+
+
+def _describe(value: onnx.ValueInfoProto) -> TensorSpec:
+    """Return the spec of any value; no runtime here takes some of these dtypes, as seq(string)."""
     shape: list[int | str] = []
-    for number, axis in enumerate(tensor.shape.dim):
+    for number, axis in enumerate(value.type.tensor_type.shape.dim):
         if axis.HasField("dim_value") and axis.dim_value >= 0:
             shape.append(axis.dim_value)
         else:
             name = axis.dim_param or axis_name(value.name, number)
             # protobuf returns a name that is not UTF-8 as bytes
             shape.append(name if isinstance(name, str) else name.decode(errors="replace"))
-    return TensorSpec(value.name, dtype, tuple(shape))
+    return TensorSpec(value.name, _type_name(value.type), tuple(shape))
+
+
+def _type_name(kind: onnx.TypeProto) -> str:
+    """Return "float32", "seq(float32)", "map(int64,float32)", or as the file has it."""
+    which = kind.WhichOneof("value")
+    if which == "map_type":
+        key = dtype_name(kind.map_type.key_type)
+        return f"map({key},{_type_name(kind.map_type.value_type)})"
+    inner = getattr(kind, which) if which else kind.tensor_type
+    if which in ("sequence_type", "optional_type"):
+        return f"{'seq' if which == 'sequence_type' else 'optional'}({_type_name(inner.elem_type)})"
+    name = dtype_name(inner.elem_type) if inner.elem_type else "no tensor"
+    return name if which != "sparse_tensor_type" else f"sparse({name})"
