@@ -22,10 +22,17 @@ _BLOCK = 4096  # samples at a time
 def top1(values: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
     """Return 1.0 where the largest of `values` (samples, classes) is the label, else 0.0.
 
+    Values (samples,) of integers or strings are the model's own choices, as of ArgMax.
     Labels are as `class_numbers` takes them. Returns float64 (samples,). Raises BadInput when they
     are not classes, or the values are not one per class, and GateFailed where one is NaN or
     infinity.
     """
+    if values.dtype.kind in "iuO" and values.shape in ((len(labels),), (len(labels), 1)):
+        chosen = values.reshape(-1)
+        if chosen.dtype.hasobject:
+            return (chosen.astype(str) == labels.reshape(-1).astype(str)).astype(np.float64)
+        known = class_numbers(labels, int(chosen.max(initial=0)) + 1, where)
+        return (chosen == known).astype(np.float64)
     if values.ndim != 2 or len(values) != len(labels) or values.shape[1] < 2:
         raise BadInput(
             f"{where}: the first output is {values.shape}, top-1 needs (samples, classes)"

@@ -338,6 +338,7 @@ class PartialOutputs:
         self._out, self._made_by, self._restart = out, dict(made_by), restart
         self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
         self._files: dict[str, BinaryIO] = {}
+        self._scalars: dict[str, np.ndarray] = {}
         self._saved_s = time.monotonic()
         self._stack = ExitStack()
 
@@ -366,9 +367,17 @@ class PartialOutputs:
     def append(self, outputs: Mapping[str, np.ndarray], samples: int, digest: str) -> None:
         """Add the outputs of the next `samples`; `digest`: of all samples up to these.
 
-        Raises Unsupported on outputs that do not join to one array, and on a full disk.
+        A constant without axes, as a model's scale, is kept once for each sample. Raises Unsupported
+        on outputs that do not join to one array, and on a full disk.
         """
         at, nbytes = self.done.samples, dict(self.done.nbytes)
+        for name, values in outputs.items():
+            if not np.ndim(values) and self._scalars.setdefault(name, values) != values:
+                raise Unsupported(f"output '{name}' has no axis of samples, and is no constant")
+        outputs = {
+            name: values if np.ndim(values) else np.full(samples, values)
+            for name, values in outputs.items()
+        }
         for name, values in outputs.items():
             self._check(name, values, f"samples {at} to {at + samples - 1}")
         with write_errors(self._out):
@@ -406,9 +415,10 @@ class PartialOutputs:
 
     def _check(self, name: str, values: np.ndarray, where: str) -> None:
         """Raise Unsupported unless these values can be appended to the earlier ones."""
-        if values.ndim == 0 or values.dtype.hasobject:
-            what = "holds strings" if values.ndim else "has no axis of samples"
-            raise Unsupported(f"output '{name}' {what}: it does not go into an array of an .npz")
+        if values.dtype.hasobject:
+            raise Unsupported(
+                f"output '{name}' holds strings: it does not go into an array of an .npz"
+            )
         kind = (values.dtype, values.shape[1:])
         if name not in self._kinds:
             self._kinds[name] = kind

@@ -330,8 +330,8 @@ def _spec(value: onnx.ValueInfoProto, path: Path) -> TensorSpec:
     if spec.dtype not in DTYPE_BYTES:
         raise Unsupported(
             f"{path}: tensor '{value.name}' is of type {spec.dtype}, which is not offered",
-            hint="convert the model with tensors alone: skl2onnx takes options={'zipmap': False}"
-            if "map" in spec.dtype
+            hint="end the graph at tensors: skl2onnx takes options={'zipmap': False}"
+            if "(" in spec.dtype
             else None,
         )
     return spec

@@ -158,6 +158,7 @@ def prepare(
 
     on_progress("reading the model", 0.0)
     source = Graph.open(model.path)
+    source.outputs  # noqa: B018 - raises for sequences and maps, which no step here takes
     calib, test = (
         read_samples(path, source.inputs, task=model.task) if path else None
         for path in (request.calib, request.data)

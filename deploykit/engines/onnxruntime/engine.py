@@ -265,7 +265,9 @@ def spec_of(path: Path, node: Any) -> TensorSpec:
     if dtype is None:
         raise Unsupported(
             f"{path}: tensor '{node.name}' is a {node.type}, which is not supported",
-            hint="export the model with float32 inputs and outputs",
+            hint="end the graph at tensors: skl2onnx takes options={'zipmap': False}"
+            if "(" in node.type.removeprefix("tensor(")
+            else "export the model with float32 inputs and outputs",
         )
     shape = tuple(
         axis if isinstance(axis, int) else axis or axis_name(node.name, place)
