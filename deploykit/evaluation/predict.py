@@ -367,7 +367,7 @@ class PartialOutputs:
     def append(self, outputs: Mapping[str, np.ndarray], samples: int, digest: str) -> None:
         """Add the outputs of the next `samples`; `digest`: of all samples up to these.
 
-        A constant without axes, as a model's scale, is kept once for each sample. Raises Unsupported
+        A constant without axes, as a model's scale, is kept for each sample. Raises Unsupported
         on outputs that do not join to one array, and on a full disk.
         """
         at, nbytes = self.done.samples, dict(self.done.nbytes)
