@@ -212,11 +212,12 @@ class GpuSampler:
         self._thread.join()
 
     def _loop(self) -> None:
-        from deploykit.engines.devices import Devices
+        from deploykit.engines.devices import Devices, cuda_names
 
         devices = Devices()
+        names = cuda_names(devices.read())
         while not self._ended.wait(0.2):
-            self._states += devices.read()[:1]
+            self._states += [each for each in devices.read() if names.get(each.uuid) == "cuda:0"]
         devices.close()
 
     def median(self, name: str) -> float | None:

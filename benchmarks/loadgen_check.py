@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from deploykit.benchmarking import scenarios
+from deploykit.benchmarking.timing import Column, Setup
 from deploykit.engines.engine import Arrays, Engine
 
 SHORTEST_S, SPREAD, QUERIES = 2e-3, 0.3, 100_000
@@ -130,8 +131,8 @@ def theirs(scenario: str, seconds: float, rate: float = 1.0, slo_ms: float = 1.0
 def ours(scenario: str, seconds: float) -> tuple[scenarios.ScenarioResult, np.ndarray]:
     """The result, and what the engine noted of the same calls."""
     engine = LogNormal()
-    subject = scenarios.Subject("stand-in", "", "", [engine])
-    found = scenarios.run_stream(scenario, subject, FEEDS, seconds)
+    column = Column(Setup("stand-in", LogNormal), [engine])
+    found = scenarios.run_stream(scenario, column, FEEDS, seconds)
     return found, np.array(engine.took[-found.queries :])
 
 

@@ -39,7 +39,7 @@ from mnist_graph import write_mnist  # noqa: E402
 from processes import Running, free_port, started  # noqa: E402
 
 from deploykit.core.errors import DeploykitError  # noqa: E402
-from deploykit.loadtest.client import run_plans, wake_on_time  # noqa: E402
+from deploykit.loadtest.client import SendPlan, run_plans, wake_on_time  # noqa: E402
 from deploykit.loadtest.result import summarise  # noqa: E402
 from deploykit.loadtest.schedule import Load  # noqa: E402
 from deploykit.loadtest.target import RemoteModel, find_model, make_requests  # noqa: E402
@@ -178,6 +178,11 @@ def benched(model: Path, report: Path) -> dict[int, float]:
     }
 
 
+def plan_of(remote: RemoteModel, load: Load, due_s: Sequence[float] | None) -> SendPlan:
+    requests = make_requests(remote)
+    return SendPlan(remote.server, requests.messages, requests.check, load, due_s)
+
+
 def p99_ms(
     remotes: Sequence[RemoteModel], rate: float, seconds: float, seed: int
 ) -> tuple[float, tuple[str, ...], int]:
@@ -190,8 +195,7 @@ def p99_ms(
     due_s = np.sort(random.uniform(0, load.end_s, random.poisson(rate * load.end_s)))
     to = random.integers(len(remotes), size=len(due_s))
     plans = [
-        remote.plan(make_requests(remote), load, due_s[to == number].tolist())
-        for number, remote in enumerate(remotes)
+        plan_of(remote, load, due_s[to == number].tolist()) for number, remote in enumerate(remotes)
     ]
     outcomes = run_plans(plans)
     taken_s = [
@@ -265,7 +269,7 @@ def own(seconds: float) -> None:
         with workplace("plan-capacity-") as folder, replica(case, folder) as found:
             remote = found[0]
             closed = Load(None, 2 * most, WARM_UP_S, seconds, DRAIN_S)
-            plan = remote.plan(make_requests(remote), closed, None)
+            plan = plan_of(remote, closed, None)
             before = counted(remote)
             outcomes = run_plans([plan])
             calls, requests, engine_s = counted(remote) - before

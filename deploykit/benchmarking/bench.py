@@ -22,6 +22,7 @@ from deploykit.benchmarking.columns import (
     BASELINE,
     SEARCHED,
     Entry,
+    Note,
     find_gpu,
     find_rivals,
     make_columns,
@@ -113,34 +114,36 @@ def bench(
         arch: builds the module for a file that holds only weights.
     """
     report = Report("", now(), command, slo_ms=slo_ms)
-    options = _Options(
+    notes: dict[str, None] = {}
+
+    def note_once(note: str) -> None:  # an engine is opened several times
+        if note not in notes:
+            notes[note] = None
+            on_note(note)
+
+    timing = Timing.lasting(seconds if seconds is not None else QUICK_S if quick else FULL_S)
+    check_scenarios(scenarios, slo_ms)
+    others = [each for each in against if not is_report(each)]
+    entries = open_entries(engines, others, trust=trust, on_note=note_once, arch=arch)
+    folder = claim_report(out, (*engines, *against, data), force=force)
+    run = _Run(
+        entries,
+        [search for each in against if is_report(each) for search in read(each).cpu_search],
         tuple(batches if batches is not None else QUICK_BATCHES if quick else BATCHES),
-        Timing.lasting(seconds if seconds is not None else QUICK_S if quick else FULL_S),
+        timing,
         device,
-        data,
-        axis,
-        tuple(scenarios),
-        layers,
-        slo_ms,
-        _NoteOnce(on_note),
         on_progress or no_progress,
     )
-    check_scenarios(scenarios, slo_ms)
-    earlier = [search for each in against if is_report(each) for search in read(each).cpu_search]
-    others = [each for each in against if not is_report(each)]
-    entries = open_entries(engines, others, trust=trust, on_note=options.note, arch=arch)
-    folder = claim_report(out, (*engines, *against, data), force=force)
     with tempfile.TemporaryDirectory(prefix="deploykit-bench-") as scratch:
-        run = _choose_columns(options, entries, earlier, Path(scratch))
-        points = _measure(options, run)
-    failed = {key for key, gate in run.proofs.gates.items() if not gate.passed}
-    wrong = tuple(dict.fromkeys(each.label for each in run.setups if each.entry in failed))
+        run.choose_columns(data, axis, note_once, Path(scratch))
+        points = run.measure(scenarios, slo_ms, layers)
+    wrong = tuple(dict.fromkeys(e.label for e in run.setups if not run.proofs.is_right(e.entry)))
     asked = {e.label for e in entries[1:] if not e.against} or {entries[0].label}
     rivals = {entry.label for entry in entries if entry.against}
     report = replace(
         report,
         title=f"{entries[0].artefact.path.stem}: latency and throughput",
-        quick=options.timing.seconds < FULL_S,
+        quick=timing.seconds < FULL_S,
         baseline=BASELINE,
         artefacts=tuple(entry.to_dict() for entry in entries),
         machine=this_machine().to_dict(),
@@ -155,11 +158,7 @@ def bench(
         best_cpu=best_cpu(points, wrong),
         cpu_search=tuple(run.searches.values()),
         not_measured=tuple(run.gaps),
-        notes=(
-            _describe_method(options.timing, points),
-            run.inputs.describe(),
-            *sorted(options.note.seen),
-        ),
+        notes=(_describe_method(timing, points), run.inputs.describe(), *sorted(notes)),
         **run.measured,
     )
     report = replace(report, verdict=verdict(report))
@@ -167,137 +166,109 @@ def bench(
     return report
 
 
-class _NoteOnce:
-    """Forward each note once, although an engine is opened several times."""
+@dataclass
+class _Run:
+    """The entries and how to time them; then the chosen columns; then the measurements.
 
-    def __init__(self, on_note: Callable[[str], None]) -> None:
-        self.seen: set[str] = set()
-        self._on_note = on_note
+    `earlier`: CPU searches of reports. `measured`: fields of the report by name.
+    """
 
-    def __call__(self, note: str) -> None:
-        if note not in self.seen:
-            self.seen.add(note)
-            self._on_note(note)
-
-
-@dataclass(frozen=True)
-class _Options:
-    """The options of the call, with defaults filled in."""
-
+    entries: list[Entry]
+    earlier: list[CpuSearch]
     batches: tuple[int, ...]
     timing: Timing
     device: str
-    data: StrPath | None
-    axis: Mapping[str, int]
-    scenarios: tuple[str, ...]
-    layers: bool
-    slo_ms: float | None
-    note: _NoteOnce
     progress: Progress
-
-
-@dataclass
-class _Run:
-    """The chosen columns and the measurements, which are fields of the report by name."""
-
-    entries: list[Entry]
-    inputs: BenchInputs
-    proofs: Proofs
-    searches: dict[tuple[str, int], CpuSearch]
-    setups: list[Setup]
-    gpu: str  # the GPU for columns of ONNX Runtime and PyTorch
-    gaps: list[NotMeasured]
+    inputs: BenchInputs = field(init=False)
+    proofs: Proofs = field(init=False)
+    gpu: str = ""  # the GPU for columns of ONNX Runtime and PyTorch
+    setups: list[Setup] = field(default_factory=list)
+    searches: dict[tuple[str, int], CpuSearch] = field(default_factory=dict)
+    gaps: list[NotMeasured] = field(default_factory=list)
     measured: dict[str, Any] = field(default_factory=dict)
 
-
-def _choose_columns(
-    options: _Options, entries: list[Entry], earlier: Sequence[CpuSearch], scratch: Path
-) -> _Run:
-    machine, reference, device = this_machine(), entries[0], options.device
-    with reference.open("cpu") as base:
-        task = reference.artefact.task
-        samples = read_samples(Path(options.data), base.inputs, task=task) if options.data else None
-        inputs = choose_inputs(reference.artefact, base, samples, options.axis)
-        proofs = Proofs(base, reference, samples, device, options.note)
-        right = [reference, *(each for each in entries[1:] if proofs.prove(each).passed)]
-        rivals, gaps = find_rivals(right, machine, scratch)
-        rivals = [each for each in rivals if not on_gpu_alone(each, device)]
-        rivals = [each for each in rivals if proofs.admit(each, gaps)]
-        gpu, why = find_gpu(reference, machine, device)
-        gaps += [] if gpu else [NotMeasured("GPU", why)]
-        on_gpu = [each for each in entries if gpu and "cuda" in each.artefact.runtime.devices]
-        on_gpu = [each for each in on_gpu if each.on_cpu and proofs.admit(each, gaps, gpu)]
-    searches = {}
-    for entry in (*right, *rivals):
-        if entry.on_cpu and entry.runtime in SEARCHED and not (gpu and on_gpu_alone(entry, device)):
-            for batch in options.batches:
-                if found := _search_cpu(options, inputs, entry, batch, earlier):
-                    searches[entry.label, batch] = found
-    every = [*entries, *rivals]
-    setups, untimed = make_columns(every, searches, options.batches, device, gpu, on_gpu)
-    gaps = [*untimed, *gaps]
-    if not proofs.accuracy:
-        gaps.append(NotMeasured("accuracy", "no labelled data were given"))
-    return _Run(entries, inputs, proofs, searches, setups, gpu, gaps)
-
-
-def _search_cpu(
-    options: _Options,
-    inputs: BenchInputs,
-    entry: Entry,
-    batch: int,
-    earlier: Sequence[CpuSearch],
-) -> CpuSearch | None:
-    """Return the earlier search, else a new one; None for a size the model does not take."""
-    rows = inputs.specs[0].shape[0] if inputs.specs and inputs.specs[0].shape else batch
-    if isinstance(rows, int) and rows != batch:
-        return None
-    for search in earlier:
-        known = (search.file, search.batch, search.runtime)
-        if known == (entry.artefact.name, batch, entry.runtime) and search.trials:
-            return search
-    what = entry.label if entry.rival else entry.artefact.name
-    options.progress(f"{what}, batch {batch}: fastest settings of the CPU", 0.0)
-    window_s = min(_SEARCH_MAX_S, options.timing.seconds * _SEARCH_SHARE)
-    choices = choices_for(entry.runtime, sorted({default_threads(), usable_cores()}))
-    trials = search_cpu(choices, entry.open_on_cpu, inputs(batch), batch, window_s)
-    return CpuSearch(entry.artefact.name, batch, trials, entry.runtime)
-
-
-def _measure(options: _Options, run: _Run) -> list[Point]:
-    """Time the columns; put other measurements in `run.measured`, missing ones in `run.gaps`."""
-    setups, inputs, progress, timing = run.setups, run.inputs, options.progress, options.timing
-    ceilings, unprobed = cpu_ceilings(setups, timing.seconds, progress)
-    gpu = gpu_limits(run.gpu, timing.seconds, progress)
-    watch, around_s = Watch(), min(_AROUND_S, timing.seconds / 10)
-    before = watch.over(around_s, time.sleep)
-    apart = timing.seconds >= FULL_S
-    with GpuWatch() as gpu_watch:
-        with EnergyMeter(devices=Devices()) as meter:
-            energy = EnergyLog(meter, progress)
-            timed = sweep_apart if apart else sweep
-            points = timed(setups, options.batches, timing, inputs, energy, watch=watch)
-        right = [each for each in setups if run.proofs.is_right(each.entry)]
-        scenarios = run_scenarios(
-            options.scenarios, right, points, timing.seconds, options.slo_ms, inputs, progress
+    def choose_columns(
+        self, data: StrPath | None, axis: Mapping[str, int], note: Note, scratch: Path
+    ) -> None:
+        entries, device = self.entries, self.device
+        machine, reference = this_machine(), entries[0]
+        with reference.open("cpu") as base:
+            task = reference.artefact.task
+            samples = read_samples(Path(data), base.inputs, task=task) if data else None
+            self.inputs = choose_inputs(reference.artefact, base, samples, axis)
+            self.proofs = proofs = Proofs(base, reference, samples, device, note)
+            right = [reference, *(each for each in entries[1:] if proofs.prove(each).passed)]
+            rivals, gaps = find_rivals(right, machine, scratch)
+            rivals = [each for each in rivals if not on_gpu_alone(each, device)]
+            rivals = [each for each in rivals if proofs.admit(each, gaps)]
+            self.gpu, why = find_gpu(reference, machine, device)
+            gaps += [] if self.gpu else [NotMeasured("GPU", why)]
+            on_gpu = [e for e in entries if self.gpu and "cuda" in e.artefact.runtime.devices]
+            on_gpu = [e for e in on_gpu if e.on_cpu and proofs.admit(e, gaps, self.gpu)]
+        for entry in (*right, *rivals):
+            elsewhere = self.gpu and on_gpu_alone(entry, device)
+            if entry.on_cpu and entry.runtime in SEARCHED and not elsewhere:
+                for batch in self.batches:
+                    if found := self._search_cpu(entry, batch):
+                        self.searches[entry.label, batch] = found
+        every = [*entries, *rivals]
+        self.setups, untimed = make_columns(
+            every, self.searches, self.batches, device, self.gpu, on_gpu
         )
-    memory = measure_memory(setups, points, inputs, progress) if apart else ()
-    outside = sum_up(watch, before, watch.over(around_s, time.sleep))
-    wanted = (run.entries[1:] or run.entries[:1]) if options.layers else ()
-    layers, missing = measure_layers(wanted, right, points, inputs, progress)
-    run.gaps += [*unprobed, *gpu.gaps, *energy.gaps(points), *missing]
-    run.measured = {
-        "scenarios": tuple(scenarios),
-        "memory": memory,
-        "layers": tuple(layers),
-        "throttled": gpu_watch.reasons if {point.device for point in points} - {"cpu"} else (),
-        "conditions": gpu_watch.conditions,
-        "outside": outside,
-        "invalid": invalid(outside, watch.bound),
-        "energy": energy.energy(points),
-        **limits(run.entries, setups, points, ceilings, gpu),
-    }
-    return points
+        self.gaps += [*untimed, *gaps]
+        if not proofs.accuracy:
+            self.gaps.append(NotMeasured("accuracy", "no labelled data were given"))
+
+    def _search_cpu(self, entry: Entry, batch: int) -> CpuSearch | None:
+        """Return the earlier search, else a new one; None for a size the model does not take."""
+        specs = self.inputs.specs
+        rows = specs[0].shape[0] if specs and specs[0].shape else batch
+        if isinstance(rows, int) and rows != batch:
+            return None
+        for search in self.earlier:
+            known = (search.file, search.batch, search.runtime)
+            if known == (entry.artefact.name, batch, entry.runtime) and search.trials:
+                return search
+        what = entry.label if entry.rival else entry.artefact.name
+        self.progress(f"{what}, batch {batch}: fastest settings of the CPU", 0.0)
+        window_s = min(_SEARCH_MAX_S, self.timing.seconds * _SEARCH_SHARE)
+        choices = choices_for(entry.runtime, sorted({default_threads(), usable_cores()}))
+        trials = search_cpu(choices, entry.open_on_cpu, self.inputs(batch), batch, window_s)
+        return CpuSearch(entry.artefact.name, batch, trials, entry.runtime)
+
+    def measure(self, scenarios: Sequence[str], slo_ms: float | None, layers: bool) -> list[Point]:
+        """Time the columns; fill `measured`, and `gaps` with what could not be measured."""
+        setups, inputs, progress, timing = self.setups, self.inputs, self.progress, self.timing
+        ceilings, unprobed = cpu_ceilings(setups, timing.seconds, progress)
+        gpu = gpu_limits(self.gpu, timing.seconds, progress)
+        watch, around_s = Watch(), min(_AROUND_S, timing.seconds / 10)
+        before = watch.over(around_s, time.sleep)
+        apart = timing.seconds >= FULL_S
+        used = self.device if ":" in self.device else "cuda:0"
+        with GpuWatch(only=(used,)) as gpu_watch:
+            with EnergyMeter(devices=Devices()) as meter:
+                energy = EnergyLog(meter, progress)
+                timed = sweep_apart if apart else sweep
+                points = timed(setups, self.batches, timing, inputs, energy, watch=watch)
+            right = [each for each in setups if self.proofs.is_right(each.entry)]
+            ran = run_scenarios(scenarios, right, points, timing.seconds, slo_ms, inputs, progress)
+        memory = measure_memory(setups, points, inputs, progress) if apart else ()
+        outside = sum_up(watch, before, watch.over(around_s, time.sleep))
+        wanted = (self.entries[1:] or self.entries[:1]) if layers else ()
+        by_layer, missing = measure_layers(wanted, right, points, inputs, progress)
+        self.gaps += [*unprobed, *gpu.gaps, *energy.gaps(points), *missing]
+        self.measured = {
+            "scenarios": tuple(ran),
+            "memory": memory,
+            "layers": tuple(by_layer),
+            "throttled": gpu_watch.reasons if {point.device for point in points} - {"cpu"} else (),
+            "conditions": gpu_watch.conditions,
+            "outside": outside,
+            "invalid": invalid(outside, watch.bound),
+            "energy": energy.energy(points),
+            **limits(self.entries, setups, points, ceilings, gpu),
+        }
+        return points
 
 
 def _describe_method(timing: Timing, points: Sequence[Point]) -> str:
@@ -376,8 +347,11 @@ def choose_inputs(
             raise BadInput(f"`axis` {axis} is no dynamic axis of the inputs; there are: {there}")
         if size < 1:
             raise BadInput(f"`axis` {axis} must be 1 or more, got {size}")
-    arrays = samples.inputs if samples is not None else _read_golden(artefact, engine)
-    source = RANDOM if arrays is None else GOLDEN if samples is None else DATA
+    arrays, source = (None, RANDOM) if samples is None else (samples.inputs, DATA)
+    golden = find_samples(artefact.path, artefact.manifest) if artefact.manifest else None
+    if samples is None and golden is not None:
+        arrays = open_samples(golden, artefact.path, engine.inputs, engine.outputs)[1]
+        source = GOLDEN
     sizes = dict(axes)
     for spec in specs if arrays is not None else ():
         for at, name in enumerate(spec.shape):
@@ -400,13 +374,6 @@ def choose_inputs(
     return inputs
 
 
-def _read_golden(artefact: Artefact, engine: Engine) -> Mapping[str, np.ndarray] | None:
-    golden = find_samples(artefact.path, artefact.manifest) if artefact.manifest else None
-    if golden is None:
-        return None
-    return open_samples(golden, artefact.path, engine.inputs, engine.outputs)[1]
-
-
 class Proofs:
     """Compares entries with `base`, the open baseline. `gates` maps labels of entries to gates."""
 
@@ -416,7 +383,7 @@ class Proofs:
         reference: Entry,
         samples: Samples | None,
         device: str,
-        note: Callable[[str], None],
+        note: Note,
     ) -> None:
         self._base, self._reference, self._samples = base, reference, samples
         self._device, self._note = device, note

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -112,24 +112,17 @@ def open_entry(
     if artefact.format == "onnx":
         return replace(entry, precision=narrowest(Graph.open(artefact.path).precision))
     if artefact.runtime.name == "torch":
-        if artefact.format == "torch" and not _describes_itself(artefact):
+        from deploykit.engines.torch.engine import describes_itself  # needs torch
+
+        if artefact.format == "torch" and not describes_itself(artefact.path):  # weights only
             if arch is None:
                 raise wrong_format(artefact, artefact.format, f"an {' or '.join(BUILT)} file")
             return replace(entry, options={"arch": arch}, opened_as_built=False)
         return entry
-    if not artefact.runtime.builder:
-        raise wrong_format(artefact, artefact.format, f"an {' or '.join(BUILT)} file")
     manifest = artefact.manifest
     built_on = manifest.built_on if manifest else {}
     counted = narrowest(manifest.precision) if manifest else "unknown"
     return replace(entry, precision=built_on.get("precision", counted), built_on=built_on)
-
-
-def _describes_itself(artefact: Artefact) -> bool:
-    """Return whether a PyTorch file holds a runnable model, not only weights."""
-    from deploykit.engines.torch.engine import describes_itself
-
-    return describes_itself(artefact.path)
 
 
 def open_entries(
@@ -231,8 +224,14 @@ def make_columns(
             for batch in batches:
                 best = [found[batch].fastest_of_one, found[batch].fastest] if batch in found else []
                 alike[batch] = list(dict.fromkeys(best or [CpuSettings()]))
-        behind = [
-            batch for batch in found if entry.rival and _is_behind(found[batch], searches.values())
+        rates = {batch: search.trials[0].throughput_per_s for batch, search in found.items()}
+        behind = [  # slower than noise explains
+            batch
+            for batch, rate in rates.items()
+            if entry.rival
+            and rate
+            < (1 - _NEAR)
+            * max(s.trials[0].throughput_per_s for s in searches.values() if s.batch == batch)
         ]
         if behind:
             what = f"{entry.label} on the CPU at batch {', '.join(map(str, behind))}"
@@ -252,12 +251,6 @@ def make_columns(
 def on_gpu_alone(entry: Entry, device: str) -> bool:
     """Return whether to time it only on the requested GPU: a CPU never runs it fastest."""
     return device.startswith("cuda") and (entry.precision == "fp16" or entry.runtime == "torch")
-
-
-def _is_behind(search: CpuSearch, searches: Iterable[CpuSearch]) -> bool:
-    """Return whether `search` is slower at its batch size than noise explains."""
-    rates = [s.trials[0].throughput_per_s for s in searches if s.batch == search.batch]
-    return search.trials[0].throughput_per_s < (1 - _NEAR) * max(rates)
 
 
 def _like_the_baseline(
@@ -307,12 +300,12 @@ def _setup(entry: Entry, label: str, device: str) -> Setup:
 
 def with_graphs(plain: Setup, batches: Sequence[int]) -> list[Setup]:
     """Return variants with and without CUDA graphs, with one or two calls; they share weights."""
-    shared = _Shared(plain)
+    opened: list[Engine] = []  # pickled together, so that a process's setups share it
     return [
         replace(
             plain,
             label=plain.label + ", CUDA graphs" * bool(graphs) + ", overlap" * (slots > 1),
-            engines=partial(shared.open, slots, graphs),
+            engines=partial(_open_shared, opened, plain, slots, graphs),
             in_flight=slots,
         )
         for slots in (1, 2)
@@ -320,17 +313,10 @@ def with_graphs(plain: Setup, batches: Sequence[int]) -> list[Setup]:
     ]
 
 
-class _Shared:
-    """Opens engines that share the weights of the first one."""
-
-    def __init__(self, plain: Setup) -> None:
-        self._plain = plain
-        self._opened: list[Engine] = []
-
-    def open(self, slots: int, graphs: Sequence[int]) -> Engine:
-        shared = self._opened[0].share(slots=slots, graphs=graphs) if self._opened else None
-        self._opened.append(shared or self._plain.engines())
-        return self._opened[-1]
+def _open_shared(opened: list[Engine], plain: Setup, slots: int, graphs: Sequence[int]) -> Engine:
+    shared = opened[0].share(slots=slots, graphs=graphs) if opened else None
+    opened.append(shared or plain.engines())
+    return opened[-1]
 
 
 def find_gpu(baseline: Entry, machine: Machine, device: str) -> tuple[str, str]:
@@ -365,6 +351,8 @@ def find_rivals(
     Candidates are other installed runtimes and bfloat16. `folder` holds the float32 model in
     bfloat16, and must exist as long as they are used.
     """
+    from deploykit.quantization.scales import convert  # slow to load
+
     graphs = [e for e in entries if e.artefact.format == "onnx" and e.precision in _RIVALS]
     graphs = [*{each.artefact.sha256: each for each in reversed(graphs)}.values()][::-1]
     gaps: dict[str, str] = {}
@@ -379,8 +367,12 @@ def find_rivals(
         if "avx512_bf16" not in machine.cpu_features:
             gaps[f"{runtime.title} {_HALF}"] = "this CPU has no instructions for it"
         elif entries[0].precision == "fp32" and not any(e.precision == _HALF for e in graphs):
+            plain = entries[0].artefact.path
+            path = folder / f"{plain.stem}.{_HALF}.onnx"
             try:
-                rounded = replace(entries[0], artefact=_round(entries[0].artefact, folder))
+                graph, _ = convert(Graph.open(plain), _HALF, None, runtime="openvino")
+                graph.save(path, temporary=True)
+                rounded = replace(entries[0], artefact=Artefact(path))
                 found.append(_rival(rounded, runtime.name, _HALF))
             except DeploykitError as exc:
                 gaps[f"{runtime.title} {_HALF}"] = exc.message
@@ -404,22 +396,5 @@ def _name(entry: Entry) -> str:
 
 
 def _rival(of: Entry, runtime: str, precision: str) -> Entry:
-    return replace(
-        of,
-        precision=precision,
-        runtime=runtime,
-        rival=True,
-        against=False,
-        built_on={},
-        opened_as_built=False,
-    )
-
-
-def _round(artefact: Artefact, folder: Path) -> Artefact:
-    """Write the graph in bfloat16, as `quantize` does."""
-    from deploykit.quantization.scales import convert
-
-    path = folder / f"{artefact.path.stem}.{_HALF}.onnx"
-    graph, _ = convert(Graph.open(artefact.path), _HALF, None, runtime="openvino")
-    graph.save(path, temporary=True)
-    return Artefact(path)
+    other = replace(of, precision=precision, runtime=runtime, rival=True, against=False)
+    return replace(other, built_on={}, opened_as_built=False)

@@ -42,17 +42,9 @@ def best_cpu(points: Sequence[Point], wrong: Collection[str]) -> tuple[BestCpu, 
         rivals = [point for point in usable if point.batch == batch]
         best = max(rivals, key=lambda point: point.throughput_per_s.value)
         names = ", ".join(dict.fromkeys(map(_runs, rivals)))
-        found.append(
-            BestCpu(
-                batch,
-                best.label,
-                best.precision,
-                best.runtime,
-                best.settings,
-                best.throughput_per_s,
-                f"the fastest of {len(rivals)} columns on the CPU ({names})",
-            )
-        )
+        why = f"the fastest of {len(rivals)} columns on the CPU ({names})"
+        fastest = (best.label, best.precision, best.runtime, best.settings, best.throughput_per_s)
+        found.append(BestCpu(batch, *fastest, why))
     return tuple(found)
 
 

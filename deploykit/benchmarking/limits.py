@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from deploykit.benchmarking.columns import Entry
-from deploykit.benchmarking.timing import Setup
+from deploykit.benchmarking.timing import Column, Setup
+from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import DeploykitError
-from deploykit.core.machine import default_threads, this_machine
+from deploykit.core.machine import default_threads, file_text, this_machine
 from deploykit.core.profile import load_profile, recognise
 from deploykit.core.subprocesses import run_apart
 from deploykit.engines.devices import EnergyMeter
@@ -39,7 +39,6 @@ def cpu_ceilings(
 
     A short run reads only stored results. The probe fails where it cannot write a file.
     """
-
     only_kept = seconds < PROBE_FROM_S
     wanted = {default_threads()}
     wanted |= {each.threads for each in setups if each.sessions == 1 and each.threads}
@@ -67,7 +66,6 @@ class GpuLimits:
 
 def gpu_limits(device: str, seconds: float, on_progress: Progress) -> GpuLimits:
     """Probe the GPU `device`, unless it is "" (no GPU) or the run is short."""
-
     if not device or seconds < PROBE_FROM_S:
         return GpuLimits()
     on_progress("ceilings of the GPU", 0.0)
@@ -76,7 +74,7 @@ def gpu_limits(device: str, seconds: float, on_progress: Progress) -> GpuLimits:
         ceilings = probe.measure_gpu(device)
     except DeploykitError as exc:
         gaps.append(NotMeasured("ceilings of the GPU", exc.message))
-    profile, why = recognise(this_machine())
+    profile, why = recognise(with_gpu(this_machine(), int(device.partition(":")[2] or 0)))
     if profile is None or profile.device == "cpu":
         return GpuLimits(ceilings, None, (*gaps, NotMeasured("plan of the GPU", why)))
     target = target_of(profile, None)
@@ -112,8 +110,11 @@ def limits(
     for name, measured, here in both:
         marks, used = list[dict[str, Any]](), {"fp32"}
         for point in here:
-            entry = files.get(point.label)
-            target = _cpu_target(found, point) if point.device == "cpu" else gpu.target
+            entry, target = files.get(point.label), gpu.target
+            if point.device == "cpu":  # with the point's number of threads
+                probed = found.get(point.threads or default_threads())
+                cpu = target_of(load_profile("cpu"), probed)
+                target = cpu if isinstance(cpu, Target) else None
             if entry is None or entry.artefact.format != "onnx" or not (measured or target):
                 continue
             inferred = infer_point(graphs, entry, point)
@@ -121,10 +122,24 @@ def limits(
                 continue
             moved = sum(each.traffic_bytes for each in inferred.interpreted)
             if measured and inferred.flops and moved:
-                marks.append(_place(point, inferred, moved))
+                calls_per_s = point.throughput_per_s.value / point.batch
+                marks.append(
+                    {
+                        "label": point.label,
+                        "batch": point.batch,
+                        "intensity": inferred.flops / moved,
+                        "gflops": inferred.flops * calls_per_s / 1e9,
+                    }
+                )
                 used.add(point.precision)
-            if target is not None and point.runtime.startswith("onnxruntime"):
-                predicted += _predict(point, inferred, target)
+            p50 = point.latency.p50_ms
+            on_ort = point.runtime.startswith("onnxruntime") and point.sessions == 1
+            if target is not None and on_ort and p50 is not None:
+                ms = predict_call(inferred, target, inferred.stored).latency_ms
+                error = ms / p50.value - 1
+                predicted.append(
+                    PredictedPoint(point.label, point.batch, ms, p50.value, error, target.basis)
+                )
         if marks:
             rooflines[name] = {"ceilings": _ceilings(marks, used, measured), "points": marks}
     return {"predicted": tuple(predicted), **rooflines}
@@ -132,7 +147,6 @@ def limits(
 
 def infer_point(graphs: dict[str, Graph], entry: Entry, point: Point) -> Inferred | None:
     """Return the graph at the timed sizes; None where these are not known."""
-
     sha256 = entry.artefact.sha256
     try:
         graph = graphs.setdefault(sha256, Graph.open(entry.artefact.path))
@@ -145,35 +159,6 @@ def infer_point(graphs: dict[str, Graph], entry: Entry, point: Point) -> Inferre
         return infer(graph, point.batch, sizes) if point.shapes else None
     except DeploykitError:
         return None  # the measurements stand without a prediction
-
-
-def _cpu_target(found: Mapping[int, CpuCalibration], point: Point) -> Target | None:
-    """Return the CPU as a target with the point's number of threads."""
-
-    target = target_of(load_profile("cpu"), found.get(point.threads or default_threads()))
-    return target if isinstance(target, Target) else None
-
-
-def _predict(point: Point, inferred: Inferred, target: Target) -> list[PredictedPoint]:
-    """Return the predictions for a point with one session."""
-
-    measured = point.latency.p50_ms
-    if measured is None or point.sessions != 1:
-        return []
-    ms = predict_call(inferred, target, inferred.stored).latency_ms
-    error = ms / measured.value - 1
-    return [PredictedPoint(point.label, point.batch, ms, measured.value, error, target.basis)]
-
-
-def _place(point: Point, inferred: Inferred, moved: float) -> dict[str, Any]:
-    """Return a point's operations per byte moved, and per second."""
-    calls_per_s = point.throughput_per_s.value / point.batch
-    return {
-        "label": point.label,
-        "batch": point.batch,
-        "intensity": inferred.flops / moved,
-        "gflops": inferred.flops * calls_per_s / 1e9,
-    }
 
 
 def _ceilings(
@@ -230,7 +215,8 @@ class EnergyLog:
         found = []
         for point in points:
             device = "cuda:0" if point.device == "cuda" else point.device
-            source, steps = self.meter.sources.get(device), self._spent.get(_key(point), [])
+            source = self.meter.sources.get(device)
+            steps = self._spent.get((point.label, point.batch), [])
             seconds = sum(each for each, _ in steps)
             rate = point.throughput_per_s.value
             if source is None or not seconds or not rate:
@@ -259,10 +245,6 @@ class EnergyLog:
         return now[0] - before_s, used
 
 
-def _key(point: Point) -> tuple[str, int]:
-    return point.label, point.batch
-
-
 _CALLS = 3
 _HIGHEST = re.compile(r"^VmHWM:\s*(\d+) kB$", re.MULTILINE)
 
@@ -277,7 +259,6 @@ def measure_memory(
 
     `setups` and `feeds` must be picklable, as for `sweep_apart`.
     """
-
     largest: dict[str, int] = {}
     for point in points:
         largest[point.label] = max(point.batch, largest.get(point.label, 0))
@@ -298,21 +279,10 @@ def _peak_bytes(
     """Run in a separate process; return the peak, or 0 if /proc does not have it."""
     inputs = feeds(batch)
     with contextlib.ExitStack() as stack:
-        engines = [stack.enter_context(setup.engines()) for _ in range(setup.sessions)]
-        for engine in engines:
+        for engine in Column.open(setup, stack).engines:
             for _ in range(_CALLS):
                 engine(inputs)
-        return sum(map(_highest_bytes, (os.getpid(), *_children())))
-
-
-def _highest_bytes(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        match = _HIGHEST.search(Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
-        return int(match[1]) * 1024 if match else 0
-    return 0
-
-
-def _children() -> Iterator[int]:
-    for task in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            yield from map(int, task.read_text(encoding="utf-8").split())
+        children = " ".join(map(file_text, Path("/proc/self/task").glob("*/children")))
+        pids = ["self", *children.split()]
+        peaks = (_HIGHEST.search(file_text(Path(f"/proc/{pid}/status"))) for pid in pids)
+        return sum(int(peak[1]) * 1024 for peak in peaks if peak)

@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,20 +38,6 @@ from deploykit.reporting.report import Report, write
 from deploykit.reporting.verdict import verdict
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Rounds:
-    """Records the number of calls at the start of each round, per batch size."""
-
-    timed: TimedPipeline
-    forward: Progress
-    begins: list[int] = field(default_factory=list)
-
-    def __call__(self, what: str, share: float) -> None:
-        if ": round " in what or what == "done":
-            self.begins.append(len(self.timed.calls))
-        self.forward(what, share)
 
 
 def bench_pipeline(
@@ -83,11 +69,18 @@ def bench_pipeline(
         setup = Setup(name, lambda: timed, file=Path(path).name, sha256=sha256(Path(path)))
         watch = Watch()
         before = watch.over(around_s, time.sleep)
+        begins: list[int] = []  # the number of calls at the start of each round
+
+        def on_round(what: str, share: float) -> None:
+            if ": round " in what or what == "done":
+                begins.append(len(timed.calls))
+            on_progress(what, share)
+
         for batch in batches:
             timed.calls.clear()
-            rounds = _Rounds(timed, on_progress)
-            (found,) = time_setups([setup], [batch], timing, timed.feeds, rounds, watch=watch)
-            points += [make_point([found]), *_stages(found, timed.calls, rounds.begins)]
+            begins.clear()
+            (found,) = time_setups([setup], [batch], timing, timed.feeds, on_round, watch=watch)
+            points += [make_point([found]), *_stages(found, timed.calls, begins)]
         outside = sum_up(watch, before, watch.over(around_s, time.sleep))
     how = (
         f"each point: {timing.seconds:g} s in rounds after about {timing.warmup_s:g} s of warm-up, "

@@ -14,11 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from deploykit.benchmarking.timing import Clock, Setup, no_garbage_collection, run_block
+from deploykit.benchmarking.timing import Clock, Column, Setup, no_garbage_collection, run_block
 from deploykit.core.errors import BadInput
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.artefacts import Progress, no_progress
@@ -41,32 +41,24 @@ _LOWER = 0.97  # factor, after a rate that held only in a short run
 _SPIN_NS = 100_000  # a sleep may end this late, so spin before a query
 
 
-@dataclass(frozen=True)
-class Subject:
-    """The engines to run, each with one query at a time, and their names in the report."""
-
-    label: str
-    precision: str
-    settings: str
-    engines: Sequence[Engine]
-
-    def result(self, scenario: str, batch: int) -> ScenarioResult:
-        """Return a result without a value."""
-        metric = {OFFLINE: "samples/s", SERVER: "queries/s"}.get(scenario)
-        return ScenarioResult(
-            scenario=scenario,
-            label=self.label,
-            precision=self.precision,
-            device=self.engines[0].device,
-            runtime=self.engines[0].runtime,
-            settings=self.settings,
-            batch=batch,
-            metric=metric or f"p{_PERCENTILE[scenario]:.0f} ms",
-            value=None,
-            queries=0,
-            duration_s=0.0,
-            latency=None,
-        )
+def _no_result(column: Column, scenario: str, batch: int, why: str = "") -> ScenarioResult:
+    """Return a result without a value."""
+    metric = {OFFLINE: "samples/s", SERVER: "queries/s"}.get(scenario)
+    return ScenarioResult(
+        scenario=scenario,
+        label=column.setup.label,
+        precision=column.setup.precision,
+        device=column.engines[0].device,
+        runtime=column.engines[0].runtime,
+        settings=column.setup.settings,
+        batch=batch,
+        metric=metric or f"p{_PERCENTILE[scenario]:.0f} ms",
+        value=None,
+        queries=0,
+        duration_s=0.0,
+        latency=None,
+        why=why,
+    )
 
 
 def early_stopping_ms(latencies_s: np.ndarray, q: float) -> float | int:
@@ -106,7 +98,7 @@ def fewest_queries(q: float, above: int = 1) -> int:
 
 def run_stream(
     scenario: str,
-    subject: Subject,
+    column: Column,
     feeds: Arrays,
     seconds: float,
     clock: Clock = time.perf_counter_ns,
@@ -119,14 +111,14 @@ def run_stream(
     needs = fewest_queries(q)
     calls: list[np.ndarray] = []
     spent_s, count = 0.0, 0
-    run_block(subject.engines[:1], feeds, samples, seconds * _WARM_UP, clock)
+    run_block(column.engines[:1], feeds, samples, seconds * _WARM_UP, clock)
     while spent_s < seconds or (count < needs and spent_s < _LONGEST * seconds):
-        block = run_block(subject.engines[:1], feeds, samples, seconds / 5, clock)
+        block = run_block(column.engines[:1], feeds, samples, seconds / 5, clock)
         calls.append(block.calls_ns / 1e9)
         spent_s += block.seconds
         count += len(block.calls_ns)
     result = replace(
-        subject.result(scenario, samples),
+        _no_result(column, scenario, samples),
         queries=count,
         duration_s=spent_s,
         latency=Latency.of(*calls),
@@ -139,7 +131,7 @@ def run_stream(
 
 
 def run_offline(
-    subject: Subject,
+    column: Column,
     feeds: Arrays,
     batch: int,
     seconds: float,
@@ -147,14 +139,17 @@ def run_offline(
 ) -> ScenarioResult:
     """Run offline: all samples are ready, and each engine takes `batch` of them at a time."""
     settle_s = seconds * _WARM_UP
-    block = run_block(subject.engines, feeds, batch, seconds, clock, settle_s=settle_s)
-    calls = len(block.calls_ns)
-    result = subject.result(OFFLINE, batch)
-    return replace(result, queries=calls, duration_s=block.seconds, value=block.rate)
+    block = run_block(column.engines, feeds, batch, seconds, clock, settle_s=settle_s)
+    return replace(
+        _no_result(column, OFFLINE, batch),
+        queries=len(block.calls_ns),
+        duration_s=block.seconds,
+        value=block.rate,
+    )
 
 
 def run_server(
-    subject: Subject,
+    column: Column,
     feeds: Arrays,
     slo_ms: float,
     seconds: float,
@@ -169,7 +164,7 @@ def run_server(
     slightly lower one if that fails.
     `serve(engines, feeds, due_s, slo_s, most_late)` returns latencies; the default is `replay`.
     """
-    slo_s, result = slo_ms / 1e3, replace(subject.result(SERVER, 1), slo_ms=slo_ms)
+    slo_s, result = slo_ms / 1e3, replace(_no_result(column, SERVER, 1), slo_ms=slo_ms)
     fewest = fewest_queries(_PERCENTILE[SERVER])
     seeds = itertools.count()
 
@@ -177,12 +172,12 @@ def run_server(
         count = max(fewest, math.ceil(rate * length_s))
         gaps = np.random.default_rng(next(seeds)).exponential(1 / rate, count)
         most_late = most_above(count, _PERCENTILE[SERVER])
-        return (serve or replay)(subject.engines, feeds, np.cumsum(gaps), slo_s, most_late)
+        return (serve or replay)(column.engines, feeds, np.cumsum(gaps), slo_s, most_late)
 
     def holds(found: np.ndarray) -> bool:
         return int((found > slo_s).sum()) <= most_above(len(found), _PERCENTILE[SERVER])
 
-    block = run_block(subject.engines, feeds, 1, seconds * _WARM_UP, clock)
+    block = run_block(column.engines, feeds, 1, seconds * _WARM_UP, clock)
     short_s = seconds / 10
     lowest = fewest / (_LONGEST * seconds)
     low, high = 0.0, max(block.rate, lowest)  # an engine that never waits is the upper bound
@@ -283,20 +278,19 @@ def run_scenarios(
         for setup, batch in _fastest(name, setups, points):
             on_progress(f"{setup.label}: {name}", 1.0)
             with ExitStack() as stack:
-                engines = [stack.enter_context(setup.engines()) for _ in range(setup.sessions)]
-                subject = Subject(setup.label, setup.precision, setup.settings, engines)
-                inputs = engines[0].inputs
+                column = Column.open(setup, stack)
+                inputs = column.engines[0].inputs
                 fixed = inputs[0].shape[0] if inputs and inputs[0].shape else batch
                 other = isinstance(fixed, int) and fixed != batch
-                if other or batch > (engines[0].max_batch or batch):
+                if other or batch > (column.max_batch or batch):
                     why = f"it takes no query of {batch} samples"
-                    results.append(replace(subject.result(name, batch), why=why))
+                    results.append(_no_result(column, name, batch, why))
                 elif name == OFFLINE:
-                    results.append(run_offline(subject, feeds(batch), batch, seconds))
+                    results.append(run_offline(column, feeds(batch), batch, seconds))
                 elif name == SERVER and slo_ms is not None:
-                    results.append(run_server(subject, feeds(batch), slo_ms, seconds))
+                    results.append(run_server(column, feeds(batch), slo_ms, seconds))
                 else:
-                    results.append(run_stream(name, subject, feeds(batch), seconds))
+                    results.append(run_stream(name, column, feeds(batch), seconds))
     return results
 
 

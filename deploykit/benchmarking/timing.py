@@ -206,7 +206,7 @@ class Warmth:
     call_s: float = 0.0
 
 
-def _warm_up(column: _Column, feeds: Arrays, batch: int, clock: Clock, limit_s: float) -> Warmth:
+def _warm_up(column: Column, feeds: Arrays, batch: int, clock: Clock, limit_s: float) -> Warmth:
     """Run windows until the last four agree within 10 % and do not rise by 1 % a window.
 
     It takes at most `limit_s`, or three times that while calls speed up.
@@ -369,12 +369,13 @@ def time_setups(
         watch: records a window per block; points that other processes disturbed are marked.
         number: the number of this process; each opens, warms up and times in another order.
 
-    Raises BadInput on invalid options, or when no engine takes any of the batches.
+    Raises BadInput on invalid batch sizes, or when no engine takes any of them.
     """
-    _check_options(setups, batches)
+    if not batches or min(batches) < 1 or len(set(batches)) != len(batches):
+        raise BadInput(f"`batches` must be different sizes of 1 or more, got {list(batches)}")
     measured: list[Measured] = []
     with contextlib.ExitStack() as stack:
-        opened = {at: _open(setups[at], stack) for at in order(len(setups), number)}
+        opened = {at: Column.open(setups[at], stack) for at in order(len(setups), number)}
         columns = [opened[at] for at in range(len(setups))]
         if watch is not None:
             watch.know_children()
@@ -395,26 +396,16 @@ def time_setups(
     return measured
 
 
-def _check_options(setups: Sequence[Setup], batches: Sequence[int]) -> None:
-    if not batches or min(batches) < 1 or len(set(batches)) != len(batches):
-        raise BadInput(f"`batches` must be different sizes of 1 or more, got {list(batches)}")
-    for batch in batches:
-        labels = [each.label for each in setups if batch in (each.batches or batches)]
-        if len(set(labels)) != max(1, len(labels)):
-            raise BadInput(f"setups need different labels, and there must be one or more: {labels}")
-    for setup in setups:
-        if setup.sessions < 1:
-            raise BadInput(f"{setup.label}: `sessions` must be 1 or more, got {setup.sessions}")
-        if setup.in_flight > 1 and setup.sessions > 1:
-            raise BadInput(f"{setup.label}: several sessions have one call in flight each")
-
-
 @dataclass(frozen=True)
-class _Column:
+class Column:
     """A setup whose engines are open."""
 
     setup: Setup
-    engines: list[Engine]
+    engines: Sequence[Engine]
+
+    @classmethod
+    def open(cls, setup: Setup, stack: contextlib.ExitStack) -> Column:
+        return cls(setup, [stack.enter_context(setup.engines()) for _ in range(setup.sessions)])
 
     @property
     def max_batch(self) -> int | None:
@@ -433,11 +424,7 @@ class _Column:
         return (self.max_batch is None or batch <= self.max_batch) and batch in (only or [batch])
 
 
-def _open(setup: Setup, stack: contextlib.ExitStack) -> _Column:
-    return _Column(setup, [stack.enter_context(setup.engines()) for _ in range(setup.sessions)])
-
-
-def _check_inputs(feeds: Arrays, batch: int, columns: Sequence[_Column]) -> Arrays:
+def _check_inputs(feeds: Arrays, batch: int, columns: Sequence[Column]) -> Arrays:
     for column in columns:
         label, inputs = column.setup.label, column.engines[0].inputs
         check_feeds(inputs, feeds, label)
@@ -498,10 +485,22 @@ class _Turns:
     total_s: float
     done_s: float = 0.0
 
-    def run(self, columns: Sequence[_Column], batch: int, feeds: Arrays) -> list[Measured]:
+    def run(self, columns: Sequence[Column], batch: int, feeds: Arrays) -> list[Measured]:
         timing = self.timing
-        first = [columns[at] for at in order(len(columns), self.number)]
-        found = {column.setup.label: self._warm_up(column, batch, feeds) for column in first}
+        found: dict[str, Measured] = {}
+        for at in order(len(columns), self.number):
+            setup, engine = columns[at].setup, columns[at].engines[0]
+            self._begin(f"{setup.label}, batch {batch}: warm-up", timing.warmup_s)
+            found[setup.label] = Measured(
+                setup=setup,
+                batch=batch,
+                device=setup.device or engine.device,
+                runtime=engine.runtime,
+                options=dict(engine.options),
+                warmth=_warm_up(columns[at], feeds, batch, self.clock, timing.warmup_s),
+                shapes={name: array.shape for name, array in feeds.items()},
+                bound_cores=self.watch.bound if self.watch is not None else math.inf,
+            )
         rounds = timing.rounds_for(max(each.warmth.call_s for each in found.values()))
         block_s = timing.seconds / rounds
         settle_s = min(block_s * _SETTLE_SHARE, _SETTLE_MAX_S)  # for caches and clocks
@@ -524,22 +523,8 @@ class _Turns:
         self.on_progress(what, min(1.0, self.done_s / self.total_s))
         self.done_s += length_s
 
-    def _warm_up(self, column: _Column, batch: int, feeds: Arrays) -> Measured:
-        setup, engine, limit_s = column.setup, column.engines[0], self.timing.warmup_s
-        self._begin(f"{setup.label}, batch {batch}: warm-up", limit_s)
-        return Measured(
-            setup=setup,
-            batch=batch,
-            device=setup.device or engine.device,
-            runtime=engine.runtime,
-            options=dict(engine.options),
-            warmth=_warm_up(column, feeds, batch, self.clock, limit_s),
-            shapes={name: array.shape for name, array in feeds.items()},
-            bound_cores=self.watch.bound if self.watch is not None else math.inf,
-        )
 
-
-def _compute_s(column: _Column, feeds: Arrays, length_s: float, clock: Clock) -> list[float]:
+def _compute_s(column: Column, feeds: Arrays, length_s: float, clock: Clock) -> list[float]:
     """Time further calls without their copies; return [] if the engine reports no copies."""
     engine = column.engines[0]
     calls_s: list[float] = []
@@ -619,11 +604,13 @@ def sweep_apart(
     watch = watch or Watch()
     parts: dict[tuple[int, str], list[Measured]] = {}
     for number in range(processes):
-        job = _Job(setups, batches, share, feeds, (watch.proc, watch.sys), number, os.getpid())
         found, windows = run_apart(
             "bench: a process that measures",
             _time_here,
-            job,
+            (setups, batches, share, feeds),
+            number,
+            (watch.proc, watch.sys),
+            os.getpid(),
             on_progress=span(on_progress, number / processes, (number + 1) / processes),
         )
         watch.windows += windows
@@ -632,25 +619,16 @@ def sweep_apart(
     return [make_point(part) for part in parts.values()]
 
 
-@dataclass(frozen=True)
-class _Job:
-    """The task of one process. `folders`: the /proc and /sys that its watch reads."""
-
-    setups: Sequence[Setup]
-    batches: Sequence[int]
-    timing: Timing
-    feeds: Callable[[int], Arrays]
-    folders: tuple[Path, Path]
-    number: int
-    parent: int
-
-
-def _time_here(job: _Job, on_progress: Progress) -> tuple[list[Measured], list[Window]]:
-    """Run the job in this child process."""
-    watch = Watch((job.parent,), *job.folders)
-    found = time_setups(
-        job.setups, job.batches, job.timing, job.feeds, on_progress, watch=watch, number=job.number
-    )
+def _time_here(
+    job: tuple[Sequence[Setup], Sequence[int], Timing, Callable[[int], Arrays]],
+    number: int,
+    folders: tuple[Path, Path],
+    parent: int,
+    on_progress: Progress,
+) -> tuple[list[Measured], list[Window]]:
+    """Run `time_setups(*job)` in this child process; its watch reads `folders`, /proc and /sys."""
+    watch = Watch((parent,), *folders)
+    found = time_setups(*job, on_progress, watch=watch, number=number)
     for each in found:
         each.setup = replace(each.setup, engines=_closed)  # engines cannot be pickled
     return found, watch.windows

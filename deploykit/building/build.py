@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from deploykit.building.builder import Shapes, find_builder
+from deploykit.building.builder import BuildJob, Shapes, find_builder
 from deploykit.building.runtime import build_for_runtime
 from deploykit.building.tensorrt import prove as build_tensorrt
 from deploykit.building.tensorrt.options import check_options
-from deploykit.building.tensorrt.prove import CheckResult, PlanOptions
+from deploykit.building.tensorrt.prove import CheckResult
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.files import StrPath
@@ -69,7 +69,9 @@ def build(
     when the quantised graph fails its evaluation; Unsupported for a target that cannot be built for
     here.
     """
-    target, why = choose_profile() if profile == "auto" else (load_profile(profile), "")
+    shapes = shapes or Shapes()
+    auto = profile == "auto"
+    target, why = choose_profile(shapes.device) if auto else (load_profile(profile), "")
     source = _open(model)
     request = QuantizeRequest(
         to=precision or "fp32",
@@ -80,35 +82,11 @@ def build(
         metric=metric,
         max_drop=max_drop,
     )
-    options = PlanOptions(target, shapes or Shapes(), request)
-    _check(source, options)
-    place = destination(
-        source,
-        out,
-        RUNTIMES[target.runtime].suffix.format(profile=target.name),
-        (calib, data, *options.shapes.plugins, *named_files(metric, profile)),
-        kind=RUNTIMES[target.runtime].opens[0],
-        force=force,
-    )
-    with stage(place) as tmp:
-        if target.runtime == "tensorrt":
-            made = _build_plan(source, options, tmp, place, on_progress)
-        else:
-            made = build_for_runtime(
-                source, request, target, options.shapes, tmp, place, max_error, on_progress
-            )
-    chosen = (f"profile auto: {target.name} ({why})",) if why else ()
-    return replace(made, notes=(*chosen, *made.notes))
-
-
-def _check(source: Artefact, options: PlanOptions) -> None:
-    """Raise BadInput or Unsupported for all that can be checked before the work."""
-    target, request = options.target, options.request
     if target.runtime == "tensorrt":
-        check_options(build_tensorrt.options_of(target, options.shapes, source))
-        build_tensorrt.check_here(target, source)
+        check_options(build_tensorrt.options_of(target, shapes, source))
+        build_tensorrt.check_here(target, source, shapes.device)
     else:
-        options.shapes.refuse(target)
+        shapes.refuse(target)
     if request.to not in ("fp32", *TARGETS):
         raise BadInput(
             f"`precision` {request.to} is unknown", hint="one of: fp32, " + ", ".join(TARGETS)
@@ -117,17 +95,29 @@ def _check(source: Artefact, options: PlanOptions) -> None:
         check_quantize_options(request)
     elif request.calib is not None and not RUNTIMES[target.runtime].scales_outputs:
         raise BadInput("`calib` has no effect without `precision`", hint="`precision` int8")
+    place = destination(
+        source,
+        out,
+        RUNTIMES[target.runtime].suffix.format(profile=target.name),
+        (calib, data, *shapes.plugins, *named_files(metric, profile)),
+        kind=RUNTIMES[target.runtime].opens[0],
+        force=force,
+    )
+    with stage(place) as tmp:
+        job = BuildJob(source, target, request, shapes, tmp, place, max_error)
+        carry_out = _build_plan if target.runtime == "tensorrt" else build_for_runtime
+        made = carry_out(job, on_progress)
+    chosen = (f"profile auto: {target.name} ({why})",) if why else ()
+    return replace(made, notes=(*chosen, *made.notes))
 
 
-def _build_plan(
-    source: Artefact, options: PlanOptions, tmp: Path, place: Path, on_progress: Progress
-) -> Made:
+def _build_plan(job: BuildJob, on_progress: Progress) -> Made:
     """Build a TensorRT engine; a graph of lower precision passes its gate on the CPU before."""
-    request, graph_file, notes = options.request, source, list[str]()
-    if request.to != "fp32":
-        step, typed = span(on_progress, 0.0, 0.6), tmp.with_name("typed.onnx")
-        job = prepare(source, request, step)
-        quantized = write_quantized(job, typed, place.with_suffix(".onnx"), step)
+    source, request, graph_file, notes = job.source, job.request, job.source, list[str]()
+    if job.quantizes:
+        step, typed = span(on_progress, 0.0, 0.6), job.tmp.with_name("typed.onnx")
+        plain = prepare(source, request, step)
+        quantized = write_quantized(plain, typed, job.place.with_suffix(".onnx"), step)
         if quantized.evaluation and not quantized.evaluation.passed:
             keep_if_passed(typed, quantized, request.to)  # raises
         if quantized.search:
@@ -141,10 +131,10 @@ def _build_plan(
         graph_file = Artefact.from_manifest(typed, quantized.manifest)
     step = span(on_progress, 0.0 if graph_file is source else 0.6, 0.8)
     step("building", 0.0)
-    builder = find_builder(options.target.runtime)
-    built = builder(graph_file, tmp, options.target, options.shapes, step)
+    builder = find_builder(job.target.runtime)
+    built = builder(graph_file, job.tmp, job.target, job.shapes, step)
     on_progress("comparing with the model", 0.8)
-    made = build_tensorrt.prove_plan(built, source, graph_file, tmp, place, options)
+    made = build_tensorrt.prove_plan(built, graph_file, job)
     return replace(made, notes=(*notes, *made.notes))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import TYPE_CHECKING
 
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
@@ -14,6 +15,9 @@ from deploykit.core.files import StrPath
 from deploykit.core.json_value import Record
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
+
+if TYPE_CHECKING:  # it loads onnx, which `boot` does not need
+    from deploykit.quantization.job import QuantizeRequest
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,23 @@ class BuildResult(Record):
     timing_cache_sha256: str = ""
     flags_used: tuple[str, ...] = ()
     plugins: Mapping[str, str] = field(default_factory=dict)  # path -> SHA-256
+
+
+@dataclass(frozen=True)
+class BuildJob:
+    """One build: `source` for `target`, staged as `tmp`, and kept at `place` once it is proven."""
+
+    source: Artefact
+    target: Profile
+    request: QuantizeRequest
+    shapes: Shapes
+    tmp: Path
+    place: Path
+    max_error: float = 0.0
+
+    @property
+    def quantizes(self) -> bool:
+        return self.request.to != "fp32"
 
 
 Builder = Callable[

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploykit.building.builder import BuildResult, Shapes, find_builder
+from deploykit.building.builder import BuildJob, BuildResult, find_builder
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import (
@@ -20,13 +20,12 @@ from deploykit.core.evidence import (
     Layer,
     PrecisionReadBack,
 )
-from deploykit.core.manifest import Manifest
 from deploykit.core.precision import CALIBRATED, FLOATS, max_engine_error
-from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
+from deploykit.core.tensors import TensorSpec
 from deploykit.engines.batching import JoinedRun
 from deploykit.engines.data.samples import check_calibration, read_samples
-from deploykit.engines.engine import Engine, load
+from deploykit.engines.engine import Arrays, load
 from deploykit.evaluation import batching, golden, verify
 from deploykit.evaluation.artefacts import (
     Made,
@@ -44,10 +43,10 @@ from deploykit.evaluation.parity import (
     rows_that_fit,
 )
 from deploykit.evaluation.simulate import open_rounded
+from deploykit.graph.edit import Editor
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import (
     Job,
-    QuantizeRequest,
     accuracy_notes,
     calibration_record,
     evaluate_engine,
@@ -61,7 +60,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from deploykit.quantization.calibrate import Range
-    from deploykit.quantization.moving import Moved
 
 
 _FOLLOW = (
@@ -72,6 +70,7 @@ _MEASURED = (
     "the INT8 pairs were placed for the CPU; ranges that the graph does not hold are those of "
     "the calibration data"
 )
+_MOVED = "placed.onnx"  # the graph with its pairs moved
 _PRODUCTS = frozenset(("Conv", "Gemm", "MatMul"))
 # operator in integers -> the place of its weights
 _KERNELS = {"QLinearConv": 3, "QLinearMatMul": 3, "QGemm": 3, "MatMulIntegerToFloat": 1}
@@ -86,58 +85,25 @@ class Placed:
     calibration: CalibrationRecord | None = None
 
 
-def place_for_target(
-    source: Artefact, request: QuantizeRequest, target: Profile, tmp: Path
-) -> Placed:
-    """Return the graph of `source`, its pairs moved if it or `calib` has the ranges.
+def place_pairs(job: BuildJob) -> Placed:
+    """Return the graph of the source, its pairs moved if it or `calib` has the ranges.
 
     Raises BadInput for `calib` with a graph that has no INT8 pairs, or whose pairs cannot be moved.
     """
-    from deploykit.quantization.moving import move_pairs
-
-    graph = Graph.open(source.path)
-    if request.calib is not None:
-        return _place_by_data(source, graph, request, target, tmp)
-    moved = move_pairs(graph, target.runtime) if RUNTIMES[target.runtime].scales_outputs else None
-    return Placed(moved.save(_move_file(tmp)), (_FOLLOW,)) if moved else Placed(graph)
-
-
-def place_if_better(
-    source: Artefact,
-    target: Profile,
-    placed: Placed,
-    built: Graph,
-    build: Callable[[Graph, Path], Graph],
-) -> tuple[Placed, Graph]:
-    """Move the pairs of a foreign graph and build it again, if more then runs in integers."""
-    from deploykit.quantization.moving import move_foreign_pairs
-
-    few = _few(placed.graph, built)
-    if not few and _kernels(built) >= _products(placed.graph):
-        return placed, built
-    moved = move_foreign_pairs(placed.graph, target.runtime)
-    if moved is None:
-        return placed, built
-    graph, trial = moved.graph.save(_move_file(built.path)), built.path.with_name("trial.onnx")
-    if _kernels(build(graph, trial)) <= _kernels(built) and not few:
-        return placed, built
-    trial.replace(built.path)
-    better = Placed(graph, (_FOLLOW, *_unknown(source, target, moved)))
-    return better, Graph.open(built.path)
-
-
-def _place_by_data(
-    source: Artefact, graph: Graph, request: QuantizeRequest, target: Profile, tmp: Path
-) -> Placed:
     from deploykit.quantization.calibrate import Calibration, calibrate
-    from deploykit.quantization.moving import move_foreign_pairs
+    from deploykit.quantization.moving import move_foreign_pairs, move_pairs
 
-    if request.calib is None or "int8" not in graph.precision or not _products(graph):
+    source, runtime = job.source, RUNTIMES[job.target.runtime]
+    graph, file, calib = Graph.open(source.path), job.tmp.with_name(_MOVED), job.request.calib
+    if calib is None:
+        moved = move_pairs(graph, runtime.name) if runtime.scales_outputs else None
+        return Placed(moved.save(file), (_FOLLOW,)) if moved else Placed(graph)
+    if "int8" not in graph.precision or not _products(graph):
         raise BadInput(
             f"{source}: `calib` has no effect: the graph has no INT8 pairs to place",
             hint="leave it out" if "int8" in graph.precision else "`precision` int8 quantizes it",
         )
-    samples = read_samples(request.calib, graph.inputs, task=source.task)
+    samples = read_samples(calib, graph.inputs, task=source.task)
     doubts = tuple(check_calibration(samples, graph.inputs))
     found: list[Calibration] = []
 
@@ -145,35 +111,59 @@ def _place_by_data(
         found.append(calibrate(plain, samples))
         return found[0].clipped
 
-    moved = move_foreign_pairs(graph, target.runtime, measure)
+    by_data = move_foreign_pairs(graph, runtime.name, measure)
+    if by_data is None:
+        raise _stuck(job, graph, "`calib` cannot help: ")
+    record = calibration_record(job.request, found[0], doubts)
+    return Placed(by_data.graph.save(file), (_MEASURED, *doubts), record)
+
+
+def place_if_better(
+    job: BuildJob, placed: Placed, built: Graph, build: Callable[[Graph, Path], Graph]
+) -> tuple[Placed, Graph]:
+    """Move the pairs of a foreign graph and build it again, if more then runs in integers."""
+    from deploykit.quantization.moving import move_foreign_pairs
+
+    few, target = _few(placed.graph, built), job.target
+    if not few and _kernels(built) >= _products(placed.graph):
+        return placed, built
+    moved = move_foreign_pairs(placed.graph, target.runtime)
     if moved is None:
-        raise _stuck(source, target, graph, "`calib` cannot help: ")
-    record = calibration_record(request, found[0], doubts)
-    return Placed(moved.graph.save(_move_file(tmp)), (_MEASURED, *doubts), record)
+        return placed, built
+    graph = moved.graph.save(built.path.with_name(_MOVED))
+    trial = built.path.with_name("trial.onnx")
+    if _kernels(build(graph, trial)) <= _kernels(built) and not few:
+        return placed, built
+    trial.replace(built.path)
+    notes = [_FOLLOW]
+    if moved.unknown:
+        count = len(moved.unknown)
+        notes.append(
+            f"{count} tensor{'s' * (count > 1)} that INT8 needs a range for stayed in float32, as "
+            f"no range follows from the file's scales ({', '.join(moved.unknown[:3])}); data give "
+            f"it: deploykit build {job.source} --profile {target.name} --calib FILE.npz"
+        )
+    return Placed(graph, tuple(notes)), Graph.open(built.path)
 
 
-def check_integers(
-    source: Artefact, target: Profile, graph: Graph, built: Graph, *, here: bool
-) -> None:
-    """Raise BadInput if ONNX Runtime runs few INT8 nodes in integers: slower than float32.
-
-    `here`: this build wrote the pairs.
-    """
-    kind = "int8" if graph.precision.get("int8") else "int16"
+def check_integers(job: BuildJob, graph: Graph, built: Graph) -> None:
+    """Raise BadInput if ONNX Runtime runs few INT8 nodes in integers: slower than float32."""
+    source, kind = job.source, "int8" if graph.precision.get("int8") else "int16"
     asked, runs = graph.precision.get(kind, 0), built.precision.get(kind, 0)
     if not asked or (runs and not (graph.path == source.path and _few(graph, built))):
         return
-    if here:  # to quantize again would change nothing
+    if job.quantizes:  # to quantize again would change nothing
         raise BadInput(
             f"{source}: ONNX Runtime runs none of its {asked} INT8 nodes in integers",
             hint="build it without `precision`: float32 is faster than that",
         )
     start = f"ONNX Runtime runs {runs or 'none'} of its {asked} {kind.upper()} nodes in integers: "
-    raise _stuck(source, target, graph, start)
+    raise _stuck(job, graph, start)
 
 
-def _stuck(source: Artefact, target: Profile, graph: Graph, start: str) -> BadInput:
+def _stuck(job: BuildJob, graph: Graph, start: str) -> BadInput:
     """Return the error for pairs that cannot be moved."""
+    source, target = job.source, job.target
     halves = sorted({"float16", "bfloat16"} & set(graph.precision))
     why = "its pairs are placed for TensorRT, and no ranges follow to move them"
     if halves:
@@ -186,18 +176,6 @@ def _stuck(source: Artefact, target: Profile, graph: Graph, start: str) -> BadIn
         f"{source}: {start}{why}",
         hint=f"deploykit build {again} --precision int8 --calib FILE.npz",
     )
-
-
-def _unknown(source: Artefact, target: Profile, moved: Moved) -> tuple[str, ...]:
-    if not moved.unknown:
-        return ()
-    count = len(moved.unknown)
-    note = (
-        f"{count} tensor{'s' * (count > 1)} that INT8 needs a range for stayed in float32, as no "
-        f"range follows from the file's scales ({', '.join(moved.unknown[:3])}); data give it: "
-        f"deploykit build {source} --profile {target.name} --calib FILE.npz"
-    )
-    return (note,)
 
 
 def _few(graph: Graph, built: Graph) -> bool:
@@ -226,137 +204,189 @@ def _kernels(built: Graph) -> int:
     )
 
 
-def _move_file(tmp: Path) -> Path:
-    return tmp.with_name("placed.onnx")
-
-
 _NOT_CHECKED = (
     "the accuracy of this graph was not checked: give labelled data (`data`), or quantize the "
     "float32 model for this profile"
 )
 
 
-def build_for_runtime(
-    source: Artefact,
-    request: QuantizeRequest,
-    target: Profile,
-    shapes: Shapes,
-    tmp: Path,
-    place: Path,
-    max_error: float,
-    on_progress: Progress,
-) -> Made:
-    """Build `source` into `tmp`, prove what was built and keep it at `place`.
+def build_for_runtime(job: BuildJob, on_progress: Progress) -> Made:
+    """Build the source into `tmp`, prove what was built and keep it at `place`.
 
     Its accuracy is measured once, on the file that is kept: after a change of precision always,
-    else where `request` has labelled data.
+    else where the request has labelled data.
     """
-
-    job, before = None, None
-    if request.to != "fp32":
+    source, request, tmp = job.source, job.request, job.tmp
+    quantize, before = None, None
+    if job.quantizes:
         step = span(on_progress, 0.0, 0.6)
-        job = prepare(source, request, step)
-        graph, before = write_graph(job, tmp.with_name("typed.onnx"), place.name, step)
+        quantize = prepare(source, request, step)
+        graph, before = write_graph(quantize, tmp.with_name("typed.onnx"), job.place.name, step)
         placed = Placed(graph)
         if before.search and before.search.interrupted:
             raise KeyboardInterrupt
     else:
-        placed = place_for_target(source, request, target, tmp)
-    step = span(on_progress, 0.6 if job else 0.0, 0.8)
+        placed = place_pairs(job)
+    step = span(on_progress, 0.6 if quantize else 0.0, 0.8)
     step("building", 0.0)
-    builder, runtime = find_builder(target.runtime), RUNTIMES[target.runtime]
+    builder, runtime = find_builder(job.target.runtime), RUNTIMES[job.target.runtime]
     kind, built = runtime.opens[0], list[BuildResult]()
 
     def build(graph: Graph, out: Path) -> Graph:
-        built.append(builder(Artefact.open(graph.path), out, target, shapes, step))
+        built.append(builder(Artefact.open(graph.path), out, job.target, job.shapes, step))
         return Graph.open(out) if kind == "onnx" else graph
 
     result = build(placed.graph, tmp)
     if placed.graph.path == source.path and kind == "onnx":
-        placed, result = place_if_better(source, target, placed, result, build)
-    graph = placed.graph
-    check_integers(source, target, graph, result, here=job is not None)
+        placed, result = place_if_better(job, placed, result, build)
+    graph, layers = placed.graph, built[-1].layers
+    check_integers(job, graph, result)
     on_progress("comparing with the model", 0.8)
-    evidence = _prove(source, job, request, target, placed, tmp, place.name, max_error)
-    evidence = replace(evidence, build=BuildRecord(target.name), source_graph=before)
+    sizes: list[_Run] = []
+    evidence = _prove(job, quantize, placed, sizes)
+    stale = actual_shapes(result.outputs, sizes)
+    if kind == "onnx" and stale:
+        result, evidence = _declare(result, stale, evidence)
+    evidence = replace(
+        evidence,
+        build=BuildRecord(job.target.name),
+        source_graph=before,
+        precision=_read_back(layers, graph.precision),
+    )
     searched = [before.search.why] if before and before.search else []
     notes = [*searched, *(before.notes if before else ()), *evidence.notes, *built[-1].notes]
-    evidence = replace(evidence, precision=_read_back(built[-1].layers, graph.precision))
     notes += evidence.precision.wider if evidence.precision else ()
-    manifest = _manifest(source, target, result, tmp, evidence, built[-1])
-    notes += _precision_notes(graph.precision, result.precision, request.to)
-    made = Made(place, manifest, tuple(notes))
-    if made.parity and not made.parity.passed:
-        return keep_if_equal(tmp, made, made.parity)
-    return keep_if_passed(tmp, made, request.to)
-
-
-def _manifest(
-    source: Artefact,
-    target: Profile,
-    result: Graph,
-    tmp: Path,
-    evidence: Evidence,
-    built: BuildResult,
-) -> Manifest:
-    """Return the manifest of the built file `tmp`; `result`: its graph."""
-    runtime = RUNTIMES[target.runtime]
     manifest = onnx_manifest(
         result,
         (source.sha256,),
         tools=runtime.packages[:1],
         evidence=evidence,
-        built_on={**built.built_on, "model": source.name},
+        built_on={**built[-1].built_on, "model": source.name},
     )
     manifest = replace(manifest, task=carry_task(source, tmp))
-    if runtime.opens[0] != "onnx":
-        sha256 = Artefact(tmp).sha256
-        manifest = replace(manifest, format=runtime.opens[0], sha256=sha256, evidence=evidence)
-    if built.layers is not None:
-        counts = Counter(layer.precision for layer in built.layers if layer.precision)
+    if kind != "onnx":
+        manifest = replace(manifest, format=kind, sha256=Artefact(tmp).sha256, evidence=evidence)
+    if layers is not None:
+        counts = Counter(layer.precision for layer in layers if layer.precision)
         manifest = replace(manifest, precision=dict(counts))
-    return manifest
+    advice = " (INT8 for this target: build the float32 model with `precision` int8)"
+    for name, count in graph.precision.items():
+        runs = result.precision.get(name, 0)
+        if name != "float32" and "float32" in result.precision and runs < count:
+            notes.append(
+                f"{name}: {count} nodes in the graph, {runs} in the built engine: the others "
+                f"run in float32 here{advice if request.to not in CALIBRATED else ''}"
+            )
+    made = Made(job.place, manifest, tuple(notes))
+    if made.parity and not made.parity.passed:
+        return keep_if_equal(tmp, made, made.parity)
+    return keep_if_passed(tmp, made, request.to)
 
 
-def _prove(
-    source: Artefact,
-    job: Job | None,
-    request: QuantizeRequest,
-    target: Profile,
-    placed: Placed,
-    tmp: Path,
-    name: str,
-    max_error: float,
-) -> Evidence:
-    """Compare the built `tmp` with the graph `placed`, and evaluate it against `source`.
+_Run = tuple[Mapping[str, int], Mapping[str, tuple[int, ...]]]  # sizes of axes, shapes of outputs
 
-    Each is opened once, and two at a time.
+
+def actual_shapes(
+    outputs: Sequence[TensorSpec], runs: Sequence[_Run]
+) -> dict[str, tuple[int | str, ...]]:
+    """Return the shapes of those outputs that `runs` show to be declared wrongly.
+
+    An axis that has the size of an input's axis in every run gets its name.
     """
+    found = {}
+    for spec in outputs:
+        seen = [(sizes, shapes[spec.name]) for sizes, shapes in runs if spec.name in shapes]
+        ranks = {len(shape) for _, shape in seen}
+        fits = ranks <= {len(spec.shape)} and all(
+            isinstance(axis, str) or axis == size
+            for _, shape in seen
+            for axis, size in zip(spec.shape, shape, strict=True)
+        )
+        if fits or len(ranks) != 1:
+            continue
+        axes: list[int | str] = []
+        for at, size in enumerate(seen[0][1]):
+            names = [name for name in seen[0][0] if all(s[name] == each[at] for s, each in seen)]
+            fixed = all(shape[at] == size for _, shape in seen)
+            axes.append(names[0] if names else size if fixed else f"{spec.name}_{at}")
+        found[spec.name] = tuple(axes)
+    return found
 
-    graph = placed.graph
-    moved, bound = job is None and graph.path != source.path, _bound(graph, target, max_error)
+
+def _declare(
+    built: Graph, shapes: Mapping[str, tuple[int | str, ...]], evidence: Evidence
+) -> tuple[Graph, Evidence]:
+    """Declare outputs of these shapes in the built file, as a server refuses others, and say so."""
+    editor, notes, path = Editor(built), [], built.path
+    before = {spec.name: spec for spec in built.outputs}
+    for value in editor.graph.output:
+        if value.name in shapes:
+            sizes = shapes[value.name]
+            onnx_shape = value.type.tensor_type.shape
+            del onnx_shape.dim[:]
+            for size in sizes:
+                dim = onnx_shape.dim.add()
+                dim.dim_param, dim.dim_value = (size, 0) if isinstance(size, str) else ("", size)
+                dim.ClearField("dim_value" if isinstance(size, str) else "dim_param")
+            text = f"[{','.join(map(str, sizes))}]"
+            notes.append(f"the file declares output {before[value.name]}; it is {text}: corrected")
+    corrected = path.with_name("declared.onnx")
+    editor.finish(list(editor.graph.node)).save(corrected)
+    corrected.replace(path)
+    with load(path, "cpu") as engine:
+        proof = batching.prove_batch(engine, path, evidence.golden)
+    notes += batching.notes(engine, proof)
+    return Graph.open(path), replace(evidence, batching=proof, notes=(*evidence.notes, *notes))
+
+
+def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]) -> Evidence:
+    """Compare the built file with the graph `placed`, and evaluate it against the source.
+
+    Each is opened once, and two at a time. Another runtime rounds narrow types at other places.
+    `runs` gets the sizes of inputs and outputs.
+    """
+    graph, source, request, target = placed.graph, job.source, job.request, job.target
+    runtime, tmp, name = RUNTIMES[target.runtime], job.tmp, job.place.name
+    moved, bound = quantize is None and graph.path != source.path, job.max_error
+    narrow = set(graph.precision) - {"float32"}
+    if narrow and runtime.opens[0] != "onnx":
+        bound = max(bound, max_engine_error(narrow))
     evaluation: Evaluation | None = None
     samples = None
-    with load(tmp, RUNTIMES[target.runtime].usable("cpu")) as engine, ExitStack() as stack:
-        reference = stack.enter_context(_open_reference(graph, target, tmp.parent))
+    with load(tmp, runtime.usable("cpu")) as engine, ExitStack() as stack:
+        if runtime.name != "onnxruntime" and "bfloat16" in graph.precision:
+            reference = stack.enter_context(open_rounded(graph, tmp.parent))
+        else:
+            reference = stack.enter_context(load(graph.path, "cpu"))
         feeds: Sequence[Mapping[str, np.ndarray]] = feeds_at_sizes(engine.inputs)
         most = rows_that_fit(feeds, graph.path)
-        feeds, notes = first_rows(feeds, most), [*placed.notes, *rows_note(most)]
-        title = f"{source.name} in {request.to}" if job else source.name
+        feeds, notes = first_rows(feeds, most, engine.inputs), [*placed.notes, *rows_note(most)]
+        title = f"{source.name} in {request.to}" if quantize else source.name
         joined: list[JoinedRun] = []
         keep, names = batching.keep_runs(engine, feeds, joined), (title, name)
+
+        def each(number: int, wanted: Arrays, outputs: Arrays) -> None:
+            keep(number, wanted, outputs)
+            sizes = {
+                axis: size
+                for spec in engine.inputs
+                for axis, size in zip(spec.shape, feeds[number][spec.name].shape, strict=True)
+                if isinstance(axis, str)
+            }
+            runs.append((sizes, {output: array.shape for output, array in outputs.items()}))
+
         parity = compare_engines(
-            reference, engine, feeds, max_error=bound, names=names, each=keep, random=True
+            reference, engine, feeds, max_error=bound, names=names, each=each, random=True
         )
         if not parity.passed:
             return Evidence(parity=parity)
-        if job or (moved and request.data):
+        if quantize or (moved and request.data):
             stack.close()
             reference = stack.enter_context(load(source, "cpu"))
-        if job:
-            evaluation = evaluate_engines(job, reference, engine, name, graph)
-            samples = golden_samples(job, tmp, reference, engine)
-            notes += accuracy_notes(job, evaluation)
+        if quantize:
+            evaluation = evaluate_engines(quantize, reference, engine, name, graph)
+            samples = golden_samples(quantize, tmp, reference, engine)
+            notes += accuracy_notes(quantize, evaluation)
         else:
             evaluation = evaluate_engine(reference, engine, request, (source.name, name))
             samples = golden.carry(source, tmp)
@@ -374,22 +404,6 @@ def _prove(
         batching=proof,
         notes=tuple(notes),
     )
-
-
-def _bound(graph: Graph, target: Profile, max_error: float) -> float:
-    """Return the bound of the error: another runtime rounds narrow types at other places."""
-    narrow = set(graph.precision) - {"float32"}
-    if not narrow or RUNTIMES[target.runtime].opens[0] == "onnx":
-        return max_error
-    return max(max_error, max_engine_error(narrow))
-
-
-def _open_reference(graph: Graph, target: Profile, folder: Path) -> Engine:
-    """Open `graph` in ONNX Runtime, rounding bfloat16, which its CPU provider lacks."""
-
-    if target.runtime != "onnxruntime" and "bfloat16" in graph.precision:
-        return open_rounded(graph, folder)
-    return load(graph.path, "cpu")
 
 
 def _read_back(
@@ -413,20 +427,4 @@ def _read_back(
         seen=1.0,
         wider_share=float(bool(wider)),
         allow_wider=True,  # the CPU that it runs on decides, which may be another
-    )
-
-
-def _precision_notes(
-    asked: Mapping[str, int], built: Mapping[str, int], done: str
-) -> tuple[str, ...]:
-    """Return a note for each precision of which the built engine has fewer nodes than the graph.
-
-    `done`: the precision that this build wrote, which is not recommended once more.
-    """
-    advice = " (INT8 for this target: build the float32 model with `precision` int8)"
-    return tuple(
-        f"{name}: {count} nodes in the graph, {built.get(name, 0)} in the built engine: the others "
-        f"run in float32 here{advice if done not in CALIBRATED else ''}"
-        for name, count in asked.items()
-        if name != "float32" and "float32" in built and built.get(name, 0) < count
     )

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from deploykit.cli import output, tables
 from deploykit.cli.options import FORCE, JSON, described
-from deploykit.cli.output import Part, Progress, TextTable
+from deploykit.cli.output import Part, Progress
 from deploykit.cli.tables import UNKNOWN, memory, rate, versions
 from deploykit.core.runtime import RUNTIMES
+from deploykit.evaluation.formatting import Table
 
 if TYPE_CHECKING:
     from deploykit.core.profile import Profile
@@ -19,12 +20,6 @@ if TYPE_CHECKING:
 
 
 # Hardware as text: profiles as a list and as cards, and the results of `doctor`.
-
-UNKNOWN_CELL = "-"
-
-
-def _peak(value: float) -> str:
-    return rate(value, 1e12, "T/s")
 
 
 def _gib(count: int) -> str:
@@ -45,16 +40,19 @@ _FIGURES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def profile_list(found: Sequence[Profile]) -> list[Part]:
+    def star(profile: Profile, key: str) -> str:
+        return "*" if marks(profile, key) else " "
+
     rows = [
         (
             profile.name,
             profile.runtime,
-            memory(profile.memory_bytes) + _star(profile, "memory_bytes"),
+            memory(profile.memory_bytes) + star(profile, "memory_bytes"),
             rate(profile.bandwidth_bytes_per_s, 1e9, "GB/s")
-            + _star(profile, "bandwidth_bytes_per_s"),
+            + star(profile, "bandwidth_bytes_per_s"),
             *(
                 rate(profile.peak_ops_per_s.get(name), 1e12, "T")
-                + _star(profile, f"peak_ops_per_s.{name}")
+                + star(profile, f"peak_ops_per_s.{name}")
                 for name in ("fp16", "int8")
             ),
             " ".join(profile.precisions),
@@ -63,14 +61,10 @@ def profile_list(found: Sequence[Profile]) -> list[Part]:
     ]
     header = ("profile", "runtime", "memory", "bandwidth", "fp16/s", "int8/s", "precisions")
     return [
-        TextTable(header, rows, left=(0, 6)),
+        Table("", header, rows, (0, 6)),
         "",
         "Peaks are dense. *: derived, or not verified. One in full: deploykit profiles NAME",
     ]
-
-
-def _star(profile: Profile, key: str) -> str:
-    return "*" if marks(profile, key) else " "
 
 
 def card(found: Profile) -> list[Part]:
@@ -81,16 +75,24 @@ def card(found: Profile) -> list[Part]:
         name = key.rpartition(".")[2]
         value = found.peak_ops_per_s[name] if key in peaks else getattr(found, key)
         if value:
-            title, shown = _FIGURES.get(key, (f"peak {name}", _peak))
+            title, shown = _FIGURES.get(key, (f"peak {name}", lambda peak: rate(peak, 1e12, "T/s")))
             rows.append((title, shown(value), marks(found, key)))
     lines: list[Part] = [f"{found.name}: {found.summary}", f"runs {_runs(found)}"]
     if rows:
-        lines += ["", TextTable(("figure", "value", "how it is known"), rows, left=(0, 1, 2))]
+        lines += ["", Table("", ("figure", "value", "how it is known"), rows, (0, 1, 2))]
     if found.power_modes:
-        lines += ["", _modes(found)]
+        modes = [
+            (
+                mode.name + " (chosen)" * (mode.name == found.power_mode),
+                *("-" if v is None else f"{v:g}" for v in (mode.watts, mode.gpu_mhz, mode.sms)),
+            )
+            for mode in found.power_modes
+        ]
+        title = "power mode" + " (not verified)" * ("power_modes" in found.unverified)
+        lines += ["", Table("", (title, "W", "GPU MHz", "SMs"), modes)]
     if found.container_base:
         images = list(found.container_base.items())
-        lines += ["", TextTable(("host", "container image to start from"), images, left=(0, 1))]
+        lines += ["", Table("", ("host", "container image to start from"), images, (0, 1))]
     known = [f"GPU name: {name}" for name in found.gpu_names if not found.boards]
     known += [f"board: {board}" for board in found.boards]
     lines += ["", *[f"recognised by {'; '.join(known)}"] * bool(known)]
@@ -115,19 +117,6 @@ def marks(found: Profile, key: str) -> str:
     """Return a figure's derivation, and a mark if it is not verified."""
     how = [f"derived: {found.derived[key]}"] if key in found.derived else []
     return "; ".join(how + ["not verified"] * (key in found.unverified))
-
-
-def _modes(found: Profile) -> TextTable:
-    rows = [
-        (
-            mode.name + " (chosen)" * (mode.name == found.power_mode),
-            *(UNKNOWN_CELL if value is None else f"{value:g}" for value in facts),
-        )
-        for mode in found.power_modes
-        for facts in [(mode.watts, mode.gpu_mhz, mode.sms)]
-    ]
-    title = "power mode" + " (not verified)" * ("power_modes" in found.unverified)
-    return TextTable((title, "W", "GPU MHz", "SMs"), rows)
 
 
 def state(gpu: GpuState) -> str:
@@ -176,7 +165,7 @@ def health_lines(result: Health) -> list[Part]:
         (check.command, "works" if check.works else "does not work", check.why)
         for check in result.checks
     ]
-    lines.append(TextTable(("command", "here", "what is missing"), rows, left=(0, 1, 2)))
+    lines.append(Table("", ("command", "here", "what is missing"), rows, (0, 1, 2)))
     lines += [f"warning: {text}" for text in result.warnings]
     return lines
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from deploykit.cli import output
 from deploykit.cli.options import JSON, described
-from deploykit.cli.output import Part, Progress, TextTable
+from deploykit.cli.output import Part, Progress
 from deploykit.cli.prove import axis_sizes, sizes
 from deploykit.cli.tables import figure, size
+from deploykit.evaluation.formatting import Table
 
 if TYPE_CHECKING:
     from deploykit.planning.plan import Planned, TargetPlan
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _IN_FULL = 3  # more targets than this get one line each
 _HINTS = 5
 _MUCH = 0.5  # share of a core
-_UNKNOWN = "-"
+_ENDS = ("limit", "memory", "fits", "joules at most")  # the last columns
 
 
 @described(f"""
@@ -92,7 +93,7 @@ def _in_full(target: TargetPlan) -> list[Part]:
             each.precision,
             str(each.batch),
             figure(each.latency_ms),
-            _rate(each),
+            figure(each.throughput_per_s),
             f"{each.limit} {each.shares[each.limit]:.0%}",
             size(each.memory_bytes),
             _fits(each),
@@ -100,40 +101,16 @@ def _in_full(target: TargetPlan) -> list[Part]:
         )
         for each in target.predictions
     ]
-    return [f"{title} ({target.basis})", TextTable(_HEADER, rows)]
+    header = ("precision", "batch", "ms", "inferences/s", *_ENDS)
+    return [f"{title} ({target.basis})", Table("", header, rows)]
 
 
-_HEADER = (
-    "precision",
-    "batch",
-    "ms",
-    "inferences/s",
-    "limit",
-    "memory",
-    "fits",
-    "joules at most",
-)
-
-
-_OVERVIEW = (
-    "profile",
-    "precision",
-    "ms (batch)",
-    "inferences/s (batch)",
-    "limit",
-    "memory",
-    "fits",
-    "joules at most",
-    "",
-)
-
-
-def _overview(result: Planned) -> TextTable:
+def _overview(result: Planned) -> Table:
     """Return a line for each target with its fastest precision."""
     rows: list[tuple[str, ...]] = []
     for target in result.targets:
         if not target.predictions:
-            rows.append((target.profile, *[_UNKNOWN] * 7, target.why))
+            rows.append((target.profile, *["-"] * 7, target.why))
             continue
         fastest = min(target.predictions, key=lambda each: each.latency_ms)
         most = max(target.predictions, key=lambda each: each.throughput_per_s or 0.0)
@@ -142,7 +119,7 @@ def _overview(result: Planned) -> TextTable:
                 target.profile,
                 fastest.precision,
                 f"{figure(fastest.latency_ms)} ({fastest.batch})",
-                f"{_rate(most)} ({most.batch})",
+                f"{figure(most.throughput_per_s)} ({most.batch})",
                 fastest.limit,
                 size(most.memory_bytes),
                 _fits(most),
@@ -150,7 +127,8 @@ def _overview(result: Planned) -> TextTable:
                 "" if target.checked else "not yet checked",
             )
         )
-    return TextTable(_OVERVIEW, rows, left=(0, 1, 8))
+    header = ("profile", "precision", "ms (batch)", "inferences/s (batch)", *_ENDS, "")
+    return Table("", header, rows, (0, 1, 8))
 
 
 def _answers(target: TargetPlan, result: Planned) -> Sequence[str]:
@@ -160,7 +138,7 @@ def _answers(target: TargetPlan, result: Planned) -> Sequence[str]:
         best = target.best
         text = (
             f"meets {figure(result.slo_ms)} ms: {best.precision} at batch {best.batch}, "
-            f"{figure(best.latency_ms)} ms, {_rate(best)}/s"
+            f"{figure(best.latency_ms)} ms, {figure(best.throughput_per_s)}/s"
             if best
             else f"does not meet {figure(result.slo_ms)} ms"
         )
@@ -179,10 +157,6 @@ def _answers(target: TargetPlan, result: Planned) -> Sequence[str]:
             else f"{target.profile} carries no rate within {figure(load.bound_ms)} ms: {load.why}"
         )
     return found
-
-
-def _rate(each: Prediction) -> str:
-    return figure(each.throughput_per_s)
 
 
 def _fits(each: Prediction) -> str:

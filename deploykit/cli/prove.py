@@ -3,58 +3,24 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from deploykit.cli import output, tables
 from deploykit.cli.options import DEVICE, ENGINE, FORCE, JSON, TRUST, api_arguments, described
-from deploykit.cli.output import Part, Progress
+from deploykit.cli.output import Progress
 from deploykit.cli.tables import figure
 from deploykit.core.errors import BadInput, GateFailed
 
-if TYPE_CHECKING:
-    from deploykit.pipelines.pipeline import AnsweredFiles
-
-
 SUFFIXES = (".py", ".toml")  # suffixes of pipelines, given in place of an engine
-
-
-def predict_pipelines(path: Path, data: list[Path], options: dict[str, Any], as_json: bool) -> None:
-    """Answer files with a pipeline. Refuses `options` that only models have."""
-    _refuse(options, text=[], on="local")
-    from deploykit.pipelines.pipeline import predict_files
-
-    names = ("out", "device", "batch", "trust", "force")
-    with Progress("predict") as progress:
-        result = predict_files(
-            path, data, **{name: options[name] for name in names},
-            on_progress=progress, on_note=_note,
-        )  # fmt: skip
-    output.show(result, answered(result), as_json=as_json)
-
-
-def _note(text: str) -> None:
-    output.note(f"note: {output.one_line(text)}")
 
 
 def _refuse(options: dict[str, Any], what: str = "a pipeline", **usual: Any) -> None:
     wrong = [name for name, value in usual.items() if options[name] not in (value, None)]
     if wrong:
         raise BadInput(f"`{wrong[0]}` has no effect on {what}")
-
-
-def answered(result: AnsweredFiles) -> list[Part]:
-    """Return the answers as JSON, with the file's name if there are several."""
-    if result.path is not None:
-        per_s = figure(result.files / result.seconds)
-        what = f"{result.files} files on {result.device}, {per_s} per second"
-        return [f"wrote {result.path}: {what}"]
-    several = len(result.answers) > 1
-    found = {name: json.dumps(each, ensure_ascii=False) for name, each in result.answers.items()}
-    return [f"{name}: {text}" if several else text for name, text in found.items()]
 
 
 @described(f"FILE  A .pt, {ENGINE}\n{JSON}")
@@ -73,21 +39,28 @@ def inspect(path: Path, as_json: bool = False) -> None:
 A                      The reference: a model, or a report of `bench`
 B                      What to compare with it; without B, A is compared with its stored samples
 --data FILE.npz|DIR    Inputs to run [random, or the golden samples of INT8 and FP8]
+--batch N              Rows of the random inputs [several]
+--axis NAME=SIZE       Size of a dynamic axis of the random inputs; may be repeated [several at
+        which A runs]
 --max-error X          Largest max |a-b| / max |a| [0.001, or as stored with the samples]
 --arch MODULE:CALLABLE  What builds the module of a file that holds only weights: pkg.mod:Net or
         ./file.py:Net, or the file of your own recipe
 --allow-pickle         Run code that a PyTorch file contains. Only if you trust it
 {DEVICE}
+{TRUST}
 --fail-on-regression SHARE%  Exit 1 if a figure of report B is certainly slower by more than this
 {JSON}""")
 def compare(
     a: Path,
     b: Path | None = None,
     data: Path | None = None,
+    batch: int | None = None,
+    axis: list[str] | None = None,
     max_error: float | None = None,
     arch: str | None = None,
     allow_pickle: bool = False,
     device: str = "cpu",
+    trust: bool = False,
     fail_on_regression: str | None = None,
     as_json: bool = False,
 ) -> None:
@@ -103,37 +76,34 @@ def compare(
 
     if is_report(a) or (b is not None and is_report(b)):
         _refuse(
-            given, "two reports", data=None, max_error=None, arch=None, allow_pickle=False,
-            device="cpu",
+            given, "two reports", data=None, batch=None, axis=None, max_error=None, arch=None,
+            allow_pickle=False, device="cpu", trust=False,
         )  # fmt: skip
-        _compare_reports(a, b, bound, as_json)
+        from deploykit.reporting.compare import compare_reports
+
+        if b is None:
+            raise BadInput(f"{a}: is a report; which report is compared with it?")
+        slower = None if bound is None else share("fail_on_regression", bound)
+        found = compare_reports(a, b, fail_on_regression=slower)
+        output.show(found, tables.report_comparison(found), as_json=as_json)
+        found.raise_if_slower()
         return
     if bound is not None:
         raise BadInput("`fail_on_regression` is for two reports")
     from deploykit.evaluation import compare as proof
 
+    given["axis"] = axis_sizes("axis", ",".join(axis or ()))
     result = proof.compare(**given)
     output.show(result, tables.compared(result), as_json=as_json)
     result.raise_if_over()
-
-
-def _compare_reports(a: Path, b: Path | None, bound: str | None, as_json: bool) -> None:
-    from deploykit.reporting.compare import compare_reports
-
-    if b is None:
-        raise BadInput(f"{a}: is a report; which report is compared with it?")
-    result = compare_reports(
-        a, b, fail_on_regression=None if bound is None else share("fail_on_regression", bound)
-    )
-    output.show(result, tables.report_comparison(result), as_json=as_json)
-    result.raise_if_slower()
 
 
 @described(f"""
 ENGINE                 A .pt, {ENGINE}, or the .py or .toml file of a pipeline
 DATA                   Images to answer; with --out the inputs: an .npz file or a folder
 --text TEXT            A sentence to answer; may be repeated
--o --out FILE.npz      Where to write the outputs of all samples of DATA
+-o --out FILE          answers.jsonl or .csv: the answers, one for each image, text or box; an .npz:
+        the model's outputs for all samples of DATA
 {FORCE}
 --batch N              Size of the batch axis in each call
 --on                   This machine, or a Ray cluster: that of $RAY_ADDRESS
@@ -154,27 +124,54 @@ def predict(
 ) -> None:
     """Answer images or text, or write the outputs for all samples.
 
-    A model with a task answers with labels, boxes, the parts of a mask or an embedding. With
-    --out any model writes its outputs; they are kept in OUT.parts until all are there: after a run
+    A model with a task answers with labels, boxes, the parts of a mask or an embedding. Any model
+    writes its outputs into an .npz; they are kept in OUT.parts until all are there: after a run
     that was stopped, the same command goes on where that was; with --force it begins anew.
 
     Example: deploykit predict model.onnx cat.jpg
     """
     given = api_arguments(locals())
     if engine.suffix in SUFFIXES:
-        predict_pipelines(engine, data or [], given, as_json)
+        _refuse(given, text=[], on="local")
+        from deploykit.pipelines.pipeline import predict_files
+
+        names = ("out", "device", "batch", "trust", "force")
+        options = {name: given[name] for name in names}
+        with Progress("predict") as progress:
+            found = predict_files(
+                engine, data or [], **options, on_progress=progress, on_note=output.note_line
+            )
+        several = len(found.answers) > 1
+        answers_json = {
+            name: json.dumps(x, ensure_ascii=False) for name, x in found.answers.items()
+        }
+        lines = [f"{name}: {text}" if several else text for name, text in answers_json.items()]
+        if found.path is not None:
+            per_s = figure(found.files / found.seconds)
+            lines = [
+                f"wrote {found.path}: {found.files} files on {found.device}, {per_s} per second"
+            ]
+        output.show(found, lines, as_json=as_json)
         return
     from deploykit.evaluation import predict as predicting
 
     files, sentences = data or [], text or []
-    note = lambda message: output.note(f"note: {output.one_line(message)}")  # noqa: E731
-    if out is None:
+    if out is None or out.suffix.lower() in (".jsonl", ".csv"):
+        _refuse(given, "answers", batch=32, on="local")
         if any(each.suffix in (".npz", ".npy") for each in files):
             raise BadInput(f"{files[0]}: holds samples; `out` names the file for their outputs")
-        answered = predicting.predict_items(
-            engine, files, text=sentences, device=device, trust=trust, on_note=note
-        )
-        output.show(answered, tables.answered(answered), as_json=as_json)
+        with Progress("predict") as progress:
+            answered = predicting.predict_items(
+                engine, files, text=sentences, out=out, device=device, trust=trust, force=force,
+                on_progress=progress if out else lambda *_: None, on_note=output.note_line,
+            )  # fmt: skip
+        lines = tables.answered(answered) if out is None else []
+        if out is not None:
+            per_s = figure(len(answered.items) / max(answered.seconds, 1e-9))
+            lines = [
+                f"wrote {out}: {len(answered.items)} items on {answered.device}, {per_s} per second"
+            ]
+        output.show(answered, lines, as_json=as_json)
         return
     if len(files) != 1 or sentences:
         raise BadInput("`out` is for the outputs of one file or folder of samples")
@@ -189,7 +186,7 @@ def predict(
             trust=trust,
             force=force,
             on_progress=progress,
-            on_note=note,
+            on_note=output.note_line,
         )
     output.show(result, tables.predicted(result), as_json=as_json)
 
@@ -250,7 +247,7 @@ def bench(
         result = figures.bench(
             **given,
             scenarios=[each.strip() for each in names.split(",")] if names else (),
-            command=_command(),
+            command=output.command_line(),
             on_progress=progress,
             on_note=lambda text: output.note(f"warning: {output.one_line(text)}"),
         )
@@ -281,14 +278,10 @@ def _bench_pipeline(options: dict[str, Any], as_json: bool) -> None:
         result = bench_pipeline(
             engines[0], options["data"], batches=batches, device=options["device"],
             seconds=usual_s if seconds is None else seconds, trust=options["trust"],
-            out=options["out"], force=options["force"], command=_command(),
-            on_progress=progress, on_note=_note,
+            out=options["out"], force=options["force"], command=output.command_line(),
+            on_progress=progress, on_note=output.note_line,
         )  # fmt: skip
     output.show(result, tables.report(result, options["out"]), as_json=as_json)
-
-
-def _command() -> str:
-    return shlex.join(["deploykit", *sys.argv[1:]])
 
 
 def share(parameter: str, text: str) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
@@ -14,6 +13,7 @@ from typing import Any, Literal, get_type_hints
 import typer
 
 from deploykit.cli import output, tables
+from deploykit.cli.commands import LINK
 from deploykit.cli.options import ENGINE, FORCE, JSON, api_arguments, described
 from deploykit.cli.output import Progress
 from deploykit.cli.prove import axis_sizes
@@ -161,8 +161,7 @@ def load(
     from deploykit.loadtest import load as loading
 
     with Progress("load", bar_only=True) as progress:
-        command = shlex.join(["deploykit", *sys.argv[1:]])
-        result = loading.load_test(**given, command=command, on_progress=progress)
+        result = loading.load_test(**given, command=output.command_line(), on_progress=progress)
     output.show(result, tables.load(result), as_json=as_json)
     result.raise_if_unmet()
 
@@ -215,5 +214,6 @@ def health(url: str | None = None, as_json: bool = False) -> None:
     from deploykit.serving import health as probe
 
     port = os.environ.get("DEPLOYKIT_HTTP_PORT", "8000")
+    port = "8000" if LINK.match(port) else port
     result = probe.health(url or f"http://127.0.0.1:{port}")
     output.show(result, [f"{result.url} is ready"], as_json=as_json)

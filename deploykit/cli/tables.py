@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploykit.cli.output import Part, TextTable
+from deploykit.cli.output import Part
 from deploykit.core.task import EMBED
-from deploykit.evaluation.formatting import SPACE, number
+from deploykit.evaluation.formatting import SPACE, Table, number, spread
 
 if TYPE_CHECKING:
     from deploykit.building.tensorrt.prove import CheckResult
@@ -124,7 +124,7 @@ def made(result: Made) -> list[Part]:
         score = percent if drop.unit == "pp" else plain
         rows = [(a, score(drop.reference), ""), (b, score(drop.candidate), drop.describe())]
         header = (f"{drop.metric}, n = {drop.n}", "value (95 %)", f"against {a}")
-        lines += ["", TextTable(header, rows)]
+        lines += ["", Table("", header, rows)]
     elif found:
         lines += ["", f"checked by {found.describe()}: {found.why}"]
     if result.search:
@@ -194,7 +194,7 @@ def steps(result: SearchRecord) -> list[Part]:
         for step in result.steps
     ]
     header = ("tried", "kept float32", "cost ms", "after s", "gate", "result")
-    return [f"search: {result.why}", TextTable(header, rows)]
+    return [f"search: {result.why}", Table("", header, rows)]
 
 
 def compared(result: Compared) -> list[Part]:
@@ -203,36 +203,30 @@ def compared(result: Compared) -> list[Part]:
 
 def parity(result: Parity, *, gated: bool = True) -> list[Part]:
     """Show a table of errors; with `gated`, also whether the bounds were met."""
+
+    def bounds(row: ParityRow) -> tuple[str, ...]:
+        own = "-" if row.float32_error is None else f"{row.float32_error:.3g}"
+        return (f"{result.bound(row):.3g}", own)[: 2 * gated]
+
     shared = any(row.mean_iou is not None for row in result.rows)
     rows = [
         (
             *(row.output, str(row.batch), f"{row.error:.3g}"),
-            *_bounds(result, row)[: 2 * gated],
+            *bounds(row),
             f"{row.max_abs:.3g}",
             "-" if row.zero else "inf" if row.sqnr_db == math.inf else f"{row.sqnr_db:.1f}",
-            _agreement(row),
+            "-"
+            if row.agreement is None
+            else f"{row.agreement * 100:.2f} %" + " of boxes" * (row.answers == "boxes"),
             *(["-" if row.mean_iou is None else f"{row.mean_iou:.4f}"] if shared else []),
         )
         for row in result.rows
     ]
     verdict = f": {'within' if result.passed else 'NOT within'} {result.bound(result.worst):.3g}"
-    bounds = ("bound", "float32")[: 2 * gated]
-    header = ("output", "batch", "error", *bounds, "max |a-b|", "SQNR dB", "same top-1")
-    header += ("mean IoU",) * shared
+    header = ("output", "batch", "error", *("bound", "float32")[: 2 * gated], "max |a-b|")
+    header += ("SQNR dB", "same top-1", *("mean IoU",) * shared)
     title = f"{result.b} against {result.a}{verdict if gated else ''}"
-    return [title, TextTable(header, rows), *(f"warning: {text}" for text in result.warnings)]
-
-
-def _agreement(row: ParityRow) -> str:
-    if row.agreement is None:
-        return "-"
-    return f"{row.agreement * 100:.2f} %" + (" of boxes" if row.answers == "boxes" else "")
-
-
-def _bounds(result: Parity, row: ParityRow) -> tuple[str, str]:
-    """Return a row's bound and the error of float32 itself."""
-    own = "-" if row.float32_error is None else f"{row.float32_error:.3g}"
-    return f"{result.bound(row):.3g}", own
+    return [title, Table("", header, rows), *(f"warning: {text}" for text in result.warnings)]
 
 
 def inspection(result: Inspection) -> list[Part]:
@@ -336,7 +330,7 @@ def load(result: LoadResult) -> list[Part]:
         lines.append("note: the generator was the limit: these figures do not describe the server")
         lines += [f"note: {text}" for text in result.limits]
         lines.append("note: give it a machine or a core of its own")
-    lines += [f"note: no verdict: {text}" for text in result.marks]
+    lines += [f"note: no verdict: {'; '.join(result.marks)}"] * bool(result.marks)
     lines += [f"note: {text}" for text in result.notes]
     if result.first_error:
         lines.append(f"note: first error: {result.first_error}")
@@ -350,6 +344,8 @@ def _rate(value: Interval) -> str:
 
 def report(result: Report, folder: Path) -> list[Part]:
     doubtful = [each for each in result.points if each.marks or each.label in result.wrong]
+    if len(doubtful) == len(result.points) and not result.wrong:
+        doubtful = []  # a sentence says it of all
     rows = [
         (
             "✗ " * (point in doubtful) + point.label,
@@ -364,14 +360,18 @@ def report(result: Report, folder: Path) -> list[Part]:
     ]
     header = ("setup", "batch", "p50", "p90", "p99", "inferences/s")
     return [
-        TextTable(header, rows),
+        Table("", header, rows),
         *["✗: no verdict, for the reason below"] * bool(doubtful),
         "",
         *_layers(result),
-        *result.verdict,
+        *("warning: " * _is_doubt(sentence) + sentence for sentence in result.verdict),
         "",
         f"report: {folder / 'report.html'}",
     ]
+
+
+def _is_doubt(sentence: str) -> bool:
+    return sentence.startswith("The machine was busy") or " give no verdict: " in sentence
 
 
 def _layers(result: Report) -> Iterator[Part]:
@@ -380,12 +380,10 @@ def _layers(result: Report) -> Iterator[Part]:
     for each in result.layers:
         found = each.to_dict()
         rows = [(name[:_LONGEST], *rest) for name, *rest in layer_rows(found, _LAYERS)]
-        yield from (TextTable(COLUMNS, rows, left=(0, 1)), layer_note(found), "")
+        yield from (Table("", COLUMNS, rows, (0, 1)), layer_note(found), "")
 
 
 def report_comparison(result: ReportComparison) -> list[Part]:
-    from deploykit.evaluation.formatting import number, spread
-
     several = len({row.scenario for row in result.rows}) > 1
     rows = [
         (
@@ -406,7 +404,7 @@ def report_comparison(result: ReportComparison) -> list[Part]:
     counts = Counter(each.finding for row in result.rows for each in row.figures)
     found = ", ".join(f"{count} {finding}" for finding, count in counts.most_common())
     header = ("setup", *["scenario"] * several, "batch", "sessions", "threads", "figure", "A", "B")
-    table = TextTable((*header, "B / A", ""), rows, left=(0, *[1] * several, len(header) + 1))
+    table = Table("", (*header, "B / A", ""), rows, (0, *[1] * several, len(header) + 1))
     return [
         f"{result.b} (B) against {result.a} (A): {found}",
         table,
@@ -421,7 +419,7 @@ def report_comparison(result: ReportComparison) -> list[Part]:
 def demo(result: DemoResult) -> list[Part]:
     header = ("", "accuracy", "p50 at batch 1", "throughput")
     verdict = result.report.verdict
-    return ["", TextTable(header, result.rows), "", *verdict, "", f"report: {result.page}"]
+    return ["", Table("", header, result.rows), "", *verdict, "", f"report: {result.page}"]
 
 
 # Answers of a model with a task, as lines for people.

@@ -15,7 +15,7 @@ from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.files import (
     StrPath,
     check_inside,
-    check_readable,
+    check_utf8,
     manifest_path,
     open_readable,
     sha256,
@@ -79,13 +79,26 @@ class Artefact:
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """The manifest next to the file, checked against the file's hash; None without one."""
-        if not manifest_path(self.path).exists():
-            return None
+        """The manifest next to the file, checked against the file's hash; None without one.
 
+        The hash of the file that holds its weights is checked too. Raises BadInput.
+        """
         found = load_manifest(self.path)
-        if found is not None:
-            _check_hashes(self, found)
+        if found is None:
+            return None
+        where, data, wrong = manifest_path(self.path), found.evidence.weights, None
+        if found.sha256 and found.sha256 != self.sha256:
+            wrong = self.path
+        if data is not None:
+            check_inside(self.path.parent, data.file, f"{where}: its weights")
+            weights = self.path.with_name(data.file)
+            if wrong is None and data.sha256 != sha256(weights):
+                wrong = weights
+        if wrong is not None:
+            raise BadInput(
+                f"{wrong}: is not the file that {where.name} describes (SHA-256 differs)",
+                hint=f"make it again, or remove {where} if you changed the file on purpose",
+            )
         return found
 
     @property
@@ -140,36 +153,14 @@ def read_manifest(artefact: Path) -> Manifest | None:
     return Artefact(artefact).manifest
 
 
-def _check_hashes(artefact: Artefact, manifest: Manifest) -> None:
-    """Raise BadInput unless the manifest has the hashes of the file and of its weights file."""
-    where, data = manifest_path(artefact.path), manifest.evidence.weights
-    changed = manifest.sha256 and manifest.sha256 != artefact.sha256
-    wrong = artefact.path if changed else None
-    if data is not None:
-        check_inside(artefact.path.parent, data.file, f"{where}: its weights")
-        weights = artefact.path.with_name(data.file)
-        if wrong is None and data.sha256 != sha256(weights):
-            wrong = weights
-    if wrong is not None:
-        raise BadInput(
-            f"{wrong}: is not the file that {where.name} describes (SHA-256 differs)",
-            hint=f"make it again, or remove {where} if you changed the file on purpose",
-        )
-
-
 def sniff(path: Path) -> str:
     """Return the format of the file at `path`, one that a runtime of the table opens.
 
     "torch" is a zip or pickle checkpoint, a `.pt2` or TorchScript; `torch_kind` tells them apart.
     Raises NotFound or BadInput if the file cannot be read or has another format.
     """
-    if any("\udc80" <= letter <= "\udcff" for letter in str(path)):  # from os.fsdecode
-        check_readable(path)
-        raise BadInput(
-            f"{path}: the path is not UTF-8, which the libraries that open models need",
-            hint="rename the file or its folder",
-        )
     with open_readable(path) as handle:
+        check_utf8(path)
         head = handle.read(512)
     if head[:4] == b"vtrt":
         raise Unsupported(

@@ -11,7 +11,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,12 +78,16 @@ class Machine(Record):
 def this_machine(root: Path = Path("/")) -> Machine:
     """Read the machine. Takes about 50 ms where `nvidia-smi` exists, 5 ms where it does not."""
     cpuinfo = file_text(root / "proc/cpuinfo")
-    l4t = _l4t(file_text(root / "etc/nv_tegra_release"))
+    model_name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    # "# R36 (release), REVISION: 4.3, ..." is 36.4.3
+    tegra = file_text(root / "etc/nv_tegra_release")
+    release = re.match(r"# R([0-9]{1,4}) \(release\), REVISION: ([0-9.]{1,20})", tegra)
+    l4t = f"{release[1]}.{release[2]}" if release else None
     return Machine(
         system=f"{platform.system()} {platform.release()}",
         architecture=platform.machine(),
         python=platform.python_version(),
-        cpu=_cpu_name(cpuinfo),
+        cpu=model_name[1].strip() if model_name else platform.processor() or platform.machine(),
         physical_cores=_physical_cores(cpuinfo),
         usable_cores=usable_cores(root),
         cpu_features=cpu_features(cpuinfo),
@@ -119,11 +123,6 @@ def natural_number(text: str) -> int | None:
     """Return a system file's number; None for anything else, damaged content of any length too."""
     found = re.fullmatch(r"\s*([0-9]{1,18})\s*", text)
     return int(found[1]) if found else None
-
-
-def _cpu_name(cpuinfo: str) -> str:
-    match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
-    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def cpu_features(cpuinfo: str) -> tuple[str, ...]:
@@ -213,12 +212,6 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
-def _l4t(release: str) -> str | None:
-    """Return 36.4.3 for `# R36 (release), REVISION: 4.3, ...`."""
-    match = re.match(r"# R([0-9]{1,4}) \(release\), REVISION: ([0-9.]{1,20})", release)
-    return f"{match[1]}.{match[2]}" if match else None
-
-
 def power_mode(root: Path) -> str | None:
     """Return the name of a Jetson's active nvpmodel mode."""
     status = re.search(r"pmode:([0-9]{1,9})", file_text(root / "var/lib/nvpmodel/status"))
@@ -267,7 +260,7 @@ def provenance(folder: Path = Path(), root: Path = Path("/")) -> dict[str, Any]:
         "deploykit": _commit(package, ours=True) if own.is_file() else {},
         "host": platform.node(),
         "clocks": _clocks(root),
-        "affinity": _ranges(_affinity()),
+        "affinity": _affinity(),
         "environment": {
             name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
         },
@@ -304,33 +297,27 @@ def _clocks(root: Path) -> dict[str, Any]:
     def each(name: str) -> list[str]:
         return list(dict.fromkeys(filter(None, (file_text(p / name).strip() for p in policies))))
 
-    lows, highs = ([_mhz(t) for t in each(f"scaling_{end}_freq")] for end in ("min", "max"))
+    def mhz(end: str) -> list[float]:
+        khz = map(natural_number, each(f"scaling_{end}_freq"))
+        return [number / 1e3 for number in khz if number]
+
     boost = file_text(cpus / "cpufreq/boost").strip()
     no_turbo = file_text(cpus / "intel_pstate/no_turbo").strip()
     found: Mapping[str, Any] = {
         "governor": ", ".join(each("scaling_governor")),
         "driver": ", ".join(each("scaling_driver")),
-        "min_mhz": min(filter(None, lows), default=None),
-        "max_mhz": max(filter(None, highs), default=None),
+        "min_mhz": min(mhz("min"), default=None),
+        "max_mhz": max(mhz("max"), default=None),
         "turbo": {"1": "on", "0": "off"}.get(boost) or {"0": "on", "1": "off"}.get(no_turbo),
     }
     return {name: value for name, value in found.items() if value}
 
 
-def _mhz(text: str) -> float | None:
-    return int(text) / 1e3 if text.isascii() and text.isdigit() else None
-
-
-def _affinity() -> Iterable[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return range(os.cpu_count() or 0)
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """Return {0, 1, 2, 5} as "0-2,5", the notation of taskset and cgroups."""
+def _affinity() -> str:
+    """Return the usable CPUs as "0-2,5", the notation of taskset and cgroups."""
+    own = hasattr(os, "sched_getaffinity")
     parts: list[list[int]] = []
-    for number in sorted(numbers):
+    for number in sorted(os.sched_getaffinity(0)) if own else range(os.cpu_count() or 0):
         if parts and number == parts[-1][-1] + 1:
             parts[-1][1:] = [number]
         else:

@@ -62,15 +62,11 @@ def write_manifest(artefact: Path, manifest: Manifest) -> None:
 
 def load_manifest(artefact: Path) -> Manifest | None:
     """Return the manifest next to `artefact` without comparing hashes; None if there is none."""
-    path = manifest_path(artefact)
+    where = str(manifest_path(artefact))
     try:
-        values = read_json(path)
+        values = read_json(Path(where))
     except NotFound:
         return None
-    return _manifest(values, str(path))
-
-
-def _manifest(values: object, where: str) -> Manifest:
     if not isinstance(values, dict) or values.get("manifest") != MANIFEST_VERSION:
         raise BadInput(
             f"{where}: is not a deploykit manifest of version {MANIFEST_VERSION}",

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deploykit.core import files as paths
+from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import BadInput, NotFound, Unsupported, did_you_mean
 from deploykit.core.extras import installed
 from deploykit.core.files import read_toml
@@ -128,9 +129,9 @@ def load_profile(reference: str) -> Profile:
     return _with_mode(profile, mode[0]) if mode else profile
 
 
-def choose_profile() -> tuple[Profile, str]:
-    """Return the profile that fits this machine, and the reason as text."""
-    machine = this_machine()
+def choose_profile(gpu: int = 0) -> tuple[Profile, str]:
+    """Return the profile that fits this machine, and the reason as text. `gpu`: CUDA's number."""
+    machine = with_gpu(this_machine(), gpu)
     found, _ = recognise(machine)
     if found is not None and found.device == "cpu":
         return found, "no NVIDIA GPU here"

@@ -132,7 +132,12 @@ def _answer(
     pipe: Connection[Any, Any], function: Callable[..., Any], arguments: Sequence[Any]
 ) -> None:
     """Run the function in the child of `run_apart`. SIGINT ends it."""
-    signal.signal(signal.SIGINT, _interrupt)
+
+    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sends a second one, in clean-up
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def report(what: str, share: float) -> None:
@@ -191,12 +196,6 @@ def main() -> None:
                 pipe.send(failure)
 
 
-def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    """Raise KeyboardInterrupt once: after Ctrl-C the parent sends a second SIGINT, in clean-up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
     main()
 
@@ -243,16 +242,11 @@ def _leave() -> None:
     me, end_s = get_ident(), time.monotonic() + LIMIT_S
     while any(thread != me for thread in list(_depth)):
         if time.monotonic() > end_s:
-            _skip_destructors()
+            libc = ctypes.CDLL(None)
+            with contextlib.suppress(AttributeError):  # glibc's: exit() calls _exit() first
+                libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
             return
         time.sleep(0.002)  # an event would slow down every call inside `INSIDE`
-
-
-def _skip_destructors() -> None:
-    """Have exit() call _exit() first, with the same code (glibc's on_exit; others lack it)."""
-    libc = ctypes.CDLL(None)
-    with contextlib.suppress(AttributeError):
-        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
 
 
 os.register_at_fork(after_in_child=_depth.clear)  # a forked child has no other threads

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from deploykit.building.builder import Shapes
 from deploykit.core.artefact import Artefact
+from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed
 from deploykit.core.files import StrPath, write_errors
 from deploykit.core.json_value import Record
@@ -27,6 +28,7 @@ from deploykit.core.runtime import RUNTIMES
 from deploykit.core.subprocesses import run_apart
 from deploykit.deploying import STARTED
 from deploykit.deploying import device as machines
+from deploykit.deploying.folder import Bundle, read_bundle, verify
 from deploykit.deploying.slots import (
     TIMING_FILE,
     CacheState,
@@ -38,14 +40,12 @@ from deploykit.deploying.slots import (
 from deploykit.engines.engine import check_device
 from deploykit.engines.tasks.engine import TaskSteps
 from deploykit.evaluation.artefacts import span
-from deploykit.evaluation.bundle_folder import Bundle, read_bundle, verify
 from deploykit.evaluation.verify import open_proven, prove_engine
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.serve import serve_until_stopped
 
 if TYPE_CHECKING:
-    from deploykit.serving.models.repository import ModelRepository
     from deploykit.serving.server import Server
 
 log = logging.getLogger(__name__)
@@ -120,12 +120,22 @@ def boot_until_stopped(
             if on_ready is not None:
                 on_ready(host, port, grpc_port, names, booted=booted)
 
+        def on_serve(server: Server) -> None:
+            """Show in the model's notes and the metrics whether the previous engine serves."""
+            (model,) = server.repository.models.values()
+            previous = boot.booted.source == "previous"
+            labels = {"model": model.name, "version": VERSION}
+            if previous:
+                model.remark = lambda: f"the previous engine serves: {boot.booted.why}"
+            metric = Sample("deploykit_previous_engine", labels, previous)
+            server.repository.add_metrics(lambda: [metric])
+
         return serve_until_stopped(
             replace(options, reload=False),
             find=lambda: {found.name: stack.enter_context(boot.prepare())},
             log_format=log_format,
             on_start=on_start,
-            on_serve=lambda server: _publish(boot.booted, server.repository),
+            on_serve=on_serve,
         )
 
 
@@ -139,16 +149,6 @@ def _read(folder: Path) -> Bundle:
             hint="deploykit bundle MODEL --to docker",
         )
     return found
-
-
-def _publish(booted: Booted, repository: ModelRepository) -> None:
-    """Show in the model's notes and the metrics whether the previous engine serves."""
-
-    (model,) = repository.models.values()
-    previous, labels = booted.source == "previous", {"model": model.name, "version": VERSION}
-    if previous:
-        model.remark = lambda: f"the previous engine serves: {booted.why}"
-    repository.add_metrics(lambda: [Sample("deploykit_previous_engine", labels, previous)])
 
 
 @dataclass
@@ -189,17 +189,21 @@ class Boot:
 
     def _check(self, bundle: Bundle) -> EngineKey:
         """Compare bundle and machine. Raises Unsupported, GateFailed, MissingExtra."""
-        machine = this_machine()
+        tensorrt = self.profile.runtime == "tensorrt"
+        number = machines.gpu_number(self.device) if tensorrt else 0
+        machine = with_gpu(this_machine(), number)
         for note in machines.check_machine(bundle, self.profile, machine):
             log.warning("%s", note)
         gpu = None
-        if self.profile.runtime == "tensorrt":
-            gpu = machines.read_gpu(machines.gpu_number(self.device))
+        if tensorrt:
+            gpu = machines.read_gpu(number)
             machines.check_gpu(self.profile, machine, gpu)
         model = Artefact.open(self.folder / bundle.model)
         if model.manifest is not None and model.manifest.evidence.wrong:
             raise GateFailed(f"{model}: did not pass its gate: {model.manifest.evidence.wrong}")
-        check_task(model)
+        known = model.manifest
+        if known is not None and known.task is not None:  # else the first image or text would fail
+            TaskSteps(known.task, known.inputs, known.outputs, model.path.parent)
         return machines.engine_key(bundle, self.profile, machine, gpu)
 
     def _choose(self, bundle: Bundle, key: EngineKey, lock: int) -> Path:
@@ -262,12 +266,21 @@ class Boot:
         name = f"{key.name}.{RUNTIMES[self.profile.runtime].suffix.rpartition('.')[2]}"
         out = self.cache.folder / step.slot / name
         self.state = self.state.begin(key.name, key.digest)
+        logged, logged_s = "", 0.0
+
+        def on_progress(phase: str, share: float) -> None:
+            nonlocal logged, logged_s
+            now_s = time.monotonic()
+            if phase != logged or now_s - logged_s >= _QUIET_S:
+                logged, logged_s = phase, now_s
+                log.info("build: %3.0f %%  %s", share * 100, phase)
+
         try:
             self.cache.save(self.state)
             self.cache.empty(step.slot)
             build = (build_and_prove, model, bundle.profile, key.batch, self.device, out)
             with write_errors(self.cache.folder):
-                notes = self.run(str(model), *build, on_progress=_Progress(), inherit=(lock,))
+                notes = self.run(str(model), *build, on_progress=on_progress, inherit=(lock,))
             self.cache.seal(step.slot, name, key)
             self.cache.save(self.state.switch(step.slot))
         except DeploykitError as exc:
@@ -292,29 +305,6 @@ class Boot:
             self.cache.save(state)
         except DeploykitError as exc:
             log.warning("the cache's state could not be saved: %s", exc.message)
-
-
-def check_task(model: Artefact) -> None:
-    """Raise MissingExtra if the packages that read the task's images or sentences are absent.
-
-    Without this check the server would start, and fail at the first image or sentence.
-    """
-    manifest = model.manifest
-    if manifest is not None and manifest.task is not None:
-        TaskSteps(manifest.task, manifest.inputs, manifest.outputs, model.path.parent)
-
-
-class _Progress:
-    """Logs a line for each phase of a build, and a line every 10 s within a phase."""
-
-    def __init__(self) -> None:
-        self._phase, self._last_s = "", 0.0
-
-    def __call__(self, phase: str, share: float) -> None:
-        now_s = time.monotonic()
-        if phase != self._phase or now_s - self._last_s >= _QUIET_S:
-            self._phase, self._last_s = phase, now_s
-            log.info("build: %3.0f %%  %s", share * 100, phase)
 
 
 # The functions below run in a separate process.

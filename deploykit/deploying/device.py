@@ -11,10 +11,10 @@ from deploykit.core.jetpack import JETPACKS, find_jetpack, release_numbers
 from deploykit.core.machine import Machine
 from deploykit.core.profile import Profile, fits, load_profile, profile_names
 from deploykit.core.runtime import RUNTIMES
+from deploykit.deploying.folder import Bundle
 from deploykit.deploying.slots import EngineKey
 from deploykit.engines.engine import check_device
 from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS, Here
-from deploykit.evaluation.bundle_folder import Bundle
 from deploykit.evaluation.host import (
     first_jetpack,
     in_range,
@@ -57,7 +57,12 @@ def check_machine(bundle: Bundle, profile: Profile, machine: Machine) -> list[st
     known = machine.board_ids if profile.boards else profile.gpu_names and machine.gpus
     if known and not fits(profile, machine):
         what = (machine.board or machine.board_ids[0]) if profile.boards else machine.gpus[0].name
-        raise _other_machine(bundle, profile, machine, what)
+        own = [each.name for each in map(load_profile, profile_names()) if fits(each, machine)]
+        unknown = "" if own else ", which no profile names"
+        raise Unsupported(
+            f"bundle '{bundle.name}' is for {profile.name}, this machine is {what}{unknown}",
+            hint=_FIRST.format((*own, "auto")[0]),
+        )
     release = find_jetpack(machine.l4t) if profile.boards and machine.l4t else None
     if release and not jetpack_fits(profile, release):
         raise Unsupported(notes[0])
@@ -67,16 +72,6 @@ def check_machine(bundle: Bundle, profile: Profile, machine: Machine) -> list[st
     if wanted and mode and mode != wanted:
         notes.append(f"the power mode is {mode}, the bundle was planned for {wanted}")
     return notes
-
-
-def _other_machine(bundle: Bundle, profile: Profile, machine: Machine, what: str) -> Unsupported:
-    known = (each for each in map(load_profile, profile_names()) if fits(each, machine))
-    found = next(known, None)
-    return Unsupported(
-        f"bundle '{bundle.name}' is for {profile.name}, this machine is {what}"
-        + ("" if found else ", which no profile names"),
-        hint=_FIRST.format(found.name if found else "auto"),
-    )
 
 
 def check_gpu(profile: Profile, machine: Machine, gpu: Here) -> None:
@@ -89,7 +84,11 @@ def check_gpu(profile: Profile, machine: Machine, gpu: Here) -> None:
             hint="install "
             + (f"JetPack {first.version} or later" if first else f"TensorRT {versions}"),
         )
-    made_for = [each for each in JETPACKS if _same(each.tensorrt, gpu.tensorrt)]
+    known = [
+        (row, zip(row.tensorrt.split("."), gpu.tensorrt.split("."), strict=False))
+        for row in JETPACKS
+    ]  # 10.3.0 agrees with 10.3.0.26
+    made_for = [row for row, pairs in known if all(a == b for a, b in pairs)]
     majors = {release_numbers(each.l4t)[0] for each in made_for}
     board = release_numbers(machine.l4t or "")
     if profile.boards and board and majors and board[0] not in majors:
@@ -105,11 +104,6 @@ def check_gpu(profile: Profile, machine: Machine, gpu: Here) -> None:
             f"driver {gpu.driver} runs CUDA {gpu.cuda}, TensorRT here is made for CUDA {needed[0]}",
             hint=f"install driver {least} or later" if least else None,
         )
-
-
-def _same(a: str, b: str) -> bool:
-    """Return whether one version begins with the other: 10.3.0 agrees with 10.3.0.26."""
-    return all(x == y for x, y in zip(a.split("."), b.split("."), strict=False))
 
 
 def engine_key(bundle: Bundle, profile: Profile, machine: Machine, gpu: Here | None) -> EngineKey:

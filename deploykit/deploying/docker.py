@@ -16,8 +16,8 @@ from urllib.parse import quote as percent
 
 from deploykit import __version__
 from deploykit.core.files import sha256
-from deploykit.core.profile import Profile
 from deploykit.core.tensors import BATCH, PROTOCOL_NAMES
+from deploykit.deploying.folder import Contents, epoch_s, fill_templates, sample_rows
 from deploykit.deploying.wheels import (
     Image,
     Locked,
@@ -29,7 +29,6 @@ from deploykit.deploying.wheels import (
     read_lock,
     write_requirements,
 )
-from deploykit.evaluation.bundle_folder import Contents, epoch_s, fill_templates, sample_rows
 from deploykit.serving.oip.tensors import to_bytes
 
 # A bundle's software bill of materials as CycloneDX 1.6 JSON.
@@ -124,10 +123,11 @@ def write(folder: Path, contents: Contents) -> None:
 def _placeholders(contents: Contents, image: Image, header_bytes: int) -> dict[str, str]:
     """Return the values of the templates' @KEY@ placeholders."""
     profile, digest = contents.profile, contents.manifest.sha256
-    on_gpu = profile.device == "cuda"
+    on_gpu, memory_bytes = profile.device == "cuda", profile.memory_bytes
+    plain_name = re.sub(r"[^a-z0-9]+", "-", contents.name.lower()).strip("-") or "model"
     return {
         "NAME": contents.name,
-        "PROJECT": project_name(contents.name),
+        "PROJECT": f"deploykit-{plain_name}",  # as images and compose projects may be named
         "TAG": digest[:12],
         "SHA256": digest,
         "TARGET": profile.summary,
@@ -145,19 +145,10 @@ def _placeholders(contents: Contents, image: Image, header_bytes: int) -> dict[s
         "ENGINE": "yes" if profile.runtime == "tensorrt" else "",
         "ONLINE": "" if contents.wheels else "yes",
         "OFFLINE": "yes" if contents.wheels else "",
-        "MEMORY": _memory(profile),
+        "MEMORY": f"{memory_bytes / 1e9:.0f} GB" if memory_bytes else "its memory",
         "IMAGES": "yes" if "images" in image.extras else "",
         "TEXT": "yes" if "text" in image.extras else "",
     }
-
-
-def _memory(profile: Profile) -> str:
-    return f"{profile.memory_bytes / 1e9:.0f} GB" if profile.memory_bytes else "its memory"
-
-
-def project_name(name: str) -> str:
-    """Return a model's name in the form of image and compose project names."""
-    return "deploykit-" + (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "model")
 
 
 def smoke_request(contents: Contents, model: Path) -> tuple[bytes, int]:

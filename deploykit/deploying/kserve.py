@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 
 from deploykit import __version__
+from deploykit.deploying.folder import Contents, fill_templates
 from deploykit.deploying.wheels import choose_image
-from deploykit.evaluation.bundle_folder import Contents, fill_templates
 
 _NAME_LENGTH = 50  # KServe adds "-predictor" and more; 63 is a label's limit
 _HASH_LENGTH = 6
@@ -28,6 +28,10 @@ def write(folder: Path, contents: Contents) -> None:
     contents.copy_model(folder / "model" / f"{contents.name}.onnx")
     image = choose_image(contents.profile, None, "x86_64").with_extras(contents.extras)
     gpu, build_s = contents.profile.device == "cuda", _BUILD_S[contents.profile.device]
+    model = contents.model.path
+    weights = contents.manifest.evidence.weights
+    files = [model, *([model.with_name(weights.file)] if weights else [])]
+    copies_mib = 4 * sum(path.stat().st_size for path in files) // _MIB
     known = {
         "NAME": contents.name,
         "LABEL": dns_label(contents.name),
@@ -37,7 +41,7 @@ def write(folder: Path, contents: Contents) -> None:
         "EXTRAS": image.arguments["EXTRAS"],
         "ARCHITECTURE": _ARCHITECTURES.get(contents.profile.architecture, ""),
         "MAX_BATCH": str(contents.batch[2]),
-        "MEMORY": f"{_memory_mib(contents, gpu)}Mi",
+        "MEMORY": f"{(4096 if gpu else 1024) + copies_mib}Mi",
         "BUILD_S": str(build_s),
         "BUILD_MINUTES": str(build_s // 60),
         "PERIOD_S": str(_PERIOD_S),
@@ -56,11 +60,3 @@ def dns_label(name: str) -> str:
         return plain
     digest = hashlib.sha256(name.encode()).hexdigest()[:_HASH_LENGTH]
     return f"{plain[: _NAME_LENGTH - _HASH_LENGTH - 1].rstrip('-')}-{digest}"
-
-
-def _memory_mib(contents: Contents, gpu: bool) -> int:
-    """Return the memory for the model and its copies; a build on a GPU needs the most."""
-    weights = contents.manifest.evidence.weights
-    files = [contents.model.path]
-    files += [contents.model.path.with_name(weights.file)] if weights else []
-    return (4096 if gpu else 1024) + 4 * sum(path.stat().st_size for path in files) // _MIB

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from deploykit import __version__
-from deploykit.evaluation.bundle_folder import Contents, fill_templates
+from deploykit.deploying.folder import Contents, fill_templates
 
 _CORES = 2  # per replica on a CPU
 

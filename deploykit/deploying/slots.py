@@ -33,7 +33,7 @@ from deploykit.core.files import (
     write_json,
 )
 from deploykit.core.json_value import Record, from_json
-from deploykit.deploying.staging import sync
+from deploykit.deploying.folder import sync
 
 MAX_TRIES = 3  # per key, if another engine can serve: a build may crash the machine
 _DIGITS = 16  # hex digits of the digest in a folder's name

@@ -16,8 +16,8 @@ import numpy as np
 from deploykit.core.errors import Unsupported
 from deploykit.core.precision import names_of
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
+from deploykit.deploying.folder import Contents, fill_templates, sample_rows
 from deploykit.engines.batching import why_no_batch
-from deploykit.evaluation.bundle_folder import Contents, fill_templates, sample_rows
 from deploykit.serving.oip.tensors import to_bytes
 
 _MODEL = "model.onnx"

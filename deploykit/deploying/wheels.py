@@ -24,7 +24,7 @@ from deploykit.core.files import sha256
 from deploykit.core.jetpack import jetpack_of, release_numbers
 from deploykit.core.profile import Profile
 from deploykit.core.subprocesses import module_command
-from deploykit.evaluation.bundle_folder import epoch_s
+from deploykit.deploying.folder import epoch_s
 
 # deploykit's Dockerfiles and the digests of their base images.
 
@@ -190,7 +190,10 @@ def own_wheel(folder: Path) -> Path:
     name, info = f"deploykit-{__version__}", f"deploykit-{__version__}.dist-info"
     members = dict(sorted(_members(info)))
     members[f"{info}/WHEEL"] = _WHEEL.encode()
-    rows = [f"{path},sha256={_urlsafe(data)},{len(data)}" for path, data in members.items()]
+    rows = []
+    for path, data in members.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        rows.append(f"{path},sha256={digest},{len(data)}")
     members[f"{info}/RECORD"] = "\n".join([*rows, f"{info}/RECORD,,", ""]).encode()
     out = folder / f"{name}-py3-none-any.whl"
     with zipfile.ZipFile(out, "w") as archive:  # not compressed: versions of zlib differ
@@ -215,25 +218,17 @@ def _members(info: str) -> Iterator[tuple[str, bytes]]:
                 yield f"deploykit/_data/{name}/{inside.as_posix()}", path.read_bytes()
     for name in _CONTAINERS:
         yield f"deploykit/_data/containers/{name}", container_file(name).read_bytes()
-    for file in _distribution().files or ():
-        inner = re.sub(r"^deploykit-[^/]+\.dist-info/", "", str(file))
-        if inner != str(file) and _KEPT.fullmatch(inner):
-            yield f"{info}/{inner}", Path(str(file.locate())).read_bytes()
-
-
-def _distribution() -> metadata.Distribution:
     try:
-        return metadata.distribution("deploykit")
+        installed = metadata.distribution("deploykit")
     except metadata.PackageNotFoundError as exc:
         raise Unsupported(
             "deploykit is not installed here, so its wheel cannot be packed",
             hint="pip install . in the checkout",
         ) from exc
-
-
-def _urlsafe(data: bytes) -> str:
-    digest = hashlib.sha256(data).digest()
-    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+    for file in installed.files or ():
+        inner = re.sub(r"^deploykit-[^/]+\.dist-info/", "", str(file))
+        if inner != str(file) and _KEPT.fullmatch(inner):
+            yield f"{info}/{inner}", Path(str(file.locate())).read_bytes()
 
 
 def read_lock(text: str) -> list[Locked]:

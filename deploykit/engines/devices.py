@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from deploykit.core.cuda_order import cuda_order
 from deploykit.core.extras import installed
 from deploykit.core.json_value import Record
 from deploykit.core.machine import board_model, file_text, natural_number, power_mode
@@ -358,11 +359,26 @@ def read_gpus(root: Path = Path("/")) -> tuple[GpuState, ...]:
         devices.close()
 
 
-class GpuWatch(Closing):
-    """Reads every GPU each `every_s` in a thread, until `close`."""
+def cuda_names(gpus: Sequence[GpuState]) -> dict[str, str]:
+    """Return CUDA's name in this process, "cuda:0", by the UUID of each GPU that it shows."""
+    if any(gpu.source.endswith("sysfs") for gpu in gpus):  # a Jetson has one
+        return {gpu.uuid: f"cuda:{number}" for number, gpu in enumerate(gpus)}
+    order = cuda_order([gpu.uuid for gpu in gpus])
+    return {gpus[at].uuid: f"cuda:{number}" for number, at in enumerate(order) if at is not None}
 
-    def __init__(self, devices: Devices | None = None, *, every_s: float = 0.5) -> None:
+
+class GpuWatch(Closing):
+    """Reads the GPUs that CUDA shows to this process each `every_s` in a thread, until `close`.
+
+    `only`: CUDA's names of those to watch; all if it is empty.
+    """
+
+    def __init__(
+        self, devices: Devices | None = None, *, every_s: float = 0.5, only: Sequence[str] = ()
+    ) -> None:
         self._devices = devices or Devices()
+        self._names: dict[str, str] | None = None
+        self._only = frozenset(only)
         self._every_s = every_s
         self._states: dict[str, list[GpuState]] = {}  # GPU's uuid -> states
         self._ended = threading.Event()
@@ -392,8 +408,13 @@ class GpuWatch(Closing):
             self._look()
 
     def _look(self) -> None:
-        for gpu in self._devices.read():
-            self._states.setdefault(gpu.uuid, []).append(gpu)
+        gpus = self._devices.read()
+        if gpus and self._names is None:
+            self._names = cuda_names(gpus)
+        for gpu in gpus:
+            name = (self._names or {}).get(gpu.uuid)
+            if name and (not self._only or name in self._only):
+                self._states.setdefault(gpu.uuid, []).append(gpu)
 
 
 # The energy is that of the devices, without power supply and fan. Reading never raises; if there is
@@ -471,6 +492,7 @@ class EnergyMeter(Closing):
         self._devices = self.devices or Devices(self.root)
         self._packages = self._open_packages()
         self._gpus: dict[str, _Gpu] = {}
+        self._names: dict[str, str] = {}  # of the GPUs that CUDA shows to this process, by UUID
         self._open_gpus()
         if any(state.last is not None for state in self._gpus.values()):
             self._thread = threading.Thread(target=self._loop, name="energy", daemon=True)
@@ -521,13 +543,20 @@ class EnergyMeter(Closing):
 
     def _open_gpus(self) -> None:
         states = self._devices.read()
+        self._names = cuda_names(states) if states else {}
         self._read_gpus(states)
+        if states and "cuda:0" not in self._names.values():
+            self.why["cuda:0"] = (
+                "it is none of NVML's GPUs: a part of a GPU (MIG) has no meter of its own"
+            )
         if not states:
             driver = "NVML, the driver's library, reports no GPU"
             needs = "nvidia-ml-py is not installed, which reads NVML: pip install nvidia-ml-py"
             self.why["cuda:0"] = driver if installed("pynvml") else needs
         for state in states:
-            name = f"cuda:{state.index}"
+            name = self._names.get(state.uuid)
+            if name is None:
+                continue
             if name not in self._gpus:
                 self.why[name] = f"{state.name} reports neither energy nor power"
             elif state.source.endswith("sysfs"):
@@ -540,9 +569,10 @@ class EnergyMeter(Closing):
     def _read_gpus(self, states: tuple[GpuState, ...] | None = None) -> None:
         now_s = self.clock()
         for state in self._devices.read() if states is None else states:
-            if state.energy_j is None and state.power_w is None:
+            name = self._names.get(state.uuid)
+            if name is None or (state.energy_j is None and state.power_w is None):
                 continue
-            name, kind = f"cuda:{state.index}", "counter" if state.energy_j is not None else "power"
+            kind = "counter" if state.energy_j is not None else "power"
             self._gpus.setdefault(name, _Gpu(kind)).add(state, now_s)
 
     def _loop(self) -> None:

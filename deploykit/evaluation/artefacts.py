@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-import tempfile
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from deploykit.core.artefact import Artefact
-from deploykit.core.errors import DeploykitError, GateFailed
+from deploykit.core.errors import BadInput, DeploykitError, GateFailed
 from deploykit.core.evidence import (
     Drop,
     Evaluation,
@@ -25,13 +25,12 @@ from deploykit.core.evidence import (
     SearchRecord,
     WeightsFile,
 )
-from deploykit.core.files import StrPath, sha256
+from deploykit.core.files import StrPath, check_inside, sha256, temporary_folder
 from deploykit.core.json_value import Record
 from deploykit.core.machine import tool_versions
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.task import Task, tokenizer_name
 from deploykit.evaluation import html_tables
-from deploykit.evaluation.bundle_folder import copy_checked
 from deploykit.evaluation.outputs import SIDECARS, claim, rejected
 
 if TYPE_CHECKING:
@@ -118,15 +117,19 @@ def stage(out: Path) -> Iterator[Path]:
 
     An error names a file without the folder, which is gone by then; for a full disk it names `out`.
     """
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+    with temporary_folder(out) as folder:
         try:
-            yield Path(folder) / out.name
+            yield folder / out.name
         except DeploykitError as exc:
-            full = re.compile(re.escape(folder) + "/.*(?=: no space left on the disk)")
+            full = re.compile(re.escape(f"{folder}/") + ".*(?=: no space left on the disk)")
             exc.message = full.sub(lambda _: str(out), exc.message)
-            gone = re.compile(re.escape(folder) + r"/(?:[^/\s]*/)*")
-            exc.message = gone.sub("", exc.message)
-            exc.hint = exc.hint and gone.sub("", exc.hint)
+            gone = re.compile(re.escape(f"{folder}/") + r"(?:[^/\s:]*/)*([^/\s:]*)")
+
+            def name(found: re.Match[str]) -> str:  # others there are steps on the way to it
+                return found[1] if found[1].startswith(out.name) else out.name
+
+            exc.message = gone.sub(name, exc.message)
+            exc.hint = exc.hint and gone.sub(name, exc.hint)
             exc.args = (exc.message,)
             raise
 
@@ -174,6 +177,14 @@ def carry_task(source: Artefact, to: Path) -> Task | None:
         tokenizer = to.with_name(tokenizer_name(to.name))
         copy_checked(source.path, task.text.tokenizer, task.text.sha256, tokenizer)
     return task and task.named_after(to.name)
+
+
+def copy_checked(model: Path, name: str, digest: str, out: Path) -> None:
+    check_inside(model.parent, name, str(model))
+    source = model.with_name(name)
+    shutil.copyfile(source, out)
+    if sha256(out) != digest:
+        raise BadInput(f"{source}: is not the file that the manifest of {model.name} describes")
 
 
 def keep_if_equal(tmp: Path, made: Made, parity: Parity) -> Made:

@@ -13,7 +13,7 @@ from deploykit.core.profile import recognise
 from deploykit.core.runtime import ALL, Runtime
 from deploykit.engines.devices import GpuState, read_gpus
 from deploykit.evaluation import html_tables
-from deploykit.evaluation.host import profile_differences
+from deploykit.evaluation.host import jetson_faults, profile_differences
 
 # command -> modules that it needs beyond the base
 NEEDS = {
@@ -76,6 +76,7 @@ def doctor(root: Path = Path("/")) -> Health:
     profile, why = recognise(machine)
     providers: tuple[str, ...] = ()
     warnings = list(profile_differences(profile, machine)) if profile else []
+    warnings += jetson_faults(machine, root)
     warnings += [
         f"{gpu.name} lowers its clocks now: {', '.join(gpu.throttled)}"
         for gpu in gpus

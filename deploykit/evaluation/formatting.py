@@ -1,14 +1,29 @@
-"""Format figures: three significant digits, a narrow space for thousands, fixed units."""
+"""Format figures: three digits, a narrow space for thousands, fixed units; and tables of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 SPACE = "\u202f"  # narrow, no-break: groups thousands, and separates a value from its unit
 MISSING = "–"
 Parts = Mapping[str, Any]  # {"value", "low", "high"}: an Interval in JSON
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells under the names of the columns, for a terminal, Markdown and HTML.
+
+    The first column names the row. `text`: the columns (from 0) without figures.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    text: Sequence[int] = (0,)
+    note: str = ""
 
 
 def number(value: float) -> str:

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from deploykit.core.evidence import Evaluation, Parity
-from deploykit.evaluation.formatting import MISSING, count, number
+from deploykit.evaluation.formatting import MISSING, Table, count, number
 
 Json = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Table:
-    """The first column names the row. `text`: the columns (from 0) without figures."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    text: tuple[int, ...] = (0,)
-    note: str = ""
 
 
 def parity_table(parity: Json, decided_by: str = "") -> Table:

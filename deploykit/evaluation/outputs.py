@@ -14,16 +14,24 @@ from pathlib import Path
 
 from deploykit.core.artefact import Artefact, sniff
 from deploykit.core.errors import BadInput, DeploykitError
-from deploykit.core.files import StrPath, check_writable, make_folder, manifest_path, new_folder
+from deploykit.core.files import (
+    StrPath,
+    check_utf8,
+    check_writable,
+    make_folder,
+    manifest_path,
+    new_folder,
+    write_errors,
+)
 from deploykit.core.manifest import load_manifest
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.task import TOKENIZER
-from deploykit.evaluation.bundle_folder import BUNDLE_FILE, is_bundle_tar, verify
 from deploykit.graph.facts import external_files
 
 PREDICTIONS, SPLIT = "predictions", "split"  # kinds of .npz that deploykit writes
 CURVE = "curve"  # an SVG of a training run
-ANSWERS = "answers"  # JSON Lines of a pipeline: a file and its answer
+ANSWERS = "answers"  # JSON Lines: a file and its answer
+ANSWER_TABLE = "answer table"  # the same as CSV
 REPORT = ("report.json", "report.md", "report.html")
 SIDECARS: Mapping[str, str] = {  # evidence, or "tokenizer" of the task -> suffix
     "weights": ".data",
@@ -38,12 +46,14 @@ _ENDS: Mapping[str, tuple[str, ...]] = {  # kind -> how the names of its files e
     SPLIT: (".npz",),
     CURVE: (".svg",),
     ANSWERS: (".jsonl",),
+    ANSWER_TABLE: (".csv",),
 }
 _MARKS = {  # kind -> what the first or the last bytes of a file of deploykit's hold
     PREDICTIONS: b"deploykit predictions",
     SPLIT: b"deploykit split",
     CURVE: b"deploykit: training curve",
     ANSWERS: b'", "answer": ',
+    ANSWER_TABLE: b"file,error,",
 }
 _OTHERS = ".safetensors .pt2 .npy .json .csv .txt .md .html .toml .yaml .py .zip .png .jpg .jpeg"
 _KNOWN = {end for ends in _ENDS.values() for end in ends} | set(_OTHERS.split())
@@ -63,18 +73,20 @@ def claim(out: StrPath, kind: str, inputs: Iterable[object], *, force: bool = Fa
             hint=f"`{'curve' if kind == CURVE else 'out'}` {place.with_suffix(_ENDS[kind][0])}",
         )
     check_writable(place)
-    given = tuple(_paths(inputs))
+    given = tuple(paths(inputs))
     if kind in _MARKS:
-        _check_inputs((place,), given)
-        _check_owned((place,), {place.name} if _marked(place, kind) else (), force)
+        check_inputs((place,), given)
+        check_owned((place,), {place.name} if _marked(place, kind) else (), force)
         return place
+    check_utf8(place)
     written = [place, rejected(place)]
     if kind == "tensorrt":  # the graph that fails its gate before it is built
         written.append(rejected(place.with_suffix(".onnx")))
-    for file in written:
-        ours = _artefact(file, kind)
-        _check_inputs((file, *_next_to(file)), given, keeps=file.name in ours)
-        _check_owned((file, *_next_to(file)), ours, force)
+    with write_errors(place):  # the names of the files next to it may be too long
+        for file in written:
+            ours = _artefact(file, kind)
+            check_inputs((file, *_next_to(file)), given, keeps=file.name in ours)
+            check_owned((file, *_next_to(file)), ours, force)
     return place
 
 
@@ -92,12 +104,12 @@ def claim_report(
     """
     with new_folder(Path(folder)) as place:
         files = tuple(place / name for name in REPORT)
-        _check_inputs(files, tuple(_paths(inputs)))
+        check_inputs(files, tuple(paths(inputs)))
         ours: Collection[str] = ()
         with contextlib.suppress(OSError, ValueError, RecursionError):
             found = json.loads(files[0].read_text(encoding="utf-8"))
             ours = REPORT if isinstance(found, dict) and set(keys) <= set(found) else ()
-        _check_owned(files, ours, force)
+        check_owned(files, ours, force)
     return place
 
 
@@ -122,7 +134,7 @@ def claim_run(
     given = tuple(inputs)
     if checkpoint is not None:
         check_writable(checkpoint)
-        _check_inputs((checkpoint,), tuple(_paths(given)))
+        check_inputs((checkpoint,), tuple(paths(given)))
         _check_apart("checkpoint", checkpoint, ".ckpt", filter(None, (*given, curve)))
     if curve is not None:
         claim(curve, CURVE, given, force=force)
@@ -135,7 +147,7 @@ def claim_cache(cache: StrPath, inputs: Iterable[object], out: Path) -> None:
 
     `inputs`: everything else that the command reads; `out`: the engine.
     """
-    others = (out, rejected(out), *_next_to(out), *_paths(inputs))
+    others = (out, rejected(out), *_next_to(out), *paths(inputs))
     _check_apart("timing_cache", Path(cache), ".cache", others)
 
 
@@ -149,42 +161,6 @@ def _check_apart(parameter: str, place: Path, end: str, others: Iterable[object]
             raise BadInput(
                 f"`{parameter}` {place}: is another file of this command, {other}", hint=hint
             )
-
-
-def claim_bundle(
-    folder: StrPath, inputs: Iterable[object], *, tar: bool, force: bool = False
-) -> Path:
-    """Check the folder of a bundle, and FOLDER.tar; only their parents are made. Raises BadInput.
-
-    `force` replaces a bundle that somebody changed, never a folder that is not one.
-    """
-    place = Path(os.path.abspath(folder))  # noqa: PTH100 - a link to a folder stays one
-    given = tuple(_paths(inputs))
-    if not place.name or place.is_symlink() or (os.path.lexists(place) and not place.is_dir()):
-        raise BadInput(f"{place}: exists, and is not a folder", hint="choose another `out`")
-    make_folder(place.parent)
-    for each in given:
-        if place in (each.resolve(), *each.resolve().parents):
-            raise _overwrites(each)
-    if place.is_dir() and any(place.iterdir()):
-        if not (place / BUNDLE_FILE).is_file():
-            raise BadInput(
-                f"{place}: is a folder with other files, and no bundle",
-                hint="choose another `out`, or remove the folder",
-            )
-        try:
-            if not force:
-                verify(place)
-        except DeploykitError as exc:
-            raise BadInput(
-                f"{place}: is not as deploykit wrote it: {exc.message}",
-                hint="choose another `out`, or replace the bundle with `force`",
-            ) from exc
-    archive = place.with_name(f"{place.name}.tar")
-    if tar and os.path.lexists(archive):
-        _check_inputs((archive,), given)
-        _check_owned((archive,), {archive.name} if is_bundle_tar(archive) else (), force)
-    return place
 
 
 def named_files(*references: str | None) -> list[str]:
@@ -203,7 +179,7 @@ def _next_to(place: Path) -> tuple[Path, ...]:
     return (manifest_path(place), *names)
 
 
-def _paths(inputs: Iterable[object]) -> Iterator[Path]:
+def paths(inputs: Iterable[object]) -> Iterator[Path]:
     """Yield the files and folders that are read, with a model's weights and sidecars."""
     for each in inputs:
         if not isinstance(each, (str, os.PathLike, Artefact)):
@@ -220,23 +196,23 @@ def _paths(inputs: Iterable[object]) -> Iterator[Path]:
                 yield from filter(os.path.isfile, others)
 
 
-def _check_inputs(files: Iterable[Path], inputs: Iterable[Path], *, keeps: bool = False) -> None:
+def check_inputs(files: Iterable[Path], inputs: Iterable[Path], *, keeps: bool = False) -> None:
     """Raise BadInput where a file is an input. `keeps`: an input folder may hold it already."""
     for file in filter(Path.exists, files):
         for given in inputs:
             inside = not keeps and given.is_dir() and given.resolve() in file.resolve().parents
             if inside or given.samefile(file):
-                raise _overwrites(file)
+                raise overwrites(file)
 
 
-def _overwrites(file: Path) -> BadInput:
+def overwrites(file: Path) -> BadInput:
     return BadInput(
         f"{file}: is an input of this command, and would be overwritten",
         hint="choose another `out`",
     )
 
 
-def _check_owned(files: Iterable[Path], ours: Collection[str], force: bool) -> None:
+def check_owned(files: Iterable[Path], ours: Collection[str], force: bool) -> None:
     """Raise BadInput for a file whose name is not among `ours`, those that deploykit wrote."""
     for file in files:
         if not force and os.path.lexists(file) and file.name not in ours:

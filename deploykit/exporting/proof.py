@@ -83,7 +83,7 @@ def prove_export(
     loaded = source.loaded
     joined: list[JoinedRun] = []
     most = rows_that_fit(feeds, tmp)
-    feeds = first_rows(feeds, most)
+    feeds = first_rows(feeds, most, loaded.inputs)
     bound = EXPORT_MAX_ERROR if max_error is None else max_error
     check = partial(compare_engines, max_error=bound, names=(source.name, out_name))
     with TorchEngine(loaded, source.name, "cpu", None) as reference:

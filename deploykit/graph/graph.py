@@ -20,7 +20,7 @@ from deploykit.core import files
 from deploykit.core.errors import BadInput, Unsupported, first_line
 from deploykit.core.json_value import Record
 from deploykit.core.precision import FLOATS
-from deploykit.core.tensors import DTYPE_BYTES, TensorSpec, axis_name
+from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, axis_name
 from deploykit.graph import storage
 from deploykit.graph.parse import dtype_name
 from deploykit.graph.skeleton import (
@@ -30,7 +30,7 @@ from deploykit.graph.skeleton import (
     stored_bytes,
     stored_elements,
 )
-from deploykit.graph.validate import RUNTIME_DOMAINS, read_model
+from deploykit.graph.validate import RUNTIME_DOMAINS, for_checker, read_model
 
 # The output of these operators is another name for the input's memory.
 VIEWS = frozenset(("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze"))
@@ -178,8 +178,8 @@ class Graph:
         graph = cls(read_model(path), path)
         try:
             if graph.model.functions:  # the skeleton inlines them
-                onnx.checker.check_model(make_skeleton(graph.model))
-            onnx.checker.check_model(graph.skeleton)
+                onnx.checker.check_model(for_checker(make_skeleton(graph.model), path))
+            onnx.checker.check_model(for_checker(graph.skeleton, path))
             for tensor in graph.model.graph.initializer:
                 # reading counted the bytes of raw data, but not the numbers in lists
                 here = tensor.data_location != TensorProto.EXTERNAL
@@ -231,8 +231,11 @@ class Graph:
         A dynamic axis without a name is `N` at place 0, else `NAME_PLACE`, as the runtimes name it.
         Raises Unsupported for a tensor type that has no numpy dtype, such as a sequence.
         """
-        fed = (value for value in self.model.graph.input if value.name not in self.initializers)
-        return tuple(_spec(value, self.path) for value in fed)
+        return tuple(_spec(value, self.path) for value in self._fed)
+
+    @property
+    def _fed(self) -> list[onnx.ValueInfoProto]:
+        return [each for each in self.model.graph.input if each.name not in self.initializers]
 
     @cached_property
     def outputs(self) -> tuple[TensorSpec, ...]:
@@ -275,7 +278,7 @@ class Graph:
 
     @cached_property
     def summary(self) -> Summary:
-        """Count the graph's content, whatever the types of its inputs and outputs."""
+        """Count the graph's content, which may be more than the runtimes offer."""
         model, nodes = self.model, list(all_nodes(self.model.graph))
         pairs = [node for node in nodes if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
         scales = {name for node in pairs for name in node.input[1:]}
@@ -287,11 +290,10 @@ class Graph:
             for attribute in node.attribute
             if attribute.name == "value"
         ]
-        fed = (value for value in model.graph.input if value.name not in self.initializers)
         weights = [tensor for tensor in stored if dtype_name(tensor.data_type) not in _NO_WEIGHTS]
         return Summary(
-            inputs=tuple(map(_describe, fed)),
-            outputs=tuple(map(_describe, model.graph.output)),
+            inputs=tuple(_spec(value, self.path, described=True) for value in self._fed),
+            outputs=tuple(_spec(value, self.path, described=True) for value in model.graph.output),
             nodes=len(nodes),
             operators=dict(sorted(Counter(node.op_type for node in nodes).items())),
             precision=self.precision,
@@ -325,39 +327,33 @@ def opset(model: onnx.ModelProto) -> int:
     return next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
 
 
-def _spec(value: onnx.ValueInfoProto, path: Path) -> TensorSpec:
-    spec = _describe(value)
-    if spec.dtype not in DTYPE_BYTES:
-        raise Unsupported(
-            f"{path}: tensor '{value.name}' is of type {spec.dtype}, which is not offered",
-            hint="end the graph at tensors: skl2onnx takes options={'zipmap': False}"
-            if "(" in spec.dtype
-            else None,
-        )
-    return spec
+def _type_name(kind: onnx.TypeProto) -> str:
+    """Return the dtype of a tensor, or what else it is: "seq(map(int64, float32))"."""
+    found = kind.WhichOneof("value")
+    if found == "sequence_type":
+        return f"seq({_type_name(kind.sequence_type.elem_type)})"
+    if found == "optional_type":
+        return f"optional({_type_name(kind.optional_type.elem_type)})"
+    if found == "map_type":
+        return f"map({dtype_name(kind.map_type.key_type)}, {_type_name(kind.map_type.value_type)})"
+    number = kind.tensor_type.elem_type
+    return dtype_name(number) if number else "value of unknown type"
 
 
-def _describe(value: onnx.ValueInfoProto) -> TensorSpec:
-    """Return the spec of any value; no runtime here takes some of these dtypes, as seq(string)."""
+def _spec(value: onnx.ValueInfoProto, path: Path, *, described: bool = False) -> TensorSpec:
+    """Return the spec of an input or output. `described`: also one that no runtime here offers."""
+    dtype = _type_name(value.type)
+    if dtype not in PROTOCOL_NAMES and not described:
+        cure = "leave it out of the graph, whose inputs and outputs must be tensors"
+        if "map(" in dtype:  # scikit-learn's converter adds ZipMap to classifiers
+            cure += ": to_onnx(model, X, options={'zipmap': False})"
+        raise Unsupported(f"{path}: '{value.name}' is a {dtype}, which is not supported", hint=cure)
     shape: list[int | str] = []
     for number, axis in enumerate(value.type.tensor_type.shape.dim):
         if axis.HasField("dim_value") and axis.dim_value >= 0:
             shape.append(axis.dim_value)
         else:
-            name = axis.dim_param or axis_name(value.name, number)
-            # protobuf returns a name that is not UTF-8 as bytes
-            shape.append(name if isinstance(name, str) else name.decode(errors="replace"))
-    return TensorSpec(value.name, _type_name(value.type), tuple(shape))
-
-
-def _type_name(kind: onnx.TypeProto) -> str:
-    """Return "float32", "seq(float32)", "map(int64,float32)", or as the file has it."""
-    which = kind.WhichOneof("value")
-    if which == "map_type":
-        key = dtype_name(kind.map_type.key_type)
-        return f"map({key},{_type_name(kind.map_type.value_type)})"
-    inner = getattr(kind, which) if which else kind.tensor_type
-    if which in ("sequence_type", "optional_type"):
-        return f"{'seq' if which == 'sequence_type' else 'optional'}({_type_name(inner.elem_type)})"
-    name = dtype_name(inner.elem_type) if inner.elem_type else "no tensor"
-    return name if which != "sparse_tensor_type" else f"sparse({name})"
+            own = axis.dim_param  # protobuf returns a name that is not UTF-8 as bytes
+            own = own if isinstance(own, str) else own.decode(errors="replace")
+            shape.append(axis_name(value.name, number, own))
+    return TensorSpec(value.name, dtype, tuple(shape))

@@ -28,9 +28,15 @@ _ABSENT = (
     "AffineGrid Bernoulli BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Col2Im Compress "
     "ConvInteger CumProd DFT Det DynamicQuantizeLinear MatMulInteger MaxUnpool Multinomial "
     "Optional QLinearConv QLinearMatMul SequenceAt SequenceConstruct SequenceEmpty SequenceInsert "
-    "SequenceMap SplitToSequence StringNormalizer TfIdfVectorizer Unique"
+    "SequenceMap SimplifiedLayerNormalization SplitToSequence StringNormalizer TfIdfVectorizer "
+    "Unique"
 )
 _NO_OPERATORS = frozenset(_ABSENT.split())
+# Its parser takes these in float32 and float16, and refuses bfloat16: asked, for each operator that
+# has a bfloat16 in ONNX, of TensorRT for RTX 1.7.1. The page above lists HardSwish with BF16.
+NO_BFLOAT16 = frozenset(
+    ("Celu", "GRU", "GlobalLpPool", "HardSwish", "LpNormalization", "LpPool", "Mish")
+) | {"RandomNormalLike", "RandomUniformLike"}
 # No layer computes in these types; uint8 and the quantized types have rules of their own.
 _NO_LAYERS = frozenset(("string", "int16", "uint16", "uint32", "uint64", "complex64", "complex128"))
 _LOW, _HIGH = "QuantizeLinear", "DequantizeLinear"
@@ -94,6 +100,23 @@ def find_mismatch(source: Artefact, graph: Graph, target: Profile) -> BadInput |
     return BadInput(f"{source}: {why}; profile '{target.name}' runs TensorRT", hint=hint)
 
 
+def find_misplaced(source: Artefact, graph: Graph, target: Profile) -> BadInput | None:
+    """Return the error if ONNX Runtime, given `source` as it is, would not compute it in INT8.
+
+    On a CPU it finds integer kernels only between pairs that are placed for it.
+    """
+    runtime = placed_for(source, graph)
+    if target.runtime != "onnxruntime" or runtime is None or runtime.name == target.runtime:
+        return None
+    if source.manifest and source.manifest.built_on:
+        return None
+    return BadInput(
+        f"{source}: its INT8 pairs are placed for {runtime.title}; ONNX Runtime on a CPU, which "
+        "gets the file as it is, would compute in float32",
+        hint=f"bundle what this writes: deploykit build {source} --profile {target.name}",
+    )
+
+
 def why_not_tensorrt(source: Artefact, graph: Graph) -> str:
     """Return why only another runtime than TensorRT takes `source`; empty if nothing is known.
 
@@ -142,6 +165,8 @@ def _type(node: onnx.NodeProto, types: Mapping[str, str]) -> str:
             return f"TensorRT has no tensors of {kind}"
     if node.op_type not in ("Cast", "CastLike", _LOW, _HIGH) and "uint8" in (*read, *written):
         return "uint8 is for the model's inputs and outputs only: cast it first"
+    if node.op_type in NO_BFLOAT16 and "bfloat16" in (*read, *written):
+        return "TensorRT has it in float32 and float16, not in bfloat16"
     if "float64" in written and node.op_type != "Constant":
         return "computes in float64, which TensorRT turns into float32"
     return ""

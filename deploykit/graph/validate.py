@@ -6,6 +6,7 @@ data files that are hard links to files outside the model's folder.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import onnx
@@ -22,6 +23,8 @@ from deploykit.graph.storage import MAX_BYTES
 STANDARD_DOMAINS = ("", "ai.onnx", "ai.onnx.ml")
 # ONNX Runtime writes these in the graphs that it optimised; other readers have no schema for them.
 RUNTIME_DOMAINS = ("com.microsoft", "com.ms.")
+# Those that it writes in the standard domain at any opset: source, its contrib_defs.cc.
+RUNTIME_OPERATORS = ("LayerNormalization", "SimplifiedLayerNormalization")
 
 
 def read_model(path: Path) -> onnx.ModelProto:
@@ -86,12 +89,40 @@ def _check_operators(model: onnx.ModelProto, parts: Parts, path: Path) -> None:
         try:
             schema = defs.get_schema(node.op_type, version, domain)
         except defs.SchemaError as exc:
+            if domain == "" and node.op_type in RUNTIME_OPERATORS:
+                continue
             raise BadInput(
                 f"{where}: unknown operator {node.op_type} (opset {version})",
                 hint="export it again, or ask for the operator's domain to be supported",
             ) from exc
         if schema.deprecated:
             raise BadInput(f"{where}: operator {node.op_type} was removed in opset {version}")
+
+
+def for_checker(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
+    """Return `model` for onnx's checker, which lacks RUNTIME_OPERATORS below their opset.
+
+    In a copy they are in a domain that it does not check: ONNX Runtime runs them at any opset.
+    """
+    version = next(
+        (each.version for each in model.opset_import if each.domain in ("", "ai.onnx")), 0
+    )
+
+    def foreign(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
+        found = [each for each in nodes if each.op_type in RUNTIME_OPERATORS]
+        return [each for each in found if not defs.has(each.op_type, version, each.domain)]
+
+    if foreign(Parts(model, path).nodes):
+        copy = onnx.ModelProto()
+        copy.CopyFrom(model)
+        for node in foreign(Parts(copy, path).nodes):
+            node.domain = RUNTIME_DOMAINS[0]
+        domains = {each.domain for each in copy.opset_import}
+        copy.opset_import.extend(
+            [onnx.helper.make_opsetid(RUNTIME_DOMAINS[0], 1)] * (RUNTIME_DOMAINS[0] not in domains)
+        )
+        return copy
+    return model
 
 
 def _check_names(parts: Parts, path: Path) -> None:

@@ -25,11 +25,14 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 
 from deploykit.core.errors import Unsupported, os_reason
 from deploykit.core.subprocesses import run_apart
-from deploykit.loadtest.http import Http1, NotHttpError, Wire
-from deploykit.loadtest.schedule import NO_ANSWER, UNSENT, RunRecord, SendPlan
+from deploykit.loadtest.check import AnswerCheck
+from deploykit.loadtest.http import NotHttpError, Wire
+from deploykit.loadtest.schedule import NO_ANSWER, UNSENT, Load, RunRecord
+from deploykit.loadtest.server import Server
 
 READ_BYTES = 1 << 16  # malloc would map and unmap larger buffers per answer
 USUAL_BYTES = 1 << 12  # enough for most answers, and faster to allocate
@@ -47,6 +50,33 @@ _WAKING_S = 50e-6  # any client needs this from an answer to its next request
 _OWN_LIMITS = {errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM}
 
 Report = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class SendPlan:
+    """The plan of one process of the load generator.
+
+    `due_s`: ascending times at which requests are due, None for the closed loop. `load` has the
+    most connections that this process opens.
+    """
+
+    server: Server
+    requests: Sequence[bytes]
+    check: AnswerCheck
+    load: Load
+    due_s: Sequence[float] | None
+
+    def share(self, processes: int) -> list[SendPlan]:
+        """Return a plan for each process: every n-th time, and an equal number of connections."""
+        connections = [(self.load.connections + each) // processes for each in range(processes)]
+        return [
+            replace(
+                self,
+                load=replace(self.load, connections=connections[processes - 1 - number]),
+                due_s=None if self.due_s is None else self.due_s[number::processes],
+            )
+            for number in range(processes)
+        ]
 
 
 def run_plans(plans: Sequence[SendPlan], on_progress: Report | None = None) -> list[RunRecord]:
@@ -136,7 +166,8 @@ class Client:
             raise Unsupported("load tests need Linux: its event notification, epoll")
         self.plan, self.record, self._on_progress = plan, RunRecord(), on_progress
         self._due_s = array("d", plan.due_s or ())
-        self._spin_s = spin_s(len(self._due_s), plan.end_s)
+        self._begin_s, self._end_s = plan.load.warmup_s, plan.load.end_s
+        self._spin_s = spin_s(len(self._due_s), self._end_s)
         self._waiting: deque[float] = deque()  # open loop: due, but no connection is free
         self._idle: list[_Connection] = []
         self._connections: dict[int, _Connection] = {}  # by descriptor
@@ -164,7 +195,7 @@ class Client:
         while (early_s := -self.now()) > 0:
             time.sleep(early_s)
         try:
-            at_once = self.plan.connections
+            at_once = self.plan.load.connections
             for _ in range(at_once if self.plan.due_s is None else min(_OPEN_LOOP_START, at_once)):
                 self._open()
             while not self._step():
@@ -178,18 +209,20 @@ class Client:
         plan, now = self.plan, self.now()
         if self._next_due < len(self._due_s):
             now = self._send_due(now)
-        if now >= plan.end_s:
+        if now >= self._end_s:
             self._note_busy(now)
-            if self._is_quiet() or now >= plan.end_s + plan.drain_s:
+            in_flight = any(each.start_s is not None for each in self._connections.values())
+            quiet = not (in_flight or self._waiting or self._next_due < len(self._due_s))
+            if quiet or now >= self._end_s + plan.load.drain_s:
                 return True
-        elif now >= plan.begin_s and self._measured_from is None:
+        elif now >= self._begin_s and self._measured_from is None:
             self._measured_from = time.thread_time(), now
         if now >= self._retry_s:
             self._retry_s = math.inf
             self._open_if_wanted()
         if now >= self._report_s and self._on_progress is not None:
             self._report_s = now + REPORT_S
-            self._on_progress(self.record.progress(_RECENT), min(now / plan.end_s, 1.0))
+            self._on_progress(self.record.progress(_RECENT), min(now / self._end_s, 1.0))
         events = self._wait(now)
         if events:
             self._handle(events)
@@ -201,17 +234,12 @@ class Client:
         if now > begun_s and not self.record.busy:
             self.record.busy = (time.thread_time() - cpu_s) / (now - begun_s)
 
-    def _is_quiet(self) -> bool:
-        """Return whether no request is due, waiting or in flight."""
-        open_requests = any(each.start_s is not None for each in self._connections.values())
-        return not (open_requests or self._waiting or self._next_due < len(self._due_s))
-
     def _wait(self, now: float) -> list[tuple[int, int]]:
         """Return events, or none when the next action is due, precise to some microseconds."""
         plan = self.plan
-        until_s = plan.begin_s if now < plan.begin_s else plan.end_s
-        if now >= plan.end_s:
-            until_s = plan.end_s + plan.drain_s
+        until_s = self._begin_s if now < self._begin_s else self._end_s
+        if now >= self._end_s:
+            until_s = self._end_s + plan.load.drain_s
         until_s = min(until_s, self._retry_s, self._report_s)
         if self._next_due >= len(self._due_s):
             return self._epoll.poll(max(0.0, until_s - now))
@@ -264,7 +292,7 @@ class Client:
             statuses.append(200)
             connection.start_s = None
             self._free(connection)
-        if self.plan.begin_s <= at < self.plan.end_s and lag_s >= 0:
+        if self._begin_s <= at < self._end_s and lag_s >= 0:
             answers = len(ends_s) - done
             record.read_lags_s.append(lag_s)
             record.reads.append(answers)
@@ -273,7 +301,7 @@ class Client:
 
     def _send_due(self, now: float) -> float:
         """Start every request of the open loop that is due."""
-        due_s, plan, lags_s = self._due_s, self.plan, self.record.send_lags_s
+        due_s, lags_s = self._due_s, self.record.send_lags_s
         for _ in range(bisect_right(due_s, now, self._next_due) - self._next_due):
             start_s = due_s[self._next_due]
             self._next_due += 1
@@ -283,10 +311,10 @@ class Client:
                 self._waiting.append(start_s)
                 if self._opening < len(self._waiting):
                     self._open()
-                if self._full and start_s >= plan.begin_s:
+                if self._full and start_s >= self._begin_s:
                     self.record.waited += 1
             now = self.now()
-            if start_s >= plan.begin_s:
+            if start_s >= self._begin_s:
                 lags_s.append(now - start_s)
         return now
 
@@ -294,7 +322,7 @@ class Client:
         """Send the next request on this connection, if there is one."""
         if self.plan.due_s is None:
             now = self._clock() - self._zero
-            if now < self.plan.end_s:
+            if now < self._end_s:
                 self._send(connection, now)
                 return
         elif self._waiting:
@@ -323,7 +351,17 @@ class Client:
 
     def _on_writable(self, connection: _Connection) -> None:
         if not connection.connected:
-            self._on_connected(connection)
+            code = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                self._not_connected(connection, code)
+                return
+            self._opening -= 1
+            connection.connected = True
+            self._epoll.modify(connection.socket.fileno(), select.EPOLLIN)
+            if connection.wire.greeting:
+                self._write(connection, connection.wire.greeting)
+            if connection.socket.fileno() >= 0:
+                self._free(connection)
             return
         left, connection.unsent = connection.unsent, None
         self._epoll.modify(connection.socket.fileno(), select.EPOLLIN)
@@ -379,25 +417,19 @@ class Client:
             self._idle.remove(connection)
         self._open_if_wanted()
 
-    def _wire(self) -> Wire:
-        plan = self.plan
-        if not plan.block:
-            return Http1(plan.requests, plan.check)
-        from deploykit.loadtest.grpc import Grpc  # needs hpack, unlike HTTP/1.1
-
-        return Grpc(plan.requests, plan.check, plan.block)
-
     def _open_if_wanted(self) -> None:
-        if self._waiting or (self.plan.due_s is None and self.now() < self.plan.end_s):
+        if self._waiting or (self.plan.due_s is None and self.now() < self._end_s):
             self._open()
 
     def _open(self) -> None:
         """Begin to connect, unless no more connections may be opened."""
-        self._full = len(self._connections) >= self.plan.connections
+        server = self.plan.server
+        self._full = len(self._connections) >= self.plan.load.connections
         if self._full or self._retry_s < math.inf:
             return
         try:
-            connection = _Connection(self.plan.address, self._wire())
+            wire = server.wire(self.plan.requests, self.plan.check)
+            connection = _Connection(server.address, wire)
         except OSError as exc:
             self._limit(os_reason(exc))
             return
@@ -405,22 +437,9 @@ class Client:
         self._epoll.register(connection.socket.fileno(), select.EPOLLOUT)
         self._opening += 1
         self.record.opened = max(self.record.opened, len(self._connections))
-        code = connection.socket.connect_ex((self.plan.address, self.plan.port))
+        code = connection.socket.connect_ex((server.address, server.port))
         if code not in (0, errno.EINPROGRESS):
             self._not_connected(connection, code)
-
-    def _on_connected(self, connection: _Connection) -> None:
-        code = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            self._not_connected(connection, code)
-            return
-        self._opening -= 1
-        connection.connected = True
-        self._epoll.modify(connection.socket.fileno(), select.EPOLLIN)
-        if connection.wire.greeting:
-            self._write(connection, connection.wire.greeting)
-        if connection.socket.fileno() >= 0:
-            self._free(connection)
 
     def _not_connected(self, connection: _Connection, code: int) -> None:
         """Fail the waiting requests without a connection; in a closed loop that is one."""
@@ -432,7 +451,7 @@ class Client:
             return
         self._retry_s = self.now() + RETRY_S
         error = f"cannot connect: {os.strerror(code)}"
-        if self.plan.due_s is None and self.now() < self.plan.end_s:
+        if self.plan.due_s is None and self.now() < self._end_s:
             self._record(self.now(), self.now(), NO_ANSWER, error)
         while self._waiting and not self._connections:
             self._record(self._waiting.popleft(), self.now(), NO_ANSWER, error)
@@ -447,7 +466,7 @@ class Client:
         self._note_busy(now)
         for connection in self._connections.values():
             if connection.start_s is not None:
-                error = f"no answer within {plan.drain_s:g} s of the end"
+                error = f"no answer within {plan.load.drain_s:g} s of the end"
                 self._record(connection.start_s, now, NO_ANSWER, error)
             connection.socket.close()
         for start_s in self._waiting:

@@ -258,7 +258,7 @@ def read_message(message: bytes) -> tuple[Outputs, int]:
     return outputs, len(head) if message.startswith(head) else len(message)
 
 
-_METHODS = {
+METHODS = {
     "index": "RepositoryIndex",
     "about": "ServerMetadata",
     "metadata": "ModelMetadata",
@@ -266,17 +266,16 @@ _METHODS = {
 }
 
 
-def question(host: str, what: str, model: str) -> Grpc:
+def question(what: str, model: str) -> bytes:
     """Return the call that asks for the "index", "about", or a model's "metadata" or "config"."""
-    method = _METHODS[what]
-    request = MESSAGES[f"{method}Request"](**({"name": model} if model else {}))
-    return Grpc([call_of(request.SerializeToString())], None, header_block(host, method))
+    request = MESSAGES[f"{METHODS[what]}Request"](**({"name": model} if model else {}))
+    return call_of(request.SerializeToString())
 
 
 def answer_value(what: str, message: bytes) -> Any:
     """Return the answer to a question as JSON value of the HTTP API; None if it is damaged."""
     try:
-        values = to_dict(MESSAGES[f"{_METHODS[what]}Response"].FromString(message))
+        values = to_dict(MESSAGES[f"{METHODS[what]}Response"].FromString(message))
     except DecodeError:
         return None
     return values.get({"index": "models", "config": "config"}.get(what, ""), values)

@@ -10,7 +10,7 @@ import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 from urllib.parse import quote
 
 from deploykit.loadtest.check import AnswerCheck, error_text
@@ -225,13 +225,6 @@ def question(host: str, what: str, model: str) -> bytes:
     }[what]
     head = f"{verb} /v2{path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
     return f"{head}Content-Length: 0\r\n\r\n".encode()
-
-
-def json_or_none(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        return None
 
 
 def infer_request(host: str, model: str, tensors: Sequence[Tensor]) -> bytes:

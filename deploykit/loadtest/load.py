@@ -23,7 +23,7 @@ from deploykit.core.machine import now, provenance, this_machine, usable_cores
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.evaluation.outputs import claim_report
 from deploykit.loadtest.check import short_bound
-from deploykit.loadtest.client import run_plans
+from deploykit.loadtest.client import SendPlan, run_plans
 from deploykit.loadtest.result import BUSY_CORE, apply_conditions, parse_conditions, summarise
 from deploykit.loadtest.schedule import Load
 from deploykit.loadtest.target import RemoteModel, Requests, find_model, make_requests
@@ -87,8 +87,12 @@ def load_test(
             server rejects.
         NotFound: no such model.
     """
-    above_0 = {"rate": rate, "duration_s": duration_s, "slo_ms": slo_ms}
-    _check_numbers(above_0, {"warmup_s": warmup_s, "drain_s": drain_s, "max_error": max_error})
+    for name, value in (("rate", rate), ("duration_s", duration_s), ("slo_ms", slo_ms)):
+        if value is not None and not 0 < value < math.inf:
+            raise BadInput(f"`{name}` must be above 0, got {value:g}")
+    for name, value in (("warmup_s", warmup_s), ("drain_s", drain_s), ("max_error", max_error)):
+        if not 0 <= value < math.inf:
+            raise BadInput(f"`{name}` must be 0 or more, got {value:g}")
     _check_options(rate, concurrency, duration_s, warmup_s)
     if batch < 1:
         raise BadInput(f"`batch` must be 1 or more, got {batch}")
@@ -112,8 +116,19 @@ def load_test(
     remote.server.probe(remote.name, requests.messages[0])
     capacity, processes = None, 1
     if concurrency is None and rate is None:
-        trial = _find_capacity(remote, requests, on_progress)
+        trial = run_load(
+            remote,
+            requests,
+            Load(None, CAPACITY_CONNECTIONS, 0.5, CAPACITY_S),
+            on_progress=lambda what, _part: on_progress(f"capacity: {what}", 0.0),
+        )
         capacity, processes = trial.achieved_per_s.value, trial.processes
+        if capacity == 0:
+            raise BadInput(
+                f"{remote}: no request had a good answer in {CAPACITY_S:g} s: "
+                f"{trial.first_error or 'no answer'}",
+                hint="choose the load with `rate` or `concurrency`",
+            )
         most = 0.99 * MAX_SENDS / (duration_s + warmup_s)
         rate = min(max(capacity * CAPACITY_SHARE, 1 / duration_s), most)
     load = Load(rate, concurrency or _most_connections(), warmup_s, duration_s, drain_s, slo_ms)
@@ -121,17 +136,21 @@ def load_test(
     result = replace(result, batch=batch, capacity_per_s=capacity)
     result = apply_conditions(result, conditions)
     if folder is not None:
-        _write(result, [each.text for each in conditions], command, folder)
+        failed = {why.partition(":")[0]: why for why in result.unmet}
+        report = reports.Report(
+            title=f"{result.model} under load",
+            created=now(),
+            command=command,
+            machine=this_machine().to_dict(),
+            provenance=provenance(),
+            gates=tuple(
+                Gate(f"fail on {each.text}", each.text not in failed, failed.get(each.text, ""))
+                for each in conditions
+            ),
+            serving=(result,),
+        )
+        reports.write(replace(report, verdict=verdict(report)), folder)
     return result
-
-
-def _check_numbers(above_0: Mapping[str, float | None], not_below_0: Mapping[str, float]) -> None:
-    for name, value in above_0.items():
-        if value is not None and not 0 < value < math.inf:
-            raise BadInput(f"`{name}` must be above 0, got {value:g}")
-    for name, value in not_below_0.items():
-        if not 0 <= value < math.inf:
-            raise BadInput(f"`{name}` must be 0 or more, got {value:g}")
 
 
 def _check_options(
@@ -161,24 +180,6 @@ def _most_connections() -> int:
     return max(1, min(MAX_CONNECTIONS, soft - 64) if soft > 0 else MAX_CONNECTIONS)
 
 
-def _find_capacity(remote: RemoteModel, requests: Requests, on_progress: Progress) -> LoadResult:
-    """Run a short closed loop. Raises BadInput if no request succeeds."""
-
-    def report(text: str, _part: float) -> None:
-        on_progress(f"capacity: {text}", 0.0)
-
-    trial = run_load(
-        remote, requests, Load(None, CAPACITY_CONNECTIONS, 0.5, CAPACITY_S), 0, 1, report
-    )
-    if trial.achieved_per_s.value == 0:
-        raise BadInput(
-            f"{remote}: no request had a good answer in {CAPACITY_S:g} s: "
-            f"{trial.first_error or 'no answer'}",
-            hint="choose the load with `rate` or `concurrency`",
-        )
-    return trial
-
-
 def run_load(
     remote: RemoteModel,
     requests: Requests,
@@ -190,30 +191,20 @@ def run_load(
     """Run a load; double the processes and repeat as long as they used up their cores."""
     cores = usable_cores()
     most = min(cores // 2 if remote.server.loopback else cores, load.connections)
-    while True:
-        result = _run(remote, requests, load, seed, processes, on_progress)
-        limited = result.generator_limited and result.client_busy > BUSY_CORE
-        if not limited or 2 * processes > most:
-            return result
-        processes *= 2
-
-
-def _run(
-    remote: RemoteModel,
-    requests: Requests,
-    load: Load,
-    seed: int,
-    processes: int,
-    on_progress: Progress,
-) -> LoadResult:
-    plan = remote.plan(requests, load, load.due_s(seed))
-    watch = Watch(remote.server.processes())
+    plan = SendPlan(remote.server, requests.messages, requests.check, load, load.due_s(seed))
     around_s = min(_AROUND_S, load.duration_s / 10)
-    quiet = watch.over(around_s, time.sleep)
-    watch.begin()
-    records = run_plans(plan.share(processes), on_progress)
-    watch.know_children()  # processes that a server started
-    watch.close()
+    while True:
+        watch = Watch(remote.server.processes())
+        quiet = watch.over(around_s, time.sleep)
+        watch.begin()
+        records = run_plans(plan.share(processes), on_progress)
+        watch.know_children()  # processes that a server started
+        watch.close()
+        figures = summarise(load, records)
+        limited = figures["generator_limited"] and figures["client_busy"] > BUSY_CORE
+        if not limited or 2 * processes > most:
+            break
+        processes *= 2
     outside = sum_up(watch, quiet, watch.over(around_s, time.sleep))
     return LoadResult(
         url=remote.server.url,
@@ -228,21 +219,5 @@ def _run(
         sends=requests.sends,
         outside=outside,
         marks=marks(watch.windows, watch.bound),
-        **summarise(load, records),
+        **figures,
     )
-
-
-def _write(result: LoadResult, conditions: Sequence[str], command: str, folder: Path) -> None:
-    failed = {why.partition(":")[0]: why for why in result.unmet}
-    report = reports.Report(
-        title=f"{result.model} under load",
-        created=now(),
-        command=command,
-        machine=this_machine().to_dict(),
-        provenance=provenance(),
-        gates=tuple(
-            Gate(f"fail on {text}", text not in failed, failed.get(text, "")) for text in conditions
-        ),
-        serving=(result,),
-    )
-    reports.write(replace(report, verdict=verdict(report)), folder)

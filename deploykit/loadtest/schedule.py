@@ -1,4 +1,4 @@
-"""Define what the load generator sends and when, and what it records of each request.
+"""Define when the load generator sends, and what it records of each request.
 
 Times are seconds since the start of the run.
 """
@@ -8,11 +8,9 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
-
-from deploykit.loadtest.check import AnswerCheck
 
 NO_ANSWER, UNSENT, WRONG = 0, -1, -2  # statuses besides those of HTTP
 
@@ -39,37 +37,6 @@ class Load:
         random = np.random.default_rng(seed)
         count = random.poisson(self.rate_per_s * self.end_s)
         return array("d", np.sort(random.uniform(0.0, self.end_s, count)).tobytes())
-
-
-@dataclass(frozen=True)
-class SendPlan:
-    """The plan of one process of the load generator.
-
-    `due_s`: ascending times at which requests are due, None for the closed loop. Requests start
-    before `end_s`; the warm-up ends at `begin_s`.
-    """
-
-    address: str
-    port: int
-    requests: Sequence[bytes]
-    check: AnswerCheck
-    connections: int  # most open connections
-    due_s: Sequence[float] | None
-    begin_s: float
-    end_s: float
-    drain_s: float
-    block: bytes = b""  # header block of a gRPC call; empty for HTTP/1.1
-
-    def share(self, processes: int) -> list[SendPlan]:
-        """Return a plan for each process: every n-th time, and an equal number of connections."""
-        return [
-            replace(
-                self,
-                connections=(self.connections + processes - 1 - number) // processes,
-                due_s=None if self.due_s is None else self.due_s[number::processes],
-            )
-            for number in range(processes)
-        ]
 
 
 @dataclass

@@ -1,33 +1,27 @@
-"""Find a model on an Open Inference Protocol server, and prepare the requests before timing."""
+"""Describe a model on an Open Inference Protocol server, and prepare requests before timing."""
 
 from __future__ import annotations
 
-import ipaddress
-import os
-import re
-import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import numpy as np
 
-from deploykit.core.errors import BadInput, NotFound, first_line, os_reason, without_secrets
+from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.files import check_readable
 from deploykit.core.tensors import BATCH, DTYPE_BYTES, PROTOCOL_NAMES, TensorSpec
 from deploykit.engines.data.samples import Samples, random_feeds, read_npz, read_samples
 from deploykit.loadtest import http
 from deploykit.loadtest.check import LENGTH_BYTES, AnswerCheck, BodyCheck, Expected, one_line
-from deploykit.loadtest.http import Http1, NotHttpError, Tensor, Wire
-from deploykit.loadtest.schedule import Load, SendPlan
+from deploykit.loadtest.http import Tensor
+from deploykit.loadtest.server import Server, find_server
 from deploykit.pipelines.file import input_files, read_answers
 
 OUTPUTS = "outputs/"  # prefix of names in golden samples
-REFUSED = 429  # does not mean that the request is wrong
 VARIANTS = 8  # different inputs, so that the server cannot answer from a cache
 MOST_BYTES = 64 << 20  # of all distinct requests together; one is always made
 MOST_BODIES = 256  # distinct requests without tensors
@@ -44,91 +38,6 @@ _ARRAYS = (".npz", ".npy")
 _SHOWN, _NAMED = 20, 3  # characters of a sentence, names of files in the report
 _NO_OPTIONS = {"name", "platform", "input", "output", "parameters"}  # reported elsewhere
 _MOST_OPTIONS = 64
-_LISTENS = "0A"  # state of a socket in /proc/net/tcp
-
-
-@dataclass(frozen=True)
-class Server:
-    """A server. `address`: the address to connect to. `host`: the `Host:` header."""
-
-    url: str
-    host: str
-    address: str
-    port: int
-    grpc: bool = False
-
-    @property
-    def loopback(self) -> bool:
-        return self.address == "localhost" or ipaddress.ip_address(self.address).is_loopback
-
-    def ask(self, what: str, model: str = "") -> tuple[int, Any, str]:
-        """Request the "index" of models, "about", or the "metadata" or "config" of a model.
-
-        Returns the HTTP status, the answer as a JSON value, and the error. Raises BadInput if
-        there is no answer.
-        """
-        wire: Wire
-        if self.grpc:
-            from deploykit.loadtest import grpc  # needs hpack and protobuf
-
-            wire = grpc.question(self.host, what, model)
-        else:
-            wire = Http1([http.question(self.host, what, model)], None)
-        try:
-            status = wire.exchange(self.address, self.port)
-        except TimeoutError as exc:
-            why = f"{what}: no answer within {http.TIMEOUT_S:g} s"
-            raise BadInput(f"{self.url}: {why}") from exc
-        except OSError as exc:
-            raise self.not_oip(f"{what}: {os_reason(exc)}") from exc
-        except NotHttpError as exc:
-            raise self.not_oip(f"{what}: it {one_line(str(exc))}") from exc
-        if status != 200:
-            return status, None, wire.error or ""
-        if self.grpc:
-            return status, grpc.answer_value(what, wire.body), ""
-        return status, http.json_or_none(wire.body), ""
-
-    def probe(self, model: str, request: bytes) -> None:
-        """Send one inference. Raises BadInput when the server rejects the request (4xx)."""
-        wire: Wire = Http1([request], None)
-        if self.grpc:
-            from deploykit.loadtest import grpc
-
-            wire = grpc.Grpc([request], None, grpc.header_block(self.host, "ModelInfer"))
-        try:
-            status = wire.exchange(self.address, self.port)
-        except TimeoutError as exc:
-            why = f"no answer to an inference within {http.TIMEOUT_S:g} s"
-            raise BadInput(f"{self.url}: {model}: {why}") from exc
-        except (OSError, NotHttpError):
-            return  # the run will count it as a failure
-        if 400 <= status < 500 and status != REFUSED:
-            raise BadInput(f"{self.url}: {model}: answered {wire.error}")
-
-    def not_oip(self, why: str) -> BadInput:
-        kind = " over gRPC" if self.grpc else ""
-        return BadInput(
-            f"{self.url}: is not an Open Inference Protocol server{kind} ({why})",
-            hint="http:// takes the port of its HTTP interface, 8000 by default; grpc:// that of "
-            "its gRPC interface, 8001",
-        )
-
-    def processes(self) -> tuple[int, ...]:
-        """Return the local processes that listen on the port; () for a remote server."""
-        proc = Path(os.environ.get("HOST_PROC", "/proc"))
-        links, found = set(), set()
-        for name in ("tcp", "tcp6") if self.loopback else ():
-            with suppress(OSError, UnicodeError):
-                for line in (proc / "net" / name).read_text(encoding="utf-8").splitlines()[1:]:
-                    fields = line.split()
-                    if fields[3] == _LISTENS and fields[1].endswith(f":{self.port:04X}"):
-                        links.add(f"socket:[{fields[9]}]")
-        for file in proc.glob("[0-9]*/fd/*") if links else ():  # other users' processes are skipped
-            with suppress(OSError):
-                if str(file.readlink()) in links:
-                    found.add(int(file.parts[-3]))
-        return tuple(sorted(found))
 
 
 @dataclass(frozen=True)
@@ -149,26 +58,6 @@ class RemoteModel:
     def pipeline(self) -> bool:
         """Return whether the model takes no tensors."""
         return self.about.get("platform") == "deploykit_pipeline"
-
-    def plan(self, requests: Requests, load: Load, due_s: Sequence[float] | None) -> SendPlan:
-        """Return the plan for sending `requests`; `due_s` has the times of an open loop."""
-        block = b""
-        if self.server.grpc:
-            from deploykit.loadtest.grpc import header_block
-
-            block = header_block(self.server.host, "ModelInfer")
-        return SendPlan(
-            self.server.address,
-            self.server.port,
-            requests.messages,
-            requests.check,
-            load.connections,
-            due_s,
-            begin_s=load.warmup_s,
-            end_s=load.end_s,
-            drain_s=load.drain_s,
-            block=block,
-        )
 
     def infer_request(self, tensors: Sequence[Tensor]) -> bytes:
         """Return a whole request, with binary tensors both ways."""
@@ -219,39 +108,6 @@ def find_model(url: str, model: str | None) -> RemoteModel:
         outputs=tuple(name for name in outputs if isinstance(name, str)),
         about=_about(metadata, config, about),
         options=model_options(config),
-    )
-
-
-def find_server(url: str) -> Server:
-    """Resolve the host's name once and use the address that answers. Raises BadInput."""
-    hint = "write it as http://HOST:PORT or grpc://HOST:PORT"
-    try:
-        parts = urlsplit(url)
-        grpc = parts.scheme == "grpc"
-        name, port = parts.hostname, parts.port or (8001 if grpc else 80)
-    except ValueError as exc:
-        raise BadInput(f"'{without_secrets(url)}' is not a URL: {exc}", hint=hint) from exc
-    known = parts.scheme in ("http", "grpc") and url.isprintable()
-    if not known or not name or not re.fullmatch(r"[A-Za-z0-9.:_%-]+", name):
-        raise BadInput(f"'{without_secrets(url)}' is not an http:// or grpc:// URL", hint=hint)
-    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
-        raise BadInput(f"'{without_secrets(url)}': only a host and a port are allowed", hint=hint)
-    try:
-        addresses = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as exc:
-        raise BadInput(f"{url}: no such host '{name}'", hint=hint) from exc
-    # localhost may resolve to ::1 first, where nothing listens
-    for *_, address in addresses:
-        try:
-            socket.create_connection((str(address[0]), port), http.TIMEOUT_S).close()
-        except OSError as exc:
-            reason = exc.strerror or first_line(exc)
-            continue
-        shown = f"[{name}]" if ":" in name else name
-        return Server(url, f"{shown}:{port}", str(address[0]), port, grpc)
-    raise BadInput(
-        f"{url}: no server answers there: {reason}",
-        hint="start one with: deploykit serve model.onnx",
     )
 
 
@@ -356,7 +212,19 @@ def make_requests(
     if (text or files) and "takes" in remote.about:
         if batch > 1 or axes:
             raise BadInput(f"`{'axes' if axes else 'batch'}` is for tensors")
-        bodies, answers = _read_bodies(data, text, expect)
+        answers: list[Any] = []
+        if expect is not None:
+            lines = read_answers(expect)[:MOST_BODIES]
+            bodies = [_read_body(file) for file, _ in lines]
+            answers = [answer for _, answer in lines]
+        else:
+            bodies = [Body(one_line(each[:_SHOWN]), "text/plain", each.encode()) for each in text]
+            size = 0
+            for file in [] if data is None else input_files([data]):
+                size += file.stat().st_size
+                if bodies and (size > MOST_BYTES or len(bodies) >= MOST_BODIES):
+                    break
+                bodies.append(_read_body(file))
         check = BodyCheck(remote.about.get("gives") != "bytes", answers, max_error)
         messages = [_body_request(remote, body) for body in bodies]
         return Requests(messages, check, sends=_describe(bodies))
@@ -382,23 +250,6 @@ def make_requests(
 def _tensor(spec: TensorSpec, array: np.ndarray) -> Tensor:
     raw = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
     return spec.name, PROTOCOL_NAMES[spec.dtype], array.shape, raw
-
-
-def _read_bodies(
-    data: Path | None, text: Sequence[str], expect: Path | None
-) -> tuple[list[Body], list[Any]]:
-    """Return files or sentences, with their answers if these are known."""
-    if expect is not None:
-        lines = read_answers(expect)[:MOST_BODIES]
-        return [_read_body(file) for file, _ in lines], [answer for _, answer in lines]
-    bodies = [Body(one_line(each[:_SHOWN]), "text/plain", each.encode()) for each in text]
-    size = 0
-    for file in [] if data is None else input_files([data]):
-        size += file.stat().st_size
-        if bodies and (size > MOST_BYTES or len(bodies) >= MOST_BODIES):
-            break
-        bodies.append(_read_body(file))
-    return bodies, []
 
 
 def _read_body(file: Path) -> Body:

@@ -82,14 +82,18 @@ class Target:
         return tuple(name for name in self.profile.precisions if name in _TENSOR_CORES)
 
     @property
+    def mode(self) -> PowerMode | None:
+        known = self.profile.power_modes
+        return next((mode for mode in known if mode.name == self.profile.power_mode), None)
+
+    @property
     def memory_bytes(self) -> int | None:
         return this_memory() if self.calibration else self.profile.memory_bytes
 
     @property
     def power_w(self) -> float | None:
         """The power limit of the power mode, else of the target."""
-        mode = _mode(self.profile)
-        return (mode.watts if mode else None) or self.profile.max_power_w
+        return (self.mode.watts if self.mode else None) or self.profile.max_power_w
 
     def ceilings(self, weight_bytes: float) -> Ceilings:
         """Return the roofline; a cache that holds all `weight_bytes` reads them faster."""
@@ -102,7 +106,12 @@ class Target:
                 self.calibration.launch_s,
                 curves=self.calibration.curves,
             )
-        profile, share = self.profile, REACHED * _clock_share(self.profile)
+        profile, share = self.profile, REACHED
+        mode, sms = self.mode, profile.sm_count
+        if mode is not None and sms:  # what its clock and SMs leave of the peaks
+            full_hz = profile.peak_ops_per_s["fp32"] / (sms * _LANE_OPS)
+            clock_hz = mode.gpu_mhz * 1e6 if mode.gpu_mhz else full_hz
+            share *= min(1.0, clock_hz * (mode.sms or sms) / (full_hz * sms))
         peaks = dict(profile.peak_ops_per_s)
         peaks["fp32"] = peaks.get("tf32", peaks.get("fp32", 0.0))  # TensorRT's default is TF32
         return Ceilings(
@@ -132,20 +141,6 @@ def target_of(profile: Profile, calibration: CpuCalibration | None) -> Target | 
     if lacks:
         return f"the profile has no {' and no '.join(lacks)}"
     return Target(profile, None, "the vendor's figures; not yet checked on this GPU", checked=False)
-
-
-def _mode(profile: Profile) -> PowerMode | None:
-    return next((mode for mode in profile.power_modes if mode.name == profile.power_mode), None)
-
-
-def _clock_share(profile: Profile) -> float:
-    """Return the share of the peaks that the clock and SMs of the power mode leave."""
-    mode, sms = _mode(profile), profile.sm_count
-    if mode is None or not sms:
-        return 1.0
-    full_hz = profile.peak_ops_per_s["fp32"] / (sms * _LANE_OPS)
-    clock_hz = mode.gpu_mhz * 1e6 if mode.gpu_mhz else full_hz
-    return min(1.0, clock_hz * (mode.sms or sms) / (full_hz * sms))
 
 
 _CONVERTIBLE = (kinds.CONVOLUTION, kinds.POINTWISE, kinds.DEPTHWISE, kinds.STEM, kinds.PRODUCT)
@@ -239,8 +234,19 @@ def predict_call(found: Inferred, target: Target, precision: str) -> Prediction:
         spent[COMPUTE if each.compute_s > each.memory_s else MEMORY] += each.seconds - each.launch_s
         spent[LAUNCH] += each.launch_s
     spent[LAUNCH] += target.call_s
-    activations = peak_bytes(found.known, lambda name: _scale(found, name, precision, target))
-    build = _build_bytes(target, weights, activations)
+    converted = found.stored == "fp32" and precision != "fp32" and not target.calibration
+
+    def scale(name: str) -> float:
+        """Return the share of a tensor's bytes after the conversion: 0.5 for float32 on a GPU."""
+        kind = found.known.types.get(name)
+        is_float = kind is not None and dtype_name(kind) == "float32"
+        return 0.5 if converted and is_float else 1.0
+
+    activations = peak_bytes(found.known, scale)
+    build, shared = _LOAD_COPIES * weights, target.profile.unified_memory
+    if not target.calibration:
+        workspace = target.profile.workspace_bytes or 0
+        build = BuildMemory(weights, workspace, activations, shared).total
     memory, limit_bytes = weights + activations, target.memory_bytes
     rate = found.batch / seconds if seconds else None
     watts = target.power_w
@@ -285,22 +291,6 @@ def in_precision(cost: NodeCost, precision: str, stored: str, target: Target) ->
 
 def _part(count: int | None, bits: int) -> int | None:
     return None if count is None else count * bits // _FLOAT32_BITS
-
-
-def _scale(found: Inferred, name: str, precision: str, target: Target) -> float:
-    """Return the share of a tensor's bytes after the conversion: 0.5 for float32 on a GPU."""
-    if found.stored != "fp32" or precision == "fp32" or target.calibration:
-        return 1.0
-    kind = found.known.types.get(name)
-    return 0.5 if kind is not None and dtype_name(kind) == "float32" else 1.0
-
-
-def _build_bytes(target: Target, weights: int, activations: int) -> int:
-    profile = target.profile
-    if target.calibration:
-        return _LOAD_COPIES * weights
-    workspace = profile.workspace_bytes or 0
-    return BuildMemory(weights, workspace, activations, profile.unified_memory).total
 
 
 def unknown_nodes(costs: Sequence[NodeCost]) -> tuple[tuple[str, ...], tuple[str, ...]]:

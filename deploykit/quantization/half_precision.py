@@ -25,6 +25,7 @@ from deploykit.core.errors import BadInput
 from deploykit.graph.edit import Editor, raise_opset
 from deploykit.graph.graph import Graph, opset
 from deploykit.graph.parse import subgraphs
+from deploykit.graph.preflight import NO_BFLOAT16
 from deploykit.graph.skeleton import all_nodes, inner_reads, reads
 from deploykit.quantization.qdq_placement import box_nodes, check_opset
 
@@ -572,6 +573,8 @@ def _half_places(
 ) -> tuple[set[int], set[int]]:
     """The float32 inputs and outputs of `node`, by place, that its schema allows to be half."""
     nothing: tuple[set[int], set[int]] = set(), set()
+    if half.kind == TensorProto.BFLOAT16 and node.op_type in NO_BFLOAT16:
+        return nothing
     if node.op_type in _FLOAT32_OPERATORS or node.domain not in ("", "ai.onnx"):
         return nothing
     if any(True for _ in subgraphs(node)) or any(
@@ -582,6 +585,8 @@ def _half_places(
         return nothing
     newest = half.kind != TensorProto.FLOAT16
     version = defs.onnx_opset_version() if newest and node.op_type not in _PAIR else opset(model)
+    if not defs.has(node.op_type, version, ""):  # an operator that ONNX Runtime's optimizer wrote
+        return nothing
     schema = defs.get_schema(node.op_type, version, "")
     name = f"tensor({half.name})"
     fit = {c.type_param_str for c in schema.type_constraints if name in c.allowed_type_strs}

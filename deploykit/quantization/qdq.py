@@ -101,8 +101,23 @@ def _record_ranges(editor: Editor, calibration: Calibration, keep_float32: Colle
 def quantizable(source: Graph, runtime: str, to: str = "int8") -> tuple[str, ...]:
     """Return the names of the nodes that `to_pairs` quantizes if no value is infinite."""
     editor = edit_float32(source)
-    places = quantizable_nodes(editor, operators(runtime, to))
+    places = quantizable_nodes(editor, operators(runtime, to), to)
     return tuple(editor.graph.node[n].name for n in places)
+
+
+def without_kernel(source: Graph, runtime: str, to: str) -> str:
+    """Return a note on the nodes that stay as they are as `to` has no kernel for them; else ""."""
+    if to != "fp8":
+        return ""
+    editor = edit_float32(source)
+    every = quantizable_nodes(editor, operators(runtime, to))
+    left = len(every) - len(quantizable_nodes(editor, operators(runtime, to), to))
+    return (
+        f"{left} convolution(s) stay as they are: TensorRT has no FP8 kernel for groups, fewer "
+        "than 16 channels or windows above 32"
+        if left
+        else ""
+    )
 
 
 def _placement(
@@ -119,7 +134,9 @@ def _placement(
         kinds = operators(runtime, to)
         transposed = set(operators("tensorrt")) - set(kinds)
         there = transposed & {node.op_type for node in editor.graph.node}
-        hint = "8 bits cannot speed it up; fp16 may"
+        hint = without_kernel(Graph(editor.model), runtime, to) or (
+            "8 bits cannot speed it up; fp16 may"
+        )
         if there:
             where = "TensorRT computes it in int8 only" if to == "fp8" else "TensorRT has"
             hint = f"{runtime} has no {to} kernel for its {', '.join(there)}; {where}"

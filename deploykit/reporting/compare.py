@@ -50,12 +50,6 @@ class FigureInBoth(Record):
     ratio: Interval
     finding: str
 
-    def is_slower_by(self, share: float) -> bool:
-        """Return whether even the favourable end of the interval is slower by more than `share`."""
-        if self.figure == "throughput":
-            return self.ratio.high < 1 - share
-        return self.ratio.low > 1 + share
-
 
 @dataclass(frozen=True)
 class RowInBoth(Record):
@@ -94,6 +88,7 @@ class ReportComparison(Record):
 
     @property
     def regressions(self) -> tuple[str, ...]:
+        """The figures whose interval is beyond the bound even at its favourable end."""
         bound = self.fail_on_regression
         if bound is None:
             return ()
@@ -101,7 +96,11 @@ class ReportComparison(Record):
             f"{_name(row)}: {each.figure} {spread(each.ratio.to_dict())} times"
             for row in self.rows
             for each in row.figures
-            if each.is_slower_by(bound)
+            if (
+                each.ratio.high < 1 - bound
+                if each.figure == "throughput"
+                else each.ratio.low > 1 + bound
+            )
         )
 
     @property
@@ -145,7 +144,12 @@ def compare_reports(
         [point for key, point in rows.items() if key not in others]
         for rows, others in ((rows_a, rows_b), (rows_b, rows_a))
     )
-    alike = [(x, y) for x in only_a for y in only_b if _setup(x) == _setup(y)]
+    alike = [
+        (x, y)
+        for x in only_a
+        for y in only_b
+        if (x.label, x.scenario, x.batch) == (y.label, y.scenario, y.batch)
+    ]
     unlike = [*dict.fromkeys(_unlike(same, ("device", "runtime")) + _unlike(alike, keys))]
     differences += unlike[:_MOST]
     differences += [f"and {len(unlike) - _MOST} more such"] * (len(unlike) > _MOST)
@@ -209,7 +213,9 @@ def _compare_row(a: Point, b: Point, *, tests: int, setups: int) -> RowInBoth:
         pair = _figure_pair(name, a, b)
         if pair is not None:
             ratio = ratio_of(*pair, (max(2, units[0]), max(2, units[1])), tests, assumed)
-            finding = _finding(ratio, more_is_better=name == "throughput")
+            finding = difference(ratio)
+            if name != "throughput":  # less is better
+                finding = {FASTER: SLOWER, SLOWER: FASTER}.get(finding, finding)
             figures.append(FigureInBoth(name, pair[0].value, pair[1].value, ratio, finding))
     keys: dict[str, Any] = {name: getattr(b, name) for name in _KEYS}
     return RowInBoth(**keys, figures=tuple(figures))
@@ -224,11 +230,6 @@ def _figure_pair(name: str, a: Point, b: Point) -> tuple[Interval, Interval] | N
         if each and 0 < each.value <= each.high < _LARGEST and each.low <= each.value
     ]
     return (known[0], known[1]) if len(known) == 2 else None
-
-
-def _finding(ratio: Interval, *, more_is_better: bool) -> str:
-    found = difference(ratio)
-    return found if more_is_better else {FASTER: SLOWER, SLOWER: FASTER}.get(found, found)
 
 
 def _check_valid(report: Report, name: str) -> None:
@@ -248,8 +249,12 @@ def _check_valid(report: Report, name: str) -> None:
 
 def _facts(report: Report) -> Iterator[tuple[str, Any]]:
     """Yield the facts that must be equal besides the rows, by name; None if not known."""
+
+    def mapping(value: object) -> Mapping[str, Any]:
+        return value if isinstance(value, Mapping) else {}
+
     machine = dict(report.machine)
-    packages = _mapping(machine.pop("packages", None))
+    packages = mapping(machine.pop("packages", None))
     memory = machine.pop("memory_bytes", None)
     yield "memory", f"{memory / 2**30:.0f} GiB" if isinstance(memory, int) else None
     machine |= {f"version of {key}": packages[key] for key in _PACKAGES if key in packages}
@@ -257,7 +262,7 @@ def _facts(report: Report) -> Iterator[tuple[str, Any]]:
         machine[f"power mode of {each.name}"] = each.power_mode
         machine[f"highest clock of {each.name} in MHz"] = each.clock_max_mhz
     known = report.provenance
-    for key, value in _mapping(known.get("clocks")).items():
+    for key, value in mapping(known.get("clocks")).items():
         machine[f"clock {key}" if key == "governor" else f"clocks: {key}"] = value
     machine["CPUs that it may use"] = known.get("affinity")
     machine["inputs"] = known.get("inputs")
@@ -268,10 +273,6 @@ def _facts(report: Report) -> Iterator[tuple[str, Any]]:
         if value is not None or key in needed:  # most machines have no power mode
             yield key.replace("_", " "), value
     yield "length of the timing", "quick" if report.quick else "full"
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -304,11 +305,6 @@ def _rows(report: Report, name: str, keys: Sequence[str]) -> dict[tuple[Any, ...
             raise BadInput(f"{name}: the row {_name(point)} is there twice")
         found[key] = point
     return found
-
-
-def _setup(point: Point) -> tuple[object, ...]:
-    """Return a key that is equal if two points are of one setup."""
-    return point.label, point.scenario, point.batch
 
 
 def _unlike(pairs: Sequence[tuple[Point, Point]], names: Sequence[str]) -> list[str]:

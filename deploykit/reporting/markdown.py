@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deploykit.evaluation.html_tables import Table
+from deploykit.evaluation.formatting import Table
 from deploykit.reporting.figures import charts
 from deploykit.reporting.tables import best_by_batch, details, gates, machine, summary
 
@@ -46,7 +46,7 @@ def table_lines(table: Table, level: int = 2) -> list[str]:
     return [f"{'#' * level} {_text(table.title)}", "", *rows, *note, ""]
 
 
-def _row(cells: tuple[str, ...]) -> str:
+def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(_text(cell) for cell in cells) + " |"
 
 

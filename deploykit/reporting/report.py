@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -204,11 +205,24 @@ class Report:
 
     @property
     def speedups(self) -> tuple[Speedup, ...]:
-        return speedups(self.usable, self.baseline)
+        pairs = _pairs(self.usable, self.baseline)
+        return tuple(
+            Speedup(point.label, point.scenario, point.batch, self.speedup(point, reference))
+            for point, reference in pairs
+        )
 
     @property
     def crossovers(self) -> tuple[Crossover, ...]:
-        return crossovers(self.usable, self.baseline)
+        """The batch from which each other setup stays ahead of the baseline, if it ever does."""
+        found, pairs = [], _pairs(self.usable, self.baseline)
+        for scenario, label in dict.fromkeys((p.scenario, p.label) for p, _ in pairs):
+            same = [
+                pair for pair in pairs if (pair[0].scenario, pair[0].label) == (scenario, label)
+            ]
+            for by in ("throughput", "p50"):
+                batch = crossover([a for a, _ in same], [b for _, b in same], by)
+                found.append(Crossover(label, self.baseline, scenario, by, batch))
+        return tuple(found)
 
     @property
     def usable(self) -> tuple[Point, ...]:
@@ -255,31 +269,10 @@ def speedup(candidate: Point, reference: Point, tests: int = 1) -> Interval:
     return ratio(*rates, tests=tests, assumed=assumed)
 
 
-def speedups(points: Sequence[Point], baseline: str) -> tuple[Speedup, ...]:
-    """Return the speed-up of every point that has a baseline of its scenario and batch."""
-    pairs = _pairs(points, baseline)
-    return tuple(
-        Speedup(point.label, point.scenario, point.batch, speedup(point, reference, len(pairs)))
-        for point, reference in pairs
-    )
-
-
 def _pairs(points: Sequence[Point], baseline: str) -> list[tuple[Point, Point]]:
     references = {(p.scenario, p.batch, p.rounds): p for p in points if p.label == baseline}
     keys = [(p, (p.scenario, p.batch, p.rounds)) for p in points if p.label != baseline]
     return [(point, references[key]) for point, key in keys if key in references]
-
-
-def crossovers(points: Sequence[Point], baseline: str) -> tuple[Crossover, ...]:
-    """Return for each other setup the batch from which it stays ahead of the baseline, or None."""
-    found = []
-    pairs = _pairs(points, baseline)
-    for scenario, label in dict.fromkeys((p.scenario, p.label) for p, _ in pairs):
-        chosen = [pair for pair in pairs if (pair[0].scenario, pair[0].label) == (scenario, label)]
-        for by in ("throughput", "p50"):
-            batch = crossover([a for a, _ in chosen], [b for _, b in chosen], by)
-            found.append(Crossover(label, baseline, scenario, by, batch))
-    return tuple(found)
 
 
 def write(report: Report, folder: Path) -> Path:
@@ -288,20 +281,30 @@ def write(report: Report, folder: Path) -> Path:
     All are complete before the first replaces an earlier file; the JSON is last. Raises BadInput
     when `folder` cannot be written to, Unsupported when the disk is full.
     """
-    document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    document = json.loads(json.dumps(_without_folders(report.to_dict()), allow_nan=False))
     text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
     files = {"html": report_page(document), "md": markdown(document)}
-    files["json"] = _NUMBERS.sub(_one_line, text)
+    # a list of numbers goes on one line; a line break in JSON is never inside a string
+    files["json"] = re.sub(
+        r"\[\n[-+\d.eE,\s]+\]", lambda found: f"[{' '.join(found[0][1:-1].split())}]", text
+    )
     write_together(folder, {f"report.{end}": each for end, each in files.items()})
     return folder / "report.html"
 
 
-_NUMBERS = re.compile(r"\[\n[-+\d.eE,\s]+\]")  # a line break in JSON is never inside a string
+# "/layer1/conv" is a node's name, "/sys/…" what figures are read from, and "host/v2" a URL
+_ROOTS = {"home", "root", "tmp", "var", "opt", "usr", "mnt", "media", "srv", "Users"}
+_ROOTS |= {Path(each).parts[1] for each in (__file__, sys.prefix)} | {"data", "workspace"}
+_FOLDERS = re.compile(rf"(?<![\w./~-])/(?:{'|'.join(sorted(_ROOTS))})/(?:[\w.@+~-]+/)*")
 
 
-def _one_line(numbers: re.Match[str]) -> str:
-    """Join a list of numbers, each on its own line, into one line."""
-    return " ".join(numbers[0].split()).replace("[ ", "[").replace(" ]", "]")
+def _without_folders(value: Any) -> Any:
+    """Return a document that may be shared: the folders before a file's name are this machine's."""
+    if isinstance(value, str):
+        return _FOLDERS.sub("", value)
+    if isinstance(value, dict):
+        return {key: _without_folders(each) for key, each in value.items()}
+    return [_without_folders(each) for each in value] if isinstance(value, list) else value
 
 
 def is_report(source: object) -> bool:

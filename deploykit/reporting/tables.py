@@ -8,8 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from deploykit.evaluation.formatting import MISSING, SPACE, count, number, percent, points, spread
-from deploykit.evaluation.html_tables import Json, Table, _or_infinite, parity_table
+from deploykit.evaluation.formatting import (
+    MISSING,
+    SPACE,
+    Table,
+    count,
+    number,
+    percent,
+    points,
+    spread,
+)
+from deploykit.evaluation.html_tables import Json, _or_infinite, parity_table
 from deploykit.reporting.charts import Mark
 
 NOT_MEASURED = "not measured"
@@ -141,7 +150,10 @@ def summary(document: Json) -> Table:
         )
     sizes = "".join(f"Inputs of the smallest batch: {s}. " for s in map(_sizes, smallest[:1]) if s)
     figures = (f"p50 at batch {batch} (ms)", f"p99 at batch {batch} (ms)")
-    rates = ("best throughput (inferences/s)", "× baseline, same batch")
+    rates = (
+        "best throughput (inferences/s)",
+        f"× {document['baseline'] or 'baseline'}, same batch",
+    )
     columns = ("setup", "device", "accuracy", *figures, *rates)
     note = f"{sizes}Brackets hold 95 % intervals."
     return Table("In short", columns, (*rows, *apart), text_columns(columns), note)
@@ -160,25 +172,18 @@ def best_by_batch(document: Json) -> Table:
         here = [p for p in document["points"] if int(p["batch"]) == batch]
         here = [point for point in here if not why_not(document, point)]
         groups = [list(filter(of, here)) for of in kinds.values()]
-        cells = [find(group) for find in (_quickest, _fastest) for group in groups]
+        cells = []
+        for group in groups:  # the quickest call
+            timed = [(p["latency"]["p50_ms"], p) for p in group if p["latency"]["p50_ms"]]
+            p50, best = min(timed, key=lambda pair: float(pair[0]["value"]), default=(None, None))
+            cells.append(f"{spread(p50)} {best['label']}" if best else NOT_MEASURED)
+        for group in groups:
+            best = max(group, key=rate_of, default=None)
+            rate = best and f"{spread(best['throughput_per_s'])} {best['label']}"
+            cells.append(rate or NOT_MEASURED)
         rows += [(str(batch), *cells)] if here else []
     columns = [f"{name}, {what}" for what in ("p50 (ms)", "inferences/s") for name in kinds]
     return Table("Best at each batch", ("batch", *columns), tuple(rows))
-
-
-def _quickest(found: Sequence[Json]) -> str:
-    timed = [point for point in found if point["latency"]["p50_ms"] is not None]
-    if not timed:
-        return NOT_MEASURED
-    best = min(timed, key=lambda point: float(point["latency"]["p50_ms"]["value"]))
-    return f"{spread(best['latency']['p50_ms'])} {best['label']}"
-
-
-def _fastest(found: Sequence[Json]) -> str:
-    if not found:
-        return NOT_MEASURED
-    best = max(found, key=rate_of)
-    return f"{spread(best['throughput_per_s'])} {best['label']}"
 
 
 def _ms(point: Json, key: str) -> str:
@@ -258,7 +263,11 @@ def _points(document: Json, chosen: Sequence[Json], title: str) -> Table:
         "setup": lambda point: str(point["label"]),
         "runtime": lambda point: str(point["runtime"]),
         "batch": lambda point: count(point["batch"]),
-        "sessions, threads": _sessions,
+        "sessions, threads": lambda point: (
+            point["settings"]
+            or count(point["sessions"])
+            + ("" if point["threads"] is None else f" × {point['threads']}")
+        ),
         "calls": lambda point: count(point["samples"]),
         "p50 (ms)": lambda point: _ms(point, "p50_ms"),
         "p90 (ms)": lambda point: _ms(point, "p90_ms"),
@@ -270,11 +279,6 @@ def _points(document: Json, chosen: Sequence[Json], title: str) -> Table:
     }
     note = "From host memory to host memory, after the warm-up; calls are never averaged."
     return make_table(title, chosen, columns, note)
-
-
-def _sessions(point: Json) -> str:
-    threads = f" × {point['threads']}" if point["threads"] is not None else ""
-    return point["settings"] or count(point["sessions"]) + threads
 
 
 def _how(point: Json) -> str:
@@ -419,32 +423,27 @@ def _load_notes(result: Json) -> str:
 
 def machine(document: Json) -> Table:
     """Return a row for each known property of the machine, packages last."""
-    rows = tuple(_machine_rows(document))
-    return Table("Machine and versions", ("what", "value"), rows, (0, 1))
-
-
-def _machine_rows(document: Json) -> Iterator[tuple[str, str]]:
+    rows: list[tuple[str, str]] = []
     values: Json = document["machine"]
     for key, each in values.items():
         if key not in ("packages", "gpus", "memory_bytes") and each not in (None, "", []):
             is_list = isinstance(each, Sequence) and not isinstance(each, str)
-            yield key.replace("_", " "), ", ".join(map(str, each)) if is_list else str(each)
+            rows.append(
+                (key.replace("_", " "), ", ".join(map(str, each)) if is_list else str(each))
+            )
     if values.get("memory_bytes"):
-        yield "memory", f"{number(values['memory_bytes'] / 2**30)}{SPACE}GiB"
-    for gpu in values.get("gpus") or ():
-        yield "GPU", f"{gpu['name']}, driver {gpu['driver']}"
-    if "gpus" in values and not values["gpus"]:
-        yield "GPU", "none"
+        rows.append(("memory", f"{number(values['memory_bytes'] / 2**30)}{SPACE}GiB"))
+    gpus = [f"{gpu['name']}, driver {gpu['driver']}" for gpu in values.get("gpus") or ()]
+    rows += [("GPU", gpu) for gpu in gpus or ["none"] * ("gpus" in values)]
     modes = [each["power_mode"] for each in document["conditions"] if each["power_mode"]]
     is_jetson = any("sysfs" in each["source"] for each in document["conditions"])
     is_jetson = is_jetson or bool(values.get("l4t") or values.get("board"))
     if is_jetson and not values.get("power_mode"):
-        yield "power mode", modes[0] if modes else "NOT KNOWN"
-    for each in document["conditions"]:
-        yield from _conditions(each)
-    yield from _provenance(document.get("provenance") or {})
-    for name, version in (values.get("packages") or {}).items():
-        yield name, str(version)
+        rows.append(("power mode", modes[0] if modes else "NOT KNOWN"))
+    rows += [row for each in document["conditions"] for row in _conditions(each)]
+    rows += _provenance(document.get("provenance") or {})
+    rows += [(name, str(version)) for name, version in (values.get("packages") or {}).items()]
+    return Table("Machine and versions", ("what", "value"), rows, (0, 1))
 
 
 def _conditions(values: Json) -> Iterator[tuple[str, str]]:

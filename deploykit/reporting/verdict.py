@@ -7,9 +7,8 @@ no difference is claimed unless the intervals show one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from deploykit.core.evidence import Interval
 from deploykit.evaluation.formatting import SPACE, count, number, points, spread
@@ -20,6 +19,7 @@ from deploykit.evaluation.statistics import (
     SLOWER,
     difference,
 )
+from deploykit.reporting.html import DISTURBED
 from deploykit.reporting.load_result import LoadResult
 from deploykit.reporting.points import Point, best, crossover, describe_best
 from deploykit.reporting.report import Report
@@ -37,44 +37,26 @@ def verdict(report: Report) -> tuple[str, ...]:
 
 
 def _sentences(report: Report) -> Iterator[str]:
-    yield from (f"INVALID: {reason.rstrip('.')}." for reason in report.invalid)
-    if unmet := [gate for gate in report.gates if not gate.passed]:
-        named = "; ".join(f"{gate.name}: {gate.detail}" for gate in unmet)
+    if report.invalid:
+        reasons = "; ".join(reason.rstrip(".") for reason in report.invalid)
+        yield f"{DISTURBED}: {reasons}. The figures are as measured; no speed-up is stated."
+    if unmet := [f"{gate.name}: {gate.detail}" for gate in report.gates if not gate.passed]:
         wrong = " Wrong outputs have no speed-up." * bool(report.wrong)
-        yield f"{len(unmet)} of {len(report.gates)} gates NOT met: {named}.{wrong}"
+        yield f"{len(unmet)} of {len(report.gates)} gates NOT met: {'; '.join(unmet)}.{wrong}"
     if report.throttled:
         yield (
             f"The GPU was throttled ({', '.join(report.throttled)}): no speed-up is stated. "
             "Cool it, or lower its clocks to what it can hold, and measure again."
         )
-    elif not report.invalid:
-        yield from _headlines(report)
-        yield from describe_best(report.best_cpu, report.usable)
+    valid = not report.invalid and not report.throttled
+    first, *others = list(_headlines(report) if valid else ()) or [""]
+    yield from filter(None, [first])
     if (marked := [point for point in report.points if point.marks]) and not report.invalid:
         reasons = Counter(mark for point in marked for mark in point.marks)
         why = "; ".join(f"{reason} ({count(n)})" for reason, n in reasons.most_common(_MOST))
         rows = f"{count(len(marked))} of {count(len(report.points))} rows"
         again = "measure them again, for longer or on a quiet machine"
         yield f"{rows} give no verdict: {why}. They are in a table of their own; {again}."
-    yield from _power_mode(report)
-    yield from _describe_scenarios(report)
-    yield from map(_describe_load, report.serving)
-    if report.quick:
-        yield "Timings are short, so intervals are wider than with 60 s for each point."
-    if report.not_measured:
-        yield _describe_gaps(report)
-
-
-def _describe_gaps(report: Report) -> str:
-    gaps: dict[str, list[str]] = {}
-    for gap in report.not_measured:
-        gaps.setdefault(gap.why, []).append(gap.what)
-    named = "; ".join(f"{' and '.join(what)} ({why})" for why, what in gaps.items())
-    return f"Not measured: {named}."
-
-
-def _power_mode(report: Report) -> Iterator[str]:
-    """Warn if a Jetson's power mode is not known, as figures hold in one mode only."""
     modes = [each.power_mode for each in report.conditions if each.power_mode]
     is_jetson = report.machine.get("l4t") or report.machine.get("board")
     is_jetson = is_jetson or any("sysfs" in each.source for each in report.conditions)
@@ -82,6 +64,17 @@ def _power_mode(report: Report) -> Iterator[str]:
         yield f"THE POWER MODE CHANGED during the run ({modes[0]}): measure again in one."
     elif is_jetson and not modes and not report.machine.get("power_mode"):
         yield "THE POWER MODE IS NOT KNOWN: these figures can be neither repeated nor compared."
+    yield from others
+    yield from _describe_scenarios(report)
+    yield from map(_describe_load, report.serving)
+    if report.quick:
+        yield "Timings are short, so intervals are wider than with 60 s for each point."
+    gaps: dict[str, list[str]] = {}
+    for gap in report.not_measured:
+        gaps.setdefault(gap.why, []).append(gap.what)
+    if gaps:
+        named = "; ".join(f"{' and '.join(what)} ({why})" for why, what in gaps.items())
+        yield f"Not measured: {named}."
 
 
 def _describe_scenarios(report: Report) -> list[str]:
@@ -102,9 +95,8 @@ def _describe_load(result: LoadResult) -> str:
     load = f"Over {over} at {load_label(result.to_dict())}"
     if result.generator_limited:
         why = "; ".join(result.limits) or "it was late"
-        return (
-            f"{load} there is no verdict: the load generator was the limit, not the server ({why})."
-        )
+        why = f"the load generator was the limit, not the server ({why})"
+        return f"{load} there is no verdict: {why}."
     if result.marks:
         return f"{load} there is no verdict: {'; '.join(result.marks)}. Measure it again."
     if result.latency is None:
@@ -125,21 +117,29 @@ def _describe_load(result: LoadResult) -> str:
 
 def _headlines(report: Report) -> Iterator[str]:
     """Yield sentences on each requested engine, else on the fastest; for one model its figures."""
-    usable = report.usable
+    usable, base = report.usable, report.baseline
     if not report.points:
         yield from [] if report.serving else ["No engine was timed."]
         return
-    own = [p for p in usable if report.baseline and _is_of(p.label, report.baseline)]
-    others = [p for p in usable if p not in own] or [p for p in own if p.label != report.baseline]
+
+    def of(name: str) -> list[Point]:
+        """Return the points of an engine, in any number of sessions."""
+        return [point for point in usable if f"{point.label}, ".startswith(f"{name}, ")]
+
+    own = of(base) if base else []
+    others = [p for p in usable if p not in own] or [p for p in own if p.label != base]
     engines: dict[str, list[Point]] = {}
     for label in report.asked:
-        if not _is_of(label, report.baseline):
-            engines.setdefault(label.partition(", ")[0], []).extend(
-                point for point in others if point.label == label
-            )
+        if not f"{label}, ".startswith(f"{base}, "):
+            known = engines.setdefault(label.partition(", ")[0], [])
+            known += [point for point in others if point.label == label]
     sentences = []
-    if report.baseline in report.asked and own:
-        sentences.append(_figures(report, own))
+    if base in report.asked and own:  # a model without anything to compare it with
+        first, top = min(own, key=lambda point: point.batch), best(own)
+        p50 = first.latency.p50_ms
+        at = f"p50 {number(p50.value)}{SPACE}ms at batch {first.batch}; " if p50 else ""
+        rate = f"up to {spread(top.throughput_per_s.to_dict())} inferences/s at batch {top.batch}"
+        sentences.append(f"{report.artefacts[0]['file']}: {at}{rate}, in {_session_text(top)}.")
     sentences += [
         f"No row of {name} gives a verdict."
         for name, found in engines.items()
@@ -151,23 +151,10 @@ def _headlines(report: Report) -> Iterator[str]:
     if not sentences and not report.wrong and usable:
         top = best(usable)
         rate = f"{top.label}: {spread(top.throughput_per_s.to_dict())} inferences/s"
-        why = "nothing else" if report.baseline else "no baseline"
+        why = "nothing else" if base else "no baseline"
         sentences = [f"{rate} at batch {top.batch}; {why} was measured to compare it with."]
     yield from sentences
-
-
-def _is_of(label: str, first: str) -> bool:
-    """Return whether a label belongs to an engine, in any number of sessions."""
-    return f"{label}, ".startswith(f"{first}, ")
-
-
-def _figures(report: Report, own: Sequence[Point]) -> str:
-    """Describe the figures of a model without anything to compare it with."""
-    first, top = min(own, key=lambda point: point.batch), best(own)
-    p50 = first.latency.p50_ms
-    at = f"p50 {number(p50.value)}{SPACE}ms at batch {first.batch}; " if p50 else ""
-    rate = f"up to {spread(top.throughput_per_s.to_dict())} inferences/s at batch {top.batch}"
-    return f"{report.artefacts[0]['file']}: {at}{rate}, in {_session_text(top)}."
+    yield from describe_best(report.best_cpu, usable)
 
 
 def _headline(report: Report, others: Sequence[Point], own: Sequence[Point]) -> list[str]:
@@ -202,15 +189,11 @@ def _headline(report: Report, others: Sequence[Point], own: Sequence[Point]) -> 
             f"{candidate.label} {rates[1]} at {candidate.batch}."
         )
     pair = _Pair(report, candidate, reference)
-    makers = (
-        pair.crossover,
-        pair.integer,
-        pair.batching,
-        pair.bound,
-        pair.within_slo,
-        pair.energy,
+    conclusions = (
+        *(pair.crossover(), pair.integer(), pair.batching(), pair.bound()),
+        *(pair.within_slo(), pair.energy()),
     )
-    return sentences + [sentence for make in makers if (sentence := make())]
+    return sentences + list(filter(None, conclusions))
 
 
 def _reference(point: Point, usable: Sequence[Point], own: Sequence[Point]) -> Point | None:
@@ -313,16 +296,22 @@ class _Pair:
             return ""
         found: list[tuple[int, Interval]] = []
         for point in sorted(self.of(self.candidate.label), key=lambda point: point.batch):
-            like = [p for p in self.usable if p.precision == "fp32" and _place(p) == _place(point)]
+            same = (point.device, point.sessions, point.threads, point.batch, point.rounds)
+            like = [
+                p
+                for p in self.usable
+                if p.precision == "fp32"
+                and (p.device, p.sessions, p.threads, p.batch, p.rounds) == same
+            ]
             if like:
                 found.append((point.batch, self.report.speedup(point, best(like))))
         ends = list(dict.fromkeys(found[:1] + found[-1:]))
         if not ends:
             return ""
         kinds = {difference(times) for _, times in ends}
-        costs = " and costs time" * (kinds == {SLOWER})
-        pays = {True: "pays at some batches only"}.get(FASTER in kinds, f"does not pay here{costs}")
-        pays = "pays here" if kinds == {FASTER} else pays
+        pays = "does not pay here" + " and costs time" * (kinds == {SLOWER})
+        if FASTER in kinds:
+            pays = "pays here" if kinds == {FASTER} else "pays at some batches only"
         parts = ", ".join(f"{number(times.value)}× at batch {batch}" for batch, times in ends)
         return f"{self.candidate.precision.upper()} {pays}: {parts}, against float32."
 
@@ -333,12 +322,9 @@ class _Pair:
         least = first.throughput_per_s
         if first.batch == max(point.batch for point in own) or not least.value:
             return ""
-        surely = most.throughput_per_s.low / max(least.high, 1e-12)
-        if most is first or surely < _PAYS:
-            return (
-                f"Batching does not pay: no batch has {_PAYS}× the throughput of batch "
-                f"{first.batch}."
-            )
+        if most is first or most.throughput_per_s.low / max(least.high, 1e-12) < _PAYS:
+            no = f"no batch has {_PAYS}× the throughput of batch {first.batch}"
+            return f"Batching does not pay: {no}."
         times = number(most.throughput_per_s.value / least.value)
         text = f"Batching pays: batch {most.batch} has {times}× the throughput of batch"
         if first.latency.p50_ms and most.latency.p50_ms:
@@ -350,14 +336,23 @@ class _Pair:
         """Name its limit by the share of a call that is not compute, else by the roofline."""
         candidate = self.candidate
         compute, whole = candidate.compute, candidate.latency.p50_ms
-        at = f"{candidate.label} at batch {candidate.batch}"
+        at = f"{candidate.label} at batch {candidate.batch} is"
         if compute and compute.p50_ms and whole and compute.p50_ms.value < whole.value / 2:
             share = 100 * (1 - compute.p50_ms.value / whole.value)
-            return f"{at} is bound by copies and launches: {share:.0f}{SPACE}% of a call."
+            return f"{at} bound by copies and launches: {share:.0f}{SPACE}% of a call."
         for found in (self.report.roofline, self.report.gpu_roofline):
             for point in found.get("points", ()):
-                if (point["label"], point["batch"]) == (candidate.label, candidate.batch):
-                    return f"{at} {_on_roofline(point, found['ceilings'])}."
+                if (point["label"], point["batch"]) != (candidate.label, candidate.batch):
+                    continue
+                most = found["ceilings"]["gflops"]
+                by_memory = point["intensity"] * found["ceilings"]["gbytes_per_s"]
+                kind = "memory" if by_memory < most else "compute"
+                share = point["gflops"] / max(min(most, by_memory), 1e-12)
+                text = f"it reaches {100 * share:.0f}{SPACE}% of what the {kind} of this machine "
+                bound = f"{kind}-bound"
+                if share < _FAR:
+                    bound = "bound by neither compute nor memory, but by launches and calls"
+                return f"{at} {bound}: {text}allows."
         return ""
 
     def within_slo(self) -> str:
@@ -389,17 +384,3 @@ class _Pair:
             f"Energy of one inference at batch {self.candidate.batch}, of the device alone: "
             f"{'; '.join(parts)} (from {', '.join(dict.fromkeys(e.source for e in known))})."
         )
-
-
-def _place(point: Point) -> tuple[object, ...]:
-    return point.device, point.sessions, point.threads, point.batch, point.rounds
-
-
-def _on_roofline(point: Mapping[str, Any], ceilings: Mapping[str, float]) -> str:
-    most, by_memory = ceilings["gflops"], point["intensity"] * ceilings["gbytes_per_s"]
-    bound = "memory" if by_memory < most else "compute"
-    share = point["gflops"] / max(min(most, by_memory), 1e-12)
-    reached = f"it reaches {100 * share:.0f}{SPACE}% of what the {bound} of this machine allows"
-    if share < _FAR:
-        return f"is bound by neither compute nor memory, but by launches and calls: {reached}"
-    return f"is {bound}-bound: {reached}"

@@ -72,7 +72,9 @@ def test_the_plan_of_the_gpu_is_compared_with_what_was_measured(
     found = [each for each in report.predicted if each.label == GPU]
     (target,) = dk.plan(bench.args[0][0], profiles=["h200"], batches=(1, 4)).targets
     planned = {p.batch: p.latency_ms for p in target.predictions if p.precision == "fp32"}
-    assert {each.batch: each.predicted_ms for each in found} == pytest.approx(planned)
+    assert found  # a point of too few calls has no p50, and so no prediction
+    for each in found:
+        assert each.predicted_ms == pytest.approx(planned[each.batch])
     for each in found:
         assert each.basis.startswith("the vendor's figures")
         assert each.error == pytest.approx(each.predicted_ms / each.measured_ms - 1)

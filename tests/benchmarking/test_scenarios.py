@@ -14,7 +14,6 @@ from deploykit.benchmarking.scenarios import (
     OFFLINE,
     SERVER,
     SINGLE,
-    Subject,
     early_stopping_ms,
     fewest_queries,
     most_above,
@@ -23,6 +22,7 @@ from deploykit.benchmarking.scenarios import (
     run_server,
     run_stream,
 )
+from deploykit.benchmarking.timing import Column, Setup
 from deploykit.core.errors import BadInput
 from deploykit.engines.data.samples import random_feeds
 from deploykit.engines.engine import Arrays
@@ -32,8 +32,9 @@ from tests.support.measure.virtual_time import Timed, VirtualTime
 FEEDS = random_feeds(FakeEngine().inputs, {"N": 1})
 
 
-def subject(*engines: FakeEngine) -> Subject:
-    return Subject("a", "fp32", "1 session of 1 thread", engines)
+def subject(*engines: FakeEngine) -> Column:
+    setup = Setup("a", FakeEngine, precision="fp32", settings="1 session of 1 thread")
+    return Column(setup, engines)
 
 
 @pytest.mark.parametrize(

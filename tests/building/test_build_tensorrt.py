@@ -19,10 +19,12 @@ import numpy as np
 import pytest
 
 import deploykit as dk
-from deploykit.building.builder import Shapes, find_builder
+from deploykit.building.builder import BuildJob, Shapes, find_builder
 from deploykit.building.tensorrt import prove as build_tensorrt
-from deploykit.building.tensorrt.prove import PlanOptions, prove_plan
+from deploykit.building.tensorrt.build import cache_path
+from deploykit.building.tensorrt.prove import prove_plan
 from deploykit.core.artefact import Artefact, read_manifest
+from deploykit.core.cuda_order import with_gpu
 from deploykit.core.files import sha256
 from deploykit.core.machine import Gpu, this_machine
 from deploykit.core.profile import load_profile
@@ -62,9 +64,10 @@ def built(
     request = QuantizeRequest(
         to="fp32", runtime="tensorrt", target=l4, data=data, max_drop=max_drop
     )
-    options, source = PlanOptions(l4, Shapes(**shapes), request), Artefact.open(model)
-    plan = find_builder("tensorrt")(source, stage / "m.trt", l4, options.shapes, None)
-    return prove_plan(plan, source, source, stage / "m.trt", folder / "m.trt", options)
+    source = Artefact.open(model)
+    job = BuildJob(source, l4, request, Shapes(**shapes), stage / "m.trt", folder / "m.trt")
+    plan = find_builder("tensorrt")(source, job.tmp, l4, job.shapes, None)
+    return prove_plan(plan, source, job)
 
 
 def test_an_engine_that_cannot_run_here_is_kept_as_unverified(
@@ -160,7 +163,6 @@ def test_the_manifest_records_the_engines_facts_and_its_source(
     assert len(built_on.pop("timing_cache_sha256")) == 64
     assert built_on == {
         "tensorrt": "10.13.3.9",
-        "cuda": "13.0",
         "driver": "580.65.06",
         "gpu": "NVIDIA L4",
         "compute_capability": "8.9",
@@ -330,6 +332,22 @@ def test_the_workspace_fits_the_free_memory_of_a_shared_gpu(
     made = dk.build(affine_onnx, "l4")
     assert does.seen["WORKSPACE"] < 200 << 20
     assert any("as free memory is short" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_gpu_that_was_chosen_must_be_the_target(
+    monkeypatch: pytest.MonkeyPatch, model: Path, number: int
+) -> None:
+    l4, a100 = Gpu("NVIDIA L4", 1, "580", "8.9"), Gpu("NVIDIA A100-SXM4-80GB", 1, "580", "8.0")
+    two = replace(this_machine(), gpus=(l4, a100))
+    monkeypatch.setattr(build_tensorrt, "this_machine", lambda: two)
+    right, wrong = ("l4", "a100-80gb") if number == 0 else ("a100-80gb", "l4")
+    with replaced("tensorrt", FakeTensorRt()):
+        build_tensorrt.check_here(load_profile(right), Artefact(model), number)
+        with pytest.raises(dk.Unsupported, match=f"'{wrong}' is not this machine, which has"):
+            build_tensorrt.check_here(load_profile(wrong), Artefact(model), number)
+    names = {cache_path("10.3", with_gpu(two, each)) for each in (0, 1)}
+    assert len(names) == 2  # each kind of GPU has a timing cache
 
 
 def test_a_jetson_is_recognised_by_its_board_not_by_its_gpu_name(

@@ -60,9 +60,25 @@ def test_the_newer_field_names_are_read_too() -> None:
     assert layer.precision == "float16"
 
 
-def test_metadata_name_the_fused_nodes() -> None:
-    layer = conv("Half", "Half", Metadata="[ONNX Layer: /conv/Conv]\x1f[ONNX Layer: /relu/Relu]")
-    assert layer.onnx_nodes == ("/conv/Conv", "/relu/Relu")
+@pytest.mark.parametrize(
+    ("layer", "nodes"),
+    [
+        (
+            {"Metadata": "[ONNX Layer: /conv/Conv]\x1f[ONNX Layer: /relu/Relu]"},
+            ("/conv/Conv", "/relu/Relu"),
+        ),
+        ({"Metadata": "[ONNX Layer: a[0]][ONNX Layer: b]"}, ("a[0]", "b")),
+        ({}, ("conv", "relu")),
+        ({"LayerType": "PointWiseV2", "Name": "PWN(silu)"}, ("silu",)),
+    ],
+    ids=str,
+)
+def test_metadata_or_the_name_give_the_fused_nodes(
+    layer: dict[str, str], nodes: tuple[str, ...]
+) -> None:
+    text = json.dumps({"Layers": [{"Name": "conv + relu", **layer}]})
+    for each in (text, text.replace("\\u001f", "\x1f")):  # the separator as it is, too
+        assert read_layers(each)[0].onnx_nodes == nodes
 
 
 def recorded(name: str) -> tuple[Layer, ...]:
@@ -111,21 +127,6 @@ def test_weights_tell_the_type_before_the_kernels_name() -> None:
     assert layer.precision == "float16"
 
 
-def test_node_names_may_hold_brackets_and_metadata_no_separator() -> None:
-    layer = conv("Half", "Half", Metadata="[ONNX Layer: a[0]][ONNX Layer: b]")
-    assert layer.onnx_nodes == ("a[0]", "b")
-
-
-def test_without_metadata_the_name_is_split() -> None:
-    assert conv("Half", "Half").onnx_nodes == ("conv", "relu")
-    assert one(kind="PointWiseV2", Name="PWN(silu)").onnx_nodes == ("silu",)
-
-
-def test_the_separator_may_stand_in_the_json_as_it_is() -> None:
-    text = '{"Layers": [{"Name": "g", "Metadata": "[ONNX Layer: a]\x1f[ONNX Layer: b]"}]}'
-    assert read_layers(text)[0].onnx_nodes == ("a", "b")
-
-
 def test_layers_given_as_names_have_no_precision() -> None:
     layer = read_layers('{"Layers": ["conv + relu"]}')[0]
     assert (layer.precision, computes(layer)) == (None, False)
@@ -148,26 +149,25 @@ def test_half_a_character_in_a_name_can_be_written() -> None:
     assert json.dumps(layer.to_dict(), ensure_ascii=False).encode()
 
 
-def test_an_int8_convolution_with_a_float_output_computes_in_int8() -> None:
-    assert conv("Int8", "Half", "Int8").precision == "int8"
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "weights", "precision"),
+    [
+        ("Int8", "Half", "Int8", "int8"),
+        ("Half", "Int8", "Half", "float16"),  # a fused QuantizeLinear
+        ("Float", "Half", "Half", "float16"),  # a fused cast of the input
+        ("Half", "Half", "Int8", "float16"),  # weights that are only stored in INT8
+        ("Int8", "Half", "Half", "float16"),  # recognised by its weights
+    ],
+)
+def test_a_convolution_computes_in_the_type_of_its_weights_and_inputs(
+    inputs: str, outputs: str, weights: str, precision: str
+) -> None:
+    assert conv(inputs, outputs, weights).precision == precision
 
 
 def test_a_fused_quantize_does_not_make_its_producer_int8() -> None:
-    assert conv("Half", "Int8", "Half").precision == "float16"
     norm = one(kind="kgen", Inputs=tensors("Half"), Outputs=tensors("Int8"))
     assert norm.precision == "float16"
-
-
-def test_a_fused_cast_of_the_input_does_not_change_a_layers_precision() -> None:
-    assert conv("Float", "Half", "Half").precision == "float16"
-
-
-def test_int8_weights_with_float16_activations_compute_in_float16() -> None:
-    assert conv("Half", "Half", "Int8").precision == "float16"
-
-
-def test_int8_that_was_computed_in_float16_is_recognised_by_its_weights() -> None:
-    assert conv("Int8", "Half", "Half").precision == "float16"
 
 
 def test_truth_values_and_indices_do_not_count_as_precision() -> None:

@@ -25,7 +25,7 @@ from deploykit.engines.tensorrt.log import logger, recorder
 from deploykit.quantization.calibrate import Range
 from tests.support.builders.nvidia_cases import INT8, ask, checked, needs, options, raw
 from tests.support.graphs.data import calibration
-from tests.support.graphs.protos import to_pairs
+from tests.support.graphs.protos import to_half, to_pairs
 from tests.support.onnx_zoo import (
     conv_relu,
     int64_ids,
@@ -87,6 +87,45 @@ def test_the_types_of_a_parsed_network_give_the_older_flags(
     parser = nv.OnnxParser(network, module.logger(nv))
     assert parser.parse_from_file(str(save(_typed(kinds), tmp_path / "m.onnx")))
     assert precision_flags(element_types(network)) == flags
+
+
+def _unary() -> list[str]:
+    """ONNX's operators of one input, which may be float32, and without attributes to set."""
+    return sorted(
+        schema.name
+        for schema in onnx.defs.get_all_schemas()
+        if schema.domain == ""
+        and not schema.deprecated
+        and schema.min_input == schema.max_input == schema.min_output == schema.max_output == 1
+        and "tensor(float)" in schema.inputs[0].types
+        and not any(each.required for each in schema.attributes.values())
+        and onnx.defs.has(schema.name, 18)
+    )
+
+
+@ask
+@needs
+@pytest.mark.parametrize("operator", _unary())
+def test_what_the_parser_takes_in_float32_it_takes_as_we_cast_it(
+    operator: str, tmp_path: Path
+) -> None:
+    """Asked by operator and type: its documents list some with a type that it refuses."""
+    nodes = [
+        helper.make_node("Relu", ["x"], ["r"], name="relu"),
+        helper.make_node(operator, ["r"], ["o"], name="own"),
+        helper.make_node("Cast", ["o"], ["y"], name="cast", to=TensorProto.FLOAT),
+    ]
+    try:
+        model = make(nodes, {"x": ("N", 4, 6, 6)}, {"y": ("N", "C", "H", "W")}, {})
+        model = onnx.shape_inference.infer_shapes(model)
+        del model.graph.output[0].type.tensor_type.shape.dim[:]
+        halves = [to_half(model, to)[0] for to in ("fp16", "bf16")]
+        taken = checked(model, tmp_path).accepted
+    except (BadInput, onnx.shape_inference.InferenceError) as exc:  # no floats, or another rank
+        pytest.skip(f"{operator}: {exc}")
+    if not taken:
+        pytest.skip(f"{operator} is refused in float32")
+    assert [checked(half, tmp_path).accepted for half in halves] == [True, True]
 
 
 def _sequence() -> onnx.ModelProto:

@@ -32,6 +32,22 @@ def test_a_log_line_loses_its_function_code_and_position() -> None:
     assert first_sentence(CANNOT) == "Network must have at least one output"
 
 
+@pytest.mark.parametrize(
+    ("desc", "says"),
+    [
+        ("false", "operator HardSwish 'n0' is not supported by TensorRT"),
+        (
+            "Assertion failed: (x->getType() == DataType::kFLOAT): Only FLOAT input is supported.",
+            "operator HardSwish 'n0' is not supported by TensorRT: Only FLOAT input is supported",
+        ),
+    ],
+)
+def test_the_parsers_own_reason_is_shown(desc: str, says: str) -> None:
+    """The operator may be supported, and its type not."""
+    error = ParserError("UNSUPPORTED_NODE", "HardSwish", "n0", desc)
+    assert parser_refusal(error).text == says
+
+
 def test_lines_about_the_missing_driver_are_not_the_reason() -> None:
     assert build_refusal([NO_DRIVER, CANNOT]).text == "Network must have at least one output"
     assert build_refusal([NO_DRIVER]).text == "no NVIDIA driver on this machine"

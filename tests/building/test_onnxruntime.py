@@ -11,7 +11,9 @@ from onnx import helper
 
 import deploykit as dk
 from deploykit.building.onnxruntime import build
+from deploykit.building.runtime import actual_shapes
 from deploykit.core.errors import BadInput, NotFound, Unsupported
+from deploykit.core.tensors import TensorSpec
 from deploykit.engines.data.samples import Samples, random_feeds
 from deploykit.engines.engine import load
 from deploykit.engines.onnxruntime import engine
@@ -160,6 +162,78 @@ def test_fusions_that_are_slower_on_a_cpu_are_off(
     for name in ("loaded.onnx", "built.onnx"):
         kinds = {node.op_type for node in onnx.load(tmp_path / name).graph.node}
         assert "LayerNormalization" in kinds, kinds
+
+
+SPREAD = """agraph (float[N, 4, 8] x) => (float[N, 4, 8] y)
+    <float e = {0.00001}, float two = {2}, float[8] g = {1, 2, 3, 4, 5, 6, 7, 8}> {"""
+NORMS = {  # as exporters write them below the opset that has the operator
+    "LayerNormalization": """
+        m = ReduceMean <axes = [-1]> (x)
+        d = Sub(x, m)
+        s = Pow(d, two)
+        v = ReduceMean <axes = [-1]> (s)""",
+    "RMSNormalization": """
+        d = Identity(x)
+        s = Pow(d, two)
+        v = ReduceMean <axes = [-1]> (s)""",
+}
+
+
+@pytest.mark.parametrize("opset", [11, 13, 14, 16])
+@pytest.mark.parametrize("operator", NORMS)
+def test_operators_that_the_optimizer_writes_at_any_opset_are_those_of_the_runtime(
+    tmp_path: Path, operator: str, opset: int
+) -> None:
+    """ONNX has LayerNormalization from opset 17 on, and the other one not at all."""
+    body = f"{NORMS[operator]}\n a = Add(v, e)\n r = Sqrt(a)\n n = Div(d, r)\n y = Mul(n, g) }}"
+    head = f'<ir_version: 8, opset_import: ["" : {opset}]>\n'
+    path = tmp_path / "m.onnx"
+    onnx.save(onnx.parser.parse_model(head + SPREAD + body), path)
+    made = dk.build(path, "cpu")
+    kinds = {(node.domain, node.op_type) for node in onnx.load(made.path).graph.node}
+    assert ("", "SimplifiedLayerNormalization") in kinds or ("", "LayerNormalization") in kinds
+    feeds = {"x": np.random.default_rng(0).random((3, 4, 8), dtype=np.float32)}
+    wanted = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(
+        None, feeds
+    )[0]
+    with dk.load(made.path, "cpu") as opened:
+        np.testing.assert_allclose(opened(feeds)["y"], wanted, rtol=1e-4, atol=1e-5)
+    assert dk.inspect(made.path).precision["float32"] >= 1
+    assert dk.compare(path, made.path).parity.passed
+
+
+@pytest.mark.parametrize("declared", [[], [1], [4], ["N", 1], ["N"]], ids=str)
+def test_an_output_that_is_declared_wrongly_is_corrected_with_a_note(
+    tmp_path: Path, declared: list[int | str]
+) -> None:
+    """ONNX Runtime only warns, and a server refuses an answer of another shape than declared."""
+    weights = {"w": np.ones((4, 1), np.float32), "s": np.array([-1])}
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["m"], "product"),
+        helper.make_node("Reshape", ["m", "s"], ["y"], "flat"),
+    ]
+    model = make(nodes, {"x": ("N", 4)}, {"y": ("N",)}, weights)
+    output = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, declared)
+    model.graph.output[0].CopyFrom(output)
+    made = dk.build(save(model, tmp_path / "m.onnx"), "cpu")
+    assert [str(each) for each in made.manifest.outputs] == ["y:float32[N]"]
+    notes = [note for note in made.notes if "corrected" in note]
+    assert len(notes) == (declared != ["N"])
+    assert made.manifest.evidence.batching is not None
+    assert made.manifest.evidence.batching.passed
+    with dk.load(made.path, "cpu") as opened:
+        assert [str(each) for each in opened.outputs] == ["y:float32[N]"]
+        assert opened({"x": np.ones((3, 4), np.float32)})["y"].tolist() == [4] * 3
+    assert dk.compare(tmp_path / "m.onnx", made.path).parity.passed
+
+
+def test_the_sizes_of_several_runs_tell_a_fixed_axis_from_one_of_an_input() -> None:
+    runs = [({"N": n, "T": 7}, {"y": (n, 7, 3), "z": (5,), "a": (n * 7,)}) for n in (1, 2, 5)]
+    specs = [TensorSpec(name, "float32", shape) for name, shape in DECLARED.items()]
+    assert actual_shapes(specs, runs) == {"y": ("N", "T", 3), "z": (5,), "a": ("a_0",)}
+
+
+DECLARED: dict[str, tuple[int | str, ...]] = {"y": (), "z": (4,), "a": (1,)}
 
 
 def test_weights_above_two_gib_do_not_fit_into_a_build(tmp_path: Path) -> None:

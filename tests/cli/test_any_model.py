@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -131,16 +132,49 @@ EXTERNAL = {
 }
 
 
-@pytest.mark.parametrize("name", EXTERNAL)
+OTHERS: dict[str, Callable[[Path], object]] = {  # what is put in the place of the weights
+    "a symbolic link": lambda path: path.symlink_to(path.with_name("secret.bin")),
+    "a hard link": lambda path: os.link(path.with_name("secret.bin"), path),
+    "a pipe": os.mkfifo,
+}
+
+
+@pytest.mark.parametrize("name", [*EXTERNAL, *OTHERS])
 def test_weights_that_are_not_in_a_file_next_to_the_model_are_refused(
     tmp_path: Path, name: str
 ) -> None:
-    path = external(tmp_path / "m.onnx", *EXTERNAL[name])
+    path = external(tmp_path / "m.onnx", *EXTERNAL.get(name, ("w.bin",)))
+    if name in OTHERS:
+        path.with_name("w.bin").rename(path.with_name("secret.bin"))
+        OTHERS[name](path.with_name("w.bin"))
+    before = sorted(tmp_path.iterdir())
     for verb in ("inspect", "fp16", "build", "serve"):
         with pytest.raises(BadInput, match=r"m\.onnx: (tensor 'w'|its weights)") as caught:
             verbs(path)[verb]()
         assert len(caught.value.message) < 2000
         assert "ONNXRuntimeError" not in caught.value.message
+    assert sorted(tmp_path.iterdir()) == before
+
+
+CHANGED: dict[str, Callable[[onnx.ModelProto], object]] = {
+    "dims of 2^62": lambda model: model.graph.initializer[0].dims.__setitem__(0, 1 << 62),
+    "dims of -4": lambda model: model.graph.initializer[0].dims.__setitem__(0, -4),
+    "an unknown operator": lambda model: setattr(model.graph.node[0], "op_type", "Gemmm"),
+    "an unknown domain": lambda model: setattr(model.graph.node[0], "domain", "their.own"),
+    "opset 999": lambda model: setattr(model.opset_import[0], "version", 999),
+    "IR version 99": lambda model: setattr(model, "ir_version", 99),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_graph_that_no_runtime_knows_is_refused(tmp_path: Path, name: str) -> None:
+    path = external(tmp_path / "m.onnx", "w.bin")
+    model = onnx.load(path, load_external_data=False)
+    CHANGED[name](model)
+    path.write_bytes(model.SerializeToString())
+    for verb in ("inspect", "fp16", "build", "serve"):
+        with pytest.raises(BadInput, match=r"m\.onnx"):
+            verbs(path)[verb]()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from deploykit.core import profile
+from deploykit.core import cuda_order, profile
+from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import Unsupported
 from deploykit.core.machine import Gpu, Machine, this_machine
 from deploykit.core.precision import HARDWARE
@@ -52,6 +53,19 @@ def test_auto_chooses_the_matching_profile(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(profile, "installed", lambda _name: False)
     assert choose_profile()[0].name == "cpu"
     assert "TensorRT is not installed" in choose_profile()[1]
+
+
+def test_of_two_kinds_of_gpu_the_chosen_one_has_the_profile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    two = machine(Gpu("NVIDIA L4", 1, "580", "8.9"), Gpu("NVIDIA H200", 1, "580", "9.0"))
+    monkeypatch.setattr(profile, "installed", lambda _name: True)
+    monkeypatch.setattr(profile, "this_machine", lambda: two)
+    assert [choose_profile(number)[0].name for number in (0, 1)] == ["l4", "h200"]
+    assert with_gpu(two, 7) == two  # CUDA refuses it
+    cuda = (("", "NVIDIA H200"), ("", "NVIDIA L4"))  # the fastest first
+    monkeypatch.setattr(cuda_order, "_answer", lambda *_: cuda)
+    assert [choose_profile(number)[0].name for number in (0, 1)] == ["h200", "l4"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from deploykit.core import files as paths
 from deploykit.core.errors import BadInput, NotFound
-from deploykit.core.recipe import Recipe, find_bundled, list_recipes, load_recipe
+from deploykit.core.recipe import find_bundled, list_recipes, load_recipe
 
 TINY = '''\
 """A recipe of one's own."""
@@ -63,10 +63,6 @@ def test_listing_imports_no_recipe() -> None:
     assert (run.stdout, run.stderr) == ("[]\n", "")
 
 
-def test_a_bundled_recipe_is_a_file_of_the_package() -> None:
-    assert find_bundled("mnist-cnn") == paths.folder("models") / "mnist_cnn.py"
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -89,23 +85,11 @@ def test_a_recipe_name_in_a_checkpoint_can_name_only_bundled_recipes(name: str) 
     assert "mnist-cnn" in str(caught.value.hint)
 
 
-def test_unknown_name_lists_the_known() -> None:
-    with pytest.raises(NotFound, match="no recipe 'nothing'") as caught:
-        load_recipe("nothing")
-    assert "mnist-cnn" in str(caught.value.hint)
-
-
-def test_a_users_recipe_is_a_file(tiny: Path) -> None:
-    recipe = load_recipe(str(tiny))
-    assert isinstance(recipe, Recipe)
-    assert recipe.build() == "a module"
-
-
-def test_recipe_may_have_another_name(tiny: Path) -> None:
+def test_a_users_recipe_is_a_file_with_any_name_in_it_or_a_module(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load_recipe(str(tiny)).build() == "a module"
     assert load_recipe(f"{tiny}:OTHER").epochs == 1
-
-
-def test_recipe_may_be_a_module(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tiny.parent))
     assert load_recipe("tiny:RECIPE").batch_size == 2
     monkeypatch.delitem(sys.modules, "tiny")
@@ -114,12 +98,11 @@ def test_recipe_may_be_a_module(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_other_objects_are_refused_as_recipes(tiny: Path) -> None:
     with pytest.raises(BadInput, match="is a int; it must be a deploykit Recipe"):
         load_recipe(f"{tiny}:NUMBER")
-
-
-def test_file_without_a_recipe_says_so(tmp_path: Path) -> None:
-    (tmp_path / "empty.py").write_text("x = 1", encoding="utf-8")
-    with pytest.raises(NotFound, match=r"empty\.py has no 'RECIPE'"):
-        load_recipe(str(tmp_path / "empty.py"))
+    tiny.write_text("x = 1", encoding="utf-8")
+    with pytest.raises(NotFound, match=r"tiny\.py has no 'RECIPE'"):
+        load_recipe(str(tiny))
+    with pytest.raises(NotFound, match="no recipe 'nothing'"):
+        load_recipe("nothing")
 
 
 @pytest.mark.torch

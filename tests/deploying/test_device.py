@@ -10,8 +10,8 @@ import deploykit as dk
 from deploykit.core.machine import Gpu, Machine, this_machine
 from deploykit.core.profile import load_profile
 from deploykit.deploying.device import check_gpu, check_machine, engine_key, gpu_number
+from deploykit.deploying.folder import Bundle, FileEntry
 from deploykit.engines.tensorrt.compatibility import Here
-from deploykit.evaluation.bundle_folder import Bundle, FileEntry
 
 NANO, NX = "jetson-orin-nano-8gb@15W", "jetson-orin-nx-16gb"
 ORIN = Here("10.3.0", "Orin", "8.7", 8, "540.4.0", "12.6")

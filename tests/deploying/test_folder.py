@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 import deploykit as dk
-from deploykit.deploying.staging import staged_folder
-from deploykit.evaluation.bundle_folder import is_bundle_tar, read_bundle, verify
+from deploykit.deploying.folder import is_bundle_tar, read_bundle, staged_folder, verify
 from tests.support.bundles import proven_model
 
 
@@ -184,7 +183,7 @@ def test_a_failure_leaves_the_old_folder_and_nothing_else(tmp_path: Path) -> Non
 
 def test_what_a_killed_run_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
     program = (
-        "import os, sys, pathlib; from deploykit.deploying.staging import staged_folder as s\n"
+        "import os, sys, pathlib; from deploykit.deploying.folder import staged_folder as s\n"
         "with s(pathlib.Path(sys.argv[1])) as f: (f / 'x').touch(); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", program, tmp_path / "out"], check=False)

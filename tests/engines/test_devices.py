@@ -14,8 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.engines.devices import Conditions, Devices, GpuState, GpuWatch, conditions_of
+from deploykit.core import cuda_order as order
+from deploykit.engines.devices import (
+    Conditions,
+    Devices,
+    EnergyMeter,
+    GpuState,
+    GpuWatch,
+    conditions_of,
+)
 from deploykit.serving.observe.metrics import gpu_samples
+from scripts.nvidia import fetch
 from tests.support.runtimes.jetson_files import rail, write
 
 GCC = shutil.which("gcc")
@@ -148,6 +157,94 @@ def test_a_gpu_that_was_throttled_at_any_time_is_reported() -> None:
         watch._look()
         assert watch.reasons == ("sw_thermal",)
     assert watch.reasons == ("sw_thermal",)
+
+
+# -- which GPU is cuda:0 ---------------------------------------------------------------------------
+
+UUIDS = ["GPU-" + "-".join((2 * n * 4, 2 * n * 2, 2 * n * 2, 2 * n * 2, 2 * n * 6)) for n in "ab"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "places"),
+    [
+        (None, [0, 1]),
+        ("1", [1]),
+        ("1,0", [1, 0]),
+        (" 1 , 0 ", [1, 0]),
+        ("GPU-bb", [1]),
+        (UUIDS[1], [1]),
+        ("1,7,0", [1]),  # CUDA stops at the first that it does not know
+        ("0,0", [0]),
+        ("-1", []),
+        ("", []),
+        ("GPU-", []),
+        ("MIG-8b3c", [None]),
+    ],
+)
+def test_without_cuda_the_order_is_that_of_its_variable(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, places: list[int | None]
+) -> None:
+    monkeypatch.setattr(order, "_answer", lambda *_: ())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert order.cuda_order(UUIDS) == places
+
+
+@pytest.mark.parametrize(
+    ("cuda", "places"), [("bb,aa", [1, 0]), ("bb", [1]), ("aa,bb", [0, 1]), ("cc", [None])]
+)
+def test_cuda_itself_says_which_gpu_is_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: str, places: list[int | None]
+) -> None:
+    """Whatever its variables hold: it knows which GPU is fastest, and a part of one (MIG)."""
+    try:
+        fetch.library(tmp_path / "libcuda.so.1", (HERE / "fakecuda.c").read_text(encoding="utf-8"))
+    except fetch.Unobtainable as exc:
+        pytest.skip(str(exc))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    monkeypatch.setenv("FAKECUDA_DEVICES", str(len(cuda.split(","))))
+    monkeypatch.setenv("FAKECUDA_UUIDS", cuda)
+    order._answer.cache_clear()
+    assert order.cuda_order(UUIDS) == places
+    order._answer.cache_clear()
+
+
+class TwoGpus(Devices):
+    """GPU "a" is idle and hot, "b" works; NVML counts both from the bus."""
+
+    def __init__(self) -> None:
+        self.readings = 0
+
+    def read(self) -> tuple[GpuState, ...]:
+        self.readings += 1
+        spent = float(self.readings)
+        return (
+            GpuState(UUIDS[0], "idle", 0, "nvml", energy_j=spent, throttled=("sw_thermal",)),
+            GpuState(UUIDS[1], "ours", 1, "nvml", energy_j=300 * spent, throttled=()),
+        )
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("visible", "name"), [("1", "cuda:0"), ("0,1", "cuda:1")])
+def test_energy_and_conditions_are_those_of_the_gpu_that_cuda_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, name: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with EnergyMeter(tmp_path, TwoGpus()) as meter:
+        before = meter.joules()[name]
+        assert meter.joules()[name] - before == 300
+    with GpuWatch(TwoGpus(), every_s=3600, only=(name,)) as watch:
+        assert [each.name for each in watch.conditions] == ["ours"]
+        assert watch.reasons == ()
+
+
+def test_a_part_of_a_gpu_has_no_meter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-8b3c")
+    with EnergyMeter(tmp_path, TwoGpus()) as meter:
+        assert "cuda:0" not in meter.joules()
+        assert "a part of a GPU (MIG)" in meter.why["cuda:0"]
 
 
 def test_the_conditions_of_a_run_are_its_extremes() -> None:

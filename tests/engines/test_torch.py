@@ -6,6 +6,7 @@ import copy
 import warnings
 from pathlib import Path
 from shutil import copy as copy_file
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -227,6 +228,20 @@ def test_a_gpu_that_is_not_there_is_refused(weights: Path, arch: Path) -> None:
     loaded = load_module(weights, arch=f"{arch}:Two", inputs=[INPUT])
     with pytest.raises(Unsupported, match="cuda"):
         TorchEngine(loaded, "w", "cuda", None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"), [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1")]
+)
+def test_a_gpu_is_named_by_its_number(
+    monkeypatch: pytest.MonkeyPatch, asked: str, named: str
+) -> None:
+    """A tensor on "cuda" says "cuda:0", which is another device than "cuda" to torch."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    moved: list[str] = []
+    module = SimpleNamespace(to=moved.append)
+    engine = TorchEngine(Loaded(module, (INPUT,), (INPUT,), "module"), "m", asked, None)
+    assert (engine.device, moved) == (named, [named])
 
 
 def test_the_engine_takes_arrays_that_may_not_be_written_to(weights: Path, arch: Path) -> None:

@@ -74,6 +74,13 @@ def test_an_operator_that_is_never_imported_is_named_with_its_node(newest: Profi
     }
 
 
+@pytest.mark.parametrize(("kind", "found"), [(TensorProto.BFLOAT16, 1), (TensorProto.FLOAT16, 0)])
+def test_support_is_asked_by_operator_and_type(newest: Profile, kind: int, found: int) -> None:
+    both = [node("Relu", out="r"), node("HardSwish", "r")]
+    problems = unsupported(graph(*both, read=kind, written=kind), newest)
+    assert [each.operator for each in problems] == ["HardSwish"] * found
+
+
 def test_every_bad_node_is_listed_those_in_bodies_too(newest: Profile) -> None:
     body = helper.make_graph(
         [helper.make_node("Unique", ["x"], ["u"], name="inner")],

@@ -19,9 +19,10 @@ from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.data.samples import random_feeds
 from deploykit.loadtest.check import AnswerCheck
-from deploykit.loadtest.client import run_plans, spin_s
+from deploykit.loadtest.client import SendPlan, run_plans, spin_s
 from deploykit.loadtest.load import load_test
-from deploykit.loadtest.schedule import NO_ANSWER, UNSENT, RunRecord, SendPlan
+from deploykit.loadtest.schedule import NO_ANSWER, UNSENT, Load, RunRecord
+from deploykit.loadtest.server import Server
 from tests.support.measure.loads import TRIES, at_least, client_of, load
 from tests.support.stand_in import ANSWER, Infer, StandIn, reply
 
@@ -287,7 +288,8 @@ def test_a_generator_that_used_up_its_core_tries_again_with_more_processes(
 
 
 def test_a_process_that_cannot_begin_ends_the_run(capfd: pytest.CaptureFixture[str]) -> None:
-    plan = SendPlan("127.0.0.1", 9, [b""], AnswerCheck(()), 1, ["x"], 0.0, 0.1, 0.1)  # type: ignore[list-item]
+    server, load = Server("", "", "127.0.0.1", 9), Load(1.0, 1, 0.0, 0.1)
+    plan = SendPlan(server, [b""], AnswerCheck(()), load, ["x"])  # type: ignore[list-item]
     with pytest.raises(DeploykitError, match="its process ended with code 1"):
         run_plans([plan])
     assert "TypeError" in capfd.readouterr().err  # a bug

@@ -19,7 +19,7 @@ from deploykit.loadtest.grpc import Grpc, call_of, infer_request, read_message
 from deploykit.loadtest.http import NotHttpError
 from deploykit.loadtest.load import load_test
 from deploykit.loadtest.schedule import WRONG
-from deploykit.loadtest.target import Server
+from deploykit.loadtest.server import Server
 from tests.support.measure.loads import at_least, load
 from tests.support.stand_in import StandIn
 

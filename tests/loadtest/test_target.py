@@ -16,7 +16,8 @@ from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.tensors import TensorSpec
 from deploykit.loadtest.check import error_text
 from deploykit.loadtest.load import load_test
-from deploykit.loadtest.target import RemoteModel, Server, make_feeds, model_options
+from deploykit.loadtest.server import Server
+from deploykit.loadtest.target import RemoteModel, make_feeds, model_options
 from tests.support.measure.loads import at_least, load
 from tests.support.stand_in import StandIn, reply
 

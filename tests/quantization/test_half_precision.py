@@ -193,6 +193,20 @@ def test_operators_without_a_half_form_stay_float32() -> None:
     assert summarise(to_half(model, "fp16")[0]).precision == {"float32": 1}
 
 
+@pytest.mark.parametrize("operator", ["HardSwish", "Mish", "LpNormalization"])
+def test_an_operator_that_tensorrt_lacks_in_bfloat16_stays_float32_there_alone(
+    operator: str,
+) -> None:
+    nodes = [
+        helper.make_node("Relu", ["x"], ["r"], name="relu"),
+        helper.make_node(operator, ["r"], ["y"], name="own"),
+    ]
+    model = make(nodes, {"x": ("N", 4)}, {"y": ("N", 4)}, {})
+    kept = {"bf16": {"bfloat16": 1, "float32": 1}, "fp16": {"float16": 2}}
+    for to, precision in kept.items():
+        assert summarise(to_half(model, to)[0]).precision == precision
+
+
 def int8_linear() -> onnx.ModelProto:
     return to_pairs(linear(), _calibration(feeds(linear())["x"]))
 

@@ -118,7 +118,7 @@ def sums(*, projected: bool = False) -> onnx.ModelProto:
     """Two blocks as in ResNet: the skipped tensor as it is, or through a convolution."""
     random = np.random.default_rng(0)
     weights = {
-        f"w{i}": (random.standard_normal((8, 8, 3, 3)) / 8).astype(np.float32) for i in range(4)
+        f"w{i}": (random.standard_normal((16, 16, 3, 3)) / 16).astype(np.float32) for i in range(4)
     }
     same = {"pads": [1, 1, 1, 1]}
     short = "s" if projected else "r0"
@@ -134,7 +134,7 @@ def sums(*, projected: bool = False) -> onnx.ModelProto:
     ]
     used = {name for node in nodes for name in node.input}
     kept = {name: each for name, each in weights.items() if name in used}
-    return make(nodes, {"x": ("N", 8, 8, 8)}, {"y": ("N", 8, 8, 8)}, kept)
+    return make(nodes, {"x": ("N", 16, 8, 8)}, {"y": ("N", 16, 8, 8)}, kept)
 
 
 @pytest.mark.parametrize("projected", [False, True])

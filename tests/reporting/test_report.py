@@ -13,7 +13,7 @@ from deploykit.core.evidence import Interval
 from deploykit.engines.devices import Conditions
 from deploykit.evaluation.statistics import ratio
 from deploykit.reporting.points import Point
-from deploykit.reporting.report import Accuracy, Report, crossovers, read, speedup, speedups, write
+from deploykit.reporting.report import Accuracy, Report, read, speedup, write
 from deploykit.reporting.tables import best_by_batch, details
 from deploykit.reporting.tables import machine as machine_table
 from deploykit.reporting.verdict import verdict
@@ -79,14 +79,14 @@ def test_what_cannot_be_compared_is_refused(change: dict[str, Any], report: Repo
 
 def test_the_document_holds_ratios_only_between_equals(report: Report) -> None:
     points = tuple(p for p in report.points if p.label == report.baseline or p.batch >= 8)
-    found = speedups(points, report.baseline)
+    found = replace(report, points=points).speedups
     assert {item.batch for item in found} == {8, 16, 32, 64}
     assert {item.label for item in found} == {"fp32 CPU, 2 × 1", "fp16 CPU", "int8 CPU"}
-    assert speedups(points, "no such setup") == ()
+    assert replace(report, points=points, baseline="no such setup").speedups == ()
 
 
 def test_a_crossover_is_where_a_setup_stays_ahead(report: Report) -> None:
-    found = {(c.label, c.by): c.batch for c in crossovers(report.points, report.baseline)}
+    found = {(c.label, c.by): c.batch for c in report.crossovers}
     assert found["int8 CPU", "throughput"] == 1
     assert found["fp16 CPU", "throughput"] is None
     slow_start = tuple(
@@ -95,7 +95,7 @@ def test_a_crossover_is_where_a_setup_stays_ahead(report: Report) -> None:
         else p
         for p in report.points
     )
-    found = {(c.label, c.by): c.batch for c in crossovers(slow_start, report.baseline)}
+    found = {(c.label, c.by): c.batch for c in replace(report, points=slow_start).crossovers}
     assert found["int8 CPU", "throughput"] == 4
 
 

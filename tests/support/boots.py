@@ -9,8 +9,8 @@ from typing import Any
 
 from deploykit.core.profile import load_profile
 from deploykit.deploying.boot import Boot, Booted, build_and_prove, prove
+from deploykit.deploying.folder import read_bundle
 from deploykit.deploying.slots import EngineCache
-from deploykit.evaluation.bundle_folder import read_bundle
 
 
 def inline(_what: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

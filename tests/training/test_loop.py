@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from deploykit.evaluation.statistics import proportion  # noqa: E402
 from deploykit.training.loop import (  # noqa: E402
     run_training,
     score_module,
+    use_tf32,
 )
 from deploykit.training.options import TrainingOptions, choose_device  # noqa: E402
 from tests.support.training import LINE, SPLITS  # noqa: E402
@@ -50,7 +52,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_does_not() -> None:
 
 def test_training_starts_from_given_weights() -> None:
     weights = {"weight": torch.full((2, 2), 3.0), "bias": torch.zeros(2)}
-    still = replace(LINE, learning_rate=0.0)
+    still = replace(LINE, learning_rate=1e-30)
     trained = run_training(still, SPLITS, TrainingOptions(device="cpu", epochs=1), weights=weights)
     assert torch.equal(trained.module.weight, weights["weight"])
 
@@ -212,3 +214,25 @@ def test_training_on_bytes_and_export_normalise_alike(tmp_path: Path) -> None:
 def test_a_preprocess_without_an_input_of_bytes_is_refused() -> None:
     with pytest.raises(BadInput, match="no input uint8"):
         run_training(replace(LINE, preprocess=IMAGENET), SPLITS, TrainingOptions(device="cpu"))
+
+
+@pytest.mark.parametrize("on", [False, True])
+@pytest.mark.parametrize(("matmul", "conv"), [("tf32", "ieee"), ("ieee", "tf32")])
+def test_torchs_newer_switch_of_tf32_is_understood_and_comes_back(
+    on: bool, matmul: str, conv: str
+) -> None:
+    """A recipe or a library may have set it: torch then refuses to read its older one."""
+    backends = torch.backends
+    if not hasattr(backends.cuda.matmul, "fp32_precision"):
+        pytest.skip(f"torch {torch.__version__} has the older switch only")
+    places: list[Any] = [backends.cuda.matmul, backends.cudnn.conv]
+    before = [each.fp32_precision for each in places]
+    try:
+        places[0].fp32_precision, places[1].fp32_precision = matmul, conv
+        with use_tf32(on):
+            assert {each.fp32_precision for each in places} == {"tf32" if on else "ieee"}
+            assert backends.cuda.matmul.allow_tf32 == backends.cudnn.allow_tf32 == on
+        assert [each.fp32_precision for each in places] == [matmul, conv]
+    finally:
+        for each, value in zip(places, before, strict=True):
+            each.fp32_precision = value

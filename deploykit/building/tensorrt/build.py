@@ -47,6 +47,7 @@ from deploykit.building.tensorrt.options import (
 )
 from deploykit.building.tensorrt.progress import BuildProgress, OnProgress, interruptible, monitor
 from deploykit.core.artefact import sniff
+from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported, os_reason
 from deploykit.core.evidence import Layer
 from deploykit.core.files import (
@@ -341,7 +342,7 @@ def build(
     for too little free memory, and for TensorRT for RTX in place of TensorRT; KeyboardInterrupt
     after Ctrl-C; MissingExtra.
     """
-    here = this_machine()
+    here = with_gpu(this_machine(), options.device)
     nv = module(options.flavour)
     check_target(nv, options)
     check_dla(nv, options)

@@ -93,6 +93,13 @@ _PARSER: Sequence[tuple[str, Reason]] = (
 )
 _BUILDER: Sequence[tuple[str, Reason]] = (
     (
+        "Could not infer output types for dequantize",
+        Reason(
+            "this TensorRT refuses INT8 pairs with float16 scales on this GPU (10.16.2 on Orin)",
+            "quantize again without `other_nodes` fp16, or build with another TensorRT",
+        ),
+    ),
+    (
         "workspace limit|insufficient workspace|increase the .*workspace",
         Reason("no kernel fits into the workspace", "a larger `workspace_bytes` in the profile"),
     ),
@@ -139,7 +146,10 @@ def parser_refusal(error: ParserError, log: Sequence[str] = ()) -> Reason:
             f"{node} is an integer operator of ONNX Runtime: TensorRT needs Q/DQ pairs", _QUANTIZE
         )
     if error.code == "UNSUPPORTED_NODE" or error.text.strip() in ("", "false"):
-        return Reason(f"operator {node or 'unknown'} is not supported by TensorRT")
+        # "Assertion failed: (the condition in C++): the reason", which may be a type of the node
+        why = first_sentence(error.text.rpartition("): ")[2]) if "): " in error.text else ""
+        text = f"operator {node or 'unknown'} is not supported by TensorRT"
+        return Reason(f"{text}: {why.rstrip('.')}" if why else text)
     return Reason(f"{node + ': ' if node else ''}{first_sentence(error.text)}")
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deploykit.building.builder import BuildResult, Shapes
+from deploykit.building.builder import BuildJob, BuildResult, Shapes
 from deploykit.building.tensorrt import build as plans
 from deploykit.building.tensorrt.build import BuildCheck
 from deploykit.building.tensorrt.options import (
@@ -19,6 +20,7 @@ from deploykit.building.tensorrt.options import (
 )
 from deploykit.building.tensorrt.progress import OnProgress
 from deploykit.core.artefact import Artefact
+from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import DeploykitError, GateFailed, Unsupported
 from deploykit.core.evidence import BuildRecord, Evidence, Layer
 from deploykit.core.extras import install_hint, installed
@@ -28,7 +30,6 @@ from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.precision import max_engine_error, narrowest
 from deploykit.core.profile import Profile, fits
 from deploykit.core.subprocesses import run_apart
-from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import load
 from deploykit.engines.tensorrt import inspector
 from deploykit.engines.tensorrt.compatibility import record_build
@@ -36,21 +37,12 @@ from deploykit.evaluation import batching, golden, verify
 from deploykit.evaluation.artefacts import Made, Progress, carry_task, keep, reject
 from deploykit.evaluation.parity import feeds_at_sizes
 from deploykit.graph.graph import Graph
-from deploykit.quantization.job import QuantizeRequest, evaluate_engine
+from deploykit.quantization.job import evaluate_engine
 
 _NOT_RECORDED = (
     "the engine brings code along, and the cache folder cannot record that it was built here: "
     "opening it needs --trust"
 )
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """The target of a plan, and the data on which its accuracy is measured."""
-
-    target: Profile
-    shapes: Shapes
-    request: QuantizeRequest
 
 
 @dataclass(frozen=True)
@@ -72,22 +64,16 @@ class CheckResult:
             raise GateFailed(f"{self.path}: refused: {problems[0]}{more}", result=self)
 
 
-def prove_plan(
-    built: BuildResult,
-    source: Artefact,
-    graph_file: Artefact,
-    tmp: Path,
-    place: Path,
-    options: PlanOptions,
-) -> Made:
-    """Prove the plan `tmp`, built from `graph_file` (made from `source`), and keep it at `place`.
+def prove_plan(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Made:
+    """Prove the plan that was built from `graph_file`, made from the job's source, and keep it.
 
     Raises GateFailed when too much runs in more bits than asked, the outputs differ, or accuracy on
     labelled data drops; the engine is then kept as NAME.rejected.trt.
     """
-    manifest = _manifest(built, source, graph_file, tmp, options)
+    name = job.place.name
+    manifest = _manifest(built, graph_file, job)
     recorded = record_build(manifest)
-    evidence, why = _prove(tmp, manifest, graph_file, source, options, place.name)
+    evidence, why = _prove(manifest, graph_file, job)
     read = evidence.precision
     if read is not None and read.known:
         manifest = replace(manifest, precision=_count(read.layers or ()))
@@ -95,81 +81,72 @@ def prove_plan(
     if read is not None and not why and (read.wider or not read.known):
         why = read.why if read.known else f"not verified: {read.why}"
     notes = [*built.notes, *([why] if why else []), *([] if recorded else [_NOT_RECORDED])]
-    made = Made(place, manifest, tuple(notes))
+    made = Made(job.place, manifest, tuple(notes))
     if evidence.wrong:
-        made = reject(tmp, made)
+        made = reject(job.tmp, made)
         raise GateFailed(
-            f"{place.name}: {evidence.wrong}; the engine is kept as {made.path}",
+            f"{name}: {evidence.wrong}; the engine is kept as {made.path}",
             hint="a `precision` that the target has kernels for; or find the node that differs: "
             "deploykit compare",
             result=made,
         )
-    return keep(tmp, made)
+    return keep(job.tmp, made)
 
 
-def _manifest(
-    built: BuildResult, source: Artefact, graph_file: Artefact, tmp: Path, options: PlanOptions
-) -> Manifest:
+def _manifest(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Manifest:
     """Return the manifest of a plan that has not run yet, and golden samples next to it."""
-
-    graph, layers, request = Graph.open(graph_file.path), built.layers, options.request
-    samples = golden.carry(graph_file, tmp) or verify.record_on_cpu(
-        graph_file, tmp, _sizes(options, graph.inputs)
-    )
-    asked = verify.asked_of(graph)
-    read = verify.compare_layers(layers, asked)
+    graph, layers, tmp, shapes = Graph.open(graph_file.path), built.layers, job.tmp, job.shapes
+    samples = golden.carry(graph_file, tmp)
+    if samples is None:  # at a small batch and the optimum of the other axes
+        axes = dict(map(parse_axis, shapes.axes))
+        most = parse_batch(shapes.batch).maximum if shapes.batch else golden.SAMPLES
+        rows = max(1, min(golden.SAMPLES, most))
+        names = {axis for spec in graph.inputs for axis in spec.shape if isinstance(axis, str)}
+        sizes = {name: axes[name].optimum if name in axes else rows for name in names}
+        samples = verify.record_on_cpu(graph_file, tmp, sizes)
+    read = verify.compare_layers(layers, verify.asked_of(graph))
     precision = _count(layers or ()) if read.known else graph.precision
     if samples is not None:
         bound = max(samples.max_error, max_engine_error(precision))
         samples = replace(samples, max_error=bound)
     before = graph_file.manifest.evidence if graph_file.manifest else None
-    quantized = before.quantize if before else None
+    quantized, calib = before.quantize if before else None, job.request.calib
     return Manifest(
         format="tensorrt",
         inputs=graph.inputs,
         outputs=graph.outputs,
         precision=precision,
         sha256=sha256(tmp),
-        made_from=tuple(dict.fromkeys((source.sha256, graph_file.sha256))),
+        made_from=tuple(dict.fromkeys((job.source.sha256, graph_file.sha256))),
         made_with=tool_versions("tensorrt", "onnx"),
         built_on={
-            **_built_on(built, options.shapes.device),
-            "model": source.name,
+            **_built_on(built, shapes.device),
+            "model": job.source.name,
             "precision": quantized.to if quantized else narrowest(graph.precision),
-            **({"calib": request.calib.name} if request.calib else {}),
+            **({"calib": calib.name} if calib else {}),
         },
         evidence=Evidence(
             precision=read,
             build=BuildRecord(
-                options.target.name,
-                built.flags_used,
-                options.shapes.version_compatible,
-                built.plugins,
+                job.target.name, built.flags_used, shapes.version_compatible, built.plugins
             ),
             source_graph=before,
             golden=samples,
         ),
-        task=carry_task(source, tmp),
+        task=carry_task(job.source, tmp),
     )
 
 
-def _prove(
-    tmp: Path,
-    manifest: Manifest,
-    graph_file: Artefact,
-    source: Artefact,
-    options: PlanOptions,
-    name: str,
-) -> tuple[Evidence, str]:
+def _prove(manifest: Manifest, graph_file: Artefact, job: BuildJob) -> tuple[Evidence, str]:
     """Run the staged engine and add to its evidence; the reason where it cannot run here."""
-
+    tmp, source, request, name = job.tmp, job.source, job.request, job.place.name
     write_manifest(tmp, manifest)  # an engine is opened with its manifest only
     evidence, parity, why = manifest.evidence, None, ""
-    read, request = evidence.precision, options.request
-    device = f"cuda:{options.shapes.device}"
+    read = evidence.precision
     try:
         # trusted: it was built just now
-        with load(Artefact.from_manifest(tmp, manifest), device, trust=True) as opened:
+        staged, device = Artefact.from_manifest(tmp, manifest), f"cuda:{job.shapes.device}"
+        with load(staged, device, trust=True) as opened:
             engine: Any = opened
             parity, why = verify.prove_engine(engine, tmp, manifest, graph_file.path, name)
             if read is not None:
@@ -193,19 +170,12 @@ def _prove(
     return evidence, why
 
 
-def _sizes(options: PlanOptions, inputs: Sequence[TensorSpec]) -> dict[str, int]:
-    """Return sizes of the dynamic axes to record samples at: a small batch, else the optimum."""
+def check_here(target: Profile, model: Artefact, gpu: int = 0) -> None:
+    """Raise Unsupported unless this machine is the target and has what it takes to build there.
 
-    batch, axes = options.shapes.batch, dict(map(parse_axis, options.shapes.axes))
-    most = parse_batch(batch).maximum if batch else golden.SAMPLES
-    rows = max(1, min(golden.SAMPLES, most))
-    dynamic = {axis for spec in inputs for axis in spec.shape if isinstance(axis, str)}
-    return {axis: axes[axis].optimum if axis in axes else rows for axis in dynamic}
-
-
-def check_here(target: Profile, model: Artefact) -> None:
-    """Raise Unsupported unless this machine is the target and has what it takes to build there."""
-    machine = this_machine()
+    `gpu`: CUDA's number of the GPU to build on, the only one that counts.
+    """
+    machine = with_gpu(this_machine(), gpu)
     here = machine.gpus[0].name if machine.gpus else machine.l4t and (machine.board or "a Jetson")
     hint = (
         f"see whether it could be built: deploykit build {model} --profile {target.name} --check; "
@@ -250,10 +220,7 @@ def _built_on(built: BuildResult, number: int) -> Mapping[str, str]:
 
 
 def _count(layers: Sequence[Layer]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for layer in layers:
-        if layer.precision is not None:
-            counts[layer.precision] = counts.get(layer.precision, 0) + 1
+    counts = Counter(layer.precision for layer in layers if layer.precision is not None)
     return dict(sorted(counts.items()))
 
 

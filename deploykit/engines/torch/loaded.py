@@ -113,7 +113,10 @@ def undescribed(where: object, *, arch: bool = False, inputs: bool = False) -> B
     parts, hints = [], []
     if arch:
         parts.append("what the model is")
-        hints.append("`arch` builds the model: pkg.mod:callable or ./file.py:callable")
+        hints.append(
+            "`arch` builds the model: a name of torchvision's such as resnet50, timm:NAME, "
+            "pkg.mod:callable or ./file.py:callable"
+        )
     if inputs:
         parts.append("what its inputs are")
         hints.append("`inputs` describes each input, for example 'x:float32[N,3,224,224]'")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from deploykit.core.artefact import sniff, torch_kind
-from deploykit.core.errors import BadInput, NotFound, first_line
+from deploykit.core.errors import BadInput, NotFound, first_line, users_code
 from deploykit.core.extras import require
 from deploykit.core.files import atomic_write, check_readable
 from deploykit.core.json_value import from_json, json_value
@@ -40,7 +40,7 @@ from deploykit.engines.torch.outputs import (
     output_names,
     parameter_names,
 )
-from deploykit.engines.torch.presets import Preset, preset_of
+from deploykit.engines.torch.presets import Preset, preset_of, recognise
 from deploykit.engines.torch.weights import build_module, copy_weights, in_float32, list_names
 
 pytree = require("torch.utils._pytree")  # nothing else reads a program's structures
@@ -171,11 +171,14 @@ def save_checkpoint(
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
     splits: Splits | None = None,
+    *,
+    on_written: Callable[[Path], object] = lambda _: None,
 ) -> None:
     """Write weights, the recipe's name and the specs: tensors and strings only, no code.
 
     `splits`: the training data, of which the checkpoint keeps the arguments of the recipe's
-    `build`, the names of the classes, and the conversion of an image to the input.
+    `build`, the names of the classes, and the conversion of an image to the input. `on_written`
+    gets the temporary file before it replaces `out`.
     """
     document = {
         "deploykit_checkpoint": CHECKPOINT_VERSION,
@@ -187,18 +190,22 @@ def save_checkpoint(
         "image": json_value(splits.image) if splits else None,
         "state_dict": module.state_dict(),
     }
-    save_whole(document, out)
+    save_whole(document, out, on_written)
 
 
-def save_whole(document: Mapping[str, Any], out: Path) -> None:
+def save_whole(
+    document: Mapping[str, Any], out: Path, on_written: Callable[[Path], object] = lambda _: None
+) -> None:
     """Call `torch.save` through `atomic_write`, as torch hides a full disk in its own error."""
-    with atomic_write(out) as tmp, tmp.open("wb") as file:
+    with atomic_write(out) as tmp:
         try:
-            torch.save(document, file)
+            with tmp.open("wb") as file:
+                torch.save(document, file)
         except RuntimeError as exc:
             if isinstance(exc.__context__, OSError):
                 raise exc.__context__ from None
             raise
+        on_written(tmp)
 
 
 def load_weights(path: Path) -> dict[str, Any]:
@@ -229,7 +236,7 @@ def load_module(
             raise BadInput(f"{path}: holds a whole model, so `arch` {arch} has nothing to build")
         return _from_whole_model(path, content, inputs, example)
     if arch is None:
-        raise undescribed(path, arch=True, inputs=not inputs)
+        raise nameless(path, content.value) or undescribed(path, arch=True, inputs=not inputs)
     module, built_with = build_module(arch, content.arguments, content.value)
     preset = preset_of(module, arch, path)
     inputs = tuple(inputs) or (preset.inputs if preset else ())
@@ -243,6 +250,17 @@ def load_module(
     with module_errors(path):
         loaded = describe_module(path, module, inputs, content.source, notes=notes, example=example)
     return replace(loaded, preset=preset)
+
+
+def nameless(path: Path, weights: Mapping[str, Any]) -> BadInput | None:
+    """Return the error for weights alone that a library's model has, which names that model."""
+    known = recognise(weights, path)
+    if known is None:
+        return None
+    return BadInput(
+        f"{path}: does not say what the model is; these are the weights of torchvision's {known}",
+        hint=f"`arch` {known}",
+    )
 
 
 def model_files(path: Path) -> list[Path]:
@@ -339,7 +357,8 @@ def _from_checkpoint(
     if recipe is None:
         module, _ = build_module(arch or "", sizes)
     else:
-        module = with_torchvision(recipe.sized_for(sizes).build)
+        with users_code(f"{path}: the recipe's build failed with the sizes {sizes}"):
+            module = with_torchvision(recipe.sized_for(sizes).build)
     preprocess = recipe.preprocess if recipe else None
     notes = copy_weights(path, module, _weights_of(path, content))
     bind, more = binding(module, [spec.name for spec in inputs])

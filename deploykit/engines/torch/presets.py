@@ -6,8 +6,10 @@ Nothing is downloaded.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +32,12 @@ from deploykit.core.task import (
 from deploykit.core.tensors import TensorSpec, make_spec
 from deploykit.engines.torch.files import with_torchvision
 
+torch = require("torch")
+
 INPUT = "image"
+PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile and Lightning
+_FEWEST = 16  # tensors: those of AlexNet
+COUNTERS = ("num_batches_tracked", "n_averaged")  # names that some files lack or add
 _PACKAGES = (
     "torchvision.models",
     "torchvision.models.detection",
@@ -108,6 +115,54 @@ def build_named(arch: str, weights: Mapping[str, Any]) -> Any:
     if found is None:
         return None
     return with_torchvision(lambda: _build_torchvision(found, weights))
+
+
+class _WithoutMemory(torch.overrides.TorchFunctionMode):  # type: ignore[misc,name-defined]
+    """Makes weights without values, so that the largest network is built at once."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if func in (torch.empty, torch.zeros, torch.ones, torch.full, torch.randn):
+            given["device"] = "meta"
+        return func(*args, **given)
+
+
+def recognise(weights: Mapping[str, Any], file: Path) -> str | None:
+    """Return the name of torchvision's model that has exactly these weights, by building each.
+
+    Models that the name of `file` mentions come first. Wrappers' prefixes do not count, nor does
+    the number of classes. None without torchvision.
+    """
+    try:
+        library = _torchvision()
+    except MissingExtra:
+        return None
+    named: list[str] = [name for name in library.list_models() if not name.startswith("quantized_")]
+    named.sort(key=lambda name: (name not in file.name, not name.startswith("resnet"), len(name)))
+    theirs, unlike = _sizes(weights), set[str]()
+    if len(theirs) < _FEWEST:
+        return None
+    for name in named:
+        family = library.get_model_builder(name).__module__
+        if family in unlike:
+            continue
+        with contextlib.suppress(Exception), warnings.catch_warnings(), _WithoutMemory():
+            warnings.simplefilter("ignore")
+            own = _sizes(build_named(name, weights).state_dict())
+            if own == theirs:
+                return name
+            if not own.keys() & theirs.keys():
+                unlike.add(family)
+    return None
+
+
+def _sizes(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return shapes by name without what DataParallel, torch.compile and Lightning put before."""
+    found = {key: value.shape for key, value in weights.items() if hasattr(value, "shape")}
+    for prefix in (*PREFIXES, *PREFIXES):
+        if all(key.startswith(prefix) for key in found):
+            found = {key.removeprefix(prefix): shape for key, shape in found.items()}
+    return {key: shape for key, shape in found.items() if not key.endswith(COUNTERS)}
 
 
 def preset_of(module: Any, arch: str | None = None, file: Path | None = None) -> Preset | None:

@@ -22,7 +22,7 @@ from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.profile import load_profile
 from deploykit.core.tensors import TensorSpec
 from deploykit.deploying import ray as bundles
-from deploykit.evaluation.bundle_folder import Contents
+from deploykit.deploying.folder import Contents
 from tests.support.onnx_zoo import save
 
 WAIT_S = 120

@@ -15,8 +15,8 @@ from deploykit.core.files import sha256
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.profile import load_profile
 from deploykit.core.tensors import TensorSpec, carrier, concrete
+from deploykit.deploying.folder import Contents
 from deploykit.engines.data.samples import write_npz
-from deploykit.evaluation.bundle_folder import Contents
 
 INDEPENDENT = RowIndependence(True, "the same alone and joined", (1, 2))
 

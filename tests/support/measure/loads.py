@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deploykit.loadtest.client import Client
+from deploykit.loadtest.client import Client, SendPlan
 from deploykit.loadtest.load import load_test
 from deploykit.loadtest.schedule import Load
 from deploykit.loadtest.target import find_model, make_requests
@@ -48,4 +48,5 @@ def client_of(
     """What carries out a plan in this process."""
     remote = find_model(url, None)
     load = Load(None, connections, 0.0, end_s, drain_s)
-    return Client(remote.plan(make_requests(remote), load, due_s))
+    requests = make_requests(remote)
+    return Client(SendPlan(remote.server, requests.messages, requests.check, load, due_s))

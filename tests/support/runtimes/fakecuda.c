@@ -217,6 +217,11 @@ int cuDriverGetVersion(int *version) { *version = (int)number("FAKECUDA_VERSION"
 int cuDeviceGetCount(int *count) { BEGIN(0); *count = devices; return end(OK); }
 int cuDeviceGet(int *device, int ordinal) { BEGIN(0); if (ordinal < 0 || ordinal >= devices) return end(INVALID_DEVICE); *device = ordinal; return end(OK); }
 int cuDeviceGetName(char *name, int length, int device) { BEGIN(0); if (device >= devices) return end(INVALID_DEVICE); snprintf(name, (size_t)length, "Test GPU %d", device); return end(OK); }
+int cuDeviceGetUuid_v2(unsigned char *uuid, int device) { BEGIN(0); /* FAKECUDA_UUIDS=a0,b1: a byte of each */
+    const char *s = getenv("FAKECUDA_UUIDS");
+    if (device >= devices) return end(INVALID_DEVICE);
+    memset(uuid, s ? (int)strtol(s + 3 * device, NULL, 16) : device, 16);
+    return end(OK); }
 int cuDeviceGetAttribute(int *value, int attribute, int device) { BEGIN(0);
     if (device >= devices) return end(INVALID_DEVICE);
     switch (attribute) { /* enum CUdevice_attribute */

@@ -6,13 +6,14 @@ The same inputs give the same bytes. SHA-256 finds damage and careless edits; it
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
 import shutil
 import stat
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,18 +22,28 @@ import numpy as np
 
 from deploykit import __version__
 from deploykit.core.artefact import Artefact
-from deploykit.core.errors import BadInput, NotFound, os_reason, quote
-from deploykit.core.files import check_inside, check_readable, read_json, sha256
+from deploykit.core.errors import BadInput, DeploykitError, NotFound, os_reason, quote
+from deploykit.core.files import (
+    StrPath,
+    check_readable,
+    make_folder,
+    read_json,
+    sha256,
+    temporary_folder,
+    write_errors,
+)
 from deploykit.core.json_value import Record, from_json
 from deploykit.core.manifest import Manifest, write_manifest
 from deploykit.core.profile import Profile
 from deploykit.core.task import TOKENIZER
 from deploykit.engines.data.samples import INPUTS, read_npz
+from deploykit.evaluation.artefacts import copy_checked
+from deploykit.evaluation.outputs import check_inputs, check_owned, overwrites, paths
 from deploykit.graph.facts import external_files
 
 # The name is also part of the names of files, a systemd unit and a container image.
 SERVED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,62}")
-_TEMPLATES = Path(__file__).resolve().parents[1] / "deploying" / "templates"
+_TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True)
@@ -101,14 +112,6 @@ def sample_rows(contents: Contents, model: Path, *, joined: bool) -> dict[str, n
     arrays = read_npz(Path(f"{model}.golden.npz"))
     inputs = {spec.name: arrays[INPUTS + spec.name] for spec in contents.manifest.inputs}
     return {name: array[:1] for name, array in inputs.items()} if joined else inputs
-
-
-def copy_checked(model: Path, name: str, digest: str, out: Path) -> None:
-    check_inside(model.parent, name, str(model))
-    source = model.with_name(name)
-    shutil.copyfile(source, out)
-    if sha256(out) != digest:
-        raise BadInput(f"{source}: is not the file that the manifest of {model.name} describes")
 
 
 def fill_templates(kind: str, folder: Path, known: Mapping[str, str]) -> None:
@@ -344,3 +347,81 @@ def is_bundle_tar(path: Path) -> bool:
             return archive.pax_headers.get("comment") == _COMMENT
     except (OSError, tarfile.TarError, ValueError):
         return False
+
+
+def claim_bundle(
+    folder: StrPath, inputs: Iterable[object], *, tar: bool, force: bool = False
+) -> Path:
+    """Check the folder of a bundle, and FOLDER.tar; only their parents are made. Raises BadInput.
+
+    `force` replaces a bundle that somebody changed, never a folder that is not one.
+    """
+    place = Path(os.path.abspath(folder))  # noqa: PTH100 - a link to a folder stays one
+    given = tuple(paths(inputs))
+    if not place.name or place.is_symlink() or (os.path.lexists(place) and not place.is_dir()):
+        raise BadInput(f"{place}: exists, and is not a folder", hint="choose another `out`")
+    make_folder(place.parent)
+    for each in given:
+        if place in (each.resolve(), *each.resolve().parents):
+            raise overwrites(each)
+    if place.is_dir() and any(place.iterdir()):
+        if not (place / BUNDLE_FILE).is_file():
+            raise BadInput(
+                f"{place}: is a folder with other files, and no bundle",
+                hint="choose another `out`, or remove the folder",
+            )
+        try:
+            if not force:
+                verify(place)
+        except DeploykitError as exc:
+            raise BadInput(
+                f"{place}: is not as deploykit wrote it: {exc.message}",
+                hint="choose another `out`, or replace the bundle with `force`",
+            ) from exc
+    archive = place.with_name(f"{place.name}.tar")
+    if tar and os.path.lexists(archive):
+        check_inputs((archive,), given)
+        check_owned((archive,), {archive.name} if is_bundle_tar(archive) else (), force)
+    return place
+
+
+_AT_FDCWD, _EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+
+@contextlib.contextmanager
+def staged_folder(out: Path) -> Iterator[Path]:
+    """Yield an empty folder next to `out`; on a clean exit it takes the place of `out`.
+
+    The old `out` is removed. Raises BadInput when `out` cannot be written, Unsupported when the
+    disk is full.
+    """
+    with write_errors(out), temporary_folder(out) as work:
+        folder = work / "folder"
+        folder.mkdir(mode=0o755)
+        yield folder
+        for parent, _, names in os.walk(folder):
+            for name in names:
+                sync(Path(parent, name))
+            sync(Path(parent))
+        _put(folder, out)
+        sync(out.parent)
+
+
+def _put(folder: Path, out: Path) -> None:
+    """Rename `folder` to `out`; the old `out` ends up at `folder`, or next to it."""
+    if os.path.lexists(out):
+        exchange = ctypes.CDLL(None, use_errno=True).renameat2
+        paths = os.fsencode(folder), os.fsencode(out)
+        if exchange(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], ctypes.c_uint(_EXCHANGE)) == 0:
+            return
+        out.rename(folder.with_name("old"))  # without exchange a kill leaves no `out`
+    folder.rename(out)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -1,0 +1,96 @@
+"""Find out which GPU CUDA calls `cuda:N` in this process.
+
+NVML and nvidia-smi order GPUs by their place on the bus. CUDA has the fastest first, unless
+CUDA_DEVICE_ORDER says otherwise, and hides those that CUDA_VISIBLE_DEVICES leaves out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from deploykit.core.machine import Machine
+from deploykit.core.subprocesses import module_command
+
+
+def cuda_order(uuids: Sequence[str]) -> list[int | None]:
+    """Return for each of CUDA's devices in this process its place in `uuids`, those of NVML.
+
+    None: it is none of these, as a part of a GPU (MIG) has a UUID of its own. Without CUDA this
+    reads CUDA_VISIBLE_DEVICES as CUDA does, up to the first GPU that it does not know.
+    """
+    digits = [uuid.removeprefix("GPU-").replace("-", "").lower() for uuid in uuids]
+    devices = _ask()
+    if devices:
+        return [digits.index(uuid) if uuid in digits else None for uuid, _ in devices]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return list(range(len(uuids)))
+    places: list[int | None] = []
+    for text in map(str.strip, visible.split(",")):
+        named = [n for n, uuid in enumerate(uuids) if text[4:] and uuid.startswith(text)]
+        named += [int(text)] if text.isdecimal() and int(text) < len(uuids) else []
+        if text.startswith("MIG-"):
+            places.append(None)
+        elif len(named) != 1 or named[0] in places:
+            break
+        else:
+            places += named
+    return places
+
+
+def with_gpu(machine: Machine, number: int) -> Machine:
+    """Return `machine` with the GPU `cuda:number` alone; with all where that is not known."""
+    if len(machine.gpus) < 2:
+        return machine
+    gpus, devices = machine.gpus, _ask()
+    if devices:
+        found = [
+            gpu for gpu in gpus if gpu.name == dict(enumerate(devices)).get(number, ("", ""))[1]
+        ]
+    else:
+        places = cuda_order([""] * len(gpus))
+        found = [gpus[place] for place in places[number : number + 1] if place is not None]
+    return replace(machine, gpus=tuple(found[:1]) or gpus)
+
+
+def _ask() -> tuple[tuple[str, str], ...]:
+    """Return UUID, in hexadecimal, and name of each of CUDA's devices; none without CUDA."""
+    return _answer(os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"))
+
+
+@functools.cache
+def _answer(_visible: str | None, _order: str | None) -> tuple[tuple[str, str], ...]:
+    """Ask in a process of its own: the forks of a process that has asked cannot use CUDA."""
+    try:
+        done = subprocess.run(
+            module_command(__name__), capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    lines = [line.partition(" ") for line in done.stdout.splitlines()]
+    return tuple((uuid, name) for uuid, _, name in lines)
+
+
+def _main() -> None:
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    count, device = ctypes.c_int(), ctypes.c_int()
+    uuid, name = ctypes.create_string_buffer(16), ctypes.create_string_buffer(256)
+    if cuda.cuInit(0) == 0 == cuda.cuDeviceGetCount(ctypes.byref(count)):
+        for number in range(count.value):
+            cuda.cuDeviceGet(ctypes.byref(device), number)
+            cuda.cuDeviceGetUuid_v2(uuid, device)
+            cuda.cuDeviceGetName(name, len(name), device)
+            sys.stdout.write(f"{uuid.raw.hex()} {name.value.decode(errors='replace')}\n")
+
+
+if __name__ == "__main__":
+    _main()
