@@ -451,6 +451,7 @@ class PartialOutputs:
         self._axes = axes
         self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
         self._files: dict[str, BinaryIO] = {}
+        self._scalars: dict[str, np.ndarray] = {}
         self._saved_s = time.monotonic()
         self._stack = ExitStack()
 
@@ -479,11 +480,19 @@ class PartialOutputs:
     def append(self, outputs: Mapping[str, np.ndarray], samples: int, digest: str) -> None:
         """Add the outputs of the next `samples`; `digest`: of all samples up to these.
 
-        Raises Unsupported on outputs that do not join to one array, and on a full disk.
+        A constant without axes, as a model's scale, is kept for each sample. Raises Unsupported
+        on outputs that do not join to one array, and on a full disk.
         """
         at, nbytes = self.done.samples, dict(self.done.nbytes)
         outputs = {
             n: np.moveaxis(a, self._axes.get(n, 0), 0) if a.ndim else a for n, a in outputs.items()
+        }
+        for name, values in outputs.items():
+            if not np.ndim(values) and self._scalars.setdefault(name, values) != values:
+                raise Unsupported(f"output '{name}' has no axis of samples, and is no constant")
+        outputs = {
+            name: values if np.ndim(values) else np.full(samples, values)
+            for name, values in outputs.items()
         }
         for name, values in outputs.items():
             self._check(name, values, f"samples {at} to {at + samples - 1}")
@@ -532,10 +541,6 @@ class PartialOutputs:
 
     def _check(self, name: str, values: np.ndarray, where: str) -> None:
         """Raise Unsupported unless these values can be appended to the earlier ones."""
-        if values.ndim == 0:
-            raise Unsupported(
-                f"output '{name}' has no axis of samples: it does not go into an array of an .npz"
-            )
         kind = (values.dtype, values.shape[1:])
         if name not in self._kinds:
             self._kinds[name] = kind
