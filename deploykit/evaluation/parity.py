@@ -549,7 +549,10 @@ def check_axes(inputs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> None:
 
 
 def axis_sizes(samples: Samples | None, inputs: Sequence[TensorSpec], batch: int) -> dict[str, int]:
-    """Return the sizes of the dynamic axes in `samples`, with `batch` where the samples lie."""
+    """Return the sizes of the dynamic axes in `samples`, with `batch` where the samples lie.
+
+    An empty axis, as of the cache of a first step, counts as 1: no cost is known without it.
+    """
     sizes = dict.fromkeys(batch_axes(inputs), batch)
     if samples is None:
         return sizes
@@ -557,7 +560,7 @@ def axis_sizes(samples: Samples | None, inputs: Sequence[TensorSpec], batch: int
         own, found = samples.axis(spec.name), samples.inputs[spec.name].shape
         for place, (axis, size) in enumerate(zip(spec.shape, found, strict=True)):
             if isinstance(axis, str):
-                sizes.setdefault(axis, batch if place == own else size)
+                sizes.setdefault(axis, batch if place == own else max(size, 1))
     return sizes
 
 
@@ -585,7 +588,7 @@ def rows_that_fit(feeds: Sequence[Feeds], graph: Path) -> int:
         return MOST_SAMPLES
     largest = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
     sizes = {
-        axis: 1 if axis in batch else size
+        axis: 1 if axis in batch else max(size, 1)
         for spec in opened.inputs
         if spec.name in largest  # else the engines differ, which their comparison reports
         for axis, size in zip(spec.shape, largest[spec.name].shape, strict=False)
