@@ -21,6 +21,7 @@ __all__ = [
     "Engine",
     "GateFailed",
     "Health",
+    "ImageInput",
     "Inspection",
     "LoadResult",
     "Made",
@@ -31,15 +32,19 @@ __all__ = [
     "Planned",
     "Predicted",
     "Profile",
+    "Recipe",
     "Report",
     "ReportComparison",
     "RunningServer",
     "Shapes",
+    "Split",
+    "Splits",
     "TensorSpec",
     "Unsupported",
     "bench",
     "build",
     "bundle",
+    "class_splits",
     "client",
     "compare",
     "compare_reports",
@@ -49,6 +54,7 @@ __all__ = [
     "inspect",
     "load",
     "load_test",
+    "parse_spec",
     "pipeline",
     "plan",
     "predict",
@@ -70,6 +76,7 @@ _PUBLIC = {
     "Engine": "deploykit.engines.engine:Engine",
     "GateFailed": "deploykit.core.errors:GateFailed",
     "Health": "deploykit.evaluation.doctor:Health",
+    "ImageInput": "deploykit.core.task:ImageInput",
     "Inspection": "deploykit.evaluation.inspect:Inspection",
     "LoadResult": "deploykit.reporting.load_result:LoadResult",
     "Made": "deploykit.evaluation.artefacts:Made",
@@ -80,15 +87,19 @@ _PUBLIC = {
     "Planned": "deploykit.planning.plan:Planned",
     "Predicted": "deploykit.evaluation.predict:Predicted",
     "Profile": "deploykit.core.profile:Profile",
+    "Recipe": "deploykit.core.recipe:Recipe",
     "Report": "deploykit.reporting.report:Report",
     "ReportComparison": "deploykit.reporting.compare:ReportComparison",
     "RunningServer": "deploykit.serving.running_server:RunningServer",
     "Shapes": "deploykit.building.builder:Shapes",
+    "Split": "deploykit.core.recipe:Split",
+    "Splits": "deploykit.core.recipe:Splits",
     "TensorSpec": "deploykit.core.tensors:TensorSpec",
     "Unsupported": "deploykit.core.errors:Unsupported",
     "bench": "deploykit.benchmarking.bench:bench",
     "build": "deploykit.building.build:build",
     "bundle": "deploykit.deploying.bundle:bundle",
+    "class_splits": "deploykit.engines.data.folders:class_splits",
     "client": "deploykit.serving.client:client",
     "compare": "deploykit.evaluation.compare:compare",
     "compare_reports": "deploykit.reporting.compare:compare_reports",
@@ -98,6 +109,7 @@ _PUBLIC = {
     "inspect": "deploykit.evaluation.inspect:inspect",
     "load": "deploykit.engines.engine:load",
     "load_test": "deploykit.loadtest.load:load_test",
+    "parse_spec": "deploykit.core.tensors:parse_spec",
     "pipeline": "deploykit.pipelines.pipeline:pipeline",
     "plan": "deploykit.planning.plan:plan",
     "predict": "deploykit.evaluation.predict:predict",
@@ -123,9 +135,12 @@ if TYPE_CHECKING:
     )
     from deploykit.core.profile import Profile
     from deploykit.core.profile import load_profile as profile
-    from deploykit.core.tensors import TensorSpec
+    from deploykit.core.recipe import Recipe, Split, Splits
+    from deploykit.core.task import ImageInput
+    from deploykit.core.tensors import TensorSpec, parse_spec
     from deploykit.demonstration import DemoResult, demo
     from deploykit.deploying.bundle import Bundled, bundle
+    from deploykit.engines.data.folders import class_splits
     from deploykit.engines.engine import Engine, load
     from deploykit.evaluation.artefacts import Made
     from deploykit.evaluation.compare import Compared, compare

@@ -14,8 +14,7 @@ import numpy as np
 from sklearn.datasets import load_digits
 from torch import nn
 
-from deploykit.core.recipe import Recipe, Split, Splits
-from deploykit.core.tensors import parse_spec
+from deploykit import Recipe, Split, Splits, parse_spec
 
 
 def build() -> nn.Module:

@@ -2,14 +2,15 @@
 
 The network that "Deep Learning GPU Essentials" describes (embedding 128, then an LSTM that its
 listing lacks, then a dense layer with softmax), over characters instead of 1,000 words. The
-softmax is in the loss. 432,353 parameters.
+softmax is in the loss. 432,609 parameters.
 
 Data: `--data FILE`, any text in UTF-8; without it the Constitution of the United States of America
 (in the public domain), 45 kB next to this file. A sample is a piece of a paragraph, of at most 96
 characters; shorter ones are padded at the end, and the labels there are -100, which neither loss
 nor scores count, so that the lengths are those of the labels. The LSTM runs forward only: what
 follows a character, padding too, does not change its prediction. Of each ten paragraphs one
-calibrates and one tests. A character that is not printable ASCII becomes "?".
+calibrates and one tests; a piece that tests, such as a heading that is repeated, does not train. A
+character that is not printable ASCII becomes "?".
 
 The figures in the manifest: perplexity per character on the test data, the unigram's (each
 character by its frequency in the training data), and a sample of what the model writes.
@@ -84,22 +85,31 @@ def data(path: Path | None) -> Splits:
     parts: list[list[str]] = [[], [], []]
     for number, paragraph in enumerate(paragraphs):
         parts[{4: 1, 9: 2}.get(number % 10, 0)].append(paragraph)
-    train, calibration, test = (_split(part) for part in parts)
+    taken: set[bytes] = set()
+    test, calibration, train = (_split(part, taken) for part in reversed(parts))
     return Splits(
         train, calibration, test, "text: " + ("the US Constitution" if path is None else str(path))
     )
 
 
-def _split(paragraphs: list[str]) -> Split:
-    """Pieces of paragraphs, each fed from the character before it: the first is fed a newline."""
+def _split(paragraphs: list[str], taken: set[bytes]) -> Split:
+    """Pieces of paragraphs that no other split has taken.
+
+    Each is fed from the character before it: the first is fed a newline.
+    """
     ids, labels = [], []
     for paragraph in paragraphs:
         codes = np.concatenate([[NEWLINE], encode(paragraph + "\n")])
         for start in range(0, len(codes) - 1, LENGTH):
             piece = codes[start : start + LENGTH + 1]
             padding = LENGTH + 1 - len(piece)
-            ids.append(np.pad(piece[:-1], (0, padding)))
-            labels.append(np.pad(piece[1:], (0, padding), constant_values=IGNORED))
+            row = np.pad(piece[:-1], (0, padding))
+            if row.tobytes() not in taken:
+                ids.append(row)
+                labels.append(np.pad(piece[1:], (0, padding), constant_values=IGNORED))
+    if not ids:
+        raise BadInput("the text repeats itself: all that would train or calibrate also tests")
+    taken.update(row.tobytes() for row in ids)
     return Split({"ids": np.stack(ids)}, np.stack(labels))
 
 

@@ -30,6 +30,7 @@ from deploykit.training.data import enlarged_digits, top1_per_sample
 SIDE = 28
 DIGITS_TRAIN, DIGITS_CALIBRATION = 1077, 180  # the other 540 test
 MNIST_CALIBRATION = 1000
+DIGITS = tuple("0123456789")
 
 
 class MnistCnn(nn.Module):
@@ -66,6 +67,7 @@ def _digits() -> Splits:
         calibration=_split(images[first:second], labels[first:second]),
         test=_split(images[second:], labels[second:]),
         source="scikit-learn digits, 8x8 resized to 28x28",
+        classes=DIGITS,
     )
 
 
@@ -89,6 +91,7 @@ def _mnist(folder: Path) -> Splits:
         calibration=_split(images[kept:], labels[kept:]),
         test=_split(test_images, test_labels),
         source=f"IDX files in {folder}",
+        classes=DIGITS,
     )
 
 

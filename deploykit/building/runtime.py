@@ -360,7 +360,7 @@ def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]
             reference = stack.enter_context(load(graph.path, "cpu"))
         feeds: Sequence[Mapping[str, np.ndarray]] = feeds_at_sizes(engine.inputs)
         most = rows_that_fit(feeds, graph.path)
-        feeds, notes = first_rows(feeds, most), [*placed.notes, *rows_note(most)]
+        feeds, notes = first_rows(feeds, most, engine.inputs), [*placed.notes, *rows_note(most)]
         title = f"{source.name} in {request.to}" if quantize else source.name
         joined: list[JoinedRun] = []
         keep, names = batching.keep_runs(engine, feeds, joined), (title, name)

@@ -23,8 +23,7 @@ from deploykit.core.errors import (
     EXIT_INTERRUPTED,
     BadInput,
     DeploykitError,
-    Unsupported,
-    os_reason,
+    os_error,
 )
 from deploykit.core.memory import does_not_fit
 
@@ -163,8 +162,9 @@ def _exit_with(exc: Exception) -> NoReturn:
     if isinstance(exc, MemoryError):
         exc = does_not_fit("", str(exc))
     if isinstance(exc, OSError):  # not a file of the user's: a full disk, TMPDIR
-        kind = Unsupported if "temporary directory" in str(exc) else BadInput
-        exc = kind(": ".join(filter(None, (str(exc.filename or ""), os_reason(exc)))))
+        exc = os_error(exc)
+    if isinstance(exc, UnicodeEncodeError) and exc.reason == "surrogates not allowed":
+        exc = BadInput(f"not UTF-8: {exc.object[:200]}", hint="rename the file or its folder")
     if isinstance(exc, DeploykitError):
         output.error(exc)
         _exit(exc.exit_code)

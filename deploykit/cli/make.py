@@ -20,6 +20,7 @@ from deploykit.cli.options import (
     described,
 )
 from deploykit.cli.output import Progress
+from deploykit.cli.prove import axis_sizes
 
 _ACCURACY = """
 --calib FILE.npz|DIR   Calibration data, for int8, fp8 and auto
@@ -40,6 +41,7 @@ RECIPE                 mnist-cnn, cats-dogs, char-lstm, resnet18-transfer, vgg16
 Training:
 --epochs N             Passes over the data [the recipe's]
 --batch-size N         Samples per step [the recipe's]
+--learning-rate RATE   The optimiser's step, to tune a recipe on data of your own [the recipe's]
 --patience N           Stop after N epochs without a better score on the validation data, and keep
         the best epoch's weights [never]
 --weights FILE         Weights to start from; for the transfer recipes, those of the backbone
@@ -67,6 +69,7 @@ def train(
     save_splits: Path | None = None,
     epochs: int | None = None,
     batch_size: int | None = None,
+    learning_rate: float | None = None,
     patience: int | None = None,
     weights: Path | None = None,
     unfreeze: float | None = None,
@@ -111,9 +114,18 @@ def train(
         return
     from deploykit.training import train as training
 
-    with Progress("train") as progress:
-        result = training.train(**given, on_progress=progress)
-    if os.environ.get("RANK", "0") == "0":  # one of torchrun's processes prints
+    first = os.environ.get("RANK", "0") == "0"  # one of torchrun's processes prints
+    try:
+        with Progress("train") as progress:
+            result = training.train(**given, on_progress=progress)
+    except KeyboardInterrupt:
+        kept = checkpoint is not None and checkpoint.exists()
+        cure = f"the same command goes on from {checkpoint}" if kept else "no epoch was kept"
+        hint = "" if checkpoint else "; --checkpoint FILE.ckpt keeps each"
+        if first:
+            output.note(f"interrupted: {cure}{hint}")
+        raise
+    if first:
         output.show(result, tables.made(result), as_json=as_json)
 
 
@@ -190,7 +202,9 @@ MODEL                  An .onnx file
         keeps the accuracy
 {OUT}
 {FORCE}
-Accuracy:{_ACCURACY}
+Accuracy:{_ACCURACY}--batch N              Samples per call; without data, rows of the random inputs
+--axis NAME=SIZE       Without data: size of a dynamic axis of the random inputs; may be repeated
+        [several at which the model runs]
 Target:
 --runtime              What will run the file; each wants INT8 nodes at other places
         [the profile's, or tensorrt]
@@ -206,6 +220,8 @@ def quantize(
     data: Path | None = None,
     metric: str | None = None,
     max_drop: float | None = None,
+    batch: int | None = None,
+    axis: list[str] | None = None,
     runtime: TargetRuntime | None = None,
     profile: str | None = None,
     other_nodes: OtherPrecision = "fp32",
@@ -215,7 +231,7 @@ def quantize(
 
     Example: deploykit quantize model.onnx --to int8 --calib train.npz --data test.npz
     """
-    given = api_arguments(locals())
+    given = api_arguments(locals()) | {"axis": axis_sizes("axis", ",".join(axis or ()))}
     from deploykit.quantization import quantize as precision
 
     with (

@@ -330,7 +330,7 @@ def load(result: LoadResult) -> list[Part]:
         lines.append("note: the generator was the limit: these figures do not describe the server")
         lines += [f"note: {text}" for text in result.limits]
         lines.append("note: give it a machine or a core of its own")
-    lines += [f"note: no verdict: {text}" for text in result.marks]
+    lines += [f"note: no verdict: {'; '.join(result.marks)}"] * bool(result.marks)
     lines += [f"note: {text}" for text in result.notes]
     if result.first_error:
         lines.append(f"note: first error: {result.first_error}")
@@ -344,6 +344,8 @@ def _rate(value: Interval) -> str:
 
 def report(result: Report, folder: Path) -> list[Part]:
     doubtful = [each for each in result.points if each.marks or each.label in result.wrong]
+    if len(doubtful) == len(result.points) and not result.wrong:
+        doubtful = []  # a sentence says it of all
     rows = [
         (
             "✗ " * (point in doubtful) + point.label,
@@ -362,10 +364,14 @@ def report(result: Report, folder: Path) -> list[Part]:
         *["✗: no verdict, for the reason below"] * bool(doubtful),
         "",
         *_layers(result),
-        *result.verdict,
+        *("warning: " * _is_doubt(sentence) + sentence for sentence in result.verdict),
         "",
         f"report: {folder / 'report.html'}",
     ]
+
+
+def _is_doubt(sentence: str) -> bool:
+    return sentence.startswith("The machine was busy") or " give no verdict: " in sentence
 
 
 def _layers(result: Report) -> Iterator[Part]:

@@ -15,7 +15,7 @@ from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.files import (
     StrPath,
     check_inside,
-    check_readable,
+    check_utf8,
     manifest_path,
     open_readable,
     sha256,
@@ -159,13 +159,8 @@ def sniff(path: Path) -> str:
     "torch" is a zip or pickle checkpoint, a `.pt2` or TorchScript; `torch_kind` tells them apart.
     Raises NotFound or BadInput if the file cannot be read or has another format.
     """
-    if any("\udc80" <= letter <= "\udcff" for letter in str(path)):  # from os.fsdecode
-        check_readable(path)
-        raise BadInput(
-            f"{path}: the path is not UTF-8, which the libraries that open models need",
-            hint="rename the file or its folder",
-        )
     with open_readable(path) as handle:
+        check_utf8(path)
         head = handle.read(512)
     if head[:4] == b"vtrt":
         raise Unsupported(

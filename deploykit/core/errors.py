@@ -7,8 +7,9 @@ The command line and the server translate them once, at their edge.
 
 from __future__ import annotations
 
+import errno
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, ClassVar
@@ -171,6 +172,29 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) 
 def os_reason(exc: OSError) -> str:
     """Return the operating system's reason, such as 'Permission denied', without errno and path."""
     return exc.strerror or first_line(exc)
+
+
+_SCARCE: Mapping[int, tuple[str, str | None]] = {  # of this machine, whatever was asked for
+    errno.ENOSPC: ("no space left on the disk", None),
+    errno.EDQUOT: ("no space left on the disk: your quota is used up", None),
+    errno.EMFILE: ("too many open files", "allow more of them: ulimit -n 4096"),
+    errno.ENFILE: ("too many open files on this machine", None),
+}
+
+
+def os_error(exc: OSError, where: object = "") -> DeploykitError:
+    """Return the error of ours for `exc`; `where` begins it, by default the file that it names."""
+    where = str(where or exc.filename or "")
+    start = f"{where}: " if where else ""
+    if "temporary directory" in str(exc):
+        return Unsupported(first_line(exc), hint="name a folder with space in it: TMPDIR=FOLDER")
+    if exc.errno in _SCARCE:
+        what, hint = _SCARCE[exc.errno]
+        return Unsupported(f"{start}{what}", hint=hint)
+    short = "choose a shorter name: files next to it have longer ones"
+    return BadInput(
+        f"{start}{os_reason(exc)}", hint=short if exc.errno == errno.ENAMETOOLONG else None
+    )
 
 
 def quote(value: object) -> str:

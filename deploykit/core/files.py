@@ -7,16 +7,19 @@ the end.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import importlib
 import importlib.util
 import io
+import itertools
 import json
 import os
+import platform
+import shutil
 import stat
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from types import ModuleType
@@ -29,6 +32,7 @@ from deploykit.core.errors import (
     causes,
     did_you_mean,
     first_line,
+    os_error,
     os_reason,
     users_code,
 )
@@ -44,7 +48,7 @@ def atomic_write(out: Path, *, durable: bool = True) -> Iterator[Path]:
     Raises BadInput when `out` cannot be written there, Unsupported when the disk is full.
     """
     check_writable(out)
-    tmp = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    tmp = temporary_path(out)
     try:
         with write_errors(out, tmp):
             yield tmp
@@ -57,6 +61,61 @@ def atomic_write(out: Path, *, durable: bool = True) -> Iterator[Path]:
             tmp.unlink()
 
 
+_serial = itertools.count()
+
+
+def temporary_path(out: Path) -> Path:
+    """Return an unused path next to `out`, for a file or folder that is to take its place.
+
+    Those that killed runs left there are removed first. The name tells this machine or container,
+    in which alone a process number says something, and has only the beginning of a long `out`.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
+        machine = boot + str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        machine = platform.node()
+    name = os.fsencode(out.name)[:100].decode("utf-8", "ignore")
+    start = f".{name}.{zlib.crc32(machine.encode()):08x}-"
+    with contextlib.suppress(OSError), os.scandir(out.parent) as entries:
+        for left in [each for each in entries if each.name.startswith(start)]:
+            process = left.name.removeprefix(start).partition("-")[0]
+            if process.isdecimal() and not _runs(int(process)):
+                remove = shutil.rmtree if left.is_dir(follow_symlinks=False) else os.unlink
+                remove(left.path)
+    return out.with_name(f"{start}{os.getpid()}-{next(_serial)}.tmp")
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+@contextlib.contextmanager
+def temporary_folder(out: Path) -> Iterator[Path]:
+    """Yield a new folder next to `out`, on its disk, and remove it at the end.
+
+    Raises BadInput when it cannot be made there, and Unsupported, naming `out`, when the disk is
+    full.
+    """
+    folder = temporary_path(out)
+    with write_errors(out):
+        folder.mkdir(mode=0o700)
+    try:
+        yield folder
+    except OSError as exc:
+        if isinstance(error := os_error(exc, out), Unsupported):
+            raise error from exc
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def write_errors(out: Path, tmp: Path | None = None) -> Iterator[None]:
     """Map the errors of writing `out`, or its temporary file `tmp`, to errors that name `out`.
@@ -66,17 +125,22 @@ def write_errors(out: Path, tmp: Path | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        if exc.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Unsupported(f"{out}: no space left on the disk") from exc
+        error = os_error(exc, out)
+        if isinstance(error, Unsupported):
+            raise error from exc
         if tmp is None or exc.filename is None or str(exc.filename) == str(tmp):
-            raise BadInput(f"{out}: cannot be written: {os_reason(exc)}") from exc
+            why = f"{out}: cannot be written: {os_reason(exc)}"
+            raise BadInput(why, hint=error.hint) from exc
         raise
 
 
 def write_text(out: Path, text: str) -> None:
-    """Write `text` as UTF-8 through `atomic_write`."""
+    """Write `text` as UTF-8 through `atomic_write`.
+
+    A byte of a path that is no UTF-8 is written as an escape, which JSON has, too.
+    """
     with atomic_write(out) as tmp:
-        tmp.write_text(text, encoding="utf-8")
+        tmp.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_json(out: Path, document: object) -> None:
@@ -94,7 +158,7 @@ def write_together(folder: Path, contents: Mapping[str, str]) -> None:
             out = folder / name
             tmp = files.enter_context(atomic_write(out))
             with write_errors(out, tmp):
-                tmp.write_text(text, encoding="utf-8")
+                tmp.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def check_writable(out: Path) -> None:
@@ -111,6 +175,16 @@ def check_writable(out: Path) -> None:
             pass
     except OSError as exc:
         raise BadInput(f"{out}: cannot be written: {os_reason(exc)}") from exc
+
+
+def check_utf8(path: Path) -> Path:
+    """Raise BadInput for a path that is no UTF-8."""
+    if any("\udc80" <= letter <= "\udcff" for letter in str(path)):  # from os.fsdecode
+        raise BadInput(
+            f"{path}: the path is not UTF-8, which the libraries that open models need",
+            hint="rename the file or its folder",
+        )
+    return path
 
 
 def make_folder(folder: Path) -> Path:

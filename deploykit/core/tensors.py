@@ -15,6 +15,8 @@ from deploykit.core.errors import BadInput
 from deploykit.core.json_value import Record
 
 BATCH = "N"
+_BATCH_NAMES = (BATCH, "batch", "batch_size")  # as exporters and their users call it
+_UNKNOWN = ("?", "-1", "*", "none", "null", "nan", "unk", "unknown", "dynamic", "any", "dyn")
 MOST_STRINGS = 1 << 18  # in one call of ONNX Runtime, which holds the GIL for 0.06 s
 
 Bytes = bytes | memoryview
@@ -65,14 +67,32 @@ class TensorSpec(Record):
 
 
 def batch_axes(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
-    """Return the names of the batch axis: `N` if an input has it, else the names at axis 0."""
-    if any(BATCH in spec.shape for spec in specs):
-        return (BATCH,)
+    """Return the names of the batch axis: `N`, or "batch", wherever it is; else those at axis 0."""
+    for name in _BATCH_NAMES:
+        if any(name in spec.shape for spec in specs):
+            return (name,)
     return tuple(dict.fromkeys(str(spec.shape[0]) for spec in specs if spec.batched))
 
 
-def axis_name(tensor: str, place: int) -> str:
-    """Return the name for an unnamed dynamic axis: `N` at place 0, else `TENSOR_PLACE`."""
+def batch_places(specs: Sequence[TensorSpec], batch: Sequence[str] | None = None) -> dict[str, int]:
+    """Return the place of the batch axis by tensor, of those that have it.
+
+    `batch`: its names, by default those of these specs.
+    """
+    names = batch_axes(specs) if batch is None else batch
+    places = {
+        spec.name: [n for n, axis in enumerate(spec.shape) if axis in names] for spec in specs
+    }
+    return {name: found[0] for name, found in places.items() if found}
+
+
+def axis_name(tensor: str, place: int, own: str | None = None) -> str:
+    """Return the name of a dynamic axis: its `own`, else `N` at place 0 and `TENSOR_PLACE` behind.
+
+    A word for "unknown" is no name: two axes that PaddlePaddle calls "?" have a size each.
+    """
+    if own and own.lower() not in _UNKNOWN:
+        return own
     return f"{tensor}_{place}" if place else BATCH
 
 

@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
-from deploykit.core.errors import BadInput, did_you_mean, quote
+from deploykit.core.errors import BadInput, GateFailed, did_you_mean, quote
 from deploykit.core.evidence import Evidence
 from deploykit.core.files import StrPath, atomic_write
 from deploykit.core.json_value import Record
@@ -20,7 +20,7 @@ from deploykit.core.precision import CALIBRATED, max_engine_error, names_of
 from deploykit.core.profile import Profile, load_profile, profile_names
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.tensors import BATCH
-from deploykit.deploying import WRITERS
+from deploykit.deploying import STARTED, WRITERS
 from deploykit.deploying.folder import (
     SERVED_NAME,
     Bundle,
@@ -152,12 +152,13 @@ def bundle(
         force: Replace a bundle that was changed.
 
     Raises BadInput for an engine, which belongs to one device, for a file made for ONNX Runtime
-    where the target runs TensorRT, for a precision that the target lacks, and for an INT8 or FP8
-    model without golden samples.
+    where the target runs TensorRT, for INT8 pairs that the cluster's server would compute in
+    float32, for a precision that the target lacks, and for an INT8 or FP8 model without golden
+    samples; GateFailed for a model that did not pass its gate.
     """
     source, target = Artefact.open(model), load_profile(profile)
     _check_asked(to, target, {"wheels": wheels, "release": release})
-    _check(source, target)
+    _check(source, target, to)
     from deploykit.building.tensorrt.options import parse_batch
 
     sizes = parse_batch(batch)
@@ -183,6 +184,13 @@ def bundle(
         contents = replace(contents, model=ready)
         _check_precision(source, contents.manifest.precision, target)
         _check_sizes(contents)
+        if (
+            to == "ray"
+            and target.device == "cuda"
+            and "int8" in names_of(contents.manifest.precision)
+        ):
+            slow = "Ray serves the file with ONNX Runtime, which computes INT8 nodes on a GPU in "
+            notes = (*notes, slow + "float32: an fp16 model is faster there")
         on_progress("collecting the files", 0.2)
         resolve_name(WRITERS[to])(staged, contents)
         on_progress("checksums", 0.8)
@@ -238,7 +246,7 @@ def _check_sizes(contents: Contents) -> None:
         raise BadInput("`axes` has no effect: the target's runtime takes any size")
 
 
-def _check(source: Artefact, target: Profile) -> None:
+def _check(source: Artefact, target: Profile, to: str) -> None:
     """Raise BadInput for a file that is known not to run on the target."""
     if source.format == "tensorrt":
         raise BadInput(
@@ -247,14 +255,20 @@ def _check(source: Artefact, target: Profile) -> None:
         )
     if source.format != "onnx":
         raise wrong_format(source, source.format, "an ONNX file")
-    if source.manifest is not None:
-        _check_precision(source, source.manifest.precision, target)
-    if target.runtime == "tensorrt":
-        from deploykit.graph.graph import Graph
-        from deploykit.graph.preflight import find_mismatch
+    known = source.manifest
+    if known is not None:
+        if known.evidence.wrong:
+            raise GateFailed(f"{source}: did not pass its gate: {known.evidence.wrong}")
+        _check_precision(source, known.precision, target)
+    from deploykit.graph.graph import Graph
+    from deploykit.graph.preflight import find_mismatch, find_misplaced
 
-        if error := find_mismatch(source, Graph.open(source.path), target):
-            raise error
+    graph = Graph.open(source.path)
+    error = find_mismatch(source, graph, target)
+    if to not in STARTED:  # there is no build on the device
+        error = error or find_misplaced(source, graph, target)
+    if error:
+        raise error
 
 
 def _check_precision(source: Artefact, precision: Mapping[str, int], target: Profile) -> None:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import glob
 import json
 import os
 import re
 import shutil
 import stat
 import tarfile
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -31,6 +29,7 @@ from deploykit.core.files import (
     make_folder,
     read_json,
     sha256,
+    temporary_folder,
     write_errors,
 )
 from deploykit.core.json_value import Record, from_json
@@ -396,24 +395,16 @@ def staged_folder(out: Path) -> Iterator[Path]:
     The old `out` is removed. Raises BadInput when `out` cannot be written, Unsupported when the
     disk is full.
     """
-    prefix = f".{out.name[:100]}.bundle-"
-    with write_errors(out):
-        for left in out.parent.glob(f"{glob.escape(prefix)}*"):
-            if not Path("/proc", left.name.removeprefix(prefix).partition("-")[0]).exists():
-                shutil.rmtree(left, ignore_errors=True)  # left by a killed process
-        work = Path(tempfile.mkdtemp(dir=out.parent, prefix=f"{prefix}{os.getpid()}-"))
-        try:
-            folder = work / "folder"
-            folder.mkdir(mode=0o755)
-            yield folder
-            for parent, _, names in os.walk(folder):
-                for name in names:
-                    sync(Path(parent, name))
-                sync(Path(parent))
-            _put(folder, out)
-            sync(out.parent)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+    with write_errors(out), temporary_folder(out) as work:
+        folder = work / "folder"
+        folder.mkdir(mode=0o755)
+        yield folder
+        for parent, _, names in os.walk(folder):
+            for name in names:
+                sync(Path(parent, name))
+            sync(Path(parent))
+        _put(folder, out)
+        sync(out.parent)
 
 
 def _put(folder: Path, out: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from deploykit.core.evidence import (
     SearchRecord,
     WeightsFile,
 )
-from deploykit.core.files import StrPath, check_inside, sha256
+from deploykit.core.files import StrPath, check_inside, sha256, temporary_folder
 from deploykit.core.json_value import Record
 from deploykit.core.machine import tool_versions
 from deploykit.core.manifest import Manifest, write_manifest
@@ -118,15 +117,19 @@ def stage(out: Path) -> Iterator[Path]:
 
     An error names a file without the folder, which is gone by then; for a full disk it names `out`.
     """
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+    with temporary_folder(out) as folder:
         try:
-            yield Path(folder) / out.name
+            yield folder / out.name
         except DeploykitError as exc:
-            full = re.compile(re.escape(folder) + "/.*(?=: no space left on the disk)")
+            full = re.compile(re.escape(f"{folder}/") + ".*(?=: no space left on the disk)")
             exc.message = full.sub(lambda _: str(out), exc.message)
-            gone = re.compile(re.escape(folder) + r"/(?:[^/\s]*/)*")
-            exc.message = gone.sub("", exc.message)
-            exc.hint = exc.hint and gone.sub("", exc.hint)
+            gone = re.compile(re.escape(f"{folder}/") + r"(?:[^/\s:]*/)*([^/\s:]*)")
+
+            def name(found: re.Match[str]) -> str:  # others there are steps on the way to it
+                return found[1] if found[1].startswith(out.name) else out.name
+
+            exc.message = gone.sub(name, exc.message)
+            exc.hint = exc.hint and gone.sub(name, exc.hint)
             exc.args = (exc.message,)
             raise
 

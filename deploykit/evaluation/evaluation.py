@@ -13,12 +13,18 @@ import numpy as np
 
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import ADJUSTED_WALD, Drop, Evaluation, Interval, Parity, ParityRow
-from deploykit.engines.data.samples import Samples, check_finite, random_feeds
+from deploykit.core.tensors import batch_axes
+from deploykit.engines.data.samples import Samples, check_finite
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.accuracy import Metric, Scores, drop_of, same_answers
-from deploykit.evaluation.parity import BATCHES, BOXES, compare_engines
+from deploykit.evaluation.parity import (
+    BOXES,
+    compare_engines,
+    feeds_at_sizes,
+    sizes_that_run,
+)
 from deploykit.evaluation.statistics import (
-    proportion,
+    pooled_share,
     samples_to_show_agreement,
     samples_to_show_no_drop,
 )
@@ -57,7 +63,7 @@ def evaluate(
         max_drop: a fraction, or in the metric's own unit; 0.01 where None.
         names: what tables and errors call the two.
         batch_size: samples per call.
-        sizes: sizes of the random inputs' dynamic axes other than the batch.
+        sizes: sizes of the random inputs' dynamic axes; others are those of `sizes_that_run`.
 
     Raises:
         BadInput: the two cannot be compared, the metric does not fit, or `max_drop` is given and
@@ -78,7 +84,7 @@ def evaluate(
     samples = samples.first(used)
     labels = samples.labels if metric is not None else None
     scores = [Scores(metric, samples.where) for _ in range(2)] if metric is not None else []
-    answers = [0, 0]  # all, and those that are equal
+    answers: list[np.ndarray] = []  # of each batch, as `same_answers` counts them
 
     def add(number: int, left: Arrays, right: Arrays) -> None:
         """Count the answers to batch `number`, and score them where there are labels."""
@@ -86,18 +92,16 @@ def evaluate(
         if labels is not None:
             for score, outputs in zip(scores, (left, right), strict=True):
                 score.add(outputs, labels[rows])
-        feeds = {name: array[rows] for name, array in samples.inputs.items()}
-        equal = same_answers(left, right, feeds, rows.stop - rows.start)
+        equal = same_answers(left, right, samples.rows(rows), rows.stop - rows.start)
         if equal is not None:
-            answers[0] += equal.size
-            answers[1] += int(equal.sum())
+            answers.append(equal)
 
     parity = compare_engines(reference, candidate, samples.batches(size), names=names, each=add)
     agreement = None
     if _broken(parity):
         check_finite(samples)
-    elif answers[0]:  # the unit of the interval is a sample, as its answers depend on each other
-        agreement = proportion(used * answers[1] / answers[0], used)
+    elif answers:
+        agreement = pooled_share(*np.concatenate(answers).T)
     if labels is not None and not _broken(parity):
         drop, bound = drop_of(*scores), MAX_DROP if max_drop is None else max_drop
         passed, reason = _drop_verdict(drop, bound)
@@ -120,12 +124,11 @@ def evaluation_feeds(
         size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
         yield from samples.first(used).batches(size)
         return
-    limits = (engine.max_batch or batch_size for engine in (reference, candidate))
-    most = min(batch_size, *limits)
-    batches = dict.fromkeys(min(batch, most) for batch in BATCHES)
-    for batch in batches:
-        axes = {str(spec.shape[0]): batch for spec in reference.inputs if spec.batched}
-        yield random_feeds(reference.inputs, {**sizes, **axes}, batch)
+    limits = {**reference.limits, **candidate.limits}
+    most = [engine.max_batch or batch_size for engine in (reference, candidate)]
+    limits |= {axis: (1, min(batch_size, *most)) for axis in batch_axes(reference.inputs)}
+    found, _ = sizes_that_run(reference, sizes, limits)
+    yield from feeds_at_sizes(reference.inputs, sizes=found)
 
 
 def _broken(parity: Parity) -> str:

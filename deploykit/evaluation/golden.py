@@ -17,7 +17,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import GoldenSamples, Parity
 from deploykit.core.files import check_inside, sha256
 from deploykit.core.manifest import Manifest
-from deploykit.core.tensors import BATCH, TensorSpec
+from deploykit.core.tensors import BATCH, TensorSpec, batch_axes, batch_places
 from deploykit.engines.data.samples import read_npz, write_npz
 from deploykit.engines.engine import Engine, RecordedEngine
 from deploykit.evaluation.parity import compare_engines
@@ -75,12 +75,16 @@ def replay(
     """
     inputs, outputs = engine.inputs, engine.outputs
     recorded, feeds = open_samples(golden, path, inputs, outputs)
-    low, high = engine.limits.get(BATCH, (1, None))
-    rows = min(max(SAMPLES, low), high or SAMPLES)
-    batched = {spec.name for spec in (*inputs, *outputs) if spec.batched}
+    batched = {spec.name: 0 for spec in outputs if spec.batched}
+    batched |= batch_places((*inputs, *outputs), batch_axes(inputs))
+    counts = (array.shape[batched[name]] for name, array in feeds.items() if name in batched)
+    (low, high), count = engine.limits.get(BATCH, (1, None)), next(counts, 1)
+    rows = min(max(count, low), high or count)
     feeds, values = (
         {
-            name: array.take(range(rows), axis=0, mode="wrap") if name in batched else array
+            name: array.take(range(rows), axis=batched[name], mode="wrap")
+            if name in batched
+            else array
             for name, array in arrays.items()
         }
         for arrays in (feeds, recorded(feeds))

@@ -14,7 +14,15 @@ from pathlib import Path
 
 from deploykit.core.artefact import Artefact, sniff
 from deploykit.core.errors import BadInput, DeploykitError
-from deploykit.core.files import StrPath, check_writable, make_folder, manifest_path, new_folder
+from deploykit.core.files import (
+    StrPath,
+    check_utf8,
+    check_writable,
+    make_folder,
+    manifest_path,
+    new_folder,
+    write_errors,
+)
 from deploykit.core.manifest import load_manifest
 from deploykit.core.runtime import RUNTIMES
 from deploykit.core.task import TOKENIZER
@@ -22,7 +30,8 @@ from deploykit.graph.facts import external_files
 
 PREDICTIONS, SPLIT = "predictions", "split"  # kinds of .npz that deploykit writes
 CURVE = "curve"  # an SVG of a training run
-ANSWERS = "answers"  # JSON Lines of a pipeline: a file and its answer
+ANSWERS = "answers"  # JSON Lines: a file and its answer
+ANSWER_TABLE = "answer table"  # the same as CSV
 REPORT = ("report.json", "report.md", "report.html")
 SIDECARS: Mapping[str, str] = {  # evidence, or "tokenizer" of the task -> suffix
     "weights": ".data",
@@ -37,12 +46,14 @@ _ENDS: Mapping[str, tuple[str, ...]] = {  # kind -> how the names of its files e
     SPLIT: (".npz",),
     CURVE: (".svg",),
     ANSWERS: (".jsonl",),
+    ANSWER_TABLE: (".csv",),
 }
 _MARKS = {  # kind -> what the first or the last bytes of a file of deploykit's hold
     PREDICTIONS: b"deploykit predictions",
     SPLIT: b"deploykit split",
     CURVE: b"deploykit: training curve",
     ANSWERS: b'", "answer": ',
+    ANSWER_TABLE: b"file,error,",
 }
 _OTHERS = ".safetensors .pt2 .npy .json .csv .txt .md .html .toml .yaml .py .zip .png .jpg .jpeg"
 _KNOWN = {end for ends in _ENDS.values() for end in ends} | set(_OTHERS.split())
@@ -67,13 +78,15 @@ def claim(out: StrPath, kind: str, inputs: Iterable[object], *, force: bool = Fa
         check_inputs((place,), given)
         check_owned((place,), {place.name} if _marked(place, kind) else (), force)
         return place
+    check_utf8(place)
     written = [place, rejected(place)]
     if kind == "tensorrt":  # the graph that fails its gate before it is built
         written.append(rejected(place.with_suffix(".onnx")))
-    for file in written:
-        ours = _artefact(file, kind)
-        check_inputs((file, *_next_to(file)), given, keeps=file.name in ours)
-        check_owned((file, *_next_to(file)), ours, force)
+    with write_errors(place):  # the names of the files next to it may be too long
+        for file in written:
+            ours = _artefact(file, kind)
+            check_inputs((file, *_next_to(file)), given, keeps=file.name in ours)
+            check_owned((file, *_next_to(file)), ours, force)
     return place
 
 

@@ -7,18 +7,21 @@ shapes raise an error.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, DeploykitError, Unsupported, first_line
 from deploykit.core.evidence import Parity, ParityRow
-from deploykit.core.tensors import BATCH, TensorSpec
+from deploykit.core.tensors import BATCH, TensorSpec, batch_axes, batch_places
 from deploykit.engines.answers import class_axis
 from deploykit.engines.batching import spread_places
+from deploykit.engines.data.examples import Example
 from deploykit.engines.data.samples import Samples, random_feeds
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.evaluation.accuracy import Matches, pair
@@ -180,10 +183,12 @@ def _check_same(
 
 
 def _batch(specs: Sequence[TensorSpec], feeds: Arrays) -> int:
-    """Return axis 0 of the first input where it is dynamic, else of the first; 1 for a scalar."""
-    ordered = sorted(specs, key=lambda spec: not spec.batched)
-    array = feeds.get(ordered[0].name) if ordered else None
-    return int(array.shape[0]) if array is not None and array.ndim else 1
+    """Return the size of the batch: where an input has it, else of the first axis 0; else 1."""
+    axes = {**dict.fromkeys((spec.name for spec in specs if spec.shape), 0), **batch_places(specs)}
+    for name in (*batch_places(specs), *axes):
+        if name in feeds and feeds[name].ndim > axes[name]:
+            return int(feeds[name].shape[axes[name]])
+    return 1
 
 
 class _Tally:
@@ -322,20 +327,24 @@ AxisLimits = Mapping[str, tuple[int, int | None]]  # least and largest size by a
 
 
 def feeds_at_sizes(
-    inputs: Sequence[TensorSpec], limits: AxisLimits | None = None
+    inputs: Sequence[TensorSpec],
+    limits: AxisLimits | None = None,
+    example: Example | None = None,
+    sizes: Sequence[Mapping[str, int]] | None = None,
 ) -> list[dict[str, np.ndarray]]:
-    """Return inputs at each of the `parity_sizes`, from one seed each.
+    """Return inputs at each of the `sizes`, by default the `parity_sizes`, from one seed each.
 
     Where nothing but the batch differs, the smaller ones are rows from all over the largest, in
     reverse order: the outputs then also show whether a row depends on its place and on other rows.
     """
-    sizes = parity_sizes(inputs, limits)
-    largest = random_feeds(tuple(inputs), sizes[-1], len(sizes) - 1)
+    make = example.feeds if example else random_feeds
+    sizes = sizes or parity_sizes(inputs, limits, example.sizes(inputs) if example else {})
+    largest = make(tuple(inputs), sizes[-1], len(sizes) - 1)
     by_rows = all(spec.shape[:1] == (BATCH,) and BATCH not in spec.shape[1:] for spec in inputs)
 
     def feeds(seed: int, each: Mapping[str, int]) -> dict[str, np.ndarray]:
         if not by_rows or {**each, BATCH: 0} != {**sizes[-1], BATCH: 0}:
-            return random_feeds(tuple(inputs), each, seed)
+            return make(tuple(inputs), each, seed)
         places = spread_places(sizes[-1][BATCH], each[BATCH])
         return {name: array[places] for name, array in largest.items()}
 
@@ -343,16 +352,20 @@ def feeds_at_sizes(
 
 
 def parity_sizes(
-    inputs: Sequence[TensorSpec], limits: AxisLimits | None = None
+    inputs: Sequence[TensorSpec],
+    limits: AxisLimits | None = None,
+    usual: Mapping[str, int] | None = None,
 ) -> list[dict[str, int]]:
     """Return the sizes of dynamic axes to compare at: batches 1, 2, odd and large, several lengths.
 
-    `limits`: least and largest size by axis, where the model has them.
+    `limits`: least and largest size by axis, where the model has them. `usual`: sizes that the user
+    has; the first two results then are near them.
     """
     images = {
         axis for spec in inputs if len(spec.shape) == 4 for axis in spec.shape[1:]
     }  # their sides must survive the pooling of a CNN
     axes = {axis for spec in inputs for axis in spec.shape if isinstance(axis, str)}
+    rows = batch_axes(inputs)
     if not axes:
         return [{}]
 
@@ -362,11 +375,14 @@ def parity_sizes(
 
     found = [
         {
-            axis: within(axis, batch if axis == BATCH else side if axis in images else length)
+            axis: within(axis, batch if axis in rows else side if axis in images else length)
             for axis in sorted(axes)
         }
         for batch, length, side in zip(BATCHES, _LENGTHS, _SIDES, strict=True)
     ]
+    for axis in (usual or {}).keys() & axes - {BATCH}:
+        size = (usual or {})[axis]
+        found[0][axis], found[1][axis] = within(axis, size), within(axis, -(-3 * size // 4))
     return [sizes for n, sizes in enumerate(found) if sizes not in found[:n]]
 
 
@@ -375,42 +391,167 @@ MOST_CALL_BYTES = 128 << 20  # limit of the largest tensor when comparing
 
 
 def comparison_feeds(
-    first: Engine, second: Engine, samples: Samples | None, graph: Path | None
+    first: Engine,
+    second: Engine,
+    samples: Samples | None,
+    graph: Path | None,
+    sizes: Mapping[str, int] | None = None,
 ) -> tuple[list[Feeds], tuple[str, ...]]:
-    """Return samples, or random inputs at several sizes, in batches that both engines take.
+    """Return the inputs to compare two engines on, in batches that both take, and notes.
 
-    `graph`: the ONNX file that shows how many rows fit into memory; None where there is none. The
-    second result is a note where these are fewer than usual.
+    They are the samples, where there are any, else random inputs at several sizes of the dynamic
+    axes, see `sizes_that_run`. `graph`: the ONNX file that shows how many rows fit into memory;
+    None where there is none. `sizes`: those that the user chose, of some axes or of the batch.
     """
     limits = {**first.limits, **second.limits}
     least, most = limits.get(BATCH, (1, None))
     usual = min(MOST_SAMPLES, most or MOST_SAMPLES)
     if samples is not None:
+        usual, notes = rows_that_run(first, samples, usual)
         size, used = samples.batching(usual, (*first.inputs, *second.inputs))
         samples = samples.first(used)
-        if graph is None or size != usual:
-            return list(samples.batches(size)), ()
+        if graph is None or size != usual or notes:
+            return list(samples.batches(size)), notes
         rows = max(least, rows_that_fit([next(samples.batches(size))], graph))
         return list(samples.batches(min(size, rows))), rows_note(rows, usual)
-    feeds = feeds_at_sizes(first.inputs, limits)
+    found, notes = sizes_that_run(first, sizes or {}, limits)
+    feeds = feeds_at_sizes(first.inputs, sizes=found)
     if graph is None:
-        return list(feeds), ()
+        return list(feeds), notes
     rows = max(least, rows_that_fit(feeds, graph))
-    return first_rows(feeds, rows), rows_note(rows, usual)
+    return first_rows(feeds, rows, first.inputs), (*notes, *rows_note(rows, usual))
+
+
+def rows_that_run(engine: Engine, samples: Samples, most: int) -> tuple[int, tuple[str, ...]]:
+    """Return the samples per call: `most`, or 1 with a note where two do not run and one does.
+
+    Such a model says that its batch may have any size, and has a state for one row.
+    """
+    size, _ = samples.batching(most, engine.inputs)
+    if size != most or min(size, len(samples)) < 2:
+        return most, ()
+    try:
+        engine(samples.rows(slice(2)))
+    except (BadInput, Unsupported) as exc:
+        try:
+            engine(samples.rows(slice(1)))
+        except (BadInput, Unsupported):
+            raise exc from None
+        return 1, (f"run one sample at a time, as two do not run together: {first_line(exc)}",)
+    return most, ()
+
+
+_LONGER = (
+    *(16, 32, 64, 80, 96, 128, 160, 224, 256, 320, 400, 512, 640, 800, 1000, 1024, 1536, 2048),
+    *(4096, 8000, 16000, 32000),
+)
+_SEARCH_S = 30.0  # limit of the search for sizes
+
+
+def sizes_that_run(
+    engine: Engine, given: Mapping[str, int], limits: AxisLimits | None = None
+) -> tuple[list[dict[str, int]], tuple[str, ...]]:
+    """Return sizes of the dynamic axes at which `engine` runs random inputs, and notes.
+
+    Those of `parity_sizes` are tried with one or two rows; where none runs, longer ones, and then
+    single rows. `given`: the sizes that the user chose. Raises BadInput with the engine's
+    own reason where none runs, and for an axis that no input has.
+    """
+    check_axes(engine.inputs, given)
+    batch = batch_axes(engine.inputs)
+    wanted = parity_sizes(engine.inputs, limits)
+    chosen = [{**sizes, **given} for sizes in wanted]
+    chosen = [sizes for n, sizes in enumerate(chosen) if sizes not in chosen[:n]]
+    if chosen == [{}]:
+        return chosen, ()
+    problems: list[DeploykitError] = []
+
+    def runs(sizes: Mapping[str, int], rows: int) -> bool:
+        try:
+            few = {axis: min(size, rows) if axis in batch else size for axis, size in sizes.items()}
+            engine(random_feeds(engine.inputs, {**few, **given}))
+        except (BadInput, Unsupported) as exc:
+            problems.append(exc)
+            return False
+        return True
+
+    good = [sizes for sizes in chosen if runs(sizes, 2)]
+    if len(good) == len(chosen):
+        return chosen, ()
+    free = [axis for axis in wanted[0] if axis not in (*given, *batch)]
+    tries = [{axis: sizes[axis] for axis in free} for sizes in wanted]
+    if free:
+        tries += [dict.fromkeys(free, size) for size in _LONGER]
+    if len(free) in (2, 3):
+        several = product(_LONGER[:: 2 * len(free) - 1], repeat=len(free))
+        tries += [dict(zip(free, each, strict=True)) for each in several]
+    end = time.monotonic() + _SEARCH_S
+    for rows, sizes in product((2, 1), tries if not good else ()):
+        if time.monotonic() > end:
+            break
+        if runs({**wanted[-1], **sizes}, rows):
+            good = [{**each, **sizes, **given} for each in (wanted if rows > 1 else wanted[:1])]
+            longer = {axis: 2 * size for axis, size in sizes.items()}
+            if free and runs({**wanted[-1], **longer}, rows):
+                good.append({**good[-1], **longer})
+            break
+    if not good:
+        names = " ".join(f"`axis` {axis}=SIZE" for axis in free) or "`batch` SIZE"
+        raise BadInput(
+            f"no random inputs of any size that was tried run: {problems[0].message}",
+            hint=f"give real inputs, `data`, or sizes that the model takes: {names}",
+        ) from problems[0]
+    good = [sizes for n, sizes in enumerate(good) if sizes not in good[:n]]
+    shown = [", ".join(f"{axis} = {size}" for axis, size in each.items()) for each in good]
+    reason = first_line(problems[0])
+    return good, (f"compared at {'; '.join(shown)}; at other sizes it does not run: {reason}",)
+
+
+def given_sizes(
+    inputs: Sequence[TensorSpec],
+    batch: int | None,
+    axis: Mapping[str, int] | None,
+    samples: Samples | None,
+) -> dict[str, int]:
+    """Return the sizes of random inputs that the user chose, by axis. Raises BadInput.
+
+    There are none with samples, which have sizes of their own.
+    """
+    sizes = dict(axis or {})
+    if batch is not None:
+        sizes |= dict.fromkeys(batch_axes(inputs) or (BATCH,), batch)
+    if sizes and samples is not None:
+        raise BadInput(
+            f"`axis` and `batch` are sizes of random inputs; those of {samples.where} have theirs"
+        )
+    check_axes(inputs, sizes)
+    return sizes
+
+
+def check_axes(inputs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> None:
+    """Raise BadInput for a size below 1, and for an axis that no input has."""
+    known = dict.fromkeys(a for spec in inputs for a in spec.shape if isinstance(a, str))
+    for axis, size in sizes.items():
+        if axis not in known:
+            raise BadInput(
+                f"no input has a dynamic axis '{axis}'",
+                hint="the dynamic axes are: " + (", ".join(known) or "none"),
+            )
+        if size < 1:
+            raise BadInput(f"`axis` {axis} must be 1 or more, got {size}")
 
 
 def axis_sizes(samples: Samples | None, inputs: Sequence[TensorSpec], batch: int) -> dict[str, int]:
-    """Return the sizes of the dynamic axes in `samples`, with `batch` at axis 0."""
+    """Return the sizes of the dynamic axes in `samples`, with `batch` where the samples lie."""
+    sizes = dict.fromkeys(batch_axes(inputs), batch)
     if samples is None:
-        return {str(spec.shape[0]): batch for spec in inputs if spec.batched}
-    return {
-        axis: batch if place == 0 else size
-        for spec in inputs
-        for place, (axis, size) in enumerate(
-            zip(spec.shape, samples.inputs[spec.name].shape, strict=True)
-        )
-        if isinstance(axis, str)
-    }
+        return sizes
+    for spec in inputs:
+        own, found = samples.axis(spec.name), samples.inputs[spec.name].shape
+        for place, (axis, size) in enumerate(zip(spec.shape, found, strict=True)):
+            if isinstance(axis, str):
+                sizes.setdefault(axis, batch if place == own else size)
+    return sizes
 
 
 def batch_that_fits(source: Graph, sizes: Mapping[str, int], most_bytes: int = MOST_BYTES) -> int:
@@ -432,27 +573,32 @@ def rows_that_fit(feeds: Sequence[Feeds], graph: Path) -> int:
     from deploykit.graph.graph import Graph
 
     opened = Graph.open(graph)
-    if not all(spec.batched for spec in opened.inputs):
+    batch = batch_axes(opened.inputs)
+    if not batch:
         return MOST_SAMPLES
     largest = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
     sizes = {
-        axis: size if place else 1
+        axis: 1 if axis in batch else size
         for spec in opened.inputs
         if spec.name in largest  # else the engines differ, which their comparison reports
-        for place, (axis, size) in enumerate(
-            zip(spec.shape, largest[spec.name].shape, strict=False)
-        )
+        for axis, size in zip(spec.shape, largest[spec.name].shape, strict=False)
         if isinstance(axis, str)
     }
     return max(2, batch_that_fits(opened, sizes, MOST_CALL_BYTES))
 
 
-def first_rows(feeds: Sequence[Feeds], rows: int) -> list[Feeds]:
+def first_rows(feeds: Sequence[Feeds], rows: int, inputs: Sequence[TensorSpec]) -> list[Feeds]:
     """Return at most `rows` rows of each feed, from first to last; all for `MOST_SAMPLES`."""
     if rows >= MOST_SAMPLES:
         return list(feeds)
+    axes = batch_places(inputs)
     return [
-        {name: array[spread_places(len(array), rows)[::-1]] for name, array in each.items()}
+        {
+            name: array.take(spread_places(array.shape[axis], rows)[::-1], axis)
+            if (axis := axes.get(name)) is not None
+            else array
+            for name, array in each.items()
+        }
         for each in feeds
     ]
 

@@ -71,6 +71,36 @@ def proportion(successes: float, n: int) -> Interval:
     return Interval(share, low, high)
 
 
+def mean_score(scores: np.ndarray | Sequence[float]) -> Interval:
+    """Return the mean of scores in 0..1, shape (samples,), with its interval over the samples.
+
+    Scores of 0 and 1 only: Wilson's. Others, such as shares of a sample's characters, vary less:
+    the t interval, within 0..1. A single score, or equal ones, have Wilson's too.
+    """
+    found = finite(scores, "scores")
+    if bool(np.isin(found, (0, 1)).all()) or bool((found == found[0]).all()):
+        return proportion(min(float(found.sum()), len(found)), len(found))
+    mean = _mean(found)
+    return Interval(mean.value, max(0.0, mean.low), min(1.0, mean.high))
+
+
+def pooled_share(successes: np.ndarray, trials: np.ndarray) -> Interval | None:
+    """Return all successes by all trials of samples that have several, shape (samples,) each.
+
+    The unit is a sample, as the trials of one depend on each other (pixels, boxes): the ratio
+    estimator's interval, as in `throughput`. Where each sample has one trial, or all have the same
+    share, Wilson's. None without a trial.
+    """
+    used = trials > 0
+    if not used.any():
+        return None
+    share, n = successes[used] / trials[used], int(used.sum())
+    if bool((trials[used] == 1).all()) or bool((share == share[0]).all()):
+        return proportion(n * float(successes.sum() / trials.sum()), n)
+    mean = _mean(share, trials[used].astype(np.float64))
+    return Interval(mean.value, max(0.0, mean.low), min(1.0, mean.high))
+
+
 def paired_drop(
     reference_scores: np.ndarray | Sequence[float],
     candidate_scores: np.ndarray | Sequence[float],

@@ -15,16 +15,17 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec, concrete
+from deploykit.engines.data.examples import Example
 from deploykit.engines.torch.advice import is_users, is_written_for_tracing, source_place
 from deploykit.exporting.operators import recurrent_layers_whole, translations
-from deploykit.exporting.reasons import CallWatch, SizeWatch, baked, explain
+from deploykit.exporting.reasons import CallWatch, Decision, SizeWatch, baked, explain
 
 torch: ModuleType = require("torch")
 transformer: Any = require("torch.nn.modules.transformer")
@@ -73,13 +74,17 @@ def example_sizes(
 
 @dataclass(frozen=True)
 class ExportJob:
-    """A module to export. `sizes`: those of its dynamic axes in the example; they may grow."""
+    """A module to export.
+
+    `sizes`: those of its dynamic axes in the example; they may grow. `given`: the user's example.
+    """
 
     module: Any
     inputs: Sequence[TensorSpec]
     outputs: Sequence[TensorSpec]
     opset: int
     sizes: dict[str, int]
+    given: Example = field(default_factory=Example)
 
     @property
     def names(self) -> dict[str, list[str]]:
@@ -90,7 +95,13 @@ class ExportJob:
         }
 
     def example(self) -> tuple[Any, ...]:
-        """Return zeros, which are valid ids of any vocabulary; masks are ones."""
+        """Return the user's values, else zeros, valid ids of any vocabulary; masks are ones."""
+        if self.given.arrays:
+            feeds = self.given.real_feeds(self.inputs, self.sizes)
+            return tuple(
+                torch.tensor(feeds[spec.name], dtype=getattr(torch, spec.dtype))
+                for spec in self.inputs
+            )
         return tuple(
             (torch.ones if spec.dtype == "bool" or "mask" in spec.name.lower() else torch.zeros)(
                 concrete(spec, self.sizes), dtype=getattr(torch, spec.dtype)
@@ -98,12 +109,13 @@ class ExportJob:
             for spec in self.inputs
         )
 
-    def dynamic_shapes(self) -> tuple[Any, ...]:
-        """Return one Dim for each name, so that inputs share their axes."""
+    def dynamic_shapes(self, *, named: bool = True) -> tuple[Any, ...]:
+        """Return one Dim for each name, so that inputs share their axes; else torch's own names."""
         dims: dict[str, Any] = {}
+        free = torch.export.Dim.DYNAMIC
         shapes = tuple(
             {
-                at: dims.setdefault(axis, torch.export.Dim(axis))
+                at: dims.setdefault(axis, torch.export.Dim(axis)) if named else free
                 for at, axis in enumerate(spec.shape)
                 if isinstance(axis, str)
             }
@@ -113,12 +125,13 @@ class ExportJob:
         return (shapes,) if kinds[:1] == [inspect.Parameter.VAR_POSITIONAL] else shapes
 
 
-def by_dynamo(job: ExportJob) -> tuple[Any, tuple[str, ...]]:
+def by_dynamo(job: ExportJob, *, named: bool = True) -> tuple[Any, tuple[Decision, ...]]:
     """Run torch's current exporter; return the graph and the sizes that the model branched on.
 
-    Raises NotExported.
+    Where the axes are not `named`, torch goes on to its stricter way of tracing if the first one
+    makes a size a constant, as `len(x)` does. Raises NotExported.
     """
-    example, shapes = job.example(), job.dynamic_shapes()
+    example, shapes = job.example(), job.dynamic_shapes(named=named)
     with _exporting(), recurrent_layers_whole(), SizeWatch() as watch:
         try:
             program = torch.onnx.export(
@@ -134,10 +147,12 @@ def by_dynamo(job: ExportJob) -> tuple[Any, tuple[str, ...]]:
             graph = program.model
             # torch silently makes an axis a constant, or ties it to another, where the model works
             # at no other size
+            axes: dict[str, str] = {}  # of torch's names, where these are not ours
             for value, spec in zip(graph.graph.inputs, job.inputs, strict=True):
                 for at, (axis, dim) in enumerate(zip(spec.shape, value.shape, strict=True)):
                     size = dim if isinstance(dim, int) else str(dim.value)
-                    if isinstance(axis, str) and size != axis:
+                    own = str(size) if named else axes.setdefault(str(size), str(axis))
+                    if isinstance(axis, str) and (own != axis or isinstance(size, int)):
                         with SizeWatch() as again:
                             _capture_alone(job)
                         raise baked(spec, at, size, again.place(job.sizes[axis]))
@@ -146,7 +161,7 @@ def by_dynamo(job: ExportJob) -> tuple[Any, tuple[str, ...]]:
             raise explain(exc, job.inputs, job.sizes) from exc
 
 
-def by_torchscript(job: ExportJob, folder: Path) -> tuple[Any, tuple[str, ...]]:
+def by_torchscript(job: ExportJob, folder: Path) -> tuple[Any, tuple[Decision, ...]]:
     """Run torch's older exporter; return the graph and the lines whose branch it froze.
 
     `folder`: where its file and, past 2 GiB, one file for each weight may lie as long as the graph
@@ -176,7 +191,7 @@ def by_torchscript(job: ExportJob, folder: Path) -> tuple[Any, tuple[str, ...]]:
         except (torch.onnx.OnnxExporterError, *_RAISED) as exc:
             raise explain(exc, job.inputs, job.sizes) from exc
     frozen = [
-        source_place(item.filename, item.lineno)
+        Decision("", source_place(item.filename, item.lineno))
         for item in warned
         if issubclass(item.category, torch.jit.TracerWarning)
         and _FROZEN in str(item.message)
@@ -240,8 +255,10 @@ def cutting_line(job: ExportJob) -> str:
 def watch_calls(job: ExportJob) -> CallWatch:
     """Run the module, and return which line of the user's code called which operator."""
     watch = CallWatch(job.module)
-    with _exporting(), contextlib.suppress(*_RAISED), watch:
-        job.module(*job.example())
+    example = job.example()
+    with _exporting(), contextlib.suppress(*_RAISED), watch.of(example):
+        job.module(*example)
+        watch.ended = True
     return watch
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from deploykit.core.files import StrPath
 from deploykit.core.manifest import Manifest
 from deploykit.core.profile import Profile, load_profile
 from deploykit.core.task import Task
-from deploykit.core.tensors import BATCH, TensorSpec, mismatch, parse_spec
+from deploykit.core.tensors import BATCH, TensorSpec
 from deploykit.engines.data.preprocess import load_placing, load_preprocess
 from deploykit.engines.data.samples import random_feeds, read_samples
 from deploykit.evaluation.artefacts import (
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import torch
 
     from deploykit.engines.torch.loaded import Loaded
-    from deploykit.exporting.load import Tensors
+    from deploykit.exporting.load import DynamicAxes, Tensors
     from deploykit.exporting.onnx import Exported
 
 
@@ -55,7 +55,7 @@ def export(
     arch: str | None = None,
     inputs: Sequence[str] = (),
     batch: str | int = "dynamic",
-    dynamic_axes: Mapping[str, Mapping[int, str]] | None = None,
+    dynamic_axes: DynamicAxes | None = None,
     opset: int | None = None,
     profile: str | None = None,
     preprocess: str | None = None,
@@ -78,13 +78,15 @@ def export(
     Args:
         model: a live `nn.Module`, which stays as it is; a .pt, .pth, .ckpt, .pt2, .safetensors or
             TorchScript file; or a Hugging Face folder.
-        example_inputs: a tensor, a tuple by position or a dict by name; axis 0 is the batch.
+        example_inputs: a tensor, a tuple by position or a dict by name; axis 0 is the batch. The
+            model runs at its sizes, and on its integers, booleans and masks.
         out: by default MODEL.onnx.
         arch: builder of the model of bare weights: pkg.mod:callable, ./file.py:callable, a name of
             torchvision's, or "timm:NAME".
-        inputs: specs in place of an example, 'x:float32[N,3,224,224]'.
+        inputs: specs in place of an example, 'x:float32[N,3,224,224]'; 'ids:int64[N,T<=512]' for an
+            axis with a largest size.
         batch: "dynamic" or a size.
-        dynamic_axes: other dynamic axes of the example, {"input_ids": {1: "T"}}.
+        dynamic_axes: other dynamic axes of the example, {"input_ids": {1: "T"}} or "T<=512".
         profile: the target, for opset and operators.
         preprocess: "imagenet" or a TOML file; the graph then takes bytes.
         samples: real inputs to compare on (.npz or a folder), else random ones.
@@ -124,8 +126,7 @@ def export(
     if opset is None:
         opset = (target and target.opset) or DEFAULT_OPSET
     on_progress("loading the model", 0.0)
-    specs = tuple(map(parse_spec, inputs))
-    source = open_source(model, example_inputs, specs, dynamic_axes, arch, allow_pickle)
+    source = open_source(model, example_inputs, inputs, dynamic_axes, arch, allow_pickle)
     job = with_task(source, options, pixels, load_placing(preprocess))
     source = replace(source, loaded=_with_batch(job.loaded, size))
     rows = source.loaded.inputs[0].shape[:1]
@@ -137,18 +138,25 @@ def export(
     loaded, image = source.loaded, job.task.image if job.task else None
     usual = example_sizes(loaded.inputs)
     sizes = {axis: low + 1 for axis, (low, _) in loaded.limits.items() if low >= usual[axis]}
+    sizes |= loaded.sizes
     if image and image.multiple > 1:
         sizes |= sides_of(loaded.inputs[0], image.multiple)
     with stage(place) as tmp:
         on_progress("exporting", 0.1)
         done = export_module(
-            loaded.module, loaded.inputs, loaded.outputs, tmp, opset=opset, sizes=sizes
+            loaded.module,
+            loaded.inputs,
+            loaded.outputs,
+            tmp,
+            opset=opset,
+            sizes=sizes,
+            example=loaded.example,
         )
         on_progress("comparing with PyTorch", 0.7)
-        with _naming_decisions(done):
+        with _naming_causes(done):
             proof = prove_export(source, tmp, feeds, max_error, place.name, done)
         _check_found(proof.parity, job, place)
-        with _naming_decisions(done):
+        with _naming_causes(done, proof.cause):
             on_progress("writing the manifest", 0.95)
             manifest, notes = _record(source, job, done, proof, target, tmp)
             return keep_if_equal(tmp, Made(place, manifest, notes), proof.parity)
@@ -181,8 +189,8 @@ def _hint_of_weights(module: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def _naming_decisions(done: Exported) -> Iterator[None]:
-    """Add to the error of a graph that is not the model which branches it keeps, and the cure."""
+def _naming_causes(done: Exported, cause: str = "") -> Iterator[None]:
+    """Add to the error of a graph that is not the model why it is not, and a cure."""
     from deploykit.exporting.onnx import add_cause
 
     try:
@@ -190,6 +198,9 @@ def _naming_decisions(done: Exported) -> Iterator[None]:
     except (BadInput, GateFailed, Unsupported) as exc:
         if isinstance(exc, GateFailed) and (hint := _hint_of_weights(done.job.module)):
             exc.hint = hint
+        elif cause:
+            exc.message += f"; {cause}"
+            exc.hint = "leave such rows out of `samples`, or multiply the answer by the mask"
         else:
             add_cause(exc, done.job, done.decided)
         raise
@@ -224,8 +235,8 @@ def _record(
         notes.append(f"{source.name} ran code of its own while it was loaded (`allow_pickle`)")
     if done.fallback:
         notes.append(f"exported with torch's older {done.exporter} exporter: {done.fallback}")
-    elif done.decided:
-        notes.append(f"the graph is for sizes with {', '.join(done.decided)}")
+    elif proof.decided:
+        notes.append(f"the graph is for sizes with {', '.join(map(str, proof.decided))}")
     if proof.recorded is None:
         notes.append("no golden samples recorded: inputs and outputs are too large")
     notes += [
@@ -269,16 +280,14 @@ def _feeds(
 ) -> list[dict[str, np.ndarray]]:
     """Return inputs to compare on: examples, and others at every size of the dynamic axes."""
 
-    inputs, limits = source.loaded.inputs, source.loaded.limits
+    inputs, limits, example = source.loaded.inputs, source.loaded.limits, source.loaded.example
     feeds: list[dict[str, np.ndarray]] = []
-    if source.example is not None:
-        example = dict(source.example)
-        if not any(mismatch(s, example[s.name].dtype.name, example[s.name].shape) for s in inputs):
-            feeds.append(example)  # else the batch is fixed at another size, or it takes bytes
+    if example.arrays:
+        feeds.append(example.real_feeds(inputs, example.sizes(inputs)))
     if task and task.image and not task.image.height:
         feeds.append(random_feeds(inputs, sides_of(inputs[0], task.image.multiple)))
     if samples is None:
-        return feeds + feeds_at_sizes(inputs, limits)
+        return feeds + feeds_at_sizes(inputs, limits, example)
     found, sizes = read_samples(samples, inputs, task=task), parity_sizes(inputs, limits)
     counts = [size] if size else [each[BATCH] for each in sizes if BATCH in each]
     for count in counts or [1]:

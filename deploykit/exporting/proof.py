@@ -14,7 +14,7 @@ from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.evidence import GoldenSamples, Parity, ParityRow, RowIndependence
 from deploykit.core.tensors import batch_axes
 from deploykit.engines.batching import JoinedRun
-from deploykit.engines.data.samples import random_feeds
+from deploykit.engines.data.examples import Example
 from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.evaluation import batching, golden
 from deploykit.evaluation.parity import (
@@ -28,25 +28,36 @@ from deploykit.evaluation.parity import (
     rows_that_fit,
 )
 from deploykit.exporting.load import ExportSource
+from deploykit.exporting.outside import probe_outside, without_hidden_rows
 
 if TYPE_CHECKING:
     import numpy as np
 
     from deploykit.engines.torch.loaded import Loaded
     from deploykit.exporting.onnx import Exported
+    from deploykit.exporting.reasons import Decision
 
 EXPORT_MAX_ERROR = 1e-4  # float32 on both sides: only the order of additions differs
 
 _IN_PARTS = "compared in two parts: the values by which the answers are chosen, then the choice"
 
+_HIDDEN = (
+    "only where a mask hides a whole row: PyTorch answers 0 there, ONNX the mean of all places"
+)
+
 
 class Proof(NamedTuple):
-    """The measurements of an exported graph."""
+    """The measurements of an exported graph.
+
+    `decided`: which sizes it is for. `cause`: why it is not the model, if that was found.
+    """
 
     parity: Parity
     recorded: GoldenSamples | None
     batching: RowIndependence
     notes: tuple[str, ...]
+    decided: tuple[Decision, ...]
+    cause: str = ""
 
 
 def prove_export(
@@ -72,16 +83,17 @@ def prove_export(
     loaded = source.loaded
     joined: list[JoinedRun] = []
     most = rows_that_fit(feeds, tmp)
-    feeds = first_rows(feeds, most)
+    feeds = first_rows(feeds, most, loaded.inputs)
     bound = EXPORT_MAX_ERROR if max_error is None else max_error
     check = partial(compare_engines, max_error=bound, names=(source.name, out_name))
     with TorchEngine(loaded, source.name, "cpu", None) as reference:
+        feeds, left_out = _taken(reference, feeds, loaded.example)
         with load(tmp, "cpu") as exported:
             try:
                 keep = batching.keep_runs(exported, feeds, joined)
                 parity = check(reference, exported, feeds, each=keep)
             except DeploykitError as exc:
-                axis = _fixed_axis(reference, exported, done.job.sizes)
+                axis = _fixed_axis(reference, exported, done)
                 if axis is None:
                     raise
                 raise BadInput(
@@ -97,13 +109,19 @@ def prove_export(
                 few = {n: a[: golden.SAMPLES] if n in cut else a for n, a in few.items()}
             recorded = golden.record(reference, few, tmp)
             rows = batching.prove_batch(exported, tmp, recorded, most, joined)
-            notes = rows_note(most)
+            notes = (*left_out, *rows_note(most))
             chooses = all("float" not in spec.dtype for spec in loaded.outputs)
             if loaded.parts is not None and (chooses or not parity.passed):
                 values, first = _compare_parts(source, tmp, done, exported, feeds, check, most)
                 parity, rows = replace(parity, rows=values), rows if rows.passed else first
                 notes += (_IN_PARTS,)
             notes += batching.notes(exported, rows)
+            decided = tuple(x for x in done.decided if _limits(x, reference, exported, done))
+            cause = ""
+            if parity.passed:
+                notes += probe_outside(reference, exported, few)
+            elif (others := without_hidden_rows(loaded.inputs, feeds)) is not None:
+                cause = _HIDDEN if check(reference, exported, others).passed else ""
         if max_error is None and not parity.passed:  # the graph is closed: float64 needs its memory
             least = feeds if most == MOST_SAMPLES else feeds[:1]  # in float64, with slow kernels
             least = sorted(least, key=lambda each: sum(array.size for array in each.values()))
@@ -114,7 +132,30 @@ def prove_export(
                 with suppress(DeploykitError):  # it takes no single rows either
                     others = partial(in_other_batches, reference)
                     parity = add_float32_errors(parity, reference, others, least[::-1])
-        return Proof(parity, recorded, rows, notes)
+        return Proof(parity, recorded, rows, notes, decided, cause)
+
+
+def _taken(
+    reference: Engine, feeds: Sequence[Mapping[str, np.ndarray]], example: Example
+) -> tuple[list[Mapping[str, np.ndarray]], tuple[str, ...]]:
+    """Return the feeds that the model takes, with the example's values where it refuses others.
+
+    A size at which it takes neither is left out, with a note; the first feeds are the example.
+    """
+    if not example.arrays:
+        return list(feeds), ()
+    kept, lost = [*feeds[:1]], []
+    for each in feeds[1:]:
+        sizes = Example(each).sizes(reference.inputs)
+        for tried in (each, example.real_feeds(reference.inputs, sizes)):
+            with suppress(DeploykitError):
+                reference(tried)
+                kept.append(tried)
+                break
+        else:
+            lost.append(" ".join(f"{axis}={size}" for axis, size in sorted(sizes.items())))
+    notes = (f"not compared at {', '.join(lost)}, which the model does not take",)
+    return kept, notes if lost else ()
 
 
 class _ChosenBy:
@@ -151,7 +192,13 @@ def _compare_parts(
     with tempfile.TemporaryDirectory(dir=tmp.parent) as folder:
         file, sizes = Path(folder) / "first.onnx", done.job.sizes
         export_module(
-            first.module, first.inputs, first.outputs, file, opset=done.opset, sizes=sizes
+            first.module,
+            first.inputs,
+            first.outputs,
+            file,
+            opset=done.opset,
+            sizes=sizes,
+            example=done.job.given,
         )
         with (
             TorchEngine(first, source.name, "cpu", None) as reference,
@@ -164,15 +211,35 @@ def _compare_parts(
     return (*values.rows, *chosen.rows), batch
 
 
-def _fixed_axis(reference: Engine, exported: Engine, base: Mapping[str, int]) -> str | None:
+def _limits(decision: Decision, reference: Engine, exported: Engine, done: Exported) -> bool:
+    """Return whether the graph is not the model where `decision` does not hold.
+
+    torch names every size that it compared: often both branches compute the same.
+    """
+    base = done.job.sizes
+    for axis in base:
+        low, high = reference.limits.get(axis, (1, None))
+        sizes = ({**base, axis: size} for size in range(low, min(high or 512, 512) + 1))
+        outside = next((each for each in sizes if decision.holds(each) is False), None)
+        if outside is not None:
+            feeds = [done.job.given.real_feeds(reference.inputs, outside)]
+            with suppress(DeploykitError):
+                return not compare_engines(reference, exported, feeds).passed
+            return True
+    return True
+
+
+def _fixed_axis(reference: Engine, exported: Engine, done: Exported) -> str | None:
     """Return the first dynamic axis along which the graph fails and the model does not.
 
-    `base`: the sizes at which the graph was exported. Returns None where it fails at these too.
+    Returns None where it fails at the sizes of the export too.
     """
-    others = parity_sizes(reference.inputs, reference.limits)
+    base = done.job.sizes
+    example = done.job.given
+    others = parity_sizes(reference.inputs, reference.limits, example.sizes(reference.inputs))
     changes = [{}, *({axis: each[axis]} for axis in base for each in others if axis in each)]
     for change in changes:
-        feeds = random_feeds(reference.inputs, {**base, **change})
+        feeds = example.feeds(reference.inputs, {**base, **change})
         with suppress(DeploykitError):
             reference(feeds)
             try:

@@ -32,6 +32,9 @@ class Editor:
         self.graph = self.model.graph
         self.inputs = {value.name for value in source.model.graph.input}
         stored = source.initializers
+        if self.model.ir_version < 4:  # there all constants are listed as inputs
+            self.inputs -= stored.keys()
+            self.model.ir_version = 4
         self.constants = {name: t for name, t in stored.items() if name not in self.inputs}
         self._defaults = [t for name, t in stored.items() if name in self.inputs]
         nodes = list(all_nodes(self.graph))

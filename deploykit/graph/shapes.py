@@ -147,7 +147,7 @@ def _fix(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> None:
     for value in graph.input:
         for place, axis in enumerate(value.type.tensor_type.shape.dim):
             if axis.dim_value < 0 or not axis.HasField("dim_value"):
-                name = axis.dim_param or axis_name(value.name, place)
+                name = axis_name(value.name, place, axis.dim_param)
                 axis.dim_value = known[name] = sizes.get(name, 1)
     for value in (*graph.output, *graph.value_info):
         for axis in value.type.tensor_type.shape.dim:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
+from itertools import chain
 from types import GenericAlias
 from typing import Any, get_args, get_origin
 
@@ -35,6 +36,8 @@ from deploykit.pipelines.stages import (
 _KINDS = {bytes: "bytes", str: "text", np.ndarray: "image"} | dict.fromkeys(
     (dict, list, int, float, bool, Any), "json"
 )
+_STEP = 1 << 16  # values that become a list at once, which holds the GIL
+_PLAIN = {int, str, bool, type(None)}
 _VALUE_BYTES = 80  # memory for each comma, colon and opening bracket of JSON
 
 
@@ -69,7 +72,7 @@ class StageGraph:
             },
         }
 
-    def read(self, data: bytes) -> Any:
+    def read(self, data: bytes, *, own_file: bool = False) -> Any:
         """Decode the bytes of a request as the input.
 
         bytes: as they are; text: UTF-8; image: uint8 (height, width, 3); json: as annotated.
@@ -78,7 +81,7 @@ class StageGraph:
         if self.kind == "image":
             from deploykit.engines.tasks.images import read_pixels  # needs Pillow
 
-            return read_pixels(data)
+            return read_pixels(data, own_file=own_file)
         if self.kind == "bytes":
             return data
         try:
@@ -122,7 +125,11 @@ def _json(value: Any) -> Any:
         if value.dtype.kind == "f" and not np.isfinite(value).all():
             finite, value = np.isfinite(value), value.astype(object)
             value[~finite] = None
-        return _json(value.tolist()) if value.dtype == object else value.tolist()
+        if value.dtype == object or not value.ndim:
+            return _json(value.tolist())
+        step = max(1, _STEP * len(value) // max(1, value.size))  # in rows
+        parts = (value[at : at + step].tolist() for at in range(0, len(value), step))
+        return list(chain.from_iterable(parts))
     if isinstance(value, np.generic):
         return _json(value.item())
     if isinstance(value, float):
@@ -130,7 +137,8 @@ def _json(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _json(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)) and not hasattr(value, "_asdict"):
-        return [_json(each) for each in value]
+        plain = set(map(type, value)) <= _PLAIN
+        return list(value) if plain else [_json(each) for each in value]
     if hasattr(value, "__dataclass_fields__") and not hasattr(value, "to_dict"):
         return {name: _json(getattr(value, name)) for name in value.__dataclass_fields__}
     return json_value(value)

@@ -179,7 +179,7 @@ def _answer(opened: OpenPipeline, files: Sequence[Path]) -> list[Any]:
     graph, inputs = opened.graph, list[Any]()
     for file in files:
         try:
-            inputs.append(graph.read(file.read_bytes()))
+            inputs.append(graph.read(file.read_bytes(), own_file=True))
         except BadInput as exc:
             raise BadInput(f"{file}: {exc.message}", hint=exc.hint) from exc
     try:

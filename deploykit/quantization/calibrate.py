@@ -150,7 +150,7 @@ def calibrate(
                     )
                 ranges[name] = ranges.get(name, seen).merge(seen)
         for rows in places:
-            feeds = {name: array[rows] for name, array in samples.inputs.items()}
+            feeds = samples.rows(rows)
             found = [each.copy() for each in session.run(own, {**feeds, **weights})]
             kept.append((rows, found))
             kept_bytes += sum(each.nbytes for each in found)
@@ -192,7 +192,8 @@ def check_samples(samples: Samples) -> None:
             hint="some hundred samples like those that the model will see serve best",
         )
     check_finite(samples)
-    if all((array == array[:1]).all() for array in samples.inputs.values()):
+    arrays = map(samples.each, samples.inputs)
+    if all((array == array[:1]).all() for array in arrays):
         raise BadInput(
             f"{samples.where}: all {len(samples)} samples are the same: no range can be learned"
         )

@@ -6,8 +6,9 @@ import contextlib
 import math
 import sys
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,10 +34,16 @@ from deploykit.evaluation import golden
 from deploykit.evaluation.accuracy import Metric, find_metric
 from deploykit.evaluation.artefacts import Progress
 from deploykit.evaluation.evaluation import MAX_DROP, evaluate, evaluation_feeds
-from deploykit.evaluation.parity import MOST_SAMPLES, axis_sizes, batch_that_fits
+from deploykit.evaluation.parity import (
+    MOST_SAMPLES,
+    axis_sizes,
+    batch_that_fits,
+    given_sizes,
+    rows_that_run,
+)
 from deploykit.evaluation.simulate import open_graph, round_halves, runs_graphs
 from deploykit.evaluation.statistics import samples_to_show_no_drop
-from deploykit.graph.graph import Graph
+from deploykit.graph.graph import Graph, opset
 
 if TYPE_CHECKING:
     from deploykit.quantization.calibrate import Calibration
@@ -58,6 +65,8 @@ class QuantizeRequest:
     data: Path | None = None
     metric: str | None = None
     max_drop: float | None = None
+    batch: int | None = None
+    axis: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class Job:
     """One model to convert: its graph, its data, and the metric that it is evaluated by.
 
     `metric`: None without labels. `scales`: those before a calibrator is chosen. `batch_size`:
-    samples per call.
+    samples per call. `sizes`: of the axes of random inputs that the user chose.
     """
 
     model: Artefact
@@ -75,6 +84,7 @@ class Job:
     metric: Metric | None
     scales: Scales
     batch_size: int = MOST_SAMPLES
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def source(self) -> Graph:
@@ -157,30 +167,56 @@ def prepare(
 ) -> Job:
     """Open the graph, read and check the data, and calibrate."""
     from deploykit.quantization.calibrate import calibrate
+    from deploykit.quantization.opset import needed_opset, with_opset
     from deploykit.quantization.scales import Scales, places_to_choose_on
 
     on_progress("reading the model", 0.0)
     source = Graph.open(model.path)
+    source.outputs  # noqa: B018 - raises for one that is no tensor
     calib, test = (
         read_samples(path, source.inputs, task=model.task) if path else None
         for path in (request.calib, request.data)
     )
     metric = find_metric(request.metric or DEFAULT_METRIC)
     labelled = _check_labels(request, test)
-    batch_size = batch_that_fits(source, axis_sizes(test or calib, source.inputs, 1))
-    scales = Scales(source)
+    samples = test or calib
+    batch = None if samples else request.batch  # of samples it says how many make a call
+    sizes = given_sizes(source.inputs, batch, request.axis, samples)
+    least = needed_opset(source, request.to, request.runtime, request.other_nodes)
+    try:
+        source, notes = with_opset(model, source, least, samples, sizes)
+    except BadInput:
+        if request.to != "auto" or opset(source.model) < BY_NAME["int8"].min_opset:
+            raise
+        notes = ()  # levels that need a newer one are steps that say so
+    rows = batch_that_fits(source, axis_sizes(samples, source.inputs, 1))
+    rows = min(rows, request.batch or rows)
     if calib:
         on_progress("calibrating", 0.1)
         doubts = tuple(check_calibration(calib, source.inputs))
         # the check for float16 overflow needs no outliers left out
         pairs = request.to in (*CALIBRATED, "auto")
-        places = places_to_choose_on(source, calib, batch_size) if pairs else ()
-        method = "mixed" if pairs else "minmax"
-        calibration = calibrate(source, calib, method=method, places=places)
+        run = partial(calibrate, source, calib, method="mixed" if pairs else "minmax")
+        places = partial(places_to_choose_on, source, calib) if pairs else lambda _: ()
+        try:
+            calibration = run(places=places(rows), batch_size=rows)
+        except BadInput:
+            with load(model, "cpu") as engine:
+                rows, single = rows_that_run(engine, calib, rows)
+            if not single:
+                raise
+            notes += single
+            calibration = run(places=places(rows), batch_size=rows)
         record = calibration_record(request, calibration, doubts)
-        notes = (*doubts, *_overlap(request, calib, test))
+        notes = (*notes, *doubts, *_overlap(request, calib, test))
         scales = Scales(source, calibration, record, notes)
-    return Job(model, request, calib, test, metric if labelled else None, scales, batch_size)
+    else:
+        if test:
+            with load(model, "cpu") as engine:
+                rows, single = rows_that_run(engine, test, rows)
+            notes += single
+        scales = Scales(source, notes=notes)
+    return Job(model, request, calib, test, metric if labelled else None, scales, rows, sizes)
 
 
 def calibration_record(
@@ -258,12 +294,13 @@ def evaluate_engines(
         max_drop=job.request.max_drop,
         names=(job.model.name, name),
         batch_size=job.batch_size,
+        sizes=job.sizes,
     )
     if converted is None or found.sqnr_db != -math.inf:
         return found
     from deploykit.evaluation.divergence import first_divergence
 
-    for feeds in evaluation_feeds(reference, candidate, job.samples, job.batch_size, {}):
+    for feeds in evaluation_feeds(reference, candidate, job.samples, job.batch_size, job.sizes):
         outputs = candidate(feeds).values()
         if all(np.isfinite(each).all() for each in outputs if each.dtype.kind == "f"):
             continue
@@ -294,6 +331,8 @@ def evaluate_engine(
                 f"{request.data}: {len(samples)} samples, the engine needs {low} or more"
             )
         samples = samples.first(len(samples) // low * low)
+    elif high != 1:
+        size, _ = rows_that_run(reference, samples, size)
     return evaluate(
         reference,
         engine,
@@ -317,7 +356,8 @@ def golden_samples(
     if job.samples is None:
         found = golden.carry(job.model, path)
     else:
-        size, _ = job.samples.batching(golden.SAMPLES, reference.inputs)
+        few = min(golden.SAMPLES, job.batch_size)
+        size, _ = job.samples.batching(few, reference.inputs)
         found = golden.record(reference, next(job.samples.batches(size)), path)
     return golden.loosen(found, path, candidate) if found else None
 

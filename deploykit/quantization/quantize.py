@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from deploykit.evaluation.artefacts import (
     stage,
 )
 from deploykit.evaluation.outputs import named_files
+from deploykit.evaluation.parity import sizes_that_run
 from deploykit.graph.graph import Graph
 from deploykit.quantization.job import (
     Job,
@@ -56,6 +58,8 @@ def quantize(
     data: StrPath | None = None,
     metric: str | None = None,
     max_drop: float | None = None,
+    batch: int | None = None,
+    axis: Mapping[str, int] | None = None,
     other_nodes: str = "fp32",
     runtime: str | None = None,
     profile: str | None = None,
@@ -76,6 +80,9 @@ def quantize(
         metric: "top1" where None, "perplexity" or `pkg.mod:callable`; BadInput without labels.
         max_drop: bound for the upper end of the 95 % interval of the drop in `metric`, a fraction:
             0.01, the default, is one percentage point.
+        batch: samples per call [32, or what fits]; without data, rows of the random inputs.
+        axis: sizes of the random inputs' other dynamic axes by name, where there is no data; by
+            default several at which the model runs.
         other_nodes: the precision of the nodes around int8, fp8 or stored weights: "fp32", "fp16".
         runtime: what will run the file, "tensorrt" or "onnxruntime", which need INT8's Q/DQ pairs
             at different places; None takes the profile's, or TensorRT.
@@ -98,6 +105,8 @@ def quantize(
         data=Path(data) if data else None,
         metric=metric,
         max_drop=max_drop,
+        batch=batch,
+        axis=axis,
     )
     check_quantize_options(request)
     read = (calib, data, *named_files(metric, profile))
@@ -122,6 +131,8 @@ def check_quantize_options(request: QuantizeRequest) -> None:
             f"`other_nodes` {other}: goes with int8, fp8 and weight-only precisions for GPUs, "
             f"not with {to} for {runtime}"
         )
+    if request.batch is not None and request.batch < 1:
+        raise BadInput(f"`batch` must be 1 or more, got {request.batch}")
     if request.max_drop is not None and not 0 < request.max_drop <= 1:
         raise BadInput(f"`max_drop` must be a fraction above 0, at most 1, got {request.max_drop}")
     if to in (*CALIBRATED, "auto") and request.calib is None:
@@ -172,10 +183,13 @@ def write_quantized(job: Job, tmp: Path, place: Path, on_progress: Progress) -> 
             ),
         )
     on_progress("measuring accuracy", 0.5)
+    sizes_note: tuple[str, ...] = ()
     with open_both(job, graph) as (reference, candidate):
+        if job.samples is None:
+            sizes_note = sizes_that_run(reference, job.sizes)[1]
         found = evidence.accuracy or evaluate_engines(job, reference, candidate, place.name, graph)
         samples = golden_samples(job, tmp, reference, candidate)
-    notes = (*evidence.notes, *accuracy_notes(job, found))
+    notes = (*evidence.notes, *sizes_note, *accuracy_notes(job, found))
     evidence = replace(evidence, parity=found.parity, accuracy=found, golden=samples, notes=notes)
     data = job.request.data
     hashes = (

@@ -40,7 +40,8 @@ _FURTHER = {"entropy": "mse", "minmax": "percentile"}
 OUTLIERS = 8.0  # largest peak of a channel by the usual one: below it smoothing is not tried
 EQUAL = 1e-8  # noise by signal of two graphs that compute the same
 
-Batches: TypeAlias = list[tuple[Arrays, list[np.ndarray]]]  # inputs, and the model's outputs
+# the number of samples, the inputs, and the model's outputs
+Batches: TypeAlias = list[tuple[int, Arrays, list[np.ndarray]]]
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,7 @@ def choose_scales(
     if calibration is None or not calibration.outputs:
         return scales
     batches: Batches = [
-        ({name: array[rows] for name, array in samples.inputs.items()}, outputs)
-        for rows, outputs in calibration.outputs
+        (len(rows), samples.rows(rows), outputs) for rows, outputs in calibration.outputs
     ]
     with tempfile.TemporaryDirectory(dir=folder, prefix=".calibrators.") as name:
         trials = _Trials(to, runtime, other_nodes, batches, Path(name))
@@ -125,7 +125,7 @@ def choose_scales(
         graph, names = smooth(scales.graph, peaks)
         if not names or not trials.computes_the_same(graph):
             return best
-        again = calibrate(graph, samples)
+        again = calibrate(graph, samples, batch_size=max(rows for rows, *_ in batches))
         record = scales.record and replace(scales.record, smoothed=names)
         smoothed, less = trials.choose(Scales(graph, again, record, scales.notes), again)
         return smoothed if _gains(noise, less) else best
@@ -156,7 +156,7 @@ class _Trials:
                 found = self.noise(replace(scales, calibration=shared.using(method)), batches)
                 noise[method] = np.concatenate([noise.get(method, found[:0]), found])
 
-        few = math.ceil(FEW / max(_rows(self.batches[0][0]), 1))
+        few = math.ceil(FEW / max(self.batches[0][0], 1))
         run([first, *(each for each in others if each not in _FURTHER)], self.batches[:few])
         works = math.isfinite(noise[first].mean())
         for each in (each for each in others if each in _FURTHER):
@@ -196,7 +196,7 @@ class _Trials:
 
     def _sqnr_db(self, noise: Mapping[str, np.ndarray]) -> dict[str, float]:
         shares = {method: float(rows.mean()) for method, rows in noise.items()}
-        floating = any(array.dtype.kind == "f" for _, outputs in self.batches for array in outputs)
+        floating = any(array.dtype.kind == "f" for *_, outputs in self.batches for array in outputs)
         return {
             method: -10 * math.log10(share) if share else math.inf
             for method, share in shares.items()
@@ -220,10 +220,6 @@ def places_to_choose_on(source: Graph, calib: Samples, batch_size: int) -> Itera
     whole = len(places) if size < least else len(places) // size * size  # a fixed batch is filled
     for start in range(0, whole, size):
         yield places[start : start + size]
-
-
-def _rows(feeds: Arrays) -> int:
-    return len(next(iter(feeds.values())))
 
 
 def _gains(first: np.ndarray, other: np.ndarray) -> bool:
@@ -253,10 +249,10 @@ def _noise(engine: Engine, batches: Batches) -> np.ndarray:
     Where all outputs are integers, it is the share that differs.
     """
     found = []
-    for feeds, wanted in batches:
+    for rows, feeds, wanted in batches:
         pairs = list(zip(wanted, engine(feeds).values(), strict=True))
         pairs = [pair for pair in pairs if pair[0].dtype.kind == "f"] or pairs
-        found.append(sum(noise_by_row(a, b, _rows(feeds)) for a, b in pairs) / len(pairs))
+        found.append(sum(noise_by_row(a, b, rows) for a, b in pairs) / len(pairs))
     return np.concatenate(found)
 
 

@@ -426,15 +426,16 @@ class _Candidates:
                 f"no `profile` was named: tried what every target runs ({', '.join(self.offered)})"
                 f", and {self.cost_note}"
             )
-        # a CPU without figures is measured
-        self.ceilings = Ceilings(
-            self.target.peak_ops_per_s, self.target.bandwidth_bytes_per_s or 0.0
-        )
         self.name = name
         self.passed: dict[Path, Evaluation] = {}
         self.written = 0
         self.scales: dict[str, Scales] = {}  # by precision: its calibrator is chosen once
         self.reference: list[np.ndarray] = []  # outputs for the samples of `_outputs`
+
+    @property
+    def ceilings(self) -> Ceilings:
+        """Return the target's ceilings; BadInput for a CPU without figures, which is measured."""
+        return Ceilings(self.target.peak_ops_per_s, self.target.bandwidth_bytes_per_s or 0.0)
 
     def levels(self) -> list[Level]:
         """Precisions to try, fewest bits first."""
@@ -544,5 +545,6 @@ class _Candidates:
 
     def _feeds(self, samples: int) -> dict[str, np.ndarray]:
         """Return the first calibration samples; a graph with a fixed batch gets that many."""
-        size, _ = self.calib.batching(samples, self.job.source.inputs)
+        most = min(samples, self.job.batch_size)
+        size, _ = self.calib.batching(most, self.job.source.inputs)
         return next(self.calib.batches(size))

@@ -64,7 +64,8 @@ class HostedApp(Closing):
         """Answer one request, if need be with an error. A cancelled request leaves the queue."""
         method, target, fields, body = asked
         headers = dict(fields)
-        head = Head.of(method, target, headers, host=headers.get(b"host"), length=len(body))
+        path, host = target.partition("?")[0], headers.get(b"host")
+        head = Head.of(method, target, path, headers, host=host, length=len(body))
         call = _Call(head, self._memory, body)
         try:
             if len(body) > self._options.max_body_bytes:

@@ -23,6 +23,8 @@ from deploykit.core.errors import BadInput, os_reason
 from deploykit.core.files import StrPath, check_readable
 
 VERSION = "1"  # every model has one version
+_RULE = "the token must have at least 16 printable characters"
+_ROOT = re.compile(r"(/[A-Za-z0-9._~-]+)*/?")
 _BUCKETS = re.compile(r"([^=]+)=(\d{1,9}(?:,\d{1,9})*)(?::(.+))?")
 _NUMBER = re.compile(r"[-+]?(inf|nan|(\d+\.?\d*|\.\d+)(e[-+]?\d+)?)", re.I)
 _P = ParamSpec("_P")
@@ -66,7 +68,8 @@ class ServeOptions:
     `models`, `pipelines`: a file, several, or files by name. `buckets`: axis -> sizes, or strings
     as on the command line; `pad`: input -> value to pad with. `shadows`: by model, a file that
     repeats some requests. `token`: what clients send as `Authorization: Bearer`; `token_file` has
-    it on its first line. Port 0: a free one; `grpc_port` None: HTTP alone.
+    it on its first line. Files of the token and of TLS are read again when they change. Port 0: a
+    free one; `grpc_port` None: HTTP alone.
     """
 
     models: Models = option(())
@@ -125,11 +128,27 @@ class ServeOptions:
         1 << 20,
         section="Limits",
     )
+    stall_s: float = option(
+        30.0,
+        "--stall-s SECONDS  Longest pause of a client that sends a request or reads an answer",
+        0.1,
+        86_400,
+    )
+    idle_s: float = option(
+        75.0, "--idle-s SECONDS  How long a connection without a request is kept", 0.1, 86_400
+    )
     timeout_ms: int = option(
         30_000,
         "--timeout-ms MS  Longest wait of a request; then it is answered 504",
         1,
         86_400_000,
+    )
+    drain_s: float = option(
+        0.0,
+        "--drain-s SECONDS  How long to go on answering after SIGTERM, not ready, so that load "
+        "balancers notice",
+        0,
+        3600,
     )
     max_body_bytes: int = option(64 << 20, "--max-body-bytes BYTES  Largest request", 1, 1 << 40)
     max_held_bytes: int | None = option(
@@ -164,6 +183,18 @@ class ServeOptions:
     )
     tls_cert: StrPath | None = option(None, "--tls-cert FILE.pem  Certificate for HTTPS")
     tls_key: StrPath | None = option(None, "--tls-key FILE.pem  Its private key")
+    tls_client_ca: StrPath | None = option(
+        None, "--tls-client-ca FILE.pem  Only clients with a certificate of this CA may connect"
+    )
+    allowed_hosts: Sequence[str] = option(
+        (),
+        "--allowed-host NAME  Also answer requests for this host, as a proxy in front passes them "
+        "on: example.org, *.example.org or *; may be repeated",
+        typed=list[str],
+    )
+    root_path: str = option(
+        "", "--root-path PATH  The path at which a proxy in front offers this server"
+    )
     origins: Sequence[str] = option(
         (),
         "--origin URL  Web pages from there may call this server; may be repeated",
@@ -175,6 +206,9 @@ class ServeOptions:
         typed=list[str],
         section="Monitoring",
     )
+    access_log: bool = option(
+        False, "--access-log  Log one line for each request: client, route, status and time"
+    )
     otlp: str | None = option(None, "--otlp URL  Send OpenTelemetry traces to http(s)://HOST:PORT")
 
     def __post_init__(self) -> None:
@@ -183,9 +217,10 @@ class ServeOptions:
             low, high = each.metadata["bounds"]
             if high < math.inf and value is not None and not low <= value <= high:
                 raise BadInput(f"`{each.name}` must be between {low} and {high}, got {value}")
-        if self.token_file is not None:  # the file is read once: it may be a pipe
-            object.__setattr__(self, "token", _read_token(self.token_file))
-            object.__setattr__(self, "token_file", None)
+        if self.token_file is not None:
+            object.__setattr__(self, "token", read_token(self.token_file))
+            if not Path(self.token_file).is_file():  # a pipe can be read once
+                object.__setattr__(self, "token_file", None)
         if not isinstance(self.buckets, Mapping):
             sizes, values = _parse_buckets(self.buckets)
             object.__setattr__(self, "buckets", sizes)
@@ -195,10 +230,14 @@ class ServeOptions:
                 "`pad` has no effect without `buckets`",
                 hint="`buckets` T=16,32:ids=1 pads axis T to 16, 32",
             )
+        if not _ROOT.fullmatch(self.root_path):
+            raise BadInput(f"`root_path` {self.root_path}: must begin with /, such as /models")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise BadInput("`tls_client_ca` needs `tls_cert` and `tls_key`")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise BadInput("`tls_cert` and `tls_key` must be given together")
         if self.token is not None and (len(self.token) < 16 or not self.token.isprintable()):
-            raise BadInput("`token` must have at least 16 printable characters")
+            raise BadInput(f"`token`: {_RULE}")
         if self.http_port and self.http_port == self.grpc_port:
             raise BadInput(f"`http_port` and `grpc_port` are both {self.http_port}")
 
@@ -234,8 +273,8 @@ def takes(kind: Callable[_P, _S]) -> Callable[[Callable[[_S], _R]], Callable[_P,
     return decorate
 
 
-def _read_token(file: StrPath) -> str:
-    """Return the first line of the file. Raises BadInput."""
+def read_token(file: StrPath) -> str:
+    """Return the token in the first line of the file. Raises BadInput."""
     try:
         first = check_readable(Path(file)).read_text("utf-8").partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as exc:
@@ -243,6 +282,8 @@ def _read_token(file: StrPath) -> str:
         raise BadInput(f"`token_file` {file}: {reason}") from exc
     if not first:
         raise BadInput(f"`token_file` {file}: its first line is empty")
+    if len(first) < 16 or not first.isprintable():
+        raise BadInput(f"`token_file` {file}: {_RULE}")
     return first
 
 

@@ -35,7 +35,7 @@ from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.call import MemoryBudget
 from deploykit.serving.transport.listener import Acceptor, Client, Port, is_loopback
-from deploykit.serving.transport.security import AccessControl, Guard, tls_context
+from deploykit.serving.transport.security import AccessControl, tls_context, watched_files
 from deploykit.serving.transport.turns import DELIVERY_S, Turns
 from deploykit.serving.web.page import FILES
 from deploykit.serving.workers.group import Hooks, ServerGroup
@@ -50,9 +50,13 @@ __all__ = ["HttpLimits", "ServeOptions", "Server", "run"]
 
 TICK_S = 0.1  # how late a deadline may be noticed
 DRAIN_S = 30.0  # time limit for an engine during a shutdown
+SOON_S = 5.0  # of it in which the clients of open connections may still send requests
+LINGER_S = 0.05  # how long idle connections stay open once the ports are closed: a request may
+MOST_LINGER_S = 1.0  # be on its way; as long as `drain_s`, up to this
 CLOSE_S = 5.0  # time limit for clients to read their replies after that
 FATAL_S = 1.0  # replaces both limits once the device is lost: a supervisor should restart us
 OFFLOAD_THREADS = 2  # threads for large and compressed bodies
+_PROTOCOLS = ("http/1.1", "h2")  # of the ports
 _OPEN_FILES = 1 << 14  # for the connections of both ports, and more
 _YOUNG = 5000  # new objects that start a collection, 700 by default; a request in flight has 10
 _SWITCH_S = 0.0005  # how long another thread may hold the GIL; 5 ms by default
@@ -97,10 +101,10 @@ class Server:
         Raises BadInput if the host or a port is not available or a certificate is invalid.
         """
         group = group or ServerGroup()
-        options, limits = group.share_of(options), limits or HttpLimits()
+        options = group.share_of(options)
+        limits = limits or HttpLimits(stall_s=options.stall_s, idle_s=options.idle_s)
         limits = replace(limits, connections=math.ceil(limits.connections / group.count))
-        guard = Guard(options.token)
-        tls = tls_context(options, "http/1.1")
+        tls = tls_context(options, _PROTOCOLS[0])
         self._options = options
         self._group = group
         self._acceptors: list[Acceptor] = []
@@ -111,7 +115,7 @@ class Server:
         try:
             self.host, self.port = self._sockets[0].getsockname()[:2]
             loopback = is_loopback(self.host)
-            access = AccessControl(guard, loopback=loopback, origins=options.origins, public=FILES)
+            access = AccessControl(options, loopback=loopback, public=FILES)
             self.repository = ModelRepository(
                 models, options, deliver=self._deliver, call_soon=self._loop.call_soon,
                 processes=group.count, make_model=group.make_model,
@@ -130,7 +134,7 @@ class Server:
             scheme="https" if tls else "http", group=group, grpc_port=self.grpc_port,
         )  # fmt: skip
         memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes, group.count)
-        self.repository.add_metrics(partial(_held_samples, memory))
+        self.repository.add_metrics(partial(self._samples, memory))
         self._listener = Listener(
             self._routes.handle, limits, access, options.max_body_bytes, memory
         )
@@ -139,12 +143,17 @@ class Server:
             from deploykit.serving.grpc.methods import GrpcPort
             from deploykit.serving.http2.connection import Http2Limits
 
+            grpc_limits = grpc_limits or Http2Limits(stall_s=options.stall_s, idle_s=options.idle_s)
             self._grpc = GrpcPort(
-                self.repository, options, guard, memory, self._offload,
-                (grpc_limits or Http2Limits()).divided(group.count), group,
+                self.repository, options, access, memory, self._offload,
+                grpc_limits.divided(group.count), group,
             )  # fmt: skip
-            tls = tls_context(options, "h2")
+            tls = tls_context(options, _PROTOCOLS[1])
             self._acceptors.append(Acceptor(self._loop, self._sockets[1], self._grpc, tls))
+        self._access = access
+        for port in self._ports:
+            port.logs_access = options.access_log
+        self._watched = watched_files(options, self._use_token, self._use_certificates)
         self._stopped = asyncio.Event()
 
     def run(self, on_ready: OnReady) -> int:
@@ -201,10 +210,19 @@ class Server:
             on_ready(self.host, self.port, self.grpc_port)
             self._group.listening()
             await self._stopped.wait()
-            may_close = self._group.may_close
-            await self._until(lambda: not self._unanswered and may_close(), DRAIN_S)
+            drain_s = self._options.drain_s
+            await self._until(lambda: False, drain_s)  # balancers look for other servers
             for acceptor in self._acceptors:
                 acceptor.close()
+            for port in self._ports:
+                port.retire()
+            await self._until(
+                lambda: not self._connections, max(LINGER_S, min(MOST_LINGER_S, drain_s))
+            )
+            await self._until(lambda: not self._unanswered, SOON_S)
+            self.repository.drain()
+            may_close = self._group.may_close
+            await self._until(lambda: not self._unanswered and may_close(), DRAIN_S)
             dropped = self._unanswered
             for connection in self._connections:
                 connection.close()
@@ -239,8 +257,30 @@ class Server:
                 return
             await asyncio.sleep(TICK_S / 5)
 
+    def _samples(self, memory: MemoryBudget) -> list[Sample]:
+        names = ("deploykit_http_responses_total", "deploykit_grpc_responses_total")
+        return [
+            Sample("deploykit_held_bytes", {}, memory.bytes),
+            Sample("deploykit_held_limit_bytes", {}, memory.limit),
+            *(
+                Sample(name, {"code": str(status)}, count)
+                for name, port in zip(names, self._ports, strict=False)
+                for status, count in port.replies.items()
+            ),
+        ]
+
+    def _use_token(self, token: str) -> None:
+        self._access.set_token(token)
+        self._listener.forget_heads()
+
+    def _use_certificates(self) -> None:
+        for acceptor, protocol in zip(self._acceptors, _PROTOCOLS, strict=False):
+            acceptor.tls = tls_context(self._options, protocol)
+
     async def _tick(self) -> None:
         while True:
+            for watched in self._watched:
+                watched.check()
             self.repository.expire()
             for port in self._ports:
                 port.tick(time.monotonic())
@@ -265,9 +305,9 @@ class Server:
             self._finished.run(partial(deliver_inline, (request,)))
 
     def _begin_drain(self) -> None:
-        self.repository.drain()
+        self.repository.leave()
         for port in self._ports:
-            port.draining = True
+            port.retire()
         self._stopped.set()
 
     def _abort(self) -> None:
@@ -289,10 +329,3 @@ def _allow_open_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < most:
         with contextlib.suppress(OSError, ValueError):  # the system allows fewer
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def _held_samples(memory: MemoryBudget) -> list[Sample]:
-    return [
-        Sample("deploykit_held_bytes", {}, memory.bytes),
-        Sample("deploykit_held_limit_bytes", {}, memory.limit),
-    ]

@@ -31,7 +31,8 @@ from deploykit.reporting import html
 from deploykit.reporting.charts import Chart, Mark, Series
 from deploykit.reporting.markdown import table_lines
 from deploykit.reporting.tables import NOT_MEASURED, machine
-from deploykit.training.data import check_labels, free_cores, make_batches, time_batches
+from deploykit.training.checks import check_recipe, check_splits
+from deploykit.training.data import free_cores, make_batches, time_batches
 from deploykit.training.distributed import Processes
 from deploykit.training.loop import Run, use_tf32
 from deploykit.training.options import TrainingOptions, build_from_recipe, read_splits, settle
@@ -127,6 +128,7 @@ def compare_devices(
     read = (data, *named_files(recipe))
     place = claim_report(out, read, force=force, keys=("devices", "rows", "articles"))
     chosen = load_recipe(recipe)
+    check_recipe(chosen)
     splits = read_splits(chosen, Path(data) if data else None)
     middle, samples = batch_size or chosen.batch_size, len(splits.train.labels)
     batches = sorted({max(1, middle // 8), middle, 4 * middle})
@@ -170,7 +172,7 @@ def time_devices(
 ) -> list[DeviceRow]:
     """Return a row for each device, precision and batch size. Raises BadInput."""
     recipe = recipe.sized_for(splits.build_with)
-    check_labels(recipe, splits)
+    splits = check_splits(recipe, splits)
     timings, threads = list[_Timing](), torch.get_num_threads()
     for device, precisions in PRECISIONS.items():
         for precision, compiled in itertools.product(precisions, (False, True)[: 1 + compile]):
@@ -445,7 +447,7 @@ def devices_html(document: Json) -> str:
     sections = [
         header + f'<h1>{escape(title)}</h1><p class="verdict">{escape(first)}</p></header>',
         html.figure_html(chart) if chart.series else "",
-        html.section_html("What it comes to", "conclusions", f"<ul>{items}</ul>") if items else "",
+        html.section_html("Summary", "conclusions", f"<ul>{items}</ul>") if items else "",
     ]
     for i, each in enumerate(_tables(document)):
         table = html_table(each, caption=False)

@@ -331,7 +331,12 @@ class Batches:
         workers: int = 0,
     ) -> None:
         self.group = group or Processes()
-        self.inputs, self.labels = tensors(split, augmentation.device if augmentation else device)
+        there = augmentation.device if augmentation else device
+        if there.type == "cuda" and augmentation is None:  # half of what is free, or they stay out
+            needed = split.labels.nbytes + sum(each.nbytes for each in split.inputs.values())
+            if needed > torch.cuda.mem_get_info(there)[0] / 2:
+                there = CPU
+        self.inputs, self.labels = tensors(split, there)
         self.device, self.batch_size = device, batch_size
         self.augmentation, self.workers = augmentation, workers
         self.shuffle = torch.Generator().manual_seed(seed)
@@ -381,42 +386,21 @@ class Batches:
         return inputs, labels, share
 
 
-def check_labels(recipe: Recipe, splits: Splits) -> None:
-    """Raise BadInput for no training data, and for labels that are none of the model's classes."""
-    if not len(splits.train.labels):
-        raise BadInput(f"{splits.source}: holds no training data")
-    shape = recipe.outputs[0].shape if recipe.outputs else ()
-    classes = shape[1] if len(shape) == 2 else None
-    for name in ("train", "calibration", "test"):
-        labels = np.asarray(getattr(splits, name).labels)
-        if not isinstance(classes, int) or classes < 2 or labels.dtype.kind not in "iu":
-            continue
-        if labels.ndim == 1 and len(labels) and not 0 <= labels.min() <= labels.max() < classes:
-            raise BadInput(
-                f"{splits.source}: the labels of its {name} data go from {labels.min()} to "
-                f"{labels.max()}; the model has {classes} classes, 0 to {classes - 1}"
-            )
-
-
 def tensors(split: Split, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The arrays of a split on the device. Raises BadInput for a split that nothing can learn."""
-    arrays = {**split.inputs, "labels": split.labels}
-    for name, array in arrays.items():
-        if not isinstance(array, np.ndarray) or not array.flags.writeable:
-            arrays[name] = np.array(array)
-    sizes = {name: len(array) for name, array in arrays.items()}
-    if len(set(sizes.values())) > 1:
-        raise BadInput(f"the recipe's data have different numbers of samples: {sizes}")
-    found = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-    labels = found.pop("labels")
-    return list(found.values()), labels
+    """Return the inputs and labels of a split on the device. Raises OutOfMemory."""
+    with memory_errors(f"{device}: the data"):
+        *inputs, labels = (
+            torch.from_numpy(array if array.flags.writeable else np.array(array)).to(device)
+            for array in (*split.inputs.values(), split.labels)
+        )
+    return inputs, labels
 
 
 CPU = torch.device("cpu")
 LIMITING = 0.1  # the share of the time from which on the loader is called the limit
 
 
-@dataclass(frozen=True)
+@dataclass
 class Loader:
     """The batches of a run; `note` says where augmentation runs, "" without any.
 
@@ -439,6 +423,8 @@ class Loader:
 
     def conclude(self, share: float) -> list[str]:
         """Say what a run waited for: it spent `share` of the time waiting for its batches."""
+        if self.batches.copied and self.batches.augmentation is None:
+            self.note = "the data take more than half of the GPU's memory: each batch is copied"
         if share < LIMITING:
             waited = f"the steps waited for data in {share:.1%} of the time"
         else:
@@ -471,7 +457,11 @@ def make_loader(recipe: Recipe, train: Split, settings: Settings, group: Process
     on_cpu = make_batches(recipe, train, settings, group, CPU)
     if settings.device.type == "cpu":
         return Loader(on_cpu, "augmentation runs on the CPU, as the training does")
-    return _faster(on_cpu, make_batches(recipe, train, settings, group, settings.device))
+    try:
+        on_gpu = make_batches(recipe, train, settings, group, settings.device)
+    except OutOfMemory as exc:
+        return Loader(on_cpu, f"augmentation runs on the CPU: {exc.message}")
+    return _faster(on_cpu, on_gpu)
 
 
 def _faster(on_cpu: Batches, on_gpu: Batches) -> Loader:

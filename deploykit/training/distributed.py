@@ -1,8 +1,9 @@
 """Several processes that train one model: torchrun starts them, each has its part of every batch.
 
 `torchrun --nproc-per-node 2 -m deploykit train …` gives each process its rank in variables; gloo
-joins them on CPUs, nccl on GPUs. The gradients are those of the whole batch, so that a run gives
-the losses of a single process with the same batch size.
+joins them on CPUs, nccl on GPUs. The gradients are averaged, so that a run gives the losses of a
+single process with the same batch size where the loss is a mean over samples. BatchNorm is joined
+on GPUs (SyncBatchNorm); on CPUs each process normalises its part by itself.
 """
 
 from __future__ import annotations
@@ -101,19 +102,42 @@ def parallel(run: torch.nn.Module, group: Processes, device: torch.device, *, sh
         if shard:
             raise BadInput("`fsdp` needs several processes", hint="start them with torchrun")
         return run
+    if device.type == "cuda":  # on a CPU torch has no BatchNorm over processes
+        run = torch.nn.SyncBatchNorm.convert_sync_batchnorm(run)
     if shard:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         mesh = init_device_mesh(device.type, (group.size,))  # torch takes a GPU without it
-        for child in run.children():
-            if any(each.requires_grad for each in child.parameters()):
-                fully_shard(child, mesh=mesh)
+        for block in dict.fromkeys(_blocks(run)):
+            fully_shard(block, mesh=mesh)
         return fully_shard(run, mesh=mesh)
     from torch.nn.parallel import DistributedDataParallel
 
     number = group.local if device.index is None else device.index
     return DistributedDataParallel(run, device_ids=[number] if device.type == "cuda" else None)
+
+
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+
+
+def _blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the parts of `module` that FSDP gathers one at a time, inner ones first.
+
+    Lists are taken apart, and so is a module whose weights are mostly in a list somewhere inside:
+    gathered as a whole it would need the memory of all its weights.
+    """
+
+    def weights(part: torch.nn.Module) -> int:
+        return sum(each.numel() for each in part.parameters() if each.requires_grad)
+
+    for child in module.children():
+        own = weights(child)
+        lists = [each for each in child.modules() if isinstance(each, _CONTAINERS)]
+        if own and any(2 * weights(each) > own for each in lists):
+            yield from _blocks(child)
+        if own and type(child).forward is not torch.nn.Module.forward:  # a ModuleList has none
+            yield child
 
 
 def whole_state(module: torch.nn.Module) -> dict[str, Any]:

@@ -21,29 +21,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from deploykit.core.errors import BadInput, Unsupported, first_line
+from deploykit.core.errors import BadInput, Unsupported, first_line, users_code
 from deploykit.core.extras import require
 from deploykit.core.files import check_readable
+from deploykit.core.json_value import json_value
 from deploykit.core.memory import check_fits, does_not_fit, lacks_memory, memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
 from deploykit.engines.torch.loaded import before
 from deploykit.engines.torch.open import save_whole
 from deploykit.engines.torch.weights import copy_weights, list_names
-from deploykit.training.data import check_labels, make_loader, tensors
+from deploykit.evaluation.artefacts import Progress, no_progress
+from deploykit.training.checks import check_outputs, check_recipe, check_splits
+from deploykit.training.data import make_loader, tensors
 from deploykit.training.distributed import Processes, measure_scaling, parallel, whole_state
 from deploykit.training.options import (
-    Progress,
     Settings,
     Trained,
     TrainingOptions,
     build_from_recipe,
-    report_figures,
     score_samples,
     settle,
 )
 
-# A batch that does not fit into memory is computed in 2, 4, 8 … parts whose gradients add up to
-# those of the whole, so that the batch size of the run stays what it was.
+# A batch that does not fit into memory is computed in 2, 4, 8 … parts whose gradients are added, so
+# that the batch size of the run stays what it was. The sum is the gradient of the whole where the
+# loss is a mean over samples and no layer mixes them, as BatchNorm does.
 
 
 class Stepper:
@@ -68,6 +70,8 @@ class Stepper:
         self.run, self.loss, self.clip_norm = run, recipe.loss, recipe.clip_norm
         self.device, slower = settings.device, settings.options.unfreeze or 1.0
         self.weights = [each for each in run.parameters() if each.requires_grad]
+        if not self.weights:
+            raise BadInput("the recipe's model has no weights to train")
         slow = {id(each) for each in slowly}
         groups = [
             {"params": [p for p in self.weights if (id(p) in slow) == part], "lr": rate}
@@ -391,31 +395,42 @@ def run_training(
     all get the result. Raises BadInput for options out of range, Unsupported for a device that is
     not there or a loss that is not finite, OutOfMemory.
     """
+    check_recipe(recipe)
     recipe = recipe.sized_for(splits.build_with)
     settings = settle(recipe, options)
-    check_labels(recipe, splits)
-    torch.manual_seed(options.seed)
-    module = build_from_recipe(recipe)
+    recipe = replace(recipe, learning_rate=options.learning_rate or recipe.learning_rate)
+    splits = check_splits(recipe, splits)
+    if options.patience and not len(splits.calibration.labels):
+        raise BadInput(
+            "`patience` needs validation data, and the recipe's calibration split is empty"
+        )
     if weights is None and recipe.needs_weights:
         raise BadInput("this recipe needs `weights` to start from", hint=recipe.needs_weights)
+    torch.manual_seed(options.seed)
+    module = build_from_recipe(recipe)
     notes = start_from(module, recipe, weights, weights_from) if weights is not None else []
     with use_tf32(settings.tf32):
         run = Run(recipe, splits, settings, module, name, group or Processes())
         run.notes += notes
-        run.train(on_progress or (lambda _text, _share: None))
-    if options.fsdp:
+        run.train(on_progress or no_progress)
+    if run.group.size > 1:  # its layers may have been replaced by those that several processes use
         module = build_from_recipe(recipe)
-        module.load_state_dict(run.group.share(whole_state(run.module)))
-        module.eval()
+        state = whole_state(run.module) if options.fsdp else run.module.state_dict()
+        module.load_state_dict(run.group.share(state) if options.fsdp else state)
     else:
-        module = copy.deepcopy(run.module).cpu().eval()
-    layout: Any = {"memory_format": torch.contiguous_format}
-    module = module.to(**layout)
+        module = copy.deepcopy(run.module)
+    layout: Any = {"device": "cpu", "memory_format": torch.contiguous_format}
+    module = module.eval().to(**layout)
     if run.frozen is not None and recipe.backbone is not None:
         run.frozen.fold(module.get_submodule(recipe.backbone[1]))
     scores = score_module(module, recipe, splits.test)
     figures = run.figures() | run.measure_scaling()
-    figures |= report_figures(recipe, module, splits)
+    if recipe.report is not None:
+        with users_code("the recipe's report failed"):
+            report = json_value(dict(recipe.report(module, splits)))
+        shown = [f"{k} {v:.4g}" for k, v in report.items() if type(v) in (int, float)]
+        run.notes += [f"on the test data: {', '.join(shown)}".replace("_", " ")] if shown else []
+        figures |= report
     return Trained(module, scores, figures, tuple(run.history), tuple(run.notes))
 
 
@@ -423,22 +438,26 @@ def run_training(
 def use_tf32(on: bool) -> Iterator[None]:
     """Let float32 products on the GPU use TF32, or not; the settings of the process come back.
 
-    From 2.9 on torch refuses to read `allow_tf32` where a program has set `fp32_precision`.
+    torch has two switches, and both are set, so that a library may read either. Where the newer
+    one (2.9) was set by itself, torch refuses to read the older one.
     """
-    matmul: Any = torch.backends.cuda.matmul
-    cudnn: Any = torch.backends.cudnn
-    values: dict[str, Any] = {"allow_tf32": on, "fp32_precision": "tf32" if on else "ieee"}
-    places, name = [matmul, cudnn], "allow_tf32"
-    if hasattr(matmul, "fp32_precision"):
-        places, name = [matmul, cudnn.conv, cudnn.rnn], "fp32_precision"
-    previous = [getattr(each, name) for each in places]
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    previous: list[tuple[Any, str, Any]] = []
+    for place in (matmul, cudnn):
+        with contextlib.suppress(RuntimeError):
+            previous.append((place, "allow_tf32", place.allow_tf32))
+    for place in (matmul, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)):
+        if hasattr(place, "fp32_precision"):
+            previous.append((place, "fp32_precision", place.fp32_precision))
+    values = {"allow_tf32": on, "fp32_precision": "tf32" if on else "ieee"}
     try:
-        for each in places:
-            setattr(each, name, values[name])
+        matmul.allow_tf32 = cudnn.allow_tf32 = on
+        for place, name, _ in previous:
+            setattr(place, name, values[name])
         yield
     finally:
-        for each, before in zip(places, previous, strict=True):
-            setattr(each, name, before)
+        for place, name, value in previous:
+            setattr(place, name, value)
 
 
 class Run:
@@ -460,17 +479,19 @@ class Run:
         memory: Any = {"device": device, "memory_format": layout}
         self.module = module.to(**memory)
         self.frozen: Frozen | None = None
-        self.backbone = module.get_submodule(recipe.backbone[0]) if recipe.backbone else None
+        self.backbone: torch.nn.Module | None = None
+        with users_code("the recipe's `backbone`"):
+            for name_of_part in reversed(recipe.backbone or ()):  # the backbone last
+                self.backbone = module.get_submodule(name_of_part)
+        run: Any = before(self.module, recipe.inputs, recipe.preprocess).to(device)
+        check_outputs(recipe, run, splits.train, device)
+        train = splits.train
         if self.backbone is not None and options.unfreeze is None:
-            self.frozen = freeze(module, recipe, splits.train, splits.calibration, device)
-        run: Any
-        if self.frozen is not None:
+            self.frozen = freeze(module, recipe, train, splits.calibration, device)
             run, train = self.frozen.head, self.frozen.train
-        else:
-            run, train = before(self.module, recipe.inputs, recipe.preprocess), splits.train
         self.loader = make_loader(recipe, train, settings, group)
         self.batches = self.loader.batches
-        run = parallel(run.to(device), group, device, shard=options.fsdp)
+        run = parallel(run, group, device, shard=options.fsdp)
         run = torch.compile(run) if options.compile else run
         torch.manual_seed(options.seed + group.rank)  # for dropout: each process draws its own
         steps = settings.epochs * len(self.batches)
@@ -478,10 +499,18 @@ class Run:
         self.stepper = Stepper(run, recipe, settings, steps, slowly, alone=group.size == 1)
         self.history: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        if settings.amp_dtype == torch.float16 and device.type == "cpu":
+            self.notes.append("fp16 is much slower on a CPU than float32 or bf16")
+        if group.size > 1 and device.type == "cpu" and self._has_batch_norm():
+            self.notes.append(
+                "BatchNorm in several processes on CPUs: each normalises its part of a batch by "
+                "itself, so the gradients are not those of one process (on GPUs they are)"
+            )
         self.best: tuple[float, int, dict[str, Any]] | None = None  # score, epoch, weights
         self.seconds = 0.0
-        labels = splits.train.labels
-        checksum = f"checksum {zlib.crc32(labels.tobytes()):08x}"
+        labels, checksum = splits.train.labels, 0
+        for array in (labels, *splits.train.inputs.values()):
+            checksum = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), checksum)
         self.described = {  # all that a run has in common with the one whose state it goes on from
             "recipe": name,
             "epochs": settings.epochs,
@@ -495,8 +524,18 @@ class Run:
             "unfreeze": options.unfreeze,
             "processes": group.size,
             "augment": self.loader.figures()["augment"],
-            "data": f"{splits.source}, {len(labels)} samples, {checksum}",
+            "classes": list(splits.classes),
+            "image": splits.image.to_dict() if splits.image else None,
+            "preprocess": recipe.preprocess.to_dict() if recipe.preprocess else None,
+            "data": f"{splits.source}, {len(labels)} samples, checksum {checksum:08x}",
         }
+
+    def _has_batch_norm(self) -> bool:
+        """Return whether a layer that trains normalises by the statistics of its batch."""
+        kind, fixed = torch.nn.modules.batchnorm._BatchNorm, set[torch.nn.Module]()
+        if self.backbone is not None:
+            fixed = set(self.backbone.modules())
+        return any(isinstance(each, kind) and each not in fixed for each in self.module.modules())
 
     def train(self, on_progress: Progress) -> None:
         """Run the epochs that are left."""
@@ -553,7 +592,7 @@ class Run:
             both = ", in mixed precision and in float32" if start is not None else ""
             raise Unsupported(
                 f"training diverged: the loss is {loss} in epoch {len(self.history) + 1}{both}",
-                hint="lower the recipe's learning_rate, or limit the gradients (its clip_norm)",
+                hint="lower `learning_rate`, or limit the gradients (the recipe's clip_norm)",
             )
         self.seconds += seconds
         module, recipe, part = self.module, self.recipe, self.splits.calibration
@@ -602,9 +641,14 @@ class Run:
                 )
         loss = sum(self.group.gather(float(total))) / samples
         if self.stepper.parts > parts:
+            gradients = "with the gradients of the whole, where its loss is a mean over samples"
+            if self._has_batch_norm():
+                gradients = (
+                    "and BatchNorm normalises each by itself: the gradients are not the whole's"
+                )
             self.notes.append(
                 f"too little memory for a batch of {self.settings.batch_size}: each is computed "
-                f"in {self.stepper.parts} parts, with the gradients of the whole"
+                f"in {self.stepper.parts} parts, {gradients}"
             )
         seconds = time.perf_counter() - started
         return loss, seconds, self.batches.waited.seconds - waited_s
@@ -702,6 +746,7 @@ class Run:
             "channels_last": settings.channels_last,
             "schedule": self.recipe.schedule,
             "clip_norm": self.recipe.clip_norm,
+            "learning_rate": self.recipe.learning_rate,
             "seed": settings.options.seed,
             "train_samples": samples,
             "train_seconds": round(self.seconds, 3),

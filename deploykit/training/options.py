@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from deploykit.core.errors import BadInput, Unsupported, did_you_mean, users_code
-from deploykit.core.json_value import json_value
+from deploykit.core.errors import BadInput, Unsupported, users_code
 from deploykit.core.memory import memory_errors
 from deploykit.core.recipe import Recipe, Splits
 from deploykit.engines.torch.files import with_torchvision
+from deploykit.training.checks import is_count, is_rate
 
-SCHEDULES = ("cosine", "linear", "one-cycle", "constant")
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-Progress = Callable[[str, float], None]  # the current step, share done 0..1
 
 
 @dataclass(frozen=True)
@@ -36,6 +32,7 @@ class TrainingOptions:
 
     epochs: int | None = None
     batch_size: int | None = None
+    learning_rate: float | None = None
     device: str = "auto"
     amp: str | None = None
     seed: int = 0
@@ -92,17 +89,12 @@ def settle(recipe: Recipe, options: TrainingOptions) -> Settings:
     epochs, batch_size = options.epochs, options.batch_size
     epochs = recipe.epochs if epochs is None else epochs
     batch_size = recipe.batch_size if batch_size is None else batch_size
-    numbers = {"epochs": epochs, "batch_size": batch_size, "patience": options.patience}
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise BadInput(f"`{name}` must be 1 or more, got {value}")
-    if recipe.clip_norm is not None and not 0 < recipe.clip_norm < float("inf"):
-        raise BadInput(f"the recipe's `clip_norm` must be above 0, got {recipe.clip_norm}")
-    if recipe.schedule not in SCHEDULES:
-        raise BadInput(
-            f"the recipe's `schedule` '{recipe.schedule}' is unknown",
-            hint=did_you_mean(recipe.schedule, SCHEDULES, f"one of: {', '.join(SCHEDULES)}"),
-        )
+    counts = {"epochs": epochs, "batch_size": batch_size, "patience": options.patience}
+    for name, value in counts.items():
+        if value is not None and not is_count(value):
+            raise BadInput(f"`{name}` must be an integer, 1 or more, got {value}")
+    if options.learning_rate is not None and not is_rate(options.learning_rate):
+        raise BadInput(f"`learning_rate` must be above 0 and finite, got {options.learning_rate}")
     if options.unfreeze is not None and not (recipe.backbone and 0 < options.unfreeze <= 1):
         raise BadInput(
             f"`unfreeze` must be above 0, up to 1, got {options.unfreeze}"
@@ -120,23 +112,15 @@ def settle(recipe: Recipe, options: TrainingOptions) -> Settings:
         raise BadInput("`fsdp` goes neither with `checkpoint` nor with `patience`")
     if not -(2**63) <= options.seed < 2**63:
         raise BadInput(f"`seed` must fit into 64 bits, got {options.seed}")
-    device = choose_device(options.device)
+    device, amp = choose_device(options.device), options.amp
     on_gpu = device.type == "cuda"
+    if amp is None:  # float16 needs loss scaling; older GPUs have nothing else
+        bf16 = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+        amp = ("bf16" if bf16 else "fp16") if on_gpu else "off"
+    if amp not in AMP:
+        raise BadInput(f"unknown `amp` '{amp}'", hint=f"one of: {', '.join(AMP)}")
     tf32 = on_gpu and options.tf32 and torch.cuda.get_device_capability(device) >= (8, 0)
-    return Settings(epochs, batch_size, device, _half(device, options.amp), tf32, augment, options)
-
-
-def _half(device: torch.device, name: str | None) -> torch.dtype | None:
-    """Return the type of mixed precision; by default bfloat16 on a GPU, or float16 on older ones.
-
-    float16 needs loss scaling.
-    """
-    if name is None and device.type == "cuda":
-        name = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    name = name or "off"
-    if name not in AMP:
-        raise BadInput(f"unknown `amp` '{name}'", hint=f"one of: {', '.join(AMP)}")
-    return AMP[name]
+    return Settings(epochs, batch_size, device, AMP[amp], tf32, augment, options)
 
 
 def choose_device(name: str) -> torch.device:
@@ -169,7 +153,13 @@ def read_splits(recipe: Recipe, path: Path | None) -> Splits:
         found: object = recipe.data(path)
     if not isinstance(found, Splits):
         raise BadInput(f"the recipe's data are a {type(found).__name__}, they must be Splits")
-    return found
+    with users_code("the recipe's data have no names of classes, or no sizes, as Splits say"):
+        # NumPy's strings and integers could not be read from a checkpoint, which runs no code
+        return replace(
+            found,
+            classes=tuple(map(str, found.classes)),
+            build_with={str(name): int(size) for name, size in found.build_with.items()},
+        )
 
 
 def build_from_recipe(recipe: Recipe) -> torch.nn.Module:
@@ -194,13 +184,4 @@ def score_samples(recipe: Recipe, outputs: dict[str, np.ndarray], labels: np.nda
         raise BadInput(
             f"the recipe's metric must be within 0 and 1, got {found.min()} to {found.max()}"
         )
-    return found
-
-
-def report_figures(recipe: Recipe, module: torch.nn.Module, splits: Splits) -> Mapping[str, Any]:
-    """Further figures of the trained module, as JSON values. Raises BadInput."""
-    if recipe.report is None:
-        return {}
-    with users_code("the recipe's report failed"):
-        found: dict[str, Any] = json_value(dict(recipe.report(module, splits)))
     return found

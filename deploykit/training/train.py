@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from deploykit.core.arguments import checked
 from deploykit.core.errors import MissingExtra
 from deploykit.core.evidence import Evidence, TrainingRecord
 from deploykit.core.extras import install_command
-from deploykit.core.files import StrPath, sha256
+from deploykit.core.files import StrPath, atomic_write, manifest_path, sha256
 from deploykit.core.machine import tool_versions
-from deploykit.core.manifest import Manifest, write_manifest
-from deploykit.core.recipe import Recipe, Splits, load_recipe
+from deploykit.core.manifest import Manifest
+from deploykit.core.recipe import load_recipe
 from deploykit.engines.data.samples import LABELS, write_npz
 from deploykit.evaluation.artefacts import Made, Progress
 from deploykit.evaluation.outputs import SPLIT, claim, claim_run, claim_splits, named_files
-from deploykit.evaluation.statistics import proportion
-
-if TYPE_CHECKING:
-    from deploykit.training.options import Trained
+from deploykit.evaluation.statistics import mean_score
 
 _NAMED = 3  # skipped files that a note names
 
 
+@checked
 def train(
     recipe: str,
     out: StrPath,
@@ -30,6 +30,7 @@ def train(
     data: StrPath | None = None,
     epochs: int | None = None,
     batch_size: int | None = None,
+    learning_rate: float | None = None,
     device: str = "auto",
     amp: str | None = None,
     tf32: bool = True,
@@ -53,6 +54,7 @@ def train(
     Args:
         recipe: "mnist-cnn", `./mine.py` or `pkg.mod:RECIPE`.
         data: the recipe's data, where it does not bring its own.
+        learning_rate: in place of the recipe's, which was found with the recipe's own data.
         amp: mixed precision, "off", "bf16" or "fp16"; by default on a GPU, in bf16 where it has it.
         augment: change the images of each batch at random, as the recipe declares, on the processor
             that takes less time; None as the recipe says.
@@ -77,18 +79,23 @@ def train(
         exc.hint = install_command("export,transfer")
         raise
     from deploykit.engines.torch import open as runtime
-    from deploykit.training import distributed, loop
+    from deploykit.training import checks, distributed, loop
     from deploykit.training.options import TrainingOptions, read_splits
 
     initial = runtime.load_weights(start) if start else None
     with distributed.join_processes(device) as group:
+        checks.check_recipe(chosen)
         splits = read_splits(chosen, Path(data) if data else None)
+        chosen = chosen.sized_for(splits.build_with)
+        splits = checks.check_splits(chosen, splits)
+        shared = checks.shared_samples(splits)
         trained = loop.run_training(
             chosen,
             splits,
             TrainingOptions(
                 epochs=epochs,
                 batch_size=batch_size,
+                learning_rate=learning_rate,
                 device=device,
                 amp=amp,
                 seed=seed,
@@ -107,41 +114,41 @@ def train(
             on_progress=on_progress if group.first else None,
             group=group,
         )
-        chosen = chosen.sized_for(splits.build_with)
+        score, classes = mean_score(trained.scores), checks.score_classes(splits, trained.scores)
+        figures = trained.figures | {"test_classes": classes, "shared_samples": shared}
+        record = TrainingRecord(recipe, chosen.metric_name, len(trained.scores), score, figures)
+        manifest = Manifest(
+            format="torch",
+            inputs=chosen.inputs,
+            outputs=chosen.outputs,
+            precision={"float32": sum(1 for _ in trained.module.parameters())},
+            made_from=(sha256(start),) if start else (),
+            made_with=tool_versions("torch"),
+            evidence=Evidence(training=record),
+        )
         if group.first:
-            runtime.save_checkpoint(
-                out, trained.module, recipe, chosen.inputs, chosen.outputs, splits
-            )
-            write_manifest(out, _manifest(out, recipe, chosen, trained, start))
+            with atomic_write(manifest_path(out)) as about:  # whole before the checkpoint is there
+
+                def describe(written: Path) -> None:
+                    document = replace(manifest, sha256=sha256(written)).to_dict()
+                    about.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+                runtime.save_checkpoint(
+                    out,
+                    trained.module,
+                    recipe,
+                    chosen.inputs,
+                    chosen.outputs,
+                    splits,
+                    on_written=describe,
+                )
             for place, split in zip(places, (splits.calibration, splits.test), strict=False):
                 write_npz(place, {**split.inputs, LABELS: split.labels}, kind=SPLIT)
         group.wait()
-    notes = (*_skipped(splits), *trained.notes)
-    return Made(out, _manifest(out, recipe, chosen, trained, start), notes)
-
-
-def _skipped(splits: Splits) -> tuple[str, ...]:
-    """Return a note on the files that could not be read."""
-    if not splits.skipped:
-        return ()
-    more = len(splits.skipped) - _NAMED
-    listed = "; ".join(splits.skipped[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
-    return (f"unreadable files skipped, {len(splits.skipped)}: {listed}",)
-
-
-def _manifest(
-    out: Path, recipe: str, chosen: Recipe, trained: Trained, start: Path | None
-) -> Manifest:
-    samples = len(trained.scores)
-    score = proportion(float(trained.scores.sum()), samples)
-    record = TrainingRecord(recipe, chosen.metric_name, samples, score, trained.figures)
-    return Manifest(
-        format="torch",
-        inputs=chosen.inputs,
-        outputs=chosen.outputs,
-        precision={"float32": sum(1 for _ in trained.module.parameters())},
-        sha256=sha256(out),
-        made_from=(sha256(start),) if start else (),
-        made_with=tool_versions("torch"),
-        evidence=Evidence(training=record),
-    )
+    notes = []
+    if splits.skipped:
+        more = len(splits.skipped) - _NAMED
+        listed = "; ".join(splits.skipped[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
+        notes.append(f"files skipped, {len(splits.skipped)}: {listed}")
+    notes += [*trained.notes, *checks.explain_score(score.low, classes, shared)]
+    return Made(out, replace(manifest, sha256=sha256(out)), tuple(notes))

@@ -26,7 +26,22 @@ def test_a_range_of_sizes_is_read(text: str, expected: tuple[int, int, int]) -> 
 @pytest.mark.parametrize(
     "text",
     # the last one is too large for TensorRT's offsets of 32 bits
-    [*"|1,8|1,2,3,4|a|1,,3|-1,2,3|1.5|8,4,2|1,9,8|0,0,0|99999999999|1,1,2147483648".split("|")],
+    [
+        *[
+            "",
+            "1,8",
+            "1,2,3,4",
+            "a",
+            "1,,3",
+            "-1,2,3",
+            "1.5",
+            "8,4,2",
+            "1,9,8",
+            "0,0,0",
+            "99999999999",
+            "1,1,2147483648",
+        ]
+    ],
 )
 def test_an_invalid_range_is_bad_input_naming_the_option(text: str) -> None:
     with pytest.raises(BadInput, match="`batch`"):

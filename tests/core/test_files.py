@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deploykit.core.errors import BadInput, NotFound
+from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported
 from deploykit.core.files import (
     atomic_write,
     cache_folder,
@@ -21,6 +22,7 @@ from deploykit.core.files import (
     make_folder,
     new_folder,
     sha256,
+    temporary_folder,
     write_json,
     write_text,
     write_together,
@@ -219,7 +221,9 @@ with atomic_write(Path(sys.argv[1])) as tmp:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_signal_in_the_middle_leaves_the_old_file(out: Path, number: signal.Signals) -> None:
+def test_signal_in_the_middle_leaves_the_old_file_and_the_next_run_tidies_up(
+    out: Path, number: signal.Signals
+) -> None:
     with run(HALFWAY, out) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "halfway\n"
@@ -227,8 +231,72 @@ def test_signal_in_the_middle_leaves_the_old_file(out: Path, number: signal.Sign
         process.communicate(timeout=60)
     assert process.returncode != 0
     assert out.read_text(encoding="utf-8") == "old"
-    if number == signal.SIGINT:  # nothing can tidy up after SIGKILL
-        assert names(out.parent) == ["out.bin"]
+    if number == signal.SIGKILL:
+        assert len(names(out.parent)) == 2
+        other = out.with_name(".out.bin.another-machine-1-1.tmp")
+        other.touch()
+        with atomic_write(out) as tmp, atomic_write(out) as second:  # two at once, in any process
+            assert tmp != second
+            tmp.write_text("new")
+            second.write_text("newer")
+        other.unlink()
+    assert names(out.parent) == ["out.bin"]
+
+
+def test_a_folder_that_a_killed_run_left_is_removed_by_the_next(out: Path) -> None:
+    code = HALFWAY.replace("atomic_write", "temporary_folder").replace(
+        "tmp.write", "(tmp / 'a').write"
+    )
+    with run(code, out) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with temporary_folder(out):  # that of a run that goes on stays
+            assert len(names(out.parent)) == 3
+        process.kill()
+    with temporary_folder(out):
+        assert len(names(out.parent)) == 2
+    assert names(out.parent) == ["out.bin"]
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "é" * 127, "x" * 250 + ".onnx"])
+def test_a_name_may_be_as_long_as_the_file_system_has_it(tmp_path: Path, name: str) -> None:
+    with atomic_write(tmp_path / name) as tmp, temporary_folder(tmp_path / name):
+        tmp.write_text("new")
+    assert names(tmp_path) == [name]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "says"),
+    [
+        (errno.ENOSPC, Unsupported, "out.bin: no space left on the disk"),
+        (errno.EDQUOT, Unsupported, "out.bin: no space left on the disk: your quota is used up"),
+        (errno.EMFILE, Unsupported, "out.bin: too many open files"),
+        (errno.EIO, BadInput, "out.bin: cannot be written: Input/output error"),
+    ],
+)
+def test_what_the_system_refuses_is_an_error_that_names_the_output(
+    out: Path, number: int, kind: type[DeploykitError], says: str
+) -> None:
+    """A library that writes for us raises it, about a file of its own too if the disk is full."""
+
+    def fail(path: Path | None) -> None:
+        raise OSError(number, os.strerror(number), path and str(path))
+
+    with pytest.raises(kind) as caught, atomic_write(out) as tmp:
+        fail(tmp)
+    assert caught.value.message == f"{out.parent}/{says}"
+    with pytest.raises((Unsupported, OSError)) as caught_there, temporary_folder(out) as folder:
+        fail(folder / "weights")
+    assert isinstance(caught_there.value, kind) == (kind is Unsupported)
+    assert names(out.parent) == ["out.bin"]
+
+
+def test_a_path_that_is_no_utf_8_can_be_named_in_what_is_written(tmp_path: Path) -> None:
+    path = os.fsdecode(b"/data/\xff.npz")
+    write_json(tmp_path / "j", {"data": path})
+    assert json.loads((tmp_path / "j").read_text(encoding="utf-8")) == {"data": path}
+    write_together(tmp_path, {"page.md": path})
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == r"/data/\udcff.npz"
 
 
 def test_text_is_utf_8_and_json_is_readable(tmp_path: Path) -> None:

@@ -13,9 +13,12 @@ import pytest
 from onnx import helper
 
 import deploykit as dk
+from deploykit.core.errors import BadInput, GateFailed
+from deploykit.deploying import STARTED, WRITERS
 from deploykit.deploying.folder import read_bundle, verify
+from tests.support.boots import boot
 from tests.support.bundles import proven_model
-from tests.support.onnx_zoo import linear, make, save
+from tests.support.onnx_zoo import linear, make, mnist_like, save
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,6 +55,61 @@ def test_a_bundle_passes_its_own_check_and_holds_the_proven_model(
     made = dk.bundle(model, "cpu", out=tmp_path / "out")
     assert verify(tmp_path / "out") == made.bundle == read_bundle(tmp_path / "out")
     assert dk.compare(tmp_path / "out" / made.bundle.model).parity.passed
+
+
+@pytest.fixture(scope="module")
+def int8(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model in INT8 for each runtime, accepted, and one that was not."""
+    pytest.importorskip("onnxruntime")
+    folder = tmp_path_factory.mktemp("int8")
+    save(mnist_like(), folder / "m.onnx")
+    images = np.random.default_rng(0).random((40, 1, 28, 28), np.float32)
+    with dk.load(folder / "m.onnx") as engine:
+        labels = engine({"image": images})["logits"].argmax(1)
+    np.savez(folder / "data.npz", image=images, labels=labels)
+    data = {"calib": folder / "data.npz", "data": folder / "data.npz"}
+    found = {}
+    for runtime in ("tensorrt", "onnxruntime"):
+        out = folder / f"{runtime}.onnx"
+        dk.quantize(folder / "m.onnx", "int8", runtime=runtime, max_drop=0.9, out=out, **data)
+        found[runtime] = out
+    with pytest.raises(GateFailed):
+        dk.quantize(folder / "m.onnx", "int8", max_drop=1e-9, out=folder / "no.onnx", **data)
+    return found | {"rejected": folder / "no.rejected.onnx"}
+
+
+def test_an_accepted_int8_model_is_bundled_and_starts(
+    int8: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its gate is its accuracy, and not the bound of float32 on the same parity."""
+    evidence = dk.Artefact.open(int8["tensorrt"]).manifest.evidence
+    assert (evidence.wrong, evidence.parity.passed) == ("", False)
+    dk.bundle(int8["tensorrt"], "cpu", out=tmp_path / "out")
+    assert boot(tmp_path / "out", tmp_path / "cache").source == "build"
+
+
+@pytest.mark.parametrize("to", WRITERS)
+def test_a_model_that_did_not_pass_its_gate_is_not_bundled(
+    int8: dict[str, Path], tmp_path: Path, to: str
+) -> None:
+    with pytest.raises(GateFailed, match="did not pass its gate"):
+        dk.bundle(int8["rejected"], "l4", out=tmp_path / "out", to=to)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", WRITERS)
+def test_a_server_that_gets_the_file_as_it_is_gets_pairs_that_are_placed_for_it(
+    int8: dict[str, Path], tmp_path: Path, to: str
+) -> None:
+    dk.bundle(int8["onnxruntime"], "cpu", out=tmp_path / "placed", to=to)
+    if to in STARTED:  # `boot` builds, and so places them
+        dk.bundle(int8["tensorrt"], "cpu", out=tmp_path / "out", to=to)
+        return
+    with pytest.raises(BadInput, match="its INT8 pairs are placed for TensorRT") as caught:
+        dk.bundle(int8["tensorrt"], "cpu", out=tmp_path / "out", to=to)
+    assert f"deploykit build {int8['tensorrt']} --profile cpu" in str(caught.value.hint)
+    dk.build(int8["tensorrt"], "cpu", out=tmp_path / "built.onnx")
+    dk.bundle(tmp_path / "built.onnx", "cpu", out=tmp_path / "out", to=to)
 
 
 def test_the_same_inputs_give_the_same_bytes(model: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import yaml
 
 from deploykit.core.tensors import TensorSpec
 from deploykit.deploying import kserve
+from deploykit.serving import server
 from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
@@ -105,6 +106,16 @@ def test_nothing_runs_as_root_or_writes_outside_its_volumes(tmp_path: Path) -> N
     assert security["runAsNonRoot"]
     assert security["readOnlyRootFilesystem"]
     assert security["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_a_pod_that_ends_serves_until_no_router_sends_it_requests(tmp_path: Path) -> None:
+    found = written(tmp_path)
+    pause_s = int(container(found)["lifecycle"]["preStop"]["exec"]["command"][-1])
+    drain_s = {each["name"]: each["value"] for each in container(found)["env"]}["DEPLOYKIT_DRAIN_S"]
+    end_s = found["InferenceService"]["spec"]["predictor"]["terminationGracePeriodSeconds"]
+    assert pause_s >= 5
+    limits_s = server.MOST_LINGER_S + server.SOON_S + server.DRAIN_S + server.CLOSE_S
+    assert end_s > pause_s + float(drain_s) + limits_s
 
 
 def test_the_service_uses_the_runtime_next_to_it(tmp_path: Path) -> None:

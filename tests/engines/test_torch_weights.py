@@ -81,26 +81,26 @@ def test_a_torchvision_built_for_another_torch_is_imported() -> None:
 # --- names ---
 
 
-def test_missing_and_unexpected_keys_are_listed_ten_at_most() -> None:
+def test_missing_and_unexpected_keys_are_listed_two_at_most() -> None:
     deep = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(20)])
-    with pytest.raises(BadInput, match=r"missing 0\.weight.* and 30 more; unexpected") as caught:
+    with pytest.raises(BadInput, match=r"missing 0\.weight.* and 38 more; unexpected") as caught:
         copy_weights(FILE, deep, {f"extra_{i}": torch.zeros(1) for i in range(12)})
     text = str(caught.value)
     assert text.startswith("w.pt: weights do not fit the model: ")
-    assert len(re.findall(r"\d+\.(?:weight|bias)", text)) == 10
-    assert len(re.findall(r"extra_\d+", text)) == 10
-    assert text.endswith("extra_9 and 2 more")
+    assert len(re.findall(r"\d+\.(?:weight|bias)", text)) == 2
+    assert len(re.findall(r"extra_\d+", text)) == 2
+    assert text.endswith("extra_1 and 10 more")
 
 
-def test_shapes_that_differ_are_listed_with_both_ten_at_most() -> None:
+def test_shapes_that_differ_are_listed_with_both_two_at_most() -> None:
     deep = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(6)])
     weights = {key: torch.zeros(7, 3) for key in deep.state_dict()}
     with pytest.raises(BadInput) as caught:
         copy_weights(FILE, deep, weights)
     text = str(caught.value)
     assert "size mismatch: 0.weight [7,3] in the file, [4,4] in the model, 0.bias [7,3]" in text
-    assert text.count(" in the file") == 10
-    assert text.endswith(" and 2 more")
+    assert text.count(" in the file") == 2
+    assert text.endswith(" and 10 more")
 
 
 def test_shapes_and_names_that_differ_are_in_one_message() -> None:

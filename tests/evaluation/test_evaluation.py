@@ -331,7 +331,7 @@ def test_integer_outputs_alone_must_be_equal_on_random_inputs() -> None:
 def test_without_samples_random_inputs_of_several_batches_are_used() -> None:
     a, b = identity(), noisy(30)
     found = evaluate(a, b, samples=None)
-    assert a.batches == b.batches == [1, 2, 7, 32]
+    assert a.batches[-4:] == b.batches == [1, 2, 7, 32]  # it showed first that these sizes run
     assert found.passed
     assert (found.samples, found.agreement) == (None, None)
     assert found.describe() == "SQNR 30.0 dB on random inputs"
@@ -351,7 +351,7 @@ def test_random_inputs_take_the_sizes_of_other_axes() -> None:
     a = Function(compute, "y:float32[B,T]")
     a.inputs = (parse_spec("x:float32[B,T]"),)
     evaluate(a, a, samples=None, sizes={"T": 5})
-    assert shapes[::2] == [(1, 5), (2, 5), (7, 5), (32, 5)]
+    assert shapes[-8::2] == [(1, 5), (2, 5), (7, 5), (32, 5)]
 
 
 def test_equal_outputs_are_called_equal() -> None:

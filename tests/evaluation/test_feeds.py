@@ -77,7 +77,7 @@ def test_no_more_rows_are_compared_at_once_than_fit_into_memory(
     model = wide(tmp_path / "m.onnx", side)
     feeds = [{"x": np.empty((n, 1, side, side), np.uint8)} for n in (1, 2, 7, 32)]
     assert rows_that_fit(feeds, model) == rows
-    sizes = [len(each["x"]) for each in first_rows(feeds, rows)]
+    sizes = [len(each["x"]) for each in first_rows(feeds, rows, Graph.open(model).inputs)]
     assert sizes == [min(n, rows) for n in (1, 2, 7, 32)]
 
 

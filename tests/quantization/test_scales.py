@@ -131,7 +131,7 @@ def test_calibrators_that_may_be_better_than_the_first_are_tried_on(
 
     def noise(_: Any, trial: scales.Scales, batches: scales.Batches) -> np.ndarray:
         assert trial.calibration is not None
-        method, rows = trial.calibration.method, sum(len(inputs["x"]) for inputs, _ in batches)
+        method, rows = trial.calibration.method, sum(len(inputs["x"]) for _, inputs, _ in batches)
         known = others if method in [each for each, _ in tried] else few
         tried.append((method, rows))
         return np.full(rows, known[method])

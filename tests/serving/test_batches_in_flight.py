@@ -74,7 +74,7 @@ def test_the_end_of_the_server_answers_what_is_in_flight(
         eventually(lambda: len(engine.calls) == min(2, count - 1))
         stopping = threading.Thread(target=server.stop)
         stopping.start()
-        eventually(lambda: server.server.repository.draining)
+        eventually(lambda: server.server.repository.leaving)
         engine.end_all()
         for n, raw in enumerate(raws[1:], 1):
             answered(raw, n)

@@ -19,6 +19,7 @@ from deploykit.serving.server import Server
 from tests.support.campaign import rounds
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.faults import ROOT, Process, quiet_port
+from tests.support.serving.grpc_cases import frames, infer_bytes
 from tests.support.serving.running import WAIT_S, GatedEngine, Raw, infer_json, request, running
 
 INFER = request("POST", "/v2/models/m/infer", infer_json([1, 2, 3, 4], [1, 4]))
@@ -57,47 +58,63 @@ def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
     served.process.stdout.close()
 
 
-def status(served: Served, data: bytes) -> int:
-    raw = served.ask(data)
-    reply = raw.reply()
-    raw.close()
-    return reply.status
+def is_refused(served: Served) -> bool:
+    """Whether the port is closed."""
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", served.port)) != 0
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 0), (signal.SIGHUP, 0), (signal.SIGINT, 130)]
 )
-def test_after_a_signal_accepted_requests_are_answered_and_new_ones_refused(
-    served: Served,
-    number: signal.Signals,
-    code: int,
-    eventually: Callable[[Callable[[], bool]], None],
+def test_after_a_signal_open_connections_are_answered_once_more_and_new_ones_refused(
+    served: Served, number: signal.Signals, code: int, eventually: Eventually
 ) -> None:
-    idle = served.ask(LIVE)
-    assert idle.reply() is not None
+    """A proxy sends a refused request to another server, but no request that was answered 503."""
+    kept = [served.ask(LIVE) for _ in range(4)]
+    assert [raw.reply().status for raw in kept] == [200] * 4
     accepted = [served.ask(INFER) for _ in range(3)]
     assert served.line() == "busy"
     depth = 'deploykit_requests_in_flight{model="m",version="1"} 3.0\n'
     eventually(lambda: depth in metrics(served))
 
     served.process.send_signal(number)
-    eventually(lambda: status(served, READY) == 503)
-    assert status(served, INFER) == 503
-    raw = served.ask(LIVE)
-    live = raw.reply()
-    assert (live.status, live.headers["connection"]) == (200, "close")
-    raw.close()
+    eventually(lambda: is_refused(served))
+    for raw, data, status in zip(kept, (READY, LIVE), (503, 200), strict=False):
+        reply = raw.ask(data)
+        assert (reply.status, reply.headers["connection"]) == (status, "close")
+    kept[2].send(INFER)
     assert served.process.poll() is None
 
     served.release.touch()
-    replies = [raw.reply() for raw in accepted]
-    assert [reply.status for reply in replies] == [200, 200, 200]
-    assert idle.ended()
+    assert [raw.reply().status for raw in (*accepted, kept[2])] == [200] * 4
+    assert kept[3].ended()
     assert served.process.wait(WAIT_S) == code
     last = "dropped 0" if code == 0 else ""
-    assert [served.line() for _ in range(3)] == ["busy", "busy", last]
-    for raw in (idle, *accepted):
+    assert [served.line() for _ in range(4)] == ["busy", "busy", "busy", last]
+    for raw in (*kept, *accepted):
         raw.close()
+
+
+def test_in_the_time_to_drain_all_requests_are_answered_but_readiness(
+    eventually: Eventually,
+) -> None:
+    with running(drain_s=2.0, grpc_port=0) as server, frames(server.server.grpc_port or 0) as grpc:
+        assert grpc.call(1, infer_bytes()).status == 0
+        kept = server.connect()
+        kept.ask(LIVE)
+        server.server.stop()
+        eventually(lambda: server.ask("GET", "/v2/health/ready").status == 503)
+        for raw in (kept, server.connect()):
+            reply = raw.ask(INFER)
+            assert (reply.status, reply.headers["connection"]) == (200, "close")
+        grpc.until(lambda: grpc.goaway == 0)  # NO_ERROR
+        assert grpc.call(3, infer_bytes()).status == 0  # the client may not know yet
+        grpc.send(6, 1, 0, b"retiring")  # it answers the PING
+        assert grpc.closed()
+        with frames(server.server.grpc_port or 0) as other:
+            assert other.call(1, infer_bytes()).status == 0
+            assert server.stop() == 0
 
 
 @pytest.mark.parametrize(
@@ -112,7 +129,7 @@ def test_a_second_signal_ends_the_process_at_once(
     accepted = served.ask(INFER)
     assert served.line() == "busy"
     served.process.send_signal(signal.SIGTERM)
-    eventually(lambda: status(served, READY) == 503)
+    eventually(lambda: is_refused(served))
     time.sleep(0.1)
     served.process.send_signal(number)
     assert served.process.wait(WAIT_S) == 130
@@ -128,7 +145,7 @@ def test_signals_sent_twice_within_the_echo_count_once(
     assert served.line() == "busy"
     for number in (signal.SIGTERM, second):
         served.process.send_signal(number)
-        eventually(lambda: status(served, READY) == 503)
+        eventually(lambda: is_refused(served))
     served.release.touch()
     reply = accepted.reply()
     assert reply.status == 200

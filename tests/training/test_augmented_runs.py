@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deploykit.core.errors import BadInput, OutOfMemory  # noqa: E402
 from deploykit.core.recipe import Recipe, Split, Splits, load_recipe  # noqa: E402
+from deploykit.core.tensors import TensorSpec  # noqa: E402
 from deploykit.training import data as loader  # noqa: E402
 from deploykit.training.data import (  # noqa: E402
     Augment,
@@ -39,13 +40,18 @@ def bright(images: np.ndarray) -> Splits:
     return Splits(part, part, part, "random images")
 
 
-def flat(shape: tuple[int, ...], change: Any = EVERYTHING) -> Recipe:
+def flat(images: np.ndarray, change: Any = EVERYTHING) -> Recipe:
+    shape = images.shape[1:]
+
     def build() -> torch.nn.Module:
         return torch.nn.Sequential(
             Whiten(), torch.nn.Flatten(), torch.nn.Linear(math.prod(shape), 2)
         )
 
-    return replace(LINE, build=build, augment=change, learning_rate=1e-3, batch_size=7)
+    specs = (TensorSpec("image", str(images.dtype), ("N", *shape)),)
+    return replace(
+        LINE, build=build, inputs=specs, augment=change, learning_rate=1e-3, batch_size=7
+    )
 
 
 class Whiten(torch.nn.Module):
@@ -53,7 +59,7 @@ class Whiten(torch.nn.Module):
         return images.float() / 255
 
 
-RECIPE, SPLITS = flat(BYTES.shape[1:]), bright(BYTES)
+RECIPE, SPLITS = flat(BYTES), bright(BYTES)
 ON = TrainingOptions(device="cpu", epochs=2, augment=True)
 
 
@@ -78,7 +84,7 @@ def test_the_number_of_threads_that_make_batches_changes_no_bit(
 
 
 def test_a_recipe_declares_its_augmentation_in_a_line() -> None:
-    declared = run_training(flat(BYTES.shape[1:], EVERYTHING.to_dict()), SPLITS, ON)
+    declared = run_training(flat(BYTES, EVERYTHING.to_dict()), SPLITS, ON)
     assert same(declared, run_training(RECIPE, SPLITS, ON))
     assert declared.figures["augment"] == repr(EVERYTHING)
     recipe = load_recipe("cats-dogs")
@@ -150,7 +156,7 @@ def test_without_the_option_nothing_is_augmented() -> None:
     def refuse(*_: object) -> None:
         raise AssertionError
 
-    trained = run_training(flat(BYTES.shape[1:], refuse), SPLITS, replace(ON, augment=False))
+    trained = run_training(flat(BYTES, refuse), SPLITS, replace(ON, augment=False))
     assert trained.figures["augment"] is None
 
 
@@ -185,7 +191,7 @@ def test_a_run_says_how_long_it_waited_for_its_data(
         return torch.nn.functional.cross_entropy(y, labels)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
-    recipe = replace(flat(BYTES.shape[1:], change), loss=loss)
+    recipe = replace(flat(BYTES, change), loss=loss)
     monkeypatch.setattr(loader, "prefetch", lambda make, parts, _: map(make, parts))
     trained = run_training(recipe, SPLITS, replace(ON, epochs=1))
     assert trained.figures["loader_share"] == round(share, 4)
@@ -216,7 +222,7 @@ def test_an_augmentation_that_fails_is_one_line(
     change: Callable[..., Any], error: type[Exception], named: str
 ) -> None:
     with pytest.raises(error, match=named):
-        run_training(flat(BYTES.shape[1:], change), SPLITS, ON)
+        run_training(flat(BYTES, change), SPLITS, ON)
 
 
 def test_a_batch_that_does_not_fit_is_computed_in_parts_when_augmented() -> None:
@@ -236,13 +242,13 @@ NAN = np.where(FLOATS > 0.99, np.float32(math.nan), FLOATS)
 @pytest.mark.parametrize(
     ("recipe", "images", "named"),
     [
-        (flat((9, 13, 3), None), BYTES, "declares no augmentation"),
-        (flat((9, 13, 3), {"flp": 0.5}), BYTES, "unknown option 'flp'"),
-        (flat((9, 13, 3), {"flip": 2}), BYTES, "`flip` must be"),
-        (flat((1,)), BYTES.reshape(40, -1), "one input of images, with four axes"),
-        (flat((7, 5)), FLOATS.astype(np.float64), "not in float64"),
-        (flat((7, 5)), FLOATS * 2, "floats must be in 0..1"),
-        (flat((7, 5)), NAN, "floats must be in 0..1"),
+        (flat(BYTES, None), BYTES, "declares no augmentation"),
+        (flat(BYTES, {"flp": 0.5}), BYTES, "unknown option 'flp'"),
+        (flat(BYTES, {"flip": 2}), BYTES, "`flip` must be"),
+        (flat(BYTES.reshape(40, -1)), BYTES.reshape(40, -1), "one input of images, with four axes"),
+        (flat(FLOATS.astype(np.float64)), FLOATS.astype(np.float64), "not in float64"),
+        (flat(FLOATS), FLOATS * 2, "floats must be in 0..1"),
+        (flat(FLOATS), NAN, "'image' of sample 7 holds NaN or infinity"),
         (replace(RECIPE, backbone=("0", "1")), BYTES, "`augment`: the features of a frozen"),
     ],
     ids=["none", "name", "value", "axes", "dtype", "range", "nan", "frozen"],
@@ -252,11 +258,6 @@ def test_what_cannot_be_augmented_is_refused(
 ) -> None:
     with pytest.raises(BadInput, match=named):
         run_training(recipe, bright(images), ON)
-
-
-def test_nan_in_images_that_are_only_moved_ends_as_a_run_that_diverged() -> None:
-    with pytest.raises(Exception, match="training diverged: the loss is nan"):
-        run_training(flat((7, 5), Augment(flip=0.5)), bright(NAN), ON)
 
 
 def test_the_processor_that_takes_less_time_augments() -> None:

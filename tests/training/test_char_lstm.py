@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.files import folder, import_object  # noqa: E402
 from deploykit.core.recipe import load_recipe  # noqa: E402
+from deploykit.training import checks  # noqa: E402
 from deploykit.training.loop import run_training  # noqa: E402
 from deploykit.training.options import TrainingOptions  # noqa: E402
 from tests.support.training import cut  # noqa: E402
@@ -50,6 +51,13 @@ def test_the_text_is_split_padded_and_decoded() -> None:
     assert "We the People of the United States" in text
 
 
+def test_no_piece_of_text_is_in_two_splits() -> None:
+    recipe = load_recipe("char-lstm")
+    assert sum(each.numel() for each in recipe.build().parameters()) == 432_609  # as it says
+    splits = checks.check_splits(recipe, recipe.data(None))
+    assert checks.shared_samples(splits) == {}
+
+
 def test_padding_changes_no_prediction() -> None:
     torch.manual_seed(0)
     module = load_recipe("char-lstm").build().eval()
@@ -66,6 +74,7 @@ def test_padding_changes_no_prediction() -> None:
         (b"one paragraph", "1 paragraphs"),
         (b"\xff\xfe\x00", "UTF-8"),
         (b"\n\n \n\n" * 50, "0 paragraphs"),
+        (b"the same\n\n" * 20, "repeats itself"),
     ],
     ids=str,
 )
@@ -78,9 +87,11 @@ def test_a_text_file_that_cannot_be_used_is_refused(
 
 
 def test_characters_that_are_not_ascii_become_question_marks(tmp_path: Path) -> None:
-    (tmp_path / "t.txt").write_text("\n\n".join(["Größe ☃ \x07"] * 10), encoding="utf-8")
+    (tmp_path / "t.txt").write_text(
+        "\n\n".join(f"{number} Größe ☃ \x07" for number in range(10)), encoding="utf-8"
+    )
     labels = load_recipe("char-lstm").data(tmp_path / "t.txt").test.labels
-    assert of_recipe("decode")(labels[labels > 0]) == "Gr??e ? ?\n"
+    assert of_recipe("decode")(labels[labels > 0]) == "9 Gr??e ? ?\n"
 
 
 # Transfer

@@ -52,7 +52,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_does_not() -> None:
 
 def test_training_starts_from_given_weights() -> None:
     weights = {"weight": torch.full((2, 2), 3.0), "bias": torch.zeros(2)}
-    still = replace(LINE, learning_rate=0.0)
+    still = replace(LINE, learning_rate=1e-30)
     trained = run_training(still, SPLITS, TrainingOptions(device="cpu", epochs=1), weights=weights)
     assert torch.equal(trained.module.weight, weights["weight"])
 
@@ -231,6 +231,7 @@ def test_torchs_newer_switch_of_tf32_is_understood_and_comes_back(
         places[0].fp32_precision, places[1].fp32_precision = matmul, conv
         with use_tf32(on):
             assert {each.fp32_precision for each in places} == {"tf32" if on else "ieee"}
+            assert backends.cuda.matmul.allow_tf32 == backends.cudnn.allow_tf32 == on
         assert [each.fp32_precision for each in places] == [matmul, conv]
     finally:
         for each, value in zip(places, before, strict=True):

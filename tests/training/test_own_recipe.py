@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,11 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import deploykit as dk  # noqa: E402
 from deploykit.core.errors import BadInput, OutOfMemory  # noqa: E402
+from deploykit.core.recipe import Split, Splits  # noqa: E402
+from deploykit.core.task import ImageInput  # noqa: E402
+from deploykit.core.tensors import TensorSpec  # noqa: E402
+from deploykit.engines.torch.open import load_module  # noqa: E402
+from deploykit.evaluation.statistics import mean_score, proportion  # noqa: E402
 from deploykit.training.loop import run_training  # noqa: E402
 from deploykit.training.options import (  # noqa: E402
     TrainingOptions,
@@ -22,15 +31,50 @@ from tests.support.training import LINE, SPLITS  # noqa: E402
 
 pytestmark = pytest.mark.torch
 CPU = TrainingOptions(device="cpu", epochs=1)
+ROOT = Path(__file__).parents[2]
 
 
 def fails(*_: object) -> Any:
     raise KeyError("mine")
 
 
+def several(x: torch.Tensor) -> Any:
+    return x, x
+
+
+class Two(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return several(super().forward(x))
+
+
+WIDE = (TensorSpec("x", "float32", ("N", 3)),)
+Y3 = (TensorSpec("y", "float32", ("N", 3)),)
+
+
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
+        ({"learning_rate": math.nan}, "`learning_rate` must be a finite number above 0, got nan"),
+        ({"learning_rate": -1.0}, "`learning_rate` must be .*, got -1.0"),
+        ({"learning_rate": math.inf}, "`learning_rate` must be .*, got inf"),
+        ({"learning_rate": "1e-3"}, "`learning_rate` must be .*, got '1e-3'"),
+        ({"batch_size": 6.5}, "`batch_size` must be an integer, 1 or more, got 6.5"),
+        ({"epochs": True}, "`epochs` must be an integer"),
+        ({"clip_norm": "1"}, "`clip_norm` must be"),
+        ({"loss": torch.nn.CrossEntropyLoss}, "`loss` must be .* such as torch.nn.CrossEntropyLo"),
+        ({"metric": None}, "`metric` must be a function, got None"),
+        ({"inputs": ("x:float32[N,2]",)}, "`inputs` must be a tuple of TensorSpecs"),
+        ({"outputs": ()}, "`outputs` must be a tuple of TensorSpecs"),
+        ({"preprocess": "imagenet"}, "`preprocess` must be a Preprocess, got 'imagenet'"),
+        ({"augment": ["flip"]}, "`augment` must be a dict or a function"),
+        ({"backbone": "body"}, "`backbone` must be the names of two children"),
+        ({"backbone": ("body", "head")}, "the recipe's `backbone`: AttributeError"),
+        ({"inputs": WIDE}, r"its train data: input 'x' is float32\[N,3\], got float32\[200,2\]"),
+        ({"inputs": (TensorSpec("z", "float32", ("N", 2)),)}, "hold x, the recipe's inputs are z"),
+        ({"outputs": Y3}, r"`outputs` declare y:float32\[N,3\], its model gives float32\[2, 2\]"),
+        ({"build": lambda: Two(2, 2)}, "model gives Tensor, Tensor, its `outputs` are y:float32"),
+        ({"build": torch.nn.Identity}, "the recipe's model has no weights to train"),
+        ({"build": lambda: torch.nn.Linear(3, 2)}, "model failed on its own data: RuntimeError"),
         ({"build": fails}, "recipe's build failed: KeyError: 'mine'"),
         ({"build": lambda: 3}, "recipe's build gave a int"),
         ({"metric": fails}, "recipe's metric failed: KeyError"),
@@ -58,6 +102,177 @@ def test_data_that_are_no_splits_are_refused(data: Any, reason: str) -> None:
         read_splits(replace(LINE, data=data), None)
 
 
+X = SPLITS.train.inputs["x"]
+TEXT = np.array(["left", "right"] * 100)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"test": Split({"x": X[:0]}, X[:0, 0])}, "holds no test data"),
+        ({"train": Split({"x": X[:0]}, X[:0, 0])}, "holds no training data"),
+        ({"train": Split({"x": X[:9]}, SPLITS.train.labels)}, "numbers of samples: .*9.*200"),
+        ({"train": Split({"x": X}, TEXT)}, "labels of <U5"),
+        ({"train": Split({"x": X * np.float32("nan")}, SPLITS.train.labels)}, "sample 0 holds NaN"),
+        ({"train": (X, SPLITS.train.labels)}, "its train data are a tuple, not a Split"),
+        ({"classes": ("a", "b", "c")}, "names 3 classes, the model has 2"),
+        ({"image": ImageInput("x", 4, 4)}, "`image` does not describe one of the recipe's inputs"),
+    ],
+    ids=str,
+)
+def test_data_that_do_not_fit_are_refused_before_the_first_step(
+    changed: dict[str, Any], reason: str
+) -> None:
+    steps: list[object] = []
+    recipe = replace(LINE, loss=lambda *_: steps.append(0) or 1 / 0)
+    with pytest.raises(BadInput, match=reason):
+        run_training(recipe, replace(SPLITS, **changed), CPU)
+    assert not steps
+
+
+def test_patience_without_validation_data_is_refused() -> None:
+    nothing = Split({"x": X[:0]}, X[:0, 0])
+    with pytest.raises(BadInput, match="`patience` needs validation data"):
+        run_training(LINE, replace(SPLITS, calibration=nothing), replace(CPU, patience=2))
+
+
+def test_inputs_are_passed_in_the_order_of_the_recipe_whatever_that_of_the_data() -> None:
+    class Minus(torch.nn.Linear):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return super().forward(a - b)
+
+    swapped = Split({"b": X[:, 1:], "a": X[:, :1]}, torch.from_numpy(SPLITS.train.labels))
+    specs = tuple(TensorSpec(name, "float32", ("N", 1)) for name in "ab")
+    recipe = replace(LINE, build=lambda: Minus(1, 2), inputs=specs)
+    trained = run_training(
+        recipe, Splits(swapped, swapped, swapped, "points"), replace(CPU, epochs=9)
+    )
+    ahead = trained.module(torch.ones(1, 1), torch.zeros(1, 1)).argmax()
+    assert (int(ahead), trained.scores.mean() > 0.95) == (1, True)
+
+
+def write_recipe(where: Path, change: str, body: str = "") -> str:
+    """A file whose recipe is LINE with a change."""
+    text = f"""
+import numpy as np, torch
+from dataclasses import replace
+from deploykit.core.recipe import Split, Splits
+from tests.support.training import LINE, SPLITS
+{body}
+RECIPE = replace(LINE, {change})
+"""
+    (where / "mine.py").write_text(text)
+    return str(where / "mine.py")
+
+
+def test_names_and_sizes_that_numpy_made_can_be_read_from_the_checkpoint(tmp_path: Path) -> None:
+    body = """
+splits = replace(SPLITS, classes=np.array(["left", "right"]), build_with={"n": np.int64(2)})
+"""
+    change = "data=lambda _: splits, build=lambda n: torch.nn.Linear(2, n)"
+    recipe = write_recipe(tmp_path, change, body)
+    dk.train(recipe, tmp_path / "m.pt", epochs=1, device="cpu")
+    loaded = load_module(tmp_path / "m.pt", arch=recipe)
+    assert loaded.preset.labels == ("left", "right")
+    with pytest.raises(BadInput, match=r"m\.pt: the recipe's build failed with the sizes"):
+        load_module(tmp_path / "m.pt", arch=write_recipe(tmp_path, "epochs=1"))
+
+
+@pytest.mark.parametrize(
+    ("change", "body", "expected"),
+    [
+        (
+            "data=lambda _: replace(SPLITS, test=SPLITS.train)",
+            "",
+            "200 samples are in both the test",
+        ),
+        ("metric=lambda _, labels: (labels == 0) * 1.0", "", "always answering '"),
+        (
+            "data=lambda _: replace(SPLITS, test=few)",
+            "few = Split({'x': np.float32([[3, 0]] * 9 + [[0, 3]])}, np.array([1] * 9 + [0]))",
+            "the test data have 1 of '0': too few to conclude from",
+        ),
+        ("report=lambda *_: {'perplexity': 3.784}", "", "on the test data: perplexity 3.784"),
+    ],
+    ids=["shared", "chance", "few", "report"],
+)
+def test_what_a_score_does_not_show_is_said(
+    tmp_path: Path, change: str, body: str, expected: str
+) -> None:
+    made = dk.train(write_recipe(tmp_path, change, body), tmp_path / "m.pt", device="cpu")
+    assert any(note.startswith(expected) for note in made.notes), made.notes
+
+
+def test_a_score_of_shares_has_the_interval_of_their_spread(tmp_path: Path) -> None:
+    """Against a bootstrap over the samples, of NumPy."""
+    scores = np.clip(np.random.default_rng(0).normal(0.65, 0.13, 74), 0, 1)
+    found, random = mean_score(scores), np.random.default_rng(1)
+    means = [random.choice(scores, len(scores)).mean() for _ in range(5000)]
+    low, high = np.percentile(means, [2.5, 97.5])
+    assert (found.value, found.low, found.high) == pytest.approx(
+        (scores.mean(), low, high), abs=3e-3
+    )
+    change = "metric=lambda outputs, labels: 0.6 + 0.1 * (outputs['y'].argmax(1) == labels)"
+    made = dk.train(write_recipe(tmp_path, change), tmp_path / "m.pt", device="cpu")
+    assert made.accuracy.high - made.accuracy.low < 0.05  # Wilson's is 0.17
+    assert mean_score([1, 1, 0, 1]) == proportion(3, 4)
+
+
+def test_a_checkpoint_and_its_manifest_are_written_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(_: Path) -> str:
+        raise KeyboardInterrupt
+
+    recipe = write_recipe(tmp_path, "epochs=1")
+    monkeypatch.setattr("deploykit.training.train.sha256", stop)
+    with pytest.raises(KeyboardInterrupt):
+        dk.train(recipe, tmp_path / "m.pt", device="cpu")
+    assert not [*tmp_path.glob("*m.pt*")]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--checkpoint", "run.ckpt"], "interrupted: the same command goes on from run.ckpt"),
+        ([], "interrupted: no epoch was kept; --checkpoint FILE.ckpt keeps each"),
+    ],
+    ids=["kept", "lost"],
+)
+def test_an_interrupted_run_names_what_was_kept(
+    tmp_path: Path, options: list[str], expected: str
+) -> None:
+    body = """
+steps = []
+def loss(y, labels):
+    steps.append(0)
+    if len(steps) > 15:
+        raise KeyboardInterrupt
+    return LINE.loss(y, labels)
+"""
+    words = ["train", write_recipe(tmp_path, "loss=loss", body), "-o", "m.pt", "--device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, "-m", "deploykit", *words, *options],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 130, done.stderr
+    assert expected in done.stderr
+
+
+def test_the_learning_rate_can_be_given(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, "epochs=1")
+    made = dk.train(recipe, tmp_path / "m.pt", learning_rate=0.25, device="cpu")
+    assert made.evidence.training.figures["learning_rate"] == 0.25
+    for wrong in (math.nan, -1, 0.0):
+        with pytest.raises(BadInput, match="`learning_rate` must be"):
+            dk.train(recipe, tmp_path / "m.pt", learning_rate=wrong, device="cpu")
+
+
 def test_a_model_or_data_larger_than_the_memory_are_refused() -> None:
     def large() -> Any:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried …")
@@ -69,11 +284,7 @@ def test_a_model_or_data_larger_than_the_memory_are_refused() -> None:
 
 
 def test_a_recipe_that_fails_at_its_end_leaves_no_file(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "from dataclasses import replace\n"
-        "from tests.support.training import LINE\n"
-        "RECIPE = replace(LINE, report=lambda _module, _splits: {'x': {1}})\n"
-    )
+    recipe = write_recipe(tmp_path, "report=lambda _module, _splits: {'x': {1}}")
     with pytest.raises(BadInput, match="report failed"):
-        dk.train(str(tmp_path / "mine.py"), tmp_path / "m.pt", epochs=1, device="cpu")
+        dk.train(recipe, tmp_path / "m.pt", epochs=1, device="cpu")
     assert [each.name for each in tmp_path.glob("m*")] == ["mine.py"]

@@ -19,10 +19,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deploykit.core.errors import BadInput, MissingExtra, OutOfMemory, Unsupported  # noqa: E402
+from deploykit.core.recipe import Split  # noqa: E402
 from deploykit.training import loop as state  # noqa: E402
 from deploykit.training import train as verb  # noqa: E402
+from deploykit.training.checks import SCHEDULES  # noqa: E402
 from deploykit.training.loop import run_training  # noqa: E402
-from deploykit.training.options import SCHEDULES, TrainingOptions  # noqa: E402
+from deploykit.training.options import TrainingOptions  # noqa: E402
 from tests.support.campaign import only_in_a_campaign  # noqa: E402
 from tests.support.training import LINE, SPLITS, dropping, losses  # noqa: E402
 
@@ -124,7 +126,13 @@ def test_a_finished_run_is_not_repeated(tmp_path: Path) -> None:
         ({"options": {"seed": 5}}, "seed"),
         ({"options": {"batch_size": 7}}, "batch_size"),
         ({"name": "other"}, "recipe"),
-        ({"data": "elsewhere"}, "data"),
+        ({"options": {"learning_rate": 0.1}}, "learning_rate"),
+        ({"splits": {"source": "elsewhere"}}, "data"),
+        (
+            {"splits": {"train": Split({"x": SPLITS.train.inputs["x"] + 1}, SPLITS.train.labels)}},
+            "data",
+        ),
+        ({"splits": {"classes": ("left", "right")}}, "classes"),
     ],
     ids=str,
 )
@@ -133,7 +141,7 @@ def test_the_checkpoint_of_another_run_is_refused(
 ) -> None:
     options = replace(CPU, checkpoint=tmp_path / "run.ckpt", epochs=1)
     run_training(LINE, SPLITS, options, name="line")
-    data = replace(SPLITS, source=changed.get("data", SPLITS.source))
+    data = replace(SPLITS, **changed.get("splits", {}))
     with pytest.raises(BadInput, match=f"another run: its {named}"):
         run_training(
             LINE,
@@ -180,7 +188,7 @@ def test_a_checkpoint_cut_at_any_place_is_refused(tmp_path: Path) -> None:
 
 def test_patience_ends_a_run_with_the_best_weights() -> None:
     """Above a rate of 0 the score moves; at 0 it never gets better than after the first epoch."""
-    still = replace(LINE, learning_rate=0.0)
+    still = replace(LINE, learning_rate=1e-30)
     trained = run_training(still, SPLITS, replace(CPU, epochs=50, patience=3))
     assert len(trained.history) == 4
     assert "no better score" in trained.notes[0]
@@ -248,6 +256,26 @@ def test_float16_overflow_skips_steps_and_is_counted() -> None:
     assert sum(each["skipped_steps"] for each in trained.history) == skipped
 
 
+def with_batch_norm() -> torch.nn.Module:
+    layers = torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+    return torch.nn.Sequential(*layers)
+
+
+def test_parts_of_a_batch_with_batch_norm_are_not_called_the_whole() -> None:
+    def loss(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return fails(LACKS) if len(y) > 10 else torch.nn.functional.cross_entropy(y, labels)
+
+    trained = run_training(replace(LINE, build=with_batch_norm, loss=loss), SPLITS, CPU)
+    assert "in 2 parts, and BatchNorm normalises each by itself" in trained.notes[0]
+
+
+def test_half_precision_on_a_cpu_that_has_none_is_said() -> None:
+    assert (
+        "fp16 is much slower on a CPU"
+        in run_training(LINE, SPLITS, replace(CPU, amp="fp16")).notes[0]
+    )
+
+
 @pytest.mark.parametrize(("fits", "parts"), [(5, 4), (3, 8)])
 def test_a_batch_that_does_not_fit_is_computed_in_parts(fits: int, parts: int) -> None:
     def loss(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -272,7 +300,7 @@ LACKS = "DefaultCPUAllocator: can't allocate memory"
 
 class Large(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) if self.training else fails(LACKS)
+        return super().forward(x) if self.training or len(x) < 3 else fails(LACKS)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +324,7 @@ def test_too_little_memory_is_told_from_other_errors(
 def test_labels_that_are_no_class_are_refused(split: str, label: int) -> None:
     part = getattr(SPLITS, split)
     labels = np.where(np.arange(len(part.labels)) == 3, label, part.labels)
-    with pytest.raises(BadInput, match=f"its {split} data go from"):
+    with pytest.raises(BadInput, match=f"its {split} data have labels from"):
         run_training(LINE, replace(SPLITS, **{split: replace(part, labels=labels)}), CPU)
 
 
@@ -334,11 +362,11 @@ def test_wrong_options_are_named(
 
 def test_the_verb_passes_every_option_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with a value that is not its default."""
-    values = {"amp": "bf16", "device": "cpu", "checkpoint": tmp_path / "c.ckpt"}
-    given = {
-        each.name: values.get(each.name) or (tmp_path / "t" if each.name == "tensorboard" else 7)
-        for each in fields(TrainingOptions)
-    }
+    given: dict[str, Any] = dict.fromkeys(("epochs", "batch_size", "seed", "patience"), 7)
+    given |= dict.fromkeys(("compile", "fsdp", "augment"), True) | {"tf32": False}
+    given |= {"amp": "bf16", "device": "cpu", "learning_rate": 0.5, "unfreeze": 0.25}
+    given |= {"checkpoint": tmp_path / "c.ckpt", "tensorboard": tmp_path / "t"}
+    assert {each.name for each in fields(TrainingOptions)} == set(given)
     seen = []
     monkeypatch.setattr(state, "run_training", lambda *found, **_: seen.append(found[2]) or 1 / 0)
     with pytest.raises(ZeroDivisionError):

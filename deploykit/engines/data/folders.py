@@ -7,9 +7,9 @@ DIR/train/cat, DIR/val/cat, DIR/test/cat. Other layouts are refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -17,7 +17,10 @@ from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.memory import check_fits
 from deploykit.core.recipe import Split, Splits
 from deploykit.core.task import ImageInput
-from deploykit.engines.data.samples import IMAGES, list_entries
+from deploykit.engines.data.samples import list_entries
+
+if TYPE_CHECKING:
+    from deploykit.engines.tasks.images import PlacedImages  # it needs Pillow
 
 _TRAIN, _CALIBRATION, _TEST = "train", "calibrate", "test"  # the use of a split
 _SPLITS = {
@@ -28,8 +31,7 @@ _SPLITS = {
     "test": _TEST,
 }
 _SHARES = {_TEST: 0.2, _CALIBRATION: 0.1}  # of each class, for a split without a folder
-_Classes: TypeAlias = dict[Path, list[Path]]  # the ordered images of each class folder
-_Sample: TypeAlias = tuple[np.ndarray, int]  # pixels and label
+_Classes: TypeAlias = dict[Path, list[Path]]  # the ordered files of each class folder
 
 
 def class_splits(folder: Path, image: ImageInput, *, classes: int | None = None) -> Splits:
@@ -39,7 +41,8 @@ def class_splits(folder: Path, image: ImageInput, *, classes: int | None = None)
     folders are the classes. Folders train, val (valid, validation) and test are the splits; val is
     for calibration. A missing split is taken from each training class: 20 per cent to test, 10 to
     calibrate. `classes`: the required number, else the name of a size that the model takes from
-    the data. `skipped`: files that cannot be read. Raises NotFound or BadInput.
+    the data. Every file is tried, whatever its name; `skipped`: those that cannot be read. Raises
+    NotFound or BadInput.
     """
     files = _files(folder)
     names = tuple(each.name for each in files[_TRAIN])
@@ -50,11 +53,22 @@ def class_splits(folder: Path, image: ImageInput, *, classes: int | None = None)
             f"{folder}: holds {len(names)} classes ({found}), {wanted} are needed",
             hint="put the images of each class into a sub-folder of its own: DIR/cat, DIR/dog",
         )
-    parts, skipped = _read(folder, files, image)
+    from deploykit.engines.tasks.images import PlacedImages
+
+    reader, skipped = PlacedImages(image, str(folder)), list[str]()
+    missing = [split for split in _SHARES if split not in files]
+    count = sum(len(paths) for kinds in files.values() for paths in kinds.values())
+    check_fits(f"{folder}: the images", round(1.3 * count * math.prod(reader.shape)))
+    parts = {}
+    for split, kinds in files.items():
+        uses = [split, *(missing if split == _TRAIN else ())]
+        use = ", ".join(f"to {each}" for each in uses)
+        parts[split] = _read(kinds, reader, skipped, len(uses), use)
+    parts |= _cut(parts[_TRAIN], missing)
     return Splits(
-        train=_split(parts[_TRAIN], image),
-        calibration=_split(parts[_CALIBRATION], image),
-        test=_split(parts[_TEST], image),
+        train=parts[_TRAIN],
+        calibration=parts[_CALIBRATION],
+        test=parts[_TEST],
         source=f"images in {folder}",
         classes=names,
         skipped=tuple(skipped),
@@ -99,7 +113,7 @@ def _files(folder: Path) -> dict[str, _Classes]:
 
 
 def _classes(folders: Sequence[Path]) -> _Classes:
-    """Return the images of each class folder. Raises BadInput if one contains folders."""
+    """Return the files of each class folder. Raises BadInput if one contains folders."""
     found = {}
     for each in folders:
         files, deeper = list_entries(each)
@@ -108,45 +122,53 @@ def _classes(folders: Sequence[Path]) -> _Classes:
                 f"{deeper[0]}: is a folder; a class folder contains images only",
                 hint=f"for splits, the folders are {', '.join(_SPLITS)} and no others",
             )
-        found[each] = [file for file in files if file.suffix.lower() in IMAGES]
+        found[each] = files
     return found
 
 
 def _read(
-    folder: Path, files: Mapping[str, _Classes], image: ImageInput
-) -> tuple[dict[str, list[_Sample]], list[str]]:
-    """Return the samples of each split, and why the other files could not be read."""
-    from deploykit.engines.tasks.images import PlacedImages
-
-    reader, skipped = PlacedImages(image, str(folder)), list[str]()
-    count = sum(len(paths) for classes in files.values() for paths in classes.values())
-    check_fits(f"{folder}: the images", count * math.prod(reader.shape))
-    parts: dict[str, list[_Sample]] = {_TRAIN: [], _CALIBRATION: [], _TEST: []}
-    missing = [split for split in _SHARES if split not in files]
-    for split, classes in files.items():
-        cut = missing if split == _TRAIN else []
-        for label, (kind, paths) in enumerate(classes.items()):
-            images = []
-            for path in paths:
-                try:
-                    images.append(reader.decode(path))
-                except BadInput as exc:
-                    skipped.append(exc.message)
-            if len(images) <= len(cut):
-                raise BadInput(
-                    f"{kind}: holds {len(images)} images that can be read, {len(cut) + 1} or more "
-                    f"are needed: {', '.join(f'to {each}' for each in (split, *cut))}",
-                    hint=skipped[-1] if skipped else f"images end in {', '.join(IMAGES)}",
-                )
-            order, start = np.random.RandomState(0).permutation(len(images)), 0
-            for other in cut:
-                end = start + max(1, round(_SHARES[other] * len(images)))
-                parts[other] += [(images[index], label) for index in order[start:end]]
-                start = end
-            parts[split] += [(images[index], label) for index in order[start:]]
-    return parts, skipped
+    classes: _Classes, reader: PlacedImages, skipped: list[str], least: int, use: str
+) -> Split:
+    """Read the images of each class into one array; those that cannot be read go to `skipped`."""
+    pixels = np.empty((sum(map(len, classes.values())), *reader.shape), np.uint8)
+    labels: list[int] = []
+    for label, (kind, paths) in enumerate(classes.items()):
+        before = len(labels)
+        for path in paths:
+            try:
+                pixels[len(labels)] = reader.decode(path)
+            except BadInput as exc:
+                skipped.append(exc.message)
+            else:
+                labels.append(label)
+        if len(labels) - before < least:
+            raise BadInput(
+                f"{kind}: holds {len(labels) - before} images that can be read, {least} or more "
+                f"are needed: {use}",
+                hint=skipped[-1] if skipped else "PNG, JPEG and WebP are read",
+            )
+    return Split({reader.tensor: pixels[: len(labels)]}, np.array(labels, np.int64))
 
 
-def _split(samples: Sequence[_Sample], image: ImageInput) -> Split:
-    pixels = np.stack([pixels for pixels, _ in samples])
-    return Split({image.tensor: pixels}, np.array([label for _, label in samples], np.int64))
+def _cut(train: Split, missing: Sequence[str]) -> dict[str, Split]:
+    """Take the `missing` splits out of each class of the training split.
+
+    What is left is moved to the front of its array, as a copy would take the memory twice.
+    """
+    rows: dict[str, list[int]] = {name: [] for name in (*missing, _TRAIN)}
+    for label in np.unique(train.labels):
+        own, start = np.flatnonzero(train.labels == label), 0
+        order = own[np.random.RandomState(0).permutation(len(own))]
+        for name in missing:
+            end = start + max(1, round(_SHARES[name] * len(own)))
+            rows[name] += order[start:end].tolist()
+            start = end
+        rows[_TRAIN] += order[start:].tolist()
+    ((tensor, pixels),) = train.inputs.items()
+    found = {
+        name: Split({tensor: pixels[rows[name]]}, train.labels[rows[name]]) for name in missing
+    }
+    kept = sorted(rows[_TRAIN])
+    for place, row in enumerate(kept):
+        pixels[place] = pixels[row]
+    return {**found, _TRAIN: Split({tensor: pixels[: len(kept)]}, train.labels[kept])}

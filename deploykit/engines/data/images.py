@@ -29,11 +29,13 @@ from deploykit.core.tensors import Bytes, TensorSpec
 Image = require("PIL.Image")
 _JpegImageFile: Any = require("PIL.JpegImagePlugin").JpegImageFile
 
-MAX_PIXELS = 25_000_000  # per image: a header of 74 bytes can declare 65535 x 65535
+MAX_PIXELS = 25_000_000  # a client's image: a header of 74 bytes can declare 65535 x 65535
+FILE_PIXELS = 150_000_000  # the user's own files: phones write 50 to 200 million, cameras 100
 _LARGE_PIXELS = 4_000_000  # larger images are decoded one at a time: 8 bytes for each pixel
 _MOST_SIDE = 65_535  # JPEG's limit; Pillow's table for resizing grows with it
 _READS, _READ_BYTES = 10_000, 1024  # a PNG needs a few reads per 8 KiB
 _SCAN, _MOST_SCANS = b"\xff\xda\0", 100  # a JPEG has ten; a tiny scan is as slow as others
+_MOST_SCANNED = 20  # scans of an image of the most pixels: at most a second to decode 25 million
 _MODES = {3: "RGB", 1: "L"}
 
 # Pillow and its libraries raise these on damaged files; UnidentifiedImageError is an OSError.
@@ -95,13 +97,20 @@ class _Parts(io.BytesIO):
 
 @contextlib.contextmanager
 def open_upright(
-    data: Bytes, mode: str, where: object, *, most_pixels: int | None = None
+    data: Bytes,
+    mode: str,
+    where: object,
+    *,
+    most_pixels: int | None = None,
+    own_file: bool = False,
 ) -> Iterator[Any]:
     """Decode an image into a Pillow image in `mode`; `where` names it in errors.
 
-    Raises BadInput if it is not an image, damaged or refused; TooLarge above `most_pixels`. Sizes
-    are checked before any pixel is decoded, and large images are decoded one at a time.
+    `own_file`: it comes from the user's disk, not from a client, and may have more pixels. Raises
+    BadInput if it is not an image, damaged or refused; TooLarge above `most_pixels` times scans.
+    Both are checked before any pixel is decoded; large images are decoded one at a time.
     """
+    limit = FILE_PIXELS if own_file else MAX_PIXELS
     if not len(data):
         raise BadInput(f"{where}: is empty")
     parts = _Parts(data)
@@ -109,12 +118,18 @@ def open_upright(
         with no_warnings():  # our limit is below Pillow's
             opened = Image.open(parts, formats=["PNG", OWN_JPEG, "WEBP"])
         with opened:
-            pixels = opened.width * opened.height
-            _check_header(opened, where)
-            if most_pixels is not None and pixels > most_pixels:
+            pixels, scans = opened.width * opened.height, 1
+            _check_header(opened, where, limit)
+            if opened.format == "JPEG":
+                scans = max(1, parts.getvalue().count(_SCAN))
+            if scans > _MOST_SCANS or pixels * scans > _MOST_SCANNED * limit:
+                raise BadInput(
+                    f"{where}: has {scans} scans of {opened.width}x{opened.height}, a JPEG has "
+                    f"{min(_MOST_SCANS, _MOST_SCANNED * limit // pixels)} at most",
+                    hint="store it again: cameras and image programs write at most 10",
+                )
+            if most_pixels is not None and pixels * scans > most_pixels:
                 raise TooLarge(f"{where}: is {opened.width}x{opened.height}")
-            if (scans := parts.getvalue().count(_SCAN)) > _MOST_SCANS:
-                raise BadInput(f"{where}: has {scans} scans, a JPEG has {_MOST_SCANS} at most")
             with _one_large if pixels > _LARGE_PIXELS else contextlib.nullcontext():
                 opened.load()
                 turn = _UPRIGHT.get(read_orientation(opened))
@@ -126,7 +141,7 @@ def open_upright(
         if type(exc).__name__ == "UnidentifiedImageError":
             reason = "is neither PNG, JPEG nor WebP"
         if isinstance(exc, Image.DecompressionBombError):  # Pillow's limit is not ours
-            raise BadInput(f"{where}: has more than {MAX_PIXELS / 1e6:.0f} million pixels") from exc
+            raise BadInput(f"{where}: has more than {limit / 1e6:.0f} million pixels") from exc
         raise BadInput(f"{where}: is not a readable image: {reason}") from exc
 
 
@@ -158,7 +173,7 @@ class Images:
 
     def decode(self, file: Path) -> np.ndarray:
         data = check_readable(file).read_bytes()
-        with open_upright(data, _MODES[self.shape[2]], file) as upright:
+        with open_upright(data, _MODES[self.shape[2]], file, own_file=True) as upright:
             found = np.asarray(upright)
         high, wide = found.shape[:2]
         sizes = zip((high, wide), self.shape[:2], strict=True)
@@ -218,11 +233,11 @@ def no_warnings() -> Iterator[None]:
         yield
 
 
-def _check_header(image: Any, where: object) -> None:
+def _check_header(image: Any, where: object, most: int) -> None:
     """Raise BadInput for an image that is too large, has more than 8 bits or is animated."""
     size = f"{image.width}x{image.height}"
-    if image.width * image.height > MAX_PIXELS:
-        limit = f"{MAX_PIXELS / 1e6:.0f} million pixels"
+    if image.width * image.height > most:
+        limit = f"{most / 1e6:.0f} million pixels"
         raise BadInput(f"{where}: is {size}, above the limit of {limit}")
     if max(image.size) > _MOST_SIDE:
         raise BadInput(f"{where}: is {size}, a side has {_MOST_SIDE} at most")

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.lib import format as npy
@@ -27,7 +27,15 @@ from deploykit.core.files import atomic_write, sha256
 from deploykit.core.machine import usable_cores
 from deploykit.core.memory import check_fits, check_memory
 from deploykit.core.task import Task
-from deploykit.core.tensors import BATCH, TensorSpec, carrier, concrete, mismatch, steps_counted
+from deploykit.core.tensors import (
+    BATCH,
+    TensorSpec,
+    batch_axes,
+    carrier,
+    concrete,
+    mismatch,
+    steps_counted,
+)
 from deploykit.engines.data.archives import (
     Header,
     damage,
@@ -52,7 +60,8 @@ class DataSource:
 
     `names`: input name -> array name. `headers`: the header of each array, joined over all files;
     `parts`: the headers of each file. `images` decodes the files if they are images, and `classes`
-    are the labels of images in class folders. `count`: samples. `unused`: other arrays.
+    are the labels of images in class folders. `count`: samples. `unused`: other arrays. `axes`: by
+    array name, see `sample_axes`.
     """
 
     where: str
@@ -64,6 +73,7 @@ class DataSource:
     classes: np.ndarray | None
     count: int
     unused: tuple[str, ...]
+    axes: Mapping[str, int | None]
 
     def read(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Read these arrays as a whole."""
@@ -73,7 +83,12 @@ class DataSource:
         ]
         if len(read) == 1:
             return read[0]
-        return {name: np.concatenate([part.pop(name) for part in read]) for name in names}
+        found = {name: [part.pop(name) for part in read] for name in names}
+        axes = {name: self.axes.get(name, 0) for name in names}
+        return {
+            name: parts[0] if (axis := axes[name]) is None else np.concatenate(parts, axis)
+            for name, parts in found.items()
+        }
 
 
 def find_source(
@@ -98,31 +113,76 @@ def find_source(
         headers = {"images": Header(shape, np.dtype(np.uint8), in_rows=True, start=0)}
     else:
         parts = [read_headers(file) for file in files]
-        headers = _join_headers(files, parts) if is_folder(path) else parts[0]
-    names, unused = _choose(path, inputs, headers)
-    counts = {headers[name].shape[0] for name in names.values()}
+        headers = parts[0]
+    names, unused, axes = _choose(path, inputs, headers)
+    if parts and is_folder(path):
+        headers = _join_headers(files, parts, axes)
+    counts = {headers[n].shape[axis] for n, axis in axes.items() if axis is not None} or {1}
     if len(counts) != 1 or 0 in counts:
         raise BadInput(
-            f"{path}: its arrays have {sorted(counts)} samples; all need the same number, above 0"
+            f"{path}: its arrays have {sorted(counts)} samples; all need the same number, above 0",
+            hint="samples lie along the axis of the batch, wherever an input has it; an input "
+            "without one is given once",
         )
     (count,) = counts
     if LABELS in headers and headers[LABELS].shape[:1] != (count,):
         raise BadInput(f"{path}: {count} samples but labels of shape {headers[LABELS].shape}")
     numbers = np.array(classes, np.int64) if classes else None
     return DataSource(
-        str(path), tuple(files), names, headers, tuple(parts), images, numbers, count, unused
+        str(path), tuple(files), names, headers, tuple(parts), images, numbers, count, unused, axes
     )
+
+
+def sample_axes(
+    specs: Sequence[TensorSpec], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, int | None]:
+    """Return the axis of each input along which samples lie; None for one that is given once.
+
+    It is that of the batch, wherever an input has it: [2,N,8]. In a model whose batch is fixed it
+    is the axis at which an array is longer than the model says. `shapes`: those of the arrays.
+    """
+    batch = batch_axes(specs)
+    axes: dict[str, int | None] = {}
+    for spec in specs:
+        shape = shapes[spec.name]
+        places = [place for place, axis in enumerate(spec.shape) if axis in batch]
+        if not batch:
+            pairs = enumerate(zip(spec.shape, shape, strict=False))
+            places = [n for n, (axis, size) in pairs if isinstance(axis, int) and axis != size]
+            if len(places) > 1 or len(shape) != len(spec.shape):
+                places = [0] if spec.shape else []  # it does not fit, which is reported
+        axes[spec.name] = next(iter(places), None)
+    counts = {
+        shapes[name][axis]
+        for name, axis in axes.items()
+        if axis is not None and axis < len(shapes[name])
+    }
+    if not counts:  # one batch as the model has it
+        first = next((shapes[spec.name][:1] for spec in specs if spec.shape), ())
+        return {
+            spec.name: 0 if first and shapes[spec.name][:1] == first else None for spec in specs
+        }
+    for spec in specs if batch else ():  # of a batch without a known name, or of one that is fixed
+        others = {axis for each in specs if each is not spec for axis in each.shape}
+        pairs = enumerate(zip(spec.shape, shapes[spec.name], strict=False))
+        if axes[spec.name] is None and len(spec.shape) == len(shapes[spec.name]):
+            own = (
+                place
+                for place, (axis, size) in pairs
+                if size in counts and axis != size and (isinstance(axis, int) or axis not in others)
+            )
+            axes[spec.name] = next(own, None)
+    return axes
 
 
 def _choose(
     path: Path, inputs: tuple[TensorSpec, ...], headers: Mapping[str, Header]
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the array for each input, and the arrays that are neither inputs nor labels."""
+) -> tuple[dict[str, str], tuple[str, ...], dict[str, int | None]]:
+    """Return the array for each input, those that are neither inputs nor labels, and the axes."""
     golden = {n.removeprefix(INPUTS): n for n in headers if n.startswith(INPUTS)}
     arrays = golden or {n: n for n in headers if n != LABELS}  # golden samples: the inputs
     if len(inputs) == 1 and len(arrays) == 1:
         arrays = {inputs[0].name: next(iter(arrays.values()))}
-    chosen = {}
     for spec in inputs:
         if spec.name not in arrays:
             has = ", ".join(arrays) or "none"
@@ -130,10 +190,14 @@ def _choose(
                 f"{path}: no array '{spec.name}'; it contains: {has}",
                 hint="the model's inputs are: " + ", ".join(map(str, inputs)),
             )
-        found = headers[arrays[spec.name]]
-        problem = mismatch(
-            replace(spec, shape=(BATCH, *spec.shape[1:])), found.dtype.name, found.shape
-        )
+    axes = sample_axes(inputs, {spec.name: headers[arrays[spec.name]].shape for spec in inputs})
+    for spec in inputs:
+        found, axis = headers[arrays[spec.name]], axes[spec.name]
+        shape = tuple(BATCH if place == axis else size for place, size in enumerate(spec.shape))
+        dtype = found.dtype.name
+        if spec.dtype == "string" and found.dtype.kind == "U":  # of any length
+            dtype = carrier(spec.dtype)
+        problem = mismatch(replace(spec, shape=shape), dtype, found.shape)
         if problem is not None:
             cure = None if found.dtype.name == spec.dtype else f"x.astype('{spec.dtype}')"
             if found.dtype == np.uint8 and spec.dtype.startswith("float"):
@@ -149,8 +213,9 @@ def _choose(
                         problem += f"; it looks like {layout}"
                         cure = f"np.transpose(x, {order})"
             raise BadInput(f"{path}: {problem}", hint=cure)
-        chosen[spec.name] = arrays[spec.name]
-    return chosen, tuple(name for name in arrays if name not in chosen)
+    chosen = {spec.name: arrays[spec.name] for spec in inputs}
+    unused = tuple(name for name in arrays if name not in chosen)
+    return chosen, unused, {arrays[name]: axis for name, axis in axes.items()}
 
 
 def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int], bool]:
@@ -220,49 +285,83 @@ def is_folder(path: Path) -> bool:
 
 
 def _join_headers(
-    files: Sequence[Path], parts: Sequence[Mapping[str, Header]]
+    files: Sequence[Path], parts: Sequence[Mapping[str, Header]], axes: Mapping[str, int | None]
 ) -> dict[str, Header]:
-    """Return the headers of the arrays in several files, joined along axis 0."""
+    """Return the headers of the arrays in several files, joined along the axis of samples."""
+
+    def joined(name: str, header: Header, size: int | str) -> tuple[Any, ...]:
+        axis = axes.get(name, 0)
+        return tuple(size if place == axis else n for place, n in enumerate(header.shape))
+
     kinds = []
     for part in parts:
-        axes = {
-            name: ",".join(map(str, ("N", *h.shape[1:]))) for name, h in part.items() if h.shape
-        }
-        kinds.append(", ".join(f"{n}:{part[n].dtype}[{axes.get(n, '')}]" for n in sorted(part)))
+        shapes = {name: ",".join(map(str, joined(name, h, BATCH))) for name, h in part.items()}
+        kinds.append(", ".join(f"{n}:{part[n].dtype}[{shapes[n]}]" for n in sorted(part)))
     for file, part, kind in zip(files, parts, kinds, strict=True):
-        if kind != kinds[0] or not all(each.shape for each in part.values()):
+        if kind != kinds[0] or not all(h.shape or name in axes for name, h in part.items()):
             raise BadInput(
                 f"{file}: has {kind}; {files[0].name} has {kinds[0]}",
-                hint="files of one folder are joined: names, dtypes and all axes but the first "
-                "must be equal",
+                hint="files of one folder are joined: names, dtypes and all axes but that of the "
+                "samples must be equal",
             )
+    counts = {
+        name: sum(part[name].shape[axes.get(name, 0) or 0] for part in parts) if first.shape else 0
+        for name, first in parts[0].items()
+    }
     return {
-        name: replace(first, shape=(sum(part[name].shape[0] for part in parts), *first.shape[1:]))
+        name: replace(first, shape=joined(name, first, counts[name]))
         for name, first in parts[0].items()
     }
 
 
 @dataclass(frozen=True)
 class Samples:
-    """`inputs`: by input name, shape (samples, ...). `labels`: shape (samples,) or None."""
+    """`inputs`: by input name. `labels`: shape (samples,) or None.
+
+    `axes`: the axis of samples, by input name, None for an input that all of them share; 0 where it
+    has no entry.
+    """
 
     inputs: Mapping[str, np.ndarray]
     labels: np.ndarray | None
     where: str  # file or folder, for errors
     unused: tuple[str, ...] = ()  # other arrays
+    axes: Mapping[str, int | None] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(next(iter(self.inputs.values())))
+        sizes = (
+            a.shape[axis] for n, a in self.inputs.items() if (axis := self.axis(n)) is not None
+        )
+        return next(sizes, 1)
+
+    def axis(self, name: str) -> int | None:
+        return self.axes.get(name, 0)
+
+    def rows(self, places: slice | np.ndarray) -> dict[str, np.ndarray]:
+        """Return the inputs of these samples; a slice is not copied."""
+        found = {}
+        for name, array in self.inputs.items():
+            axis = self.axis(name)
+            found[name] = array[places] if axis == 0 else array
+            if axis:
+                found[name] = np.ascontiguousarray(array[(slice(None),) * axis + (places,)])
+        return found
+
+    def each(self, name: str) -> np.ndarray:
+        """Return an input with the samples along axis 0; one that all share is a single one."""
+        axis = self.axis(name)
+        array = self.inputs[name]
+        return array[None] if axis is None else np.moveaxis(array, axis, 0)
 
     def batches(self, size: int) -> Iterator[dict[str, np.ndarray]]:
         """Yield the inputs in order, `size` samples at a time; the last batch may be smaller."""
         for start in range(0, len(self), size):
-            yield {name: array[start : start + size] for name, array in self.inputs.items()}
+            yield self.rows(slice(start, start + size))
 
     def first(self, count: int) -> Samples:
         """Return the first `count` samples, without a copy."""
-        inputs = {name: array[:count] for name, array in self.inputs.items()}
-        return Samples(inputs, None if self.labels is None else self.labels[:count], self.where)
+        labels = None if self.labels is None else self.labels[:count]
+        return replace(self, inputs=self.rows(slice(count)), labels=labels)
 
     def batching(self, most: int, specs: Sequence[TensorSpec]) -> tuple[int, int]:
         """Return the batch size for a model with these inputs, and the samples in whole batches.
@@ -270,7 +369,9 @@ class Samples:
         A dynamic batch uses `most` and all samples; a fixed one drops the samples that do not fill
         the last batch. Raises BadInput if they do not fill one batch.
         """
-        fixed = next((n for spec in specs for n in spec.shape[:1] if isinstance(n, int)), None)
+        axes = [(spec.shape, self.axis(spec.name)) for spec in specs if spec.shape]
+        sizes = [shape[axis] for shape, axis in axes if axis is not None and axis < len(shape)]
+        fixed = next((size for size in sizes if isinstance(size, int)), None)
         if fixed is None:
             return most, len(self)
         if not 0 < fixed <= len(self):
@@ -285,7 +386,7 @@ def read_samples(
 ) -> Samples:
     """Read `path` for a model with these `inputs`. Raises BadInput when it does not fit them.
 
-    Axis 0 of each array is the samples, even if the model's axis 0 is fixed. Files are read, and
+    `sample_axes` says where the samples lie in each array. Files are read, and
     class folders are numbered, in the order of their names. `task`: places images of any size as
     the server does, and its labels may be the folders' names.
     """
@@ -297,11 +398,16 @@ def read_samples(
         needed = sum(source.headers[name].nbytes for name in wanted)
         check_memory(source.where, needed * (2 if len(source.files) > 1 else 1))  # parts + whole
         arrays = source.read(wanted)
-    chosen = {
-        name: arrays[own].astype(arrays[own].dtype.newbyteorder("="), copy=False)
-        for name, own in source.names.items()
-    }
-    return Samples(chosen, arrays.get(LABELS, source.classes), source.where, source.unused)
+    chosen = {name: _native(arrays[own]) for name, own in source.names.items()}
+    axes = {name: source.axes[own] for name, own in source.names.items()}
+    return Samples(chosen, arrays.get(LABELS, source.classes), source.where, source.unused, axes)
+
+
+def _native(array: np.ndarray) -> np.ndarray:
+    """Return the array as an engine takes it: this machine's byte order, strings as objects."""
+    if array.dtype.kind == "U":
+        return array.astype(object)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
@@ -327,6 +433,9 @@ def write_npz(path: Path, arrays: Mapping[str, np.ndarray], *, kind: str = "arra
                 npy.write_array(member, np.asarray(array), allow_pickle=False)
 
 
+_TAIL = 4  # places of padding at most, fewer than a window of attention has
+
+
 def random_feeds(
     specs: tuple[TensorSpec, ...], sizes: Mapping[str, int], seed: int = 0
 ) -> dict[str, np.ndarray]:
@@ -334,9 +443,9 @@ def random_feeds(
 
     Floats are standard normal, uint8 is 0 to 255, other integers and strings are 0 to 9. An input
     named as lengths gets lengths of rows, the last one full. Booleans and an input named as a mask
-    get zeros and ones: each row begins with a one and, for booleans, ends with the other value. A
-    "pad" in the name reverses this, as attention over a fully masked row is undefined. `sizes`: 1
-    by default.
+    get zeros and ones: a mask (N, T) ends with a few zeros, as padding does; any other begins with
+    a one and, for booleans, ends with the other value. A "pad" in a boolean's name reverses this,
+    as attention over a fully masked row is undefined. `sizes`: 1 by default.
     """
     random, feeds = np.random.default_rng(seed), {}
     for spec in specs:
@@ -346,6 +455,12 @@ def random_feeds(
             feeds[spec.name] = random.standard_normal(shape).astype(carrier(spec.dtype))
         elif spec.dtype == "string":
             feeds[spec.name] = random.integers(0, 10, shape).astype(str).astype(object)
+        elif "mask" in spec.name.lower() and len(shape) == 2 and "float" not in spec.dtype:
+            tail = random.integers(0, min(_TAIL, max(1, shape[1])), (shape[0], 1))
+            found = np.arange(shape[1]) < shape[1] - tail
+            found[:1, -1:] = shape[1] < 2  # one row at least has padding
+            hides = spec.dtype == "bool" and "pad" in spec.name.lower()
+            feeds[spec.name] = (found != hides).astype(spec.dtype)
         elif spec.dtype == "bool":
             feeds[spec.name] = found = random.integers(0, 2, shape).astype(bool)
             if found.ndim > 1:  # either value may mean masked
@@ -378,7 +493,7 @@ def check_calibration(samples: Samples, inputs: Sequence[TensorSpec]) -> tuple[s
     found = []
     if count < FEW:
         found.append(f"only {count} samples: a few hundred real ones are better")
-    repeated = count - len(set(_digests(samples)))
+    repeated = count - len(set(digests(samples)))
     if repeated * 10 > count:
         found.append(f"{repeated} of {count} samples are duplicates")
     for spec in inputs:
@@ -402,7 +517,8 @@ def check_calibration(samples: Samples, inputs: Sequence[TensorSpec]) -> tuple[s
 
 def check_finite(samples: Samples) -> None:
     """Raise BadInput naming the first sample that holds NaN or infinity."""
-    for name, array in samples.inputs.items():
+    for name in samples.inputs:
+        array = samples.each(name)
         if array.dtype.kind != "f":
             continue
         for start in range(0, len(array), _BLOCK):
@@ -418,17 +534,18 @@ def check_finite(samples: Samples) -> None:
 
 def overlap(calib: Samples, test: Samples) -> int:
     """Count the samples of `test` that are also in `calib`, byte for byte."""
-    known = set(_digests(calib))
-    return sum(digest in known for digest in _digests(test))
+    known = set(digests(calib))
+    return sum(digest in known for digest in digests(test))
 
 
-def _digests(samples: Samples) -> Iterator[bytes]:
+def digests(samples: Samples) -> Iterator[bytes]:
     """Yield a hash of each sample, over the bytes of all its inputs."""
     names = sorted(samples.inputs)
     for number in range(len(samples)):
         digest = hashlib.blake2b(digest_size=16)
         for name in names:
-            digest.update(samples.inputs[name][number].tobytes())
+            values = samples.each(name)
+            digest.update(values[number % len(values)].tobytes())
         yield digest.digest()
 
 
@@ -460,9 +577,19 @@ class SampleStream(Closing):
         self._stack = ExitStack()
         self._digests = {name: hashlib.sha256() for name in source.names}  # per input
         with ExitStack() as stack:
+            self._shared: dict[str, np.ndarray] = {}  # inputs that all samples share
             if source.images is None:
-                names = source.names.items()
-                self._rows = {name: _Rows(source, own, stack) for name, own in names}
+                axes = {name: source.axes[own] for name, own in source.names.items()}
+                shared = [own for name, own in source.names.items() if axes[name] is None]
+                once = source.read(shared)
+                self._shared = {n: once[own] for n, own in source.names.items() if own in once}
+                for name, array in self._shared.items():
+                    self._digests[name].update(array.tobytes())
+                self._rows = {
+                    name: _Rows(source, own, axis, stack)
+                    for name, own in source.names.items()
+                    if (axis := axes[name]) is not None
+                }
             else:
                 workers = min(usable_cores(), _DECODERS)
                 self._decoders = stack.enter_context(ThreadPoolExecutor(workers))
@@ -500,8 +627,9 @@ class SampleStream(Closing):
         begin, self.at = self.at, self.at + count
         images = self.source.images
         if images is None:
+            rows = {n: each.read(count, self._digests[n]) for n, each in self._rows.items()}
             return {
-                name: rows.read(count, self._digests[name]) for name, rows in self._rows.items()
+                name: rows[name] if name in rows else self._shared[name] for name in self._digests
             }
         files, (name,) = self.source.files[begin : self.at], self._digests
         for file, content in zip(files, self._decoders.map(sha256, files), strict=True):
@@ -512,15 +640,15 @@ class SampleStream(Closing):
 
 
 class _Rows:
-    """One array of a source, read in order from all files."""
+    """One array of a source, read in order from all files. `axis`: that of the samples."""
 
-    def __init__(self, source: DataSource, name: str, stack: ExitStack) -> None:
+    def __init__(self, source: DataSource, name: str, axis: int, stack: ExitStack) -> None:
         self._left = deque(
             (f, part[name]) for f, part in zip(source.files, source.parts, strict=True)
         )
         self._stack = stack
-        header = source.headers[name]
-        self._shape, self._dtype = header.shape[1:], header.dtype
+        header, self._axis = source.headers[name], axis
+        self._shape, self._dtype = (*header.shape[:axis], *header.shape[axis + 1 :]), header.dtype
         self._row_bytes = math.prod(self._shape) * header.dtype.itemsize
         self._file, self._handle = self._open_next()
 
@@ -538,17 +666,17 @@ class _Rows:
                 self._file, self._handle = self._open_next()
             view = view[got:]
         digest.update(raw)
-        if not raw:
-            return np.zeros((count, *self._shape), self._dtype)
-        rows = np.frombuffer(raw, self._dtype).reshape(count, *self._shape)
-        return rows.astype(self._dtype.newbyteorder("="), copy=False)
+        rows = np.frombuffer(raw, self._dtype) if raw else np.zeros(0, self._dtype)
+        rows = np.moveaxis(rows.reshape(count, *self._shape), 0, self._axis)
+        return _native(np.ascontiguousarray(rows))
 
     def _open_next(self) -> tuple[Path, IO[bytes]]:
         file, header = self._left.popleft()
         with damage(file):
-            if not header.in_rows:  # Fortran order: any row needs the whole array
+            if not header.in_rows or self._axis:  # any row needs the whole array
                 check_memory(str(file), 2 * header.nbytes)
-                return file, io.BytesIO(read_arrays(file, {"": header})[""].tobytes())
+                array = read_arrays(file, {"": header})[""]
+                return file, io.BytesIO(np.moveaxis(array, self._axis, 0).tobytes())
             handle = open_array(file, header, self._stack)
             handle.read(header.start)
         return file, handle

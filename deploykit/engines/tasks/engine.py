@@ -198,7 +198,14 @@ class TaskSteps:
             self._length = _check_text(task.text, specs)
             self._tokens = Tokens(task.text, folder)
 
-    def read(self, item: Item, where: str = "", *, most_pixels: int | None = None) -> ModelRow:
+    def read(
+        self,
+        item: Item,
+        where: str = "",
+        *,
+        most_pixels: int | None = None,
+        own_file: bool = False,
+    ) -> ModelRow:
         """Turn an item into a row. Raises BadInput naming `where`, TooLarge above `most_pixels`."""
         if self.task.image is None:
             row = self._tokens.encode(item, where or "the text")
@@ -207,12 +214,18 @@ class TaskSteps:
 
         if isinstance(item, str):
             raise BadInput(f"{where or 'the item'}: is a text, and the model takes images")
-        placed = read_image(item, self.task.image, where or "the image", most_pixels=most_pixels)
+        placed = read_image(
+            item,
+            self.task.image,
+            where or "the image",
+            most_pixels=most_pixels,
+            own_file=own_file,
+        )
         return ModelRow({self.task.image.tensor: placed.pixels[None]}, placed)
 
 
 class TaskEngine:
-    """An engine with the steps of its task: `predict` takes images or sentences.
+    """An engine with the steps of its task: `predict` takes the user's own images or sentences.
 
     Rows are joined only where the engine's manifest says that this changes no answer.
     """
@@ -235,7 +248,10 @@ class TaskEngine:
         for at in range(0, len(items), self._rows):
             several = range(at, min(at + self._rows, len(items)))
             named = [names[n] if names else f"item {n + 1}" for n in several]
-            rows = [self.steps.read(items[n], name) for n, name in zip(several, named, strict=True)]
+            rows = [
+                self.steps.read(items[n], name, own_file=True)
+                for n, name in zip(several, named, strict=True)
+            ]
             for same in _same_shapes(rows):
                 feeds = {
                     name: np.concatenate([row.feeds[name] for row in same])

@@ -78,16 +78,22 @@ def check_image_input(image: ImageInput) -> None:
 
 
 def read_image(
-    data: Bytes, image: ImageInput, where: str = "the image", *, most_pixels: int | None = None
+    data: Bytes,
+    image: ImageInput,
+    where: str = "the image",
+    *,
+    most_pixels: int | None = None,
+    own_file: bool = False,
 ) -> PlacedImage:
     """Decode a JPEG, PNG or WebP and place it as `image` says. Raises as `open_upright` does."""
-    with open_upright(data, _MODES[image.colours], where, most_pixels=most_pixels) as upright:
+    mode = _MODES[image.colours]
+    with open_upright(data, mode, where, most_pixels=most_pixels, own_file=own_file) as upright:
         return place(upright, image, where)
 
 
-def read_pixels(data: bytes) -> np.ndarray:
+def read_pixels(data: bytes, *, own_file: bool = False) -> np.ndarray:
     """Decode a JPEG, PNG or WebP, upright, to uint8 [height, width, 3]. Raises BadInput."""
-    with open_upright(data, "RGB", "the image") as upright:
+    with open_upright(data, "RGB", "the image", own_file=own_file) as upright:
         return np.asarray(upright)
 
 
@@ -117,11 +123,12 @@ class PlacedImages(Images):
         side = math.ceil(image.resize_to / image.multiple) * image.multiple
         if not image.height:  # one array needs one size
             image = replace(image, height=side, width=side, resize_to=side)
-        self._image, self._where = image, where
+        self._image, self._where, self.tensor = image, where, image.tensor
         self.shape = (image.height, image.width, 1 if image.colours == "L" else 3)
 
     def decode(self, file: Path) -> np.ndarray:
-        return read_image(check_readable(file).read_bytes(), self._image, str(file)).pixels
+        data = check_readable(file).read_bytes()
+        return read_image(data, self._image, str(file), own_file=True).pixels
 
 
 def place(upright: Any, image: ImageInput, where: str) -> PlacedImage:

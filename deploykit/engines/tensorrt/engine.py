@@ -21,7 +21,7 @@ from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.cuda.errors import out_of_memory
 from deploykit.engines.cuda.execution import Pipeline, Shape, Ticket
-from deploykit.engines.engine import Arrays, Engine, check_feeds
+from deploykit.engines.engine import Arrays, CallGuard, Engine, check_feeds
 from deploykit.engines.tensorrt.compatibility import PlanFile
 from deploykit.engines.tensorrt.log import LogErrors, logger
 
@@ -145,6 +145,7 @@ class TensorRtEngine(Engine):
         graphs: Sequence[int] = (),
     ) -> None:
         self.path, self.device, self._nv, self._driver = path, driver.device, nv, driver
+        self._guard = CallGuard(path.name)
         self.runtime = f"tensorrt {nv.__version__}"
         driver.use()
         free, total = driver.memory()
@@ -237,7 +238,8 @@ class TensorRtEngine(Engine):
             raise OutOfMemory(f"{exc.message}: {sizes}", hint=hint) from exc
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        return self.submit(feeds).result()
+        with self._guard:
+            return self.submit(feeds).result()
 
     def submit(self, feeds: Arrays) -> Ticket:
         """Start a call; the ticket's `result()` waits for its outputs."""

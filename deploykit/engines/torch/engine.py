@@ -15,11 +15,12 @@ from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.engine import Arrays, Engine, check_feeds
+from deploykit.engines.engine import Arrays, CallGuard, Engine, check_feeds
 from deploykit.engines.torch.files import RunsCode, module_errors, read
 from deploykit.engines.torch.loaded import Loaded
 from deploykit.engines.torch.open import load_module
 from deploykit.engines.torch.outputs import to_numpy
+from deploykit.engines.torch.presets import recognise
 
 torch = require("torch")
 
@@ -40,12 +41,20 @@ def open_engine(
     Raises BadInput for a file without enough information.
     """
     path = Path(source)
-    if arch is None and not inputs and not describes_itself(path):
-        raise BadInput(
-            f"{path}: is not a checkpoint of deploykit's: it does not say what the model is, or "
-            "would run code of its own",
-            hint="export it first: see deploykit export --help, `arch` and `allow_pickle`",
-        )
+    if arch is None and not inputs:
+        try:
+            content = read(path, allow_pickle=False)
+        except RunsCode as exc:
+            hint = f"export it first: deploykit export {path}"
+            raise RunsCode(exc.message, hint=hint) from exc
+        if content.source != "checkpoint":
+            known = recognise(content.value, path)
+            these = f"these are the weights of torchvision's {known}" if known else "weights alone"
+            arch = f" --arch {known}" if known else ", whose --arch builds the model"
+            raise BadInput(
+                f"{path}: does not say what the model is: {these}",
+                hint=f"export it first: deploykit export {path}{arch}",
+            )
     loaded = load_module(path, arch=arch, inputs=inputs, allow_pickle=allow_pickle)
     return TorchEngine(loaded, path.name, device, threads, bf16=bf16)
 
@@ -75,7 +84,7 @@ class TorchEngine(Engine):
         self.inputs, self.outputs = loaded.inputs, loaded.outputs
         self.runtime = f"torch {torch.__version__}"
         self.device = chosen
-        self._where = where
+        self._where, self._guard = where, CallGuard(where)
         with module_errors(f"{where}: moving it to {chosen}"):
             self._module = loaded.module.to(chosen)
             self._floats = torch.bfloat16 if bf16 else None
@@ -87,6 +96,7 @@ class TorchEngine(Engine):
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         if self._module is None:
             raise DeploykitError(f"{self._where}: the engine is closed")
+        self._guard.check_process()
         check_feeds(self.inputs, feeds, self._where)
         arrays = [np.require(feeds[spec.name], requirements=["C", "W"]) for spec in self.inputs]
         with module_errors(f"{self._where}: the model failed"), torch.inference_mode():

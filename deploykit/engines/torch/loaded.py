@@ -16,6 +16,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
 from deploykit.core.task import Preprocess
 from deploykit.core.tensors import BATCH, TensorSpec, make_spec
+from deploykit.engines.data.examples import Example
 from deploykit.engines.data.preprocess import image_input
 from deploykit.engines.torch.files import module_errors, quiet
 from deploykit.engines.torch.outputs import (
@@ -74,6 +75,9 @@ def before(module: Any, inputs: Sequence[TensorSpec], preprocess: Preprocess | N
     )
 
 
+_EXPERTS = "_experts_implementation"  # of transformers' configurations
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A torch module in eval mode on the CPU, its specs and its origin.
@@ -85,7 +89,8 @@ class Loaded:
     sentence each. `limits`: the smallest and largest size (None: any) of those dynamic axes for
     which they are known. `model_class`: the class in transformers, if a folder names it. `preset`:
     its library's description. `parts`: the same model in two consecutive parts, the second of which
-    chooses by values that may be equal, as NMS does.
+    chooses by values that may be equal, as NMS does. `sizes`: of the dynamic axes, at which it ran.
+    `example`: the user's inputs.
     """
 
     module: Any
@@ -99,6 +104,8 @@ class Loaded:
     model_class: str | None = None
     preset: Preset | None = None
     parts: tuple[Loaded, Loaded] | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    example: Example = field(default_factory=Example)
 
 
 def undescribed(where: object, *, arch: bool = False, inputs: bool = False) -> BadInput:
@@ -106,7 +113,10 @@ def undescribed(where: object, *, arch: bool = False, inputs: bool = False) -> B
     parts, hints = [], []
     if arch:
         parts.append("what the model is")
-        hints.append("`arch` builds the model: pkg.mod:callable or ./file.py:callable")
+        hints.append(
+            "`arch` builds the model: a name of torchvision's such as resnet50, timm:NAME, "
+            "pkg.mod:callable or ./file.py:callable"
+        )
     if inputs:
         parts.append("what its inputs are")
         hints.append("`inputs` describes each input, for example 'x:float32[N,3,224,224]'")
@@ -121,6 +131,7 @@ def describe_module(
     *,
     ran_pickle: bool = False,
     notes: Sequence[str] = (),
+    example: Example | None = None,
 ) -> Loaded:
     """Find the outputs of a module without specs, by running it. Raises BadInput."""
     if not inputs:
@@ -130,18 +141,35 @@ def describe_module(
     for config in caching:  # transformers' key/value cache is an object that no graph can return
         config.use_cache = False
     cached = ("switched use_cache off in the model's config",) if caching else ()
+    grouped = [each for each in configs if getattr(each, _EXPERTS, None) == "grouped_mm"]
+    for config in grouped:  # ONNX has no product of groups
+        setattr(config, _EXPERTS, "batched_mm")
+    if grouped:
+        cached += ("set the model's experts to batched_mm, as set_experts_implementation does",)
     bind, more = binding(module, [spec.name for spec in inputs])
     adapter = adapt(module.eval(), bind, len(inputs))
-    outputs, feeds, limits = describe(str(where), adapter, inputs)
+    example = example or Example()
+    found = describe(str(where), adapter, inputs, example)
     if isinstance(module, torch.jit.ScriptModule):
         # an exporter cannot follow from Python into TorchScript: the selection of outputs is traced
         with module_errors(where), warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # deprecated, and the only way to this format
-            adapter = torch.jit.trace(adapter, tuple(feeds), check_trace=False, strict=False)
-    least = [f"the model takes axis {axis} from {low} on" for axis, (low, _) in limits.items()]
-    notes = (*notes, *cached, *more, *least)
+            adapter = torch.jit.trace(adapter, tuple(found.feeds), check_trace=False, strict=False)
+    sizes = [
+        f"the model takes axis {axis} "
+        + (f"from {low} {f'to {high}' if high else 'on'}" if low > 1 else f"up to {high}")
+        for axis, (low, high) in found.limits.items()
+    ]
     return Loaded(
-        adapter, tuple(inputs), outputs, source, ran_pickle=ran_pickle, notes=notes, limits=limits
+        adapter,
+        tuple(inputs),
+        found.outputs,
+        source,
+        ran_pickle=ran_pickle,
+        notes=(*notes, *cached, *more, *sizes),
+        limits=found.limits,
+        sizes=found.sizes,
+        example=example,
     )
 
 
@@ -172,7 +200,7 @@ def name_of(module: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def load_live(module: Any, inputs: Sequence[TensorSpec]) -> Loaded:
+def load_live(module: Any, inputs: Sequence[TensorSpec], example: Example | None = None) -> Loaded:
     """Load `module` in eval mode on the CPU, without changing the caller's module.
 
     Weights that are already on the CPU are shared, not copied. Raises BadInput.
@@ -182,7 +210,8 @@ def load_live(module: Any, inputs: Sequence[TensorSpec]) -> Loaded:
         copied = _copy(_unwrap(module))
         preset = preset_of(copied)
         inputs = inputs or (preset.inputs if preset else ())
-        return replace(describe_module(name, copied, inputs, "module"), preset=preset)
+        loaded = describe_module(name, copied, inputs, "module", example=example)
+        return replace(loaded, preset=preset)
 
 
 def hash_weights(module: Any) -> str:

@@ -9,19 +9,20 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from deploykit.core.artefact import sniff, torch_kind
-from deploykit.core.errors import BadInput, NotFound, first_line
+from deploykit.core.errors import BadInput, NotFound, first_line, users_code
 from deploykit.core.extras import require
 from deploykit.core.files import atomic_write, check_readable
 from deploykit.core.json_value import from_json, json_value
 from deploykit.core.recipe import Recipe, Splits, find_bundled, load_recipe
 from deploykit.core.task import ImageInput, Preprocess
 from deploykit.core.tensors import BATCH, TensorSpec, make_spec, parse_spec
+from deploykit.engines.data.examples import Example
 from deploykit.engines.torch.files import (
     Content,
     is_state_dict,
@@ -39,7 +40,7 @@ from deploykit.engines.torch.outputs import (
     output_names,
     parameter_names,
 )
-from deploykit.engines.torch.presets import Preset, preset_of
+from deploykit.engines.torch.presets import Preset, preset_of, recognise
 from deploykit.engines.torch.weights import build_module, copy_weights, in_float32, list_names
 
 pytree = require("torch.utils._pytree")  # nothing else reads a program's structures
@@ -170,11 +171,14 @@ def save_checkpoint(
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
     splits: Splits | None = None,
+    *,
+    on_written: Callable[[Path], object] = lambda _: None,
 ) -> None:
     """Write weights, the recipe's name and the specs: tensors and strings only, no code.
 
     `splits`: the training data, of which the checkpoint keeps the arguments of the recipe's
-    `build`, the names of the classes, and the conversion of an image to the input.
+    `build`, the names of the classes, and the conversion of an image to the input. `on_written`
+    gets the temporary file before it replaces `out`.
     """
     document = {
         "deploykit_checkpoint": CHECKPOINT_VERSION,
@@ -186,18 +190,22 @@ def save_checkpoint(
         "image": json_value(splits.image) if splits else None,
         "state_dict": module.state_dict(),
     }
-    save_whole(document, out)
+    save_whole(document, out, on_written)
 
 
-def save_whole(document: Mapping[str, Any], out: Path) -> None:
+def save_whole(
+    document: Mapping[str, Any], out: Path, on_written: Callable[[Path], object] = lambda _: None
+) -> None:
     """Call `torch.save` through `atomic_write`, as torch hides a full disk in its own error."""
-    with atomic_write(out) as tmp, tmp.open("wb") as file:
+    with atomic_write(out) as tmp:
         try:
-            torch.save(document, file)
+            with tmp.open("wb") as file:
+                torch.save(document, file)
         except RuntimeError as exc:
             if isinstance(exc.__context__, OSError):
                 raise exc.__context__ from None
             raise
+        on_written(tmp)
 
 
 def load_weights(path: Path) -> dict[str, Any]:
@@ -211,6 +219,7 @@ def load_module(
     arch: str | None = None,
     inputs: Sequence[TensorSpec] = (),
     allow_pickle: bool = False,
+    example: Example | None = None,
 ) -> Loaded:
     """Open `path`, a file or a folder with config.json and model.safetensors.
 
@@ -218,16 +227,16 @@ def load_module(
     needed if the file does not hold them. Raises NotFound, BadInput, MissingExtra.
     """
     if path.is_dir():
-        return load_folder(path, arch, inputs)
+        return load_folder(path, arch, inputs, example)
     content = read(path, allow_pickle=allow_pickle, described=bool(inputs))
     if content.source == "checkpoint":
         return _from_checkpoint(path, content, arch, inputs)
     if content.source in _WHOLE_MODELS:
         if arch is not None:
             raise BadInput(f"{path}: holds a whole model, so `arch` {arch} has nothing to build")
-        return _from_whole_model(path, content, inputs)
+        return _from_whole_model(path, content, inputs, example)
     if arch is None:
-        raise undescribed(path, arch=True, inputs=not inputs)
+        raise nameless(path, content.value) or undescribed(path, arch=True, inputs=not inputs)
     module, built_with = build_module(arch, content.arguments, content.value)
     preset = preset_of(module, arch, path)
     inputs = tuple(inputs) or (preset.inputs if preset else ())
@@ -239,8 +248,19 @@ def load_module(
         *copy_weights(path, module, content.value, content.source),
     )
     with module_errors(path):
-        loaded = describe_module(path, module, inputs, content.source, notes=notes)
+        loaded = describe_module(path, module, inputs, content.source, notes=notes, example=example)
     return replace(loaded, preset=preset)
+
+
+def nameless(path: Path, weights: Mapping[str, Any]) -> BadInput | None:
+    """Return the error for weights alone that a library's model has, which names that model."""
+    known = recognise(weights, path)
+    if known is None:
+        return None
+    return BadInput(
+        f"{path}: does not say what the model is; these are the weights of torchvision's {known}",
+        hint=f"`arch` {known}",
+    )
 
 
 def model_files(path: Path) -> list[Path]:
@@ -270,7 +290,9 @@ def look(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], di
     return loaded.inputs, loaded.outputs, {**details, "recipe": loaded.recipe}
 
 
-def _from_whole_model(path: Path, content: Content, inputs: Sequence[TensorSpec]) -> Loaded:
+def _from_whole_model(
+    path: Path, content: Content, inputs: Sequence[TensorSpec], example: Example | None
+) -> Loaded:
     with module_errors(path):
         if content.source != "torch.export":
             module, notes = in_float32(content.value.cpu())
@@ -282,6 +304,7 @@ def _from_whole_model(path: Path, content: Content, inputs: Sequence[TensorSpec]
                 content.source,
                 ran_pickle=content.ran_pickle,
                 notes=(*content.notes, *notes),
+                example=example,
             )
             return replace(loaded, preset=preset)
         program = open_program(str(path), content.value, inputs)
@@ -293,6 +316,7 @@ def _from_whole_model(path: Path, content: Content, inputs: Sequence[TensorSpec]
         ran_pickle=content.ran_pickle,
         notes=program.notes,
         limits=program.limits,
+        example=example or Example(),
     )
 
 
@@ -333,7 +357,8 @@ def _from_checkpoint(
     if recipe is None:
         module, _ = build_module(arch or "", sizes)
     else:
-        module = with_torchvision(recipe.sized_for(sizes).build)
+        with users_code(f"{path}: the recipe's build failed with the sizes {sizes}"):
+            module = with_torchvision(recipe.sized_for(sizes).build)
     preprocess = recipe.preprocess if recipe else None
     notes = copy_weights(path, module, _weights_of(path, content))
     bind, more = binding(module, [spec.name for spec in inputs])
@@ -406,7 +431,9 @@ def weight_files(folder: Path) -> list[Path]:
     return [check_readable(folder / Path(str(name)).name) for name in sorted(names)]
 
 
-def load_folder(folder: Path, arch: str | None, inputs: Sequence[TensorSpec]) -> Loaded:
+def load_folder(
+    folder: Path, arch: str | None, inputs: Sequence[TensorSpec], example: Example | None = None
+) -> Loaded:
     """Load the model that config.json names under `architectures`, in float32.
 
     `inputs`: the specs; if empty, the model's main input decides. Raises BadInput,
@@ -433,7 +460,7 @@ def load_folder(folder: Path, arch: str | None, inputs: Sequence[TensorSpec]) ->
     module = _load(folder, found)
     specs = tuple(inputs) or _inputs(folder, module)
     with module_errors(folder):
-        loaded = describe_module(folder, module, specs, "Hugging Face")
+        loaded = describe_module(folder, module, specs, "Hugging Face", example=example)
     return replace(loaded, model_class=f"transformers.{name}")
 
 

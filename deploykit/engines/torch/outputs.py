@@ -7,6 +7,7 @@ returns a flat tuple.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
@@ -21,6 +22,7 @@ import numpy as np
 from deploykit.core.errors import BadInput, DeploykitError, first_line
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec, concrete, make_spec, steps_counted
+from deploykit.engines.data.examples import Example
 from deploykit.engines.torch.files import absent, lacks
 
 torch = require("torch")
@@ -135,8 +137,10 @@ def binding(module: Any, names: Sequence[str]) -> tuple[Binding, tuple[str, ...]
     parameters = parameter_names(module)
     known = [name for name in names if name in parameters]
     if names and len(known) == len(names):
-        keywords = tuple(names)
-        return (lambda inputs: ((), dict(zip(keywords, inputs, strict=True)))), ()
+        # the first ones go by position, in the order of `forward`: a hook sees only these
+        places = _parameters(module, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        first = next((n for n, name in enumerate(names) if places[n : n + 1] != [name]), len(names))
+        return (lambda x: (x[:first], dict(zip(names[first:], x[first:], strict=True)))), ()
     note = f"inputs go in by position: {', '.join(names)} as {', '.join(parameters[: len(names)])}"
     return (lambda inputs: (inputs, {})), (note,) if known else ()
 
@@ -162,12 +166,16 @@ def parameter_names(module: Any) -> list[str]:
     schema = getattr(module.forward, "schema", None)
     if schema is not None:  # TorchScript has no Python signature
         return [argument.name for argument in schema.arguments[1:]]
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return _parameters(module, *kinds)
+
+
+def _parameters(module: Any, *kinds: Any) -> list[str]:
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
         return []
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [parameter.name for parameter in parameters if parameter.kind in named]
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]
 
 
 # The module runs on zeros at one set of sizes, then again with one dynamic axis larger: an
@@ -186,14 +194,24 @@ class _Failed(BadInput):
     """The module raised an exception at these sizes; others may work."""
 
 
-def describe(
-    where: str, adapter: Adapter, inputs: Sequence[TensorSpec]
-) -> tuple[tuple[TensorSpec, ...], list[Any], dict[str, tuple[int, int | None]]]:
-    """Return the outputs' specs, inputs that the module takes, and the least sizes of axes.
+@dataclass(frozen=True)
+class Description:
+    """The outputs of a module; inputs, by position, and `sizes` of the axes that it takes.
 
-    Raises BadInput naming the reason.
+    `limits`: the least and the largest size (None: any) of those axes that have one.
     """
-    probe, base = _first_that_runs(where, adapter, inputs)
+
+    outputs: tuple[TensorSpec, ...]
+    feeds: list[Any]
+    sizes: Mapping[str, int]
+    limits: Mapping[str, tuple[int, int | None]]
+
+
+def describe(
+    where: str, adapter: Adapter, inputs: Sequence[TensorSpec], example: Example
+) -> Description:
+    """Run the module on `example`, else on zeros. Raises BadInput naming the reason."""
+    probe, base = _first_that_runs(where, adapter, inputs, example)
     names = output_names([place for place, _ in base], {spec.name for spec in inputs})
     axes: list[list[int | str]] = [list(tensor.shape) for _, tensor in base]
     for number, shape in enumerate(axes):  # a size 0 depends on the data, as of nonzero(x)
@@ -201,9 +219,14 @@ def describe(
     movers: dict[tuple[int, int], set[str]] = {}
     for number, at, *_ in _changes(base, probe.other_data()) or ():
         movers[number, at] = {f"{names[number]}_{at}"}
+    limits = {}
     for axis in probe.sizes:
-        for size, larger in probe.larger(axis):
-            changes = _changes(base, larger)
+        runs, most = probe.others(axis)
+        least = probe.least(axis, _unanswered(base))
+        if least > 1 or most:
+            limits[axis] = least, most
+        for size, other in runs:
+            changes = _changes(base, other)
             if changes is None:
                 raise BadInput(
                     f"{where}: the outputs' number or rank depends on axis {axis}",
@@ -221,23 +244,26 @@ def describe(
     ]
     if not specs:
         raise BadInput(f"{where}: the model returns no tensor")
-    least = {axis: probe.least(axis, _unanswered(base)) for axis in probe.sizes}
-    return tuple(specs), probe.feeds(), {axis: (n, None) for axis, n in least.items() if n > 1}
+    return Description(tuple(specs), probe.feeds(), probe.sizes, limits)
 
 
 @dataclass(frozen=True)
 class _Probe:
-    """Runs a module at given sizes of the dynamic axes, with `fill` for integers."""
+    """Runs a module at given sizes of the dynamic axes, on `example`, else `fill` for integers."""
 
     where: str
     adapter: Adapter
     inputs: Sequence[TensorSpec]
     sizes: Mapping[str, int]
     fill: int
+    example: Example
 
     def feeds(self) -> list[Any]:
-        """Return zeros for floats, the steps for lengths, `fill` for integers and booleans."""
+        """Return the example, else zeros for floats, lengths as they are, `fill` for integers."""
         inputs, sizes = self.inputs, self.sizes
+        if self.example.arrays:
+            given = self.example.real_feeds(inputs, sizes)
+            return [torch.tensor(given[x.name], dtype=getattr(torch, x.dtype)) for x in inputs]
         return [
             torch.full(
                 concrete(spec, sizes),
@@ -299,29 +325,68 @@ class _Probe:
             fails, runs = (fails, size) if answers else (size, runs)
         return runs
 
-    def larger(self, axis: str) -> list[tuple[int, Leaves]]:
-        """Run with `axis` larger: twice the size shows a stride, 16 times a longer one."""
-        size = self.sizes[axis]
+    def others(self, axis: str) -> tuple[list[tuple[int, Leaves]], int | None]:
+        """Run with `axis` larger: twice the size shows a stride, 17 times a longer one.
+
+        Where the model takes none of them, as at the end of its table of positions, run with it
+        smaller. The second result is the largest size that it takes, None if there is none.
+        """
+        size, most = self.sizes[axis], self.example.most.get(axis)
         batch = axis in _batch_axes(self.inputs)
         candidates = [size + 1, 2 * size] if batch else [2 * size, size + 1]
         if not batch and size < _SEQUENCE_SIZES[1]:
-            candidates.append(16 * size)
+            candidates.append(17 * size)
+        candidates = [each for each in candidates if each <= (most or each)]
         found: list[tuple[int, Leaves]] = []
         failure: BadInput | None = None
-        for larger in candidates:
+        for other in (*candidates, size - 1, size // 2):
+            if found and (batch or other < size):
+                break
             try:
-                found.append((larger, self.at(axis, larger)))
+                if other > 0:
+                    found.append((other, self.at(axis, other)))
             except _Failed as exc:
                 failure = failure or exc
-            if batch and found:
-                break
+        if found and failure and most is None and not batch:
+            ran = max(size, *(each for each, _ in found))
+            most = self._largest(axis, ran, max(candidates))
         if not found:
             raise BadInput(
                 f"{self.where}: axis {axis} is not dynamic in this model, which takes a size of "
                 f"{size}: {failure}",
-                hint=f"give axis {axis} a fixed size in `inputs`, or change the model",
+                hint=self._batch_elsewhere(axis)
+                or f"give axis {axis} a fixed size in `inputs`, or change the model",
             )
-        return found
+        return found, most
+
+    def _batch_elsewhere(self, axis: str) -> str | None:
+        """Say which axis of an input is the batch, where it is not axis 0, as of a state."""
+        rows = {len(array) for array in self.example.arrays.values() if array.ndim}
+        for number, spec in enumerate(self.inputs[1:], 1):
+            shape = self.example.arrays.get(spec.name, np.zeros(())).shape
+            for place in [at for at, size in enumerate(shape) if at and size in rows]:
+                axes = [axis if at == place else each for at, each in enumerate(spec.shape)]
+                axes[0] = shape[0]
+                specs = list(self.inputs)
+                specs[number] = make_spec(spec.name, spec.dtype, axes)
+                with contextlib.suppress(_Failed):
+                    replace(self, inputs=specs).at(axis, self.sizes[axis] + 1)
+                    return f"axis 0 of '{spec.name}' is not the batch: `inputs`, '{specs[number]}'"
+        return None
+
+    def _largest(self, axis: str, runs: int, fails: int) -> int | None:
+        """Find by bisection the size above which the model takes none, as a table's; else None."""
+
+        def works(size: int) -> bool:
+            with contextlib.suppress(_Failed):
+                self.at(axis, size)
+                return True
+            return False
+
+        while runs + 1 < fails:
+            size = (runs + fails) // 2
+            runs, fails = (size, fails) if works(size) else (runs, size)
+        return None if any(works(factor * runs) for factor in (2, 3, 4)) else runs
 
 
 def _unanswered(leaves: Leaves) -> set[int]:
@@ -346,12 +411,15 @@ def _changes(base: Leaves, other: Leaves) -> list[tuple[int, int, int, int]] | N
 
 
 def _first_that_runs(
-    where: str, adapter: Adapter, inputs: Sequence[TensorSpec]
+    where: str, adapter: Adapter, inputs: Sequence[TensorSpec], example: Example
 ) -> tuple[_Probe, Leaves]:
     """Find sizes and a value for integers at which the module runs; else raise its failure.
 
-    The sizes of different axes differ. The batch stays small, the others grow with each try.
+    The sizes of different axes differ: those of the example, or near them, where there is one;
+    else the batch stays small, and the others grow with each try.
     """
+    if example.arrays:
+        return _example_that_runs(where, adapter, inputs, example)
     batch = _batch_axes(inputs)
     axes = dict.fromkeys(a for spec in inputs for a in spec.shape if isinstance(a, str))
     others = [axis for axis in axes if axis not in batch]
@@ -363,12 +431,40 @@ def _first_that_runs(
         sizes = {axis: _SMALL + at for at, axis in enumerate(batch)}
         sizes |= {axis: first + step * at for at, axis in enumerate(others)}
         for fill in (0, 1) if integers else (0,):  # a length of 0 is refused
-            probe = _Probe(where, adapter, inputs, sizes, fill)
+            probe = _Probe(where, adapter, inputs, sizes, fill, example)
             try:
                 return probe, probe.run()
             except _Failed as exc:
                 failure = failure or exc
-    raise failure or BadInput(f"{where}: no size to try")
+    raise _as_bad_input(failure or BadInput(f"{where}: no size to try"))
+
+
+def _example_that_runs(
+    where: str, adapter: Adapter, inputs: Sequence[TensorSpec], example: Example
+) -> tuple[_Probe, Leaves]:
+    own = example.sizes(inputs)
+    taken = {size for spec in inputs for size in spec.shape if isinstance(size, int)}
+    apart: dict[str, int] = {}
+    for axis, size in own.items():  # exporters take 0 and 1 for constants
+        near = [max(2, size), *range(max(2, size) - 1, 1, -1), *range(size + 1, size + 99)]
+        near = [each for each in near if each <= example.most.get(axis, each)]
+        apart[axis] = next((each for each in near if each not in taken), size)
+        taken.add(apart[axis])
+    failure: BadInput | None = None
+    for sizes in (apart, {axis: max(2, size) for axis, size in own.items()}, own):
+        probe = _Probe(where, adapter, inputs, sizes, 0, example)
+        try:
+            return probe, probe.run()
+        except _Failed as exc:
+            failure = exc
+    raise _as_bad_input(failure or BadInput(f"{where}: no size to try"))
+
+
+def _as_bad_input(failure: BadInput) -> BadInput:
+    """Return the error as its users know it."""
+    error = BadInput(failure.message, hint=failure.hint)
+    error.__cause__ = failure.__cause__
+    return error
 
 
 def _batch_axes(inputs: Sequence[TensorSpec]) -> list[str]:

@@ -17,13 +17,11 @@ from deploykit.core.errors import BadInput, first_line
 from deploykit.core.extras import require
 from deploykit.core.files import import_object
 from deploykit.engines.torch.files import module_errors, with_torchvision
-from deploykit.engines.torch.presets import build_named
+from deploykit.engines.torch.presets import PREFIXES, build_named, recognise
 
 torch = require("torch")
 
-_LISTED = 10
-# DataParallel, torch.compile and Lightning put these before every name.
-_PREFIXES = ("module.", "_orig_mod.", "model.")
+_LISTED, _SHOWN = 10, 2  # most names in a note, and of each kind in an error
 _AVERAGED = "n_averaged"  # AveragedModel adds this name
 
 
@@ -104,13 +102,13 @@ def copy_weights(
         or value.is_complex() != own[key].is_complex()
     ]
     if wrong:  # torch would convert them silently
-        raise _misfit(where, [list_names(wrong)])
+        raise _misfit(where, weights, [list_names(wrong, _SHOWN)])
     try:
         missing, unexpected = module.load_state_dict(weights, strict=False)
     except RuntimeError as exc:
         # below the heading of load_state_dict's message
         text = " ".join(line.strip() for line in str(exc).splitlines()[1:3]) or first_line(exc)
-        raise _misfit(where, _differences(own, weights) or [text]) from exc
+        raise _misfit(where, weights, _differences(own, weights) or [text]) from exc
     holders: dict[int, set[str]] = {}  # names that share a parameter
     for name, parameter in module.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), set()).add(name)
@@ -120,7 +118,7 @@ def copy_weights(
         notes.append(f"not in the file, as they share another's weights: {list_names(tied)}")
     missing = [key for key in missing if key not in tied]
     if missing or unexpected:
-        raise _misfit(where, _differences(own, weights, missing, unexpected))
+        raise _misfit(where, weights, _differences(own, weights, missing, unexpected))
     casts = Counter(
         (_type(value), _type(own[key]))
         for key, value in weights.items()
@@ -140,8 +138,8 @@ def _without_prefix(module: Any, weights: Mapping[str, Any]) -> tuple[Mapping[st
         notes.append("took the averaged weights of a torch.optim.swa_utils.AveragedModel")
     own = [name for name, _ in module.named_children()]
     own += [name for name, _ in module.named_parameters(recurse=False)]
-    for _ in _PREFIXES:
-        for prefix in _PREFIXES:
+    for _ in PREFIXES:
+        for prefix in PREFIXES:
             if prefix[:-1] not in own and all(key.startswith(prefix) for key in weights):
                 weights = {key.removeprefix(prefix): value for key, value in weights.items()}
                 notes.append(f"removed '{prefix}' from the front of every name")
@@ -169,7 +167,7 @@ def _differences(
     missing: Sequence[str] = (),
     unexpected: Sequence[str] = (),
 ) -> list[str]:
-    """List at most ten each of different shapes, missing and unexpected names."""
+    """List a few each of different shapes, missing and unexpected names, and count the others."""
     shapes = [
         f"{key} {_shape(value)} in the file, {_shape(own[key])} in the model"
         for key, value in weights.items()
@@ -178,14 +176,16 @@ def _differences(
     if shapes:
         missing = [key for key in own if key not in weights]
         unexpected = [key for key in weights if key not in own]
-    found = [f"size mismatch: {list_names(shapes)}"] if shapes else []
-    if missing or unexpected:
-        found += [f"missing {list_names(missing)}", f"unexpected {list_names(unexpected)}"]
-    return found
+    kinds = {"size mismatch:": shapes, "missing": missing, "unexpected": unexpected}
+    return [f"{kind} {list_names(names, _SHOWN)}" for kind, names in kinds.items() if names]
 
 
-def _misfit(where: Path, reasons: Sequence[str]) -> BadInput:
-    return BadInput(f"{where}: weights do not fit the model: {'; '.join(reasons)}")
+def _misfit(where: Path, weights: Mapping[str, Any], reasons: Sequence[str]) -> BadInput:
+    known = recognise(weights, where)
+    return BadInput(
+        f"{where}: weights do not fit the model: {'; '.join(reasons)}",
+        hint=f"these are the weights of torchvision's {known}: `arch` {known}" if known else None,
+    )
 
 
 def _is_tensor(*values: Any) -> bool:
@@ -196,10 +196,10 @@ def _is_tensor(*values: Any) -> bool:
     )
 
 
-def list_names(words: Sequence[str]) -> str:
-    """Return the first ten names, and the number of the others."""
-    more = f" and {len(words) - _LISTED} more" if len(words) > _LISTED else ""
-    return ", ".join(words[:_LISTED]) + more if words else "none"
+def list_names(words: Sequence[str], most: int = _LISTED) -> str:
+    """Return the first names, and the number of the others."""
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more if words else "none"
 
 
 def _shape(tensor: Any) -> str:

@@ -18,7 +18,6 @@ from deploykit.serving.http2.connection import (
     END_HEADERS,
     END_STREAM,
     HEADERS,
-    LEAST_BYTES_S,
     PROTOCOL_ERROR,
     STREAM_WINDOW,
     WAITING_BYTES,
@@ -28,7 +27,8 @@ from deploykit.serving.http2.connection import (
     literal,
 )
 from deploykit.serving.models.inference import Receiver
-from deploykit.serving.transport.call import BUG, decompress, message_of, refusal_of
+from deploykit.serving.transport.call import BUG, decompress, log_access, message_of, refusal_of
+from deploykit.serving.transport.listener import extend
 
 log = logging.getLogger(__name__)
 
@@ -162,6 +162,12 @@ class HeadParser:
 
     def __call__(self, pairs: list[tuple[bytes, bytes]]) -> CallHead:
         values = dict(pairs)
+        if len(values) != len(pairs):
+            keys = [key for key, _ in pairs]
+            if keys.count(b"traceparent") > 1:
+                del values[b"traceparent"]  # as one that cannot be parsed: a new trace begins
+            if keys.count(b"authorization") > 1:
+                values[b"authorization"] = b""  # proxies disagree about which of them counts
         content_type = values.get(b"content-type", b"")
         speaks_grpc = _CONTENT_TYPE.fullmatch(content_type) is not None
         length = values.get(b"content-length")
@@ -208,9 +214,9 @@ class GrpcCall(Stream):
     """A call from its headers to its trailers."""
 
     __slots__ = (
-        "_answer_bytes", "_in_turn", "_inflating", "_read_by_s", "_reader", "_received_bytes",
-        "_received_one", "_since_s", "_sizes", "cancel", "deadline_s", "head", "held_bytes",
-        "opened", "slots", "unreplied"
+        "_answer_bytes", "_begun_s", "_by_s", "_in_turn", "_inflating", "_read_by_s", "_reader",
+        "_received_bytes", "_received_one", "_sizes", "_unread", "cancel", "deadline_s", "head",
+        "held_bytes", "opened", "slots", "unreplied"
     )  # fmt: skip
 
     def __init__(self, link: Http2Connection, number: int, head: CallHead) -> None:
@@ -219,7 +225,8 @@ class GrpcCall(Stream):
         self.head = head
         self.held_bytes = 0  # bytes of messages counted in the server's memory budget
         self._answer_bytes = 0  # bytes of answers that the client has not read, counted there too
-        self._read_by_s: float | None = None  # when the client must have read them
+        self._read_by_s: float | None = None  # when the client must have read more of them
+        self._unread = 0  # bytes of them at the last check
         self.unreplied = 0  # messages delivered and not answered
         self.slots: list[Any] = []  # replies of a streaming call, in order
         self.opened = False  # the reply's headers have been sent
@@ -230,10 +237,15 @@ class GrpcCall(Stream):
         self._inflating = False  # a message is being decompressed
         self._received_bytes = 0  # counted if the client has sent a Content-Length
         self._received_one = False
-        self._since_s = shared.now_s
+        self._by_s = shared.now_s + shared.limits.stall_s  # when more of a message must have come
+        self._begun_s = shared.clock_s() if shared.logs_access else 0.0
         timeout_us = head.timeout_us
         deadline_s = None if timeout_us is None else shared.clock_s() + timeout_us / 1e6
         self.deadline_s = deadline_s  # by the clock, as `now_s` may be a tick old
+
+    @property
+    def peer(self) -> Http2Connection:
+        return self.link
 
     @property
     def unanswered(self) -> int:
@@ -281,8 +293,12 @@ class GrpcCall(Stream):
                 return
         if piece:
             reader = self._reader
-            if not reader.have:
-                self._since_s = self.link.shared.now_s
+            shared = self.link.shared
+            now_s, stall_s = shared.now_s, shared.limits.stall_s
+            if reader.have:
+                self._by_s = extend(self._by_s, len(piece), now_s, stall_s)
+            else:
+                self._by_s = now_s + stall_s
             reader.add(piece)
             if not self._reserve(len(piece)):
                 return
@@ -392,7 +408,7 @@ class GrpcCall(Stream):
             self.read()
 
         try:
-            self.link.shared.offload(work, then)
+            self.link.shared.offload(work, then, client=self.link)
         except DeploykitError as exc:  # no thread can be started
             self._inflating = False
             self.fail(exc.grpc_status, exc.message)
@@ -443,8 +459,9 @@ class GrpcCall(Stream):
         self._answer_bytes += size
         self.link.answer_bytes += size
         if self._read_by_s is None:
-            self._read_by_s = shared.clock_s() + shared.limits.write_s
-        self._read_by_s += size / LEAST_BYTES_S
+            self._read_by_s = shared.clock_s() + shared.limits.stall_s
+            self._unread = 0
+        self._unread += size
         if shared.memory.add(size, self.held_bytes + self._answer_bytes):
             return True
         self.fail("UNAVAILABLE", shared.memory.message)
@@ -470,6 +487,10 @@ class GrpcCall(Stream):
                 FIRST_FRAME, number, REPLY_HEADERS, length << 8 | DATA, number, message_bytes
             )
             link.write(b"".join((start, *parts, REPLY_END.pack(LAST_FRAME, number, OK))))
+            if link.shared.logs_access:
+                self._record("OK")
+            else:
+                link.shared.replies["OK"] += 1
             self.finish()
             return
         self.send_message(parts)
@@ -499,6 +520,8 @@ class GrpcCall(Stream):
 
     def complete(self) -> None:
         """End the call with status OK."""
+        if not self.gone and self.trailers is None:
+            self._record("OK")
         self._end(OK)
 
     def fail(self, status: str, message: str) -> None:
@@ -509,10 +532,19 @@ class GrpcCall(Stream):
         if cancel is not None:
             cancel()
         log.info("%s: %s %s", quote(self.head.path), status, quote(message))
+        self._record(status)
         block = error_block(status, message)
         if not self.opened:
             block = (REPLY_HEADERS if self.head.speaks_grpc else NOT_GRPC) + block
         self._end(block)
+
+    def _record(self, status: str) -> None:
+        """Count the call, and log it if calls are logged."""
+        shared = self.link.shared
+        shared.replies[status] += 1
+        if shared.logs_access:
+            ms = 1000 * (shared.clock_s() - self._begun_s)
+            log_access(self.link.address, quote(self.head.path)[1:-1], status, ms, self.head.trace)
 
     def _end(self, block: bytes) -> None:
         if self.gone or self.trailers is not None:
@@ -524,12 +556,19 @@ class GrpcCall(Stream):
     def check(self, now_s: float) -> None:
         if self.deadline_s is not None and self.deadline_s <= now_s:
             self.fail("DEADLINE_EXCEEDED", "the call's deadline has passed")
-        elif self._read_by_s is not None and self._read_by_s < now_s:
+        elif self._read_by_s is not None and not self._reads(now_s):
             self.link.abort()  # the client reads its answers too slowly
-        elif not self.ended and now_s - self._since_s > self.link.shared.limits.body_s:
+        elif not self.ended and now_s > self._by_s and not self.requested_bytes:
             method = self.head.method  # a client may pause between the messages of a stream
             if self._reader.have or (method is not None and method.ended is None):
-                self.fail("DEADLINE_EXCEEDED", "the message took too long to come")
+                self.fail("DEADLINE_EXCEEDED", "the message stalled, or came too slowly")
+
+    def _reads(self, now_s: float) -> bool:
+        """Return whether the client reads the answers that exceed its windows fast enough."""
+        left, stall_s = sum(map(len, self.unsent)), self.link.shared.limits.stall_s
+        self._read_by_s = extend(self._read_by_s or 0.0, self._unread - left, now_s, stall_s)
+        self._unread = left
+        return now_s <= self._read_by_s
 
     def finish(self) -> None:
         """End the call; drop its requests that still wait for an engine."""

@@ -12,12 +12,12 @@ from deploykit.engines.oip.protobuf import MESSAGES, Message, message_from
 from deploykit.serving.grpc.call import GrpcCall, HeadParser, Method, fail_with
 from deploykit.serving.grpc.infer import InferMethods
 from deploykit.serving.http2.connection import Http2Connection, Http2Limits, Http2Port
-from deploykit.serving.models.offload import Offload
+from deploykit.serving.models.offload import Lane, Offload
 from deploykit.serving.models.repository import ModelRepository, Served
 from deploykit.serving.oip import messages as infer
 from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.transport.call import MemoryBudget
-from deploykit.serving.transport.security import Guard
+from deploykit.serving.transport.security import AccessControl
 from deploykit.serving.workers.group import Result, ServerGroup, of_model
 
 SERVICE = "inference.GRPCInferenceService"
@@ -45,7 +45,7 @@ class GrpcPort(Http2Port):
         self,
         repository: ModelRepository,
         options: ServeOptions,
-        guard: Guard,
+        access: AccessControl,
         memory: MemoryBudget,
         offload: Offload,
         limits: Http2Limits,
@@ -106,8 +106,8 @@ class GrpcPort(Http2Port):
             methods[f"/{SERVICE}/{name}"] = Method(_not_offered, max_bytes=_SMALL_BYTES)
         for name, handler in handlers.items():
             methods[f"/{SERVICE}/{name}"] = _small(name, handler)
-        parse = HeadParser(methods, guard.allows, limits.headers)
-        large = partial(offload, large=True)
+        parse = HeadParser(methods, access.allows, limits.headers)
+        large = partial(offload, lane=Lane.LARGE)
         super().__init__(parse, GrpcCall, limits, options.max_body_bytes, memory, large)
 
     def tick(self, now_s: float) -> None:

@@ -7,6 +7,7 @@ large body is received directly into its final memory.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from email.utils import formatdate
@@ -15,7 +16,7 @@ from http import HTTPStatus
 from socket import SO_ERROR, SOL_SOCKET
 from typing import cast
 
-from deploykit.core.errors import DeploykitError, Overloaded
+from deploykit.core.errors import DeploykitError, Overloaded, quote
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http.head import END, ChunkedBody, HeadReader, HttpLimits, SizedBody
 from deploykit.serving.transport.call import (
@@ -23,11 +24,12 @@ from deploykit.serving.transport.call import (
     Call,
     Head,
     MemoryBudget,
+    log_access,
     message_of,
     reply_error,
 )
 from deploykit.serving.transport.listener import SPARE as SPARE_CLIENTS
-from deploykit.serving.transport.listener import Port
+from deploykit.serving.transport.listener import Port, extend
 from deploykit.serving.transport.security import HEALTH, AccessControl
 from deploykit.serving.transport.turns import BUSY_BYTES
 
@@ -63,13 +65,18 @@ NEW, IDLE, HEAD, SIZED, CHUNKED, WHOLE, LAST, REFUSED, LINGERING, CLOSED, SPARE 
 class Exchange(Call):
     """A request, and its reply until it is sent."""
 
-    __slots__ = ("connection", "keep_alive", "pending_reply")
+    __slots__ = ("begun_s", "connection", "keep_alive", "pending_reply")
 
     def __init__(self, connection: HttpConnection, head: Head) -> None:
         super().__init__(head, connection.listener.memory)
         self.connection = connection
         self.keep_alive = head.keep_alive
+        self.begun_s = time.monotonic() if connection.listener.logs_access else 0.0
         self.pending_reply: list[Bytes] | None = None
+
+    @property
+    def peer(self) -> HttpConnection:
+        return self.connection
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
         """Send the reply after earlier ones; do nothing if the client has disconnected.
@@ -82,6 +89,9 @@ class Exchange(Call):
         if self.held_bytes:  # the request is not needed any more
             self.release()
         listener = connection.listener
+        listener.replies[status] += 1
+        if listener.logs_access:
+            connection.log_access(self, status)
         length = sum(map(len, parts))
         if listener.draining and connection.is_last(self):
             self.keep_alive = False
@@ -133,9 +143,9 @@ class Listener(Port):
         self._known_heads: dict[bytes, Head] = {}  # a cache, as clients repeat their heads
         self.last_head: tuple[bytes, Head | None] = b"", None  # the last result of `find_head`
         self._lines: dict[int, bytes] = {}
-        self.longest_s = dict.fromkeys(State, limits.write_s) | {  # of each state
+        self.longest_s = dict.fromkeys(State, limits.stall_s) | {  # of each state
             NEW: limits.header_s, IDLE: limits.idle_s, HEAD: limits.header_s,
-            SIZED: limits.body_s, CHUNKED: limits.body_s, LINGERING: limits.linger_s,
+            LINGERING: limits.linger_s,
         }  # fmt: skip
         self._date = formatdate(usegmt=True)
 
@@ -173,6 +183,11 @@ class Listener(Port):
                 self._known_heads.clear()
             self._known_heads[raw] = head
 
+    def forget_heads(self) -> None:
+        """Empty the cache: other requests are allowed now."""
+        self._known_heads.clear()
+        self.last_head = b"", None
+
     def is_health_check(self, end: int) -> bool:
         """Return whether the first `end` bytes received are just a cheap health check."""
         data = self.read_into
@@ -199,13 +214,14 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._limits = listener.limits
         self._state = NEW
         self._since_s = listener.now_s  # when it began to wait for the client
+        self._by_s = 0.0  # when more of the body must have come, or of the replies been read
         self._reader: HeadReader | SizedBody | ChunkedBody | None = None  # None before a request
         self._exchange = Exchange(self, _UNREAD)  # whose body is read
         self._exchanges: deque[Exchange] = deque()  # that are being answered
         self._paused = False  # no request is processed until replies are sent, or in this turn
         self._kept = b""  # bytes received meanwhile; counted in the memory budget
         self._unsent_bytes = 0  # bytes of replies that the client has not read; counted there too
-        self._stalled_s: float | None = None  # when the client stopped reading
+        self._unread: int | None = None  # bytes of replies, while there are too many to go on
         self._ended = False  # the client sends no more
         self._begun_bytes = 0  # bytes of the next answer that were sent already
 
@@ -217,6 +233,11 @@ class HttpConnection(asyncio.BufferedProtocol):
     def idle_since_s(self) -> float | None:
         busy = self._state > HEAD or self._exchanges or self._kept or self._unsent_bytes
         return None if busy else self._since_s
+
+    def log_access(self, exchange: Exchange, status: int) -> None:
+        head, ms = exchange.head, 1000 * (time.monotonic() - exchange.begun_s)
+        asked = f"{quote(head.method)[1:-1]} {quote(head.target)[1:-1]}"
+        log_access(self._transport.get_extra_info("peername"), asked, status, ms, head.trace)
 
     def is_last(self, exchange: Exchange) -> bool:
         """Return whether this is the latest request, whose reply may end the connection."""
@@ -291,15 +312,17 @@ class HttpConnection(asyncio.BufferedProtocol):
         return True
 
     def pause_writing(self) -> None:
-        self._stalled_s = self.listener.now_s
+        self._unread = self._transport.get_write_buffer_size()
+        self._by_s = self.listener.now_s + self._limits.stall_s
         self._pause()
-        more = self._transport.get_write_buffer_size() - self._unsent_bytes
+        more = self._unread - self._unsent_bytes
         if more > 0:  # small replies, which count only if the client does not read them
             self._unsent_bytes += more
             self.listener.memory.add(more, 0)
 
     def resume_writing(self) -> None:
-        self._stalled_s = None
+        self._unread = None
+        self._by_s = self.listener.now_s + self._limits.stall_s  # of a body that waited
         self.release_sent()
         self._resume()
 
@@ -317,7 +340,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _resume(self, *, urgent: bool = False) -> None:
         """Process requests again if enough replies were sent."""
         room = len(self._exchanges) < self._limits.pipelined
-        if self._stalled_s is None and room and self._state is not WHOLE:
+        if self._unread is None and room and self._state is not WHOLE:
             self._paused = False
             if self._kept:  # not in this turn: another connection may be using the shared buffer
                 self.listener.turns.wait(self._read_kept, urgent=urgent)
@@ -456,6 +479,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         return used
 
     def _reserve(self, size: int) -> bool:
+        """Count bytes of the body that is being read."""
+        self._by_s = extend(self._by_s, size, self.listener.now_s, self._limits.stall_s)
         if self._exchange.reserve(size):
             return True
         self._refuse(503, self.listener.memory.message, RETRY)
@@ -543,19 +568,26 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _enter(self, state: State) -> None:
         self._state = state
         self._since_s = self.listener.now_s
+        self._by_s = self._since_s + self._limits.stall_s
 
     def check(self, now_s: float) -> None:
         """Close the connection if it is past a limit."""
         waited_s, state = now_s - self._since_s, self._state
         self.release_sent()
-        if self._stalled_s is not None:
-            if now_s - self._stalled_s > self._limits.write_s:
+        if self._unread is not None:
+            size = self._transport.get_write_buffer_size()
+            self._by_s = extend(self._by_s, self._unread - size, now_s, self._limits.stall_s)
+            self._unread = size
+            if now_s > self._by_s:
                 self._transport.abort()
         elif self._exchanges or self._kept or state is WHOLE:  # the client waits for the server
             if self._ended and self._transport.get_extra_info("socket").getsockopt(
                 SOL_SOCKET, SO_ERROR
             ):  # the client has refused what was sent; nothing else shows it
                 self._transport.abort()
+        elif state in (SIZED, CHUNKED):
+            if now_s > self._by_s:
+                self._refuse(408, "the request's body stalled, or came too slowly")
         elif waited_s <= self.listener.longest_s[state]:
             pass
         elif state >= LAST:  # closed, except for what the client has not read
@@ -563,8 +595,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         elif state <= IDLE:
             self.close()
         else:
-            part = "headers" if state is HEAD else "body"
-            self._refuse(408, f"the request's {part} took too long")
+            self._refuse(408, "the request's headers took too long")
 
     def close(self) -> None:
         """Close once all written data is sent."""

@@ -14,12 +14,17 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, TooLarge, quote
 from deploykit.serving.transport.call import Head, Refusal
-from deploykit.serving.transport.security import AccessControl, allow_origin
+from deploykit.serving.transport.security import AccessControl, cors_headers
 
 _USED = frozenset(
     b"host origin expect content-length content-encoding content-type transfer-encoding accept "
-    b"accept-encoding authorization traceparent inference-header-content-length".split()
+    b"accept-encoding authorization traceparent inference-header-content-length "
+    b"access-control-request-headers access-control-request-private-network".split()
 )
+_LISTS = frozenset(  # a header that is repeated is one list
+    b"accept accept-encoding content-encoding access-control-request-headers".split()
+)
+_ONCE = (b"host", b"transfer-encoding", b"content-length")  # proxies disagree about others
 END = b"\r\n\r\n"
 # RFC 9112, 3.2.2: proxies get such targets; their host replaces the header
 _ABSOLUTE = re.compile(r"https?://([^/?#@]+)([/?].*)?", re.IGNORECASE | re.DOTALL)
@@ -36,9 +41,8 @@ class HttpLimits:
     pipelined: int = 16
     connections: int = 4096
     header_s: float = 10.0  # from the connection or a message's first byte; also for TLS
-    body_s: float = 30.0
+    stall_s: float = 30.0  # a pause in a body, or of a client that does not read its reply
     idle_s: float = 75.0
-    write_s: float = 30.0  # for a client that does not read its reply
     linger_s: float = 2.0  # for reading the error reply
 
 
@@ -108,9 +112,14 @@ class HeadReader:
             self._refuse(431, f"the headers are above {self._limits.header_bytes} bytes")
         name = name.lower()
         if name in _USED:
-            if name in self._headers and name != b"accept":
+            value, before = value.strip(b" \t"), self._headers.get(name)  # llhttp keeps blanks
+            if before is not None and name in _LISTS:
+                value = before + b", " + value
+            elif before is not None and name == b"traceparent":
+                value = b""  # as one that cannot be parsed: a new trace begins
+            elif before is not None and (value != before or name in _ONCE):
                 self._refuse(400, f"the header {quote(name.decode())} is given twice")
-            self._headers[name] = value.strip(b" \t")  # llhttp keeps trailing white space
+            self._headers[name] = value
 
     def on_headers_complete(self) -> None:
         # The parser drops the headers at the end of the message, which may follow at once.
@@ -128,7 +137,7 @@ class HeadReader:
         if (absolute := _ABSOLUTE.fullmatch(target)) and (host is not None or old):
             host, target = absolute[1].encode("latin-1"), absolute[2] or "/"
             target = target if target[0] == "/" else f"/{target}"
-        path = target.partition("?")[0]
+        path = self._access.path_of(target)
         coding = headers.get(b"transfer-encoding")
         length = int(headers.get(b"content-length", b"0")) if coding is None else None
         authorization = headers.get(b"authorization")
@@ -136,17 +145,25 @@ class HeadReader:
             self._refuse(400, "the header Host is missing")
         elif coding is not None and (old or coding.strip().lower() != b"chunked"):
             self._refuse(400, f"Transfer-Encoding {quote(coding)} is not offered, only chunked")
-        elif refusal := self._access.refusal(method, path, host, origin, authorization):
+        elif self._refused is None and (
+            refusal := self._access.refusal(method, path, host, origin, authorization)
+        ):
             self._refused = refusal
         elif length is not None and length > self._max_body_bytes:
             limit = f"the body is above {self._max_body_bytes} bytes"
             self._refuse(413, f"{limit}; start the server with a larger `max_body_bytes`")
+        cors = b""
+        if origin is not None and self._access.is_known(origin, host):
+            cors = cors_headers(
+                origin,
+                headers.get(b"access-control-request-headers"),
+                b"access-control-request-private-network" in headers,
+            )
         return Head.of(
-            method, target, headers,
+            method, target, path, headers,
             host=host, keep_alive=self._keep_alive, old=old, length=length,
             expect=not old and headers.get(b"expect", b"").lower() == b"100-continue",
-            cors=allow_origin(origin) if origin is not None and self._refused is None else b"",
-            refusal=self._refused,
+            cors=cors, refusal=self._refused,
         )  # fmt: skip
 
 

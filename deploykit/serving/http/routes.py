@@ -23,7 +23,7 @@ from deploykit.core.errors import (
     Unsupported,
     quote,
 )
-from deploykit.serving.http.infer import InferRoute
+from deploykit.serving.http.infer import InferRoute, PipelineInferRoute
 from deploykit.serving.http.predict import PipelineRoute, PredictRoute
 from deploykit.serving.models.offload import Offload, Result, run_inline
 from deploykit.serving.models.repository import ModelRepository
@@ -33,7 +33,7 @@ from deploykit.serving.options import VERSION
 from deploykit.serving.transport.call import JSON, Call, reply_error, reply_exception, reply_with
 from deploykit.serving.transport.security import PREFLIGHT
 from deploykit.serving.web import examples as guide
-from deploykit.serving.web.page import FILES, OPENAPI
+from deploykit.serving.web.page import FILES, openapi
 from deploykit.serving.web.status import Samples, Status, since_us, with_history
 from deploykit.serving.workers.group import ServerGroup, of_model
 
@@ -132,6 +132,7 @@ class Routes:
         self._grpc_port = grpc_port
         self.status = Status(repository)
         self.group = group or ServerGroup()
+        self._root_path = repository.options.root_path.rstrip("/")
         self._offer()
         self._table: dict[str, tuple[str, Route]] = {
             "/v2": ("GET", _value(repository.metadata)),
@@ -142,9 +143,11 @@ class Routes:
             "/v2/repository/index": ("POST", self._index),
             "/metrics": ("GET", Scrapes(self.group, offload)),
             "/status": ("GET", self._status),
-            "/openapi.json": ("GET", _file("application/json", OPENAPI)),
+            "/openapi.json": ("GET", _file("application/json", openapi(self._root_path))),
             "/docs": ("GET", self._guide),
         }
+        if self._root_path:
+            self._table[self._root_path] = ("GET", self._add_slash)
         for path, (content_type, body) in FILES.items():
             self._table[path] = ("GET", _file(content_type, body))
         for name, served in repository.served.items():
@@ -157,8 +160,9 @@ class Routes:
             self._add(name, "/infer", "POST", InferRoute(repository, model, offload))
             self._add(name, "/predict", "POST", PredictRoute(repository, model, offload))
         for name, pipeline in repository.pipelines.items():
-            route = PipelineRoute(pipeline, repository.options.max_body_bytes)
-            self._add(name, "/predict", "POST", route)
+            most = repository.options.max_body_bytes
+            self._add(name, "/predict", "POST", PipelineRoute(pipeline, most))
+            self._add(name, "/infer", "POST", PipelineInferRoute(pipeline, most))
 
     def _add(self, name: str, rest: str, verb: str, route: Route) -> None:
         for base in (f"/v2/models/{name}", f"/v2/models/{name}/versions/{VERSION}"):
@@ -240,10 +244,15 @@ class Routes:
 
         self.group.change(action, arguments, then)
 
+    def _add_slash(self, call: Call) -> None:
+        """Answer the root path itself: links of the dashboard are relative to its folder."""
+        call.reply(308, f"Location: {self._root_path}/\r\n".encode(), [])
+
     def _guide(self, call: Call) -> None:
         host = (call.head.host or b"localhost").decode("latin-1")
         token = self._repository.options.token is not None
-        address = guide.Address(self._scheme, host, self._grpc_port, token)
+        root = self._root_path
+        address = guide.Address(self._scheme, host, self._grpc_port, token, root)
         page = guide.page(self._repository, address)
         call.reply(200, PAGE_HEADERS % guide.CONTENT_TYPE.encode(), [page])
 

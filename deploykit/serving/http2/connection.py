@@ -22,7 +22,7 @@ from hpack import HPACKError
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http2.headers import HeaderReader, MalformedHeaders, Pairs, check_fields
 from deploykit.serving.transport.call import MemoryBudget
-from deploykit.serving.transport.listener import Port
+from deploykit.serving.transport.listener import Port, extend
 from deploykit.serving.transport.turns import BUSY_BYTES
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,6 @@ STREAM_WINDOW = 1 << 20  # bytes that a client may send on a stream before an up
 CONNECTION_WINDOW = 1 << 24  # the same on all streams of a connection
 UPDATE_BYTES = CONNECTION_WINDOW // 2  # received bytes of DATA after which we update the window
 READ_BYTES = 256 << 10
-LEAST_BYTES_S = 32 << 10  # a client that reads its answers more slowly is disconnected
 WAITING_BYTES = 16 << 20  # unread answers above which a connection's requests wait
 _RESERVED_MESSAGES = 4  # messages of maximum size that one connection may send at once
 _TOGETHER_BYTES = 1 << 18  # joined writes above this size are flushed at once
@@ -55,6 +54,7 @@ _TURN_COST = 1024  # frames that one connection may have processed in a turn of 
 _BUSY_COST = 128  # the same while other connections' frames wait for their turn
 _CHECKED = 15  # a bit mask: the time is checked after 16 frames, and after every 16 more
 _MOST_SETTINGS = 64  # settings in one frame
+_RETIRING = b"retiring"  # the content of a PING
 _SETTINGS_COST = 10  # counts as so many frames, as each may move the windows of all streams
 
 
@@ -190,9 +190,8 @@ class Http2Limits:
     headers: int = 100
     empty_frames: int = 2000  # per second: pings, resets, refused calls, ...
     header_s: float = 10.0  # until the settings arrive; until a header block is complete
-    body_s: float = 30.0  # for one message
+    stall_s: float = 30.0  # a pause in a message, or of a client that does not read its reply
     idle_s: float = 75.0  # without a stream
-    write_s: float = 30.0  # for a client that does not read its reply
     linger_s: float = 2.0  # for reading the reason of a close
 
     def divided(self, parts: int) -> Http2Limits:
@@ -205,7 +204,8 @@ class Http2Port(Port):
     """State that all HTTP/2 connections of a server share.
 
     `parse` makes a head from a stream's headers; `open` makes a stream from connection, number and
-    head; `offload(work, then)` runs `work` on another thread, then `then` on the event loop's.
+    head; `offload(work, then, client=...)` runs `work` on another thread,
+    then `then` on the event loop's.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Http2Port(Port):
         limits: Http2Limits,
         max_message_bytes: int,
         memory: MemoryBudget,
-        offload: Callable[[Callable[[], Any], Callable[[Callable[[], Any]], None]], None],
+        offload: Callable[..., None],
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(limits.connections, limits.header_s, memory, clock_s)
@@ -231,6 +231,11 @@ class Http2Port(Port):
 
     def connect(self) -> Http2Connection:
         return Http2Connection(self)
+
+    def retire(self) -> None:
+        super().retire()
+        for connection in cast("set[Http2Connection]", self.connections):
+            connection.retire()
 
     def flush_soon(self, connection: Http2Connection) -> None:
         """Flush the connection once the running callbacks of this turn of the loop have written."""
@@ -268,6 +273,8 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.phase = AWAIT_PREFACE
         self.since_s = shared.now_s  # start of the current wait: idle, or inside a header block
         self.queued = False  # its frames wait for a turn of the loop
+        self._retiring = False  # the client has been asked to open no more streams
+        self._retired = False  # the client knows
         self._left = b""  # an incomplete frame, and frames that wait for the next turn of the loop
         self._heads = HeaderReader(shared.parse, shared.limits.header_bytes)
         self._block: list[bytes] = []  # an incomplete header block
@@ -299,6 +306,11 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._read_by_s: float | None = None  # when the client must have read more of them
         self._stalled_s: float | None = None  # when the client stopped reading
         self._blocked_s: float | None = None  # when its windows began to block a reply
+
+    @property
+    def address(self) -> object:
+        """Return the client's address."""
+        return self._transport.get_extra_info("peername")
 
     @property
     def unanswered(self) -> int:
@@ -529,7 +541,8 @@ class Http2Connection(asyncio.BufferedProtocol):
             return
         shared, streams = self.shared, self.streams
         limits = shared.limits
-        if len(streams) >= limits.streams or shared.open_streams >= limits.all_streams:
+        full = len(streams) >= limits.streams or shared.open_streams >= limits.all_streams
+        if full or self._retired:
             self._refuse(number, REFUSED_STREAM, flags)
             return
         shared.open_streams += 1
@@ -575,14 +588,22 @@ class Http2Connection(asyncio.BufferedProtocol):
                 stream.finish()
         elif kind == SETTINGS:
             self._settings(flags, payload)
-        elif kind == PING and not flags & ACK:
-            self.write(frame(PING, ACK, 0, payload))
+        elif kind == PING:
+            self._ping(flags, payload)
         elif kind == PUSH_PROMISE:
             raise ConnectionFault(PROTOCOL_ERROR, "a client does not push")
         elif kind == PRIORITY and not number:
             raise ConnectionFault(PROTOCOL_ERROR, "PRIORITY on stream 0")
         elif kind == GOAWAY and len(payload) < 8:
             raise ConnectionFault(FRAME_SIZE_ERROR, "GOAWAY needs 8 bytes")
+
+    def _ping(self, flags: int, payload: bytes) -> None:
+        if not flags & ACK:
+            self.write(frame(PING, ACK, 0, payload))
+        elif self._retiring and payload == _RETIRING:
+            self._retired = True
+            if not self.streams:
+                self.close()
 
     def _settings(self, flags: int, payload: bytes) -> None:
         if len(payload) % 6 or (flags & ACK and payload):
@@ -740,6 +761,8 @@ class Http2Connection(asyncio.BufferedProtocol):
             self.release(stream)
         if not self.streams:
             self.since_s = self.shared.now_s
+            if self._retired:
+                self.close()
 
     def _refuse(self, number: int, code: int, flags: int) -> None:
         """Reset a stream that has not begun."""
@@ -766,7 +789,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._blocked_s = now_s
         reads = self._count_buffered(now_s)
         since_s = self._stalled_s if self._stalled_s is not None else self._blocked_s
-        late = not reads or (since_s is not None and now_s - since_s > limits.write_s)
+        late = not reads or (since_s is not None and now_s - since_s > limits.stall_s)
         if self.phase is CLOSED:
             late = late or waited_s > limits.linger_s
         elif self.phase is not OPEN:
@@ -784,12 +807,22 @@ class Http2Connection(asyncio.BufferedProtocol):
         sent, self._flushed = self._flushed - (size - self._buffered), 0
         self.shared.memory.release(self._buffered - size)
         self._buffered = size
-        latest_s = now_s + self.shared.limits.write_s
+        stall_s = self.shared.limits.stall_s
         if size == 0 or self._read_by_s is None:
-            self._read_by_s = latest_s if size else None
+            self._read_by_s = now_s + stall_s if size else None
             return True
-        self._read_by_s = min(latest_s, self._read_by_s + sent / LEAST_BYTES_S)
+        self._read_by_s = extend(self._read_by_s, sent, now_s, stall_s)
         return now_s <= self._read_by_s
+
+    def retire(self) -> None:
+        """Ask the client to open no more streams here; close once those it has opened have ended.
+
+        It may open some before it reads this: it knows once it has answered the PING.
+        """
+        if self.phase is not CLOSED and not self._retiring:
+            self._retiring = True
+            self.write(frame(GOAWAY, 0, 0, _number(LARGEST_STREAM) + _number(NO_ERROR)))
+            self.write(frame(PING, 0, 0, _RETIRING))
 
     def close(self) -> None:
         """Accept no more streams; close once all written data is sent."""

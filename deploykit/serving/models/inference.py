@@ -6,25 +6,24 @@ for it.
 
 from __future__ import annotations
 
-import sys
+import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, Protocol
-
-import numpy as np
 
 from deploykit.core.errors import BadInput, Expired, Overloaded
 from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.models.model import ServedModel
-from deploykit.serving.models.offload import Offload, Result
+from deploykit.serving.models.offload import HUGE_BYTES, Lane, Offload, Result
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request
-from deploykit.serving.oip.tensors import string_blocks
+from deploykit.serving.oip.tensors import array_bytes
 
 _LEAST_ENCODE_S = 0.1  # the least time for outputs that were computed just in time
 _FEW_STRINGS = 32 << 10  # few enough to add up their sizes; each may be long
+_SLOW_STRINGS, _SLOW_BF16 = 32 << 10, 1 << 20
 _REGION_SPEED = 16  # shared memory is written this many times as fast as JSON
 
 
@@ -32,6 +31,10 @@ class Receiver(Protocol):
     """A receiver of the reply: a call, or one message of a streaming call."""
 
     cancel: Callable[[], object] | None  # called if the client disconnects
+
+    @property
+    def peer(self) -> Hashable:
+        """Return the connection, with whose other work this one waits."""
 
     @property
     def gone(self) -> bool:
@@ -63,20 +66,16 @@ class ModelRoute:
         self.memory = repository.memory
         self.limit_us = repository.options.timeout_ms * 1000
         self.max_body_bytes = repository.options.max_body_bytes
-        inputs = model.signature.inputs.values()
-        self.strings = any(slot.datatype == "BYTES" for slot in inputs)  # slow to decode
+        # bytes of tensors from which their decoding is slow; other numbers are read in place
+        kinds = {slot.datatype for slot in model.signature.inputs.values()}
+        self.slow_bytes = _SLOW_STRINGS if "BYTES" in kinds else math.inf
+        if "BF16" in kinds:
+            self.slow_bytes = min(self.slow_bytes, _SLOW_BF16)
 
 
 def over_budget() -> Overloaded:
     """Return the error for a request or an answer above the memory budget."""
     return Overloaded("the server holds too many bytes of requests and answers already")
-
-
-def array_bytes(array: np.ndarray) -> int:
-    """Return the bytes of memory of an array, including its strings."""
-    if array.dtype.kind != "O":
-        return array.nbytes
-    return array.nbytes + sum([sum(map(sys.getsizeof, block)) for block in string_blocks(array)])
 
 
 class Inference:
@@ -87,7 +86,7 @@ class Inference:
     """
 
     __slots__ = (
-        "_admitted", "_source", "_started_us", "client", "large", "pending", "request", "route",
+        "_admitted", "_source", "_started_us", "client", "lane", "pending", "request", "route",
         "trace",
     )  # fmt: skip
 
@@ -101,7 +100,7 @@ class Inference:
         self._source = source
         self._admitted = False
         self._started_us = monotonic_us()
-        self.large = True  # if offloaded, whether together with other large requests
+        self.lane = Lane.LARGE  # where it waits if it is offloaded
 
     # -- for subclasses ----------------------------------------------------------------------------
 
@@ -138,7 +137,7 @@ class Inference:
         return self.request.region_bytes
 
     def encodes_slowly(self) -> bool:
-        """Return whether `encode` takes long enough to be offloaded; sets `large`."""
+        """Return whether `encode` takes long enough to be offloaded; sets `lane`."""
         return False
 
     def slow_bytes(self) -> int:
@@ -154,6 +153,11 @@ class Inference:
             elif self.route.model.signature.outputs[wanted.name].datatype == "BF16":
                 most = max(most, array.nbytes)
         return most
+
+    def set_lane(self, size: int, large: int) -> bool:
+        """Choose the lane of `size` bytes; return whether they are above `large`."""
+        self.lane = Lane.HUGE if size > HUGE_BYTES else Lane.LARGE if size > large else Lane.SMALL
+        return size > large
 
     def left_s(self) -> float:
         """Return the seconds until a request that is being decoded is past its time limit."""
@@ -201,7 +205,9 @@ class Inference:
         self.offload_decoding(self.decode_large)
 
     def offload_decoding(self, decode: Callable[[], Request]) -> None:
-        self.route.offload(decode, self._on_decode, large=self.large, limit_s=self.left_s())
+        self.route.offload(
+            decode, self._on_decode, lane=self.lane, client=self.client.peer, limit_s=self.left_s()
+        )
 
     def _discard(self) -> None:
         self._source = None
@@ -236,7 +242,10 @@ class Inference:
             self.reserve(sum(array.nbytes for array in pending.outputs.values()))
             # once the client has disconnected its outputs are not counted any more
             client.cancel = partial(setattr, pending, "outputs", {})
-            self.route.offload(self.encode, self._reply, large=self.large, limit_s=self.encode_s())
+            self.route.offload(
+                self.encode, self._reply, lane=self.lane, client=client.peer,
+                limit_s=self.encode_s(),
+            )  # fmt: skip
         except Overloaded as exc:
             self.fail(exc)
 

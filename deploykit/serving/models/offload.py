@@ -1,15 +1,21 @@
 """Run slow work on other threads and its continuation on the event loop's thread.
 
-Small and large work have queues and threads of their own: a small request never waits for large
-ones, whatever those wait for. The time limit of a piece of work holds even if it never returns.
+Work waits in a lane with work of about its size, so that a small request never waits for large
+ones. In a lane the client whose work has taken the least time is next (start-time fair queuing;
+Goyal et al., 1996): whatever one client sends, another waits for the work that runs, not for what
+the first has queued. The time limit of a piece of work holds even if it never returns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
+from enum import IntEnum
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -20,12 +26,23 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Result = Callable[[], T]  # returns the result of the work, or raises its error
+HUGE_BYTES = 8 << 20
+_CLIENTS = 256  # above so many, the times of idle ones are not kept
+
+
+class Lane(IntEnum):
+    """The size of a piece of work, by the time that it may take on one core."""
+
+    SMALL = 0  # some ms
+    LARGE = 1  # some tenths of a second
+    HUGE = 2  # longer, or with much memory: one at a time
 
 
 class Offload(Protocol):
     """Runs `work`, then `then` on the event loop's thread with the result.
 
-    The result raises Expired after `limit_s`. Raises Overloaded if no work can be started.
+    `client`: whose work it is, such as a connection. The result raises Expired after `limit_s`.
+    Raises Overloaded if no work can be started.
     """
 
     def __call__(
@@ -33,24 +50,19 @@ class Offload(Protocol):
         work: Callable[[], T],
         then: Callable[[Result[T]], None],
         *,
-        large: bool = False,
+        lane: Lane = Lane.SMALL,
+        client: Hashable = None,
         limit_s: float | None = None,
     ) -> None: ...
 
 
-def run_inline(
-    work: Callable[[], T],
-    then: Callable[[Result[T]], None],
-    *,
-    large: bool = False,  # noqa: ARG001 - an Offload's signature
-    limit_s: float | None = None,  # noqa: ARG001
-) -> None:
+def run_inline(work: Callable[[], T], then: Callable[[Result[T]], None], **_: object) -> None:
     """Run `work` without a thread. It has the signature of Offload."""
     then(work)
 
 
 class ThreadOffload(Closing):
-    """Runs work on `threads` threads for small work and as many for large.
+    """Runs work on `threads` threads for each lane but the last, which has one.
 
     `run` schedules the continuation on the loop's thread, now or in one of its next turns.
     """
@@ -63,18 +75,31 @@ class ThreadOffload(Closing):
     ) -> None:
         self._loop = loop
         self._run = run or (lambda work: work())
-        self._small = ThreadPoolExecutor(threads, "deploykit small")
-        self._large = ThreadPoolExecutor(threads, "deploykit large")
+        self._queues = {
+            lane: FairQueue(1 if lane is Lane.HUGE else threads, lane.name.lower()) for lane in Lane
+        }
 
     def __call__(
         self,
         work: Callable[[], T],
         then: Callable[[Result[T]], None],
         *,
-        large: bool = False,
+        lane: Lane = Lane.SMALL,
+        client: Hashable = None,
         limit_s: float | None = None,
     ) -> None:
-        job = _Job(then)
+        timer: asyncio.TimerHandle | None = None
+        waiting: list[Callable[[Result[T]], None]] = [then]  # it is called once
+
+        def finish(result: Result[T]) -> None:
+            if timer is not None:
+                timer.cancel()
+            if waiting:
+                waiting.pop()(result)
+
+        def expire() -> None:
+            future.cancel()
+            finish(_expired)
 
         def on_done(future: Future[Any]) -> None:
             # free the frames of this thread, and with them the request: code that raises the error
@@ -83,42 +108,100 @@ class ThreadOffload(Closing):
             if isinstance(error, DeploykitError):
                 error.__traceback__ = error.__cause__ = error.__context__ = None
             try:
-                self._loop.call_soon_threadsafe(self._run, partial(job.finish, future.result))
+                self._loop.call_soon_threadsafe(self._run, partial(finish, future.result))
             except RuntimeError:  # the loop is closed
                 log.error("offloaded work finished after the shutdown")
 
         try:
-            future = (self._large if large else self._small).submit(work)
+            future = self._queues[lane].submit(work, client)
         except RuntimeError as exc:  # the system has no more threads, or the shutdown has begun
             raise Overloaded("no thread can be started; try again later") from exc
         if limit_s is not None:
-            job.timer = self._loop.call_later(limit_s, job.expire, future)
+            timer = self._loop.call_later(limit_s, expire)
         future.add_done_callback(on_done)
 
     def close(self) -> None:
-        for pool in (self._small, self._large):
-            pool.shutdown(wait=False, cancel_futures=True)
+        for queue in self._queues.values():
+            queue.close()
 
 
-class _Job:
-    """The continuation of one piece of work, which is called once."""
+class _Client:
+    """One client's work. `spent_s`: the virtual time at which its next work may start."""
 
-    def __init__(self, then: Callable[[Result[Any]], None]) -> None:
-        self._then: Callable[[Result[Any]], None] | None = then
-        self.timer: asyncio.TimerHandle | None = None
+    __slots__ = ("running", "spent_s", "waiting")
 
-    def finish(self, result: Result[Any]) -> None:
-        then, self._then = self._then, None
-        if self.timer is not None:
-            self.timer.cancel()
-        if then is not None:
-            then(result)
+    def __init__(self, spent_s: float) -> None:
+        self.waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self.running = 0
+        self.spent_s = spent_s
 
-    def expire(self, future: Future[Any]) -> None:
-        then, self._then = self._then, None
-        future.cancel()
-        if then is not None:
-            then(_expired)
+
+class FairQueue:
+    """Threads that take the work of the client that has used them for the shortest time."""
+
+    def __init__(
+        self, threads: int, name: str, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._pool = ThreadPoolExecutor(threads, f"deploykit {name}")
+        self._lock = threading.Lock()
+        self._clients: dict[Hashable, _Client] = {}  # empty while nothing waits or runs
+        self._clock_s = clock_s
+        self._now_s = 0.0  # the virtual time: that of the client whose work was started last
+
+    def submit(self, work: Callable[[], T], client: Hashable) -> Future[T]:
+        """Queue `work` of a client. Raises RuntimeError if no thread can be started."""
+        future: Future[T] = Future()
+        with self._lock:
+            if len(self._clients) >= _CLIENTS:
+                self._forget_idle()
+            found = self._clients.setdefault(client, _Client(self._now_s))
+            if not found.waiting and not found.running:
+                found.spent_s = max(found.spent_s, self._now_s)
+            found.waiting.append((future, work))
+        try:
+            self._pool.submit(self._run_next)
+        except RuntimeError:
+            future.cancel()
+            raise
+        return future
+
+    def close(self) -> None:
+        """Start no more work, and wait for none."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            waiting = [job for each in self._clients.values() for job in each.waiting]
+            self._clients.clear()
+        for future, _ in waiting:
+            future.cancel()
+
+    def _run_next(self) -> None:
+        with self._lock:
+            ready = [each for each in self._clients.values() if each.waiting]
+            if not ready:
+                return
+            client = min(ready, key=lambda each: (each.spent_s, each.running))
+            future, work = client.waiting.popleft()
+            client.running += 1
+            self._now_s = max(self._now_s, client.spent_s)
+        begun_s = self._clock_s()
+        if future.set_running_or_notify_cancel():
+            try:
+                result = work()
+            except BaseException as exc:  # noqa: BLE001 - its caller gets it
+                future.set_exception(exc)
+            else:
+                future.set_result(result)
+                del result
+        with self._lock:
+            client.running -= 1
+            client.spent_s += self._clock_s() - begun_s
+            if not any(each.waiting or each.running for each in self._clients.values()):
+                self._clients.clear()
+        del future, work  # else this thread keeps them until its next work
+
+    def _forget_idle(self) -> None:
+        for key in [k for k, each in self._clients.items() if not (each.waiting or each.running)]:
+            del self._clients[key]
 
 
 def _expired() -> Any:

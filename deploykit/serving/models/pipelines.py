@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -31,6 +31,7 @@ from deploykit.serving.oip.response import Result, collect_results
 from deploykit.serving.options import VERSION, ServeOptions
 from deploykit.serving.shared_memory import SharedMemory
 
+_STEP = 1 << 16
 NOT_JSON = (
     "send less at once, or not as JSON: a pipeline whose input is annotated as str takes text, as "
     "numpy.ndarray an image, and as bytes anything, such as an .npy file"
@@ -300,7 +301,29 @@ class PipelineHost:
         return partial(served.cancel, pending)
 
     def encode(self, answer: Any) -> bytes:
-        return orjson.dumps(answer)
+        return b"".join(_json_parts(answer))
+
+
+def _json_parts(value: Any) -> Iterator[bytes]:
+    """Write JSON in steps of some thousand values, between which other threads run."""
+    if isinstance(value, dict) and len(value) <= _STEP:
+        yield b"{"
+        for number, (key, inner) in enumerate(value.items()):
+            yield (b"," if number else b"") + orjson.dumps(key) + b":"
+            yield from _json_parts(inner)
+        yield b"}"
+    elif isinstance(value, list) and value:
+        inside = isinstance(value[0], (list, dict))
+        step = max(1, _STEP // max(1, len(value[0]))) if inside else _STEP
+        for at in range(0, len(value), step):
+            yield b"," if at else b"["
+            if step > 1:
+                yield orjson.dumps(value[at : at + step])[1:-1]
+            else:
+                yield from _json_parts(value[at])
+        yield b"]"
+    else:
+        yield orjson.dumps(value)
 
 
 MakePipeline = Callable[[PipelineHost], RunsPipeline]

@@ -12,16 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deploykit.core.errors import DeploykitError, NotFound, Overloaded, first_line
 from deploykit.core.files import manifest_path
 from deploykit.core.subprocesses import INSIDE
 from deploykit.engines.engine import Closing, Engine
 from deploykit.graph.facts import external_files
-from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.trial import Check, Trial
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import VERSION
+
+if TYPE_CHECKING:
+    from deploykit.serving.models.repository import ModelRepository
 
 log = logging.getLogger(__name__)
 

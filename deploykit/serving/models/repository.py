@@ -66,7 +66,7 @@ class ModelRepository:
         for name in models:
             _check_name(name)
         self.options = options
-        self.draining = False
+        self.leaving = self.draining = False  # see `leave`, `drain`
         self.elsewhere: str | None = None  # why another process of this server is not ready
         self.models: dict[str, ServedModel] = {}
         self.pipelines: dict[str, ServedPipeline] = {}  # their models are among `models`
@@ -152,7 +152,7 @@ class ModelRepository:
 
     def why_not_ready(self, model: Served | None = None) -> str | None:
         """Return why one model, or the server, is not ready; None if it is."""
-        if self.draining:
+        if self.leaving:
             return "the server is shutting down"
         return self.own_problem(model) or self.elsewhere
 
@@ -166,9 +166,13 @@ class ModelRepository:
     def unanswered(self) -> int:
         return sum(model.unanswered for model in self.models.values())
 
+    def leave(self) -> None:
+        """Report not ready; requests are still accepted."""
+        self.leaving = True
+
     def drain(self) -> None:
         """Accept no more requests and report not ready; accepted ones are still answered."""
-        self.draining = True
+        self.leaving = self.draining = True
         for model in self.models.values():
             model.draining = True
 

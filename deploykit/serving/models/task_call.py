@@ -7,21 +7,28 @@ batched, counted and limited as all others are.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 
 from deploykit.core.errors import BadInput, Overloaded, TooLarge
 from deploykit.core.task import SEGMENT
+from deploykit.core.tensors import TensorSpec
 from deploykit.engines.tasks.engine import RLE, Item, TaskSteps, answer
 from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.models.inference import Inference, ModelRoute, Receiver, over_budget
-from deploykit.serving.models.offload import Result
-from deploykit.serving.oip.request import Request
+from deploykit.serving.models.offload import Lane, Result
+from deploykit.serving.oip.request import Request, Signature
+from deploykit.serving.oip.tensors import make_slot
 
+ANSWER = "answer"  # the output of a request of the protocol
 MOST_ITEMS = 256  # the most items of one request
-_SMALL_PIXELS = 1 << 20  # about 10 ms of decoding; only larger images wait for each other
+# the largest images of each lane, in pixels times scans: about 10 and 100 ms of decoding
+_LANE_PIXELS = {Lane.SMALL: 1 << 20, Lane.LARGE: 1 << 22, Lane.HUGE: None}
+_SMALL_TEXT = 16 << 10  # characters or bytes
 
 
 class Items(NamedTuple):
@@ -29,6 +36,20 @@ class Items(NamedTuple):
 
     items: Sequence[Item]
     several: bool = True
+
+
+def item_signature(takes: str, most_bytes: int) -> Signature:
+    """Return the tensors of a request with items: the BYTES input `takes`, the output "answer"."""
+    item = make_slot(TensorSpec(takes, "string", ("N",)))
+    outputs = {ANSWER: make_slot(TensorSpec(ANSWER, "string", ("N",)))}
+    return Signature({takes: replace(item, raw=True)}, outputs, 0, most_bytes)
+
+
+def array_of(answers: Sequence[bytes]) -> np.ndarray:
+    """Return the answers as a BYTES tensor."""
+    array = np.empty(len(answers), object)
+    array[:] = answers
+    return array
 
 
 def too_many(count: int) -> TooLarge:
@@ -75,8 +96,9 @@ class TaskCall:
         left_s = self.route.limit_us / 1e6
         try:
             self.route.offload(
-                lambda: split(self._take()), self._on_split, large=large, limit_s=left_s
-            )
+                lambda: split(self._take()), self._on_split,
+                lane=Lane.LARGE if large else Lane.SMALL, client=self.client.peer, limit_s=left_s,
+            )  # fmt: skip
         except Overloaded as exc:
             self.fail(exc)
 
@@ -162,6 +184,10 @@ class _Slot:
     def gone(self) -> bool:
         return self.call.done or self.call.client.gone
 
+    @property
+    def peer(self) -> Hashable:
+        return self.call.client.peer
+
     def reserve(self, size: int) -> bool:
         return self.call.client.reserve(size)
 
@@ -180,7 +206,9 @@ class _ItemInference(Inference):
     def begin(self, started_us: int) -> None:
         """Decode on another thread; `started_us`: when the request arrived."""
         self._started_us = started_us
-        self.large = False
+        text = self.client.call.steps.task.image is None
+        long = text and len(self._source[0]) > _SMALL_TEXT
+        self.lane = Lane.LARGE if long else Lane.SMALL
         try:
             self.start_offloaded()
         except Overloaded as exc:
@@ -189,8 +217,7 @@ class _ItemInference(Inference):
     def decode(self, source: tuple[Item, str]) -> Request:
         call, model = self.client.call, self.route.model
         item, where = source
-        most = None if self.large else _SMALL_PIXELS
-        prepared = call.steps.read(item, where, most_pixels=most)
+        prepared = call.steps.read(item, where, most_pixels=_LANE_PIXELS[self.lane])
         self._placed = prepared.placed
         slots = model.signature.inputs
         feeds = {name: prepared.feeds[name] for name in slots}  # in the model's order
@@ -203,16 +230,16 @@ class _ItemInference(Inference):
         try:
             return self.decode(source)
         except TooLarge:
-            if not self.large:  # it waits with the large ones
-                self._source, self.large = source, True
+            if self.lane is not Lane.HUGE:  # it waits with larger ones
+                self._source, self.lane = source, Lane(self.lane + 1)
             raise
 
     def decoded_bytes(self) -> int:
         return sum(array.nbytes for array in self.request.feeds.values())
 
     def encodes_slowly(self) -> bool:
-        self.large = self.client.call.steps.task.kind == SEGMENT
-        return self.large
+        self.lane = Lane.LARGE
+        return self.client.call.steps.task.kind == SEGMENT
 
     def encode(self) -> tuple[bytes]:
         call = self.client.call

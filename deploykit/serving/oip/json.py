@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -30,7 +30,7 @@ from deploykit.serving.oip.request import (
     find_region,
     plan,
 )
-from deploykit.serving.oip.response import collect_results
+from deploykit.serving.oip.response import Result, collect_results
 from deploykit.serving.oip.tensors import to_bytes, to_json
 
 MAX_NESTING = 100
@@ -196,9 +196,18 @@ def encode(
                 to_bytes(outputs[w.name], model.outputs[w.name].datatype) for w in request.outputs
             ]
             return [head, *tails], len(head)
+    return encode_results(
+        name, version, request.id, collect_results(request, outputs, model, memory)
+    )
+
+
+def encode_results(
+    name: str, version: str, request_id: str | None, results: Sequence[Result]
+) -> tuple[list[Bytes], int | None]:
+    """Return a response as `encode` does."""
     items: list[dict[str, Any]] = []
     tails = []
-    for result in collect_results(request, outputs, model, memory):
+    for result in results:
         item: dict[str, Any] = {
             "name": result.name, "datatype": result.datatype, "shape": result.shape
         }  # fmt: skip
@@ -209,19 +218,31 @@ def encode(
             item["parameters"] = {"binary_data_size": len(tail)}
             tails.append(tail)
         else:
-            item["data"] = _in_parts(to_json(result.array, result.datatype, result.name))
+            item["data"] = to_json(result.array, result.datatype, result.name)
         items.append(item)
-    head = _head(name, version, request.id, items)
-    return [head, *tails], len(head) if any(tails) else None
+    parts = _json_parts(name, version, request_id, items)
+    return [*parts, *tails], sum(map(len, parts)) if any(tails) else None
 
 
-def _in_parts(values: Any) -> Any:
-    """Return the values as orjson takes them; many are written in steps, between other threads."""
-    if len(values) <= _PART:
-        return values
-    parts = (values[at : at + _PART] for at in range(0, len(values), _PART))
-    encoded = [orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1] for part in parts]
-    return orjson.Fragment(b"[" + b",".join(encoded) + b"]")
+def _json_parts(
+    name: str, version: str, request_id: str | None, items: list[dict[str, Any]]
+) -> list[Bytes]:
+    """Return the JSON part; many values are written in steps, between other threads."""
+    if all(len(item.get("data", ())) <= _PART for item in items):
+        return [_head(name, version, request_id, items)]
+    parts: list[Bytes] = [_head(name, version, request_id, [])[:-2]]  # without its "]}"
+    for number, item in enumerate(items):
+        values = item.pop("data", None)
+        about = orjson.dumps(item)
+        if values is not None:
+            about = about[:-1] + b',"data":['
+        parts.append(b"," + about if number else about)
+        for at in range(0, 0 if values is None else len(values), _PART):
+            text = orjson.dumps(values[at : at + _PART], option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+            parts.append(b"," + text if at else text)
+        if values is not None:
+            parts.append(b"]}")
+    return [*parts, b"]}"]
 
 
 def _head(name: str, version: str, request_id: str | None, items: list[dict[str, Any]]) -> bytes:

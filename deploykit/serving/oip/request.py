@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -41,7 +41,6 @@ class Signature:
     outputs: Mapping[str, Slot]
     max_batch: int
     max_bytes: int  # the most bytes of one decoded request
-    labels: Mapping[str, Sequence[str]] = field(default_factory=dict)  # class labels by output
 
 
 def signature(
@@ -49,10 +48,9 @@ def signature(
     outputs: Sequence[TensorSpec],
     max_batch: int,
     max_bytes: int,
-    labels: Mapping[str, Sequence[str]] | None = None,
 ) -> Signature:
     takes, gives = ({spec.name: make_slot(spec) for spec in specs} for specs in (inputs, outputs))
-    return Signature(takes, gives, max_batch, max_bytes, labels or {})
+    return Signature(takes, gives, max_batch, max_bytes)
 
 
 @dataclass(frozen=True)

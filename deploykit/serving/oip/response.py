@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -13,10 +13,8 @@ from deploykit.serving.oip.request import Memory, Request, RequestedOutput, Sign
 from deploykit.serving.oip.tensors import to_bytes
 
 
-def classify(
-    array: np.ndarray, classes: int, *, batched: bool, labels: Sequence[str] = ()
-) -> np.ndarray:
-    """Return the `classes` highest values of each row as `value:index[:label]`, highest first.
+def classify(array: np.ndarray, classes: int, *, batched: bool) -> np.ndarray:
+    """Return the `classes` highest values of each row as `value:index`, highest first.
 
     All axes but the batch axis are flattened. Among equal values the lower index comes first;
     NaN comes last. Floats have six decimals, as in other servers of the protocol.
@@ -35,9 +33,8 @@ def classify(
             order = np.concatenate([order[~nans], order[nans]])
         for place, index in enumerate(order[:count].tolist()):
             value = numbers[index]
-            string = f"{value:.6f}:{index}" if value.dtype.kind == "f" else f"{int(value)}:{index}"
-            labelled = index < len(labels)
-            strings[row, place] = f"{string}:{labels[index]}" if labelled else string
+            number = f"{value:.6f}" if value.dtype.kind == "f" else str(int(value))
+            strings[row, place] = f"{number}:{index}"
     return strings if batched else strings[0]
 
 
@@ -69,8 +66,7 @@ def collect_results(
     for requested in request.outputs:
         array, datatype = outputs[requested.name], model.outputs[requested.name].datatype
         if requested.classes:
-            labels, batched = model.labels.get(requested.name, ()), model.max_batch > 0
-            array = classify(array, requested.classes, batched=batched, labels=labels)
+            array = classify(array, requested.classes, batched=model.max_batch > 0)
             datatype = "BYTES"
         inline: np.ndarray | None = array
         if memory is not None and requested.region is not None:

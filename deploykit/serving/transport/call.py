@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import logging
 import re
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -28,6 +29,7 @@ from deploykit.core.machine import memory_bytes
 from deploykit.core.tensors import Bytes
 
 log = logging.getLogger(__name__)
+access_log = logging.getLogger("deploykit.access")
 
 JSON = b"Content-Type: application/json\r\n"
 RETRY = b"Retry-After: 1\r\n"
@@ -88,7 +90,7 @@ class Head:
 
     method: str = ""
     target: str = ""
-    path: str = ""  # the target without its query
+    path: str = ""  # the target without its query, and without `root_path`
     host: bytes | None = None
     keep_alive: bool = False
     old: bool = False  # HTTP/1.0
@@ -104,19 +106,21 @@ class Head:
     refusal: Refusal | None = None
 
     @classmethod
-    def of(cls, method: str, target: str, headers: Mapping[bytes, bytes], **values: Any) -> Head:
+    def of(
+        cls, method: str, target: str, path: str, headers: Mapping[bytes, bytes], **values: Any
+    ) -> Head:
         """Build a head from headers whose names are in lower case."""
         trace = headers.get(b"traceparent")
         return cls(
             method,
             target,
-            target.partition("?")[0],
+            path,
             json_bytes=headers.get(b"inference-header-content-length"),
             encoding=headers.get(b"content-encoding"),
             content_type=headers.get(b"content-type"),
             accept=headers.get(b"accept"),
             accept_encoding=headers.get(b"accept-encoding"),
-            trace=None if trace is None else trace.decode("latin-1"),
+            trace=trace.decode("latin-1") if trace else None,
             **values,
         )
 
@@ -136,6 +140,11 @@ class Call:
 
     @abstractmethod
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None: ...
+
+    @property
+    def peer(self) -> Hashable:
+        """Return the connection, with whose other work this request's waits, if it is known."""
+        return self
 
     def reserve(self, size: int) -> bool:
         """Count `size` more bytes until the reply; return whether they fit into the budget."""
@@ -171,6 +180,13 @@ def message_of(error: DeploykitError) -> str:
     return f"{error.message}; {error.hint}" if error.hint else error.message
 
 
+def log_access(client: object, asked: str, status: object, ms: float, trace: str | None) -> None:
+    """Log one line about an answered request. `client`: its address as the system gives it."""
+    place = f"{client[0]}:{client[1]}" if isinstance(client, tuple) else "-"
+    trace = f" trace={quote(trace)}" if trace else ""
+    access_log.info("%s %s %s %.1f ms%s", place, asked, status, ms, trace)
+
+
 def reply_exception(call: Call, error: Exception) -> None:
     """Reply with an error; log a bug instead of sending it."""
     exc = refusal_of(error)
@@ -198,6 +214,27 @@ def reply_with(call: Call, make: Callable[[], Bytes], headers: bytes = JSON) -> 
         reply_exception(call, exc)
 
 
+_CHARSET = re.compile(rb';\s*charset="?([^\s;"]+)', re.I)
+_UTF8 = ("utf-8", "ascii")
+
+
+def to_utf8(body: Bytes, content_type: bytes) -> Bytes:
+    """Return text in UTF-8 that has the charset of its Content-Type. Raises UnknownEncoding."""
+    match = _CHARSET.search(content_type)
+    if match is None:
+        return body
+    name = match[1].decode("latin-1")
+    try:
+        charset = codecs.lookup(name)
+        if charset.name in _UTF8:
+            return body
+        return charset.decode(bytes(body), "strict")[0].encode()
+    except UnicodeError as exc:
+        raise BadInput(f"the body is not {quote(name)}, as its Content-Type says") from exc
+    except (LookupError, TypeError) as exc:  # also a codec that is no charset
+        raise UnknownEncoding(f"the charset {quote(name)} is not known", hint="send UTF-8") from exc
+
+
 _WINDOWS = {b"gzip": 31, b"deflate": 15}  # zlib's `wbits`; deflate has zlib's header
 _PIECE_BYTES = 1 << 16  # input of zlib in one step
 _GROWTH_BYTES = 1 << 20  # output of zlib in one step
@@ -212,10 +249,12 @@ def decompress(body: Bytes, encoding: bytes, max_bytes: int) -> Bytes:
     Raises UnknownEncoding unless it is gzip or deflate, BadInput for a truncated or damaged body or
     trailing bytes, and TooLarge above `max_bytes`, which is checked during decompression.
     """
-    name = encoding.strip().lower()
-    if name in (b"identity", b""):
+    names = [name.strip().removeprefix(b"x-") for name in encoding.lower().split(b",")]
+    names = [name for name in names if name not in (b"identity", b"")]
+    if not names:
         return body
-    if name not in _WINDOWS:
+    name = names[0]
+    if len(names) > 1 or name not in _WINDOWS:
         raise UnknownEncoding(
             f"Content-Encoding {quote(encoding.decode('latin-1'))} is not supported",
             hint="send gzip, deflate or plain bytes",

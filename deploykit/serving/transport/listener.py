@@ -15,7 +15,7 @@ import socket
 import ssl
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -30,12 +30,21 @@ log = logging.getLogger(__name__)
 
 SPARE = 512  # clients above the limit that may ask for the server's health; 2 turns of accepting
 BACKLOG = 1024
+LEAST_BYTES_S = 4 << 10  # on average, of a client that sends a request or reads an answer
 PAUSE_S = 0.2  # pause after running out of file descriptors
 _IDLE_S = 1.0  # a connection idle for so long is closed if there are too many
 _EXHAUSTED_IDLE_S = 5.0  # the same if the process has no file descriptor left
 _CLOSED_AT_ONCE = 32  # finding so many of them takes a millisecond
 _BURST = 200  # connections accepted per turn of the event loop: about 20 ms
 _HANDSHAKES = 8  # started per turn of the event loop: each takes a millisecond of it
+
+
+def extend(by_s: float, size: int, now_s: float, stall_s: float) -> float:
+    """Return the new time by which a client must have sent or read more: it has moved `size` bytes.
+
+    It may pause for `stall_s`, but a few bytes now and then do not keep a connection.
+    """
+    return min(now_s + stall_s, by_s + max(0, size) / LEAST_BYTES_S)
 
 
 class Client(Protocol):
@@ -70,6 +79,8 @@ class Port(ABC):
         self.places = places  # the largest number of connections
         self.handshake_s = handshake_s  # time limit for the TLS handshake
         self.memory = memory
+        self.replies: dict[Any, int] = defaultdict(int)  # by status
+        self.logs_access = False
         self.turns = Turns(clock_s)
         self.connections: set[Client] = set()
         self.draining = False
@@ -86,6 +97,10 @@ class Port(ABC):
     @property
     def unanswered(self) -> int:
         return sum(connection.unanswered for connection in self.connections)
+
+    def retire(self) -> None:
+        """End each connection with its next reply: the server is about to stop."""
+        self.draining = True
 
     def tick(self, now_s: float) -> None:
         """Update the time and check all connections, unless a check is still running."""
@@ -205,7 +220,7 @@ class Acceptor:
         self.port = port
         self._loop = loop
         self._socket = listening
-        self._tls = tls
+        self.tls = tls
         self._handshake_s = port.handshake_s if tls else None
         self._silent: dict[socket.socket, asyncio.Task[None]] = {}  # have not sent their TLS hello
         self._hellos: deque[asyncio.Future[None]] = deque()  # of clients that have sent it
@@ -232,7 +247,7 @@ class Acceptor:
             else:
                 self._loop.remove_reader(self._socket)
                 self._accept()
-            for task in self._handshakes if self._tls else ():
+            for task in self._handshakes if self.tls else ():
                 task.cancel()
         self._socket.close()  # new clients are refused from now on instead of waiting
 
@@ -249,13 +264,13 @@ class Acceptor:
                 return
             client.setblocking(False)
             count, most = len(self._handshakes) + len(self.port.connections), self.port.places
-            if self._tls and count >= most + 2 * SPARE and not self._close_silent():
+            if self.tls and count >= most + 2 * SPARE and not self._close_silent():
                 client.close()  # with fewer a client gets a protocol, which replies with the reason
                 log.info("a connection was closed: there are %d already", count)
                 continue
             task = self._loop.create_task(self._handshake(client))
             self._handshakes.add(task)
-            if self._tls:
+            if self.tls:
                 self._silent[client] = task
             task.add_done_callback(partial(self._end_handshake, client))
 
@@ -276,14 +291,14 @@ class Acceptor:
 
     async def _handshake(self, client: socket.socket) -> None:
         try:
-            if self._tls:
+            if self.tls:
                 await asyncio.wait_for(self._hello(client), self._handshake_s)
             await self._loop.connect_accepted_socket(
-                self.port.connect, client, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
+                self.port.connect, client, ssl=self.tls, ssl_handshake_timeout=self._handshake_s
             )
         except (OSError, asyncio.TimeoutError) as exc:  # ssl.SSLError is an OSError
             client.close()
-            if self._tls:
+            if self.tls:
                 log.info("a connection was closed in its TLS handshake: %s", _reason(exc))
 
     def _end_handshake(self, client: socket.socket, task: asyncio.Task[None]) -> None:

@@ -8,56 +8,77 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 import ssl
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from urllib.parse import unquote
 
-from deploykit.core.errors import BadInput, first_line, os_reason
-from deploykit.serving.options import ServeOptions
+from deploykit.core.errors import BadInput, first_line, os_reason, quote
+from deploykit.serving.options import ServeOptions, read_token
 from deploykit.serving.transport.call import Refusal
+
+log = logging.getLogger(__name__)
 
 _LOCAL = re.compile(rb"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 _ORIGIN = re.compile(r"https?://[^/\s@]+", re.IGNORECASE)
+_HOST = re.compile(
+    r"\*|(\*?\.)?([A-Za-z0-9_-]+\.)*[A-Za-z0-9_-]+(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?"
+)
+_HEADER_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2048}")
+_UNRESERVED = re.compile(r"%(2[DdEe]|3[0-9]|[46][1-9A-Fa-f]|[57][0-9Aa]|5[Ff]|7[Ee])")
 HEALTH = "/v2/health/"  # these paths need no token, for health checks
 
 
-class Guard:
-    """Checks `Authorization: Bearer TOKEN` in constant time."""
+class AccessControl:
+    """The rules of one server: its token, its names, and the origins of pages that may call it."""
 
-    def __init__(self, token: str | None) -> None:
+    def __init__(
+        self, options: ServeOptions, *, loopback: bool, public: Collection[str] = ()
+    ) -> None:
+        """Check the options. `public`: paths without a token, such as the dashboard's."""
+        for origin in options.origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise BadInput(
+                    f"`origins` {origin}: not an origin",
+                    hint="scheme, host and port as a browser sends them: https://example.org:8080",
+                )
+        for host in options.allowed_hosts:
+            if not _HOST.fullmatch(host):
+                raise BadInput(
+                    f"`allowed_hosts` {host}: not a host",
+                    hint="as clients send it: example.org, example.org:8080, *.example.org or *",
+                )
+        self.set_token(options.token)
+        self._public = frozenset(public)
+        self._loopback = loopback
+        self._origins = {origin.lower().encode() for origin in options.origins}
+        hosts = {host.lower().encode() for host in options.allowed_hosts}
+        self._any_host = b"*" in hosts or not (hosts or loopback)
+        self._hosts = {host for host in hosts if host[:1] not in (b"*", b".")}
+        self._domains = tuple(host.lstrip(b"*") for host in hosts - self._hosts - {b"*"})
+        self._root = options.root_path.rstrip("/")
+
+    def set_token(self, token: str | None) -> None:
         self._digest = None if token is None else hashlib.sha256(token.encode()).digest()
 
     def allows(self, authorization: bytes | None) -> bool:
+        """Check `Authorization: Bearer TOKEN` in constant time."""
         if self._digest is None:
             return True
         scheme, _, token = (authorization or b"").partition(b" ")
         same = hmac.compare_digest(hashlib.sha256(token.strip()).digest(), self._digest)
         return same and scheme.lower() == b"bearer"
 
-
-class AccessControl:
-    """The rules of one server: its token, and the origins of pages that may call it."""
-
-    def __init__(
-        self,
-        guard: Guard,
-        *,
-        loopback: bool,
-        origins: Sequence[str] = (),
-        public: Collection[str] = (),
-    ) -> None:
-        """Check `origins`. `public`: paths without a token, such as the dashboard's."""
-        for origin in origins:
-            if not _ORIGIN.fullmatch(origin):
-                raise BadInput(
-                    f"`origins` {origin}: not an origin",
-                    hint="scheme, host and port as a browser sends them: https://example.org:8080",
-                )
-        self._guard = guard
-        self._public = frozenset(public)
-        self._loopback = loopback
-        self._origins = {origin.lower().encode() for origin in origins}
+    def path_of(self, target: str) -> str:
+        """Return the path of a target, below `root_path`, as the routes are written."""
+        path = target.partition("?")[0]
+        if "%" in path:
+            path = _UNRESERVED.sub(lambda match: unquote(match[0]), path)
+        if self._root and path.startswith(self._root + "/"):
+            path = path[len(self._root) :]
+        return path
 
     def refusal(
         self,
@@ -68,40 +89,104 @@ class AccessControl:
         authorization: bytes | None,
     ) -> Refusal | None:
         """Return why a request is refused; None if it is allowed."""
-        if self._loopback and host is not None and not _LOCAL.fullmatch(host):
-            return Refusal(403, "this server answers on localhost only; see `host`")
-        if origin is not None and not self._is_known(origin, host):
+        if host is not None and not (self._any_host or self._is_own(host)):
+            if not self._loopback and path.startswith(HEALTH):
+                pass  # the checks of a cluster name an address
+            elif self._loopback and not (self._hosts or self._domains):
+                text = "this server answers on localhost only; see `host`, or `allowed_hosts`"
+                return Refusal(403, f"{text} for a proxy in front of it")
+            else:
+                text = f"this server does not answer as {quote(host.decode('latin-1'))}"
+                return Refusal(403, f"{text}; see `allowed_hosts`")
+        if origin is not None and not self.is_known(origin, host):
             text = f"pages of {ascii(origin.decode('latin-1'))[:80]} may not call this server"
             return Refusal(403, f"{text}; see `origins`")
         open_ = path.startswith(HEALTH) or path in self._public
         # browsers send CORS preflight requests without a token
         open_ = open_ or (method == "OPTIONS" and origin is not None)
-        if not open_ and not self._guard.allows(authorization):
+        if not open_ and not self.allows(authorization):
             text = "a token is needed: send the header 'Authorization: Bearer TOKEN'"
             return Refusal(401, text, b"WWW-Authenticate: Bearer\r\n")
         return None
 
-    def _is_known(self, origin: bytes, host: bytes | None) -> bool:
-        if origin.lower() in self._origins:
-            return True
+    def is_known(self, origin: bytes, host: bytes | None) -> bool:
+        """Return whether pages of this origin may call a server that was asked as `host`."""
         place = origin.partition(b"://")[2]
-        return bool(_LOCAL.fullmatch(place)) if self._loopback else bool(place) and place == host
+        if origin.lower() in self._origins or (place and place == host):
+            return True
+        return self._is_own(place)
+
+    def _is_own(self, host: bytes) -> bool:
+        """Return whether a host, with or without a port, is this machine's or an allowed one."""
+        host = host.lower()
+        if self._loopback and _LOCAL.fullmatch(host):
+            return True
+        name = re.sub(rb":\d+$", b"", host)
+        return not self._hosts.isdisjoint((host, name)) or name.endswith(self._domains)
 
 
-def allow_origin(origin: bytes) -> bytes:
-    """Return the headers that let a page of `origin`, which is allowed, read a reply."""
-    return (
+def cors_headers(origin: bytes, asked: bytes | None, private: bool) -> bytes:
+    """Return the headers that let a page of `origin`, which is allowed, read a reply.
+
+    `asked`: the header names that it asks to send, in a preflight request; `private`: it asks for a
+    machine of a private network.
+    """
+    found = (
         b"Access-Control-Allow-Origin: " + origin + b"\r\nVary: Origin\r\n"
-        b"Access-Control-Expose-Headers: Inference-Header-Content-Length\r\n"
+        b"Access-Control-Allow-Credentials: true\r\n"
+        b"Access-Control-Expose-Headers: Inference-Header-Content-Length, Retry-After\r\n"
     )
+    if asked is not None and _HEADER_NAMES.fullmatch(asked):
+        found += b"Access-Control-Allow-Headers: " + asked + b"\r\n"
+    return found + b"Access-Control-Allow-Private-Network: true\r\n" * private
 
 
-PREFLIGHT = (
-    b"Access-Control-Allow-Methods: GET, HEAD, POST\r\n"
-    b"Access-Control-Allow-Headers: Authorization, Content-Type, Content-Encoding, "
-    b"Inference-Header-Content-Length, Traceparent\r\n"
-    b"Access-Control-Max-Age: 600\r\n"
-)
+PREFLIGHT = b"Access-Control-Allow-Methods: GET, HEAD, POST\r\nAccess-Control-Max-Age: 600\r\n"
+
+
+class Watched:
+    """Files that are read again when they change; until they are valid, what was read stays."""
+
+    def __init__(self, files: Sequence[Path], read: Callable[[], None]) -> None:
+        self._files = files
+        self._read = read
+        self._seen = self._state()
+
+    def check(self) -> None:
+        """Read the files if they have changed. Called often: it takes microseconds."""
+        state = self._state()
+        if state == self._seen:
+            return
+        self._seen = state
+        names = ", ".join(map(str, self._files))
+        try:
+            self._read()
+        except BadInput as exc:
+            log.error("%s; what was read before stays in use", exc)
+        else:
+            log.info("%s: changed, and read again", names)
+
+    def _state(self) -> list[tuple[int, int, int]]:
+        found = []
+        for file in self._files:
+            try:
+                facts = file.stat()
+            except OSError:
+                continue
+            found.append((facts.st_mtime_ns, facts.st_size, facts.st_ino))
+        return found
+
+
+def watched_files(
+    options: ServeOptions, use_token: Callable[[str], None], use_files: Callable[[], None]
+) -> list[Watched]:
+    """Return the files of the options that may change, and are used by the functions then."""
+    found = []
+    token = options.token_file
+    if token is not None:
+        found.append(Watched([Path(token)], lambda: use_token(read_token(token))))
+    files = [each for each in (options.tls_cert, options.tls_key, options.tls_client_ca) if each]
+    return [*found, Watched([Path(each) for each in files], use_files)] if files else found
 
 
 def tls_context(options: ServeOptions, protocol: str) -> ssl.SSLContext | None:
@@ -112,7 +197,10 @@ def tls_context(options: ServeOptions, protocol: str) -> ssl.SSLContext | None:
     if options.tls_cert is None or options.tls_key is None:
         return None
     cert, key = Path(options.tls_cert), Path(options.tls_key)
-    for parameter, path in (("`tls_cert`", cert), ("`tls_key`", key)):
+    files = [("`tls_cert`", cert), ("`tls_key`", key)]
+    if options.tls_client_ca is not None:
+        files.append(("`tls_client_ca`", Path(options.tls_client_ca)))
+    for parameter, path in files:
         try:
             data = path.read_bytes()
         except OSError as exc:
@@ -134,4 +222,11 @@ def tls_context(options: ServeOptions, protocol: str) -> ssl.SSLContext | None:
             raise BadInput(f"`tls_key` {key} does not belong to `tls_cert` {cert}") from exc
         reason = exc.reason or first_line(exc)
         raise BadInput(f"`tls_cert` {cert}, `tls_key` {key}: {reason}") from exc
+    if options.tls_client_ca is not None:
+        try:
+            context.load_verify_locations(options.tls_client_ca)
+        except ssl.SSLError as exc:
+            reason = exc.reason or first_line(exc)
+            raise BadInput(f"`tls_client_ca` {options.tls_client_ca}: {reason}") from exc
+        context.verify_mode = ssl.CERT_REQUIRED
     return context

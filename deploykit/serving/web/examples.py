@@ -36,10 +36,11 @@ class Address:
     host: str
     grpc_port: int | None
     token: bool
+    root_path: str = ""
 
     @property
     def url(self) -> str:
-        return f"{self.scheme}://{self.host}"
+        return f"{self.scheme}://{self.host}{self.root_path}"
 
     @property
     def curl_header(self) -> str:
@@ -193,7 +194,7 @@ def _triton(
     """Return programs that use tritonclient. `arrays`: an expression for each input."""
     host = address.host
     grpc = f"{host if host.endswith(']') else host.rpartition(':')[0] or host}:{address.grpc_port}"
-    ways = {} if only_grpc else {"http": (host, "HTTP", "Authorization")}
+    ways = {} if only_grpc else {"http": (host + address.root_path, "HTTP", "Authorization")}
     if address.grpc_port is not None:
         ways["grpc"] = grpc, "gRPC", "authorization"
     values = "".join(f"    {each!r}: {array},\n" for each, array in arrays.items())

@@ -25,4 +25,10 @@ def _files() -> dict[str, tuple[str, bytes]]:
 
 
 FILES: Mapping[str, tuple[str, bytes]] = _files()
-OPENAPI = _FOLDER.with_name("openapi.json").read_bytes()  # the same for every server
+_OPENAPI = _FOLDER.with_name("openapi.json").read_bytes()  # the same for every server
+
+
+def openapi(root_path: str) -> bytes:
+    """Return the OpenAPI document of a server at this path."""
+    servers = f'"servers": [{{"url": "{root_path}"}}], "paths"'.encode()
+    return _OPENAPI.replace(b'"paths"', servers, 1) if root_path else _OPENAPI

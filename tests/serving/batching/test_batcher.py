@@ -10,7 +10,6 @@ from deploykit.core.tensors import TensorSpec
 from deploykit.serving.batching.batcher import Batcher
 from deploykit.serving.batching.queue import BatchPolicy, Pending
 from deploykit.serving.batching.runner import EngineFailed, stack
-from tests.support.fake_engine import FakeEngine
 from tests.support.serving.loops import KEY, Answers, Clock, submit
 from tests.support.serving.running import WAIT_S, GatedEngine
 
@@ -35,12 +34,6 @@ def busy(batcher: Batcher, engine: GatedEngine, answers: Answers) -> None:
     """Put one request into the engine, where it stays until the gate opens."""
     submit(batcher, rows(-1), 1, KEY, answers.done)
     assert engine.entered.acquire(timeout=WAIT_S)
-
-
-def test_an_idle_engine_runs_a_lone_request_at_once(answers: Answers) -> None:
-    with Batcher([FakeEngine()], BatchPolicy(), clock_us=Clock()) as batcher:
-        submit(batcher, rows(5), 1, KEY, answers.done)
-        answers.wait(1)  # the clock stands still: it did not wait for time to pass
 
 
 @pytest.mark.parametrize("sizes", [[1], [3, 1], [2, 2, 4], [1] * 20], ids=str)
@@ -208,17 +201,6 @@ def test_a_failing_request_does_not_fail_other_requests_of_its_batch(answers: An
     assert sent[2].outputs["y"][0, 0] == 29
 
 
-def test_an_engine_error_sent_to_the_client_contains_no_file_path(answers: Answers) -> None:
-    engine = Fragile()
-    engine.gate.set()
-    with Batcher([engine], BatchPolicy(), name="m") as batcher:
-        request = submit(batcher, rows(13), 1, KEY, answers.done)
-        answers.wait(1)
-    assert request.error is not None
-    assert request.error.http_status == 500
-    assert "/home" not in request.error.message
-
-
 class Short(GatedEngine):
     """Returns one row less than it got, unless it got one only."""
 
@@ -243,18 +225,6 @@ def test_missing_output_rows_are_never_taken_from_another_request(answers: Answe
     assert "2 rows were expected" in two.error.message
     assert one.error is None
     assert one.outputs["y"][0, 0] == 101
-
-
-@pytest.mark.parametrize("wrong", [{}, {"y": np.zeros((1, 4), np.float64)}], ids=["none", "dtype"])
-def test_an_output_that_does_not_match_its_spec_is_an_error(answers: Answers, wrong) -> None:
-    class Wrong(FakeEngine):
-        def __call__(self, _feeds):
-            return wrong
-
-    with Batcher([Wrong()], BatchPolicy()) as batcher:
-        request = submit(batcher, rows(1), 1, KEY, answers.done)
-        answers.wait(1)
-    assert isinstance(request.error, EngineFailed)
 
 
 def test_close_answers_all_queued_requests(engine: GatedEngine, answers: Answers) -> None:

@@ -216,20 +216,26 @@ def test_bad_input_raised_by_the_engine_is_reported_to_the_client_as_bad_input(
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 5), (1,), (), (1, 4, 1)], ids=["wider", "flatter", "a scalar", "deeper"]
+    ("wrong", "reason"),
+    [
+        *((np.zeros(n, np.float32), str(list(n))) for n in ((1, 5), (1,), (), (1, 4, 1))),
+        (np.zeros((1, 4), np.float64), "float64"),
+        (None, "nothing"),
+    ],
+    ids=["wider", "flatter", "a scalar", "deeper", "another dtype", "none"],
 )
-def test_an_output_of_the_wrong_shape_is_an_error_that_gives_the_shape(
-    answers: Answers, shape: tuple[int, ...]
+def test_an_output_that_does_not_match_its_spec_is_an_error_that_says_how(
+    answers: Answers, wrong: np.ndarray | None, reason: str
 ) -> None:
     class Wrong(FakeEngine):
         def __call__(self, _feeds: Any) -> dict[str, np.ndarray]:
-            return {"y": np.zeros(shape, np.float32)}
+            return {} if wrong is None else {"y": wrong}
 
     with Batcher([Wrong()], BatchPolicy()) as batcher:
         request = submit(batcher, rows(0), 1, KEY, answers.done)
         answers.wait(1)
     assert isinstance(request.error, EngineFailed)
-    assert str(list(shape)) in request.error.message
+    assert reason in request.error.message
 
 
 def test_retired_engines_finish_their_requests_and_are_closed(answers: Answers) -> None:

@@ -242,19 +242,15 @@ def test_statistics_count_requests_and_rows(client: Any) -> None:
         (rows(1), "other", "NOT_FOUND", "there is no model 'other'; served here: m"),
         (rows(1, width=5), "m", "INVALID_ARGUMENT", r"x:float32\[N,4\], got shape \[1, 5\]"),
         (rows(17), "m", "INVALID_ARGUMENT", "`max_batch`"),
+        (rows(1), "m:2", "NOT_FOUND", "no version '2'"),
     ],
 )
 def test_errors_have_the_messages_of_the_http_server(
     client: Any, array: np.ndarray, name: str, status: str, said: str
 ) -> None:
     with pytest.raises(triton.InferenceServerException, match=said) as caught:
-        client.infer(name, [tensor(array)])
+        client.infer(name.partition(":")[0], [tensor(array)], name.partition(":")[2])
     assert caught.value.status() == f"StatusCode.{status}"
-
-
-def test_an_unknown_version_is_named_in_the_error(client: Any) -> None:
-    with pytest.raises(triton.InferenceServerException, match="no version '2'"):
-        client.infer("m", [tensor(rows(1))], model_version="2")
 
 
 def test_methods_that_are_not_offered_are_unimplemented(client: Any) -> None:

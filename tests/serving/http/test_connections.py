@@ -309,7 +309,7 @@ def test_a_closed_connection_whose_client_reads_nothing_is_ended(keeps: bool) ->
         idle_s = listener.limits.idle_s if keeps else 0.0
         listener.tick(listener.now_s + idle_s + 1)
         assert transport.ended == "closed "
-        listener.tick(listener.now_s + listener.limits.write_s - 2)
+        listener.tick(listener.now_s + listener.limits.stall_s - 2)
         assert transport.ended == "closed "
         listener.tick(listener.now_s + 3)
         assert transport.ended == "closed aborted "
@@ -322,7 +322,7 @@ def test_a_closed_connection_whose_client_reads_nothing_is_ended(keeps: bool) ->
 # -- How long an HTTP client may take: an hour, which the tests let pass
 
 
-HOUR = HttpLimits(header_s=3600, body_s=3600, idle_s=3600)
+HOUR = HttpLimits(header_s=3600, stall_s=3600, idle_s=3600)
 
 
 def passed(server: Running, raw: Raw, reached: Callable[[], bool], eventually: Eventually) -> None:
@@ -363,7 +363,7 @@ def test_a_client_that_stops_sending_is_disconnected(
 def test_a_byte_now_and_then_does_not_lengthen_the_time(
     start: bytes, eventually: Eventually
 ) -> None:
-    with running(limits=HttpLimits(header_s=0.3, body_s=0.3)) as server:
+    with running(limits=HttpLimits(header_s=0.3, stall_s=0.3)) as server:
         raw = server.connect()
         raw.send(start)
 

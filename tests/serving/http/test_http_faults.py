@@ -31,7 +31,7 @@ from tests.support.serving.running import (
 )
 
 INFER = "/v2/models/m/infer"
-PATIENT = HttpLimits(header_s=600, body_s=600, idle_s=600, write_s=600)  # this machine may be busy
+PATIENT = HttpLimits(header_s=600, stall_s=600, idle_s=600)  # this machine may be busy
 GOOD = request("POST", INFER, infer_json([1, 2, 3, 4], [1, 4]))
 
 
@@ -138,7 +138,7 @@ def test_clients_that_never_read_a_large_answer_are_disconnected(
     """F13, with a deadline of half a second."""
     rows = np.zeros((1, 2_000_000), np.float32)
     data = binary_request(rows)
-    with running({"m": free_axis()}, HttpLimits(write_s=0.5)) as server:
+    with running({"m": free_axis()}, HttpLimits(stall_s=0.5)) as server:
         assert good(server) == 200
         before = rss_bytes()
         raws = []

@@ -90,7 +90,7 @@ def test_a_large_answer_is_sent_as_the_connection_window_allows(served: Serving)
 
 def test_clients_that_exceed_a_time_limit_are_disconnected(eventually: Any) -> None:
     """All have hours, which pass when the server has seen what they do."""
-    hours = Http2Limits(header_s=3600, body_s=3600, write_s=3600, idle_s=7200)
+    hours = Http2Limits(header_s=3600, stall_s=3600, idle_s=7200)
     with serving(limits=hours) as running:
         shared = running.grpc
 
@@ -139,7 +139,7 @@ def test_a_client_that_does_not_read_is_disconnected(eventually: Any) -> None:
     request = infer_bytes(width=1_000_000, model_name="wide")
     window = b"\0\4\x7f\xff\xff\xff"
     with (
-        serving(models, Http2Limits(write_s=0.3)) as running,
+        serving(models, Http2Limits(stall_s=0.3)) as running,
         frames(running.port, settings=window) as client,
     ):
         client.send(8, 0, 0, (1 << 30).to_bytes(4, "big"))
@@ -263,7 +263,7 @@ def trickle(client: Frames, server: Serving) -> None:
 
 
 def test_a_client_that_reads_a_byte_at_a_time_is_disconnected(eventually: Eventually) -> None:
-    limits = Http2Limits(write_s=0.3)
+    limits = Http2Limits(stall_s=0.3)
     models = {"m": FakeEngine(width=8000)}
     with serving(models, limits) as server, frames(server.port, settings=NO_WINDOW) as client:
         client.start(1, infer_bytes(width=8000))

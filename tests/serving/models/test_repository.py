@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploykit.core.errors import BadInput, NotFound, Overloaded, Unsupported
+from deploykit.core.errors import BadInput, Overloaded, Unsupported
 from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.prometheus import Sample
@@ -71,15 +71,6 @@ def test_a_model_without_inputs_is_refused_and_leaves_no_thread() -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_an_unknown_model_is_not_found() -> None:
-    repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
-    with pytest.raises(NotFound, match="no model 'x'"):
-        repository.find("x")
-    with pytest.raises(NotFound, match="no version '2'"):
-        repository.find("m", "2")
-    repository.close()
-
-
 def test_a_draining_repository_refuses_requests_and_is_not_ready() -> None:
     repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
     assert repository.why_not_ready() is None
@@ -97,22 +88,6 @@ def test_a_draining_repository_refuses_requests_and_is_not_ready() -> None:
     assert repository.why_not_ready(repository.find("m")) == "the server is shutting down"
     assert b'outcome="rejected",version="1"} 1.0\n' in exposition(repository.samples())[0]
     repository.close()
-
-
-def test_several_engines_of_one_name_share_its_queue() -> None:
-    engines = [GatedEngine(), GatedEngine()]
-    for engine in engines:
-        engine.warm = True
-        engine.entered = engines[0].entered
-    repository = ModelRepository({"m": engines}, ServeOptions())
-    model = repository.find("m")
-    for _ in range(2):  # the second runs while the first is blocked
-        model.submit(ask(), lambda _: None)
-        assert engines[0].entered.acquire(timeout=WAIT_S)
-    for engine in engines:
-        engine.gate.set()
-    repository.close()
-    assert model.config()["instance_group"] == [{"name": "m_0", "count": 2, "kind": "KIND_CPU"}]
 
 
 def test_priority_trace_and_decode_time_reach_the_batcher() -> None:
@@ -178,20 +153,6 @@ def test_shared_memory_is_offered_only_with_the_option() -> None:
         assert (repository.memory is not None) is enabled
         assert ("system_shared_memory" in repository.metadata()["extensions"]) is enabled
         repository.close()
-
-
-def test_statistics_count_rows_and_batches() -> None:
-    repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
-    model = repository.find("m")
-    model.submit(ask(3), lambda _: None)
-    repository.close()  # waits for the answer
-    stats = repository.statistics()["model_stats"][0]
-    assert (stats["inference_count"], stats["execution_count"]) == (3, 1)
-    assert [batch["batch_size"] for batch in stats["batch_stats"]] == [3]
-    times = stats["inference_stats"]
-    assert times["success"]["ns"] == sum(
-        times[part]["ns"] for part in ("queue", "compute_input", "compute_infer", "compute_output")
-    )
 
 
 def test_each_request_is_charged_the_whole_time_of_its_batch() -> None:

@@ -11,6 +11,7 @@ import pytest
 from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec
 from deploykit.serving.oip import json as oip
+from deploykit.serving.oip.request import Signature
 from deploykit.serving.oip.request import signature as signature_of
 from tests.support.serving.requests import LIMIT, binary, model, two_inputs, values
 
@@ -197,44 +198,39 @@ def test_a_wrong_binary_data_size_is_refused(size: object) -> None:
         oip.decode(head + bytes(16), len(head), model())
 
 
-def test_the_same_input_twice_is_refused() -> None:
-    item = json.loads(one())["inputs"][0]
-    with pytest.raises(BadInput, match="'x' appears twice"):
-        oip.decode(json.dumps({"inputs": [item, item]}).encode(), None, model())
+ROW, INT = values("float32", 1, 2), values("int64", 1)
+BAD_REQUESTS = {
+    "a missing input": (binary({"a": ROW}), two_inputs(), "missing input 'b'"),
+    "other batch sizes": (
+        binary({"a": values("float32", 3, 2), "b": values("int64", 4)}),
+        two_inputs(),
+        "axis N is 3 and 4",
+    ),
+    "the same output twice": (
+        binary({"a": ROW, "b": INT}, outputs=[{"name": "p"}, {"name": "p"}]),
+        two_inputs(),
+        "twice",
+    ),
+    "float16 as JSON": (binary({"x": values("float16", 1, 4)}), model("float16"), "no JSON form"),
+    "a bool of 2": (
+        (lambda body, size: (body[:-1] + b"\2", size))(*binary({"x": values("bool", 1, 4)})),
+        model("bool"),
+        "neither 0 nor 1",
+    ),
+    "the same input twice": (
+        (json.dumps({"inputs": 2 * json.loads(one())["inputs"]}).encode(), None),
+        model(),
+        "'x' appears twice",
+    ),
+}
 
 
-def test_the_same_output_twice_is_refused() -> None:
-    wanted = [{"name": "p"}, {"name": "p"}]
-    body, json_bytes = binary(
-        {"a": values("float32", 1, 2), "b": values("int64", 1)}, outputs=wanted
-    )
-    with pytest.raises(BadInput, match="twice"):
-        oip.decode(body, json_bytes, two_inputs())
-
-
-def test_a_missing_input_is_named() -> None:
-    body, json_bytes = binary({"a": values("float32", 1, 2)})
-    with pytest.raises(BadInput, match="missing input 'b'"):
-        oip.decode(body, json_bytes, two_inputs())
-
-
-def test_inputs_of_different_batch_sizes_are_refused() -> None:
-    body, json_bytes = binary({"a": values("float32", 3, 2), "b": values("int64", 4)})
-    with pytest.raises(BadInput, match="axis N is 3 and 4"):
-        oip.decode(body, json_bytes, two_inputs())
-
-
-def test_a_bool_byte_is_0_or_1() -> None:
-    body, json_bytes = binary({"x": values("bool", 1, 4)})
-    with pytest.raises(BadInput, match="neither 0 nor 1"):
-        oip.decode(body[:-1] + b"\x02", json_bytes, model("bool"))
-
-
-def test_a_float16_output_cannot_be_requested_as_json() -> None:
-    body, json_bytes = binary({"x": values("float16", 1, 4)})
-    with pytest.raises(BadInput, match="no JSON form") as caught:
-        oip.decode(body, json_bytes, model("float16"))
-    assert "binary_data" in (caught.value.hint or "")
+@pytest.mark.parametrize(("sent", "signature", "message"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
+def test_a_request_that_does_not_fit_its_model_is_refused(
+    sent: tuple[bytes, int | None], signature: Signature, message: str
+) -> None:
+    with pytest.raises(BadInput, match=message):
+        oip.decode(*sent, signature)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

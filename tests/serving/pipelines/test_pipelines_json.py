@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from deploykit.core.json_value import MOST_JSON_VALUES, ONE_JSON
+from deploykit.serving.models.pipelines import _json_parts
 from tests.support.serving.pipelines import Client, form, served, serving_words
 
 pytest.importorskip("onnxruntime")
@@ -98,3 +99,25 @@ def test_a_refused_input_is_freed_without_the_garbage_collector(words: Client) -
         words.until(lambda: not any(type(x) is list and len(x) == count for x in gc.get_objects()))
     finally:
         gc.enable()
+
+
+LONG = 1 << 17
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        list(range(LONG)),
+        [[0.5] * LONG, []],
+        [[1, 2]] * LONG,
+        {"a": ["x"] * LONG, "b": {"c": [], "d": None}},
+        {},
+        [],
+        [[]],
+        [{}, {"a": 1}],
+        "text",
+    ],
+    ids=lambda each: str(each)[:12],
+)
+def test_a_long_answer_is_written_in_steps_and_is_one_document(answer: object) -> None:
+    assert json.loads(b"".join(_json_parts(answer))) == answer

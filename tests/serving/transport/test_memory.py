@@ -497,7 +497,7 @@ def test_held_bytes_return_to_zero_after_every_kind_of_request(
         else:
             if name == "too slow":
                 eventually(lambda: counted.bytes > len(BODY) - 70_000)
-                server.pass_time(HttpLimits().body_s + 1)
+                server.pass_time(HttpLimits().stall_s + 1)
             reply = raw.reply(body=name != "HEAD")
             assert reply.status == status
         raw.close()

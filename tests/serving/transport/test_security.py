@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import ssl
 import subprocess
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from deploykit.serving.http.head import HttpLimits
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.server import Server
 from deploykit.serving.transport import listener
-from deploykit.serving.transport.security import Guard, tls_context
+from deploykit.serving.transport.security import AccessControl, tls_context
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import Raw, Running, infer_json, request, running
 
@@ -42,8 +44,8 @@ TOKEN = "correct horse battery"
 )
 def test_only_the_exact_bearer_token_is_accepted(authorization: str | None, allowed: bool) -> None:
     header = None if authorization is None else authorization.encode("latin-1")
-    assert Guard(TOKEN).allows(header) is allowed
-    assert Guard(None).allows(header)
+    assert AccessControl(ServeOptions(token=TOKEN), loopback=True).allows(header) is allowed
+    assert AccessControl(ServeOptions(), loopback=True).allows(header)
 
 
 def test_without_the_token_only_health_and_the_page_itself_answer() -> None:
@@ -113,13 +115,21 @@ def test_an_allowed_origin_may_call_a_server_on_any_address() -> None:
             Host="gpu.example",
             Origin=origin,
             Access_Control_Request_Method="POST",
+            Access_Control_Request_Headers="authorization,tracestate,x-b3-traceid",
+            Access_Control_Request_Private_Network="true",
         )
         assert first.status == 200
         assert first.headers["access-control-allow-origin"] == origin
         assert "POST" in first.headers["access-control-allow-methods"]
-        assert "Authorization" in first.headers["access-control-allow-headers"]
+        asked = "authorization,tracestate,x-b3-traceid"
+        assert first.headers["access-control-allow-headers"] == asked
+        assert first.headers["access-control-allow-credentials"] == "true"
+        assert first.headers["access-control-allow-private-network"] == "true"
         headers = {"Host": "gpu.example", "Authorization": f"Bearer {TOKEN}"}
         assert server.ask("POST", INFER, GOOD, Origin=origin, **headers).status == 200
+        refused = server.ask("POST", INFER, GOOD, Origin=origin, Host="gpu.example")
+        assert refused.status == 401
+        assert refused.headers["access-control-allow-origin"] == origin  # the page may read why
         for method in ("POST", "PUT", "DELETE", "OPTIONS"):
             reply = server.ask(method, INFER, GOOD, Origin="https://evil.example", **headers)
             assert reply.status == 403
@@ -132,6 +142,44 @@ def test_an_allowed_origin_may_call_a_server_on_any_address() -> None:
 def test_an_invalid_origin_is_refused_at_start(origin: str) -> None:
     with pytest.raises(BadInput, match="`origins`"):
         Server({"m": FakeEngine()}, ServeOptions(http_port=0, origins=(origin,)))
+
+
+HOSTS = [  # allowed hosts, address, Host, status
+    ((), "127.0.0.1", "dk", 403),
+    (("dk",), "127.0.0.1", "dk", 200),
+    (("dk",), "127.0.0.1", "DK:8080", 200),
+    (("dk",), "127.0.0.1", "localhost", 200),
+    (("dk",), "127.0.0.1", "dk.evil.example", 403),
+    (("dk:80",), "127.0.0.1", "dk:81", 403),
+    (("*.example.org",), "127.0.0.1", "a.b.example.org:443", 200),
+    (("*.example.org",), "127.0.0.1", "evilexample.org", 403),
+    (("*",), "127.0.0.1", "anything", 200),
+    ((), "0.0.0.0", "anything", 200),
+    (("dk",), "0.0.0.0", "dk", 200),
+    (("dk",), "0.0.0.0", "evil.example", 403),
+]
+
+
+@pytest.mark.parametrize(("allowed", "address", "host", "status"), HOSTS, ids=str)
+def test_a_server_answers_for_its_own_hosts_and_those_that_are_allowed(
+    allowed: tuple[str, ...], address: str, host: str, status: int
+) -> None:
+    """Each proxy that passes on the host of its clients got 403."""
+    with running(host=address, allowed_hosts=allowed) as server:
+        reply = server.ask("GET", "/v2", Host=host)
+        assert reply.status == status
+        own = server.ask("POST", INFER, GOOD, Host=host, Origin=f"https://{host}")
+        assert own.status == status  # the dashboard, by the same proxy
+        if status == 403:
+            assert "`allowed_hosts`" in reply.json["error"]
+        probe = server.ask("GET", "/v2/health/ready", Host=host)
+        assert probe.status == (200 if address == "0.0.0.0" else status)  # a cluster's check
+
+
+@pytest.mark.parametrize("host", ["a b", "http://a", "a/b", ""])
+def test_an_invalid_allowed_host_is_refused_at_start(host: str) -> None:
+    with pytest.raises(BadInput, match="`allowed_hosts`"):
+        Server({"m": FakeEngine()}, ServeOptions(http_port=0, allowed_hosts=(host,)))
 
 
 # -- the listening address (W4)
@@ -158,10 +206,13 @@ def test_listening_beyond_loopback_logs_one_warning(
 # -- TLS
 
 
-def secure(port: int, cert: Path, **options: object) -> Raw:
-    context = ssl.create_default_context(cafile=str(cert))
-    for name, value in options.items():
-        setattr(context, name, value)
+def secure(port: int, cert: Path | None, own: tuple[Path, Path] | None = None) -> Raw:
+    """Connect, and check the server's certificate if it is given; show our `own`."""
+    context = ssl._create_unverified_context() if cert is None else ssl.create_default_context()
+    if cert is not None:
+        context.load_verify_locations(cert)
+    if own is not None:
+        context.load_cert_chain(*own)
     raw = Raw(port)
     raw.socket = context.wrap_socket(raw.socket, server_hostname="localhost")
     raw._stream = raw.socket.makefile("rb")
@@ -269,3 +320,70 @@ def test_a_wrong_certificate_is_named(pem: tuple[Path, Path], tmp_path: Path) ->
             )
         assert message in caught.value.message
         assert "\n" not in caught.value.message
+
+
+# -- files that change
+
+
+def serial_of(port: int) -> str:
+    """The serial number of the certificate that the server shows now."""
+    data = ssl.get_server_certificate(("127.0.0.1", port))
+    command = ["openssl", "x509", "-noout", "-serial"]
+    return subprocess.run(command, input=data, capture_output=True, text=True, check=True).stdout
+
+
+def issue(folder: Path, name: str, *more: str) -> tuple[Path, Path]:
+    """A new certificate for localhost, signed by itself or as `more` says, and its key."""
+    cert, key = folder / f"{name}.pem", folder / f"{name}-key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}"]
+    command += ["-keyout", str(key), "-out", str(cert), *more]
+    subprocess.run(command, check=True, capture_output=True)
+    return cert, key
+
+
+def test_a_new_certificate_and_a_new_token_are_used_without_a_restart(
+    tmp_path: Path, eventually: Callable[[Callable[[], bool]], None]
+) -> None:
+    cert, key = issue(tmp_path, "localhost")
+    other_cert, other_key = issue(tmp_path, "other")
+    secret = tmp_path / "token"
+    secret.write_text(TOKEN)
+    options = {"tls_cert": cert, "tls_key": key, "token_file": secret}
+    with running(grpc_port=0, **options) as server:
+
+        def status(token: str) -> int:
+            raw = secure(server.port, None)
+            found = raw.ask(request("GET", "/v2", Authorization=f"Bearer {token}")).status
+            raw.close()
+            return found
+
+        before = serial_of(server.port)
+        other_cert.replace(cert)  # it does not fit the key yet: the old one stays in use
+        secret.write_text("short")
+        eventually(lambda: server.server._watched[1]._seen != [])
+        server.pass_time(1)
+        assert (serial_of(server.port), status(TOKEN)) == (before, 200)
+        other_key.replace(key)
+        secret.write_text("another correct horse\n")
+        eventually(lambda: status("another correct horse") == 200)
+        assert status(TOKEN) == 401
+        eventually(lambda: serial_of(server.port) != before)
+        assert server.server.grpc_port is not None
+        assert serial_of(server.server.grpc_port) == serial_of(server.port)
+
+
+def test_only_clients_with_a_certificate_of_the_ca_may_connect(tmp_path: Path) -> None:
+    cert, key = issue(tmp_path, "localhost")
+    authority, secret = issue(tmp_path, "authority")
+    known = issue(tmp_path, "known", "-CA", str(authority), "-CAkey", str(secret))
+    stranger = issue(tmp_path, "stranger")
+    live = request("GET", "/v2/health/live")
+    with running(tls_cert=cert, tls_key=key, tls_client_ca=authority) as server:
+        for pair in (None, stranger):
+            with closing(secure(server.port, None, pair)) as raw, pytest.raises(OSError):
+                raw.ask(live)
+        raw = secure(server.port, None, known)
+        assert raw.ask(live).status == 200
+        raw.close()
+    with pytest.raises(BadInput, match="`tls_client_ca` needs"):
+        ServeOptions(tls_client_ca=authority)

@@ -137,7 +137,7 @@ def test_a_hostile_tensor_name_is_escaped_in_the_guide() -> None:
         tags.feed(reply.body.decode())
         assert not {"img", "iframe"} & set(tags.found)
         assert re.findall(r"<script[^>]*>", reply.body.decode()) == [
-            '<script type="module" src="/docs.js">'
+            '<script type="module" src="docs.js">'
         ]
         assert b"&lt;img src=x onerror=alert(1)&gt;" in reply.body
         assert reply.headers["content-security-policy"].startswith("default-src 'self'")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from deploykit.core.tensors import TensorSpec
 from deploykit.evaluation.verify import open_proven
+from deploykit.serving.web.page import openapi
 from tests.support.campaign import rounds
 from tests.support.fake_engine import FakeEngine
 from tests.support.installed import needs
@@ -117,3 +121,42 @@ def test_the_document_says_which_routes_need_the_token() -> None:
             if get is not None and "{" not in path:
                 status = server.ask("GET", path).status
                 assert status == (200 if get.get("security") == [] else 401), path
+
+
+def test_generators_of_clients_find_every_array_and_operation() -> None:
+    """An array without `items` made openapi-python-client leave out inference."""
+
+    def nodes(value: Any) -> Iterator[dict[str, Any]]:
+        if isinstance(value, dict):
+            yield value
+        for each in value.values() if isinstance(value, dict) else value:
+            if isinstance(each, (dict, list)):
+                yield from nodes(each)
+
+    document = json.loads(openapi("/models"))
+    assert document["servers"] == [{"url": "/models"}]
+    assert all("items" in node for node in nodes(document) if node.get("type") == "array")
+    operations = [
+        each.get("operationId")
+        for path in document["paths"].values()
+        for verb, each in path.items()
+        if verb != "parameters"
+    ]
+    assert len(set(operations)) == len(operations)
+    assert {"infer", "predict", "live", None} - set(operations) == {None}
+
+
+def test_a_server_below_a_path_answers_with_and_without_it() -> None:
+    """Some proxies pass the path on, some remove it; links are relative to where the page is."""
+    with running(root_path="/models/") as server:
+        for prefix in ("", "/models"):
+            assert server.ask("GET", f"{prefix}/v2/health/live").status == 200
+            assert server.ask("GET", f"{prefix}/page.js").status == 200
+            assert server.ask("GET", f"{prefix}/status").status == 200
+        page = server.ask("GET", "/models/").body.decode()
+        assert 'src="page.js"' in page
+        moved = server.ask("GET", "/models")
+        assert (moved.status, moved.headers["location"]) == (308, "/models/")
+        guide = server.ask("GET", "/models/docs", Host="localhost:80").body.decode()
+        assert "curl http://localhost:80/models/v2/models/m/infer" in guide
+        assert server.ask("GET", "/modelsv2").status == 404

@@ -31,7 +31,7 @@ def test_the_page_has_no_inline_code_and_parses_no_html() -> None:
 
 
 def test_every_referenced_file_exists_and_every_file_is_referenced() -> None:
-    referenced = set(re.findall(r'(?:href|src)="(/[^"]+)"', SOURCES["/"]))
+    referenced = {f"/{name}" for name in re.findall(r'(?:href|src)="([^"]+)"', SOURCES["/"])}
     for text in SOURCES.values():
         referenced |= {f"/{name}" for name in re.findall(r'from "\./([a-z]+\.js)"', text)}
     assert referenced - set(FILES) == {"/docs", "/metrics"}

@@ -17,7 +17,6 @@ import pytest
 from tests.support.serving.faults import (
     BROKEN,
     REAL,
-    REFUSED,
     Clients,
     Process,
     request,
@@ -29,7 +28,6 @@ from tests.support.serving.worker_processes import (
     MANY,
     ask,
     connections,
-    is_running,
     kill,
     workers,
 )
@@ -56,10 +54,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     options = (*SHARED, "--grpc-port", "0", "--timeout-ms", "60000")
     with Process(folder, *options) as found:
         yield found
-
-
-def ours() -> set[str]:
-    return {each.name for each in Path("/dev/shm").glob("*deploykit*")}
 
 
 def engines(server: Process) -> int:
@@ -204,36 +198,6 @@ def test_a_killed_front_end_loses_its_own_connections_alone(tmp_path: Path) -> N
         assert counts.keys() <= {200, BROKEN}
         assert engines(server) == stays
         until(lambda: server.gauge("deploykit_requests_in_flight") == 0)  # also of the dead one
-
-
-def test_sigterm_under_load_loses_nothing(tmp_path: Path) -> None:
-    with Process(tmp_path, *SHARED, env={"FAULT_ROWS": "4"}) as server:
-        with Clients(server.port, 16) as clients:
-            until(lambda: len(clients.outcomes) > 100)
-            server.hold()
-            answered = clients.all_wait(server)
-            pids = workers(server)
-            server.popen.send_signal(signal.SIGTERM)
-            for pid in pids:  # as `timeout` does
-                os.kill(pid, signal.SIGTERM)
-            until(lambda: server.status("/v2/health/ready") == 503)
-            server.release()
-            assert server.wait() == 0
-            counts = clients.stop()
-        assert clients.next_after(answered) == [200] * 16
-        assert counts.keys() <= {200, 503, BROKEN, REFUSED}
-        assert not any("not answered" in line for line in server.log_lines())
-
-
-def test_all_end_with_their_parent_and_leave_no_memory(tmp_path: Path) -> None:
-    before = ours()
-    with Process(tmp_path, *SHARED) as server:
-        pids = workers(server)
-        assert server.infer(1)[0] == 200
-        server.popen.kill()
-        server.wait()
-        until(lambda: not any(map(is_running, pids)))
-    until(lambda: ours() <= before)  # other tests may have some for a moment
 
 
 def test_a_stopped_process_of_the_engines_costs_504_and_goes_on(tmp_path: Path) -> None:

@@ -180,17 +180,26 @@ def test_a_killed_worker_is_replaced_and_loses_only_its_own_connections(tmp_path
         assert server.wait() == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_end_under_load_loses_nothing(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("workers_", "number", "to_all"),
+    [
+        ("2", signal.SIGTERM, False),
+        ("2", signal.SIGHUP, True),  # a terminal that closes sends it to all
+        ("shared:2", signal.SIGTERM, True),  # as `timeout` does
+    ],
+)
+def test_a_signal_to_end_under_load_loses_nothing(
+    tmp_path: Path, workers_: str, number: signal.Signals, to_all: bool
+) -> None:
     default: Callable[[], object] = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
-    with Process(tmp_path, *TWO, env={"FAULT_ROWS": "4"}, before=default) as server:
+    options = ("--workers", workers_)
+    with Process(tmp_path, *options, env={"FAULT_ROWS": "4"}, before=default) as server:
         with Clients(server.port, 16) as clients:
             until(lambda: len(clients.outcomes) > 100)
             server.hold()
             answered = clients.all_wait(server)
-            if number == signal.SIGHUP:  # a terminal that closes sends it to all
-                for pid in workers(server):
-                    os.kill(pid, number)
+            for pid in workers(server) if to_all else ():
+                os.kill(pid, number)
             server.popen.send_signal(number)
             until(lambda: server.status("/v2/health/ready") == 503)
             server.release()
@@ -214,15 +223,6 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path, number: signal.Signals
             time.sleep(0.1)
             server.popen.send_signal(number)
             assert server.wait() == 130
-        until(lambda: not any(map(is_running, pids)))
-
-
-def test_workers_end_with_their_parent(tmp_path: Path) -> None:
-    with Process(tmp_path, *TWO) as server:
-        pids = workers(server)
-        assert len(pids) == 2
-        server.popen.kill()
-        server.wait()
         until(lambda: not any(map(is_running, pids)))
 
 

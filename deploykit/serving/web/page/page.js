@@ -24,7 +24,7 @@ const seconds = (late, early) => (late.at_us - early.at_us) / 1e6;
 async function look() {
   let response;
   try {
-    response = await fetch(`/status?since=${samples.at(-1)?.at_us ?? 0}`, { headers: headers(), cache: "no-store" });
+    response = await fetch(`status?since=${samples.at(-1)?.at_us ?? 0}`, { headers: headers(), cache: "no-store" });
   } catch {
     state("bad", "unreachable");
     return;

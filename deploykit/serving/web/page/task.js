@@ -17,7 +17,7 @@ const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 
 async function post(model, headers, type, body) {
   const began = performance.now();
-  const response = await fetch(`/v2/models/${encodeURIComponent(model)}/predict`, { method: "POST", headers: { ...headers, "Content-Type": type }, body });
+  const response = await fetch(`v2/models/${encodeURIComponent(model)}/predict`, { method: "POST", headers: { ...headers, "Content-Type": type }, body });
   const took = performance.now() - began;
   if (response.ok && !response.headers.get("Content-Type").startsWith("application/json")) return { answer: await response.blob(), took };
   let answer;

@@ -86,7 +86,7 @@ export async function readNpy(file, input) {
 
 async function post(model, headers, body) {
   const began = performance.now();
-  const response = await fetch(`/v2/models/${encodeURIComponent(model)}/infer`, { method: "POST", headers, body });
+  const response = await fetch(`v2/models/${encodeURIComponent(model)}/infer`, { method: "POST", headers, body });
   const bytes = new Uint8Array(await response.arrayBuffer());
   const took = performance.now() - began;
   const length = Number(response.headers.get("Inference-Header-Content-Length") ?? bytes.length);

@@ -1,0 +1,80 @@
+"""Take the user's example inputs to other sizes: a model may refuse values that were made up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deploykit.core.tensors import TensorSpec, batch_axes, carrier, concrete, steps_counted
+from deploykit.engines.data.samples import random_feeds
+
+
+@dataclass(frozen=True)
+class Example:
+    """The user's inputs by name, and the largest size that the user allows by axis; or neither."""
+
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    most: Mapping[str, int] = field(default_factory=dict)
+
+    def sizes(self, specs: Sequence[TensorSpec]) -> dict[str, int]:
+        """Return the sizes that the dynamic axes have in the example."""
+        return {
+            axis: size
+            for spec in specs
+            if self._fits(spec)
+            for axis, size in zip(spec.shape, self.arrays[spec.name].shape, strict=True)
+            if isinstance(axis, str)
+        }
+
+    def feeds(
+        self, specs: Sequence[TensorSpec], sizes: Mapping[str, int], seed: int = 0
+    ) -> dict[str, np.ndarray]:
+        """Return inputs at `sizes`: integers, booleans and masks of the example, random floats."""
+        return self._feeds(specs, sizes, seed, floats=False)
+
+    def real_feeds(
+        self, specs: Sequence[TensorSpec], sizes: Mapping[str, int]
+    ) -> dict[str, np.ndarray]:
+        """Return inputs at `sizes` with all values of the example, in its order."""
+        return self._feeds(specs, sizes, 0, floats=True)
+
+    def _feeds(
+        self, specs: Sequence[TensorSpec], sizes: Mapping[str, int], seed: int, *, floats: bool
+    ) -> dict[str, np.ndarray]:
+        found = random_feeds(tuple(specs), sizes, seed)
+        own, batch = self.sizes(specs), batch_axes(specs)
+        for spec in specs:
+            if not self._fits(spec) or not (
+                floats or "float" not in spec.dtype or "mask" in spec.name.lower()
+            ):
+                continue
+            array, shape = self.arrays[spec.name], concrete(spec, sizes)
+            for place, size in enumerate(shape):
+                count = array.shape[place]
+                if not count or (count == size and place):
+                    continue
+                rows = place == 0 and (spec.shape[0] in batch or isinstance(spec.shape[0], int))
+                if rows:
+                    order = np.arange(count)
+                    order = order if floats else np.random.default_rng(seed).permutation(order)
+                    order = np.resize(order, size)  # repeated
+                else:  # a mask whose tail is padding still is one, and what rose still rises
+                    order = np.arange(size) * count // size
+                array = array.take(order, axis=place)
+            steps, before = (steps_counted(spec, specs, each) for each in (sizes, own))
+            if steps is not None and before:
+                array = np.clip(-(-array * steps // before), 1, steps).astype(array.dtype)
+            found[spec.name] = array if array.shape == shape else np.zeros(shape, array.dtype)
+        return found
+
+    def _fits(self, spec: TensorSpec) -> bool:
+        """Return whether the example has this input, its batch and dynamic axes of any size."""
+        array = self.arrays.get(spec.name)
+        if array is None or array.dtype.name != carrier(spec.dtype):
+            return False
+        pairs = enumerate(zip(array.shape, spec.shape, strict=False))
+        return array.ndim == len(spec.shape) and all(
+            place == 0 or isinstance(axis, str) or axis == size for place, (size, axis) in pairs
+        )

@@ -1,0 +1,237 @@
+"""Check a recipe and its data before the first step, and say what the score does not show.
+
+A recipe is the user's own code. What is wrong with it is reported by the name of its field.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+import torch
+
+from deploykit.core.errors import BadInput, users_code
+from deploykit.core.memory import memory_errors
+from deploykit.core.recipe import Recipe, Split, Splits
+from deploykit.core.task import Preprocess
+from deploykit.core.tensors import BATCH, TensorSpec, mismatch
+from deploykit.engines.data.samples import Samples, check_finite, digests
+
+SCHEDULES = ("cosine", "linear", "one-cycle", "constant")
+PARTS = ("train", "calibration", "test")
+
+
+def is_count(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
+
+
+def is_rate(value: object) -> bool:
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    return number and 0 < float(value) < math.inf  # type: ignore[arg-type]
+
+
+def _are_specs(value: object) -> bool:
+    several = isinstance(value, (tuple, list)) and bool(value)
+    return several and all(isinstance(each, TensorSpec) for each in value)  # type: ignore[attr-defined]
+
+
+def _is_function(value: object) -> bool:  # a class would be called with a batch
+    return callable(value) and not isinstance(value, type)
+
+
+_SPECS = "a tuple of TensorSpecs, such as (parse_spec('x:float32[N,3]'),)"
+_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "build": (callable, "a function"),
+    "data": (callable, "a function"),
+    "inputs": (_are_specs, _SPECS),
+    "outputs": (_are_specs, _SPECS),
+    "loss": (_is_function, "a function or a module, such as torch.nn.CrossEntropyLoss()"),
+    "metric": (_is_function, "a function"),
+    "metric_name": (lambda value: isinstance(value, str), "a string"),
+    "epochs": (is_count, "an integer, 1 or more"),
+    "batch_size": (is_count, "an integer, 1 or more"),
+    "learning_rate": (is_rate, "a finite number above 0"),
+    "preprocess": (lambda value: value is None or isinstance(value, Preprocess), "a Preprocess"),
+    "schedule": (lambda value: value in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
+    "clip_norm": (lambda value: value is None or is_rate(value), "a finite number above 0"),
+    "backbone": (
+        lambda value: (
+            value is None
+            or (isinstance(value, tuple) and [type(each) for each in value] == [str, str])
+        ),
+        "the names of two children: (backbone, head)",
+    ),
+    "needs_weights": (lambda value: isinstance(value, str), "a string"),
+    "report": (lambda value: value is None or callable(value), "a function"),
+    "augment": (
+        lambda value: value is None or callable(value) or isinstance(value, Mapping),
+        "a dict or a function",
+    ),
+    "augmented": (lambda value: isinstance(value, bool), "True or False"),
+}
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise BadInput for a field with a value that no run can use."""
+    for name, (fits, expected) in _FIELDS.items():
+        value = getattr(recipe, name)
+        if not fits(value):
+            raise BadInput(f"the recipe's `{name}` must be {expected}, got {value!r:.80}")
+
+
+def check_splits(recipe: Recipe, splits: Splits) -> Splits:
+    """Return the splits as NumPy arrays in the order of the recipe's inputs.
+
+    Raises BadInput for data that do not fit the recipe's specs, for NaN, for labels that are none
+    of the model's classes, and where there is nothing to train on or to test with.
+    """
+    where, parts = splits.source, {}
+    for part in PARTS:
+        split = getattr(splits, part)
+        if not isinstance(split, Split):
+            raise BadInput(f"{where}: its {part} data are a {type(split).__name__}, not a Split")
+        parts[part] = _check_split(recipe, split, f"{where}: its {part} data")
+    for part, kind in (("train", "training"), ("test", "test")):
+        if not len(parts[part].labels):
+            raise BadInput(f"{where}: holds no {kind} data")
+    shape, classes = recipe.outputs[0].shape, len(splits.classes)
+    if classes and len(shape) == 2 and isinstance(shape[1], int) and shape[1] != classes:
+        raise BadInput(f"{where}: names {classes} classes, the model has {shape[1]}")
+    image = splits.image
+    for spec in recipe.inputs if image is not None else ():
+        size = (image.height, image.width, 1 if image.colours == "L" else 3)
+        if spec.name == image.tensor and not mismatch(spec, "uint8", (1, *size)):
+            break
+    else:
+        if image is not None:
+            raise BadInput(f"{where}: its `image` does not describe one of the recipe's inputs")
+    return replace(splits, **parts)
+
+
+def _check_split(recipe: Recipe, split: Split, where: str) -> Split:
+    arrays = {}
+    with users_code(f"{where} cannot be read"):
+        for name, value in {**split.inputs, "the labels": split.labels}.items():
+            arrays[name] = np.asarray(value)
+    labels = arrays.pop("the labels")
+    names = [spec.name for spec in recipe.inputs]
+    if sorted(arrays) != sorted(names):
+        raise BadInput(
+            f"{where} hold {', '.join(arrays) or 'no inputs'}, the recipe's inputs are "
+            f"{', '.join(names)}"
+        )
+    if labels.dtype.kind not in "biuf" or not labels.ndim:
+        kind = f"{labels.dtype}{list(labels.shape)}"
+        raise BadInput(f"{where} have labels of {kind}, a number or more per sample is needed")
+    sizes = {name: len(array) if array.ndim else 1 for name, array in arrays.items()}
+    sizes["labels"] = len(labels)
+    if len(set(sizes.values())) > 1:
+        raise BadInput(f"{where} have different numbers of samples: {sizes}")
+    if not len(labels):
+        return Split({name: arrays[name] for name in names}, labels)
+    for spec in recipe.inputs:
+        array = arrays[spec.name]
+        wanted = replace(spec, shape=(BATCH, *spec.shape[1:]))
+        if (problem := mismatch(wanted, array.dtype.name, array.shape)) is not None:
+            raise BadInput(f"{where}: {problem}", hint="change the recipe's `inputs` or its data")
+    check_finite(Samples(arrays, labels, where))
+    shape = recipe.outputs[0].shape
+    classes = shape[1] if len(shape) == 2 else None
+    if isinstance(classes, int) and classes > 1 and labels.dtype.kind in "iu" and labels.ndim == 1:
+        low, high = labels.min(), labels.max()
+        if not 0 <= low <= high < classes:
+            raise BadInput(
+                f"{where} have labels from {low} to {high}; the model has {classes} classes, 0 to "
+                f"{classes - 1}"
+            )
+    return Split({name: arrays[name] for name in names}, labels)
+
+
+def check_outputs(recipe: Recipe, run: Any, split: Split, device: torch.device) -> None:
+    """Run the module on two samples. Raises BadInput where its outputs are not the recipe's."""
+    few = [torch.from_numpy(np.array(each[:2])).to(device) for each in split.inputs.values()]
+    run.eval()
+    with (
+        users_code("the recipe's model failed on its own data"),
+        memory_errors(f"{device}: a step on two samples"),
+        torch.inference_mode(),
+    ):
+        found = run(*few)
+    found = found if isinstance(found, tuple) else (found,)
+    kinds = [type(each).__name__ for each in found]
+    if len(found) != len(recipe.outputs) or set(kinds) != {"Tensor"}:
+        raise BadInput(
+            f"the recipe's model gives {', '.join(kinds)}, its `outputs` are "
+            f"{', '.join(map(str, recipe.outputs))}: one tensor for each is needed"
+        )
+    for spec, value in zip(recipe.outputs, found, strict=True):
+        dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+        wanted = replace(spec, shape=(BATCH, *spec.shape[1:]))
+        if mismatch(wanted, dtype, shape) is not None:
+            raise BadInput(
+                f"the recipe's `outputs` declare {spec}, its model gives {dtype}{list(shape)} for "
+                "two samples"
+            )
+
+
+def shared_samples(splits: Splits) -> dict[str, int]:
+    """Count the samples that are in two splits, by the bytes of their inputs."""
+    known = {
+        part: list(digests(Samples(split.inputs, split.labels, splits.source)))
+        for part in PARTS
+        for split in (getattr(splits, part),)
+    }
+    pairs = (("test", "train"), ("test", "calibration"), ("calibration", "train"))
+    found = {}
+    for one, other in pairs:
+        there = set(known[other])
+        if count := sum(digest in there for digest in known[one]):
+            found[f"{one} in {other}"] = count
+    return found
+
+
+def score_classes(splits: Splits, scores: np.ndarray) -> dict[str, dict[str, int]]:
+    """Return, by class, how many test samples are right, for scores of 0 and 1; else nothing."""
+    labels = splits.test.labels
+    if labels.ndim != 1 or labels.dtype.kind not in "iu" or not np.isin(scores, (0, 1)).all():
+        return {}
+    names = dict(enumerate(splits.classes))
+    return {
+        str(names.get(label, label)): {
+            "right": int(scores[labels == label].sum()),
+            "samples": int((labels == label).sum()),
+        }
+        for label in np.unique(labels).tolist()
+    }
+
+
+_FEW = 10  # test samples of a class
+
+
+def explain_score(
+    low: float, classes: Mapping[str, Mapping[str, int]], shared: Mapping[str, int]
+) -> list[str]:
+    """Return notes on a score whose interval begins at `low`: what it does not show."""
+    notes = [
+        f"{count} samples are in both the {pair.replace(' in ', ' and the ')} data: the score on "
+        "them says little about new ones"
+        for pair, count in shared.items()
+    ]
+    sizes = {name: each["samples"] for name, each in classes.items()}
+    if len(sizes) > 1:
+        most, fewest = max(sizes, key=sizes.__getitem__), min(sizes, key=sizes.__getitem__)
+        share = sizes[most] / sum(sizes.values())
+        if low <= share:
+            notes.append(
+                f"always answering '{most}' is right for {share:.1%} of the test data: this score "
+                "is not surely better"
+            )
+        if sizes[fewest] < _FEW:
+            notes.append(
+                f"the test data have {sizes[fewest]} of '{fewest}': too few to conclude from"
+            )
+    return notes
