@@ -25,18 +25,18 @@ SCHEDULES = ("cosine", "linear", "one-cycle", "constant")
 PARTS = ("train", "calibration", "test")
 
 
-def is_count(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
+def is_count(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1
 
 
-def is_rate(value: object) -> bool:
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    return number and 0 < float(value) < math.inf  # type: ignore[arg-type]
+def is_rate(value: Any) -> bool:
+    number = not isinstance(value, bool) and isinstance(value, Real)
+    return number and 0 < float(value) < math.inf
 
 
-def _are_specs(value: object) -> bool:
+def _are_specs(value: Any) -> bool:
     several = isinstance(value, (tuple, list)) and bool(value)
-    return several and all(isinstance(each, TensorSpec) for each in value)  # type: ignore[attr-defined]
+    return several and all(isinstance(each, TensorSpec) for each in value)
 
 
 def _is_function(value: object) -> bool:  # a class would be called with a batch
@@ -101,15 +101,14 @@ def check_splits(recipe: Recipe, splits: Splits) -> Splits:
     shape, classes = recipe.outputs[0].shape, len(splits.classes)
     if classes and len(shape) == 2 and isinstance(shape[1], int) and shape[1] != classes:
         raise BadInput(f"{where}: names {classes} classes, the model has {shape[1]}")
-    image = splits.image
-    for spec in recipe.inputs if image is not None else ():
+    if (image := splits.image) is not None:
         size = (image.height, image.width, 1 if image.colours == "L" else 3)
-        if spec.name == image.tensor and not mismatch(spec, "uint8", (1, *size)):
-            break
-    else:
-        if image is not None:
+        specs = [spec for spec in recipe.inputs if spec.name == image.tensor]
+        if not specs or mismatch(specs[0], "uint8", (1, *size)):
             raise BadInput(f"{where}: its `image` does not describe one of the recipe's inputs")
-    return replace(splits, **parts)
+    return replace(
+        splits, train=parts["train"], calibration=parts["calibration"], test=parts["test"]
+    )
 
 
 def _check_split(recipe: Recipe, split: Split, where: str) -> Split:
@@ -178,19 +177,21 @@ def check_outputs(recipe: Recipe, run: Any, split: Split, device: torch.device) 
             )
 
 
-def shared_samples(splits: Splits) -> dict[str, int]:
-    """Count the samples that are in two splits, by the bytes of their inputs."""
-    known = {
-        part: list(digests(Samples(split.inputs, split.labels, splits.source)))
-        for part in PARTS
-        for split in (getattr(splits, part),)
-    }
-    pairs = (("test", "train"), ("test", "calibration"), ("calibration", "train"))
+def shared_samples(splits: Splits) -> dict[str, dict[str, int]]:
+    """Find the samples that are in two splits, by a hash of their inputs' bytes.
+
+    Returns, for each pair of splits that share some, how many and the position of the `first`.
+    """
+    known = {}
+    for part in PARTS:
+        split = getattr(splits, part)
+        known[part] = list(digests(Samples(split.inputs, split.labels, splits.source)))
     found = {}
-    for one, other in pairs:
+    for one, other in (("test", "train"), ("test", "calibration"), ("calibration", "train")):
         there = set(known[other])
-        if count := sum(digest in there for digest in known[one]):
-            found[f"{one} in {other}"] = count
+        shared = [place for place, digest in enumerate(known[one]) if digest in there]
+        if shared:
+            found[f"{one} in {other}"] = {"samples": len(shared), "first": shared[0]}
     return found
 
 
@@ -213,13 +214,15 @@ _FEW = 10  # test samples of a class
 
 
 def explain_score(
-    low: float, classes: Mapping[str, Mapping[str, int]], shared: Mapping[str, int]
+    low: float,
+    classes: Mapping[str, Mapping[str, int]],
+    shared: Mapping[str, Mapping[str, int]],
 ) -> list[str]:
     """Return notes on a score whose interval begins at `low`: what it does not show."""
     notes = [
-        f"{count} samples are in both the {pair.replace(' in ', ' and the ')} data: the score on "
-        "them says little about new ones"
-        for pair, count in shared.items()
+        f"{each['samples']} samples of the {pair.replace(' in ', ' data are also in the ')} data, "
+        f"the first is number {each['first']}: a score on them says little about new ones"
+        for pair, each in shared.items()
     ]
     sizes = {name: each["samples"] for name, each in classes.items()}
     if len(sizes) > 1:

@@ -184,7 +184,7 @@ splits = replace(SPLITS, classes=np.array(["left", "right"]), build_with={"n": n
         (
             "data=lambda _: replace(SPLITS, test=SPLITS.train)",
             "",
-            "200 samples are in both the test",
+            "200 samples of the test data are also in the train data, the first is number 0",
         ),
         ("metric=lambda _, labels: (labels == 0) * 1.0", "", "always answering '"),
         (
