@@ -6,18 +6,17 @@ A recipe is the user's own code. What is wrong with it is reported by the name o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import torch
 
+from deploykit.core.arguments import check_arguments
 from deploykit.core.errors import BadInput, users_code
 from deploykit.core.memory import memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
-from deploykit.core.task import Preprocess
 from deploykit.core.tensors import BATCH, TensorSpec, mismatch
 from deploykit.engines.data.samples import Samples, check_finite, digests
 
@@ -25,61 +24,29 @@ SCHEDULES = ("cosine", "linear", "one-cycle", "constant")
 PARTS = ("train", "calibration", "test")
 
 
-def is_count(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 1
-
-
-def is_rate(value: Any) -> bool:
-    number = not isinstance(value, bool) and isinstance(value, Real)
-    return number and 0 < float(value) < math.inf
-
-
-def _are_specs(value: Any) -> bool:
-    several = isinstance(value, (tuple, list)) and bool(value)
-    return several and all(isinstance(each, TensorSpec) for each in value)
-
-
-def _is_function(value: object) -> bool:  # a class would be called with a batch
-    return callable(value) and not isinstance(value, type)
-
-
-_SPECS = "a tuple of TensorSpecs, such as (parse_spec('x:float32[N,3]'),)"
-_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "build": (callable, "a function"),
-    "data": (callable, "a function"),
-    "inputs": (_are_specs, _SPECS),
-    "outputs": (_are_specs, _SPECS),
-    "loss": (_is_function, "a function or a module, such as torch.nn.CrossEntropyLoss()"),
-    "metric": (_is_function, "a function"),
-    "metric_name": (lambda value: isinstance(value, str), "a string"),
-    "epochs": (is_count, "an integer, 1 or more"),
-    "batch_size": (is_count, "an integer, 1 or more"),
-    "learning_rate": (is_rate, "a finite number above 0"),
-    "preprocess": (lambda value: value is None or isinstance(value, Preprocess), "a Preprocess"),
-    "schedule": (lambda value: value in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
-    "clip_norm": (lambda value: value is None or is_rate(value), "a finite number above 0"),
-    "backbone": (
-        lambda value: (
-            value is None
-            or (isinstance(value, tuple) and [type(each) for each in value] == [str, str])
-        ),
-        "the names of two children: (backbone, head)",
-    ),
-    "needs_weights": (lambda value: isinstance(value, str), "a string"),
-    "report": (lambda value: value is None or callable(value), "a function"),
-    "augment": (
-        lambda value: value is None or callable(value) or isinstance(value, Mapping),
-        "a dict or a function",
-    ),
-    "augmented": (lambda value: isinstance(value, bool), "True or False"),
-}
-
-
 def check_recipe(recipe: Recipe) -> None:
     """Raise BadInput for a field with a value that no run can use."""
-    for name, (fits, expected) in _FIELDS.items():
+    try:
+        check_arguments(Recipe, vars(recipe))
+    except BadInput as exc:
+        raise BadInput(f"the recipe's {exc.message}") from None
+    specs = "TensorSpecs, such as (parse_spec('x:float32[N,3]'),)"
+    rules = [
+        (name, found and all(isinstance(each, TensorSpec) for each in found), specs)
+        for name, found in (("inputs", recipe.inputs), ("outputs", recipe.outputs))
+    ]
+    for name in ("loss", "metric"):  # a class would be called with a batch
+        is_class = isinstance(getattr(recipe, name), type)
+        rules.append((name, not is_class, "a function, or a module: torch.nn.CrossEntropyLoss()"))
+    for name in ("epochs", "batch_size"):
+        rules.append((name, getattr(recipe, name) >= 1, "1 or more"))
+    for name in ("learning_rate", "clip_norm"):
         value = getattr(recipe, name)
-        if not fits(value):
+        rules.append((name, value is None or 0 < value < math.inf, "finite and above 0"))
+    rules.append(("schedule", recipe.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"))
+    for name, fits, expected in rules:
+        if not fits:
+            value = getattr(recipe, name)
             raise BadInput(f"the recipe's `{name}` must be {expected}, got {value!r:.80}")
 
 
