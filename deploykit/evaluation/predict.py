@@ -23,7 +23,7 @@ import numpy as np
 
 from deploykit.core.arguments import checked
 from deploykit.core.artefact import Artefact, ArtefactLike
-from deploykit.core.errors import BadInput, DeploykitError, Unsupported, quote
+from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported, quote
 from deploykit.core.evidence import Interval
 from deploykit.core.files import (
     StrPath,
@@ -47,7 +47,7 @@ from deploykit.engines.data.samples import (
     write_npz,
 )
 from deploykit.engines.engine import Arrays, Engine
-from deploykit.engines.tasks.engine import MOST_ROWS, Item, TaskEngine
+from deploykit.engines.tasks.engine import MOST_ROWS, TaskEngine
 from deploykit.evaluation import html_tables
 from deploykit.evaluation.accuracy import top1
 from deploykit.evaluation.artefacts import Progress, no_progress
@@ -112,6 +112,13 @@ def predict_items(
     """
     artefact = Artefact.open(engine)
     task = artefact.task
+    for name in files:
+        if not Path(name).is_dir():
+            try:
+                check_readable(Path(name))
+            except NotFound as exc:
+                exc.hint = "give a sentence as `text`" if task and task.text else exc.hint
+                raise
     if task is None:
         raise BadInput(
             f"{artefact}: has no task, so it takes only tensors",
@@ -125,9 +132,7 @@ def predict_items(
     names = [*found, *text]
     if not names:
         raise BadInput("there is nothing to predict", hint="give image files, or `text`")
-    count = len(names) - len(text)
-    for name in names[:count]:
-        check_readable(Path(name))
+    count = len(found)
     (opened,) = open_proven(artefact, device, trust=trust, on_note=on_note)
     answers: list[dict[str, Any]] = []
     failed: list[str] | None = None if out is None else []
@@ -138,7 +143,7 @@ def predict_items(
             keep = stack.enter_context(_answer_file(Path(out), task.kind))
         for at in range(0, len(names), MOST_ROWS):  # the files of one call are in memory at a time
             some = range(at, min(at + MOST_ROWS, len(names)))
-            items = [Path(names[n]).read_bytes() if n < count else names[n] for n in some]
+            items = [Path(names[n]) if n < count else names[n] for n in some]
             shown = [names[n] if n < count else f"text {n - count + 1}" for n in some]
             for n, one in zip(some, _answer(steps, items, shown, failed), strict=True):
                 keep(names[n], one)
@@ -152,11 +157,12 @@ def predict_items(
 
 
 def _answer(
-    steps: TaskEngine, items: Sequence[Item], names: Sequence[str], failed: list[str] | None
+    steps: TaskEngine, items: Sequence[Path | str], names: Sequence[str], failed: list[str] | None
 ) -> list[dict[str, Any]]:
-    """Answer items; the errors of some of them go to `failed`, unless that is None."""
+    """Answer files and strings; the errors of some go to `failed`, unless that is None."""
     try:
-        return steps.predict(items, names=names)
+        read = [check_readable(i).read_bytes() if isinstance(i, Path) else i for i in items]
+        return steps.predict(read, names=names)
     except BadInput as exc:
         if failed is None:
             raise
