@@ -33,7 +33,7 @@ from deploykit.deploying.folder import (
 )
 from deploykit.engines.data.samples import random_feeds, read_samples
 from deploykit.engines.engine import Engine, load
-from deploykit.evaluation import batching, golden, html_tables
+from deploykit.evaluation import batching, golden
 from deploykit.evaluation.artefacts import Progress, carry_task, no_progress, onnx_manifest, stage
 from deploykit.evaluation.parity import parity_sizes
 
@@ -105,19 +105,6 @@ class Bundled(Record):
     bytes: int
     tar: Path | None = None
     notes: tuple[str, ...] = ()
-
-    def _repr_html_(self) -> str:
-        facts: dict[str, object] = {
-            "folder": self.path,
-            "tar": self.tar,
-            "kind": self.bundle.kind,
-            "served as": self.bundle.name,
-            "target": self.bundle.profile,
-            "files": len(self.bundle.files),
-            "bytes": f"{self.bytes:,}",
-            "notes": "; ".join(self.notes),
-        }
-        return html_tables.facts_html(self.path.name, facts)
 
 
 def bundle(

@@ -21,6 +21,7 @@ from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.extras import installed
 from deploykit.core.machine import this_machine
+from deploykit.core.notebook import Shown
 from deploykit.core.tensors import TensorSpec, mismatch
 
 Arrays = Mapping[str, np.ndarray]
@@ -53,7 +54,7 @@ class Closing(ABC):
         self.close()
 
 
-class Engine(Closing):
+class Engine(Closing, Shown):
     """A loaded artefact. One thread at a time calls it; the caller owns the outputs.
 
     The defaults suit an engine on a CPU with no limits and nothing to report. `max_batch`: the
@@ -67,6 +68,8 @@ class Engine(Closing):
     the file that it was loaded from. `slots`: the number of calls that it keeps in flight.
     `options`: the settings of its library, by the library's names.
     """
+
+    in_notebook = ("runtime", "device", "inputs", "outputs", "max_batch", "notes")
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
