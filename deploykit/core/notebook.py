@@ -100,8 +100,8 @@ def table_of(name: str, value: Any) -> str:
         return _table(name, ("", ""), [row for row in facts if row[1]])
     if not isinstance(value, (tuple, list)) or all(map(_is_plain, value)):
         return ""
-    rows = [each if isinstance(each, Mapping) else dict(_facts(each))
-            for each in value if isinstance(each, Mapping) or dataclasses.is_dataclass(each)]  # fmt: skip
+    known = [each for each in value if isinstance(each, Mapping) or dataclasses.is_dataclass(each)]
+    rows = [each if isinstance(each, Mapping) else dict(_facts(each)) for each in known]
     names = [key for key in dict.fromkeys(key for row in rows for key in row)
              if any(_text(row.get(key)) for row in rows)]  # fmt: skip
     cells = [tuple(_text(row.get(key)) for key in names) for row in rows[:_ROWS]]
