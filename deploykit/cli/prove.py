@@ -47,6 +47,7 @@ B                      What to compare with it; without B, A is compared with it
         ./file.py:Net, or the file of your own recipe
 --allow-pickle         Run code that a PyTorch file contains. Only if you trust it
 {DEVICE}
+{TRUST}
 --fail-on-regression SHARE%  Exit 1 if a figure of report B is certainly slower by more than this
 {JSON}""")
 def compare(
@@ -59,6 +60,7 @@ def compare(
     arch: str | None = None,
     allow_pickle: bool = False,
     device: str = "cpu",
+    trust: bool = False,
     fail_on_regression: str | None = None,
     as_json: bool = False,
 ) -> None:
@@ -75,7 +77,7 @@ def compare(
     if is_report(a) or (b is not None and is_report(b)):
         _refuse(
             given, "two reports", data=None, batch=None, axis=None, max_error=None, arch=None,
-            allow_pickle=False, device="cpu",
+            allow_pickle=False, device="cpu", trust=False,
         )  # fmt: skip
         from deploykit.reporting.compare import compare_reports
 
@@ -100,7 +102,8 @@ def compare(
 ENGINE                 A .pt, {ENGINE}, or the .py or .toml file of a pipeline
 DATA                   Images to answer; with --out the inputs: an .npz file or a folder
 --text TEXT            A sentence to answer; may be repeated
--o --out FILE.npz      Where to write the outputs of all samples of DATA
+-o --out FILE          answers.jsonl or .csv: the answers, one for each image, text or box; an .npz:
+        the model's outputs for all samples of DATA
 {FORCE}
 --batch N              Size of the batch axis in each call
 --on                   This machine, or a Ray cluster: that of $RAY_ADDRESS
@@ -121,8 +124,8 @@ def predict(
 ) -> None:
     """Answer images or text, or write the outputs for all samples.
 
-    A model with a task answers with labels, boxes, the parts of a mask or an embedding. With
-    --out any model writes its outputs; they are kept in OUT.parts until all are there: after a run
+    A model with a task answers with labels, boxes, the parts of a mask or an embedding. Any model
+    writes its outputs into an .npz; they are kept in OUT.parts until all are there: after a run
     that was stopped, the same command goes on where that was; with --force it begins anew.
 
     Example: deploykit predict model.onnx cat.jpg
@@ -153,13 +156,22 @@ def predict(
     from deploykit.evaluation import predict as predicting
 
     files, sentences = data or [], text or []
-    if out is None:
+    if out is None or out.suffix.lower() in (".jsonl", ".csv"):
+        _refuse(given, "answers", batch=32, on="local")
         if any(each.suffix in (".npz", ".npy") for each in files):
             raise BadInput(f"{files[0]}: holds samples; `out` names the file for their outputs")
-        answers = predicting.predict_items(
-            engine, files, text=sentences, device=device, trust=trust, on_note=output.note_line
-        )
-        output.show(answers, tables.answered(answers), as_json=as_json)
+        with Progress("predict") as progress:
+            answered = predicting.predict_items(
+                engine, files, text=sentences, out=out, device=device, trust=trust, force=force,
+                on_progress=progress if out else lambda *_: None, on_note=output.note_line,
+            )  # fmt: skip
+        lines = tables.answered(answered) if out is None else []
+        if out is not None:
+            per_s = figure(len(answered.items) / max(answered.seconds, 1e-9))
+            lines = [
+                f"wrote {out}: {len(answered.items)} items on {answered.device}, {per_s} per second"
+            ]
+        output.show(answered, lines, as_json=as_json)
         return
     if len(files) != 1 or sentences:
         raise BadInput("`out` is for the outputs of one file or folder of samples")

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_type_hints
 import typer
 
 from deploykit.cli import output, tables
+from deploykit.cli.commands import LINK
 from deploykit.cli.options import ENGINE, FORCE, JSON, api_arguments, described
 from deploykit.cli.output import Progress
 from deploykit.cli.prove import axis_sizes
@@ -213,5 +214,6 @@ def health(url: str | None = None, as_json: bool = False) -> None:
     from deploykit.serving import health as probe
 
     port = os.environ.get("DEPLOYKIT_HTTP_PORT", "8000")
+    port = "8000" if LINK.match(port) else port
     result = probe.health(url or f"http://127.0.0.1:{port}")
     output.show(result, [f"{result.url} is ready"], as_json=as_json)

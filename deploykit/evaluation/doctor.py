@@ -12,7 +12,7 @@ from deploykit.core.machine import Gpu, Machine, this_machine
 from deploykit.core.profile import recognise
 from deploykit.core.runtime import ALL, Runtime
 from deploykit.engines.devices import GpuState, read_gpus
-from deploykit.evaluation.host import profile_differences
+from deploykit.evaluation.host import jetson_faults, profile_differences
 
 # command -> modules that it needs beyond the base
 NEEDS = {
@@ -62,6 +62,7 @@ def doctor(root: Path = Path("/")) -> Health:
     profile, why = recognise(machine)
     providers: tuple[str, ...] = ()
     warnings = list(profile_differences(profile, machine)) if profile else []
+    warnings += jetson_faults(machine, root)
     warnings += [
         f"{gpu.name} lowers its clocks now: {', '.join(gpu.throttled)}"
         for gpu in gpus

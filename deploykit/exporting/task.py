@@ -146,6 +146,11 @@ def _head(
     from deploykit.exporting.heads.head import HeadRequest
 
     kind = options.kind.name
+    if loaded.preset and loaded.preset.unfit:
+        raise BadInput(
+            loaded.preset.unfit,
+            hint="export it without `task`, and decode its outputs in the client",
+        )
     if loaded.preset and loaded.preset.task == DETECT != kind:
         raise BadInput(
             f"`task` {kind}: by {loaded.preset.source} the model finds boxes",

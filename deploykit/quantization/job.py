@@ -172,6 +172,7 @@ def prepare(
 
     on_progress("reading the model", 0.0)
     source = Graph.open(model.path)
+    source.outputs  # noqa: B018 - raises for one that is no tensor
     calib, test = (
         read_samples(path, source.inputs, task=model.task) if path else None
         for path in (request.calib, request.data)

@@ -206,6 +206,9 @@ class ServeOptions:
         typed=list[str],
         section="Monitoring",
     )
+    access_log: bool = option(
+        False, "--access-log  Log one line for each request: client, route, status and time"
+    )
     otlp: str | None = option(None, "--otlp URL  Send OpenTelemetry traces to http(s)://HOST:PORT")
 
     def __post_init__(self) -> None:

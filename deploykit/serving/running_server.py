@@ -10,7 +10,7 @@ from html import escape
 from socket import SHUT_RDWR, socket, socketpair
 from typing import TYPE_CHECKING
 
-from deploykit.core.errors import DeploykitError
+from deploykit.core.errors import DeploykitError, Unsupported
 from deploykit.serving.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -82,8 +82,10 @@ class RunningServer:
     def wait(self) -> int:
         """Block until the server has ended; return the number of unanswered accepted requests.
 
-        Raises the error that ended the server, if any.
+        Raises the error that ended the server, if any, and Unsupported in a forked process.
         """
+        if os.getpid() != self._process:
+            raise Unsupported("the server belongs to the process that started it, not to its fork")
         self._ended.wait()  # after Ctrl-C in `join`, Python before 3.12 takes it for ended
         self._thread.join()
         if self._failure is not None:
@@ -108,6 +110,8 @@ class RunningServer:
 
     def __repr__(self) -> str:
         state = "running" if self._thread.is_alive() else "closed"
+        if os.getpid() != self._process:
+            state = "of the parent process"
         return f"RunningServer({self.url!r}, models={list(self.models)}, {state})"
 
     def _repr_html_(self) -> str:

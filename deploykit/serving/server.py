@@ -134,7 +134,7 @@ class Server:
             scheme="https" if tls else "http", group=group, grpc_port=self.grpc_port,
         )  # fmt: skip
         memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes, group.count)
-        self.repository.add_metrics(partial(_held_samples, memory))
+        self.repository.add_metrics(partial(self._samples, memory))
         self._listener = Listener(
             self._routes.handle, limits, access, options.max_body_bytes, memory
         )
@@ -151,6 +151,8 @@ class Server:
             tls = tls_context(options, _PROTOCOLS[1])
             self._acceptors.append(Acceptor(self._loop, self._sockets[1], self._grpc, tls))
         self._access = access
+        for port in self._ports:
+            port.logs_access = options.access_log
         self._watched = watched_files(options, self._use_token, self._use_certificates)
         self._stopped = asyncio.Event()
 
@@ -255,6 +257,18 @@ class Server:
                 return
             await asyncio.sleep(TICK_S / 5)
 
+    def _samples(self, memory: MemoryBudget) -> list[Sample]:
+        names = ("deploykit_http_responses_total", "deploykit_grpc_responses_total")
+        return [
+            Sample("deploykit_held_bytes", {}, memory.bytes),
+            Sample("deploykit_held_limit_bytes", {}, memory.limit),
+            *(
+                Sample(name, {"code": str(status)}, count)
+                for name, port in zip(names, self._ports, strict=False)
+                for status, count in port.replies.items()
+            ),
+        ]
+
     def _use_token(self, token: str) -> None:
         self._access.set_token(token)
         self._listener.forget_heads()
@@ -315,10 +329,3 @@ def _allow_open_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < most:
         with contextlib.suppress(OSError, ValueError):  # the system allows fewer
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def _held_samples(memory: MemoryBudget) -> list[Sample]:
-    return [
-        Sample("deploykit_held_bytes", {}, memory.bytes),
-        Sample("deploykit_held_limit_bytes", {}, memory.limit),
-    ]

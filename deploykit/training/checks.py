@@ -231,5 +231,7 @@ def explain_score(
                 "is not surely better"
             )
         if sizes[fewest] < _FEW:
-            notes.append(f"the test data have {sizes[fewest]} of '{fewest}': too few to judge it")
+            notes.append(
+                f"the test data have {sizes[fewest]} of '{fewest}': too few to conclude from"
+            )
     return notes

@@ -438,22 +438,26 @@ def run_training(
 def use_tf32(on: bool) -> Iterator[None]:
     """Let float32 products on the GPU use TF32, or not; the settings of the process come back.
 
-    From 2.9 on torch refuses to read `allow_tf32` where a program has set `fp32_precision`.
+    torch has two switches, and both are set, so that a library may read either. Where the newer
+    one (2.9) was set by itself, torch refuses to read the older one.
     """
-    matmul: Any = torch.backends.cuda.matmul
-    cudnn: Any = torch.backends.cudnn
-    values: dict[str, Any] = {"allow_tf32": on, "fp32_precision": "tf32" if on else "ieee"}
-    places, name = [matmul, cudnn], "allow_tf32"
-    if hasattr(matmul, "fp32_precision"):
-        places, name = [matmul, cudnn.conv, cudnn.rnn], "fp32_precision"
-    previous = [getattr(each, name) for each in places]
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    previous: list[tuple[Any, str, Any]] = []
+    for place in (matmul, cudnn):
+        with contextlib.suppress(RuntimeError):
+            previous.append((place, "allow_tf32", place.allow_tf32))
+    for place in (matmul, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)):
+        if hasattr(place, "fp32_precision"):
+            previous.append((place, "fp32_precision", place.fp32_precision))
+    values = {"allow_tf32": on, "fp32_precision": "tf32" if on else "ieee"}
     try:
-        for each in places:
-            setattr(each, name, values[name])
+        matmul.allow_tf32 = cudnn.allow_tf32 = on
+        for place, name, _ in previous:
+            setattr(place, name, values[name])
         yield
     finally:
-        for each, before in zip(places, previous, strict=True):
-            setattr(each, name, before)
+        for place, name, value in previous:
+            setattr(place, name, value)
 
 
 class Run:

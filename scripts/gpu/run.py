@@ -144,11 +144,11 @@ def planned(
         elif part in ("probe", "faults"):
             command = [PYTHON, "-m", f"scripts.gpu.{part}"]
             more = ["--out", str(out)] if part == "probe" else []
-            yield Step(part, part, [*command, *more], 900)
+            yield Step(part, part, [*command, *more], 900, measures=True)
         elif part == "leak":
             for runtime in RUNTIMES:
                 command = [PYTHON, "-m", "scripts.gpu.leak", runtime, "--calls", str(calls)]
-                yield Step("leak", runtime, command, 600, skip=absent(runtime))
+                yield Step("leak", runtime, command, 600, skip=absent(runtime), measures=True)
         elif part == "build":
             yield from builds.steps(folder, absent("tensorrt"))
         elif part == "zoo":
@@ -162,7 +162,7 @@ def trainings(folder: Path) -> Iterator[Step]:
     for number, (title, options) in enumerate(TRAINED.items()):
         words = ["train", str(RECIPE), "-o", str(folder / f"trained-{number}.pt"), *options]
         command = [PYTHON, "-m", "deploykit", *words, "--device", "cuda", "--json"]
-        yield Step("train", title, command, 600, skip=skip)
+        yield Step("train", title, command, 600, skip=skip, measures=True)
 
 
 def run_all(

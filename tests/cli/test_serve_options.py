@@ -61,7 +61,7 @@ def test_a_flag_may_be_turned_off_by_a_variable(
 @pytest.mark.parametrize(
     ("name", "hint"),
     [("MAXBATCH", "did you mean DEPLOYKIT_MAX_BATCH?"), ("HTPP_PORT", "DEPLOYKIT_HTTP_PORT"),
-     ("PORT", "did you mean"), ("COLOUR", "see deploykit ")],
+     ("PORT", "did you mean"), ("COLOUR", "see --help"), ("MAX_BACTH", "DEPLOYKIT_MAX_BATCH")],
 )  # fmt: skip
 @pytest.mark.parametrize("command", [("serve", "m.onnx"), ("boot", "b", "--cache", "c")])
 @pytest.mark.usefixtures("served", "booted")
@@ -141,6 +141,23 @@ def test_a_wrong_variable_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     ran = run("serve", "m.onnx")
     assert ran.code == 2
     assert "DEPLOYKIT_HTTP_PORT" in ran.error()
+
+
+@pytest.mark.parametrize("command", [("serve", "m.onnx"), ("health",)])
+def test_the_address_of_a_kubernetes_service_is_not_taken_for_a_port(
+    run: Run, served: dict[str, Any], monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """Kubernetes sets it in each pod next to a Service `deploykit-http`."""
+    monkeypatch.setenv("DEPLOYKIT_HTTP_PORT", "tcp://10.96.0.7:8000")
+    monkeypatch.setenv("DEPLOYKIT_HTTP_PORT_8000_TCP_ADDR", "10.96.0.7")
+    monkeypatch.setenv("DEPLOYKIT_HTTP_SERVICE_HOST", "10.96.0.7")
+    ran = run(*command)
+    if command[0] == "health":
+        assert "http://127.0.0.1:8000: no server answers" in ran.error()
+        return
+    assert (ran.code, served["http_port"]) == (0, 8000)
+    assert ran.err.count("\n") == 1
+    assert "DEPLOYKIT_HTTP_PORT=tcp://10.96.0.7:8000 is ignored: Kubernetes sets it" in ran.err
 
 
 @pytest.fixture

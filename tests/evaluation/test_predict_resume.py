@@ -254,12 +254,6 @@ def with_output(node: onnx.NodeProto, shape: tuple[int | str, ...], kind: int) -
             r"^output 'y' is int64\[\d+\] for each of samples 8 to 15, and .* depends on the data",
         ),
         (
-            helper.make_node("Cast", ["x"], ["y"], to=TensorProto.STRING),
-            ("N", 4),
-            TensorProto.STRING,
-            "^output 'y' holds strings",
-        ),
-        (
             helper.make_node("ReduceSum", ["x"], ["y"], keepdims=0),
             (),
             TensorProto.FLOAT,

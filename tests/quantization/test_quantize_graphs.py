@@ -77,3 +77,34 @@ def test_a_model_without_float32_is_refused(tmp_path: Path, graph: str, kind: st
     model, calib = write(tmp_path, graph, kind)
     with pytest.raises(dk.BadInput, match=r"m\.onnx: has no float32 tensor: nothing to quantize"):
         dk.quantize(model, to, calib=calib)
+
+
+def test_a_classifier_that_ends_in_labels_is_gated_on_them(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[N,8] x) => (int64[N] label, float[N,4] shares) {
+            q = MatMul(x, w) shares = Softmax(q) label = ArgMax<axis = 1, keepdims = 0>(shares)
+        }""")
+    rng = np.random.default_rng(0)
+    weights, x = rng.standard_normal((8, 4)), rng.standard_normal((2000, 8)).astype(np.float32)
+    array = onnx.numpy_helper.from_array(weights.astype(np.float32), "w")
+    model.graph.initializer.append(array)
+    onnx.save(model, tmp_path / "m.onnx")
+    np.savez(tmp_path / "d.npz", x=x, labels=(x @ weights).argmax(1))
+    data = tmp_path / "d.npz"
+    made = dk.quantize(tmp_path / "m.onnx", "int8", calib=data, data=data, max_drop=0.05)
+    assert made.drop.n == 2000
+    assert made.drop.reference.value == 1.0
+
+
+@pytest.mark.parametrize("to", ["fp16", "int8", "int8-dynamic", "auto"])
+def test_an_output_that_is_no_tensor_is_described_and_refused_by_its_name(
+    tmp_path: Path, to: str
+) -> None:
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[N,8] x) => (float[N,8] y, seq(float[N,1]) parts) {
+            y = Relu(x) parts = SplitToSequence<axis = 1>(y) }""")
+    onnx.save(model, tmp_path / "m.onnx")
+    np.savez(tmp_path / "c.npz", x=np.random.default_rng(0).random((16, 8), np.float32))
+    assert dk.inspect(tmp_path / "m.onnx").outputs[1].dtype == "seq(float32)"
+    with pytest.raises(dk.Unsupported, match=r"m\.onnx: 'parts' is a seq\(float32\)"):
+        dk.quantize(tmp_path / "m.onnx", to, calib=tmp_path / "c.npz")

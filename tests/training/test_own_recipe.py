@@ -190,7 +190,7 @@ splits = replace(SPLITS, classes=np.array(["left", "right"]), build_with={"n": n
         (
             "data=lambda _: replace(SPLITS, test=few)",
             "few = Split({'x': np.float32([[3, 0]] * 9 + [[0, 3]])}, np.array([1] * 9 + [0]))",
-            "the test data have 1 of '0': too few to judge it",
+            "the test data have 1 of '0': too few to conclude from",
         ),
         ("report=lambda *_: {'perplexity': 3.784}", "", "on the test data: perplexity 3.784"),
     ],

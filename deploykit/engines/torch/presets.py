@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploykit.core.errors import BadInput, MissingExtra, NotFound, did_you_mean
+from deploykit.core.errors import MissingExtra, NotFound, did_you_mean
 from deploykit.core.extras import require
 from deploykit.core.files import sha256
 from deploykit.core.task import (
@@ -56,8 +56,9 @@ class Preset:
 
     `image`: names the uint8 input that `preprocess` gives the graph. `classes`: how many the model
     has, None if that is not known. `labels`: empty if the library's labels are not this model's.
-    `source`: the origin of these facts, for people. A deploykit checkpoint does not name its task
-    (""), has the inputs of its recipe, and may lack `image` or `preprocess`.
+    `source`: the origin of these facts, for people. `unfit`: why it fits no task. A deploykit
+    checkpoint does not name its task (""), has the inputs of its recipe, and may lack `image` or
+    `preprocess`.
     """
 
     task: str
@@ -67,6 +68,7 @@ class Preset:
     labels: tuple[str, ...] = ()
     classes: int | None = None
     source: str = ""
+    unfit: str = ""
 
 
 def torchvision_name(arch: str | None) -> str | None:
@@ -326,11 +328,9 @@ def _of_ultralytics(module: Any) -> Preset | None:
         return None
     head.export = True  # return decoded boxes without the raw maps
     kind = CLASSIFY if type(head).__name__ == "Classify" else DETECT
+    unfit = ""
     if type(head).__name__ in ("OBB", "OBB26", "SemanticSegment", "RTDETRDecoder"):
-        raise BadInput(
-            f"{type(module).__name__}: its head {type(head).__name__} fits none of the tasks",
-            hint="export it without `task`, and decode its outputs in the client",
-        )
+        unfit = f"{type(module).__name__}: its head {type(head).__name__} fits none of the tasks"
     options = getattr(module, "args", {})
     options = options if isinstance(options, Mapping) else vars(options)
     size = options.get("imgsz") or (224 if kind == CLASSIFY else 640)
@@ -347,4 +347,5 @@ def _of_ultralytics(module: Any) -> Preset | None:
         tuple(map(str, listed)),
         getattr(head, "nc", None) or len(listed) or None,
         f"the checkpoint of Ultralytics ({type(module).__name__})",
+        unfit,
     )

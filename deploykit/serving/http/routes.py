@@ -23,7 +23,7 @@ from deploykit.core.errors import (
     Unsupported,
     quote,
 )
-from deploykit.serving.http.infer import InferRoute
+from deploykit.serving.http.infer import InferRoute, PipelineInferRoute
 from deploykit.serving.http.predict import PipelineRoute, PredictRoute
 from deploykit.serving.models.offload import Offload, Result, run_inline
 from deploykit.serving.models.repository import ModelRepository
@@ -160,8 +160,9 @@ class Routes:
             self._add(name, "/infer", "POST", InferRoute(repository, model, offload))
             self._add(name, "/predict", "POST", PredictRoute(repository, model, offload))
         for name, pipeline in repository.pipelines.items():
-            route = PipelineRoute(pipeline, repository.options.max_body_bytes)
-            self._add(name, "/predict", "POST", route)
+            most = repository.options.max_body_bytes
+            self._add(name, "/predict", "POST", PipelineRoute(pipeline, most))
+            self._add(name, "/infer", "POST", PipelineInferRoute(pipeline, most))
 
     def _add(self, name: str, rest: str, verb: str, route: Route) -> None:
         for base in (f"/v2/models/{name}", f"/v2/models/{name}/versions/{VERSION}"):

@@ -308,6 +308,11 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._blocked_s: float | None = None  # when its windows began to block a reply
 
     @property
+    def address(self) -> object:
+        """Return the client's address."""
+        return self._transport.get_extra_info("peername")
+
+    @property
     def unanswered(self) -> int:
         return sum(stream.unanswered for stream in self.streams.values())
 

@@ -7,13 +7,10 @@ for it.
 from __future__ import annotations
 
 import math
-import sys
 from abc import abstractmethod
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, Protocol
-
-import numpy as np
 
 from deploykit.core.errors import BadInput, Expired, Overloaded
 from deploykit.serving.batching.batcher import monotonic_us
@@ -22,7 +19,7 @@ from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.offload import HUGE_BYTES, Lane, Offload, Result
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request
-from deploykit.serving.oip.tensors import string_blocks
+from deploykit.serving.oip.tensors import array_bytes
 
 _LEAST_ENCODE_S = 0.1  # the least time for outputs that were computed just in time
 _FEW_STRINGS = 32 << 10  # few enough to add up their sizes; each may be long
@@ -79,13 +76,6 @@ class ModelRoute:
 def over_budget() -> Overloaded:
     """Return the error for a request or an answer above the memory budget."""
     return Overloaded("the server holds too many bytes of requests and answers already")
-
-
-def array_bytes(array: np.ndarray) -> int:
-    """Return the bytes of memory of an array, including its strings."""
-    if array.dtype.kind != "O":
-        return array.nbytes
-    return array.nbytes + sum([sum(map(sys.getsizeof, block)) for block in string_blocks(array)])
 
 
 class Inference:

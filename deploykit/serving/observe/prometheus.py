@@ -73,6 +73,8 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
     "deploykit_pipeline_stage_in_flight": ("gauge", "Requests in a stage now, hanging ones too."),
     "deploykit_pipeline_stage_waiting": ("gauge", "Requests that wait for a thread of a stage."),
     # the server
+    "deploykit_http_responses_total": ("counter", "HTTP replies by status, refusals included."),
+    "deploykit_grpc_responses_total": ("counter", "gRPC calls by status, refusals included."),
     "deploykit_held_bytes": ("gauge", "Bytes of large requests and answers in the server."),
     "deploykit_held_limit_bytes": ("gauge", "The most bytes of large requests and answers."),
     "deploykit_workers": ("gauge", "Worker processes that serve now, of a server with several."),

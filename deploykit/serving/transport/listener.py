@@ -15,7 +15,7 @@ import socket
 import ssl
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -79,6 +79,8 @@ class Port(ABC):
         self.places = places  # the largest number of connections
         self.handshake_s = handshake_s  # time limit for the TLS handshake
         self.memory = memory
+        self.replies: dict[Any, int] = defaultdict(int)  # by status
+        self.logs_access = False
         self.turns = Turns(clock_s)
         self.connections: set[Client] = set()
         self.draining = False

@@ -249,7 +249,7 @@ class Parent:
         self._workers: dict[int, Forked] = {}  # by pid
         self._hub = Hub(self._workers, count, self._do)
         self._shared = shared
-        self._drain_s = options.drain_s
+        self._end_s = END_S + options.drain_s
         self._share_bytes = 2 * (options.max_body_bytes + SHARE_BYTES)
         self._engines: Mapping[str, RemoteEngine] | None = None  # None until they are known
         self._failures = dict.fromkeys(range(ENGINE if shared else 1, count + 1), 0)
@@ -305,9 +305,7 @@ class Parent:
             else:  # it still opens its models
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGTERM)
-        await self._until(
-            lambda: not self._workers or self._signals.count > 1, END_S + self._drain_s
-        )
+        await self._until(lambda: not self._workers or self._signals.count > 1, self._end_s)
         for worker in self._workers.values():
             if worker.link is not None:
                 worker.link.send("abort")

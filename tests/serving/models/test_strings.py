@@ -13,9 +13,9 @@ from deploykit.core.tensors import MOST_STRINGS, TensorSpec
 from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.batching.queue import Pending
 from deploykit.serving.batching.runner import Runner, Splitter, stack
-from deploykit.serving.models.inference import array_bytes
 from deploykit.serving.oip import tensors
 from deploykit.serving.oip.request import Binary, InputData, plan, signature
+from deploykit.serving.oip.tensors import array_bytes
 from tests.support.serving.grpc_cases import Echo
 from tests.support.serving.loops import KEY
 
