@@ -48,7 +48,6 @@ from deploykit.engines.data.samples import (
 )
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.engines.tasks.engine import MOST_ROWS, TaskEngine
-from deploykit.evaluation import html_tables
 from deploykit.evaluation.accuracy import top1
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.evaluation.outputs import ANSWER_TABLE, ANSWERS, PREDICTIONS, claim
@@ -235,13 +234,6 @@ class Predicted(Record):
     accuracy: Interval | None
     note: str = ""
     resumed: int = 0
-
-    def _repr_html_(self) -> str:
-        facts = self.to_dict() | {"seconds": f"{self.seconds:.3g}", "accuracy": ""}
-        if (score := self.accuracy) is not None:
-            shown = f"{score.value:.2%}, {score.low:.2%} to {score.high:.2%}"
-            facts["accuracy"] = f"{shown} (95 %)"
-        return html_tables.facts_html("Predictions", facts)
 
 
 @checked

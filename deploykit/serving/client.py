@@ -27,6 +27,7 @@ from deploykit.core.errors import (
     first_line,
 )
 from deploykit.core.files import StrPath, check_readable
+from deploykit.core.notebook import Shown
 from deploykit.serving.health import connect, reason_of, tls_error
 
 _ERRORS: dict[int, type[DeploykitError]] = {
@@ -51,13 +52,15 @@ _Idle = list[tuple[int, http.client.HTTPConnection]]  # (process that opened it,
 OneItem = str | os.PathLike[str] | bytes | PillowImage
 
 
-class ModelClient:
+class ModelClient(Shown):
     """A client of the server at `url`; close it, or use it in a `with` block.
 
     Threads may share it, and a forked process may go on with it: no connection is used by two of
     them at once. `close` ends all connections of this process: idle ones at once, a busy one as
     soon as it has its answer. A call after `close` opens a new one.
     """
+
+    in_notebook = ("url",)
 
     def __init__(
         self,

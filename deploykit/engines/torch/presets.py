@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,8 @@ from deploykit.engines.torch.files import with_torchvision
 torch = require("torch")
 
 INPUT = "image"
-PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile and Lightning
 _FEWEST = 16  # tensors: those of AlexNet
-COUNTERS = ("num_batches_tracked", "n_averaged")  # names that some files lack or add
+_COUNTERS = ("num_batches_tracked", "n_averaged")  # names that some files lack or add
 _PACKAGES = (
     "torchvision.models",
     "torchvision.models.detection",
@@ -158,12 +157,23 @@ def recognise(weights: Mapping[str, Any], file: Path) -> str | None:
 
 
 def _sizes(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return shapes by name without what DataParallel, torch.compile and Lightning put before."""
-    found = {key: value.shape for key, value in weights.items() if hasattr(value, "shape")}
-    for prefix in (*PREFIXES, *PREFIXES):
-        if all(key.startswith(prefix) for key in found):
-            found = {key.removeprefix(prefix): shape for key, shape in found.items()}
-    return {key: shape for key, shape in found.items() if not key.endswith(COUNTERS)}
+    """Return shapes by name, without what a wrapper put before every name."""
+    found = {
+        key: value.shape
+        for key, value in weights.items()
+        if hasattr(value, "shape") and not key.endswith(_COUNTERS)
+    }
+    while prefix := common_prefix(found):
+        found = {key.removeprefix(prefix): shape for key, shape in found.items()}
+    return found
+
+
+def common_prefix(names: Iterable[str]) -> str:
+    """Return what DataParallel, torch.compile, Lightning or an attribute puts before every name."""
+    first, *others = {name.partition(".")[0] for name in names} or {""}
+    return (
+        f"{first}." if not others and all(name[len(first) :][:1] == "." for name in names) else ""
+    )
 
 
 def preset_of(module: Any, arch: str | None = None, file: Path | None = None) -> Preset | None:
