@@ -19,7 +19,7 @@ from deploykit.cli.output import Progress
 from deploykit.cli.prove import axis_sizes
 from deploykit.core.errors import BadInput
 from deploykit.core.files import StrPath
-from deploykit.serving.options import ServeOptions, read_token
+from deploykit.serving.options import ServeOptions, addresses, read_token
 
 _OWN = (  # options of the command line only: parameter, type, default, line of the help page
     ("models", list[str] | None, None, f"[NAME=]FILE  The {ENGINE}s to serve"),
@@ -186,17 +186,17 @@ def show_ready(
 
     `more`: further keys of the JSON.
     """
-    place = f"[{host}]" if ":" in host else host
-    grpc = None if grpc_port is None else f"{place}:{grpc_port}"
+    place, grpc = addresses(host, http_port, grpc_port)
     if log == "json" or not sys.stdout.isatty():
         import json  # late: `--help` does not need it
 
-        ready = {"event": "ready", "http": f"{place}:{http_port}", "grpc": grpc, "models": models}
+        ready = {"event": "ready", "http": place, "grpc": grpc, "models": models}
         output.line(json.dumps(ready | more))
         return
     scheme = "https" if options.tls_cert else "http"
-    reachable = "localhost" if host in ("0.0.0.0", "::") else place  # noqa: S104 - compared only
-    url = f"{scheme}://{reachable}:{http_port}"
+    if host in ("0.0.0.0", "::"):  # noqa: S104 - compared only
+        place = f"localhost:{http_port}"
+    url = place if place.startswith("unix:") else f"{scheme}://{place}"
     lines = [
         f"{output.bold('Serving')} {', '.join(map(output.one_line, models))}",
         f"  dashboard  {url}/",
