@@ -82,6 +82,8 @@ def name_shadows(
         shadows = [f"{name}={file}" for name, file in shadows.items()]
     for text in shadows:
         match = _NAMED.fullmatch(text)
+        if match and match["name"] not in models and Path(text).exists():
+            match = None  # as above
         if not match and len(models) > 1:
             raise BadInput(f"`shadows` {text}: of which model?", hint="`shadows` NAME=FILE")
         name = match["name"] if match else "".join(models[:1])

@@ -158,7 +158,13 @@ REFUSED: dict[str, tuple[str, bytes, str, int, str]] = {
     "charset": ("text-classify", b"good", "text/plain; charset=x", 415, "the charset 'x' is"),
     "codec": ("text-classify", b"x\x9c", "text/plain; charset=zlib", 415, "charset 'zlib' is not"),
     "slow codec": ("text-classify", b"good", "text/plain; charset=punycode", 415, "is not offered"),
-    "large form": ("text-classify", b"text=" + b"%41" * 1_300_000, URLENCODED, 400, "the model takes"),
+    "large form": (
+        "text-classify",
+        b"text=" + b"%41" * 1_300_000,
+        URLENCODED,
+        400,
+        "the model takes",
+    ),
     "not in its charset": (
         "text-classify",
         b"\xe9",
