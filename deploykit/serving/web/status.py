@@ -40,14 +40,14 @@ class History:
         return [sample for sample in self._samples if sample[0] > at_us]
 
 
-def with_history(status: dict[str, Any], samples: Samples) -> dict[str, Any]:
-    """Return a status with the samples as its `history`, for orjson."""
-    found = [{"at_us": at_us, "models": orjson.Fragment(models)} for at_us, models in samples]
-    return {**status, "history_kept": KEPT, "history": found}
-
-
 _NUMBER = re.compile(r"[0-9]{1,18}").fullmatch
 _NEVER_US = 1 << 60
+
+
+def write_status(status: dict[str, Any], samples: Samples) -> bytes:
+    """Write a status as JSON, with the samples as its `history`."""
+    found = [{"at_us": at_us, "models": orjson.Fragment(models)} for at_us, models in samples]
+    return orjson.dumps({**status, "history_kept": KEPT, "history": found})
 
 
 def since_us(query: str) -> int:
