@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,10 @@ def mix(values: dict[str, Any] | Any) -> str:
     return ", ".join(f"{count} {name}" for name, count in values.items()) or "-"
 
 
+def nodes(precision: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} nodes in {name}" for name, n in precision.items()) or "-"
+
+
 def versions(values: dict[str, str] | Any) -> str:
     return ", ".join(f"{name} {version}" for name, version in values.items()) or "-"
 
@@ -109,8 +113,11 @@ def made(result: Made) -> list[Part]:
         lines += [
             "  inputs     " + ", ".join(map(str, manifest.inputs)),
             "  outputs    " + ", ".join(map(str, manifest.outputs)),
-            "  precision  " + mix(manifest.precision),
+            "  precision  " + nodes(manifest.precision),
         ]
+    made = result.evidence.quantize
+    if made and made.to.endswith("-weight-only"):
+        lines.append(f"  weights    stored in {made.to.removesuffix('-weight-only')}")
     if manifest.task:
         lines.append("  task       " + purpose(manifest.task))
     lines += calibrated(result.evidence)
@@ -237,7 +244,7 @@ def inspection(result: Inspection) -> list[Part]:
         "  outputs    " + (", ".join(map(str, result.outputs)) or UNKNOWN),
     ]
     if result.precision:
-        lines.append("  precision  " + mix(result.precision))
+        lines.append("  precision  " + nodes(result.precision))
     for key, value in result.details.items():
         if key == "mix":
             lines += [f"  {what:<10} {text}" for what, text in shares(value)]

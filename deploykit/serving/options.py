@@ -142,6 +142,13 @@ class ServeOptions:
     idle_s: float = option(
         75.0, "--idle-s SECONDS  How long a connection without a request is kept", 0.1, 86_400
     )
+    max_connection_age_s: float | None = option(
+        None,
+        "--max-connection-age-s SECONDS  Then a gRPC client is asked to connect again, so that new "
+        "replicas get a share of the load [never]",
+        1,
+        31_536_000,
+    )
     timeout_ms: int = option(
         30_000,
         "--timeout-ms MS  Longest wait of a request; then it is answered 504",

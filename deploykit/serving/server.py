@@ -150,7 +150,10 @@ class Server:
             from deploykit.serving.grpc.methods import GrpcPort
             from deploykit.serving.http2.connection import Http2Limits
 
-            grpc_limits = grpc_limits or Http2Limits(stall_s=options.stall_s, idle_s=options.idle_s)
+            grpc_limits = grpc_limits or Http2Limits(
+                stall_s=options.stall_s, idle_s=options.idle_s,
+                max_age_s=options.max_connection_age_s or math.inf,
+            )  # fmt: skip
             self._grpc = GrpcPort(
                 self.repository, options, access, memory, self._offload,
                 grpc_limits.divided(group.count), group,

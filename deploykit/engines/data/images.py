@@ -172,17 +172,18 @@ class Images:
                 "takes uint8; or store its float inputs as .npz",
             )
         height, width, channels = spec.shape[1:]
-        self._where, self.shape = where, (height, width, int(channels))
+        self._where, self._wanted, self._mode = where, (height, width), _MODES[int(channels)]
         fixed = isinstance(height, int) and isinstance(width, int)
         self._owner = f"the model's {spec}" if fixed else f"the first image, {first.name},"
-        self.shape = self.decode(first).shape
+        high, wide, deep = self.decode(first).shape
+        self._wanted, self.shape = (high, wide), (high, wide, deep)
 
     def decode(self, file: Path) -> np.ndarray:
         data = check_readable(file).read_bytes()
-        with open_upright(data, _MODES[self.shape[2]], file, own_file=True) as upright:
+        with open_upright(data, self._mode, file, own_file=True) as upright:
             found = np.asarray(upright)
         high, wide = found.shape[:2]
-        sizes = zip((high, wide), self.shape[:2], strict=True)
+        sizes = zip((high, wide), self._wanted, strict=True)
         wanted = [own if isinstance(size, str) else size for own, size in sizes]
         if [high, wide] != wanted:
             raise BadInput(
@@ -190,7 +191,7 @@ class Images:
                 f"{wanted[1]}x{wanted[0]}",
                 hint="deploykit does not resize images: resize them as for training",
             )
-        return found.reshape(high, wide, self.shape[2])
+        return found.reshape(high, wide, -1)
 
     def decode_all(self, files: Sequence[Path]) -> np.ndarray:
         """Return shape (files, height, width, channels). Raises as `decode` does."""

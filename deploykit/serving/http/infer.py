@@ -167,6 +167,7 @@ class HttpTaskInference(TaskCall):
         body = _decompress(self.client, body, self.route.max_body_bytes)
         request = json.decode(body, json_bytes, signature, self.route.memory)
         self._request, self.priority = request._replace(feeds={}), request.priority
+        self.request_id = request.id
         self.timeout_us = request.timeout_us
         found = [item for array in request.feeds.values() for item in array.reshape(-1).tolist()]
         if self.steps.task.image is not None:
