@@ -178,7 +178,7 @@ def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
         return Items([body], several=False)  # the bytes of an image say what it is
     known = (*(_TEXT if text else _IMAGE), "file")
     for name, charset in fields:
-        if name == "_charset_":  # a browser's, of all texts
+        if name == "_charset_":  # from a browser, for each string
             rest = [(each, content) for each, content in fields if each != name]
             named = b";charset=" + bytes(charset[:40])
             fields = [(n, compression.to_utf8(c, named) if text else c) for n, c in rest]

@@ -16,7 +16,7 @@ import orjson
 
 from deploykit import __version__
 from deploykit.serving.models.model import ServedModel
-from deploykit.serving.models.repository import ModelRepository
+from deploykit.serving.models.repository import ModelRepository, Served
 from deploykit.serving.observe.metrics import REQUEST_US
 
 KEPT = 300
@@ -92,6 +92,10 @@ class Status:
     def now(self) -> dict[str, Any]:
         """Return totals since the start, times in µs: two responses give the rates between them."""
         repository, sample = self._repository, self._repository.sampler.latest()
+
+        def why(each: Served) -> dict[str, Any]:
+            return {"not_ready": repository.why_not_ready(each)}
+
         return {
             "version": __version__,
             "at_us": time.monotonic_ns() // 1000,
@@ -103,11 +107,8 @@ class Status:
             "gpus": [gpu.to_dict() for gpu in sample.gpus] if sample else [],
             "buckets_us": REQUEST_US,
             "models": [
-                {**found, "not_ready": repository.why_not_ready(each)}
-                for each, found in (
-                    *((each, each.status()) for each in repository.pipelines.values()),
-                    *((each, self._model(each)) for each in repository.models.values()),
-                )
+                *({**each.status(), **why(each)} for each in repository.pipelines.values()),
+                *({**self._model(each), **why(each)} for each in repository.models.values()),
             ],
         }
 
