@@ -31,7 +31,7 @@ def probe_outside(
 ) -> tuple[str, ...]:
     """Return a note for each kind of input on which the graph does not answer as the model does.
 
-    `usual`: inputs that the model takes. Where the model refuses the others, nothing is said.
+    `usual`: inputs that the model takes. Inputs that the model itself refuses are left out.
     """
     notes: dict[str, str] = {}
     for kind, what, feeds in _unusual(reference.inputs, usual):
