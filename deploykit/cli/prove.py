@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from deploykit.cli import output, tables
 from deploykit.cli.options import DEVICE, ENGINE, FORCE, JSON, TRUST, api_arguments, described
-from deploykit.cli.output import Progress
+from deploykit.cli.output import Part, Progress
 from deploykit.cli.tables import figure
-from deploykit.core.errors import BadInput, GateFailed
+from deploykit.core.errors import BadInput, GateFailed, NotFound
 
 SUFFIXES = (".py", ".toml")  # suffixes of pipelines, given in place of an engine
 
@@ -102,7 +102,8 @@ def compare(
 ENGINE                 A .pt, {ENGINE}, or the .py or .toml file of a pipeline
 DATA                   Images to answer; with --out the inputs: an .npz file or a folder
 --text TEXT            A sentence to answer; may be repeated
--o --out FILE.npz      Where to write the outputs of all samples of DATA
+-o --out FILE          answers.jsonl or .csv: the answers, one for each image, text or box; an .npz:
+        the model's outputs for all samples of DATA
 {FORCE}
 --batch N              Size of the batch axis in each call
 --on                   This machine, or a Ray cluster: that of $RAY_ADDRESS
@@ -123,8 +124,8 @@ def predict(
 ) -> None:
     """Answer images or text, or write the outputs for all samples.
 
-    A model with a task answers with labels, boxes, the parts of a mask or an embedding. With
-    --out any model writes its outputs; they are kept in OUT.parts until all are there: after a run
+    A model with a task answers with labels, boxes, the parts of a mask or an embedding. Any model
+    writes its outputs into an .npz; they are kept in OUT.parts until all are there: after a run
     that was stopped, the same command goes on where that was; with --force it begins anew.
 
     Example: deploykit predict model.onnx cat.jpg
@@ -144,7 +145,9 @@ def predict(
         answers_json = {
             name: json.dumps(x, ensure_ascii=False) for name, x in found.answers.items()
         }
-        lines = [f"{name}: {text}" if several else text for name, text in answers_json.items()]
+        lines: list[Part] = [
+            f"{name}: {text}" if several else text for name, text in answers_json.items()
+        ]
         if found.path is not None:
             per_s = figure(found.files / found.seconds)
             lines = [
@@ -155,13 +158,26 @@ def predict(
     from deploykit.evaluation import predict as predicting
 
     files, sentences = data or [], text or []
-    if out is None:
+    if out is None or out.suffix.lower() in (".jsonl", ".csv"):
+        _refuse(given, "answers", batch=32, on="local")
         if any(each.suffix in (".npz", ".npy") for each in files):
             raise BadInput(f"{files[0]}: holds samples; `out` names the file for their outputs")
-        answers = predicting.predict_items(
-            engine, files, text=sentences, device=device, trust=trust, on_note=output.note_line
-        )
-        output.show(answers, tables.answered(answers), as_json=as_json)
+        for each in files:
+            if " " in str(each) and not each.exists():
+                raise NotFound(f"{each}: no such file", hint="a sentence goes with `text`")
+        with Progress("predict") as progress:
+            answered = predicting.predict_items(
+                engine, files, text=sentences, out=out, device=device, trust=trust, force=force,
+                on_progress=progress if out else lambda *_: None, on_note=output.note_line,
+            )  # fmt: skip
+        shown: list[output.Part] = []
+        if out is None:
+            shown += tables.answered(answered)
+        else:
+            per_s = figure(len(answered.items) / max(answered.seconds, 1e-9))
+            what = f"{len(answered.items)} items on {answered.device}, {per_s} per second"
+            shown.append(f"wrote {out}: {what}")
+        output.show(answered, shown, as_json=as_json)
         return
     if len(files) != 1 or sentences:
         raise BadInput("`out` is for the outputs of one file or folder of samples")

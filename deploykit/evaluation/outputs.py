@@ -30,7 +30,8 @@ from deploykit.graph.facts import external_files
 
 PREDICTIONS, SPLIT = "predictions", "split"  # kinds of .npz that deploykit writes
 CURVE = "curve"  # an SVG of a training run
-ANSWERS = "answers"  # JSON Lines of a pipeline: a file and its answer
+ANSWERS = "answers"  # JSON Lines: a file and its answer
+ANSWER_TABLE = "answer table"  # the same as CSV
 REPORT = ("report.json", "report.md", "report.html")
 SIDECARS: Mapping[str, str] = {  # evidence, or "tokenizer" of the task -> suffix
     "weights": ".data",
@@ -45,12 +46,14 @@ _ENDS: Mapping[str, tuple[str, ...]] = {  # kind -> how the names of its files e
     SPLIT: (".npz",),
     CURVE: (".svg",),
     ANSWERS: (".jsonl",),
+    ANSWER_TABLE: (".csv",),
 }
 _MARKS = {  # kind -> what the first or the last bytes of a file of deploykit's hold
     PREDICTIONS: b"deploykit predictions",
     SPLIT: b"deploykit split",
     CURVE: b"deploykit: training curve",
     ANSWERS: b'", "answer": ',
+    ANSWER_TABLE: b"file,error,",
 }
 _OTHERS = ".safetensors .pt2 .npy .json .csv .txt .md .html .toml .yaml .py .zip .png .jpg .jpeg"
 _KNOWN = {end for ends in _ENDS.values() for end in ends} | set(_OTHERS.split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import fcntl
 import json
 import logging
@@ -22,10 +23,11 @@ import numpy as np
 
 from deploykit.core.arguments import checked
 from deploykit.core.artefact import Artefact, ArtefactLike
-from deploykit.core.errors import BadInput, DeploykitError, Unsupported, quote
+from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported, quote
 from deploykit.core.evidence import Interval
 from deploykit.core.files import (
     StrPath,
+    atomic_write,
     check_readable,
     make_folder,
     manifest_path,
@@ -34,6 +36,7 @@ from deploykit.core.files import (
     write_json,
 )
 from deploykit.core.json_value import Record
+from deploykit.core.task import CLASSIFY, DETECT, EMBED, SEGMENT, TEXT_CLASSIFY
 from deploykit.core.tensors import BATCH, batch_axes, batch_places
 from deploykit.engines.data.samples import (
     Batch,
@@ -45,10 +48,9 @@ from deploykit.engines.data.samples import (
 )
 from deploykit.engines.engine import Arrays, Engine
 from deploykit.engines.tasks.engine import MOST_ROWS, TaskEngine
-from deploykit.evaluation import html_tables
 from deploykit.evaluation.accuracy import top1
 from deploykit.evaluation.artefacts import Progress, no_progress
-from deploykit.evaluation.outputs import PREDICTIONS, claim
+from deploykit.evaluation.outputs import ANSWER_TABLE, ANSWERS, PREDICTIONS, claim
 from deploykit.evaluation.statistics import proportion
 from deploykit.evaluation.verify import open_proven
 
@@ -60,13 +62,18 @@ _IMAGE_FILES, _TEXT_FILES = (".jpg", ".jpeg", ".png", ".webp"), (".txt",)
 
 @dataclass(frozen=True)
 class Answered(Record):
-    """The answers by item: a file's path, or the text itself; their form depends on the task."""
+    """The answers by item: a file's path, or the text itself; their form depends on the task.
+
+    `path`: the file that has the answers instead. `seconds`: decoding, the model and writing.
+    """
 
     engine: Path
     task: str
     device: str
     items: tuple[str, ...]
     answers: tuple[dict[str, Any], ...]
+    path: Path | None = None
+    seconds: float = 0.0
 
 
 @checked
@@ -75,8 +82,11 @@ def predict_items(
     files: Sequence[StrPath] = (),
     *,
     text: Sequence[str] = (),
+    out: StrPath | None = None,
     device: str = "auto",
     trust: bool = False,
+    force: bool = False,
+    on_progress: Progress = no_progress,
     on_note: Callable[[str], None] = log.warning,
 ) -> Answered:
     """Decode images or text files, run them through `engine` and read its answers.
@@ -85,8 +95,12 @@ def predict_items(
         engine: a model that has a task.
         files: paths; a folder stands for its images or text files, whichever the model takes.
         text: sentences.
+        out: a .jsonl or .csv file for the answers, one item after another. A file that cannot be
+            read then has its error there, and a note counts them; without `out` it is raised.
         device: "auto", "cpu", "cuda" or "cuda:N".
         trust: also run an engine that cannot be verified here.
+        force: replace a file that deploykit did not write.
+        on_progress: called with the step and the share done.
         on_note: called with each note.
 
     Returns:
@@ -97,37 +111,111 @@ def predict_items(
     """
     artefact = Artefact.open(engine)
     task = artefact.task
+    for name in files:
+        if not Path(name).is_dir():
+            try:
+                check_readable(Path(name))
+            except NotFound as exc:
+                exc.hint = "give a sentence as `text`" if task and task.text else exc.hint
+                raise
     if task is None:
         raise BadInput(
             f"{artefact}: has no task, so it takes only tensors",
             hint="export it with `task`; or give its inputs as an .npz file, and `out`",
         )
+    if out is not None:
+        is_table = Path(out).suffix.lower() == ".csv"
+        out = claim(out, ANSWER_TABLE if is_table else ANSWERS, (engine, *files), force=force)
     suffixes = _IMAGE_FILES if task.image else _TEXT_FILES
-    names = [*(str(file) for path in files for file in _files_of(Path(path), suffixes)), *text]
+    found = [str(f) for path in files for f in _files_of(Path(path), suffixes, on_note)]
+    names = [*found, *text]
     if not names:
         raise BadInput("there is nothing to predict", hint="give image files, or `text`")
-    count = len(names) - len(text)
-    for name in names[:count]:
-        check_readable(Path(name))
+    count = len(found)
     (opened,) = open_proven(artefact, device, trust=trust, on_note=on_note)
     answers: list[dict[str, Any]] = []
-    with opened:
-        steps = TaskEngine(opened, task)
+    failed: list[str] | None = None if out is None else []
+    with opened, ExitStack() as stack:
+        steps, started = TaskEngine(opened, task), time.perf_counter()
+        keep: Callable[[str, dict[str, Any]], None] = lambda _, one: answers.append(one)  # noqa: E731
+        if out is not None:
+            keep = stack.enter_context(_answer_file(Path(out), task.kind))
         for at in range(0, len(names), MOST_ROWS):  # the files of one call are in memory at a time
             some = range(at, min(at + MOST_ROWS, len(names)))
-            answers += steps.predict(
-                [Path(names[n]).read_bytes() if n < count else names[n] for n in some],
-                names=[names[n] if n < count else f"text {n - count + 1}" for n in some],
-            )
-        return Answered(artefact.path, task.kind, opened.device, tuple(names), tuple(answers))
+            items = [Path(names[n]) if n < count else names[n] for n in some]
+            shown = [names[n] if n < count else f"text {n - count + 1}" for n in some]
+            for n, one in zip(some, _answer(steps, items, shown, failed), strict=True):
+                keep(names[n], one)
+            on_progress(f"{some.stop}/{len(names)} items", some.stop / len(names))
+        seconds = time.perf_counter() - started
+    if failed:
+        on_note(f"{len(failed)} of {len(names)} items could not be answered, such as {failed[0]}")
+    path = None if out is None else Path(out)
+    given = (artefact.path, task.kind, opened.device, tuple(names), tuple(answers))
+    return Answered(*given, path, seconds)
 
 
-def _files_of(path: Path, suffixes: Sequence[str]) -> list[Path]:
+def _answer(
+    steps: TaskEngine, items: Sequence[Path | str], names: Sequence[str], failed: list[str] | None
+) -> list[dict[str, Any]]:
+    """Answer files and strings; the errors of some go to `failed`, unless that is None."""
+    try:
+        read = [check_readable(i).read_bytes() if isinstance(i, Path) else i for i in items]
+        return steps.predict(read, names=names)
+    except BadInput as exc:
+        if failed is None:
+            raise
+        if len(items) > 1:
+            pairs = zip(items, names, strict=True)
+            return [one for item, name in pairs for one in _answer(steps, [item], [name], failed)]
+        failed.append(exc.message)
+        return [{"error": exc.message}]
+
+
+_COLUMNS = {
+    CLASSIFY: ("label", "score"),
+    TEXT_CLASSIFY: ("label", "score"),
+    DETECT: ("label", "score", "x1", "y1", "x2", "y2"),
+    SEGMENT: ("label", "pixels"),
+    EMBED: ("embedding",),
+}
+
+
+@contextlib.contextmanager
+def _answer_file(out: Path, task: str) -> Iterator[Callable[[str, dict[str, Any]], None]]:
+    """Yield a function that writes an item's answer: a line of JSON, or rows of a table.
+
+    The table has a row for each box or segment; an item without any has one row.
+    """
+    with atomic_write(out) as tmp, tmp.open("w", encoding="utf-8", newline="") as handle:
+        table = csv.DictWriter(handle, ("file", "error", *_COLUMNS[task]), extrasaction="ignore")
+
+        def write_line(name: str, one: dict[str, Any]) -> None:
+            handle.write(json.dumps({"file": name, "answer": one}, ensure_ascii=False) + "\n")
+
+        def write_rows(name: str, one: dict[str, Any]) -> None:
+            rows = one.get("boxes") or one.get("segments") or [one]
+            for row in rows:
+                corners = dict(zip(("x1", "y1", "x2", "y2"), row.get("box", ()), strict=False))
+                table.writerow({"file": name, **row, **corners})
+
+        if out.suffix.lower() == ".csv":
+            table.writeheader()
+        yield write_rows if out.suffix.lower() == ".csv" else write_line
+
+
+def _files_of(path: Path, suffixes: Sequence[str], on_note: Callable[[str], None]) -> list[Path]:
     if not path.is_dir():
         return [path]
-    found = sorted(file for file in path.iterdir() if file.suffix.lower() in suffixes)
+    files = sorted(file for file in path.iterdir() if file.is_file() and file.name[0] != ".")
+    found = [file for file in files if file.suffix.lower() in suffixes]
     if not found:
         raise BadInput(f"{path}: holds no file that ends in {', '.join(suffixes)}")
+    if others := [file.name for file in files if file not in set(found)]:
+        ends = ", ".join(suffixes)
+        on_note(
+            f"{path}: {len(others)} files that do not end in {ends} are left out: {others[0]}, …"
+        )
     return found
 
 
@@ -146,13 +234,6 @@ class Predicted(Record):
     accuracy: Interval | None
     note: str = ""
     resumed: int = 0
-
-    def _repr_html_(self) -> str:
-        facts = self.to_dict() | {"seconds": f"{self.seconds:.3g}", "accuracy": ""}
-        if (score := self.accuracy) is not None:
-            shown = f"{score.value:.2%}, {score.low:.2%} to {score.high:.2%}"
-            facts["accuracy"] = f"{shown} (95 %)"
-        return html_tables.facts_html("Predictions", facts)
 
 
 @checked
@@ -398,6 +479,7 @@ class PartialOutputs:
         self._axes = axes
         self._kinds: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
         self._files: dict[str, BinaryIO] = {}
+        self._scalars: dict[str, np.ndarray] = {}
         self._saved_s = time.monotonic()
         self._stack = ExitStack()
 
@@ -426,13 +508,21 @@ class PartialOutputs:
     def append(self, outputs: Mapping[str, np.ndarray], samples: int, digest: str) -> None:
         """Add the outputs of the next `samples`; `digest`: of all samples up to these.
 
-        Raises Unsupported on outputs that do not join to one array, and on a full disk.
+        A constant without axes, as a model's scale, is kept for each sample. Raises Unsupported
+        on outputs that do not join to one array, and on a full disk.
         """
         at, nbytes = self.done.samples, dict(self.done.nbytes)
         outputs = {
             name: np.moveaxis(values, self._axis(name, values.shape, samples), 0)
             if values.ndim
             else values
+            for name, values in outputs.items()
+        }
+        for name, values in outputs.items():
+            if not np.ndim(values) and self._scalars.setdefault(name, values) != values:
+                raise Unsupported(f"output '{name}' has no axis of samples, and is no constant")
+        outputs = {
+            name: values if np.ndim(values) else np.full(samples, values)
             for name, values in outputs.items()
         }
         for name, values in outputs.items():
@@ -485,10 +575,6 @@ class PartialOutputs:
 
     def _check(self, name: str, values: np.ndarray, where: str) -> None:
         """Raise Unsupported unless these values can be appended to the earlier ones."""
-        if values.ndim == 0:
-            raise Unsupported(
-                f"output '{name}' has no axis of samples: it does not go into an array of an .npz"
-            )
         kind = (values.dtype, values.shape[1:])
         if name not in self._kinds:
             self._kinds[name] = kind

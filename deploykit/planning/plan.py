@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError, GateFailed, did_you_mean
 from deploykit.core.files import StrPath
 from deploykit.core.json_value import Record
+from deploykit.core.notebook import table_of
 from deploykit.core.profile import Profile, load_profile, profile_names
 from deploykit.core.tensors import batch_axes
 from deploykit.engines.data.samples import Samples, random_feeds, read_samples
@@ -108,6 +109,20 @@ class Planned(Record):
     nodes: tuple[NodeCost, ...]
     notes: tuple[str, ...]
 
+    def _repr_html_(self) -> str:
+        keys = ("precision", "batch", "latency_ms", "throughput_per_s", "limit", "memory_bytes")
+        fastest = [
+            (target.profile, min(same, key=lambda each: each.latency_ms))
+            for target in self.targets
+            for batch in self.batches
+            if (same := [each for each in target.predictions if each.batch == batch])
+        ]
+        rows = [
+            {"profile": name, **{key: getattr(each, key) for key in (*keys, "fits")}}
+            for name, each in fastest
+        ]
+        return super()._repr_html_() + table_of("fastest precision at each batch", rows)
+
     def raise_if_none_meets(self) -> None:
         """Raise GateFailed where `slo_ms` was asked for and no target is predicted to meet it."""
         if self.slo_ms is None or any(target.best for target in self.targets):
@@ -185,7 +200,6 @@ def plan(
         error = refused[profile.name]
         target = error.message if error else target_of(profile, calibration)
         targets.append(_plan_target(profile, target, calls, single, slo_ms, rate_per_s))
-    formula, shapeless = unknown_nodes(first.compiled)
     hints = alignment(first) if any(profile.device == "cuda" for profile in chosen) else ()
     return Planned(
         model=str(artefact),
@@ -194,13 +208,13 @@ def plan(
         flops=first.flops,
         parameters=sum(cost.weights for cost in first.compiled),
         weight_bytes=first.weight_bytes,
-        unknown=formula,
+        unknown=unknown_nodes(first.compiled)[0],
         slo_ms=slo_ms,
         rate_per_s=rate_per_s,
         targets=tuple(targets),
         hints=hints,
         nodes=first.compiled,
-        notes=(*notes, *_left_out(formula, shapeless), *_of_targets(targets, first)),
+        notes=(*notes, *_notes(first, targets)),
     )
 
 
@@ -342,10 +356,11 @@ def _replicas(
     return replace(found, precision=precision)
 
 
-def _left_out(formula: Sequence[str], shapeless: Sequence[str]) -> list[str]:
-    notes = []
+def _notes(found: Inferred, targets: Sequence[TargetPlan]) -> Iterator[str]:
+    """Yield what was left out of the predictions, and how far those of the targets hold."""
+    formula, shapeless = unknown_nodes(found.compiled)
     if formula:
-        notes.append(
+        yield (
             f"no formula for {', '.join(formula)}: counted by the bytes they move; "
             "bodies of If, Loop and Scan are not counted"
         )
@@ -353,35 +368,27 @@ def _left_out(formula: Sequence[str], shapeless: Sequence[str]) -> list[str]:
         count, names = len(shapeless), ", ".join(shapeless[:_NAMED])
         more = f" and {count - _NAMED} more" if count > _NAMED else ""
         sizes = f"sizes of {count} node{'s' * (count > 1)} depend on values"
-        notes.append(f"{sizes}, and are not counted: {names}{more}")
-    return notes
-
-
-def _of_targets(targets: Sequence[TargetPlan], found: Inferred) -> list[str]:
+        yield f"{sizes}, and are not counted: {names}{more}"
     shown = [target for target in targets if target.predictions]
-    notes = []
     if not all(target.checked for target in shown):
-        notes.append(
+        yield (
             "GPU figures are predictions from vendors' peaks, not yet checked on these GPUs; "
             "copies between host and GPU go over PCIe 4.0 where they share no memory"
         )
     of_cpu = [each for target in shown if target.checked for each in target.predictions]
-    return [*notes, *_close(of_cpu), *(misplaced(found) if of_cpu else ())]
-
-
-def _close(every: Sequence[Prediction]) -> list[str]:
-    """Note the CPU precisions that are too close to fp32 to rank."""
-    times = {(each.precision, each.batch): each.latency_ms for each in every}
+    times = {(each.precision, each.batch): each.latency_ms for each in of_cpu}
     close = [
         f"{precision} at batch {batch}"
         for (precision, batch), ms in times.items()
         if precision != "fp32" and ("fp32", batch) in times
         if 1 / _FACTOR < ms / times["fp32", batch] < _FACTOR
     ]
-    if not close:
-        return []
-    start = f"cpu: predictions are off by up to {_FACTOR:g} times, so that {', '.join(close)} may "
-    return [start + "be faster or slower than fp32: `bench` of the built file tells"]
+    if close:
+        yield (
+            f"cpu: predictions are off by up to {_FACTOR:g} times, so that {', '.join(close)} may "
+            "be faster or slower than fp32: `bench` of the built file tells"
+        )
+    yield from misplaced(found) if of_cpu else ()
 
 
 def alignment(found: Inferred) -> tuple[Hint, ...]:

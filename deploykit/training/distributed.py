@@ -103,7 +103,8 @@ def parallel(run: torch.nn.Module, group: Processes, device: torch.device, *, sh
             raise BadInput("`fsdp` needs several processes", hint="start them with torchrun")
         return run
     if device.type == "cuda":  # on a CPU torch has no BatchNorm over processes
-        run = torch.nn.SyncBatchNorm.convert_sync_batchnorm(run)
+        joined: Any = torch.nn.SyncBatchNorm
+        run = joined.convert_sync_batchnorm(run)
     if shard:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -124,19 +125,19 @@ _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 def _blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield the parts of `module` that FSDP gathers one at a time, inner ones first.
 
-    Containers are taken apart, and so is a module whose weights are mostly in its containers, or
-    in its only child: gathered as a whole it would need the memory of all its weights.
+    Lists are taken apart, and so is a module whose weights are mostly in a list somewhere inside:
+    gathered as a whole it would need the memory of all its weights.
     """
+
+    def weights(part: torch.nn.Module) -> int:
+        return sum(each.numel() for each in part.parameters() if each.requires_grad)
+
     for child in module.children():
-        weights = sum(each.numel() for each in child.parameters() if each.requires_grad)
-        if not weights:
-            continue
-        inside = list(child.children())
-        held = inside if len(inside) == 1 else [i for i in inside if isinstance(i, _CONTAINERS)]
-        within = sum(each.numel() for one in held for each in one.parameters())
-        if isinstance(child, _CONTAINERS) or 2 * within > weights:
+        own = weights(child)
+        lists = [each for each in child.modules() if isinstance(each, _CONTAINERS)]
+        if own and any(2 * weights(each) > own for each in lists):
             yield from _blocks(child)
-        if type(child).forward is not torch.nn.Module.forward:  # a list has none
+        if own and type(child).forward is not torch.nn.Module.forward:  # a ModuleList has none
             yield child
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -143,6 +146,43 @@ def test_answers_name_the_class_folders_without_labels_being_given(
     assert answer["label"] in CLASSES
 
 
+@pytest.mark.parametrize("end", ["jsonl", "csv"])
+def test_a_folder_is_answered_into_a_file(
+    photos: Path, exported: Any, tmp_path: Path, end: str
+) -> None:
+    """A damaged file is answered with its error; one of another kind is left out, with a note."""
+    folder = tmp_path / "new"
+    shutil.copytree(photos / CLASSES[0], folder)
+    (folder / "damaged.png").write_bytes(encoded(noise(9, 9))[:60])
+    (folder / "empty.jpg").write_bytes(b"")
+    (folder / "scan.bmp").write_bytes(b"BM")
+    expected = dk.predict_items(exported.path, files_of(photos / CLASSES[0])).answers
+    notes: list[str] = []
+    for _ in range(2):  # its own file is replaced
+        dk.predict_items(exported.path, [folder], out=tmp_path / f"a.{end}", on_note=notes.append)
+    text = (tmp_path / f"a.{end}").read_text()
+    if end == "csv":
+        rows = list(csv.DictReader(text.splitlines()))
+        assert list(rows[0]) == ["file", "error", "label", "score"]
+    else:
+        lines = [json.loads(line) for line in text.splitlines()]
+        rows = [{"file": line["file"], **line["answer"]} for line in lines]
+    failed = [row for row in rows if row.get("error")]
+    assert [Path(row["file"]).name for row in failed] == ["damaged.png", "empty.jpg"]
+    right = [row for row in rows if not row.get("error")]
+    assert [Path(row["file"]).name for row in right] == [
+        f.name for f in files_of(photos / CLASSES[0])
+    ]
+    assert [(row["label"], float(row["score"])) for row in right] == [
+        (answer["label"], answer["score"]) for answer in expected
+    ]
+    assert "1 files that do not end in" in notes[0]
+    assert notes[1].startswith("2 of 26 items could not be answered, such as ")
+    (tmp_path / f"b.{end}").write_text("somebody's\n")
+    with pytest.raises(BadInput, match=rf"b\.{end}: exists"):
+        dk.predict_items(exported.path, [folder], out=tmp_path / f"b.{end}")
+
+
 def test_options_of_export_win_over_what_the_checkpoint_says(trained: Path, tmp_path: Path) -> None:
     rule = tmp_path / "rule.toml"
     rule.write_text('mean = [0.5, 0.4, 0.3]\nstd = [0.2, 0.2, 0.2]\nresize = "stretch"\n')
@@ -193,6 +233,38 @@ def test_a_checkpoint_with_an_odd_image_or_odd_classes_is_refused(
     torch.save(document, tmp_path / "m.pt")
     with pytest.raises(BadInput, match=f"damaged deploykit checkpoint: its {next(iter(changed))}"):
         load_module(tmp_path / "m.pt", arch=str(trained.with_name("mine.py")))
+
+
+def test_every_file_of_a_class_is_read_or_counted(photos: Path, tmp_path: Path) -> None:
+    """WebP, a JPEG under another name and one of 26 million pixels; BMP and text are named."""
+    from PIL import Image
+
+    for name in CLASSES:
+        shutil.copytree(photos / name, tmp_path / name)
+    odd = tmp_path / CLASSES[0]
+    (odd / "a.webp").write_bytes(encoded(noise(30, 45), "WEBP"))
+    (odd / "a.jfif").write_bytes(encoded(noise(30, 45), "JPEG"))
+    Image.new("RGB", (6500, 4000)).save(odd / "large.jpg")
+    Image.new("RGB", (9, 7)).save(odd / "scan.bmp")
+    (odd / "notes.txt").write_text("none")
+    splits = class_splits(tmp_path, RULES["middle"])
+    assert sum(len(part.labels) for part in (splits.train, splits.calibration, splits.test)) == 51
+    assert [each.partition(":")[0] for each in splits.skipped] == [
+        str(odd / "notes.txt"),
+        str(odd / "scan.bmp"),
+    ]
+
+
+def test_reading_a_folder_takes_its_memory_once(photos: Path) -> None:
+    import tracemalloc
+
+    image = ImageInput("photo", 400, 400)
+    tracemalloc.start()
+    splits = class_splits(photos, image)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    kept = sum(part.labels.size * 400 * 400 * 3 for part in (splits.train, splits.test))
+    assert peak < 1.6 * kept
 
 
 # layouts

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from deploykit.core.recipe import Split  # noqa: E402
 from deploykit.training import data as batches  # noqa: E402
+from deploykit.training import distributed  # noqa: E402
 from deploykit.training.data import (  # noqa: E402
     Augmentation,
     Batches,
@@ -95,3 +96,34 @@ def test_a_run_on_the_cpu_is_sharded_on_the_cpu_next_to_a_gpu(
         assert module.weight.device_mesh.device_type == module.weight.device.type == "cpu"
     finally:
         dist.destroy_process_group()
+
+
+class Layers(torch.nn.Module):
+    """Blocks in a list, as transformers have them, in a module that holds most of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = torch.nn.Module()
+        self.encoder.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+        self.by_name = torch.nn.ModuleDict({"a": torch.nn.Linear(8, 8)})
+        self.head = torch.nn.Sequential(torch.nn.Linear(8, 2), torch.nn.ReLU())
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_fsdp_gathers_the_blocks_inside_of_lists_and_wrappers(wrapped: bool) -> None:
+    module = Layers()
+    run = torch.nn.Sequential(module) if wrapped else module
+    names = {part: name for name, part in module.named_modules()}
+    found = [names[each] for each in distributed._blocks(run) if each in names]
+    blocks = [f"encoder.layers.{n}" for n in range(3)] + ["by_name.a", "head.0", "head"]
+    assert [each for each in found if each] == blocks  # "" is the whole
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cuda", "SyncBatchNorm"), ("cpu", "BatchNorm1d")])
+def test_processes_on_gpus_share_the_statistics_of_batch_norm(
+    device: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", lambda module, **_: module)
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    found = parallel(module, Processes(0, 2), torch.device(device), shard=False)
+    assert type(found[1]).__name__ == kind

@@ -231,6 +231,7 @@ def test_torchs_newer_switch_of_tf32_is_understood_and_comes_back(
         places[0].fp32_precision, places[1].fp32_precision = matmul, conv
         with use_tf32(on):
             assert {each.fp32_precision for each in places} == {"tf32" if on else "ieee"}
+            assert backends.cuda.matmul.allow_tf32 == backends.cudnn.allow_tf32 == on
         assert [each.fp32_precision for each in places] == [matmul, conv]
     finally:
         for each, value in zip(places, before, strict=True):

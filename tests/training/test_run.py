@@ -19,6 +19,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deploykit.core.errors import BadInput, MissingExtra, OutOfMemory, Unsupported  # noqa: E402
+from deploykit.core.recipe import Split  # noqa: E402
 from deploykit.training import loop as state  # noqa: E402
 from deploykit.training import train as verb  # noqa: E402
 from deploykit.training.checks import SCHEDULES  # noqa: E402
@@ -125,7 +126,13 @@ def test_a_finished_run_is_not_repeated(tmp_path: Path) -> None:
         ({"options": {"seed": 5}}, "seed"),
         ({"options": {"batch_size": 7}}, "batch_size"),
         ({"name": "other"}, "recipe"),
-        ({"data": "elsewhere"}, "data"),
+        ({"options": {"learning_rate": 0.1}}, "learning_rate"),
+        ({"splits": {"source": "elsewhere"}}, "data"),
+        (
+            {"splits": {"train": Split({"x": SPLITS.train.inputs["x"] + 1}, SPLITS.train.labels)}},
+            "data",
+        ),
+        ({"splits": {"classes": ("left", "right")}}, "classes"),
     ],
     ids=str,
 )
@@ -134,7 +141,7 @@ def test_the_checkpoint_of_another_run_is_refused(
 ) -> None:
     options = replace(CPU, checkpoint=tmp_path / "run.ckpt", epochs=1)
     run_training(LINE, SPLITS, options, name="line")
-    data = replace(SPLITS, source=changed.get("data", SPLITS.source))
+    data = replace(SPLITS, **changed.get("splits", {}))
     with pytest.raises(BadInput, match=f"another run: its {named}"):
         run_training(
             LINE,
@@ -247,6 +254,26 @@ def test_float16_overflow_skips_steps_and_is_counted() -> None:
     assert 0 < skipped < 30
     assert f"skipped {skipped} of 30 steps" in str(trained.notes)
     assert sum(each["skipped_steps"] for each in trained.history) == skipped
+
+
+def with_batch_norm() -> torch.nn.Module:
+    layers = torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+    return torch.nn.Sequential(*layers)
+
+
+def test_parts_of_a_batch_with_batch_norm_are_not_called_the_whole() -> None:
+    def loss(y: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return fails(LACKS) if len(y) > 10 else torch.nn.functional.cross_entropy(y, labels)
+
+    trained = run_training(replace(LINE, build=with_batch_norm, loss=loss), SPLITS, CPU)
+    assert "in 2 parts, and BatchNorm normalises each by itself" in trained.notes[0]
+
+
+def test_half_precision_on_a_cpu_that_has_none_is_said() -> None:
+    assert (
+        "fp16 is much slower on a CPU"
+        in run_training(LINE, SPLITS, replace(CPU, amp="fp16")).notes[0]
+    )
 
 
 @pytest.mark.parametrize(("fits", "parts"), [(5, 4), (3, 8)])

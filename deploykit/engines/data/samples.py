@@ -221,7 +221,8 @@ def _choose(
 def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int], bool]:
     """Return a data folder's files, their classes if it has any, and whether they are images.
 
-    Class folders stand for the labels `names` that they are named after, else for 0, 1, …
+    Class folders stand for the labels `names` that they are named after, else for 0, 1, …; other
+    names, and another number of them than of labels, say nothing of the classes.
     """
     files, classes = list_entries(folder)
     if files and classes:
@@ -248,7 +249,7 @@ def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]
         if not images:
             raise BadInput(f"{kind}: the class folder is empty")
         files += images
-        labels += [number] * len(images)
+        labels += [number] * len(images) if named or len(names) in (0, len(classes)) else []
     if not files:
         raise BadInput(f"{folder}: the folder is empty")
     for file in files:
@@ -433,6 +434,9 @@ def write_npz(path: Path, arrays: Mapping[str, np.ndarray], *, kind: str = "arra
                 npy.write_array(member, np.asarray(array), allow_pickle=False)
 
 
+_TAIL = 4  # places of padding at most, fewer than a window of attention has
+
+
 def random_feeds(
     specs: tuple[TensorSpec, ...], sizes: Mapping[str, int], seed: int = 0
 ) -> dict[str, np.ndarray]:
@@ -440,9 +444,9 @@ def random_feeds(
 
     Floats are standard normal, uint8 is 0 to 255, other integers and strings are 0 to 9. An input
     named as lengths gets lengths of rows, the last one full. Booleans and an input named as a mask
-    get zeros and ones: each row begins with a one and, for booleans, ends with the other value. A
-    "pad" in the name reverses this, as attention over a fully masked row is undefined. `sizes`: 1
-    by default.
+    get zeros and ones: a mask (N, T) ends with a few zeros, as padding does; any other begins with
+    a one and, for booleans, ends with the other value. A "pad" in a boolean's name reverses this,
+    as attention over a fully masked row is undefined. `sizes`: 1 by default.
     """
     random, feeds = np.random.default_rng(seed), {}
     for spec in specs:
@@ -452,6 +456,12 @@ def random_feeds(
             feeds[spec.name] = random.standard_normal(shape).astype(carrier(spec.dtype))
         elif spec.dtype == "string":
             feeds[spec.name] = random.integers(0, 10, shape).astype(str).astype(object)
+        elif "mask" in spec.name.lower() and len(shape) == 2 and "float" not in spec.dtype:
+            tail = random.integers(0, min(_TAIL, max(1, shape[1])), (shape[0], 1))
+            found = np.arange(shape[1]) < shape[1] - tail
+            found[:1, -1:] = shape[1] < 2  # one row at least has padding
+            hides = spec.dtype == "bool" and "pad" in spec.name.lower()
+            feeds[spec.name] = (found != hides).astype(spec.dtype)
         elif spec.dtype == "bool":
             feeds[spec.name] = found = random.integers(0, 2, shape).astype(bool)
             if found.ndim > 1:  # either value may mean masked
