@@ -468,7 +468,11 @@ def sizes_that_run(
 
     def runs(sizes: Mapping[str, int], rows: int, batch: Collection[str] = batch) -> bool:
         try:
-            few = {axis: min(size, rows) if axis in batch else size for axis, size in sizes.items()}
+            least = {axis: max(rows, low) for axis, (low, _) in (limits or {}).items()}
+            few = {
+                axis: min(size, least.get(axis, rows)) if axis in batch else size
+                for axis, size in sizes.items()
+            }
             engine(random_feeds(engine.inputs, {**few, **given}))
         except (BadInput, Unsupported) as exc:
             problems.append(exc)

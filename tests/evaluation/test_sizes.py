@@ -121,3 +121,10 @@ def test_sizes_next_to_data_are_refused(tmp_path: Path) -> None:
     with pytest.raises(dk.BadInput, match="have theirs"):
         dk.compare(path, path, data=data, axis={"T": 160})
     assert dk.quantize(path, "fp16", data=data, batch=4).evaluation.samples == 16
+
+
+def test_an_engine_is_run_with_no_fewer_rows_than_it_takes(tmp_path: Path) -> None:
+    path = write(tmp_path, "step")
+    with dk.load(path, "cpu") as engine:
+        sizes, _ = sizes_that_run(engine, {"T": 160}, {"N": (4, 16)})
+    assert [each["N"] for each in sizes] == [4, 7, 16]
