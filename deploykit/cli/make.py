@@ -255,9 +255,11 @@ MODEL                  An .onnx file
 {FORCE}
 --check                Only test whether NVIDIA's builder accepts the model; keep no engine
 Accuracy:{_ACCURACY}
+Sizes:
+--batch MIN,OPT,MAX    Sizes of the batch axis: smallest, usual and largest, or one [1,8,32];
+                       without TensorRT, those at which the file is compared
+--axis NAME=MIN,OPT,MAX  Sizes of another dynamic axis, or one; may be repeated
 TensorRT:
---batch MIN,OPT,MAX    Sizes of the batch axis: smallest, usual and largest [1,8,32]
---axis NAME=MIN,OPT,MAX  Sizes of another dynamic axis; may be repeated
 --dla CORE             DLA core of a Jetson; the GPU runs what the DLA cannot
 --version-compatible   The engine also runs in later TensorRT of the same major version, 10's in 11
 --hardware-compatible  The engine also runs on these other GPUs
