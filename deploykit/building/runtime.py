@@ -40,7 +40,6 @@ from deploykit.evaluation.parity import (
     compare_engines,
     comparison_feeds,
     feeds_at_sizes,
-    first_rows,
     given_sizes,
     rows_that_fit,
 )
@@ -425,7 +424,9 @@ def _feeds(
     given_sizes(engine.inputs, None, usual, samples)
     feeds, notes = comparison_feeds(reference, engine, samples, graph.path, usual)
     if samples is not None:
-        few = [first_rows(feeds[:1], count, engine.inputs)[0] for count in (1, 2) if rows]
+        axes = ((name, samples.axis(name)) for name in feeds[0])
+        most = next((feeds[0][name].shape[at] for name, at in axes if at is not None), 1)
+        few = [samples.rows(slice(count)) for count in (1, 2) if rows and count < most]
         return [*few, *feeds], notes
     ends = [{axis: getattr(sizes, end) for axis, sizes in ranges.items()} for end in _ENDS]
     found = {
