@@ -465,10 +465,14 @@ def sizes_that_run(
     if chosen == [{}]:
         return chosen, ()
     problems: list[DeploykitError] = []
+    least = {axis: low for axis, (low, _) in (limits or {}).items()}  # of an engine's batch
 
     def runs(sizes: Mapping[str, int], rows: int, batch: Collection[str] = batch) -> bool:
         try:
-            few = {axis: min(size, rows) if axis in batch else size for axis, size in sizes.items()}
+            few = {
+                axis: max(least.get(axis, 0), min(size, rows)) if axis in batch else size
+                for axis, size in sizes.items()
+            }
             engine(random_feeds(engine.inputs, {**few, **given}))
         except (BadInput, Unsupported) as exc:
             problems.append(exc)
