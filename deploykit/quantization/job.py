@@ -116,6 +116,7 @@ class Job:
         self, scales: Scales, to: str, other_nodes: str, keep_float32: Collection[str] = ()
     ) -> tuple[Graph, list[str]]:
         """Return the graph in precision `to`, except the nodes in `keep_float32`, and notes."""
+        from deploykit.quantization.half_precision import lacking_in
         from deploykit.quantization.qdq import without_kernel
         from deploykit.quantization.scales import convert
 
@@ -129,6 +130,11 @@ class Job:
         )
         half = to if BY_NAME[to].writer == CAST else other_nodes
         notes = []
+        found = {node.op_type for node in converted.model.graph.node}
+        if lacking := sorted(found & lacking_in(half, self.request.runtime)):
+            notes.append(
+                f"kept in float32, as TensorRT does not take them in {half}: {', '.join(lacking)}"
+            )
         if narrow := without_kernel(scales.graph, self.request.runtime, to):
             notes.append(narrow)
         if kept:
