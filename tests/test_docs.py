@@ -10,15 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
-from typer.testing import CliRunner
 
 import deploykit
-from deploykit.cli.main import app
 from deploykit.reporting.report import Report
 from scripts.class_tables import PAGES as TABLES
 from scripts.class_tables import SCHEMA, schema, written
-from tests.support.blocks import blocks, commands, run, run_page, unknown_options
+from tests.support.blocks import blocks, commands, run, run_page
 from tests.support.campaign import only_in_a_campaign
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,13 +45,6 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for command in BEGIN:
         run(command, folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def helps() -> dict[str, str]:
-    """The `--help` text of each command."""
-    names = get_command(app).commands
-    return {name: CliRunner().invoke(app, [name, "--help"]).stdout for name in names}
 
 
 def test_the_page_on_the_python_api_has_every_public_name_and_no_other() -> None:
@@ -116,13 +106,6 @@ def test_code_blocks_of_the_readme_run(begun: Path, tmp_path: Path) -> None:
     shutil.copytree(begun, tmp_path, dirs_exist_ok=True)
     run_page(README, tmp_path, BEGIN)
     assert (tmp_path / "report/report.html").is_file()
-
-
-@pytest.mark.parametrize("page", [*PAGES, README], ids=lambda page: page.stem)
-def test_commands_that_are_only_shown_have_options_that_exist(
-    page: Path, helps: dict[str, str]
-) -> None:
-    assert not unknown_options(page, helps)
 
 
 @pytest.mark.parametrize("page", [*PAGES, README], ids=lambda page: page.stem)

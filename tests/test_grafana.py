@@ -26,6 +26,7 @@ PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]]
 FUNCTIONS = {"sum", "by", "rate", "increase", "histogram_quantile", "scalar", "changes"}
 ADDED = {"job", "instance"}  # labels that Prometheus itself adds to what it collects
+PORTS = ("http", "grpc")
 NOT_DRAWN = {
     "deploykit_gpu_info",  # for joins
     "deploykit_model_info",
@@ -34,6 +35,8 @@ NOT_DRAWN = {
     "deploykit_previous_engine",
     "deploykit_held_bytes",
     "deploykit_held_limit_bytes",
+    "deploykit_http_responses_total",
+    "deploykit_grpc_responses_total",
 }
 
 
@@ -81,6 +84,7 @@ def emitted() -> Iterator[dict[str, set[str]]]:
     log = logs.configure("text")
     held = [Sample("deploykit_held_bytes", {}, 0), Sample("deploykit_held_limit_bytes", {}, 1)]
     held += [Sample("deploykit_workers", {}, 2), Sample("deploykit_worker_restarts_total", {}, 0)]
+    held += [Sample(f"deploykit_{each}_responses_total", {"code": "200"}, 0) for each in PORTS]
     spans = [Sample("deploykit_spans_dropped_total", {}, 0)]
     spans += [Sample("deploykit_previous_engine", {"model": "m"}, 0)]  # of `boot`
     for samples in (sampler.samples, watching.samples, reloading.samples, logs.samples):

@@ -13,6 +13,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Layer
 from deploykit.core.files import StrPath
 from deploykit.core.json_value import Record
+from deploykit.core.notebook import Shown
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:  # it loads onnx, which `boot` does not need
 
 
 @dataclass(frozen=True)
-class Shapes:
+class Shapes(Shown):
     """Sizes and options of an engine: `dk.build(m, "l4", shapes=dk.Shapes(batch="1,8,32"))`.
 
     `batch`: the smallest, usual and largest batch, "1,8,32". `axes`: the same for other dynamic

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,13 @@ SECTIONS = {
 _MODULES = {name: module for rows in SECTIONS.values() for name, (module, _summary) in rows.items()}
 _CONFIGURABLE = ("serve", "boot")
 ENVIRONMENT = "DEPLOYKIT"  # prefix of environment variables
+LINK = re.compile(r"(tcp|udp|sctp)://")  # the value of DEPLOYKIT_HTTP_PORT for such a Service
+LINK_REASON = (
+    "Kubernetes sets it for a Service of that name; enableServiceLinks: false in the pod, or "
+    "another name of the Service, avoids it"
+)
+_LINK_NAME = re.compile("_SERVICE_(HOST|PORT)|_PORT_[0-9]+_(TCP|UDP|SCTP)")
+_OTHER_VARIABLES = (f"{ENVIRONMENT}_CACHE", f"{ENVIRONMENT}_CONTAINERS")
 _PARAMETER = re.compile(r"`(\w+)`")
 _Sections = dict[str, list[tuple[str, str]]]
 
@@ -133,18 +141,46 @@ class ConfigurableCommand(Command):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.variables: dict[str, Any] = {}  # options
         for each in self.params:
             if each.param_type_name == "option":
-                each.envvar = f"{ENVIRONMENT}_{_key(each).upper()}"
+                self.variables[f"{ENVIRONMENT}_{_key(each).upper()}"] = each
             if each.name == "config":
                 each.is_eager, each.callback = True, _load
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:
+            self._ignore_links()
+            if ctx.info_name == self.name:  # `boot` reads the options of `serve` as well
+                commands = ctx.find_root().command.commands
+                report_unknown_variables(
+                    [each for name in _CONFIGURABLE for each in commands[name].variables]
+                )
         rest = super().parse_args(ctx, args)
         source = ctx.get_parameter_source("engine")
         if ctx.params.get("models") and source.name != "COMMANDLINE":
             ctx.params["engine"] = None  # arguments override variables and files, as flags do
         return rest
+
+    def _ignore_links(self) -> None:
+        for name, option in self.variables.items():
+            value = os.environ.get(name, "")
+            option.envvar = None if LINK.match(value) else name
+            if option.envvar is None:
+                output.note(f"note: {name}={value} is ignored: {LINK_REASON}")
+
+
+def report_unknown_variables(known: Sequence[str]) -> None:
+    """Warn of each variable that looks like an option's and is none."""
+    short = [name.removeprefix(f"{ENVIRONMENT}_") for name in known]
+    for name in sorted(os.environ.keys() - set(known) - set(_OTHER_VARIABLES)):
+        if not name.startswith(f"{ENVIRONMENT}_"):
+            continue
+        if _LINK_NAME.search(name) or LINK.match(os.environ[name]):
+            continue
+        hint = did_you_mean(name.removeprefix(f"{ENVIRONMENT}_"), short, "see --help") or ""
+        hint = re.sub(r"\b[A-Z]{2}", rf"{ENVIRONMENT}_\g<0>", hint)
+        output.note(f"warning: the variable {name} is no option: {hint}")
 
 
 def _key(option: Any) -> str:

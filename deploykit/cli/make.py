@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Literal
 
@@ -193,7 +194,8 @@ def export(
 
     with output.shown_on_failure(as_json, tables.made), Progress("export") as progress:
         result = exporting.export(**given, on_progress=progress)
-    output.show(result, tables.made(result), as_json=as_json)
+    following = f"  next       deploykit serve {shlex.quote(str(result.path))}"
+    output.show(result, [*tables.made(result), "", following], as_json=as_json)
 
 
 @described(f"""

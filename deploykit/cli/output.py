@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import os
 import re
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from deploykit.core.errors import DeploykitError, GateFailed
 from deploykit.evaluation.formatting import Table
@@ -19,15 +22,16 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 
-_STYLES = {  # first word of a line, or a cell -> its style on a terminal
-    "note:": "yellow",
-    "warning:": "yellow",
-    "wrote": "green",
-    "pass": "green",
-    "works": "green",
-    "fail": "red",
-    "does not work": "red",
+_STYLES = {  # first word of a line, or a cell -> its ANSI style on a terminal
+    "note:": "33",
+    "warning:": "33",
+    "wrote": "32",
+    "pass": "32",
+    "works": "32",
+    "fail": "31",
+    "does not work": "31",
 }
+_NARROW = 16  # least width to which text wraps
 
 
 Part = str | Table
@@ -68,43 +72,65 @@ def show_json(document: Any) -> None:
 
 
 def show_parts(parts: Sequence[Part]) -> None:
-    """Print with rich on a terminal, as plain text elsewhere."""
-    if not is_terminal(sys.stdout):
-        line("\n".join(_text(part) if isinstance(part, str) else _plain(part) for part in parts))
-        return
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    styles: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
-    console = Console(highlight=False, color_system=styles)  # None: no styles
+    """Print lines and tables; on a terminal with colours, and no wider than it is."""
+    width = shutil.get_terminal_size().columns if is_terminal(sys.stdout) else None
+    lines: list[str] = []
     for part in parts:
-        if isinstance(part, str):
+        if isinstance(part, Table):
+            lines += _table_lines(part, width)
+        else:
             first = part.lstrip().partition(" ")[0]
-            console.print(Text(_text(part), style=_STYLES.get(first, "")), soft_wrap=True)
-            continue
-        head = any(part.columns)
-        table = RichTable(box=None, show_header=head, pad_edge=False, padding=(0, 2, 0, 0))
-        for at, name in enumerate(part.columns):
-            whole = not any(" " in row[at] for row in part.rows)  # names stay whole, to be copied
-            side: Literal["left", "right"] = "left" if at in part.text else "right"
-            table.add_column(name, justify=side, overflow="fold", no_wrap=whole)
-        for row in part.rows:
-            table.add_row(*(Text(one_line(cell), style=_STYLES.get(cell, "")) for cell in row))
-        console.print(table)
+            lines += [_styled(each, first) for each in _text(part).split("\n")]
+    line("\n".join(lines))
 
 
-def _plain(table: Table) -> str:
-    """Return the table as plain text, with columns as wide as their widest cell."""
+def _styled(text: str, word: str) -> str:
+    return colour(text, _STYLES[word], sys.stdout) if word in _STYLES else text
+
+
+def _table_lines(table: Table, width: int | None) -> list[str]:
+    """Return the lines of a table whose columns are as wide as their widest cell.
+
+    What is wider than `width` loses its empty columns, then wraps headers and text, then goes on
+    below, with the first column again. No cell is cut.
+    """
     cells = [[one_line(cell) for cell in row] for row in (table.columns, *table.rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    columns = dict(enumerate(zip(*cells, strict=True)))
+    widths = {at: max(map(len, column)) for at, column in columns.items()}
+
+    def excess(kept: Sequence[int]) -> int:
+        return sum(widths[at] + 2 for at in kept) - 2 - (width or sys.maxsize)
+
+    kept = list(columns)
+    if excess(kept) > 0:
+        kept = [at for at in kept if at == 0 or set(columns[at][1:]) - {"", "-"}]
+    for at in sorted(kept, key=lambda at: -widths[at]):
+        if (more := excess(kept)) > 0:
+            head, *body = columns[at]
+            parts = [*head.split(), *(body if at == 0 or at not in table.text else [])]
+            least = max(map(len, parts), default=0)
+            least = least if at == 0 or at not in table.text else max(least, _NARROW)
+            widths[at] = min(widths[at], max(least, widths[at] - more))
+    blocks = [kept[:1]]
+    for at in kept[1:]:
+        if excess([*blocks[-1], at]) > 0 and len(blocks[-1]) > 1:
+            blocks.append(kept[:1])
+        blocks[-1].append(at)
     lines = []
-    for row in cells:
-        pairs = enumerate(zip(row, widths, strict=True))
-        parts = [c.ljust(w) if at in table.text else c.rjust(w) for at, (c, w) in pairs]
-        lines.append("  ".join(parts).rstrip())
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join([lines[0], rule, *lines[1:]] if any(table.columns) else lines[1:])
+    for block in blocks:
+        for number, row in enumerate(cells if any(table.columns) else cells[1:]):
+            wrapped = [textwrap.wrap(row[at], widths[at] or 1) or [""] for at in block]
+            for several in itertools.zip_longest(*wrapped, fillvalue=""):
+                padded = [
+                    _styled(c.ljust(widths[at]) if at in table.text else c.rjust(widths[at]), c)
+                    for at, c in zip(block, several, strict=True)
+                ]
+                text = "  ".join(padded).rstrip()
+                lines.append(bold(text) if any(table.columns) and number == 0 else text)
+            if number == 0 and any(table.columns):
+                lines.append("  ".join("-" * widths[at] for at in block))
+        lines += [""] * (block is not blocks[-1])
+    return lines
 
 
 def _text(part: str) -> str:

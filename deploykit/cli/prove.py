@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from deploykit.cli import output, tables
 from deploykit.cli.options import DEVICE, ENGINE, FORCE, JSON, TRUST, api_arguments, described
-from deploykit.cli.output import Progress
+from deploykit.cli.output import Part, Progress
 from deploykit.cli.tables import figure
-from deploykit.core.errors import BadInput, GateFailed
+from deploykit.core.errors import BadInput, GateFailed, NotFound
 
 SUFFIXES = (".py", ".toml")  # suffixes of pipelines, given in place of an engine
 
@@ -47,6 +47,7 @@ B                      What to compare with it; without B, A is compared with it
         ./file.py:Net, or the file of your own recipe
 --allow-pickle         Run code that a PyTorch file contains. Only if you trust it
 {DEVICE}
+{TRUST}
 --fail-on-regression SHARE%  Exit 1 if a figure of report B is certainly slower by more than this
 {JSON}""")
 def compare(
@@ -59,6 +60,7 @@ def compare(
     arch: str | None = None,
     allow_pickle: bool = False,
     device: str = "cpu",
+    trust: bool = False,
     fail_on_regression: str | None = None,
     as_json: bool = False,
 ) -> None:
@@ -75,7 +77,7 @@ def compare(
     if is_report(a) or (b is not None and is_report(b)):
         _refuse(
             given, "two reports", data=None, batch=None, axis=None, max_error=None, arch=None,
-            allow_pickle=False, device="cpu",
+            allow_pickle=False, device="cpu", trust=False,
         )  # fmt: skip
         from deploykit.reporting.compare import compare_reports
 
@@ -143,7 +145,9 @@ def predict(
         answers_json = {
             name: json.dumps(x, ensure_ascii=False) for name, x in found.answers.items()
         }
-        lines = [f"{name}: {text}" if several else text for name, text in answers_json.items()]
+        lines: list[Part] = [
+            f"{name}: {text}" if several else text for name, text in answers_json.items()
+        ]
         if found.path is not None:
             per_s = figure(found.files / found.seconds)
             lines = [
@@ -158,6 +162,9 @@ def predict(
         _refuse(given, "answers", batch=32, on="local")
         if any(each.suffix in (".npz", ".npy") for each in files):
             raise BadInput(f"{files[0]}: holds samples; `out` names the file for their outputs")
+        for each in files:
+            if " " in str(each) and not each.exists():
+                raise NotFound(f"{each}: no such file", hint="a sentence goes with `text`")
         with Progress("predict") as progress:
             answered = predicting.predict_items(
                 engine, files, text=sentences, out=out, device=device, trust=trust, force=force,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,10 @@ def mix(values: dict[str, Any] | Any) -> str:
     return ", ".join(f"{count} {name}" for name, count in values.items()) or "-"
 
 
+def nodes(precision: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} nodes in {name}" for name, n in precision.items()) or "-"
+
+
 def versions(values: dict[str, str] | Any) -> str:
     return ", ".join(f"{name} {version}" for name, version in values.items()) or "-"
 
@@ -109,8 +113,11 @@ def made(result: Made) -> list[Part]:
         lines += [
             "  inputs     " + ", ".join(map(str, manifest.inputs)),
             "  outputs    " + ", ".join(map(str, manifest.outputs)),
-            "  precision  " + mix(manifest.precision),
+            "  precision  " + nodes(manifest.precision),
         ]
+    made = result.evidence.quantize
+    if made and made.to.endswith("-weight-only"):
+        lines.append(f"  weights    stored in {made.to.removesuffix('-weight-only')}")
     if manifest.task:
         lines.append("  task       " + purpose(manifest.task))
     lines += calibrated(result.evidence)
@@ -237,7 +244,7 @@ def inspection(result: Inspection) -> list[Part]:
         "  outputs    " + (", ".join(map(str, result.outputs)) or UNKNOWN),
     ]
     if result.precision:
-        lines.append("  precision  " + mix(result.precision))
+        lines.append("  precision  " + nodes(result.precision))
     for key, value in result.details.items():
         if key == "mix":
             lines += [f"  {what:<10} {text}" for what, text in shares(value)]
@@ -330,7 +337,7 @@ def load(result: LoadResult) -> list[Part]:
         lines.append("note: the generator was the limit: these figures do not describe the server")
         lines += [f"note: {text}" for text in result.limits]
         lines.append("note: give it a machine or a core of its own")
-    lines += [f"note: no verdict: {text}" for text in result.marks]
+    lines += [f"note: no verdict: {'; '.join(result.marks)}"] * bool(result.marks)
     lines += [f"note: {text}" for text in result.notes]
     if result.first_error:
         lines.append(f"note: first error: {result.first_error}")
@@ -344,6 +351,8 @@ def _rate(value: Interval) -> str:
 
 def report(result: Report, folder: Path) -> list[Part]:
     doubtful = [each for each in result.points if each.marks or each.label in result.wrong]
+    if len(doubtful) == len(result.points) and not result.wrong:
+        doubtful = []  # a sentence says it of all
     rows = [
         (
             "✗ " * (point in doubtful) + point.label,
@@ -362,10 +371,14 @@ def report(result: Report, folder: Path) -> list[Part]:
         *["✗: no verdict, for the reason below"] * bool(doubtful),
         "",
         *_layers(result),
-        *result.verdict,
+        *("warning: " * _is_doubt(sentence) + sentence for sentence in result.verdict),
         "",
         f"report: {folder / 'report.html'}",
     ]
+
+
+def _is_doubt(sentence: str) -> bool:
+    return sentence.startswith("The machine was busy") or " give no verdict: " in sentence
 
 
 def _layers(result: Report) -> Iterator[Part]:

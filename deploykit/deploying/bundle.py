@@ -33,7 +33,7 @@ from deploykit.deploying.folder import (
 )
 from deploykit.engines.data.samples import random_feeds, read_samples
 from deploykit.engines.engine import Engine, load
-from deploykit.evaluation import batching, golden, html_tables
+from deploykit.evaluation import batching, golden
 from deploykit.evaluation.artefacts import Progress, carry_task, no_progress, onnx_manifest, stage
 from deploykit.evaluation.parity import parity_sizes
 
@@ -107,19 +107,6 @@ class Bundled(Record):
     tar: Path | None = None
     notes: tuple[str, ...] = ()
 
-    def _repr_html_(self) -> str:
-        facts: dict[str, object] = {
-            "folder": self.path,
-            "tar": self.tar,
-            "kind": self.bundle.kind,
-            "served as": self.bundle.name,
-            "target": self.bundle.profile,
-            "files": len(self.bundle.files),
-            "bytes": f"{self.bytes:,}",
-            "notes": "; ".join(self.notes),
-        }
-        return html_tables.facts_html(self.path.name, facts)
-
 
 def bundle(
     model: ArtefactLike,
@@ -157,6 +144,11 @@ def bundle(
     float32, for a precision that the target lacks, and for an INT8 or FP8 model without golden
     samples; GateFailed for a model that did not pass its gate.
     """
+    if Path(model).suffix in (".py", ".toml"):
+        raise BadInput(
+            f"{model}: is not one model; a bundle holds one, and no pipeline",
+            hint="bundle each of its models, and run the pipeline where they are served",
+        )
     source, target = Artefact.open(model), load_profile(profile)
     _check_asked(to, target, {"wheels": wheels, "release": release})
     _check(source, target, to)
@@ -185,11 +177,13 @@ def bundle(
         contents = replace(contents, model=ready)
         _check_precision(source, contents.manifest.precision, target)
         _check_sizes(contents)
-        if to == "ray" and target.device == "cuda" and "int8" in names_of(ready.manifest.precision):
-            notes += (
-                "Ray serves the file with ONNX Runtime, which computes INT8 nodes on a GPU in "
-                "float32: an fp16 model is faster there",
-            )
+        if (
+            to == "ray"
+            and target.device == "cuda"
+            and "int8" in names_of(contents.manifest.precision)
+        ):
+            slow = "Ray serves the file with ONNX Runtime, which computes INT8 nodes on a GPU in "
+            notes = (*notes, slow + "float32: an fp16 model is faster there")
         on_progress("collecting the files", 0.2)
         resolve_name(WRITERS[to])(staged, contents)
         on_progress("checksums", 0.8)

@@ -32,8 +32,10 @@ def class_axis(name: str, values: np.ndarray, feeds: Arrays) -> int | None:
         return None
     if len(shape) == 2:
         # rows of length 1 with a negative value are normalised embeddings
-        lengths = np.linalg.norm(values.astype(np.float64), axis=1)
-        axis = None if (values < 0).any() and (np.abs(lengths - 1) < _UNIT).all() else 1
+        axis = 1
+        if (values < 0).any():
+            lengths = np.linalg.norm(values.astype(np.float64), axis=1)
+            axis = None if (np.abs(lengths - 1) < _UNIT).all() else 1
     elif len(shape) == 3 and any(len(s) in (2, 3) and s[:2] == shape[:2] for s in given):
         axis = 2
     elif len(shape) == 4:

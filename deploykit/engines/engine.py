@@ -5,7 +5,9 @@ The file's content decides which runtime opens it; only that runtime is imported
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -21,6 +23,7 @@ from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.extras import installed
 from deploykit.core.machine import this_machine
+from deploykit.core.notebook import Shown
 from deploykit.core.tensors import TensorSpec, mismatch
 
 Arrays = Mapping[str, np.ndarray]
@@ -53,8 +56,39 @@ class Closing(ABC):
         self.close()
 
 
-class Engine(Closing):
-    """A loaded artefact. One thread at a time calls it; the caller owns the outputs.
+class CallGuard:
+    """Lets one thread at a time into an engine that keeps state during a call.
+
+    `check_process`, which a `with` block calls first, is for all engines: a forked process has
+    none of the library's threads, and a call there may wait for them forever.
+    """
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+
+    def check_process(self) -> None:
+        """Raise Unsupported in a process that was forked after the engine was opened."""
+        if os.getpid() != self._process:
+            raise Unsupported(
+                f"{self._where}: the engine was opened before this process was forked",
+                hint="open it in each process, after the fork",
+            )
+
+    def __enter__(self) -> None:
+        self.check_process()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+class Engine(Closing, Shown):
+    """A loaded artefact. The caller owns the outputs.
+
+    Any thread may call it, and calls that its library cannot run at once take turns. A process that
+    is forked later is refused: it opens the engine itself.
 
     The defaults suit an engine on a CPU with no limits and nothing to report. `max_batch`: the
     largest axis 0 that it accepts, None for no limit. `limits`: the smallest and largest size by
@@ -67,6 +101,8 @@ class Engine(Closing):
     the file that it was loaded from. `slots`: the number of calls that it keeps in flight.
     `options`: the settings of its library, by the library's names.
     """
+
+    in_notebook = ("runtime", "device", "inputs", "outputs", "max_batch", "notes")
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]

@@ -25,7 +25,7 @@ from deploykit.core.extras import require
 from deploykit.core.machine import default_threads
 from deploykit.core.memory import memory_errors
 from deploykit.core.tensors import TensorSpec, axis_name
-from deploykit.engines.engine import Arrays, Engine, FeedCheck
+from deploykit.engines.engine import Arrays, CallGuard, Engine, FeedCheck
 from deploykit.engines.onnxruntime.file import adds_exactly, external_weights
 from deploykit.graph.facts import Value, read_facts
 from deploykit.graph.parse import damaged
@@ -166,7 +166,7 @@ class OpenVinoEngine(Engine):
             _output(port, *each) for port, each in zip(self._compiled.outputs, outputs, strict=True)
         )
         self._wide = [each.name for each in self.inputs if each.dtype in _WIDE]
-        self._check = FeedCheck(self.inputs, path.name)
+        self._check, self._guard = FeedCheck(self.inputs, path.name), CallGuard(path.name)
         self.steady = not facts.slowed_by_values
         executed = Counter(layer.precision for layer in self.layers if layer.precision)
         self.options = {
@@ -195,7 +195,7 @@ class OpenVinoEngine(Engine):
                     hint="ONNX Runtime computes them: build it with the profile 'cpu'",
                 )
         arrays = {port: feeds[name] for port, name in self._ports}
-        with openvino_errors(self.path):
+        with self._guard, openvino_errors(self.path):
             found = self._request.infer(arrays, share_inputs=True)
         return {spec.name: found[number] for number, spec in enumerate(self.outputs)}
 

@@ -22,13 +22,21 @@ _BLOCK = 4096  # samples at a time
 def top1(values: np.ndarray, labels: np.ndarray, where: str) -> np.ndarray:
     """Return 1.0 where the largest of `values` (samples, classes) is the label, else 0.0.
 
+    Integers and strings (samples,) are labels themselves, as of a model that ends in ArgMax.
     Labels are as `class_numbers` takes them. Returns float64 (samples,). Raises BadInput when they
     are not classes, or the values are not one per class, and GateFailed where one is NaN or
     infinity.
     """
+    if values.ndim and values.size == len(values) == len(labels) and values.dtype.kind in "iubOU":
+        answers = values.reshape(-1)
+        if answers.dtype.kind in "OU" and labels.size == len(labels):
+            return np.asarray(answers.astype(str) == labels.reshape(-1).astype(str), np.float64)
+        classes = labels.shape[1] if labels.ndim == 2 else 0
+        return np.asarray(answers == class_numbers(labels, classes, where), np.float64)
     if values.ndim != 2 or len(values) != len(labels) or values.shape[1] < 2:
         raise BadInput(
-            f"{where}: the first output is {values.shape}, top-1 needs (samples, classes)"
+            f"{where}: the first output is {values.shape}, top-1 needs (samples, classes)",
+            hint="`metric` pkg.mod:function or ./file.py:function scores other outputs",
         )
     labels = class_numbers(labels, values.shape[1], where)
     if int(labels.min()) < 0 or int(labels.max()) >= values.shape[1]:
@@ -258,11 +266,15 @@ _CLOSE = 1e-3  # share of the largest coordinate: boxes without an area this clo
 
 @dataclass(frozen=True)
 class Matches:
-    """Paired boxes. `total`: boxes of both sides, pairs counted once. `iou`: the sum over pairs."""
+    """Paired boxes. `total`: boxes of both sides, pairs counted once. `iou`: the sum over pairs.
+
+    `images`: matched and total of each image.
+    """
 
     matched: int
     total: int
     iou: float
+    images: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -313,8 +325,10 @@ def pair(left: Arrays, right: Arrays) -> tuple[Arrays, Arrays, Mapping[str, Matc
                 parts = [outputs[name]] if single else outputs[name]
                 taken = [part[each[side]] for part, each in zip(parts, pairs, strict=True)]
                 outputs[name] = np.concatenate(taken)
-        counts = [(each.matched, each.total, each.iou) for *_, each in pairs]
-        found[head.boxes] = Matches(*map(sum, zip(*counts, strict=True)))
+        counts = [each for *_, each in pairs]
+        by_image = tuple((each.matched, each.total) for each in counts)
+        matched, total = sum(m for m, _ in by_image), sum(t for _, t in by_image)
+        found[head.boxes] = Matches(matched, total, sum(each.iou for each in counts), by_image)
     return left, right, found
 
 
@@ -397,17 +411,21 @@ def _iou(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def same_answers(left: Arrays, right: Arrays, feeds: Arrays, rows: int) -> np.ndarray | None:
-    """Return where both answer the same: by boxes, else by the first output's class or integer."""
-    if boxes := pair(left, right)[2].values():  # for each box of both: whether the other has it
-        total = sum(each.total for each in boxes)
-        return np.arange(total) < sum(each.matched for each in boxes)
+    """Return for each sample how many of its answers are equal, and how many there are: [N,2].
+
+    Answers are boxes, else the classes or integers of the first output that has some. Boxes without
+    an axis of images are those of one sample. None where no output has answers.
+    """
+    if boxes := pair(left, right)[2].values():
+        return np.asarray(np.sum([each.images for each in boxes], axis=0))
     for name, values in left.items():
         others = right[name]
         if values.ndim == 0 or len(values) != rows or not (values.any() or others.any()):
             continue
-        if values.dtype.kind in "biuO":
-            return np.asarray(values == others)
         axis = class_axis(name, values, feeds)
         if axis is not None:
-            return np.asarray(values.argmax(axis) == others.argmax(axis))
+            values, others = values.argmax(axis), others.argmax(axis)
+        if values.dtype.kind in "biuO":
+            equal = np.asarray(values == others).reshape(rows, -1)
+            return np.stack([equal.sum(1), np.full(rows, equal.shape[1])], 1)
     return None

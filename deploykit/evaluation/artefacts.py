@@ -123,9 +123,13 @@ def stage(out: Path) -> Iterator[Path]:
         except DeploykitError as exc:
             full = re.compile(re.escape(f"{folder}/") + ".*(?=: no space left on the disk)")
             exc.message = full.sub(lambda _: str(out), exc.message)
-            gone = re.compile(re.escape(f"{folder}/") + r"(?:[^/\s]*/)*")
-            exc.message = gone.sub("", exc.message)
-            exc.hint = exc.hint and gone.sub("", exc.hint)
+            gone = re.compile(re.escape(f"{folder}/") + r"(?:[^/\s:]*/)*([^/\s:]*)")
+
+            def name(found: re.Match[str]) -> str:  # others there are steps on the way to it
+                return found[1] if found[1].startswith(out.name) else out.name
+
+            exc.message = gone.sub(name, exc.message)
+            exc.hint = exc.hint and gone.sub(name, exc.hint)
             exc.args = (exc.message,)
             raise
 

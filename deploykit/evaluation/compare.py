@@ -81,13 +81,14 @@ def compare(
     device: str = "cpu",
     arch: str | None = None,
     allow_pickle: bool = False,
+    trust: bool = False,
 ) -> Compared:
     """Run two artefacts on the same inputs, the samples of `data` or seeded random ones.
 
     `batch`, `axis`: sizes of the random inputs' batch, and of other dynamic axes by name; without
     them, of several at which `a` runs. `arch`: the function that builds the model of bare weights,
     pkg.mod:callable or ./file.py:callable; its inputs are those of the other file. `allow_pickle`:
-    run code that a PyTorch file contains.
+    run code that a PyTorch file contains. `trust`: as in `load`.
 
     The bound is 0.001 of the output's scale, or 8 times what float32 itself gives where that is
     more; `max_error` replaces both. Random inputs saturate what was calibrated for real ones: where
@@ -105,11 +106,11 @@ def compare(
             raise BadInput("`batch` and `axis` need two files; golden samples have their sizes")
         if arch is not None or allow_pickle:
             raise BadInput("`arch` and `allow_pickle` need two files, of which one is PyTorch's")
-        return Compared(_replay(first, max_error, device))
+        return Compared(_replay(first, max_error, device, trust))
 
     second, bound = Artefact.open(b), golden.MAX_ERROR if max_error is None else max_error
     with ExitStack() as stack:
-        left, right = _open_both((first, second), device, arch, allow_pickle, stack)
+        left, right = _open_both((first, second), device, arch, allow_pickle, trust, stack)
         task = first.task or second.task
         samples = read_samples(Path(data), left.inputs, task=task) if data else None
         unfit = [each for each in (first, second) if not data and _calibrated(each)]
@@ -150,6 +151,7 @@ def _open_both(
     device: str,
     arch: str | None,
     allow_pickle: bool,
+    trust: bool,
     stack: ExitStack,
 ) -> list[Engine]:
     """Open the artefact that describes its inputs first: bare weights take the same inputs."""
@@ -180,7 +182,7 @@ def _open_both(
                 each, device, arch=arch, inputs=inputs, allow_pickle=allow_pickle
             )
         else:
-            engine = load(each, each.runtime.usable(device))
+            engine = load(each, each.runtime.usable(device), trust=trust)
         opened[each] = stack.enter_context(engine)
     return [opened[each] for each in pair]
 
@@ -207,12 +209,12 @@ def _recorded(
     return None
 
 
-def _replay(artefact: Artefact, max_error: float | None, device: str) -> Parity:
+def _replay(artefact: Artefact, max_error: float | None, device: str, trust: bool) -> Parity:
     found = golden.find_samples(artefact.path, artefact.manifest) if artefact.manifest else None
     if found is None:
         raise NotFound(
             f"{artefact}: has no golden samples next to it",
             hint="name a second file to compare with; `deploykit export` records samples",
         )
-    with load(artefact, artefact.runtime.usable(device)) as engine:
+    with load(artefact, artefact.runtime.usable(device), trust=trust) as engine:
         return golden.replay(found, artefact.path, engine, artefact.name, max_error)

@@ -12,8 +12,7 @@ from deploykit.core.machine import Gpu, Machine, this_machine
 from deploykit.core.profile import recognise
 from deploykit.core.runtime import ALL, Runtime
 from deploykit.engines.devices import GpuState, read_gpus
-from deploykit.evaluation import html_tables
-from deploykit.evaluation.host import profile_differences
+from deploykit.evaluation.host import jetson_faults, profile_differences
 
 # command -> modules that it needs beyond the base
 NEEDS = {
@@ -52,19 +51,6 @@ class Health(Record):
     checks: tuple[Check, ...]
     warnings: tuple[str, ...]
 
-    def _repr_html_(self) -> str:
-        machine = self.machine
-        facts: dict[str, object] = {
-            "processor": f"{machine.cpu}, {machine.usable_cores} cores",
-            "GPU": ", ".join(gpu.name for gpu in machine.gpus) or "none found",
-            "providers": ", ".join(self.providers),
-            "warnings": "; ".join(self.warnings),
-        }
-        works = {each.command: "works" if each.works else each.why for each in self.checks}
-        return html_tables.facts_html("This machine", facts) + html_tables.facts_html(
-            "Commands", works
-        )
-
 
 def doctor(root: Path = Path("/")) -> Health:
     """Look at this machine. Imports onnxruntime where it is installed, to ask for its providers."""
@@ -76,6 +62,7 @@ def doctor(root: Path = Path("/")) -> Health:
     profile, why = recognise(machine)
     providers: tuple[str, ...] = ()
     warnings = list(profile_differences(profile, machine)) if profile else []
+    warnings += jetson_faults(machine, root)
     warnings += [
         f"{gpu.name} lowers its clocks now: {', '.join(gpu.throttled)}"
         for gpu in gpus

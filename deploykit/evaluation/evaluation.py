@@ -24,7 +24,7 @@ from deploykit.evaluation.parity import (
     sizes_that_run,
 )
 from deploykit.evaluation.statistics import (
-    proportion,
+    pooled_share,
     samples_to_show_agreement,
     samples_to_show_no_drop,
 )
@@ -84,7 +84,7 @@ def evaluate(
     samples = samples.first(used)
     labels = samples.labels if metric is not None else None
     scores = [Scores(metric, samples.where) for _ in range(2)] if metric is not None else []
-    answers = [0, 0]  # all, and those that are equal
+    answers: list[np.ndarray] = []  # of each batch, as `same_answers` counts them
 
     def add(number: int, left: Arrays, right: Arrays) -> None:
         """Count the answers to batch `number`, and score them where there are labels."""
@@ -94,15 +94,14 @@ def evaluate(
                 score.add(outputs, labels[rows])
         equal = same_answers(left, right, samples.rows(rows), rows.stop - rows.start)
         if equal is not None:
-            answers[0] += equal.size
-            answers[1] += int(equal.sum())
+            answers.append(equal)
 
     parity = compare_engines(reference, candidate, samples.batches(size), names=names, each=add)
     agreement = None
     if _broken(parity):
         check_finite(samples)
-    elif answers[0]:  # the unit of the interval is a sample, as its answers depend on each other
-        agreement = proportion(used * answers[1] / answers[0], used)
+    elif answers:
+        agreement = pooled_share(*np.concatenate(answers).T)
     if labels is not None and not _broken(parity):
         drop, bound = drop_of(*scores), MAX_DROP if max_drop is None else max_drop
         passed, reason = _drop_verdict(drop, bound)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from deploykit.core.jetpack import JETPACKS, JetPack, find_jetpack, release_numbers
-from deploykit.core.machine import Machine
+from deploykit.core.machine import Machine, file_text
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
 from deploykit.engines.tensorrt.compatibility import LEAST_DRIVERS
 
 _OLDEST_TENSORRT = "10.3"  # deploykit runs no engines of older versions
+_DOCKER = re.compile(
+    r"^Package: docker(?:-ce|\.io)\n(?:.+\n)*?Version: (?:\d+:)?(\d{1,4})\.", re.MULTILINE
+)
+_DOCKER_RAW = 28  # the first Docker that writes to iptables' table raw
 _MEMORY_SHARE = 0.9  # of the profile's memory: another driver reports a few percent less
 
 
@@ -43,6 +48,34 @@ def _jetpack(profile: Profile, machine: Machine) -> Iterator[str]:
     elif not in_range(profile, row.tensorrt):
         needed = range_text(profile)
         yield f"{what} brings TensorRT {row.tensorrt}, {profile.name} needs {needed}{cure}"
+
+
+def jetson_faults(machine: Machine, root: Path = Path("/")) -> Iterator[str]:
+    """Yield known faults of this L4T, Docker or TensorRT on Jetsons, with what helps.
+
+    Sources: llama.cpp#23732, pytorch#185240; moby#49557; NVIDIA/TensorRT#4832.
+    """
+    release = release_numbers(machine.l4t or "0")
+    if (36, 4, 7) <= release < (37,):
+        yield (
+            f"L4T {machine.l4t}: allocating GPU memory can fail though memory is free, since the "
+            "fix of NvMap in 36.4.7: restart the board, keep memory free (fewer models, no "
+            "desktop), or use L4T 36.4.4"
+        )
+    installed = _DOCKER.search(file_text(root / "var/lib/dpkg/status"))
+    docker = int(installed[1]) if installed else 0
+    if (36,) <= release < (37,) and docker >= _DOCKER_RAW:
+        yield (
+            f"Docker {docker} needs iptables' table raw, which the kernel of JetPack 6 lacks: "
+            "containers with published ports do not start, and `docker build` has no network: use "
+            "--network host for both, or install Docker 27"
+        )
+    tensorrt = machine.packages.get("tensorrt", "")
+    if release_numbers(re.sub(r"[^\d.].*", "", tensorrt) or "0")[:3] == (10, 16, 2):
+        yield (
+            f"TensorRT {tensorrt} on an Orin refuses INT8 pairs with float16 scales (Could not "
+            "infer output types for dequantize): quantize without --other-nodes fp16"
+        )
 
 
 def first_jetpack(profile: Profile) -> JetPack | None:

@@ -84,6 +84,23 @@ def mean_score(scores: np.ndarray | Sequence[float]) -> Interval:
     return Interval(mean.value, max(0.0, mean.low), min(1.0, mean.high))
 
 
+def pooled_share(successes: np.ndarray, trials: np.ndarray) -> Interval | None:
+    """Return all successes by all trials of samples that have several, shape (samples,) each.
+
+    The unit is a sample, as the trials of one depend on each other (pixels, boxes): the ratio
+    estimator's interval, as in `throughput`. Where each sample has one trial, or all have the same
+    share, Wilson's. None without a trial.
+    """
+    used = trials > 0
+    if not used.any():
+        return None
+    share, n = successes[used] / trials[used], int(used.sum())
+    if bool((trials[used] == 1).all()) or bool((share == share[0]).all()):
+        return proportion(n * float(successes.sum() / trials.sum()), n)
+    mean = _mean(share, trials[used].astype(np.float64))
+    return Interval(mean.value, max(0.0, mean.low), min(1.0, mean.high))
+
+
 def paired_drop(
     reference_scores: np.ndarray | Sequence[float],
     candidate_scores: np.ndarray | Sequence[float],

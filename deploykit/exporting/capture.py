@@ -25,7 +25,7 @@ from deploykit.core.tensors import TensorSpec, concrete
 from deploykit.engines.data.examples import Example
 from deploykit.engines.torch.advice import is_users, is_written_for_tracing, source_place
 from deploykit.exporting.operators import recurrent_layers_whole, translations
-from deploykit.exporting.reasons import CallWatch, SizeWatch, baked, explain
+from deploykit.exporting.reasons import CallWatch, Decision, SizeWatch, baked, explain
 
 torch: ModuleType = require("torch")
 transformer: Any = require("torch.nn.modules.transformer")
@@ -125,7 +125,7 @@ class ExportJob:
         return (shapes,) if kinds[:1] == [inspect.Parameter.VAR_POSITIONAL] else shapes
 
 
-def by_dynamo(job: ExportJob, *, named: bool = True) -> tuple[Any, tuple[str, ...]]:
+def by_dynamo(job: ExportJob, *, named: bool = True) -> tuple[Any, tuple[Decision, ...]]:
     """Run torch's current exporter; return the graph and the sizes that the model branched on.
 
     Where the axes are not `named`, torch goes on to its stricter way of tracing if the first one
@@ -161,7 +161,7 @@ def by_dynamo(job: ExportJob, *, named: bool = True) -> tuple[Any, tuple[str, ..
             raise explain(exc, job.inputs, job.sizes) from exc
 
 
-def by_torchscript(job: ExportJob, folder: Path) -> tuple[Any, tuple[str, ...]]:
+def by_torchscript(job: ExportJob, folder: Path) -> tuple[Any, tuple[Decision, ...]]:
     """Run torch's older exporter; return the graph and the lines whose branch it froze.
 
     `folder`: where its file and, past 2 GiB, one file for each weight may lie as long as the graph
@@ -191,7 +191,7 @@ def by_torchscript(job: ExportJob, folder: Path) -> tuple[Any, tuple[str, ...]]:
         except (torch.onnx.OnnxExporterError, *_RAISED) as exc:
             raise explain(exc, job.inputs, job.sizes) from exc
     frozen = [
-        source_place(item.filename, item.lineno)
+        Decision("", source_place(item.filename, item.lineno))
         for item in warned
         if issubclass(item.category, torch.jit.TracerWarning)
         and _FROZEN in str(item.message)

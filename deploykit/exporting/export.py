@@ -153,10 +153,10 @@ def export(
             example=loaded.example,
         )
         on_progress("comparing with PyTorch", 0.7)
-        with _naming_decisions(done):
+        with _naming_causes(done):
             proof = prove_export(source, tmp, feeds, max_error, place.name, done)
         _check_found(proof.parity, job, place)
-        with _naming_decisions(done):
+        with _naming_causes(done, proof.cause):
             on_progress("writing the manifest", 0.95)
             manifest, notes = _record(source, job, done, proof, target, tmp)
             return keep_if_equal(tmp, Made(place, manifest, notes), proof.parity)
@@ -189,8 +189,8 @@ def _hint_of_weights(module: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def _naming_decisions(done: Exported) -> Iterator[None]:
-    """Add to the error of a graph that is not the model which branches it keeps, and the cure."""
+def _naming_causes(done: Exported, cause: str = "") -> Iterator[None]:
+    """Add to the error of a graph that is not the model why it is not, and a cure."""
     from deploykit.exporting.onnx import add_cause
 
     try:
@@ -198,6 +198,9 @@ def _naming_decisions(done: Exported) -> Iterator[None]:
     except (BadInput, GateFailed, Unsupported) as exc:
         if isinstance(exc, GateFailed) and (hint := _hint_of_weights(done.job.module)):
             exc.hint = hint
+        elif cause:
+            exc.message += f"; {cause}"
+            exc.hint = "leave such rows out of `samples`, or multiply the answer by the mask"
         else:
             add_cause(exc, done.job, done.decided)
         raise
@@ -232,8 +235,8 @@ def _record(
         notes.append(f"{source.name} ran code of its own while it was loaded (`allow_pickle`)")
     if done.fallback:
         notes.append(f"exported with torch's older {done.exporter} exporter: {done.fallback}")
-    elif done.decided:
-        notes.append(f"the graph is for sizes with {', '.join(done.decided)}")
+    elif proof.decided:
+        notes.append(f"the graph is for sizes with {', '.join(map(str, proof.decided))}")
     if proof.recorded is None:
         notes.append("no golden samples recorded: inputs and outputs are too large")
     notes += [

@@ -29,7 +29,15 @@ from deploykit.exporting.capture import (
     is_scripted,
     watch_calls,
 )
-from deploykit.exporting.reasons import FREE_HINT, NotExported, TooSmall, check_layers, hint_for
+from deploykit.exporting.reasons import (
+    DECIDES,
+    FREE_HINT,
+    Decision,
+    NotExported,
+    TooSmall,
+    check_layers,
+    hint_for,
+)
 
 ir: ModuleType = require("onnxscript.ir")
 common: ModuleType = require("onnxscript.ir.passes.common")
@@ -44,11 +52,12 @@ torch: ModuleType = require("torch")
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def simplify_attention(model: Any) -> None:
+def simplify(model: Any) -> None:
     """Remove attention steps that change no value, in place; results stay the same to the bit.
 
-    Masks of Attention nodes that are broadcast along queries or keys are expanded. Scores that are
-    NaN, through a NaN in an input, now give NaN, as in PyTorch, in place of 0.
+    log(sigmoid(x)) is written so that it stays finite. Masks of Attention nodes that are broadcast
+    along queries or keys are expanded. Scores that are NaN, through a NaN in an input, now give
+    NaN, as in PyTorch, in place of 0.
     """
     changed = False
     for node in list(model.graph):
@@ -58,6 +67,16 @@ def simplify_attention(model: Any) -> None:
             changed |= _drop_guard(node)
         elif node.op_type == "Reshape":
             changed |= _transpose_once(node)
+        elif (made := _maker(node.inputs[0] if node.inputs else None, "Sigmoid")) and (
+            node.op_type == "Log" and node.domain == ""
+        ):  # ONNX Runtime's Sigmoid is 0 from -18 on; this is -log(1 + exp(-x))
+            changed = True
+            minus = ir.node("Neg", [made.inputs[0]])
+            soft = ir.node("Softplus", [minus.outputs[0]])
+            last = ir.node("Neg", [soft.outputs[0]], name=node.name)
+            ir.convenience.replace_nodes_and_values(
+                node.graph, node, [node], [minus, soft, last], node.outputs, last.outputs
+            )
     if changed:
         common.RemoveUnusedNodesPass()(model)
 
@@ -169,7 +188,7 @@ def finish(model: Any, job: ExportJob) -> None:
         value.shape = None
     if doubtful:
         common.ShapeInferencePass()(model)
-    simplify_attention(model)
+    simplify(model)
     graph = model.graph
     names = {value.name for value in graph.inputs}
     if names < {spec.name for spec in job.inputs}:  # the older exporter leaves out unread ones
@@ -248,7 +267,7 @@ class Exported:
     exporter: str
     opset: int
     fallback: str
-    decided: tuple[str, ...]
+    decided: tuple[Decision, ...]
     job: ExportJob
 
 
@@ -282,7 +301,7 @@ def export_module(
         )
     sizes = example_sizes(inputs, sizes)
     job = ExportJob(module, inputs, outputs, opset, sizes, example or Example())
-    decided: tuple[str, ...] = ()
+    decided: tuple[Decision, ...] = ()
     why = "the file is TorchScript" if older else ""
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".export-") as folder:
         if not older:
@@ -295,7 +314,7 @@ def export_module(
         else:
             model, decided = by_torchscript(job, Path(folder))
             if decided:
-                why += f"; it keeps what the example decided at {', '.join(decided)}"
+                why += f"; it keeps what the example decided at {', '.join(map(str, decided))}"
         try:
             finish(model, job)
         except BadInput as exc:
@@ -313,25 +332,34 @@ def export_module(
 
 
 def add_cause(
-    error: BadInput | GateFailed | Unsupported, job: ExportJob, decided: tuple[str, ...] = ()
+    error: BadInput | GateFailed | Unsupported, job: ExportJob, decided: tuple[Decision, ...] = ()
 ) -> None:
     """Name in `error` the lines by which the graph of `job` is wrong, and the rewrite."""
+    watch = watch_calls(job)
     if isinstance(error, Unsupported):  # ONNX Runtime has no kernel for it
-        if any(str(each.dtype) == "torch.bfloat16" for each in job.module.parameters()):
-            error.message = "the model is in bfloat16, in which ONNX Runtime's CPU cannot check it"
-            error.hint = "export it in float32, `model.float()`, and quantize the graph to bf16"
+        kinds = {"float64", "bfloat16"} & watch.types
+        if kinds:
+            error.message = f"the model computes in {min(kinds)}, which ONNX Runtime's CPU cannot"
+            error.hint = "export it in float32, `model.float()` and without torch.autocast"
+            if "bfloat16" in kinds:
+                error.hint += "; then quantize the graph to bf16"
         return
-    if isinstance(error, GateFailed) and watch_calls(job).add_to(error):
+    if isinstance(error, GateFailed) and watch.add_to(error):
+        return
+    if watch.suspects:
+        place, (what, hint) = next(iter(watch.suspects.items()))
+        error.message += f"; torch's exporter writes {what} unlike PyTorch ({place})"
+        error.hint = hint
         return
     if decided:
-        error.message += f"; the graph keeps what was decided at {', '.join(decided)}"
+        error.message += f"; the graph keeps what was decided at {', '.join(map(str, decided))}"
         error.hint = _BRANCH_HINT
     elif place := cutting_line(job):
         error.message += f"; a size decides at {place}"
         error.hint = hint_for(place, FREE_HINT)
 
 
-def _keep_axes(job: ExportJob) -> tuple[Any, tuple[str, ...]]:
+def _keep_axes(job: ExportJob) -> tuple[Any, tuple[Decision, ...]]:
     """Run `by_dynamo`; where it fixes an axis, once more without names, and at larger sizes."""
     first: NotExported | None = None
     for named, larger in ((True, False), (False, False), (True, True)):
@@ -359,8 +387,10 @@ def _fall_back(job: ExportJob, folder: Path, first: NotExported) -> Any:
     """Return the older exporter's graph; raises `first` where that fails as well."""
     if job.opset not in TORCHSCRIPT_OPSETS:
         raise _add_advice(first, job)
-    if first.by_data and watch_calls(job).reads_inputs:
-        raise first
+    if first.by_data:
+        if watch_calls(job).reads_inputs:
+            raise first
+        first.message = first.message.replace(DECIDES, " decides by tensors that no input changes")
     try:
         model, frozen = by_torchscript(job, folder)
     except NotExported:

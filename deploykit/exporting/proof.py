@@ -28,25 +28,36 @@ from deploykit.evaluation.parity import (
     rows_that_fit,
 )
 from deploykit.exporting.load import ExportSource
+from deploykit.exporting.outside import probe_outside, without_hidden_rows
 
 if TYPE_CHECKING:
     import numpy as np
 
     from deploykit.engines.torch.loaded import Loaded
     from deploykit.exporting.onnx import Exported
+    from deploykit.exporting.reasons import Decision
 
 EXPORT_MAX_ERROR = 1e-4  # float32 on both sides: only the order of additions differs
 
 _IN_PARTS = "compared in two parts: the values by which the answers are chosen, then the choice"
 
+_HIDDEN = (
+    "only where a mask hides a whole row: PyTorch answers 0 there, ONNX the mean of all places"
+)
+
 
 class Proof(NamedTuple):
-    """The measurements of an exported graph."""
+    """The measurements of an exported graph.
+
+    `decided`: which sizes it is for. `cause`: why it is not the model, if that was found.
+    """
 
     parity: Parity
     recorded: GoldenSamples | None
     batching: RowIndependence
     notes: tuple[str, ...]
+    decided: tuple[Decision, ...]
+    cause: str = ""
 
 
 def prove_export(
@@ -105,6 +116,12 @@ def prove_export(
                 parity, rows = replace(parity, rows=values), rows if rows.passed else first
                 notes += (_IN_PARTS,)
             notes += batching.notes(exported, rows)
+            decided = tuple(x for x in done.decided if _limits(x, reference, exported, done))
+            cause = ""
+            if parity.passed:
+                notes += probe_outside(reference, exported, few)
+            elif (others := without_hidden_rows(loaded.inputs, feeds)) is not None:
+                cause = _HIDDEN if check(reference, exported, others).passed else ""
         if max_error is None and not parity.passed:  # the graph is closed: float64 needs its memory
             least = feeds if most == MOST_SAMPLES else feeds[:1]  # in float64, with slow kernels
             least = sorted(least, key=lambda each: sum(array.size for array in each.values()))
@@ -113,9 +130,9 @@ def prove_export(
                 parity = add_float32_errors(parity, reference, reference.in_float64, least)
             except DeploykitError:  # its code names float32: other batches, which need rows
                 with suppress(DeploykitError):  # it takes no single rows either
-                    others = partial(in_other_batches, reference)
-                    parity = add_float32_errors(parity, reference, others, least[::-1])
-        return Proof(parity, recorded, rows, notes)
+                    by_rows = partial(in_other_batches, reference)
+                    parity = add_float32_errors(parity, reference, by_rows, least[::-1])
+        return Proof(parity, recorded, rows, notes, decided, cause)
 
 
 def _taken(
@@ -192,6 +209,24 @@ def _compare_parts(
             chosen = check(cast("Engine", _ChosenBy(graph, choice)), exported, feeds)
             batch = batching.prove_batch(graph, file, None, most)
     return (*values.rows, *chosen.rows), batch
+
+
+def _limits(decision: Decision, reference: Engine, exported: Engine, done: Exported) -> bool:
+    """Return whether the graph is not the model where `decision` does not hold.
+
+    torch names every size that it compared: often both branches compute the same.
+    """
+    base = done.job.sizes
+    for axis in base:
+        low, high = reference.limits.get(axis, (1, None))
+        sizes = ({**base, axis: size} for size in range(low, min(high or 512, 512) + 1))
+        outside = next((each for each in sizes if decision.holds(each) is False), None)
+        if outside is not None:
+            feeds = [done.job.given.real_feeds(reference.inputs, outside)]
+            with suppress(DeploykitError):
+                return not compare_engines(reference, exported, feeds).passed
+            return True
+    return True
 
 
 def _fixed_axis(reference: Engine, exported: Engine, done: Exported) -> str | None:

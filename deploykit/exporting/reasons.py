@@ -12,10 +12,10 @@ import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from deploykit.core.errors import BadInput, causes, first_line
 from deploykit.core.extras import require
@@ -71,6 +71,7 @@ _LINES = {  # of the user's code -> what to write instead
 }
 _CHECKED = "torch.distributions checks its arguments by their values"
 _CHECKED_HINT = "pass it validate_args=False; and in eval return the mean, not a random sample"
+DECIDES = " decides by the data, which a graph cannot hold"
 FREE_HINT = "export with a fixed size for that axis, or change the model to work at any size"
 
 
@@ -140,7 +141,7 @@ def explain(
                 hint=_DETECTOR_HINT,
             )
         return NotExported(
-            f"{place or 'the model'} decides by the data, which a graph cannot hold",
+            f"{place or 'the model'}{DECIDES}",
             hint=hint_for(
                 place, "write it with torch.where or torch.cond, or compute it outside the model"
             ),
@@ -201,6 +202,25 @@ def hint_for(place: str, other: str | None) -> str | None:
     return next((hint for pattern, hint in _LINES.items() if re.search(pattern, place)), other)
 
 
+class Decision(NamedTuple):
+    """A condition on the sizes of axes, whose branch the graph keeps, and the line that set it."""
+
+    condition: str
+    place: str
+
+    def __str__(self) -> str:
+        text = re.sub(r"\bNe\((\w+), (\w+)\)", r"\1 != \2", self.condition)
+        return f"{text} ({self.place})" if text else self.place
+
+    def holds(self, sizes: Mapping[str, int]) -> bool | None:
+        """Return whether it holds at `sizes`; None where that is not known."""
+        try:
+            code = compile(self.condition, "condition", "eval")
+            return bool(eval(code, {"__builtins__": {}}, {**_FUNCTIONS, **sizes}))  # noqa: S307 - torch's
+        except Exception:  # noqa: BLE001 - a function that is not listed: better to name too many
+            return None
+
+
 class SizeWatch(logging.Handler):
     """Collects from torch's log the first line of the user's code that fixed each size.
 
@@ -248,19 +268,19 @@ class SizeWatch(logging.Handler):
         ]
         return next(filter(None, places), "")
 
-    def decisions(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
-        """Return each condition on the graph's axes, and the line that set it: "T <= 31 (...)".
+    def decisions(self, sizes: Mapping[str, int]) -> tuple[Decision, ...]:
+        """Return what was decided by the sizes of the example, which are `sizes` by axis.
 
-        Conditions that hold for every size above 1 are left out. `sizes`: those of the example, by
-        axis.
+        Conditions that hold for every size above 1 are left out, and those on other numbers.
         """
         axes = {size: axis for axis, size in sizes.items()}
         names = {symbol: axes.get(size, symbol) for symbol, size in self.symbols.items()}
-        found: dict[str, str] = {}
+        found: dict[str, Decision] = {}
         for guard, place in self.guards.items():
-            if not _always(guard, self.symbols):
+            guard = guard.removeprefix("runtime_assert ")
+            if not _always(guard, self.symbols) and not re.search(r"\bu\d+\b", guard):
                 text = re.sub(r"s\d+", lambda match: names.get(match[0], match[0]), guard)
-                found.setdefault(place, f"{text} ({place})")
+                found.setdefault(place, Decision(text, place))
         return tuple(found.values())
 
     def __enter__(self) -> SizeWatch:
@@ -279,12 +299,7 @@ class SizeWatch(logging.Handler):
 def _always(guard: str, symbols: Mapping[str, int]) -> bool:
     """Return whether torch's expression `guard` holds for every size above 1."""
     sizes = {2**power + more for power in range(1, 15) for more in (0, 1)}
-    try:
-        code = compile(guard, "guard", "eval")
-        values = [{**_FUNCTIONS, **dict.fromkeys(symbols, size)} for size in sizes]
-        return all(eval(code, {"__builtins__": {}}, each) for each in values)  # noqa: S307 - torch's
-    except Exception:  # noqa: BLE001 - a function that is not listed: better to name too many
-        return False
+    return all(Decision(guard, "").holds(dict.fromkeys(symbols, size)) for size in sizes)
 
 
 def _decided_at(frame: FrameType | None) -> str:
@@ -306,19 +321,52 @@ _STATE_HINT = "a graph keeps no state between calls: take it as an input, and re
 _QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
 
 
+# Operator, its use, whether arguments are that use, what to write instead.
+_LOWERED_WRONGLY: tuple[tuple[str, str, Callable[[Mapping[str, Any]], bool], str], ...] = (
+    (
+        "scatter_reduce_?|index_reduce_?",
+        "scatter_reduce(reduce='mean')",
+        lambda given: given.get("reduce") == "mean",
+        "add by index, and divide by the counts, ones added by the same index",
+    ),
+    (
+        "avg_pool[23]d",
+        "avg_pool(divisor_override)",
+        lambda given: bool(given.get("divisor_override")),
+        "leave divisor_override out, and multiply by the window's area / divisor",
+    ),
+    (
+        r"_upsample\w*_aa",
+        "interpolate(antialias=True)",
+        lambda _: True,
+        "give height and width a fixed size, or resize outside the model",
+    ),
+    (
+        "arange",
+        "an arange that falls",
+        lambda given: isinstance(given.get("step"), (int, float)) and given["step"] < 0,
+        "torch.arange(n).flip(0) computes the same",
+    ),
+)
+
+
 class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch comes through require
     """Records, while active, the first line that called each operator, by "aten.name".
 
     `random`: the line that drew random numbers. `changed`: the model's own tensors that a line
-    wrote to, by name. `reads_inputs`: Python read a value, or a size, that follows the inputs'
-    values, so that these decide what runs.
+    wrote to, by name. `suspects`: what torch's exporter is known to write wrongly, and the rewrite,
+    by line. `types`: of all tensors. `reads_inputs`: Python read a value, or a size, that follows
+    the inputs' values, so that these decide what runs.
     """
 
     def __init__(self, module: Any) -> None:
         super().__init__()
         self.module = module
         self.lines: dict[str, str] = {}
+        self.suspects: dict[str, tuple[str, str]] = {}
+        self.types: set[str] = set()
         self.ended = self._read = False
+        self._inputs: tuple[Any, ...] = ()
         self._following: dict[int, Any] = {}  # the inputs, and what was computed of them
         self.random = ""
         self.changed: dict[str, str] = {}
@@ -335,6 +383,11 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
     ) -> Any:
         place = innermost(sys._getframe())
         self.lines.setdefault(f"{func.namespace}.{func._opname}", place)
+        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
+        given |= kwargs or {}
+        for pattern, what, differs, hint in _LOWERED_WRONGLY:
+            if re.fullmatch(pattern, func._opname) and differs(given):
+                self.suspects.setdefault(place, (what, hint))
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random = self.random or place
         if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
@@ -342,8 +395,9 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
             if name is not None:
                 self.changed.setdefault(name.removeprefix("module."), place)
         found = func(*args, **(kwargs or {}))
-        given = torch.utils._pytree.tree_leaves((args, kwargs))
-        tensors = [each for each in given if isinstance(each, torch.Tensor)]
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+        self.types |= {str(each.dtype).removeprefix("torch.") for each in tensors}
         if any(_memory(each) in self._following for each in tensors):
             made = torch.utils._pytree.tree_leaves(found)
             self._read |= torch.Tag.dynamic_output_shape in func.tags
@@ -353,6 +407,10 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
 
     def of(self, inputs: Sequence[Any]) -> CallWatch:
         """Follow `inputs`, and return the watch itself."""
+        self._inputs = tuple(  # zeros hide what dropout does
+            torch.randn_like(each) if each.is_floating_point() and not each.any() else each.clone()
+            for each in inputs
+        )
         self._follow(inputs)
         return self
 
@@ -366,14 +424,26 @@ class CallWatch(_dispatch.TorchDispatchMode):  # type: ignore[misc] # torch come
 
     def add_to(self, error: BadInput | Any) -> bool:
         """Say in `error` why the model's answers differ from call to call; False if they do not."""
-        if self.random:
+        if self.random and self._differs():
             error.message += f"; the model draws random numbers at {self.random}"
             error.hint = _RANDOM_HINT
         elif self.changed:
             name, place = next(iter(self.changed.items()))
             error.message += f"; the model changes its own '{name}' at {place}"
             error.hint = _STATE_HINT
-        return bool(self.random or self.changed)
+        else:
+            return False
+        return True
+
+    def _differs(self) -> bool:
+        """Return whether two runs on the same inputs, from two seeds, have other outputs."""
+        with torch.random.fork_rng(), torch.no_grad():
+            runs = []
+            for seed in (0, 1):
+                torch.manual_seed(seed)
+                runs.append(torch.utils._pytree.tree_leaves(self.module(*self._inputs)))
+        pairs = zip(*runs, strict=True)
+        return any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
 
     def add_operator(self, error: BadInput, operator: str) -> None:
         """Name the line that calls `operator` in `error`, and what to write instead."""

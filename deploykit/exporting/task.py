@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -146,6 +147,11 @@ def _head(
     from deploykit.exporting.heads.head import HeadRequest
 
     kind = options.kind.name
+    if loaded.preset and loaded.preset.unfit:
+        raise BadInput(
+            loaded.preset.unfit,
+            hint="export it without `task`, and decode its outputs in the client",
+        )
     if loaded.preset and loaded.preset.task == DETECT != kind:
         raise BadInput(
             f"`task` {kind}: by {loaded.preset.source} the model finds boxes",
@@ -356,6 +362,13 @@ def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
         raise BadInput(
             f"`task` {options.kind.name}: no input holds token ids, as input_ids:int64[N,T] does",
             hint="the inputs are: " + ", ".join(map(str, loaded.inputs)),
+        )
+    unfilled = [name for name in names if name != ids and not re.search("mask|type", name)]
+    if unfilled:
+        raise BadInput(
+            f"`task` {options.kind.name}: a text fills {ids}, a mask and types; nothing fills "
+            + ", ".join(unfilled),
+            hint="wrap the model in a module that makes the others itself",
         )
     folder = source.path if source.path is None or source.path.is_dir() else source.path.parent
     path = options.tokenizer or (folder and folder / "tokenizer.json")

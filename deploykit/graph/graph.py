@@ -20,7 +20,7 @@ from deploykit.core import files
 from deploykit.core.errors import BadInput, Unsupported, first_line
 from deploykit.core.json_value import Record
 from deploykit.core.precision import FLOATS
-from deploykit.core.tensors import DTYPE_BYTES, TensorSpec, axis_name
+from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, axis_name
 from deploykit.graph import storage
 from deploykit.graph.parse import dtype_name
 from deploykit.graph.skeleton import (
@@ -231,8 +231,11 @@ class Graph:
         A dynamic axis without a name is `N` at place 0, else `NAME_PLACE`, as the runtimes name it.
         Raises Unsupported for a tensor type that has no numpy dtype, such as a sequence.
         """
-        fed = (value for value in self.model.graph.input if value.name not in self.initializers)
-        return tuple(_spec(value, self.path) for value in fed)
+        return tuple(_spec(value, self.path) for value in self._fed)
+
+    @property
+    def _fed(self) -> list[onnx.ValueInfoProto]:
+        return [each for each in self.model.graph.input if each.name not in self.initializers]
 
     @cached_property
     def outputs(self) -> tuple[TensorSpec, ...]:
@@ -275,7 +278,7 @@ class Graph:
 
     @cached_property
     def summary(self) -> Summary:
-        """Count the graph's content. Raises Unsupported as `inputs` does."""
+        """Count the graph's content, which may be more than the runtimes offer."""
         model, nodes = self.model, list(all_nodes(self.model.graph))
         pairs = [node for node in nodes if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
         scales = {name for node in pairs for name in node.input[1:]}
@@ -289,8 +292,8 @@ class Graph:
         ]
         weights = [tensor for tensor in stored if dtype_name(tensor.data_type) not in _NO_WEIGHTS]
         return Summary(
-            inputs=self.inputs,
-            outputs=self.outputs,
+            inputs=tuple(_spec(value, self.path, described=True) for value in self._fed),
+            outputs=tuple(_spec(value, self.path, described=True) for value in model.graph.output),
             nodes=len(nodes),
             operators=dict(sorted(Counter(node.op_type for node in nodes).items())),
             precision=self.precision,
@@ -324,13 +327,29 @@ def opset(model: onnx.ModelProto) -> int:
     return next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0)
 
 
-def _spec(value: onnx.ValueInfoProto, path: Path) -> TensorSpec:
-    tensor = value.type.tensor_type
-    dtype = dtype_name(tensor.elem_type) if tensor.elem_type else "no tensor"
-    if dtype not in DTYPE_BYTES:
-        raise Unsupported(f"{path}: tensor '{value.name}' is of type {dtype}, which is not offered")
+def _type_name(kind: onnx.TypeProto) -> str:
+    """Return the dtype of a tensor, or what else it is: "seq(map(int64, float32))"."""
+    found = kind.WhichOneof("value")
+    if found == "sequence_type":
+        return f"seq({_type_name(kind.sequence_type.elem_type)})"
+    if found == "optional_type":
+        return f"optional({_type_name(kind.optional_type.elem_type)})"
+    if found == "map_type":
+        return f"map({dtype_name(kind.map_type.key_type)}, {_type_name(kind.map_type.value_type)})"
+    number = kind.tensor_type.elem_type
+    return dtype_name(number) if number else "value of unknown type"
+
+
+def _spec(value: onnx.ValueInfoProto, path: Path, *, described: bool = False) -> TensorSpec:
+    """Return the spec of an input or output. `described`: also one that no runtime here offers."""
+    dtype = _type_name(value.type)
+    if dtype not in PROTOCOL_NAMES and not described:
+        cure = "leave it out of the graph, whose inputs and outputs must be tensors"
+        if "map(" in dtype:  # scikit-learn's converter adds ZipMap to classifiers
+            cure += ": to_onnx(model, X, options={'zipmap': False})"
+        raise Unsupported(f"{path}: '{value.name}' is a {dtype}, which is not supported", hint=cure)
     shape: list[int | str] = []
-    for number, axis in enumerate(tensor.shape.dim):
+    for number, axis in enumerate(value.type.tensor_type.shape.dim):
         if axis.HasField("dim_value") and axis.dim_value >= 0:
             shape.append(axis.dim_value)
         else:

@@ -102,7 +102,7 @@ def _check_operators(model: onnx.ModelProto, parts: Parts, path: Path) -> None:
 def for_checker(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
     """Return `model` for onnx's checker, which lacks RUNTIME_OPERATORS below their opset.
 
-    In a copy they are in a domain that it does not judge: ONNX Runtime runs them at any opset.
+    In a copy they are in a domain that it does not check: ONNX Runtime runs them at any opset.
     """
     version = next(
         (each.version for each in model.opset_import if each.domain in ("", "ai.onnx")), 0

@@ -27,6 +27,8 @@ from deploykit.reporting.tables import (
 
 CSS = asset("look.css") + Path(__file__).with_name("report.css").read_text(encoding="utf-8")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+_CONCLUSIONS = 6  # most in the summary; the others are below
+DISTURBED = "The machine was busy"  # the beginning of the sentence that says so
 _FRAME_PX = 560  # height in a notebook: one chart and its caption; more scroll
 
 
@@ -40,15 +42,19 @@ def report_page(document: Mapping[str, Any]) -> str:
         f"<details><summary>{_e(table.title)}</summary>{html_table(table, caption=False)}</details>"
         for table in details(document)
     ]
-    sentences = "".join(f"<li>{_e(sentence)}</li>" for sentence in document["verdict"][1:])
+    sentences = [f"<li>{_e(sentence)}</li>" for sentence in document["verdict"][1:]]
     gates = "".join(
         f'<li class="{"met" if gate["passed"] else "unmet"}">'
         f"<strong>{'✓ met' if gate['passed'] else '✗ NOT met'}</strong> "
         f"{_e(gate['name'])} <span>{_e(gate['detail'])}</span></li>"
         for gate in document["gates"]
     )
-    conclusions = f"<ul>{sentences}</ul>" * bool(sentences)
+    conclusions = f"<ul>{''.join(sentences[:_CONCLUSIONS])}</ul>" * bool(sentences)
+    if more := "".join(sentences[_CONCLUSIONS:]):
+        title = "Further conclusions"
+        folded.insert(0, f"<details><summary>{title}</summary><ul>{more}</ul></details>")
     conclusions += f'<ul class="gates">{gates}</ul>' * bool(gates)
+    busy = any(sentence.startswith(DISTURBED) for sentence in document["verdict"][:1])
     short, best = (html_table(make(document), caption=False) for make in (summary, best_by_batch))
     notes = "".join(f"<li>{_e(note)}</li>" for note in document["notes"])
     command, table = document["command"] or "not recorded", machine(document)
@@ -56,15 +62,16 @@ def report_page(document: Mapping[str, Any]) -> str:
     method += f"<ul>{notes}</ul>" * bool(notes)
     method += f"<h3>{_e(table.title)}</h3>{html_table(table, caption=False)}" * bool(table.rows)
     sections = [
-        ("What it comes to", "conclusions", conclusions),
-        ("In short", "short", short),
+        ("Summary", "conclusions", conclusions),
+        ("In short", "short", "" if busy else short),
         ("Best at each batch", "best", best),
         ("What the measurements show", "charts", "".join(others)),
         ("How it was measured", "method", method),
         ("Everything", "everything", "".join(folded) + raw_html(document)),
     ]
     content = [section_html(*section) for section in sections if section[2]]
-    return html_page(str(document["title"]), "\n".join([_headline(document), first, *content]))
+    head = [_headline(document, short if busy else ""), first, *content]
+    return html_page(str(document["title"]), "\n".join(head))
 
 
 def html_page(title: str, content: str) -> str:
@@ -79,15 +86,19 @@ def html_page(title: str, content: str) -> str:
     )
 
 
-def _headline(document: Mapping[str, Any]) -> str:
-    """Return the first sentence of the verdict, which is the doubt if there is one."""
+def _headline(document: Mapping[str, Any], figures: str) -> str:
+    """Return the first sentence of the verdict, which is the doubt if there is one.
+
+    `figures`: the short table, where the machine was busy: it comes before that doubt.
+    """
     first = (document["verdict"] or ["No verdict."])[0]
     unmet = not all(gate["passed"] for gate in document["gates"])
-    kind = "verdict doubt" if document["invalid"] or document["throttled"] or unmet else "verdict"
+    kind = "verdict doubt" if document["throttled"] or unmet else "verdict"
+    kind = "verdict busy" if figures else kind
     quick = ' <span class="tag">short timings</span>' if document["quick"] else ""
     return (
         f'<header><p class="over">deploykit report · {_e(document["created"])}{quick}</p>'
-        f'<h1>{_e(document["title"])}</h1><p class="{kind}">{_e(first)}</p></header>'
+        f'<h1>{_e(document["title"])}</h1>{figures}<p class="{kind}">{_e(first)}</p></header>'
     )
 
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -242,7 +243,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `report.json`."""
-        return {"report": VERSION, **json_value(self, *self.shown)}
+        return {"report": VERSION, **_without_folders(json_value(self, *self.shown))}
 
     def _repr_html_(self) -> str:
 
@@ -289,6 +290,21 @@ def write(report: Report, folder: Path) -> Path:
     )
     write_together(folder, {f"report.{end}": each for end, each in files.items()})
     return folder / "report.html"
+
+
+# "/layer1/conv" is a node's name, "/sys/…" what figures are read from, and "host/v2" a URL
+_ROOTS = {"home", "root", "tmp", "var", "opt", "usr", "mnt", "media", "srv", "Users"}
+_ROOTS |= {Path(each).parts[1] for each in (__file__, sys.prefix)} | {"data", "workspace"}
+_FOLDERS = re.compile(rf"(?<![\w./~-])/(?:{'|'.join(sorted(_ROOTS))})/(?:[\w.@+~-]+/)*")
+
+
+def _without_folders(value: Any) -> Any:
+    """Return a document that may be shared: the folders before a file's name are this machine's."""
+    if isinstance(value, str):
+        return _FOLDERS.sub("", value)
+    if isinstance(value, dict):
+        return {key: _without_folders(each) for key, each in value.items()}
+    return [_without_folders(each) for each in value] if isinstance(value, list) else value
 
 
 def is_report(source: object) -> bool:

@@ -19,6 +19,7 @@ from deploykit.evaluation.statistics import (
     SLOWER,
     difference,
 )
+from deploykit.reporting.html import DISTURBED
 from deploykit.reporting.load_result import LoadResult
 from deploykit.reporting.points import Point, best, crossover, describe_best
 from deploykit.reporting.report import Report
@@ -36,7 +37,9 @@ def verdict(report: Report) -> tuple[str, ...]:
 
 
 def _sentences(report: Report) -> Iterator[str]:
-    yield from (f"INVALID: {reason.rstrip('.')}." for reason in report.invalid)
+    if report.invalid:
+        busy = "; ".join(reason.rstrip(".") for reason in report.invalid)
+        yield f"{DISTURBED}: {busy}. The figures are as measured; no speed-up is stated."
     if unmet := [f"{gate.name}: {gate.detail}" for gate in report.gates if not gate.passed]:
         wrong = " Wrong outputs have no speed-up." * bool(report.wrong)
         yield f"{len(unmet)} of {len(report.gates)} gates NOT met: {'; '.join(unmet)}.{wrong}"
@@ -45,8 +48,9 @@ def _sentences(report: Report) -> Iterator[str]:
             f"The GPU was throttled ({', '.join(report.throttled)}): no speed-up is stated. "
             "Cool it, or lower its clocks to what it can hold, and measure again."
         )
-    elif not report.invalid:
-        yield from _headlines(report)
+    valid = not report.invalid and not report.throttled
+    first, *others = list(_headlines(report) if valid else ()) or [""]
+    yield from filter(None, [first])
     if (marked := [point for point in report.points if point.marks]) and not report.invalid:
         reasons = Counter(mark for point in marked for mark in point.marks)
         why = "; ".join(f"{reason} ({count(n)})" for reason, n in reasons.most_common(_MOST))
@@ -60,6 +64,7 @@ def _sentences(report: Report) -> Iterator[str]:
         yield f"THE POWER MODE CHANGED during the run ({modes[0]}): measure again in one."
     elif is_jetson and not modes and not report.machine.get("power_mode"):
         yield "THE POWER MODE IS NOT KNOWN: these figures can be neither repeated nor compared."
+    yield from others
     yield from _describe_scenarios(report)
     yield from map(_describe_load, report.serving)
     if report.quick:

@@ -10,8 +10,8 @@ from html import escape
 from socket import SHUT_RDWR, socket, socketpair
 from typing import TYPE_CHECKING
 
-from deploykit.core.errors import DeploykitError
-from deploykit.serving.options import ServeOptions
+from deploykit.core.errors import DeploykitError, Unsupported
+from deploykit.serving.options import ServeOptions, addresses
 
 if TYPE_CHECKING:
     from deploykit.serving.server import Server
@@ -62,11 +62,10 @@ class RunningServer:
     def _on_start(
         self, server: Server | None, host: str, port: int, grpc_port: int | None, names: list[str]
     ) -> None:
-        place = f"[{host}]" if ":" in host else host
         self._server = server
         self.models = tuple(names)
-        self.url = f"{self._scheme}://{place}:{port}"
-        self.grpc_url = None if grpc_port is None else f"{place}:{grpc_port}"
+        place, self.grpc_url = addresses(host, port, grpc_port)
+        self.url = place if place.startswith("unix:") else f"{self._scheme}://{place}"
         self._ready.set()
         if self._stopping:
             self._begin_stop()
@@ -82,8 +81,10 @@ class RunningServer:
     def wait(self) -> int:
         """Block until the server has ended; return the number of unanswered accepted requests.
 
-        Raises the error that ended the server, if any.
+        Raises the error that ended the server, if any, and Unsupported in a forked process.
         """
+        if os.getpid() != self._process:
+            raise Unsupported("the server belongs to the process that started it, not to its fork")
         self._ended.wait()  # after Ctrl-C in `join`, Python before 3.12 takes it for ended
         self._thread.join()
         if self._failure is not None:
@@ -108,6 +109,8 @@ class RunningServer:
 
     def __repr__(self) -> str:
         state = "running" if self._thread.is_alive() else "closed"
+        if os.getpid() != self._process:
+            state = "of the parent process"
         return f"RunningServer({self.url!r}, models={list(self.models)}, {state})"
 
     def _repr_html_(self) -> str:

@@ -34,7 +34,14 @@ from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.call import MemoryBudget
-from deploykit.serving.transport.listener import Acceptor, Client, Port, is_loopback
+from deploykit.serving.transport.listener import (
+    UNIX,
+    Acceptor,
+    Client,
+    Port,
+    address_of,
+    is_loopback,
+)
 from deploykit.serving.transport.security import AccessControl, tls_context, watched_files
 from deploykit.serving.transport.turns import DELIVERY_S, Turns
 from deploykit.serving.web.page import FILES
@@ -113,7 +120,7 @@ class Server:
         self._signals = Signals(self._loop, self._begin_drain)
         self._finished = Turns(turn_s=DELIVERY_S)  # continuations of work on other threads
         try:
-            self.host, self.port = self._sockets[0].getsockname()[:2]
+            self.host, self.port = address_of(self._sockets[0])
             loopback = is_loopback(self.host)
             access = AccessControl(options, loopback=loopback, public=FILES)
             self.repository = ModelRepository(
@@ -124,7 +131,7 @@ class Server:
             self.grpc_port: int | None = None
             if options.grpc_port is not None and not group.runs_engines:
                 self._sockets.append(group.bind(options.host, options.grpc_port, "`grpc_port`"))
-                self.grpc_port = self._sockets[1].getsockname()[1]
+                self.grpc_port = address_of(self._sockets[1])[1]
         except BaseException:
             self._release()
             raise
@@ -134,7 +141,7 @@ class Server:
             scheme="https" if tls else "http", group=group, grpc_port=self.grpc_port,
         )  # fmt: skip
         memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes, group.count)
-        self.repository.add_metrics(partial(_held_samples, memory))
+        self.repository.add_metrics(partial(self._samples, memory))
         self._listener = Listener(
             self._routes.handle, limits, access, options.max_body_bytes, memory
         )
@@ -143,7 +150,10 @@ class Server:
             from deploykit.serving.grpc.methods import GrpcPort
             from deploykit.serving.http2.connection import Http2Limits
 
-            grpc_limits = grpc_limits or Http2Limits(stall_s=options.stall_s, idle_s=options.idle_s)
+            grpc_limits = grpc_limits or Http2Limits(
+                stall_s=options.stall_s, idle_s=options.idle_s,
+                max_age_s=options.max_connection_age_s or math.inf,
+            )  # fmt: skip
             self._grpc = GrpcPort(
                 self.repository, options, access, memory, self._offload,
                 grpc_limits.divided(group.count), group,
@@ -151,6 +161,8 @@ class Server:
             tls = tls_context(options, _PROTOCOLS[1])
             self._acceptors.append(Acceptor(self._loop, self._sockets[1], self._grpc, tls))
         self._access = access
+        for port in self._ports:
+            port.logs_access = options.access_log
         self._watched = watched_files(options, self._use_token, self._use_certificates)
         self._stopped = asyncio.Event()
 
@@ -208,7 +220,7 @@ class Server:
             on_ready(self.host, self.port, self.grpc_port)
             self._group.listening()
             await self._stopped.wait()
-            drain_s = self._options.drain_s
+            drain_s = 0.0 if self._signals.interrupted else self._options.drain_s  # Ctrl-C
             await self._until(lambda: False, drain_s)  # balancers look for other servers
             for acceptor in self._acceptors:
                 acceptor.close()
@@ -237,7 +249,7 @@ class Server:
 
     def _warn(self) -> None:
         options = self._options
-        if is_loopback(self.host):
+        if is_loopback(self.host) or self.host.startswith(UNIX):
             return
         if options.token is None:
             log.warning(
@@ -254,6 +266,18 @@ class Server:
             if self._loop.time() - begin_s > self._limit_s(limit_s):
                 return
             await asyncio.sleep(TICK_S / 5)
+
+    def _samples(self, memory: MemoryBudget) -> list[Sample]:
+        names = ("deploykit_http_responses_total", "deploykit_grpc_responses_total")
+        return [
+            Sample("deploykit_held_bytes", {}, memory.bytes),
+            Sample("deploykit_held_limit_bytes", {}, memory.limit),
+            *(
+                Sample(name, {"code": str(status)}, count)
+                for name, port in zip(names, self._ports, strict=False)
+                for status, count in port.replies.items()
+            ),
+        ]
 
     def _use_token(self, token: str) -> None:
         self._access.set_token(token)
@@ -315,10 +339,3 @@ def _allow_open_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < most:
         with contextlib.suppress(OSError, ValueError):  # the system allows fewer
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def _held_samples(memory: MemoryBudget) -> list[Sample]:
-    return [
-        Sample("deploykit_held_bytes", {}, memory.bytes),
-        Sample("deploykit_held_limit_bytes", {}, memory.limit),
-    ]

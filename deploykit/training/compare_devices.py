@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import OutOfMemory, Unsupported
 from deploykit.core.evidence import Interval
 from deploykit.core.files import StrPath, write_together
@@ -142,7 +143,7 @@ def compare_devices(
         batch=min(middle, samples),
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(" ", "seconds"),
         command=command,
-        machine=this_machine().to_dict(),
+        machine=with_gpu(this_machine(), 0).to_dict(),
         rows=tuple(rows),
         crossovers=tuple(find_crossovers(rows)),
         augment=chosen.augmented if augment is None else augment,
@@ -447,7 +448,7 @@ def devices_html(document: Json) -> str:
     sections = [
         header + f'<h1>{escape(title)}</h1><p class="verdict">{escape(first)}</p></header>',
         html.figure_html(chart) if chart.series else "",
-        html.section_html("What it comes to", "conclusions", f"<ul>{items}</ul>") if items else "",
+        html.section_html("Summary", "conclusions", f"<ul>{items}</ul>") if items else "",
     ]
     for i, each in enumerate(_tables(document)):
         table = html_table(each, caption=False)

@@ -9,7 +9,8 @@ rest goes on. What this machine lacks is recorded as skipped, with the reason. E
 failed, 3 without a GPU, 4 where there is one and TensorRT or CUDA was skipped.
 
 The parts: probe (versions, what loads), train (`deploykit train`), cuda (the driver API), plans
-(TensorRT's engines against what every runtime promises), faults, leak,
+(TensorRT's engines against what every runtime promises), nvidia (what its parser and builder take),
+faults, leak,
 torch, ort, build (the options of `deploykit build`), zoo. `--system`: this Python as it is, no venv
 and no pip; `--site DIR`: wheels that were carried there, before all others.
 """
@@ -35,7 +36,7 @@ from tests.support.runtimes.cases import OPENERS, absent
 NOTHING = "no NVIDIA GPU here: nothing was run"
 LACKING = 4  # exit code: a GPU is here, and what this is for was skipped
 RUNTIMES = tuple(name for name in OPENERS if name.endswith("-cuda") or name == "tensorrt")
-PARTS = ("probe", "train", "cuda", "plans", "faults")
+PARTS = ("probe", "train", "cuda", "plans", "nvidia", "faults")
 PARTS += ("leak", "torch", "ort", "build", "zoo")
 ESSENTIAL = {"probe", "cuda", "plans", "build"}  # parts in which nothing may be skipped
 CONFORMANCE = "tests/engines/test_conformance.py"
@@ -46,6 +47,7 @@ SUITES = {  # part -> the runtime it needs, and what pytest gets
     ),
     "cuda": ("", ["tests/engines/test_cuda_driver.py", "-m", "gpu"]),
     "plans": ("tensorrt", [CONFORMANCE, "-k", "tensorrt and not stand"]),
+    "nvidia": ("tensorrt", ["tests/building", "tests/quantization", "-m", "nvidia and not gpu"]),
     "torch": ("torch-cuda", [CONFORMANCE, "-k", "torch-cuda"]),
     "ort": (
         "onnxruntime-cuda",
@@ -144,11 +146,11 @@ def planned(
         elif part in ("probe", "faults"):
             command = [PYTHON, "-m", f"scripts.gpu.{part}"]
             more = ["--out", str(out)] if part == "probe" else []
-            yield Step(part, part, [*command, *more], 900)
+            yield Step(part, part, [*command, *more], 900, measures=True)
         elif part == "leak":
             for runtime in RUNTIMES:
                 command = [PYTHON, "-m", "scripts.gpu.leak", runtime, "--calls", str(calls)]
-                yield Step("leak", runtime, command, 600, skip=absent(runtime))
+                yield Step("leak", runtime, command, 600, skip=absent(runtime), measures=True)
         elif part == "build":
             yield from builds.steps(folder, absent("tensorrt"))
         elif part == "zoo":
@@ -162,7 +164,7 @@ def trainings(folder: Path) -> Iterator[Step]:
     for number, (title, options) in enumerate(TRAINED.items()):
         words = ["train", str(RECIPE), "-o", str(folder / f"trained-{number}.pt"), *options]
         command = [PYTHON, "-m", "deploykit", *words, "--device", "cuda", "--json"]
-        yield Step("train", title, command, 600, skip=skip)
+        yield Step("train", title, command, 600, skip=skip, measures=True)
 
 
 def run_all(

@@ -4,7 +4,8 @@
 
 Each step is a process with its own limit, and everything lies in DIR as soon as it is known:
 `summary.json` and `summary.md`, `probe.json`, and `session.log` with what all steps wrote. Exit
-codes as those of `scripts.gpu.run`, but for TensorRT, which such a machine may lack. Not yet run
+codes as those of `scripts.gpu.run`, but for TensorRT, which such a machine may lack: training and
+torch's engine are what else proves something there. Not yet run
 on a GPU. What is measured there has calls of its own: benchmarks/gpu_zoo.py, gpu_serve.py and
 training.py.
 
@@ -41,7 +42,8 @@ def planned(folder: Path, out: Path) -> Iterator[Step]:
             yield limited(step, limits[name])
 
     def module(title: str, limit_s: float, *words: str, skip: str = "") -> Step:
-        return Step("session", title, [PYTHON, "-m", *words], limit_s, skip=skip)
+        command = [PYTHON, "-m", *words]
+        return Step("session", title, command, limit_s, skip=skip, measures=True)
 
     no_ort, no_torch = absent("onnxruntime-cuda"), absent("torch-cuda")
     yield from part("probe")
@@ -95,7 +97,7 @@ def main() -> int:
             logs,
             lambda so_far: gathered(so_far, logs, out),
         )
-    return run.exit_code(results, {"probe", "cuda"})
+    return run.exit_code(results, {"probe", "train", "cuda", "torch"})
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ class Step:
     """`skip`: why it cannot run here. `after`: the title of a step that must have passed.
 
     `refusal`: the exit code with which a gate says no, which is an answer and no failure; 0 for
-    none.
+    none. `measures`: it prints what it measured, as JSON; without that nothing was.
     """
 
     part: str
@@ -40,6 +40,7 @@ class Step:
     skip: str = ""
     after: str = ""
     refusal: int = 0
+    measures: bool = False
 
     @property
     def log(self) -> str:
@@ -95,6 +96,7 @@ def run_step(step: Step, limit_s: float, out: Path) -> Result:
         text=True,
         errors="replace",
         start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},  # what a killed step has found is not lost
     )
     try:
         stdout, stderr = process.communicate(timeout=limit_s)
@@ -109,7 +111,7 @@ def run_step(step: Step, limit_s: float, out: Path) -> Result:
     seconds = time.monotonic() - started
     (out / f"{step.log}.log").write_text(f"{stdout}\n{stderr}", encoding="utf-8")
     if over:
-        return Result(step, "failed", seconds, over)
+        return Result(step, "failed", seconds, over, figures(stdout))
     if process.returncode != 0:
         refused = step.refusal and process.returncode == step.refusal
         why = reason(stdout, stderr, process.returncode)
@@ -117,6 +119,10 @@ def run_step(step: Step, limit_s: float, out: Path) -> Result:
     found = figures(stdout)
     if found.get("skipped") and not found.get("passed"):  # pytest calls that a success
         return Result(step, "skipped", seconds, skips(stdout), found)
+    if step.measures and not report(stdout):
+        return Result(
+            step, "skipped", seconds, f"nothing was measured: {reason(stdout, stderr, 0)}"
+        )
     return Result(step, "passed", seconds, "", found)
 
 
@@ -151,15 +157,22 @@ def reason(stdout: str, stderr: str, code: int) -> str:
 
 def figures(stdout: str) -> dict[str, Any]:
     """The first numbers at the top level of the JSON it printed last, or pytest's counts."""
-    lines = [line for line in stdout.strip().splitlines() if line]
-    for text in (stdout, lines[-1] if lines else ""):
+    if found := report(stdout):
+        numbers = {k: v for k, v in flat(found).items() if type(v) in (int, float)}
+        return dict(list(numbers.items())[:_SHOWN])
+    last = "".join(stdout.strip().splitlines()[-1:])
+    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", last)
+    return {name: int(count) for count, name in counts}
+
+
+def report(stdout: str) -> dict[str, Any]:
+    """The JSON object that it printed last, or as a whole; empty if it printed none."""
+    for text in (stdout, *reversed(stdout.strip().splitlines())):
         with contextlib.suppress(ValueError):
             found = json.loads(text)
             if isinstance(found, dict):
-                numbers = {k: v for k, v in flat(found).items() if type(v) in (int, float)}
-                return dict(list(numbers.items())[:_SHOWN])
-    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", lines[-1] if lines else "")
-    return {name: int(count) for count, name in counts}
+                return found
+    return {}
 
 
 def flat(document: dict[str, Any]) -> dict[str, Any]:

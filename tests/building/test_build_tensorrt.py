@@ -163,7 +163,6 @@ def test_the_manifest_records_the_engines_facts_and_its_source(
     assert len(built_on.pop("timing_cache_sha256")) == 64
     assert built_on == {
         "tensorrt": "10.13.3.9",
-        "cuda": "13.0",
         "driver": "580.65.06",
         "gpu": "NVIDIA L4",
         "compute_capability": "8.9",

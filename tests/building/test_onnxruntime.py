@@ -203,7 +203,7 @@ def test_operators_that_the_optimizer_writes_at_any_opset_are_those_of_the_runti
 
 
 @pytest.mark.parametrize("declared", [[], [1], [4], ["N", 1], ["N"]], ids=str)
-def test_an_output_that_is_declared_wrongly_is_corrected_and_said(
+def test_an_output_that_is_declared_wrongly_is_corrected_with_a_note(
     tmp_path: Path, declared: list[int | str]
 ) -> None:
     """ONNX Runtime only warns, and a server refuses an answer of another shape than declared."""

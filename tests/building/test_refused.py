@@ -35,6 +35,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] 
         BadInput,
         "`hardware_compatible`: unknown level 'everything",
     ),
+    "a level on a Jetson": (
+        {"profile": "jetson-orin-nano-8gb", "hardware_compatible": "ampere-plus"},
+        {},
+        Unsupported,
+        "profile jetson-orin-nano-8gb is a Jetson",
+    ),
     "an older GPU": (
         {"profile": "t4", "hardware_compatible": "ampere-plus"},
         {},

@@ -58,6 +58,35 @@ def test_a_flag_may_be_turned_off_by_a_variable(
     assert (served["grpc_port"], served["trust"]) == (None, True)
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("MAXBATCH", "did you mean DEPLOYKIT_MAX_BATCH?"), ("HTPP_PORT", "DEPLOYKIT_HTTP_PORT"),
+     ("PORT", "did you mean"), ("COLOUR", "see --help"), ("MAX_BACTH", "DEPLOYKIT_MAX_BATCH")],
+)  # fmt: skip
+@pytest.mark.parametrize("command", [("serve", "m.onnx"), ("boot", "b", "--cache", "c")])
+@pytest.mark.usefixtures("served", "booted")
+def test_an_unknown_variable_gets_one_warning(
+    run: Run, monkeypatch: pytest.MonkeyPatch, name: str, hint: str, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv(f"DEPLOYKIT_{name}", "9")
+    ran = run(*command)
+    assert ran.code == 0
+    (line,) = [line for line in ran.err.splitlines() if f"DEPLOYKIT_{name} " in line]
+    assert line.startswith("warning: the variable")
+    assert hint in line
+
+
+@pytest.mark.usefixtures("served")
+def test_the_variables_of_a_kubernetes_service_are_not(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "PORT": "tcp://10.0.0.1:80", "SERVICE_HOST": "10.0.0.1", "PORT_80_TCP_PROTO": "tcp",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(f"DEPLOYKIT_{name}", value)
+    assert "warning" not in run("serve", "m.onnx").err
+
+
 def test_models_of_a_file_or_a_variable_give_way_to_arguments(
     run: Run, served: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +141,23 @@ def test_a_wrong_variable_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     ran = run("serve", "m.onnx")
     assert ran.code == 2
     assert "DEPLOYKIT_HTTP_PORT" in ran.error()
+
+
+@pytest.mark.parametrize("command", [("serve", "m.onnx"), ("health",)])
+def test_the_address_of_a_kubernetes_service_is_not_taken_for_a_port(
+    run: Run, served: dict[str, Any], monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """Kubernetes sets it in each pod next to a Service `deploykit-http`."""
+    monkeypatch.setenv("DEPLOYKIT_HTTP_PORT", "tcp://10.96.0.7:8000")
+    monkeypatch.setenv("DEPLOYKIT_HTTP_PORT_8000_TCP_ADDR", "10.96.0.7")
+    monkeypatch.setenv("DEPLOYKIT_HTTP_SERVICE_HOST", "10.96.0.7")
+    ran = run(*command)
+    if command[0] == "health":
+        assert "http://127.0.0.1:8000: no server answers" in ran.error()
+        return
+    assert (ran.code, served["http_port"]) == (0, 8000)
+    assert ran.err.count("\n") == 1
+    assert "DEPLOYKIT_HTTP_PORT=tcp://10.96.0.7:8000 is ignored: Kubernetes sets it" in ran.err
 
 
 @pytest.fixture

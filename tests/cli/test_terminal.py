@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from deploykit.cli import output
 from deploykit.cli.tables import ms
+from deploykit.evaluation.formatting import Table
 from tests.support.cli.command import Run
 from tests.support.cli.terminal import DEPLOYKIT, on_terminal
 from tests.support.onnx_zoo import linear, save
@@ -57,6 +59,36 @@ def test_progress_in_a_log_is_plain_lines(
     assert "\r" not in ran.err
     assert "\x1b" not in ran.err
     assert all(line.startswith("predict: ") for line in ran.err.splitlines())
+
+
+FIGURES = Table(
+    "",
+    ("setup", "batch", "inferences/s", "nothing here", "p50", "p99 of all", "verdict", "why"),
+    [
+        ("fp32, 2 sessions", "1", "1,290,000", "-", "0.0173 ms", "12.9 ms", "pass", "word " * 12),
+        ("int8", "32", "549.5 kB", "", "needs 36 calls", "needs 368 calls", "fail", "short"),
+    ],
+    (0, 6, 7),
+)
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 90, 120, 300])
+def test_a_table_never_loses_a_figure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(output, "is_terminal", lambda _stream: True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    output.show_parts([FIGURES])
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= columns
+    for row in FIGURES.rows:
+        for cell in row[1:7]:
+            assert cell in shown  # whole, and on one line
+    assert shown.count("word") == 12
+    assert ("nothing here" in shown) == (columns == 300)
+    blocks = [block for block in shown.split("\n\n") if block.strip()]
+    assert all(block.lstrip().startswith("setup") for block in blocks)
 
 
 def test_with_verbose_lines_take_the_place_of_the_bar(model: Path, samples: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -68,9 +69,12 @@ def test_the_libraries_are_loaded_before_a_session_on_cuda_and_not_for_the_cpu(
 ) -> None:
     calls: list[str] = []
 
-    def session(*_: object, **__: object) -> None:
+    def session(*_: object, providers: list[Any], **__: object) -> None:
         calls.append("session")
+        asked.append(providers[0])
         raise RuntimeError("no GPU")
+
+    asked: list[Any] = []
 
     monkeypatch.setattr(engine, "preload", lambda _ort: calls.append("preload"))
     monkeypatch.setattr(engine.ort, "InferenceSession", session)
@@ -78,3 +82,6 @@ def test_the_libraries_are_loaded_before_a_session_on_cuda_and_not_for_the_cpu(
         with pytest.raises(Unsupported, match="no GPU"):
             engine._session(affine_onnx, device, None, optimise=True)
     assert calls == ["session", "preload", "session"]
+    # its default times every algorithm at each new batch size, under load
+    options = {"device_id": "0", "cudnn_conv_algo_search": "HEURISTIC"}
+    assert asked == ["CPUExecutionProvider", ("CUDAExecutionProvider", options)]

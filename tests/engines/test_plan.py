@@ -149,6 +149,7 @@ X86, ARM = (replace(HERE, architecture=each) for each in ("x86_64", "aarch64"))
         *(({"tensorrt": version}, HERE, "") for version in ("10.13.3", "10.13.3.9", "10.13")),
         ({}, replace(HERE, driver="610.10", cuda="13.4"), ""),
         (CUDA_12, replace(OLD_DRIVER, tensorrt_cuda="12"), ""),  # the CUDA of its TensorRT
+        ({"cuda": ""}, OLD_DRIVER, ""),  # not known: TensorRT decides
         (CUDA_13, replace(OLD_DRIVER, tensorrt_cuda="12"), "needs CUDA 13: driver 580"),
         (X86.facts(), X86, ""),
         (X86.facts(), ARM, "aarch64 here, x86_64 there"),

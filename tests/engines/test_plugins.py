@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.files import sha256
 from deploykit.core.manifest import write_manifest
 from deploykit.engines.tensorrt.compatibility import Here, rebuild
-from deploykit.engines.tensorrt.plugins import recorded_plugins
+from deploykit.engines.tensorrt.plugins import load_plugins, recorded_plugins
 from scripts.nvidia import fetch
+from tests.support.runtimes.fake_tensorrt import FakeTensorRt
 from tests.support.runtimes.gpu_machine import gpu_machine
 
 
@@ -53,6 +55,28 @@ def test_a_name_that_is_no_files_is_a_missing_library(tmp_path: Path, name: str)
     with pytest.raises(NotFound, match=r"m\.trt: needs the plugin library") as caught:
         recorded_plugins(tmp_path / "m.trt", {name: "0" * 64})
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("itself", [False, True])
+def test_a_library_that_registers_itself_is_not_registered_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, itself: bool
+) -> None:
+    """As TensorRT's own macro does when the library is loaded: a second time is an error."""
+    library = tmp_path / f"lib{itself}.so"
+    try:
+        fetch.library(library, "int getCreators(void) { return 1; }")
+    except fetch.Unobtainable as exc:
+        pytest.skip(str(exc))
+    nv = FakeTensorRt()
+    real = ctypes.CDLL
+
+    def load(path: str) -> ctypes.CDLL:
+        nv.does.seen.setdefault("creators", []).extend(["own"] * itself)
+        return real(path)
+
+    monkeypatch.setattr("deploykit.engines.tensorrt.plugins.ctypes.CDLL", load)
+    load_plugins(nv, [library])
+    assert nv.does.seen.get("libraries", []) == ([] if itself else [str(library)])
 
 
 def test_an_engine_built_with_a_plugin_loads_it_again(

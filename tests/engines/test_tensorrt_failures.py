@@ -15,8 +15,14 @@ from deploykit.core.extras import installed
 from deploykit.engines.cuda.errors import CaptureRefused, DeviceLost
 from deploykit.engines.tensorrt.log import recorder
 from tests.support.runtimes.cuda_runs import FakeCuda
-from tests.support.runtimes.fake_tensorrt import FakeTensorRt
-from tests.support.runtimes.tensorrt_opened import Opened, opened_fixture, rows  # noqa: F401
+from tests.support.runtimes.fake_tensorrt import FakeTensorRt, tensor
+from tests.support.runtimes.modules import replaced
+from tests.support.runtimes.tensorrt_opened import (  # noqa: F401
+    Opened,
+    X,
+    opened_fixture,
+    rows,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +49,7 @@ CALLS = [
     "set_optimization_profile_async",
     "set_input_shape",
     "infer_shapes",
+    "get_tensor_shape",
     "set_tensor_address",
     "execute_async_v3",
 ]
@@ -143,6 +150,18 @@ def test_an_error_line_of_a_call_that_succeeded_is_not_the_reason(call: str) -> 
         opened.engine({"x": rows(2)})
 
 
+def test_an_inspector_or_an_allocator_that_is_refused_is_a_deploykit_error() -> None:
+    late = Opened((X, tensor("y", "OUTPUT", [-1, 4], late=True)))
+    late.nv.fail = {"create_engine_inspector": "the reason"}
+    with pytest.raises(Unsupported, match="the reason"):
+        late.engine.layer_information()
+    late.engine.submit({"x": rows(2)})
+    late.nv.fail = {"set_output_allocator": "the reason"}
+    with pytest.raises(Unsupported, match=r"depends on the data.*the reason"):
+        late.engine({"x": rows(3)})
+    late.engine.close()
+
+
 def test_tensorrt_can_read_its_errors_back_from_the_recorder() -> None:
     """Its C++ side calls `get_num_errors`, where NVIDIA's documents have `num_errors`."""
     kept = recorder(FakeTensorRt())()
@@ -212,6 +231,27 @@ def test_scratch_memory_that_does_not_fit_is_refused_at_load_and_freed() -> None
 
 
 # the module that owns TensorRT
+
+
+@pytest.mark.parametrize(
+    ("content", "major"),
+    [(b"\0libcudart.so.12\0", "12"), (b"libcudart.so.13", "13"), (b"static", "")],
+)
+def test_tensorrt_that_is_not_from_pip_names_its_cuda_by_its_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, major: str
+) -> None:
+    """As NVIDIA's Debian packages and images have it: no record of pip's is there."""
+    library = tmp_path / "libnvinfer.so.10.3.0"
+    library.write_bytes(content)
+    maps = tmp_path / "maps"
+    maps.write_text(f"7f00-7f01 r-xp 0000 08:01 12   {library}\n7f02-7f03 rw-p 0 0:0 0 [heap]\n")
+    with replaced("tensorrt", FakeTensorRt()):
+        opening = importlib.import_module("deploykit.engines.tensorrt.open")
+        monkeypatch.setattr(opening, "_MAPS", maps)
+        monkeypatch.setattr(opening, "_LIBRARIES", ())
+        assert opening.tensorrt_cuda() == major
+        machine = opening.here(FakeCuda())
+    assert machine.facts().get("cuda", "") == major  # never that of the driver
 
 
 def module() -> Any:

@@ -37,6 +37,21 @@ def test_class_numbers_of_any_type_and_one_hot_rows_are_labels(labels: np.ndarra
 
 
 @pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        (np.array([1, 0, 1]), np.array([1, 1, 1])),
+        (np.array([[1], [0], [1]]), np.array([1.0, 1.0, 1.0])),
+        (np.array([1, 0, 1]), np.eye(2)[[1, 1, 1]]),
+        (np.array(["b", "a", "b"], object), np.array(["b", "b", "b"])),
+        (np.array(["1", "0", "1"], object), np.array([1, 1, 1])),
+    ],
+    ids=["integers", "a column", "one-hot", "names", "numbers as names"],
+)
+def test_an_output_of_labels_is_compared_with_them(values: np.ndarray, labels: np.ndarray) -> None:
+    np.testing.assert_array_equal(top1(values, labels, "d"), [1.0, 0.0, 1.0])
+
+
+@pytest.mark.parametrize(
     ("values", "labels", "message"),
     [
         (VALUES, np.array([1.5, 0.0, 1.0]), r"labels are float64\[3\]"),

@@ -14,7 +14,7 @@ from deploykit.core.machine import Gpu, Machine, this_machine
 from deploykit.core.profile import load_profile
 from deploykit.engines.devices import GpuState
 from deploykit.evaluation.doctor import Health, doctor
-from deploykit.evaluation.host import profile_differences
+from deploykit.evaluation.host import jetson_faults, profile_differences
 from tests.support.runtimes.jetson_files import ORIN_NANO, write
 
 BOARD: Mapping[str, object] = {
@@ -97,6 +97,32 @@ def test_a_mode_that_the_profile_does_not_know_and_throttling_are_warnings(
 ) -> None:
     (warning,) = examined(tmp_path, changes).warnings
     assert warning.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("revision", "docker", "tensorrt", "says"),
+    [
+        ("4.4", "", "", []),
+        ("4.7", "", "", ["L4T 36.4.7: allocating GPU memory can fail"]),
+        ("5.0", "", "", ["L4T 36.5.0: allocating GPU memory can fail"]),
+        ("4.4", "27.5.1", "", []),
+        ("4.4", "28.0.4", "", ["Docker 28 needs iptables' table raw"]),
+        ("4.4", "29.1.0", "", ["Docker 29 needs iptables' table raw"]),
+        ("4.4", "", "10.16.2.1", ["TensorRT 10.16.2.1 on an Orin refuses INT8 pairs with float16"]),
+        ("4.4", "", "10.3.0", []),
+    ],
+)
+def test_known_faults_of_l4t_docker_and_tensorrt_are_warnings(
+    tmp_path: Path, revision: str, docker: str, tensorrt: str, says: list[str]
+) -> None:
+    package = f"Package: docker-ce\nStatus: install ok\nVersion: 5:{docker}-1~ubuntu.22.04~jammy"
+    status = f"Package: dash\nVersion: 1\n\n{package if docker else ''}\n"
+    root = write(tmp_path, {"var/lib/dpkg/status": status})
+    machine = replace(this_machine(), l4t=f"36.{revision}", packages={"tensorrt": tensorrt})
+    found = list(jetson_faults(machine, root))
+    assert len(found) == len(says)
+    assert all(text.startswith(start) for text, start in zip(found, says, strict=True))
+    assert not list(jetson_faults(replace(machine, l4t=None, packages={}), root))
 
 
 def test_an_unknown_board_is_one_clear_line(tmp_path: Path) -> None:

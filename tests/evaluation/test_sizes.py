@@ -17,9 +17,8 @@ KERNEL = RNG.standard_normal((1, 1, 33)).astype(np.float32)
 # name -> head, body, constants, and the sizes that must be among those that run
 MODELS = {
     "least": (  # an audio front end: 65 samples or more
-        "(float[N,T] x) => (float[N,L] y)",
-        'p = Pad<mode = "reflect">(x, pads) u = Unsqueeze(p, one) c = Conv(u, K) '
-        "y = Squeeze(c, one)",
+        "(float[N,T] x) => (float[N,1,L] y)",
+        'p = Pad<mode = "reflect">(x, pads) u = Unsqueeze(p, one) y = Conv(u, K)',
         {"pads": np.array([0, 64, 0, 64]), "one": np.array([1]), "K": KERNEL},
         {"N": 32, "T": 80},
     ),
@@ -34,6 +33,13 @@ MODELS = {
         "r = MatMul(x, W) h = Reshape(r, s) y = Reshape(h, t)",
         {"W": np.eye(4, dtype=np.float32), "s": np.array([1, 20]), "t": np.array([1, 5, 4])},
         {"N": 1},
+    ),
+    "a state": (  # whose batch has no name
+        "(float[N,T] x, float[2,K,4] h) => (float[N,4] y)",
+        """p = Pad<mode = "reflect">(x, pads) m = ReduceMax<axes = [1]>(p)
+           i = ReduceSum<keepdims = 0>(h, zero) y = Add(i, m)""",
+        {"pads": np.array([0, 64, 0, 64]), "zero": np.array([0])},
+        {"N": 2, "T": 80, "K": 2},
     ),
     "relation": (
         "(float[N,T] x, float[N,U] z) => (float[M,T] y)",
@@ -54,7 +60,7 @@ def write(folder: Path, name: str) -> Path:
     return folder / "m.onnx"
 
 
-@pytest.mark.parametrize("name", ["least", "step", "batch of 1"])
+@pytest.mark.parametrize("name", ["least", "step", "batch of 1", "a state"])
 def test_sizes_at_which_a_model_runs_are_found_and_named(name: str, tmp_path: Path) -> None:
     path = write(tmp_path, name)
     with dk.load(path, "cpu") as engine:

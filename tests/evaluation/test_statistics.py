@@ -10,6 +10,7 @@ from deploykit.core.evidence import Interval
 from deploykit.evaluation.statistics import (
     FEWEST_DEPENDENT,
     difference,
+    pooled_share,
     proportion,
     ratio,
     t_quantile,
@@ -189,3 +190,25 @@ def test_five_percent_slower_is_found_nine_times_of_ten() -> None:
 def test_ratio_refuses_what_has_no_spread_or_no_sense(a: list[float], b: list[float]) -> None:
     with pytest.raises(BadInput):
         ratio(a, b)
+
+
+def test_a_share_of_pixels_has_the_spread_of_its_samples_not_that_of_yes_and_no() -> None:
+    """100 answers of a sample vary less than one: Wilson's interval is three times as wide."""
+    random = np.random.default_rng(7)
+    covered, widths = 0, []
+    for _ in range(500):
+        trials = random.integers(50, 150, 60)
+        found = pooled_share(random.binomial(trials, random.beta(16, 8, 60)), trials)
+        assert found is not None
+        widths.append(found.high - found.low)
+        covered += found.low <= 2 / 3 <= found.high
+    assert 0.92 < covered / 500 < 0.98
+    wilson = proportion(40, 60)
+    assert np.mean(widths) < 0.4 * (wilson.high - wilson.low)
+
+
+def test_samples_of_one_answer_or_without_a_spread_have_wilsons_interval() -> None:
+    ones = np.ones(50, np.int64)
+    assert pooled_share(ones, ones) == proportion(50, 50)
+    assert pooled_share(90 * ones, 90 * ones) == proportion(50, 50)
+    assert pooled_share(0 * ones, 0 * ones) is None

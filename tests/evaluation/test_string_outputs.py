@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
-from deploykit.core.errors import GateFailed, Unsupported
+from deploykit.core.errors import GateFailed
 from deploykit.engines.batching import JoinedRun
 from deploykit.engines.engine import load
 from deploykit.evaluation.batching import keep_runs, prove_batch
@@ -46,9 +47,28 @@ def test_another_one_differs_in_its_strings(model: Path, tmp_path: Path) -> None
     assert "LinearClassifier" in str(caught.value.hint)
 
 
-def test_predictions_of_strings_are_refused_by_the_name_of_the_output(
-    model: Path, tmp_path: Path
-) -> None:
-    np.savez(tmp_path / "x.npz", X=samples(4))
-    with pytest.raises(Unsupported, match="output 'label' holds strings"):
-        predict(model, tmp_path / "x.npz", tmp_path / "y.npz")
+def test_predictions_of_strings_are_written_and_scored(model: Path, tmp_path: Path) -> None:
+    X = samples(9)
+    with load(model, "cpu") as engine:
+        want = engine({"X": X})
+    labels = want["label"].astype(str)
+    labels[0] = "another"
+    np.savez(tmp_path / "x.npz", X=X, labels=labels)
+    found = predict(model, tmp_path / "x.npz", tmp_path / "y.npz", batch=4)
+    got = np.load(tmp_path / "y.npz")  # without pickles
+    assert got["label"].tolist() == want["label"].tolist()
+    np.testing.assert_array_equal(got["probabilities"], want["probabilities"])
+    assert found.accuracy is not None
+    assert found.accuracy.value == 8 / 9
+
+
+def test_strings_are_inputs_from_an_npz(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+        g (string[N,2] x) => (string[N,2] y) { y = Identity(x) }""")
+    onnx.save(model, tmp_path / "m.onnx")
+    words = np.array([["a", "bcd"], ["", "ü"], ["ef", "g"]])
+    np.savez(tmp_path / "x.npz", x=words)
+    predict(tmp_path / "m.onnx", tmp_path / "x.npz", tmp_path / "y.npz", batch=2)
+    assert np.load(tmp_path / "y.npz")["y"].tolist() == words.tolist()
+    data = {"data": tmp_path / "x.npz"}
+    assert compare(tmp_path / "m.onnx", tmp_path / "m.onnx", **data).parity.passed

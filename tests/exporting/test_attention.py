@@ -21,10 +21,8 @@ needs("onnxscript")
 from onnxscript import ir  # noqa: E402
 
 from deploykit.engines.engine import load  # noqa: E402
-from deploykit.exporting.onnx import (  # noqa: E402
-    export_module,
-    simplify_attention,
-)
+from deploykit.exporting import onnx as finishing  # noqa: E402
+from deploykit.exporting.onnx import export_module  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -84,7 +82,7 @@ def simplify(text: str) -> tuple[onnx.ModelProto, onnx.ModelProto, Counter[str]]
     """A graph before and after, and its operators after."""
     before = onnx.parser.parse_model(text)
     model = ir.from_proto(before)
-    simplify_attention(model)
+    finishing.simplify(model)
     after = ir.to_proto(model)
     return before, after, Counter(node.op_type for node in after.graph.node)
 

@@ -26,7 +26,8 @@ MIB = leak.MIB
 
 
 def step(code: str, *, limit_s: float = 60, title: str = "x", after: str = "") -> Step:
-    return Step("part", title, [PYTHON, "-c", code], limit_s, after=after, refusal=1)
+    command = [PYTHON, "-c", code]
+    return Step("part", title, command, limit_s, after=after, refusal=1, measures=title == "x")
 
 
 @pytest.mark.skipif(bool(this_machine().gpus), reason="there is a GPU here")
@@ -57,6 +58,8 @@ def test_a_plan_is_built_once_for_all_parts(
     ("code", "status", "why"),
     [
         ("print('{\"ms\": 1.5}')", "passed", ""),
+        ("print('Not run: torch')", "skipped", "nothing was measured: Not run: torch"),
+        ("pass", "skipped", "nothing was measured: exit 0"),
         ("raise SystemExit('error: it broke')", "refused", "it broke"),
         ("import sys; print('error: no'); sys.exit(2)", "failed", "no"),
         ("import sys; print('first'); print('last'); sys.exit(4)", "failed", "last"),
@@ -79,10 +82,12 @@ def test_step_that_hangs_is_killed_with_what_it_started(tmp_path: Path, own_sess
         "import subprocess, sys, time\n"
         "words = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
         f"subprocess.Popen(words, start_new_session={own_session})\n"
+        "print('{\"rows\": 1}'); print('{\"rows\": 2}')\n"
         "time.sleep(60)"
     )
     result = run_step(step(code), 3, tmp_path)
     assert (result.status, result.why) == ("failed", "killed after 3 s")
+    assert result.figures == {"rows": 2}  # of the rows that it wrote until then
     assert result.seconds < 50
 
 

@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from deploykit.core import files
-from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.errors import BadInput
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import load
 from deploykit.graph.graph import Graph, name_nodes
@@ -74,13 +74,6 @@ def test_unnamed_dynamic_axes_are_named_as_the_runtime_names_them(tmp_path: Path
     with load(path, "cpu") as engine:
         assert specs(model) == (engine.inputs, engine.outputs)
     assert specs(model)[0][0].shape == ("N", "x_1", 3)
-
-
-def test_a_string_input_is_unsupported() -> None:
-    model = linear()
-    model.graph.input[0].type.tensor_type.elem_type = TensorProto.STRING
-    with pytest.raises(Unsupported, match="model: tensor 'x' is of type string"):
-        specs(model)
 
 
 def test_summary_counts_nodes_operators_parameters_and_bytes() -> None:

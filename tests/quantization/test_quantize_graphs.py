@@ -77,3 +77,54 @@ def test_a_model_without_float32_is_refused(tmp_path: Path, graph: str, kind: st
     model, calib = write(tmp_path, graph, kind)
     with pytest.raises(dk.BadInput, match=r"m\.onnx: has no float32 tensor: nothing to quantize"):
         dk.quantize(model, to, calib=calib)
+
+
+def test_a_classifier_that_ends_in_labels_is_gated_on_them(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[N,8] x) => (int64[N] label, float[N,4] shares) {
+            q = MatMul(x, w) shares = Softmax(q) label = ArgMax<axis = 1, keepdims = 0>(shares)
+        }""")
+    rng = np.random.default_rng(0)
+    weights, x = rng.standard_normal((8, 4)), rng.standard_normal((2000, 8)).astype(np.float32)
+    array = onnx.numpy_helper.from_array(weights.astype(np.float32), "w")
+    model.graph.initializer.append(array)
+    onnx.save(model, tmp_path / "m.onnx")
+    np.savez(tmp_path / "d.npz", x=x, labels=(x @ weights).argmax(1))
+    data = tmp_path / "d.npz"
+    made = dk.quantize(tmp_path / "m.onnx", "int8", calib=data, data=data, max_drop=0.05)
+    assert made.drop.n == 2000
+    assert made.drop.reference.value == 1.0
+
+
+@pytest.mark.parametrize("to", ["fp16", "int8", "int8-dynamic", "auto"])
+def test_an_output_that_is_no_tensor_is_described_and_refused_by_its_name(
+    tmp_path: Path, to: str
+) -> None:
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[N,8] x) => (float[N,8] y, seq(float[N,1]) parts) {
+            y = Relu(x) parts = SplitToSequence<axis = 1>(y) }""")
+    onnx.save(model, tmp_path / "m.onnx")
+    np.savez(tmp_path / "c.npz", x=np.random.default_rng(0).random((16, 8), np.float32))
+    assert dk.inspect(tmp_path / "m.onnx").outputs[1].dtype == "seq(float32)"
+    with pytest.raises(dk.Unsupported, match=r"m\.onnx: 'parts' is a seq\(float32\)"):
+        dk.quantize(tmp_path / "m.onnx", to, calib=tmp_path / "c.npz")
+
+
+def test_an_empty_cache_says_nothing_of_a_range_and_is_no_error_elsewhere(tmp_path: Path) -> None:
+    """The first step of a decoder."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[N,1,8] x, float[N,P,8] past) => (float[N,1,8] y, float[N,Q,8] present) {
+            k = MatMul(x, w) present = Concat<axis = 1>(past, k)
+            t = Transpose<perm = [0, 2, 1]>(present) s = MatMul(x, t) y = MatMul(s, present) }""")
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((8, 8)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weights, "w"))
+    path, data = tmp_path / "m.onnx", tmp_path / "d.npz"
+    onnx.save(model, path)
+    x = rng.standard_normal((16, 1, 8)).astype(np.float32)
+    np.savez(data, x=x, past=np.zeros((16, 0, 8), np.float32))
+    assert dk.compare(path, path, data=data).parity.passed
+    assert dk.quantize(path, "fp16", data=data).evaluation.passed
+    with pytest.raises(dk.BadInput, match="input 'past' is empty in all samples") as caught:
+        dk.quantize(path, "int8", calib=data)
+    assert "later steps" in caught.value.hint

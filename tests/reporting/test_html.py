@@ -15,7 +15,7 @@ import pytest
 
 from deploykit.core.evidence import Gate
 from deploykit.reporting.html import CSS, report_page
-from deploykit.reporting.report import Report, write
+from deploykit.reporting.report import NotMeasured, Report, write
 from deploykit.reporting.verdict import verdict
 from tests.support.measure.browser import CHROMIUM, loaded
 
@@ -173,7 +173,66 @@ def test_an_invalid_run_looks_different_at_the_top(report: Report) -> None:
     assert '<p class="verdict">' in report_page(report.to_dict())
     invalid = replace(report, invalid=("other load: stop it",))
     text = report_page(replace(invalid, verdict=verdict(invalid)).to_dict())
-    assert '<p class="verdict doubt">INVALID: other load: stop it.</p>' in text
+    assert '<p class="verdict busy">The machine was busy: other load: stop it. ' in text
+    assert text.index("<table>") < text.index('class="verdict busy"')  # the figures come first
+    assert text.count('aria-label="Table: In short"') == 1
+
+
+def test_a_summary_has_six_conclusions_and_the_rest_is_below(report: Report) -> None:
+    many = replace(report, verdict=tuple(f"Sentence {number}." for number in range(12)))
+    text = report_page(many.to_dict())
+    summary = text.split('id="conclusions"')[1].split("</section>")[0]
+    assert re.findall(r"<li>Sentence (\d+)", summary) == ["1", "2", "3", "4", "5", "6"]
+    assert "<li>Sentence 11." in text.split("Further conclusions")[1]
+    assert f"× {report.baseline}, same batch" in text  # which baseline the ratios are of
+
+
+def test_a_report_holds_no_folder_of_the_machine(report: Report, tmp_path: Path) -> None:
+    """Nor does its JSON: it is made to be shared."""
+    mine = replace(
+        report,
+        command="deploykit bench /home/me/secret project/../m.onnx -o /tmp/x/report",
+        not_measured=(NotMeasured("OpenVINO", "pip install '/work/clone/deploykit[openvino]'"),),
+        provenance={"environment": {"LD_LIBRARY_PATH": "/opt/me/lib:/usr/me/lib64"}},
+        notes=(
+            "read from /sys/class/powercap",
+            "http://host:8000/v2/models/m",
+            "3/4 of a/b",
+            "/layer1/conv",
+        ),
+    )
+    write(replace(mine, verdict=verdict(mine)), tmp_path)
+    for name in ("report.json", "report.md", "report.html"):
+        text = (tmp_path / name).read_text("utf-8")
+        for folder in ("/home/me", "/tmp/x", "/work/clone", "/opt/me", "/usr/me"):
+            assert folder not in text
+        assert "/sys/class/powercap" in text
+        assert "http://host:8000/v2/models/m" in text
+        assert "3/4 of a/b" in text
+        assert "/layer1/conv" in text
+
+
+NARROW = """
+<script type="module">
+const wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+parent.document.title = 'beyond ' + wide + ' of ' + document.documentElement.clientWidth;
+</script>
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_a_phone_need_not_scroll_sideways(report: Report, tmp_path: Path) -> None:
+    long = "pip-install-" + "x" * 200
+    wide = replace(report, title=long, not_measured=(NotMeasured(long, long),), notes=(long,))
+    text = write(replace(wide, verdict=(long, *verdict(wide))), tmp_path).read_text()
+    page = re.sub("<meta http-equiv=[^>]*>", "", text).replace("</body>", NARROW + "</body>")
+    (tmp_path / "page.html").write_text(page)
+    source = page.replace("&", "&amp;").replace('"', "&quot;")
+    frame = f'<iframe width="390" height="800" srcdoc="{source}"></iframe>'
+    (tmp_path / "phone.html").write_text(f"<!doctype html><title>?</title>{frame}")
+    shown = loaded(tmp_path / "phone.html", tmp_path / "profile")
+    assert re.search("<title>beyond 0 of 3[789][0-9]</title>", shown), shown[:200]
 
 
 def test_a_gate_that_was_not_met_is_written_out(report: Report) -> None:

@@ -1,8 +1,7 @@
 """Run the fenced code blocks of a Markdown page in their order, in one folder.
 
 `sh` and `python` blocks run. `console` blocks show what a person types elsewhere (on a GPU, on a
-Jetson, in a fresh checkout) and what comes back: `unknown_options` finds commands in them that the
-command line would refuse.
+Jetson, in a fresh checkout) and what comes back: tests/test_console.py.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def run_page(page: Path, folder: Path, done: Sequence[list[str]] = ()) -> None:
                 continue
             command = [word.replace("127.0.0.1:8000", address) for word in written]
             if command[:2] == ["deploykit", "serve"]:
-                address = stack.enter_context(_server(command, folder))
+                address = stack.enter_context(server(command, folder))
             else:
                 run(command, folder)
 
@@ -60,53 +59,32 @@ def run_page(page: Path, folder: Path, done: Sequence[list[str]] = ()) -> None:
 def run(command: list[str], folder: Path) -> None:
     """Run one command in `folder`, and fail if it does not exit with 0."""
     done = subprocess.run(
-        command, cwd=folder, env=_place(), capture_output=True, text=True, check=False
+        command, cwd=folder, env=place(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, (command, done.stdout, done.stderr)
 
 
-def unknown_options(page: Path, helps: dict[str, str]) -> list[str]:
-    """`deploykit` commands and options in `console` blocks that `helps` (by command) lacks."""
-    unknown = []
-    for _, text in blocks(page, "console"):
-        for line in text.replace("\\\n", " ").splitlines():
-            words = line.removeprefix("$ ").split("#")[0].split()
-            if not line.startswith("$ deploykit ") or len(words) < 2 or words[1].startswith("-"):
-                continue
-            known = helps.get(words[1])
-            if known is None:
-                unknown.append(words[1])
-                continue
-            options = [word.split("=")[0] for word in words[2:] if re.match(r"--?[a-z]", word)]
-            unknown += [
-                f"{words[1]} {option}"
-                for option in options
-                if not re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", known)
-            ]
-    return unknown
-
-
 @contextmanager
-def _server(command: list[str], folder: Path) -> Iterator[str]:
+def server(command: list[str], folder: Path) -> Iterator[str]:
     """Start `deploykit serve` on free ports; its HTTP address."""
     command = [word if word not in ("8000", "8001") else "0" for word in command]
     for option in ("--http-port", "--grpc-port"):
         if option not in command:
             command += [option, "0"]
-    server = subprocess.Popen(
-        command, cwd=folder, env=_place(), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
+    process = subprocess.Popen(
+        command, cwd=folder, env=place(), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
     )
     try:
-        assert server.stdout is not None
-        ready = server.stdout.readline()
-        assert ready, f"the server did not start: {command}"
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        assert ready, f"{command}: exit {process.wait()}"
         yield json.loads(ready)["http"]
     finally:
-        server.terminate()
-        server.communicate()
+        process.terminate()
+        process.communicate()
 
 
-def _place() -> dict[str, str]:
+def place() -> dict[str, str]:
     """The environment with this interpreter's programs first, and a torchvision that imports."""
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     given = os.environ.get("PYTHONPATH", "")  # NVIDIA's parser and builder are there

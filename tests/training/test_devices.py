@@ -253,7 +253,7 @@ def test_the_page_is_whole_and_the_same_each_time() -> None:
     found = Page(page)
     assert (found.wrong, found.open) == ([], [])
     assert len(page.encode()) < 100_000
-    assert page.index("<svg") < page.index("What it comes to")
+    assert page.index("<svg") < page.index("Summary")
     assert "CPU wins below 32" in page
     assert "GPU, NVIDIA H200" in page
     assert "not measured: this GPU is too small" in page
@@ -273,7 +273,7 @@ def test_a_report_without_a_measured_row_gives_the_reason() -> None:
     document = a_document()
     document |= {"rows": [row.to_dict()], "crossovers": [], "verdict": ["No."]}
     assert "not measured: does not fit into memory" in devices_html(document)
-    assert "What it comes to" not in devices_html(document)
+    assert "Summary" not in devices_html(document)
     table = SimpleNamespace(rows=[row], batch=8, epochs=1, samples=8, recipe="r", crossovers=[])
     assert devices.conclude(table) == ["Nothing could be measured: does not fit into memory."]
 

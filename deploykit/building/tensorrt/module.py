@@ -93,6 +93,13 @@ _PARSER: Sequence[tuple[str, Reason]] = (
 )
 _BUILDER: Sequence[tuple[str, Reason]] = (
     (
+        "Could not infer output types for dequantize",
+        Reason(
+            "this TensorRT refuses INT8 pairs with float16 scales on this GPU (10.16.2 on Orin)",
+            "quantize again without `other_nodes` fp16, or build with another TensorRT",
+        ),
+    ),
+    (
         "workspace limit|insufficient workspace|increase the .*workspace",
         Reason("no kernel fits into the workspace", "a larger `workspace_bytes` in the profile"),
     ),

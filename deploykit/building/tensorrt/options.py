@@ -192,6 +192,12 @@ def check_options(options: Options) -> None:
             f"{profile.compute_capability}, {HARDWARE[str(hardware)]} or later is needed",
             hint="use `hardware_compatible` same-compute-capability",
         )
+    if profile.boards and hardware == "ampere-plus":
+        raise Unsupported(
+            f"`hardware_compatible` {hardware}: profile {profile.name} is a Jetson, where TensorRT "
+            "has no such engines",
+            hint="build it on each board",
+        )
     if options.dla is not None and not 0 <= options.dla < profile.dla_cores:
         cores = profile.dla_cores
         raise Unsupported(

@@ -194,7 +194,10 @@ def _choose(
     for spec in inputs:
         found, axis = headers[arrays[spec.name]], axes[spec.name]
         shape = tuple(BATCH if place == axis else size for place, size in enumerate(spec.shape))
-        problem = mismatch(replace(spec, shape=shape), found.dtype.name, found.shape)
+        dtype = found.dtype.name
+        if spec.dtype == "string" and found.dtype.kind == "U":  # of any length
+            dtype = carrier(spec.dtype)
+        problem = mismatch(replace(spec, shape=shape), dtype, found.shape)
         if problem is not None:
             cure = None if found.dtype.name == spec.dtype else f"x.astype('{spec.dtype}')"
             if found.dtype == np.uint8 and spec.dtype.startswith("float"):
@@ -396,12 +399,16 @@ def read_samples(
         needed = sum(source.headers[name].nbytes for name in wanted)
         check_memory(source.where, needed * (2 if len(source.files) > 1 else 1))  # parts + whole
         arrays = source.read(wanted)
-    chosen = {
-        name: arrays[own].astype(arrays[own].dtype.newbyteorder("="), copy=False)
-        for name, own in source.names.items()
-    }
+    chosen = {name: _native(arrays[own]) for name, own in source.names.items()}
     axes = {name: source.axes[own] for name, own in source.names.items()}
     return Samples(chosen, arrays.get(LABELS, source.classes), source.where, source.unused, axes)
+
+
+def _native(array: np.ndarray) -> np.ndarray:
+    """Return the array as an engine takes it: this machine's byte order, strings as objects."""
+    if array.dtype.kind == "U":
+        return array.astype(object)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
@@ -427,6 +434,9 @@ def write_npz(path: Path, arrays: Mapping[str, np.ndarray], *, kind: str = "arra
                 npy.write_array(member, np.asarray(array), allow_pickle=False)
 
 
+_TAIL = 4  # places of padding at most, fewer than a window of attention has
+
+
 def random_feeds(
     specs: tuple[TensorSpec, ...], sizes: Mapping[str, int], seed: int = 0
 ) -> dict[str, np.ndarray]:
@@ -434,9 +444,9 @@ def random_feeds(
 
     Floats are standard normal, uint8 is 0 to 255, other integers and strings are 0 to 9. An input
     named as lengths gets lengths of rows, the last one full. Booleans and an input named as a mask
-    get zeros and ones: each row begins with a one and, for booleans, ends with the other value. A
-    "pad" in the name reverses this, as attention over a fully masked row is undefined. `sizes`: 1
-    by default.
+    get zeros and ones: a mask (N, T) ends with a few zeros, as padding does; any other begins with
+    a one and, for booleans, ends with the other value. A "pad" in a boolean's name reverses this,
+    as attention over a fully masked row is undefined. `sizes`: 1 by default.
     """
     random, feeds = np.random.default_rng(seed), {}
     for spec in specs:
@@ -446,6 +456,12 @@ def random_feeds(
             feeds[spec.name] = random.standard_normal(shape).astype(carrier(spec.dtype))
         elif spec.dtype == "string":
             feeds[spec.name] = random.integers(0, 10, shape).astype(str).astype(object)
+        elif "mask" in spec.name.lower() and len(shape) == 2 and "float" not in spec.dtype:
+            tail = random.integers(0, min(_TAIL, max(1, shape[1])), (shape[0], 1))
+            found = np.arange(shape[1]) < shape[1] - tail
+            found[:1, -1:] = shape[1] < 2  # one row at least has padding
+            hides = spec.dtype == "bool" and "pad" in spec.name.lower()
+            feeds[spec.name] = (found != hides).astype(spec.dtype)
         elif spec.dtype == "bool":
             feeds[spec.name] = found = random.integers(0, 2, shape).astype(bool)
             if found.ndim > 1:  # either value may mean masked
@@ -653,7 +669,7 @@ class _Rows:
         digest.update(raw)
         rows = np.frombuffer(raw, self._dtype) if raw else np.zeros(0, self._dtype)
         rows = np.moveaxis(rows.reshape(count, *self._shape), 0, self._axis)
-        return np.ascontiguousarray(rows, self._dtype.newbyteorder("="))
+        return _native(np.ascontiguousarray(rows))
 
     def _open_next(self) -> tuple[Path, IO[bytes]]:
         file, header = self._left.popleft()

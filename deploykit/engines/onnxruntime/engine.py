@@ -29,7 +29,7 @@ from deploykit.core.memory import ASKED_BYTES, memory_errors
 from deploykit.core.subprocesses import run_apart
 from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.cuda.errors import CODES, USE_LESS_MEMORY, cuda_error
-from deploykit.engines.engine import Arrays, Engine, FeedCheck
+from deploykit.engines.engine import Arrays, CallGuard, Engine, FeedCheck
 from deploykit.engines.onnxruntime.file import (
     EXACT_INTEGERS,
     UNSHARED,
@@ -265,7 +265,9 @@ def spec_of(path: Path, node: Any) -> TensorSpec:
     if dtype is None:
         raise Unsupported(
             f"{path}: tensor '{node.name}' is a {node.type}, which is not supported",
-            hint="export the model with float32 inputs and outputs",
+            hint="convert it again without ZipMap: to_onnx(..., options={'zipmap': False})"
+            if "map(" in node.type  # as skl2onnx writes the probabilities of a classifier
+            else "export the model so that it takes and returns tensors of numbers or strings",
         )
     shape = tuple(
         axis if isinstance(axis, int) else axis_name(node.name, place, axis)
@@ -376,7 +378,7 @@ class OnnxRuntimeEngine(Engine):
         self.inputs = tuple(spec_of(path, node) for node in self.session.get_inputs())
         self.outputs = tuple(spec_of(path, node) for node in self.session.get_outputs())
         self._names = [spec.name for spec in self.outputs]
-        self._check = FeedCheck(self.inputs, path.name)
+        self._check, self._guard = FeedCheck(self.inputs, path.name), CallGuard(path.name)
         first = self.session.get_providers()[0]
         if (first == "CPUExecutionProvider") != (device == "cpu"):
             raise Unsupported(
@@ -399,10 +401,12 @@ class OnnxRuntimeEngine(Engine):
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         if self.session is None:
             raise DeploykitError(f"{self.path.name}: the engine is closed")
+        self._guard.check_process()
         repeated = self._check(feeds)
         try:
             if self._binding is not None:
-                return self._binding(feeds)
+                with self._guard:
+                    return self._binding(feeds)
             options = self._arena.options(feeds, repeated)
             given = feeds if type(feeds) is dict else dict(feeds)
             found = self.session.run(self._names, given, options)
@@ -479,6 +483,8 @@ def _session(
     if device != "cpu":
         number = int(device.partition(":")[2] or 0)
         chosen = {"device_id": str(number), **({"enable_cuda_graph": "1"} if graphs else {})}
+        # its default times every algorithm at the first call of each batch size: 0.3 to 1.3 s
+        chosen["cudnn_conv_algo_search"] = "HEURISTIC"
         providers.insert(0, ("CUDAExecutionProvider", chosen))
         preload(ort)
     exact = True

@@ -103,10 +103,14 @@ class Here:
     architecture: str = ""  # "aarch64", the CPU's
 
     def facts(self) -> dict[str, str]:
-        """Return the `built_on` of a manifest, whose `cuda` is that of the plan's kernels."""
+        """Return the `built_on` of a manifest, whose `cuda` is that of the plan's kernels.
+
+        The newest CUDA of this driver says nothing of them: where TensorRT's is not known, none is
+        recorded, and TensorRT decides.
+        """
         facts = {key: str(value) for key, value in vars(self).items() if value}
-        own = facts.pop("tensorrt_cuda", "")
-        return {**facts, "cuda": own} if own else facts
+        facts["cuda"] = facts.pop("tensorrt_cuda", "")
+        return {key: value for key, value in facts.items() if value}
 
 
 def place_of(built: Mapping[str, str]) -> str:

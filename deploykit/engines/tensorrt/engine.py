@@ -21,7 +21,7 @@ from deploykit.core.manifest import Manifest
 from deploykit.core.tensors import TensorSpec, axis_name
 from deploykit.engines.cuda.errors import out_of_memory
 from deploykit.engines.cuda.execution import Pipeline, Shape, Ticket
-from deploykit.engines.engine import Arrays, Engine, check_feeds
+from deploykit.engines.engine import Arrays, CallGuard, Engine, check_feeds
 from deploykit.engines.tensorrt.compatibility import PlanFile
 from deploykit.engines.tensorrt.log import LogErrors, logger
 
@@ -145,6 +145,7 @@ class TensorRtEngine(Engine):
         graphs: Sequence[int] = (),
     ) -> None:
         self.path, self.device, self._nv, self._driver = path, driver.device, nv, driver
+        self._guard = CallGuard(path.name)
         self.runtime = f"tensorrt {nv.__version__}"
         driver.use()
         free, total = driver.memory()
@@ -237,7 +238,8 @@ class TensorRtEngine(Engine):
             raise OutOfMemory(f"{exc.message}: {sizes}", hint=hint) from exc
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
-        return self.submit(feeds).result()
+        with self._guard:
+            return self.submit(feeds).result()
 
     def submit(self, feeds: Arrays) -> Ticket:
         """Start a call; the ticket's `result()` waits for its outputs."""
@@ -302,7 +304,7 @@ class TensorRtEngine(Engine):
         try:
             with contextlib.closing(self._context(stream, 0)) as context:
                 context.shapes({name: best for name, (_, best, _) in self.profiles[0].items()})
-                inspector = engine.create_engine_inspector()
+                inspector = self._log_errors.call("inspector", engine.create_engine_inspector)
                 inspector.execution_context = context.handle
                 text: str = inspector.get_engine_information(self._nv.LayerInformationFormat.JSON)
                 return text
@@ -385,7 +387,7 @@ class Context:
             raise self._log_errors.refusal(f"input '{missing[0]}' is not specified")
         found: dict[str, Shape | None] = {}
         for name in self._outputs:
-            shape = tuple(context.get_tensor_shape(name))
+            shape = call(f"shape of output '{name}'", _shape_of, context, name)
             found[name] = shape if min(shape, default=0) >= 0 else None
             if found[name] is None:
                 what = f"output '{name}' of a shape that depends on the data"
@@ -417,6 +419,10 @@ class Context:
         del self.handle  # TensorRT destroys it with its last reference
         for memory in self._late.values():
             memory.release()
+
+
+def _shape_of(context: trt.IExecutionContext, name: str) -> Shape:
+    return tuple(context.get_tensor_shape(name))  # the bindings raise for a rank of -1
 
 
 @functools.cache

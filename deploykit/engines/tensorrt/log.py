@@ -133,7 +133,7 @@ class LogErrors:
         self.forget()
         try:
             answer = run(*arguments)
-        except (RuntimeError, TypeError) as exc:  # pybind11: a factory returned nullptr
+        except (RuntimeError, TypeError, ValueError) as exc:  # a null pointer, a rank of -1
             raise self.refusal(f"{what} ({first_line(exc)})") from exc
         if answer is None or answer is False:
             raise self.refusal(what)

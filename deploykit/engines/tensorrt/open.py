@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import mmap
 import platform
+import re
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING
 from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import Unsupported
 from deploykit.core.extras import install_hint, installed, require
+from deploykit.core.machine import file_text
 from deploykit.engines.tensorrt.compatibility import Here, check_version, open_plan, place_of
 from deploykit.engines.tensorrt.engine import TensorRtEngine
 from deploykit.engines.tensorrt.plugins import load_plugins, recorded_plugins
@@ -26,6 +30,8 @@ if installed("tensorrt_lean") and not installed("tensorrt"):
         hint=install_hint("tensorrt"),
     )
 trt = require("tensorrt")
+_MAPS = Path("/proc/self/maps")  # of this process, which has loaded TensorRT
+_CUDART = re.compile(rb"\blibcudart\.so\.(\d{2})\b")
 _LIBRARIES = ("tensorrt-cu{}", "tensorrt-cu{}-libs", "tensorrt-cu{}-bindings")  # pip packages
 
 
@@ -77,12 +83,26 @@ def here(driver: CudaDevice) -> Here:
     )
 
 
+@functools.cache
 def tensorrt_cuda() -> str:
-    """Return the CUDA major of pip's TensorRT; empty if it is not from pip, or for several."""
+    """Return the CUDA major of TensorRT; empty if it is not known.
+
+    pip's packages have it in their names. A library of another origin, as of a .deb or of an image,
+    names the libcudart that it loads.
+    """
     found = set()
     for major in ("12", "13"):
         for name in _LIBRARIES:
             with contextlib.suppress(metadata.PackageNotFoundError):
                 metadata.version(name.format(major))
                 found.add(major)
+    if not found:
+        paths = re.findall(r"\s(/\S*/libnvinfer\.so\.[\d.]+)$", file_text(_MAPS), re.MULTILINE)
+        for path in dict.fromkeys(paths):
+            with (
+                contextlib.suppress(OSError, ValueError),
+                Path(path).open("rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+            ):
+                found |= {each.decode() for each in _CUDART.findall(content)}
     return found.pop() if len(found) == 1 else ""

@@ -28,12 +28,18 @@ def load_plugins(nv: Any, libraries: Iterable[Path] = ()) -> None:
             continue
         if not path.is_file():
             raise NotFound(f"{library}: no such plugin library")
+        registry = nv.get_plugin_registry()
+        before = len(getattr(registry, "all_creators", ()))
         try:
             found = ctypes.CDLL(str(path))
         except OSError as exc:
             raise Unsupported(f"{library}: cannot be loaded: {first_line(exc)}") from exc
-        if any(hasattr(found, name) for name in _CREATORS):
-            handle = nv.get_plugin_registry().load_library(str(path))
+        itself = len(getattr(registry, "all_creators", ())) > before  # a second time is an error
+        if not itself and any(hasattr(found, name) for name in _CREATORS):
+            try:
+                handle = registry.load_library(str(path))
+            except RuntimeError as exc:
+                raise Unsupported(f"{library}: TensorRT refused it: {first_line(exc)}") from exc
             if handle is None:
                 raise Unsupported(f"{library}: TensorRT refused this plugin library")
         _loaded[path] = found  # keep it loaded: running plans use its code

@@ -15,7 +15,7 @@ from deploykit.core.artefact import ArtefactLike
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.extras import require
 from deploykit.core.tensors import TensorSpec
-from deploykit.engines.engine import Arrays, Engine, check_feeds
+from deploykit.engines.engine import Arrays, CallGuard, Engine, check_feeds
 from deploykit.engines.torch.files import RunsCode, module_errors, read
 from deploykit.engines.torch.loaded import Loaded
 from deploykit.engines.torch.open import load_module
@@ -84,7 +84,7 @@ class TorchEngine(Engine):
         self.inputs, self.outputs = loaded.inputs, loaded.outputs
         self.runtime = f"torch {torch.__version__}"
         self.device = chosen
-        self._where = where
+        self._where, self._guard = where, CallGuard(where)
         with module_errors(f"{where}: moving it to {chosen}"):
             self._module = loaded.module.to(chosen)
             self._floats = torch.bfloat16 if bf16 else None
@@ -96,6 +96,7 @@ class TorchEngine(Engine):
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         if self._module is None:
             raise DeploykitError(f"{self._where}: the engine is closed")
+        self._guard.check_process()
         check_feeds(self.inputs, feeds, self._where)
         arrays = [np.require(feeds[spec.name], requirements=["C", "W"]) for spec in self.inputs]
         with module_errors(f"{self._where}: the model failed"), torch.inference_mode():

@@ -487,7 +487,7 @@ def _load(folder: Path, found: Any) -> Any:
         key: sorted(map(str, report.get(f"{key}_keys") or ())) for key in ("missing", "mismatched")
     }
     if any(wrong.values()):  # transformers fills these with random numbers
-        reasons = [f"{key} {list_names(names)}" for key, names in wrong.items() if names]
+        reasons = [f"{key} {list_names(names, 2)}" for key, names in wrong.items() if names]
         raise BadInput(f"{folder}: weights do not fit the model: {'; '.join(reasons)}")
     return module
 

@@ -354,9 +354,25 @@ class _Probe:
             raise BadInput(
                 f"{self.where}: axis {axis} is not dynamic in this model, which takes a size of "
                 f"{size}: {failure}",
-                hint=f"give axis {axis} a fixed size in `inputs`, or change the model",
+                hint=self._batch_elsewhere(axis)
+                or f"give axis {axis} a fixed size in `inputs`, or change the model",
             )
         return found, most
+
+    def _batch_elsewhere(self, axis: str) -> str | None:
+        """Say which axis of an input is the batch, where it is not axis 0, as of a state."""
+        rows = {len(array) for array in self.example.arrays.values() if array.ndim}
+        for number, spec in enumerate(self.inputs[1:], 1):
+            shape = self.example.arrays.get(spec.name, np.zeros(())).shape
+            for place in [at for at, size in enumerate(shape) if at and size in rows]:
+                axes = [axis if at == place else each for at, each in enumerate(spec.shape)]
+                axes[0] = shape[0]
+                specs = list(self.inputs)
+                specs[number] = make_spec(spec.name, spec.dtype, axes)
+                with contextlib.suppress(_Failed):
+                    replace(self, inputs=specs).at(axis, self.sizes[axis] + 1)
+                    return f"axis 0 of '{spec.name}' is not the batch: `inputs`, '{specs[number]}'"
+        return None
 
     def _largest(self, axis: str, runs: int, fails: int) -> int | None:
         """Find by bisection the size above which the model takes none, as a table's; else None."""
@@ -420,7 +436,7 @@ def _first_that_runs(
                 return probe, probe.run()
             except _Failed as exc:
                 failure = failure or exc
-    raise failure or BadInput(f"{where}: no size to try")
+    raise _as_bad_input(failure or BadInput(f"{where}: no size to try"))
 
 
 def _example_that_runs(
@@ -441,7 +457,14 @@ def _example_that_runs(
             return probe, probe.run()
         except _Failed as exc:
             failure = exc
-    raise failure or BadInput(f"{where}: no size to try")
+    raise _as_bad_input(failure or BadInput(f"{where}: no size to try"))
+
+
+def _as_bad_input(failure: BadInput) -> BadInput:
+    """Return the error as its users know it."""
+    error = BadInput(failure.message, hint=failure.hint)
+    error.__cause__ = failure.__cause__
+    return error
 
 
 def _batch_axes(inputs: Sequence[TensorSpec]) -> list[str]:

@@ -10,12 +10,12 @@ import contextlib
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploykit.core.errors import BadInput, MissingExtra, NotFound, did_you_mean
+from deploykit.core.errors import MissingExtra, NotFound, did_you_mean
 from deploykit.core.extras import require
 from deploykit.core.files import sha256
 from deploykit.core.task import (
@@ -35,9 +35,8 @@ from deploykit.engines.torch.files import with_torchvision
 torch = require("torch")
 
 INPUT = "image"
-PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile and Lightning
 _FEWEST = 16  # tensors: those of AlexNet
-COUNTERS = ("num_batches_tracked", "n_averaged")  # names that some files lack or add
+_COUNTERS = ("num_batches_tracked", "n_averaged")  # names that some files lack or add
 _PACKAGES = (
     "torchvision.models",
     "torchvision.models.detection",
@@ -57,8 +56,9 @@ class Preset:
 
     `image`: names the uint8 input that `preprocess` gives the graph. `classes`: how many the model
     has, None if that is not known. `labels`: empty if the library's labels are not this model's.
-    `source`: the origin of these facts, for people. A deploykit checkpoint does not name its task
-    (""), has the inputs of its recipe, and may lack `image` or `preprocess`.
+    `source`: the origin of these facts, for people. `unfit`: why it fits no task. A deploykit
+    checkpoint does not name its task (""), has the inputs of its recipe, and may lack `image` or
+    `preprocess`.
     """
 
     task: str
@@ -68,6 +68,7 @@ class Preset:
     labels: tuple[str, ...] = ()
     classes: int | None = None
     source: str = ""
+    unfit: str = ""
 
 
 def torchvision_name(arch: str | None) -> str | None:
@@ -116,7 +117,7 @@ def build_named(arch: str, weights: Mapping[str, Any]) -> Any:
     return with_torchvision(lambda: _build_torchvision(found, weights))
 
 
-class _WithoutMemory(torch.overrides.TorchFunctionMode):
+class _WithoutMemory(torch.overrides.TorchFunctionMode):  # type: ignore[misc,name-defined]
     """Makes weights without values, so that the largest network is built at once."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -136,7 +137,7 @@ def recognise(weights: Mapping[str, Any], file: Path) -> str | None:
         library = _torchvision()
     except MissingExtra:
         return None
-    named = [name for name in library.list_models() if not name.startswith("quantized_")]
+    named: list[str] = [name for name in library.list_models() if not name.startswith("quantized_")]
     named.sort(key=lambda name: (name not in file.name, not name.startswith("resnet"), len(name)))
     theirs, unlike = _sizes(weights), set[str]()
     if len(theirs) < _FEWEST:
@@ -156,12 +157,23 @@ def recognise(weights: Mapping[str, Any], file: Path) -> str | None:
 
 
 def _sizes(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return shapes by name without what DataParallel, torch.compile and Lightning put before."""
-    found = {key: value.shape for key, value in weights.items() if hasattr(value, "shape")}
-    for prefix in (*PREFIXES, *PREFIXES):
-        if all(key.startswith(prefix) for key in found):
-            found = {key.removeprefix(prefix): shape for key, shape in found.items()}
-    return {key: shape for key, shape in found.items() if not key.endswith(COUNTERS)}
+    """Return shapes by name, without what a wrapper put before every name."""
+    found = {
+        key: value.shape
+        for key, value in weights.items()
+        if hasattr(value, "shape") and not key.endswith(_COUNTERS)
+    }
+    while prefix := common_prefix(found):
+        found = {key.removeprefix(prefix): shape for key, shape in found.items()}
+    return found
+
+
+def common_prefix(names: Iterable[str]) -> str:
+    """Return what DataParallel, torch.compile, Lightning or an attribute puts before every name."""
+    first, *others = {name.partition(".")[0] for name in names} or {""}
+    return (
+        f"{first}." if not others and all(name[len(first) :][:1] == "." for name in names) else ""
+    )
 
 
 def preset_of(module: Any, arch: str | None = None, file: Path | None = None) -> Preset | None:
@@ -330,11 +342,9 @@ def _of_ultralytics(module: Any) -> Preset | None:
         return None
     head.export = True  # return decoded boxes without the raw maps
     kind = CLASSIFY if type(head).__name__ == "Classify" else DETECT
+    unfit = ""
     if type(head).__name__ in ("OBB", "OBB26", "SemanticSegment", "RTDETRDecoder"):
-        raise BadInput(
-            f"{type(module).__name__}: its head {type(head).__name__} fits none of the tasks",
-            hint="export it without `task`, and decode its outputs in the client",
-        )
+        unfit = f"{type(module).__name__}: its head {type(head).__name__} fits none of the tasks"
     options = getattr(module, "args", {})
     options = options if isinstance(options, Mapping) else vars(options)
     size = options.get("imgsz") or (224 if kind == CLASSIFY else 640)
@@ -351,4 +361,5 @@ def _of_ultralytics(module: Any) -> Preset | None:
         tuple(map(str, listed)),
         getattr(head, "nc", None) or len(listed) or None,
         f"the checkpoint of Ultralytics ({type(module).__name__})",
+        unfit,
     )

@@ -27,7 +27,7 @@ from deploykit.serving.http2.connection import (
     literal,
 )
 from deploykit.serving.models.inference import Receiver
-from deploykit.serving.transport.call import BUG, decompress, message_of, refusal_of
+from deploykit.serving.transport.call import BUG, decompress, log_access, message_of, refusal_of
 from deploykit.serving.transport.listener import extend
 
 log = logging.getLogger(__name__)
@@ -162,11 +162,12 @@ class HeadParser:
 
     def __call__(self, pairs: list[tuple[bytes, bytes]]) -> CallHead:
         values = dict(pairs)
-        keys = [key for key, _ in pairs if key in (b"authorization", b"traceparent")]
-        if keys.count(b"traceparent") > 1:
-            del values[b"traceparent"]  # as one that cannot be parsed: a new trace begins
-        if keys.count(b"authorization") > 1:
-            values[b"authorization"] = b""  # proxies disagree about which of them counts
+        if len(values) != len(pairs):
+            keys = [key for key, _ in pairs]
+            if keys.count(b"traceparent") > 1:
+                del values[b"traceparent"]  # as one that cannot be parsed: a new trace begins
+            if keys.count(b"authorization") > 1:
+                values[b"authorization"] = b""  # proxies disagree about which of them counts
         content_type = values.get(b"content-type", b"")
         speaks_grpc = _CONTENT_TYPE.fullmatch(content_type) is not None
         length = values.get(b"content-length")
@@ -213,7 +214,7 @@ class GrpcCall(Stream):
     """A call from its headers to its trailers."""
 
     __slots__ = (
-        "_answer_bytes", "_by_s", "_in_turn", "_inflating", "_read_by_s", "_reader",
+        "_answer_bytes", "_begun_s", "_by_s", "_in_turn", "_inflating", "_read_by_s", "_reader",
         "_received_bytes", "_received_one", "_sizes", "_unread", "cancel", "deadline_s", "head",
         "held_bytes", "opened", "slots", "unreplied"
     )  # fmt: skip
@@ -237,6 +238,7 @@ class GrpcCall(Stream):
         self._received_bytes = 0  # counted if the client has sent a Content-Length
         self._received_one = False
         self._by_s = shared.now_s + shared.limits.stall_s  # when more of a message must have come
+        self._begun_s = shared.clock_s() if shared.logs_access else 0.0
         timeout_us = head.timeout_us
         deadline_s = None if timeout_us is None else shared.clock_s() + timeout_us / 1e6
         self.deadline_s = deadline_s  # by the clock, as `now_s` may be a tick old
@@ -292,8 +294,11 @@ class GrpcCall(Stream):
         if piece:
             reader = self._reader
             shared = self.link.shared
-            by_s = self._by_s if reader.have else shared.now_s + shared.limits.stall_s
-            self._by_s = extend(by_s, len(piece), shared.now_s, shared.limits.stall_s)
+            now_s, stall_s = shared.now_s, shared.limits.stall_s
+            if reader.have:
+                self._by_s = extend(self._by_s, len(piece), now_s, stall_s)
+            else:
+                self._by_s = now_s + stall_s
             reader.add(piece)
             if not self._reserve(len(piece)):
                 return
@@ -482,6 +487,10 @@ class GrpcCall(Stream):
                 FIRST_FRAME, number, REPLY_HEADERS, length << 8 | DATA, number, message_bytes
             )
             link.write(b"".join((start, *parts, REPLY_END.pack(LAST_FRAME, number, OK))))
+            if link.shared.logs_access:
+                self._record("OK")
+            else:
+                link.shared.replies["OK"] += 1
             self.finish()
             return
         self.send_message(parts)
@@ -511,6 +520,8 @@ class GrpcCall(Stream):
 
     def complete(self) -> None:
         """End the call with status OK."""
+        if not self.gone and self.trailers is None:
+            self._record("OK")
         self._end(OK)
 
     def fail(self, status: str, message: str) -> None:
@@ -521,10 +532,19 @@ class GrpcCall(Stream):
         if cancel is not None:
             cancel()
         log.info("%s: %s %s", quote(self.head.path), status, quote(message))
+        self._record(status)
         block = error_block(status, message)
         if not self.opened:
             block = (REPLY_HEADERS if self.head.speaks_grpc else NOT_GRPC) + block
         self._end(block)
+
+    def _record(self, status: str) -> None:
+        """Count the call, and log it if calls are logged."""
+        shared = self.link.shared
+        shared.replies[status] += 1
+        if shared.logs_access:
+            ms = 1000 * (shared.clock_s() - self._begun_s)
+            log_access(self.link.address, quote(self.head.path)[1:-1], status, ms, self.head.trace)
 
     def _end(self, block: bytes) -> None:
         if self.gone or self.trailers is not None:

@@ -4,36 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
-
-import numpy as np
 
 from deploykit.core.errors import DeploykitError, quote
-from deploykit.core.tensors import Bytes, TensorSpec
+from deploykit.core.tensors import Bytes
 from deploykit.serving.grpc.call import GrpcCall, Replying, fail_with
-from deploykit.serving.models.inference import Inference, ModelRoute, array_bytes, over_budget
+from deploykit.serving.models.inference import Inference, ModelRoute, over_budget
 from deploykit.serving.models.offload import Lane, Offload, Result
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.task_call import Items, TaskCall
+from deploykit.serving.models.task_call import ANSWER, Items, TaskCall, array_of, item_signature
 from deploykit.serving.oip import messages
 from deploykit.serving.oip.request import Binary, Region, Request, RequestedOutput, Signature, fill
 from deploykit.serving.oip.response import Result as ResultPredict
 from deploykit.serving.oip.response import collect_results
-from deploykit.serving.oip.tensors import Slot, make_slot
+from deploykit.serving.oip.tensors import array_bytes
 from deploykit.serving.options import VERSION
 
 log = logging.getLogger(__name__)
 
-ANSWER = "answer"
 LARGE_BYTES = 32 << 10  # what is slow to decode is decoded on another thread above this size
 _LONG_BYTES = 128 << 10  # above this size, together with other long ones
 _LARGE_ITEMS_BYTES = 256 << 10  # images or sentences above this size are split on another thread
 Message = tuple[bytes, bytes, int, tuple[messages.Span, ...]]  # see `messages.split_request`
-
-
-def _items(name: str) -> Slot:
-    return make_slot(TensorSpec(name, "string", ("N",)))
 
 
 def _timeout_us(request: Request, client: Replying) -> int | None:
@@ -55,7 +47,6 @@ class GrpcTaskCall(TaskCall):
     ) -> None:
         super().__init__(route, client, trace)
         self._signature = signature
-        self._request_id: str | None = None
 
     def begin(self, source: Message) -> None:
         self.split(source, self._items, large=len(source[1]) > _LARGE_ITEMS_BYTES)
@@ -64,16 +55,15 @@ class GrpcTaskCall(TaskCall):
         head, data, at, spans = source
         planned = messages.plan_request(head, spans, self._signature)
         request = fill(planned, data, at, self.route.memory)
-        self._request_id, self.priority = request.id, request.priority
+        self.request_id, self.priority = request.id, request.priority
         self.timeout_us = _timeout_us(request, self.client)
         return Items([item for array in request.feeds.values() for item in array.tolist()])
 
     def reply(self, answers: Sequence[bytes]) -> None:
-        array = np.empty(len(answers), object)
-        array[:] = answers
+        array = array_of(answers)
         found = ResultPredict(ANSWER, "BYTES", array.shape, array, RequestedOutput(ANSWER, True))
         name = self.route.model.name
-        self.client.reply(messages.encode(name, VERSION, self._request_id, [found]))
+        self.client.reply(messages.encode(name, VERSION, self.request_id, [found]))
 
     def refuse(self, error: Exception) -> None:
         fail_with(self.client, error)
@@ -148,12 +138,7 @@ class InferMethods:
             name: ModelRoute(repository, model, offload)
             for name, model in repository.models.items()
         }
-        self._signatures = {  # the signatures of models with images and with sentences
-            name: Signature(
-                {name: replace(_items(name), raw=True)}, {ANSWER: _items(ANSWER)}, 0, most
-            )
-            for name in ("image", "text")
-        }
+        self._signatures = {takes: item_signature(takes, most) for takes in ("image", "text")}
 
     def stream(self, call: GrpcCall, data: bytes, at: int) -> None:
         slot = ReplySlot(call)

@@ -7,6 +7,7 @@ large body is received directly into its final memory.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from email.utils import formatdate
@@ -15,7 +16,7 @@ from http import HTTPStatus
 from socket import SO_ERROR, SOL_SOCKET
 from typing import cast
 
-from deploykit.core.errors import DeploykitError, Overloaded
+from deploykit.core.errors import DeploykitError, Overloaded, quote
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http.head import END, ChunkedBody, HeadReader, HttpLimits, SizedBody
 from deploykit.serving.transport.call import (
@@ -23,6 +24,7 @@ from deploykit.serving.transport.call import (
     Call,
     Head,
     MemoryBudget,
+    log_access,
     message_of,
     reply_error,
 )
@@ -63,12 +65,13 @@ NEW, IDLE, HEAD, SIZED, CHUNKED, WHOLE, LAST, REFUSED, LINGERING, CLOSED, SPARE 
 class Exchange(Call):
     """A request, and its reply until it is sent."""
 
-    __slots__ = ("connection", "keep_alive", "pending_reply")
+    __slots__ = ("begun_s", "connection", "keep_alive", "pending_reply")
 
     def __init__(self, connection: HttpConnection, head: Head) -> None:
         super().__init__(head, connection.listener.memory)
         self.connection = connection
         self.keep_alive = head.keep_alive
+        self.begun_s = time.monotonic() if connection.listener.logs_access else 0.0
         self.pending_reply: list[Bytes] | None = None
 
     @property
@@ -86,6 +89,9 @@ class Exchange(Call):
         if self.held_bytes:  # the request is not needed any more
             self.release()
         listener = connection.listener
+        listener.replies[status] += 1
+        if listener.logs_access:
+            connection.log_access(self, status)
         length = sum(map(len, parts))
         if listener.draining and connection.is_last(self):
             self.keep_alive = False
@@ -227,6 +233,11 @@ class HttpConnection(asyncio.BufferedProtocol):
     def idle_since_s(self) -> float | None:
         busy = self._state > HEAD or self._exchanges or self._kept or self._unsent_bytes
         return None if busy else self._since_s
+
+    def log_access(self, exchange: Exchange, status: int) -> None:
+        head, ms = exchange.head, 1000 * (time.monotonic() - exchange.begun_s)
+        asked = f"{quote(head.method)[1:-1]} {quote(head.target)[1:-1]}"
+        log_access(self._transport.get_extra_info("peername"), asked, status, ms, head.trace)
 
     def is_last(self, exchange: Exchange) -> bool:
         """Return whether this is the latest request, whose reply may end the connection."""

@@ -5,27 +5,41 @@ Large JSON and compressed bodies are offloaded to another thread.
 
 from __future__ import annotations
 
+import contextlib
+import zlib
 from collections.abc import Sequence
+from typing import Any, cast
 
 from deploykit.core.errors import BadInput, TooLarge
 from deploykit.core.json_value import ONE_JSON
 from deploykit.core.tensors import Bytes
-from deploykit.serving.models.inference import Inference, ModelRoute, array_bytes, over_budget
-from deploykit.serving.models.offload import Lane
+from deploykit.serving.http.predict import from_base64
+from deploykit.serving.models.inference import Inference, ModelRoute, over_budget
+from deploykit.serving.models.model import ServedModel
+from deploykit.serving.models.offload import Lane, Offload
+from deploykit.serving.models.pipelines import ServedPipeline
+from deploykit.serving.models.repository import ModelRepository
+from deploykit.serving.models.task_call import ANSWER, Items, TaskCall, array_of, item_signature
 from deploykit.serving.oip import json
-from deploykit.serving.oip.request import Request
+from deploykit.serving.oip.request import Request, Signature
+from deploykit.serving.oip.response import Result, collect_results
+from deploykit.serving.oip.tensors import array_bytes
 from deploykit.serving.options import VERSION
 from deploykit.serving.transport import call as compression
-from deploykit.serving.transport.call import JSON, Call, reply_exception
+from deploykit.serving.transport.call import JSON, Call, Head, reply_exception
 
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
-_COMPRESSED = b"Content-Encoding: %s\r\nVary: Accept-Encoding\r\n"
 LARGE_BYTES = 256 << 10  # JSON of a request or a reply from this size on is offloaded to a thread
 _INLINE_BYTES = 4 << 10  # outputs up to this size are compressed on the event loop's thread
 
 
 class InferRoute(ModelRoute):
     """Answers the inference requests of one model."""
+
+    def __init__(self, repository: ModelRepository, model: ServedModel, offload: Offload) -> None:
+        super().__init__(repository, model, offload)
+        takes = model.task.parameters.get("takes", "")
+        self.items = item_signature(takes, self.max_body_bytes) if takes else None
 
     def __call__(self, call: Call) -> None:
         """Answer a request. Raises BadInput for a wrong header."""
@@ -35,6 +49,11 @@ class InferRoute(ModelRoute):
         except BadInput:
             self.model.metrics.count("bad_request")
             raise
+        if head.content_type is not None and json_bytes is None and head.encoding is None:
+            body = compression.to_utf8(body, head.content_type)
+        if self.items is not None and _sends_bytes(head, body, json_bytes):
+            HttpTaskInference(self, call, head.trace).begin(body, json_bytes)
+            return
         call.body = b""
         large = self.model.largest_output_bytes > LARGE_BYTES
         if large and not call.reserve(0):  # checked before the engine runs in vain
@@ -101,7 +120,113 @@ class HttpInference(Inference):
         coding = compression.choose_encoding(accept) if accept else None
         if coding is None:
             return 200, headers, parts
-        return 200, headers + _COMPRESSED % coding, [compression.compress(parts, coding)]
+        return 200, headers + compression.COMPRESSED % coding, [compression.compress(parts, coding)]
 
     def fail(self, error: Exception) -> None:
         reply_exception(self.client, error)
+
+
+def _sends_bytes(head: Head, body: Bytes, json_bytes: int | None) -> bool:
+    """Return whether the JSON part has a BYTES tensor: images or sentences, not a model's input."""
+    if head.encoding is not None:  # the tensors are described at its beginning
+        with contextlib.suppress(zlib.error):
+            start = bytes(body[:LARGE_BYTES])
+            return b'"BYTES"' in zlib.decompressobj(47).decompress(start, LARGE_BYTES)
+    return b'"BYTES"' in bytes(body[:json_bytes])
+
+
+def _decompress(call: Call, body: Bytes, most: int) -> Bytes:
+    encoding = call.head.encoding
+    return body if encoding is None else compression.decompress(body, encoding, most)
+
+
+def _reply(call: Call, name: str, request: Request, results: Sequence[Result]) -> None:
+    parts, json_bytes = json.encode_results(name, VERSION, request.id, results)
+    call.reply(200, JSON if json_bytes is None else _BINARY % json_bytes, parts)
+
+
+class HttpTaskInference(TaskCall):
+    """A request to a model with a task: one BYTES input, answered with JSON in BYTES.
+
+    The input is "image" or "text", of shape [N]; the output is "answer", of the same shape. An
+    image in JSON is in base64.
+    """
+
+    client: Call
+    route: InferRoute
+    _request: Request
+
+    def begin(self, body: Bytes, json_bytes: int | None) -> None:
+        large = len(body) > LARGE_BYTES or self.client.head.encoding is not None
+        self.client.body = b""
+        self.split((body, json_bytes), self._items, large=large)
+
+    def _items(self, source: tuple[Bytes, int | None]) -> Items:
+        body, json_bytes = source
+        signature = cast("Signature", self.route.items)
+        body = _decompress(self.client, body, self.route.max_body_bytes)
+        request = json.decode(body, json_bytes, signature, self.route.memory)
+        self._request, self.priority = request._replace(feeds={}), request.priority
+        self.request_id = request.id
+        self.timeout_us = request.timeout_us
+        found = [item for array in request.feeds.values() for item in array.reshape(-1).tolist()]
+        if self.steps.task.image is not None:
+            found = [_from_json(item, number) for number, item in enumerate(found, 1)]
+        return Items(found)
+
+    def reply(self, answers: Sequence[bytes]) -> None:
+        route, outputs = self.route, {ANSWER: array_of(answers)}
+        signature = cast("Signature", route.items)
+        results = collect_results(self._request, outputs, signature, route.memory)
+        _reply(self.client, route.model.name, self._request, results)
+
+    def refuse(self, error: Exception) -> None:
+        reply_exception(self.client, error)
+
+
+def _from_json(item: bytes, number: int) -> bytes:
+    """Return an image that came as it is, or in base64 where it came as a string of JSON."""
+    with contextlib.suppress(UnicodeDecodeError, BadInput):
+        return from_base64(item.decode("ascii"), number)
+    return item
+
+
+class PipelineInferRoute:
+    """Answers the inference requests of one pipeline: one BYTES input, one BYTES output.
+
+    An input image may be a UINT8 tensor [height, width, 3] instead.
+    """
+
+    def __init__(self, pipeline: ServedPipeline, max_body_bytes: int) -> None:
+        self._pipeline = pipeline
+        self._max_body_bytes = max_body_bytes
+
+    def __call__(self, call: Call) -> None:
+        """Start the pipeline. Raises BadInput for a wrong header, Overloaded at the shutdown."""
+        pipeline, body, requests = self._pipeline, call.body, list[Request]()
+        json_bytes = json.header_length(call.head.json_bytes)
+        call.body = b""
+
+        def read() -> Any:
+            plain = _decompress(call, body, self._max_body_bytes)
+            sends_bytes = b'"BYTES"' in bytes(plain[:json_bytes])
+            signature = pipeline.signature if sends_bytes else pipeline.tensors
+            with ONE_JSON if len(plain) > LARGE_BYTES else contextlib.nullcontext():
+                request = json.decode(plain, json_bytes, signature, pipeline.memory)
+            found = pipeline.input_of(request)
+            if sends_bytes and pipeline.takes == "image":
+                found = _from_json(cast("bytes", found), 1)
+            requests.append(request._replace(feeds={}))
+            return found
+
+        def reply(answer: bytes | Exception, _is_json: bool) -> None:
+            call.cancel = None
+            try:
+                if isinstance(answer, Exception):
+                    raise answer
+                request = requests[0]
+                _reply(call, pipeline.name, request, pipeline.results(request, answer))
+            except Exception as exc:  # noqa: BLE001 - every error is a reply
+                reply_exception(call, exc)
+
+        call.cancel = pipeline.start(read, reply, call.head.trace, call.reserve)

@@ -7,13 +7,10 @@ for it.
 from __future__ import annotations
 
 import math
-import sys
 from abc import abstractmethod
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, Protocol
-
-import numpy as np
 
 from deploykit.core.errors import BadInput, Expired, Overloaded
 from deploykit.serving.batching.batcher import monotonic_us
@@ -22,7 +19,7 @@ from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.offload import HUGE_BYTES, Lane, Offload, Result
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.oip.request import Request
-from deploykit.serving.oip.tensors import string_blocks
+from deploykit.serving.oip.tensors import array_bytes
 
 _LEAST_ENCODE_S = 0.1  # the least time for outputs that were computed just in time
 _FEW_STRINGS = 32 << 10  # few enough to add up their sizes; each may be long
@@ -79,13 +76,6 @@ class ModelRoute:
 def over_budget() -> Overloaded:
     """Return the error for a request or an answer above the memory budget."""
     return Overloaded("the server holds too many bytes of requests and answers already")
-
-
-def array_bytes(array: np.ndarray) -> int:
-    """Return the bytes of memory of an array, including its strings."""
-    if array.dtype.kind != "O":
-        return array.nbytes
-    return array.nbytes + sum([sum(map(sys.getsizeof, block)) for block in string_blocks(array)])
 
 
 class Inference:
@@ -177,9 +167,10 @@ class Inference:
 
     def start(self, decoded: Result[Request] | None = None) -> None:
         """Queue the request, which another thread may have `decoded`."""
-        model = self.route.model
+        model, name = self.route.model, None
         try:
             self.request = request = self.decode(self._source) if decoded is None else decoded()
+            name = request.id
             self._source = None  # frees the source; arrays keep the bytes that they use
             if decoded is None:
                 size = request.region_bytes
@@ -201,7 +192,7 @@ class Inference:
             )
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             if isinstance(exc, (BadInput, Expired)):
-                model.metrics.count("expired" if isinstance(exc, Expired) else "bad_request")
+                model.refuse(exc, self._started_us, self.trace, name)
             self.fail(exc)
         else:
             self.client.cancel = partial(model.cancel, pending)
@@ -212,12 +203,13 @@ class Inference:
         """Decode the request on another thread and queue it then."""
         self._admitted = not self.route.model.draining
         self.client.cancel = self._discard  # else bodies of disconnected clients could pile up
-        self.offload_decoding(self.decode_large)
+        self._offload_decoding()
 
-    def offload_decoding(self, decode: Callable[[], Request]) -> None:
+    def _offload_decoding(self) -> None:
         self.route.offload(
-            decode, self._on_decode, lane=self.lane, client=self.client.peer, limit_s=self.left_s()
-        )
+            self.decode_large, self._on_decode, lane=self.lane, client=self.client.peer,
+            limit_s=self.left_s(),
+        )  # fmt: skip
 
     def _discard(self) -> None:
         self._source = None
@@ -225,7 +217,7 @@ class Inference:
     def _on_decode(self, result: Result[Request]) -> None:
         if self._source is not None and not self.client.gone and self.left_s():
             try:
-                self.offload_decoding(self.decode_large)  # the request turned out to be large
+                self._offload_decoding()  # the request turned out to be large
             except Overloaded as exc:
                 self.fail(exc)
             return
@@ -249,7 +241,7 @@ class Inference:
             self._reply()
             return
         try:
-            self.reserve(sum(array.nbytes for array in pending.outputs.values()))
+            self.reserve(self._answer_bytes())
             # once the client has disconnected its outputs are not counted any more
             client.cancel = partial(setattr, pending, "outputs", {})
             self.route.offload(
@@ -258,6 +250,17 @@ class Inference:
             )  # fmt: skip
         except Overloaded as exc:
             self.fail(exc)
+
+    def _answer_bytes(self) -> int:
+        """Return the bytes of the outputs, and at most those of their numbers in JSON."""
+        arrays = self.pending.outputs
+        numbers = [
+            arrays[wanted.name]
+            for wanted in self.request.outputs
+            if not (wanted.binary or wanted.classes or arrays[wanted.name].dtype.kind == "O")
+        ]
+        text = sum(array.size * (3 * array.itemsize + 3) for array in numbers)
+        return text + sum(array.nbytes for array in arrays.values())
 
     def encode_s(self) -> float:
         """Return the seconds until a request that is being answered is past its time limit."""

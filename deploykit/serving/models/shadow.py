@@ -28,6 +28,7 @@ from deploykit.engines.answers import class_axis
 from deploykit.engines.engine import Arrays, Closing, Engine
 from deploykit.serving.batching.queue import BatchRun, Watcher
 from deploykit.serving.observe.prometheus import Sample
+from deploykit.serving.oip.tensors import array_bytes
 from deploykit.serving.options import VERSION
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class Shadow(Watcher, Closing):
                 self._sample(request.feeds, request.outputs)
 
     def _sample(self, feeds: Arrays, outputs: Arrays) -> None:
-        size = sum(array.nbytes for array in (*feeds.values(), *outputs.values()))
+        size = sum(map(array_bytes, (*feeds.values(), *outputs.values())))
         with self._changed:
             if (
                 self._closing

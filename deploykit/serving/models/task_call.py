@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 
 from deploykit.core.errors import BadInput, Overloaded, TooLarge
 from deploykit.core.task import SEGMENT
+from deploykit.core.tensors import TensorSpec
 from deploykit.engines.tasks.engine import RLE, Item, TaskSteps, answer
 from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.models.inference import Inference, ModelRoute, Receiver, over_budget
 from deploykit.serving.models.offload import Lane, Result
-from deploykit.serving.oip.request import Request
+from deploykit.serving.oip.request import Request, Signature
+from deploykit.serving.oip.tensors import make_slot
 
+ANSWER = "answer"  # the output of a request of the protocol
 MOST_ITEMS = 256  # the most items of one request
 # the largest images of each lane, in pixels times scans: about 10 and 100 ms of decoding
 _LANE_PIXELS = {Lane.SMALL: 1 << 20, Lane.LARGE: 1 << 22, Lane.HUGE: None}
@@ -31,6 +36,20 @@ class Items(NamedTuple):
 
     items: Sequence[Item]
     several: bool = True
+
+
+def item_signature(takes: str, most_bytes: int) -> Signature:
+    """Return the tensors of a request with items: the BYTES input `takes`, the output "answer"."""
+    item = make_slot(TensorSpec(takes, "string", ("N",)))
+    outputs = {ANSWER: make_slot(TensorSpec(ANSWER, "string", ("N",)))}
+    return Signature({takes: replace(item, raw=True)}, outputs, 0, most_bytes)
+
+
+def array_of(answers: Sequence[bytes]) -> np.ndarray:
+    """Return the answers as a BYTES tensor."""
+    array = np.empty(len(answers), object)
+    array[:] = answers
+    return array
 
 
 def too_many(count: int) -> TooLarge:
@@ -54,6 +73,7 @@ class TaskCall:
         self.mask = RLE
         self.timeout_us: int | None = None
         self.priority = 0
+        self.request_id: str | None = None
         self.several = True
         self._trace = trace
         self._started_us = monotonic_us()
@@ -204,7 +224,7 @@ class _ItemInference(Inference):
         feeds = {name: prepared.feeds[name] for name in slots}  # in the model's order
         key = tuple((n, slot.datatype, feeds[n].shape[1:]) for n, slot in slots.items())
         timeout_us, priority = call.timeout_us, call.priority
-        return Request(feeds, 1, key, (), timeout_us=timeout_us, priority=priority)
+        return Request(feeds, 1, key, (), call.request_id, timeout_us, priority)
 
     def decode_large(self) -> Request:
         source = self.take_source()

@@ -50,15 +50,9 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
     "deploykit_queue_limit_rows": ("gauge", "Most rows that may wait, where `slo_ms` bounds them."),
     "deploykit_batch_delay_seconds": ("gauge", "How long an idle engine waits for more rows."),
     "deploykit_reloads_total": ("counter", "Times a replaced engine file was loaded."),
-    "deploykit_reloads_given_up_total": (
-        "counter",
-        "Times a replaced engine file was given up: it took too long.",
-    ),
+    "deploykit_reloads_given_up_total": ("counter", "Replaced engine files that took too long."),
     "deploykit_reload_failed": ("gauge", "1 while the engine's new file cannot be loaded."),
-    "deploykit_previous_engine": (
-        "gauge",
-        "1 while the previous engine serves: the new one failed or was rolled back.",
-    ),
+    "deploykit_previous_engine": ("gauge", "1 while the new engine failed or was rolled back."),
     "deploykit_shadow_total": ("counter", "Rows compared with the reference engine."),
     "deploykit_shadow_disagreements_total": ("counter", "Compared rows that disagreed."),
     "deploykit_shadow_dropped_total": ("counter", "Sampled requests that were not compared."),
@@ -73,6 +67,8 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
     "deploykit_pipeline_stage_in_flight": ("gauge", "Requests in a stage now, hanging ones too."),
     "deploykit_pipeline_stage_waiting": ("gauge", "Requests that wait for a thread of a stage."),
     # the server
+    "deploykit_http_responses_total": ("counter", "HTTP replies by status, refusals included."),
+    "deploykit_grpc_responses_total": ("counter", "gRPC calls by status, refusals included."),
     "deploykit_held_bytes": ("gauge", "Bytes of large requests and answers in the server."),
     "deploykit_held_limit_bytes": ("gauge", "The most bytes of large requests and answers."),
     "deploykit_workers": ("gauge", "Worker processes that serve now, of a server with several."),

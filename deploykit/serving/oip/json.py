@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -30,7 +30,7 @@ from deploykit.serving.oip.request import (
     find_region,
     plan,
 )
-from deploykit.serving.oip.response import collect_results
+from deploykit.serving.oip.response import Result, collect_results
 from deploykit.serving.oip.tensors import to_bytes, to_json
 
 MAX_NESTING = 100
@@ -196,9 +196,18 @@ def encode(
                 to_bytes(outputs[w.name], model.outputs[w.name].datatype) for w in request.outputs
             ]
             return [head, *tails], len(head)
+    return encode_results(
+        name, version, request.id, collect_results(request, outputs, model, memory)
+    )
+
+
+def encode_results(
+    name: str, version: str, request_id: str | None, results: Sequence[Result]
+) -> tuple[list[Bytes], int | None]:
+    """Return a response as `encode` does."""
     items: list[dict[str, Any]] = []
     tails = []
-    for result in collect_results(request, outputs, model, memory):
+    for result in results:
         item: dict[str, Any] = {
             "name": result.name, "datatype": result.datatype, "shape": result.shape
         }  # fmt: skip
@@ -211,7 +220,7 @@ def encode(
         else:
             item["data"] = to_json(result.array, result.datatype, result.name)
         items.append(item)
-    parts = _json_parts(name, version, request.id, items)
+    parts = _json_parts(name, version, request_id, items)
     return [*parts, *tails], sum(map(len, parts)) if any(tails) else None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -133,6 +134,8 @@ def _string_array(elements: Sequence[object], shape: tuple[int, ...], slot: Slot
             except UnicodeDecodeError:
                 message = f"input '{name}': element {number} is not UTF-8, which this model needs"
                 raise BadInput(message) from None
+        elif type(element) is str and slot.raw:  # JSON has no bytes
+            element = element.encode()
         elif type(element) is not (bytes if slot.raw else str):
             raise BadInput(f"input '{name}' is BYTES, 'data' holds {quote(element)}")
         flat[number] = element
@@ -235,6 +238,13 @@ def string_blocks(array: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the strings in parts: one C call for a million would hold the GIL for 0.2 s."""
     flat = array.reshape(-1)
     return (flat[at : at + _BLOCK] for at in range(0, flat.size, _BLOCK))
+
+
+def array_bytes(array: np.ndarray) -> int:
+    """Return the bytes of memory of an array, including its strings."""
+    if array.dtype.kind != "O":
+        return array.nbytes
+    return array.nbytes + sum([sum(map(sys.getsizeof, block)) for block in string_blocks(array)])
 
 
 def _to_element(element: object) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import logging
@@ -28,9 +29,11 @@ from deploykit.core.machine import memory_bytes
 from deploykit.core.tensors import Bytes
 
 log = logging.getLogger(__name__)
+access_log = logging.getLogger("deploykit.access")
 
 JSON = b"Content-Type: application/json\r\n"
 RETRY = b"Retry-After: 1\r\n"
+COMPRESSED = b"Content-Encoding: %s\r\nVary: Accept-Encoding\r\n"
 BUG = "an error inside the server; its log says more"
 _UNKNOWN_MEMORY = 4 << 30
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -178,6 +181,13 @@ def message_of(error: DeploykitError) -> str:
     return f"{error.message}; {error.hint}" if error.hint else error.message
 
 
+def log_access(client: object, asked: str, status: object, ms: float, trace: str | None) -> None:
+    """Log one line about an answered request. `client`: its address as the system gives it."""
+    place = f"{client[0]}:{client[1]}" if isinstance(client, tuple) else "-"
+    trace = f" trace={quote(trace)}" if trace else ""
+    access_log.info("%s %s %s %.1f ms%s", place, asked, status, ms, trace)
+
+
 def reply_exception(call: Call, error: Exception) -> None:
     """Reply with an error; log a bug instead of sending it."""
     exc = refusal_of(error)
@@ -203,6 +213,32 @@ def reply_with(call: Call, make: Callable[[], Bytes], headers: bytes = JSON) -> 
         call.reply(200, headers, [make()])
     except Exception as exc:  # noqa: BLE001 - every error is a reply
         reply_exception(call, exc)
+
+
+_CHARSET = re.compile(rb';\s*charset="?([^\s;"]+)', re.I)
+_KNOWN = re.compile(  # no codec that is slow, or unpacks data
+    r"iso8859-\d+|cp\d+|utf-(16|32)(-[lb]e)?|shift_jis\w*|euc_\w+|gb\w*|big5\w*|koi8-\w"
+)
+_MOST_DECODED_BYTES = 4 << 20  # a few milliseconds
+
+
+def to_utf8(body: Bytes, content_type: bytes) -> Bytes:
+    """Return text in UTF-8 that has the charset of its Content-Type. Raises UnknownEncoding."""
+    match = _CHARSET.search(content_type)
+    if match is None:
+        return body
+    name = match[1].decode("latin-1")
+    try:
+        charset = codecs.lookup(name).name
+        if charset in ("utf-8", "ascii"):
+            return body
+        if _KNOWN.fullmatch(charset) and len(body) <= _MOST_DECODED_BYTES:
+            return str(body, charset).encode()
+    except UnicodeError as exc:
+        raise BadInput(f"the body is not {quote(name)}, as its Content-Type says") from exc
+    except (LookupError, ValueError):
+        pass
+    raise UnknownEncoding(f"the charset {quote(name)} is not offered", hint="send UTF-8")
 
 
 _WINDOWS = {b"gzip": 31, b"deflate": 15}  # zlib's `wbits`; deflate has zlib's header

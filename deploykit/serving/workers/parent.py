@@ -249,7 +249,7 @@ class Parent:
         self._workers: dict[int, Forked] = {}  # by pid
         self._hub = Hub(self._workers, count, self._do)
         self._shared = shared
-        self._drain_s = options.drain_s
+        self._end_s = END_S + options.drain_s
         self._share_bytes = 2 * (options.max_body_bytes + SHARE_BYTES)
         self._engines: Mapping[str, RemoteEngine] | None = None  # None until they are known
         self._failures = dict.fromkeys(range(ENGINE if shared else 1, count + 1), 0)
@@ -285,7 +285,13 @@ class Parent:
 
     async def _run(self, on_ready: OnReady) -> None:
         if self._stop is not None:
-            self._loop.add_reader(self._stop, self._on_stop)
+            end = self._stop
+
+            def stop() -> None:
+                self._loop.remove_reader(end)
+                self._stopped.set()
+
+            self._loop.add_reader(end, stop)
         if self._shared:
             self._start_first([ENGINE])
             await self._until(lambda: self._engine is not None or self._stopped.is_set())
@@ -305,9 +311,7 @@ class Parent:
             else:  # it still opens its models
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGTERM)
-        await self._until(
-            lambda: not self._workers or self._signals.count > 1, END_S + self._drain_s
-        )
+        await self._until(lambda: not self._workers or self._signals.count > 1, self._end_s)
         for worker in self._workers.values():
             if worker.link is not None:
                 worker.link.send("abort")
@@ -322,11 +326,6 @@ class Parent:
         end_s = time.monotonic() + limit_s
         while not reached() and time.monotonic() < end_s:
             await asyncio.sleep(_POLL_S)
-
-    def _on_stop(self) -> None:
-        assert self._stop is not None
-        self._loop.remove_reader(self._stop)
-        self._stopped.set()
 
     # -- processes ---------------------------------------------------------------------------------
 

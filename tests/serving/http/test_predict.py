@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import base64
 import gzip
+import http.client
 import json
 import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 
+import deploykit as dk
 from deploykit.core.extras import missing
 from tests.support.fake_engine import FakeEngine
 from tests.support.installed import needs
@@ -24,6 +28,7 @@ needs("PIL", "tokenizers")
 
 from PIL import Image  # noqa: E402
 
+from deploykit.engines.data import images  # noqa: E402
 from deploykit.evaluation.verify import open_proven  # noqa: E402
 from tests.support.runtimes.pictures import encoded, noise, photo  # noqa: E402
 from tests.support.serving.task_models import write_task_model  # noqa: E402
@@ -140,12 +145,27 @@ def as_json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
+URLENCODED = "application/x-www-form-urlencoded"
+
 # model, body, content type; status and reason
 REFUSED: dict[str, tuple[str, bytes, str, int, str]] = {
-    "empty": ("classify", b"", "image/png", 400, "the body is empty; send image/jpeg"),
+    "empty": ("classify", b"", "image/png", 400, "the body is empty; send a JPEG"),
     "html": ("classify", b"<html>", "image/png", 400, "is neither PNG, JPEG nor WebP"),
     "cut": ("classify", photo()[:5000], "image/jpeg", 400, "the image: is not a readable image"),
-    "type": ("classify", LIGHT, "image/gif", 415, "'image/gif' is not offered; send image/jpeg"),
+    "type": ("classify", LIGHT, "audio/wav", 415, "'audio/wav' is not offered; send a JPEG"),
+    "another field": ("text-classify", b"txet=good", URLENCODED, 400, "has a field 'txet'"),
+    "no image in a form": ("classify", b"image=%3F", URLENCODED, 400, "image 1 is not base64"),
+    "charset": ("text-classify", b"good", "text/plain; charset=x", 415, "the charset 'x' is"),
+    "codec": ("text-classify", b"x\x9c", "text/plain; charset=zlib", 415, "charset 'zlib' is not"),
+    "slow codec": ("text-classify", b"good", "text/plain; charset=punycode", 415, "is not offered"),
+    "large form": ("text-classify", b"text=" + b"%41" * 1_300_000, URLENCODED, 400, "characters"),
+    "not in its charset": (
+        "text-classify",
+        b"\xe9",
+        "text/plain; charset=ascii",
+        400,
+        "is not UTF-8",
+    ),
     "text for images": ("classify", b"cat", "text/plain", 415, "'text/plain' is not offered"),
     "image for text": ("text-classify", LIGHT, "image/png", 415, "'image/png' is not offered"),
     "one of several": (
@@ -242,9 +262,11 @@ def base64_of(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_an_image_is_answered_with_its_label(served: Running, kind: str) -> None:
-    status, found = post(served, "classify", plain(255, kind), f"image/{kind.lower()}")
+@pytest.mark.parametrize("kind", ["image/{}", "", "image/jpg", "image/*", "binary/octet-stream"])
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+def test_an_image_is_answered_with_its_label(served: Running, form: str, kind: str) -> None:
+    """Its bytes say what it is."""
+    status, found = post(served, "classify", plain(255, form), kind.format(form.lower()))
     assert status == 200
     assert (found["label"], [each["index"] for each in found["top"]]) == ("light", [1, 0])
     assert found["score"] == pytest.approx(1.0, abs=1e-5)
@@ -264,9 +286,19 @@ def test_a_client_may_ask_for_another_threshold_and_number_of_labels(served: Run
     assert [each["label"] for each in reply.json["boxes"]] == ["light", "dark"]
     reply = served.ask("POST", "/v2/models/classify/predict?top_k=1", plain(204))
     assert [each["label"] for each in reply.json["top"]] == ["light"]
-    for wrong in ("threshold=2", "threshold=nan", "threshold=x", "top_k=0", "top_k=1e3"):
-        reply = served.ask("POST", f"/v2/models/classify/predict?{wrong}", plain(204))
+    for wrong, reason in (
+        ("detect/predict?threshold=2", "threshold"),
+        ("detect/predict?threshold=nan", "threshold"),
+        ("detect/predict?threshold=x", "is not a number"),
+        ("classify/predict?top_k=0", "top_k"),
+        ("classify/predict?top_k=1e3", "is not a number"),
+        ("classify/predict?topk=1", "'topk', which is not known here; did you mean top_k?"),
+        ("classify/predict?threshold=0.1", "not known here; possible: top_k"),
+        ("embed/predict?x=", "not known here; it takes no parameters"),
+    ):
+        reply = served.ask("POST", f"/v2/models/{wrong}", plain(204))
         assert (reply.status, list(reply.json)) == (400, ["error"])
+        assert reason in reply.json["error"]
 
 
 def test_a_mask_is_run_lengths_or_a_png(served: Running) -> None:
@@ -283,10 +315,42 @@ def test_a_mask_is_run_lengths_or_a_png(served: Running) -> None:
     assert (reply.status, "neither rle nor png" in reply.json["error"]) == (400, True)
 
 
+@pytest.mark.parametrize("coding", [None, "gzip"])
+@pytest.mark.parametrize("binary", [True, False])
+def test_tritonclient_sends_images_and_text_over_http_as_over_grpc(
+    served: Running, binary: bool, coding: str | None
+) -> None:
+    triton = pytest.importorskip("tritonclient.http")
+
+    def ask(model: str, name: str, items: list[bytes]) -> Any:
+        item = triton.InferInput(name, [len(items)], "BYTES")
+        item.set_data_from_numpy(np.array(items, object), binary_data=binary)
+        wanted = [triton.InferRequestedOutput("answer", binary_data=binary)]
+        given = {"outputs": wanted, "request_compression_algorithm": coding}
+        return client.infer(model, [item], **given).as_numpy("answer")
+
+    images = [LIGHT, DARK] if binary else [base64.b64encode(each) for each in (LIGHT, DARK)]
+    with triton.InferenceServerClient(f"127.0.0.1:{served.port}") as client:
+        found = [json.loads(each) for each in ask("classify", "image", images)]
+        assert [each["label"] for each in found] == ["light", "dark"]
+        (text,) = ask("text-classify", "text", [b"good good good"])
+        assert json.loads(text)["label"] == "good"
+        with pytest.raises(triton.InferenceServerException, match="image 2 of 2"):
+            ask("classify", "image", [images[0], b"?"])
+        tensor = triton.InferInput("image", [1, 16, 24, 3], "UINT8")
+        tensor.set_data_from_numpy(np.zeros((1, 16, 24, 3), np.uint8), binary_data=binary)
+        names = {each["name"] for each in client.get_model_metadata("classify")["outputs"]}
+        answer = client.infer("classify", [tensor], request_compression_algorithm=coding)
+        assert {each["name"] for each in answer.get_response()["outputs"]} == names
+
+
 def test_an_embedding_is_a_list(served: Running) -> None:
     status, found = post(served, "embed", plain(9), "image/png")
     assert status == 200
     assert found["embedding"] == pytest.approx([3**-0.5] * 3, abs=1e-5)
+
+
+UTF16 = "application/json; charset=utf-16-le"
 
 
 @pytest.mark.parametrize(
@@ -295,8 +359,12 @@ def test_an_embedding_is_a_list(served: Running) -> None:
         (b"good good good", "text/plain; charset=utf-8"),
         (as_json({"text": "good good good"}), "application/json"),
         (form(("text", b"good good good"))[0], form()[1]),
+        (b"text=good+good%20good", URLENCODED),
+        (b"good good good", URLENCODED),  # as `curl -d` sends a sentence
+        ("good good good".encode("utf-16"), "text/plain; charset=utf-16"),
+        (as_json({"text": "good good good"}).decode().encode("utf-16-le"), UTF16),
     ],
-    ids=["plain", "json", "form"],
+    ids=["plain", "json", "form", "urlencoded", "sentence", "charset", "charset of JSON"],
 )
 def test_a_text_is_answered_with_its_label(served: Running, body: bytes, content_type: str) -> None:
     status, found = post(served, "text-classify", body, content_type)
@@ -309,6 +377,12 @@ SEVERAL: dict[str, tuple[bytes, str]] = {
     "json": (as_json({"image": [*map(base64_of, (LIGHT, DARK, LIGHT))]}), "application/json"),
     "json list": (as_json([*map(base64_of, (LIGHT, DARK, LIGHT))]), "application/json"),
     "json without its type": (as_json([*map(base64_of, (LIGHT, DARK, LIGHT))]), ""),
+    "base64url": (
+        as_json(
+            [base64.urlsafe_b64encode(each).decode().rstrip("=") for each in (LIGHT, DARK, LIGHT)]
+        ),
+        "application/vnd.api+json",
+    ),
     "data urls": (
         as_json([f"data:image/png;base64,{base64_of(each)}" for each in (LIGHT, DARK, LIGHT)]),
         "application/json",
@@ -381,6 +455,22 @@ def test_a_hostile_image_is_refused_in_one_line(served: Running, name: str) -> N
     assert (status, list(found)) == (400, ["error"])
     assert reason in found["error"]
     assert "\n" not in found["error"]
+
+
+def test_the_limit_of_pixels_is_an_option(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A phone has 48 million."""
+    monkeypatch.setattr(images, "_limits", {"pixels": images.MAX_PIXELS})
+    large = encoded(np.zeros((5_000, 6_000, 3), np.uint8), "JPEG")
+    write_task_model(tmp_path, "classify")
+    for options, status in (({}, 400), ({"max_pixels": 30_000_000}, 200)):
+        with dk.serve(tmp_path / "classify.onnx", grpc_port=None, threads=1, **options) as server:
+            connection = http.client.HTTPConnection(urlsplit(server.url).netloc)
+            connection.request("POST", "/v2/models/classify/predict", large)
+            with connection.getresponse() as reply:
+                answer = reply.read().decode()
+            connection.close()
+            assert reply.status == status
+            assert status == 200 or "`max_pixels`" in answer
 
 
 @pytest.mark.parametrize("name", REFUSED_TEXTS)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +20,7 @@ from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.transport.call import Head
 from deploykit.serving.workers.group import ServerGroup
 from tests.support.fake_engine import FakeEngine
+from tests.support.serving.grpc_cases import frames, infer_bytes
 from tests.support.serving.memory import Seen
 from tests.support.serving.running import Running, infer_json, request, running
 
@@ -171,6 +175,39 @@ def test_routes_that_take_little_take_no_large_documents(server: Running) -> Non
     assert "65536 bytes" in reply.json["error"]
 
 
+TOKEN = "0123456789abcdef"
+
+
+def test_refusals_before_a_model_are_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Guesses of a token and wrong paths left no trace in the metrics."""
+    key = {"Authorization": f"Bearer {TOKEN}"}
+    with running(token=TOKEN, grpc_port=0, access_log=True) as server:
+        caplog.set_level(logging.INFO, "deploykit.access")
+        for _ in range(3):
+            assert server.ask("GET", "/v2").status == 401
+        assert server.ask("POST", INFER, GOOD, Traceparent="00-ab", **key).status == 200
+        assert server.ask("GET", "/nothing", **key).status == 404
+        with frames(server.server.grpc_port or 0) as client:
+            assert client.call(1, infer_bytes()).status == 16
+            assert client.call(3, infer_bytes(), authorization=key["Authorization"]).status == 0
+        metrics = server.ask("GET", "/metrics", **key).body.decode()
+    for line in (
+        'deploykit_http_responses_total{code="401"} 3.0',
+        'deploykit_http_responses_total{code="200"} 1.0',
+        'deploykit_http_responses_total{code="404"} 1.0',
+        'deploykit_grpc_responses_total{code="UNAUTHENTICATED"} 1.0',
+        'deploykit_grpc_responses_total{code="OK"} 1.0',
+    ):
+        assert line in metrics
+    lines = [each.message for each in caplog.records if each.name == "deploykit.access"]
+    assert len(lines) == 8
+    assert all(line.isprintable() for line in lines)
+    assert re.fullmatch(
+        r"127\.0\.0\.1:\d+ POST /v2/models/m/infer 200 \d+\.\d ms trace='00-ab'", lines[3]
+    )
+    assert "/inference.GRPCInferenceService/ModelInfer UNAUTHENTICATED" in lines[5]
+
+
 # -- However many clients ask for /metrics, they are written once for all that wait
 
 
@@ -237,6 +274,14 @@ def test_scrapes_that_wait_share_one_that_began_after_them() -> None:
         assert not later.jobs
 
     asyncio.run(main())
+
+
+def test_metrics_are_compressed_for_a_client_that_takes_it(server: Running) -> None:
+    plain = server.ask("GET", "/metrics")
+    packed = server.ask("GET", "/metrics", Accept_Encoding="gzip")
+    assert packed.headers["content-encoding"] == "gzip"
+    assert len(packed.body) < len(plain.body) / 4
+    assert gzip.decompress(packed.body).startswith(plain.body[:100])
 
 
 def test_a_scrape_that_cannot_start_is_refused_and_the_next_one_tried() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.runtimes.tiles import page, png, write_pipeline
@@ -72,7 +73,24 @@ def test_metadata_ready_and_unknown_routes(tiles: Client) -> None:
     assert about["inputs"] == [{"name": "page", "datatype": "BYTES", "shape": [1]}]
     assert about["parameters"]["stages"] == "crops, colours, answer"
     assert tiles.ask("/v2/models/tiles/ready") == (200, {"name": "tiles", "ready": True})
-    assert tiles.ask("/v2/models/tiles/infer", b"{}")[0] == 404
+    assert tiles.ask("/v2/models/tiles/nothing", b"{}")[0] == 404
+
+
+def test_tritonclient_asks_a_pipeline_over_http_as_over_grpc(tiles: Client) -> None:
+    triton = pytest.importorskip("tritonclient.http")
+    image = png(page("red", "blue"))
+    item = triton.InferInput("page", [1], "BYTES")
+    item.set_data_from_numpy(np.array([image], object))
+    with triton.InferenceServerClient(tiles.place) as client:
+        for coding in (None, "gzip"):
+            given = {"request_compression_algorithm": coding, "request_id": "7"}
+            found = client.infer("tiles", [item], **given)
+            assert json.loads(found.as_numpy("answer")[0]) == ["red", "blue"]
+            assert found.get_response()["id"] == "7"
+        other = triton.InferInput("other", [1], "BYTES")
+        other.set_data_from_numpy(np.array([image], object))
+        with pytest.raises(triton.InferenceServerException, match="unknown input 'other'"):
+            client.infer("tiles", [other])
 
 
 @pytest.mark.parametrize(
@@ -83,6 +101,8 @@ def test_metadata_ready_and_unknown_routes(tiles: Client) -> None:
         (b"--XX\r\n", "multipart/form-data; boundary=XX", 400, "ends before"),
         (b"data", "multipart/form-data", 400, "has no boundary"),
         (b"data", "multipart/form-data; boundary=XX", 400, "does not begin with the boundary"),
+        (b"paeg=x", "application/x-www-form-urlencoded", 400, "has 1 fields, one 'page' is"),
+        (b"a", "text/plain; charset=klingon", 415, "the charset 'klingon' is not offered"),
         (TWO_FIELDS, "multipart/form-data; boundary=XX", 400, "has 2 fields, one 'page' is"),
     ],
 )

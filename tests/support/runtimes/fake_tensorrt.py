@@ -181,7 +181,10 @@ class FakeTensorRt:
 
     def get_plugin_registry(self) -> SimpleNamespace:
         libraries = self.does.seen.setdefault("libraries", [])
-        return SimpleNamespace(load_library=lambda path: libraries.append(path) or path)
+        return SimpleNamespace(
+            load_library=lambda path: libraries.append(path) or path,
+            all_creators=self.does.seen.setdefault("creators", []),
+        )
 
     def Builder(self, log: Any) -> _Builder:  # noqa: N802 - as TensorRT has it
         return _Builder(self.does, log)
@@ -288,8 +291,8 @@ class Engine:
     def get_tensor_profile_shape(self, name: str, profile: int) -> list[list[int]]:
         return self.told["profiles"][profile][name]
 
-    def create_engine_inspector(self) -> Inspector:
-        return Inspector(self)
+    def create_engine_inspector(self) -> Inspector | None:
+        return None if self.nv.failed("create_engine_inspector", self) else Inspector(self)
 
     def create_execution_context(self, strategy: Any) -> Context | None:
         assert strategy is ExecutionContextAllocationStrategy.USER_MANAGED
@@ -390,6 +393,8 @@ class Context:
         ]
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        if self.nv.failed("get_tensor_shape", self):
+            raise ValueError("__len__() should return >= 0")
         item = self.engine.tensors[name]
         if item.get("late"):
             return tuple(-1 if axis == 0 else n for axis, n in enumerate(item["shape"]))

@@ -13,6 +13,7 @@ HERE = Here("10.13.3.9", "NVIDIA H200", "9.0", 132, "580.65.06", "13.0")
 CONTENT = b"ptrt" + bytes(range(256)) * 40
 BUILT = {
     **HERE.facts(),
+    "cuda": "13",
     "model": "resnet.onnx",
     "profile": "h200",
     "batch": "1,8,32",

@@ -1,0 +1,130 @@
+"""Run a graph once on inputs far from the usual ones, and say where it leaves PyTorch.
+
+The comparison of an export is on ordinary values. A kernel may be exact there and wrong beyond:
+ONNX Runtime's Sigmoid is 0 from -18 on, and attention over a row that is masked as a whole has no
+definition that all share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from deploykit.core.errors import DeploykitError
+from deploykit.core.tensors import TensorSpec
+from deploykit.engines.engine import Engine
+from deploykit.evaluation.parity import add_float32_errors, compare_engines
+
+if TYPE_CHECKING:
+    from deploykit.engines.torch.engine import TorchEngine
+
+_ROWS = 3
+_MAX_ERROR = 1e-2  # of values this large; what float32 itself loses is added
+_LARGE = (1e2, 1e4)
+
+
+def probe_outside(
+    reference: TorchEngine, exported: Engine, usual: Mapping[str, np.ndarray]
+) -> tuple[str, ...]:
+    """Return a note for each kind of input on which the graph does not answer as the model does.
+
+    `usual`: inputs that the model takes. Where the model refuses the others, nothing is said.
+    """
+    notes: dict[str, str] = {}
+    for kind, what, feeds in _unusual(reference.inputs, usual):
+        with suppress(DeploykitError):
+            reference(feeds)
+            try:
+                why = _difference(reference, exported, feeds)
+            except DeploykitError as exc:  # the graph does not take what the model does
+                why = exc.message
+            if why:
+                text = f"with {what} the graph does not answer as PyTorch does: {why}"
+                notes.setdefault(kind, text)
+    return tuple(notes.values())
+
+
+def without_hidden_rows(
+    specs: Sequence[TensorSpec], feeds: Sequence[Mapping[str, np.ndarray]]
+) -> list[Mapping[str, np.ndarray]] | None:
+    """Return the feeds without the rows that a mask hides as a whole; None if there are none."""
+    hiding = [spec for spec in _masks(specs) if spec.batched and "float" not in spec.dtype]
+    seen: list[Mapping[str, np.ndarray]] = []
+    found = False
+    for each in feeds:
+        keep = np.ones(len(next(iter(each.values()))), bool)
+        for spec in hiding:
+            rows = each[spec.name].reshape(len(keep), -1)
+            keep &= (rows != _hides(spec)).any(1)
+        found |= not keep.all()
+        if keep.any():
+            seen.append({name: array[keep] for name, array in each.items()})
+    return seen if found and seen and all(spec.batched for spec in specs) else None
+
+
+def _masks(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    named = (spec for spec in specs if "float" in spec.dtype or "int" in spec.dtype)
+    masks = [spec for spec in named if "mask" in spec.name.lower()]
+    return masks + [spec for spec in specs if spec.dtype == "bool" and len(spec.shape) > 1]
+
+
+def _hides(spec: TensorSpec) -> bool:
+    """Return the value that hides a place: True for a boolean named for padding."""
+    return spec.dtype == "bool" and "pad" in spec.name.lower()
+
+
+def _unusual(
+    specs: Sequence[TensorSpec], usual: Mapping[str, np.ndarray]
+) -> Iterator[tuple[str, str, dict[str, np.ndarray]]]:
+    """Yield inputs with their kind, of which the first difference is enough, and their name."""
+    arrays = {spec.name: usual[spec.name] for spec in specs}
+    arrays = {
+        spec.name: arrays[spec.name][:_ROWS] if spec.batched else arrays[spec.name]
+        for spec in specs
+    }
+    masks = _masks(specs)
+    floats = [spec for spec in specs if "float" in spec.dtype and spec not in masks]
+    for size in _LARGE if floats else ():
+        random = np.random.default_rng(0)
+        made = {
+            spec.name: random.uniform(-size, size, arrays[spec.name].shape).astype(
+                arrays[spec.name].dtype
+            )
+            for spec in floats
+        }
+        yield "large", f"values of up to {size:g}", {**arrays, **made}
+    for spec in specs:
+        if spec.dtype == "bool":
+            for value in (True, False):
+                made = {spec.name: np.full_like(arrays[spec.name], value)}
+                yield (
+                    spec.name,
+                    f"'{spec.name}' {str(value).lower()} everywhere",
+                    {**arrays, **made},
+                )
+    for spec in masks:
+        if "float" not in spec.dtype:
+            hidden = arrays[spec.name].copy()
+            hidden[:1] = _hides(spec)
+            yield (
+                f"{spec.name} hides",
+                f"a row that '{spec.name}' hides as a whole",
+                {**arrays, spec.name: hidden},
+            )
+
+
+def _difference(reference: TorchEngine, exported: Engine, feeds: Mapping[str, np.ndarray]) -> str:
+    """Return by what the answers differ; "" if they do not, or float32 explains it."""
+    parity = compare_engines(reference, exported, [feeds], max_error=_MAX_ERROR)
+    if not parity.passed:
+        with suppress(DeploykitError):  # its code names float32
+            parity = add_float32_errors(parity, reference, reference.in_float64, [feeds])
+    for row in parity.rows:
+        if not row.places_match or (row.problem and not row.floating):
+            return f"output '{row.output}': {row.problem}"
+        if not row.problem and row.error > parity.bound(row):
+            return f"output '{row.output}' is off by {row.error:.2g} of its largest value"
+    return ""

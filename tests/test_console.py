@@ -1,0 +1,133 @@
+"""Every `deploykit` line that README and docs show in a `console` block: it parses, and it runs.
+
+A line may exit with 3 where this machine lacks a GPU or TensorRT: all before that was accepted.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+
+import deploykit as dk
+from deploykit.cli.main import app
+from tests.support.blocks import blocks, place, server
+from tests.support.bundles import proven_model
+from tests.support.campaign import only_in_a_campaign
+from tests.support.onnx_zoo import mnist_like
+from tests.support.runtimes.pictures import encoded
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS: Any = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+ELSEWHERE = {  # an input in the line -> where lines with it run
+    "detector.onnx": "howto-detector.md, whole, in a campaign",
+    "./sentiment": "howto-bert.md, whole, in a campaign: it downloads the model",
+    "faces.py": "tests/cli/test_pipelines.py, with a pipeline of no faces",
+    "cats-dogs": "tests/training: it trains for minutes",
+    "m.pt": "as cats-dogs",
+    "m.onnx": "as cats-dogs",
+    "http://127.0.0.1:8000": "with the server of its page",
+    "model.trt": "on a GPU: the engine is built there",
+    "T=128": "tests/planning: its model has such an axis",
+    "cert.pem": "tests/serving: with a certificate of its own",
+}
+
+
+def lines(page: Path) -> Iterator[list[str]]:
+    """The words of the `deploykit` commands in the page's `console` blocks."""
+    for _, text in blocks(page, "console"):
+        for line in text.replace("\\\n", " ").splitlines():
+            if line.startswith("$ deploykit "):
+                yield shlex.split(line.removeprefix("$ "), comments=True)
+
+
+SHOWN = {shlex.join(words): words for page in PAGES for words in lines(page)}
+
+
+@pytest.mark.parametrize("line", SHOWN)
+def test_a_line_that_is_shown_parses(line: str) -> None:
+    _, name, *words = SHOWN[line]
+    root = typer.main.get_command(app)
+    COMMANDS[name].make_context(name, words, parent=typer.Context(root))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One with the files that the lines name."""
+    for module in ("torch", "onnxscript", "safetensors", "PIL"):
+        pytest.importorskip(module)
+    import torch
+    from safetensors.torch import save_file
+
+    from deploykit.engines.torch.presets import build_named
+
+    here = tmp_path_factory.mktemp("shown")
+    net = build_named("resnet18", {})
+    torch.save(net.state_dict(), here / "resnet18.pth")
+    save_file(net.state_dict(), here / "weights.safetensors")
+    net = build_named("lraspp_mobilenet_v3_large", {})
+    torch.save(net.state_dict(), here / "w.pth")
+    (here / "imagenet.txt").write_text("".join(f"class {n}\n" for n in range(1000)))
+    (here / "token").write_text("a secret of sixteen characters\n")
+    (here / "token").chmod(0o600)
+    (here / "images").mkdir()
+    noise = np.random.default_rng(0)
+    for number in range(12):
+        pixels = noise.integers(0, 255, (64, 64, 3), np.uint8)
+        (here / "images" / f"{number}.png").write_bytes(encoded(pixels))
+    for name in ("photo.jpg", "cat.jpg"):
+        (here / name).write_bytes(encoded(pixels, "jpeg"))
+    model = proven_model(here / "model.onnx", mnist_like())
+    images = noise.random((3000, 1, 28, 28), np.float32)
+    with dk.load(model) as engine:
+        logits = engine({"image": images})["logits"]
+    first, second = np.sort(logits)[:, -1], np.sort(logits)[:, -2]
+    sure = np.argsort(second - first)[:300]  # rounding changes none of their answers
+    images, labels = images[sure], logits[sure].argmax(1)
+    np.savez(here / "calibration.npz", image=images)
+    np.savez(here / "test.npz", image=images, labels=labels)
+    (here / "data").mkdir()
+    shutil.copy(here / "test.npz", here / "data")
+    data = {"calib": here / "test.npz", "data": here / "test.npz", "max_drop": 0.9}
+    dk.quantize(model, "int8", out=here / "model.int8.onnx", **data)
+    dk.bundle(model, "cpu", out=here / "bundle")
+    return here
+
+
+@only_in_a_campaign
+@pytest.mark.torch
+def test_every_line_that_is_shown_runs(folder: Path) -> None:
+    """In the order of the pages, as one may need what another wrote."""
+    wrong = []
+    for words in SHOWN.values():
+        if any(part in words for part in ELSEWHERE):
+            continue
+        if words[1] == "serve":
+            try:
+                with server(words, folder):
+                    continue
+            except AssertionError as exc:
+                wrong += [] if "exit 3" in str(exc) else [(words, str(exc))]
+            continue
+        if words[1] == "boot":
+            with server(["deploykit", "boot", "bundle", "--cache", "engines", *words[5:]], folder):
+                continue
+        done = subprocess.run(
+            words, cwd=folder, env=place(), capture_output=True, text=True, check=False
+        )
+        if done.returncode not in (0, 3):
+            wrong.append((words, done.stderr))
+    assert wrong == [], "\n".join(map(str, wrong))
+
+
+def test_a_line_that_runs_elsewhere_is_shown() -> None:
+    used = {part for words in SHOWN.values() for part in words}
+    assert set(ELSEWHERE) <= used
