@@ -312,7 +312,7 @@ class Large(torch.nn.Linear):
     ],
     ids=["step", "score", "no lack"],
 )
-def test_too_little_memory_is_told_from_other_errors(
+def test_too_little_memory_differs_from_other_errors(
     changed: dict[str, Any], error: type[Exception], named: str
 ) -> None:
     with pytest.raises(error, match=named):
