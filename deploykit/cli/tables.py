@@ -350,9 +350,9 @@ def _rate(value: Interval) -> str:
 
 
 def report(result: Report, folder: Path) -> list[Part]:
-    doubtful = [each for each in result.points if each.marks or each.label in result.wrong]
-    if len(doubtful) == len(result.points) and not result.wrong:
-        doubtful = []  # a sentence says it of all
+    marked = [each for each in result.points if each.marks and not result.invalid]
+    marked = marked if len(marked) < len(result.points) else []  # else a sentence says it of all
+    doubtful = marked + [each for each in result.points if each.label in result.wrong]
     rows = [
         (
             "✗ " * (point in doubtful) + point.label,
