@@ -28,6 +28,7 @@ MODEL                  A .onnx file; its weights are not read
 --profile PROFILE      A hardware target; may be repeated [all]
 --batches N,N,...      Batch sizes
 --axis NAME=SIZE       Size of another dynamic axis; may be repeated
+--data FILE.npz|DIR    Inputs of the usual sizes
 --slo-ms MS            The latency to meet: name the targets that do; exit 1 if none does
 --rate N               Requests per second: show how many replicas carry it with p99 within --slo-ms
 {JSON}""")
@@ -36,6 +37,7 @@ def plan(
     profiles: list[str] | None = None,
     batches: str = "1,8,32",
     axes: list[str] | None = None,
+    data: Path | None = None,
     slo_ms: float | None = None,
     rate_per_s: float | None = None,
     as_json: bool = False,
@@ -52,6 +54,7 @@ def plan(
             profiles=profiles or (),
             batches=sizes("batches", batches),
             axes=axis_sizes("axes", ",".join(axes or ())),
+            data=data,
             slo_ms=slo_ms,
             rate_per_s=rate_per_s,
             on_progress=progress,

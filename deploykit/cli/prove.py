@@ -170,13 +170,14 @@ def predict(
                 engine, files, text=sentences, out=out, device=device, trust=trust, force=force,
                 on_progress=progress if out else lambda *_: None, on_note=output.note_line,
             )  # fmt: skip
-        lines = tables.answered(answered) if out is None else []
-        if out is not None:
+        shown: list[output.Part] = []
+        if out is None:
+            shown += tables.answered(answered)
+        else:
             per_s = figure(len(answered.items) / max(answered.seconds, 1e-9))
-            lines = [
-                f"wrote {out}: {len(answered.items)} items on {answered.device}, {per_s} per second"
-            ]
-        output.show(answered, lines, as_json=as_json)
+            what = f"{len(answered.items)} items on {answered.device}, {per_s} per second"
+            shown.append(f"wrote {out}: {what}")
+        output.show(answered, shown, as_json=as_json)
         return
     if len(files) != 1 or sentences:
         raise BadInput("`out` is for the outputs of one file or folder of samples")

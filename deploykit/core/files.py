@@ -333,7 +333,10 @@ def check_inside(folder: Path, location: str, where: str) -> os.stat_result:
             file = file / part
             info = file.lstat()
             if stat.S_ISLNK(info.st_mode):
-                raise BadInput(f"{where}: its data file is behind a symbolic link, {file}")
+                raise BadInput(
+                    f"{where}: its data file is behind a symbolic link, {file}",
+                    hint="copy the files that are linked into one folder: cp -L MODEL DATA FOLDER",
+                )
     except (OSError, ValueError) as exc:
         reason = os_reason(exc) if isinstance(exc, OSError) else first_line(exc)
         name = location if len(location) <= 200 else f"{location[:197]}..."
@@ -351,9 +354,17 @@ def check_inside(folder: Path, location: str, where: str) -> os.stat_result:
 
 
 def check_data_file(model: Path, location: str, where: str) -> os.stat_result:
-    """Check a weights file as `check_inside` does; it must not be the model itself."""
+    """Check a weights file as `check_inside` does; it must not be the model itself.
+
+    Both may be links to files of one folder, as every file of a snapshot of Hugging Face's is.
+    """
     if PurePosixPath(location) == PurePosixPath(model.name):
         raise BadInput(f"{where}: its data file is the model itself")
+    linked = model.parent / location
+    if "\0" not in location and model.is_symlink() and linked.is_symlink():
+        own, target = model.resolve(), linked.resolve()
+        if target.parent == own.parent and target != own:
+            return check_inside(own.parent, target.name, where)
     return check_inside(model.parent, location, where)
 
 

@@ -91,7 +91,8 @@ def _inputs(engine: Engine, samples: StrPath | None) -> dict[str, np.ndarray]:
         return random_feeds(
             engine.inputs, {**parity_sizes(engine.inputs)[0], BATCH: golden.SAMPLES}
         )
-    read = read_samples(Path(samples), engine.inputs)
+    task = engine.source.task if engine.source else None  # which places images
+    read = read_samples(Path(samples), engine.inputs, task=task)
     size, _ = read.batching(golden.SAMPLES, engine.inputs)
     return next(read.batches(size))
 

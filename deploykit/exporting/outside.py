@@ -52,7 +52,8 @@ def without_hidden_rows(
 ) -> list[Mapping[str, np.ndarray]] | None:
     """Return the feeds without the rows that a mask hides as a whole; None if there are none."""
     hiding = [spec for spec in _masks(specs) if spec.batched and "float" not in spec.dtype]
-    seen, found = [], False
+    seen: list[Mapping[str, np.ndarray]] = []
+    found = False
     for each in feeds:
         keep = np.ones(len(next(iter(each.values()))), bool)
         for spec in hiding:

@@ -130,8 +130,8 @@ def prove_export(
                 parity = add_float32_errors(parity, reference, reference.in_float64, least)
             except DeploykitError:  # its code names float32: other batches, which need rows
                 with suppress(DeploykitError):  # it takes no single rows either
-                    others = partial(in_other_batches, reference)
-                    parity = add_float32_errors(parity, reference, others, least[::-1])
+                    by_rows = partial(in_other_batches, reference)
+                    parity = add_float32_errors(parity, reference, by_rows, least[::-1])
         return Proof(parity, recorded, rows, notes, decided, cause)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -173,7 +174,7 @@ def _with_image(
     loaded: Loaded, options: TaskOptions, pixels: Preprocess | None, rule: dict[str, Any]
 ) -> Tasked:
     from deploykit.engines.torch.loaded import with_preprocess
-    from deploykit.engines.torch.presets import switch_resizing_off
+    from deploykit.engines.torch.presets import ASSUMED, switch_resizing_off
 
     kind, preset = options.kind, loaded.preset
     text = loaded.inputs[0].dtype == "int64" and ids_of([spec.name for spec in loaded.inputs])
@@ -225,6 +226,8 @@ def _with_image(
     known, source = (preset.labels, preset.source) if preset else (_named(config), "")
     labels, notes = _labels(options, head.classes, known)
     task = Task(kind.name, head.outputs, placed, None, labels, options.threshold, source=source)
+    if preset and source.startswith(ASSUMED) and pixels is preset.preprocess and not rule:
+        notes = (*notes, f"pixels are prepared by {source}: `preprocess` says it otherwise")
     return Tasked(head.loaded, task, pixels, None, (*resizing, *head.notes, *notes))
 
 
@@ -359,6 +362,13 @@ def _with_text(source: ExportSource, options: TaskOptions) -> Tasked:
         raise BadInput(
             f"`task` {options.kind.name}: no input holds token ids, as input_ids:int64[N,T] does",
             hint="the inputs are: " + ", ".join(map(str, loaded.inputs)),
+        )
+    unfilled = [name for name in names if name != ids and not re.search("mask|type", name)]
+    if unfilled:
+        raise BadInput(
+            f"`task` {options.kind.name}: a text fills {ids}, a mask and types; nothing fills "
+            + ", ".join(unfilled),
+            hint="wrap the model in a module that makes the others itself",
         )
     folder = source.path if source.path is None or source.path.is_dir() else source.path.parent
     path = options.tokenizer or (folder and folder / "tokenizer.json")

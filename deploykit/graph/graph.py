@@ -342,14 +342,14 @@ def _type_name(kind: onnx.TypeProto) -> str:
 
 def _spec(value: onnx.ValueInfoProto, path: Path, *, described: bool = False) -> TensorSpec:
     """Return the spec of an input or output. `described`: also one that no runtime here offers."""
-    tensor, dtype = value.type.tensor_type, _type_name(value.type)
+    dtype = _type_name(value.type)
     if dtype not in PROTOCOL_NAMES and not described:
         cure = "leave it out of the graph, whose inputs and outputs must be tensors"
         if "map(" in dtype:  # scikit-learn's converter adds ZipMap to classifiers
             cure += ": to_onnx(model, X, options={'zipmap': False})"
         raise Unsupported(f"{path}: '{value.name}' is a {dtype}, which is not supported", hint=cure)
     shape: list[int | str] = []
-    for number, axis in enumerate(tensor.shape.dim):
+    for number, axis in enumerate(value.type.tensor_type.shape.dim):
         if axis.HasField("dim_value") and axis.dim_value >= 0:
             shape.append(axis.dim_value)
         else:

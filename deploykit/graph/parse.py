@@ -225,7 +225,7 @@ def _calls(nodes: Iterable[Any]) -> Iterator[tuple[str, str]]:
 
 def _size(node: Any) -> int:
     """Return what a copy of the node costs: 1, and 1 more for each 256 bytes of its constants."""
-    return 1 + node.ByteSize() // 256
+    return 1 + int(node.ByteSize()) // 256
 
 
 def _inlined(nodes: Iterable[Any], sizes: Mapping[tuple[str, str], int]) -> int:

@@ -44,6 +44,7 @@ from deploykit.evaluation.parity import (
 from deploykit.evaluation.simulate import open_graph, round_halves, runs_graphs
 from deploykit.evaluation.statistics import samples_to_show_no_drop
 from deploykit.graph.graph import Graph, opset
+from deploykit.quantization.opset import needed_opset, with_opset
 
 if TYPE_CHECKING:
     from deploykit.quantization.calibrate import Calibration
@@ -167,7 +168,6 @@ def prepare(
 ) -> Job:
     """Open the graph, read and check the data, and calibrate."""
     from deploykit.quantization.calibrate import calibrate
-    from deploykit.quantization.opset import needed_opset, with_opset
     from deploykit.quantization.scales import Scales, places_to_choose_on
 
     on_progress("reading the model", 0.0)

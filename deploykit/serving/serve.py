@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from deploykit.evaluation.verify import open_proven
 from deploykit.pipelines.pipeline import ServedPipelines, models_to_serve
 from deploykit.serving import processes as multiprocess
 from deploykit.serving.models.reload import Reloader, Source
+from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.shadow import Shadow, check_reference
 from deploykit.serving.observe import logs
 from deploykit.serving.observe.tracing import Tracer
@@ -32,12 +34,11 @@ from deploykit.serving.opening import check_file, open_engines
 from deploykit.serving.options import Models, ServeOptions, takes
 from deploykit.serving.processes import Workers
 from deploykit.serving.running_server import RunningServer
+from deploykit.serving.workers.group import ServerGroup
 
 if TYPE_CHECKING:
-    from deploykit.serving.models.repository import ModelRepository
     from deploykit.serving.running_server import OnStart
     from deploykit.serving.server import Server
-    from deploykit.serving.workers.group import ServerGroup
 
 
 _NAMED = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,128})=(?P<file>.+)", re.DOTALL)
@@ -49,6 +50,8 @@ def name_models(values: Sequence[str]) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for text in values:
         match = _NAMED.fullmatch(text)
+        if match and not Path(match["file"]).exists() and Path(text).exists():
+            match = None  # a checkpoint's name such as epoch=3-loss=0.1.onnx
         path = Path(match["file"] if match else text)
         name = match["name"] if match else path.stem
         given, equals, _ = text.partition("=")
@@ -58,6 +61,11 @@ def name_models(values: Sequence[str]) -> dict[str, Path]:
                 if not _NAME.fullmatch(given)
                 else f"{text}: the file is missing",
                 hint="NAME=FILE, with a NAME of 1 to 128 letters, digits, '.', '_' or '-'",
+            )
+        if not _NAME.fullmatch(name) and path.suffix:
+            raise BadInput(
+                f"{text}: '{name}' cannot be the name of a model",
+                hint=f"give it another, of letters, digits, '.', '_' or '-': NAME={text}",
             )
         if name in files:
             raise BadInput(f"{text}: the name '{name}' is taken", hint="give it another: NAME=FILE")
@@ -192,11 +200,12 @@ class _Service:
         `group`: the processes that share the ports, if there are several; `shared`: see `load`.
         """
         from deploykit.serving import server as http
-        from deploykit.serving.workers.group import ServerGroup
 
         settings, steps = self.settings, ServedPipelines(self.pipelines, self.files)
         group = group or ServerGroup()
         return_large_blocks()
+        if settings.max_pixels != ServeOptions.max_pixels:
+            import_module("deploykit.engines.data.images").limit_pixels(settings.max_pixels)
         with ExitStack() as stack:
             models: dict[str, Sequence[Engine]] = {}
             sources, shadows = dict[str, Source](), dict[str, Shadow]()

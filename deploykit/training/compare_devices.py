@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import OutOfMemory, Unsupported
 from deploykit.core.evidence import Interval
 from deploykit.core.files import StrPath, write_together
@@ -142,7 +143,7 @@ def compare_devices(
         batch=min(middle, samples),
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(" ", "seconds"),
         command=command,
-        machine=this_machine().to_dict(),
+        machine=with_gpu(this_machine(), 0).to_dict(),
         rows=tuple(rows),
         crossovers=tuple(find_crossovers(rows)),
         augment=chosen.augmented if augment is None else augment,

@@ -79,7 +79,8 @@ class Stepper:
         ]
         groups = [group for group in groups if group["params"]]
         self.optimiser = torch.optim.Adam(groups, lr=recipe.learning_rate)
-        kinds, highest = torch.optim.lr_scheduler, [group["lr"] for group in groups]
+        kinds: Any = torch.optim.lr_scheduler
+        highest = [group["lr"] for group in groups]
         self.schedule = {
             "cosine": lambda: kinds.CosineAnnealingLR(self.optimiser, steps),
             "linear": lambda: kinds.LinearLR(self.optimiser, 1.0, 0.0, steps),
@@ -346,7 +347,7 @@ def freeze(
         for each, split in zip(found, (train, calibration), strict=True)
     ]
     inner = replace(recipe, preprocess=None, inputs=(), backbone=None)
-    return Frozen(head, inner, *splits, seconds, mean, deviation)
+    return Frozen(head, inner, splits[0], splits[1], seconds, mean, deviation)
 
 
 def _first_dense(head: torch.nn.Module) -> torch.nn.Linear | None:
@@ -441,13 +442,14 @@ def use_tf32(on: bool) -> Iterator[None]:
     torch has two switches, and both are set, so that a library may read either. Where the newer
     one (2.9) was set by itself, torch refuses to read the older one.
     """
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
     previous: list[tuple[Any, str, Any]] = []
     for place in (matmul, cudnn):
         with contextlib.suppress(RuntimeError):
             previous.append((place, "allow_tf32", place.allow_tf32))
-    for place in (matmul, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)):
-        if hasattr(place, "fp32_precision"):
+    if hasattr(matmul, "fp32_precision"):
+        for place in (matmul, cudnn.conv, cudnn.rnn):
             previous.append((place, "fp32_precision", place.fp32_precision))
     values = {"allow_tf32": on, "fp32_precision": "tf32" if on else "ieee"}
     try:
@@ -510,7 +512,8 @@ class Run:
         self.seconds = 0.0
         labels, checksum = splits.train.labels, 0
         for array in (labels, *splits.train.inputs.values()):
-            checksum = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), checksum)
+            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            checksum = zlib.crc32(flat.data, checksum)
         self.described = {  # all that a run has in common with the one whose state it goes on from
             "recipe": name,
             "epochs": settings.epochs,

@@ -320,3 +320,15 @@ def test_a_corrupt_image_is_named_and_the_run_goes_on_without_it(tmp_path: Path)
     assert (found.samples, found.resumed) == (29, 16)
     assert len(notes) == 1
     np.testing.assert_array_equal(np.load(found.path)["y"], np.delete(pixels, 17, axis=0))
+
+
+def test_a_constant_without_axes_does_not_refuse_the_other_outputs(data: Path) -> None:
+    """As the scale of the logits of CLIP."""
+    model = with_output(helper.make_node("Relu", ["x"], ["y"]), ("N", 4), TensorProto.FLOAT)
+    model.graph.node.append(helper.make_node("Constant", [], ["scale"], value_float=2.5))
+    model.graph.output.append(helper.make_tensor_value_info("scale", TensorProto.FLOAT, []))
+    found, _ = run(onnx_zoo.save(model, data.parent / "odd.onnx"), data)
+    assert found is not None
+    with np.load(found.path) as arrays:
+        assert arrays["y"].shape == X.shape
+        assert arrays["scale"].tolist() == [2.5] * len(X)

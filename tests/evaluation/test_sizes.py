@@ -34,6 +34,13 @@ MODELS = {
         {"W": np.eye(4, dtype=np.float32), "s": np.array([1, 20]), "t": np.array([1, 5, 4])},
         {"N": 1},
     ),
+    "a state": (  # whose batch has no name
+        "(float[N,T] x, float[2,K,4] h) => (float[N,4] y)",
+        """p = Pad<mode = "reflect">(x, pads) m = ReduceMax<axes = [1]>(p)
+           i = ReduceSum<keepdims = 0>(h, zero) y = Add(i, m)""",
+        {"pads": np.array([0, 64, 0, 64]), "zero": np.array([0])},
+        {"N": 2, "T": 80, "K": 2},
+    ),
     "relation": (
         "(float[N,T] x, float[N,U] z) => (float[M,T] y)",
         "d = Concat<axis = 1>(z, z, z) c = Concat<axis = 0>(x, d) y = Relu(c)",
@@ -53,7 +60,7 @@ def write(folder: Path, name: str) -> Path:
     return folder / "m.onnx"
 
 
-@pytest.mark.parametrize("name", ["least", "step", "batch of 1"])
+@pytest.mark.parametrize("name", ["least", "step", "batch of 1", "a state"])
 def test_sizes_at_which_a_model_runs_are_found_and_named(name: str, tmp_path: Path) -> None:
     path = write(tmp_path, name)
     with dk.load(path, "cpu") as engine:

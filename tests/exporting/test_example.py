@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +185,102 @@ def test_hooks_see_the_arguments_that_go_by_position(tmp_path: Path) -> None:
     made = dk.export(module, torch.randn(2, 4), out=tmp_path / "m.onnx")
     assert made.parity is not None
     assert made.parity.passed
+
+
+def falling(me: Any, x: Any) -> Any:
+    return x[..., None] * functional.embedding(torch.arange(x.shape[1] - 1, -1, -1), me.table)
+
+
+def reduced(_: Any, x: Any, index: Any) -> Any:
+    return torch.zeros(x.shape[0], 3).scatter_reduce(1, index, x, "mean")
+
+
+class Cast(nn.Module):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layer(x)
+
+
+class Recurrent(nn.Module):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(5, 8, 2, batch_first=True)
+
+    def forward(self, x: Any, h: Any) -> Any:
+        return self.gru(x, h)[0]
+
+
+T_AXIS: dict[str, Any] = {"dynamic_axes": {"x": {1: "T"}}}
+CURES: dict[str, tuple[Any, Any, dict[str, Any], str, str]] = {
+    "autocast": (Cast(), torch.randn(2, 4), {}, "computes in bfloat16", "without torch.autocast"),
+    "float64": (
+        nn.Conv1d(2, 2, 3).double(),
+        torch.randn(2, 2, 9, dtype=torch.float64),
+        {},
+        "computes in float64",
+        "model.float()",
+    ),
+    "a mean by index": (
+        Applied(reduced),
+        (torch.randn(2, 5), INDEX),
+        {},
+        r"writes scatter_reduce\(reduce='mean'\) unlike PyTorch \(test_example.py",
+        "divide by the counts",
+    ),
+    "a divisor": (
+        Applied(lambda _, x: functional.avg_pool2d(x, 2, divisor_override=3)),
+        torch.randn(2, 3, 8, 8),
+        {},
+        r"writes avg_pool\(divisor_override\) unlike PyTorch",
+        "window's area",
+    ),
+    "an arange that falls": (
+        Applied(falling),
+        torch.randn(2, 6),
+        T_AXIS,
+        "an arange that falls",
+        "flip",
+    ),
+    "linspace": (
+        Applied(lambda _, x: x + torch.linspace(0, 1, x.shape[1])),
+        torch.randn(2, 6),
+        T_AXIS,
+        "fixes axis T",
+        r"torch.arange\(n\) \* step",
+    ),
+    "take_along_dim": (
+        Applied(lambda _, x: x.take_along_dim(x.argsort(1), 1)),
+        torch.randn(3, 6),
+        {},
+        "fixes axis N",
+        "torch.gather",
+    ),
+    "a root of a size": (
+        Applied(lambda _, x: x / math.sqrt(x.shape[1])),
+        torch.randn(2, 6),
+        T_AXIS,
+        "fixes axis T",
+        r"\*\* 0.5",
+    ),
+    "a batch on another axis": (
+        Recurrent(),
+        (torch.randn(3, 6, 5), torch.randn(2, 3, 8)),
+        {},
+        "axis N is not dynamic",
+        r"axis 0 of 'h' is not the batch: `inputs`, 'h:float32\[2,N,8\]'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CURES)
+def test_each_refusal_names_its_cause_and_a_cure(tmp_path: Path, case: str) -> None:
+    module, example, more, cause, cure = CURES[case]
+    with pytest.raises(dk.DeploykitError) as caught:
+        dk.export(module.eval(), example, out=tmp_path / "m.onnx", **more)
+    assert re.search(cause, caught.value.message)
+    assert re.search(cure, str(caught.value.hint))
+    assert type(caught.value).__name__ != "_Failed"

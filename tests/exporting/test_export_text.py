@@ -277,6 +277,38 @@ def test_two_heads_of_a_text_model_are_refused(
         dk.export(folder, out=tmp_path / "e.onnx", **given)
 
 
+HEADS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "sentences that follow": (
+        "BertForNextSentencePrediction",
+        {"task": "text-classify"},
+        "does not fit transformers' BertForNextSentencePrediction",
+    ),
+    "scores as a vector": (
+        "BertForSequenceClassification",
+        {"task": "embed"},
+        "does not fit transformers' BertForSequenceClassification: its outputs are logits",
+    ),
+    "places that nothing fills": (
+        "BertForSequenceClassification",
+        {"task": "text-classify", "inputs": ["input_ids:int64[N,T]", "position_ids:int64[N,T]"]},
+        "nothing fills position_ids",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_a_head_of_the_same_shape_is_refused_by_its_name(
+    bert: Path, case: str, tmp_path: Path
+) -> None:
+    from tests.support.bert import save_tiny_bert
+
+    kind, given, reason = HEADS[case]
+    folder = save_tiny_bert(tmp_path / "other", kind)
+    shutil.copy(bert / "tokenizer.json", folder)
+    with pytest.raises(dk.BadInput, match=reason):
+        dk.export(folder, out=tmp_path / "e.onnx", **given)
+
+
 def test_pooling_is_for_embeddings_alone(sentences: Path, tmp_path: Path) -> None:
     for given, reason in (
         ({"task": "text-classify", "pooling": "mean"}, "`pooling` does not go with `task` text"),

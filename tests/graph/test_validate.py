@@ -201,6 +201,30 @@ def test_data_that_are_too_short_are_refused(folder: Path, entries: dict[str, st
         load_graph(external(folder, "w.bin", **entries))
 
 
+@pytest.mark.parametrize("beside", [True, False], ids=["of one folder", "of another folder"])
+def test_a_model_and_its_data_may_be_links_to_files_of_one_folder(
+    folder: Path, beside: bool
+) -> None:
+    """As every file of a snapshot of Hugging Face's is."""
+    blobs = folder.parent / "blobs"
+    blobs.mkdir()
+    values = np.arange(12, dtype=np.float32)
+    data = (blobs if beside else folder.parent) / "secret.bin"
+    data.write_bytes(values.tobytes())
+    external(blobs, "w.bin").rename(blobs / "0a1b")
+    (folder / "m.onnx").symlink_to("../blobs/0a1b")
+    (folder / "w.bin").symlink_to(f"../{data.relative_to(folder.parent)}")
+    if not beside:
+        with pytest.raises(BadInput, match="symbolic link") as caught:
+            load_graph(folder / "m.onnx")
+        assert "cp -L" in str(caught.value.hint)
+        return
+    (tensor,) = load_graph(folder / "m.onnx").graph.initializer[:1]
+    np.testing.assert_array_equal(numpy_helper.to_array(tensor).ravel(), values)
+    with open_engine(folder / "m.onnx", "cpu") as engine:
+        assert engine.inputs[0].name == "x"
+
+
 def test_an_engine_checks_the_hard_link_too(folder: Path) -> None:
     """ONNX Runtime itself would read it (1.31)."""
     hard_link(folder)

@@ -154,6 +154,7 @@ def test_a_folder_is_answered_into_a_file(
     folder = tmp_path / "new"
     shutil.copytree(photos / CLASSES[0], folder)
     (folder / "damaged.png").write_bytes(encoded(noise(9, 9))[:60])
+    (folder / "empty.jpg").write_bytes(b"")
     (folder / "scan.bmp").write_bytes(b"BM")
     expected = dk.predict_items(exported.path, files_of(photos / CLASSES[0])).answers
     notes: list[str] = []
@@ -167,7 +168,7 @@ def test_a_folder_is_answered_into_a_file(
         lines = [json.loads(line) for line in text.splitlines()]
         rows = [{"file": line["file"], **line["answer"]} for line in lines]
     failed = [row for row in rows if row.get("error")]
-    assert [Path(row["file"]).name for row in failed] == ["damaged.png"]
+    assert [Path(row["file"]).name for row in failed] == ["damaged.png", "empty.jpg"]
     right = [row for row in rows if not row.get("error")]
     assert [Path(row["file"]).name for row in right] == [
         f.name for f in files_of(photos / CLASSES[0])
@@ -176,7 +177,7 @@ def test_a_folder_is_answered_into_a_file(
         (answer["label"], answer["score"]) for answer in expected
     ]
     assert "1 files that do not end in" in notes[0]
-    assert notes[1].startswith("1 of 25 items could not be answered, such as ")
+    assert notes[1].startswith("2 of 26 items could not be answered, such as ")
     (tmp_path / f"b.{end}").write_text("somebody's\n")
     with pytest.raises(BadInput, match=rf"b\.{end}: exists"):
         dk.predict_items(exported.path, [folder], out=tmp_path / f"b.{end}")

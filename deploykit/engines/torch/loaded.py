@@ -140,12 +140,12 @@ def describe_module(
     caching = [config for config in configs if getattr(config, "use_cache", None) is True]
     for config in caching:  # transformers' key/value cache is an object that no graph can return
         config.use_cache = False
-    cached = ("switched use_cache off in the model's config",) if caching else ()
+    cached = ["switched use_cache off in the model's config"] if caching else []
     grouped = [each for each in configs if getattr(each, _EXPERTS, None) == "grouped_mm"]
     for config in grouped:  # ONNX has no product of groups
         setattr(config, _EXPERTS, "batched_mm")
     if grouped:
-        cached += ("set the model's experts to batched_mm, as set_experts_implementation does",)
+        cached.append("set the model's experts to batched_mm, as set_experts_implementation does")
     bind, more = binding(module, [spec.name for spec in inputs])
     adapter = adapt(module.eval(), bind, len(inputs))
     example = example or Example()

@@ -46,6 +46,7 @@ _ZERO_TO_ONE = Preprocess("0..1", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 _OWN_NORMALISATION = ("inception_v3", "googlenet")  # ImageNet weights set `transform_input`
 _PHOTO = 4 / 3  # width to height of a photo, which is to be as large in a square input
 _STRIDE = 32
+ASSUMED = "the assumption that all is as for"  # begins a source that the file does not confirm
 _RESIZES = "GeneralizedRCNNTransform"  # a name, as torchvision may be missing
 
 
@@ -228,8 +229,11 @@ def _sized(build: Callable[..., Any], weights: Mapping[str, Any]) -> Any:
 def _of_torchvision(module: Any, name: str, file: Path | None) -> Preset | None:
     kinds = _torchvision().get_model_weights(name)
     digest = sha256(file)[:8] if file is not None and file.is_file() else None
-    entry = next((each for each in kinds if digest and digest in each.url), kinds.DEFAULT)
+    own = next((each for each in kinds if digest and digest in each.url), None)
+    entry = own or kinds.DEFAULT
     labels, source = tuple(entry.meta.get("categories") or ()), f"torchvision's weights {entry}"
+    if own is None:
+        source = f"{ASSUMED} {entry}, though the file is none of torchvision's"
     transforms = entry.transforms()
     if getattr(module, "transform", None) is not None and hasattr(module.transform, "fixed_size"):
         return _of_detector(module, labels, source)

@@ -35,7 +35,8 @@ def add_head(request: HeadRequest) -> TaskHead:
             f"`task` {request.kind}: by {request.loaded.preset.source} the outputs are features",
             hint="`task` embed; where they are classes, `labels` says so",
         )
-    at = request.find(SCORES, (2, 4), "classify needs scores of the classes, float [N,classes]")
+    needs = "classify needs scores of the classes, float [N,classes]"
+    at = request.find(SCORES, (2, 4), needs, "Classification")
     notes = request.left_out(at)
     spec = request.loaded.outputs[at]
     batch, count, *rest = spec.shape

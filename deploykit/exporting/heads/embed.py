@@ -23,7 +23,6 @@ torch = require("torch")
 
 _VECTORS = AnswerRule(
     ("embedding", "embeddings", "image_embeds", "text_embeds", "pooler_output", "pooled"),
-    by_name=False,
 )
 _TOKENS = AnswerRule(
     ("last_hidden_state", "token_embeddings"), f"{INSIDE}|pooler_output", by_name=False

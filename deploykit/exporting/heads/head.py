@@ -107,10 +107,14 @@ class HeadRequest:
             hint=needs + cure,
         )
 
-    def find(self, rule: AnswerRule, ranks: Sequence[int], needs: str) -> int:
-        """Return the place of the output that `rule` finds. Raises BadInput, which says `needs`."""
+    def find(self, rule: AnswerRule, ranks: Sequence[int], needs: str, named: str = "") -> int:
+        """Return the place of the output that `rule` finds. Raises BadInput, which says `needs`.
+
+        `named`: part of the name of the classes in transformers with this head: those of others
+        have outputs of the same name and rank, such as whether two sentences follow each other.
+        """
         at = rule.find(self.loaded, ranks)
-        if at is None:
+        if at is None or named not in (_transformers_class(self.loaded) or named):
             raise self.misfit(needs)
         return at
 

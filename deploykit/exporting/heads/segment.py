@@ -16,7 +16,7 @@ _NEEDS = "segment needs scores of the classes of each pixel, float [N,classes,he
 
 def add_head(request: HeadRequest) -> TaskHead:
     """Add the argmax over classes, at the image's size. Raises BadInput."""
-    at = request.find(SCORES, (4,), _NEEDS)
+    at = request.find(SCORES, (4,), _NEEDS, "Segmentation")
     notes = request.left_out(at)
     batch, count, *sides = request.loaded.outputs[at].shape
     if not isinstance(count, int) or count < 2:

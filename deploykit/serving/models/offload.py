@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -125,15 +126,17 @@ class ThreadOffload(Closing):
             queue.close()
 
 
+@dataclass(eq=False, slots=True)
 class _Client:
     """One client's work. `spent_s`: the virtual time at which its next work may start."""
 
-    __slots__ = ("running", "spent_s", "waiting")
+    spent_s: float
+    running: int = 0
+    waiting: deque[tuple[Future[Any], Callable[[], Any]]] = field(default_factory=deque)
 
-    def __init__(self, spent_s: float) -> None:
-        self.waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self.running = 0
-        self.spent_s = spent_s
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.running)
 
 
 class FairQueue:
@@ -153,9 +156,9 @@ class FairQueue:
         future: Future[T] = Future()
         with self._lock:
             if len(self._clients) >= _CLIENTS:
-                self._forget_idle()
+                self._clients = {key: c for key, c in self._clients.items() if not c.idle}
             found = self._clients.setdefault(client, _Client(self._now_s))
-            if not found.waiting and not found.running:
+            if found.idle:
                 found.spent_s = max(found.spent_s, self._now_s)
             found.waiting.append((future, work))
         try:
@@ -195,13 +198,9 @@ class FairQueue:
         with self._lock:
             client.running -= 1
             client.spent_s += self._clock_s() - begun_s
-            if not any(each.waiting or each.running for each in self._clients.values()):
+            if all(each.idle for each in self._clients.values()):
                 self._clients.clear()
         del future, work  # else this thread keeps them until its next work
-
-    def _forget_idle(self) -> None:
-        for key in [k for k, each in self._clients.items() if not (each.waiting or each.running)]:
-            del self._clients[key]
 
 
 def _expired() -> Any:

@@ -16,7 +16,6 @@ import orjson
 
 from deploykit import __version__
 from deploykit.serving.models.model import ServedModel
-from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.metrics import REQUEST_US
 
@@ -104,17 +103,16 @@ class Status:
             "gpus": [gpu.to_dict() for gpu in sample.gpus] if sample else [],
             "buckets_us": REQUEST_US,
             "models": [
-                *(self._pipeline(each) for each in repository.pipelines.values()),
-                *(self._model(model) for model in repository.models.values()),
+                {**found, "not_ready": repository.why_not_ready(each)}
+                for each, found in (
+                    *((each, each.status()) for each in repository.pipelines.values()),
+                    *((each, self._model(each)) for each in repository.models.values()),
+                )
             ],
         }
 
-    def _pipeline(self, pipeline: ServedPipeline) -> dict[str, Any]:
-        return {**pipeline.status(), "not_ready": self._repository.why_not_ready(pipeline)}
-
     def _model(self, model: ServedModel) -> dict[str, Any]:
-        metadata = model.metadata()
-        policy = model.batcher.policy
+        metadata, policy = model.metadata(), model.batcher.policy
         return {
             "name": model.name,
             "platform": metadata["platform"],
@@ -127,7 +125,6 @@ class Status:
             "queue": policy.queue,
             "notes": list(model.notes),
             "task": model.task.facts,
-            "not_ready": self._repository.why_not_ready(model),
             **model.in_use._asdict(),
             "inputs": metadata["inputs"],
             "outputs": metadata["outputs"],
