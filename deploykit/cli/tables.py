@@ -103,6 +103,7 @@ def rate(value: float | None, unit: float, name: str) -> str:
 
 UNKNOWN = "not known"
 _LAYERS, _LONGEST = 10, 48  # number of layers shown, characters of their names
+_FITS = 8  # most profiles shown
 
 
 def made(result: Made) -> list[Part]:
@@ -254,7 +255,10 @@ def inspection(result: Inspection) -> list[Part]:
     if result.manifest and result.manifest.task:
         lines.append("  task       " + purpose(result.manifest.task))
     if result.fits:
-        lines.append("  fits       " + ", ".join(result.fits) + " (by precision; not tried there)")
+        others = len(result.fits) - _FITS
+        more = f" and {others} more, see --json" if others > 0 else ""
+        named = ", ".join(result.fits[:_FITS]) + more
+        lines.append(f"  fits       {named} (by precision; not tried there)")
     manifest = result.manifest
     if manifest is None:
         lines.append("  manifest   none: where it comes from is not known")
