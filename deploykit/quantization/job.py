@@ -116,7 +116,6 @@ class Job:
         self, scales: Scales, to: str, other_nodes: str, keep_float32: Collection[str] = ()
     ) -> tuple[Graph, list[str]]:
         """Return the graph in precision `to`, except the nodes in `keep_float32`, and notes."""
-        from deploykit.quantization.half_precision import lacking_in
         from deploykit.quantization.qdq import without_kernel
         from deploykit.quantization.scales import convert
 
