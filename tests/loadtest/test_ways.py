@@ -116,6 +116,28 @@ def test_a_server_that_declares_no_binary_tensors_gets_json() -> None:
     assert np.abs(values).max() > 0
 
 
+@pytest.mark.parametrize("extensions", [(), ("binary_tensor_data",)], ids=["JSON", "bytes"])
+@pytest.mark.parametrize("datatype", ["BYTES", "BOOL", "BF16", "FP16", "INT64"])
+def test_every_datatype_is_sent(datatype: str, extensions: tuple[str, ...]) -> None:
+    tensors = [{"name": "x", "datatype": datatype, "shape": [-1, 3]}]
+    server = StandIn(inputs=tensors, extensions=extensions)
+    with server.running() as url:
+        assert load(url, server.bodies, batch=2, **QUICK).ok > 0
+    head, raw = server.bodies[0]
+    (item,) = head["inputs"]  # type: ignore[misc]
+    assert (item["datatype"], item["shape"]) == (datatype, [2, 3])
+    if extensions:
+        assert len(raw) == 6 * {"BYTES": 4 + 1, "BOOL": 1, "INT64": 8}.get(datatype, 2)
+    else:
+        kinds = {"BYTES": str, "BOOL": bool, "INT64": int}
+        assert {type(each) for each in item["data"]} == {kinds.get(datatype, float)}
+
+
+def test_a_server_that_names_no_inputs_is_named() -> None:
+    with StandIn(inputs=()).running() as url, pytest.raises(BadInput, match="names no inputs"):
+        load_test(url, **QUICK)
+
+
 def test_a_server_that_fails_on_the_form_it_declares_gets_the_other() -> None:
     def infer(server: StandIn, number: int) -> bytes:
         head, _ = server.bodies[number]
