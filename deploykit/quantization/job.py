@@ -44,6 +44,7 @@ from deploykit.evaluation.parity import (
 from deploykit.evaluation.simulate import open_graph, round_halves, runs_graphs
 from deploykit.evaluation.statistics import samples_to_show_no_drop
 from deploykit.graph.graph import Graph, opset
+from deploykit.quantization.half_precision import lacking_in
 from deploykit.quantization.opset import needed_opset, with_opset
 
 if TYPE_CHECKING:
@@ -116,7 +117,6 @@ class Job:
         self, scales: Scales, to: str, other_nodes: str, keep_float32: Collection[str] = ()
     ) -> tuple[Graph, list[str]]:
         """Return the graph in precision `to`, except the nodes in `keep_float32`, and notes."""
-        from deploykit.quantization.half_precision import lacking_in
         from deploykit.quantization.qdq import without_kernel
         from deploykit.quantization.scales import convert
 
