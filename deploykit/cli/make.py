@@ -156,7 +156,7 @@ Model:
         a checkpoint of your own recipe, the recipe's file
 --input SPEC           'NAME:DTYPE[AXES]' for each input, such as 'image:float32[N,3,224,224]'.
         A number is a fixed size; a letter is an axis of any size: N is the batch, other
-        letters or names (T, H, W) are yours to choose
+        letters or names (T, H, W) are yours to choose; T<=512 has a largest size
 --batch dynamic|N      Size of the batch axis; dynamic is any
 --allow-pickle         Run code that the file contains. Only if you trust it
 Exporter:
@@ -255,9 +255,11 @@ MODEL                  An .onnx file
 {FORCE}
 --check                Only test whether NVIDIA's builder accepts the model; keep no engine
 Accuracy:{_ACCURACY}
+Sizes:
+--batch MIN,OPT,MAX    Sizes of the batch axis: smallest, usual and largest, or one [1,8,32];
+                       without TensorRT, those at which the file is compared
+--axis NAME=MIN,OPT,MAX  Sizes of another dynamic axis, or one; may be repeated
 TensorRT:
---batch MIN,OPT,MAX    Sizes of the batch axis: smallest, usual and largest [1,8,32]
---axis NAME=MIN,OPT,MAX  Sizes of another dynamic axis; may be repeated
 --dla CORE             DLA core of a Jetson; the GPU runs what the DLA cannot
 --version-compatible   The engine also runs in later TensorRT of the same major version, 10's in 11
 --hardware-compatible  The engine also runs on these other GPUs

@@ -29,9 +29,7 @@ from deploykit.evaluation.accuracy import Matches, pair
 if TYPE_CHECKING:
     from deploykit.graph.graph import Graph
 
-    Feeds = Mapping[str, np.ndarray]
-
-
+Feeds = Mapping[str, np.ndarray]
 MAX_ERROR = 1e-3
 CLASSES, PIXELS, BOXES = "classes", "pixels", "boxes"  # `ParityRow.answers`
 BLOCK = 1 << 20  # values that are converted to float64 at a time
@@ -465,11 +463,14 @@ def sizes_that_run(
     if chosen == [{}]:
         return chosen, ()
     problems: list[DeploykitError] = []
+    least = {axis: low for axis, (low, _) in (limits or {}).items()}
 
     def runs(sizes: Mapping[str, int], rows: int, batch: Collection[str] = batch) -> bool:
         try:
-            few = {axis: min(size, rows) if axis in batch else size for axis, size in sizes.items()}
-            engine(random_feeds(engine.inputs, {**few, **given}))
+            few = {
+                axis: max(least.get(axis, 1), min(sizes.get(axis, rows), rows)) for axis in batch
+            }
+            engine(random_feeds(engine.inputs, {**sizes, **few, **given}))
         except (BadInput, Unsupported) as exc:
             problems.append(exc)
             return False

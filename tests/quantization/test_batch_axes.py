@@ -93,7 +93,8 @@ def test_they_calibrate_evaluate_compare_and_replay(model: Path, tmp_path: Path)
     assert made.evaluation.samples == COUNT
     assert dk.compare(model, made.path, data=data, max_error=0.1).parity.passed
     assert dk.compare(made.path).parity.passed
-    assert dk.build(model, "cpu", out=tmp_path / "b.onnx").parity.passed
+    for given in ({}, {"data": data}, {"precision": "int8", "calib": data}):
+        assert dk.build(model, "cpu", out=tmp_path / "b.onnx", **given).parity.passed
 
 
 @pytest.mark.parametrize(
