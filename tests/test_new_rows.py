@@ -1,4 +1,4 @@
-"""A runtime, a precision and a task that only the tables know go through every command.
+"""A runtime, a precision, a task and a bundle that only the tables know go through every command.
 
 This is what `docs/contributing.md` promises: a row, the functions that it names, and a profile.
 """
@@ -15,6 +15,7 @@ import onnx
 import pytest
 from onnx import helper
 
+from deploykit.deploying.folder import read_bundle, verify
 from tests.support import new_rows
 from tests.support.onnx_zoo import make, save
 
@@ -83,6 +84,7 @@ def test_doctor_says_whether_its_engines_work(folder: Path) -> None:
         ("quantize", ["wrapped|tensorrt|onnxruntime", "int8-stored|fp16|"]),
         ("bench", [".onnx or .trt or .wrapped files"]),
         ("export", ["--task rate|classify|"]),
+        ("bundle", ["--to parcel|docker|"]),
     ],
 )
 def test_help_offers_them(command: str, choices: list[str], folder: Path) -> None:
@@ -131,3 +133,17 @@ def test_a_model_gets_the_outputs_of_the_new_task_and_answers_with_them(folder: 
     assert found == {"stars": 2.5}
     refused = deploykit("export", "net.pt", *words, "--labels", "net.py", folder=folder)
     assert "--labels does not go with --task rate" in refused.stderr
+
+
+def test_a_bundle_of_the_new_kind_is_sealed_and_checked_as_all_are(folder: Path) -> None:
+    words = ["--profile", "cpu", "--to", "parcel", "-o", "parcel"]
+    made = answer("bundle", "model.onnx", *words, folder=folder)
+    assert (made["bundle"]["kind"], made["bundle"]["model"]) == ("parcel", "model.onnx")
+    assert read_bundle(folder / "parcel").files.keys() == {
+        "README.md", "model.onnx", "model.onnx.json", "model.onnx.golden.npz",
+    }  # fmt: skip
+    assert verify(folder / "parcel").kind == "parcel"
+    again = deploykit("bundle", "model.onnx", *words, folder=folder)
+    assert again.returncode == 0  # an untouched bundle is replaced
+    started = deploykit("boot", "parcel", "--cache", "cache", folder=folder)
+    assert "is a bundle for parcel, which does not start by itself" in started.stderr

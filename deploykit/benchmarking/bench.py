@@ -196,7 +196,7 @@ class _Run:
             task = reference.artefact.task
             samples = read_samples(Path(data), base.inputs, task=task) if data else None
             self.inputs = choose_inputs(reference.artefact, base, samples, axis)
-            self.proofs = proofs = Proofs(base, reference, samples, device, note)
+            self.proofs = proofs = Proofs(base, reference, samples, device, note, axis)
             right = [reference, *(each for each in entries[1:] if proofs.prove(each).passed)]
             rivals, gaps = find_rivals(right, machine, scratch)
             rivals = [each for each in rivals if not on_gpu_alone(each, device)]
@@ -384,9 +384,10 @@ class Proofs:
         samples: Samples | None,
         device: str,
         note: Note,
+        axis: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._base, self._reference, self._samples = base, reference, samples
-        self._device, self._note = device, note
+        self._device, self._note, self._axis = device, note, axis
         self.parity: list[Parity] = []
         self.accuracy: list[Accuracy] = []
         self.gates: dict[str, Gate] = {}
@@ -408,7 +409,9 @@ class Proofs:
         name = f"{entry.artefact.name} in {entry.label}" if entry.rival else entry.artefact.name
         name += f" on {gpu}" if gpu else ""
         with entry.open(gpu or ("cpu" if entry.on_cpu else self._device)) as engine:
-            feeds, fewer = comparison_feeds(self._base, engine, samples, reference.artefact.path)
+            feeds, fewer = comparison_feeds(
+                self._base, engine, samples, reference.artefact.path, self._axis
+            )
             for text in (*(f"parity: {each}" for each in fewer), *engine.notes):
                 self._note(text)
             names, random = (reference.artefact.name, name), samples is None

@@ -10,7 +10,7 @@ from pathlib import Path
 from deploykit.building.builder import BuildJob, Shapes, find_builder
 from deploykit.building.runtime import build_for_runtime
 from deploykit.building.tensorrt import prove as build_tensorrt
-from deploykit.building.tensorrt.options import check_options
+from deploykit.building.tensorrt.options import check_options, parse_axis, parse_batch
 from deploykit.building.tensorrt.prove import CheckResult
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError
@@ -63,11 +63,12 @@ def build(
     """Build `model` for a hardware profile; with `precision`, quantise it first.
 
     `calib`, `data`, `metric`, `max_drop`, `force`: as in `quantize`; without `precision`, `calib`
-    finds the ranges that an INT8 graph lacks when its pairs are moved for a CPU. `shapes`: what a
-    TensorRT engine is built for. Raises GateFailed when the built file differs from its source by
-    more than `max_error` (an engine: see `prove_plan`) or runs layers in more bits than asked, or
-    when the quantised graph fails its evaluation; Unsupported for a target that cannot be built for
-    here.
+    finds the ranges that an INT8 graph lacks when its pairs are moved for a CPU. The file is
+    compared on `data`, or `calib`. `shapes`: the sizes that a TensorRT engine is built for; another
+    file is compared at these, if there are no samples. Raises GateFailed when the built file
+    differs from its source by more than `max_error` (an engine: see `prove_plan`) or runs layers in
+    more bits than asked, or when the quantised graph fails its evaluation; Unsupported for a target
+    that cannot be built for here.
     """
     shapes = shapes or Shapes()
     auto = profile == "auto"
@@ -82,6 +83,10 @@ def build(
         metric=metric,
         max_drop=max_drop,
     )
+    axes = {name: each.optimum for name, each in map(parse_axis, shapes.axes)}
+    if target.runtime != "tensorrt" and (axes or shapes.batch):
+        batch = parse_batch(shapes.batch).optimum if shapes.batch else None
+        request = replace(request, batch=batch, axis=axes)
     if target.runtime == "tensorrt":
         check_options(build_tensorrt.options_of(target, shapes, source))
         build_tensorrt.check_here(target, source, shapes.device)

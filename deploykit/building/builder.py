@@ -13,6 +13,7 @@ from deploykit.core.errors import BadInput
 from deploykit.core.evidence import Layer
 from deploykit.core.files import StrPath
 from deploykit.core.json_value import Record
+from deploykit.core.notebook import Shown
 from deploykit.core.profile import Profile
 from deploykit.core.runtime import RUNTIMES
 
@@ -21,11 +22,12 @@ if TYPE_CHECKING:  # it loads onnx, which `boot` does not need
 
 
 @dataclass(frozen=True)
-class Shapes:
+class Shapes(Shown):
     """Sizes and options of an engine: `dk.build(m, "l4", shapes=dk.Shapes(batch="1,8,32"))`.
 
-    `batch`: the smallest, usual and largest batch, "1,8,32". `axes`: the same for other dynamic
-    axes, ["T=16,128,512"]. None and () stand for the defaults.
+    `batch`: the smallest, usual and largest batch, "1,8,32", or one size. `axes`: the same for
+    other dynamic axes, ["T=16,128,512"]. They are what TensorRT builds for, and any other target
+    is compared at. None and () stand for the defaults.
     """
 
     batch: str | None = None
@@ -39,13 +41,17 @@ class Shapes:
     tf32: bool = True  # float32 products may be rounded to TF32
 
     def refuse(self, target: Profile) -> None:
-        """Raise BadInput for options that were given: they are TensorRT's, not `target`'s."""
+        """Raise BadInput for options that were given and are TensorRT's, not `target`'s.
+
+        `batch` and `axes` are not: they are the sizes at which the built file is compared.
+        """
         given = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
+        given = [name for name in given if name not in ("batch", "axes")]
         if given:
             names = ", ".join(f"`{key}`" for key in given)
             title = RUNTIMES[target.runtime].title
             raise BadInput(
-                f"profile '{target.name}' runs {title}, which takes no build options",
+                f"profile '{target.name}' runs {title}, which has no such options",
                 hint=f"leave out {names}, for TensorRT only",
             )
 

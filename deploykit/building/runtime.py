@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploykit.building.builder import BuildJob, BuildResult, find_builder
+from deploykit.building.builder import BuildJob, BuildResult, Shapes, find_builder
+from deploykit.building.tensorrt.options import parse_axis, parse_batch
 from deploykit.core.artefact import Artefact
 from deploykit.core.errors import BadInput
 from deploykit.core.evidence import (
@@ -22,10 +23,10 @@ from deploykit.core.evidence import (
 )
 from deploykit.core.precision import CALIBRATED, FLOATS, max_engine_error
 from deploykit.core.runtime import RUNTIMES
-from deploykit.core.tensors import TensorSpec
+from deploykit.core.tensors import BATCH, TensorSpec, batch_axes
 from deploykit.engines.batching import JoinedRun
-from deploykit.engines.data.samples import check_calibration, read_samples
-from deploykit.engines.engine import Arrays, load
+from deploykit.engines.data.samples import Samples, check_calibration, read_samples
+from deploykit.engines.engine import Arrays, Engine, load
 from deploykit.evaluation import batching, golden, verify
 from deploykit.evaluation.artefacts import (
     Made,
@@ -36,10 +37,11 @@ from deploykit.evaluation.artefacts import (
     span,
 )
 from deploykit.evaluation.parity import (
+    Feeds,
     compare_engines,
+    comparison_feeds,
     feeds_at_sizes,
-    first_rows,
-    rows_note,
+    given_sizes,
     rows_that_fit,
 )
 from deploykit.evaluation.simulate import open_rounded
@@ -57,8 +59,6 @@ from deploykit.quantization.job import (
 from deploykit.quantization.quantize import keep_if_passed, write_graph
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from deploykit.quantization.calibrate import Range
 
 
@@ -70,6 +70,7 @@ _MEASURED = (
     "the INT8 pairs were placed for the CPU; ranges that the graph does not hold are those of "
     "the calibration data"
 )
+_ENDS = ("minimum", "maximum")
 _MOVED = "placed.onnx"  # the graph with its pairs moved
 _PRODUCTS = frozenset(("Conv", "Gemm", "MatMul"))
 # operator in integers -> the place of its weights
@@ -358,9 +359,11 @@ def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]
             reference = stack.enter_context(open_rounded(graph, tmp.parent))
         else:
             reference = stack.enter_context(load(graph.path, "cpu"))
-        feeds: Sequence[Mapping[str, np.ndarray]] = feeds_at_sizes(engine.inputs)
-        most = rows_that_fit(feeds, graph.path)
-        feeds, notes = first_rows(feeds, most, engine.inputs), [*placed.notes, *rows_note(most)]
+        data = quantize.samples if quantize else None
+        if request.data is not None and data is None:
+            data = read_samples(request.data, engine.inputs, task=source.task)
+        feeds, fewer = _feeds(reference, engine, data, graph, job.shapes)
+        notes, most = [*placed.notes, *fewer], rows_that_fit(feeds, graph.path)
         title = f"{source.name} in {request.to}" if quantize else source.name
         joined: list[JoinedRun] = []
         keep, names = batching.keep_runs(engine, feeds, joined), (title, name)
@@ -376,7 +379,7 @@ def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]
             runs.append((sizes, {output: array.shape for output, array in outputs.items()}))
 
         parity = compare_engines(
-            reference, engine, feeds, max_error=bound, names=names, each=each, random=True
+            reference, engine, feeds, max_error=bound, names=names, each=each, random=data is None
         )
         if not parity.passed:
             return Evidence(parity=parity)
@@ -404,6 +407,36 @@ def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]
         batching=proof,
         notes=tuple(notes),
     )
+
+
+def _feeds(
+    reference: Engine, engine: Engine, samples: Samples | None, graph: Graph, shapes: Shapes
+) -> tuple[list[Feeds], tuple[str, ...]]:
+    """Return the inputs to compare on, and notes: samples at several batches, else random ones.
+
+    Random ones have the sizes that `shapes` names: the usual ones, then the smallest and largest.
+    """
+    ranges = dict(map(parse_axis, shapes.axes))
+    rows = batch_axes(engine.inputs)
+    if shapes.batch is not None:
+        ranges |= dict.fromkeys(rows or (BATCH,), parse_batch(shapes.batch))
+    usual = {axis: sizes.optimum for axis, sizes in ranges.items()}
+    given_sizes(engine.inputs, None, usual, samples)
+    feeds, notes = comparison_feeds(reference, engine, samples, graph.path, usual)
+    if samples is not None:
+        axes = ((name, samples.axis(name)) for name in feeds[0])
+        most = next((feeds[0][name].shape[at] for name, at in axes if at is not None), 1)
+        few = [samples.rows(slice(count)) for count in (1, 2) if rows and count < most]
+        return [*few, *feeds], notes
+    ends = [{axis: getattr(sizes, end) for axis, sizes in ranges.items()} for end in _ENDS]
+    found = {
+        axis: size
+        for spec in engine.inputs
+        for axis, size in zip(spec.shape, feeds[0][spec.name].shape, strict=True)
+        if isinstance(axis, str)
+    }
+    more = [{**found, **sizes} for sizes in ends if sizes != usual]
+    return [*feeds, *(feeds_at_sizes(engine.inputs, sizes=[sizes])[0] for sizes in more)], notes
 
 
 def _read_back(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -23,6 +24,7 @@ from deploykit.core.errors import (
     EXIT_INTERRUPTED,
     BadInput,
     DeploykitError,
+    did_you_mean,
     os_error,
 )
 from deploykit.core.memory import does_not_fit
@@ -190,7 +192,9 @@ def _usage_error(exc: Any, message: str) -> BadInput:
     if source is not None and source.name == "DEFAULT_MAP":
         message = f"{context.params['config']}: {message}"
     message = message.replace("Value error, ", "")  # pydantic's prefix
-    return BadInput(message, hint=f"see: {command} --help")
+    hint, (before, _, choices) = f"see: {command} --help", message.partition(" is not one of ")
+    word = before.removesuffix("'").rpartition("'")[2]
+    return BadInput(message, hint=did_you_mean(word, re.findall(r"'([^']+)'", choices), hint))
 
 
 def _terminate() -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Literal
 
@@ -193,7 +194,8 @@ def export(
 
     with output.shown_on_failure(as_json, tables.made), Progress("export") as progress:
         result = exporting.export(**given, on_progress=progress)
-    output.show(result, tables.made(result), as_json=as_json)
+    following = f"  next       deploykit serve {shlex.quote(str(result.path))}"
+    output.show(result, [*tables.made(result), "", following], as_json=as_json)
 
 
 @described(f"""
@@ -253,9 +255,11 @@ MODEL                  An .onnx file
 {FORCE}
 --check                Only test whether NVIDIA's builder accepts the model; keep no engine
 Accuracy:{_ACCURACY}
+Sizes:
+--batch MIN,OPT,MAX    Sizes of the batch axis: smallest, usual and largest, or one [1,8,32];
+                       without TensorRT, those at which the file is compared
+--axis NAME=MIN,OPT,MAX  Sizes of another dynamic axis, or one; may be repeated
 TensorRT:
---batch MIN,OPT,MAX    Sizes of the batch axis: smallest, usual and largest [1,8,32]
---axis NAME=MIN,OPT,MAX  Sizes of another dynamic axis; may be repeated
 --dla CORE             DLA core of a Jetson; the GPU runs what the DLA cannot
 --version-compatible   The engine also runs in later TensorRT of the same major version, 10's in 11
 --hardware-compatible  The engine also runs on these other GPUs

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from deploykit.cli import output, tables
 from deploykit.cli.options import DEVICE, ENGINE, FORCE, JSON, TRUST, api_arguments, described
-from deploykit.cli.output import Progress
+from deploykit.cli.output import Part, Progress
 from deploykit.cli.tables import figure
-from deploykit.core.errors import BadInput, GateFailed
+from deploykit.core.errors import BadInput, GateFailed, NotFound
 
 SUFFIXES = (".py", ".toml")  # suffixes of pipelines, given in place of an engine
 
@@ -145,7 +145,9 @@ def predict(
         answers_json = {
             name: json.dumps(x, ensure_ascii=False) for name, x in found.answers.items()
         }
-        lines = [f"{name}: {text}" if several else text for name, text in answers_json.items()]
+        lines: list[Part] = [
+            f"{name}: {text}" if several else text for name, text in answers_json.items()
+        ]
         if found.path is not None:
             per_s = figure(found.files / found.seconds)
             lines = [
@@ -160,18 +162,22 @@ def predict(
         _refuse(given, "answers", batch=32, on="local")
         if any(each.suffix in (".npz", ".npy") for each in files):
             raise BadInput(f"{files[0]}: holds samples; `out` names the file for their outputs")
+        for each in files:
+            if " " in str(each) and not each.exists():
+                raise NotFound(f"{each}: no such file", hint="a sentence goes with `text`")
         with Progress("predict") as progress:
             answered = predicting.predict_items(
                 engine, files, text=sentences, out=out, device=device, trust=trust, force=force,
                 on_progress=progress if out else lambda *_: None, on_note=output.note_line,
             )  # fmt: skip
-        lines = tables.answered(answered) if out is None else []
-        if out is not None:
+        shown: list[output.Part] = []
+        if out is None:
+            shown += tables.answered(answered)
+        else:
             per_s = figure(len(answered.items) / max(answered.seconds, 1e-9))
-            lines = [
-                f"wrote {out}: {len(answered.items)} items on {answered.device}, {per_s} per second"
-            ]
-        output.show(answered, lines, as_json=as_json)
+            what = f"{len(answered.items)} items on {answered.device}, {per_s} per second"
+            shown.append(f"wrote {out}: {what}")
+        output.show(answered, shown, as_json=as_json)
         return
     if len(files) != 1 or sentences:
         raise BadInput("`out` is for the outputs of one file or folder of samples")

@@ -19,7 +19,7 @@ from deploykit.cli.output import Progress
 from deploykit.cli.prove import axis_sizes
 from deploykit.core.errors import BadInput
 from deploykit.core.files import StrPath
-from deploykit.serving.options import ServeOptions
+from deploykit.serving.options import ServeOptions, addresses, read_token
 
 _OWN = (  # options of the command line only: parameter, type, default, line of the help page
     ("models", list[str] | None, None, f"[NAME=]FILE  The {ENGINE}s to serve"),
@@ -115,7 +115,8 @@ def raise_if_dropped(dropped: int) -> None:
 
 
 @described(f"""
-URL                    The server, http://HOST:PORT or grpc://HOST:PORT
+URL                    The server: http://HOST:PORT, below a path http://HOST/PATH, or
+                       grpc://HOST:PORT; with TLS https:// and grpcs://
 --model NAME           Which model, if the server has several [the only one]
 --rate N               Open loop: send this many requests per second
                        [half of what 32 connections reach in 2 s]
@@ -131,6 +132,8 @@ URL                    The server, http://HOST:PORT or grpc://HOST:PORT
                        the answers
 --max-error X          Largest max |a-b| / max |a| of an answer, with --expect
 --axis NAME=SIZE       Size of another dynamic axis; may be repeated
+--token-file FILE      The first line is the token that the server wants
+--ca-file FILE         Certificates to trust in place of the system's
 -o --out DIR           Write a report into this folder
 {FORCE}
 {JSON}""")
@@ -148,6 +151,8 @@ def load(
     expect: Path | None = None,
     max_error: float = 1e-3,
     axis: list[str] | None = None,
+    token_file: Path | None = None,
+    ca_file: Path | None = None,
     out: Path | None = None,
     force: bool = False,
     as_json: bool = False,
@@ -158,6 +163,8 @@ def load(
     """
     given = api_arguments(locals())
     given["axes"] = axis_sizes("axis", ",".join(given.pop("axis") or ()))
+    if (file := given.pop("token_file")) is not None:
+        given["token"] = read_token(file)
     from deploykit.loadtest import load as loading
 
     with Progress("load", bar_only=True) as progress:
@@ -179,17 +186,17 @@ def show_ready(
 
     `more`: further keys of the JSON.
     """
-    place = f"[{host}]" if ":" in host else host
-    grpc = None if grpc_port is None else f"{place}:{grpc_port}"
+    place, grpc = addresses(host, http_port, grpc_port)
     if log == "json" or not sys.stdout.isatty():
         import json  # late: `--help` does not need it
 
-        ready = {"event": "ready", "http": f"{place}:{http_port}", "grpc": grpc, "models": models}
+        ready = {"event": "ready", "http": place, "grpc": grpc, "models": models}
         output.line(json.dumps(ready | more))
         return
     scheme = "https" if options.tls_cert else "http"
-    reachable = "localhost" if host in ("0.0.0.0", "::") else place  # noqa: S104 - compared only
-    url = f"{scheme}://{reachable}:{http_port}"
+    if host in ("0.0.0.0", "::"):  # noqa: S104 - compared only
+        place = f"localhost:{http_port}"
+    url = place if place.startswith("unix:") else f"{scheme}://{place}"
     lines = [
         f"{output.bold('Serving')} {', '.join(map(output.one_line, models))}",
         f"  dashboard  {url}/",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,10 @@ def mix(values: dict[str, Any] | Any) -> str:
     return ", ".join(f"{count} {name}" for name, count in values.items()) or "-"
 
 
+def nodes(precision: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} nodes in {name}" for name, n in precision.items()) or "-"
+
+
 def versions(values: dict[str, str] | Any) -> str:
     return ", ".join(f"{name} {version}" for name, version in values.items()) or "-"
 
@@ -99,6 +103,7 @@ def rate(value: float | None, unit: float, name: str) -> str:
 
 UNKNOWN = "not known"
 _LAYERS, _LONGEST = 10, 48  # number of layers shown, characters of their names
+_FITS = 8  # most profiles shown
 
 
 def made(result: Made) -> list[Part]:
@@ -109,8 +114,11 @@ def made(result: Made) -> list[Part]:
         lines += [
             "  inputs     " + ", ".join(map(str, manifest.inputs)),
             "  outputs    " + ", ".join(map(str, manifest.outputs)),
-            "  precision  " + mix(manifest.precision),
+            "  precision  " + nodes(manifest.precision),
         ]
+    made = result.evidence.quantize
+    if made and made.to.endswith("-weight-only"):
+        lines.append(f"  weights    stored in {made.to.removesuffix('-weight-only')}")
     if manifest.task:
         lines.append("  task       " + purpose(manifest.task))
     lines += calibrated(result.evidence)
@@ -237,7 +245,7 @@ def inspection(result: Inspection) -> list[Part]:
         "  outputs    " + (", ".join(map(str, result.outputs)) or UNKNOWN),
     ]
     if result.precision:
-        lines.append("  precision  " + mix(result.precision))
+        lines.append("  precision  " + nodes(result.precision))
     for key, value in result.details.items():
         if key == "mix":
             lines += [f"  {what:<10} {text}" for what, text in shares(value)]
@@ -247,7 +255,10 @@ def inspection(result: Inspection) -> list[Part]:
     if result.manifest and result.manifest.task:
         lines.append("  task       " + purpose(result.manifest.task))
     if result.fits:
-        lines.append("  fits       " + ", ".join(result.fits) + " (by precision; not tried there)")
+        others = len(result.fits) - _FITS
+        more = f" and {others} more, see --json" if others > 0 else ""
+        named = ", ".join(result.fits[:_FITS]) + more
+        lines.append(f"  fits       {named} (by precision; not tried there)")
     manifest = result.manifest
     if manifest is None:
         lines.append("  manifest   none: where it comes from is not known")
@@ -343,9 +354,9 @@ def _rate(value: Interval) -> str:
 
 
 def report(result: Report, folder: Path) -> list[Part]:
-    doubtful = [each for each in result.points if each.marks or each.label in result.wrong]
-    if len(doubtful) == len(result.points) and not result.wrong:
-        doubtful = []  # a sentence says it of all
+    marked = [each for each in result.points if each.marks and not result.invalid]
+    marked = marked if len(marked) < len(result.points) else []  # else a sentence says it of all
+    doubtful = marked + [each for each in result.points if each.label in result.wrong]
     rows = [
         (
             "✗ " * (point in doubtful) + point.label,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from inspect import signature
 from numbers import Integral, Real
@@ -31,23 +31,40 @@ _R = TypeVar("_R")
 
 
 def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return `function`, changed to check its arguments before anything else."""
+    """Return `function`, changed to check its arguments before anything else.
+
+    One item in place of a list is a list of it: a string is otherwise one of single letters.
+    """
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         known = signature(function).parameters  # Python itself refuses other names
-        given = {**dict(zip(known, args, strict=False)), **kwargs}
+        names = [*list(known)[: len(args)], *(str(name) for name in kwargs)]
+        kinds = _types(function, [name for name in names if name in known])
+
+        def whole(name: str, value: object) -> Any:
+            kind = kinds.get(name)
+            return [value] if kind and not _fits(value, kind) and _fits([value], kind) else value
+
+        place = [whole(name, value) for name, value in zip(known, args, strict=False)]
+        named = {name: whole(name, value) for name, value in kwargs.items()}
+        given = {**dict(zip(known, place, strict=False)), **named}
         check_arguments(function, {name: each for name, each in given.items() if name in known})
-        return function(*args, **kwargs)
+        run: Callable[..., _R] = function
+        return run(*place, *args[len(place) :], **named)
 
     return call
 
 
+def _types(function: Callable[..., object], names: Iterable[str]) -> dict[str, Any]:
+    annotations = {name: function.__annotations__[name] for name in names}  # without its result
+    module = vars(sys.modules[function.__module__])
+    return get_type_hints(SimpleNamespace(__annotations__=annotations), module)
+
+
 def check_arguments(function: Callable[..., object], given: Mapping[str, object]) -> None:
     """Raise BadInput for the first value of `given` that has another type than its parameter."""
-    named = {name: function.__annotations__[name] for name in given}  # leave out its result
-    names = vars(sys.modules[function.__module__])
-    kinds = get_type_hints(SimpleNamespace(__annotations__=named), names)
+    kinds = _types(function, given)
     for name, value in given.items():
         if not _fits(value, kinds[name]):
             raise BadInput(f"`{name}` must be {_describe(kinds[name])}, got {quote(value)}")

@@ -21,6 +21,7 @@ from deploykit.core.files import (
     sha256,
 )
 from deploykit.core.manifest import Manifest, load_manifest
+from deploykit.core.notebook import Shown
 from deploykit.core.runtime import ALL, BY_FORMAT, READS, Runtime
 from deploykit.core.task import Task
 
@@ -36,8 +37,10 @@ _TAKEN = {  # format -> what it is called, and the commands that take it
 _UNPACKED_TEXT_BYTES = 256 << 20  # torch compresses the code and the graph, not the weights
 
 
-class Artefact:
+class Artefact(Shown):
     """One file with its format, hash and manifest, each found on first use and then kept."""
+
+    in_notebook = ("path",)
 
     def __init__(self, path: StrPath) -> None:
         self.path = Path(path)

@@ -183,13 +183,13 @@ _SCARCE: Mapping[int, tuple[str, str | None]] = {  # of this machine, whatever w
 
 
 def os_error(exc: OSError, where: object = "") -> DeploykitError:
-    """Return the error of ours for `exc`; `where` begins it, by default the file that it names."""
+    """Return the DeploykitError for `exc`; `where` begins it, by default the file that it names."""
     where = str(where or exc.filename or "")
     start = f"{where}: " if where else ""
     if "temporary directory" in str(exc):
         return Unsupported(first_line(exc), hint="name a folder with space in it: TMPDIR=FOLDER")
-    if exc.errno in _SCARCE:
-        what, hint = _SCARCE[exc.errno]
+    if (scarce := _SCARCE.get(exc.errno or 0)) is not None:
+        what, hint = scarce
         return Unsupported(f"{start}{what}", hint=hint)
     short = "choose a shorter name: files next to it have longer ones"
     return BadInput(

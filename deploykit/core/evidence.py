@@ -526,9 +526,9 @@ class Evidence(Record):
         """The reason, in one line, not to use the engine; empty if there is none."""
         if self.precision is not None and self.precision.too_wide:
             return self.precision.why
-        # of a quantized graph the evaluation judges this very parity; the bound is float32's
-        judged = self.accuracy is not None and self.accuracy.parity == self.parity
-        proofs = (self.accuracy,) if judged else (self.parity, self.accuracy)
+        # the evaluation of a quantized graph decides on the same parity, whose bound is float32's
+        decides = self.accuracy is not None and self.accuracy.parity == self.parity
+        proofs = (self.accuracy,) if decides else (self.parity, self.accuracy)
         return next((each.why for each in proofs if each and not each.passed), "")
 
     @property

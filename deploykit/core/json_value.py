@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 
 from deploykit.core.errors import BadInput, TooLarge
+from deploykit.core.notebook import Shown
 
 # A JSON parser holds the GIL for up to 0.1 s, so only one runs at a time.
 ONE_JSON = threading.Lock()
@@ -70,7 +71,7 @@ def _inner(obj: object) -> Any:
     raise TypeError(f"a {type(obj).__name__} has no JSON form")
 
 
-class Record:
+class Record(Shown):
     """A dataclass with `to_dict`; `shown` names the properties that the JSON holds as well."""
 
     shown: ClassVar[tuple[str, ...]] = ()

@@ -196,7 +196,8 @@ class Boot:
             log.warning("%s", note)
         gpu = None
         if tensorrt:
-            gpu = machines.read_gpu(number)
+            # in a child: the build would lack the memory of a CUDA context here, 100 MB and more
+            gpu = self.run(f"cuda:{number}", machines.read_gpu, number, inherit=())
             machines.check_gpu(self.profile, machine, gpu)
         model = Artefact.open(self.folder / bundle.model)
         if model.manifest is not None and model.manifest.evidence.wrong:

@@ -33,7 +33,7 @@ from deploykit.deploying.folder import (
 )
 from deploykit.engines.data.samples import random_feeds, read_samples
 from deploykit.engines.engine import Engine, load
-from deploykit.evaluation import batching, golden, html_tables
+from deploykit.evaluation import batching, golden
 from deploykit.evaluation.artefacts import Progress, carry_task, no_progress, onnx_manifest, stage
 from deploykit.evaluation.parity import parity_sizes
 
@@ -91,7 +91,8 @@ def _inputs(engine: Engine, samples: StrPath | None) -> dict[str, np.ndarray]:
         return random_feeds(
             engine.inputs, {**parity_sizes(engine.inputs)[0], BATCH: golden.SAMPLES}
         )
-    read = read_samples(Path(samples), engine.inputs)
+    task = engine.source.task if engine.source else None  # which places images
+    read = read_samples(Path(samples), engine.inputs, task=task)
     size, _ = read.batching(golden.SAMPLES, engine.inputs)
     return next(read.batches(size))
 
@@ -105,19 +106,6 @@ class Bundled(Record):
     bytes: int
     tar: Path | None = None
     notes: tuple[str, ...] = ()
-
-    def _repr_html_(self) -> str:
-        facts: dict[str, object] = {
-            "folder": self.path,
-            "tar": self.tar,
-            "kind": self.bundle.kind,
-            "served as": self.bundle.name,
-            "target": self.bundle.profile,
-            "files": len(self.bundle.files),
-            "bytes": f"{self.bytes:,}",
-            "notes": "; ".join(self.notes),
-        }
-        return html_tables.facts_html(self.path.name, facts)
 
 
 def bundle(
@@ -156,6 +144,11 @@ def bundle(
     float32, for a precision that the target lacks, and for an INT8 or FP8 model without golden
     samples; GateFailed for a model that did not pass its gate.
     """
+    if Path(model).suffix in (".py", ".toml"):
+        raise BadInput(
+            f"{model}: is not one model; a bundle holds one, and no pipeline",
+            hint="bundle each of its models, and run the pipeline where they are served",
+        )
     source, target = Artefact.open(model), load_profile(profile)
     _check_asked(to, target, {"wheels": wheels, "release": release})
     _check(source, target, to)

@@ -34,7 +34,7 @@ def gpu_number(device: str) -> int:
     return int(device.partition(":")[2] or 0)
 
 
-def read_gpu(number: int) -> Here:
+def read_gpu(number: int, _on_progress: object = None) -> Here:
     """Read GPU and TensorRT. Raises MissingExtra without TensorRT, Unsupported without a GPU."""
     from deploykit.engines.cuda.driver import CudaDevice
     from deploykit.engines.tensorrt.open import here

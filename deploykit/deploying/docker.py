@@ -31,25 +31,29 @@ from deploykit.deploying.wheels import (
 )
 from deploykit.serving.oip.tensors import to_bytes
 
-# A bundle's software bill of materials as CycloneDX 1.6 JSON.
-#
-# What is installed on the target: the lock file's packages for its Python, deploykit, the model
-# and
-# the image that the container starts from. The same bundle gives the same bytes.
-
 
 def sbom(contents: Contents, image: Image, packages: Sequence[Locked], wheel_sha256: str) -> str:
-    """Return the document; `wheel_sha256` is that of deploykit's own wheel."""
+    """Return the software bill of materials as CycloneDX 1.6 JSON.
+
+    It lists what is installed on the target: the lock file's packages for its Python, deploykit,
+    the model and the image below. `wheel_sha256`: of deploykit's own wheel.
+    """
     model = _component(
         "machine-learning-model", contents.name, contents.manifest.sha256[:12], "model"
     )
-    model["hashes"] = _hashes(contents.manifest.sha256)
+    model["hashes"] = [{"alg": "SHA-256", "content": contents.manifest.sha256}]
     own = _package("deploykit", __version__)
-    own |= {"hashes": _hashes(wheel_sha256), "licenses": [{"license": {"id": "Apache-2.0"}}]}
+    own["hashes"] = [{"alg": "SHA-256", "content": wheel_sha256}]
+    own["licenses"] = [{"license": {"id": "Apache-2.0"}}]
     listed = [own, *(_package(each.name, each.version) for each in packages)]
     if image.tensorrt:
         listed.append(_package(image.lock, image.tensorrt))
-    components = [_base_image(image), *sorted(listed, key=lambda each: str(each["bom-ref"]))]
+    repository, _, tag = image.base.rpartition(":")
+    digest, name = pin(image.base).partition("@")[2], repository.rpartition("/")[2]
+    version = percent(digest, safe="") if digest else tag
+    purl = f"pkg:docker/{name}@{version}?repository_url={percent(repository, safe='')}"
+    base = {**_component("container", repository, tag, purl), "purl": purl}
+    components = [base, *sorted(listed, key=lambda each: str(each["bom-ref"]))]
     refs = [str(each["bom-ref"]) for each in components]
     document: dict[str, Any] = {
         "bomFormat": "CycloneDX",
@@ -65,8 +69,8 @@ def sbom(contents: Contents, image: Image, packages: Sequence[Locked], wheel_sha
     if os.environ.get("SOURCE_DATE_EPOCH"):
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(epoch_s()))
         document["metadata"]["timestamp"] = stamp
-    digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).digest()
-    document["serialNumber"] = f"urn:uuid:{uuid.UUID(bytes=digest[:16], version=4)}"
+    number = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).digest()[:16]
+    document["serialNumber"] = f"urn:uuid:{uuid.UUID(bytes=number, version=4)}"
     return json.dumps(document, indent=2) + "\n"
 
 
@@ -77,19 +81,6 @@ def _component(kind: str, name: str, version: str, ref: str) -> dict[str, Any]:
 def _package(name: str, version: str) -> dict[str, Any]:
     purl = f"pkg:pypi/{name}@{percent(version)}"
     return {**_component("library", name, version, purl), "purl": purl}
-
-
-def _base_image(image: Image) -> dict[str, Any]:
-    repository, _, tag = image.base.rpartition(":")
-    digest = pin(image.base).partition("@")[2]
-    version = percent(digest, safe="") if digest else tag
-    name = repository.rpartition("/")[2]
-    purl = f"pkg:docker/{name}@{version}?repository_url={percent(repository, safe='')}"
-    return {**_component("container", repository, tag, purl), "purl": purl}
-
-
-def _hashes(digest: str) -> list[dict[str, str]]:
-    return [{"alg": "SHA-256", "content": digest}]
 
 
 _START_PERIOD = {True: "30m", False: "15m"}  # on a Jetson or not; the same as in the Dockerfiles

@@ -368,7 +368,7 @@ def claim_bundle(
         if not (place / BUNDLE_FILE).is_file():
             raise BadInput(
                 f"{place}: is a folder with other files, and no bundle",
-                hint="choose another `out`, or remove the folder",
+                hint="choose another `out`",
             )
         try:
             if not force:

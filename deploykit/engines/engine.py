@@ -23,6 +23,7 @@ from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.extras import installed
 from deploykit.core.machine import this_machine
+from deploykit.core.notebook import Shown
 from deploykit.core.tensors import TensorSpec, mismatch
 
 Arrays = Mapping[str, np.ndarray]
@@ -83,7 +84,7 @@ class CallGuard:
         self._lock.release()
 
 
-class Engine(Closing):
+class Engine(Closing, Shown):
     """A loaded artefact. The caller owns the outputs.
 
     Any thread may call it, and calls that its library cannot run at once take turns. A process that
@@ -100,6 +101,8 @@ class Engine(Closing):
     the file that it was loaded from. `slots`: the number of calls that it keeps in flight.
     `options`: the settings of its library, by the library's names.
     """
+
+    in_notebook = ("runtime", "device", "inputs", "outputs", "max_batch", "notes")
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]

@@ -12,7 +12,6 @@ from deploykit.core.machine import Gpu, Machine, this_machine
 from deploykit.core.profile import recognise
 from deploykit.core.runtime import ALL, Runtime
 from deploykit.engines.devices import GpuState, read_gpus
-from deploykit.evaluation import html_tables
 from deploykit.evaluation.host import jetson_faults, profile_differences
 
 # command -> modules that it needs beyond the base
@@ -51,19 +50,6 @@ class Health(Record):
     providers: tuple[str, ...]
     checks: tuple[Check, ...]
     warnings: tuple[str, ...]
-
-    def _repr_html_(self) -> str:
-        machine = self.machine
-        facts: dict[str, object] = {
-            "processor": f"{machine.cpu}, {machine.usable_cores} cores",
-            "GPU": ", ".join(gpu.name for gpu in machine.gpus) or "none found",
-            "providers": ", ".join(self.providers),
-            "warnings": "; ".join(self.warnings),
-        }
-        works = {each.command: "works" if each.works else each.why for each in self.checks}
-        return html_tables.facts_html("This machine", facts) + html_tables.facts_html(
-            "Commands", works
-        )
 
 
 def doctor(root: Path = Path("/")) -> Health:

@@ -7,7 +7,7 @@ the outputs do.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -34,6 +34,7 @@ MAX_DROP = 0.01  # one percentage point
 # not what is merely coarse: only labelled data can show that. At 10 dB, EfficientNet-B0 with random
 # weights passed while one sample in twelve kept its answer.
 MIN_SQNR_DB = 15.0
+_SMALL_SHARE = 1e-3
 MIN_BOXES = 0.9  # share of the boxes that either found
 
 
@@ -47,6 +48,7 @@ def evaluate(
     names: tuple[str, str] = ("reference", "candidate"),
     batch_size: int = 32,
     sizes: Mapping[str, int] | None = None,
+    shares: Collection[str] = (),
 ) -> Evaluation:
     """Run both engines once over the samples and decide.
 
@@ -63,6 +65,8 @@ def evaluate(
         max_drop: a fraction, or in the metric's own unit; 0.01 where None.
         names: what tables and errors call the two.
         batch_size: samples per call.
+        shares: outputs from 0 to 1. Where one is below 0.001 everywhere, as the map of a detector
+            that finds nothing, its SQNR says nothing and is left out.
         sizes: sizes of the random inputs' dynamic axes; others are those of `sizes_that_run`.
 
     Raises:
@@ -79,7 +83,7 @@ def evaluate(
             )
         random = evaluation_feeds(reference, candidate, None, batch_size, sizes or {})
         parity = compare_engines(reference, candidate, random, names=names, random=True)
-        return _without_labels(parity, None, None, None)
+        return _without_labels(parity, None, None, None, shares)
     size, used = samples.batching(batch_size, (*reference.inputs, *candidate.inputs))
     samples = samples.first(used)
     labels = samples.labels if metric is not None else None
@@ -106,7 +110,7 @@ def evaluate(
         drop, bound = drop_of(*scores), MAX_DROP if max_drop is None else max_drop
         passed, reason = _drop_verdict(drop, bound)
         return Evaluation(parity, drop, agreement, used, passed, reason, bound, MIN_SQNR_DB)
-    return _without_labels(parity, agreement, used, max_drop)
+    return _without_labels(parity, agreement, used, max_drop, shares)
 
 
 def evaluation_feeds(
@@ -145,30 +149,31 @@ def _without_labels(
     agreement: Interval | None,
     samples: int | None,
     max_drop: float | None,
+    shares: Collection[str],
 ) -> Evaluation:
     def verdict(passed: bool, reason: str) -> Evaluation:
         return Evaluation(parity, None, agreement, samples, passed, reason, max_drop, MIN_SQNR_DB)
 
     floating = [row for row in parity.rows if row.floating]
-    broken = _broken(parity)
-    if broken:
-        return verdict(False, broken)
-    for row in parity.rows:
-        if row.answers == BOXES and (row.agreement or 0.0) < MIN_BOXES:
-            share = f"{(row.agreement or 0.0) * 100:.4g} % of the boxes"
-            return verdict(False, f"{_where(row)}: both found {share}, below {MIN_BOXES:.0%}")
+    if failed := _broken(parity) or _lost_boxes(parity):
+        return verdict(False, failed)
     reasons = [*parity.warnings]
+    small = _small_shares(floating, shares)
+    if small:
+        floating = [row for row in floating if row.output not in small]
+        where = ", ".join(sorted(small))
+        reasons.append(f"'{where}' is below {_SMALL_SHARE:g} everywhere on these inputs")
     if floating:
         worst = min(floating, key=lambda row: row.sqnr_db)
         text = f"{_where(worst)}: SQNR {worst.sqnr_db:.1f} dB is"
         if worst.sqnr_db < MIN_SQNR_DB:
             return verdict(False, f"{text} below {MIN_SQNR_DB:g} dB")
         reasons.append(f"{text} {MIN_SQNR_DB:g} dB or more")
-    elif samples is None:  # only integers, and no data that shows how many may differ
+    elif samples is None and not small:  # only integers, and no data that shows how many may differ
         row = parity.worst
         passed = not row.problem
         return verdict(passed, f"{_where(row)}: {row.problem or 'all integers are equal'}")
-    else:
+    elif not small:
         max_drop = MAX_DROP if max_drop is None else max_drop
     if max_drop is not None:
         if agreement is None or samples is None:
@@ -181,6 +186,20 @@ def _without_labels(
             return verdict(False, reason)
         reasons.append(reason)
     return verdict(True, "; ".join(reasons))
+
+
+def _lost_boxes(parity: Parity) -> str:
+    for row in parity.rows:
+        if row.answers == BOXES and (row.agreement or 0.0) < MIN_BOXES:
+            share = f"{(row.agreement or 0.0) * 100:.4g} % of the boxes"
+            return f"{_where(row)}: both found {share}, below {MIN_BOXES:.0%}"
+    return ""
+
+
+def _small_shares(rows: Sequence[ParityRow], shares: Collection[str]) -> set[str]:
+    """Return the outputs among `shares` that are almost 0 on both sides, at every batch."""
+    large = {r.output for r in rows if max(r.scale or 0.0, r.max_abs) >= _SMALL_SHARE}
+    return {row.output for row in rows} & set(shares) - large
 
 
 def _agreement_verdict(agreement: Interval, n: int, max_drop: float) -> tuple[bool, str]:

@@ -15,7 +15,6 @@ from deploykit.core.precision import names_of
 from deploykit.core.profile import load_profile, profile_names
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.batching import why_no_batch
-from deploykit.evaluation import html_tables
 
 
 @dataclass(frozen=True)
@@ -35,15 +34,6 @@ class Inspection(Record):
     details: Mapping[str, Any]
     fits: tuple[str, ...]
     manifest: Manifest | None
-
-    def _repr_html_(self) -> str:
-        facts: dict[str, object] = {
-            "format": self.format,
-            "bytes": f"{self.size_bytes:,}",
-            "sha256": self.sha256,
-        }
-        facts |= html_tables.model_facts(self.inputs, self.outputs, self.precision)
-        return html_tables.facts_html(self.path.name, facts)
 
 
 def inspect(path: ArtefactLike) -> Inspection:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -453,9 +453,9 @@ def sizes_that_run(
 ) -> tuple[list[dict[str, int]], tuple[str, ...]]:
     """Return sizes of the dynamic axes at which `engine` runs random inputs, and notes.
 
-    Those of `parity_sizes` are tried with one or two rows; where none runs, longer ones, and then
-    single rows. `given`: the sizes that the user chose. Raises BadInput with the engine's
-    own reason where none runs, and for an axis that no input has.
+    Those of `parity_sizes` are tried with one or two rows. Where none runs: longer ones, with axes
+    of states as large as the batch, and then single rows. `given`: the sizes that the user chose.
+    Raises BadInput with the engine's own reason where none runs, and for an axis that no input has.
     """
     check_axes(engine.inputs, given)
     batch = batch_axes(engine.inputs)
@@ -465,11 +465,14 @@ def sizes_that_run(
     if chosen == [{}]:
         return chosen, ()
     problems: list[DeploykitError] = []
+    least = {axis: low for axis, (low, _) in (limits or {}).items()}
 
-    def runs(sizes: Mapping[str, int], rows: int) -> bool:
+    def runs(sizes: Mapping[str, int], rows: int, batch: Collection[str] = batch) -> bool:
         try:
-            few = {axis: min(size, rows) if axis in batch else size for axis, size in sizes.items()}
-            engine(random_feeds(engine.inputs, {**few, **given}))
+            few = {
+                axis: max(least.get(axis, 1), min(sizes.get(axis, rows), rows)) for axis in batch
+            }
+            engine(random_feeds(engine.inputs, {**sizes, **few, **given}))
         except (BadInput, Unsupported) as exc:
             problems.append(exc)
             return False
@@ -478,25 +481,32 @@ def sizes_that_run(
     good = [sizes for sizes in chosen if runs(sizes, 2)]
     if len(good) == len(chosen):
         return chosen, ()
-    free = [axis for axis in wanted[0] if axis not in (*given, *batch)]
-    tries = [{axis: sizes[axis] for axis in free} for sizes in wanted]
-    if free:
-        tries += [dict.fromkeys(free, size) for size in _LONGER]
-    if len(free) in (2, 3):
-        several = product(_LONGER[:: 2 * len(free) - 1], repeat=len(free))
-        tries += [dict(zip(free, each, strict=True)) for each in several]
+    every = [axis for axis in wanted[0] if axis not in (*given, *batch)]
+    # one free axis that is not the first, in an input without the batch: a state [2,?,128]
+    named = [[a for a in spec.shape if isinstance(a, str)] for spec in engine.inputs]
+    states = {axes[0] for axes in named if len(axes) == 1 and axes[0] in every}
+    states -= {spec.shape[0] for spec in engine.inputs if spec.shape}
     end = time.monotonic() + _SEARCH_S
-    for rows, sizes in product((2, 1), tries if not good else ()):
-        if time.monotonic() > end:
-            break
-        if runs({**wanted[-1], **sizes}, rows):
-            good = [{**each, **sizes, **given} for each in (wanted if rows > 1 else wanted[:1])]
-            longer = {axis: 2 * size for axis, size in sizes.items()}
-            if free and runs({**wanted[-1], **longer}, rows):
-                good.append({**good[-1], **longer})
-            break
+    tying: list[set[str]] = [set(), states] if states else [set()]
+    for rows, tied in product((2, 1), tying):
+        free = [axis for axis in every if axis not in tied]
+        base = [{**each, **{axis: each[batch[0]] for axis in tied if batch}} for each in wanted]
+        tries = [{axis: sizes[axis] for axis in free} for sizes in wanted]
+        tries += [dict.fromkeys(free, size) for size in _LONGER if free]
+        if len(free) in (2, 3):
+            several = product(_LONGER[:: 2 * len(free) - 1], repeat=len(free))
+            tries += [dict(zip(free, each, strict=True)) for each in several]
+        for sizes in tries if not good else ():
+            if time.monotonic() > end:
+                break
+            if runs({**base[-1], **sizes}, rows, {*batch, *tied}):
+                good = [{**each, **sizes, **given} for each in (base if rows > 1 else base[:1])]
+                longer = {axis: 2 * size for axis, size in sizes.items()}
+                if free and runs({**base[-1], **longer}, rows, {*batch, *tied}):
+                    good.append({**good[-1], **longer})
+                break
     if not good:
-        names = " ".join(f"`axis` {axis}=SIZE" for axis in free) or "`batch` SIZE"
+        names = " ".join(f"`axis` {axis}=SIZE" for axis in every) or "`batch` SIZE"
         raise BadInput(
             f"no random inputs of any size that was tried run: {problems[0].message}",
             hint=f"give real inputs, `data`, or sizes that the model takes: {names}",
@@ -542,7 +552,10 @@ def check_axes(inputs: Sequence[TensorSpec], sizes: Mapping[str, int]) -> None:
 
 
 def axis_sizes(samples: Samples | None, inputs: Sequence[TensorSpec], batch: int) -> dict[str, int]:
-    """Return the sizes of the dynamic axes in `samples`, with `batch` where the samples lie."""
+    """Return the sizes of the dynamic axes in `samples`, with `batch` where the samples lie.
+
+    An empty axis, as of the cache of a first step, counts as 1: no cost is known without it.
+    """
     sizes = dict.fromkeys(batch_axes(inputs), batch)
     if samples is None:
         return sizes
@@ -550,7 +563,7 @@ def axis_sizes(samples: Samples | None, inputs: Sequence[TensorSpec], batch: int
         own, found = samples.axis(spec.name), samples.inputs[spec.name].shape
         for place, (axis, size) in enumerate(zip(spec.shape, found, strict=True)):
             if isinstance(axis, str):
-                sizes.setdefault(axis, batch if place == own else size)
+                sizes.setdefault(axis, batch if place == own else max(size, 1))
     return sizes
 
 
@@ -578,7 +591,7 @@ def rows_that_fit(feeds: Sequence[Feeds], graph: Path) -> int:
         return MOST_SAMPLES
     largest = max(feeds, key=lambda each: sum(array.nbytes for array in each.values()))
     sizes = {
-        axis: 1 if axis in batch else size
+        axis: 1 if axis in batch else max(size, 1)
         for spec in opened.inputs
         if spec.name in largest  # else the engines differ, which their comparison reports
         for axis, size in zip(spec.shape, largest[spec.name].shape, strict=False)

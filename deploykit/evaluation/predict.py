@@ -17,14 +17,13 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from deploykit.core.arguments import checked
 from deploykit.core.artefact import Artefact, ArtefactLike
-from deploykit.core.errors import BadInput, DeploykitError, Unsupported, quote
+from deploykit.core.errors import BadInput, DeploykitError, NotFound, Unsupported, quote
 from deploykit.core.evidence import Interval
 from deploykit.core.files import (
     StrPath,
@@ -38,7 +37,7 @@ from deploykit.core.files import (
 )
 from deploykit.core.json_value import Record
 from deploykit.core.task import CLASSIFY, DETECT, EMBED, SEGMENT, TEXT_CLASSIFY
-from deploykit.core.tensors import batch_axes, batch_places
+from deploykit.core.tensors import BATCH, batch_axes, batch_places
 from deploykit.engines.data.samples import (
     Batch,
     DataSource,
@@ -48,8 +47,7 @@ from deploykit.engines.data.samples import (
     write_npz,
 )
 from deploykit.engines.engine import Arrays, Engine
-from deploykit.engines.tasks.engine import MOST_ROWS, Item, TaskEngine
-from deploykit.evaluation import html_tables
+from deploykit.engines.tasks.engine import MOST_ROWS, TaskEngine
 from deploykit.evaluation.accuracy import top1
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.evaluation.outputs import ANSWER_TABLE, ANSWERS, PREDICTIONS, claim
@@ -113,6 +111,13 @@ def predict_items(
     """
     artefact = Artefact.open(engine)
     task = artefact.task
+    for name in files:
+        if not Path(name).is_dir():
+            try:
+                check_readable(Path(name))
+            except NotFound as exc:
+                exc.hint = "give a sentence as `text`" if task and task.text else exc.hint
+                raise
     if task is None:
         raise BadInput(
             f"{artefact}: has no task, so it takes only tensors",
@@ -126,9 +131,7 @@ def predict_items(
     names = [*found, *text]
     if not names:
         raise BadInput("there is nothing to predict", hint="give image files, or `text`")
-    count = len(names) - len(text)
-    for name in names[:count]:
-        check_readable(Path(name))
+    count = len(found)
     (opened,) = open_proven(artefact, device, trust=trust, on_note=on_note)
     answers: list[dict[str, Any]] = []
     failed: list[str] | None = None if out is None else []
@@ -139,7 +142,7 @@ def predict_items(
             keep = stack.enter_context(_answer_file(Path(out), task.kind))
         for at in range(0, len(names), MOST_ROWS):  # the files of one call are in memory at a time
             some = range(at, min(at + MOST_ROWS, len(names)))
-            items = [Path(names[n]).read_bytes() if n < count else names[n] for n in some]
+            items = [Path(names[n]) if n < count else names[n] for n in some]
             shown = [names[n] if n < count else f"text {n - count + 1}" for n in some]
             for n, one in zip(some, _answer(steps, items, shown, failed), strict=True):
                 keep(names[n], one)
@@ -153,11 +156,12 @@ def predict_items(
 
 
 def _answer(
-    steps: TaskEngine, items: Sequence[Item], names: Sequence[str], failed: list[str] | None
+    steps: TaskEngine, items: Sequence[Path | str], names: Sequence[str], failed: list[str] | None
 ) -> list[dict[str, Any]]:
-    """Answer items; the errors of some of them go to `failed`, unless that is None."""
+    """Answer files and strings; the errors of some go to `failed`, unless that is None."""
     try:
-        return steps.predict(items, names=names)
+        read = [check_readable(i).read_bytes() if isinstance(i, Path) else i for i in items]
+        return steps.predict(read, names=names)
     except BadInput as exc:
         if failed is None:
             raise
@@ -231,13 +235,6 @@ class Predicted(Record):
     note: str = ""
     resumed: int = 0
 
-    def _repr_html_(self) -> str:
-        facts = self.to_dict() | {"seconds": f"{self.seconds:.3g}", "accuracy": ""}
-        if (score := self.accuracy) is not None:
-            shown = f"{score.value:.2%}, {score.low:.2%} to {score.high:.2%}"
-            facts["accuracy"] = f"{shown} (95 %)"
-        return html_tables.facts_html("Predictions", facts)
-
 
 @checked
 def predict(
@@ -283,7 +280,8 @@ def predict(
         opened = stack.enter_context(proven)
         source = find_source(Path(data), opened.inputs, task=artefact.task)
         size = batch if batch_axes(opened.inputs) else 1
-        axes = _output_axes(opened, {n: source.axes.get(own) for n, own in source.names.items()})
+        places = {name: source.axes.get(own) for name, own in source.names.items()}
+        axes = _SampleAxes(opened, places)
         made_by = {"engine": artefact.sha256, "runtime": opened.runtime, "device": opened.device}
         parts = PartialOutputs(out, {**made_by, "batch": str(size)}, axes, restart=force)
         stack.enter_context(parts)
@@ -308,17 +306,47 @@ def predict(
         return Predicted(out, source.count, seconds, where, accuracy, note, resumed)
 
 
-def _output_axes(engine: Engine, axes: Mapping[str, int | None]) -> dict[str, int]:
-    """Return the axis of samples by output, where it is known; `axes`: those of the inputs."""
-    batch = [each.shape[n] for each in engine.inputs if (n := axes[each.name]) is not None]
-    names = [str(size) for size in batch if isinstance(size, str)]
-    if names or not batch:
-        return batch_places(engine.outputs, names)
-    places = {  # a state [2,1,8] of a batch that is fixed at 1
-        spec.name: [place for place, size in enumerate(spec.shape) if size == batch[0]]
-        for spec in engine.outputs
-    }
-    return {name: found[0] for name, found in places.items() if len(found) == 1}
+class _SampleAxes:
+    """Finds the axis of samples of each output by its name, or its shape for the first samples.
+
+    `axes`: those of the inputs.
+    """
+
+    def __init__(self, engine: Engine, axes: Mapping[str, int | None]) -> None:
+        batch = [each.shape[n] for each in engine.inputs if (n := axes[each.name]) is not None]
+        names = [size for size in batch if isinstance(size, str)]
+        self._fixed = not names
+        self._shapes = {spec.name: spec.shape for spec in engine.outputs}
+        self._states = [(spec.shape, n) for spec in engine.inputs if (n := axes[spec.name])]
+        self._named = batch_places(engine.outputs, names)
+        self.known: dict[str, int] = {}
+
+    def find(self, name: str, shape: Sequence[int] = (), samples: int = 0) -> int:
+        """Return the axis of an output that has this shape for so many samples."""
+        if name not in self.known:
+            self.known[name] = self._find(name, shape, samples)
+        return self.known[name]
+
+    def _find(self, name: str, shape: Sequence[int], samples: int) -> int:
+        declared, named = self._shapes.get(name, ()), self._named.get(name)
+        if named is not None and declared[named] != BATCH:  # which an axis 0 without a name is, too
+            return named
+        for state, axis in self._states:  # it comes back in its own shape
+            others = [
+                isinstance(own, str) or own == size
+                for n, (own, size) in enumerate(zip(state, shape, strict=False))
+                if n != axis
+            ]
+            if len(state) == len(shape) and all(others) and shape[axis] == samples:
+                return axis
+        if named is not None:
+            return named
+        places = [
+            place
+            for place, (own, size) in enumerate(zip(declared, shape, strict=False))
+            if size == samples and isinstance(own, str) is not self._fixed
+        ]
+        return places[0] if len(places) == 1 else 0
 
 
 def _open_stream(source: DataSource, parts: PartialOutputs, on_progress: Progress) -> SampleStream:
@@ -432,16 +460,16 @@ class Done:
 class PartialOutputs:
     """Keeps outputs on disk so that a later run can resume. Use in `with`, one process at a time.
 
-    `made_by`: names and values of all that the outputs depend on besides the samples. `axes`: the
-    axis of samples, by output, where it is not 0. `restart`: drop what there is. `dropped`: why an
-    earlier run was dropped, "" where none was.
+    `made_by`: names and values of all that the outputs depend on besides the samples. `axes`: finds
+    the axis of samples, 0 without it. `restart`: drop what there is. `dropped`: why an earlier run
+    was dropped, "" where none was.
     """
 
     def __init__(
         self,
         out: Path,
         made_by: Mapping[str, str],
-        axes: Mapping[str, int] = MappingProxyType({}),
+        axes: _SampleAxes | None = None,
         *,
         restart: bool = False,
     ) -> None:
@@ -485,7 +513,10 @@ class PartialOutputs:
         """
         at, nbytes = self.done.samples, dict(self.done.nbytes)
         outputs = {
-            n: np.moveaxis(a, self._axes.get(n, 0), 0) if a.ndim else a for n, a in outputs.items()
+            name: np.moveaxis(values, self._axis(name, values.shape, samples), 0)
+            if values.ndim
+            else values
+            for name, values in outputs.items()
         }
         for name, values in outputs.items():
             if not np.ndim(values) and self._scalars.setdefault(name, values) != values:
@@ -508,6 +539,9 @@ class PartialOutputs:
         if time.monotonic() - self._saved_s > _EVERY_S:
             self._save()
 
+    def _axis(self, name: str, shape: Sequence[int] = (), samples: int = 0) -> int:
+        return self._axes.find(name, shape, samples) if self._axes else 0
+
     def arrays(self) -> dict[str, np.ndarray]:
         """Return all outputs by name, mapped from their files; strings are read."""
         self._save()
@@ -517,13 +551,13 @@ class PartialOutputs:
             if dtype.hasobject:
                 lines = Path(path).read_bytes()[: self.done.nbytes[name]].splitlines()
                 strings = np.array([json.loads(line) for line in lines], np.str_)
-                found[name] = np.moveaxis(strings.reshape(-1, *row), 0, self._axes.get(name, 0))
+                found[name] = np.moveaxis(strings.reshape(-1, *row), 0, self._axis(name))
                 continue
             size, row_bytes = self.done.nbytes[name], math.prod(row) * dtype.itemsize
             shape = (size // row_bytes if row_bytes else self.done.samples, *row)
             empty = np.zeros(shape, dtype) if not size else None  # cannot be mapped
             values = np.memmap(path, dtype, "r", shape=shape) if empty is None else empty
-            found[name] = np.moveaxis(values, 0, self._axes.get(name, 0))
+            found[name] = np.moveaxis(values, 0, self._axis(name))
         return found
 
     def finish(self) -> None:
@@ -565,7 +599,12 @@ class PartialOutputs:
                 file.flush()
                 os.fsync(file.fileno())
         outputs = {
-            name: {"dtype": dtype.str, "row": row, "bytes": self.done.nbytes.get(name, 0)}
+            name: {
+                "dtype": dtype.str,
+                "row": row,
+                "axis": self._axis(name),
+                "bytes": self.done.nbytes.get(name, 0),
+            }
             for name, (dtype, row) in self._kinds.items()
         }
         state = {"kind": _KIND, "made_by": self._made_by, "samples": self.done.samples}
@@ -594,6 +633,8 @@ class PartialOutputs:
         try:
             for name, kind in state["outputs"].items():
                 self._kinds[name] = np.dtype(kind["dtype"]), tuple(kind["row"])
+                if self._axes is not None:
+                    self._axes.known[name] = kind.get("axis", 0)
                 self._open(name, "r+b")
                 nbytes[name] = size = kind["bytes"]
                 if self._files[name].seek(0, os.SEEK_END) < size:

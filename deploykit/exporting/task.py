@@ -174,7 +174,7 @@ def _with_image(
     loaded: Loaded, options: TaskOptions, pixels: Preprocess | None, rule: dict[str, Any]
 ) -> Tasked:
     from deploykit.engines.torch.loaded import with_preprocess
-    from deploykit.engines.torch.presets import switch_resizing_off
+    from deploykit.engines.torch.presets import ASSUMED, switch_resizing_off
 
     kind, preset = options.kind, loaded.preset
     text = loaded.inputs[0].dtype == "int64" and ids_of([spec.name for spec in loaded.inputs])
@@ -226,6 +226,8 @@ def _with_image(
     known, source = (preset.labels, preset.source) if preset else (_named(config), "")
     labels, notes = _labels(options, head.classes, known)
     task = Task(kind.name, head.outputs, placed, None, labels, options.threshold, source=source)
+    if preset and source.startswith(ASSUMED) and pixels is preset.preprocess and not rule:
+        notes = (*notes, f"pixels are prepared by {source}: `preprocess` says it otherwise")
     return Tasked(head.loaded, task, pixels, None, (*resizing, *head.notes, *notes))
 
 

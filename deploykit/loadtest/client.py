@@ -17,6 +17,7 @@ import math
 import os
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -32,7 +33,7 @@ from deploykit.core.subprocesses import run_apart
 from deploykit.loadtest.check import AnswerCheck
 from deploykit.loadtest.http import NotHttpError, Wire
 from deploykit.loadtest.schedule import NO_ANSWER, UNSENT, Load, RunRecord
-from deploykit.loadtest.server import Server
+from deploykit.loadtest.server import Server, tls_reason
 
 READ_BYTES = 1 << 16  # malloc would map and unmap larger buffers per answer
 USUAL_BYTES = 1 << 12  # enough for most answers, and faster to allocate
@@ -135,7 +136,7 @@ def wake_on_time() -> None:
 
 
 class _Connection:
-    __slots__ = ("connected", "socket", "start_s", "unsent", "wire")
+    __slots__ = ("connected", "secure", "socket", "start_s", "unsent", "wire")
 
     def __init__(self, address: str, wire: Wire) -> None:
         """Make a TCP socket, not yet connected. Raises OSError."""
@@ -145,17 +146,28 @@ class _Connection:
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(OSError):
             self.socket.setsockopt(socket.SOL_SOCKET, _TIMESTAMPNS, 1)
-        self.connected, self.wire = False, wire
+        self.connected, self.secure, self.wire = False, False, wire
         self.start_s: float | None = None  # the request in flight
         self.unsent: memoryview | None = None
 
     def read_with_lag(self) -> tuple[bytes, float]:
         """Return received data and how many seconds it had been readable, by the kernel's clock."""
-        data, extra, *_ = self.socket.recvmsg(READ_BYTES, 64)
+        if self.secure:  # the kernel's clock is asked before the data are decrypted
+            peek = socket.socket.recvmsg(self.socket, 1, 64, socket.MSG_PEEK)
+            data, extra = self.receive(READ_BYTES), peek[1]
+        else:
+            data, extra, *_ = self.socket.recvmsg(READ_BYTES, 64)
         if not extra:  # no timestamp: an old kernel, or the connection's end
             return data, 0.0
         seconds, nanoseconds = struct.unpack("qq", extra[0][2][:16])
         return data, max(0.0, (time.time_ns() - seconds * 1_000_000_000 - nanoseconds) * 1e-9)
+
+    def receive(self, size: int) -> bytes:
+        """Return received data; of TLS all that is decrypted, for which no event would come."""
+        data = self.socket.recv(size)
+        while self.secure and (left := self.socket.pending()):  # type: ignore[attr-defined]
+            data += self.socket.recv(left)
+        return data
 
 
 class Client:
@@ -263,7 +275,7 @@ class Client:
             connection = self._connections.get(fd)
             if connection is None:
                 continue
-            if mask & select.EPOLLOUT:
+            if mask & select.EPOLLOUT or not connection.connected:
                 self._on_writable(connection)
             if mask == select.EPOLLOUT or not connection.connected:
                 continue
@@ -271,8 +283,8 @@ class Client:
                 if lag_s < 0:
                     data, lag_s = connection.read_with_lag()
                 else:
-                    data = connection.socket.recv(self._read_bytes)
-            except BlockingIOError:
+                    data = connection.receive(self._read_bytes)
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 continue
             except OSError as exc:
                 self._fail(connection, f"the connection broke: {os_reason(exc)}")
@@ -340,7 +352,7 @@ class Client:
             return
         try:
             sent = connection.socket.send(data)
-        except BlockingIOError:
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             sent = 0
         except OSError as exc:
             self._fail(connection, f"the connection broke: {os_reason(exc)}")
@@ -355,6 +367,8 @@ class Client:
             if code:
                 self._not_connected(connection, code)
                 return
+            if self.plan.server.tls and not self._handshake(connection):
+                return
             self._opening -= 1
             connection.connected = True
             self._epoll.modify(connection.socket.fileno(), select.EPOLLIN)
@@ -367,6 +381,23 @@ class Client:
         self._epoll.modify(connection.socket.fileno(), select.EPOLLIN)
         if left is not None:
             self._write(connection, left)
+
+    def _handshake(self, connection: _Connection) -> bool:
+        """Go on with TLS's handshake; return whether it is done."""
+        try:
+            if not connection.secure:
+                connection.socket = self.plan.server.secure(connection.socket, handshake=False)
+                connection.secure = True
+            connection.socket.do_handshake()  # type: ignore[attr-defined]
+        except ssl.SSLWantReadError:
+            self._epoll.modify(connection.socket.fileno(), select.EPOLLIN)
+        except ssl.SSLWantWriteError:
+            self._epoll.modify(connection.socket.fileno(), select.EPOLLOUT)
+        except OSError as exc:
+            self._not_connected(connection, 0, f"TLS: {tls_reason(exc)}")
+        else:
+            return True
+        return False
 
     def _on_data(self, connection: _Connection, data: bytes) -> None:
         wire = connection.wire
@@ -441,7 +472,7 @@ class Client:
         if code not in (0, errno.EINPROGRESS):
             self._not_connected(connection, code)
 
-    def _not_connected(self, connection: _Connection, code: int) -> None:
+    def _not_connected(self, connection: _Connection, code: int, reason: str = "") -> None:
         """Fail the waiting requests without a connection; in a closed loop that is one."""
         self._opening -= 1
         self._connections.pop(connection.socket.fileno())
@@ -450,7 +481,7 @@ class Client:
             self._limit(os.strerror(code))
             return
         self._retry_s = self.now() + RETRY_S
-        error = f"cannot connect: {os.strerror(code)}"
+        error = f"cannot connect: {reason or os.strerror(code)}"
         if self.plan.due_s is None and self.now() < self._end_s:
             self._record(self.now(), self.now(), NO_ANSWER, error)
         while self._waiting and not self._connections:

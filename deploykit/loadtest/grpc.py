@@ -6,23 +6,46 @@ cached. RFC 9113 (HTTP/2), RFC 7541 (HPACK), "gRPC over HTTP2" of the gRPC proje
 
 from __future__ import annotations
 
+import math
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
+from deploykit.core.errors import BadInput
 from deploykit.core.extras import require
 from deploykit.engines.oip.protobuf import MESSAGES, DecodeError, Message
 from deploykit.loadtest.check import AnswerCheck, Output, Outputs, WrongAnswerError, one_line
-from deploykit.loadtest.http import MOST_BYTES, MOST_HEAD, TOO_LONG, NotHttpError, Tensor, Wire
+from deploykit.loadtest.http import (
+    MOST_BYTES,
+    MOST_HEAD,
+    TOO_LONG,
+    NotHttpError,
+    Tensor,
+    Wire,
+    as_bytes,
+    raw_bytes,
+)
 from deploykit.loadtest.schedule import NO_ANSWER, WRONG
 
 hpack = require("hpack")
 
 SERVICE = "/inference.GRPCInferenceService/"
 # gRPC code -> HTTP status; others are a 500
-_STATUSES = {4: 504, 5: 404, 8: 429, 14: 503} | dict.fromkeys((3, 7, 9, 11, 12, 16), 400)
+_STATUSES = {4: 504, 5: 404, 7: 403, 8: 429, 14: 503, 16: 401}
+_STATUSES |= dict.fromkeys((3, 9, 11, 12), 400)
+# datatype of a tensor -> the field of its typed contents
+_CONTENTS: Mapping[str, str] = {
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    "UINT64": "uint64_contents",
+    "INT64": "int64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
 _DATA, _HEADERS, _RST, _SETTINGS, _PUSH, _PING, _GOAWAY, _WINDOW, _CONTINUATION = (
     *range(2),
     *range(3, 10),
@@ -50,15 +73,18 @@ _GREETING = b"".join(
 )
 
 
-def header_block(host: str, method: str) -> bytes:
-    """Return the header block of a call to `method` of the service, without compression."""
+def header_block(method: str, more: Mapping[str, str], token: str | None = None) -> bytes:
+    """Return the header block of a call to `method` of the service, without compression.
+
+    `more`: the scheme and the authority.
+    """
     fields = {
         ":method": "POST",
-        ":scheme": "http",
         ":path": SERVICE + method,
-        ":authority": host,
+        **more,
         "content-type": "application/grpc",
         "te": "trailers",
+        **({} if token is None else {"authorization": f"Bearer {token}"}),
     }
     # never indexed, so that no table is used
     never_indexed = [(name, value, True) for name, value in fields.items()]
@@ -86,6 +112,7 @@ class Grpc(Wire):
         self._left: memoryview = memoryview(b"")  # unsent part of the call
         self._headers, self._data, self._fields = bytearray(), bytearray(), dict[str, str]()
         self._ends = False  # the server has ended the call
+        self._answered = False  # what follows, such as a reset, changes nothing
         self._taken = 0  # bytes the server used of the connection's window
 
     def request(self, number: int) -> bytes:
@@ -94,7 +121,7 @@ class Grpc(Wire):
         self._stream += 2
         self._stream_window = self._first_window
         self._left = memoryview(self._requests[number])
-        self._fields, self._data, self._ends = {}, bytearray(), False
+        self._fields, self._data, self._ends, self._answered = {}, bytearray(), False, False
         return _frame(_HEADERS, _END_HEADERS, self._stream, self._block) + self._release()
 
     def _release(self) -> bytes:
@@ -152,7 +179,7 @@ class Grpc(Wire):
             self.keep = False
             if struct.unpack_from(">I", payload)[0] < self._stream:
                 return self._fail(503, "the server is closing its connections")
-        elif kind == _RST and stream == self._stream:
+        elif kind == _RST and stream == self._stream and not self._answered:
             code = struct.unpack(">I", payload)[0]
             refused = 503 if code == _REFUSED_STREAM else NO_ANSWER
             return self._fail(refused, f"the server reset the call: HTTP/2 code {code}")
@@ -203,6 +230,7 @@ class Grpc(Wire):
 
     def _complete(self) -> int:
         """Return the status of a complete answer, which its trailers decide."""
+        self._answered = True
         code = self._fields.get("grpc-status", "")
         if code != "0":
             if not re.fullmatch("[0-9]{1,3}", code):
@@ -227,12 +255,21 @@ class Grpc(Wire):
         return status
 
 
-def infer_request(model: str, tensors: Sequence[Tensor]) -> bytes:
-    """Return the framed call with a `ModelInferRequest`."""
+def infer_request(model: str, tensors: Sequence[Tensor], *, raw: bool = True) -> bytes:
+    """Return the framed call with a `ModelInferRequest`; its values are `raw` bytes or typed.
+
+    Raises BadInput for a type that has no typed contents.
+    """
     request = MESSAGES["ModelInferRequest"](model_name=model)
-    for name, datatype, shape, values in tensors:
-        request.inputs.add(name=name, datatype=datatype, shape=shape)
-        request.raw_input_contents.append(values)
+    for name, datatype, array in tensors:
+        item = request.inputs.add(name=name, datatype=datatype, shape=array.shape)
+        if raw:
+            request.raw_input_contents.append(raw_bytes(datatype, array))
+        elif datatype in _CONTENTS:
+            values = map(as_bytes, array.flat) if datatype == "BYTES" else array.ravel().tolist()
+            getattr(item.contents, _CONTENTS[datatype]).extend(values)
+        else:
+            raise BadInput(f"{name}: a {datatype} has no typed contents in the protocol")
     return call_of(request.SerializeToString())
 
 
@@ -246,16 +283,32 @@ def read_message(message: bytes) -> tuple[Outputs, int]:
     except DecodeError:
         raise WrongAnswerError("an answer that is not a ModelInferResponse") from None
     raw = list(response.raw_output_contents)
-    if len(raw) != len(response.outputs):
+    if raw and len(raw) != len(response.outputs):
         count = len(response.outputs)
         raise WrongAnswerError(f"an answer with {count} outputs and {len(raw)} tensors")
     outputs = [
-        Output(each.name, each.datatype, list(each.shape), value)
-        for each, value in zip(response.outputs, raw, strict=True)
+        Output(
+            each.name,
+            each.datatype,
+            list(each.shape),
+            raw[number] if raw else _typed(each, math.prod(each.shape)),
+        )
+        for number, each in enumerate(response.outputs)
     ]
+    if not raw:  # the values are between the heads of the outputs
+        return outputs, len(message)
     response.ClearField("raw_output_contents")
     head = response.SerializeToString()
     return outputs, len(head) if message.startswith(head) else len(message)
+
+
+def _typed(output: Message, count: int) -> list[Any]:
+    """Return the typed contents of an output. Raises WrongAnswerError for another number."""
+    field = _CONTENTS.get(output.datatype)
+    values = list(getattr(output.contents, field)) if field else []
+    if len(values) != count:
+        raise WrongAnswerError(f"an answer with {len(values)} values of {output.name}, not {count}")
+    return values
 
 
 METHODS = {

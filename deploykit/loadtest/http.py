@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-import socket
-import time
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, NamedTuple
-from urllib.parse import quote
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
-from deploykit.loadtest.check import AnswerCheck, error_text
+import numpy as np
+
+from deploykit.core.errors import BadInput
+from deploykit.loadtest.check import LENGTH_BYTES, AnswerCheck, error_text
 from deploykit.loadtest.schedule import WRONG
 
-TIMEOUT_S = 10.0  # for a request before the run
 MOST_BYTES, MOST_HEAD = 1 << 28, 1 << 16  # largest answer, largest head
 TOO_LONG = f"is longer than {MOST_BYTES:,} bytes, or its head than {MOST_HEAD:,}"
 MOST_HEADS = 1024  # cached heads
@@ -24,7 +23,7 @@ _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-5]\d\d)(?: [^\r\n]*)?")
 _SIZE = re.compile(rb"[0-9]{1,15}")
 _FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\r\n]*?)[ \t]*")
 
-Tensor = tuple[str, str, Sequence[int], bytes]  # name, datatype, shape, values
+Tensor = tuple[str, str, np.ndarray]  # name, datatype, values
 
 
 class NotHttpError(Exception):
@@ -62,25 +61,6 @@ class Wire:
     def end(self) -> int | None:
         """Return the status of an answer that ends with its connection; else None."""
         return None
-
-    def exchange(self, address: str, port: int) -> int:
-        """Send the first request on a new connection and return the answer's status.
-
-        Raises OSError (TimeoutError after 10 s) and NotHttpError.
-        """
-        until_s = time.monotonic() + TIMEOUT_S
-        with socket.create_connection((address, port), TIMEOUT_S) as connection:
-            connection.sendall(self.greeting + self.request(0))
-            while time.monotonic() < until_s:
-                data = connection.recv(1 << 16)
-                status = self.feed(data) if data else self.end()
-                if status is not None:
-                    return status
-                if not data:
-                    raise NotHttpError("closed the connection")
-                control, self.control = self.control, b""
-                connection.sendall(control)
-        raise TimeoutError
 
 
 class _Head(NamedTuple):
@@ -215,44 +195,55 @@ def _dechunk(data: bytes, at: int) -> tuple[bytes | None, int]:
         at = end + 2
 
 
-def question(host: str, what: str, model: str) -> bytes:
-    """Return the request for the "index", "about", or a model's "metadata" or "config"."""
-    verb, path = {
-        "index": ("POST", "/repository/index"),
-        "about": ("GET", ""),
-        "metadata": ("GET", f"/models/{quote(model, safe='')}"),
-        "config": ("GET", f"/models/{quote(model, safe='')}/config"),
-    }[what]
-    head = f"{verb} /v2{path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
-    return f"{head}Content-Length: 0\r\n\r\n".encode()
+def infer_body(tensors: Sequence[Tensor], *, binary: bool) -> tuple[dict[str, str], bytes]:
+    """Return the header fields and the body of an inference.
 
-
-def infer_request(host: str, model: str, tensors: Sequence[Tensor]) -> bytes:
-    """Return a whole request, with binary tensors both ways."""
-    items = [
+    With `binary`, the protocol's extension, tensors are bytes both ways; else they are JSON, which
+    every server takes. Raises BadInput for NaN and infinity in JSON.
+    """
+    if not binary:
+        values = [
+            {"name": name, "shape": list(array.shape), "datatype": datatype, "data": _json(array)}
+            for name, datatype, array in tensors
+        ]
+        try:
+            text = json.dumps({"id": "1", "inputs": values}, allow_nan=False)  # KServe needs an id
+        except ValueError as exc:
+            raise BadInput("the inputs hold NaN or infinity, which JSON cannot") from exc
+        return {"Content-Type": "application/json"}, text.encode()
+    raws = [raw_bytes(datatype, array) for _, datatype, array in tensors]
+    items: list[dict[str, Any]] = [
         {
             "name": name,
-            "shape": list(shape),
+            "shape": list(array.shape),
             "datatype": datatype,
             "parameters": {"binary_data_size": len(raw)},
         }
-        for name, datatype, shape, raw in tensors
+        for (name, datatype, array), raw in zip(tensors, raws, strict=True)
     ]
     head = json.dumps({"inputs": items, "parameters": {"binary_data_output": True}}).encode()
     fields = {
         "Content-Type": "application/octet-stream",
         "Inference-Header-Content-Length": str(len(head)),
     }
-    body = b"".join([head, *(raw for *_, raw in tensors)])
-    return post_request(host, model, "infer", fields, body)
+    return fields, b"".join([head, *raws])
 
 
-def post_request(host: str, model: str, verb: str, fields: Mapping[str, str], body: bytes) -> bytes:
-    """Return a whole request for `verb` ("infer" or "predict") of a model."""
-    lines = [
-        f"POST /v2/models/{quote(model, safe='')}/{verb} HTTP/1.1",
-        f"Host: {host}",
-        *(f"{name}: {value}" for name, value in fields.items()),
-        f"Content-Length: {len(body)}",
-    ]
-    return "\r\n".join([*lines, "", ""]).encode() + body
+def raw_bytes(datatype: str, array: np.ndarray) -> bytes:
+    """Return a tensor as the protocol's bytes; BF16 are the upper halves of float32."""
+    if datatype == "BYTES":
+        items = map(as_bytes, array.flat)
+        return b"".join(len(each).to_bytes(LENGTH_BYTES, "little") + each for each in items)
+    raw = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return (raw.view("<u2")[..., 1::2] if datatype == "BF16" else raw).tobytes()
+
+
+def as_bytes(item: object) -> bytes:
+    return item if isinstance(item, bytes) else str(item).encode()
+
+
+def _json(array: np.ndarray) -> list[Any]:
+    if array.dtype.hasobject:
+        return [as_bytes(each).decode("utf-8", "replace") for each in array.flat]
+    values: list[Any] = array.ravel().tolist()
+    return values

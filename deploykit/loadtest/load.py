@@ -9,6 +9,7 @@ of the capacity that a short closed loop measures.
 from __future__ import annotations
 
 import math
+import os
 import resource
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from deploykit.loadtest.check import short_bound
 from deploykit.loadtest.client import SendPlan, run_plans
 from deploykit.loadtest.result import BUSY_CORE, apply_conditions, parse_conditions, summarise
 from deploykit.loadtest.schedule import Load
-from deploykit.loadtest.target import RemoteModel, Requests, find_model, make_requests
+from deploykit.loadtest.target import RemoteModel, Requests, find_model, make_requests, probe
 from deploykit.reporting import report as reports
 from deploykit.reporting.load_result import LoadResult
 from deploykit.reporting.machine_load import Watch, marks, sum_up
@@ -57,6 +58,8 @@ def load_test(
     max_error: float = 1e-3,
     axes: Mapping[str, int] | None = None,
     seed: int = 0,
+    token: str | None = None,
+    ca_file: StrPath | None = None,
     out: StrPath | None = None,
     force: bool = False,
     command: str = "",
@@ -68,6 +71,8 @@ def load_test(
     2 s. One process sends; if its core was the limit, the run is repeated with more processes.
 
     Args:
+        url: http://HOST:PORT or grpc://HOST:PORT; with TLS https:// or grpcs://; HTTP may have a
+            path before /v2.
         warmup_s: seconds of load before the measured `duration_s`.
         drain_s: how long to wait for answers afterwards.
         data: inputs to send, an .npz, a folder or golden samples; by default random ones from
@@ -78,6 +83,8 @@ def load_test(
             (max |a-b| / max |a|) has failed.
         axes: sizes of dynamic axes other than the batch, such as {"T": 128}, or
             {"axis1": 128, "axis2": 4} where there are several.
+        token: sent as `Authorization: Bearer`.
+        ca_file: certificates to trust in place of the system's.
         slo_ms: also count the answers within this latency, the goodput.
         fail_on: conditions such as "p99>20ms,errors>0"; those that hold are in `unmet`, which
             `raise_if_unmet` turns into GateFailed.
@@ -102,7 +109,9 @@ def load_test(
         raise BadInput("`data` and `expect` exclude each other", hint="`expect` has inputs, too")
     conditions = parse_conditions(fail_on) if fail_on is not None else ()
     folder = claim_report(out, (data, expect), force=force) if out is not None else None
-    remote = find_model(url, model)
+    remote = find_model(
+        url, model, token=token, ca_file=None if ca_file is None else os.fspath(ca_file)
+    )
     requests = make_requests(
         remote,
         batch=batch,
@@ -113,7 +122,7 @@ def load_test(
         max_error=max_error,
         axes=axes,
     )
-    remote.server.probe(remote.name, requests.messages[0])
+    requests = probe(remote, requests)
     capacity, processes = None, 1
     if concurrency is None and rate is None:
         trial = run_load(
@@ -133,7 +142,8 @@ def load_test(
         rate = min(max(capacity * CAPACITY_SHARE, 1 / duration_s), most)
     load = Load(rate, concurrency or _most_connections(), warmup_s, duration_s, drain_s, slo_ms)
     result = run_load(remote, requests, load, seed, processes, on_progress)
-    result = replace(result, batch=batch, capacity_per_s=capacity)
+    notes = (*result.notes, *filter(None, [requests.note]))
+    result = replace(result, batch=batch, capacity_per_s=capacity, notes=notes)
     result = apply_conditions(result, conditions)
     if folder is not None:
         failed = {why.partition(":")[0]: why for why in result.unmet}

@@ -1,4 +1,4 @@
-"""Find a server, ask it about its models, and open the connections that speak its protocol."""
+"""Find a server, connect to it as it asks for, and question it about its models."""
 
 from __future__ import annotations
 
@@ -7,36 +7,65 @@ import json
 import os
 import re
 import socket
-from collections.abc import Sequence
+import ssl
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from deploykit.core.errors import BadInput, os_reason, without_secrets
-from deploykit.loadtest import http
 from deploykit.loadtest.check import AnswerCheck, one_line
 from deploykit.loadtest.http import Http1, NotHttpError, Wire
 
-THROTTLED = 429  # does not mean that the request is wrong
+TIMEOUT_S = 10.0  # for a request before the run
+PORTS = {"http": 80, "https": 443, "grpc": 8001, "grpcs": 443}
+_UNPROVEN = (401, 403)
 _LISTENS = "0A"  # state of a socket in /proc/net/tcp
-_HINT = "write it as http://HOST:PORT or grpc://HOST:PORT"
+_HINT = "write it as http://HOST:PORT[/PATH], grpc://HOST:PORT, or with TLS https:// and grpcs://"
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server. `address`: the address to connect to. `host`: the `Host:` header."""
+    """A server. `address`: the address to connect to. `host`: the `Host:` header.
+
+    `prefix`: the path before /v2. `ca_file`: whose certificates are trusted in place of the
+    system's. `token`: sent as `Authorization: Bearer`.
+    """
 
     url: str
     host: str
     address: str
     port: int
     grpc: bool = False
+    tls: bool = False
+    prefix: str = ""
+    ca_file: str | None = None
+    token: str | None = None
 
     @property
     def loopback(self) -> bool:
         return self.address == "localhost" or ipaddress.ip_address(self.address).is_loopback
+
+    def secure(self, connection: socket.socket, *, handshake: bool) -> ssl.SSLSocket:
+        """Begin TLS on a connected socket; the certificate must be for the name in the URL."""
+        context = tls_context(self.ca_file, "h2" if self.grpc else "http/1.1")
+        name = urlsplit(self.url).hostname
+        return context.wrap_socket(
+            connection, server_hostname=name, do_handshake_on_connect=handshake
+        )
+
+    def connect(self) -> socket.socket:
+        """Return a connection. Raises OSError, of which TimeoutError and ssl.SSLError are kinds."""
+        connection = socket.create_connection((self.address, self.port), TIMEOUT_S)
+        try:
+            return self.secure(connection, handshake=True) if self.tls else connection
+        except OSError:
+            connection.close()
+            raise
 
     def wire(
         self,
@@ -49,28 +78,69 @@ class Server:
             return Http1(requests, check)
         from deploykit.loadtest import grpc  # needs hpack and protobuf
 
-        return grpc.Grpc(requests, check, grpc.header_block(self.host, method))
+        fields = {":scheme": "https" if self.tls else "http", ":authority": self.host}
+        return grpc.Grpc(requests, check, grpc.header_block(method, fields, self.token))
+
+    def request(
+        self, verb: str, path: str, fields: Mapping[str, str] | None = None, body: bytes = b""
+    ) -> bytes:
+        """Return a whole HTTP request. `path`: what follows /v2."""
+        lines = [f"{verb} {self.prefix}/v2{path} HTTP/1.1", f"Host: {self.host}"]
+        if self.token is not None:
+            lines.append(f"Authorization: Bearer {self.token}")
+        lines += [f"{name}: {value}" for name, value in (fields or {}).items()]
+        return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
+
+    def exchange(self, wire: Wire) -> int:
+        """Send the first request on a new connection and return the answer's status.
+
+        Raises OSError (TimeoutError after 10 s) and NotHttpError.
+        """
+        until_s = time.monotonic() + TIMEOUT_S
+        with self.connect() as connection:
+            connection.sendall(wire.greeting + wire.request(0))
+            while time.monotonic() < until_s:
+                data = connection.recv(1 << 16)
+                status = wire.feed(data) if data else wire.end()
+                if status is not None:
+                    return status
+                if not data:
+                    raise NotHttpError("closed the connection")
+                control, wire.control = wire.control, b""
+                connection.sendall(control)
+        raise TimeoutError
 
     def ask(self, what: str, model: str = "") -> tuple[int, Any, str]:
         """Request the "index" of models, "about", or the "metadata" or "config" of a model.
 
         Returns the HTTP status, the answer as a JSON value (None if it is none), and the error.
-        Raises BadInput if there is no answer.
+        Raises BadInput if there is no answer, and where the server wants a token.
         """
         if self.grpc:
             from deploykit.loadtest import grpc
 
             wire = self.wire([grpc.question(what, model)], method=grpc.METHODS[what])
         else:
-            wire = self.wire([http.question(self.host, what, model)])
+            verb, path = {
+                "index": ("POST", "/repository/index"),
+                "models": ("GET", "/models"),
+                "about": ("GET", ""),
+                "metadata": ("GET", f"/models/{quote(model, safe='')}"),
+                "config": ("GET", f"/models/{quote(model, safe='')}/config"),
+            }[what]
+            wire = self.wire([self.request(verb, path, {"Connection": "close"})])
         try:
-            status = wire.exchange(self.address, self.port)
+            status = self.exchange(wire)
         except TimeoutError as exc:
-            why = f"{what}: no answer within {http.TIMEOUT_S:g} s"
+            why = f"{what}: no answer within {TIMEOUT_S:g} s"
             raise BadInput(f"{self.url}: {why}") from exc
         except (OSError, NotHttpError) as exc:
             why = os_reason(exc) if isinstance(exc, OSError) else f"it {one_line(str(exc))}"
             raise self.not_oip(f"{what}: {why}") from exc
+        if status in _UNPROVEN:
+            raise BadInput(
+                f"{self.url}: {wire.error}", hint="`token`: what the server wants from its clients"
+            )
         if status != 200:
             return status, None, wire.error or ""
         if self.grpc:
@@ -78,19 +148,6 @@ class Server:
         with suppress(ValueError, RecursionError):
             return status, json.loads(wire.body), ""
         return status, None, ""
-
-    def probe(self, model: str, request: bytes) -> None:
-        """Send one inference. Raises BadInput when the server rejects the request (4xx)."""
-        wire = self.wire([request])
-        try:
-            status = wire.exchange(self.address, self.port)
-        except TimeoutError as exc:
-            why = f"no answer to an inference within {http.TIMEOUT_S:g} s"
-            raise BadInput(f"{self.url}: {model}: {why}") from exc
-        except (OSError, NotHttpError):
-            return  # the run will count it as a failure
-        if 400 <= status < 500 and status != THROTTLED:
-            raise BadInput(f"{self.url}: {model}: answered {wire.error}")
 
     def not_oip(self, why: str) -> BadInput:
         kind = " over gRPC" if self.grpc else ""
@@ -117,32 +174,68 @@ class Server:
         return tuple(sorted(found))
 
 
-def find_server(url: str) -> Server:
+@cache
+def tls_context(ca_file: str | None, protocol: str) -> ssl.SSLContext:
+    """Return the context of all connections of a process. Raises BadInput for the file."""
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except OSError as exc:  # ssl.SSLError is one
+        raise BadInput(
+            f"`ca_file` {ca_file}: holds no certificates that can be read: {os_reason(exc)}"
+        ) from exc
+    context.set_alpn_protocols([protocol])
+    return context
+
+
+def tls_reason(exc: OSError) -> str:
+    """Return why a handshake failed, such as "wrong version number"."""
+    if isinstance(exc, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {exc.verify_message}"
+    if isinstance(exc, TimeoutError):
+        return f"no answer within {TIMEOUT_S:g} s"
+    return getattr(exc, "reason", None) or os_reason(exc)
+
+
+def find_server(url: str, *, token: str | None = None, ca_file: str | None = None) -> Server:
     """Resolve the host's name once and use the address that answers. Raises BadInput."""
+    shown = without_secrets(url)
     try:
         parts = urlsplit(url)
-        grpc = parts.scheme == "grpc"
-        name, port = parts.hostname, parts.port or (8001 if grpc else 80)
+        name, port = parts.hostname, parts.port or PORTS.get(parts.scheme, 0)
     except ValueError as exc:
-        raise BadInput(f"'{without_secrets(url)}' is not a URL: {exc}", hint=_HINT) from exc
-    known = parts.scheme in ("http", "grpc") and url.isprintable()
-    if not known or not name or not re.fullmatch(r"[A-Za-z0-9.:_%-]+", name):
-        raise BadInput(f"'{without_secrets(url)}' is not an http:// or grpc:// URL", hint=_HINT)
-    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
-        raise BadInput(f"'{without_secrets(url)}': only a host and a port are allowed", hint=_HINT)
+        raise BadInput(f"'{shown}' is not a URL: {exc}", hint=_HINT) from exc
+    tls, grpc = parts.scheme in ("https", "grpcs"), parts.scheme.startswith("grpc")
+    named = name is not None and re.fullmatch(r"[A-Za-z0-9.:_%-]+", name)
+    if parts.scheme not in PORTS or not named or not name or not url.isprintable():
+        raise BadInput(f"'{shown}' is not an http:// or grpc:// URL", hint=_HINT)
+    prefix = quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=~").removesuffix("/v2")
+    if parts.query or parts.fragment or parts.username is not None or (grpc and prefix):
+        more = "" if grpc else " and a path"
+        raise BadInput(f"'{shown}': only a host, a port{more} are allowed", hint=_HINT)
+    if token is not None and not re.fullmatch("[!-~]+", token):
+        raise BadInput("`token`: has characters that no header can carry")
+    if ca_file is not None and not tls:
+        raise BadInput("`ca_file` is for https:// and grpcs://")
     try:
         addresses = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as exc:
         raise BadInput(f"{url}: no such host '{name}'", hint=_HINT) from exc
+    if tls:
+        tls_context(ca_file, "h2" if grpc else "http/1.1")  # refuses a file before a connection
     # localhost may resolve to ::1 first, where nothing listens
     for *_, address in addresses:
+        server = Server(url, parts.netloc, str(address[0]), port, grpc, tls, prefix, ca_file, token)
         try:
-            socket.create_connection((str(address[0]), port), http.TIMEOUT_S).close()
+            server.connect().close()
         except OSError as exc:
+            if isinstance(exc, ssl.SSLError) or "handshake" in str(exc):
+                hint = "is it http:// or grpc://, without TLS?"
+                if isinstance(exc, ssl.SSLCertVerificationError):
+                    hint = "`ca_file` FILE, of the authority that signed the server's certificate"
+                raise BadInput(f"{url}: TLS: {tls_reason(exc)}", hint=hint) from exc
             reason = os_reason(exc)
             continue
-        shown = f"[{name}]" if ":" in name else name
-        return Server(url, f"{shown}:{port}", str(address[0]), port, grpc)
+        return server
     raise BadInput(
         f"{url}: no server answers there: {reason}",
         hint="start one with: deploykit serve model.onnx",

@@ -5,28 +5,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import numpy as np
 
 from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.files import check_readable
-from deploykit.core.tensors import BATCH, DTYPE_BYTES, PROTOCOL_NAMES, TensorSpec
+from deploykit.core.tensors import BATCH, PROTOCOL_NAMES, TensorSpec
 from deploykit.engines.data.samples import Samples, random_feeds, read_npz, read_samples
 from deploykit.loadtest import http
-from deploykit.loadtest.check import LENGTH_BYTES, AnswerCheck, BodyCheck, Expected, one_line
-from deploykit.loadtest.http import Tensor
-from deploykit.loadtest.server import Server, find_server
+from deploykit.loadtest.check import AnswerCheck, BodyCheck, Expected, one_line
+from deploykit.loadtest.http import NotHttpError, Tensor
+from deploykit.loadtest.server import TIMEOUT_S, Server, find_server
 from deploykit.pipelines.file import input_files, read_answers
 
+THROTTLED = 429  # does not mean that the request is wrong
+_OTHER_FORM = (400, 415, 422, 500, 501)  # statuses of servers that do not take a form of tensors
+_SENT = "tensors are sent as {}, as the server {}"
 OUTPUTS = "outputs/"  # prefix of names in golden samples
 VARIANTS = 8  # different inputs, so that the server cannot answer from a cache
 MOST_BYTES = 64 << 20  # of all distinct requests together; one is always made
 MOST_BODIES = 256  # distinct requests without tensors
-_DTYPES = {PROTOCOL_NAMES[dtype]: dtype for dtype in DTYPE_BYTES if dtype != "bfloat16"}
-_DTYPES["BYTES"] = "string"  # for items only
+_DTYPES = {name: dtype for dtype, name in PROTOCOL_NAMES.items()}
 _TYPES = {
     **dict.fromkeys((".jpg", ".jpeg"), "image/jpeg"),
     ".png": "image/png",
@@ -50,50 +53,75 @@ class RemoteModel:
     outputs: tuple[str, ...] = ()  # names
     about: Mapping[str, str] = field(default_factory=dict)  # the server's description of itself
     options: Mapping[str, str] = field(default_factory=dict)  # the server's options for the model
+    binary: bool = True  # the server declares that it takes tensors as bytes
 
     def __str__(self) -> str:
         return f"{self.server.url}: {self.name}"
+
+    def probe(self, request: bytes) -> tuple[int, str]:
+        """Send one inference; return the answer's status, 0 without an answer, and its error.
+
+        Raises BadInput when the server takes longer than 10 s.
+        """
+        wire = self.server.wire([request])
+        try:
+            return self.server.exchange(wire), wire.error or ""
+        except TimeoutError as exc:
+            why = f"no answer to an inference within {TIMEOUT_S:g} s"
+            raise BadInput(f"{self}: {why}") from exc
+        except (OSError, NotHttpError):
+            return 0, ""  # the run will count it as a failure
 
     @property
     def pipeline(self) -> bool:
         """Return whether the model takes no tensors."""
         return self.about.get("platform") == "deploykit_pipeline"
 
-    def infer_request(self, tensors: Sequence[Tensor]) -> bytes:
-        """Return a whole request, with binary tensors both ways."""
-        if not self.server.grpc:
-            return http.infer_request(self.server.host, self.name, tensors)
-        from deploykit.loadtest.grpc import infer_request
+    def infer_request(self, tensors: Sequence[Tensor], *, binary: bool = True) -> bytes:
+        """Return a whole request; with `binary` its tensors are bytes, else JSON or typed."""
+        if self.server.grpc:
+            from deploykit.loadtest.grpc import infer_request
 
-        return infer_request(self.name, tensors)
+            return infer_request(self.name, tensors, raw=binary)
+        return self.post("infer", *http.infer_body(tensors, binary=binary))
+
+    def post(self, verb: str, fields: Mapping[str, str], body: bytes) -> bytes:
+        """Return a whole HTTP request for `verb` ("infer" or "predict") of the model."""
+        path = f"/models/{quote(self.name, safe='')}/{verb}"
+        return self.server.request("POST", path, fields, body)
 
 
-def find_model(url: str, model: str | None) -> RemoteModel:
-    """Ask the server at `url` (http://host[:port]) for its models and the metadata of one.
+def find_model(
+    url: str, model: str | None, *, token: str | None = None, ca_file: str | None = None
+) -> RemoteModel:
+    """Ask the server at `url` for its models and the metadata of one.
 
     With `model` None the only ready one is used. Raises BadInput or NotFound.
     """
-    server = find_server(url)
+    server = find_server(url, token=token, ca_file=ca_file)
     status, about, _ = server.ask("about")
     about = about if isinstance(about, dict) else {}
     status, index, error = server.ask("index")
+    if status != 200 and not server.grpc:  # the index is an extension; KServe lists them here
+        _, listed, _ = server.ask("models")
+        if isinstance(listed, dict) and isinstance(listed.get("models"), list):
+            status, index = 200, [{"name": str(name)} for name in listed["models"]]
     names = None
     if status == 200 and isinstance(index, list) and all(isinstance(one, dict) for one in index):
         ready = [one for one in index if one.get("state", "READY") in ("READY", "")]
         names = list(dict.fromkeys(str(one.get("name")) for one in ready))
     elif not about.get("name"):
         raise server.not_oip(f"index: {error or 'not a list of models'}")
+    listed = ", ".join(names or ())
     if model is None:
         if names is None or len(names) != 1:
-            have = "does not list its models" if names is None else f"serves {len(names)} models"
-            listed = f": {', '.join(names)}" if names else ""
-            raise BadInput(f"{url}: {have}{listed}", hint="choose one with `model`")
+            have = f"serves {len(names)} models: {listed}" if names else "does not list its models"
+            raise BadInput(f"{url}: {have}", hint="choose one with `model`")
         model = names[0]
-    elif names is not None and model not in names:
-        raise NotFound(f"{url}: no model '{model}'", hint=f"the models are: {', '.join(names)}")
     status, metadata, error = server.ask("metadata", model)
-    if status == 404:
-        raise NotFound(f"{url}: no model '{model}': {error}")
+    if status == 404 or (status != 200 and names and model not in names):
+        hint = f"the models are: {listed}" if listed else None
+        raise NotFound(f"{url}: no model '{model}': {error}", hint=hint)
     if not isinstance(metadata, dict) or not isinstance(metadata.get("inputs"), list):
         raise server.not_oip(f"metadata: {error or 'no inputs'}")
     config: Any = None
@@ -108,6 +136,7 @@ def find_model(url: str, model: str | None) -> RemoteModel:
         outputs=tuple(name for name in outputs if isinstance(name, str)),
         about=_about(metadata, config, about),
         options=model_options(config),
+        binary=server.grpc or "binary_tensor_data" in (about.get("extensions") or ()),
     )
 
 
@@ -185,12 +214,15 @@ class Requests:
     """The requests to send in turn, and the check of their answers.
 
     `shapes`: shapes of a request's inputs; `sends`: a description of requests without tensors.
+    `note`: on the form of the tensors, `calls`: the tensors of each request.
     """
 
     messages: Sequence[bytes]
     check: AnswerCheck
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sends: str = ""
+    note: str = ""
+    calls: Sequence[Sequence[Tensor]] = ()
 
 
 def make_requests(
@@ -234,22 +266,46 @@ def make_requests(
     if text or (files and data is None):
         raise BadInput(f"{remote} has no task, so it takes only tensors")
     samples, expected = None, None
+    if not remote.inputs:
+        raise BadInput(
+            f"{remote}: the server names no inputs of the model",
+            hint="its settings do, as MLServer's model-settings.json: inputs",
+        )
     if data is not None:
         samples = read_samples(data, remote.inputs)
     elif expect is not None:
         samples, expected = read_expected(expect, remote, batch, max_error)
     feeds = make_feeds(remote, batch, seed, samples, axes)
-    messages = [
-        remote.infer_request([_tensor(spec, each[spec.name]) for spec in remote.inputs])
+    calls = [
+        [(spec.name, PROTOCOL_NAMES[spec.dtype], each[spec.name]) for spec in remote.inputs]
         for each in feeds
     ]
+    messages = [remote.infer_request(tensors, binary=remote.binary) for tensors in calls]
+    note = "" if remote.binary else _SENT.format("JSON", "declares no binary_tensor_data")
     shapes = {name: array.shape for name, array in feeds[0].items()}
-    return Requests(messages, AnswerCheck(remote.outputs, expected), shapes)
+    answers_check = AnswerCheck(remote.outputs, expected)
+    return Requests(messages, answers_check, shapes, note=note, calls=calls)
 
 
-def _tensor(spec: TensorSpec, array: np.ndarray) -> Tensor:
-    raw = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
-    return spec.name, PROTOCOL_NAMES[spec.dtype], array.shape, raw
+def probe(remote: RemoteModel, requests: Requests) -> Requests:
+    """Send the first request; where the server does not take its form, return the other form.
+
+    Tensors are bytes, or JSON (over gRPC typed contents). Raises BadInput when the server rejects
+    the request (4xx) in both, or does not answer within 10 s.
+    """
+    status, error = remote.probe(requests.messages[0])
+    if status in _OTHER_FORM and requests.calls:
+        binary = not remote.binary
+        with suppress(BadInput):  # NaN in JSON, float16 in typed contents
+            messages = [remote.infer_request(each, binary=binary) for each in requests.calls]
+            if remote.probe(messages[0])[0] not in (0, *_OTHER_FORM):
+                forms = ("bytes", "typed contents" if remote.server.grpc else "JSON")
+                mine, other = forms if remote.binary else forms[::-1]
+                note = _SENT.format(other, f"does not take {mine} ({error})")
+                return replace(requests, messages=messages, note=note)
+    if 400 <= status < 500 and status != THROTTLED:
+        raise BadInput(f"{remote}: answered {error}")
+    return requests
 
 
 def _read_body(file: Path) -> Body:
@@ -273,11 +329,9 @@ def _describe(bodies: Sequence[Body]) -> str:
 def _body_request(remote: RemoteModel, body: Body) -> bytes:
     """Return a request to /predict; over gRPC one with a BYTES element."""
     if not remote.server.grpc:
-        fields = {"Content-Type": body.type}
-        return http.post_request(remote.server.host, remote.name, "predict", fields, body.data)
+        return remote.post("predict", {"Content-Type": body.type}, body.data)
     name = remote.inputs[0].name if remote.pipeline else remote.about["takes"]
-    value = len(body.data).to_bytes(LENGTH_BYTES, "little") + body.data
-    return remote.infer_request([(name, "BYTES", [1], value)])
+    return remote.infer_request([(name, "BYTES", np.array([body.data], object))])
 
 
 def free_axis_sizes(remote: RemoteModel, axes: Mapping[str, int]) -> dict[str, int]:
@@ -319,9 +373,6 @@ def make_feeds(
     Raises BadInput when `batch` is above 1 and the model has no batch axis, and what
     `free_axis_sizes` raises.
     """
-    for spec in remote.inputs:
-        if spec.dtype == "string":
-            raise BadInput(f"{remote}: no random values can be made for {spec.name}, a BYTES")
     if batch > 1 and not any(spec.batched for spec in remote.inputs):
         raise BadInput(f"{remote} has no batch axis: batch {batch} is not 1")
     if samples is not None and axes:
@@ -331,19 +382,14 @@ def make_feeds(
     def make(number: int) -> Mapping[str, np.ndarray]:
         if samples is None:
             return random_feeds(remote.inputs, sizes, seed + number)
-        return _rows_of(samples.inputs, number, samples.batching(batch, remote.inputs)[0])
+        size, _ = samples.batching(batch, remote.inputs)
+        return samples.rows(np.arange(number * size, (number + 1) * size) % len(samples))
 
     feeds = [make(0)]
     each_bytes = sum(array.nbytes for array in feeds[0].values())
     while len(feeds) < VARIANTS and each_bytes * (len(feeds) + 1) <= MOST_BYTES:
         feeds.append(make(len(feeds)))
     return feeds
-
-
-def _rows_of(arrays: Mapping[str, np.ndarray], number: int, size: int) -> dict[str, np.ndarray]:
-    """Return the rows of request `number`; after the last row the first follows."""
-    rows = range(number * size, (number + 1) * size)
-    return {name: array.take(rows, axis=0, mode="wrap") for name, array in arrays.items()}
 
 
 def read_expected(
@@ -359,5 +405,6 @@ def read_expected(
             hint="golden samples do: arrays outputs/NAME in the FILE.golden.npz next to a model",
         )
     size, _ = samples.batching(batch, remote.inputs)
-    answers = [_rows_of(outputs, number, size) for number in range(VARIANTS)]
+    rows = [np.arange(number * size, (number + 1) * size) for number in range(VARIANTS)]
+    answers = [{n: a.take(each, 0, mode="wrap") for n, a in outputs.items()} for each in rows]
     return samples, Expected(answers, max_error)

@@ -16,6 +16,7 @@ from typing import Any
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.files import StrPath, atomic_write
 from deploykit.core.json_value import Record
+from deploykit.core.notebook import Shown
 from deploykit.engines.batching import prove_rows
 from deploykit.engines.engine import Closing, Engine
 from deploykit.evaluation.artefacts import Progress, no_progress
@@ -29,11 +30,13 @@ from deploykit.pipelines.stages import WiredStage, failure_reason, named
 log = logging.getLogger(__name__)
 
 
-class OpenPipeline(Closing):
+class OpenPipeline(Closing, Shown):
     """A checked graph and its models' engines, which it closes; for one thread at a time.
 
     `max_rows`: most rows of a model's call; 0 if rows must not be joined.
     """
+
+    in_notebook = ("device", "engines")
 
     def __init__(
         self, graph: StageGraph, engines: Mapping[str, Engine], max_rows: Mapping[str, int]

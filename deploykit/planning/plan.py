@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from deploykit.core.arguments import checked
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
-from deploykit.core.errors import BadInput, GateFailed, did_you_mean
+from deploykit.core.errors import BadInput, DeploykitError, GateFailed, did_you_mean
+from deploykit.core.files import StrPath
 from deploykit.core.json_value import Record
+from deploykit.core.notebook import table_of
 from deploykit.core.profile import Profile, load_profile, profile_names
+from deploykit.core.tensors import batch_axes
+from deploykit.engines.data.samples import Samples, random_feeds, read_samples
+from deploykit.engines.engine import load
 from deploykit.evaluation.artefacts import Progress, no_progress
+from deploykit.evaluation.golden import find_samples, open_samples
+from deploykit.evaluation.parity import axis_sizes, sizes_that_run
 from deploykit.graph import cost as kinds
 from deploykit.graph.cost import NodeCost
 from deploykit.graph.graph import Graph
@@ -100,6 +109,20 @@ class Planned(Record):
     nodes: tuple[NodeCost, ...]
     notes: tuple[str, ...]
 
+    def _repr_html_(self) -> str:
+        keys = ("precision", "batch", "latency_ms", "throughput_per_s", "limit", "memory_bytes")
+        fastest = [
+            (target.profile, min(same, key=lambda each: each.latency_ms))
+            for target in self.targets
+            for batch in self.batches
+            if (same := [each for each in target.predictions if each.batch == batch])
+        ]
+        rows = [
+            {"profile": name, **{key: getattr(each, key) for key in (*keys, "fits")}}
+            for name, each in fastest
+        ]
+        return super()._repr_html_() + table_of("fastest precision at each batch", rows)
+
     def raise_if_none_meets(self) -> None:
         """Raise GateFailed where `slo_ms` was asked for and no target is predicted to meet it."""
         if self.slo_ms is None or any(target.best for target in self.targets):
@@ -120,6 +143,7 @@ def plan(
     profiles: Sequence[str | Profile] = (),
     batches: Sequence[int] = BATCHES,
     axes: Mapping[str, int] | None = None,
+    data: StrPath | None = None,
     slo_ms: float | None = None,
     rate_per_s: float | None = None,
     on_progress: Progress = no_progress,
@@ -133,7 +157,10 @@ def plan(
     Args:
         profiles: the targets, by default all.
         batches: sizes of the batch axis.
-        axes: sizes of other dynamic axes by name; one not named is 1, with a note.
+        axes: sizes of other dynamic axes by name. One not named has its size in `data`, or in the
+            golden samples next to the model; else it is 1, or the first size tried at which a
+            small model runs on this machine's CPU, with a note.
+        data: inputs of the usual sizes, an .npz or a folder.
         slo_ms: the latency to meet.
         rate_per_s: with `slo_ms`: how many replicas carry that many requests/s with their p99
             within it.
@@ -153,16 +180,16 @@ def plan(
     for error in refused.values():
         if error and profiles:
             raise error
-    sizes, batch_axes, notes = sizes_of_axes(graph, artefact, axes or {})
-    if not batch_axes:
+    sizes, batch, notes = sizes_of_axes(graph, artefact, axes or {}, data)
+    if not batch:
         fixed = (spec.shape[0] for spec in graph.inputs if spec.shape)
         batches = [next((size for size in fixed if isinstance(size, int) and size > 0), 1)]
-    inferred = {n: infer(graph, n, sizes | dict.fromkeys(batch_axes, n)) for n in batches}
+    inferred = {n: infer(graph, n, sizes | dict.fromkeys(batch, n)) for n in batches}
     calls, first = list(inferred.values()), inferred[batches[0]]
     single = None
     if rate_per_s is not None:
         single = inferred.get(1) or (
-            infer(graph, 1, sizes | dict.fromkeys(batch_axes, 1)) if batch_axes else first
+            infer(graph, 1, sizes | dict.fromkeys(batch, 1)) if batch else first
         )
     calibration = None
     if any(profile.device == "cpu" for profile in chosen):
@@ -173,7 +200,6 @@ def plan(
         error = refused[profile.name]
         target = error.message if error else target_of(profile, calibration)
         targets.append(_plan_target(profile, target, calls, single, slo_ms, rate_per_s))
-    formula, shapeless = unknown_nodes(first.compiled)
     hints = alignment(first) if any(profile.device == "cuda" for profile in chosen) else ()
     return Planned(
         model=str(artefact),
@@ -182,13 +208,13 @@ def plan(
         flops=first.flops,
         parameters=sum(cost.weights for cost in first.compiled),
         weight_bytes=first.weight_bytes,
-        unknown=formula,
+        unknown=unknown_nodes(first.compiled)[0],
         slo_ms=slo_ms,
         rate_per_s=rate_per_s,
         targets=tuple(targets),
         hints=hints,
         nodes=first.compiled,
-        notes=(*notes, *_left_out(formula, shapeless), *_of_targets(targets, first)),
+        notes=(*notes, *_notes(first, targets)),
     )
 
 
@@ -205,12 +231,11 @@ def _check_options(batches: Sequence[int], slo_ms: float | None, rate_per_s: flo
 
 
 def sizes_of_axes(
-    graph: Graph, where: Artefact, axes: Mapping[str, int]
+    graph: Graph, where: Artefact, axes: Mapping[str, int], data: StrPath | None = None
 ) -> tuple[dict[str, int], list[str], list[str]]:
     """Return sizes of dynamic axes except the batch, the names of the batch axis, and notes."""
     names = [axis for spec in graph.inputs for axis in spec.shape if isinstance(axis, str)]
-    firsts = [spec.shape[0] for spec in graph.inputs if spec.shape]
-    batch = [axis for axis in dict.fromkeys(firsts) if isinstance(axis, str)]
+    batch = list(batch_axes(graph.inputs))
     others = [name for name in dict.fromkeys(names) if name not in batch]
     for name, size in axes.items():
         if name not in others:
@@ -225,12 +250,46 @@ def sizes_of_axes(
         side = math.ceil(image.resize_to / image.multiple) * image.multiple
         sides = [axis for axis in graph.inputs[0].shape[1:3] if isinstance(axis, str)]
         known_sizes = dict.fromkeys(sides, side) | known_sizes
-    notes = [
-        f"axis {name} is taken as 1, as no size was given: `axes` {name}=128"
-        for name in others
-        if name not in known_sizes
-    ]
-    return {name: known_sizes.get(name, 1) for name in others}, batch, notes
+    notes = []
+    golden = find_samples(where.path, where.manifest) if where.manifest else None
+    samples = read_samples(Path(data), graph.inputs, task=where.task) if data else None
+    if samples is not None:
+        known_sizes = axis_sizes(samples, graph.inputs, 1) | known_sizes
+    elif golden is not None:
+        feeds = open_samples(golden, where.path, graph.inputs, graph.outputs)[1]
+        found = axis_sizes(Samples(feeds, None, golden.file), graph.inputs, 1)
+        notes = [
+            f"axis {name} is taken as {found[name]}, as in the golden samples"
+            for name in others
+            if name not in known_sizes and name in found
+        ]
+        known_sizes = found | known_sizes
+    missing = [name for name in others if name not in known_sizes]
+    runs_at = _first_size(where, graph, {n: known_sizes[n] for n in others if n not in missing})
+    for name in missing:
+        size = runs_at.get(name, 1)
+        why = "at which the model runs" if size > 1 else "as no size was given"
+        notes.append(f"axis {name} is taken as {size}, {why}: `axes` {name}=128, or `data`")
+        known_sizes[name] = size
+    return {name: known_sizes[name] for name in others}, batch, notes
+
+
+_MOST_BYTES = 256 << 20  # a larger model is not opened to find sizes
+
+
+def _first_size(where: Artefact, graph: Graph, known: Mapping[str, int]) -> dict[str, int]:
+    """Return sizes at which the model runs; none where it runs at 1, is large or does not run."""
+    with contextlib.suppress(DeploykitError):
+        named = {axis for spec in graph.inputs for axis in spec.shape if isinstance(axis, str)}
+        free = named - set(batch_axes(graph.inputs)) - set(known)
+        if not free or graph.summary.weight_bytes > _MOST_BYTES:
+            return {}
+        with load(where, "cpu") as engine:
+            with contextlib.suppress(DeploykitError):
+                engine(random_feeds(engine.inputs, known))
+                return {}
+            return sizes_that_run(engine, known)[0][0]
+    return {}
 
 
 def _plan_target(
@@ -297,10 +356,11 @@ def _replicas(
     return replace(found, precision=precision)
 
 
-def _left_out(formula: Sequence[str], shapeless: Sequence[str]) -> list[str]:
-    notes = []
+def _notes(found: Inferred, targets: Sequence[TargetPlan]) -> Iterator[str]:
+    """Yield what was left out of the predictions, and how far those of the targets hold."""
+    formula, shapeless = unknown_nodes(found.compiled)
     if formula:
-        notes.append(
+        yield (
             f"no formula for {', '.join(formula)}: counted by the bytes they move; "
             "bodies of If, Loop and Scan are not counted"
         )
@@ -308,35 +368,27 @@ def _left_out(formula: Sequence[str], shapeless: Sequence[str]) -> list[str]:
         count, names = len(shapeless), ", ".join(shapeless[:_NAMED])
         more = f" and {count - _NAMED} more" if count > _NAMED else ""
         sizes = f"sizes of {count} node{'s' * (count > 1)} depend on values"
-        notes.append(f"{sizes}, and are not counted: {names}{more}")
-    return notes
-
-
-def _of_targets(targets: Sequence[TargetPlan], found: Inferred) -> list[str]:
+        yield f"{sizes}, and are not counted: {names}{more}"
     shown = [target for target in targets if target.predictions]
-    notes = []
     if not all(target.checked for target in shown):
-        notes.append(
+        yield (
             "GPU figures are predictions from vendors' peaks, not yet checked on these GPUs; "
             "copies between host and GPU go over PCIe 4.0 where they share no memory"
         )
     of_cpu = [each for target in shown if target.checked for each in target.predictions]
-    return [*notes, *_close(of_cpu), *(misplaced(found) if of_cpu else ())]
-
-
-def _close(every: Sequence[Prediction]) -> list[str]:
-    """Note the CPU precisions that are too close to fp32 to rank."""
-    times = {(each.precision, each.batch): each.latency_ms for each in every}
+    times = {(each.precision, each.batch): each.latency_ms for each in of_cpu}
     close = [
         f"{precision} at batch {batch}"
         for (precision, batch), ms in times.items()
         if precision != "fp32" and ("fp32", batch) in times
         if 1 / _FACTOR < ms / times["fp32", batch] < _FACTOR
     ]
-    if not close:
-        return []
-    start = f"cpu: predictions are off by up to {_FACTOR:g} times, so that {', '.join(close)} may "
-    return [start + "be faster or slower than fp32: `bench` of the built file tells"]
+    if close:
+        yield (
+            f"cpu: predictions are off by up to {_FACTOR:g} times, so that {', '.join(close)} may "
+            "be faster or slower than fp32: `bench` of the built file tells"
+        )
+    yield from misplaced(found) if of_cpu else ()
 
 
 def alignment(found: Inferred) -> tuple[Hint, ...]:

@@ -191,6 +191,13 @@ def check_samples(samples: Samples) -> None:
             f"{samples.where}: {len(samples)} samples, calibration needs {MIN_SAMPLES} or more",
             hint="some hundred samples like those that the model will see serve best",
         )
+    for name, array in samples.inputs.items():
+        if not array.size:
+            raise BadInput(
+                f"{samples.where}: input '{name}' is empty in all samples, {list(array.shape)}: no "
+                "range can be learned",
+                hint="give samples of later steps, in which it holds values",
+            )
     check_finite(samples)
     arrays = map(samples.each, samples.inputs)
     if all((array == array[:1]).all() for array in arrays):

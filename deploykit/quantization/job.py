@@ -44,6 +44,8 @@ from deploykit.evaluation.parity import (
 from deploykit.evaluation.simulate import open_graph, round_halves, runs_graphs
 from deploykit.evaluation.statistics import samples_to_show_no_drop
 from deploykit.graph.graph import Graph, opset
+from deploykit.quantization.half_precision import lacking_in
+from deploykit.quantization.opset import needed_opset, with_opset
 
 if TYPE_CHECKING:
     from deploykit.quantization.calibrate import Calibration
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 
 DEFAULT_METRIC = "top1"
 _FEW_AGREE = 0.9
+_RESHAPES = ("Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice")
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,11 @@ class Job:
         )
         half = to if BY_NAME[to].writer == CAST else other_nodes
         notes = []
+        found = {node.op_type for node in converted.model.graph.node}
+        if lacking := sorted(found & lacking_in(half, self.request.runtime)):
+            notes.append(
+                f"kept in float32, as TensorRT does not take them in {half}: {', '.join(lacking)}"
+            )
         if narrow := without_kernel(scales.graph, self.request.runtime, to):
             notes.append(narrow)
         if kept:
@@ -167,7 +175,6 @@ def prepare(
 ) -> Job:
     """Open the graph, read and check the data, and calibrate."""
     from deploykit.quantization.calibrate import calibrate
-    from deploykit.quantization.opset import needed_opset, with_opset
     from deploykit.quantization.scales import Scales, places_to_choose_on
 
     on_progress("reading the model", 0.0)
@@ -295,6 +302,7 @@ def evaluate_engines(
         names=(job.model.name, name),
         batch_size=job.batch_size,
         sizes=job.sizes,
+        shares=_shares(job.source),
     )
     if converted is None or found.sqnr_db != -math.inf:
         return found
@@ -306,6 +314,19 @@ def evaluate_engines(
             continue
         first = first_divergence(job.source, round_halves(converted), [feeds], sys.float_info.max)
         return replace(found, why=f"{found.why}; {first.text}") if first else found
+    return found
+
+
+def _shares(graph: Graph) -> set[str]:
+    """Return the outputs that a sigmoid or softmax makes, and nothing but its shape is changed."""
+    makers = {name: node for node in graph.skeleton.graph.node for name in node.output}
+    found = set()
+    for value in graph.skeleton.graph.output:
+        node = makers.get(value.name)
+        while node is not None and node.op_type in _RESHAPES:
+            node = makers.get(node.input[0])
+        if node is not None and node.op_type in ("Sigmoid", "Softmax", "HardSigmoid"):
+            found.add(value.name)
     return found
 
 
@@ -368,6 +389,8 @@ def accuracy_notes(job: Job, evaluation: Evaluation) -> list[str]:
         return []
     on = job.samples.where if job.samples else "random inputs"
     notes = [f"accuracy not measured: no labelled data (`data`); agreement and SQNR are of {on}"]
+    if "everywhere on these inputs" in evaluation.why:
+        notes.append(f"{evaluation.why}: give inputs on which the model finds something")
     agreement = evaluation.agreement
     if agreement is not None and agreement.value < _FEW_AGREE:
         notes.append(

@@ -213,16 +213,18 @@ def keep_if_passed(tmp: Path, made: Made, to: str) -> Made:
     if evaluation is None or evaluation.passed:
         return keep(tmp, made)
     name, made = made.path.name, reject(tmp, made)
-    hint = "more samples narrow the interval"
+    hints = ["more samples narrow the interval"]
     if evaluation.sqnr_db == -math.inf:
-        hint = "inputs on which the float32 model itself is finite are needed"
-        if to == "fp16":
-            hint = "bf16 has the range of float32; with inputs like these as `calib`, nodes that "
-            hint += "overflow on them stay in float32"
+        hints = ["inputs on which the float32 model itself is finite are needed"]
+    half = "fp16" in (to, made.evidence.quantize and made.evidence.quantize.other_nodes)
+    if half and made.evidence.calibration is None:
+        hints[0] = "give `calib`: nodes that overflow float16 on these inputs stay in float32"
+    if half and evaluation.sqnr_db == -math.inf:
+        hints.append("bf16 has the range of float32")
     if to != "auto":
-        hint += "; precision 'auto' keeps the most sensitive nodes in float32"
+        hints.append("precision 'auto' keeps the most sensitive nodes in float32")
     raise GateFailed(
         f"{name}: {evaluation.describe()}: {evaluation.why}; the file is kept as {made.path}",
-        hint=hint,
+        hint="; ".join(hints),
         result=made,
     )

@@ -17,6 +17,7 @@ from deploykit.core.errors import BadInput, GateFailed
 from deploykit.core.evidence import Interval
 from deploykit.core.files import StrPath
 from deploykit.core.json_value import Record
+from deploykit.core.notebook import table_of
 from deploykit.evaluation.formatting import number, spread
 from deploykit.evaluation.statistics import FASTER, PROCESS_SPREAD, SLOWER, difference, t_quantile
 from deploykit.reporting.points import CLOSED_LOOP, Point
@@ -106,6 +107,14 @@ class ReportComparison(Record):
     @property
     def passed(self) -> bool:
         return not self.regressions
+
+    def _repr_html_(self) -> str:
+        rows = [
+            {"row": _name(row), **{key: getattr(each, key) for key in vars(each)}}
+            for row in self.rows
+            for each in row.figures
+        ]
+        return super()._repr_html_() + table_of("B / A", rows)
 
     def raise_if_slower(self) -> None:
         """Raise GateFailed, naming the figures, where one is certainly slower than it may be."""

@@ -45,6 +45,10 @@ _TRACES = (
 )
 
 
+def _part(part: float, whole: float | None) -> str:
+    return f"{number(100 * part / whole)}{SPACE}%" if whole else MISSING
+
+
 def charts(document: Json) -> tuple[list[Figure], list[str]]:
     """Return the charts that have data, and one sentence for each that has none.
 
@@ -224,7 +228,7 @@ def waterfall(document: Json) -> Bars | None:
     return Bars(
         name="waterfall",
         title="Where the time of a call goes",
-        finding=f"{label} spends {_share(rest, compute + rest)} of a call outside of its kernels: "
+        finding=f"{label} spends {_part(rest, compute + rest)} of a call outside of its kernels: "
         "copies to and from the GPU, launches, and the call itself. Medians at the smallest batch.",
         x_label="time of one call (ms)",
         parts=("compute", "copies and launches"),
@@ -259,13 +263,13 @@ def roofline(document: Json, name: str = "roofline") -> Chart | None:
         for x, y, batch in ((one.x, one.y, one.text) for one in marks):
             bound, limit = "memory" if x < ridge else "arithmetic", min(most, x * fastest)
             shares.append((y / limit, label, batch, bound))
-            rows.append((label, batch, number(x), number(y), bound, _share(y, limit)))
+            rows.append((label, batch, number(x), number(y), bound, _part(y, limit)))
     share, label, batch, bound = max(shares)
     return Chart(
         name=name,
         title="Roofline: what limits the speed" + " on the GPU" * (name == GPU_ROOFLINE),
         finding=f"{label} at batch {batch} comes closest to the limit of its {bound}: "
-        f"{_share(share, 1)} of it. Left of the bend memory is the limit, right of it "
+        f"{_part(share, 1)} of it. Left of the bend memory is the limit, right of it "
         "arithmetic; far below the line it is neither, but launches and calls. The figures at the "
         "marks are batch sizes.",
         x_label="operations per byte that is moved (FLOP/byte)",
@@ -277,10 +281,6 @@ def roofline(document: Json, name: str = "roofline") -> Chart | None:
         columns=("setup", "batch", "FLOP/byte", "GFLOP/s", "bound by", "of the limit"),
         rows=tuple(rows),
     )
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{100 * part / whole if whole else 0:.0f}{SPACE}%"
 
 
 def _accuracy(document: Json) -> Chart | None:
@@ -406,10 +406,6 @@ def layer_rows(found: Json, most: int | None = None) -> list[tuple[str, ...]]:
         rest = MISSING, number(rest_ms), _part(rest_ms, found["sum_ms"])
         rows.append((f"{count(others)} others", *rest))
     return rows
-
-
-def _part(part: float, whole: float | None) -> str:
-    return f"{number(100 * part / whole)}{SPACE}%" if whole else MISSING
 
 
 def layer_note(found: Json) -> str:

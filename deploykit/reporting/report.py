@@ -243,7 +243,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `report.json`."""
-        return {"report": VERSION, **json_value(self, *self.shown)}
+        return {"report": VERSION, **_without_folders(json_value(self, *self.shown))}
 
     def _repr_html_(self) -> str:
 
@@ -281,7 +281,7 @@ def write(report: Report, folder: Path) -> Path:
     All are complete before the first replaces an earlier file; the JSON is last. Raises BadInput
     when `folder` cannot be written to, Unsupported when the disk is full.
     """
-    document = json.loads(json.dumps(_without_folders(report.to_dict()), allow_nan=False))
+    document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
     files = {"html": report_page(document), "md": markdown(document)}
     # a list of numbers goes on one line; a line break in JSON is never inside a string

@@ -38,8 +38,8 @@ def verdict(report: Report) -> tuple[str, ...]:
 
 def _sentences(report: Report) -> Iterator[str]:
     if report.invalid:
-        reasons = "; ".join(reason.rstrip(".") for reason in report.invalid)
-        yield f"{DISTURBED}: {reasons}. The figures are as measured; no speed-up is stated."
+        busy = "; ".join(reason.rstrip(".") for reason in report.invalid)
+        yield f"{DISTURBED}: {busy}. The figures are as measured; no speed-up is stated."
     if unmet := [f"{gate.name}: {gate.detail}" for gate in report.gates if not gate.passed]:
         wrong = " Wrong outputs have no speed-up." * bool(report.wrong)
         yield f"{len(unmet)} of {len(report.gates)} gates NOT met: {'; '.join(unmet)}.{wrong}"

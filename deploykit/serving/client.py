@@ -8,6 +8,7 @@ import io
 import json
 import os
 import secrets
+import ssl
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,14 +26,16 @@ from deploykit.core.errors import (
     Unsupported,
     first_line,
 )
-from deploykit.core.files import check_readable
-from deploykit.serving.health import connect, reason_of
+from deploykit.core.files import StrPath, check_readable
+from deploykit.core.notebook import Shown
+from deploykit.serving.health import connect, reason_of, tls_error
 
 _ERRORS: dict[int, type[DeploykitError]] = {
     each.http_status: each
     for each in (BadInput, NotFound, TooLarge, UnknownEncoding, Unsupported, Overloaded, Expired)
 }
 _ITEMS, _BYTES = 64, 16 << 20  # the most items and bytes of one request
+_IMAGE_PART = 'Content-Disposition: form-data; name="image"; filename="image"'
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 
 
@@ -49,7 +52,7 @@ _Idle = list[tuple[int, http.client.HTTPConnection]]  # (process that opened it,
 OneItem = str | os.PathLike[str] | bytes | PillowImage
 
 
-class ModelClient:
+class ModelClient(Shown):
     """A client of the server at `url`; close it, or use it in a `with` block.
 
     Threads may share it, and a forked process may go on with it: no connection is used by two of
@@ -57,10 +60,21 @@ class ModelClient:
     soon as it has its answer. A call after `close` opens a new one.
     """
 
-    def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 60.0) -> None:
+    in_notebook = ("url",)
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        ca: StrPath | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
         self.url = url
         self._timeout_s = timeout_s
-        self._idle: _Idle = [(os.getpid(), connect(url, timeout_s))]  # replaced by `close`
+        self._ca = ca
+        connection, self._base = connect(url, timeout_s, ca=ca)
+        self._idle: _Idle = [(os.getpid(), connection)]  # replaced by `close`
         self._headers = {} if token is None else {"Authorization": f"Bearer {token.strip()}"}
         if not all(each.isascii() and each.isprintable() for each in self._headers.values()):
             raise BadInput("`token`: has characters that no header can carry")
@@ -102,7 +116,12 @@ class ModelClient:
                 found += self._ask("POST", path, body.encode(), "application/json")
         else:
             for group in _groups(map(_image, items)):
-                answers = self._ask("POST", path, *_form(group))
+                boundary = secrets.token_hex(16)
+                lines = f"--{boundary}\r\n{_IMAGE_PART}\r\n\r\n".encode()
+                end = f"--{boundary}--\r\n".encode()
+                form = b"".join([*(lines + image + b"\r\n" for image in group), end])
+                kind = f"multipart/form-data; boundary={boundary}"
+                answers = self._ask("POST", path, form, kind)
                 found += answers if len(group) > 1 else [answers]
         return found if several else found[0]
 
@@ -152,7 +171,9 @@ class ModelClient:
         """
         headers = {**self._headers, **({"Content-Type": content_type} if content_type else {})}
         try:
-            status, answer = self._exchange(method, path, body, headers)
+            status, answer = self._exchange(method, self._base + path, body, headers)
+        except ssl.SSLError as exc:
+            raise tls_error(self.url, exc) from exc
         except TimeoutError as exc:
             raise Expired(f"{self.url}: no answer within {self._timeout_s:g} s") from exc
         except (OSError, http.client.HTTPException) as exc:
@@ -180,7 +201,7 @@ class ModelClient:
         closed instead. Operations on the list are atomic: a lock could be held during a fork.
         """
         idle = self._idle
-        connection = _take(idle) or connect(self.url, self._timeout_s)
+        connection = _take(idle) or connect(self.url, self._timeout_s, ca=self._ca)[0]
         fresh = connection.sock is None
         try:
             try:
@@ -200,9 +221,15 @@ class ModelClient:
         return reply
 
 
-def client(url: str, *, token: str | None = None, timeout_s: float = 60.0) -> ModelClient:
-    """Return a client: `client(url).predict("cat.jpg")`. Raises BadInput for a wrong URL."""
-    return ModelClient(url, token=token, timeout_s=timeout_s)
+def client(
+    url: str, *, token: str | None = None, ca: StrPath | None = None, timeout_s: float = 60.0
+) -> ModelClient:
+    """Return a client: `client(url).predict("cat.jpg")`. Raises BadInput for a wrong URL.
+
+    `url` may have a path, as behind a proxy. `ca`: a file with the certificates to trust instead of
+    the system's, such as that of a server's own CA.
+    """
+    return ModelClient(url, token=token, ca=ca, timeout_s=timeout_s)
 
 
 def _send(
@@ -273,12 +300,3 @@ def _groups(images: Iterator[bytes]) -> Iterator[list[bytes]]:
         group.append(image)
     if group:
         yield group
-
-
-def _form(images: Sequence[bytes]) -> tuple[bytes, str]:
-    """Return a multipart/form-data body and its content type."""
-    boundary = secrets.token_hex(16)
-    head = 'Content-Disposition: form-data; name="image"; filename="image"'
-    parts = [b"--%b\r\n%b\r\n\r\n%b\r\n" % (boundary.encode(), head.encode(), i) for i in images]
-    end = f"--{boundary}--\r\n".encode()
-    return b"".join([*parts, end]), f"multipart/form-data; boundary={boundary}"

@@ -9,14 +9,16 @@ import ssl
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from deploykit.core.errors import BadInput, GateFailed, first_line, without_secrets
+from deploykit.core.errors import BadInput, GateFailed, first_line, os_reason, without_secrets
+from deploykit.core.files import StrPath
 from deploykit.core.json_value import Record
 
 _MOST_BYTES = 1 << 16  # the most bytes of an answer that are read
 _LONGEST_S = 3600
 _WAIT_S = 5.0  # how long to wait for an answer
-_FORM = "write it as http://HOST:PORT"
+_FORM = "write it as http://HOST:PORT, with the path of a proxy if there is one"
 _HOST = re.compile(r"[A-Za-z0-9.:_%-]+")
+_PATH = re.compile(r"(/[A-Za-z0-9._~%-]+)*")
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,9 @@ def health(url: str = "http://127.0.0.1:8000") -> Readiness:
     With https:// the certificate is not checked: it names the server as its clients see it, not as
     localhost. Raises BadInput on a wrong URL, GateFailed unless all models there are ready.
     """
-    connection = connect(url, _WAIT_S, verify=False)
+    connection, base = connect(url, _WAIT_S, verify=False)
     try:
-        connection.request("GET", "/v2/health/ready")
+        connection.request("GET", f"{base}/v2/health/ready")
         with connection.getresponse() as answer:
             status, body = answer.status, answer.read(_MOST_BYTES)
     except (OSError, http.client.HTTPException, UnicodeError) as exc:
@@ -49,28 +51,52 @@ def health(url: str = "http://127.0.0.1:8000") -> Readiness:
     return Readiness(url)
 
 
-def connect(url: str, timeout_s: float, *, verify: bool = True) -> http.client.HTTPConnection:
-    """Return an unopened connection to the server. `verify`: check an https certificate.
+def connect(
+    url: str, timeout_s: float, *, verify: bool = True, ca: StrPath | None = None
+) -> tuple[http.client.HTTPConnection, str]:
+    """Return an unopened connection to the server, and the path below which it is.
 
-    Raises BadInput on a wrong URL.
+    `verify`: check an https certificate; `ca`: a file of certificates to trust instead of the
+    system's. Raises BadInput on a wrong URL or file.
     """
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
     except ValueError as exc:
         raise BadInput(f"'{without_secrets(url)}' is not a URL: {exc}") from exc
-    more = parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None
-    if parts.scheme not in ("http", "https") or not _HOST.fullmatch(host) or more:
+    more = parts.query or parts.fragment or parts.username is not None
+    path = parts.path.rstrip("/")
+    if (
+        parts.scheme not in ("http", "https")
+        or not _HOST.fullmatch(host)
+        or more
+        or not _PATH.fullmatch(path)
+    ):
         raise BadInput(f"'{without_secrets(url)}' is not a server's URL", hint=_FORM)
     if not 0 < timeout_s <= _LONGEST_S:
         raise BadInput(f"`timeout_s` must be above 0 and at most {_LONGEST_S}, got {timeout_s:g}")
     if parts.scheme == "http":
-        return http.client.HTTPConnection(host, port, timeout=timeout_s)
-    context = ssl.create_default_context()
+        return http.client.HTTPConnection(host, port, timeout=timeout_s), path
+    try:
+        context = ssl.create_default_context(cafile=ca)
+    except OSError as exc:  # of `ca`: it is missing, or holds no certificate
+        raise BadInput(f"`ca` {ca}: holds no certificate: {os_reason(exc)}") from exc
     if not verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
-    return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
+    return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context), path
+
+
+def tls_error(url: str, exc: ssl.SSLError) -> BadInput:
+    """Return the error for a TLS connection that cannot be made."""
+    if isinstance(exc, ssl.SSLCertVerificationError):
+        return BadInput(
+            f"{url}: its certificate is not trusted: {exc.verify_message}",
+            hint="trust its CA: dk.client(url, ca='ca.pem'), or set SSL_CERT_FILE",
+        )
+    reason = (exc.reason or "no reason given").lower().replace("_", " ")
+    hint = "is it a server without TLS? then write http://" if "version" in reason else None
+    return BadInput(f"{url}: no TLS connection can be made: {reason}", hint=hint)
 
 
 def reason_of(body: bytes) -> str:

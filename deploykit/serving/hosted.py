@@ -23,8 +23,6 @@ from deploykit.serving.transport.call import Call, Head, MemoryBudget, reply_exc
 log = logging.getLogger(__name__)
 
 TICK_S = 0.25  # how often requests past their deadline are answered
-_OFFLOAD_THREADS = 2  # threads for large and compressed bodies
-
 
 Fields = tuple[tuple[bytes, bytes], ...]  # header fields, names in lower case
 Asked = tuple[str, str, Fields, bytes]  # method, path with query, headers, body
@@ -44,7 +42,7 @@ class HostedApp(Closing):
             models, options, deliver=self._deliver, call_soon=self._loop.call_soon
         )
         self._memory = MemoryBudget(options.max_held_bytes, options.max_body_bytes)
-        self._offload = ThreadOffload(self._loop, _OFFLOAD_THREADS)
+        self._offload = ThreadOffload(self._loop, threads=2)
         self._routes = Routes(self.repository, self._offload)
         self._ticking: asyncio.Task[None] | None = None
 

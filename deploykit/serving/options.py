@@ -86,7 +86,12 @@ class ServeOptions:
         "--trust  Also run a TensorRT engine whose results cannot be verified here, or one that "
         "brings code from elsewhere",
     )
-    host: str = option("127.0.0.1", "--host ADDRESS  Address to listen on", section="Address")
+    host: str = option(
+        "127.0.0.1",
+        "--host ADDRESS|unix:FILE  Address to listen on; unix:FILE is a socket for HTTP, with one "
+        "for gRPC at FILE.grpc",
+        section="Address",
+    )
     http_port: int = option(
         0, "--http-port PORT  Port for HTTP; 0 picks a free one", 0, 65535, shown=8000
     )
@@ -137,6 +142,13 @@ class ServeOptions:
     idle_s: float = option(
         75.0, "--idle-s SECONDS  How long a connection without a request is kept", 0.1, 86_400
     )
+    max_connection_age_s: float | None = option(
+        None,
+        "--max-connection-age-s SECONDS  Then a gRPC client is asked to connect again, so that new "
+        "replicas get a share of the load [never]",
+        1,
+        31_536_000,
+    )
     timeout_ms: int = option(
         30_000,
         "--timeout-ms MS  Longest wait of a request; then it is answered 504",
@@ -151,6 +163,12 @@ class ServeOptions:
         3600,
     )
     max_body_bytes: int = option(64 << 20, "--max-body-bytes BYTES  Largest request", 1, 1 << 40)
+    max_pixels: int = option(
+        25_000_000,
+        "--max-pixels N  Largest image; decoding takes 8 bytes for each pixel",
+        1,
+        178_000_000,
+    )
     max_held_bytes: int | None = option(
         None,
         "--max-held-bytes BYTES  Memory for all large requests and answers together "
@@ -253,6 +271,14 @@ class ServeOptions:
         return tuple(
             sorted({self.max_batch, *(1 << n for n in range(self.max_batch.bit_length()))})
         )
+
+
+def addresses(host: str, port: int, grpc_port: int | None) -> tuple[str, str | None]:
+    """Return where clients find a server that listens there, over HTTP and over gRPC."""
+    if host.startswith("unix:"):
+        return host, None if grpc_port is None else f"{host}.grpc"
+    place = f"[{host}]" if ":" in host else host
+    return f"{place}:{port}", None if grpc_port is None else f"{place}:{grpc_port}"
 
 
 def takes(kind: Callable[_P, _S]) -> Callable[[Callable[[_S], _R]], Callable[_P, _R]]:

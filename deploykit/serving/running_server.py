@@ -11,7 +11,7 @@ from socket import SHUT_RDWR, socket, socketpair
 from typing import TYPE_CHECKING
 
 from deploykit.core.errors import DeploykitError, Unsupported
-from deploykit.serving.options import ServeOptions
+from deploykit.serving.options import ServeOptions, addresses
 
 if TYPE_CHECKING:
     from deploykit.serving.server import Server
@@ -62,11 +62,10 @@ class RunningServer:
     def _on_start(
         self, server: Server | None, host: str, port: int, grpc_port: int | None, names: list[str]
     ) -> None:
-        place = f"[{host}]" if ":" in host else host
         self._server = server
         self.models = tuple(names)
-        self.url = f"{self._scheme}://{place}:{port}"
-        self.grpc_url = None if grpc_port is None else f"{place}:{grpc_port}"
+        place, self.grpc_url = addresses(host, port, grpc_port)
+        self.url = place if place.startswith("unix:") else f"{self._scheme}://{place}"
         self._ready.set()
         if self._stopping:
             self._begin_stop()

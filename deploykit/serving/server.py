@@ -34,7 +34,14 @@ from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.call import MemoryBudget
-from deploykit.serving.transport.listener import Acceptor, Client, Port, is_loopback
+from deploykit.serving.transport.listener import (
+    UNIX,
+    Acceptor,
+    Client,
+    Port,
+    address_of,
+    is_loopback,
+)
 from deploykit.serving.transport.security import AccessControl, tls_context, watched_files
 from deploykit.serving.transport.turns import DELIVERY_S, Turns
 from deploykit.serving.web.page import FILES
@@ -113,7 +120,7 @@ class Server:
         self._signals = Signals(self._loop, self._begin_drain)
         self._finished = Turns(turn_s=DELIVERY_S)  # continuations of work on other threads
         try:
-            self.host, self.port = self._sockets[0].getsockname()[:2]
+            self.host, self.port = address_of(self._sockets[0])
             loopback = is_loopback(self.host)
             access = AccessControl(options, loopback=loopback, public=FILES)
             self.repository = ModelRepository(
@@ -124,7 +131,7 @@ class Server:
             self.grpc_port: int | None = None
             if options.grpc_port is not None and not group.runs_engines:
                 self._sockets.append(group.bind(options.host, options.grpc_port, "`grpc_port`"))
-                self.grpc_port = self._sockets[1].getsockname()[1]
+                self.grpc_port = address_of(self._sockets[1])[1]
         except BaseException:
             self._release()
             raise
@@ -143,7 +150,10 @@ class Server:
             from deploykit.serving.grpc.methods import GrpcPort
             from deploykit.serving.http2.connection import Http2Limits
 
-            grpc_limits = grpc_limits or Http2Limits(stall_s=options.stall_s, idle_s=options.idle_s)
+            grpc_limits = grpc_limits or Http2Limits(
+                stall_s=options.stall_s, idle_s=options.idle_s,
+                max_age_s=options.max_connection_age_s or math.inf,
+            )  # fmt: skip
             self._grpc = GrpcPort(
                 self.repository, options, access, memory, self._offload,
                 grpc_limits.divided(group.count), group,
@@ -210,7 +220,7 @@ class Server:
             on_ready(self.host, self.port, self.grpc_port)
             self._group.listening()
             await self._stopped.wait()
-            drain_s = self._options.drain_s
+            drain_s = 0.0 if self._signals.interrupted else self._options.drain_s  # Ctrl-C
             await self._until(lambda: False, drain_s)  # balancers look for other servers
             for acceptor in self._acceptors:
                 acceptor.close()
@@ -239,7 +249,7 @@ class Server:
 
     def _warn(self) -> None:
         options = self._options
-        if is_loopback(self.host):
+        if is_loopback(self.host) or self.host.startswith(UNIX):
             return
         if options.token is None:
             log.warning(

@@ -63,9 +63,6 @@ class _OpenRegion:
                 raise _problem(f"region '{name}'", exc) from exc
             left, at = left[count:], at + count
 
-    def close(self) -> None:
-        os.close(self.file)
-
 
 class SharedMemory(Closing):
     """The registered regions by name. Thread-safe. `max_bytes` bounds a single read."""
@@ -87,8 +84,7 @@ class SharedMemory(Closing):
                 f"{quote(name)} cannot be the name of a region",
                 hint="use 1 to 128 letters, digits, '.', '_' or '-'",
             )
-        region = name
-        where = f"region '{region}'"
+        region, where = name, f"region '{name}'"
         bare = key.removeprefix("/") if type(key) is str else ""
         if not _NAME.fullmatch(bare) or bare in (".", "..") or bare.startswith(_INTERNAL):
             raise BadInput(
@@ -103,8 +99,7 @@ class SharedMemory(Closing):
                 raise BadInput(f"{where}: {MAX_REGIONS} regions are registered, the maximum")
             file = _open(where, bare)
             try:
-                end = start + size
-                info = os.fstat(file)
+                end, info = start + size, os.fstat(file)
                 if not stat.S_ISREG(info.st_mode):
                     raise BadInput(
                         f"{where}: its key is not that of shared memory", hint=_CREATE_HINT
@@ -122,7 +117,7 @@ class SharedMemory(Closing):
         """Close one region, or all for None. As in Triton, an unknown name is ignored."""
         with self._lock:
             for region in [each for each in self._regions if name in (None, each)]:
-                self._regions.pop(region).close()
+                os.close(self._regions.pop(region).file)
 
     def status(self, name: str | None = None) -> list[dict[str, Any]]:
         """Return name, key, offset and byte_size of one region, or of all. Raises NotFound."""

@@ -6,18 +6,17 @@ A recipe is the user's own code. What is wrong with it is reported by the name o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import torch
 
+from deploykit.core.arguments import check_arguments
 from deploykit.core.errors import BadInput, users_code
 from deploykit.core.memory import memory_errors
 from deploykit.core.recipe import Recipe, Split, Splits
-from deploykit.core.task import Preprocess
 from deploykit.core.tensors import BATCH, TensorSpec, mismatch
 from deploykit.engines.data.samples import Samples, check_finite, digests
 
@@ -25,61 +24,29 @@ SCHEDULES = ("cosine", "linear", "one-cycle", "constant")
 PARTS = ("train", "calibration", "test")
 
 
-def is_count(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
-
-
-def is_rate(value: object) -> bool:
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    return number and 0 < float(value) < math.inf  # type: ignore[arg-type]
-
-
-def _are_specs(value: object) -> bool:
-    several = isinstance(value, (tuple, list)) and bool(value)
-    return several and all(isinstance(each, TensorSpec) for each in value)  # type: ignore[attr-defined]
-
-
-def _is_function(value: object) -> bool:  # a class would be called with a batch
-    return callable(value) and not isinstance(value, type)
-
-
-_SPECS = "a tuple of TensorSpecs, such as (parse_spec('x:float32[N,3]'),)"
-_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "build": (callable, "a function"),
-    "data": (callable, "a function"),
-    "inputs": (_are_specs, _SPECS),
-    "outputs": (_are_specs, _SPECS),
-    "loss": (_is_function, "a function or a module, such as torch.nn.CrossEntropyLoss()"),
-    "metric": (_is_function, "a function"),
-    "metric_name": (lambda value: isinstance(value, str), "a string"),
-    "epochs": (is_count, "an integer, 1 or more"),
-    "batch_size": (is_count, "an integer, 1 or more"),
-    "learning_rate": (is_rate, "a finite number above 0"),
-    "preprocess": (lambda value: value is None or isinstance(value, Preprocess), "a Preprocess"),
-    "schedule": (lambda value: value in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
-    "clip_norm": (lambda value: value is None or is_rate(value), "a finite number above 0"),
-    "backbone": (
-        lambda value: (
-            value is None
-            or (isinstance(value, tuple) and [type(each) for each in value] == [str, str])
-        ),
-        "the names of two children: (backbone, head)",
-    ),
-    "needs_weights": (lambda value: isinstance(value, str), "a string"),
-    "report": (lambda value: value is None or callable(value), "a function"),
-    "augment": (
-        lambda value: value is None or callable(value) or isinstance(value, Mapping),
-        "a dict or a function",
-    ),
-    "augmented": (lambda value: isinstance(value, bool), "True or False"),
-}
-
-
 def check_recipe(recipe: Recipe) -> None:
     """Raise BadInput for a field with a value that no run can use."""
-    for name, (fits, expected) in _FIELDS.items():
+    try:
+        check_arguments(Recipe, vars(recipe))
+    except BadInput as exc:
+        raise BadInput(f"the recipe's {exc.message}") from None
+    specs = "TensorSpecs, such as (parse_spec('x:float32[N,3]'),)"
+    rules = [
+        (name, found and all(isinstance(each, TensorSpec) for each in found), specs)
+        for name, found in (("inputs", recipe.inputs), ("outputs", recipe.outputs))
+    ]
+    for name in ("loss", "metric"):  # a class would be called with a batch
+        is_class = isinstance(getattr(recipe, name), type)
+        rules.append((name, not is_class, "a function, or a module: torch.nn.CrossEntropyLoss()"))
+    for name in ("epochs", "batch_size"):
+        rules.append((name, getattr(recipe, name) >= 1, "1 or more"))
+    for name in ("learning_rate", "clip_norm"):
         value = getattr(recipe, name)
-        if not fits(value):
+        rules.append((name, value is None or 0 < value < math.inf, "finite and above 0"))
+    rules.append(("schedule", recipe.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"))
+    for name, fits, expected in rules:
+        if not fits:
+            value = getattr(recipe, name)
             raise BadInput(f"the recipe's `{name}` must be {expected}, got {value!r:.80}")
 
 
@@ -101,15 +68,14 @@ def check_splits(recipe: Recipe, splits: Splits) -> Splits:
     shape, classes = recipe.outputs[0].shape, len(splits.classes)
     if classes and len(shape) == 2 and isinstance(shape[1], int) and shape[1] != classes:
         raise BadInput(f"{where}: names {classes} classes, the model has {shape[1]}")
-    image = splits.image
-    for spec in recipe.inputs if image is not None else ():
+    if (image := splits.image) is not None:
         size = (image.height, image.width, 1 if image.colours == "L" else 3)
-        if spec.name == image.tensor and not mismatch(spec, "uint8", (1, *size)):
-            break
-    else:
-        if image is not None:
+        specs = [spec for spec in recipe.inputs if spec.name == image.tensor]
+        if not specs or mismatch(specs[0], "uint8", (1, *size)):
             raise BadInput(f"{where}: its `image` does not describe one of the recipe's inputs")
-    return replace(splits, **parts)
+    return replace(
+        splits, train=parts["train"], calibration=parts["calibration"], test=parts["test"]
+    )
 
 
 def _check_split(recipe: Recipe, split: Split, where: str) -> Split:
@@ -178,19 +144,21 @@ def check_outputs(recipe: Recipe, run: Any, split: Split, device: torch.device) 
             )
 
 
-def shared_samples(splits: Splits) -> dict[str, int]:
-    """Count the samples that are in two splits, by the bytes of their inputs."""
-    known = {
-        part: list(digests(Samples(split.inputs, split.labels, splits.source)))
-        for part in PARTS
-        for split in (getattr(splits, part),)
-    }
-    pairs = (("test", "train"), ("test", "calibration"), ("calibration", "train"))
+def shared_samples(splits: Splits) -> dict[str, dict[str, int]]:
+    """Find the samples that are in two splits, by a hash of their inputs' bytes.
+
+    Returns, for each pair of splits that share some, how many and the position of the `first`.
+    """
+    known = {}
+    for part in PARTS:
+        split = getattr(splits, part)
+        known[part] = list(digests(Samples(split.inputs, split.labels, splits.source)))
     found = {}
-    for one, other in pairs:
+    for one, other in (("test", "train"), ("test", "calibration"), ("calibration", "train")):
         there = set(known[other])
-        if count := sum(digest in there for digest in known[one]):
-            found[f"{one} in {other}"] = count
+        shared = [place for place, digest in enumerate(known[one]) if digest in there]
+        if shared:
+            found[f"{one} in {other}"] = {"samples": len(shared), "first": shared[0]}
     return found
 
 
@@ -213,13 +181,15 @@ _FEW = 10  # test samples of a class
 
 
 def explain_score(
-    low: float, classes: Mapping[str, Mapping[str, int]], shared: Mapping[str, int]
+    low: float,
+    classes: Mapping[str, Mapping[str, int]],
+    shared: Mapping[str, Mapping[str, int]],
 ) -> list[str]:
     """Return notes on a score whose interval begins at `low`: what it does not show."""
     notes = [
-        f"{count} samples are in both the {pair.replace(' in ', ' and the ')} data: the score on "
-        "them says little about new ones"
-        for pair, count in shared.items()
+        f"{each['samples']} samples of the {pair.replace(' in ', ' data are also in the ')} data, "
+        f"the first is number {each['first']}: a score on them says little about new ones"
+        for pair, each in shared.items()
     ]
     sizes = {name: each["samples"] for name, each in classes.items()}
     if len(sizes) > 1:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from deploykit.core.cuda_order import with_gpu
 from deploykit.core.errors import OutOfMemory, Unsupported
 from deploykit.core.evidence import Interval
 from deploykit.core.files import StrPath, write_together
@@ -142,7 +143,7 @@ def compare_devices(
         batch=min(middle, samples),
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(" ", "seconds"),
         command=command,
-        machine=this_machine().to_dict(),
+        machine=with_gpu(this_machine(), 0).to_dict(),
         rows=tuple(rows),
         crossovers=tuple(find_crossovers(rows)),
         augment=chosen.augmented if augment is None else augment,
@@ -399,7 +400,8 @@ def conclude(table: Any) -> list[str]:
         first += f"{cpu.precision} at batch {cpu.batch}: {work} {run.value:.3g} s. "
         found = [f"{first}GPU: not measured, {absent}."]
     elif measured:
-        return ["The machine was too busy: the interval of every rate holds 0. Measure it again."]
+        gpu = f" GPU: not measured, {absent}." * bool(absent)
+        return [f"The machine was too busy: the interval of every rate holds 0. Repeat it.{gpu}"]
     else:
         return [f"Nothing could be measured: {absent}."]
     for each in table.crossovers:

@@ -103,7 +103,8 @@ def parallel(run: torch.nn.Module, group: Processes, device: torch.device, *, sh
             raise BadInput("`fsdp` needs several processes", hint="start them with torchrun")
         return run
     if device.type == "cuda":  # on a CPU torch has no BatchNorm over processes
-        run = torch.nn.SyncBatchNorm.convert_sync_batchnorm(run)
+        joined: Any = torch.nn.SyncBatchNorm
+        run = joined.convert_sync_batchnorm(run)
     if shard:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard

@@ -32,7 +32,7 @@ from deploykit.engines.torch.open import save_whole
 from deploykit.engines.torch.weights import copy_weights, list_names
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.training.checks import check_outputs, check_recipe, check_splits
-from deploykit.training.data import make_loader, tensors
+from deploykit.training.data import choose_batches, tensors
 from deploykit.training.distributed import Processes, measure_scaling, parallel, whole_state
 from deploykit.training.options import (
     Settings,
@@ -79,7 +79,8 @@ class Stepper:
         ]
         groups = [group for group in groups if group["params"]]
         self.optimiser = torch.optim.Adam(groups, lr=recipe.learning_rate)
-        kinds, highest = torch.optim.lr_scheduler, [group["lr"] for group in groups]
+        kinds: Any = torch.optim.lr_scheduler
+        highest = [group["lr"] for group in groups]
         self.schedule = {
             "cosine": lambda: kinds.CosineAnnealingLR(self.optimiser, steps),
             "linear": lambda: kinds.LinearLR(self.optimiser, 1.0, 0.0, steps),
@@ -346,7 +347,7 @@ def freeze(
         for each, split in zip(found, (train, calibration), strict=True)
     ]
     inner = replace(recipe, preprocess=None, inputs=(), backbone=None)
-    return Frozen(head, inner, *splits, seconds, mean, deviation)
+    return Frozen(head, inner, splits[0], splits[1], seconds, mean, deviation)
 
 
 def _first_dense(head: torch.nn.Module) -> torch.nn.Linear | None:
@@ -441,13 +442,14 @@ def use_tf32(on: bool) -> Iterator[None]:
     torch has two switches, and both are set, so that a library may read either. Where the newer
     one (2.9) was set by itself, torch refuses to read the older one.
     """
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
     previous: list[tuple[Any, str, Any]] = []
     for place in (matmul, cudnn):
         with contextlib.suppress(RuntimeError):
             previous.append((place, "allow_tf32", place.allow_tf32))
-    for place in (matmul, getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None)):
-        if hasattr(place, "fp32_precision"):
+    if hasattr(matmul, "fp32_precision"):
+        for place in (matmul, cudnn.conv, cudnn.rnn):
             previous.append((place, "fp32_precision", place.fp32_precision))
     values = {"allow_tf32": on, "fp32_precision": "tf32" if on else "ieee"}
     try:
@@ -489,8 +491,7 @@ class Run:
         if self.backbone is not None and options.unfreeze is None:
             self.frozen = freeze(module, recipe, train, splits.calibration, device)
             run, train = self.frozen.head, self.frozen.train
-        self.loader = make_loader(recipe, train, settings, group)
-        self.batches = self.loader.batches
+        self.batches = choose_batches(recipe, train, settings, group)
         run = parallel(run, group, device, shard=options.fsdp)
         run = torch.compile(run) if options.compile else run
         torch.manual_seed(options.seed + group.rank)  # for dropout: each process draws its own
@@ -510,7 +511,8 @@ class Run:
         self.seconds = 0.0
         labels, checksum = splits.train.labels, 0
         for array in (labels, *splits.train.inputs.values()):
-            checksum = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), checksum)
+            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            checksum = zlib.crc32(flat.data, checksum)
         self.described = {  # all that a run has in common with the one whose state it goes on from
             "recipe": name,
             "epochs": settings.epochs,
@@ -523,7 +525,7 @@ class Run:
             "learning_rate": recipe.learning_rate,
             "unfreeze": options.unfreeze,
             "processes": group.size,
-            "augment": self.loader.figures()["augment"],
+            "augment": self.batches.figures()["augment"],
             "classes": list(splits.classes),
             "image": splits.image.to_dict() if splits.image else None,
             "preprocess": recipe.preprocess.to_dict() if recipe.preprocess else None,
@@ -552,8 +554,8 @@ class Run:
             if state is not None:
                 self._restore(state)
                 self.notes.append(f"went on after epoch {len(self.history)}: {options.checkpoint}")
-        if self.loader.note:
-            on_progress(self.loader.note, 0.0)
+        if self.batches.note:
+            on_progress(self.batches.note, 0.0)
         try:
             while len(self.history) < self.settings.epochs and not self._stalled():
                 self._train_epoch(on_progress)
@@ -677,7 +679,7 @@ class Run:
                 f"loss scaling skipped {self.stepper.skipped} of {self.stepper.tried} steps, whose "
                 "float16 gradients overflowed"
             )
-        self.notes += self.loader.conclude(self.loader_share())
+        self.notes += self.batches.conclude(self.loader_share())
 
     def loader_share(self) -> float:
         """Return the share of the time of all epochs in which the steps waited for data."""
@@ -753,7 +755,7 @@ class Run:
             "samples_per_s": round(samples * len(self.history) / max(self.seconds, 1e-9), 1),
             "skipped_steps": self.stepper.skipped,
             "loader_share": round(self.loader_share(), 4),
-            **self.loader.figures(),
+            **self.batches.figures(),
             "final_loss": self.history[-1]["loss"] if self.history else None,
             "data": self.splits.source,
             **({"classes": list(self.splits.classes)} if self.splits.classes else {}),

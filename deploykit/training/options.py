@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from deploykit.core.errors import BadInput, Unsupported, users_code
 from deploykit.core.memory import memory_errors
 from deploykit.core.recipe import Recipe, Splits
 from deploykit.engines.torch.files import with_torchvision
-from deploykit.training.checks import is_count, is_rate
 
 AMP = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -91,9 +91,9 @@ def settle(recipe: Recipe, options: TrainingOptions) -> Settings:
     batch_size = recipe.batch_size if batch_size is None else batch_size
     counts = {"epochs": epochs, "batch_size": batch_size, "patience": options.patience}
     for name, value in counts.items():
-        if value is not None and not is_count(value):
-            raise BadInput(f"`{name}` must be an integer, 1 or more, got {value}")
-    if options.learning_rate is not None and not is_rate(options.learning_rate):
+        if value is not None and value < 1:
+            raise BadInput(f"`{name}` must be 1 or more, got {value}")
+    if options.learning_rate is not None and not 0 < options.learning_rate < math.inf:
         raise BadInput(f"`learning_rate` must be above 0 and finite, got {options.learning_rate}")
     if options.unfreeze is not None and not (recipe.backbone and 0 < options.unfreeze <= 1):
         raise BadInput(

@@ -9,7 +9,8 @@ rest goes on. What this machine lacks is recorded as skipped, with the reason. E
 failed, 3 without a GPU, 4 where there is one and TensorRT or CUDA was skipped.
 
 The parts: probe (versions, what loads), train (`deploykit train`), cuda (the driver API), plans
-(TensorRT's engines against what every runtime promises), faults, leak,
+(TensorRT's engines against what every runtime promises), nvidia (what its parser and builder take),
+faults, leak,
 torch, ort, build (the options of `deploykit build`), zoo. `--system`: this Python as it is, no venv
 and no pip; `--site DIR`: wheels that were carried there, before all others.
 """
@@ -35,7 +36,7 @@ from tests.support.runtimes.cases import OPENERS, absent
 NOTHING = "no NVIDIA GPU here: nothing was run"
 LACKING = 4  # exit code: a GPU is here, and what this is for was skipped
 RUNTIMES = tuple(name for name in OPENERS if name.endswith("-cuda") or name == "tensorrt")
-PARTS = ("probe", "train", "cuda", "plans", "faults")
+PARTS = ("probe", "train", "cuda", "plans", "nvidia", "faults")
 PARTS += ("leak", "torch", "ort", "build", "zoo")
 ESSENTIAL = {"probe", "cuda", "plans", "build"}  # parts in which nothing may be skipped
 CONFORMANCE = "tests/engines/test_conformance.py"
@@ -46,6 +47,7 @@ SUITES = {  # part -> the runtime it needs, and what pytest gets
     ),
     "cuda": ("", ["tests/engines/test_cuda_driver.py", "-m", "gpu"]),
     "plans": ("tensorrt", [CONFORMANCE, "-k", "tensorrt and not stand"]),
+    "nvidia": ("tensorrt", ["tests/building", "tests/quantization", "-m", "nvidia and not gpu"]),
     "torch": ("torch-cuda", [CONFORMANCE, "-k", "torch-cuda"]),
     "ort": (
         "onnxruntime-cuda",

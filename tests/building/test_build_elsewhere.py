@@ -31,9 +31,9 @@ def test_a_target_of_another_machine_is_refused_with_what_works_here(model: Path
 
 
 def test_shape_options_are_refused_for_a_target_without_tensorrt(model: Path) -> None:
-    with pytest.raises(dk.BadInput, match="takes no build options") as caught:
-        dk.build(model, "cpu", shapes=Shapes(batch="1,2,3", dla=0))
-    assert caught.value.hint == "leave out `batch`, `dla`, for TensorRT only"
+    with pytest.raises(dk.BadInput, match="has no such options") as caught:
+        dk.build(model, "cpu", shapes=Shapes(batch="1,2,3", tf32=False, dla=0))
+    assert caught.value.hint == "leave out `dla`, `tf32`, for TensorRT only"
     with pytest.raises(dk.BadInput, match="nothing to check"):
         making.check_build(model, "cpu")
 

@@ -109,7 +109,7 @@ def test_an_engine_that_computes_something_else_is_rejected(
 
 
 def test_build_options_are_refused(model: Path) -> None:
-    with pytest.raises(BadInput, match=r"runs OpenVINO, which takes no build options"):
+    with pytest.raises(BadInput, match=r"runs OpenVINO, which has no such options"):
         dk.build(model, "cpu-openvino", shapes=dk.Shapes(dla=3))
 
 

@@ -193,6 +193,22 @@ def test_a_wrong_option_is_exit_2_and_names_it(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("quantize", "m.onnx", "--to", "INT8"), "did you mean int8, int8-dynamic"),
+        (("build", "m.onnx", "--precision", "int4"), "did you mean int4-weight-only?"),
+        (("bundle", "m.onnx", "--profile", "l4", "-o", "b", "--to", "doker"), "docker?"),
+        (("predict", "m.onnx", "great film"), "hint: a sentence goes with --text"),
+        (("bundle", "stages.py", "--profile", "cpu", "-o", "b"), "bundle each of its models"),
+    ],
+)
+def test_the_hint_says_what_was_meant(run: Run, words: tuple[str, ...], hint: str) -> None:
+    ran = run(*words)
+    assert ran.code == 2
+    assert hint in ran.err
+
+
 UNWRITABLE = {
     "a missing folder": "nowhere/out.onnx",
     "a folder": "",

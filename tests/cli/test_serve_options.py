@@ -65,7 +65,7 @@ def test_a_flag_may_be_turned_off_by_a_variable(
 )  # fmt: skip
 @pytest.mark.parametrize("command", [("serve", "m.onnx"), ("boot", "b", "--cache", "c")])
 @pytest.mark.usefixtures("served", "booted")
-def test_a_variable_that_is_no_option_is_said_once(
+def test_an_unknown_variable_gets_one_warning(
     run: Run, monkeypatch: pytest.MonkeyPatch, name: str, hint: str, command: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv(f"DEPLOYKIT_{name}", "9")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from deploykit.benchmarking.bench import bench
-from deploykit.core.arguments import check_arguments
+from deploykit.core.arguments import check_arguments, checked
 from deploykit.core.errors import BadInput
 from deploykit.core.files import StrPath
 from deploykit.evaluation.predict import predict, predict_items
@@ -40,6 +40,20 @@ def public(
 )
 def test_what_a_parameter_takes_passes(given: dict[str, Any]) -> None:
     check_arguments(public, given)
+
+
+def test_one_item_in_place_of_a_list_is_a_list_of_it() -> None:
+    @checked
+    def seen(first: Sequence[str], *, names: Sequence[str | Path] = (), n: int = 0) -> object:
+        return first, names, n
+
+    globals()["seen"] = seen
+    assert seen("ab", names=Path("x"), n=1) == (["ab"], [Path("x")], 1)
+    assert seen(["a", "b"], names=("y",)) == (["a", "b"], ("y",), 0)
+    with pytest.raises(BadInput, match="`first` must be a list of strings, got 5"):
+        seen(5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        seen("a", "b")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -101,17 +115,17 @@ def test_serve_checks_its_arguments_before_it_opens_a_model(given: dict[str, Any
 @pytest.mark.parametrize(
     ("verb", "required", "given"),
     [
-        (bench, {}, {"engines": "model.onnx"}),
+        (bench, {}, {"engines": 5}),
         (bench, {"engines": ["model.onnx"]}, {"batches": "1,8"}),
         (bench, {"engines": ["model.onnx"]}, {"axis": "T=8"}),
         (load_test, {"url": "http://h"}, {"rate": "200"}),
         (load_test, {"url": "http://h"}, {"batch": 10**400}),
-        (load_test, {"url": "http://h"}, {"text": "a sentence"}),
-        (plan, {"model": "model.onnx"}, {"profiles": "l4"}),
+        (load_test, {"url": "http://h"}, {"text": 5}),
+        (plan, {"model": "model.onnx"}, {"profiles": ["l4", 5]}),
         (plan, {"model": "model.onnx"}, {"on_progress": True}),
         (predict, {"engine": "model.onnx", "out": "out.npz"}, {"data": ["a.npz"]}),
         (predict, {"engine": "model.onnx", "data": "a.npz", "out": "out.npz"}, {"batch": 1.5}),
-        (predict_items, {"engine": "model.onnx"}, {"files": "cat.jpg"}),
+        (predict_items, {"engine": "model.onnx"}, {"files": 5}),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

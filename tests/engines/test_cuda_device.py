@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +14,10 @@ import pytest
 from deploykit.core.errors import DeploykitError, OutOfMemory, Unsupported
 from deploykit.engines.cuda.driver import CudaDevice
 from deploykit.engines.cuda.errors import CaptureRefused, DeviceLost
-from deploykit.engines.cuda.execution import Pipeline, Shape, byte_count
+from deploykit.engines.cuda.execution import Pipeline
 from tests.support.campaign import rounds
 from tests.support.runtimes.cuda_runs import X, Y, pipeline, right, rows
-from tests.support.runtimes.own_cuda import FakeCuda, driver_is_there, library
+from tests.support.runtimes.own_cuda import Copy, FakeCuda, driver_is_there, library
 
 CALLS = rounds(3_000, 100_000)
 # the allocators of C and Python settle within these; a loss of 100 bytes a call is 6.7 MB
@@ -29,29 +29,6 @@ def a_new_machine() -> Iterator[None]:
     with driver_is_there():
         library().fakecuda_machine(1 << 30, 0)
         yield
-
-
-class Copy:
-    """Work: y = x, by a copy on the device."""
-
-    def __init__(self, cuda: CudaDevice, _stream: int, _scratch: int) -> None:
-        self.cuda = cuda
-
-    def shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape | None]:
-        self.nbytes = byte_count("float32", inputs["x"])
-        return {"y": inputs["x"]}
-
-    def bind(self, addresses: Mapping[str, int]) -> None:
-        self.addresses = dict(addresses)
-
-    def enqueue(self, stream: int) -> None:
-        y, x = self.addresses["y"], self.addresses["x"]
-        self.cuda._all("cuMemcpyDtoDAsync", y, x, self.nbytes, stream)
-
-    def late(self, name: str) -> tuple[int, Shape]:
-        raise AssertionError(name)
-
-    def close(self) -> None: ...
 
 
 def test_device_is_described() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import pytest
 
 from deploykit.core.errors import Unsupported
 from deploykit.engines.cuda import errors
-from deploykit.engines.cuda.execution import Pipeline, Shape, byte_count
+from deploykit.engines.cuda.execution import Pipeline
 from tests.support.runtimes.cuda_runs import X, Y, rows
+from tests.support.runtimes.own_cuda import Copy
 
 
 def bindings() -> Any:
@@ -128,26 +129,7 @@ def test_affine_on_the_real_gpu() -> None:
     cuda = driver.CudaDevice(0)
     free = cuda.memory()[0]
 
-    class Copy:
-        def __init__(self, _stream: int, _scratch: int) -> None: ...
-
-        def shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape | None]:
-            self.nbytes = byte_count("float32", inputs["x"])
-            return {"y": inputs["x"]}
-
-        def bind(self, addresses: Mapping[str, int]) -> None:
-            self.addresses = dict(addresses)
-
-        def enqueue(self, stream: int) -> None:
-            y, x = self.addresses["y"], self.addresses["x"]
-            cuda._all("cuMemcpyDtoDAsync", y, x, self.nbytes, stream)
-
-        def late(self, name: str) -> tuple[int, Shape]:
-            raise AssertionError(name)
-
-        def close(self) -> None: ...
-
-    with Pipeline(cuda, Copy, [X], [Y], graphs=[2], slots=2) as run:
+    with Pipeline(cuda, functools.partial(Copy, cuda), [X], [Y], graphs=[2], slots=2) as run:
         batches = [{"x": rows(1 + n % 3, start=n)} for n in range(200)]
         tickets = [run.submit(feeds) for feeds in batches]
         for feeds, answer in zip(batches, [t.result() for t in tickets], strict=True):

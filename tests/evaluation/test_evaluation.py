@@ -389,3 +389,22 @@ def test_an_evaluation_is_written_as_json_whole() -> None:
         assert document["why"] == found.why
         assert document["parity"]["rows"]
     assert isinstance(found, Evaluation)
+
+
+@pytest.mark.parametrize(
+    ("largest", "noise", "shares", "passes"),
+    [
+        (1e-6, 1e-6, ("y",), True),  # a detector that finds nothing
+        (1e-6, 1e-6, (), False),  # a quantity may be small
+        (1e-6, 2e-3, ("y",), False),  # one that finds something
+        (0.5, 0.4, ("y",), False),
+    ],
+)
+def test_shares_that_find_nothing_do_not_fail_by_their_noise(
+    largest: float, noise: float, shares: tuple[str, ...], passes: bool
+) -> None:
+    a = Function(lambda x: {"y": np.full_like(x, largest)})
+    b = Function(lambda x: {"y": np.full_like(x, largest + noise)})
+    found = evaluate(a, b, samples=samples_of(40, labelled=False), shares=shares)
+    assert found.passed is passes
+    assert ("below 0.001 everywhere" in found.why) is passes

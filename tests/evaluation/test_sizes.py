@@ -34,6 +34,13 @@ MODELS = {
         {"W": np.eye(4, dtype=np.float32), "s": np.array([1, 20]), "t": np.array([1, 5, 4])},
         {"N": 1},
     ),
+    "a state": (  # whose batch has no name
+        "(float[N,T] x, float[2,K,4] h) => (float[N,4] y)",
+        """p = Pad<mode = "reflect">(x, pads) m = ReduceMax<axes = [1]>(p)
+           i = ReduceSum<keepdims = 0>(h, zero) y = Add(i, m)""",
+        {"pads": np.array([0, 64, 0, 64]), "zero": np.array([0])},
+        {"N": 2, "T": 80, "K": 2},
+    ),
     "relation": (
         "(float[N,T] x, float[N,U] z) => (float[M,T] y)",
         "d = Concat<axis = 1>(z, z, z) c = Concat<axis = 0>(x, d) y = Relu(c)",
@@ -53,7 +60,7 @@ def write(folder: Path, name: str) -> Path:
     return folder / "m.onnx"
 
 
-@pytest.mark.parametrize("name", ["least", "step", "batch of 1"])
+@pytest.mark.parametrize("name", ["least", "step", "batch of 1", "a state"])
 def test_sizes_at_which_a_model_runs_are_found_and_named(name: str, tmp_path: Path) -> None:
     path = write(tmp_path, name)
     with dk.load(path, "cpu") as engine:
@@ -63,8 +70,8 @@ def test_sizes_at_which_a_model_runs_are_found_and_named(name: str, tmp_path: Pa
     found = dk.compare(path, path)
     assert found.parity.passed
     assert "at other sizes" in found.note
-    made = dk.quantize(path, "fp16")
-    assert any("at other sizes" in note for note in made.notes)
+    for made in (dk.quantize(path, "fp16"), dk.build(path, "cpu", out=tmp_path / "b.onnx")):
+        assert any("at other sizes" in note for note in made.notes)
 
 
 def test_sizes_that_the_user_gives_are_those_that_are_compared(tmp_path: Path) -> None:
@@ -114,3 +121,10 @@ def test_sizes_next_to_data_are_refused(tmp_path: Path) -> None:
     with pytest.raises(dk.BadInput, match="have theirs"):
         dk.compare(path, path, data=data, axis={"T": 160})
     assert dk.quantize(path, "fp16", data=data, batch=4).evaluation.samples == 16
+
+
+def test_an_engine_is_run_with_no_fewer_rows_than_it_takes(tmp_path: Path) -> None:
+    path = write(tmp_path, "step")
+    with dk.load(path, "cpu") as engine:
+        sizes, _ = sizes_that_run(engine, {"T": 160}, {"N": (4, 16)})
+    assert [each["N"] for each in sizes] == [4, 7, 16]

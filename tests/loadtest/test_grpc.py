@@ -20,6 +20,7 @@ from deploykit.loadtest.http import NotHttpError
 from deploykit.loadtest.load import load_test
 from deploykit.loadtest.schedule import WRONG
 from deploykit.loadtest.server import Server
+from deploykit.loadtest.target import RemoteModel
 from tests.support.measure.loads import at_least, load
 from tests.support.stand_in import StandIn
 
@@ -106,7 +107,7 @@ def test_grpc_is_loaded_as_http_is(options: dict[str, float]) -> None:
 def test_requests_are_the_protocol_s_for_its_own_client() -> None:
     service = pytest.importorskip("tritonclient.grpc.service_pb2")
     x, ids = np.arange(6, dtype="<f4").reshape(2, 3), np.arange(300, dtype="<i8").reshape(1, 300)
-    tensors = [("x", "FP32", x.shape, x.tobytes()), ("ids", "INT64", ids.shape, ids.tobytes())]
+    tensors = [("x", "FP32", x), ("ids", "INT64", ids)]
     request = service.ModelInferRequest.FromString(infer_request("m", tensors)[5:])
     assert request.model_name == "m"
     assert [(each.name, each.datatype, list(each.shape)) for each in request.inputs] == [
@@ -120,6 +121,36 @@ def test_requests_are_the_protocol_s_for_its_own_client() -> None:
     outputs, head_bytes = read_message(response.SerializeToString())
     assert outputs == [("y", "FP32", [1, 2], Y.tobytes())]
     assert head_bytes == response.ByteSize() - Y.nbytes - 2
+    request = service.ModelInferRequest.FromString(infer_request("m", tensors, raw=False)[5:])
+    assert list(request.inputs[0].contents.fp32_contents) == x.ravel().tolist()
+    assert list(request.inputs[1].contents.int64_contents) == ids.ravel().tolist()
+    del response.raw_output_contents[:]
+    response.outputs[0].contents.fp32_contents.extend(Y.ravel())
+    outputs, head_bytes = read_message(response.SerializeToString())
+    assert outputs == [("y", "FP32", [1, 2], Y.ravel().tolist())]
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_a_server_that_takes_or_gives_typed_contents_is_loaded(typed: bool) -> None:
+    """KServe's and MLServer's give them, and some servers take nothing else."""
+    bad = encode("ModelInferResponse", model_name="m")
+
+    def infer(request: bytes, context: Any) -> bytes:
+        sent = message_from("ModelInferRequest", {})
+        sent.MergeFromString(request)
+        values: Any = sent
+        if typed and values.raw_input_contents:
+            context.abort(grpc.StatusCode.INTERNAL, "list index out of range")
+        if typed and len(values.inputs[0].contents.fp32_contents) != 3:
+            return bad
+        output = {"name": "y", "datatype": "FP32", "shape": [1, 2]}
+        output["contents"] = {"fp32_contents": Y.ravel().tolist()}
+        return encode("ModelInferResponse", model_name="m", outputs=[output])
+
+    with serving(infer) as url:
+        result = load(url, concurrency=2, **QUICK)
+    assert result.ok == result.sent > 0, result.errors
+    assert ("typed contents" in " ".join(result.notes)) == typed
 
 
 def test_large_requests_and_answers_pass_the_windows() -> None:
@@ -192,13 +223,13 @@ def listening(talk: Callable[[socket.socket], None]) -> Iterator[Server]:
 
 def test_a_server_that_drops_the_first_call_is_loaded_all_the_same() -> None:
     with listening(lambda connection: connection.close()) as server:
-        server.probe("m", b"")
+        assert RemoteModel(server, "m", ()).probe(b"") == (0, "")
         with pytest.raises(BadInput, match=r"index: (it closed|Connection reset)"):
             server.ask("index")
 
 
 def test_a_server_that_never_stops_talking_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploykit.loadtest.http.TIMEOUT_S", 0.3)
+    monkeypatch.setattr("deploykit.loadtest.server.TIMEOUT_S", 0.3)
 
     def ping(connection: socket.socket) -> None:
         while True:
@@ -269,7 +300,8 @@ def test_an_answer_in_any_frames_is_one(piece: int) -> None:
 @pytest.mark.parametrize(
     ("data", "status", "error"),
     [
-        (whole(answer(), b"7"), 400, "gRPC 7:"),
+        (whole(answer(), b"7"), 403, "gRPC 7:"),
+        (whole(b"", b"16") + frame(3, 0, 1, bytes(4)), 401, "gRPC 16:"),  # and the rest is unread
         (whole(b""), WRONG, "200 without the output y"),
         (whole(b"\xff\xff"), WRONG, "an answer that is not a ModelInferResponse"),
         (whole(answer(name="z")), WRONG, "200 without the output y"),

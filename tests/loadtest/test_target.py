@@ -62,13 +62,19 @@ def test_a_run_that_cannot_be_is_refused_before_it_begins(
 ) -> None:
     with server.running() as url, pytest.raises(error, match=words) as caught:
         load_test(url, **{**QUICK, **options})  # type: ignore[arg-type]
-    assert len(server.bodies) == ("400" in words)
+    assert len(server.bodies) == 2 * ("400" in words)  # in bytes, and in JSON
     assert error is BadInput or caught.value.hint == "the models are: m"  # type: ignore[attr-defined]
 
 
 def test_of_several_models_the_one_that_is_named_is_loaded() -> None:
     with StandIn(models=("cnn", "bert")).running() as url:
         assert load(url, model="cnn", **QUICK).ok > 0
+    index = "/v2/repository/index"  # MLServer lists no model that was not loaded from its folder
+    other = StandIn(other=lambda path: reply(200, []) if path == index else None)
+    with other.running() as url:
+        assert load(url, model="m", **QUICK).ok > 0
+        with pytest.raises(BadInput, match="does not list its models"):
+            load_test(url, **QUICK)
 
 
 def test_a_server_without_an_index_needs_the_model_s_name() -> None:
@@ -96,7 +102,7 @@ def test_a_server_that_refuses_the_first_request_is_loaded_all_the_same() -> Non
     ("tensor", "message"),
     [
         ({"name": "ids", "datatype": "INT64", "shape": [-1, -1]}, "axis1 has no size"),
-        ({"name": "text", "datatype": "BYTES", "shape": [-1]}, "text, a BYTES"),
+        ({"name": "text", "datatype": "TEXT", "shape": [-1]}, "text, TEXT"),
         ({"name": "x", "datatype": "FP32", "shape": [1, 4]}, "no batch axis"),
         ({"name": "x", "datatype": "FP32", "shape": ["N"]}, "not an Open Inference"),
         ({"datatype": "FP32", "shape": [1]}, "not an Open Inference"),
@@ -113,12 +119,12 @@ def test_inputs_that_no_request_can_be_made_for_are_named(
     "url",
     [
         "127.0.0.1:8000",
-        "https://127.0.0.1",
+        "https://",
         "http://",
         "http://h:99999",
         "http://me:secret@localhost",
         "ftp://me:secret@h",
-        "http://h/v2",
+        "grpc://h/models",
         "http://localhost/?token=secret",
         "http://a b",
         "http://[::1",
@@ -129,7 +135,7 @@ def test_inputs_that_no_request_can_be_made_for_are_named(
 def test_what_is_no_url_of_a_host_is_refused(url: str) -> None:
     with pytest.raises(BadInput) as caught:
         load_test(url)
-    assert caught.value.hint == "write it as http://HOST:PORT or grpc://HOST:PORT"
+    assert str(caught.value.hint).startswith("write it as http://HOST:PORT[/PATH], grpc://HOST")
     assert "secret" not in caught.value.message
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto, helper
 
@@ -94,6 +95,20 @@ def test_an_axis_takes_its_size_and_one_without_is_reported_as_1(sequence: Path)
     many = dk.plan(sequence, profiles=["l4"], axes={"T": 128})
     assert not any("axis T" in note for note in many.notes)
     assert many.flops == 128 * one.flops
+
+
+def test_sizes_come_from_data_and_from_what_the_model_takes(tmp_path: Path) -> None:
+    """An audio front end that takes 65 samples or more."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[N,T] x) => (float[N,L] y) <int64[4] pads = {0, 64, 0, 64}> {
+            p = Pad<mode = "reflect">(x, pads) y = Relu(p) }""")
+    onnx.save(model, tmp_path / "m.onnx")
+    np.savez(tmp_path / "d.npz", x=np.zeros((8, 512), np.float32))
+    given = dk.plan(tmp_path / "m.onnx", profiles=["l4"], data=tmp_path / "d.npz")
+    assert given.axes == {"T": 512}
+    found = dk.plan(tmp_path / "m.onnx", profiles=["l4"])
+    assert found.axes == {"T": 80}
+    assert found.notes[0].startswith("axis T is taken as 80, at which the model runs")
 
 
 def test_a_batch_axis_of_any_name(tmp_path: Path) -> None:

@@ -20,18 +20,32 @@ DATA = {
     "bias": RNG.standard_normal(4).astype(np.float32),
 }
 # the batch's names in x and h
-NAMES = {"N": ("N", "N"), "batch": ("batch", "batch"), "two names": ("A", "B"), "fixed": ("1", "1")}
+NAMES = {
+    "N": ("N", "N"),
+    "batch": ("batch", "batch"),
+    "two names": ("A", "B"),
+    "no names": ("?", "?"),
+    "fixed": ("1", "1"),
+}
 
 
 @pytest.fixture(params=NAMES.values(), ids=NAMES)
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A state [2,N,4] goes in and comes out, a scalar and a bias are the same for all samples."""
     first, second = request.param
+    unnamed = first == "?"
+    first, second = ("A", "B") if unnamed else (first, second)
     proto = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 17]>
         g (float[2,{second},4] h, float[{first},5,4] x, float rate, float[4] bias)
         => (float[{first},5,4] y, float[2,{second},4] after) {{
             q = MatMul(x, W) r = Add(q, bias) s = Mul(r, rate) y = Relu(s) after = Mul(h, rate)
         }}""")
+    if unnamed:
+        for value in (*proto.graph.input, *proto.graph.output):
+            for axis in value.type.tensor_type.shape.dim:
+                if axis.dim_param:
+                    axis.dim_param = "?"
+        proto.graph.output[1].type.tensor_type.shape.dim[0].dim_param = "?"  # and not 2
     weights = RNG.standard_normal((4, 4)).astype(np.float32)
     proto.graph.initializer.append(numpy_helper.from_array(weights, "W"))
     onnx.save(proto, tmp_path / "m.onnx")
@@ -79,7 +93,8 @@ def test_they_calibrate_evaluate_compare_and_replay(model: Path, tmp_path: Path)
     assert made.evaluation.samples == COUNT
     assert dk.compare(model, made.path, data=data, max_error=0.1).parity.passed
     assert dk.compare(made.path).parity.passed
-    assert dk.build(model, "cpu", out=tmp_path / "b.onnx").parity.passed
+    for given in ({}, {"data": data}, {"precision": "int8", "calib": data}):
+        assert dk.build(model, "cpu", out=tmp_path / "b.onnx", **given).parity.passed
 
 
 @pytest.mark.parametrize(

@@ -108,3 +108,23 @@ def test_an_output_that_is_no_tensor_is_described_and_refused_by_its_name(
     assert dk.inspect(tmp_path / "m.onnx").outputs[1].dtype == "seq(float32)"
     with pytest.raises(dk.Unsupported, match=r"m\.onnx: 'parts' is a seq\(float32\)"):
         dk.quantize(tmp_path / "m.onnx", to, calib=tmp_path / "c.npz")
+
+
+def test_an_empty_cache_gives_no_range_and_no_error_elsewhere(tmp_path: Path) -> None:
+    """The first step of a decoder."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[N,1,8] x, float[N,P,8] past) => (float[N,1,8] y, float[N,Q,8] present) {
+            k = MatMul(x, w) present = Concat<axis = 1>(past, k)
+            t = Transpose<perm = [0, 2, 1]>(present) s = MatMul(x, t) y = MatMul(s, present) }""")
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((8, 8)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weights, "w"))
+    path, data = tmp_path / "m.onnx", tmp_path / "d.npz"
+    onnx.save(model, path)
+    x = rng.standard_normal((16, 1, 8)).astype(np.float32)
+    np.savez(data, x=x, past=np.zeros((16, 0, 8), np.float32))
+    assert dk.compare(path, path, data=data).parity.passed
+    assert dk.quantize(path, "fp16", data=data).evaluation.passed
+    with pytest.raises(dk.BadInput, match="input 'past' is empty in all samples") as caught:
+        dk.quantize(path, "int8", calib=data)
+    assert "later steps" in caught.value.hint

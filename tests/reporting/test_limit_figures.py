@@ -107,9 +107,9 @@ def test_the_roofline_says_what_bounds_each_setup(report: Report) -> None:
     roof = found.series[0]
     assert [(mark.x, mark.y) for mark in roof.marks] == [(1, 100), (10, 1000), (80, 1000)]
     assert [row[4:] for row in found.rows] == [
-        ("memory", "75\u202f%"),
-        ("arithmetic", "90\u202f%"),
-        ("memory", "10\u202f%"),
+        ("memory", "75.0\u202f%"),
+        ("arithmetic", "90.0\u202f%"),
+        ("memory", "10.0\u202f%"),
     ]
     assert "int8 CPU at batch 64 comes closest to the limit of its arithmetic" in found.finding
     assert "log scale" in draw(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from html import unescape
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ def test_results_show_their_tables(tmp_path: Path) -> None:
         (half, "<table"),
         (dk.compare(str(model), str(made.path)), "compared with"),
         (dk.inspect(str(model)), "float32"),
-        (dk.predict(str(made.path), tmp_path / "data.npz", tmp_path / "o.npz"), "% (95 %)"),
+        (dk.predict(str(made.path), tmp_path / "data.npz", tmp_path / "o.npz"), "accuracy"),
         (dk.doctor(), "inspect, profiles"),
     ):
         html = result._repr_html_()
@@ -43,6 +44,36 @@ def test_results_show_their_tables(tmp_path: Path) -> None:
         assert "Interval" not in html
     with dk.serve({"m": model}, grpc_port=None) as server:
         assert f'<a href="{server.url}">' in server._repr_html_()
+
+
+def test_every_result_and_type_has_a_table_and_a_short_repr(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/api.md").read_text(encoding="utf-8")
+    named = page.split("## Types")[1].split("## Errors")[0]
+    found = re.findall(r"^::: (deploykit\S+)\.(\w+)$", named, re.MULTILINE)
+    public = [getattr(import_module(module), name) for module, name in found]
+    kinds = [each for each in public if isinstance(each, type)]
+    assert len(kinds) > 15
+    assert [kind.__name__ for kind in kinds if not hasattr(kind, "_repr_html_")] == []
+    model = save(mnist_like(), tmp_path / "a<b>.onnx")
+    planned = dk.plan(model)
+    assert len(repr(planned)) < 600
+    assert "jetson-orin-nano-8gb" in planned._repr_html_()
+    with dk.load(model) as engine:
+        shown = (planned, engine, dk.inspect(model), dk.profile("l4"), dk.Artefact.open(model))
+        for each in (*shown, dk.doctor(), dk.Shapes(), engine.inputs[0], dk.client("http://x:1")):
+            html = each._repr_html_()
+            assert html.startswith("<table")
+            assert "a<b>" not in html
+            assert len(repr(each)) < 2000
+        assert "float32[N,1,28,28]" in engine._repr_html_()
+
+
+def test_an_answer_is_a_table_of_its_keys() -> None:
+    answers = ({"label": "<cat>", "score": 0.9}, {"label": "dog", "score": 0.5})
+    found = dk.Answered(Path("m.onnx"), "classify", "cpu", ("a.jpg", "b.jpg"), answers)
+    html = found._repr_html_()
+    assert "<th>label</th><th>score</th>" in html
+    assert "<td>&lt;cat&gt;</td><td>0.9</td>" in html
 
 
 def frame(html: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.server
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -168,6 +170,63 @@ def test_nobody_there_and_nobody_answering(tmp_path: Path) -> None:
         with pytest.raises(dk.BadInput, match="is not a server's URL") as refused:
             dk.client(url)
         assert "secret" not in str(refused.value)
+
+
+def test_a_server_may_be_below_a_path_of_a_proxy(served: Running) -> None:
+    class Proxy(http.server.BaseHTTPRequestHandler):
+        def forward(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if not self.path.startswith("/models/v2/"):
+                self.send_error(404)
+                return
+            kind = {"Content_Type": self.headers.get("Content-Type", "")}
+            reply = served.ask(self.command, self.path.removeprefix("/models"), body, **kind)
+            self.send_response(reply.status)
+            self.send_header("Content-Length", str(len(reply.body)))
+            self.end_headers()
+            self.wfile.write(reply.body)
+
+        do_GET = do_POST = forward  # noqa: N815 - names of http.server
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            for path in ("/models", "/models/"):
+                address = f"http://127.0.0.1:{proxy.server_port}{path}"
+                assert health(address).ready
+                with dk.client(address) as client:
+                    assert client.predict(LIGHT, "classify")["label"] == "light"
+                proxy.socket.settimeout(1)
+        finally:
+            proxy.shutdown()
+            thread.join()
+
+
+def test_a_certificate_is_trusted_by_its_ca_alone(
+    served: Running, tmp_path: Path, pem: tuple[Path, Path]
+) -> None:
+    cert, key = pem
+    engine = opened(tmp_path, "classify")
+    with running({"m": engine}, tls_cert=cert, tls_key=key) as server:
+        address = f"https://localhost:{server.port}"
+        with dk.client(address, ca=cert) as client:
+            assert client.predict(LIGHT)["label"] == "light"
+        with dk.client(address) as client, pytest.raises(dk.BadInput) as caught:
+            client.predict(LIGHT)
+    assert "its certificate is not trusted" in caught.value.message
+    assert "dk.client(url, ca=" in (caught.value.hint or "")
+    secure = url(served).replace("http:", "https:")
+    with dk.client(secure) as client, pytest.raises(dk.BadInput) as caught:
+        client.predict(LIGHT)
+    assert "no TLS connection" in caught.value.message
+    (tmp_path / "empty.pem").write_text("")
+    for wrong in ("absent.pem", "empty.pem"):
+        with pytest.raises(dk.BadInput, match=rf"`ca` .*{wrong}: holds no certificate"):
+            dk.client(address, ca=tmp_path / wrong)
 
 
 def test_each_status_has_its_error() -> None:

@@ -206,6 +206,18 @@ def test_contradictory_serve_options_are_refused(
         serve_until_stopped(ServeOptions([str(model)], **options), log_format=log_format)
 
 
+@pytest.mark.parametrize("file", ["My Model (1).onnx", "modèle.onnx", "epoch=3-loss=0.1.onnx"])
+def test_a_file_with_any_name_is_served_under_a_valid_one(
+    serving: Serving, model: Path, file: str
+) -> None:
+    path = model.rename(model.with_name(file))
+    with pytest.raises(dk.BadInput, match="cannot be the name of a model") as caught:
+        dk.serve(path)
+    assert caught.value.hint.endswith(f"NAME={path}")
+    with serving(f"m={path}") as served:
+        assert served.get("/v2/models/m")["name"] == "m"
+
+
 @pytest.mark.parametrize("name", ["nope", "IDS", "fixed"])
 def test_padding_of_an_input_that_is_not_padded_is_refused(tmp_path: Path, name: str) -> None:
     model = save(two_inputs(), tmp_path / "two.onnx")

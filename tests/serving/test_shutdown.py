@@ -265,6 +265,26 @@ def test_a_host_that_cannot_be_bound_is_named(host: str) -> None:
         Server({"m": FakeEngine()}, ServeOptions(host=host, http_port=0))
 
 
+def test_a_server_listens_at_a_path_over_http_and_grpc(tmp_path: Path) -> None:
+    triton = pytest.importorskip("tritonclient.grpc")
+    path = tmp_path / "dk.sock"
+    with socket.socket(socket.AF_UNIX) as killed:  # a server that left its file
+        killed.bind(str(path))
+    with running(host=f"unix:{path}", grpc_port=0) as server:
+        assert (server.server.host, server.server.port) == (f"unix:{path}", 0)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+            client.sendall(INFER.replace(b"localhost", b"models"))
+            assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        with triton.InferenceServerClient(f"unix:{path}.grpc") as client:
+            assert client.is_model_ready("m")
+        with pytest.raises(BadInput, match="already in use"):
+            Server({"m": FakeEngine()}, ServeOptions(host=f"unix:{path}", http_port=0))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(BadInput, match="No such file"):
+        Server({"m": FakeEngine()}, ServeOptions(host=f"unix:{tmp_path}/no/dk.sock"))
+
+
 def test_a_server_that_cannot_start_releases_its_port() -> None:
     port = quiet_port()
     with pytest.raises(BadInput, match="cannot be the name"):

@@ -9,6 +9,7 @@ from typing import Any
 
 from deploykit.core.profile import load_profile
 from deploykit.deploying.boot import Boot, Booted, build_and_prove, prove
+from deploykit.deploying.device import read_gpu
 from deploykit.deploying.folder import read_bundle
 from deploykit.deploying.slots import EngineCache
 
@@ -24,6 +25,8 @@ def copying(engines: Path) -> Callable[..., Any]:
     """In place of `run_apart`: a build copies the files of `engines`, a proof passes."""
 
     def run(_what: str, function: Callable[..., Any], *arguments: Any, **_options: Any) -> Any:
+        if function is read_gpu:
+            return read_gpu(*arguments)
         if function is prove:
             return None
         assert function is build_and_prove
@@ -38,9 +41,10 @@ def copying(engines: Path) -> Callable[..., Any]:
 def failing(error: BaseException) -> Callable[..., Any]:
     """In place of `run_apart`: a build fails, a proof passes."""
 
-    def run(_what: str, function: Callable[..., Any], *_arguments: Any, **_options: Any) -> Any:
+    def run(_what: str, function: Callable[..., Any], *arguments: Any, **_options: Any) -> Any:
         if function is build_and_prove:
             raise error
+        return read_gpu(*arguments) if function is read_gpu else None
 
     return run
 

@@ -1,4 +1,4 @@
-"""Run the command line with one more runtime, precision and task than the tables have.
+"""Run the command line with one more runtime, precision, task and bundle than the tables have.
 
 `python new_rows.py COMMAND ...` is the `deploykit` of somebody who added the rows below and the
 functions that they name, and nothing else. The runtime reads its own format: ONNX behind 4 bytes.
@@ -37,6 +37,7 @@ TASK = f"""Kind(
     answer="{HERE.stem}:star_rows",
     options=(),
 )"""
+BUNDLE = f"""    "parcel": "{HERE.stem}:write_parcel","""
 PROFILE = """summary = "The CPU through the wrapped runtime"
 runtime = "wrapped"
 device = "cpu"
@@ -77,21 +78,30 @@ def star_rows(_task: Any, outputs: Any, _placed: Any, _mask: str) -> list[dict[s
     return [{"stars": 5 * float(row[0])} for row in outputs["scores"]]
 
 
-def _with_row(name: str, row: str) -> None:
-    """Import the module `name` with `row` in its table `ALL`."""
+def write_parcel(folder: Path, contents: Any) -> None:
+    contents.copy_model(folder / f"{contents.name}.onnx")
+    (folder / "README.md").write_text(f"{contents.name} for {contents.profile.name}\n")
+
+
+def _with_row(name: str, row: str, table: str = "ALL = (") -> None:
+    """Import the module `name` with `row` in its table."""
     spec = find_spec(name)
     assert spec is not None
     assert spec.origin is not None
-    code = Path(spec.origin).read_text(encoding="utf-8").replace("ALL = (\n", f"ALL = (\n{row},\n")
+    code = Path(spec.origin).read_text(encoding="utf-8")
+    head = next(line for line in code.splitlines() if line.startswith(table))
+    code = code.replace(f"{head}\n", f"{head}\n{row}\n", 1)
     module = ModuleType(name)
+    module.__path__ = [str(Path(spec.origin).parent)]
     sys.modules[name] = module
     exec(compile(code, spec.origin, "exec"), vars(module))
 
 
 if __name__ == "__main__":
-    _with_row("deploykit.core.runtime", RUNTIME)
-    _with_row("deploykit.core.precision", PRECISION)
-    _with_row("deploykit.core.task", TASK)
+    _with_row("deploykit.core.runtime", f"{RUNTIME},")
+    _with_row("deploykit.core.precision", f"{PRECISION},")
+    _with_row("deploykit.core.task", f"{TASK},")
+    _with_row("deploykit.deploying", BUNDLE, "WRITERS = {")
     from deploykit.cli.main import script
 
     script()

@@ -34,7 +34,10 @@ class StandIn:
         inputs: Sequence[dict[str, object]] = (IMAGE,),
         other: Callable[[str], bytes | None] = lambda _path: None,
         pause_s: float = 0.005,
+        extensions: Sequence[str] = ("binary_tensor_data",),
+        prefix: str = "",
     ) -> None:
+        self.extensions, self.prefix = extensions, prefix
         self.pause_s = pause_s
         self.infer, self.models, self.inputs, self.other = infer, models, inputs, other
         self.bodies: list[tuple[dict[str, object], bytes]] = []
@@ -64,12 +67,17 @@ class StandIn:
     async def answer(self, path: str, fields: dict[str, str], body: bytes) -> bytes | None:
         if (other := self.other(path)) is not None:
             return other
+        if not path.startswith(self.prefix):
+            return reply(404, {"error": f"no {path}"})
+        path = path.removeprefix(self.prefix)
+        if path == "/v2":
+            return reply(200, {"name": "stand-in", "extensions": list(self.extensions)})
         if path == "/v2/repository/index":
             return reply(
                 200, [{"name": name, "version": "1", "state": "READY"} for name in self.models]
             )
         if path.endswith("/infer"):
-            split = int(fields["inference-header-content-length"])
+            split = int(fields.get("inference-header-content-length", len(body)))
             self.bodies.append((json.loads(body[:split]), body[split:]))
             found = self.infer(self, len(self.bodies) - 1)
             await asyncio.sleep(self.pause_s)

@@ -154,6 +154,7 @@ def test_a_folder_is_answered_into_a_file(
     folder = tmp_path / "new"
     shutil.copytree(photos / CLASSES[0], folder)
     (folder / "damaged.png").write_bytes(encoded(noise(9, 9))[:60])
+    (folder / "empty.jpg").write_bytes(b"")
     (folder / "scan.bmp").write_bytes(b"BM")
     expected = dk.predict_items(exported.path, files_of(photos / CLASSES[0])).answers
     notes: list[str] = []
@@ -167,7 +168,7 @@ def test_a_folder_is_answered_into_a_file(
         lines = [json.loads(line) for line in text.splitlines()]
         rows = [{"file": line["file"], **line["answer"]} for line in lines]
     failed = [row for row in rows if row.get("error")]
-    assert [Path(row["file"]).name for row in failed] == ["damaged.png"]
+    assert [Path(row["file"]).name for row in failed] == ["damaged.png", "empty.jpg"]
     right = [row for row in rows if not row.get("error")]
     assert [Path(row["file"]).name for row in right] == [
         f.name for f in files_of(photos / CLASSES[0])
@@ -176,10 +177,25 @@ def test_a_folder_is_answered_into_a_file(
         (answer["label"], answer["score"]) for answer in expected
     ]
     assert "1 files that do not end in" in notes[0]
-    assert notes[1].startswith("1 of 25 items could not be answered, such as ")
+    assert notes[1].startswith("2 of 26 items could not be answered, such as ")
     (tmp_path / f"b.{end}").write_text("somebody's\n")
     with pytest.raises(BadInput, match=rf"b\.{end}: exists"):
         dk.predict_items(exported.path, [folder], out=tmp_path / f"b.{end}")
+
+
+@pytest.mark.parametrize("mean", ["(0.5, 0.4, 0.3)", "(0.9, 0.9, 0.9)"], ids=["same", "changed"])
+def test_pixels_are_normalised_as_in_training_whatever_the_recipe_says_now(
+    photos: Path, trained: Path, exported: Any, tmp_path: Path, mean: str
+) -> None:
+    text = RECIPE.replace("(0.5, 0.4, 0.3)", mean)
+    (tmp_path / "mine.py").write_text(text)
+    arch, out = str(tmp_path / "mine.py"), tmp_path / "m.onnx"
+    made = dk.export(trained, out=out, arch=arch, task="classify")
+    files = files_of(photos)[:4]
+    answers = [dk.predict_items(each.path, files).answers for each in (made, exported)]
+    assert answers[0] == answers[1]
+    said = any("pixels are normalised as in training" in note for note in made.notes)
+    assert said == (text != RECIPE)
 
 
 def test_options_of_export_win_over_what_the_checkpoint_says(trained: Path, tmp_path: Path) -> None:
@@ -222,6 +238,8 @@ def test_the_manifest_of_a_checkpoint_says_what_it_was_trained_on(trained: Path)
         {"image": [3]},
         {"classes": [1, 2]},
         {"classes": "ab"},
+        {"preprocess": {"name": "x", "mean": [0.5], "std": [0.0]}},
+        {"preprocess": {"name": "x", "mean": "half", "std": [1.0]}},
     ],
     ids=str,
 )

@@ -54,20 +54,23 @@ Y3 = (TensorSpec("y", "float32", ("N", 3)),)
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"learning_rate": math.nan}, "`learning_rate` must be a finite number above 0, got nan"),
+        ({"learning_rate": math.nan}, "`learning_rate` must be finite and above 0, got nan"),
         ({"learning_rate": -1.0}, "`learning_rate` must be .*, got -1.0"),
         ({"learning_rate": math.inf}, "`learning_rate` must be .*, got inf"),
         ({"learning_rate": "1e-3"}, "`learning_rate` must be .*, got '1e-3'"),
-        ({"batch_size": 6.5}, "`batch_size` must be an integer, 1 or more, got 6.5"),
+        ({"batch_size": 6.5}, "`batch_size` must be an integer, got 6.5"),
         ({"epochs": True}, "`epochs` must be an integer"),
         ({"clip_norm": "1"}, "`clip_norm` must be"),
-        ({"loss": torch.nn.CrossEntropyLoss}, "`loss` must be .* such as torch.nn.CrossEntropyLo"),
+        (
+            {"loss": torch.nn.CrossEntropyLoss},
+            "`loss` must be a function, or a module: torch.nn.CrossEntropyLo",
+        ),
         ({"metric": None}, "`metric` must be a function, got None"),
-        ({"inputs": ("x:float32[N,2]",)}, "`inputs` must be a tuple of TensorSpecs"),
-        ({"outputs": ()}, "`outputs` must be a tuple of TensorSpecs"),
-        ({"preprocess": "imagenet"}, "`preprocess` must be a Preprocess, got 'imagenet'"),
-        ({"augment": ["flip"]}, "`augment` must be a dict or a function"),
-        ({"backbone": "body"}, "`backbone` must be the names of two children"),
+        ({"inputs": ("x:float32[N,2]",)}, "`inputs` must be TensorSpecs, such as"),
+        ({"outputs": ()}, "`outputs` must be TensorSpecs, such as"),
+        ({"preprocess": "imagenet"}, "`preprocess` must be a Preprocess or None, got 'imagenet'"),
+        ({"augment": ["flip"]}, "`augment` must be a dict of numbers, a function or None"),
+        ({"backbone": "body"}, "`backbone` must be a tuple or None"),
         ({"backbone": ("body", "head")}, "the recipe's `backbone`: AttributeError"),
         ({"inputs": WIDE}, r"its train data: input 'x' is float32\[N,3\], got float32\[200,2\]"),
         ({"inputs": (TensorSpec("z", "float32", ("N", 2)),)}, "hold x, the recipe's inputs are z"),
@@ -184,7 +187,7 @@ splits = replace(SPLITS, classes=np.array(["left", "right"]), build_with={"n": n
         (
             "data=lambda _: replace(SPLITS, test=SPLITS.train)",
             "",
-            "200 samples are in both the test",
+            "200 samples of the test data are also in the train data, the first is number 0",
         ),
         ("metric=lambda _, labels: (labels == 0) * 1.0", "", "always answering '"),
         (
@@ -196,7 +199,7 @@ splits = replace(SPLITS, classes=np.array(["left", "right"]), build_with={"n": n
     ],
     ids=["shared", "chance", "few", "report"],
 )
-def test_what_a_score_does_not_show_is_said(
+def test_a_note_says_what_a_score_does_not_show(
     tmp_path: Path, change: str, body: str, expected: str
 ) -> None:
     made = dk.train(write_recipe(tmp_path, change, body), tmp_path / "m.pt", device="cpu")

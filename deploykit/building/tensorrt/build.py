@@ -374,9 +374,8 @@ def check(model: Path, options: Options, on_progress: OnProgress | None = None) 
     """
     nv = module(options.flavour)
     started = time.perf_counter()
-    attempt = _build_plan(
-        nv, model, options, BuildProgress(on_progress), this_machine(), checking=True
-    )
+    here = with_gpu(this_machine(), options.device)
+    attempt = _build_plan(nv, model, options, BuildProgress(on_progress), here, checking=True)
     taken = time.perf_counter() - started
     if any(refusal.damaged for refusal in attempt.refusals):
         raise error_of(str(model), attempt.refusals)

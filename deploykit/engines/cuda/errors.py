@@ -113,35 +113,38 @@ CODES: Mapping[int, str] = {int(number): name for number, _, name, _ in _ROWS}
 MESSAGES: Mapping[str, str] = {text: name for _, _, name, text in _ROWS}  # libraries log these
 
 
+USE_LESS_MEMORY = "use a smaller batch, or stop other programs that use the GPU (see: nvidia-smi)"
+_PLAIN = "{device}: {call}: {name}: {text}"
+_DOCTOR = "see: deploykit doctor"
+_ERRORS: Mapping[str, tuple[type[DeploykitError], str, str | None]] = {  # kind -> message, hint
+    "memory": (OutOfMemory, "{device}: out of memory in {call}", USE_LESS_MEMORY),
+    "lost": (
+        DeviceLost,
+        "{device}: the GPU is lost to this process ({name} in {call}: {text})",
+        "restart the process; if it happens again: dmesg | grep Xid; deploykit doctor",
+    ),
+    "unusable": (Unsupported, "{device}: no usable GPU: {name}: {text}", _DOCTOR),
+    "no-device": (Unsupported, "{device}: this machine has no such GPU", _DOCTOR),
+    "other-gpu": (
+        Unsupported,
+        _PLAIN,
+        "the file or package was built for another GPU: build it on this machine",
+    ),
+    "capture": (CaptureRefused, _PLAIN, None),
+    "lacking": (Unsupported, _PLAIN, None),
+    "bug": (DeploykitError, _PLAIN, None),
+}
+
+
 def cuda_error(device: str, call: str, name: str, text: str) -> DeploykitError:
     """Return the error for a CUDA `call` that returned the code `name`.
 
     A code for wrong use of CUDA, a bug in deploykit, gives a plain DeploykitError.
     """
-    kind = _KINDS.get(name.removeprefix("cudaError"))
-    message = f"{device}: {call}: {name}: {text}"
-    if kind == "memory":
-        return OutOfMemory(f"{device}: out of memory in {call}", hint=USE_LESS_MEMORY)
-    if kind == "lost":
-        return DeviceLost(
-            f"{device}: the GPU is lost to this process ({name} in {call}: {text})",
-            hint="restart the process; if it happens again: dmesg | grep Xid; deploykit doctor",
-        )
-    if kind == "unusable":
-        fork = "a process that fork() made cannot use CUDA (multiprocessing: use 'spawn'); "
-        hint = f"{fork if name.endswith('InitializationError') else ''}see: deploykit doctor"
-        return Unsupported(f"{device}: no usable GPU: {name}: {text}", hint=hint)
-    if kind == "no-device":
-        return Unsupported(f"{device}: this machine has no such GPU", hint="see: deploykit doctor")
-    if kind == "other-gpu":
-        return Unsupported(
-            message, hint="the file or package was built for another GPU: build it on this machine"
-        )
-    if kind == "capture":
-        return CaptureRefused(message)
-    if kind == "lacking":
-        return Unsupported(message)
-    return DeploykitError(message)
+    kind, message, hint = _ERRORS[_KINDS.get(name.removeprefix("cudaError"), "bug")]
+    if name.endswith("InitializationError"):
+        hint = f"a process that fork() made cannot use CUDA (multiprocessing: use 'spawn'); {hint}"
+    return kind(message.format(device=device, call=call, name=name, text=text), hint=hint)
 
 
 @contextlib.contextmanager
@@ -156,15 +159,9 @@ def unless_lost() -> Iterator[None]:
 
 
 def out_of_memory(device: str, need_bytes: int, free_bytes: int, total_bytes: int) -> OutOfMemory:
-    return OutOfMemory(
-        f"{device}: out of memory: {_size(need_bytes)} needed, {_size(free_bytes)} free of "
-        f"{_size(total_bytes)}",
-        hint=USE_LESS_MEMORY,
+    need, free, total = (
+        f"{count / 2**20:,.1f} MiB" for count in (need_bytes, free_bytes, total_bytes)
     )
-
-
-USE_LESS_MEMORY = "use a smaller batch, or stop other programs that use the GPU (see: nvidia-smi)"
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**20:,.1f} MiB"
+    return OutOfMemory(
+        f"{device}: out of memory: {need} needed, {free} free of {total}", hint=USE_LESS_MEMORY
+    )

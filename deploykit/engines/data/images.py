@@ -66,8 +66,14 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_limits = {"pixels": MAX_PIXELS}  # of clients, in this process
 _filters = threading.Lock()  # all threads share the filters of `warnings`
 _one_large = threading.Lock()
+
+
+def limit_pixels(most: int) -> None:
+    """Set the most pixels of a client's image: 8 bytes of memory for each."""
+    _limits["pixels"] = most
 
 
 class _Jpeg(_JpegImageFile):  # type: ignore[misc]  # Any: Pillow is optional
@@ -110,7 +116,7 @@ def open_upright(
     BadInput if it is not an image, damaged or refused; TooLarge above `most_pixels` times scans.
     Both are checked before any pixel is decoded; large images are decoded one at a time.
     """
-    limit = FILE_PIXELS if own_file else MAX_PIXELS
+    limit = FILE_PIXELS if own_file else _limits["pixels"]
     if not len(data):
         raise BadInput(f"{where}: is empty")
     parts = _Parts(data)
@@ -166,17 +172,18 @@ class Images:
                 "takes uint8; or store its float inputs as .npz",
             )
         height, width, channels = spec.shape[1:]
-        self._where, self.shape = where, (height, width, int(channels))
+        self._where, self._wanted, self._mode = where, (height, width), _MODES[int(channels)]
         fixed = isinstance(height, int) and isinstance(width, int)
         self._owner = f"the model's {spec}" if fixed else f"the first image, {first.name},"
-        self.shape = self.decode(first).shape
+        high, wide, deep = self.decode(first).shape
+        self._wanted, self.shape = (high, wide), (high, wide, deep)
 
     def decode(self, file: Path) -> np.ndarray:
         data = check_readable(file).read_bytes()
-        with open_upright(data, _MODES[self.shape[2]], file, own_file=True) as upright:
+        with open_upright(data, self._mode, file, own_file=True) as upright:
             found = np.asarray(upright)
         high, wide = found.shape[:2]
-        sizes = zip((high, wide), self.shape[:2], strict=True)
+        sizes = zip((high, wide), self._wanted, strict=True)
         wanted = [own if isinstance(size, str) else size for own, size in sizes]
         if [high, wide] != wanted:
             raise BadInput(
@@ -184,7 +191,7 @@ class Images:
                 f"{wanted[1]}x{wanted[0]}",
                 hint="deploykit does not resize images: resize them as for training",
             )
-        return found.reshape(high, wide, self.shape[2])
+        return found.reshape(high, wide, -1)
 
     def decode_all(self, files: Sequence[Path]) -> np.ndarray:
         """Return shape (files, height, width, channels). Raises as `decode` does."""
@@ -238,7 +245,10 @@ def _check_header(image: Any, where: object, most: int) -> None:
     size = f"{image.width}x{image.height}"
     if image.width * image.height > most:
         limit = f"{most / 1e6:.0f} million pixels"
-        raise BadInput(f"{where}: is {size}, above the limit of {limit}")
+        hint = None
+        if most != FILE_PIXELS:
+            hint = "send a smaller image, or start the server with a larger `max_pixels`"
+        raise BadInput(f"{where}: is {size}, above the limit of {limit}", hint=hint)
     if max(image.size) > _MOST_SIDE:
         raise BadInput(f"{where}: is {size}, a side has {_MOST_SIDE} at most")
     stored = str(image.tile[0][3]) if image.tile else image.mode  # "RGB;16B" for mode "RGB"

@@ -221,7 +221,8 @@ def _choose(
 def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int], bool]:
     """Return a data folder's files, their classes if it has any, and whether they are images.
 
-    Class folders stand for the labels `names` that they are named after, else for 0, 1, …
+    Class folders stand for the labels `names` that they are named after, else for 0, 1, …; other
+    names, and another number of them than of labels, say nothing of the classes.
     """
     files, classes = list_entries(folder)
     if files and classes:
@@ -248,7 +249,7 @@ def _files_of(folder: Path, names: Sequence[str]) -> tuple[list[Path], list[int]
         if not images:
             raise BadInput(f"{kind}: the class folder is empty")
         files += images
-        labels += [number] * len(images)
+        labels += [number] * len(images) if named or len(names) in (0, len(classes)) else []
     if not files:
         raise BadInput(f"{folder}: the folder is empty")
     for file in files:

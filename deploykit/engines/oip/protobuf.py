@@ -1,4 +1,4 @@
-"""The messages of grpc_service.proto and health.proto as classes, in a private descriptor pool.
+"""The messages of the .proto files here as classes, in a private descriptor pool.
 
 protobuf's global pool rejects a second definition of a name, and tritonclient defines the same
 names: with a private pool, server and client can run in one process.
@@ -6,24 +6,29 @@ names: with a private pool, server and client can run in one process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from google.protobuf.descriptor_pb2 import FileDescriptorSet
+from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-__all__ = ["DESCRIPTORS", "MESSAGES", "DecodeError", "Message", "message_from"]
+__all__ = ["DESCRIPTORS", "FILES", "MESSAGES", "DecodeError", "Message", "message_from"]
 
 DESCRIPTORS = Path(__file__).with_name("descriptors.binpb")  # scripts/make_descriptors.py writes it
 
 
+FILES: Final[Sequence[FileDescriptorProto]] = FileDescriptorSet.FromString(
+    DESCRIPTORS.read_bytes()
+).file
+
+
 def _classes() -> dict[str, Any]:
     pool, classes = DescriptorPool(), {}
-    for file in FileDescriptorSet.FromString(DESCRIPTORS.read_bytes()).file:
+    for file in FILES:
         pool.Add(file)
         messages = pool.FindFileByName(file.name).message_types_by_name
         classes.update({name: GetMessageClass(message) for name, message in messages.items()})

@@ -21,6 +21,7 @@ from deploykit.core.errors import BadInput, Unsupported, os_reason, quote
 from deploykit.core.files import check_data_file, open_readable
 from deploykit.core.machine import cpu_features, file_text
 from deploykit.graph.facts import SCALED_IN_EACH_CALL, onnx_files, read_facts
+from deploykit.graph.parse import dtype_name
 
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
@@ -37,6 +38,12 @@ def external_weights(path: Path) -> dict[str, np.ndarray]:
             f"{path}: two initializers have the name '{facts.twice}'",
             hint="which of them counts is not defined: rename one, or export it again",
         )
+    for value in facts.inputs:
+        if value.shape is None and value.dtype != dtype_name(0):  # to ONNX Runtime, a scalar
+            raise Unsupported(
+                f"{path}: the input '{value.name}' has no shape",
+                hint="export it again with a shape; an axis of any size has a name: ['N', 4]",
+            )
     # ONNX Runtime 1.23 reads any file, later versions follow hard links
     for location, offset, length in facts.external:
         where = f"{path}: its weights"

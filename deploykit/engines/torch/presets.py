@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,8 @@ from deploykit.engines.torch.files import with_torchvision
 torch = require("torch")
 
 INPUT = "image"
-PREFIXES = ("module.", "_orig_mod.", "model.")  # of DataParallel, torch.compile and Lightning
 _FEWEST = 16  # tensors: those of AlexNet
-COUNTERS = ("num_batches_tracked", "n_averaged")  # names that some files lack or add
+_COUNTERS = ("num_batches_tracked", "n_averaged")  # names that some files lack or add
 _PACKAGES = (
     "torchvision.models",
     "torchvision.models.detection",
@@ -47,6 +46,7 @@ _ZERO_TO_ONE = Preprocess("0..1", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 _OWN_NORMALISATION = ("inception_v3", "googlenet")  # ImageNet weights set `transform_input`
 _PHOTO = 4 / 3  # width to height of a photo, which is to be as large in a square input
 _STRIDE = 32
+ASSUMED = "the assumption that all is as for"  # begins a source that the file does not confirm
 _RESIZES = "GeneralizedRCNNTransform"  # a name, as torchvision may be missing
 
 
@@ -157,12 +157,21 @@ def recognise(weights: Mapping[str, Any], file: Path) -> str | None:
 
 
 def _sizes(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Return shapes by name without what DataParallel, torch.compile and Lightning put before."""
-    found = {key: value.shape for key, value in weights.items() if hasattr(value, "shape")}
-    for prefix in (*PREFIXES, *PREFIXES):
-        if all(key.startswith(prefix) for key in found):
-            found = {key.removeprefix(prefix): shape for key, shape in found.items()}
-    return {key: shape for key, shape in found.items() if not key.endswith(COUNTERS)}
+    """Return shapes by name, without what a wrapper put before every name."""
+    found = {
+        key: value.shape
+        for key, value in weights.items()
+        if hasattr(value, "shape") and not key.endswith(_COUNTERS)
+    }
+    while prefix := common_prefix(found):
+        found = {key.removeprefix(prefix): shape for key, shape in found.items()}
+    return found
+
+
+def common_prefix(names: Iterable[str]) -> str:
+    """Return what DataParallel, torch.compile, Lightning or an attribute puts before every name."""
+    prefixes = {name.partition(".")[0] + "." * ("." in name) for name in names}
+    return prefixes.pop() if len(prefixes) == 1 and "." in min(prefixes) else ""
 
 
 def preset_of(module: Any, arch: str | None = None, file: Path | None = None) -> Preset | None:
@@ -220,8 +229,11 @@ def _sized(build: Callable[..., Any], weights: Mapping[str, Any]) -> Any:
 def _of_torchvision(module: Any, name: str, file: Path | None) -> Preset | None:
     kinds = _torchvision().get_model_weights(name)
     digest = sha256(file)[:8] if file is not None and file.is_file() else None
-    entry = next((each for each in kinds if digest and digest in each.url), kinds.DEFAULT)
+    own = next((each for each in kinds if digest and digest in each.url), None)
+    entry = own or kinds.DEFAULT
     labels, source = tuple(entry.meta.get("categories") or ()), f"torchvision's weights {entry}"
+    if own is None:
+        source = f"{ASSUMED} {entry}, though the file is none of torchvision's"
     transforms = entry.transforms()
     if getattr(module, "transform", None) is not None and hasattr(module.transform, "fixed_size"):
         return _of_detector(module, labels, source)

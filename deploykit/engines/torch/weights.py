@@ -17,7 +17,7 @@ from deploykit.core.errors import BadInput, first_line
 from deploykit.core.extras import require
 from deploykit.core.files import import_object
 from deploykit.engines.torch.files import module_errors, with_torchvision
-from deploykit.engines.torch.presets import PREFIXES, build_named, recognise
+from deploykit.engines.torch.presets import build_named, common_prefix, recognise
 
 torch = require("torch")
 
@@ -138,11 +138,9 @@ def _without_prefix(module: Any, weights: Mapping[str, Any]) -> tuple[Mapping[st
         notes.append("took the averaged weights of a torch.optim.swa_utils.AveragedModel")
     own = [name for name, _ in module.named_children()]
     own += [name for name, _ in module.named_parameters(recurse=False)]
-    for _ in PREFIXES:
-        for prefix in PREFIXES:
-            if prefix[:-1] not in own and all(key.startswith(prefix) for key in weights):
-                weights = {key.removeprefix(prefix): value for key, value in weights.items()}
-                notes.append(f"removed '{prefix}' from the front of every name")
+    while (prefix := common_prefix(weights)) and prefix[:-1] not in own:
+        weights = {key.removeprefix(prefix): value for key, value in weights.items()}
+        notes.append(f"removed '{prefix}' from the front of every name")
     return weights, notes
 
 

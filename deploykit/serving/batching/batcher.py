@@ -230,21 +230,23 @@ class Batcher(Closing):
                 return
         if self._retired:
             raise Retired("the engine was replaced")
-        for watcher in self.watchers:
-            watcher.record_refusal()
         if self.lost:
-            raise device_lost(self._name)
-        if self._closing:
-            raise shutting_down()
-        if self.waiting < self.policy.queue:
-            raise Overloaded(
+            request.error = device_lost(self._name)
+        elif self._closing:
+            request.error = shutting_down()
+        elif self.waiting < self.policy.queue:
+            request.error = Overloaded(
                 f"model '{self._name}' could not answer within `slo_ms`",
                 hint="try again later, or allow more time with a larger `slo_ms`",
             )
-        raise Overloaded(
-            f"the queue of model '{self._name}' is full ({self.policy.queue} requests)",
-            hint="try again later, or start the server with a larger `queue`",
-        )
+        else:
+            request.error = Overloaded(
+                f"the queue of model '{self._name}' is full ({self.policy.queue} requests)",
+                hint="try again later, or start the server with a larger `queue`",
+            )
+        for watcher in self.watchers:
+            watcher.record_refusal(request)
+        raise request.error
 
     def cancel(self, request: Pending) -> bool:
         """Remove a waiting request; return False if an engine is running it or has run it."""
@@ -304,8 +306,7 @@ class Batcher(Closing):
     def _run(self, worker: Runner, flight: Flight, deliver: Deliver | None = None) -> None:
         """Finish the oldest batch in flight and deliver its results, by default as set up."""
         batch = flight.batch
-        errors = worker.finish(flight, self.watchers)
-        ended_us = self._clock_us()
+        errors, ended_us = worker.finish(flight, self.watchers), worker.ended_us
         finished = []
         with self._lock:
             for request, error in zip(batch, errors, strict=True):
@@ -376,7 +377,7 @@ class Batcher(Closing):
         try:
             self._finish(late, now_us)
             if batch:
-                self._run(worker, worker.start(batch), deliver_inline)
+                self._run(worker, worker.start(batch, now_us), deliver_inline)
         finally:
             self._release(worker, computed_ns)
 
@@ -432,7 +433,7 @@ class Batcher(Closing):
             batch, late, now_us = self._take_more(worker) if flights else self._wait(worker)
             self._finish(late, now_us)
             if batch:
-                flights.append(worker.start(batch))
+                flights.append(worker.start(batch, now_us))
             elif not late and not flights:
                 break
             if flights and (not batch or len(flights) == worker.slots):

@@ -52,6 +52,7 @@ class Pending:
     outputs: dict[str, np.ndarray] = field(default_factory=dict)
     error: DeploykitError | None = None
     finished: bool = False
+    id: str | None = None  # the client's name for it
 
 
 class BatchRun(NamedTuple):
@@ -86,8 +87,8 @@ class Watcher:
     def record_failure(self, request: Pending, now_us: int) -> None:
         """A request ended with `request.error`."""
 
-    def record_refusal(self) -> None:
-        """A request was refused: the queue is full or closed."""
+    def record_refusal(self, request: Pending) -> None:
+        """A request was refused with its `error`: invalid, late, or the queue is full or closed."""
 
     def record_cancellation(self) -> None:
         """The sender cancelled a waiting request."""

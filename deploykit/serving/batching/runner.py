@@ -94,9 +94,13 @@ class Splitter:
             shape = array.shape
             if self._joined and (not shape or shape[0] != rows):
                 wanted = f"{rows} rows were expected"
-            elif shape == self._seen.get(name) or (
-                len(shape) == len(axes)
-                and all(isinstance(w, str) or w == n for w, n in zip(axes, shape, strict=True))
+            elif (
+                shape == self._seen.get(name)
+                or axes == ()
+                or (  # a file may leave a shape out
+                    len(shape) == len(axes)
+                    and all(isinstance(w, str) or w == n for w, n in zip(axes, shape, strict=True))
+                )
             ):
                 self._seen[name] = shape
                 continue
@@ -127,7 +131,7 @@ class Runner:
 
     `since_us`: when its running call began. `busy_us`: how long the last batch took. `wake`: the
     lock that its thread sleeps on; one release ends one sleep. `slots`: how many batches may be in
-    flight.
+    flight. `ended_us`: the end of the last one.
     """
 
     def __init__(
@@ -156,14 +160,14 @@ class Runner:
         self._instance = instance
         self._strings = any(spec.dtype == "string" for spec in engine.inputs)
         self.slots = engine.slots if overlaps and not self._strings else 1
-        self._ended_us = 0  # the end of the last flight
+        self.ended_us = 0
 
-    def start(self, batch: Sequence[Pending], *, alone: bool = False) -> Flight:
+    def start(self, batch: Sequence[Pending], started_us: int, *, alone: bool = False) -> Flight:
         """Start a batch; `finish` has to follow, in the same order.
 
         It runs at once if the engine has a single slot, or if the request is run again `alone`.
         """
-        started_us = stacked_us = self._clock_us()
+        stacked_us = started_us
         if self.since_us is None:  # else an earlier batch is still running
             self.since_us = started_us
         idle_us, since_us = 0, self.idle_since_us
@@ -199,14 +203,16 @@ class Runner:
             if self.lost:
                 errors += [device_lost(self._name)] * (len(batch) - len(errors))
                 break
-            errors.append(self._finish(self.start([request], alone=True), watchers))
+            errors.append(
+                self._finish(self.start([request], self._clock_us(), alone=True), watchers)
+            )
         return errors
 
     def _finish(self, flight: Flight, watchers: Sequence[Watcher]) -> DeploykitError | None:
         """Wait for one call of the engine. Sets each request's outputs, or returns the error."""
         batch, started_us, stacked_us, submitted_us, idle_us, call = flight
         self.since_us = started_us
-        waited_us = max(0, self._ended_us - submitted_us)  # for the batch before it
+        waited_us = max(0, self.ended_us - submitted_us)  # for the batch before it
         try:
             if isinstance(call, Exception):
                 raise call
@@ -219,8 +225,8 @@ class Runner:
                 ran_us = self._clock_us()
             self._split(batch, outputs)
         except Exception as exc:  # noqa: BLE001 - the engine's thread must survive any error
-            self._ended_us = self._clock_us()
-            self.busy_us = self._ended_us - started_us
+            self.ended_us = self._clock_us()
+            self.busy_us = self.ended_us - started_us
             name = self._name
             if isinstance(exc, EngineFailed):
                 log.error("model '%s': %s", name, exc.message)
@@ -247,7 +253,7 @@ class Runner:
         finally:
             self.since_us = None
         started_us, stacked_us = started_us + waited_us, stacked_us + waited_us
-        ended_us = self._ended_us = self._clock_us()
+        ended_us = self.ended_us = self._clock_us()
         self.busy_us = ended_us - started_us
         in_us, out_us = self.engine.last_copies_us
         run = BatchRun(

@@ -47,7 +47,6 @@ class GrpcTaskCall(TaskCall):
     ) -> None:
         super().__init__(route, client, trace)
         self._signature = signature
-        self._request_id: str | None = None
 
     def begin(self, source: Message) -> None:
         self.split(source, self._items, large=len(source[1]) > _LARGE_ITEMS_BYTES)
@@ -56,7 +55,7 @@ class GrpcTaskCall(TaskCall):
         head, data, at, spans = source
         planned = messages.plan_request(head, spans, self._signature)
         request = fill(planned, data, at, self.route.memory)
-        self._request_id, self.priority = request.id, request.priority
+        self.request_id, self.priority = request.id, request.priority
         self.timeout_us = _timeout_us(request, self.client)
         return Items([item for array in request.feeds.values() for item in array.tolist()])
 
@@ -64,7 +63,7 @@ class GrpcTaskCall(TaskCall):
         array = array_of(answers)
         found = ResultPredict(ANSWER, "BYTES", array.shape, array, RequestedOutput(ANSWER, True))
         name = self.route.model.name
-        self.client.reply(messages.encode(name, VERSION, self._request_id, [found]))
+        self.client.reply(messages.encode(name, VERSION, self.request_id, [found]))
 
     def refuse(self, error: Exception) -> None:
         fail_with(self.client, error)

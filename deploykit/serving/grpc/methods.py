@@ -11,6 +11,7 @@ from deploykit.core.errors import BadInput, NotFound, Unsupported, quote
 from deploykit.engines.oip.protobuf import MESSAGES, Message, message_from
 from deploykit.serving.grpc.call import GrpcCall, HeadParser, Method, fail_with
 from deploykit.serving.grpc.infer import InferMethods
+from deploykit.serving.grpc.reflection import REFLECTION, reflection_method
 from deploykit.serving.http2.connection import Http2Connection, Http2Limits, Http2Port
 from deploykit.serving.models.offload import Lane, Offload
 from deploykit.serving.models.repository import ModelRepository, Served
@@ -102,6 +103,8 @@ class GrpcPort(Http2Port):
             f"/{_HEALTH}/Check": _small("HealthCheck", _at_once(self._check), public=True),
             f"/{_HEALTH}/Watch": Method(self._watch, public=True, max_bytes=_SMALL_BYTES),
         }
+        for name in REFLECTION:
+            methods[f"/{name}/ServerReflectionInfo"] = reflection_method()
         for name in (*_EXTENSIONS, *_MEMORY):
             methods[f"/{SERVICE}/{name}"] = Method(_not_offered, max_bytes=_SMALL_BYTES)
         for name, handler in handlers.items():

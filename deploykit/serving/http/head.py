@@ -81,7 +81,10 @@ class HeadReader:
         if self.bytes > self._limits.header_bytes:
             self._refuse(431, f"the headers are above {self._limits.header_bytes} bytes")
         if self._refused is None and self._complete != (stop >= 0):
-            self._refuse(400, "the request's head does not end where it should")
+            text = "the request's head does not end where it should"
+            if self._target == b"*" and self._parser.get_method() == b"PRI":
+                text = "this port speaks HTTP/1.1; HTTP/2 is spoken on the port for gRPC"
+            self._refuse(400, text)
         if self._refused is None and not self._complete:
             return used, None
         if self._refused is None:

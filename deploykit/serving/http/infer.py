@@ -29,7 +29,6 @@ from deploykit.serving.transport import call as compression
 from deploykit.serving.transport.call import JSON, Call, Head, reply_exception
 
 _BINARY = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
-_COMPRESSED = b"Content-Encoding: %s\r\nVary: Accept-Encoding\r\n"
 LARGE_BYTES = 256 << 10  # JSON of a request or a reply from this size on is offloaded to a thread
 _INLINE_BYTES = 4 << 10  # outputs up to this size are compressed on the event loop's thread
 
@@ -121,7 +120,7 @@ class HttpInference(Inference):
         coding = compression.choose_encoding(accept) if accept else None
         if coding is None:
             return 200, headers, parts
-        return 200, headers + _COMPRESSED % coding, [compression.compress(parts, coding)]
+        return 200, headers + compression.COMPRESSED % coding, [compression.compress(parts, coding)]
 
     def fail(self, error: Exception) -> None:
         reply_exception(self.client, error)
@@ -168,6 +167,7 @@ class HttpTaskInference(TaskCall):
         body = _decompress(self.client, body, self.route.max_body_bytes)
         request = json.decode(body, json_bytes, signature, self.route.memory)
         self._request, self.priority = request._replace(feeds={}), request.priority
+        self.request_id = request.id
         self.timeout_us = request.timeout_us
         found = [item for array in request.feeds.values() for item in array.reshape(-1).tolist()]
         if self.steps.task.image is not None:

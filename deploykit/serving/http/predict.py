@@ -10,11 +10,11 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qsl
 
 from deploykit.core.errors import BadInput, TooLarge, UnknownEncoding, did_you_mean, quote
@@ -32,35 +32,29 @@ from deploykit.serving.transport.call import JSON, Call, Head, reply_exception, 
 _BOUNDARY = re.compile(rb';\s*boundary=(?:"([^"\r\n]{1,70})"|([^\s;,"]{1,70}))\s*(?:;|$)', re.I)
 _NAME = re.compile(rb';\s*name=(?:"([^"\r\n]*)"|([^\s;"]+))', re.I)
 _HEAD_BYTES = 8 << 10  # the largest head of one part
+_PADDING_BYTES = 64  # of blanks after a boundary
 _WINDOW_BYTES = 1 << 20  # searched at once: a search of all of it would keep other threads waiting
 
 
-class FormField(NamedTuple):
-    """One field of a form."""
-
-    name: str
-    content: Bytes
+Field = tuple[str, Bytes]  # name and content
 
 
-def find_boundary(content_type: bytes) -> bytes:
-    """Return the boundary of a form. Raises BadInput."""
+def split_parts(body: Bytes, content_type: bytes, most: int) -> list[Field]:
+    """Split a form (RFC 7578) into fields. Raises BadInput, TooLarge above `most` of them."""
     match = _BOUNDARY.search(content_type)
     if match is None:
         raise BadInput("the Content-Type multipart/form-data has no boundary")
-    return match[1] or match[2]
-
-
-def split_parts(body: Bytes, boundary: bytes, most: int) -> list[FormField]:
-    """Split a form (RFC 7578) into fields. Raises BadInput, TooLarge above `most` of them."""
-    delimiter = b"\r\n--" + boundary
-    if bytes(body[: len(delimiter) - 2]) != delimiter[2:]:
+    delimiter = b"\r\n--" + (match[1] or match[2])
+    start = (b"\r\n" + bytes(body[:_HEAD_BYTES])).find(delimiter)  # a preamble may come first
+    if start < 0:
         raise BadInput("the body does not begin with the boundary of its Content-Type")
-    found: list[FormField] = []
-    start = len(delimiter) - 2
+    found: list[Field] = []
+    start += len(delimiter) - 2
     for stop in _places(body, delimiter):
         end = stop + len(delimiter)
-        if bytes(body[end : end + 2]) not in (b"\r\n", b"--"):
-            continue  # the line only begins like the boundary
+        rest = bytes(body[end : end + _PADDING_BYTES]).lstrip(b" \t")
+        if stop < start or not (rest[:2] == b"\r\n" or bytes(body[end : end + 2]) == b"--"):
+            continue  # the first one, or a line that only begins like the boundary
         if len(found) == most:
             raise TooLarge(f"the form has more than {most} fields")
         found.append(_part(body, start, stop))
@@ -70,7 +64,7 @@ def split_parts(body: Bytes, boundary: bytes, most: int) -> list[FormField]:
     return found
 
 
-def _part(body: Bytes, start: int, stop: int) -> FormField:
+def _part(body: Bytes, start: int, stop: int) -> Field:
     """Return the field between two boundaries."""
     head = bytes(body[start : min(stop + 4, start + _HEAD_BYTES)])  # with the CR LF before `stop`
     end = head.find(b"\r\n\r\n")
@@ -87,23 +81,25 @@ def _part(body: Bytes, start: int, stop: int) -> FormField:
     name = (match[1] if match[1] is not None else match[2]).decode("utf-8", "replace")
     content: Bytes = body[start + end + 4 : stop]
     kind = fields.get(b"content-type", b"")
-    return FormField(name, compression.to_utf8(content, kind) if b"text/" in kind else content)
+    return name, compression.to_utf8(content, kind) if b"text/" in kind else content
 
 
-def split_urlencoded(body: Bytes, most: int) -> list[FormField] | None:
+def split_urlencoded(body: Bytes, most: int) -> list[Field] | None:
     """Split the form of a browser or of `curl -d` into fields; None if the body is no such form.
 
     `curl --data-binary` and others send any bytes under that type. Raises TooLarge.
     """
-    if _URLENCODED.fullmatch(bytes(body[:_HEAD_BYTES])) is None:
+    if _URLENCODED.fullmatch(bytes(body[:_HEAD_BYTES])) is None or not bytes(body).isascii():
         return None
+    if len(body) > _MOST_URL_BYTES:
+        raise TooLarge(
+            f"the urlencoded form is above {_MOST_URL_BYTES} bytes", hint="send multipart/form-data"
+        )
     try:
         pairs = parse_qsl(bytes(body).decode("ascii"), True, max_num_fields=most)
-    except UnicodeDecodeError:
-        return None
     except ValueError as exc:
         raise TooLarge(f"the form has more than {most} fields") from exc
-    return [FormField(name, value.encode()) for name, value in pairs]
+    return [(name, value.encode()) for name, value in pairs]
 
 
 def _places(body: Bytes, delimiter: bytes) -> Iterator[int]:
@@ -120,6 +116,8 @@ _IMAGE, _TEXT = ("image", "images"), ("text", "texts")
 _FORM, _URL_FORM = b"multipart/form-data", b"application/x-www-form-urlencoded"
 _UNNAMED = (b"", b"application/octet-stream", b"binary/octet-stream", _URL_FORM)
 _URLENCODED = re.compile(rb"[A-Za-z_][\w.\[\]-]*=[!-~]*", re.ASCII)
+_MOST_URL_BYTES = 4 << 20  # decoding holds up other threads for some milliseconds
+_URL_SAFE = str.maketrans("-_", "+/")
 _NUMBER = 20  # the most digits
 _SMALL_BYTES = 64 << 10  # bodies up to this size are split on the event loop's thread
 _LARGE_BYTES = 256 << 10  # bodies from this size on are split together with other large ones
@@ -137,40 +135,64 @@ class PredictRoute(ModelRoute):
         content_type = head.content_type or b""
         if not len(body):
             raise BadInput("the body is empty", hint=_hint(text))
-        split = self._splitter(content_type, bytes(body[:1]), text)
         call.body = b""
-        if head.encoding is None and len(body) <= _SMALL_BYTES:
-            prediction.start(split(body))
-        elif head.encoding is None and split is _alone:
-            prediction.start(_alone(body))
+        work = partial(self._unpack, head.encoding, content_type, text)
+        if head.encoding is None and (len(body) <= _SMALL_BYTES or _is_item(content_type, body)):
+            prediction.start(work(body))
         else:
-            work = partial(self._unpack, head.encoding, split)
             large = head.encoding is not None or len(body) > _LARGE_BYTES
             prediction.split(body, work, large=large)
 
-    def _splitter(self, content_type: bytes, first: bytes, text: bool) -> Callable[[Bytes], Items]:
-        """Return the function that splits a body. Raises UnknownEncoding for another type."""
-        kind = content_type.partition(b";")[0].strip().lower()
-        if kind == _FORM:
-            return partial(_split_form, find_boundary(content_type), text)
-        if kind == b"application/json" or (kind in _UNNAMED and first in (b"{", b"[")):
-            return partial(split_json, text, content_type)
-        if kind == _URL_FORM:
-            return partial(_split_url_form, text)
-        if kind == b"text/plain" and text:
-            return partial(_alone, content_type)
-        if kind in _UNNAMED or (kind.startswith(b"image/") and not text):  # its bytes say which
-            return _alone
-        raise UnknownEncoding(
-            f"the Content-Type {quote(kind.decode('latin-1'))} is not offered", hint=_hint(text)
-        )
-
     def _unpack(
-        self, encoding: bytes | None, split: Callable[[Bytes], Items], body: Bytes
+        self, encoding: bytes | None, content_type: bytes, text: bool, body: Bytes
     ) -> Items:
         if encoding is not None:
             body = compression.decompress(body, encoding, self.max_body_bytes)
-        return split(body)
+        return split_items(content_type, text, body)
+
+
+def _is_item(content_type: bytes, body: Bytes) -> bool:
+    """Return whether the body is an image itself, of any size."""
+    kind = content_type.partition(b";")[0].strip().lower()
+    return kind.startswith(b"image/") or (kind in _UNNAMED and not bytes(body[:1]).isascii())
+
+
+def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
+    """Split a body into strings if `text`, else images. Raises BadInput, UnknownEncoding."""
+    kind, first = content_type.partition(b";")[0].strip().lower(), bytes(body[:1])
+    is_json = kind == b"application/json" or kind.endswith(b"+json")
+    if is_json or (kind in _UNNAMED and first in (b"{", b"[")):
+        return _split_json(text, content_type, body)
+    fields = None
+    if kind == _FORM:
+        fields = split_parts(body, content_type, MOST_ITEMS)
+    elif kind == _URL_FORM:
+        fields = split_urlencoded(body, MOST_ITEMS)
+    elif kind == b"text/plain" and text:
+        body = compression.to_utf8(body, content_type)
+    elif kind not in _UNNAMED and (text or not kind.startswith(b"image/")):
+        raise UnknownEncoding(
+            f"the Content-Type {quote(kind.decode('latin-1'))} is not offered", hint=_hint(text)
+        )
+    if fields is None:
+        return Items([body], several=False)  # the bytes of an image say what it is
+    known = (*(_TEXT if text else _IMAGE), "file")
+    for name, charset in fields:
+        if name == "_charset_":  # from a browser, for each string
+            rest = [(each, content) for each, content in fields if each != name]
+            named = b";charset=" + bytes(charset[:40])
+            fields = [(n, compression.to_utf8(c, named) if text else c) for n, c in rest]
+            break
+    for name, _ in fields:
+        if name.removesuffix("[]") not in known:
+            raise BadInput(
+                f"the form has a field {quote(name)}", hint=f"possible: {', '.join(known)}"
+            )
+    found: list[Item] = [content for _, content in fields]
+    if kind == _URL_FORM and not text:  # `curl -d image=$(base64 FILE)` leaves its plus signs
+        strings = [bytes(content).decode().replace(" ", "+") for _, content in fields]
+        found = [from_base64(each, number) for number, each in enumerate(strings, 1)]
+    return Items(found, several=len(found) > 1)
 
 
 class HttpTaskCall(TaskCall):
@@ -184,8 +206,7 @@ class HttpTaskCall(TaskCall):
         reply_exception(self.client, error)
 
 
-def split_json(text: bool, content_type: bytes, body: Bytes) -> Items:
-    """Split JSON into strings if `text`, else base64 images. Raises BadInput, TooLarge."""
+def _split_json(text: bool, content_type: bytes, body: Bytes) -> Items:
     data = bytes(compression.to_utf8(body, content_type))
     check_json_size(data, _hint(text))
     with ONE_JSON if len(data) > _SMALL_BYTES else nullcontext():  # a small one runs on the loop
@@ -214,42 +235,10 @@ def from_base64(value: str, number: int) -> bytes:
     if value.startswith("data:"):
         value = value.partition(",")[2]
     try:
-        return base64.b64decode("".join(value.split()), validate=True)
+        plain = "".join(value.split()).translate(_URL_SAFE).rstrip("=")
+        return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
     except (binascii.Error, ValueError):  # the string is not even ASCII
         raise BadInput(f"image {number} is not base64") from None
-
-
-def _split_form(boundary: bytes, text: bool, body: Bytes) -> Items:
-    parts = _known(split_parts(body, boundary, MOST_ITEMS), text)
-    return Items([part.content for part in parts], several=len(parts) > 1)
-
-
-def _split_url_form(text: bool, body: Bytes) -> Items:
-    fields = split_urlencoded(body, MOST_ITEMS)
-    if fields is None:
-        return _alone(body)
-    found: list[Item] = [field.content for field in _known(fields, text)]
-    if not text:  # `curl -d image=$(base64 FILE)` does not encode its plus signs
-        strings = [bytes(each.content).decode().replace(" ", "+") for each in fields]
-        found = [from_base64(each, number) for number, each in enumerate(strings, 1)]
-    return Items(found, several=len(found) > 1)
-
-
-def _known(fields: list[FormField], text: bool) -> list[FormField]:
-    """Return the fields of a form. Raises BadInput for another name than that of the input."""
-    known = (*(_TEXT if text else _IMAGE), "file")
-    for field in fields:
-        if field.name.removesuffix("[]") not in known:
-            raise BadInput(
-                f"the form has a field {quote(field.name)}", hint=f"possible: {', '.join(known)}"
-            )
-    return fields
-
-
-def _alone(*body: Bytes) -> Items:
-    """Return a body as one item; before it, the Content-Type of a text may be given."""
-    content = compression.to_utf8(body[1], bytes(body[0])) if len(body) > 1 else body[0]
-    return Items([content], several=False)
 
 
 def check_query(target: str, known: Sequence[str]) -> dict[str, str]:
@@ -322,18 +311,18 @@ class PipelineRoute:
             body = compression.decompress(body, head.encoding, self._max_body_bytes)
         fields = None
         if kind.startswith(_FORM):
-            fields = split_parts(body, find_boundary(content_type), MOST_FIELDS)
+            fields = split_parts(body, content_type, MOST_FIELDS)
         elif kind.startswith(_URL_FORM):
             fields = split_urlencoded(body, MOST_FIELDS)
         elif kind.startswith((b"text/", b"application/json")):
             body = compression.to_utf8(body, content_type)
         if fields is not None:
-            chosen = [each for each in fields if each.name == name]
+            chosen = [each for each in fields if each[0] == name]
             if not chosen and kind.startswith(_FORM):
                 chosen = fields
             if len(chosen) != 1:
                 raise BadInput(f"the form has {len(fields)} fields, one '{name}' is needed")
-            body = chosen[0].content
+            body = chosen[0][1]
         if not len(body):
             raise BadInput(f"the body is empty; '{name}' is needed")
         data = bytes(body)

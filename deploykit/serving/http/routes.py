@@ -30,11 +30,20 @@ from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.prometheus import Sample, expositions
 from deploykit.serving.oip.json import parse_json
 from deploykit.serving.options import VERSION
-from deploykit.serving.transport.call import JSON, Call, reply_error, reply_exception, reply_with
+from deploykit.serving.transport.call import (
+    COMPRESSED,
+    JSON,
+    Call,
+    choose_encoding,
+    compress,
+    reply_error,
+    reply_exception,
+    reply_with,
+)
 from deploykit.serving.transport.security import PREFLIGHT
 from deploykit.serving.web import examples as guide
 from deploykit.serving.web.page import FILES, openapi
-from deploykit.serving.web.status import Samples, Status, since_us, with_history
+from deploykit.serving.web.status import Samples, Status, since_us, write_status
 from deploykit.serving.workers.group import ServerGroup, of_model
 
 PAGE_HEADERS = (  # a page loads nothing from other sites and cannot be framed
@@ -52,7 +61,8 @@ _NOT_OFFERED = (
     "/v2/repository/models",
 )  # fmt: skip
 
-Expositions = dict[str, tuple[bytes, str]]
+Wanted = tuple[str, bytes | None]  # Accept, and the coding of Accept-Encoding
+Expositions = dict[Wanted, tuple[bytes, str]]
 Route = Callable[[Call], None]
 
 
@@ -81,11 +91,9 @@ class Scrapes:
             self._group.collect("samples", partial(self._expose, calls))
 
     def _expose(self, calls: list[Call], samples: Result[Iterable[Sample]]) -> None:
-        accepts = {_accept(call) for call in calls}
+        wanted = {_wanted(call) for call in calls}
         try:
-            self._offload(
-                lambda: expositions(samples(), accepts), partial(self._reply, deque(calls))
-            )
+            self._offload(lambda: _expose(samples(), wanted), partial(self._reply, deque(calls)))
         except DeploykitError as exc:
             self._busy = False
             for call in calls:
@@ -95,8 +103,12 @@ class Scrapes:
         for _ in range(min(_REPLIES, len(calls))):
             call = calls.popleft()
             try:
-                text, content_type = result()[_accept(call)]
-                call.reply(200, PAGE_HEADERS % content_type.encode(), [text])
+                wanted = _wanted(call)
+                text, content_type = result()[wanted]
+                headers = PAGE_HEADERS % content_type.encode()
+                if wanted[1] is not None:
+                    headers += COMPRESSED % wanted[1]
+                call.reply(200, headers, [text])
             except Exception as exc:  # noqa: BLE001 - every error is a reply
                 reply_exception(call, exc)
         if calls:
@@ -107,8 +119,25 @@ class Scrapes:
             self._busy = False
 
 
-def _accept(call: Call) -> str:
-    return (call.head.accept or b"")[:_ACCEPT_BYTES].decode("latin-1")
+def _wanted(call: Call) -> Wanted:
+    codings = call.head.accept_encoding
+    accept = (call.head.accept or b"")[:_ACCEPT_BYTES].decode("latin-1")
+    return accept, choose_encoding(codings) if codings else None
+
+
+def _expose(samples: Iterable[Sample], wanted: Iterable[Wanted]) -> Expositions:
+    """Write the samples in each form that a client wants: gzip makes a tenth of them."""
+    plain = expositions(samples, {accept for accept, _ in wanted})
+    packed: dict[tuple[str, bytes], bytes] = {}
+    found = {}
+    for accept, coding in wanted:
+        text, content_type = plain[accept]
+        if coding is not None:
+            if (content_type, coding) not in packed:
+                packed[content_type, coding] = compress([text], coding)
+            text = packed[content_type, coding]
+        found[accept, coding] = text, content_type
+    return found
 
 
 class Routes:
@@ -223,7 +252,7 @@ class Routes:
 
     def _status(self, call: Call) -> None:
         def then(result: Result[tuple[dict[str, Any], Samples]]) -> None:
-            reply_with(call, lambda: orjson.dumps(with_history(*result())))
+            reply_with(call, lambda: write_status(*result()))
 
         self.group.collect("status", then, since_us(call.head.target.partition("?")[2]))
 

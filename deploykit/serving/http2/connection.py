@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import random
 import struct
 import time
 from abc import abstractmethod
@@ -192,6 +194,7 @@ class Http2Limits:
     header_s: float = 10.0  # until the settings arrive; until a header block is complete
     stall_s: float = 30.0  # a pause in a message, or of a client that does not read its reply
     idle_s: float = 75.0  # without a stream
+    max_age_s: float = math.inf  # then the client is asked to connect again
     linger_s: float = 2.0  # for reading the reason of a close
 
     def divided(self, parts: int) -> Http2Limits:
@@ -272,6 +275,8 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.shared = shared
         self.phase = AWAIT_PREFACE
         self.since_s = shared.now_s  # start of the current wait: idle, or inside a header block
+        # some later than others, so that not all clients connect again at once
+        self._retire_at_s = shared.now_s + shared.limits.max_age_s * random.uniform(0.9, 1.1)  # noqa: S311
         self.queued = False  # its frames wait for a turn of the loop
         self._retiring = False  # the client has been asked to open no more streams
         self._retired = False  # the client knows
@@ -798,6 +803,8 @@ class Http2Connection(asyncio.BufferedProtocol):
             self._transport.abort()
         elif not self.streams and waited_s > limits.idle_s:
             self.close()
+        elif now_s > self._retire_at_s:
+            self.retire()
 
     def _count_buffered(self, now_s: float) -> bool:
         """Count what the transport has not sent; return whether the client reads fast enough."""

@@ -167,9 +167,10 @@ class Inference:
 
     def start(self, decoded: Result[Request] | None = None) -> None:
         """Queue the request, which another thread may have `decoded`."""
-        model = self.route.model
+        model, name = self.route.model, None
         try:
             self.request = request = self.decode(self._source) if decoded is None else decoded()
+            name = request.id
             self._source = None  # frees the source; arrays keep the bytes that they use
             if decoded is None:
                 size = request.region_bytes
@@ -191,7 +192,7 @@ class Inference:
             )
         except Exception as exc:  # noqa: BLE001 - every error is a reply
             if isinstance(exc, (BadInput, Expired)):
-                model.metrics.count("expired" if isinstance(exc, Expired) else "bad_request")
+                model.refuse(exc, self._started_us, self.trace, name)
             self.fail(exc)
         else:
             self.client.cancel = partial(model.cancel, pending)
@@ -202,12 +203,13 @@ class Inference:
         """Decode the request on another thread and queue it then."""
         self._admitted = not self.route.model.draining
         self.client.cancel = self._discard  # else bodies of disconnected clients could pile up
-        self.offload_decoding(self.decode_large)
+        self._offload_decoding()
 
-    def offload_decoding(self, decode: Callable[[], Request]) -> None:
+    def _offload_decoding(self) -> None:
         self.route.offload(
-            decode, self._on_decode, lane=self.lane, client=self.client.peer, limit_s=self.left_s()
-        )
+            self.decode_large, self._on_decode, lane=self.lane, client=self.client.peer,
+            limit_s=self.left_s(),
+        )  # fmt: skip
 
     def _discard(self) -> None:
         self._source = None
@@ -215,7 +217,7 @@ class Inference:
     def _on_decode(self, result: Result[Request]) -> None:
         if self._source is not None and not self.client.gone and self.left_s():
             try:
-                self.offload_decoding(self.decode_large)  # the request turned out to be large
+                self._offload_decoding()  # the request turned out to be large
             except Overloaded as exc:
                 self.fail(exc)
             return
@@ -239,7 +241,7 @@ class Inference:
             self._reply()
             return
         try:
-            self.reserve(sum(array.nbytes for array in pending.outputs.values()))
+            self.reserve(self._answer_bytes())
             # once the client has disconnected its outputs are not counted any more
             client.cancel = partial(setattr, pending, "outputs", {})
             self.route.offload(
@@ -248,6 +250,17 @@ class Inference:
             )  # fmt: skip
         except Overloaded as exc:
             self.fail(exc)
+
+    def _answer_bytes(self) -> int:
+        """Return the bytes of the outputs, and at most those of their numbers in JSON."""
+        arrays = self.pending.outputs
+        numbers = [
+            arrays[wanted.name]
+            for wanted in self.request.outputs
+            if not (wanted.binary or wanted.classes or arrays[wanted.name].dtype.kind == "O")
+        ]
+        text = sum(array.size * (3 * array.itemsize + 3) for array in numbers)
+        return text + sum(array.nbytes for array in arrays.values())
 
     def encode_s(self) -> float:
         """Return the seconds until a request that is being answered is past its time limit."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from deploykit.core.errors import BadInput, Unsupported
+from deploykit.core.errors import BadInput, DeploykitError, Unsupported
 from deploykit.core.evidence import RowIndependence
 from deploykit.core.machine import usable_cores
 from deploykit.core.tensors import TensorSpec
@@ -233,9 +233,9 @@ class ServedModel:
         `started_us`: when its decoding began. `admitted`: it arrived before the shutdown began and
         is still answered. Raises Overloaded, and BadInput for an input longer than its buckets.
         """
+        started_us = self._clock_us() if started_us is None else started_us
         if self.draining and not admitted:
-            self.metrics.record_refusal()
-            raise shutting_down()
+            raise self.refuse(shutting_down(), started_us, trace, request.id)
         key = request.key if self.buckets is None else self.buckets.key(request.key)
         limit_us, wait_us = self._limit_us, request.timeout_us
         if wait_us is None or wait_us > limit_us:
@@ -243,9 +243,20 @@ class ServedModel:
         now_us = self._clock_us()
         pending = Pending(
             request.feeds, request.rows, key, done, now_us, now_us + wait_us, now_us + limit_us,
-            request.priority, trace, 0 if started_us is None else now_us - started_us,
+            request.priority, trace, now_us - started_us, id=request.id,
         )  # fmt: skip
         return self.enqueue(pending)
+
+    def refuse(
+        self, error: DeploykitError, started_us: int, trace: str | None, request_id: str | None
+    ) -> DeploykitError:
+        """Record a request that does not reach the queue; return its error."""
+        request = Pending(
+            {}, 0, (), lambda _: None, started_us, 0, 0, trace=trace, error=error, id=request_id
+        )
+        for watcher in self._watchers:
+            watcher.record_refusal(request)
+        return error
 
     def enqueue(self, pending: Pending) -> Pending:
         """Queue a checked request. Raises Overloaded."""

@@ -3,7 +3,8 @@
 Work waits in a lane with work of about its size, so that a small request never waits for large
 ones. In a lane the client whose work has taken the least time is next (start-time fair queuing;
 Goyal et al., 1996): whatever one client sends, another waits for the work that runs, not for what
-the first has queued. The time limit of a piece of work holds even if it never returns.
+the first has queued. The threads wait for a loop that falls behind: many small results would keep
+it from its other work. The time limit of a piece of work holds even if it never returns.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -27,6 +29,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Result = Callable[[], T]  # returns the result of the work, or raises its error
 HUGE_BYTES = 8 << 20
+_AHEAD = 16  # results of a thread that the loop has not taken, before the thread waits for it
+_PATIENCE_S = 1.0  # the longest that it waits
 _CLIENTS = 256  # above so many, the times of idle ones are not kept
 
 
@@ -78,6 +82,7 @@ class ThreadOffload(Closing):
         self._queues = {
             lane: FairQueue(1 if lane is Lane.HUGE else threads, lane.name.lower()) for lane in Lane
         }
+        self._ahead = {lane: threading.Semaphore(_AHEAD * threads) for lane in Lane}
 
     def __call__(
         self,
@@ -90,8 +95,10 @@ class ThreadOffload(Closing):
     ) -> None:
         timer: asyncio.TimerHandle | None = None
         waiting: list[Callable[[Result[T]], None]] = [then]  # it is called once
+        place = _Place(self._ahead[lane])
 
         def finish(result: Result[T]) -> None:
+            place.leave()
             if timer is not None:
                 timer.cancel()
             if waiting:
@@ -113,7 +120,7 @@ class ThreadOffload(Closing):
                 log.error("offloaded work finished after the shutdown")
 
         try:
-            future = self._queues[lane].submit(work, client)
+            future = self._queues[lane].submit(partial(place.run, work), client)
         except RuntimeError as exc:  # the system has no more threads, or the shutdown has begun
             raise Overloaded("no thread can be started; try again later") from exc
         if limit_s is not None:
@@ -125,15 +132,34 @@ class ThreadOffload(Closing):
             queue.close()
 
 
+@dataclass(eq=False, slots=True)
+class _Place:
+    """The place of one result among those that the loop has not taken."""
+
+    places: threading.Semaphore
+    held: bool = False
+
+    def run(self, work: Callable[[], T]) -> T:
+        self.held = self.places.acquire(timeout=_PATIENCE_S)
+        return work()
+
+    def leave(self) -> None:
+        if self.held:
+            self.held = False
+            self.places.release()
+
+
+@dataclass(eq=False, slots=True)
 class _Client:
     """One client's work. `spent_s`: the virtual time at which its next work may start."""
 
-    __slots__ = ("running", "spent_s", "waiting")
+    spent_s: float
+    running: int = 0
+    waiting: deque[tuple[Future[Any], Callable[[], Any]]] = field(default_factory=deque)
 
-    def __init__(self, spent_s: float) -> None:
-        self.waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self.running = 0
-        self.spent_s = spent_s
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.running)
 
 
 class FairQueue:
@@ -153,9 +179,9 @@ class FairQueue:
         future: Future[T] = Future()
         with self._lock:
             if len(self._clients) >= _CLIENTS:
-                self._forget_idle()
+                self._clients = {key: c for key, c in self._clients.items() if not c.idle}
             found = self._clients.setdefault(client, _Client(self._now_s))
-            if not found.waiting and not found.running:
+            if found.idle:
                 found.spent_s = max(found.spent_s, self._now_s)
             found.waiting.append((future, work))
         try:
@@ -195,13 +221,9 @@ class FairQueue:
         with self._lock:
             client.running -= 1
             client.spent_s += self._clock_s() - begun_s
-            if not any(each.waiting or each.running for each in self._clients.values()):
+            if all(each.idle for each in self._clients.values()):
                 self._clients.clear()
         del future, work  # else this thread keeps them until its next work
-
-    def _forget_idle(self) -> None:
-        for key in [k for k, each in self._clients.items() if not (each.waiting or each.running)]:
-            del self._clients[key]
 
 
 def _expired() -> Any:

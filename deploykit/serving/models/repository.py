@@ -40,7 +40,8 @@ def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name) or name in _RESERVED:
         raise BadInput(
             f"'{name}' cannot be the name of a model",
-            hint="1 to 128 letters, digits, '.', '_' or '-'; not '.', '..' or 'stats'",
+            hint="give it another: NAME=FILE, with 1 to 128 letters, digits, '.', '_' or '-'; not "
+            "'.', '..' or 'stats'",
         )
 
 

@@ -73,6 +73,7 @@ class TaskCall:
         self.mask = RLE
         self.timeout_us: int | None = None
         self.priority = 0
+        self.request_id: str | None = None
         self.several = True
         self._trace = trace
         self._started_us = monotonic_us()
@@ -223,7 +224,7 @@ class _ItemInference(Inference):
         feeds = {name: prepared.feeds[name] for name in slots}  # in the model's order
         key = tuple((n, slot.datatype, feeds[n].shape[1:]) for n, slot in slots.items())
         timeout_us, priority = call.timeout_us, call.priority
-        return Request(feeds, 1, key, (), timeout_us=timeout_us, priority=priority)
+        return Request(feeds, 1, key, (), call.request_id, timeout_us, priority)
 
     def decode_large(self) -> Request:
         source = self.take_source()

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from deploykit.core.errors import Expired
+from deploykit.core.errors import BadInput, Expired
 from deploykit.engines.devices import THROTTLES, Devices, GpuState
 from deploykit.serving.batching.queue import BatchRun, Pending, Watcher
 from deploykit.serving.observe.prometheus import BucketCounts, Histogram, Sample
@@ -153,8 +153,11 @@ class ModelMetrics(Watcher):
         outcome = "expired" if isinstance(request.error, Expired) else "failed"
         self.count(outcome, now_us - request.arrived_us)
 
-    def record_refusal(self) -> None:
-        self.count("rejected")
+    def record_refusal(self, request: Pending) -> None:
+        if isinstance(request.error, Expired):
+            self.count("expired")
+        else:
+            self.count("bad_request" if isinstance(request.error, BadInput) else "rejected")
 
     def record_cancellation(self) -> None:
         self.count("cancelled")

@@ -50,15 +50,9 @@ METRICS: Mapping[str, tuple[str, str]] = {  # name -> type, help
     "deploykit_queue_limit_rows": ("gauge", "Most rows that may wait, where `slo_ms` bounds them."),
     "deploykit_batch_delay_seconds": ("gauge", "How long an idle engine waits for more rows."),
     "deploykit_reloads_total": ("counter", "Times a replaced engine file was loaded."),
-    "deploykit_reloads_given_up_total": (
-        "counter",
-        "Times a replaced engine file was given up: it took too long.",
-    ),
+    "deploykit_reloads_given_up_total": ("counter", "Replaced engine files that took too long."),
     "deploykit_reload_failed": ("gauge", "1 while the engine's new file cannot be loaded."),
-    "deploykit_previous_engine": (
-        "gauge",
-        "1 while the previous engine serves: the new one failed or was rolled back.",
-    ),
+    "deploykit_previous_engine": ("gauge", "1 while the new engine failed or was rolled back."),
     "deploykit_shadow_total": ("counter", "Rows compared with the reference engine."),
     "deploykit_shadow_disagreements_total": ("counter", "Compared rows that disagreed."),
     "deploykit_shadow_dropped_total": ("counter", "Sampled requests that were not compared."),

@@ -37,6 +37,7 @@ class _Timing(NamedTuple):
 
     model: str
     traceparent: str | None
+    request_id: str | None
     rows: int
     arrived_us: int
     decode_us: int
@@ -78,13 +79,13 @@ class Tracer(Closing):
         self._exporter = otlp.OTLPSpanExporter(endpoint=url, timeout=EXPORT_S)
         self._extract = propagation.TraceContextTextMapPropagator().extract
         self._ids = require("opentelemetry.sdk.trace.id_generator").RandomIdGenerator()
+        ours = {"service.name": "deploykit", "service.version": __version__}
+        named = resources.OTELResourceDetector().detect()  # OTEL_SERVICE_NAME and the like
         self._about = {
-            "resource": resources.Resource(
-                {"service.name": "deploykit", "service.version": __version__}
-            ),
+            "resource": resources.Resource(ours).merge(named),
             "instrumentation_scope": scope.InstrumentationScope("deploykit.serving", __version__),
         }
-        self._clock_us = clock_us
+        self.clock_us = clock_us
         self._queue: deque[_Timing] = deque()
         self._changed = threading.Condition()
         self._dropped = 0
@@ -126,7 +127,7 @@ class Tracer(Closing):
                 if not requests and self._closing:
                     return
             if requests:
-                since_1970_us = time.time_ns() // 1000 - self._clock_us()
+                since_1970_us = time.time_ns() // 1000 - self.clock_us()
                 try:
                     spans = [span for each in requests for span in self._spans(each, since_1970_us)]
                     sent = self._exporter.export(spans).name == "SUCCESS"
@@ -172,6 +173,7 @@ class Tracer(Closing):
                 "deploykit.model": request.model,
                 "deploykit.rows": request.rows,
                 "deploykit.batch_requests": request.batch_requests,
+                **({"request.id": request.request_id} if request.request_id else {}),
             },
             status=trace.Status(code, request.error),
         )
@@ -189,25 +191,28 @@ class _ModelWatcher(Watcher):
 
     def record_run(self, run: BatchRun) -> None:
         stages_us = (run.stack_us, run.copy_in_us, run.engine_us, run.copy_out_us, run.split_us)
-        ended_us = run.started_us + run.busy_us
-        count = len(run.requests)
-        self._tracer.add(
-            [
-                _Timing(
-                    self._model, each.trace, each.rows, each.arrived_us, each.decode_us,
-                    ended_us, count, run.started_us, stages_us, None,
-                )
-                for each in run.requests
-            ]
-        )  # fmt: skip
+        self._add(run.requests, run.started_us + run.busy_us, run.started_us, stages_us)
 
     def record_failure(self, request: Pending, now_us: int) -> None:
-        error = request.error.message if request.error else "failed"
+        self._add([request], now_us, now_us)
+
+    def record_refusal(self, request: Pending) -> None:
+        self.record_failure(request, self._tracer.clock_us())
+
+    def _add(
+        self,
+        requests: Sequence[Pending],
+        ended_us: int,
+        started_us: int,
+        stages_us: tuple[int, ...] = (),
+    ) -> None:
         self._tracer.add(
             [
                 _Timing(
-                    self._model, request.trace, request.rows, request.arrived_us,
-                    request.decode_us, now_us, 1, now_us, (), error,
+                    self._model, each.trace, each.id, each.rows, each.arrived_us, each.decode_us,
+                    ended_us, len(requests), started_us, stages_us,
+                    each.error.message if each.error else None,
                 )
+                for each in requests
             ]
         )  # fmt: skip

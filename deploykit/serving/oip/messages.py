@@ -43,7 +43,7 @@ _NESTED: Mapping[int, Any] = {  # number of a field -> its fields that have fiel
     5: {4: {2: {}}, 5: {}},
     6: {2: {2: {}}},
 }
-_IGNORED = "triton_enable_empty_final_response"  # each of our responses is final
+_IGNORED = "triton_enable_empty_final_response"  # each of our responses says that it is final
 
 Span = tuple[int, int]  # raw contents: offset from the request's first byte, size in bytes
 # For each size, the last request: its result of `split_request`, and the bytes around the raw
@@ -279,9 +279,16 @@ def encode(
     return [head, b"\x1a" + _varint(len(text)) + text, *contents]
 
 
+# each request of a stream has one answer, which is its last
+_FINAL = MESSAGES["ModelInferResponse"]()
+_FINAL.parameters["triton_final_response"].bool_param = True
+_FINAL_BYTES = _FINAL.SerializeToString()
+
+
 def wrap_in_stream(parts: list[Bytes]) -> list[Bytes]:
-    """Wrap a response in a ModelStreamInferResponse."""
-    return [_INFER_RESPONSE + _varint(sum(map(len, parts))), *parts]
+    """Wrap a response in a ModelStreamInferResponse, marked as its request's last."""
+    size = len(_FINAL_BYTES) + sum(map(len, parts))
+    return [_INFER_RESPONSE + _varint(size), *parts, _FINAL_BYTES]
 
 
 @lru_cache(maxsize=256)
@@ -309,5 +316,7 @@ def _varint(value: int) -> bytes:
 
 def stream_error(text: str) -> list[Bytes]:
     """Encode a ModelStreamInferResponse with an error message."""
-    message: Message = MESSAGES["ModelStreamInferResponse"](error_message=text)
+    message: Message = MESSAGES["ModelStreamInferResponse"](
+        error_message=text, infer_response=_FINAL
+    )
     return [message.SerializeToString()]

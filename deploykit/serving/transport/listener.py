@@ -20,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, Protocol
 
 from deploykit.core.errors import BadInput, first_line, os_reason
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 SPARE = 512  # clients above the limit that may ask for the server's health; 2 turns of accepting
 BACKLOG = 1024
+UNIX = "unix:"  # before the path of a socket, in place of a host
 LEAST_BYTES_S = 4 << 10  # on average, of a client that sends a request or reads an answer
 PAUSE_S = 0.2  # pause after running out of file descriptors
 _IDLE_S = 1.0  # a connection idle for so long is closed if there are too many
@@ -144,6 +146,10 @@ class Port(ABC):
 
 def bind(host: str, port: int, parameter: str = "`http_port`") -> socket.socket:
     """Return a listening socket; early clients wait. BadInput names `host` or `parameter`."""
+    if host.startswith(UNIX):
+        return _bind_unix(host.removeprefix(UNIX) + (".grpc" if "grpc" in parameter else ""))
+    if host[:1] == "[" and host[-1:] == "]":  # as in a URL
+        host = host[1:-1]
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as exc:
@@ -169,11 +175,33 @@ def bind(host: str, port: int, parameter: str = "`http_port`") -> socket.socket:
     raise BadInput(f"`host` {host}, {parameter} {port}: {reason}") from problem
 
 
+def _bind_unix(path: str) -> socket.socket:
+    """Return a listening socket at this path, in place of that of a server that has ended."""
+    listening = socket.socket(socket.AF_UNIX)
+    try:
+        with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
+            listening.connect(path)
+            raise BadInput(f"`host` {UNIX}{path}: already in use")
+        if Path(path).is_socket():
+            Path(path).unlink()
+        listening.bind(path)
+        listening.listen(BACKLOG)
+    except (OSError, BadInput) as exc:
+        listening.close()
+        if isinstance(exc, BadInput):
+            raise
+        raise BadInput(f"`host` {UNIX}{path}: {os_reason(exc)}") from exc
+    listening.setblocking(False)
+    return listening
+
+
 def reserve(host: str, port: int, parameter: str) -> socket.socket:
     """Return a bound socket that does not listen, for `share_address`. Raises as `bind`.
 
     While the models are opened, it prevents another server from sharing the port.
     """
+    if host.startswith(UNIX):
+        raise BadInput(f"`host` {host}: one process listens there", hint="`workers` 1")
     alone = bind(host, port, parameter)  # fails where another program listens, shared or not
     address = alone.getsockname()
     alone.close()
@@ -205,6 +233,14 @@ def _shared(family: int, address: tuple[Any, ...], *, refuse_others: bool = Fals
 
 def is_loopback(host: str) -> bool:
     return host == "::1" or host.startswith("127.")
+
+
+def address_of(listening: socket.socket) -> tuple[str, int]:
+    """Return host and port of a socket; of one at a path, unix:PATH and 0."""
+    if listening.family == socket.AF_UNIX:
+        return UNIX + listening.getsockname(), 0
+    host, port = listening.getsockname()[:2]
+    return host, port
 
 
 class Acceptor:
@@ -249,6 +285,8 @@ class Acceptor:
                 self._accept()
             for task in self._handshakes if self.tls else ():
                 task.cancel()
+        if self._socket.family == socket.AF_UNIX and self._socket.fileno() >= 0:
+            Path(self._socket.getsockname()).unlink(missing_ok=True)
         self._socket.close()  # new clients are refused from now on instead of waiting
 
     def _accept(self) -> None:

@@ -209,7 +209,8 @@ log = logging.getLogger(__name__)
 
 REQUEST, CANCEL, READ, DONE, FAILED = range(1, 6)  # READ: so many answers, in their order
 # kind, priority, model, number, rows, µs of decoding, block and its bytes, µs of the arrival, of
-# the deadline and of giving up, bytes of the traceparent; the layout and the traceparent follow
+# the deadline and of giving up, bytes of the traceparent and the
+# id; the layout and those two follow
 RECORD = struct.Struct("<BBHIIIQQqqqHI")
 _MOST_BYTES = 1 << 24  # the most bytes after a record
 

@@ -119,9 +119,10 @@ class FrontEnd(RecordConnection):
         feeds = model.inputs.read(self.memory, at, layout, copy=False)
         buckets = model.model.buckets
         key = layout.key if buckets is None else buckets.key(layout.key)
+        trace, _, name = more[end:].decode().partition("\n")
         request = Pending(
             feeds, rows, key, partial(self._answer, number), arrived_us, deadline_us, give_up_us,
-            level, more[end:].decode() if traced else None, decode_us,
+            level, trace or None, decode_us, id=name or None,
         )  # fmt: skip
         self._open[number] = model, request
         try:

@@ -140,14 +140,14 @@ class _Connection(RecordConnection):
             raise
         number = self._number = (self._number + 1) & 0xFFFFFFFF
         self._open[number] = _Sent(batcher, request, at, layout.size)
-        trace = request.trace.encode() if request.trace else b""
+        about = f"{request.trace or ''}\n{request.id or ''}".encode()  # a traceparent is one line
         level = request.priority if 0 < request.priority <= LEVELS else 0
         self.write(
             RECORD.pack(
                 exchange.REQUEST, level, batcher.index, number, request.rows,
                 min(request.decode_us, 0xFFFFFFFF), at, layout.size, request.arrived_us,
-                request.deadline_us, request.give_up_us, len(trace), len(layout.head) + len(trace),
-            ) + layout.head + trace
+                request.deadline_us, request.give_up_us, len(about), len(layout.head) + len(about),
+            ) + layout.head + about
         )  # fmt: skip
         return number
 
@@ -226,7 +226,7 @@ class RemoteBatcher(Batcher):
                 raise Overloaded(_ENDED, hint=_HINT)
             self.numbers[request] = connection.start(self, request)
         except Overloaded:
-            self._metrics.record_refusal()
+            self._metrics.count("rejected")
             raise
 
     def cancel(self, request: Pending) -> bool:

@@ -54,21 +54,19 @@ def merge_samples(reports: Sequence[Report]) -> list[Sample]:
     for sample in (each for report in reports for each in report["samples"]):
         key = (sample.name, *sample.labels.items())
         before = found.get(key)
-        found[key] = sample if before is None else _join(before, sample)
+        if before is None:
+            found[key] = sample
+            continue
+        a, b = before.value, sample.value
+        if isinstance(a, BucketCounts) and isinstance(b, BucketCounts):
+            pairs = zip(a.counts, b.counts, strict=True)
+            counts = [(bound, count + more) for (bound, count), (_, more) in pairs]
+            found[key] = before._replace(value=BucketCounts(counts, a.total + b.total))
+        else:
+            most = sample.name in _MOST or sample.name.startswith(_OF_THE_MACHINE)
+            join: Any = min if sample.name in _LEAST else max if most else sum
+            found[key] = before._replace(value=join((a, b)))
     return list(found.values())
-
-
-def _join(a: Sample, b: Sample) -> Sample:
-    value: float | BucketCounts
-    if isinstance(a.value, BucketCounts) and isinstance(b.value, BucketCounts):
-        pairs = zip(a.value.counts, b.value.counts, strict=True)
-        counts = [(bound, count + more) for (bound, count), (_, more) in pairs]
-        value = BucketCounts(counts, a.value.total + b.value.total)
-    else:
-        most = a.name in _MOST or a.name.startswith(_OF_THE_MACHINE)
-        join: Any = min if a.name in _LEAST else max if most else sum
-        value = join((a.value, b.value))
-    return Sample(a.name, a.labels, value)
 
 
 def merge_statistics(reports: Sequence[Report]) -> Figures:

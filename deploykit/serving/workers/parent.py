@@ -285,7 +285,13 @@ class Parent:
 
     async def _run(self, on_ready: OnReady) -> None:
         if self._stop is not None:
-            self._loop.add_reader(self._stop, self._on_stop)
+            end = self._stop
+
+            def stop() -> None:
+                self._loop.remove_reader(end)
+                self._stopped.set()
+
+            self._loop.add_reader(end, stop)
         if self._shared:
             self._start_first([ENGINE])
             await self._until(lambda: self._engine is not None or self._stopped.is_set())
@@ -320,11 +326,6 @@ class Parent:
         end_s = time.monotonic() + limit_s
         while not reached() and time.monotonic() < end_s:
             await asyncio.sleep(_POLL_S)
-
-    def _on_stop(self) -> None:
-        assert self._stop is not None
-        self._loop.remove_reader(self._stop)
-        self._stopped.set()
 
     # -- processes ---------------------------------------------------------------------------------
 

@@ -185,6 +185,8 @@ def test_a_stream_answers_requests_and_errors_in_order(served: Serving) -> None:
             else:
                 assert error is None
                 assert result.get_response().id == str(number)
+                final = result.get_response().parameters["triton_final_response"]
+                assert final.bool_param
                 np.testing.assert_array_equal(result.as_numpy("y"), rows(1, number) * 2 + 1)
         client.stop_stream()
 

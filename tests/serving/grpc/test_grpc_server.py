@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 from deploykit.core.errors import BadInput
 from deploykit.engines.oip.protobuf import MESSAGES
@@ -268,6 +269,28 @@ def test_at_the_end_open_connections_are_answered_and_new_ones_refused(
             pass
 
 
+def test_an_old_connection_is_asked_to_leave_and_its_calls_are_answered(eventually: Any) -> None:
+    engine = GatedEngine()
+    with (
+        serving({"m": engine}, Http2Limits(max_age_s=3600)) as running,
+        frames(running.port) as client,
+    ):
+        engine.warm = True
+        client.start(1, infer_bytes(value=1))
+        assert engine.entered.acquire(timeout=WAIT_S)
+        (link,) = running.see(lambda: list(running.grpc.connections))
+        running.see(lambda: link.check(running.grpc.now_s + 3200))
+        client.settle()
+        assert client.goaway is None
+        running.see(lambda: link.check(running.grpc.now_s + 4000))
+        client.until(lambda: client.goaway == 0)
+        client.start(3, infer_bytes(value=2))  # it was on its way
+        engine.gate.set()
+        assert [first_value(client.answer(stream)) for stream in (1, 3)] == [3, 5]
+        client.send(6, 1, 0, b"retiring")  # the answer to the PING: it has read the GOAWAY
+        assert client.closed()
+
+
 def test_shutdown_waits_no_longer_than_grace_s(gated: tuple[Serving, GatedEngine]) -> None:
     running, engine = gated
     with frames(running.port) as client:
@@ -327,3 +350,36 @@ def test_an_engine_error_is_internal_and_shows_no_file_path() -> None:
         answer = client.call(1, infer_bytes())
         assert answer.status == 13
         assert "secret" not in answer.headers["grpc-message"]
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+def test_tools_learn_the_services_by_reflection(version: str) -> None:
+    ask_, answer = MESSAGES["ServerReflectionRequest"], MESSAGES["ServerReflectionResponse"]
+    questions = [
+        ask_(list_services=""),
+        ask_(file_containing_symbol="inference.GRPCInferenceService"),
+        ask_(file_containing_symbol="inference.ModelInferRequest.InferInputTensor"),
+        ask_(file_by_filename="health.proto"),
+        ask_(file_containing_symbol="inference.Nothing"),
+        ask_(all_extension_numbers_of_type="inference.ModelInferRequest"),
+    ]
+    with serving() as running, grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel:
+        call = channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            ask_.SerializeToString, answer.FromString,
+        )  # fmt: skip
+        listed, *files, nothing, extension = call(iter(questions), timeout=WAIT_S)
+    names = {service.name for service in listed.list_services_response.service}
+    assert {SERVICE[1:], "grpc.health.v1.Health"} < names
+    for found, name in zip(files, ["grpc_service.proto"] * 2 + ["health.proto"], strict=True):
+        (file,) = found.file_descriptor_response.file_descriptor_proto
+        assert FileDescriptorProto.FromString(file).name == name
+    assert nothing.error_response.error_code == extension.error_response.error_code == 5
+    assert nothing.original_request == questions[4]
+
+
+def test_a_question_of_reflection_that_cannot_be_read_is_refused() -> None:
+    method = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+    with serving() as running, grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel:
+        call = channel.stream_stream(method)(iter([b"\xff" * 9]), timeout=WAIT_S)
+        assert call.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import base64
 import gzip
+import http.client
 import json
 import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
 
+import deploykit as dk
 from deploykit.core.extras import missing
 from tests.support.fake_engine import FakeEngine
 from tests.support.installed import needs
@@ -24,6 +28,7 @@ needs("PIL", "tokenizers")
 
 from PIL import Image  # noqa: E402
 
+from deploykit.engines.data import images  # noqa: E402
 from deploykit.evaluation.verify import open_proven  # noqa: E402
 from tests.support.runtimes.pictures import encoded, noise, photo  # noqa: E402
 from tests.support.serving.task_models import write_task_model  # noqa: E402
@@ -151,6 +156,15 @@ REFUSED: dict[str, tuple[str, bytes, str, int, str]] = {
     "another field": ("text-classify", b"txet=good", URLENCODED, 400, "has a field 'txet'"),
     "no image in a form": ("classify", b"image=%3F", URLENCODED, 400, "image 1 is not base64"),
     "charset": ("text-classify", b"good", "text/plain; charset=x", 415, "the charset 'x' is"),
+    "codec": ("text-classify", b"x\x9c", "text/plain; charset=zlib", 415, "charset 'zlib' is not"),
+    "slow codec": ("text-classify", b"good", "text/plain; charset=punycode", 415, "is not offered"),
+    "large form": (
+        "text-classify",
+        b"text=" + b"%41" * 1_300_000,
+        URLENCODED,
+        400,
+        "the model takes",
+    ),
     "not in its charset": (
         "text-classify",
         b"\xe9",
@@ -355,8 +369,22 @@ UTF16 = "application/json; charset=utf-16-le"
         (b"good good good", URLENCODED),  # as `curl -d` sends a sentence
         ("good good good".encode("utf-16"), "text/plain; charset=utf-16"),
         (as_json({"text": "good good good"}).decode().encode("utf-16-le"), UTF16),
+        (b"old\r\n" + form(("text", b"good good good"))[0] + b"after it", form()[1]),
+        (form(("text", b"good good good"))[0].replace(b"----b\r\n", b"----b \t\r\n"), form()[1]),
+        form(("_charset_", b"utf-16-be"), ("text", "good good good".encode("utf-16-be"))),
     ],
-    ids=["plain", "json", "form", "urlencoded", "sentence", "charset", "charset of JSON"],
+    ids=[
+        "plain",
+        "json",
+        "form",
+        "urlencoded",
+        "sentence",
+        "charset",
+        "charset of JSON",
+        "preamble",
+        "padding",
+        "form charset",
+    ],
 )
 def test_a_text_is_answered_with_its_label(served: Running, body: bytes, content_type: str) -> None:
     status, found = post(served, "text-classify", body, content_type)
@@ -369,6 +397,12 @@ SEVERAL: dict[str, tuple[bytes, str]] = {
     "json": (as_json({"image": [*map(base64_of, (LIGHT, DARK, LIGHT))]}), "application/json"),
     "json list": (as_json([*map(base64_of, (LIGHT, DARK, LIGHT))]), "application/json"),
     "json without its type": (as_json([*map(base64_of, (LIGHT, DARK, LIGHT))]), ""),
+    "base64url": (
+        as_json(
+            [base64.urlsafe_b64encode(each).decode().rstrip("=") for each in (LIGHT, DARK, LIGHT)]
+        ),
+        "application/vnd.api+json",
+    ),
     "data urls": (
         as_json([f"data:image/png;base64,{base64_of(each)}" for each in (LIGHT, DARK, LIGHT)]),
         "application/json",
@@ -441,6 +475,22 @@ def test_a_hostile_image_is_refused_in_one_line(served: Running, name: str) -> N
     assert (status, list(found)) == (400, ["error"])
     assert reason in found["error"]
     assert "\n" not in found["error"]
+
+
+def test_the_limit_of_pixels_is_an_option(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A phone has 48 million."""
+    monkeypatch.setattr(images, "_limits", {"pixels": images.MAX_PIXELS})
+    large = encoded(np.zeros((5_000, 6_000, 3), np.uint8), "JPEG")
+    write_task_model(tmp_path, "classify")
+    for options, status in (({}, 400), ({"max_pixels": 30_000_000}, 200)):
+        with dk.serve(tmp_path / "classify.onnx", grpc_port=None, threads=1, **options) as server:
+            connection = http.client.HTTPConnection(urlsplit(server.url).netloc)
+            connection.request("POST", "/v2/models/classify/predict", large)
+            with connection.getresponse() as reply:
+                answer = reply.read().decode()
+            connection.close()
+            assert reply.status == status
+            assert status == 200 or "`max_pixels`" in answer
 
 
 @pytest.mark.parametrize("name", REFUSED_TEXTS)

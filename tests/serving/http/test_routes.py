@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import logging
 import re
 from collections.abc import Callable
@@ -273,6 +274,14 @@ def test_scrapes_that_wait_share_one_that_began_after_them() -> None:
         assert not later.jobs
 
     asyncio.run(main())
+
+
+def test_metrics_are_compressed_for_a_client_that_takes_it(server: Running) -> None:
+    plain = server.ask("GET", "/metrics")
+    packed = server.ask("GET", "/metrics", Accept_Encoding="gzip")
+    assert packed.headers["content-encoding"] == "gzip"
+    assert len(packed.body) < len(plain.body) / 4
+    assert gzip.decompress(packed.body).startswith(plain.body[:100])
 
 
 def test_a_scrape_that_cannot_start_is_refused_and_the_next_one_tried() -> None:

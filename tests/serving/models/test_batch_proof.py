@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, Unsupported
 from deploykit.core.evidence import RowIndependence
 from deploykit.engines.batching import prove_rows
 from deploykit.engines.engine import load
@@ -115,6 +115,29 @@ def test_a_model_that_is_assumed_to_be_batched_is_batched(tmp_path: Path) -> Non
         assert repository.find("m").max_batch == 32
     with served(similarity(), tmp_path, assume_batched=True) as repository:  # [N,N] is never split
         assert repository.find("m").max_batch == 0
+
+
+def test_an_output_without_a_shape_is_answered_with_its_own(tmp_path: Path) -> None:
+    """ONNX Runtime calls it a scalar: it was the error of an engine that returns another shape."""
+    nodes = [
+        onnx.helper.make_node("NonZero", ["x"], ["places"]),
+        onnx.helper.make_node("Transpose", ["places"], ["where"]),
+        onnx.helper.make_node("GatherND", ["x", "where"], ["y"]),
+    ]
+    model = make(nodes, {"x": ROW}, {"y": ("K",)}, {})
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    del model.graph.value_info[:]
+    with served(model, tmp_path) as repository:
+        x = np.array([[1, 0, 2, 0], [0, 0, 0, 3]], np.float32)
+        assert answer(repository, x).tolist() == [1, 2, 3]
+
+
+def test_an_input_without_a_shape_is_refused_by_name(tmp_path: Path) -> None:
+    model = linear()
+    model.graph.input[0].type.tensor_type.ClearField("shape")
+    with pytest.raises(Unsupported, match="the input 'x' has no shape") as refused:
+        load(save(model, tmp_path / "m.onnx"), "cpu")
+    assert "a name" in (refused.value.hint or "")
 
 
 class Counting(FakeEngine):

@@ -145,6 +145,18 @@ def test_queued_samples_are_limited_by_their_bytes(
         assert value(shadow, "dropped_total") == 0
 
 
+def test_long_strings_count_with_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadow_module, "QUEUE_BYTES", 10_000)
+    engine = GatedEngine()
+    engine.warm = True
+    texts = np.array([["x" * 3000]], object)
+    with shadowed(engine) as shadow:
+        for _ in range(9):
+            shadow.record_run(run_of(answered(texts, texts)))
+        assert value(shadow, "dropped_total") >= 6
+        engine.gate.set()
+
+
 def test_a_sample_is_a_copy(eventually: Eventually) -> None:
     """The request's buffers may be reused after its answer."""
     engine = GatedEngine()

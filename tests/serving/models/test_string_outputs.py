@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
+from deploykit.core.errors import Unsupported
 from deploykit.engines.engine import load
 from tests.support.serving.grpc_cases import serving
 from tests.support.serving.running import Running, running
@@ -70,3 +71,22 @@ def test_labels_are_answered_over_grpc(tmp_path: Path) -> None:
     path = write_classifier(tmp_path / "m.onnx")
     with load(path, "cpu") as engine, serving({"m": engine}) as server:
         assert label(grpc, server.port) == labels_of(X[:5])
+
+
+def test_the_probabilities_of_zipmap_are_refused_with_the_way_to_write_them(tmp_path: Path) -> None:
+    import onnx
+
+    model = onnx.load(write_classifier(tmp_path / "m.onnx"))
+    names = {"classlabels_strings": ["setosa", "versicolor", "virginica"]}
+    scores = model.graph.output[1].name
+    zipped = onnx.helper.make_node("ZipMap", [scores], ["maps"], domain="ai.onnx.ml", **names)
+    model.graph.node.append(zipped)
+    kind = onnx.TypeProto()
+    kind.sequence_type.elem_type.map_type.key_type = onnx.TensorProto.STRING
+    value = kind.sequence_type.elem_type.map_type.value_type.tensor_type
+    value.elem_type = onnx.TensorProto.FLOAT
+    model.graph.output[1].CopyFrom(onnx.helper.make_value_info("maps", kind))
+    onnx.save(model, tmp_path / "zip.onnx")
+    with pytest.raises(Unsupported) as refused:
+        load(tmp_path / "zip.onnx", "cpu")
+    assert "options={'zipmap': False}" in (refused.value.hint or "")

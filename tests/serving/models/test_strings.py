@@ -56,7 +56,7 @@ def test_the_strings_of_a_batch_are_bounded(width: int, batches: list[int]) -> N
     runner = Runner(engine, "m", join, Splitter(engine.outputs, joined=True), monotonic_us)  # type: ignore[arg-type]
     array = np.full((1, width), "a", object)
     requests = [Pending({"x": array}, 1, KEY, lambda _: None, 0, 0, 0) for _ in range(4)]
-    assert runner.finish(runner.start(requests), []) == [None] * 4
+    assert runner.finish(runner.start(requests, 0), []) == [None] * 4
     assert rows == batches
     assert all(request.outputs["y"].shape == (1, width) for request in requests)
 

@@ -13,7 +13,7 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
-from deploykit.core.errors import BadInput, Expired
+from deploykit.core.errors import BadInput, Expired, Overloaded
 from deploykit.serving.batching.queue import BatchRun, Pending
 from deploykit.serving.observe.metrics import STAGES, ModelMetrics
 from deploykit.serving.observe.prometheus import Histogram, Sample
@@ -120,7 +120,9 @@ def test_batch_wait_seconds_sums_the_idle_times() -> None:
 
 def test_failures_have_tritons_reasons() -> None:
     metrics = ModelMetrics("m", "1")
-    metrics.record_refusal()
+    refused = pending()
+    refused.error = Overloaded("full")
+    metrics.record_refusal(refused)
     late, broken = pending(), pending()
     late.error, broken.error = Expired("late"), BadInput("no")
     metrics.record_failure(late, 2000)

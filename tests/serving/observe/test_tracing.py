@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from deploykit.core.errors import BadInput, Expired
-from deploykit.serving.batching.queue import BatchRun, Pending
+from deploykit.core.errors import BadInput, Expired, Overloaded
+from deploykit.serving.batching.batcher import Batcher
+from deploykit.serving.batching.queue import BatchPolicy, BatchRun, Pending
 from deploykit.serving.observe.tracing import QUEUE_REQUESTS, Tracer
 from tests.support.fake_engine import FakeEngine
-from tests.support.serving.running import WAIT_S, infer_json, running
+from tests.support.serving.loops import KEY, row
+from tests.support.serving.running import WAIT_S, GatedEngine, infer_json, running
 
 pytest.importorskip("opentelemetry.sdk", reason="opentelemetry is not installed")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -33,6 +35,7 @@ class Collector(http.server.ThreadingHTTPServer):
         self.paths: list[str] = []
         self.spans: list[Any] = []
         self.services: set[str] = set()
+        self.attributes: dict[str, str] = {}
         self.status = 200
         self._thread = threading.Thread(target=self.serve_forever, args=(0.01,))
         self._thread.start()
@@ -57,6 +60,7 @@ class Post(http.server.BaseHTTPRequestHandler):
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             names = {each.key: each.value.string_value for each in resource.resource.attributes}
             self.server.services.add(names["service.name"])
+            self.server.attributes |= names
             for scope in resource.scope_spans:
                 self.server.spans += scope.spans
         self.server.paths.append(self.path)
@@ -118,6 +122,61 @@ def test_a_request_is_a_span_with_a_child_for_each_stage(collector: Collector) -
     other = next(span for span in spans if span.name == "infer m" and span != root)
     assert other.parent_span_id == b""
     assert other.trace_id not in (root.trace_id, bytes(16))
+
+
+def test_the_standard_variables_name_the_service_and_its_attributes(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "shop")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test,service.name=no")
+    sent(collector, lambda tracer: tracer.watch("m").record_run(run(pending())))
+    assert collector.services == {"shop"}
+    assert collector.attributes["deployment.environment"] == "test"
+    assert collector.attributes["service.version"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "rows"),
+    [
+        (b'{"id":"a7",' + infer_json([1, 2, 3, 4], [1, 4])[1:], 200, 1),
+        (b'{"id":"a7",' + infer_json([1, 2, 3], [1, 3])[1:], 400, 0),
+        (b"{", 400, 0),
+    ],
+    ids=["answered", "refused", "unreadable"],
+)
+def test_a_request_over_http_is_traced_with_its_id_refused_ones_too(
+    collector: Collector, body: bytes, status: int, rows: int
+) -> None:
+    with running() as server, Tracer(collector.url) as tracer:
+        server.server.repository.models["m"].watch(tracer.watch("m"))
+        trace = {"traceparent": f"00-{TRACE}-{SPAN}-01"}
+        assert server.ask("POST", "/v2/models/m/infer", body, **trace).status == status
+    (root,) = [span for span in collector.spans if span.parent_span_id.hex() == SPAN]
+    attributes = {each.key: each.value for each in root.attributes}
+    assert attributes["deploykit.rows"].int_value == rows
+    assert (root.status.code == 2) is (status != 200)
+    if status == 200:
+        assert attributes["request.id"].string_value == "a7"
+
+
+def test_a_request_that_finds_a_full_queue_is_traced(collector: Collector) -> None:
+    def request(trace: str | None = None) -> Pending:
+        never_us = 1 << 60
+        return Pending(row(1), 1, KEY, lambda _: None, 0, never_us, never_us, trace=trace)
+
+    engine = GatedEngine()
+    with Tracer(collector.url) as tracer:
+        policy = BatchPolicy(queue=1)
+        with Batcher([engine], policy, name="m", watchers=[tracer.watch("m")]) as batcher:
+            engine.warm = True
+            batcher.submit(request())
+            assert engine.entered.acquire(timeout=WAIT_S)
+            batcher.submit(request())
+            with pytest.raises(Overloaded):
+                batcher.submit(request(f"00-{TRACE}-{SPAN}-01"))
+            engine.gate.set()
+    (root,) = [span for span in collector.spans if span.parent_span_id.hex() == SPAN]
+    assert "the queue of model 'm' is full" in root.status.message
 
 
 def test_a_trace_that_the_client_does_not_sample_is_not_exported(collector: Collector) -> None:

@@ -162,6 +162,7 @@ def test_an_encoded_answer_is_read_by_protobuf() -> None:
     streamed = MESSAGES["ModelStreamInferResponse"].FromString(
         b"".join(infer.wrap_in_stream(parts))
     )
+    response.parameters["triton_final_response"].bool_param = True
     assert streamed.infer_response == response
 
 

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
-from deploykit.engines.oip.protobuf import DESCRIPTORS, MESSAGES, message_from
+from deploykit.engines.oip.protobuf import DESCRIPTORS, FILES, MESSAGES, message_from
 from tests.support.serving.grpc_cases import serving
 
 triton = pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
 from tritonclient.grpc import model_config_pb2, service_pb2  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
-INFERENCE = sorted(name for name in MESSAGES if not name.startswith("Health"))
+(_SERVICE,) = (file for file in FILES if file.package == "inference")
+INFERENCE = sorted(message.name for message in _SERVICE.message_type)
 
 
 def tritons(name: str) -> Any:

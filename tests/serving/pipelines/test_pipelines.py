@@ -102,7 +102,7 @@ def test_tritonclient_asks_a_pipeline_over_http_as_over_grpc(tiles: Client) -> N
         (b"data", "multipart/form-data", 400, "has no boundary"),
         (b"data", "multipart/form-data; boundary=XX", 400, "does not begin with the boundary"),
         (b"paeg=x", "application/x-www-form-urlencoded", 400, "has 1 fields, one 'page' is"),
-        (b"a", "text/plain; charset=klingon", 415, "the charset 'klingon' is not known"),
+        (b"a", "text/plain; charset=klingon", 415, "the charset 'klingon' is not offered"),
         (TWO_FIELDS, "multipart/form-data; boundary=XX", 400, "has 2 fields, one 'page' is"),
     ],
 )

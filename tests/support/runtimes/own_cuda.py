@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from deploykit.engines.cuda.errors import CODES
-from deploykit.engines.cuda.execution import Shape
+from deploykit.engines.cuda.execution import Shape, byte_count
 from scripts.nvidia import fetch
 from tests.support.installed import needs
 
@@ -326,3 +326,26 @@ class Affine:
     def close(self) -> None:
         assert not self.closed
         self.closed = True
+
+
+class Copy:
+    """Work: y = x, by a copy on the device."""
+
+    def __init__(self, cuda: CudaDevice, _stream: int, _scratch: int) -> None:
+        self.cuda = cuda
+
+    def shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape | None]:
+        self.nbytes = byte_count("float32", inputs["x"])
+        return {"y": inputs["x"]}
+
+    def bind(self, addresses: Mapping[str, int]) -> None:
+        self.addresses = dict(addresses)
+
+    def enqueue(self, stream: int) -> None:
+        y, x = self.addresses["y"], self.addresses["x"]
+        self.cuda._all("cuMemcpyDtoDAsync", y, x, self.nbytes, stream)
+
+    def late(self, name: str) -> tuple[int, Shape]:
+        raise AssertionError(name)
+
+    def close(self) -> None: ...

@@ -1,0 +1,152 @@
+"""Slow links: a client may take any time that moves bytes, over HTTP and gRPC, up and down.
+
+A download at 150 kB/s was cut after 30 s as a truncated 200, and an upload answered 408.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from deploykit.serving.http.connection import HttpConnection
+from deploykit.serving.http2.connection import DATA, HEADERS, PREFACE, SETTINGS, frame
+from deploykit.serving.options import ServeOptions
+from deploykit.serving.server import Server
+from deploykit.serving.transport.listener import LEAST_BYTES_S
+from tests.support.fake_engine import FakeEngine
+from tests.support.serving.wired import Wire, Wired, block
+
+SIZE = 4 << 20
+STEP_S = 10.0
+STEADY, SLOW = 2 * LEAST_BYTES_S, LEAST_BYTES_S // 8  # bytes/s
+
+
+class Link:
+    """A client whose bytes move at `bytes_s`. `ended`: the server has given it up."""
+
+    ended = False
+
+    def move(self, size: int) -> None:
+        """Let so many bytes pass, and so much time that they need at the rate in use."""
+
+
+class HttpLink(Link):
+    def __init__(self, server: Server) -> None:
+        self.listener, self.wire = server._listener, Wire()
+        self.listener.turns._scheduled, self.listener.turns.clock_s = True, lambda: 0.0
+        self.connection = HttpConnection(self.listener)
+        self.connection.connection_made(self.wire)
+
+    def feed(self, data: bytes) -> None:
+        while data:
+            into = self.connection.get_buffer(-1)
+            into[: len(data)] = data[: len(into)]
+            self.connection.buffer_updated(min(len(into), len(data)))
+            data = data[len(into) :]
+
+    def tick(self) -> None:
+        self.listener.tick(self.listener.now_s + STEP_S)
+
+    @property
+    def ended(self) -> bool:  # type: ignore[override]
+        return self.wire.closed or b" 408 " in self.wire.out
+
+
+class Upload(HttpLink):
+    def __init__(self, server: Server, head: bytes) -> None:
+        super().__init__(server)
+        self.feed(head)
+
+    def move(self, size: int) -> None:
+        self.feed(b" " * size)
+        self.tick()
+
+
+class Chunks(Upload):
+    def move(self, size: int) -> None:
+        self.feed(b"%x\r\n%s\r\n" % (size, b" " * size) if size else b"")
+        self.tick()
+
+
+class Download(HttpLink):
+    def __init__(self, server: Server) -> None:
+        super().__init__(server)
+        self.left = SIZE
+        self.wire.get_write_buffer_size = lambda: self.left  # type: ignore[method-assign]
+        self.connection.pause_writing()
+
+    def move(self, size: int) -> None:
+        self.left -= size
+        self.tick()
+
+
+class GrpcUpload(Link):
+    def __init__(self) -> None:
+        self.wired = Wired(max_bytes=SIZE)
+        self.wired.feed(PREFACE + frame(SETTINGS, 0, 0))
+        self.wired.feed(frame(HEADERS, 4, 1, block(path="/echo")))
+        self.wired.feed(frame(DATA, 0, 1, b"\0" + SIZE.to_bytes(4, "big")))
+
+    def move(self, size: int) -> None:
+        self.wired.feed(frame(DATA, 0, 1, bytes(size)[: 1 << 14]))
+        for at in range(1 << 14, size, 1 << 14):
+            self.wired.feed(frame(DATA, 0, 1, bytes(min(1 << 14, size - at))))
+        self.wired.tick(STEP_S)
+
+    @property
+    def ended(self) -> bool:  # type: ignore[override]
+        return b"came too slowly" in self.wired.wire.out
+
+
+@pytest.fixture(params=["upload", "chunks", "download", "gRPC upload"])
+def link(request: pytest.FixtureRequest) -> Iterator[Callable[[], Link]]:
+    server = Server({"m": FakeEngine()}, ServeOptions(http_port=0))
+    sized = f"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: {SIZE}\r\n\r\n".encode()
+    chunked = sized.replace(f"Content-Length: {SIZE}".encode(), b"Transfer-Encoding: chunked")
+    opened: list[Link] = []
+    kinds: dict[str, Callable[[], Link]] = {
+        "upload": lambda: Upload(server, sized),
+        "chunks": lambda: Chunks(server, chunked),
+        "download": lambda: Download(server),
+        "gRPC upload": GrpcUpload,
+    }
+
+    def make() -> Link:
+        opened.append(kinds[request.param]())
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        if isinstance(each, GrpcUpload):
+            each.wired.close()
+    server.repository.close(drain=False)
+    server._offload.close()
+    server._release()
+
+
+def test_a_steady_link_is_not_cut_and_one_that_pauses_or_drips_is(link: Callable[[], Link]) -> None:
+    steady = link()
+    for _ in range(20):  # 200 s
+        steady.move(int(STEADY * STEP_S))
+        assert not steady.ended
+    pauses = 0
+    while not steady.ended:
+        steady.move(0)
+        pauses += 1
+    assert 3 <= pauses <= 4  # 30 s
+    dripping = link()
+    for _ in range(5):
+        dripping.move(int(SLOW * STEP_S))
+    assert dripping.ended
+
+
+def test_the_pause_is_an_option() -> None:
+    server = Server(
+        {"m": FakeEngine()}, ServeOptions(http_port=0, grpc_port=0, stall_s=5, idle_s=9)
+    )
+    for limits in (server._listener.limits, server._grpc.limits):
+        assert (limits.stall_s, limits.idle_s) == (5, 9)
+    server.repository.close(drain=False)
+    server._offload.close()
+    server._release()
