@@ -25,7 +25,8 @@ colour off. `deploykit --install-completion` sets up completion for your shell.
 
 Each option of `serve` is also a key of the file that `serve --config` or `boot --serve-config`
 names, and an environment variable that begins with `DEPLOYKIT_`. A flag overrides a
-variable, a variable the file, the file the default. An unknown key is an error.
+variable, a variable the file, the file the default. An unknown key is an error, a variable
+with an unknown name a warning.
 
 ```toml
 engine = ["mnist=model.int8.onnx"]

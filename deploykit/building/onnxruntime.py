@@ -55,12 +55,11 @@ def build(path: Path, out: Path) -> dict[str, str]:
                     disabled_optimizers=SLOWER_ON_CPU,
                 )
         except BadInput as exc:  # ONNX Runtime does not report a full disk as such
-            need, free = path.stat().st_size, shutil.disk_usage(out.parent).free
-            if "serialization failed" not in str(exc.__cause__) or free > need:
+            if "serialization failed" not in str(exc.__cause__):
                 raise
-            raise Unsupported(
-                f"{out}: no space left on the disk: about {need:,} bytes are needed"
-            ) from exc
+            need, free = path.stat().st_size, shutil.disk_usage(out.parent).free
+            why = "cannot be written" if free > need else "no space left on the disk"
+            raise Unsupported(f"{out}: {why}: about {need:,} bytes are needed") from exc
     del weights
     return {
         "runtime": f"onnxruntime {ort.__version__}",

@@ -37,6 +37,7 @@ from deploykit.evaluation.artefacts import (
     span,
 )
 from deploykit.evaluation.parity import (
+    Feeds,
     compare_engines,
     comparison_feeds,
     feeds_at_sizes,
@@ -58,7 +59,6 @@ from deploykit.quantization.job import (
 from deploykit.quantization.quantize import keep_if_passed, write_graph
 
 if TYPE_CHECKING:
-    from deploykit.evaluation.parity import Feeds
     from deploykit.quantization.calibrate import Range
 
 

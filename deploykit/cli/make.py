@@ -156,7 +156,7 @@ Model:
         a checkpoint of your own recipe, the recipe's file
 --input SPEC           'NAME:DTYPE[AXES]' for each input, such as 'image:float32[N,3,224,224]'.
         A number is a fixed size; a letter is an axis of any size: N is the batch, other
-        letters or names (T, H, W) are yours to choose
+        letters or names (T, H, W) are yours to choose; T<=512 has a largest size
 --batch dynamic|N      Size of the batch axis; dynamic is any
 --allow-pickle         Run code that the file contains. Only if you trust it
 Exporter:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _IN_FULL = 3  # more targets than this get one line each
 _HINTS = 5
-_MUCH = 0.5  # share of a core
+_MUCH, _LEAST = 0.5, 0.005  # share of a core, and of the operations
 _ENDS = ("limit", "memory", "fits", "joules at most")  # the last columns
 
 
@@ -70,19 +70,21 @@ def lines(result: Planned) -> list[Part]:
         f"{result.parameters:,} weights in {size(result.weight_bytes)}" + f"; {axes}" * bool(axes),
         "",
     ]
+    answers = [line for target in result.targets for line in _answers(target, result)]
+    found += [*answers, ""] if answers else []
     if len(result.targets) <= _IN_FULL:
         for target in result.targets:
             found += [*_in_full(target), ""]
     else:
         found += [_overview(result), ""]
-    found += [line for target in result.targets for line in _answers(target, result)]
+    hints = [each for each in result.hints if each.share >= _LEAST]
     found += [
         f"hint: {each.node} ({each.operator}) has {each.size} {each.what}: a multiple of "
         f"{each.multiple} fills Tensor Cores in {each.precision}; {each.share:.0%} of operations"
-        for each in result.hints[:_HINTS]
+        for each in hints[:_HINTS]
     ]
-    if len(result.hints) > _HINTS:
-        found.append(f"hint: {len(result.hints) - _HINTS} more nodes like these: see --json")
+    if len(hints) > _HINTS:
+        found.append(f"hint: {len(hints) - _HINTS} more nodes like these: see --json")
     return found + [f"note: {text}" for text in result.notes]
 
 
@@ -127,10 +129,10 @@ def _overview(result: Planned) -> Table:
                 size(most.memory_bytes),
                 _fits(most),
                 figure(most.joules),
-                "" if target.checked else "not yet checked",
+                "",
             )
         )
-    header = ("profile", "precision", "ms (batch)", "inferences/s (batch)", *_ENDS, "")
+    header = ("profile", "precision", "ms (batch)", "inferences/s (batch)", *_ENDS, "why not")
     return Table("", header, rows, (0, 1, 8))
 
 

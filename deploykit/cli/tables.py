@@ -103,6 +103,7 @@ def rate(value: float | None, unit: float, name: str) -> str:
 
 UNKNOWN = "not known"
 _LAYERS, _LONGEST = 10, 48  # number of layers shown, characters of their names
+_FITS = 8  # most profiles shown
 
 
 def made(result: Made) -> list[Part]:
@@ -254,7 +255,10 @@ def inspection(result: Inspection) -> list[Part]:
     if result.manifest and result.manifest.task:
         lines.append("  task       " + purpose(result.manifest.task))
     if result.fits:
-        lines.append("  fits       " + ", ".join(result.fits) + " (by precision; not tried there)")
+        others = len(result.fits) - _FITS
+        more = f" and {others} more, see --json" if others > 0 else ""
+        named = ", ".join(result.fits[:_FITS]) + more
+        lines.append(f"  fits       {named} (by precision; not tried there)")
     manifest = result.manifest
     if manifest is None:
         lines.append("  manifest   none: where it comes from is not known")
@@ -350,9 +354,9 @@ def _rate(value: Interval) -> str:
 
 
 def report(result: Report, folder: Path) -> list[Part]:
-    doubtful = [each for each in result.points if each.marks or each.label in result.wrong]
-    if len(doubtful) == len(result.points) and not result.wrong:
-        doubtful = []  # a sentence says it of all
+    marked = [each for each in result.points if each.marks and not result.invalid]
+    marked = marked if len(marked) < len(result.points) else []  # else a sentence says it of all
+    doubtful = marked + [each for each in result.points if each.label in result.wrong]
     rows = [
         (
             "✗ " * (point in doubtful) + point.label,

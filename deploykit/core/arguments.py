@@ -39,7 +39,8 @@ def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         known = signature(function).parameters  # Python itself refuses other names
-        kinds = _types(function, [name for name in known if name in function.__annotations__])
+        names = [*list(known)[: len(args)], *(str(name) for name in kwargs)]
+        kinds = _types(function, [name for name in names if name in known])
 
         def whole(name: str, value: object) -> Any:
             kind = kinds.get(name)

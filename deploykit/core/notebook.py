@@ -53,6 +53,8 @@ def _short(value: Any) -> str:
         kinds = sorted({type(each).__name__ for each in value})
         plain = len(value) <= _ITEMS and all(map(_is_plain, value))
         return repr(value) if plain else f"<{len(value)} {' or '.join(kinds)}>"
+    if hasattr(value, "ndim"):  # an array or a tensor
+        return f"<{value.dtype} {list(value.shape)}>"
     if dataclasses.is_dataclass(value) and not _is_plain(value):
         return f"<{type(value).__name__}>"
     return repr(value)
@@ -73,8 +75,10 @@ def _is_interval(value: Any) -> bool:
 
 def _text(value: Any) -> str:
     """Return a fact as one cell; "" for what is empty, or a table of its own."""
-    if value is None or value == "":
-        return ""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if hasattr(value, "ndim"):  # an array or a tensor
+        return f"{value.dtype} {list(value.shape)}"
     if _is_interval(value):
         return f"{value.value:.4g} ({value.low:.4g} to {value.high:.4g})"
     if isinstance(value, bool):

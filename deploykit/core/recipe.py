@@ -16,12 +16,13 @@ from typing import Any
 from deploykit.core import files as resources
 from deploykit.core.errors import BadInput, NotFound, did_you_mean
 from deploykit.core.json_value import Record
+from deploykit.core.notebook import Shown
 from deploykit.core.task import ImageInput, Preprocess
 from deploykit.core.tensors import TensorSpec
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(Shown):
     """Labelled samples: `inputs` by name, each of shape (samples, ...); `labels` (samples,)."""
 
     inputs: Mapping[str, Any]
@@ -29,7 +30,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Splits:
+class Splits(Shown):
     """Training, calibration and test data without common samples; `source`: their origin.
 
     `classes`: the names of the labels 0, 1, … `skipped`: files that could not be read, with the
@@ -50,7 +51,7 @@ class Splits:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(Shown):
     """A model's builder, and its data, loss and metric for training and testing.
 
     `build(**splits.build_with)` gives a torch module with fresh weights; `data(path or None)` the

@@ -16,8 +16,8 @@ from typing import Any
 from deploykit.core.extras import require
 from deploykit.core.files import StrPath
 from deploykit.serving.hosted import Answered, Asked, HostedApp
-from deploykit.serving.opening import open_engines
 from deploykit.serving.options import ServeOptions
+from deploykit.serving.serve import open_engines
 
 serve = require("ray.serve")
 ray_exceptions = require("ray.exceptions")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     import torch
 
     from deploykit.engines.torch.loaded import Loaded
-    from deploykit.exporting.load import DynamicAxes, Tensors
+    from deploykit.exporting.load import Tensors
     from deploykit.exporting.onnx import Exported
 
 
@@ -55,7 +55,7 @@ def export(
     arch: str | None = None,
     inputs: Sequence[str] = (),
     batch: str | int = "dynamic",
-    dynamic_axes: DynamicAxes | None = None,
+    dynamic_axes: Mapping[str, Mapping[int, str]] | None = None,
     opset: int | None = None,
     profile: str | None = None,
     preprocess: str | None = None,

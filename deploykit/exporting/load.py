@@ -107,7 +107,7 @@ def open_source(
 def _without_most(text: str, most: dict[str, int]) -> str:
     """Return `text` with "T" in place of each "T<=32", and keep that size in `most`.
 
-    Raises BadInput for a size that is no number of 2 or more, or differs from an earlier one.
+    Raises BadInput for a size that is not a number of 2 or more, or differs from an earlier one.
     """
 
     def keep(match: re.Match[str]) -> str:

@@ -31,7 +31,7 @@ def probe_outside(
 ) -> tuple[str, ...]:
     """Return a note for each kind of input on which the graph does not answer as the model does.
 
-    `usual`: inputs that the model takes. Where the model refuses the others, nothing is said.
+    `usual`: inputs that the model takes. Inputs that the model itself refuses are left out.
     """
     notes: dict[str, str] = {}
     for kind, what, feeds in _unusual(reference.inputs, usual):
@@ -51,7 +51,9 @@ def without_hidden_rows(
     specs: Sequence[TensorSpec], feeds: Sequence[Mapping[str, np.ndarray]]
 ) -> list[Mapping[str, np.ndarray]] | None:
     """Return the feeds without the rows that a mask hides as a whole; None if there are none."""
-    hiding = [spec for spec in _masks(specs) if spec.batched and "float" not in spec.dtype]
+    hiding = [spec for spec in _masks(specs) if "float" not in spec.dtype]
+    if not all(spec.batched for spec in specs):
+        return None
     seen: list[Mapping[str, np.ndarray]] = []
     found = False
     for each in feeds:
@@ -62,13 +64,12 @@ def without_hidden_rows(
         found |= not keep.all()
         if keep.any():
             seen.append({name: array[keep] for name, array in each.items()})
-    return seen if found and seen and all(spec.batched for spec in specs) else None
+    return seen if found and seen else None
 
 
 def _masks(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    named = (spec for spec in specs if "float" in spec.dtype or "int" in spec.dtype)
-    masks = [spec for spec in named if "mask" in spec.name.lower()]
-    return masks + [spec for spec in specs if spec.dtype == "bool" and len(spec.shape) > 1]
+    rows = [spec for spec in specs if len(spec.shape) > 1]
+    return [spec for spec in rows if "mask" in spec.name.lower() or spec.dtype == "bool"]
 
 
 def _hides(spec: TensorSpec) -> bool:
@@ -80,40 +81,26 @@ def _unusual(
     specs: Sequence[TensorSpec], usual: Mapping[str, np.ndarray]
 ) -> Iterator[tuple[str, str, dict[str, np.ndarray]]]:
     """Yield inputs with their kind, of which the first difference is enough, and their name."""
-    arrays = {spec.name: usual[spec.name] for spec in specs}
-    arrays = {
-        spec.name: arrays[spec.name][:_ROWS] if spec.batched else arrays[spec.name]
-        for spec in specs
-    }
+    batched = {spec.name for spec in specs if spec.batched}
+    arrays = {n: array[:_ROWS] if n in batched else array for n, array in usual.items()}
     masks = _masks(specs)
     floats = [spec for spec in specs if "float" in spec.dtype and spec not in masks]
     for size in _LARGE if floats else ():
-        random = np.random.default_rng(0)
-        made = {
-            spec.name: random.uniform(-size, size, arrays[spec.name].shape).astype(
-                arrays[spec.name].dtype
-            )
-            for spec in floats
-        }
+        random, made = np.random.default_rng(0), {}
+        for spec in floats:
+            values = random.uniform(-size, size, arrays[spec.name].shape)
+            made[spec.name] = np.asarray(values, arrays[spec.name].dtype)
         yield "large", f"values of up to {size:g}", {**arrays, **made}
-    for spec in specs:
-        if spec.dtype == "bool":
-            for value in (True, False):
-                made = {spec.name: np.full_like(arrays[spec.name], value)}
-                yield (
-                    spec.name,
-                    f"'{spec.name}' {str(value).lower()} everywhere",
-                    {**arrays, **made},
-                )
-    for spec in masks:
-        if "float" not in spec.dtype:
-            hidden = arrays[spec.name].copy()
-            hidden[:1] = _hides(spec)
-            yield (
-                f"{spec.name} hides",
-                f"a row that '{spec.name}' hides as a whole",
-                {**arrays, spec.name: hidden},
-            )
+    for spec in (each for each in specs if each.dtype == "bool"):
+        for value in (True, False):
+            made = {spec.name: np.full_like(arrays[spec.name], value)}
+            what = f"'{spec.name}' {str(value).lower()} everywhere"
+            yield spec.name, what, {**arrays, **made}
+    for spec in (each for each in masks if "float" not in each.dtype):
+        hidden = arrays[spec.name].copy()
+        hidden[:1] = _hides(spec)
+        what = f"a row that '{spec.name}' hides as a whole"
+        yield f"{spec.name} hides", what, {**arrays, spec.name: hidden}
 
 
 def _difference(reference: TorchEngine, exported: Engine, feeds: Mapping[str, np.ndarray]) -> str:

@@ -24,6 +24,7 @@ from deploykit.loadtest.http import (
     NotHttpError,
     Tensor,
     Wire,
+    as_bytes,
     raw_bytes,
 )
 from deploykit.loadtest.schedule import NO_ANSWER, WRONG
@@ -34,20 +35,16 @@ SERVICE = "/inference.GRPCInferenceService/"
 # gRPC code -> HTTP status; others are a 500
 _STATUSES = {4: 504, 5: 404, 7: 403, 8: 429, 14: 503, 16: 401}
 _STATUSES |= dict.fromkeys((3, 9, 11, 12), 400)
-# name of a tensor's datatype in the protocol -> the field of its typed contents, and their dtype
-_CONTENTS: Mapping[str, tuple[str, str]] = {
-    "BOOL": ("bool_contents", "bool"),
-    "UINT8": ("uint_contents", "uint8"),
-    "UINT16": ("uint_contents", "uint16"),
-    "UINT32": ("uint_contents", "uint32"),
-    "UINT64": ("uint64_contents", "uint64"),
-    "INT8": ("int_contents", "int8"),
-    "INT16": ("int_contents", "int16"),
-    "INT32": ("int_contents", "int32"),
-    "INT64": ("int64_contents", "int64"),
-    "FP32": ("fp32_contents", "float32"),
-    "FP64": ("fp64_contents", "float64"),
-    "BYTES": ("bytes_contents", "object"),
+# datatype of a tensor -> the field of its typed contents
+_CONTENTS: Mapping[str, str] = {
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    "UINT64": "uint64_contents",
+    "INT64": "int64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
 }
 _DATA, _HEADERS, _RST, _SETTINGS, _PUSH, _PING, _GOAWAY, _WINDOW, _CONTINUATION = (
     *range(2),
@@ -267,9 +264,10 @@ def infer_request(model: str, tensors: Sequence[Tensor], *, raw: bool = True) ->
     for name, datatype, array in tensors:
         item = request.inputs.add(name=name, datatype=datatype, shape=array.shape)
         if raw:
-            request.raw_input_contents.append(raw_bytes(array))
+            request.raw_input_contents.append(raw_bytes(datatype, array))
         elif datatype in _CONTENTS:
-            getattr(item.contents, _CONTENTS[datatype][0]).extend(array.ravel().tolist())
+            values = map(as_bytes, array.flat) if datatype == "BYTES" else array.ravel().tolist()
+            getattr(item.contents, _CONTENTS[datatype]).extend(values)
         else:
             raise BadInput(f"{name}: a {datatype} has no typed contents in the protocol")
     return call_of(request.SerializeToString())
@@ -306,7 +304,7 @@ def read_message(message: bytes) -> tuple[Outputs, int]:
 
 def _typed(output: Message, count: int) -> list[Any]:
     """Return the typed contents of an output. Raises WrongAnswerError for another number."""
-    field, _ = _CONTENTS.get(output.datatype, ("", ""))
+    field = _CONTENTS.get(output.datatype)
     values = list(getattr(output.contents, field)) if field else []
     if len(values) != count:
         raise WrongAnswerError(f"an answer with {len(values)} values of {output.name}, not {count}")

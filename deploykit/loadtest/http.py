@@ -211,7 +211,7 @@ def infer_body(tensors: Sequence[Tensor], *, binary: bool) -> tuple[dict[str, st
         except ValueError as exc:
             raise BadInput("the inputs hold NaN or infinity, which JSON cannot") from exc
         return {"Content-Type": "application/json"}, text.encode()
-    raws = [raw_bytes(array) for _, _, array in tensors]
+    raws = [raw_bytes(datatype, array) for _, datatype, array in tensors]
     items: list[dict[str, Any]] = [
         {
             "name": name,
@@ -229,15 +229,21 @@ def infer_body(tensors: Sequence[Tensor], *, binary: bool) -> tuple[dict[str, st
     return fields, b"".join([head, *raws])
 
 
-def raw_bytes(array: np.ndarray) -> bytes:
-    """Return a tensor as the protocol's bytes; an element of an object array is bytes."""
-    if array.dtype.hasobject:
-        return b"".join(len(each).to_bytes(LENGTH_BYTES, "little") + each for each in array.flat)
-    return np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
+def raw_bytes(datatype: str, array: np.ndarray) -> bytes:
+    """Return a tensor as the protocol's bytes; BF16 are the upper halves of float32."""
+    if datatype == "BYTES":
+        items = map(as_bytes, array.flat)
+        return b"".join(len(each).to_bytes(LENGTH_BYTES, "little") + each for each in items)
+    raw = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return (raw.view("<u2")[..., 1::2] if datatype == "BF16" else raw).tobytes()
+
+
+def as_bytes(item: object) -> bytes:
+    return item if isinstance(item, bytes) else str(item).encode()
 
 
 def _json(array: np.ndarray) -> list[Any]:
     if array.dtype.hasobject:
-        return [each.decode("utf-8", "replace") for each in array.flat]
+        return [as_bytes(each).decode("utf-8", "replace") for each in array.flat]
     values: list[Any] = array.ravel().tolist()
     return values

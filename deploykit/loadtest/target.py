@@ -14,7 +14,7 @@ import numpy as np
 
 from deploykit.core.errors import BadInput, NotFound
 from deploykit.core.files import check_readable
-from deploykit.core.tensors import BATCH, DTYPE_BYTES, PROTOCOL_NAMES, TensorSpec
+from deploykit.core.tensors import BATCH, PROTOCOL_NAMES, TensorSpec
 from deploykit.engines.data.samples import Samples, random_feeds, read_npz, read_samples
 from deploykit.loadtest import http
 from deploykit.loadtest.check import AnswerCheck, BodyCheck, Expected, one_line
@@ -29,8 +29,7 @@ OUTPUTS = "outputs/"  # prefix of names in golden samples
 VARIANTS = 8  # different inputs, so that the server cannot answer from a cache
 MOST_BYTES = 64 << 20  # of all distinct requests together; one is always made
 MOST_BODIES = 256  # distinct requests without tensors
-_DTYPES = {PROTOCOL_NAMES[dtype]: dtype for dtype in DTYPE_BYTES if dtype != "bfloat16"}
-_DTYPES["BYTES"] = "string"  # for items only
+_DTYPES = {name: dtype for dtype, name in PROTOCOL_NAMES.items()}
 _TYPES = {
     **dict.fromkeys((".jpg", ".jpeg"), "image/jpeg"),
     ".png": "image/png",
@@ -267,6 +266,11 @@ def make_requests(
     if text or (files and data is None):
         raise BadInput(f"{remote} has no task, so it takes only tensors")
     samples, expected = None, None
+    if not remote.inputs:
+        raise BadInput(
+            f"{remote}: the server names no inputs of the model",
+            hint="its settings do, as MLServer's model-settings.json: inputs",
+        )
     if data is not None:
         samples = read_samples(data, remote.inputs)
     elif expect is not None:
@@ -369,9 +373,6 @@ def make_feeds(
     Raises BadInput when `batch` is above 1 and the model has no batch axis, and what
     `free_axis_sizes` raises.
     """
-    for spec in remote.inputs:
-        if spec.dtype == "string":
-            raise BadInput(f"{remote}: no random values can be made for {spec.name}, a BYTES")
     if batch > 1 and not any(spec.batched for spec in remote.inputs):
         raise BadInput(f"{remote} has no batch axis: batch {batch} is not 1")
     if samples is not None and axes:
@@ -381,19 +382,14 @@ def make_feeds(
     def make(number: int) -> Mapping[str, np.ndarray]:
         if samples is None:
             return random_feeds(remote.inputs, sizes, seed + number)
-        return _rows_of(samples.inputs, number, samples.batching(batch, remote.inputs)[0])
+        size, _ = samples.batching(batch, remote.inputs)
+        return samples.rows(np.arange(number * size, (number + 1) * size) % len(samples))
 
     feeds = [make(0)]
     each_bytes = sum(array.nbytes for array in feeds[0].values())
     while len(feeds) < VARIANTS and each_bytes * (len(feeds) + 1) <= MOST_BYTES:
         feeds.append(make(len(feeds)))
     return feeds
-
-
-def _rows_of(arrays: Mapping[str, np.ndarray], number: int, size: int) -> dict[str, np.ndarray]:
-    """Return the rows of request `number`; after the last row the first follows."""
-    rows = range(number * size, (number + 1) * size)
-    return {name: array.take(rows, axis=0, mode="wrap") for name, array in arrays.items()}
 
 
 def read_expected(
@@ -409,5 +405,6 @@ def read_expected(
             hint="golden samples do: arrays outputs/NAME in the FILE.golden.npz next to a model",
         )
     size, _ = samples.batching(batch, remote.inputs)
-    answers = [_rows_of(outputs, number, size) for number in range(VARIANTS)]
+    rows = [np.arange(number * size, (number + 1) * size) for number in range(VARIANTS)]
+    answers = [{n: a.take(each, 0, mode="wrap") for n, a in outputs.items()} for each in rows]
     return samples, Expected(answers, max_error)

@@ -416,20 +416,27 @@ _HALVES = {
 }
 
 
+def lacking_in(to: str, runtime: str) -> frozenset[str]:
+    """Return the operators that `runtime` has in float32 and not in `to`."""
+    return NO_BFLOAT16 if (to, runtime) == ("bf16", "tensorrt") else frozenset()
+
+
 def to_half(
     source: Graph,
     to: str = "fp16",
     ranges: Mapping[str, Range] | None = None,
     *,
     keep_float32: Collection[str] = (),
+    runtime: str = "tensorrt",
 ) -> tuple[Graph, tuple[str, ...]]:
     """Return the graph in `to`, "fp16" or "bf16", and the nodes that the guard kept in float32.
 
     In float16 a node stays float32 if a tensor or weight that it reads or writes came above half of
     65504, or would become 0 as a whole (an epsilon of 1e-12); without `ranges` only weights are
     looked at. A Q/DQ node stays float32 if its scale loses more than an INT8 step does. So do,
-    without being named, nodes in `keep_float32`, operators that ONNX does not define for the type,
-    bodies of If and Loop, arithmetic of indices and lengths, and nodes that decode boxes. For
+    without being named, nodes in `keep_float32`, operators that ONNX does not define for the type
+    or that `runtime` does not take in it, bodies of If and Loop, arithmetic of indices and lengths,
+    and nodes that decode boxes. For
     bfloat16 the newest definition counts: TensorRT takes a bfloat16 Conv in any opset, ONNX defines
     it from 22 on. A model with pairs is raised to opset 19 for their scales. `source` is left as it
     is. Raises BadInput if it computes nothing in float32, something in a half type already, or
@@ -439,6 +446,7 @@ def to_half(
     editor = Editor(source)
     check_opset(editor.model, to)
     types = dict(source.element_types)
+    lacking = lacking_in(to, runtime)
     for other in _HALVES.values():
         if other.kind in types.values():
             raise BadInput(
@@ -470,7 +478,7 @@ def to_half(
     kept = tuple(node.name for node in editor.graph.node if node.name in guarded)
     writer = _Writer(editor, types, half, ranges)
     for node in editor.graph.node:
-        inputs, outputs = _half_places(node, editor.model, types, half)
+        inputs, outputs = _half_places(node, editor.model, types, half, lacking)
         if node.name in stay or not (inputs or outputs):
             writer.add_float32(node)
         else:
@@ -569,13 +577,15 @@ class _Writer:
 
 
 def _half_places(
-    node: onnx.NodeProto, model: onnx.ModelProto, types: Mapping[str, int], half: _Half
+    node: onnx.NodeProto,
+    model: onnx.ModelProto,
+    types: Mapping[str, int],
+    half: _Half,
+    lacking: frozenset[str],
 ) -> tuple[set[int], set[int]]:
     """The float32 inputs and outputs of `node`, by place, that its schema allows to be half."""
     nothing: tuple[set[int], set[int]] = set(), set()
-    if half.kind == TensorProto.BFLOAT16 and node.op_type in NO_BFLOAT16:
-        return nothing
-    if node.op_type in _FLOAT32_OPERATORS or node.domain not in ("", "ai.onnx"):
+    if node.op_type in _FLOAT32_OPERATORS | lacking or node.domain not in ("", "ai.onnx"):
         return nothing
     if any(True for _ in subgraphs(node)) or any(
         name and name not in types for name in (*node.input, *node.output)

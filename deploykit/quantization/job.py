@@ -44,6 +44,7 @@ from deploykit.evaluation.parity import (
 from deploykit.evaluation.simulate import open_graph, round_halves, runs_graphs
 from deploykit.evaluation.statistics import samples_to_show_no_drop
 from deploykit.graph.graph import Graph, opset
+from deploykit.quantization.half_precision import lacking_in
 from deploykit.quantization.opset import needed_opset, with_opset
 
 if TYPE_CHECKING:
@@ -129,6 +130,11 @@ class Job:
         )
         half = to if BY_NAME[to].writer == CAST else other_nodes
         notes = []
+        found = {node.op_type for node in converted.model.graph.node}
+        if lacking := sorted(found & lacking_in(half, self.request.runtime)):
+            notes.append(
+                f"kept in float32, as TensorRT does not take them in {half}: {', '.join(lacking)}"
+            )
         if narrow := without_kernel(scales.graph, self.request.runtime, to):
             notes.append(narrow)
         if kept:

@@ -71,7 +71,9 @@ def convert(
     """
     precision, ranges = BY_NAME[to], calibration.ranges if calibration else None
     if precision.writer == CAST:
-        return half_precision.to_half(source, to, ranges, keep_float32=keep_float32)
+        return half_precision.to_half(
+            source, to, ranges, keep_float32=keep_float32, runtime=runtime
+        )
     if precision.writer == WEIGHTS:
         typed = weights.to_weight_only(source, to)
     elif precision.writer == DYNAMIC:
@@ -84,7 +86,7 @@ def convert(
         typed = qdq.to_pairs(source, calibration, to, runtime=runtime, keep_float32=keep_float32)
     if other_nodes == "fp32":
         return typed, ()
-    return half_precision.to_half(typed, other_nodes, ranges)
+    return half_precision.to_half(typed, other_nodes, ranges, runtime=runtime)
 
 
 def choose_scales(

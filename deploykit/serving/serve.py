@@ -13,24 +13,25 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from socket import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deploykit.core.artefact import Artefact, ArtefactLike
-from deploykit.core.errors import BadInput
+from deploykit.core.errors import BadInput, OutOfMemory, Unsupported
 from deploykit.core.extras import check_installed
 from deploykit.core.files import check_readable
-from deploykit.core.machine import return_large_blocks
+from deploykit.core.machine import return_large_blocks, usable_cores
 from deploykit.core.subprocesses import run_apart
-from deploykit.engines.engine import Engine
+from deploykit.engines.engine import Engine, load
 from deploykit.evaluation.verify import open_proven
 from deploykit.pipelines.pipeline import ServedPipelines, models_to_serve
 from deploykit.serving import processes as multiprocess
+from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.models.reload import Reloader, Source
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.models.shadow import Shadow, check_reference
+from deploykit.serving.models.warmup import WarmUp
 from deploykit.serving.observe import logs
 from deploykit.serving.observe.tracing import Tracer
-from deploykit.serving.opening import check_file, open_engines
 from deploykit.serving.options import Models, ServeOptions, takes
 from deploykit.serving.processes import Workers
 from deploykit.serving.running_server import RunningServer
@@ -82,6 +83,8 @@ def name_shadows(
         shadows = [f"{name}={file}" for name, file in shadows.items()]
     for text in shadows:
         match = _NAMED.fullmatch(text)
+        if match and match["name"] not in models and Path(text).exists():
+            match = None  # as above
         if not match and len(models) > 1:
             raise BadInput(f"`shadows` {text}: of which model?", hint="`shadows` NAME=FILE")
         name = match["name"] if match else "".join(models[:1])
@@ -213,8 +216,8 @@ class _Service:
                 models[name] = [remote] * remote.count
             if group.engines is None:  # otherwise the process of the engines does both
                 for name, file in steps.files.items():
-                    load = partial(open_engines, file, settings, shared)
-                    sources[name] = Source(file, load, partial(check_file, device=settings.device))
+                    again = partial(open_engines, file, settings, shared)
+                    sources[name] = Source(file, again, partial(check_file, device=settings.device))
                 self._open(sources, models, shadows, group, stack)
             self._check_pad(models)
             live = {} if group.runs_engines else steps.live(models)
@@ -294,3 +297,45 @@ def _files_by_name(models: Models) -> dict[str, Path]:
         return {name: Path(file) for name, file in models.items()}
     several = [models] if isinstance(models, (str, os.PathLike, Artefact)) else models
     return name_models([str(each) for each in several])
+
+
+def open_engines(file: Path, options: ServeOptions, shared: Path | None = None) -> Sequence[Engine]:
+    """Open the engines of a model. `shared`: see `load`."""
+    threads, count = options.threads, options.instances
+    if threads is None and count > 1:
+        threads = max(1, usable_cores() // count)
+    artefact = Artefact.open(file)
+    artefact.sha256  # noqa: B018 - hashed now: later the file may be another one
+    opened = partial(open_proven, artefact, threads=threads, instances=count, shared=shared)
+    try:
+        return opened(options.device, trust=options.trust, cuda_graphs=options.graph_sizes)
+    except Unsupported as exc:
+        cuda = options.device.startswith("cuda")
+        if not (options.cpu_fallback and cuda and artefact.format == "onnx"):
+            raise
+        engines: list[Any] = opened("cpu")
+        note = f"runs on the CPU, not on {options.device}: {exc.message}"
+        for engine in engines:
+            engine.notes = (*engine.notes, note)
+        log.warning("%s: %s", file, note)
+        return engines
+
+
+def check_file(file: Path, device: str) -> None:
+    """Open `file` and run it once on the CPU; only check the hash of a file that needs a GPU.
+
+    A second copy might not fit on the GPU.
+    """
+    artefact = Artefact.open(file)
+    artefact.manifest  # noqa: B018 - raises if the manifest describes another file
+    if not artefact.runtime.on_cpu:
+        return
+    try:
+        engine = load(artefact, "cpu", threads=1)
+    except OutOfMemory:
+        raise
+    except Unsupported:
+        if device == "cpu":
+            raise
+    else:
+        WarmUp(file.name, engine, monotonic_us, max_batch=0).run()

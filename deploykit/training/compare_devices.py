@@ -400,7 +400,8 @@ def conclude(table: Any) -> list[str]:
         first += f"{cpu.precision} at batch {cpu.batch}: {work} {run.value:.3g} s. "
         found = [f"{first}GPU: not measured, {absent}."]
     elif measured:
-        return ["The machine was too busy: the interval of every rate holds 0. Measure it again."]
+        gpu = f" GPU: not measured, {absent}." * bool(absent)
+        return [f"The machine was too busy: the interval of every rate holds 0. Repeat it.{gpu}"]
     else:
         return [f"Nothing could be measured: {absent}."]
     for each in table.crossovers:

@@ -308,6 +308,8 @@ def make_augmentation(recipe: Recipe, split: Split, device: torch.device) -> Aug
     return Augmentation(change, places[0], device)
 
 
+CPU = torch.device("cpu")
+LIMITING = 0.1  # the share of the time from which on the loader is called the limit
 # inputs in the recipe's order, labels, and the share of the whole batch's samples that they are
 Batch = tuple[list[torch.Tensor], torch.Tensor, float]
 
@@ -318,6 +320,7 @@ class Batches:
     Each of the processes of `group` gets its part of every batch; one that would get none computes
     on a sample whose share is 0, as all take part in each step. `augmentation`: the random numbers
     of a sample are the same whoever makes its batch. `workers`: threads that make the next ones.
+    `note`: where augmentation runs, and why; `times_ms`: of a batch, on each processor timed.
     """
 
     def __init__(
@@ -337,6 +340,7 @@ class Batches:
             if needed > torch.cuda.mem_get_info(there)[0] / 2:
                 there = CPU
         self.inputs, self.labels = tensors(split, there)
+        self.note, self.times_ms = "", dict[str, float]()
         self.device, self.batch_size = device, batch_size
         self.augmentation, self.workers = augmentation, workers
         self.shuffle = torch.Generator().manual_seed(seed)
@@ -349,6 +353,23 @@ class Batches:
         A tensor on the device "cuda" reports "cuda:0", which is not equal to "cuda".
         """
         return self.labels.device.type == "cpu" and self.device.type != "cpu"
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures for the manifest."""
+        found: dict[str, Any] = {"workers": self.workers, "augment": None}
+        if (own := self.augmentation) is not None:
+            found |= {"augment": own.describe(), "augment_on": own.device.type}
+        return found | {f"augment_{on}_ms": round(ms, 4) for on, ms in self.times_ms.items()}
+
+    def conclude(self, share: float) -> list[str]:
+        """Say what a run waited for: it spent `share` of the time waiting for its batches."""
+        if self.copied and self.augmentation is None:
+            self.note = "the data take more than half of the GPU's memory: each batch is copied"
+        waited = f"the steps waited for data in {share:.1%} of the time"
+        if share >= LIMITING:
+            cure = "; more cores would make batches ahead" if self.workers else ""
+            waited = f"the data loader was the limit: {share:.0%} of the time{cure}"
+        return [each for each in (self.note, waited) if each]
 
     def __len__(self) -> int:
         return -(-len(self.labels) // self.batch_size)
@@ -396,43 +417,6 @@ def tensors(split: Split, device: torch.device) -> tuple[list[torch.Tensor], tor
     return inputs, labels
 
 
-CPU = torch.device("cpu")
-LIMITING = 0.1  # the share of the time from which on the loader is called the limit
-
-
-@dataclass
-class Loader:
-    """The batches of a run; `note` says where augmentation runs, "" without any.
-
-    `cpu_ms`, `gpu_ms`: a batch made there, where both were timed.
-    """
-
-    batches: Batches
-    note: str = ""
-    cpu_ms: float | None = None
-    gpu_ms: float | None = None
-
-    def figures(self) -> dict[str, Any]:
-        """Return the figures for the manifest."""
-        augmentation = self.batches.augmentation
-        found: dict[str, Any] = {"workers": self.batches.workers, "augment": None}
-        if augmentation is not None:
-            found |= {"augment": augmentation.describe(), "augment_on": augmentation.device.type}
-        times = {"augment_cpu_ms": self.cpu_ms, "augment_gpu_ms": self.gpu_ms}
-        return found | {name: round(ms, 4) for name, ms in times.items() if ms is not None}
-
-    def conclude(self, share: float) -> list[str]:
-        """Say what a run waited for: it spent `share` of the time waiting for its batches."""
-        if self.batches.copied and self.batches.augmentation is None:
-            self.note = "the data take more than half of the GPU's memory: each batch is copied"
-        if share < LIMITING:
-            waited = f"the steps waited for data in {share:.1%} of the time"
-        else:
-            cure = "; more cores would make batches ahead" if self.batches.workers else ""
-            waited = f"the data loader was the limit: {share:.0%} of the time{cure}"
-        return [each for each in (self.note, waited) if each]
-
-
 def make_batches(
     recipe: Recipe,
     train: Split,
@@ -450,33 +434,33 @@ def make_batches(
     return Batches(train, settings.device, settings.batch_size, seed, group, augmentation, workers)
 
 
-def make_loader(recipe: Recipe, train: Split, settings: Settings, group: Processes) -> Loader:
+def choose_batches(recipe: Recipe, train: Split, settings: Settings, group: Processes) -> Batches:
     """Make the batches of a run, augmented on the faster processor. Raises BadInput."""
     if not settings.augment:
-        return Loader(make_batches(recipe, train, settings, group))
+        return make_batches(recipe, train, settings, group)
     on_cpu = make_batches(recipe, train, settings, group, CPU)
+    on_cpu.note = "augmentation runs on the CPU, as the training does"
     if settings.device.type == "cpu":
-        return Loader(on_cpu, "augmentation runs on the CPU, as the training does")
-    try:
-        on_gpu = make_batches(recipe, train, settings, group, settings.device)
-    except OutOfMemory as exc:
-        return Loader(on_cpu, f"augmentation runs on the CPU: {exc.message}")
-    return _faster(on_cpu, on_gpu)
+        return on_cpu
+    return faster(on_cpu, lambda: make_batches(recipe, train, settings, group, settings.device))
 
 
-def _faster(on_cpu: Batches, on_gpu: Batches) -> Loader:
+def faster(on_cpu: Batches, make_on_gpu: Callable[[], Batches]) -> Batches:
     """Return the one that makes batches in less time. Not yet run on a GPU."""
-    cpu_ms = time_batches(on_cpu)
+    times_ms = {"cpu": time_batches(on_cpu)}
     try:
-        gpu_ms = time_batches(on_gpu)
+        on_gpu = make_on_gpu()
+        times_ms["gpu"] = time_batches(on_gpu)
     except OutOfMemory as exc:
-        return Loader(on_cpu, f"augmentation runs on the CPU: {exc.message}", cpu_ms)
-    batches, where, ms, other_ms = on_cpu, "CPU", cpu_ms, gpu_ms
-    if gpu_ms < cpu_ms:
-        batches, where, ms, other_ms = on_gpu, "GPU", gpu_ms, cpu_ms
-    other = f"{other_ms:.3g} ms on the {'CPU' if where == 'GPU' else 'GPU'}"
-    note = f"augmentation runs on the {where}: {ms:.3g} ms per batch against {other}"
-    return Loader(batches, note, cpu_ms, gpu_ms)
+        on_cpu.note = f"augmentation runs on the CPU: {exc.message}"
+        on_cpu.times_ms = times_ms
+        return on_cpu
+    where, other = sorted(times_ms, key=times_ms.__getitem__)
+    found = on_gpu if where == "gpu" else on_cpu
+    found.times_ms, against = times_ms, f"{times_ms[other]:.3g} ms on the {other.upper()}"
+    where_ms = f"{where.upper()}: {times_ms[where]:.3g} ms per batch"
+    found.note = f"augmentation runs on the {where_ms} against {against}"
+    return found
 
 
 def time_batches(batches: Batches) -> float:

@@ -32,7 +32,7 @@ from deploykit.engines.torch.open import save_whole
 from deploykit.engines.torch.weights import copy_weights, list_names
 from deploykit.evaluation.artefacts import Progress, no_progress
 from deploykit.training.checks import check_outputs, check_recipe, check_splits
-from deploykit.training.data import make_loader, tensors
+from deploykit.training.data import choose_batches, tensors
 from deploykit.training.distributed import Processes, measure_scaling, parallel, whole_state
 from deploykit.training.options import (
     Settings,
@@ -491,8 +491,7 @@ class Run:
         if self.backbone is not None and options.unfreeze is None:
             self.frozen = freeze(module, recipe, train, splits.calibration, device)
             run, train = self.frozen.head, self.frozen.train
-        self.loader = make_loader(recipe, train, settings, group)
-        self.batches = self.loader.batches
+        self.batches = choose_batches(recipe, train, settings, group)
         run = parallel(run, group, device, shard=options.fsdp)
         run = torch.compile(run) if options.compile else run
         torch.manual_seed(options.seed + group.rank)  # for dropout: each process draws its own
@@ -526,7 +525,7 @@ class Run:
             "learning_rate": recipe.learning_rate,
             "unfreeze": options.unfreeze,
             "processes": group.size,
-            "augment": self.loader.figures()["augment"],
+            "augment": self.batches.figures()["augment"],
             "classes": list(splits.classes),
             "image": splits.image.to_dict() if splits.image else None,
             "preprocess": recipe.preprocess.to_dict() if recipe.preprocess else None,
@@ -555,8 +554,8 @@ class Run:
             if state is not None:
                 self._restore(state)
                 self.notes.append(f"went on after epoch {len(self.history)}: {options.checkpoint}")
-        if self.loader.note:
-            on_progress(self.loader.note, 0.0)
+        if self.batches.note:
+            on_progress(self.batches.note, 0.0)
         try:
             while len(self.history) < self.settings.epochs and not self._stalled():
                 self._train_epoch(on_progress)
@@ -680,7 +679,7 @@ class Run:
                 f"loss scaling skipped {self.stepper.skipped} of {self.stepper.tried} steps, whose "
                 "float16 gradients overflowed"
             )
-        self.notes += self.loader.conclude(self.loader_share())
+        self.notes += self.batches.conclude(self.loader_share())
 
     def loader_share(self) -> float:
         """Return the share of the time of all epochs in which the steps waited for data."""
@@ -756,7 +755,7 @@ class Run:
             "samples_per_s": round(samples * len(self.history) / max(self.seconds, 1e-9), 1),
             "skipped_steps": self.stepper.skipped,
             "loader_share": round(self.loader_share(), 4),
-            **self.loader.figures(),
+            **self.batches.figures(),
             "final_loss": self.history[-1]["loss"] if self.history else None,
             "data": self.splits.source,
             **({"classes": list(self.splits.classes)} if self.splits.classes else {}),

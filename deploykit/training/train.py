@@ -140,6 +140,7 @@ def train(
                     chosen.inputs,
                     chosen.outputs,
                     splits,
+                    preprocess=chosen.preprocess,
                     on_written=describe,
                 )
             for place, split in zip(places, (splits.calibration, splits.test), strict=False):

@@ -55,7 +55,7 @@ def test_no_server_is_exit_1(run: Run) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["ftp://x", "8000", "http://", "http://x:port", "http://x/v2", "http://a b"],
+    ["ftp://x", "8000", "http://", "http://x:port", "http://a b"],
 )
 def test_what_is_not_a_servers_url_is_exit_2(run: Run, url: str) -> None:
     ran = run("health", url)

@@ -165,7 +165,7 @@ def test_a_file_of_a_folder_of_data_is_an_input(run: Run, here: Path) -> None:
         (("export", "w.pt"), "x.pt"),
         (("quantize", MODEL, "--to", "fp16"), "x.npz"),
         (("train", "mnist-cnn"), "x.onnx"),
-        (("predict", MODEL, DATA), "x.csv"),
+        (("predict", MODEL, DATA), "x.onnx"),
     ],
 )
 def test_a_name_of_another_kind_of_file_is_refused(

@@ -149,8 +149,8 @@ def ran_by_shell(
 )
 def test_an_output_that_takes_nothing_is_one_error_line(words: list[object]) -> None:
     ran = ran_by_shell("{} > /dev/full", words)
-    assert ran.returncode == 2
-    assert ran.stderr.startswith("error: No space left")
+    assert ran.returncode == 3
+    assert ran.stderr.startswith("error: no space left")
     assert ran.stderr.count("\n") == 1
 
 

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.tensors import parse_spec  # noqa: E402
+from deploykit.engines.data.examples import Example  # noqa: E402
 from deploykit.engines.torch.files import (  # noqa: E402
     absent,
     module_errors,
@@ -71,7 +72,7 @@ def test_a_model_that_lacks_an_operator_s_kernel_names_it() -> None:
     module, specs = Twice(), [parse_spec("x:float32[N,3]")]
     adapter = adapt(module, binding(module, ["x"])[0], 1)
     with pytest.raises(BadInput, match="the operator deploykit_test::twice of the library"):
-        describe("m", adapter, specs)
+        describe("m", adapter, specs, Example())
     with pytest.raises(BadInput, match="the operator deploykit_test::twice"), module_errors("m"):
         module(torch.zeros(1, 3))
 
@@ -99,7 +100,7 @@ def test_an_output_whose_size_follows_the_data_has_a_free_axis() -> None:
 
     module = Picks()
     adapter = adapt(module, binding(module, ["x"])[0], 1)
-    outputs, *_ = describe("m", adapter, [parse_spec("x:float32[30,4]")])
+    outputs = describe("m", adapter, [parse_spec("x:float32[30,4]")], Example()).outputs
     assert [str(each) for each in outputs] == [
         "output_0:float32[30,4]",
         "output_1:float32[output_1_0,4]",

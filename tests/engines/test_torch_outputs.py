@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deploykit.core.errors import BadInput  # noqa: E402
 from deploykit.core.tensors import parse_spec  # noqa: E402
+from deploykit.engines.data.examples import Example  # noqa: E402
 from deploykit.engines.torch.loaded import Loaded  # noqa: E402
 from deploykit.engines.torch.open import load_module  # noqa: E402
 from deploykit.engines.torch.outputs import (  # noqa: E402
@@ -59,7 +60,7 @@ def specs(function: Callable[..., Any], *inputs: str) -> list[str]:
     wanted = [parse_spec(text) for text in inputs]
     module = Function(function)
     adapter = adapt(module, binding(module, [spec.name for spec in wanted])[0], len(wanted))
-    return [str(spec) for spec in describe("m", adapter, wanted)[0]]
+    return [str(spec) for spec in describe("m", adapter, wanted, Example()).outputs]
 
 
 T = torch.zeros(1)
@@ -332,5 +333,5 @@ def test_a_model_that_does_not_take_its_inputs_says_what_may_be_wrong(
     module, inputs = Takes(), [parse_spec(text) for text in specs]
     adapter = adapt(module, binding(module, [spec.name for spec in inputs])[0], len(inputs))
     with pytest.raises(BadInput, match="the model does not take") as caught:
-        describe("m", adapter, inputs)
+        describe("m", adapter, inputs, Example())
     assert (hint in str(caught.value.hint)) if hint else caught.value.hint is None

@@ -400,7 +400,7 @@ def test_an_evaluation_is_written_as_json_whole() -> None:
         (0.5, 0.4, ("y",), False),
     ],
 )
-def test_a_map_of_shares_that_finds_nothing_is_not_judged_by_its_noise(
+def test_shares_that_find_nothing_do_not_fail_by_their_noise(
     largest: float, noise: float, shares: tuple[str, ...], passes: bool
 ) -> None:
     a = Function(lambda x: {"y": np.full_like(x, largest)})

@@ -102,7 +102,7 @@ def test_a_server_that_refuses_the_first_request_is_loaded_all_the_same() -> Non
     ("tensor", "message"),
     [
         ({"name": "ids", "datatype": "INT64", "shape": [-1, -1]}, "axis1 has no size"),
-        ({"name": "text", "datatype": "BYTES", "shape": [-1]}, "text, a BYTES"),
+        ({"name": "text", "datatype": "TEXT", "shape": [-1]}, "text, TEXT"),
         ({"name": "x", "datatype": "FP32", "shape": [1, 4]}, "no batch axis"),
         ({"name": "x", "datatype": "FP32", "shape": ["N"]}, "not an Open Inference"),
         ({"datatype": "FP32", "shape": [1]}, "not an Open Inference"),

@@ -12,7 +12,6 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.loadtest.load import load_test
-from tests.serving.conftest import pem  # noqa: F401 - a fixture
 from tests.support.fake_engine import FakeEngine
 from tests.support.measure.loads import at_least, load
 from tests.support.serving.running import Running, running
@@ -25,7 +24,7 @@ TOKEN = "a-token-of-sixteen-or-more"
 
 
 @pytest.fixture
-def secured(pem: tuple[Path, Path]) -> Iterator[Running]:  # noqa: F811
+def secured(pem: tuple[Path, Path]) -> Iterator[Running]:
     options = {"token": TOKEN, "tls_cert": pem[0], "tls_key": pem[1], "grpc_port": 0}
     with running({"m": FakeEngine()}, **options) as server:
         yield server
@@ -39,7 +38,7 @@ def urls(server: Running) -> tuple[str, str]:
 @pytest.mark.parametrize("options", [{"concurrency": 3}, {"rate": 60.0}], ids=str)
 def test_a_server_with_tls_and_a_token_is_loaded(
     secured: Running,
-    pem: tuple[Path, Path],  # noqa: F811
+    pem: tuple[Path, Path],
     way: int,
     options: dict[str, Any],
 ) -> None:
@@ -55,7 +54,7 @@ def test_a_server_with_tls_and_a_token_is_loaded(
     assert TOKEN not in json.dumps(result.to_dict())
 
 
-def test_large_requests_and_answers_pass_tls(pem: tuple[Path, Path]) -> None:  # noqa: F811
+def test_large_requests_and_answers_pass_tls(pem: tuple[Path, Path]) -> None:
     wide = FakeEngine(width=200_000)
     with running({"m": wide}, tls_cert=pem[0], tls_key=pem[1], grpc_port=0) as server:
         for url in urls(server):
@@ -66,7 +65,7 @@ def test_large_requests_and_answers_pass_tls(pem: tuple[Path, Path]) -> None:  #
 @pytest.mark.parametrize("way", [0, 1], ids=["https", "grpcs"])
 def test_what_a_secured_server_lacks_is_named(
     secured: Running,
-    pem: tuple[Path, Path],  # noqa: F811
+    pem: tuple[Path, Path],
     way: int,
 ) -> None:
     url = urls(secured)[way]
@@ -114,6 +113,28 @@ def test_a_server_that_declares_no_binary_tensors_gets_json() -> None:
     values = np.array(item["data"], np.float32)
     assert values.shape == (12,)
     assert np.abs(values).max() > 0
+
+
+@pytest.mark.parametrize("extensions", [(), ("binary_tensor_data",)], ids=["JSON", "bytes"])
+@pytest.mark.parametrize("datatype", ["BYTES", "BOOL", "BF16", "FP16", "INT64"])
+def test_every_datatype_is_sent(datatype: str, extensions: tuple[str, ...]) -> None:
+    tensors = [{"name": "x", "datatype": datatype, "shape": [-1, 3]}]
+    server = StandIn(inputs=tensors, extensions=extensions)
+    with server.running() as url:
+        assert load(url, server.bodies, batch=2, **QUICK).ok > 0
+    head, raw = server.bodies[0]
+    (item,) = head["inputs"]  # type: ignore[misc]
+    assert (item["datatype"], item["shape"]) == (datatype, [2, 3])
+    if extensions:
+        assert len(raw) == 6 * {"BYTES": 4 + 1, "BOOL": 1, "INT64": 8}.get(datatype, 2)
+    else:
+        kinds = {"BYTES": str, "BOOL": bool, "INT64": int}
+        assert {type(each) for each in item["data"]} == {kinds.get(datatype, float)}
+
+
+def test_a_server_that_names_no_inputs_is_named() -> None:
+    with StandIn(inputs=()).running() as url, pytest.raises(BadInput, match="names no inputs"):
+        load_test(url, **QUICK)
 
 
 def test_a_server_that_fails_on_the_form_it_declares_gets_the_other() -> None:

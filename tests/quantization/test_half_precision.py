@@ -9,6 +9,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+import deploykit as dk
 from deploykit.core.errors import BadInput
 from deploykit.engines.data.samples import Samples
 from deploykit.engines.engine import load
@@ -205,6 +206,19 @@ def test_an_operator_that_tensorrt_lacks_in_bfloat16_stays_float32_there_alone(
     kept = {"bf16": {"bfloat16": 1, "float32": 1}, "fp16": {"float16": 2}}
     for to, precision in kept.items():
         assert summarise(to_half(model, to)[0]).precision == precision
+
+
+def test_what_tensorrt_lacks_in_bfloat16_is_named_and_openvino_gets_it(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Relu", ["x"], ["r"], name="relu"),
+        helper.make_node("HardSwish", ["r"], ["y"], name="own"),
+    ]
+    path = save(make(nodes, {"x": ("N", 4)}, {"y": ("N", 4)}, {}), tmp_path / "m.onnx")
+    for runtime, precision in (("tensorrt", 1), ("openvino", 2)):
+        made = dk.quantize(path, to="bf16", runtime=runtime, out=tmp_path / f"{runtime}.onnx")
+        assert made.manifest.precision["bfloat16"] == precision
+        kept = [each for each in made.notes if "does not take them in bf16: HardSwish" in each]
+        assert bool(kept) == (runtime == "tensorrt"), made.notes
 
 
 def int8_linear() -> onnx.ModelProto:

@@ -25,7 +25,9 @@ MODELS = {
     ),
     "softmax": (11, "int8", {}, CONV + "y = Softmax<axis = 1>(c)", "N,4,6,6", 13),
     "upsample": (9, "int8", {}, CONV + 'y = Upsample<mode = "nearest">(c, U)', "N,4,12,12", 13),
-    "maximum": (15, "fp8", {}, CONV + "y = ReduceMax<axes = [2, 3], keepdims = 0>(c)", "N,4", 19),
+    "maximum": (
+        *(15, "fp8", {}, "f = Flatten(x) m = MatMul(f, L) y = ReduceMax<axes = [1]>(m)", "N,1", 19),
+    ),
     "pairs": (
         *(15, "int8", {"other_nodes": "fp16"}, CONV + "y = ReduceMean<axes = [2]>(c)"),
         *("N,4,1,6", 19),

@@ -110,7 +110,7 @@ def test_an_output_that_is_no_tensor_is_described_and_refused_by_its_name(
         dk.quantize(tmp_path / "m.onnx", to, calib=tmp_path / "c.npz")
 
 
-def test_an_empty_cache_says_nothing_of_a_range_and_is_no_error_elsewhere(tmp_path: Path) -> None:
+def test_an_empty_cache_gives_no_range_and_no_error_elsewhere(tmp_path: Path) -> None:
     """The first step of a decoder."""
     model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
         g (float[N,1,8] x, float[N,P,8] past) => (float[N,1,8] y, float[N,Q,8] present) {

@@ -59,6 +59,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """It runs batches on this thread and does not wait for the next request."""
     monkeypatch.setattr(model, "SPIN_US", 0)
     monkeypatch.setattr(turns, "TURN_S", 60)  # the profiler makes requests slow
+    monkeypatch.setattr(turns, "_SHORT_S", 60)
     found = Server({"m": FakeEngine()}, ServeOptions(http_port=0, grpc_port=0))
     found.repository.models["m"].batcher.inline_max_rows = CLIENTS
     yield found

@@ -172,8 +172,8 @@ def any_model(chance: random.Random) -> bytes:
 def _serve(path: Path) -> None:
     """What `serve` does before the first request."""
     from deploykit.serving.models.repository import ModelRepository
-    from deploykit.serving.opening import open_engines
     from deploykit.serving.options import ServeOptions
+    from deploykit.serving.serve import open_engines
 
     options = ServeOptions(device="cpu", threads=1, max_batch=4)
     engines = open_engines(path, options)

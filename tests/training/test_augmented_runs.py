@@ -265,15 +265,15 @@ def test_the_processor_that_takes_less_time_augments() -> None:
         Batches(SPLITS.train, CPU, 7, 0, None, Augmentation(each, 0, CPU))
         for each in (lambda images, _: images, slow)
     )
-    chosen = loader._faster(fast, heavy)
-    assert chosen.batches is fast
+    chosen = loader.faster(fast, lambda: heavy)
+    assert chosen is fast
     assert chosen.note.startswith("augmentation runs on the CPU: ")
-    assert chosen.cpu_ms < chosen.gpu_ms
-    chosen = loader._faster(heavy, fast)
-    assert chosen.batches is fast
+    assert chosen.times_ms["cpu"] < chosen.times_ms["gpu"]
+    chosen = loader.faster(heavy, lambda: fast)
+    assert chosen is fast
     assert chosen.note.startswith("augmentation runs on the GPU: ")
     full = Batches(SPLITS.train, CPU, 7, 0, None, Augmentation(lacking, 0, CPU))
-    assert "does not fit" in loader._faster(fast, full).note
+    assert "does not fit" in loader.faster(fast, lambda: full).note
 
 
 def test_timing_leaves_the_order_of_the_batches() -> None:

@@ -183,6 +183,21 @@ def test_a_folder_is_answered_into_a_file(
         dk.predict_items(exported.path, [folder], out=tmp_path / f"b.{end}")
 
 
+@pytest.mark.parametrize("mean", ["(0.5, 0.4, 0.3)", "(0.9, 0.9, 0.9)"], ids=["same", "changed"])
+def test_pixels_are_normalised_as_in_training_whatever_the_recipe_says_now(
+    photos: Path, trained: Path, exported: Any, tmp_path: Path, mean: str
+) -> None:
+    text = RECIPE.replace("(0.5, 0.4, 0.3)", mean)
+    (tmp_path / "mine.py").write_text(text)
+    arch, out = str(tmp_path / "mine.py"), tmp_path / "m.onnx"
+    made = dk.export(trained, out=out, arch=arch, task="classify")
+    files = files_of(photos)[:4]
+    answers = [dk.predict_items(each.path, files).answers for each in (made, exported)]
+    assert answers[0] == answers[1]
+    said = any("pixels are normalised as in training" in note for note in made.notes)
+    assert said == (text != RECIPE)
+
+
 def test_options_of_export_win_over_what_the_checkpoint_says(trained: Path, tmp_path: Path) -> None:
     rule = tmp_path / "rule.toml"
     rule.write_text('mean = [0.5, 0.4, 0.3]\nstd = [0.2, 0.2, 0.2]\nresize = "stretch"\n')
@@ -223,6 +238,8 @@ def test_the_manifest_of_a_checkpoint_says_what_it_was_trained_on(trained: Path)
         {"image": [3]},
         {"classes": [1, 2]},
         {"classes": "ab"},
+        {"preprocess": {"name": "x", "mean": [0.5], "std": [0.0]}},
+        {"preprocess": {"name": "x", "mean": "half", "std": [1.0]}},
     ],
     ids=str,
 )

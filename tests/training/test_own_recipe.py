@@ -199,7 +199,7 @@ splits = replace(SPLITS, classes=np.array(["left", "right"]), build_with={"n": n
     ],
     ids=["shared", "chance", "few", "report"],
 )
-def test_what_a_score_does_not_show_is_said(
+def test_a_note_says_what_a_score_does_not_show(
     tmp_path: Path, change: str, body: str, expected: str
 ) -> None:
     made = dk.train(write_recipe(tmp_path, change, body), tmp_path / "m.pt", device="cpu")

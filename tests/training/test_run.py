@@ -269,7 +269,7 @@ def test_parts_of_a_batch_with_batch_norm_are_not_called_the_whole() -> None:
     assert "in 2 parts, and BatchNorm normalises each by itself" in trained.notes[0]
 
 
-def test_half_precision_on_a_cpu_that_has_none_is_said() -> None:
+def test_a_note_says_that_this_cpu_has_no_half_precision() -> None:
     assert (
         "fp16 is much slower on a CPU"
         in run_training(LINE, SPLITS, replace(CPU, amp="fp16")).notes[0]
@@ -312,7 +312,7 @@ class Large(torch.nn.Linear):
     ],
     ids=["step", "score", "no lack"],
 )
-def test_too_little_memory_is_told_from_other_errors(
+def test_too_little_memory_differs_from_other_errors(
     changed: dict[str, Any], error: type[Exception], named: str
 ) -> None:
     with pytest.raises(error, match=named):

@@ -60,8 +60,10 @@ class Example:
                     order = np.arange(count)
                     order = order if floats else np.random.default_rng(seed).permutation(order)
                     order = np.resize(order, size)  # repeated
-                else:  # a mask whose tail is padding still is one, and what rose still rises
-                    order = np.arange(size) * count // size
+                else:  # the ends stay: a mask has the padding that it had, and what rose rises
+                    first, last = -(-min(size, count) // 2), min(size, count) // 2
+                    middle = np.full(max(0, size - count), first - 1)
+                    order = np.r_[:first, middle, count - last : count]
                 array = array.take(order, axis=place)
             steps, before = (steps_counted(spec, specs, each) for each in (sizes, own))
             if steps is not None and before:

@@ -470,7 +470,7 @@ def random_feeds(
         elif (steps := steps_counted(spec, specs, sizes)) is not None:
             feeds[spec.name] = random.integers(1, steps + 1, shape).astype(spec.dtype)
             feeds[spec.name][-1:] = steps
-        elif "mask" in spec.name.lower():
+        elif shape and "mask" in spec.name.lower():
             feeds[spec.name] = found = random.integers(0, 2, shape).astype(spec.dtype)
             found[..., :1] = 1
         elif spec.dtype == "uint8":  # it holds pixels, as ids need a larger type

@@ -172,13 +172,14 @@ def save_checkpoint(
     outputs: Sequence[TensorSpec],
     splits: Splits | None = None,
     *,
+    preprocess: Preprocess | None = None,
     on_written: Callable[[Path], object] = lambda _: None,
 ) -> None:
     """Write weights, the recipe's name and the specs: tensors and strings only, no code.
 
     `splits`: the training data, of which the checkpoint keeps the arguments of the recipe's
-    `build`, the names of the classes, and the conversion of an image to the input. `on_written`
-    gets the temporary file before it replaces `out`.
+    `build`, the names of the classes, and the conversion of an image to the input; `preprocess`
+    normalised its pixels. `on_written` gets the temporary file before it replaces `out`.
     """
     document = {
         "deploykit_checkpoint": CHECKPOINT_VERSION,
@@ -189,6 +190,7 @@ def save_checkpoint(
         "classes": list(splits.classes) if splits else [],
         "image": json_value(splits.image) if splits else None,
         "state_dict": module.state_dict(),
+        **({"preprocess": json_value(preprocess)} if splits else {}),
     }
     save_whole(document, out, on_written)
 
@@ -361,6 +363,15 @@ def _from_checkpoint(
             module = with_torchvision(recipe.sized_for(sizes).build)
     preprocess = recipe.preprocess if recipe else None
     notes = copy_weights(path, module, _weights_of(path, content))
+    if "preprocess" in document:
+        where = f"{path}: is a damaged deploykit checkpoint: its preprocess"
+        stored = from_json(Preprocess | None, document["preprocess"], where)
+        if stored and not (len(stored.mean) == len(stored.std) and min(stored.std, default=0) > 0):
+            raise BadInput(f"{where} has mean {stored.mean} and std {stored.std}")
+        if recipe is not None and stored != preprocess:
+            changed = f"pixels are normalised as in training, {stored}; the recipe has {preprocess}"
+            notes = (*notes, changed)
+        preprocess = stored
     bind, more = binding(module, [spec.name for spec in inputs])
     if preprocess is not None:
         module, bind, more = before(module, inputs, preprocess), by_position, notes[:0]

@@ -170,10 +170,8 @@ def _sizes(weights: Mapping[str, Any]) -> dict[str, Any]:
 
 def common_prefix(names: Iterable[str]) -> str:
     """Return what DataParallel, torch.compile, Lightning or an attribute puts before every name."""
-    first, *others = {name.partition(".")[0] for name in names} or {""}
-    return (
-        f"{first}." if not others and all(name[len(first) :][:1] == "." for name in names) else ""
-    )
+    prefixes = {name.partition(".")[0] + "." * ("." in name) for name in names}
+    return prefixes.pop() if len(prefixes) == 1 and "." in min(prefixes) else ""
 
 
 def preset_of(module: Any, arch: str | None = None, file: Path | None = None) -> Preset | None:

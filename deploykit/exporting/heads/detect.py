@@ -9,7 +9,7 @@ from typing import Any
 
 from deploykit.core.extras import require
 from deploykit.core.task import DETECT
-from deploykit.core.tensors import TensorSpec
+from deploykit.core.tensors import TensorSpec, concrete
 from deploykit.exporting.heads.head import (
     INSIDE,
     AnswerRule,
@@ -21,6 +21,7 @@ from deploykit.exporting.operators import suppress
 
 torch = require("torch")
 
+_MOST_APART = 0.1  # equal scores have no order
 _TORCHVISION = {"boxes", "scores", "labels", "masks", "keypoints", "keypoints_scores"}
 _FIRST_IMAGE = "output_0_"  # prefix of names in the list that torchvision's detectors return
 _NEEDS = (
@@ -66,7 +67,10 @@ def _of_one_output(request: HeadRequest) -> TaskHead:
     final = columns == 6 and classes != 2  # else a box and the scores of two classes
     if rows <= 1000 and (final or (ends and columns >= 6)):  # masks or keypoints come behind
         return _final(request, at, (batch, rows))
-    anchors_last = columns > rows
+    by_library = request.stated == DETECT and rows == 4 + (classes or 0)
+    if rows == columns and not by_library:
+        raise request.misfit(f"{_NEEDS}; as many boxes as columns could be either")
+    anchors_last = by_library or columns > rows
     width, anchors = (rows, columns) if anchors_last else (columns, rows)
     objectness = not anchors_last and (width - (classes or 0) == 5 or not classes)
     first = 5 if objectness else 4
@@ -83,7 +87,31 @@ def _of_one_output(request: HeadRequest) -> TaskHead:
             scores = scores * values[..., 4:5]
         return torch.cat((centre - half, centre + half), -1), scores
 
-    return _suppressed(request, [at], (batch, anchors), count, decode)
+    made = _suppressed(request, [at], (batch, anchors), count, decode)
+    if request.stated == DETECT and request.classes:
+        _check_with_library(request, at, made, count)
+    return made
+
+
+def _check_with_library(request: HeadRequest, at: int, made: TaskHead, count: int) -> None:
+    """Raise BadInput unless Ultralytics' own NMS chooses the same boxes in a random image."""
+    try:
+        library = require("ultralytics.utils.nms").non_max_suppression
+        (spec,) = request.loaded.inputs
+        image = torch.randint(0, 256, concrete(spec, {}), dtype=torch.uint8)
+        with torch.no_grad():
+            raw = request.loaded.module(image)[at]
+            boxes, scores, classes = made.loaded.module(image)
+            (own,) = library(raw, 1e-4, request.iou, max_det=request.boxes, nc=count)
+    except Exception:  # noqa: BLE001 - an older version, or torchvision's operators are missing
+        return
+    here = torch.cat((boxes[0], classes[0].unsqueeze(1)), 1)[scores[0] > 1e-4]
+    width, height = request.size[1], request.size[0]
+    own = torch.cat((own[:, :4].clamp(min=0), own[:, 5:6]), 1)
+    own = own.minimum(torch.tensor([width, height, width, height, count]))
+    apart = torch.cdist(own, here, p=torch.inf)
+    if len(own) and (not len(here) or (apart.min(1).values > 1).float().mean() > _MOST_APART):
+        raise request.misfit("its boxes are not those that Ultralytics' own NMS chooses")
 
 
 def _are_raw_maps(boxes: TensorSpec, others: Sequence[TensorSpec]) -> bool:

@@ -32,6 +32,7 @@ from deploykit.serving.transport.call import JSON, Call, Head, reply_exception, 
 _BOUNDARY = re.compile(rb';\s*boundary=(?:"([^"\r\n]{1,70})"|([^\s;,"]{1,70}))\s*(?:;|$)', re.I)
 _NAME = re.compile(rb';\s*name=(?:"([^"\r\n]*)"|([^\s;"]+))', re.I)
 _HEAD_BYTES = 8 << 10  # the largest head of one part
+_PADDING_BYTES = 64  # of blanks after a boundary
 _WINDOW_BYTES = 1 << 20  # searched at once: a search of all of it would keep other threads waiting
 
 
@@ -44,14 +45,16 @@ def split_parts(body: Bytes, content_type: bytes, most: int) -> list[Field]:
     if match is None:
         raise BadInput("the Content-Type multipart/form-data has no boundary")
     delimiter = b"\r\n--" + (match[1] or match[2])
-    if bytes(body[: len(delimiter) - 2]) != delimiter[2:]:
+    start = (b"\r\n" + bytes(body[:_HEAD_BYTES])).find(delimiter)  # a preamble may come first
+    if start < 0:
         raise BadInput("the body does not begin with the boundary of its Content-Type")
     found: list[Field] = []
-    start = len(delimiter) - 2
+    start += len(delimiter) - 2
     for stop in _places(body, delimiter):
         end = stop + len(delimiter)
-        if bytes(body[end : end + 2]) not in (b"\r\n", b"--"):
-            continue  # the line only begins like the boundary
+        rest = bytes(body[end : end + _PADDING_BYTES]).lstrip(b" \t")
+        if stop < start or not (rest[:2] == b"\r\n" or bytes(body[end : end + 2]) == b"--"):
+            continue  # the first one, or a line that only begins like the boundary
         if len(found) == most:
             raise TooLarge(f"the form has more than {most} fields")
         found.append(_part(body, start, stop))
@@ -174,6 +177,12 @@ def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
     if fields is None:
         return Items([body], several=False)  # the bytes of an image say what it is
     known = (*(_TEXT if text else _IMAGE), "file")
+    for name, charset in fields:
+        if name == "_charset_":  # from a browser, for each string
+            rest = [(each, content) for each, content in fields if each != name]
+            named = b";charset=" + bytes(charset[:40])
+            fields = [(n, compression.to_utf8(c, named) if text else c) for n, c in rest]
+            break
     for name, _ in fields:
         if name.removesuffix("[]") not in known:
             raise BadInput(

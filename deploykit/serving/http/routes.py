@@ -43,7 +43,7 @@ from deploykit.serving.transport.call import (
 from deploykit.serving.transport.security import PREFLIGHT
 from deploykit.serving.web import examples as guide
 from deploykit.serving.web.page import FILES, openapi
-from deploykit.serving.web.status import Samples, Status, since_us, with_history
+from deploykit.serving.web.status import Samples, Status, since_us, write_status
 from deploykit.serving.workers.group import ServerGroup, of_model
 
 PAGE_HEADERS = (  # a page loads nothing from other sites and cannot be framed
@@ -252,7 +252,7 @@ class Routes:
 
     def _status(self, call: Call) -> None:
         def then(result: Result[tuple[dict[str, Any], Samples]]) -> None:
-            reply_with(call, lambda: orjson.dumps(with_history(*result())))
+            reply_with(call, lambda: write_status(*result()))
 
         self.group.collect("status", then, since_us(call.head.target.partition("?")[2]))
 

@@ -3,7 +3,8 @@
 Work waits in a lane with work of about its size, so that a small request never waits for large
 ones. In a lane the client whose work has taken the least time is next (start-time fair queuing;
 Goyal et al., 1996): whatever one client sends, another waits for the work that runs, not for what
-the first has queued. The time limit of a piece of work holds even if it never returns.
+the first has queued. The threads wait for a loop that falls behind: many small results would keep
+it from its other work. The time limit of a piece of work holds even if it never returns.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Result = Callable[[], T]  # returns the result of the work, or raises its error
 HUGE_BYTES = 8 << 20
+_AHEAD = 16  # results of a thread that the loop has not taken, before the thread waits for it
+_PATIENCE_S = 1.0  # the longest that it waits
 _CLIENTS = 256  # above so many, the times of idle ones are not kept
 
 
@@ -79,6 +82,7 @@ class ThreadOffload(Closing):
         self._queues = {
             lane: FairQueue(1 if lane is Lane.HUGE else threads, lane.name.lower()) for lane in Lane
         }
+        self._ahead = {lane: threading.Semaphore(_AHEAD * threads) for lane in Lane}
 
     def __call__(
         self,
@@ -91,8 +95,10 @@ class ThreadOffload(Closing):
     ) -> None:
         timer: asyncio.TimerHandle | None = None
         waiting: list[Callable[[Result[T]], None]] = [then]  # it is called once
+        place = _Place(self._ahead[lane])
 
         def finish(result: Result[T]) -> None:
+            place.leave()
             if timer is not None:
                 timer.cancel()
             if waiting:
@@ -114,7 +120,7 @@ class ThreadOffload(Closing):
                 log.error("offloaded work finished after the shutdown")
 
         try:
-            future = self._queues[lane].submit(work, client)
+            future = self._queues[lane].submit(partial(place.run, work), client)
         except RuntimeError as exc:  # the system has no more threads, or the shutdown has begun
             raise Overloaded("no thread can be started; try again later") from exc
         if limit_s is not None:
@@ -124,6 +130,23 @@ class ThreadOffload(Closing):
     def close(self) -> None:
         for queue in self._queues.values():
             queue.close()
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """The place of one result among those that the loop has not taken."""
+
+    places: threading.Semaphore
+    held: bool = False
+
+    def run(self, work: Callable[[], T]) -> T:
+        self.held = self.places.acquire(timeout=_PATIENCE_S)
+        return work()
+
+    def leave(self) -> None:
+        if self.held:
+            self.held = False
+            self.places.release()
 
 
 @dataclass(eq=False, slots=True)

@@ -16,7 +16,7 @@ import orjson
 
 from deploykit import __version__
 from deploykit.serving.models.model import ServedModel
-from deploykit.serving.models.repository import ModelRepository
+from deploykit.serving.models.repository import ModelRepository, Served
 from deploykit.serving.observe.metrics import REQUEST_US
 
 KEPT = 300
@@ -40,14 +40,14 @@ class History:
         return [sample for sample in self._samples if sample[0] > at_us]
 
 
-def with_history(status: dict[str, Any], samples: Samples) -> dict[str, Any]:
-    """Return a status with the samples as its `history`, for orjson."""
-    found = [{"at_us": at_us, "models": orjson.Fragment(models)} for at_us, models in samples]
-    return {**status, "history_kept": KEPT, "history": found}
-
-
 _NUMBER = re.compile(r"[0-9]{1,18}").fullmatch
 _NEVER_US = 1 << 60
+
+
+def write_status(status: dict[str, Any], samples: Samples) -> bytes:
+    """Write a status as JSON, with the samples as its `history`."""
+    found = [{"at_us": at_us, "models": orjson.Fragment(models)} for at_us, models in samples]
+    return orjson.dumps({**status, "history_kept": KEPT, "history": found})
 
 
 def since_us(query: str) -> int:
@@ -92,6 +92,10 @@ class Status:
     def now(self) -> dict[str, Any]:
         """Return totals since the start, times in µs: two responses give the rates between them."""
         repository, sample = self._repository, self._repository.sampler.latest()
+
+        def why(each: Served) -> dict[str, Any]:
+            return {"not_ready": repository.why_not_ready(each)}
+
         return {
             "version": __version__,
             "at_us": time.monotonic_ns() // 1000,
@@ -103,11 +107,8 @@ class Status:
             "gpus": [gpu.to_dict() for gpu in sample.gpus] if sample else [],
             "buckets_us": REQUEST_US,
             "models": [
-                {**found, "not_ready": repository.why_not_ready(each)}
-                for each, found in (
-                    *((each, each.status()) for each in repository.pipelines.values()),
-                    *((each, self._model(each)) for each in repository.models.values()),
-                )
+                *({**each.status(), **why(each)} for each in repository.pipelines.values()),
+                *({**self._model(each), **why(each)} for each in repository.models.values()),
             ],
         }
 

@@ -376,3 +376,10 @@ def test_tools_learn_the_services_by_reflection(version: str) -> None:
         assert FileDescriptorProto.FromString(file).name == name
     assert nothing.error_response.error_code == extension.error_response.error_code == 5
     assert nothing.original_request == questions[4]
+
+
+def test_a_question_of_reflection_that_cannot_be_read_is_refused() -> None:
+    method = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+    with serving() as running, grpc.insecure_channel(f"127.0.0.1:{running.port}") as channel:
+        call = channel.stream_stream(method)(iter([b"\xff" * 9]), timeout=WAIT_S)
+        assert call.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -158,7 +158,13 @@ REFUSED: dict[str, tuple[str, bytes, str, int, str]] = {
     "charset": ("text-classify", b"good", "text/plain; charset=x", 415, "the charset 'x' is"),
     "codec": ("text-classify", b"x\x9c", "text/plain; charset=zlib", 415, "charset 'zlib' is not"),
     "slow codec": ("text-classify", b"good", "text/plain; charset=punycode", 415, "is not offered"),
-    "large form": ("text-classify", b"text=" + b"%41" * 1_300_000, URLENCODED, 400, "characters"),
+    "large form": (
+        "text-classify",
+        b"text=" + b"%41" * 1_300_000,
+        URLENCODED,
+        400,
+        "the model takes",
+    ),
     "not in its charset": (
         "text-classify",
         b"\xe9",
@@ -363,8 +369,22 @@ UTF16 = "application/json; charset=utf-16-le"
         (b"good good good", URLENCODED),  # as `curl -d` sends a sentence
         ("good good good".encode("utf-16"), "text/plain; charset=utf-16"),
         (as_json({"text": "good good good"}).decode().encode("utf-16-le"), UTF16),
+        (b"old\r\n" + form(("text", b"good good good"))[0] + b"after it", form()[1]),
+        (form(("text", b"good good good"))[0].replace(b"----b\r\n", b"----b \t\r\n"), form()[1]),
+        form(("_charset_", b"utf-16-be"), ("text", "good good good".encode("utf-16-be"))),
     ],
-    ids=["plain", "json", "form", "urlencoded", "sentence", "charset", "charset of JSON"],
+    ids=[
+        "plain",
+        "json",
+        "form",
+        "urlencoded",
+        "sentence",
+        "charset",
+        "charset of JSON",
+        "preamble",
+        "padding",
+        "form charset",
+    ],
 )
 def test_a_text_is_answered_with_its_label(served: Running, body: bytes, content_type: str) -> None:
     status, found = post(served, "text-classify", body, content_type)

@@ -15,8 +15,8 @@ from deploykit.core.errors import BadInput
 from deploykit.core.files import sha256
 from deploykit.engines.oip.protobuf import message_from
 from deploykit.serving.models.reload import Reloader, Source
-from deploykit.serving.opening import open_engines
 from deploykit.serving.options import ServeOptions
+from deploykit.serving.serve import open_engines
 from tests.support.serving.reloading import model, replace
 from tests.support.serving.running import Running, running
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 
 from deploykit.core.errors import BadInput
 from deploykit.engines.tasks.engine import TaskSteps
-from deploykit.serving.models.offload import FairQueue, Lane
+from deploykit.serving.models.offload import FairQueue, Lane, ThreadOffload
 from tests.support.installed import needs
 from tests.support.serving.faults import until
 from tests.support.serving.running import WAIT_S, running
@@ -94,6 +97,13 @@ def test_a_client_that_was_idle_has_saved_no_time(queue: FairQueue, work: Work) 
     assert work.done.index("b0") <= 2
 
 
+def test_clients_that_have_gone_are_forgotten(queue: FairQueue, work: Work) -> None:
+    work.gate.set()
+    futures = [queue.submit(lambda: work.done.append("a"), n) for n in range(1000)]
+    assert len(finish(work, futures)) == 1000
+    until(lambda: not queue._clients)
+
+
 def test_cancelled_work_is_not_run_and_close_leaves_none(work: Work) -> None:
     queue = FairQueue(1, "test", lambda: work.now_s)
     first, second, third = (queue.submit(work(name), name) for name in "abc")
@@ -110,6 +120,26 @@ def test_cancelled_work_is_not_run_and_close_leaves_none(work: Work) -> None:
 def form(images: list[bytes]) -> bytes:
     head = b'--BB\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n'
     return b"".join(head + image + b"\r\n" for image in images) + b"--BB--\r\n"
+
+
+def test_threads_wait_for_a_loop_that_falls_behind() -> None:
+    """Else many small items of one client keep it from the work of the others."""
+    begun: list[int] = []
+    taken: list[int] = []
+
+    async def flood() -> int:
+        offload = ThreadOffload(asyncio.get_running_loop(), 2)
+        for n in range(200):
+            offload(partial(begun.append, n), lambda _: taken.append(0))
+        time.sleep(0.3)  # the loop is busy
+        ahead = len(begun)
+        while len(taken) < 200:
+            await asyncio.sleep(0.001)
+        offload.close()
+        return ahead
+
+    ahead = asyncio.run(asyncio.wait_for(flood(), WAIT_S))
+    assert 2 < ahead <= 32 < len(begun) == len(taken) == 200
 
 
 def test_the_images_of_one_request_do_not_hold_up_those_of_another_connection(
@@ -150,7 +180,11 @@ def test_an_image_is_bounded_by_its_pixels_times_its_scans(
     scan = jpeg[jpeg.rfind(start) : -2]
     jpeg = jpeg[:-2] + scan * (scans - jpeg.count(start)) + b"\xff\xd9"
     engine = open_proven(write_task_model(tmp_path, "classify"), threads=1)[0]
-    steps = TaskSteps(engine.source.manifest.task, engine.inputs, engine.outputs, tmp_path)
+    source = engine.source
+    assert source
+    assert source.manifest
+    assert source.manifest.task
+    steps = TaskSteps(source.manifest.task, engine.inputs, engine.outputs, tmp_path)
     if taken:
         assert steps.read(jpeg).placed is not None
     else:

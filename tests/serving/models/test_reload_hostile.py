@@ -23,8 +23,8 @@ from deploykit.engines.engine import Engine, load
 from deploykit.serving.models import trial
 from deploykit.serving.models.reload import Reloader, Source
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.opening import check_file
 from deploykit.serving.options import ServeOptions
+from deploykit.serving.serve import check_file
 from tests.support.serving import checks
 from tests.support.serving.reloading import LIMIT_S, Serving, model, replace
 

@@ -130,6 +130,14 @@ def test_the_status_of_several_has_the_form_of_one() -> None:
     assert np.sum(model["request"]["counts"]) == 2
 
 
+def test_the_processes_of_a_server_count_as_one() -> None:
+    reports = [report(1), report(2)]
+    for number, each in enumerate(reports):
+        each["status"]["process"] = {"cpu_s": 2.0, "started_s": 10 + number, "at_s": 20 + number}
+    process = merge.merge_status(reports)["process"]
+    assert process == {"cpu_s": 4.0, "started_s": 10, "at_s": 21}
+
+
 @pytest.mark.parametrize("dead", [1, 2])
 def test_a_worker_that_has_ended_leaves_its_counters_alone(dead: int) -> None:
     ended = merge.counters([report(1)])
