@@ -150,8 +150,9 @@ class ConfigurableCommand(Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:
-            self._ignore_links()
-            if ctx.info_name == self.name:  # `boot` reads the options of `serve` as well
+            own = ctx.info_name == self.name  # `boot` reads the options of `serve` as well
+            self._ignore_links(reported=not own)
+            if own:
                 commands = ctx.find_root().command.commands
                 report_unknown_variables(
                     [each for name in _CONFIGURABLE for each in commands[name].variables]
@@ -162,11 +163,11 @@ class ConfigurableCommand(Command):
             ctx.params["engine"] = None  # arguments override variables and files, as flags do
         return rest
 
-    def _ignore_links(self) -> None:
+    def _ignore_links(self, *, reported: bool) -> None:
         for name, option in self.variables.items():
             value = os.environ.get(name, "")
             option.envvar = None if LINK.match(value) else name
-            if option.envvar is None:
+            if option.envvar is None and not reported:
                 output.note(f"note: {name}={value} is ignored: {LINK_REASON}")
 
 

@@ -29,9 +29,7 @@ from deploykit.evaluation.accuracy import Matches, pair
 if TYPE_CHECKING:
     from deploykit.graph.graph import Graph
 
-    Feeds = Mapping[str, np.ndarray]
-
-
+Feeds = Mapping[str, np.ndarray]
 MAX_ERROR = 1e-3
 CLASSES, PIXELS, BOXES = "classes", "pixels", "boxes"  # `ParityRow.answers`
 BLOCK = 1 << 20  # values that are converted to float64 at a time

@@ -179,17 +179,14 @@ def _bind_unix(path: str) -> socket.socket:
     """Return a listening socket at this path, in place of that of a server that has ended."""
     listening = socket.socket(socket.AF_UNIX)
     try:
-        with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
-            listening.connect(path)
-            raise BadInput(f"`host` {UNIX}{path}: already in use")
         if Path(path).is_socket():
+            if listening.connect_ex(path) == 0:
+                raise OSError(errno.EADDRINUSE, "already in use")
             Path(path).unlink()
         listening.bind(path)
         listening.listen(BACKLOG)
-    except (OSError, BadInput) as exc:
+    except OSError as exc:
         listening.close()
-        if isinstance(exc, BadInput):
-            raise
         raise BadInput(f"`host` {UNIX}{path}: {os_reason(exc)}") from exc
     listening.setblocking(False)
     return listening
