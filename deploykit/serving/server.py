@@ -201,6 +201,10 @@ class Server:
     def _connections(self) -> list[Client]:
         return [connection for port in self._ports for connection in port.connections]
 
+    @property
+    def _busy(self) -> bool:
+        return any(acceptor.busy for acceptor in self._acceptors)
+
     def _limit_s(self, usual_s: float) -> float:
         return FATAL_S if self.repository.fatal else usual_s
 
@@ -226,9 +230,11 @@ class Server:
                 acceptor.close()
             for port in self._ports:
                 port.retire()
-            await self._until(
-                lambda: not self._connections, max(LINGER_S, min(MOST_LINGER_S, drain_s))
-            )
+            linger_s = max(LINGER_S, min(MOST_LINGER_S, drain_s))
+            await self._until(lambda: not self._busy, linger_s)
+            for connection in self._connections:
+                if connection.idle_since_s is not None:  # what it sent later would be refused
+                    connection.close()
             await self._until(lambda: not self._unanswered, SOON_S)
             self.repository.drain()
             may_close = self._group.may_close
@@ -236,7 +242,7 @@ class Server:
             dropped = self._unanswered
             for connection in self._connections:
                 connection.close()
-            await self._until(lambda: not any(each.busy for each in self._acceptors), CLOSE_S)
+            await self._until(lambda: not self._busy, CLOSE_S)
         finally:
             ticking.cancel()
             for connection in self._connections:
