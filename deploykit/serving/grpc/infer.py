@@ -12,10 +12,9 @@ from deploykit.serving.models.inference import Inference, ModelRoute, over_budge
 from deploykit.serving.models.offload import Lane, Offload, Result
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.task_call import ANSWER, Items, TaskCall, array_of, item_signature
+from deploykit.serving.models.task_call import Items, TaskCall, item_signature
 from deploykit.serving.oip import messages
-from deploykit.serving.oip.request import Binary, Region, Request, RequestedOutput, Signature, fill
-from deploykit.serving.oip.response import Result as ResultPredict
+from deploykit.serving.oip.request import Binary, Region, Request, Signature, fill
 from deploykit.serving.oip.response import collect_results
 from deploykit.serving.oip.tensors import array_bytes
 from deploykit.serving.options import VERSION
@@ -55,15 +54,11 @@ class GrpcTaskCall(TaskCall):
         head, data, at, spans = source
         planned = messages.plan_request(head, spans, self._signature)
         request = fill(planned, data, at, self.route.memory)
-        self.request_id, self.priority = request.id, request.priority
-        self.timeout_us = _timeout_us(request, self.client)
-        return Items([item for array in request.feeds.values() for item in array.tolist()])
+        return self.items_of(request._replace(timeout_us=_timeout_us(request, self.client)))
 
     def reply(self, answers: Sequence[bytes]) -> None:
-        array = array_of(answers)
-        found = ResultPredict(ANSWER, "BYTES", array.shape, array, RequestedOutput(ANSWER, True))
-        name = self.route.model.name
-        self.client.reply(messages.encode(name, VERSION, self.request_id, [found]))
+        found, name = self.outputs_of(answers, self._signature), self.route.model.name
+        self.client.reply(messages.encode(name, VERSION, self.request.id, found))
 
     def refuse(self, error: Exception) -> None:
         fail_with(self.client, error)

@@ -19,10 +19,10 @@ from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.offload import Lane, Offload
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.task_call import ANSWER, Items, TaskCall, array_of, item_signature
+from deploykit.serving.models.task_call import Items, TaskCall, item_signature
 from deploykit.serving.oip import json
 from deploykit.serving.oip.request import Request, Signature
-from deploykit.serving.oip.response import Result, collect_results
+from deploykit.serving.oip.response import Result
 from deploykit.serving.oip.tensors import array_bytes
 from deploykit.serving.options import VERSION
 from deploykit.serving.transport import call as compression
@@ -154,7 +154,6 @@ class HttpTaskInference(TaskCall):
 
     client: Call
     route: InferRoute
-    _request: Request
 
     def begin(self, body: Bytes, json_bytes: int | None) -> None:
         large = len(body) > LARGE_BYTES or self.client.head.encoding is not None
@@ -166,19 +165,15 @@ class HttpTaskInference(TaskCall):
         signature = cast("Signature", self.route.items)
         body = _decompress(self.client, body, self.route.max_body_bytes)
         request = json.decode(body, json_bytes, signature, self.route.memory)
-        self._request, self.priority = request._replace(feeds={}), request.priority
-        self.request_id = request.id
-        self.timeout_us = request.timeout_us
-        found = [item for array in request.feeds.values() for item in array.reshape(-1).tolist()]
-        if self.steps.task.image is not None:
-            found = [_from_json(item, number) for number, item in enumerate(found, 1)]
-        return Items(found)
+        found = self.items_of(request)
+        if self.steps.task.image is None:
+            return found
+        images = cast("Sequence[bytes]", found.items)
+        return Items([_from_json(item, number) for number, item in enumerate(images, 1)])
 
     def reply(self, answers: Sequence[bytes]) -> None:
-        route, outputs = self.route, {ANSWER: array_of(answers)}
-        signature = cast("Signature", route.items)
-        results = collect_results(self._request, outputs, signature, route.memory)
-        _reply(self.client, route.model.name, self._request, results)
+        results = self.outputs_of(answers, cast("Signature", self.route.items))
+        _reply(self.client, self.route.model.name, self.request, results)
 
     def refuse(self, error: Exception) -> None:
         reply_exception(self.client, error)

@@ -22,6 +22,8 @@ from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.models.inference import Inference, ModelRoute, Receiver, over_budget
 from deploykit.serving.models.offload import Lane, Result
 from deploykit.serving.oip.request import Request, Signature
+from deploykit.serving.oip.response import Result as Output
+from deploykit.serving.oip.response import collect_results
 from deploykit.serving.oip.tensors import make_slot
 
 ANSWER = "answer"  # the output of a request of the protocol
@@ -45,13 +47,6 @@ def item_signature(takes: str, most_bytes: int) -> Signature:
     return Signature({takes: replace(item, raw=True)}, outputs, 0, most_bytes)
 
 
-def array_of(answers: Sequence[bytes]) -> np.ndarray:
-    """Return the answers as a BYTES tensor."""
-    array = np.empty(len(answers), object)
-    array[:] = answers
-    return array
-
-
 def too_many(count: int) -> TooLarge:
     return TooLarge(
         f"the request has {count} items, {MOST_ITEMS} are possible",
@@ -71,9 +66,7 @@ class TaskCall:
         self.steps: TaskSteps = route.model.task.steps
         self.task = self.steps.task  # the task with this request's options
         self.mask = RLE
-        self.timeout_us: int | None = None
-        self.priority = 0
-        self.request_id: str | None = None
+        self.request = Request({}, 1, (), ())  # its id, priority and time limit
         self.several = True
         self._trace = trace
         self._started_us = monotonic_us()
@@ -89,6 +82,17 @@ class TaskCall:
     @abstractmethod
     def refuse(self, error: Exception) -> None:
         """Send an error reply."""
+
+    def items_of(self, request: Request) -> Items:
+        """Return the items of a request of the protocol, which has an `item_signature`."""
+        self.request = request._replace(feeds={})
+        return Items([item for array in request.feeds.values() for item in array.tolist()])
+
+    def outputs_of(self, answers: Sequence[bytes], signature: Signature) -> list[Output]:
+        """Return the outputs that a request of the protocol asked for."""
+        array = np.empty(len(answers), object)
+        array[:] = answers
+        return collect_results(self.request, {ANSWER: array}, signature, self.route.memory)
 
     def split(self, source: Any, split: Callable[[Any], Items], *, large: bool) -> None:
         """Split a large `source` into items on another thread, then start them."""
@@ -223,8 +227,7 @@ class _ItemInference(Inference):
         slots = model.signature.inputs
         feeds = {name: prepared.feeds[name] for name in slots}  # in the model's order
         key = tuple((n, slot.datatype, feeds[n].shape[1:]) for n, slot in slots.items())
-        timeout_us, priority = call.timeout_us, call.priority
-        return Request(feeds, 1, key, (), call.request_id, timeout_us, priority)
+        return call.request._replace(feeds=feeds, rows=1, key=key, outputs=())
 
     def decode_large(self) -> Request:
         source = self.take_source()
