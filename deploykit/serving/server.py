@@ -32,7 +32,7 @@ from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.pipelines import MakePipeline
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.prometheus import Sample
-from deploykit.serving.options import ServeOptions
+from deploykit.serving.options import ServeOptions, read_token
 from deploykit.serving.transport.call import MemoryBudget
 from deploykit.serving.transport.listener import (
     UNIX,
@@ -42,7 +42,7 @@ from deploykit.serving.transport.listener import (
     address_of,
     is_loopback,
 )
-from deploykit.serving.transport.security import AccessControl, tls_context, watched_files
+from deploykit.serving.transport.security import AccessControl, Watched, tls_context
 from deploykit.serving.transport.turns import DELIVERY_S, Turns
 from deploykit.serving.web.page import FILES
 from deploykit.serving.workers.group import Hooks, ServerGroup
@@ -163,7 +163,11 @@ class Server:
         self._access = access
         for port in self._ports:
             port.logs_access = options.access_log
-        self._watched = watched_files(options, self._use_token, self._use_certificates)
+        pem = options.tls_cert, options.tls_key, options.tls_client_ca
+        self._watched = [
+            Watched(self._use_token, options.token_file),
+            Watched(self._use_certificates, *pem),
+        ]
         self._stopped = asyncio.Event()
 
     def run(self, on_ready: OnReady) -> int:
@@ -279,9 +283,10 @@ class Server:
             ),
         ]
 
-    def _use_token(self, token: str) -> None:
-        self._access.set_token(token)
-        self._listener.forget_heads()
+    def _use_token(self) -> None:
+        if self._options.token_file is not None:
+            self._access.set_token(read_token(self._options.token_file))
+            self._listener.forget_heads()
 
     def _use_certificates(self) -> None:
         for acceptor, protocol in zip(self._acceptors, _PROTOCOLS, strict=False):

@@ -21,8 +21,8 @@ _USED = frozenset(
     b"accept-encoding authorization traceparent inference-header-content-length "
     b"access-control-request-headers access-control-request-private-network".split()
 )
-_LISTS = frozenset(  # a header that is repeated is one list
-    b"accept accept-encoding content-encoding access-control-request-headers".split()
+_LISTS = frozenset(  # a header that is repeated is one list, which is no valid traceparent
+    b"accept accept-encoding content-encoding access-control-request-headers traceparent".split()
 )
 _ONCE = (b"host", b"transfer-encoding", b"content-length")  # proxies disagree about others
 END = b"\r\n\r\n"
@@ -118,8 +118,6 @@ class HeadReader:
             value, before = value.strip(b" \t"), self._headers.get(name)  # llhttp keeps blanks
             if before is not None and name in _LISTS:
                 value = before + b", " + value
-            elif before is not None and name == b"traceparent":
-                value = b""  # as one that cannot be parsed: a new trace begins
             elif before is not None and (value != before or name in _ONCE):
                 self._refuse(400, f"the header {quote(name.decode())} is given twice")
             self._headers[name] = value
