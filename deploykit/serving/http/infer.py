@@ -135,11 +135,6 @@ def _sends_bytes(head: Head, body: Bytes, json_bytes: int | None) -> bool:
     return b'"BYTES"' in bytes(body[:json_bytes])
 
 
-def _decompress(call: Call, body: Bytes, most: int) -> Bytes:
-    encoding = call.head.encoding
-    return body if encoding is None else compression.decompress(body, encoding, most)
-
-
 def _reply(call: Call, name: str, request: Request, results: Sequence[Result]) -> None:
     parts, json_bytes = json.encode_results(name, VERSION, request.id, results)
     call.reply(200, JSON if json_bytes is None else _BINARY % json_bytes, parts)
@@ -163,7 +158,7 @@ class HttpTaskInference(TaskCall):
     def _items(self, source: tuple[Bytes, int | None]) -> Items:
         body, json_bytes = source
         signature = cast("Signature", self.route.items)
-        body = _decompress(self.client, body, self.route.max_body_bytes)
+        body = compression.decompress(body, self.client.head.encoding, self.route.max_body_bytes)
         request = json.decode(body, json_bytes, signature, self.route.memory)
         found = self.items_of(request)
         if self.steps.task.image is None:
@@ -203,7 +198,7 @@ class PipelineInferRoute:
         call.body = b""
 
         def read() -> Any:
-            plain = _decompress(call, body, self._max_body_bytes)
+            plain = compression.decompress(body, call.head.encoding, self._max_body_bytes)
             sends_bytes = b'"BYTES"' in bytes(plain[:json_bytes])
             signature = pipeline.signature if sends_bytes else pipeline.tensors
             with ONE_JSON if len(plain) > LARGE_BYTES else contextlib.nullcontext():
