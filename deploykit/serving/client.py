@@ -24,11 +24,10 @@ from deploykit.core.errors import (
     TooLarge,
     UnknownEncoding,
     Unsupported,
-    first_line,
 )
 from deploykit.core.files import StrPath, check_readable
 from deploykit.core.notebook import Shown
-from deploykit.serving.health import connect, reason_of, tls_error
+from deploykit.serving.health import connect, reason_of, tls_error, unreachable
 
 _ERRORS: dict[int, type[DeploykitError]] = {
     each.http_status: each
@@ -177,9 +176,7 @@ class ModelClient(Shown):
         except TimeoutError as exc:
             raise Expired(f"{self.url}: no answer within {self._timeout_s:g} s") from exc
         except (OSError, http.client.HTTPException) as exc:
-            reason = getattr(exc, "strerror", None) or reason_of(first_line(exc).encode())
-            hint = "start one with: deploykit serve model.onnx"
-            raise NotFound(f"{self.url}: no server answers there: {reason}", hint=hint) from exc
+            raise unreachable(NotFound, self.url, exc) from exc
         if status != 200:
             kind = _ERRORS.get(status, BadInput if 400 <= status < 500 else DeploykitError)
             raise kind(f"{self.url}: {reason_of(answer)}")

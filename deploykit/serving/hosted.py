@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
-from deploykit.core.errors import Overloaded, TooLarge
+from deploykit.core.errors import Overloaded
 from deploykit.core.tensors import Bytes
 from deploykit.engines.engine import Closing, Engine
 from deploykit.serving.batching.batcher import deliver_inline
@@ -18,7 +18,13 @@ from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport.call import Call, Head, MemoryBudget, reply_exception
+from deploykit.serving.transport.call import (
+    Call,
+    Head,
+    MemoryBudget,
+    body_too_large,
+    reply_exception,
+)
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +73,7 @@ class HostedApp(Closing):
         call = _Call(head, self._memory, body)
         try:
             if len(body) > self._options.max_body_bytes:
-                limit = self._options.max_body_bytes
-                reply_exception(call, TooLarge(f"the body is above {limit} bytes"))
+                reply_exception(call, body_too_large(self._options.max_body_bytes))
             elif not call.reserve(len(body)):
                 reply_exception(call, Overloaded(self._memory.message))
             else:

@@ -252,16 +252,11 @@ class Server:
         return dropped
 
     def _warn(self) -> None:
-        options = self._options
-        if is_loopback(self.host) or self.host.startswith(UNIX):
-            return
-        if options.token is None:
-            log.warning(
-                "listening on %s without a token: anyone who can connect may use the models",
-                self.host,
-            )
-        elif options.tls_cert is None:
-            log.warning("listening on %s without TLS: the token is sent in clear text", self.host)
+        reason = "a token: anyone who can connect may use the models"
+        if self._options.token is not None:
+            reason = "TLS: the token is sent in clear text" if not self._options.tls_cert else ""
+        if reason and not (is_loopback(self.host) or self.host.startswith(UNIX)):
+            log.warning("listening on %s without %s", self.host, reason)
 
     async def _until(self, reached: Callable[[], bool], limit_s: float) -> None:
         """Wait until `reached()`; stops early after a second signal or once the device is lost."""

@@ -13,8 +13,8 @@ import httptools
 import numpy as np
 
 from deploykit.core.errors import BadInput, TooLarge, quote
-from deploykit.serving.transport.call import Head, Refusal
-from deploykit.serving.transport.security import AccessControl, cors_headers
+from deploykit.serving.transport.call import Head, Refusal, body_too_large, message_of
+from deploykit.serving.transport.security import AccessControl
 
 _USED = frozenset(
     b"host origin expect content-length content-encoding content-type transfer-encoding accept "
@@ -151,20 +151,12 @@ class HeadReader:
         ):
             self._refused = refusal
         elif length is not None and length > self._max_body_bytes:
-            limit = f"the body is above {self._max_body_bytes} bytes"
-            self._refuse(413, f"{limit}; start the server with a larger `max_body_bytes`")
-        cors = b""
-        if origin is not None and self._access.is_known(origin, host):
-            cors = cors_headers(
-                origin,
-                headers.get(b"access-control-request-headers"),
-                b"access-control-request-private-network" in headers,
-            )
+            self._refuse(413, message_of(body_too_large(self._max_body_bytes)))
         return Head.of(
             method, target, path, headers,
             host=host, keep_alive=self._keep_alive, old=old, length=length,
             expect=not old and headers.get(b"expect", b"").lower() == b"100-continue",
-            cors=cors, refusal=self._refused,
+            cors=self._access.cors_headers(origin, host, headers), refusal=self._refused,
         )  # fmt: skip
 
 
@@ -187,7 +179,7 @@ class SizedBody:
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(;[\t\x20-\x7e\x80-\xff]*)?\r\n")
 _SIZE_LINE_BYTES = 4096
 _LINES = 1000  # about a millisecond
-_SIZE_LINE, _DATA, _DATA_END, _TRAILER = range(4)
+_SIZE_LINE, _DATA_END, _TRAILER = range(3)
 
 
 class ChunkedBody:
@@ -211,13 +203,11 @@ class ChunkedBody:
         """Consume bytes from `at` on, at most _LINES lines; return the index after them."""
         last = self._lines + _LINES
         while at < len(data) and not self.done and self._lines < last:
-            if self._state == _DATA:
+            if self._left:
                 piece = data[at : at + self._left]
                 self._pieces.append(piece)
                 self._left -= len(piece)
                 at += len(piece)
-                if not self._left:
-                    self._state = _DATA_END
                 continue
             end = data.find(b"\n", at) + 1
             piece = data[at : end or len(data)]
@@ -260,8 +250,5 @@ class ChunkedBody:
         if self._chunks > self._limits.chunks:
             raise TooLarge(f"the body has more than {self._limits.chunks} chunks")
         if self._body_bytes > self._max_body_bytes:
-            raise TooLarge(
-                f"the body is above {self._max_body_bytes} bytes",
-                hint="start the server with a larger `max_body_bytes`",
-            )
-        self._state = _DATA if self._left else _TRAILER
+            raise body_too_large(self._max_body_bytes)
+        self._state = _DATA_END if self._left else _TRAILER

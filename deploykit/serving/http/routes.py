@@ -9,7 +9,7 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import orjson
@@ -128,16 +128,12 @@ def _wanted(call: Call) -> Wanted:
 def _expose(samples: Iterable[Sample], wanted: Iterable[Wanted]) -> Expositions:
     """Write the samples in each form that a client wants: gzip makes a tenth of them."""
     plain = expositions(samples, {accept for accept, _ in wanted})
-    packed: dict[tuple[str, bytes], bytes] = {}
-    found = {}
-    for accept, coding in wanted:
-        text, content_type = plain[accept]
-        if coding is not None:
-            if (content_type, coding) not in packed:
-                packed[content_type, coding] = compress([text], coding)
-            text = packed[content_type, coding]
-        found[accept, coding] = text, content_type
-    return found
+    pack = cache(lambda text, coding: compress([text], coding) if coding else text)
+    return {
+        (accept, coding): (pack(text, coding), content_type)
+        for accept, coding in wanted
+        for text, content_type in [plain[accept]]
+    }
 
 
 class Routes:

@@ -177,6 +177,13 @@ def message_of(error: DeploykitError) -> str:
     return f"{error.message}; {error.hint}" if error.hint else error.message
 
 
+def body_too_large(most_bytes: int) -> TooLarge:
+    return TooLarge(
+        f"the body is above {most_bytes} bytes",
+        hint="start the server with a larger `max_body_bytes`",
+    )
+
+
 def log_access(client: object, asked: str, status: object, ms: float, trace: str | None) -> None:
     """Log one line about an answered request. `client`: its address as the system gives it."""
     place = f"{client[0]}:{client[1]}" if isinstance(client, tuple) else "-"

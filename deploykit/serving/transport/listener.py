@@ -147,7 +147,7 @@ class Port(ABC):
 def bind(host: str, port: int, parameter: str = "`http_port`") -> socket.socket:
     """Return a listening socket; early clients wait. BadInput names `host` or `parameter`."""
     if host.startswith(UNIX):
-        return _bind_unix(host.removeprefix(UNIX) + (".grpc" if "grpc" in parameter else ""))
+        return _bind_unix(Path(host.removeprefix(UNIX) + (".grpc" if "grpc" in parameter else "")))
     if host[:1] == "[" and host[-1:] == "]":  # as in a URL
         host = host[1:-1]
     try:
@@ -175,15 +175,15 @@ def bind(host: str, port: int, parameter: str = "`http_port`") -> socket.socket:
     raise BadInput(f"`host` {host}, {parameter} {port}: {reason}") from problem
 
 
-def _bind_unix(path: str) -> socket.socket:
+def _bind_unix(path: Path) -> socket.socket:
     """Return a listening socket at this path, in place of that of a server that has ended."""
     listening = socket.socket(socket.AF_UNIX)
     try:
-        if Path(path).is_socket():
-            if listening.connect_ex(path) == 0:
+        if path.is_socket():
+            if listening.connect_ex(str(path)) == 0:
                 raise OSError(errno.EADDRINUSE, "already in use")
-            Path(path).unlink()
-        listening.bind(path)
+            path.unlink()
+        listening.bind(str(path))
         listening.listen(BACKLOG)
     except OSError as exc:
         listening.close()

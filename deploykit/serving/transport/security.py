@@ -11,7 +11,7 @@ import hmac
 import logging
 import re
 import ssl
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -119,21 +119,25 @@ class AccessControl:
         names = host, re.sub(rb":\d+$", b"", host)
         return any(name in self._hosts or name.endswith(self._domains) for name in names)
 
+    def cors_headers(
+        self, origin: bytes | None, host: bytes | None, headers: Mapping[bytes, bytes]
+    ) -> bytes:
+        """Return the headers that let a page of `origin` read a reply, if it is allowed.
 
-def cors_headers(origin: bytes, asked: bytes | None, private: bool) -> bytes:
-    """Return the headers that let a page of `origin`, which is allowed, read a reply.
-
-    `asked`: the header names that it asks to send, in a preflight request; `private`: it asks for a
-    machine of a private network.
-    """
-    found = (
-        b"Access-Control-Allow-Origin: " + origin + b"\r\nVary: Origin\r\n"
-        b"Access-Control-Allow-Credentials: true\r\n"
-        b"Access-Control-Expose-Headers: Inference-Header-Content-Length, Retry-After\r\n"
-    )
-    if asked is not None and _HEADER_NAMES.fullmatch(asked):
-        found += b"Access-Control-Allow-Headers: " + asked + b"\r\n"
-    return found + b"Access-Control-Allow-Private-Network: true\r\n" * private
+        `headers`: those of the request, which may ask for more in a preflight request.
+        """
+        if origin is None or not self.is_known(origin, host):
+            return b""
+        found = (
+            b"Access-Control-Allow-Origin: " + origin + b"\r\nVary: Origin\r\n"
+            b"Access-Control-Allow-Credentials: true\r\n"
+            b"Access-Control-Expose-Headers: Inference-Header-Content-Length, Retry-After\r\n"
+        )
+        asked = headers.get(b"access-control-request-headers", b"")
+        if _HEADER_NAMES.fullmatch(asked):
+            found += b"Access-Control-Allow-Headers: " + asked + b"\r\n"
+        private = b"access-control-request-private-network" in headers
+        return found + b"Access-Control-Allow-Private-Network: true\r\n" * private
 
 
 PREFLIGHT = b"Access-Control-Allow-Methods: GET, HEAD, POST\r\nAccess-Control-Max-Age: 600\r\n"

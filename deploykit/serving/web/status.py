@@ -16,7 +16,7 @@ import orjson
 
 from deploykit import __version__
 from deploykit.serving.models.model import ServedModel
-from deploykit.serving.models.repository import ModelRepository, Served
+from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.metrics import REQUEST_US
 
 KEPT = 300
@@ -92,23 +92,22 @@ class Status:
     def now(self) -> dict[str, Any]:
         """Return totals since the start, times in µs: two responses give the rates between them."""
         repository, sample = self._repository, self._repository.sampler.latest()
-
-        def why(each: Served) -> dict[str, Any]:
-            return {"not_ready": repository.why_not_ready(each)}
-
         return {
             "version": __version__,
             "at_us": time.monotonic_ns() // 1000,
             "at_s": time.time(),
             "not_ready": repository.why_not_ready(),
-            "process": {**vars(sample.process), "at_s": sample.at_s}
-            if sample and sample.process
-            else None,
+            "process": (
+                {**vars(sample.process), "at_s": sample.at_s} if sample and sample.process else None
+            ),
             "gpus": [gpu.to_dict() for gpu in sample.gpus] if sample else [],
             "buckets_us": REQUEST_US,
             "models": [
-                *({**each.status(), **why(each)} for each in repository.pipelines.values()),
-                *({**self._model(each), **why(each)} for each in repository.models.values()),
+                {
+                    **(self._model(each) if isinstance(each, ServedModel) else each.status()),
+                    "not_ready": repository.why_not_ready(each),
+                }
+                for each in repository.served.values()
             ],
         }
 
