@@ -12,7 +12,7 @@ from deploykit.serving.models.inference import Inference, ModelRoute, over_budge
 from deploykit.serving.models.offload import Lane, Offload, Result
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.task_call import Items, TaskCall, item_signature
+from deploykit.serving.models.task_call import Items, TaskCall
 from deploykit.serving.oip import messages
 from deploykit.serving.oip.request import Binary, Region, Request, Signature, fill
 from deploykit.serving.oip.response import collect_results
@@ -41,23 +41,17 @@ class GrpcTaskCall(TaskCall):
 
     client: Replying
 
-    def __init__(
-        self, route: ModelRoute, client: Replying, trace: str | None, signature: Signature
-    ) -> None:
-        super().__init__(route, client, trace)
-        self._signature = signature
-
     def begin(self, source: Message) -> None:
         self.split(source, self._items, large=len(source[1]) > _LARGE_ITEMS_BYTES)
 
     def _items(self, source: Message) -> Items:
         head, data, at, spans = source
-        planned = messages.plan_request(head, spans, self._signature)
+        planned = messages.plan_request(head, spans, self.signature)
         request = fill(planned, data, at, self.route.memory)
         return self.items_of(request._replace(timeout_us=_timeout_us(request, self.client)))
 
     def reply(self, answers: Sequence[bytes]) -> None:
-        found, name = self.outputs_of(answers, self._signature), self.route.model.name
+        found, name = self.outputs_of(answers), self.route.model.name
         self.client.reply(messages.encode(name, VERSION, self.request.id, found))
 
     def refuse(self, error: Exception) -> None:
@@ -128,12 +122,10 @@ class InferMethods:
     def __init__(self, repository: ModelRepository, offload: Offload) -> None:
         self._repository = repository
         self._offload = offload
-        most = repository.options.max_body_bytes
         self.routes = {
             name: ModelRoute(repository, model, offload)
             for name, model in repository.models.items()
         }
-        self._signatures = {takes: item_signature(takes, most) for takes in ("image", "text")}
 
     def stream(self, call: GrpcCall, data: bytes, at: int) -> None:
         slot = ReplySlot(call)
@@ -169,8 +161,7 @@ class InferMethods:
             model = self._repository.find(name, version or VERSION)
             route = self.routes[model.name]
             if model.task.ready and messages.sends_bytes(head):
-                signature = self._signatures[model.task.parameters["takes"]]
-                GrpcTaskCall(route, client, trace, signature).begin(source)
+                GrpcTaskCall(route, client, trace).begin(source)
                 return
             inference = GrpcInference(route, client, source, trace)
             slow = len(head) > LARGE_BYTES or len(data) > route.slow_bytes

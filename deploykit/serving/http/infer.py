@@ -15,13 +15,11 @@ from deploykit.core.json_value import ONE_JSON
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http.predict import from_base64
 from deploykit.serving.models.inference import Inference, ModelRoute, over_budget
-from deploykit.serving.models.model import ServedModel
-from deploykit.serving.models.offload import Lane, Offload
+from deploykit.serving.models.offload import Lane
 from deploykit.serving.models.pipelines import ServedPipeline
-from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.task_call import Items, TaskCall, item_signature
+from deploykit.serving.models.task_call import Items, TaskCall
 from deploykit.serving.oip import json
-from deploykit.serving.oip.request import Request, Signature
+from deploykit.serving.oip.request import Request
 from deploykit.serving.oip.response import Result
 from deploykit.serving.oip.tensors import array_bytes
 from deploykit.serving.options import VERSION
@@ -36,11 +34,6 @@ _INLINE_BYTES = 4 << 10  # outputs up to this size are compressed on the event l
 class InferRoute(ModelRoute):
     """Answers the inference requests of one model."""
 
-    def __init__(self, repository: ModelRepository, model: ServedModel, offload: Offload) -> None:
-        super().__init__(repository, model, offload)
-        takes = model.task.parameters.get("takes", "")
-        self.items = item_signature(takes, self.max_body_bytes) if takes else None
-
     def __call__(self, call: Call) -> None:
         """Answer a request. Raises BadInput for a wrong header."""
         head, body = call.head, call.body
@@ -51,7 +44,7 @@ class InferRoute(ModelRoute):
             raise
         if head.content_type is not None and json_bytes is None and head.encoding is None:
             body = compression.to_utf8(body, head.content_type)
-        if self.items is not None and _sends_bytes(head, body, json_bytes):
+        if self.model.task.ready and _sends_bytes(head, body, json_bytes):
             HttpTaskInference(self, call, head.trace).begin(body, json_bytes)
             return
         call.body = b""
@@ -157,9 +150,8 @@ class HttpTaskInference(TaskCall):
 
     def _items(self, source: tuple[Bytes, int | None]) -> Items:
         body, json_bytes = source
-        signature = cast("Signature", self.route.items)
         body = compression.decompress(body, self.client.head.encoding, self.route.max_body_bytes)
-        request = json.decode(body, json_bytes, signature, self.route.memory)
+        request = json.decode(body, json_bytes, self.signature, self.route.memory)
         found = self.items_of(request)
         if self.steps.task.image is None:
             return found
@@ -167,8 +159,7 @@ class HttpTaskInference(TaskCall):
         return Items([_from_json(item, number) for number, item in enumerate(images, 1)])
 
     def reply(self, answers: Sequence[bytes]) -> None:
-        results = self.outputs_of(answers, cast("Signature", self.route.items))
-        _reply(self.client, self.route.model.name, self.request, results)
+        _reply(self.client, self.route.model.name, self.request, self.outputs_of(answers))
 
     def refuse(self, error: Exception) -> None:
         reply_exception(self.client, error)

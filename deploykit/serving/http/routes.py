@@ -241,9 +241,8 @@ class Routes:
             "counts": status.counts,
             "most_waiting": status.most_waiting,
         }
-        changes: dict[str, Callable[..., None]] = {}
-        if memory is not None:
-            changes = {"register": memory.register, "unregister": memory.unregister}
+        names = () if memory is None else ("register", "unregister")
+        changes = {name: getattr(memory, name) for name in names}
         self.group.offer(reports, changes, status.history.since)
 
     def _status(self, call: Call) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,7 @@ class Items(NamedTuple):
     several: bool = True
 
 
+@cache
 def item_signature(takes: str, most_bytes: int) -> Signature:
     """Return the tensors of a request with items: the BYTES input `takes`, the output "answer"."""
     item = make_slot(TensorSpec(takes, "string", ("N",)))
@@ -65,6 +67,8 @@ class TaskCall:
         self.client = client
         self.steps: TaskSteps = route.model.task.steps
         self.task = self.steps.task  # the task with this request's options
+        takes = "text" if self.task.image is None else "image"
+        self.signature = item_signature(takes, route.max_body_bytes)
         self.mask = RLE
         self.request = Request({}, 1, (), ())  # its id, priority and time limit
         self.several = True
@@ -84,15 +88,15 @@ class TaskCall:
         """Send an error reply."""
 
     def items_of(self, request: Request) -> Items:
-        """Return the items of a request of the protocol, which has an `item_signature`."""
+        """Return the items of a request of the protocol, which has `signature`."""
         self.request = request._replace(feeds={})
         return Items([item for array in request.feeds.values() for item in array.tolist()])
 
-    def outputs_of(self, answers: Sequence[bytes], signature: Signature) -> list[Output]:
+    def outputs_of(self, answers: Sequence[bytes]) -> list[Output]:
         """Return the outputs that a request of the protocol asked for."""
         array = np.empty(len(answers), object)
         array[:] = answers
-        return collect_results(self.request, {ANSWER: array}, signature, self.route.memory)
+        return collect_results(self.request, {ANSWER: array}, self.signature, self.route.memory)
 
     def split(self, source: Any, split: Callable[[Any], Items], *, large: bool) -> None:
         """Split a large `source` into items on another thread, then start them."""

@@ -40,18 +40,13 @@ class AccessControl:
         self, options: ServeOptions, *, loopback: bool, public: Collection[str] = ()
     ) -> None:
         """Check the options. `public`: paths without a token, such as the dashboard's."""
-        for origin in options.origins:
-            if not _ORIGIN.fullmatch(origin):
-                raise BadInput(
-                    f"`origins` {origin}: not an origin",
-                    hint="scheme, host and port as a browser sends them: https://example.org:8080",
-                )
-        for host in options.allowed_hosts:
-            if not _HOST.fullmatch(host):
-                raise BadInput(
-                    f"`allowed_hosts` {host}: not a host",
-                    hint="as clients send it: example.org, example.org:8080, *.example.org or *",
-                )
+        for parameter, pattern, hint in (
+            ("origins", _ORIGIN, "as a browser sends it: https://example.org:8080"),
+            ("allowed_hosts", _HOST, "example.org, example.org:8080, *.example.org or *"),
+        ):
+            for value in getattr(options, parameter):
+                if not pattern.fullmatch(value):
+                    raise BadInput(f"`{parameter}` {value}: cannot be used", hint=hint)
         self.set_token(options.token)
         self._public = frozenset(public)
         self._loopback = loopback
