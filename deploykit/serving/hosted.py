@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from deploykit.core.errors import Overloaded
 from deploykit.core.tensors import Bytes
@@ -117,12 +117,6 @@ class _Call(Call):
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
         body = b"" if self.head.method == "HEAD" else b"".join(parts)
         if not self.answered.done():
-            self.answered.set_result((status, tuple(_fields(headers)), body))
-
-
-def _fields(headers: bytes) -> Iterable[tuple[bytes, bytes]]:
-    """Yield header lines as pairs of name and value."""
-    for line in headers.split(b"\r\n"):
-        name, colon, value = line.partition(b": ")
-        if colon:
-            yield name.lower(), value
+            lines = (line.partition(b": ") for line in headers.split(b"\r\n") if line)
+            fields = tuple((name.lower(), value) for name, _, value in lines)
+            self.answered.set_result((status, fields, body))

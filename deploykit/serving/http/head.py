@@ -169,8 +169,8 @@ class SizedBody:
 
     def __init__(self, length: int, json_bytes: bytes | None, received: memoryview) -> None:
         """Allocate the memory and copy the `received` part. Raises MemoryError."""
-        digits = json_bytes is not None and json_bytes[:18].isdigit()
-        pad = -int(json_bytes or b"") % 16 if digits else 0
+        digits = (json_bytes or b"")[-4:]  # 16 divides 10,000
+        pad = -int(digits) % 16 if digits.isdigit() else 0
         self.body: memoryview = np.empty(pad + length, np.uint8).data[pad:]
         self.body[: len(received)] = received
         self.left = self.body[len(received) :]

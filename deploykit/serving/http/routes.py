@@ -43,7 +43,7 @@ from deploykit.serving.transport.call import (
 from deploykit.serving.transport.security import PREFLIGHT
 from deploykit.serving.web import examples as guide
 from deploykit.serving.web.page import FILES, openapi
-from deploykit.serving.web.status import Samples, Status, since_us, write_status
+from deploykit.serving.web.status import Status, since_us, write_status
 from deploykit.serving.workers.group import ServerGroup, of_model
 
 PAGE_HEADERS = (  # a page loads nothing from other sites and cannot be framed
@@ -246,16 +246,16 @@ class Routes:
         self.group.offer(reports, changes, status.history.since)
 
     def _status(self, call: Call) -> None:
-        def then(result: Result[tuple[dict[str, Any], Samples]]) -> None:
-            reply_with(call, lambda: write_status(*result()))
-
-        self.group.collect("status", then, since_us(call.head.target.partition("?")[2]))
+        since = since_us(call.head.target.partition("?")[2])
+        self.group.collect(
+            "status", lambda found: reply_with(call, lambda: write_status(*found())), since
+        )
 
     def _statistics(self, name: str | None, call: Call) -> None:
-        def then(result: Result[dict[str, Any]]) -> None:
-            reply_with(call, lambda: orjson.dumps(of_model(name, result())))
-
-        self.group.collect("statistics", then)
+        self.group.collect(
+            "statistics",
+            lambda found: reply_with(call, lambda: orjson.dumps(of_model(name, found()))),
+        )
 
     def _register(self, name: str | None, call: Call) -> None:
         body = _document(call)
@@ -263,10 +263,7 @@ class Routes:
         self._change("register", arguments, call)
 
     def _change(self, action: str, arguments: tuple[Any, ...], call: Call) -> None:
-        def then(result: Result[None]) -> None:
-            reply_with(call, lambda: result() or b"")  # type: ignore[func-returns-value]
-
-        self.group.change(action, arguments, then)
+        self.group.change(action, arguments, lambda done: reply_with(call, lambda: done() or b""))
 
     def _add_slash(self, call: Call) -> None:
         """Answer the root path itself: links of the dashboard are relative to its folder."""

@@ -48,14 +48,14 @@ class AccessControl:
                 if not pattern.fullmatch(value):
                     raise BadInput(f"`{parameter}` {value}: cannot be used", hint=hint)
         self.set_token(options.token)
-        self._public = frozenset(public)
+        self._root = options.root_path.rstrip("/")
+        self._public = {*public, self._root}  # which is answered with its folder, the dashboard
         self._loopback = loopback
         self._origins = {origin.lower().encode() for origin in options.origins}
         hosts = {host.lower().encode() for host in options.allowed_hosts}
         self._any_host = b"*" in hosts or not (hosts or loopback)
         self._hosts = {host for host in hosts if host[:1] not in (b"*", b".")}
         self._domains = tuple(host.lstrip(b"*") for host in hosts - self._hosts - {b"*"})
-        self._root = options.root_path.rstrip("/")
 
     def set_token(self, token: str | None) -> None:
         self._digest = None if token is None else hashlib.sha256(token.encode()).digest()
