@@ -34,7 +34,6 @@ _ERRORS: dict[int, type[DeploykitError]] = {
     for each in (BadInput, NotFound, TooLarge, UnknownEncoding, Unsupported, Overloaded, Expired)
 }
 _ITEMS, _BYTES = 64, 16 << 20  # the most items and bytes of one request
-_IMAGE_PART = 'Content-Disposition: form-data; name="image"; filename="image"'
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 
 
@@ -116,7 +115,8 @@ class ModelClient(Shown):
         else:
             for group in _groups(map(_image, items)):
                 boundary = secrets.token_hex(16)
-                lines = f"--{boundary}\r\n{_IMAGE_PART}\r\n\r\n".encode()
+                part = 'Content-Disposition: form-data; name="image"; filename="image"'
+                lines = f"--{boundary}\r\n{part}\r\n\r\n".encode()
                 end = f"--{boundary}--\r\n".encode()
                 form = b"".join([*(lines + image + b"\r\n" for image in group), end])
                 kind = f"multipart/form-data; boundary={boundary}"
@@ -164,10 +164,7 @@ class ModelClient(Shown):
         *,
         any_bytes: bool = False,
     ) -> Any:
-        """Return the JSON of the reply, or with `any_bytes` also a body that is not JSON.
-
-        Raises the server's error for a status other than 200.
-        """
+        """Return the JSON of the reply, or with `any_bytes` also a body that is not JSON."""
         headers = {**self._headers, **({"Content-Type": content_type} if content_type else {})}
         try:
             status, answer = self._exchange(method, self._base + path, body, headers)
@@ -192,11 +189,7 @@ class ModelClient(Shown):
     def _exchange(
         self, method: str, path: str, body: bytes, headers: dict[str, str]
     ) -> tuple[int, bytes]:
-        """Return the status and body of the reply.
-
-        The connection is out of the list until its reply is complete; after any failure it is
-        closed instead. Operations on the list are atomic: a lock could be held during a fork.
-        """
+        """Return the reply's status and body; its connection is out of the list until then."""
         idle = self._idle
         connection = _take(idle) or connect(self.url, self._timeout_s, ca=self._ca)[0]
         fresh = connection.sock is None

@@ -53,10 +53,7 @@ class HostedApp(Closing):
         self._ticking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Prove that rows may be joined and run each engine at every size. Raises their errors.
-
-        It blocks the event loop, which has nothing to answer yet.
-        """
+        """Prove that rows may be joined and run each engine at every size; blocks the loop."""
         self.repository.warm_up()
         self._ticking = self._loop.create_task(self._tick())
 

@@ -121,10 +121,7 @@ def run_workers(
     level: int = logging.INFO,
     stop: int | None = None,
 ) -> int:
-    """Run `serve(group=...)` in each process, with the contract of `serve_until_stopped`.
-
-    `level`: the log level. `stop`: see `Parent`.
-    """
+    """Run `serve(group=...)` in each process. `level`: of the log; `stop`: see `Parent`."""
     import deploykit.serving.grpc.methods
     import deploykit.serving.server
     from deploykit.serving.workers.parent import Parent
@@ -228,10 +225,7 @@ def decide_workers(timed: Timed, cores: int) -> tuple[int, str]:
 def time_threads(
     files: Mapping[str, Path], device: str, cores: int, _on_progress: Callable[[str, float], Any]
 ) -> Timed | str:
-    """Time each model, in a separate process. Zeros where a model's axes leave nothing to run.
-
-    A string is the reason why there cannot be several workers.
-    """
+    """Time each model, or return why there cannot be several workers; 0: nothing to run."""
 
     timed = {}
     for name, file in files.items():

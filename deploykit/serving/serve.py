@@ -181,10 +181,7 @@ class _Service:
         group: ServerGroup | None = None,
         shared: Path | None = None,
     ) -> int:
-        """Open the models and serve them until the server is stopped.
-
-        `group`: the processes that share the ports, if there are several; `shared`: see `load`.
-        """
+        """Open and serve the models. `group`: processes on the ports; `shared`: see `load`."""
         from deploykit.serving import server as http
 
         settings, steps = self.settings, ServedPipelines(self.pipelines, self.files)
@@ -200,8 +197,18 @@ class _Service:
             if group.engines is None:  # otherwise the process of the engines does both
                 for name, file in steps.files.items():
                     again = partial(open_engines, file, settings, shared)
-                    sources[name] = Source(file, again, partial(check_file, device=settings.device))
-                self._open(sources, models, shadows, group, stack)
+                    check = partial(check_file, device=settings.device)
+                    source = sources[name] = Source(file, again, check)
+                    models[name] = source.open()
+                    for engine in models[name]:
+                        stack.callback(engine.close)
+                        if group.count > 1 and not group.runs_engines:
+                            multiprocess.check_on_cpu(name, engine.device)
+                for name, file in self.references.items():
+                    (reference,) = open_proven(file, "cpu", threads=1)  # cores are for serving
+                    stack.callback(reference.close)
+                    check_reference(models[name][0], reference)
+                    shadows[name] = stack.enter_context(Shadow(name, reference))
             self._check_pad(models)
             live = {} if group.runs_engines else steps.live(models)
             server = http.Server(models, settings, group=group, pipelines=live)
@@ -215,27 +222,6 @@ class _Service:
             if threading.current_thread() is threading.main_thread():
                 return http.run(server, ready)
             return server.run(ready)  # in the process of a user's program
-
-    def _open(
-        self,
-        sources: Mapping[str, Source],
-        models: dict[str, Sequence[Engine]],
-        shadows: dict[str, Shadow],
-        group: ServerGroup,
-        stack: ExitStack,
-    ) -> None:
-        """Open `models` and their `shadows` by name; `stack` closes them."""
-        for name, source in sources.items():
-            models[name] = source.open()
-            for engine in models[name]:
-                stack.callback(engine.close)
-                if group.count > 1 and not group.runs_engines:
-                    multiprocess.check_on_cpu(name, engine.device)
-        for name, file in self.references.items():
-            (reference,) = open_proven(file, "cpu", threads=1)  # the cores are for serving
-            stack.callback(reference.close)
-            check_reference(models[name][0], reference)
-            shadows[name] = stack.enter_context(Shadow(name, reference))
 
     def _check_pad(self, models: Mapping[str, Sequence[Engine]]) -> None:
         """Raise BadInput for an input of `pad` that no served model pads."""
@@ -305,10 +291,7 @@ def open_engines(file: Path, options: ServeOptions, shared: Path | None = None) 
 
 
 def check_file(file: Path, device: str) -> None:
-    """Open `file` and run it once on the CPU; only check the hash of a file that needs a GPU.
-
-    A second copy might not fit on the GPU.
-    """
+    """Open `file` and run it once on the CPU, or check its hash: a GPU may not hold it twice."""
     artefact = Artefact.open(file)
     artefact.manifest  # noqa: B018 - raises if the manifest describes another file
     if not artefact.runtime.on_cpu:

@@ -62,7 +62,6 @@ LINGER_S = 0.05  # how long idle connections stay open once the ports are closed
 MOST_LINGER_S = 1.0  # be on its way; as long as `drain_s`, up to this
 CLOSE_S = 5.0  # time limit for clients to read their replies after that
 FATAL_S = 1.0  # replaces both limits once the device is lost: a supervisor should restart us
-OFFLOAD_THREADS = 2  # threads for large and compressed bodies
 _PROTOCOLS = ("http/1.1", "h2")  # of the ports
 _OPEN_FILES = 1 << 14  # for the connections of both ports, and more
 _YOUNG = 5000  # new objects that start a collection, 700 by default; a request in flight has 10
@@ -103,10 +102,7 @@ class Server:
         pipelines: Mapping[str, MakePipeline] | None = None,
         grpc_limits: Http2Limits | None = None,
     ) -> None:
-        """Bind the ports. `group`: the processes that share the address and the limits.
-
-        Raises BadInput if the host or a port is not available or a certificate is invalid.
-        """
+        """Bind the ports. Raises BadInput for one that is taken, and for a wrong certificate."""
         group = group or ServerGroup()
         options = group.share_of(options)
         limits = limits or HttpLimits(stall_s=options.stall_s, idle_s=options.idle_s)
@@ -135,7 +131,7 @@ class Server:
         except BaseException:
             self._release()
             raise
-        self._offload = ThreadOffload(self._loop, OFFLOAD_THREADS, self._finished.run)
+        self._offload = ThreadOffload(self._loop, threads=2, run=self._finished.run)
         self._routes = Routes(
             self.repository, self._offload,
             scheme="https" if tls else "http", group=group, grpc_port=self.grpc_port,

@@ -41,10 +41,7 @@ class GrpcTaskCall(TaskCall):
 
     client: Replying
 
-    def begin(self, source: Message) -> None:
-        self.split(source, self._items, large=len(source[1]) > _LARGE_ITEMS_BYTES)
-
-    def _items(self, source: Message) -> Items:
+    def items(self, source: Message) -> Items:
         head, data, at, spans = source
         planned = messages.plan_request(head, spans, self.signature)
         request = fill(planned, data, at, self.route.memory)
@@ -161,7 +158,8 @@ class InferMethods:
             model = self._repository.find(name, version or VERSION)
             route = self.routes[model.name]
             if model.task.ready and messages.sends_bytes(head):
-                GrpcTaskCall(route, client, trace).begin(source)
+                task = GrpcTaskCall(route, client, trace)
+                task.split(source, task.items, large=len(data) > _LARGE_ITEMS_BYTES)
                 return
             inference = GrpcInference(route, client, source, trace)
             slow = len(head) > LARGE_BYTES or len(data) > route.slow_bytes

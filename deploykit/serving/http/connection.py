@@ -79,10 +79,7 @@ class Exchange(Call):
         return self.connection
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
-        """Send the reply after earlier ones; do nothing if the client has disconnected.
-
-        Raises Overloaded for a large answer above the memory budget; an error always fits.
-        """
+        """Send the reply after earlier ones. Raises Overloaded for an answer above the budget."""
         connection, head = self.connection, self.head
         if self.gone:
             return
@@ -188,10 +185,7 @@ class Listener(Port):
         return data.startswith(_HEALTH, 0, end) and data.find(END, 0, end) == end - len(END)
 
     def make_room(self, connection: HttpConnection) -> bool:
-        """Return whether a new connection has a place; otherwise it may only ask for the health.
-
-        A load balancer's check thus gets through. The oldest of too many such clients are closed.
-        """
+        """Return whether a new connection has a place; else it may only ask for the health."""
         if self.has_place():
             return True
         self._spare.append(connection)
@@ -289,10 +283,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._refuse(503, f"there are {self._limits.connections} connections already")
 
     def eof_received(self) -> bool:
-        """Answer the complete requests of a client that sends no more, if it still reads.
-
-        Only sending shows whether it reads: the first answer begins at once.
-        """
+        """Begin the first answer at once: only sending shows whether the client still reads."""
         if self._tls or not self.exchanges:
             return False
         self._ended = True

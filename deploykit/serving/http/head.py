@@ -63,10 +63,7 @@ class HeadReader:
         self._refused: Refusal | None = None
 
     def feed(self, data: bytes) -> tuple[int, Head | None]:
-        """Return how many bytes of `data` belong to the head, and the Head once it is complete.
-
-        A Head with a `refusal` ends the connection; it may come before the head is complete.
-        """
+        """Return how many bytes belong to the head, and the Head once it is complete or refused."""
         seam = self._seam + data
         stop = seam.find(END)
         used = len(data) if stop < 0 else stop + len(END) - len(self._seam)

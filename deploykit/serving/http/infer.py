@@ -45,7 +45,10 @@ class InferRoute(ModelRoute):
         if head.content_type is not None and json_bytes is None and head.encoding is None:
             body = compression.to_utf8(body, head.content_type)
         if self.model.task.ready and _sends_bytes(head, body, json_bytes):
-            HttpTaskInference(self, call, head.trace).begin(body, json_bytes)
+            large = len(body) > LARGE_BYTES or head.encoding is not None
+            task = HttpTaskInference(self, call, head.trace)
+            call.body = b""
+            task.split((body, json_bytes), task.items, large=large)
             return
         call.body = b""
         large = self.model.largest_output_bytes > LARGE_BYTES
@@ -134,21 +137,12 @@ def _reply(call: Call, name: str, request: Request, results: Sequence[Result]) -
 
 
 class HttpTaskInference(TaskCall):
-    """A request to a model with a task: one BYTES input, answered with JSON in BYTES.
-
-    The input is "image" or "text", of shape [N]; the output is "answer", of the same shape. An
-    image in JSON is in base64.
-    """
+    """A request with images, which JSON has in base64, or sentences: one BYTES input."""
 
     client: Call
     route: InferRoute
 
-    def begin(self, body: Bytes, json_bytes: int | None) -> None:
-        large = len(body) > LARGE_BYTES or self.client.head.encoding is not None
-        self.client.body = b""
-        self.split((body, json_bytes), self._items, large=large)
-
-    def _items(self, source: tuple[Bytes, int | None]) -> Items:
+    def items(self, source: tuple[Bytes, int | None]) -> Items:
         body, json_bytes = source
         body = compression.decompress(body, self.client.head.encoding, self.route.max_body_bytes)
         request = json.decode(body, json_bytes, self.signature, self.route.memory)
@@ -173,10 +167,7 @@ def _from_json(item: bytes, number: int) -> bytes:
 
 
 class PipelineInferRoute:
-    """Answers the inference requests of one pipeline: one BYTES input, one BYTES output.
-
-    An input image may be a UINT8 tensor [height, width, 3] instead.
-    """
+    """Answers inference requests of a pipeline: a BYTES input, or an image's UINT8 pixels."""
 
     def __init__(self, pipeline: ServedPipeline, max_body_bytes: int) -> None:
         self._pipeline = pipeline

@@ -85,10 +85,7 @@ def _part(body: Bytes, start: int, stop: int) -> Field:
 
 
 def split_urlencoded(body: Bytes, most: int) -> list[Field] | None:
-    """Split the form of a browser or of `curl -d` into fields; None if the body is no such form.
-
-    `curl --data-binary` and others send any bytes under that type. Raises TooLarge.
-    """
+    """Split the form of a browser or of `curl -d`; None for other bytes under that type."""
     if _URLENCODED.fullmatch(bytes(body[:_HEAD_BYTES])) is None or not bytes(body).isascii():
         return None
     if len(body) > _MOST_URL_BYTES:

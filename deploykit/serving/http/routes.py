@@ -148,10 +148,7 @@ class Routes:
         group: ServerGroup | None = None,
         grpc_port: int | None = None,
     ) -> None:
-        """Build the table. `group`: the processes that share this server's address, if several.
-
-        `scheme` and `grpc_port` are for the examples at /docs.
-        """
+        """Build the table. `scheme` and `grpc_port` are for the examples at /docs."""
         self._repository = repository
         self._scheme = scheme
         self._grpc_port = grpc_port

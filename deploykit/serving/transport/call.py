@@ -48,10 +48,7 @@ class MemoryBudget:
     """
 
     def __init__(self, limit: int | None, max_body_bytes: int, parts: int = 1) -> None:
-        """Set the budget; `limit` None: a quarter of the memory, but at least one largest body.
-
-        `parts`: processes that share one budget.
-        """
+        """Set the budget of one of `parts` processes; `limit` None: a quarter of the memory."""
         if limit is None:
             limit = max(max_body_bytes, (memory_bytes() or _UNKNOWN_MEMORY) // 4 // parts)
         self.limit = limit
@@ -306,10 +303,7 @@ def _inflate(body: Bytes, name: str, max_bytes: int) -> bytes:
 
 @lru_cache(maxsize=256)
 def choose_encoding(accept: bytes) -> bytes | None:
-    """Return b"gzip" or b"deflate" if Accept-Encoding prefers it to plain bytes, else None.
-
-    Only codings that are named count, not `*`.
-    """
+    """Return b"gzip" or b"deflate" if Accept-Encoding names and prefers it, else None."""
     weights = {}
     for item in accept.lower().split(b","):
         name, *parameters = (part.strip() for part in item.split(b";"))

@@ -42,10 +42,7 @@ _HANDSHAKES = 8  # started per turn of the event loop: each takes a millisecond 
 
 
 def extend(by_s: float, size: int, now_s: float, stall_s: float) -> float:
-    """Return the new time by which a client must have sent or read more: it has moved `size` bytes.
-
-    It may pause for `stall_s`, but a few bytes now and then do not keep a connection.
-    """
+    """Return by when a client, which has moved `size` bytes until now, must move more."""
     return min(now_s + stall_s, by_s + max(0, size) / LEAST_BYTES_S)
 
 
@@ -193,10 +190,7 @@ def _bind_unix(path: Path) -> socket.socket:
 
 
 def reserve(host: str, port: int, parameter: str) -> socket.socket:
-    """Return a bound socket that does not listen, for `share_address`. Raises as `bind`.
-
-    While the models are opened, it prevents another server from sharing the port.
-    """
+    """Return a bound socket that keeps the port from other servers, for `share_address`."""
     if host.startswith(UNIX):
         raise BadInput(f"`host` {host}: one process listens there", hint="`workers` 1")
     alone = bind(host, port, parameter)  # fails where another program listens, shared or not

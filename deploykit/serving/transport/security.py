@@ -117,10 +117,7 @@ class AccessControl:
     def cors_headers(
         self, origin: bytes | None, host: bytes | None, headers: Mapping[bytes, bytes]
     ) -> bytes:
-        """Return the headers that let a page of `origin` read a reply, if it is allowed.
-
-        `headers`: those of the request, which may ask for more in a preflight request.
-        """
+        """Return the headers that let a page of `origin` read the reply, if it may."""
         if origin is None or not self.is_known(origin, host):
             return b""
         found = (
@@ -161,10 +158,7 @@ class Watched:
 
 
 def tls_context(options: ServeOptions, protocol: str) -> ssl.SSLContext | None:
-    """Return a context for TLS 1.2 or newer with the server's certificate; None without one.
-
-    Raises BadInput naming the invalid file.
-    """
+    """Return a context for TLS 1.2 or newer; None without a certificate. BadInput names a file."""
     if options.tls_cert is None or options.tls_key is None:
         return None
     cert, key, authority = options.tls_cert, options.tls_key, options.tls_client_ca

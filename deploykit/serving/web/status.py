@@ -40,10 +40,6 @@ class History:
         return [sample for sample in self._samples if sample[0] > at_us]
 
 
-_NUMBER = re.compile(r"[0-9]{1,18}").fullmatch
-_NEVER_US = 1 << 60
-
-
 def write_status(status: dict[str, Any], samples: Samples) -> bytes:
     """Write a status as JSON, with the samples as its `history`."""
     found = [{"at_us": at_us, "models": orjson.Fragment(models)} for at_us, models in samples]
@@ -51,9 +47,9 @@ def write_status(status: dict[str, Any], samples: Samples) -> bytes:
 
 
 def since_us(query: str) -> int:
-    """Parse `since=N` of a query, the time after which samples are wanted; 0 for all."""
+    """Parse `since=N` of a query, the time after which samples are wanted; without it, none."""
     since = parse_qs(query).get("since", [""])[0]
-    return int(since) if _NUMBER(since) else _NEVER_US
+    return int(since) if re.fullmatch(r"[0-9]{1,18}", since) else 1 << 60
 
 
 class Status:
