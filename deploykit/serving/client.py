@@ -11,7 +11,7 @@ import secrets
 import ssl
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote as escape
 from urllib.parse import urlencode
 
@@ -37,17 +37,8 @@ _ITEMS, _BYTES = 64, 16 << 20  # the most items and bytes of one request
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 
 
-class PillowImage(Protocol):
-    """The methods of `PIL.Image.Image` that are used here."""
-
-    mode: str
-
-    def convert(self, mode: str) -> Any: ...
-    def save(self, file: Any, kind: str) -> None: ...
-
-
 _Idle = list[tuple[int, http.client.HTTPConnection]]  # (process that opened it, connection)
-OneItem = str | os.PathLike[str] | bytes | PillowImage
+OneItem = str | os.PathLike[str] | bytes | Any  # a PIL image
 
 
 class ModelClient(Shown):

@@ -3,9 +3,8 @@
 Engines on a GPU run in one process, to which all others pass requests; on a CPU each process has
 separate engines, unless `workers` is shared:N.
 
-`auto` opens each model with one thread and with all. If one thread computes a request almost as
-fast, as for small models, the server's own work is the limit, and one process for each core has the
-highest throughput; otherwise a lone request would take longer, and one process keeps all threads.
+`auto` opens each model with one thread and with all: if one is almost as fast, as for small models,
+there is a process for each core; otherwise one keeps all threads, so that no lone request waits.
 """
 
 from __future__ import annotations
@@ -89,7 +88,15 @@ def choose_workers(files: Mapping[str, Path], options: ServeOptions) -> Workers:
         if why_shared and not wanted.shared:
             log.info("one process runs the engines of all workers: %s", why_shared)
         return replace(wanted, shared=wanted.shared or bool(why_shared))
-    count, why = (1, why_shared) if why_shared else _measure(files, options)
+    count, why = 1, why_shared
+    if not why and usable_cores() < 2:
+        why = "there is one core"
+    elif not why and (options.threads is not None or options.instances > 1):
+        why = "`threads` or `instances` are given"
+    elif not why:
+        job = time_threads, dict(files), options.device, usable_cores()
+        timed: Timed | str = run_apart("`workers` auto", *job)
+        count, why = (1, timed) if isinstance(timed, str) else decide_workers(timed, usable_cores())
     log.info("workers: %s chose %d: %s", AUTO, count, why)
     return Workers(count)
 
@@ -198,18 +205,6 @@ def _takes_cuda(_on_progress: object) -> bool:
     from deploykit.engines.onnxruntime.engine import providers
 
     return "CUDAExecutionProvider" in providers()
-
-
-def _measure(files: Mapping[str, Path], options: ServeOptions) -> tuple[int, str]:
-    if usable_cores() < 2:
-        return 1, "there is one core"
-    if options.threads is not None or options.instances > 1:
-        return 1, "`threads` or `instances` are given"
-    job = time_threads, dict(files), options.device, usable_cores()
-    timed: Timed | str = run_apart("`workers` auto", *job)
-    if isinstance(timed, str):
-        return 1, timed
-    return decide_workers(timed, usable_cores())
 
 
 def decide_workers(timed: Timed, cores: int) -> tuple[int, str]:

@@ -143,10 +143,8 @@ class HeadReader:
             self._refuse(400, "the header Host is missing")
         elif coding is not None and (old or coding.strip().lower() != b"chunked"):
             self._refuse(400, f"Transfer-Encoding {quote(coding)} is not offered, only chunked")
-        elif self._refused is None and (
-            refusal := self._access.refusal(method, path, host, origin, authorization)
-        ):
-            self._refused = refusal
+        elif refusal := self._access.refusal(method, path, host, origin, authorization):
+            self._refused = self._refused or refusal
         elif length is not None and length > self._max_body_bytes:
             self._refuse(413, message_of(body_too_large(self._max_body_bytes)))
         return Head.of(
