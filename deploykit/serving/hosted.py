@@ -57,10 +57,6 @@ class HostedApp(Closing):
         self.repository.warm_up()
         self._ticking = self._loop.create_task(self._tick())
 
-    def why_not_ready(self) -> str | None:
-        """Return the reason in one sentence; None if requests are answered."""
-        return self.repository.why_not_ready()
-
     async def answer(self, asked: Asked) -> Answered:
         """Answer one request, if need be with an error. A cancelled request leaves the queue."""
         method, target, fields, body = asked
