@@ -255,7 +255,9 @@ def decompress(body: Bytes, encoding: bytes | None, max_bytes: int) -> Bytes:
     Raises UnknownEncoding unless it is gzip or deflate, BadInput for a truncated or damaged body or
     trailing bytes, and TooLarge above `max_bytes`, which is checked during decompression.
     """
-    text = (encoding or b"").decode("latin-1")
+    if encoding is None:
+        return body
+    text = encoding.decode("latin-1")
     names = [name.strip().removeprefix("x-") for name in text.lower().split(",")]
     names = [name for name in names if name not in ("identity", "")]
     if not names:
@@ -290,8 +292,7 @@ def _inflate(body: Bytes, name: str, max_bytes: int) -> bytes:
             if len(got) > remaining:
                 raise TooLarge(
                     f"the body is above the limit of {max_bytes} bytes when decompressed",
-                    hint="send smaller requests, or start the server with a larger "
-                    "`max_body_bytes`",
+                    hint="start the server with a larger `max_body_bytes`",
                 )
             remaining -= len(got)
             out.write(got)

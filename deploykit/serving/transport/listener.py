@@ -50,18 +50,11 @@ class Client(Protocol):
     """A connection as its port uses it."""
 
     @property
-    def idle_since_s(self) -> float | None:
-        """Return when it became idle; None while it has a request."""
-
+    def idle_since_s(self) -> float | None: ...  # None while it has a request
     @property
-    def unanswered(self) -> int:
-        """Return the number of complete requests whose replies have not been written."""
-
-    def check(self, now_s: float) -> None:
-        """Close the connection if it is past a limit."""
-
+    def unanswered(self) -> int: ...  # complete requests whose replies have not been written
+    def check(self, now_s: float) -> None: ...  # closes it if it is past a limit
     def close(self) -> None: ...
-
     def abort(self) -> None: ...
 
 
