@@ -69,7 +69,7 @@ class Replica:
 
     def check_health(self) -> None:
         """Raise if the replica cannot serve; after three failures Ray replaces it."""
-        reason = self._service.why_not_ready()
+        reason = self._service.repository.why_not_ready()
         if reason is not None:
             raise RuntimeError(reason)
 

@@ -11,7 +11,7 @@ import secrets
 import ssl
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote as escape
 from urllib.parse import urlencode
 
@@ -24,32 +24,21 @@ from deploykit.core.errors import (
     TooLarge,
     UnknownEncoding,
     Unsupported,
-    first_line,
 )
 from deploykit.core.files import StrPath, check_readable
 from deploykit.core.notebook import Shown
-from deploykit.serving.health import connect, reason_of, tls_error
+from deploykit.serving.health import connect, reason_of, tls_error, unreachable
 
 _ERRORS: dict[int, type[DeploykitError]] = {
     each.http_status: each
     for each in (BadInput, NotFound, TooLarge, UnknownEncoding, Unsupported, Overloaded, Expired)
 }
 _ITEMS, _BYTES = 64, 16 << 20  # the most items and bytes of one request
-_IMAGE_PART = 'Content-Disposition: form-data; name="image"; filename="image"'
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 
 
-class PillowImage(Protocol):
-    """The methods of `PIL.Image.Image` that are used here."""
-
-    mode: str
-
-    def convert(self, mode: str) -> Any: ...
-    def save(self, file: Any, kind: str) -> None: ...
-
-
 _Idle = list[tuple[int, http.client.HTTPConnection]]  # (process that opened it, connection)
-OneItem = str | os.PathLike[str] | bytes | PillowImage
+OneItem = str | os.PathLike[str] | bytes | Any  # a PIL image
 
 
 class ModelClient(Shown):
@@ -117,7 +106,8 @@ class ModelClient(Shown):
         else:
             for group in _groups(map(_image, items)):
                 boundary = secrets.token_hex(16)
-                lines = f"--{boundary}\r\n{_IMAGE_PART}\r\n\r\n".encode()
+                part = 'Content-Disposition: form-data; name="image"; filename="image"'
+                lines = f"--{boundary}\r\n{part}\r\n\r\n".encode()
                 end = f"--{boundary}--\r\n".encode()
                 form = b"".join([*(lines + image + b"\r\n" for image in group), end])
                 kind = f"multipart/form-data; boundary={boundary}"
@@ -165,10 +155,7 @@ class ModelClient(Shown):
         *,
         any_bytes: bool = False,
     ) -> Any:
-        """Return the JSON of the reply, or with `any_bytes` also a body that is not JSON.
-
-        Raises the server's error for a status other than 200.
-        """
+        """Return the JSON of the reply, or with `any_bytes` also a body that is not JSON."""
         headers = {**self._headers, **({"Content-Type": content_type} if content_type else {})}
         try:
             status, answer = self._exchange(method, self._base + path, body, headers)
@@ -177,9 +164,7 @@ class ModelClient(Shown):
         except TimeoutError as exc:
             raise Expired(f"{self.url}: no answer within {self._timeout_s:g} s") from exc
         except (OSError, http.client.HTTPException) as exc:
-            reason = getattr(exc, "strerror", None) or reason_of(first_line(exc).encode())
-            hint = "start one with: deploykit serve model.onnx"
-            raise NotFound(f"{self.url}: no server answers there: {reason}", hint=hint) from exc
+            raise unreachable(NotFound, self.url, exc) from exc
         if status != 200:
             kind = _ERRORS.get(status, BadInput if 400 <= status < 500 else DeploykitError)
             raise kind(f"{self.url}: {reason_of(answer)}")
@@ -195,11 +180,7 @@ class ModelClient(Shown):
     def _exchange(
         self, method: str, path: str, body: bytes, headers: dict[str, str]
     ) -> tuple[int, bytes]:
-        """Return the status and body of the reply.
-
-        The connection is out of the list until its reply is complete; after any failure it is
-        closed instead. Operations on the list are atomic: a lock could be held during a fork.
-        """
+        """Return the reply's status and body; its connection is out of the list until then."""
         idle = self._idle
         connection = _take(idle) or connect(self.url, self._timeout_s, ca=self._ca)[0]
         fresh = connection.sock is None

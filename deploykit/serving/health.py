@@ -9,7 +9,14 @@ import ssl
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from deploykit.core.errors import BadInput, GateFailed, first_line, os_reason, without_secrets
+from deploykit.core.errors import (
+    BadInput,
+    DeploykitError,
+    GateFailed,
+    first_line,
+    os_reason,
+    without_secrets,
+)
 from deploykit.core.files import StrPath
 from deploykit.core.json_value import Record
 
@@ -41,9 +48,7 @@ def health(url: str = "http://127.0.0.1:8000") -> Readiness:
         with connection.getresponse() as answer:
             status, body = answer.status, answer.read(_MOST_BYTES)
     except (OSError, http.client.HTTPException, UnicodeError) as exc:
-        reason = getattr(exc, "strerror", None) or reason_of(first_line(exc).encode())
-        hint = "start one with: deploykit serve model.onnx"
-        raise GateFailed(f"{url}: no server answers there: {reason}", hint=hint) from exc
+        raise unreachable(GateFailed, url, exc) from exc
     finally:
         connection.close()
     if status != 200:
@@ -66,12 +71,8 @@ def connect(
         raise BadInput(f"'{without_secrets(url)}' is not a URL: {exc}") from exc
     more = parts.query or parts.fragment or parts.username is not None
     path = parts.path.rstrip("/")
-    if (
-        parts.scheme not in ("http", "https")
-        or not _HOST.fullmatch(host)
-        or more
-        or not _PATH.fullmatch(path)
-    ):
+    valid = _HOST.fullmatch(host) and _PATH.fullmatch(path) and not more
+    if parts.scheme not in ("http", "https") or not valid:
         raise BadInput(f"'{without_secrets(url)}' is not a server's URL", hint=_FORM)
     if not 0 < timeout_s <= _LONGEST_S:
         raise BadInput(f"`timeout_s` must be above 0 and at most {_LONGEST_S}, got {timeout_s:g}")
@@ -85,6 +86,12 @@ def connect(
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context), path
+
+
+def unreachable(kind: type[DeploykitError], url: str, exc: Exception) -> DeploykitError:
+    reason = getattr(exc, "strerror", None) or reason_of(first_line(exc).encode())
+    hint = "start one with: deploykit serve model.onnx"
+    return kind(f"{url}: no server answers there: {reason}", hint=hint)
 
 
 def tls_error(url: str, exc: ssl.SSLError) -> BadInput:

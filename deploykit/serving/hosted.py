@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from deploykit.core.errors import Overloaded, TooLarge
+from deploykit.core.errors import Overloaded
 from deploykit.core.tensors import Bytes
 from deploykit.engines.engine import Closing, Engine
 from deploykit.serving.batching.batcher import deliver_inline
@@ -18,7 +18,13 @@ from deploykit.serving.http.routes import Routes
 from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.options import ServeOptions
-from deploykit.serving.transport.call import Call, Head, MemoryBudget, reply_exception
+from deploykit.serving.transport.call import (
+    Call,
+    Head,
+    MemoryBudget,
+    body_too_large,
+    reply_exception,
+)
 
 log = logging.getLogger(__name__)
 
@@ -47,16 +53,9 @@ class HostedApp(Closing):
         self._ticking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Prove that rows may be joined and run each engine at every size. Raises their errors.
-
-        It blocks the event loop, which has nothing to answer yet.
-        """
+        """Prove that rows may be joined and run each engine at every size; blocks the loop."""
         self.repository.warm_up()
         self._ticking = self._loop.create_task(self._tick())
-
-    def why_not_ready(self) -> str | None:
-        """Return the reason in one sentence; None if requests are answered."""
-        return self.repository.why_not_ready()
 
     async def answer(self, asked: Asked) -> Answered:
         """Answer one request, if need be with an error. A cancelled request leaves the queue."""
@@ -67,8 +66,7 @@ class HostedApp(Closing):
         call = _Call(head, self._memory, body)
         try:
             if len(body) > self._options.max_body_bytes:
-                limit = self._options.max_body_bytes
-                reply_exception(call, TooLarge(f"the body is above {limit} bytes"))
+                reply_exception(call, body_too_large(self._options.max_body_bytes))
             elif not call.reserve(len(body)):
                 reply_exception(call, Overloaded(self._memory.message))
             else:
@@ -112,12 +110,6 @@ class _Call(Call):
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
         body = b"" if self.head.method == "HEAD" else b"".join(parts)
         if not self.answered.done():
-            self.answered.set_result((status, tuple(_fields(headers)), body))
-
-
-def _fields(headers: bytes) -> Iterable[tuple[bytes, bytes]]:
-    """Yield header lines as pairs of name and value."""
-    for line in headers.split(b"\r\n"):
-        name, colon, value = line.partition(b": ")
-        if colon:
-            yield name.lower(), value
+            lines = (line.partition(b": ") for line in headers.split(b"\r\n") if line)
+            fields = tuple((name.lower(), value) for name, _, value in lines)
+            self.answered.set_result((status, fields, body))

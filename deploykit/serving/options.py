@@ -306,8 +306,6 @@ def read_token(file: StrPath) -> str:
     except (OSError, UnicodeDecodeError) as exc:
         reason = os_reason(exc) if isinstance(exc, OSError) else "is not text"
         raise BadInput(f"`token_file` {file}: {reason}") from exc
-    if not first:
-        raise BadInput(f"`token_file` {file}: its first line is empty")
     if len(first) < 16 or not first.isprintable():
         raise BadInput(f"`token_file` {file}: {_RULE}")
     return first

@@ -3,9 +3,8 @@
 Engines on a GPU run in one process, to which all others pass requests; on a CPU each process has
 separate engines, unless `workers` is shared:N.
 
-`auto` opens each model with one thread and with all. If one thread computes a request almost as
-fast, as for small models, the server's own work is the limit, and one process for each core has the
-highest throughput; otherwise a lone request would take longer, and one process keeps all threads.
+`auto` opens each model with one thread and with all: if one is almost as fast, as for small models,
+there is a process for each core; otherwise one keeps all threads, so that no lone request waits.
 """
 
 from __future__ import annotations
@@ -89,7 +88,15 @@ def choose_workers(files: Mapping[str, Path], options: ServeOptions) -> Workers:
         if why_shared and not wanted.shared:
             log.info("one process runs the engines of all workers: %s", why_shared)
         return replace(wanted, shared=wanted.shared or bool(why_shared))
-    count, why = (1, why_shared) if why_shared else _measure(files, options)
+    count, why = 1, why_shared
+    if not why and usable_cores() < 2:
+        why = "there is one core"
+    elif not why and (options.threads is not None or options.instances > 1):
+        why = "`threads` or `instances` are given"
+    elif not why:
+        job = time_threads, dict(files), options.device, usable_cores()
+        timed: Timed | str = run_apart("`workers` auto", *job)
+        count, why = (1, timed) if isinstance(timed, str) else decide_workers(timed, usable_cores())
     log.info("workers: %s chose %d: %s", AUTO, count, why)
     return Workers(count)
 
@@ -121,10 +128,7 @@ def run_workers(
     level: int = logging.INFO,
     stop: int | None = None,
 ) -> int:
-    """Run `serve(group=...)` in each process, with the contract of `serve_until_stopped`.
-
-    `level`: the log level. `stop`: see `Parent`.
-    """
+    """Run `serve(group=...)` in each process. `level`: of the log; `stop`: see `Parent`."""
     import deploykit.serving.grpc.methods
     import deploykit.serving.server
     from deploykit.serving.workers.parent import Parent
@@ -203,18 +207,6 @@ def _takes_cuda(_on_progress: object) -> bool:
     return "CUDAExecutionProvider" in providers()
 
 
-def _measure(files: Mapping[str, Path], options: ServeOptions) -> tuple[int, str]:
-    if usable_cores() < 2:
-        return 1, "there is one core"
-    if options.threads is not None or options.instances > 1:
-        return 1, "`threads` or `instances` are given"
-    job = time_threads, dict(files), options.device, usable_cores()
-    timed: Timed | str = run_apart("`workers` auto", *job)
-    if isinstance(timed, str):
-        return 1, timed
-    return decide_workers(timed, usable_cores())
-
-
 def decide_workers(timed: Timed, cores: int) -> tuple[int, str]:
     """Return how many workers to start given the times of one row, and the reason."""
     for name, (one_us, all_us) in timed.items():
@@ -228,10 +220,7 @@ def decide_workers(timed: Timed, cores: int) -> tuple[int, str]:
 def time_threads(
     files: Mapping[str, Path], device: str, cores: int, _on_progress: Callable[[str, float], Any]
 ) -> Timed | str:
-    """Time each model, in a separate process. Zeros where a model's axes leave nothing to run.
-
-    A string is the reason why there cannot be several workers.
-    """
+    """Time each model, or return why there cannot be several workers; 0: nothing to run."""
 
     timed = {}
     for name, file in files.items():

@@ -92,10 +92,7 @@ class RunningServer:
         return self._unanswered
 
     def close(self) -> int:
-        """Answer the accepted requests, then end; return as `wait`. A second call does nothing.
-
-        A call in a forked process does nothing either: the server belongs to its parent.
-        """
+        """Answer the accepted requests, then end; return as `wait`. Does nothing in a fork."""
         if os.getpid() != self._process:
             return 0
         self._begin_stop()

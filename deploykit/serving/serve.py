@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from deploykit.serving.running_server import OnStart
     from deploykit.serving.server import Server
 
+log = logging.getLogger(__name__)
 
-_NAMED = re.compile(r"(?P<name>[A-Za-z0-9._-]{1,128})=(?P<file>.+)", re.DOTALL)
+PACKAGES = ("orjson", "uvloop", "httptools", "google.protobuf", "hpack", "prometheus_client")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -50,27 +51,18 @@ def name_models(values: Sequence[str]) -> dict[str, Path]:
     """Parse `FILE` or `NAME=FILE`; return files by name. Raises BadInput."""
     files: dict[str, Path] = {}
     for text in values:
-        match = _NAMED.fullmatch(text)
-        if match and not Path(match["file"]).exists() and Path(text).exists():
-            match = None  # a checkpoint's name such as epoch=3-loss=0.1.onnx
-        path = Path(match["file"] if match else text)
-        name = match["name"] if match else path.stem
-        given, equals, _ = text.partition("=")
-        if equals and not match and "/" not in given and not path.exists():
-            raise BadInput(
-                f"{text}: '{given}' cannot be the name of a model"
-                if not _NAME.fullmatch(given)
-                else f"{text}: the file is missing",
-                hint="NAME=FILE, with a NAME of 1 to 128 letters, digits, '.', '_' or '-'",
-            )
-        if not _NAME.fullmatch(name) and path.suffix:
+        name, equals, file = text.partition("=")
+        found = Path(text).exists() and not Path(file).exists()  # such as epoch=3-loss=0.1.onnx
+        if found or not file or "/" in name:
+            name, file = Path(text).stem, text
+        if not _NAME.fullmatch(name) and (equals or Path(file).suffix):
             raise BadInput(
                 f"{text}: '{name}' cannot be the name of a model",
-                hint=f"give it another, of letters, digits, '.', '_' or '-': NAME={text}",
+                hint=f"NAME=FILE, with a NAME of letters, digits, '.', '_' or '-': NAME={file}",
             )
         if name in files:
             raise BadInput(f"{text}: the name '{name}' is taken", hint="give it another: NAME=FILE")
-        files[name] = path
+        files[name] = Path(file)
     return files
 
 
@@ -82,24 +74,18 @@ def name_shadows(
     if isinstance(shadows, Mapping):
         shadows = [f"{name}={file}" for name, file in shadows.items()]
     for text in shadows:
-        match = _NAMED.fullmatch(text)
-        if match and match["name"] not in models and Path(text).exists():
-            match = None  # as above
-        if not match and len(models) > 1:
-            raise BadInput(f"`shadows` {text}: of which model?", hint="`shadows` NAME=FILE")
-        name = match["name"] if match else "".join(models[:1])
+        name, equals, file = text.partition("=")
+        if not equals or (name not in models and Path(text).exists()):
+            if len(models) > 1:
+                raise BadInput(f"`shadows` {text}: of which model?", hint="`shadows` NAME=FILE")
+            name, file = "".join(models[:1]), text
         if name not in models or name in found:
             raise BadInput(
                 f"`shadows` {text}: " + ("is given twice" if name in found else "no such model"),
                 hint="served here: " + ", ".join(models),
             )
-        found[name] = Path(match["file"] if match else text)
+        found[name] = Path(file)
     return found
-
-
-log = logging.getLogger(__name__)
-
-_SHADOW_THREADS = 1  # threads of the reference: it must not take the cores from serving
 
 
 @takes(ServeOptions)
@@ -178,9 +164,6 @@ def _prepare(options: ServeOptions) -> tuple[_Service, Workers]:
     return _Service(files, pipelines, references, settings, [*served, *pipelines]), chosen
 
 
-PACKAGES = ("orjson", "uvloop", "httptools", "google.protobuf", "hpack", "prometheus_client")
-
-
 @dataclass(frozen=True)
 class _Service:
     """Runs the server in any of its processes; can be pickled. `references`: files of shadows."""
@@ -198,10 +181,7 @@ class _Service:
         group: ServerGroup | None = None,
         shared: Path | None = None,
     ) -> int:
-        """Open the models and serve them until the server is stopped.
-
-        `group`: the processes that share the ports, if there are several; `shared`: see `load`.
-        """
+        """Open and serve the models. `group`: processes on the ports; `shared`: see `load`."""
         from deploykit.serving import server as http
 
         settings, steps = self.settings, ServedPipelines(self.pipelines, self.files)
@@ -217,8 +197,18 @@ class _Service:
             if group.engines is None:  # otherwise the process of the engines does both
                 for name, file in steps.files.items():
                     again = partial(open_engines, file, settings, shared)
-                    sources[name] = Source(file, again, partial(check_file, device=settings.device))
-                self._open(sources, models, shadows, group, stack)
+                    check = partial(check_file, device=settings.device)
+                    source = sources[name] = Source(file, again, check)
+                    models[name] = source.open()
+                    for engine in models[name]:
+                        stack.callback(engine.close)
+                        if group.count > 1 and not group.runs_engines:
+                            multiprocess.check_on_cpu(name, engine.device)
+                for name, file in self.references.items():
+                    (reference,) = open_proven(file, "cpu", threads=1)  # cores are for serving
+                    stack.callback(reference.close)
+                    check_reference(models[name][0], reference)
+                    shadows[name] = stack.enter_context(Shadow(name, reference))
             self._check_pad(models)
             live = {} if group.runs_engines else steps.live(models)
             server = http.Server(models, settings, group=group, pipelines=live)
@@ -232,27 +222,6 @@ class _Service:
             if threading.current_thread() is threading.main_thread():
                 return http.run(server, ready)
             return server.run(ready)  # in the process of a user's program
-
-    def _open(
-        self,
-        sources: Mapping[str, Source],
-        models: dict[str, Sequence[Engine]],
-        shadows: dict[str, Shadow],
-        group: ServerGroup,
-        stack: ExitStack,
-    ) -> None:
-        """Open `models` and their `shadows` by name; `stack` closes them."""
-        for name, source in sources.items():
-            models[name] = source.open()
-            for engine in models[name]:
-                stack.callback(engine.close)
-                if group.count > 1 and not group.runs_engines:
-                    multiprocess.check_on_cpu(name, engine.device)
-        for name, file in self.references.items():
-            (reference,) = open_proven(file, "cpu", threads=_SHADOW_THREADS)
-            stack.callback(reference.close)
-            check_reference(models[name][0], reference)
-            shadows[name] = stack.enter_context(Shadow(name, reference))
 
     def _check_pad(self, models: Mapping[str, Sequence[Engine]]) -> None:
         """Raise BadInput for an input of `pad` that no served model pads."""
@@ -322,10 +291,7 @@ def open_engines(file: Path, options: ServeOptions, shared: Path | None = None) 
 
 
 def check_file(file: Path, device: str) -> None:
-    """Open `file` and run it once on the CPU; only check the hash of a file that needs a GPU.
-
-    A second copy might not fit on the GPU.
-    """
+    """Open `file` and run it once on the CPU, or check its hash: a GPU may not hold it twice."""
     artefact = Artefact.open(file)
     artefact.manifest  # noqa: B018 - raises if the manifest describes another file
     if not artefact.runtime.on_cpu:

@@ -32,7 +32,7 @@ from deploykit.serving.models.offload import ThreadOffload
 from deploykit.serving.models.pipelines import MakePipeline
 from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.prometheus import Sample
-from deploykit.serving.options import ServeOptions
+from deploykit.serving.options import ServeOptions, read_token
 from deploykit.serving.transport.call import MemoryBudget
 from deploykit.serving.transport.listener import (
     UNIX,
@@ -42,7 +42,7 @@ from deploykit.serving.transport.listener import (
     address_of,
     is_loopback,
 )
-from deploykit.serving.transport.security import AccessControl, tls_context, watched_files
+from deploykit.serving.transport.security import AccessControl, Watched, tls_context
 from deploykit.serving.transport.turns import DELIVERY_S, Turns
 from deploykit.serving.web.page import FILES
 from deploykit.serving.workers.group import Hooks, ServerGroup
@@ -62,7 +62,6 @@ LINGER_S = 0.05  # how long idle connections stay open once the ports are closed
 MOST_LINGER_S = 1.0  # be on its way; as long as `drain_s`, up to this
 CLOSE_S = 5.0  # time limit for clients to read their replies after that
 FATAL_S = 1.0  # replaces both limits once the device is lost: a supervisor should restart us
-OFFLOAD_THREADS = 2  # threads for large and compressed bodies
 _PROTOCOLS = ("http/1.1", "h2")  # of the ports
 _OPEN_FILES = 1 << 14  # for the connections of both ports, and more
 _YOUNG = 5000  # new objects that start a collection, 700 by default; a request in flight has 10
@@ -103,10 +102,7 @@ class Server:
         pipelines: Mapping[str, MakePipeline] | None = None,
         grpc_limits: Http2Limits | None = None,
     ) -> None:
-        """Bind the ports. `group`: the processes that share the address and the limits.
-
-        Raises BadInput if the host or a port is not available or a certificate is invalid.
-        """
+        """Bind the ports. Raises BadInput for one that is taken, and for a wrong certificate."""
         group = group or ServerGroup()
         options = group.share_of(options)
         limits = limits or HttpLimits(stall_s=options.stall_s, idle_s=options.idle_s)
@@ -135,7 +131,7 @@ class Server:
         except BaseException:
             self._release()
             raise
-        self._offload = ThreadOffload(self._loop, OFFLOAD_THREADS, self._finished.run)
+        self._offload = ThreadOffload(self._loop, threads=2, run=self._finished.run)
         self._routes = Routes(
             self.repository, self._offload,
             scheme="https" if tls else "http", group=group, grpc_port=self.grpc_port,
@@ -163,7 +159,11 @@ class Server:
         self._access = access
         for port in self._ports:
             port.logs_access = options.access_log
-        self._watched = watched_files(options, self._use_token, self._use_certificates)
+        pem = options.tls_cert, options.tls_key, options.tls_client_ca
+        self._watched = [
+            Watched(self._use_token, options.token_file),
+            Watched(self._use_certificates, *pem),
+        ]
         self._stopped = asyncio.Event()
 
     def run(self, on_ready: OnReady) -> int:
@@ -254,16 +254,11 @@ class Server:
         return dropped
 
     def _warn(self) -> None:
-        options = self._options
-        if is_loopback(self.host) or self.host.startswith(UNIX):
-            return
-        if options.token is None:
-            log.warning(
-                "listening on %s without a token: anyone who can connect may use the models",
-                self.host,
-            )
-        elif options.tls_cert is None:
-            log.warning("listening on %s without TLS: the token is sent in clear text", self.host)
+        reason = "a token: anyone who can connect may use the models"
+        if self._options.token is not None:
+            reason = "TLS: the token is sent in clear text" if not self._options.tls_cert else ""
+        if reason and not (is_loopback(self.host) or self.host.startswith(UNIX)):
+            log.warning("listening on %s without %s", self.host, reason)
 
     async def _until(self, reached: Callable[[], bool], limit_s: float) -> None:
         """Wait until `reached()`; stops early after a second signal or once the device is lost."""
@@ -285,9 +280,10 @@ class Server:
             ),
         ]
 
-    def _use_token(self, token: str) -> None:
-        self._access.set_token(token)
-        self._listener.forget_heads()
+    def _use_token(self) -> None:
+        if self._options.token_file is not None:
+            self._access.set_token(read_token(self._options.token_file))
+            self._listener.forget_heads()
 
     def _use_certificates(self) -> None:
         for acceptor, protocol in zip(self._acceptors, _PROTOCOLS, strict=False):

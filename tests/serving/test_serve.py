@@ -181,7 +181,7 @@ def test_a_request_without_the_token_is_refused(
         ({"pad": {"image": 1}}, "`pad` has no effect without `buckets`"),
         ({"instances": 0}, "`instances` 0"),
         ({"token_file": Path("/nonexistent")}, "/nonexistent"),
-        ({"token_file": "EMPTY"}, "its first line is empty"),
+        ({"token_file": "EMPTY"}, "at least 16"),
         ({"token_file": "SHORT"}, "at least 16"),
         ({"log_format": "xml"}, "`log_format` xml"),
         ({"tls_cert": Path("x.pem")}, "must be given together"),

@@ -259,7 +259,7 @@ def test_a_port_in_use_is_named() -> None:
     assert "0 picks a free one" in (caught.value.hint or "")
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "no such host", "x" * 300])
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host", "x" * 300, "unix:"])
 def test_a_host_that_cannot_be_bound_is_named(host: str) -> None:
     with pytest.raises(BadInput, match=f"`host` {host}"):
         Server({"m": FakeEngine()}, ServeOptions(host=host, http_port=0))

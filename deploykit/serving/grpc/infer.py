@@ -12,10 +12,9 @@ from deploykit.serving.models.inference import Inference, ModelRoute, over_budge
 from deploykit.serving.models.offload import Lane, Offload, Result
 from deploykit.serving.models.pipelines import ServedPipeline
 from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.task_call import ANSWER, Items, TaskCall, array_of, item_signature
+from deploykit.serving.models.task_call import Items, TaskCall
 from deploykit.serving.oip import messages
-from deploykit.serving.oip.request import Binary, Region, Request, RequestedOutput, Signature, fill
-from deploykit.serving.oip.response import Result as ResultPredict
+from deploykit.serving.oip.request import Binary, Region, Request, Signature, fill
 from deploykit.serving.oip.response import collect_results
 from deploykit.serving.oip.tensors import array_bytes
 from deploykit.serving.options import VERSION
@@ -42,28 +41,15 @@ class GrpcTaskCall(TaskCall):
 
     client: Replying
 
-    def __init__(
-        self, route: ModelRoute, client: Replying, trace: str | None, signature: Signature
-    ) -> None:
-        super().__init__(route, client, trace)
-        self._signature = signature
-
-    def begin(self, source: Message) -> None:
-        self.split(source, self._items, large=len(source[1]) > _LARGE_ITEMS_BYTES)
-
-    def _items(self, source: Message) -> Items:
+    def items(self, source: Message) -> Items:
         head, data, at, spans = source
-        planned = messages.plan_request(head, spans, self._signature)
+        planned = messages.plan_request(head, spans, self.signature)
         request = fill(planned, data, at, self.route.memory)
-        self.request_id, self.priority = request.id, request.priority
-        self.timeout_us = _timeout_us(request, self.client)
-        return Items([item for array in request.feeds.values() for item in array.tolist()])
+        return self.items_of(request._replace(timeout_us=_timeout_us(request, self.client)))
 
     def reply(self, answers: Sequence[bytes]) -> None:
-        array = array_of(answers)
-        found = ResultPredict(ANSWER, "BYTES", array.shape, array, RequestedOutput(ANSWER, True))
-        name = self.route.model.name
-        self.client.reply(messages.encode(name, VERSION, self.request_id, [found]))
+        found, name = self.outputs_of(answers), self.route.model.name
+        self.client.reply(messages.encode(name, VERSION, self.request.id, found))
 
     def refuse(self, error: Exception) -> None:
         fail_with(self.client, error)
@@ -133,12 +119,10 @@ class InferMethods:
     def __init__(self, repository: ModelRepository, offload: Offload) -> None:
         self._repository = repository
         self._offload = offload
-        most = repository.options.max_body_bytes
         self.routes = {
             name: ModelRoute(repository, model, offload)
             for name, model in repository.models.items()
         }
-        self._signatures = {takes: item_signature(takes, most) for takes in ("image", "text")}
 
     def stream(self, call: GrpcCall, data: bytes, at: int) -> None:
         slot = ReplySlot(call)
@@ -174,8 +158,8 @@ class InferMethods:
             model = self._repository.find(name, version or VERSION)
             route = self.routes[model.name]
             if model.task.ready and messages.sends_bytes(head):
-                signature = self._signatures[model.task.parameters["takes"]]
-                GrpcTaskCall(route, client, trace, signature).begin(source)
+                task = GrpcTaskCall(route, client, trace)
+                task.split(source, task.items, large=len(data) > _LARGE_ITEMS_BYTES)
                 return
             inference = GrpcInference(route, client, source, trace)
             slow = len(head) > LARGE_BYTES or len(data) > route.slow_bytes

@@ -79,21 +79,23 @@ class Exchange(Call):
         return self.connection
 
     def reply(self, status: int, headers: bytes, parts: Sequence[Bytes]) -> None:
-        """Send the reply after earlier ones; do nothing if the client has disconnected.
-
-        Raises Overloaded for a large answer above the memory budget; an error always fits.
-        """
+        """Send the reply after earlier ones. Raises Overloaded for an answer above the budget."""
         connection, head = self.connection, self.head
         if self.gone:
             return
         if self.held_bytes:  # the request is not needed any more
             self.release()
         listener = connection.listener
+        length = sum(map(len, parts))
+        waits = connection.exchanges[0] is not self  # for earlier replies
+        if status < 400 and (waits or length > _JOINED_BYTES):
+            connection.release_sent()
+            if not self.reserve(length):
+                raise Overloaded(self.memory.message)
         listener.replies[status] += 1
         if listener.logs_access:
             connection.log_access(self, status)
-        length = sum(map(len, parts))
-        if listener.draining and connection.is_last(self):
+        if listener.draining and connection.exchanges[-1] is self:
             self.keep_alive = False
         if self.keep_alive:
             state = b"Connection: keep-alive\r\n" if head.old else b""
@@ -102,23 +104,12 @@ class Exchange(Call):
         size = b"Content-Length: %d\r\n" % length
         if head.method == "HEAD":
             parts = ()
-            length = 0
         first = (listener.line(status), headers, head.cors, size, state, b"\r\n")
         if length <= _JOINED_BYTES:
             self.pending_reply = [b"".join((*first, *parts))]
         else:
-            self._reserve_answer(status, length)
             self.pending_reply = [b"".join(first), *parts]
         connection.flush()
-        if self.pending_reply is not None and not self.held_bytes:  # it waits for earlier replies
-            self._reserve_answer(status, length)
-
-    def _reserve_answer(self, status: int, size: int) -> None:
-        if status >= 400:
-            return
-        self.connection.release_sent()
-        if not self.reserve(size):
-            raise Overloaded(self.memory.message)
 
 
 class Listener(Port):
@@ -194,10 +185,7 @@ class Listener(Port):
         return data.startswith(_HEALTH, 0, end) and data.find(END, 0, end) == end - len(END)
 
     def make_room(self, connection: HttpConnection) -> bool:
-        """Return whether a new connection has a place; otherwise it may only ask for the health.
-
-        A load balancer's check thus gets through. The oldest of too many such clients are closed.
-        """
+        """Return whether a new connection has a place; else it may only ask for the health."""
         if self.has_place():
             return True
         self._spare.append(connection)
@@ -217,7 +205,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._by_s = 0.0  # when more of the body must have come, or of the replies been read
         self._reader: HeadReader | SizedBody | ChunkedBody | None = None  # None before a request
         self._exchange = Exchange(self, _UNREAD)  # whose body is read
-        self._exchanges: deque[Exchange] = deque()  # that are being answered
+        self.exchanges: deque[Exchange] = deque()  # that are being answered
         self._paused = False  # no request is processed until replies are sent, or in this turn
         self._kept = b""  # bytes received meanwhile; counted in the memory budget
         self._unsent_bytes = 0  # bytes of replies that the client has not read; counted there too
@@ -227,21 +215,17 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def unanswered(self) -> int:
-        return len(self._exchanges)
+        return len(self.exchanges)
 
     @property
     def idle_since_s(self) -> float | None:
-        busy = self._state > HEAD or self._exchanges or self._kept or self._unsent_bytes
+        busy = self._state > HEAD or self.exchanges or self._kept or self._unsent_bytes
         return None if busy else self._since_s
 
     def log_access(self, exchange: Exchange, status: int) -> None:
         head, ms = exchange.head, 1000 * (time.monotonic() - exchange.begun_s)
         asked = f"{quote(head.method)[1:-1]} {quote(head.target)[1:-1]}"
         log_access(self._transport.get_extra_info("peername"), asked, status, ms, head.trace)
-
-    def is_last(self, exchange: Exchange) -> bool:
-        """Return whether this is the latest request, whose reply may end the connection."""
-        return bool(self._exchanges) and self._exchanges[-1] is exchange
 
     # -- asyncio ---------------------------------------------------------------------------------
 
@@ -259,8 +243,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._unsent_bytes = 0
         del self._exchange  # a reference cycle: only the garbage collector would free it
         self.listener.connections.discard(self)
-        while self._exchanges:
-            self._exchanges.popleft().abandon()
+        while self.exchanges:
+            self.exchanges.popleft().abandon()
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
         listener, into = self.listener, self.listener.view
@@ -299,14 +283,11 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._refuse(503, f"there are {self._limits.connections} connections already")
 
     def eof_received(self) -> bool:
-        """Answer the complete requests of a client that sends no more, if it still reads.
-
-        Only sending shows whether it reads: the first answer begins at once.
-        """
-        if self._tls or not self._exchanges:
+        """Begin the first answer at once: only sending shows whether the client still reads."""
+        if self._tls or not self.exchanges:
             return False
         self._ended = True
-        self._exchanges[-1].keep_alive = False
+        self.exchanges[-1].keep_alive = False
         self._begun_bytes = len(_START)
         self._transport.write(_START)
         return True
@@ -339,7 +320,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _resume(self, *, urgent: bool = False) -> None:
         """Process requests again if enough replies were sent."""
-        room = len(self._exchanges) < self._limits.pipelined
+        room = len(self.exchanges) < self._limits.pipelined
         if self._unread is None and room and self._state is not WHOLE:
             self._paused = False
             if self._kept:  # not in this turn: another connection may be using the shared buffer
@@ -426,7 +407,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if length is not None and received >= length:
             self._complete(exchange, bytes(view[at : at + length]) if length else b"")
             return at + length
-        if head.expect and not received and not self._exchanges:
+        if head.expect and not received and not self.exchanges:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if length is None:
             self._enter(CHUNKED)
@@ -489,12 +470,12 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _complete(self, exchange: Exchange, body: Bytes) -> None:
         exchange.body = body
         self._state = IDLE if exchange.keep_alive else LAST
-        self._exchanges.append(exchange)
+        self.exchanges.append(exchange)
         turns = self.listener.turns
         begun_s = turns.clock_s()
         self.listener.handle(exchange)
         turns.spend(begun_s)
-        full = len(self._exchanges) >= self._limits.pipelined
+        full = len(self.exchanges) >= self._limits.pipelined
         if full or turns.busy or turns.waiting:  # one at a time while others wait for their turn
             self._pause()
 
@@ -502,7 +483,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def flush(self) -> None:
         """Send the replies that are next in order."""
-        exchanges = self._exchanges
+        exchanges = self.exchanges
         while exchanges and (answer := exchanges[0].pending_reply) is not None:
             exchange = exchanges.popleft()
             if self._begun_bytes:
@@ -541,15 +522,15 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._state = REFUSED
         self._discard()
         exchange.keep_alive = False
-        self._exchanges.append(exchange)
+        self.exchanges.append(exchange)
         reply_error(exchange, status, text, headers)
 
     # -- deadlines and the end -------------------------------------------------------------------
 
     def _finish(self) -> None:
         """End after the last reply. A client that is still sending gets time to read it."""
-        while self._exchanges:
-            self._exchanges.popleft().release()
+        while self.exchanges:
+            self.exchanges.popleft().abandon()
         refused = self._state is REFUSED
         self._enter(LINGERING if refused else LAST)
         if refused and not self._ended and self._transport.can_write_eof():
@@ -580,7 +561,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._unread = size
             if now_s > self._by_s:
                 self._transport.abort()
-        elif self._exchanges or self._kept or state is WHOLE:  # the client waits for the server
+        elif self.exchanges or self._kept or state is WHOLE:  # the client waits for the server
             if self._ended and self._transport.get_extra_info("socket").getsockopt(
                 SOL_SOCKET, SO_ERROR
             ):  # the client has refused what was sent; nothing else shows it

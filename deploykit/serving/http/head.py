@@ -13,16 +13,16 @@ import httptools
 import numpy as np
 
 from deploykit.core.errors import BadInput, TooLarge, quote
-from deploykit.serving.transport.call import Head, Refusal
-from deploykit.serving.transport.security import AccessControl, cors_headers
+from deploykit.serving.transport.call import Head, Refusal, body_too_large, message_of
+from deploykit.serving.transport.security import AccessControl
 
 _USED = frozenset(
     b"host origin expect content-length content-encoding content-type transfer-encoding accept "
     b"accept-encoding authorization traceparent inference-header-content-length "
     b"access-control-request-headers access-control-request-private-network".split()
 )
-_LISTS = frozenset(  # a header that is repeated is one list
-    b"accept accept-encoding content-encoding access-control-request-headers".split()
+_LISTS = frozenset(  # a header that is repeated is one list, which is no valid traceparent
+    b"accept accept-encoding content-encoding access-control-request-headers traceparent".split()
 )
 _ONCE = (b"host", b"transfer-encoding", b"content-length")  # proxies disagree about others
 END = b"\r\n\r\n"
@@ -63,10 +63,7 @@ class HeadReader:
         self._refused: Refusal | None = None
 
     def feed(self, data: bytes) -> tuple[int, Head | None]:
-        """Return how many bytes of `data` belong to the head, and the Head once it is complete.
-
-        A Head with a `refusal` ends the connection; it may come before the head is complete.
-        """
+        """Return how many bytes belong to the head, and the Head once it is complete or refused."""
         seam = self._seam + data
         stop = seam.find(END)
         used = len(data) if stop < 0 else stop + len(END) - len(self._seam)
@@ -118,8 +115,6 @@ class HeadReader:
             value, before = value.strip(b" \t"), self._headers.get(name)  # llhttp keeps blanks
             if before is not None and name in _LISTS:
                 value = before + b", " + value
-            elif before is not None and name == b"traceparent":
-                value = b""  # as one that cannot be parsed: a new trace begins
             elif before is not None and (value != before or name in _ONCE):
                 self._refuse(400, f"the header {quote(name.decode())} is given twice")
             self._headers[name] = value
@@ -148,25 +143,15 @@ class HeadReader:
             self._refuse(400, "the header Host is missing")
         elif coding is not None and (old or coding.strip().lower() != b"chunked"):
             self._refuse(400, f"Transfer-Encoding {quote(coding)} is not offered, only chunked")
-        elif self._refused is None and (
-            refusal := self._access.refusal(method, path, host, origin, authorization)
-        ):
-            self._refused = refusal
+        elif refusal := self._access.refusal(method, path, host, origin, authorization):
+            self._refused = self._refused or refusal
         elif length is not None and length > self._max_body_bytes:
-            limit = f"the body is above {self._max_body_bytes} bytes"
-            self._refuse(413, f"{limit}; start the server with a larger `max_body_bytes`")
-        cors = b""
-        if origin is not None and self._access.is_known(origin, host):
-            cors = cors_headers(
-                origin,
-                headers.get(b"access-control-request-headers"),
-                b"access-control-request-private-network" in headers,
-            )
+            self._refuse(413, message_of(body_too_large(self._max_body_bytes)))
         return Head.of(
             method, target, path, headers,
             host=host, keep_alive=self._keep_alive, old=old, length=length,
             expect=not old and headers.get(b"expect", b"").lower() == b"100-continue",
-            cors=cors, refusal=self._refused,
+            cors=self._access.cors_headers(origin, host, headers), refusal=self._refused,
         )  # fmt: skip
 
 
@@ -179,8 +164,8 @@ class SizedBody:
 
     def __init__(self, length: int, json_bytes: bytes | None, received: memoryview) -> None:
         """Allocate the memory and copy the `received` part. Raises MemoryError."""
-        digits = json_bytes is not None and json_bytes[:18].isdigit()
-        pad = -int(json_bytes or b"") % 16 if digits else 0
+        digits = (json_bytes or b"")[-4:]  # 16 divides 10,000
+        pad = -int(digits) % 16 if digits.isdigit() else 0
         self.body: memoryview = np.empty(pad + length, np.uint8).data[pad:]
         self.body[: len(received)] = received
         self.left = self.body[len(received) :]
@@ -189,7 +174,7 @@ class SizedBody:
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(;[\t\x20-\x7e\x80-\xff]*)?\r\n")
 _SIZE_LINE_BYTES = 4096
 _LINES = 1000  # about a millisecond
-_SIZE_LINE, _DATA, _DATA_END, _TRAILER = range(4)
+_SIZE_LINE, _DATA_END, _TRAILER = range(3)
 
 
 class ChunkedBody:
@@ -213,13 +198,11 @@ class ChunkedBody:
         """Consume bytes from `at` on, at most _LINES lines; return the index after them."""
         last = self._lines + _LINES
         while at < len(data) and not self.done and self._lines < last:
-            if self._state == _DATA:
+            if self._left:
                 piece = data[at : at + self._left]
                 self._pieces.append(piece)
                 self._left -= len(piece)
                 at += len(piece)
-                if not self._left:
-                    self._state = _DATA_END
                 continue
             end = data.find(b"\n", at) + 1
             piece = data[at : end or len(data)]
@@ -262,8 +245,5 @@ class ChunkedBody:
         if self._chunks > self._limits.chunks:
             raise TooLarge(f"the body has more than {self._limits.chunks} chunks")
         if self._body_bytes > self._max_body_bytes:
-            raise TooLarge(
-                f"the body is above {self._max_body_bytes} bytes",
-                hint="start the server with a larger `max_body_bytes`",
-            )
-        self._state = _DATA if self._left else _TRAILER
+            raise body_too_large(self._max_body_bytes)
+        self._state = _DATA_END if self._left else _TRAILER

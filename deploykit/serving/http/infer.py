@@ -15,14 +15,12 @@ from deploykit.core.json_value import ONE_JSON
 from deploykit.core.tensors import Bytes
 from deploykit.serving.http.predict import from_base64
 from deploykit.serving.models.inference import Inference, ModelRoute, over_budget
-from deploykit.serving.models.model import ServedModel
-from deploykit.serving.models.offload import Lane, Offload
+from deploykit.serving.models.offload import Lane
 from deploykit.serving.models.pipelines import ServedPipeline
-from deploykit.serving.models.repository import ModelRepository
-from deploykit.serving.models.task_call import ANSWER, Items, TaskCall, array_of, item_signature
+from deploykit.serving.models.task_call import Items, TaskCall
 from deploykit.serving.oip import json
-from deploykit.serving.oip.request import Request, Signature
-from deploykit.serving.oip.response import Result, collect_results
+from deploykit.serving.oip.request import Request
+from deploykit.serving.oip.response import Result
 from deploykit.serving.oip.tensors import array_bytes
 from deploykit.serving.options import VERSION
 from deploykit.serving.transport import call as compression
@@ -36,11 +34,6 @@ _INLINE_BYTES = 4 << 10  # outputs up to this size are compressed on the event l
 class InferRoute(ModelRoute):
     """Answers the inference requests of one model."""
 
-    def __init__(self, repository: ModelRepository, model: ServedModel, offload: Offload) -> None:
-        super().__init__(repository, model, offload)
-        takes = model.task.parameters.get("takes", "")
-        self.items = item_signature(takes, self.max_body_bytes) if takes else None
-
     def __call__(self, call: Call) -> None:
         """Answer a request. Raises BadInput for a wrong header."""
         head, body = call.head, call.body
@@ -51,8 +44,11 @@ class InferRoute(ModelRoute):
             raise
         if head.content_type is not None and json_bytes is None and head.encoding is None:
             body = compression.to_utf8(body, head.content_type)
-        if self.items is not None and _sends_bytes(head, body, json_bytes):
-            HttpTaskInference(self, call, head.trace).begin(body, json_bytes)
+        if self.model.task.ready and _sends_bytes(head, body, json_bytes):
+            large = len(body) > LARGE_BYTES or head.encoding is not None
+            task = HttpTaskInference(self, call, head.trace)
+            call.body = b""
+            task.split((body, json_bytes), task.items, large=large)
             return
         call.body = b""
         large = self.model.largest_output_bytes > LARGE_BYTES
@@ -135,50 +131,29 @@ def _sends_bytes(head: Head, body: Bytes, json_bytes: int | None) -> bool:
     return b'"BYTES"' in bytes(body[:json_bytes])
 
 
-def _decompress(call: Call, body: Bytes, most: int) -> Bytes:
-    encoding = call.head.encoding
-    return body if encoding is None else compression.decompress(body, encoding, most)
-
-
 def _reply(call: Call, name: str, request: Request, results: Sequence[Result]) -> None:
     parts, json_bytes = json.encode_results(name, VERSION, request.id, results)
     call.reply(200, JSON if json_bytes is None else _BINARY % json_bytes, parts)
 
 
 class HttpTaskInference(TaskCall):
-    """A request to a model with a task: one BYTES input, answered with JSON in BYTES.
-
-    The input is "image" or "text", of shape [N]; the output is "answer", of the same shape. An
-    image in JSON is in base64.
-    """
+    """A request with images, which JSON has in base64, or sentences: one BYTES input."""
 
     client: Call
     route: InferRoute
-    _request: Request
 
-    def begin(self, body: Bytes, json_bytes: int | None) -> None:
-        large = len(body) > LARGE_BYTES or self.client.head.encoding is not None
-        self.client.body = b""
-        self.split((body, json_bytes), self._items, large=large)
-
-    def _items(self, source: tuple[Bytes, int | None]) -> Items:
+    def items(self, source: tuple[Bytes, int | None]) -> Items:
         body, json_bytes = source
-        signature = cast("Signature", self.route.items)
-        body = _decompress(self.client, body, self.route.max_body_bytes)
-        request = json.decode(body, json_bytes, signature, self.route.memory)
-        self._request, self.priority = request._replace(feeds={}), request.priority
-        self.request_id = request.id
-        self.timeout_us = request.timeout_us
-        found = [item for array in request.feeds.values() for item in array.reshape(-1).tolist()]
-        if self.steps.task.image is not None:
-            found = [_from_json(item, number) for number, item in enumerate(found, 1)]
-        return Items(found)
+        body = compression.decompress(body, self.client.head.encoding, self.route.max_body_bytes)
+        request = json.decode(body, json_bytes, self.signature, self.route.memory)
+        found = self.items_of(request)
+        if self.steps.task.image is None:
+            return found
+        images = cast("Sequence[bytes]", found.items)
+        return Items([_from_json(item, number) for number, item in enumerate(images, 1)])
 
     def reply(self, answers: Sequence[bytes]) -> None:
-        route, outputs = self.route, {ANSWER: array_of(answers)}
-        signature = cast("Signature", route.items)
-        results = collect_results(self._request, outputs, signature, route.memory)
-        _reply(self.client, route.model.name, self._request, results)
+        _reply(self.client, self.route.model.name, self.request, self.outputs_of(answers))
 
     def refuse(self, error: Exception) -> None:
         reply_exception(self.client, error)
@@ -192,10 +167,7 @@ def _from_json(item: bytes, number: int) -> bytes:
 
 
 class PipelineInferRoute:
-    """Answers the inference requests of one pipeline: one BYTES input, one BYTES output.
-
-    An input image may be a UINT8 tensor [height, width, 3] instead.
-    """
+    """Answers inference requests of a pipeline: a BYTES input, or an image's UINT8 pixels."""
 
     def __init__(self, pipeline: ServedPipeline, max_body_bytes: int) -> None:
         self._pipeline = pipeline
@@ -208,7 +180,7 @@ class PipelineInferRoute:
         call.body = b""
 
         def read() -> Any:
-            plain = _decompress(call, body, self._max_body_bytes)
+            plain = compression.decompress(body, call.head.encoding, self._max_body_bytes)
             sends_bytes = b'"BYTES"' in bytes(plain[:json_bytes])
             signature = pipeline.signature if sends_bytes else pipeline.tensors
             with ONE_JSON if len(plain) > LARGE_BYTES else contextlib.nullcontext():

@@ -85,10 +85,7 @@ def _part(body: Bytes, start: int, stop: int) -> Field:
 
 
 def split_urlencoded(body: Bytes, most: int) -> list[Field] | None:
-    """Split the form of a browser or of `curl -d` into fields; None if the body is no such form.
-
-    `curl --data-binary` and others send any bytes under that type. Raises TooLarge.
-    """
+    """Split the form of a browser or of `curl -d`; None for other bytes under that type."""
     if _URLENCODED.fullmatch(bytes(body[:_HEAD_BYTES])) is None or not bytes(body).isascii():
         return None
     if len(body) > _MOST_URL_BYTES:
@@ -118,7 +115,6 @@ _UNNAMED = (b"", b"application/octet-stream", b"binary/octet-stream", _URL_FORM)
 _URLENCODED = re.compile(rb"[A-Za-z_][\w.\[\]-]*=[!-~]*", re.ASCII)
 _MOST_URL_BYTES = 4 << 20  # decoding holds up other threads for some milliseconds
 _URL_SAFE = str.maketrans("-_", "+/")
-_NUMBER = 20  # the most digits
 _SMALL_BYTES = 64 << 10  # bodies up to this size are split on the event loop's thread
 _LARGE_BYTES = 256 << 10  # bodies from this size on are split together with other large ones
 
@@ -136,53 +132,49 @@ class PredictRoute(ModelRoute):
         if not len(body):
             raise BadInput("the body is empty", hint=_hint(text))
         call.body = b""
-        work = partial(self._unpack, head.encoding, content_type, text)
+
+        def unpack(body: Bytes) -> Items:
+            body = compression.decompress(body, head.encoding, self.max_body_bytes)
+            return split_items(content_type, text, body)
+
         if head.encoding is None and (len(body) <= _SMALL_BYTES or _is_item(content_type, body)):
-            prediction.start(work(body))
+            prediction.start(unpack(body))
         else:
             large = head.encoding is not None or len(body) > _LARGE_BYTES
-            prediction.split(body, work, large=large)
+            prediction.split(body, unpack, large=large)
 
-    def _unpack(
-        self, encoding: bytes | None, content_type: bytes, text: bool, body: Bytes
-    ) -> Items:
-        if encoding is not None:
-            body = compression.decompress(body, encoding, self.max_body_bytes)
-        return split_items(content_type, text, body)
+
+def _kind(content_type: bytes) -> bytes:
+    return content_type.partition(b";")[0].strip().lower()
 
 
 def _is_item(content_type: bytes, body: Bytes) -> bool:
     """Return whether the body is an image itself, of any size."""
-    kind = content_type.partition(b";")[0].strip().lower()
+    kind = _kind(content_type)
     return kind.startswith(b"image/") or (kind in _UNNAMED and not bytes(body[:1]).isascii())
 
 
 def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
     """Split a body into strings if `text`, else images. Raises BadInput, UnknownEncoding."""
-    kind, first = content_type.partition(b";")[0].strip().lower(), bytes(body[:1])
+    kind, first = _kind(content_type), bytes(body[:1])
     is_json = kind == b"application/json" or kind.endswith(b"+json")
     if is_json or (kind in _UNNAMED and first in (b"{", b"[")):
         return _split_json(text, content_type, body)
-    fields = None
-    if kind == _FORM:
-        fields = split_parts(body, content_type, MOST_ITEMS)
-    elif kind == _URL_FORM:
-        fields = split_urlencoded(body, MOST_ITEMS)
-    elif kind == b"text/plain" and text:
+    fields = _fields(kind, content_type, body, MOST_ITEMS)
+    if kind == b"text/plain" and text:
         body = compression.to_utf8(body, content_type)
-    elif kind not in _UNNAMED and (text or not kind.startswith(b"image/")):
+    elif kind not in (_FORM, *_UNNAMED) and (text or not kind.startswith(b"image/")):
         raise UnknownEncoding(
             f"the Content-Type {quote(kind.decode('latin-1'))} is not offered", hint=_hint(text)
         )
     if fields is None:
         return Items([body], several=False)  # the bytes of an image say what it is
     known = (*(_TEXT if text else _IMAGE), "file")
-    for name, charset in fields:
-        if name == "_charset_":  # from a browser, for each string
-            rest = [(each, content) for each, content in fields if each != name]
-            named = b";charset=" + bytes(charset[:40])
-            fields = [(n, compression.to_utf8(c, named) if text else c) for n, c in rest]
-            break
+    charsets = [content for name, content in fields if name == "_charset_"]
+    if charsets:  # from a browser, for each string
+        named = b";charset=" + bytes(charsets[0][:40])
+        rest = [each for each in fields if each[0] != "_charset_"]
+        fields = [(n, compression.to_utf8(c, named) if text else c) for n, c in rest]
     for name, _ in fields:
         if name.removesuffix("[]") not in known:
             raise BadInput(
@@ -193,6 +185,13 @@ def split_items(content_type: bytes, text: bool, body: Bytes) -> Items:
         strings = [bytes(content).decode().replace(" ", "+") for _, content in fields]
         found = [from_base64(each, number) for number, each in enumerate(strings, 1)]
     return Items(found, several=len(found) > 1)
+
+
+def _fields(kind: bytes, content_type: bytes, body: Bytes, most: int) -> list[Field] | None:
+    """Return the fields of a form; None if the body is not one."""
+    if kind == _FORM:
+        return split_parts(body, content_type, most)
+    return split_urlencoded(body, most) if kind == _URL_FORM else None
 
 
 class HttpTaskCall(TaskCall):
@@ -268,7 +267,7 @@ def _read_query(target: str, call: TaskCall) -> None:
     for name, kind in (("threshold", float), ("top_k", int)):
         if name in asked:
             try:
-                values[name] = kind(asked[name][:_NUMBER])
+                values[name] = kind(asked[name][:20])
             except ValueError:
                 raise BadInput(f"`{name}` {quote(asked[name])}: is not a number") from None
     call.task = replace(call.task, **values)
@@ -305,20 +304,15 @@ class PipelineRoute:
         """Return the input's bytes or string. Raises BadInput, TooLarge, UnknownEncoding."""
         check_query(head.target, ())
         content_type, name = head.content_type or b"", self._pipeline.input
-        kind, takes = content_type.lower(), self._pipeline.takes
-        json_text = takes == "text" and kind.startswith(b"application/json")
-        if head.encoding is not None:
-            body = compression.decompress(body, head.encoding, self._max_body_bytes)
-        fields = None
-        if kind.startswith(_FORM):
-            fields = split_parts(body, content_type, MOST_FIELDS)
-        elif kind.startswith(_URL_FORM):
-            fields = split_urlencoded(body, MOST_FIELDS)
-        elif kind.startswith((b"text/", b"application/json")):
+        kind, takes = _kind(content_type), self._pipeline.takes
+        is_json = kind == b"application/json"
+        body = compression.decompress(body, head.encoding, self._max_body_bytes)
+        fields = _fields(kind, content_type, body, MOST_FIELDS)
+        if is_json or kind.startswith(b"text/"):
             body = compression.to_utf8(body, content_type)
         if fields is not None:
             chosen = [each for each in fields if each[0] == name]
-            if not chosen and kind.startswith(_FORM):
+            if not chosen and kind == _FORM:
                 chosen = fields
             if len(chosen) != 1:
                 raise BadInput(f"the form has {len(fields)} fields, one '{name}' is needed")
@@ -326,20 +320,17 @@ class PipelineRoute:
         if not len(body):
             raise BadInput(f"the body is empty; '{name}' is needed")
         data = bytes(body)
-        if takes == "json":
+        text_in_json = takes == "text" and is_json
+        if takes == "json" or text_in_json:
             check_json_size(data, NOT_JSON)
-        return _text(data, name) if json_text else data
-
-
-def _text(data: bytes, name: str) -> str:
-    """Return the string of a JSON document: the document itself, or an object that holds it."""
-    check_json_size(data, NOT_JSON)
-    with ONE_JSON:
-        value = parse_document(data)
-    found = value.get(name) if isinstance(value, dict) else value
-    if not isinstance(found, str):
-        raise BadInput(f"'{name}' must be a JSON string, or an object with it")
-    return found
+        if not text_in_json:
+            return data
+        with ONE_JSON:
+            value = parse_document(data)
+        found = value.get(name) if isinstance(value, dict) else value
+        if not isinstance(found, str):
+            raise BadInput(f"'{name}' must be a JSON string, or an object with it")
+        return found
 
 
 def _reply(call: Call, answer: bytes | Exception, is_json: bool) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import orjson
@@ -43,7 +43,7 @@ from deploykit.serving.transport.call import (
 from deploykit.serving.transport.security import PREFLIGHT
 from deploykit.serving.web import examples as guide
 from deploykit.serving.web.page import FILES, openapi
-from deploykit.serving.web.status import Samples, Status, since_us, write_status
+from deploykit.serving.web.status import Status, since_us, write_status
 from deploykit.serving.workers.group import ServerGroup, of_model
 
 PAGE_HEADERS = (  # a page loads nothing from other sites and cannot be framed
@@ -128,16 +128,12 @@ def _wanted(call: Call) -> Wanted:
 def _expose(samples: Iterable[Sample], wanted: Iterable[Wanted]) -> Expositions:
     """Write the samples in each form that a client wants: gzip makes a tenth of them."""
     plain = expositions(samples, {accept for accept, _ in wanted})
-    packed: dict[tuple[str, bytes], bytes] = {}
-    found = {}
-    for accept, coding in wanted:
-        text, content_type = plain[accept]
-        if coding is not None:
-            if (content_type, coding) not in packed:
-                packed[content_type, coding] = compress([text], coding)
-            text = packed[content_type, coding]
-        found[accept, coding] = text, content_type
-    return found
+    pack = cache(lambda text, coding: compress([text], coding) if coding else text)
+    return {
+        (accept, coding): (pack(text, coding), content_type)
+        for accept, coding in wanted
+        for text, content_type in [plain[accept]]
+    }
 
 
 class Routes:
@@ -152,10 +148,7 @@ class Routes:
         group: ServerGroup | None = None,
         grpc_port: int | None = None,
     ) -> None:
-        """Build the table. `group`: the processes that share this server's address, if several.
-
-        `scheme` and `grpc_port` are for the examples at /docs.
-        """
+        """Build the table. `scheme` and `grpc_port` are for the examples at /docs."""
         self._repository = repository
         self._scheme = scheme
         self._grpc_port = grpc_port
@@ -245,22 +238,21 @@ class Routes:
             "counts": status.counts,
             "most_waiting": status.most_waiting,
         }
-        changes: dict[str, Callable[..., None]] = {}
-        if memory is not None:
-            changes = {"register": memory.register, "unregister": memory.unregister}
+        names = () if memory is None else ("register", "unregister")
+        changes = {name: getattr(memory, name) for name in names}
         self.group.offer(reports, changes, status.history.since)
 
     def _status(self, call: Call) -> None:
-        def then(result: Result[tuple[dict[str, Any], Samples]]) -> None:
-            reply_with(call, lambda: write_status(*result()))
-
-        self.group.collect("status", then, since_us(call.head.target.partition("?")[2]))
+        since = since_us(call.head.target.partition("?")[2])
+        self.group.collect(
+            "status", lambda found: reply_with(call, lambda: write_status(*found())), since
+        )
 
     def _statistics(self, name: str | None, call: Call) -> None:
-        def then(result: Result[dict[str, Any]]) -> None:
-            reply_with(call, lambda: orjson.dumps(of_model(name, result())))
-
-        self.group.collect("statistics", then)
+        self.group.collect(
+            "statistics",
+            lambda found: reply_with(call, lambda: orjson.dumps(of_model(name, found()))),
+        )
 
     def _register(self, name: str | None, call: Call) -> None:
         body = _document(call)
@@ -268,10 +260,7 @@ class Routes:
         self._change("register", arguments, call)
 
     def _change(self, action: str, arguments: tuple[Any, ...], call: Call) -> None:
-        def then(result: Result[None]) -> None:
-            reply_with(call, lambda: result() or b"")  # type: ignore[func-returns-value]
-
-        self.group.change(action, arguments, then)
+        self.group.change(action, arguments, lambda done: reply_with(call, lambda: done() or b""))
 
     def _add_slash(self, call: Call) -> None:
         """Answer the root path itself: links of the dashboard are relative to its folder."""

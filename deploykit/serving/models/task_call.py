@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,8 @@ from deploykit.serving.batching.batcher import monotonic_us
 from deploykit.serving.models.inference import Inference, ModelRoute, Receiver, over_budget
 from deploykit.serving.models.offload import Lane, Result
 from deploykit.serving.oip.request import Request, Signature
+from deploykit.serving.oip.response import Result as Output
+from deploykit.serving.oip.response import collect_results
 from deploykit.serving.oip.tensors import make_slot
 
 ANSWER = "answer"  # the output of a request of the protocol
@@ -38,18 +41,12 @@ class Items(NamedTuple):
     several: bool = True
 
 
+@cache
 def item_signature(takes: str, most_bytes: int) -> Signature:
     """Return the tensors of a request with items: the BYTES input `takes`, the output "answer"."""
     item = make_slot(TensorSpec(takes, "string", ("N",)))
     outputs = {ANSWER: make_slot(TensorSpec(ANSWER, "string", ("N",)))}
     return Signature({takes: replace(item, raw=True)}, outputs, 0, most_bytes)
-
-
-def array_of(answers: Sequence[bytes]) -> np.ndarray:
-    """Return the answers as a BYTES tensor."""
-    array = np.empty(len(answers), object)
-    array[:] = answers
-    return array
 
 
 def too_many(count: int) -> TooLarge:
@@ -70,10 +67,10 @@ class TaskCall:
         self.client = client
         self.steps: TaskSteps = route.model.task.steps
         self.task = self.steps.task  # the task with this request's options
+        takes = "text" if self.task.image is None else "image"
+        self.signature = item_signature(takes, route.max_body_bytes)
         self.mask = RLE
-        self.timeout_us: int | None = None
-        self.priority = 0
-        self.request_id: str | None = None
+        self.request = Request({}, 1, (), ())  # its id, priority and time limit
         self.several = True
         self._trace = trace
         self._started_us = monotonic_us()
@@ -89,6 +86,17 @@ class TaskCall:
     @abstractmethod
     def refuse(self, error: Exception) -> None:
         """Send an error reply."""
+
+    def items_of(self, request: Request) -> Items:
+        """Return the items of a request of the protocol, which has `signature`."""
+        self.request = request._replace(feeds={})
+        return Items([item for array in request.feeds.values() for item in array.tolist()])
+
+    def outputs_of(self, answers: Sequence[bytes]) -> list[Output]:
+        """Return the outputs that a request of the protocol asked for."""
+        array = np.empty(len(answers), object)
+        array[:] = answers
+        return collect_results(self.request, {ANSWER: array}, self.signature, self.route.memory)
 
     def split(self, source: Any, split: Callable[[Any], Items], *, large: bool) -> None:
         """Split a large `source` into items on another thread, then start them."""
@@ -223,8 +231,7 @@ class _ItemInference(Inference):
         slots = model.signature.inputs
         feeds = {name: prepared.feeds[name] for name in slots}  # in the model's order
         key = tuple((n, slot.datatype, feeds[n].shape[1:]) for n, slot in slots.items())
-        timeout_us, priority = call.timeout_us, call.priority
-        return Request(feeds, 1, key, (), call.request_id, timeout_us, priority)
+        return call.request._replace(feeds=feeds, rows=1, key=key, outputs=())
 
     def decode_large(self) -> Request:
         source = self.take_source()

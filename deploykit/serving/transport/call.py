@@ -48,14 +48,12 @@ class MemoryBudget:
     """
 
     def __init__(self, limit: int | None, max_body_bytes: int, parts: int = 1) -> None:
-        """Set the budget; `limit` None: a quarter of the memory, but at least one largest body.
-
-        `parts`: processes that share one budget.
-        """
+        """Set the budget of one of `parts` processes; `limit` None: a quarter of the memory."""
         if limit is None:
             limit = max(max_body_bytes, (memory_bytes() or _UNKNOWN_MEMORY) // 4 // parts)
         self.limit = limit
         self.bytes = 0
+        self.message = f"the server holds {limit} bytes of requests and answers already"
 
     def add(self, size: int, own: int) -> bool:
         """Count `size` more bytes of a request or answer, which has `own` in total then.
@@ -69,11 +67,6 @@ class MemoryBudget:
     def release(self, size: int) -> None:
         """Remove `size` bytes from the count."""
         self.bytes -= size
-
-    @property
-    def message(self) -> str:
-        """Return the error message for a request or answer that does not fit."""
-        return f"the server holds {self.limit} bytes of requests and answers already"
 
 
 @dataclass(frozen=True)
@@ -181,6 +174,13 @@ def message_of(error: DeploykitError) -> str:
     return f"{error.message}; {error.hint}" if error.hint else error.message
 
 
+def body_too_large(most_bytes: int) -> TooLarge:
+    return TooLarge(
+        f"the body is above {most_bytes} bytes",
+        hint="start the server with a larger `max_body_bytes`",
+    )
+
+
 def log_access(client: object, asked: str, status: object, ms: float, trace: str | None) -> None:
     """Log one line about an answered request. `client`: its address as the system gives it."""
     place = f"{client[0]}:{client[1]}" if isinstance(client, tuple) else "-"
@@ -249,26 +249,29 @@ _QUALITY = re.compile(rb"0(\.\d{0,3})?|1(\.0{0,3})?")
 _FAST = 1  # compression level: higher ones cost a server more than they save
 
 
-def decompress(body: Bytes, encoding: bytes, max_bytes: int) -> Bytes:
-    """Return `body` decompressed; unchanged if the encoding is identity.
+def decompress(body: Bytes, encoding: bytes | None, max_bytes: int) -> Bytes:
+    """Return `body` decompressed; unchanged if the encoding is None or identity.
 
     Raises UnknownEncoding unless it is gzip or deflate, BadInput for a truncated or damaged body or
     trailing bytes, and TooLarge above `max_bytes`, which is checked during decompression.
     """
-    names = [name.strip().removeprefix(b"x-") for name in encoding.lower().split(b",")]
-    names = [name for name in names if name not in (b"identity", b"")]
+    if encoding is None:
+        return body
+    text = encoding.decode("latin-1")
+    names = [name.strip().removeprefix("x-") for name in text.lower().split(",")]
+    names = [name for name in names if name not in ("identity", "")]
     if not names:
         return body
     name = names[0]
-    if len(names) > 1 or name not in _WINDOWS:
+    if len(names) > 1 or name.encode() not in _WINDOWS:
         raise UnknownEncoding(
-            f"Content-Encoding {quote(encoding.decode('latin-1'))} is not supported",
+            f"Content-Encoding {quote(text)} is not supported",
             hint="send gzip, deflate or plain bytes",
         )
     try:
-        return _inflate(body, name.decode(), max_bytes)
+        return _inflate(body, name, max_bytes)
     except zlib.error as exc:
-        raise BadInput(f"the body is not valid {name.decode()}") from exc
+        raise BadInput(f"the body is not valid {name}") from exc
 
 
 def _inflate(body: Bytes, name: str, max_bytes: int) -> bytes:
@@ -289,8 +292,7 @@ def _inflate(body: Bytes, name: str, max_bytes: int) -> bytes:
             if len(got) > remaining:
                 raise TooLarge(
                     f"the body is above the limit of {max_bytes} bytes when decompressed",
-                    hint="send smaller requests, or start the server with a larger "
-                    "`max_body_bytes`",
+                    hint="start the server with a larger `max_body_bytes`",
                 )
             remaining -= len(got)
             out.write(got)
@@ -302,10 +304,7 @@ def _inflate(body: Bytes, name: str, max_bytes: int) -> bytes:
 
 @lru_cache(maxsize=256)
 def choose_encoding(accept: bytes) -> bytes | None:
-    """Return b"gzip" or b"deflate" if Accept-Encoding prefers it to plain bytes, else None.
-
-    Only codings that are named count, not `*`.
-    """
+    """Return b"gzip" or b"deflate" if Accept-Encoding names and prefers it, else None."""
     weights = {}
     for item in accept.lower().split(b","):
         name, *parameters = (part.strip() for part in item.split(b";"))

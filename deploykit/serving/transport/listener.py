@@ -42,10 +42,7 @@ _HANDSHAKES = 8  # started per turn of the event loop: each takes a millisecond 
 
 
 def extend(by_s: float, size: int, now_s: float, stall_s: float) -> float:
-    """Return the new time by which a client must have sent or read more: it has moved `size` bytes.
-
-    It may pause for `stall_s`, but a few bytes now and then do not keep a connection.
-    """
+    """Return by when a client, which has moved `size` bytes until now, must move more."""
     return min(now_s + stall_s, by_s + max(0, size) / LEAST_BYTES_S)
 
 
@@ -53,18 +50,11 @@ class Client(Protocol):
     """A connection as its port uses it."""
 
     @property
-    def idle_since_s(self) -> float | None:
-        """Return when it became idle; None while it has a request."""
-
+    def idle_since_s(self) -> float | None: ...  # None while it has a request
     @property
-    def unanswered(self) -> int:
-        """Return the number of complete requests whose replies have not been written."""
-
-    def check(self, now_s: float) -> None:
-        """Close the connection if it is past a limit."""
-
+    def unanswered(self) -> int: ...  # complete requests whose replies have not been written
+    def check(self, now_s: float) -> None: ...  # closes it if it is past a limit
     def close(self) -> None: ...
-
     def abort(self) -> None: ...
 
 
@@ -147,7 +137,7 @@ class Port(ABC):
 def bind(host: str, port: int, parameter: str = "`http_port`") -> socket.socket:
     """Return a listening socket; early clients wait. BadInput names `host` or `parameter`."""
     if host.startswith(UNIX):
-        return _bind_unix(host.removeprefix(UNIX) + (".grpc" if "grpc" in parameter else ""))
+        return _bind_unix(Path(host.removeprefix(UNIX) + (".grpc" if "grpc" in parameter else "")))
     if host[:1] == "[" and host[-1:] == "]":  # as in a URL
         host = host[1:-1]
     try:
@@ -175,15 +165,15 @@ def bind(host: str, port: int, parameter: str = "`http_port`") -> socket.socket:
     raise BadInput(f"`host` {host}, {parameter} {port}: {reason}") from problem
 
 
-def _bind_unix(path: str) -> socket.socket:
+def _bind_unix(path: Path) -> socket.socket:
     """Return a listening socket at this path, in place of that of a server that has ended."""
     listening = socket.socket(socket.AF_UNIX)
     try:
-        if Path(path).is_socket():
-            if listening.connect_ex(path) == 0:
+        if path.is_socket():
+            if listening.connect_ex(str(path)) == 0:
                 raise OSError(errno.EADDRINUSE, "already in use")
-            Path(path).unlink()
-        listening.bind(path)
+            path.unlink()
+        listening.bind(str(path))
         listening.listen(BACKLOG)
     except OSError as exc:
         listening.close()
@@ -193,10 +183,7 @@ def _bind_unix(path: str) -> socket.socket:
 
 
 def reserve(host: str, port: int, parameter: str) -> socket.socket:
-    """Return a bound socket that does not listen, for `share_address`. Raises as `bind`.
-
-    While the models are opened, it prevents another server from sharing the port.
-    """
+    """Return a bound socket that keeps the port from other servers, for `share_address`."""
     if host.startswith(UNIX):
         raise BadInput(f"`host` {host}: one process listens there", hint="`workers` 1")
     alone = bind(host, port, parameter)  # fails where another program listens, shared or not

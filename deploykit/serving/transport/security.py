@@ -11,12 +11,14 @@ import hmac
 import logging
 import re
 import ssl
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from urllib.parse import unquote
 
+from deploykit.core.artefact import file_stamp
 from deploykit.core.errors import BadInput, first_line, os_reason, quote
-from deploykit.serving.options import ServeOptions, read_token
+from deploykit.core.files import StrPath
+from deploykit.serving.options import ServeOptions
 from deploykit.serving.transport.call import Refusal
 
 log = logging.getLogger(__name__)
@@ -38,27 +40,22 @@ class AccessControl:
         self, options: ServeOptions, *, loopback: bool, public: Collection[str] = ()
     ) -> None:
         """Check the options. `public`: paths without a token, such as the dashboard's."""
-        for origin in options.origins:
-            if not _ORIGIN.fullmatch(origin):
-                raise BadInput(
-                    f"`origins` {origin}: not an origin",
-                    hint="scheme, host and port as a browser sends them: https://example.org:8080",
-                )
-        for host in options.allowed_hosts:
-            if not _HOST.fullmatch(host):
-                raise BadInput(
-                    f"`allowed_hosts` {host}: not a host",
-                    hint="as clients send it: example.org, example.org:8080, *.example.org or *",
-                )
+        for parameter, pattern, hint in (
+            ("origins", _ORIGIN, "as a browser sends it: https://example.org:8080"),
+            ("allowed_hosts", _HOST, "example.org, example.org:8080, *.example.org or *"),
+        ):
+            for value in getattr(options, parameter):
+                if not pattern.fullmatch(value):
+                    raise BadInput(f"`{parameter}` {value}: cannot be used", hint=hint)
         self.set_token(options.token)
-        self._public = frozenset(public)
+        self._root = options.root_path.rstrip("/")
+        self._public = {*public, self._root}  # which is answered with its folder, the dashboard
         self._loopback = loopback
         self._origins = {origin.lower().encode() for origin in options.origins}
         hosts = {host.lower().encode() for host in options.allowed_hosts}
         self._any_host = b"*" in hosts or not (hosts or loopback)
         self._hosts = {host for host in hosts if host[:1] not in (b"*", b".")}
         self._domains = tuple(host.lstrip(b"*") for host in hosts - self._hosts - {b"*"})
-        self._root = options.root_path.rstrip("/")
 
     def set_token(self, token: str | None) -> None:
         self._digest = None if token is None else hashlib.sha256(token.encode()).digest()
@@ -89,22 +86,17 @@ class AccessControl:
         authorization: bytes | None,
     ) -> Refusal | None:
         """Return why a request is refused; None if it is allowed."""
-        if host is not None and not (self._any_host or self._is_own(host)):
-            if not self._loopback and path.startswith(HEALTH):
-                pass  # the checks of a cluster name an address
-            elif self._loopback and not (self._hosts or self._domains):
-                text = "this server answers on localhost only; see `host`, or `allowed_hosts`"
-                return Refusal(403, f"{text} for a proxy in front of it")
-            else:
-                text = f"this server does not answer as {quote(host.decode('latin-1'))}"
-                return Refusal(403, f"{text}; see `allowed_hosts`")
+        health = path.startswith(HEALTH)
+        checked = health and not self._loopback  # the checks of a cluster name an address
+        if host is not None and not (checked or self._any_host or self._is_own(host)):
+            text = f"this server does not answer as {quote(host.decode('latin-1'))}"
+            return Refusal(403, f"{text}; see `host` and `allowed_hosts`")
         if origin is not None and not self.is_known(origin, host):
             text = f"pages of {ascii(origin.decode('latin-1'))[:80]} may not call this server"
             return Refusal(403, f"{text}; see `origins`")
-        open_ = path.startswith(HEALTH) or path in self._public
         # browsers send CORS preflight requests without a token
-        open_ = open_ or (method == "OPTIONS" and origin is not None)
-        if not open_ and not self.allows(authorization):
+        preflight = method == "OPTIONS" and origin is not None
+        if not (health or preflight or path in self._public or self.allows(authorization)):
             text = "a token is needed: send the header 'Authorization: Bearer TOKEN'"
             return Refusal(401, text, b"WWW-Authenticate: Bearer\r\n")
         return None
@@ -112,33 +104,32 @@ class AccessControl:
     def is_known(self, origin: bytes, host: bytes | None) -> bool:
         """Return whether pages of this origin may call a server that was asked as `host`."""
         place = origin.partition(b"://")[2]
-        if origin.lower() in self._origins or (place and place == host):
-            return True
-        return self._is_own(place)
+        return origin.lower() in self._origins or place == host != b"" or self._is_own(place)
 
     def _is_own(self, host: bytes) -> bool:
         """Return whether a host, with or without a port, is this machine's or an allowed one."""
         host = host.lower()
         if self._loopback and _LOCAL.fullmatch(host):
             return True
-        name = re.sub(rb":\d+$", b"", host)
-        return not self._hosts.isdisjoint((host, name)) or name.endswith(self._domains)
+        names = host, re.sub(rb":\d+$", b"", host)
+        return any(name in self._hosts or name.endswith(self._domains) for name in names)
 
-
-def cors_headers(origin: bytes, asked: bytes | None, private: bool) -> bytes:
-    """Return the headers that let a page of `origin`, which is allowed, read a reply.
-
-    `asked`: the header names that it asks to send, in a preflight request; `private`: it asks for a
-    machine of a private network.
-    """
-    found = (
-        b"Access-Control-Allow-Origin: " + origin + b"\r\nVary: Origin\r\n"
-        b"Access-Control-Allow-Credentials: true\r\n"
-        b"Access-Control-Expose-Headers: Inference-Header-Content-Length, Retry-After\r\n"
-    )
-    if asked is not None and _HEADER_NAMES.fullmatch(asked):
-        found += b"Access-Control-Allow-Headers: " + asked + b"\r\n"
-    return found + b"Access-Control-Allow-Private-Network: true\r\n" * private
+    def cors_headers(
+        self, origin: bytes | None, host: bytes | None, headers: Mapping[bytes, bytes]
+    ) -> bytes:
+        """Return the headers that let a page of `origin` read the reply, if it may."""
+        if origin is None or not self.is_known(origin, host):
+            return b""
+        found = (
+            b"Access-Control-Allow-Origin: " + origin + b"\r\nVary: Origin\r\n"
+            b"Access-Control-Allow-Credentials: true\r\n"
+            b"Access-Control-Expose-Headers: Inference-Header-Content-Length, Retry-After\r\n"
+        )
+        asked = headers.get(b"access-control-request-headers", b"")
+        if _HEADER_NAMES.fullmatch(asked):
+            found += b"Access-Control-Allow-Headers: " + asked + b"\r\n"
+        private = b"access-control-request-private-network" in headers
+        return found + b"Access-Control-Allow-Private-Network: true\r\n" * private
 
 
 PREFLIGHT = b"Access-Control-Allow-Methods: GET, HEAD, POST\r\nAccess-Control-Max-Age: 600\r\n"
@@ -147,67 +138,39 @@ PREFLIGHT = b"Access-Control-Allow-Methods: GET, HEAD, POST\r\nAccess-Control-Ma
 class Watched:
     """Files that are read again when they change; until they are valid, what was read stays."""
 
-    def __init__(self, files: Sequence[Path], read: Callable[[], None]) -> None:
-        self._files = files
+    def __init__(self, read: Callable[[], None], *files: StrPath | None) -> None:
         self._read = read
-        self._seen = self._state()
+        self._files = [Path(file) for file in files if file is not None]
+        self._seen = [*map(file_stamp, self._files)]
 
     def check(self) -> None:
         """Read the files if they have changed. Called often: it takes microseconds."""
-        state = self._state()
-        if state == self._seen:
+        stamps = [*map(file_stamp, self._files)]
+        if stamps == self._seen:
             return
-        self._seen = state
-        names = ", ".join(map(str, self._files))
+        self._seen = stamps
         try:
             self._read()
         except BadInput as exc:
             log.error("%s; what was read before stays in use", exc)
         else:
-            log.info("%s: changed, and read again", names)
-
-    def _state(self) -> list[tuple[int, int, int]]:
-        found = []
-        for file in self._files:
-            try:
-                facts = file.stat()
-            except OSError:
-                continue
-            found.append((facts.st_mtime_ns, facts.st_size, facts.st_ino))
-        return found
-
-
-def watched_files(
-    options: ServeOptions, use_token: Callable[[str], None], use_files: Callable[[], None]
-) -> list[Watched]:
-    """Return the files of the options that may change, and are used by the functions then."""
-    found = []
-    token = options.token_file
-    if token is not None:
-        found.append(Watched([Path(token)], lambda: use_token(read_token(token))))
-    files = [each for each in (options.tls_cert, options.tls_key, options.tls_client_ca) if each]
-    return [*found, Watched([Path(each) for each in files], use_files)] if files else found
+            log.info("%s: changed, and read again", ", ".join(map(str, self._files)))
 
 
 def tls_context(options: ServeOptions, protocol: str) -> ssl.SSLContext | None:
-    """Return a context for TLS 1.2 or newer with the server's certificate; None without one.
-
-    Raises BadInput naming the invalid file.
-    """
+    """Return a context for TLS 1.2 or newer; None without a certificate. BadInput names a file."""
     if options.tls_cert is None or options.tls_key is None:
         return None
-    cert, key = Path(options.tls_cert), Path(options.tls_key)
-    files = [("`tls_cert`", cert), ("`tls_key`", key)]
-    if options.tls_client_ca is not None:
-        files.append(("`tls_client_ca`", Path(options.tls_client_ca)))
-    for parameter, path in files:
+    cert, key, authority = options.tls_cert, options.tls_key, options.tls_client_ca
+    files = {"`tls_cert`": cert, "`tls_key`": key, "`tls_client_ca`": authority}
+    for parameter, path in files.items():
         try:
-            data = path.read_bytes()
+            data = Path(path).read_bytes() if path is not None else b""
         except OSError as exc:
             raise BadInput(f"{parameter} {path}: {os_reason(exc)}") from exc
-        if b"-----BEGIN " not in data:
+        if path is not None and b"-----BEGIN " not in data:
             raise BadInput(f"{parameter} {path}: not a PEM file", hint="it begins with -----BEGIN")
-        if parameter == "`tls_key`" and b"ENCRYPTED" in data:
+        if path is key and b"ENCRYPTED" in data:
             raise BadInput(
                 f"{parameter} {path}: the key is encrypted",
                 hint="openssl pkey -in KEY -out PLAIN writes it without its password",
@@ -216,17 +179,14 @@ def tls_context(options: ServeOptions, protocol: str) -> ssl.SSLContext | None:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols([protocol])
     try:
+        parameters = f"`tls_cert` {cert}, `tls_key` {key}"
         context.load_cert_chain(cert, key)
+        if authority is not None:
+            parameters = f"`tls_client_ca` {authority}"
+            context.load_verify_locations(authority)
+            context.verify_mode = ssl.CERT_REQUIRED
     except ssl.SSLError as exc:
         if exc.reason == "KEY_VALUES_MISMATCH":
             raise BadInput(f"`tls_key` {key} does not belong to `tls_cert` {cert}") from exc
-        reason = exc.reason or first_line(exc)
-        raise BadInput(f"`tls_cert` {cert}, `tls_key` {key}: {reason}") from exc
-    if options.tls_client_ca is not None:
-        try:
-            context.load_verify_locations(options.tls_client_ca)
-        except ssl.SSLError as exc:
-            reason = exc.reason or first_line(exc)
-            raise BadInput(f"`tls_client_ca` {options.tls_client_ca}: {reason}") from exc
-        context.verify_mode = ssl.CERT_REQUIRED
+        raise BadInput(f"{parameters}: {exc.reason or first_line(exc)}") from exc
     return context

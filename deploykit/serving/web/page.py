@@ -16,15 +16,10 @@ _TYPES: Mapping[str, str] = {
 _FOLDER = Path(__file__).with_suffix("")
 
 
-def _files() -> dict[str, tuple[str, bytes]]:
-    found = {
-        f"/{path.name}": (_TYPES[path.suffix], path.read_bytes())
-        for path in (*sorted(_FOLDER.iterdir()), *(FOLDER / name for name in NAMES))
-    }
-    return {"/": found.pop("/index.html"), **found}
-
-
-FILES: Mapping[str, tuple[str, bytes]] = _files()
+FILES = {  # by path: type and content
+    f"/{path.name}".replace("index.html", ""): (_TYPES[path.suffix], path.read_bytes())
+    for path in (*sorted(_FOLDER.iterdir()), *(FOLDER / name for name in NAMES))
+}
 _OPENAPI = _FOLDER.with_name("openapi.json").read_bytes()  # the same for every server
 
 

@@ -16,7 +16,7 @@ import orjson
 
 from deploykit import __version__
 from deploykit.serving.models.model import ServedModel
-from deploykit.serving.models.repository import ModelRepository, Served
+from deploykit.serving.models.repository import ModelRepository
 from deploykit.serving.observe.metrics import REQUEST_US
 
 KEPT = 300
@@ -40,10 +40,6 @@ class History:
         return [sample for sample in self._samples if sample[0] > at_us]
 
 
-_NUMBER = re.compile(r"[0-9]{1,18}").fullmatch
-_NEVER_US = 1 << 60
-
-
 def write_status(status: dict[str, Any], samples: Samples) -> bytes:
     """Write a status as JSON, with the samples as its `history`."""
     found = [{"at_us": at_us, "models": orjson.Fragment(models)} for at_us, models in samples]
@@ -51,9 +47,9 @@ def write_status(status: dict[str, Any], samples: Samples) -> bytes:
 
 
 def since_us(query: str) -> int:
-    """Parse `since=N` of a query, the time after which samples are wanted; 0 for all."""
+    """Parse `since=N` of a query, the time after which samples are wanted; without it, none."""
     since = parse_qs(query).get("since", [""])[0]
-    return int(since) if _NUMBER(since) else _NEVER_US
+    return int(since) if re.fullmatch(r"[0-9]{1,18}", since) else 1 << 60
 
 
 class Status:
@@ -92,23 +88,22 @@ class Status:
     def now(self) -> dict[str, Any]:
         """Return totals since the start, times in µs: two responses give the rates between them."""
         repository, sample = self._repository, self._repository.sampler.latest()
-
-        def why(each: Served) -> dict[str, Any]:
-            return {"not_ready": repository.why_not_ready(each)}
-
         return {
             "version": __version__,
             "at_us": time.monotonic_ns() // 1000,
             "at_s": time.time(),
             "not_ready": repository.why_not_ready(),
-            "process": {**vars(sample.process), "at_s": sample.at_s}
-            if sample and sample.process
-            else None,
+            "process": (
+                {**vars(sample.process), "at_s": sample.at_s} if sample and sample.process else None
+            ),
             "gpus": [gpu.to_dict() for gpu in sample.gpus] if sample else [],
             "buckets_us": REQUEST_US,
             "models": [
-                *({**each.status(), **why(each)} for each in repository.pipelines.values()),
-                *({**self._model(each), **why(each)} for each in repository.models.values()),
+                {
+                    **(self._model(each) if isinstance(each, ServedModel) else each.status()),
+                    "not_ready": repository.why_not_ready(each),
+                }
+                for each in repository.served.values()
             ],
         }
 

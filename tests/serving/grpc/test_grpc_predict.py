@@ -6,7 +6,9 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -43,7 +45,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         for kind in ("classify", "text-classify"):
             (engine,) = open_proven(write_task_model(folder, kind), threads=1)
             models[kind] = stack.enter_context(engine)
-        yield stack.enter_context(serving(models, max_body_bytes=MOST_BYTES))
+        yield stack.enter_context(serving(models, max_body_bytes=MOST_BYTES, shared_memory=True))
 
 
 def ask(server: Serving, model: str, name: str, items: list[Any], **options: Any) -> list[Any]:
@@ -59,6 +61,25 @@ def test_images_are_answered_in_their_order(served: Serving) -> None:
     found = ask(served, "classify", "image", [LIGHT, DARK, LIGHT], request_id="seven")
     assert [each["label"] for each in found] == ["light", "dark", "light"]
     assert found[0]["score"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_the_answer_may_be_written_to_shared_memory(served: Serving) -> None:
+    shared = Path("/dev/shm", f"test-{uuid4().hex}")
+    shared.write_bytes(bytes(256))
+    image = triton.InferInput("image", [1], "BYTES")
+    image.set_data_from_numpy(np.array([LIGHT], object))
+    wanted = triton.InferRequestedOutput("answer")
+    wanted.set_shared_memory("region", 256)
+    try:
+        with triton.InferenceServerClient(f"127.0.0.1:{served.port}") as client:
+            client.register_system_shared_memory("region", f"/{shared.name}", 256)
+            reply = client.infer("classify", [image], outputs=[wanted], client_timeout=WAIT_S)
+            client.unregister_system_shared_memory("region")
+        assert not reply.get_response().raw_output_contents[0]
+        size = int.from_bytes(shared.read_bytes()[:4], "little")
+        assert json.loads(shared.read_bytes()[4 : 4 + size])["label"] == "light"
+    finally:
+        shared.unlink()
 
 
 def test_sentences_are_answered_in_their_order(served: Serving) -> None:

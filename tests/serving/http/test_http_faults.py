@@ -113,6 +113,16 @@ def test_a_content_length_without_a_body_allocates_nothing() -> None:
         assert rss_bytes() - before < 64 << 20
 
 
+@pytest.mark.parametrize("length", ["123456789012345678x", "9" * 5000, "x"])
+def test_a_wrong_length_of_the_json_before_a_body_in_pieces_is_refused(length: str) -> None:
+    with running() as server:
+        raw = server.connect()
+        raw.send(request("POST", INFER, Content_Length="4", Inference_Header_Content_Length=length))
+        reply = raw.ask(b"{}  ")
+        assert reply.status == 400
+        assert "Inference-Header-Content-Length is" in reply.json["error"]
+
+
 def test_answers_keep_the_order_of_requests_after_a_large_json_body() -> None:
     """A body that takes long to decode does not overtake or delay other connections."""
     count = 200_000

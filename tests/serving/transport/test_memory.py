@@ -312,6 +312,7 @@ def test_small_answers_count_that_wait_for_an_earlier_one(eventually: Eventually
         engine.gate.set()
         replies = [raw.reply() for _ in range(3)]
         assert [reply.status for reply in replies] == [200, 200, 503]
+        assert server.server._listener.replies == {200: 2, 503: 1}
         eventually(lambda: held_bytes(server) == 0)
 
 

@@ -148,6 +148,9 @@ def test_generators_of_clients_find_every_array_and_operation() -> None:
 
 def test_a_server_below_a_path_answers_with_and_without_it() -> None:
     """Some proxies pass the path on, some remove it; links are relative to where the page is."""
+    with running(root_path="/models/", token="0123456789abcdef") as server:
+        assert server.ask("GET", "/models").status == 308
+        assert server.ask("GET", "/models/").status == 200
     with running(root_path="/models/") as server:
         for prefix in ("", "/models"):
             assert server.ask("GET", f"{prefix}/v2/health/live").status == 200
