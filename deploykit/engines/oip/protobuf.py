@@ -16,7 +16,7 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-__all__ = ["DESCRIPTORS", "FILES", "MESSAGES", "DecodeError", "Message", "message_from"]
+__all__ = ["DESCRIPTORS", "FILES", "MESSAGES", "POOL", "DecodeError", "Message", "message_from"]
 
 DESCRIPTORS = Path(__file__).with_name("descriptors.binpb")  # scripts/make_descriptors.py writes it
 
@@ -26,11 +26,14 @@ FILES: Final[Sequence[FileDescriptorProto]] = FileDescriptorSet.FromString(
 ).file
 
 
+POOL: Final = DescriptorPool()
+
+
 def _classes() -> dict[str, Any]:
-    pool, classes = DescriptorPool(), {}
+    classes = {}
     for file in FILES:
-        pool.Add(file)
-        messages = pool.FindFileByName(file.name).message_types_by_name
+        POOL.Add(file)
+        messages = POOL.FindFileByName(file.name).message_types_by_name
         classes.update({name: GetMessageClass(message) for name, message in messages.items()})
     return classes
 

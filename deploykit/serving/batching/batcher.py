@@ -23,23 +23,15 @@ from time import thread_time_ns
 from deploykit.core.errors import DeploykitError, Expired, Overloaded
 from deploykit.engines.engine import Closing, Engine
 from deploykit.serving.batching.buckets import Buckets
-from deploykit.serving.batching.queue import BatchPolicy, Pending, RequestQueue, Watcher
-from deploykit.serving.batching.runner import (
-    NEVER_US,
-    Flight,
-    Runner,
-    Splitter,
-    device_lost,
-    stack,
-)
+from deploykit.serving.batching.queue import NEVER_US, BatchPolicy, Pending, RequestQueue, Watcher
+from deploykit.serving.batching.runner import Flight, Runner, Splitter, device_lost, stack
 from deploykit.serving.batching.slo import Steering
 
 log = logging.getLogger(__name__)
 
 Deliver = Callable[[Sequence[Pending]], None]
-CallSoon = Callable[
-    [Callable[[], None]], object
-]  # runs a function on the event loop's thread, in one of its next turns
+# runs a function on the event loop's thread, in one of its next turns
+CallSoon = Callable[[Callable[[], None]], object]
 
 
 def monotonic_us() -> int:

@@ -19,6 +19,7 @@ from deploykit.engines.engine import Arrays
 
 LEVELS = 3  # priorities; 1 is run first
 DEFAULT_LEVEL = 2  # for a request without a valid priority, as in Triton
+NEVER_US = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,6 @@ def due(waiting: Iterable[Pending], policy: BatchPolicy, now_us: int) -> int:
     return take if full or late or not policy.max_delay_us else 0
 
 
-_NEVER_US = 1 << 62
-
-
 class _Group:
     """Requests that may run together, in the order of their arrival."""
 
@@ -153,7 +151,7 @@ class RequestQueue:
         self.added_rows = 0
         self._groups: dict[tuple[int, InputKey], _Group] = {}  # contains no empty group
         self._last = _Group(DEFAULT_LEVEL, ())  # the group of the last request; may be empty
-        self._soonest_us = _NEVER_US  # no deadline is earlier
+        self._soonest_us = NEVER_US  # no deadline is earlier
 
     def fits(self, rows: int) -> bool:
         """Return whether the queue accepts it; a request that would be alone always fits."""
@@ -218,7 +216,7 @@ class RequestQueue:
         if now_us < self._soonest_us:
             return []
         late = []
-        self._soonest_us = _NEVER_US
+        self._soonest_us = NEVER_US
         for group in list(self._groups.values()):
             here = [request for request in group.requests if request.deadline_us <= now_us]
             for request in here:
@@ -250,7 +248,7 @@ class RequestQueue:
     def next_us(self) -> int:
         """Return when the next delay or deadline passes."""
         oldest_us = min(
-            (group.oldest.arrived_us for group in self._groups.values()), default=_NEVER_US
+            (group.oldest.arrived_us for group in self._groups.values()), default=NEVER_US
         )
         return min(oldest_us + self.policy.max_delay_us, self._soonest_us)
 
@@ -265,4 +263,4 @@ class RequestQueue:
         if not group.requests:
             del self._groups[(group.level, group.key)]
             if not self._groups:
-                self._soonest_us = _NEVER_US
+                self._soonest_us = NEVER_US

@@ -18,11 +18,10 @@ from deploykit.core.subprocesses import INSIDE
 from deploykit.core.tensors import MOST_STRINGS, TensorSpec, carrier
 from deploykit.engines.cuda.errors import DeviceLost
 from deploykit.engines.engine import Arrays, Engine, InFlight
-from deploykit.serving.batching.queue import BatchRun, Pending, Watcher
+from deploykit.serving.batching.queue import NEVER_US, BatchRun, Pending, Watcher
 
 log = logging.getLogger(__name__)
 
-NEVER_US = 1 << 60
 _LARGE_BYTES = 64 << 10  # larger outputs are copied out of the memory of the batch
 
 Stack = Callable[[Sequence[Pending]], Arrays]
@@ -91,24 +90,19 @@ class Splitter:
             if array is None or array.dtype != dtype:
                 got = "nothing" if array is None else array.dtype.name
                 raise EngineFailed(f"the engine returned {got} for output '{name}' ({dtype})")
-            shape = array.shape
+            shape, wanted = array.shape, ""
             if self._joined and (not shape or shape[0] != rows):
                 wanted = f"{rows} rows were expected"
-            elif (
-                shape == self._seen.get(name)
-                or axes == ()
-                or (  # a file may leave a shape out
-                    len(shape) == len(axes)
-                    and all(isinstance(w, str) or w == n for w, n in zip(axes, shape, strict=True))
+            elif shape != self._seen.get(name) and axes:  # a file may leave a shape out
+                fits = len(shape) == len(axes) and all(
+                    isinstance(w, str) or w == n for w, n in zip(axes, shape, strict=True)
                 )
-            ):
-                self._seen[name] = shape
-                continue
-            else:
-                wanted = f"which is [{', '.join(map(str, axes))}]"
-            raise EngineFailed(
-                f"the engine returned shape {list(shape)} for output '{name}', {wanted}"
-            )
+                wanted = "" if fits else f"which is [{', '.join(map(str, axes))}]"
+            if wanted:
+                raise EngineFailed(
+                    f"the engine returned shape {list(shape)} for output '{name}', {wanted}"
+                )
+            self._seen[name] = shape
 
 
 class Flight(NamedTuple):

@@ -324,12 +324,11 @@ class GrpcCall(Stream):
         method, link, reader = self.head.method, self.link, self._reader
         if method is None:
             return False
-        shared, left = link.shared, _MESSAGES_PER_TURN
+        shared, left, most = link.shared, _MESSAGES_PER_TURN, self._max_bytes
         while reader.need and not self.gone:
-            need = reader.need - PREFIX_BYTES
-            if need > method.max_bytes or need > shared.max_message_bytes:
-                text = f"the message is above {self._max_bytes} bytes"
-                if self._max_bytes == self.link.shared.max_message_bytes:
+            if reader.need - PREFIX_BYTES > most:
+                text = f"the message is above {most} bytes"
+                if most == shared.max_message_bytes:
                     text += "; start the server with a larger `max_body_bytes`"
                 self.fail("RESOURCE_EXHAUSTED", text)
                 return False

@@ -55,62 +55,50 @@ class GrpcTaskCall(TaskCall):
         fail_with(self.client, error)
 
 
-class GrpcPipelineCall:
-    """ModelInfer of a pipeline, with one BYTES element, answered with one of BYTES.
+def infer_pipeline(
+    pipeline: ServedPipeline, client: Replying, source: Message, trace: str | None, offload: Offload
+) -> None:
+    """Answer ModelInfer of a pipeline, with one BYTES element, with one of BYTES.
 
-    An input image may be a UINT8 tensor [height, width, 3] instead.
+    An input image may be a UINT8 tensor [height, width, 3] instead. Raises Overloaded if no thread
+    can read a large message.
     """
+    head, data, at, spans = source
 
-    _request: Request
-
-    def __init__(self, pipeline: ServedPipeline, client: Replying, trace: str | None) -> None:
-        self._pipeline = pipeline
-        self._client = client
-        self._trace = trace
-
-    def start(self, source: Message, offload: Offload) -> None:
-        """Answer the request. Raises Overloaded if no thread can read a large message."""
-        if len(source[0]) <= _LARGE_ITEMS_BYTES:
-            self._start(lambda: self._read(source))
-        else:
-            limit_s = self._pipeline.options.timeout_ms / 1e3
-            offload(
-                lambda: self._read(source), self._start,
-                lane=Lane.LARGE, client=self._client.peer, limit_s=limit_s,
-            )  # fmt: skip
-
-    def _read(self, source: Message) -> Request:
-        head, data, at, spans = source
-        pipeline = self._pipeline
+    def read() -> Request:
         signature = pipeline.signature if messages.sends_bytes(head) else pipeline.tensors
         return fill(messages.plan_request(head, spans, signature), data, at, pipeline.memory)
 
-    def _start(self, result: Result[Request]) -> None:
-        client = self._client
+    def start(result: Result[Request]) -> None:
         if client.gone:
             return
         try:
             request = result()
-            given = self._pipeline.input_of(request)
-            if not client.reserve(len(given)):
+            given = pipeline.input_of(request)
+            if not client.reserve(request.region_bytes):
                 raise over_budget()
-            self._request = request._replace(feeds={})
-            client.cancel = self._pipeline.start(
-                lambda: given, self._reply, self._trace, client.reserve,
-                _timeout_us(request, client),
-            )  # fmt: skip
+            request = request._replace(feeds={})
+
+            def reply(answer: bytes | Exception, _json: bool) -> None:
+                client.cancel = None
+                try:
+                    found = pipeline.results(request, answer)
+                    client.reply(messages.encode(pipeline.name, VERSION, request.id, found))
+                except Exception as exc:  # noqa: BLE001 - every error is a reply
+                    fail_with(client, exc)
+
+            client.cancel = pipeline.start(
+                lambda: given, reply, trace, client.reserve, _timeout_us(request, client)
+            )
         except Exception as exc:  # noqa: BLE001 - every error is a reply
-            self._pipeline.refuse(exc)
+            pipeline.refuse(exc)
             fail_with(client, exc)
 
-    def _reply(self, answer: bytes | Exception, _json: bool) -> None:
-        client, request = self._client, self._request
-        client.cancel = None
-        try:
-            found = self._pipeline.results(request, answer)
-            client.reply(messages.encode(self._pipeline.name, VERSION, request.id, found))
-        except Exception as exc:  # noqa: BLE001 - every error is a reply
-            fail_with(client, exc)
+    if len(head) <= _LARGE_ITEMS_BYTES:
+        start(read)
+    else:
+        limit_s = pipeline.options.timeout_ms / 1e3
+        offload(read, start, lane=Lane.LARGE, client=client.peer, limit_s=limit_s)
 
 
 class InferMethods:
@@ -153,7 +141,7 @@ class InferMethods:
             source = (head, data, at, spans)
             if name in self._repository.pipelines and version in ("", VERSION):
                 pipeline = self._repository.pipelines[name]
-                GrpcPipelineCall(pipeline, client, trace).start(source, self._offload)
+                infer_pipeline(pipeline, client, source, trace, self._offload)
                 return
             model = self._repository.find(name, version or VERSION)
             route = self.routes[model.name]

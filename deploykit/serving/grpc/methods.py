@@ -59,6 +59,10 @@ class GrpcPort(Http2Port):
         self._health_sent: dict[str, int] = {}
         self._watches: Counter[Http2Connection] = Counter()
         handlers: dict[str, Handler] = {
+            "ServerLive": _at_once(lambda _: _message("ServerLiveResponse", live=True)),
+            "ServerReady": _at_once(
+                lambda _: _message("ServerReadyResponse", ready=not repository.why_not_ready())
+            ),
             "ServerMetadata": _at_once(
                 lambda _: message_from("ServerMetadataResponse", repository.metadata())
             ),
@@ -86,18 +90,6 @@ class GrpcPort(Http2Port):
                 lambda _: _message("CudaSharedMemoryUnregisterResponse")
             )
         methods = {
-            f"/{SERVICE}/ServerLive": _small(
-                "ServerLive",
-                _at_once(lambda _: _message("ServerLiveResponse", live=True)),
-                public=True,
-            ),
-            f"/{SERVICE}/ServerReady": _small(
-                "ServerReady",
-                _at_once(
-                    lambda _: _message("ServerReadyResponse", ready=not repository.why_not_ready())
-                ),
-                public=True,
-            ),
             f"/{SERVICE}/ModelInfer": Method(inference.infer),
             f"/{SERVICE}/ModelStreamInfer": Method(inference.stream, inference.end_stream),
             f"/{_HEALTH}/Check": _small("HealthCheck", _at_once(self._check), public=True),
@@ -108,7 +100,8 @@ class GrpcPort(Http2Port):
         for name in (*_EXTENSIONS, *_MEMORY):
             methods[f"/{SERVICE}/{name}"] = Method(_not_offered, max_bytes=_SMALL_BYTES)
         for name, handler in handlers.items():
-            methods[f"/{SERVICE}/{name}"] = _small(name, handler)
+            public = name in ("ServerLive", "ServerReady")
+            methods[f"/{SERVICE}/{name}"] = _small(name, handler, public=public)
         parse = HeadParser(methods, access.allows, limits.headers)
         large = partial(offload, lane=Lane.LARGE)
         super().__init__(parse, GrpcCall, limits, options.max_body_bytes, memory, large)

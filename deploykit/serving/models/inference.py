@@ -23,7 +23,7 @@ from deploykit.serving.oip.tensors import array_bytes
 
 _LEAST_ENCODE_S = 0.1  # the least time for outputs that were computed just in time
 _FEW_STRINGS = 32 << 10  # few enough to add up their sizes; each may be long
-_SLOW_STRINGS, _SLOW_BF16 = 32 << 10, 1 << 20
+_SLOW_BYTES = {"BYTES": 32 << 10, "BF16": 1 << 20}
 _REGION_SPEED = 16  # shared memory is written this many times as fast as JSON
 
 
@@ -67,10 +67,8 @@ class ModelRoute:
         self.limit_us = repository.options.timeout_ms * 1000
         self.max_body_bytes = repository.options.max_body_bytes
         # bytes of tensors from which their decoding is slow; other numbers are read in place
-        kinds = {slot.datatype for slot in model.signature.inputs.values()}
-        self.slow_bytes = _SLOW_STRINGS if "BYTES" in kinds else math.inf
-        if "BF16" in kinds:
-            self.slow_bytes = min(self.slow_bytes, _SLOW_BF16)
+        kinds = [slot.datatype for slot in model.signature.inputs.values()]
+        self.slow_bytes = min(_SLOW_BYTES.get(kind, math.inf) for kind in kinds)
 
 
 def over_budget() -> Overloaded:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from deploykit.core.errors import BadInput, DeploykitError, Unsupported
-from deploykit.core.evidence import RowIndependence
 from deploykit.core.machine import usable_cores
 from deploykit.core.tensors import TensorSpec
 from deploykit.engines.batching import looks_batched, prove_rows, why_no_batch
@@ -41,21 +40,6 @@ def why_not_batched(engine: Engine) -> str:
 def largest_batch(engine: Engine, max_batch: int) -> int:
     """Return the rows per batch of a model that is batched."""
     return min(max_batch, engine.max_batch or max_batch)
-
-
-def prove_batching(
-    engine: Engine, options: ServeOptions, sizes: Mapping[str, int], times_us: dict[int, int]
-) -> RowIndependence:
-    """Decide whether requests may be joined: by the engine's manifest, else by running it.
-
-    `sizes`: of the axes that have buckets. `times_us` gets the times that `prove_rows` measured.
-    """
-    rows, known = largest_batch(engine, options.max_batch), engine.batching
-    if options.assume_batched:
-        return RowIndependence(True, "`assume_batched` is on")
-    if known is not None and (not known.passed or rows <= max(known.rows, default=0)):
-        return known
-    return prove_rows(engine, rows, sizes=sizes, samples=engine.examples, times_us=times_us)
 
 
 def check_compatible(name: str, served: Engine, other: Engine) -> None:
@@ -237,10 +221,8 @@ class ServedModel:
         if self.draining and not admitted:
             raise self.refuse(shutting_down(), started_us, trace, request.id)
         key = request.key if self.buckets is None else self.buckets.key(request.key)
-        limit_us, wait_us = self._limit_us, request.timeout_us
-        if wait_us is None or wait_us > limit_us:
-            wait_us = limit_us
-        now_us = self._clock_us()
+        limit_us, now_us = self._limit_us, self._clock_us()
+        wait_us = min(request.timeout_us or limit_us, limit_us)
         pending = Pending(
             request.feeds, request.rows, key, done, now_us, now_us + wait_us, now_us + limit_us,
             request.priority, trace, now_us - started_us, id=request.id,
@@ -352,11 +334,18 @@ class ServedModel:
         self.largest_output_bytes = description.largest_output_bytes(self.signature)
 
     def _why_dependent(self, engine: Engine, times_us: dict[int, int]) -> str:
-        """Return why requests may not be joined; "" if they may be, or if batching is off."""
-        if not self.max_batch:
+        """Return why requests may not be joined; "" if they may be, or if batching is off.
+
+        The engine's manifest says it, or a run does: `times_us` gets the times measured then.
+        """
+        if not self.max_batch or self._options.assume_batched:
             return ""
-        sizes = self.buckets.sizes()[0] if self.buckets else {}
-        proof = prove_batching(engine, self._options, sizes, times_us)
+        rows, proof = largest_batch(engine, self._options.max_batch), engine.batching
+        if proof is None or (proof.passed and rows > max(proof.rows, default=0)):
+            sizes = self.buckets.sizes()[0] if self.buckets else {}
+            proof = prove_rows(
+                engine, rows, sizes=sizes, samples=engine.examples, times_us=times_us
+            )
         return "" if proof.passed else proof.why
 
     def _stop_batching(self, why: str) -> None:

@@ -95,10 +95,17 @@ class ThreadOffload(Closing):
     ) -> None:
         timer: asyncio.TimerHandle | None = None
         waiting: list[Callable[[Result[T]], None]] = [then]  # it is called once
-        place = _Place(self._ahead[lane])
+        places, held = self._ahead[lane], list[bool]()  # whether it has one of the places
+
+        def run() -> T:
+            if places.acquire(timeout=_PATIENCE_S):
+                held.append(True)
+            return work()
 
         def finish(result: Result[T]) -> None:
-            place.leave()
+            if held:
+                held.pop()
+                places.release()
             if timer is not None:
                 timer.cancel()
             if waiting:
@@ -109,18 +116,13 @@ class ThreadOffload(Closing):
             finish(_expired)
 
         def on_done(future: Future[Any]) -> None:
-            # free the frames of this thread, and with them the request: code that raises the error
-            # again forms a cycle with it until the garbage collector runs
-            error = None if future.cancelled() else future.exception()
-            if isinstance(error, DeploykitError):
-                error.__traceback__ = error.__cause__ = error.__context__ = None
             try:
                 self._loop.call_soon_threadsafe(self._run, partial(finish, future.result))
             except RuntimeError:  # the loop is closed
                 log.error("offloaded work finished after the shutdown")
 
         try:
-            future = self._queues[lane].submit(partial(place.run, work), client)
+            future = self._queues[lane].submit(run, client)
         except RuntimeError as exc:  # the system has no more threads, or the shutdown has begun
             raise Overloaded("no thread can be started; try again later") from exc
         if limit_s is not None:
@@ -130,23 +132,6 @@ class ThreadOffload(Closing):
     def close(self) -> None:
         for queue in self._queues.values():
             queue.close()
-
-
-@dataclass(eq=False, slots=True)
-class _Place:
-    """The place of one result among those that the loop has not taken."""
-
-    places: threading.Semaphore
-    held: bool = False
-
-    def run(self, work: Callable[[], T]) -> T:
-        self.held = self.places.acquire(timeout=_PATIENCE_S)
-        return work()
-
-    def leave(self) -> None:
-        if self.held:
-            self.held = False
-            self.places.release()
 
 
 @dataclass(eq=False, slots=True)
@@ -214,6 +199,10 @@ class FairQueue:
             try:
                 result = work()
             except BaseException as exc:  # noqa: BLE001 - its caller gets it
+                # free the frames of this thread, and with them the request: code that raises the
+                # error again forms a cycle with it until the garbage collector runs
+                if isinstance(exc, DeploykitError):
+                    exc.__traceback__ = exc.__cause__ = exc.__context__ = None
                 future.set_exception(exc)
             else:
                 future.set_result(result)

@@ -19,6 +19,7 @@ from deploykit.core.files import manifest_path
 from deploykit.core.subprocesses import INSIDE
 from deploykit.engines.engine import Closing, Engine
 from deploykit.graph.facts import external_files
+from deploykit.serving.models.model import ServedModel
 from deploykit.serving.models.trial import Check, Trial
 from deploykit.serving.observe.prometheus import Sample
 from deploykit.serving.options import VERSION
@@ -85,11 +86,12 @@ class Reloader(Closing):
         poll_s: float = POLL_S,
         limit_s: float = LIMIT_S,
     ) -> None:
-        self._closing = threading.Event()
-        self._watches = {
-            name: _Watch(name, source, repository, announce, self._closing, poll_s, limit_s)
-            for name, source in sources.items()
-        }
+        self.repository = repository
+        self.announce = announce
+        self.poll_s = poll_s
+        self.limit_s = limit_s
+        self.closing = threading.Event()
+        self._watches = {name: _Watch(name, source, self) for name, source in sources.items()}
         for watch in self._watches.values():
             watch.start()
 
@@ -116,7 +118,7 @@ class Reloader(Closing):
 
     def close(self) -> None:
         """End the threads; do not wait long for one that is loading or whose files hang."""
-        self._closing.set()
+        self.closing.set()
         end_s = time.monotonic() + CLOSE_S
         for watch in self._watches.values():
             watch.join(max(0.0, end_s - time.monotonic()))
@@ -125,31 +127,18 @@ class Reloader(Closing):
 class _Watch(threading.Thread):
     """Polls one source on its own thread: a hanging file system blocks no other model's reload."""
 
-    def __init__(
-        self,
-        name: str,
-        source: Source,
-        repository: ModelRepository,
-        announce: Announce,
-        closing: threading.Event,
-        poll_s: float,
-        limit_s: float,
-    ) -> None:
+    def __init__(self, name: str, source: Source, reloader: Reloader) -> None:
         super().__init__(name="reload", daemon=True)
         self._model = name
         self._source = source
-        self._repository = repository
-        self._announce = announce
-        self._closing = closing
-        self._poll_s = poll_s
-        self._limit_s = limit_s
+        self._reloader = reloader
         self._problem: str | None = None
         self._polling_s: float | None = None  # when the read of the file's state began
         self._attempts: list[_Attempt] = []  # abandoned attempts that still run
         self.reloads = self.given_up = 0
 
     def run(self) -> None:
-        while not self._closing.wait(self._poll_s):
+        while not self._reloader.closing.wait(self._reloader.poll_s):
             try:
                 self.poll()
             except Exception:
@@ -157,7 +146,7 @@ class _Watch(threading.Thread):
 
     def error(self) -> str | None:
         since_s = self._polling_s
-        if since_s is not None and time.monotonic() - since_s > self._limit_s:
+        if since_s is not None and time.monotonic() - since_s > self._reloader.limit_s:
             return "the file system does not answer"
         return self._problem
 
@@ -210,7 +199,7 @@ class _Watch(threading.Thread):
         self._problem = problem
 
     def _say(self, level: int, message: str) -> None:
-        self._announce(self._model, level, f"model '{self._model}': {message}")
+        self._reloader.announce(self._model, level, f"model '{self._model}': {message}")
 
     def _attempt(self, files: tuple[File, ...]) -> Sequence[Engine] | None:
         """Check and load the file on a thread that is abandoned after a time limit.
@@ -220,15 +209,16 @@ class _Watch(threading.Thread):
         self._attempts = [each for each in self._attempts if each.is_alive()]
         if len(self._attempts) >= MOST_HANGING:
             raise Overloaded(f"{MOST_HANGING} earlier files are still being loaded")
-        warm_up_s = self._repository.find(self._model).warm_up_s
-        limit_s = max(self._limit_s, TIMES * (self._source.load_s + warm_up_s))
-        attempt = _Attempt(self._model, self._source, self._repository, files, limit_s)
+        reloader = self._reloader
+        model = reloader.repository.find(self._model)
+        limit_s = max(reloader.limit_s, TIMES * (self._source.load_s + model.warm_up_s))
+        attempt = _Attempt(self._source, model, files, limit_s)
         end_s = time.monotonic() + limit_s
         attempt.start()
-        while not attempt.over.wait(min(self._poll_s, max(_LEAST_S, end_s - time.monotonic()))):
+        while not attempt.over.wait(min(reloader.poll_s, max(_LEAST_S, end_s - time.monotonic()))):
             changed = self._files()[0] != files[0]
             late = time.monotonic() >= end_s
-            if (changed or late or self._closing.is_set()) and attempt.give_up():
+            if (changed or late or reloader.closing.is_set()) and attempt.give_up():
                 self._attempts.append(attempt)
                 if late and not changed:
                     self.given_up += 1
@@ -241,17 +231,11 @@ class _Attempt(threading.Thread):
     """Checks one new file and puts it into use. `over` is set at the end."""
 
     def __init__(
-        self,
-        name: str,
-        source: Source,
-        repository: ModelRepository,
-        files: tuple[File, ...],
-        limit_s: float,
+        self, source: Source, model: ServedModel, files: tuple[File, ...], limit_s: float
     ) -> None:
         super().__init__(name="reload attempt", daemon=True)
-        self._model = name
         self._source = source
-        self._repository = repository
+        self._model = model
         self._files = files
         self._limit_s = limit_s
         self._trial: Trial | None = None
@@ -279,7 +263,7 @@ class _Attempt(threading.Thread):
                     engines = source.load()
                     try:
                         if source.files()[:-1] == self._files[:-1] and self._wanted:
-                            self._repository.replace(self._model, engines, self._take)
+                            self._model.replace(engines, self._take)
                     finally:
                         if not self._used:
                             for engine in engines:

@@ -50,7 +50,7 @@ class ModelRepository:
 
     `make_model` replaces the class ServedModel.
 
-    The caller closes the engines after `close`, except those passed to `replace`.
+    The caller closes the engines after `close`, except those passed to `ServedModel.replace`.
     """
 
     def __init__(
@@ -131,12 +131,6 @@ class ModelRepository:
         """Return a model or a pipeline. Raises NotFound."""
         pipeline = self.pipelines.get(name) if version == VERSION else None
         return pipeline or self.find(name, version)
-
-    def replace(
-        self, name: str, engines: Sequence[Engine], wanted: Callable[[], bool] = lambda: True
-    ) -> None:
-        """Serve model `name` with `engines` from now on: see `ServedModel.replace`."""
-        self.find(name).replace(engines, wanted)
 
     def expire(self) -> None:
         """Answer requests past their deadline; called periodically."""

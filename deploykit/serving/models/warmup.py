@@ -108,16 +108,13 @@ class WarmUp:
             started_us = self._clock_us()
             try:
                 self._splitter.check(self._engine(feeds), rows)
-            except DeploykitError as exc:
-                raise type(exc)(
-                    f"model '{self._name}' cannot run {_format_shapes(feeds)}: {exc.message}",
-                    hint=exc.hint,
-                ) from exc
             except Exception as exc:
-                raise Unsupported(
-                    f"model '{self._name}' cannot run {_format_shapes(feeds)}: {first_line(exc)}",
-                    hint="try a smaller `max_batch`",
-                ) from exc
+                shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in feeds.items())
+                why = f"model '{self._name}' cannot run {shapes}:"
+                if isinstance(exc, DeploykitError):
+                    raise type(exc)(f"{why} {exc.message}", hint=exc.hint) from exc
+                hint = "try a smaller `max_batch`"
+                raise Unsupported(f"{why} {first_line(exc)}", hint=hint) from exc
             found.append(self._clock_us() - started_us)
         return min(found)
 
@@ -135,7 +132,3 @@ def short_rows(times: Mapping[int, int]) -> float:
     """Return the most rows that ran within SHORT_US, by `WarmUp.run`; inf if all did."""
     short = [rows for rows, us in times.items() if us <= SHORT_US]
     return math.inf if times and len(short) == len(times) else max(short, default=0)
-
-
-def _format_shapes(feeds: Arrays) -> str:
-    return ", ".join(f"{name} {list(array.shape)}" for name, array in feeds.items())

@@ -19,11 +19,8 @@ def classify(array: np.ndarray, classes: int, *, batched: bool) -> np.ndarray:
     All axes but the batch axis are flattened. Among equal values the lower index comes first;
     NaN comes last. Floats have six decimals, as in other servers of the protocol.
     """
-    values = (
-        array.reshape(array.shape[0], math.prod(array.shape[1:]))
-        if batched
-        else array.reshape(1, array.size)
-    )
+    rows = len(array) if batched else 1
+    values = array.reshape(rows, math.prod(array.shape[1 if batched else 0 :]))
     count = min(classes, values.shape[1])
     strings = np.empty((len(values), count), object)
     for row, numbers in enumerate(values):

@@ -395,10 +395,8 @@ class Parent:
                 self._dropped += 1  # at least
             return
         name = f"worker {number}" if number != ENGINE else "the process of the engines"
-        why = f"{name} was ended by {how_it_ended(code)}"
-        if isinstance(last, BaseException):
-            why = f"{name}: {last}"
         error = last if isinstance(last, BaseException) else None
+        why = f"{name}: {error}" if error else f"{name} was ended by {how_it_ended(code)}"
         if not self._started:
             self._end_with(error or _crash(f"{why} at its start", code))
             return

@@ -358,6 +358,7 @@ def test_tools_learn_the_services_by_reflection(version: str) -> None:
     questions = [
         ask_(list_services=""),
         ask_(file_containing_symbol="inference.GRPCInferenceService"),
+        ask_(file_containing_symbol="inference.GRPCInferenceService.ModelInfer"),
         ask_(file_containing_symbol="inference.ModelInferRequest.InferInputTensor"),
         ask_(file_by_filename="health.proto"),
         ask_(file_containing_symbol="inference.Nothing"),
@@ -371,11 +372,11 @@ def test_tools_learn_the_services_by_reflection(version: str) -> None:
         listed, *files, nothing, extension = call(iter(questions), timeout=WAIT_S)
     names = {service.name for service in listed.list_services_response.service}
     assert {SERVICE[1:], "grpc.health.v1.Health"} < names
-    for found, name in zip(files, ["grpc_service.proto"] * 2 + ["health.proto"], strict=True):
+    for found, name in zip(files, ["grpc_service.proto"] * 3 + ["health.proto"], strict=True):
         (file,) = found.file_descriptor_response.file_descriptor_proto
         assert FileDescriptorProto.FromString(file).name == name
     assert nothing.error_response.error_code == extension.error_response.error_code == 5
-    assert nothing.original_request == questions[4]
+    assert nothing.original_request == questions[-2]
 
 
 def test_a_question_of_reflection_that_cannot_be_read_is_refused() -> None:

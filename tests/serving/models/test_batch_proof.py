@@ -191,7 +191,7 @@ def test_a_model_with_dependent_rows_cannot_replace_a_batched_one(tmp_path: Path
     identity = make([onnx.helper.make_node("Identity", ["x"], ["y"])], {"x": ROW}, {"y": ROW}, {})
     with other, served(identity, tmp_path) as repository:
         with pytest.raises(BadInput, match="are joined"):
-            repository.replace("m", [other])
+            repository.find("m").replace([other])
         x = np.ones((2, 4), np.float32)
         assert np.array_equal(answer(repository, x), x)
 

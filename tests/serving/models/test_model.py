@@ -76,7 +76,7 @@ def test_a_watcher_added_later_sees_the_runs_of_replaced_engines() -> None:
 
     repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
     repository.find("m").watch(Notes())
-    repository.replace("m", [FakeEngine()])
+    repository.find("m").replace([FakeEngine()])
     repository.find("m").submit(ask(), lambda _: None)
     repository.close()
     assert len(seen) == 1
@@ -141,7 +141,7 @@ def test_a_replaced_engine_finishes_its_requests_and_is_closed() -> None:
     before = [model.submit(ask(), lambda _: None)]
     assert old.entered.acquire(timeout=WAIT_S)
     before += [model.submit(ask(), lambda _: None) for _ in range(5)]
-    repository.replace("m", [new])
+    repository.find("m").replace([new])
     assert not old.closed
     came = threading.Event()
     after = model.submit(ask(), lambda _: came.set())
@@ -165,7 +165,7 @@ def test_a_deadline_applies_to_requests_of_a_replaced_engine() -> None:
     old.warm = True
     stuck = repository.find("m").submit(ask(), lambda _: None)
     assert old.entered.acquire(timeout=WAIT_S)
-    repository.replace("m", [Plus()])
+    repository.find("m").replace([Plus()])
     clock.us = 1000
     repository.expire()
     assert stuck.error is not None
@@ -190,7 +190,7 @@ def test_replacement_engines_must_accept_the_same_requests(
     old = FakeEngine()
     repository = ModelRepository({"m": old}, ServeOptions())
     with pytest.raises(BadInput, match=match):
-        repository.replace("m", [engine] if engine else [])
+        repository.find("m").replace([engine] if engine else [])
     pending = repository.find("m").submit(ask(), lambda _: None)
     repository.close()
     assert pending.error is None
@@ -205,7 +205,7 @@ def test_engines_that_fail_to_warm_up_do_not_replace_the_old_ones() -> None:
 
     repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
     with pytest.raises(Unsupported, match="boom"):
-        repository.replace("m", [Broken()])
+        repository.find("m").replace([Broken()])
     pending = repository.find("m").submit(ask(), lambda _: None)
     repository.close()
     assert pending.error is None
@@ -215,7 +215,7 @@ def test_replacing_engines_after_close_is_refused() -> None:
     repository = ModelRepository({"m": FakeEngine()}, ServeOptions())
     repository.close()
     with pytest.raises(Overloaded, match="shutting down"):
-        repository.replace("m", [FakeEngine()])
+        repository.find("m").replace([FakeEngine()])
 
 
 def test_replacing_engines_under_load_fails_no_request(
@@ -236,7 +236,7 @@ def test_replacing_engines_under_load_fails_no_request(
     engines = [Plus() for _ in range(20)]
     for engine in engines:
         before = len(sent)
-        repository.replace("m", [engine])
+        repository.find("m").replace([engine])
         eventually(lambda before=before: len(sent) > before)
     stop.set()
     sender.join(WAIT_S)

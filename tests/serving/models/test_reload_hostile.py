@@ -61,7 +61,7 @@ def test_a_file_whose_check_hangs_is_given_up_and_a_good_one_is_served_next(
         assert sample(serving, "reload_failed") == 1
         assert serving.ask() == 2.0
         replace(model(tmp_path / "new", 4.0), serving.path)  # which `hangs_on_bad` passes
-        serving.reloader._watches["m"]._limit_s = LIMIT_S
+        serving.reloader.limit_s = LIMIT_S
         serving.poll_twice()
         assert serving.ask() == 5.0
         assert serving.reloader.error("m") is None
@@ -148,7 +148,7 @@ def give_up_a_load(serving: Serving, folder: Path) -> threading.Event:
         return serving.load()
 
     serving.source.load, serving.source.check = slow, None
-    serving.reloader._watches["m"]._limit_s = 0.2
+    serving.reloader.limit_s = 0.2
     replace(model(folder / "new", 4.0), serving.path)
     serving.poll_twice()
     assert "given up" in (serving.reloader.error("m") or "")
@@ -162,7 +162,7 @@ def test_a_load_that_hangs_here_is_given_up_and_never_used_later(
     with serving_with(tmp_path / "m.onnx", checks.passes) as serving:
         release = give_up_a_load(serving, tmp_path)
         serving.source.load = serving.load
-        serving.reloader._watches["m"]._limit_s = LIMIT_S
+        serving.reloader.limit_s = LIMIT_S
         replace(model(tmp_path / "new", 6.0), serving.path)
         serving.poll_twice()
         assert serving.ask() == 7.0
@@ -199,7 +199,7 @@ def test_few_files_at_most_hang_at_once(tmp_path: Path, eventually: Eventually) 
         assert serving.reloader.error("m") == "4 earlier files are still being loaded"
         release.set()
         serving.source.load = serving.load
-        serving.reloader._watches["m"]._limit_s = LIMIT_S
+        serving.reloader.limit_s = LIMIT_S
         eventually(lambda: serving.poll_twice() or serving.ask() == 9.0)
 
 
@@ -227,10 +227,10 @@ def test_a_file_system_that_hangs_keeps_no_other_model_from_reloading(
         monkeypatch.context() as patch,
     ):
         patch.setattr(Path, "stat", slow)
-        with Reloader(repository, sources, poll_s=0.01, limit_s=0.05) as reloader:
-            reloader._watches["good"]._limit_s = LIMIT_S
+        with Reloader(repository, sources, poll_s=0.01, limit_s=LIMIT_S) as reloader:
             replace(model(tmp_path / "new", 4.0), good)
             eventually(lambda: reloader._watches["good"].reloads == 1)
+            reloader.limit_s = 0.05
             eventually(lambda: reloader.error("hung") == "the file system does not answer")
             release.set()
             eventually(lambda: reloader.error("hung") is None)

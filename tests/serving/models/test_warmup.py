@@ -128,7 +128,7 @@ def test_short_batches_of_a_steady_engine_run_inline(
     )
     repository.warm_up()
     assert repository.find("m").batcher.inline_max_rows == rows
-    repository.replace("m", [kind(clock, 0, SHORT_US // 4)])
+    repository.find("m").replace([kind(clock, 0, SHORT_US // 4)])
     assert repository.find("m").batcher.inline_max_rows == (4 if rows == 8 else rows and 4)
     repository.close()
 

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,10 @@ import tritonclient.grpc as triton  # noqa: E402
 
 from deploykit.core.json_value import MOST_JSON_VALUES  # noqa: E402
 from deploykit.engines.oip.protobuf import MESSAGES  # noqa: E402
+from deploykit.serving.grpc.infer import infer_pipeline  # noqa: E402
+from deploykit.serving.models.offload import run_inline  # noqa: E402
+from deploykit.serving.models.task_call import item_signature  # noqa: E402
+from deploykit.serving.oip.messages import split_request  # noqa: E402
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 IN_FLIGHT = "deploykit_pipeline_in_flight"
@@ -92,6 +97,32 @@ def test_the_image_may_be_in_typed_contents_large_ones_too(tiles: Client) -> Non
             reply = call(message.SerializeToString(), timeout=WAIT_S)
             assert reply.id == "seven"
             assert json.loads(reply.raw_output_contents[0][4:]) in (["green"], ["red"])
+
+
+def test_an_input_copied_from_shared_memory_counts_in_the_budget() -> None:
+    data = (600).to_bytes(4, "little") + bytes(600)
+    signature = item_signature("text", 1 << 20)
+    pipeline: Any = SimpleNamespace(
+        signature=signature,
+        memory=SimpleNamespace(read=lambda _: memoryview(data)),
+        input_of=lambda request: request.feeds["text"][0],
+        refuse=lambda _: None,
+    )
+    reserved: list[int] = []
+    failed: list[str] = []
+    client: Any = SimpleNamespace(
+        gone=False,
+        reserve=lambda size: bool(reserved.append(size)),
+        fail=lambda status, _: failed.append(status),
+    )
+    message = MESSAGES["ModelInferRequest"](model_name="p")
+    item = message.inputs.add(name="text", datatype="BYTES", shape=[1])
+    item.parameters["shared_memory_region"].string_param = "region"
+    item.parameters["shared_memory_byte_size"].int64_param = len(data)
+    sent = message.SerializeToString()
+    head, spans = split_request(sent, 0)
+    infer_pipeline(pipeline, client, (head, sent, 0, spans), None, run_inline)
+    assert (reserved, failed) == ([604], ["UNAVAILABLE"])
 
 
 def test_a_pipeline_is_described_as_models_are(tiles: Client) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 
 from deploykit.core.tensors import InputKey
 from deploykit.engines.engine import Arrays
-from deploykit.serving.batching.batcher import NEVER_US, Batcher, deliver_inline
-from deploykit.serving.batching.queue import Pending
+from deploykit.serving.batching.batcher import Batcher, deliver_inline
+from deploykit.serving.batching.queue import NEVER_US, Pending
 from tests.support.fake_engine import FakeEngine
 from tests.support.serving.running import WAIT_S
 
