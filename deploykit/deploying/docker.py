@@ -83,18 +83,11 @@ def _package(name: str, version: str) -> dict[str, Any]:
     return {**_component("library", name, version, purl), "purl": purl}
 
 
-_START_PERIOD = {True: "30m", False: "15m"}  # on a Jetson or not; the same as in the Dockerfiles
-
-
 def write(folder: Path, contents: Contents) -> None:
-    """Write the bundle into an empty folder. Raises BadInput for a model that changed meanwhile.
-
-    Raises Unsupported if wheels are requested and cannot be downloaded.
-    """
+    """Write the bundle into an empty folder. Raises Unsupported if wheels cannot be downloaded."""
     image = choose_image(contents.profile, contents.release, platform.machine())
     image = image.with_extras(contents.extras)
     model = folder / "model" / f"{contents.name}.onnx"
-    model.parent.mkdir()
     contents.copy_model(model)
     request, header_bytes = smoke_request(contents, model)
     (folder / "smoke-test.request").write_bytes(request)
@@ -108,7 +101,7 @@ def write(folder: Path, contents: Contents) -> None:
     }
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
-    fill_templates("docker", folder, _placeholders(contents, image, header_bytes))
+    fill_templates("docker", folder, contents, _placeholders(contents, image, header_bytes))
 
 
 def _placeholders(contents: Contents, image: Image, header_bytes: int) -> dict[str, str]:
@@ -117,19 +110,17 @@ def _placeholders(contents: Contents, image: Image, header_bytes: int) -> dict[s
     on_gpu, memory_bytes = profile.device == "cuda", profile.memory_bytes
     plain_name = re.sub(r"[^a-z0-9]+", "-", contents.name.lower()).strip("-") or "model"
     return {
-        "NAME": contents.name,
         "PROJECT": f"deploykit-{plain_name}",  # as images and compose projects may be named
         "TAG": digest[:12],
         "SHA256": digest,
         "TARGET": profile.summary,
-        "PROFILE": profile.name,
         "POWER_MODE": profile.power_mode or "",
         "RELEASE": image.release,
         "BASE": image.base,
         "PYTHON": image.python,
         "PRECISION": ", ".join(f"{key} {n}" for key, n in contents.manifest.precision.items()),
         "BATCH": ",".join(map(str, contents.batch)),
-        "START_PERIOD": _START_PERIOD[image.on_jetson],
+        "START_PERIOD": "30m" if image.on_jetson else "15m",  # the same as in the Dockerfiles
         "HEADER_BYTES": str(header_bytes),
         "JETSON": "yes" if image.on_jetson else "",
         "GPU": "yes" if on_gpu and not image.on_jetson else "",
