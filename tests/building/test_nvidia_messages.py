@@ -11,7 +11,6 @@ import pytest
 
 from deploykit.building.tensorrt import module
 from deploykit.building.tensorrt.module import (
-    ParserError,
     Reason,
     build_refusal,
     error_of,
@@ -44,8 +43,8 @@ def test_a_log_line_loses_its_function_code_and_position() -> None:
 )
 def test_the_parsers_own_reason_is_shown(desc: str, says: str) -> None:
     """The operator may be supported, and its type not."""
-    error = ParserError("UNSUPPORTED_NODE", "HardSwish", "n0", desc)
-    assert parser_refusal(error).text == says
+    error = ("UNSUPPORTED_NODE", "HardSwish", "n0", desc)
+    assert parser_refusal(*error).text == says
 
 
 def test_lines_about_the_missing_driver_are_not_the_reason() -> None:
@@ -69,29 +68,29 @@ def test_known_build_failures_get_an_explanation(line: str, words: str) -> None:
 
 
 def test_a_parser_error_without_a_message_names_the_operator() -> None:
-    error = ParserError("UNSUPPORTED_NODE", "Det", "det", "false")
-    assert parser_refusal(error).text == "operator Det 'det' is not supported by TensorRT"
+    error = ("UNSUPPORTED_NODE", "Det", "det", "false")
+    assert parser_refusal(*error).text == "operator Det 'det' is not supported by TensorRT"
 
 
 def test_a_missing_data_file_is_named_from_the_log() -> None:
-    error = ParserError("INVALID_GRAPH", "", "", "Failed to import initializer: In node -1")
-    found = parser_refusal(error, ["WeightsContext.cpp:203: Failed to open file: /m/w.data"])
+    error = ("INVALID_GRAPH", "", "", "Failed to import initializer: In node -1")
+    found = parser_refusal(*error, ["WeightsContext.cpp:203: Failed to open file: /m/w.data"])
     assert found.text == "its weights cannot be read: /m/w.data"
     assert found.damaged
 
 
 def test_an_operator_that_needs_a_plugin_is_explained() -> None:
     text = "NonZero plugin creator version 1 was not found in plugin registry."
-    error = ParserError("UNSUPPORTED_NODE", "NonZero", "nz", f"Assertion failed: creator: {text}")
-    assert parser_refusal(error).text == (
+    error = ("UNSUPPORTED_NODE", "NonZero", "nz", f"Assertion failed: creator: {text}")
+    assert parser_refusal(*error).text == (
         "NonZero 'nz' needs a plugin that this TensorRT does not have"
     )
 
 
 def test_types_that_disagree_are_named() -> None:
     text = "IConvolutionLayer input and kernel must be of same type. input type is BFloat16 but "
-    error = ParserError("INVALID_NODE", "Conv", "c", text + "kernel is of type Float.")
-    assert parser_refusal(error).text == "Conv 'c' mixes the types BFloat16 and Float"
+    error = ("INVALID_NODE", "Conv", "c", text + "kernel is of type Float.")
+    assert parser_refusal(*error).text == "Conv 'c' mixes the types BFloat16 and Float"
 
 
 def test_every_refusal_is_in_the_one_line() -> None:
