@@ -173,10 +173,7 @@ def _run_together(
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Disable the garbage collector, then restore its state.
-
-    It does not collect before: with torch loaded that takes a third of a second per block.
-    """
+    """Disable the garbage collector; with torch, collecting first would take 0.3 s."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -207,10 +204,7 @@ class Warmth:
 
 
 def _warm_up(column: Column, feeds: Arrays, batch: int, clock: Clock, limit_s: float) -> Warmth:
-    """Run windows until the last four agree within 10 % and do not rise by 1 % a window.
-
-    It takes at most `limit_s`, or three times that while calls speed up.
-    """
+    """Run windows until four agree within 10 % without a trend, at most 3 times `limit_s`."""
     if limit_s == 0:
         return Warmth("no warm-up")
     rates: list[float] = []
@@ -539,10 +533,7 @@ def _compute_s(column: Column, feeds: Arrays, length_s: float, clock: Clock) -> 
 
 
 def make_point(parts: Sequence[Measured]) -> Point:
-    """Return the point that one process, or several in time order, measured.
-
-    Intervals are over processes, or over all their blocks if drift makes those wider.
-    """
+    """Return the point of one or several processes, over which the intervals are, or wider."""
     setup, blocks = parts[0].setup, [block for part in parts for block in part.blocks]
     groups = [[block] for block in blocks] if len(parts) == 1 else [part.blocks for part in parts]
     rows = [sum(block.rows for block in group) for group in groups]
