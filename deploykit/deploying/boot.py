@@ -148,11 +148,7 @@ def _read(folder: Path) -> Bundle:
 
 @dataclass
 class Boot:
-    """One start, from the checks to the engine to serve.
-
-    `run` calls a function that builds or proves, by default in a separate process. `booted` is the
-    choice of `prepare`.
-    """
+    """One start. `run` calls what builds or proves; `booted`: the engine that `prepare` chose."""
 
     folder: Path
     profile: Profile
@@ -314,10 +310,7 @@ def build_and_prove(
     out: Path,
     on_progress: Callable[[str, float], None],
 ) -> tuple[str, ...]:
-    """Build `model` into `out`, replay its golden samples and return the notes of the build.
-
-    `batch`: as in `EngineKey`. TensorRT's timing cache, next to the slots, is kept.
-    """
+    """Build `model` into `out`, replay its golden samples and return the notes of the build."""
     from deploykit.building.build import build
 
     source, shapes = Artefact.open(model), Shapes()

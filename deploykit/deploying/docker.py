@@ -33,11 +33,7 @@ from deploykit.serving.oip.tensors import to_bytes
 
 
 def sbom(contents: Contents, image: Image, packages: Sequence[Locked], wheel_sha256: str) -> str:
-    """Return the software bill of materials as CycloneDX 1.6 JSON.
-
-    It lists what is installed on the target: the lock file's packages for its Python, deploykit,
-    the model and the image below. `wheel_sha256`: of deploykit's own wheel.
-    """
+    """Return the bill of materials, CycloneDX 1.6 JSON. `wheel_sha256`: of deploykit's own."""
     model = _component(
         "machine-learning-model", contents.name, contents.manifest.sha256[:12], "model"
     )
@@ -134,10 +130,7 @@ def _placeholders(contents: Contents, image: Image, header_bytes: int) -> dict[s
 
 
 def smoke_request(contents: Contents, model: Path) -> tuple[bytes, int]:
-    """Return the body of an HTTP inference with the first golden sample, and its header's length.
-
-    It is the Open Inference Protocol with binary tensors: JSON, then the bytes of each input.
-    """
+    """Return an inference's body with the first golden sample, binary, and its header's length."""
     inputs, blobs = list[dict[str, Any]](), list[bytes]()
     specs = contents.manifest.inputs
     joined = all(spec.shape[:1] == (BATCH,) for spec in specs)

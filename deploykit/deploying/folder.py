@@ -76,10 +76,7 @@ class Contents:
         return () if task is None else (task.extra,)
 
     def copy_model(self, out: Path) -> None:
-        """Copy the model to `out`, with its weights, manifest and golden samples named after it.
-
-        Raises BadInput for a file that differs from the manifest.
-        """
+        """Copy the model and its files, named after `out`. Raises BadInput for a changed one."""
         evidence = self.manifest.evidence
         named: dict[str, Any] = {"weights": ".data", "golden": ".golden.npz"}
         known = {evidence.weights.file} if evidence.weights else set()

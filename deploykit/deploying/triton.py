@@ -130,11 +130,7 @@ def _tensorrt(contents: Contents) -> dict[str, Any] | None:
 
 
 def _shapes(contents: Contents) -> dict[str, str]:
-    """Return the batch sizes to optimise for, if only the batch varies; else {}.
-
-    Otherwise, and for names that the option's syntax does not allow, the provider rebuilds for
-    each larger shape that it sees.
-    """
+    """Return the batch sizes to optimise for, if only the batch varies; else {}."""
     inputs = [s for s in contents.manifest.inputs if any(isinstance(a, str) for a in s.shape)]
     others = any(isinstance(axis, str) for spec in inputs for axis in spec.shape[1:])
     unwritable = any(letter in spec.name for spec in inputs for letter in ",:")

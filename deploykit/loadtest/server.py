@@ -92,10 +92,7 @@ class Server:
         return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
     def exchange(self, wire: Wire) -> int:
-        """Send the first request on a new connection and return the answer's status.
-
-        Raises OSError (TimeoutError after 10 s) and NotHttpError.
-        """
+        """Send the first request; return the answer's status. Raises OSError and NotHttpError."""
         until_s = time.monotonic() + TIMEOUT_S
         with self.connect() as connection:
             connection.sendall(wire.greeting + wire.request(0))

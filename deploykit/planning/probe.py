@@ -57,10 +57,7 @@ class Chain:
 def convolution(
     kind: str, channels: int, size: int, kernel: int, *, precision: str = "fp32"
 ) -> Chain:
-    """Make convolutions that keep `channels`, on images of `size` x `size`; depthwise by `kind`.
-
-    A stem is a single node with three input channels and stride 2.
-    """
+    """Make convolutions that keep `channels`; a stem is one with three inputs and stride 2."""
     stem, depthwise = kind == kinds.STEM, kind == kinds.DEPTHWISE
     inputs = 3 if stem else channels
     count, stride = (1, 2) if stem else (3, 1)
@@ -293,11 +290,7 @@ def measure_cpu(
     budget_s: float = _BUDGET_S,
     on_progress: Progress = no_progress,
 ) -> CpuCalibration:
-    """Run the probe for some seconds. Raises MissingExtra without ONNX Runtime.
-
-    `clock`: monotonic, in nanoseconds; on a machine with other work the CPU time of one thread.
-    `budget_s`: seconds per chain.
-    """
+    """Run the probe, `budget_s` per chain on `clock`. Raises MissingExtra without ONNX Runtime."""
     threads = threads or default_threads()
     every = _chains()
     timed: list[tuple[Chain, float, float]] = []
