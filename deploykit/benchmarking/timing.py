@@ -316,11 +316,7 @@ class Timing:
             raise BadInput(f"`rounds` must be 2 or more for an interval, got {self.rounds}")
 
     def rounds_for(self, longest_s: float) -> int:
-        """Return the number of rounds for calls of up to `longest_s`.
-
-        A round lasts 0.05 s or longer and has time for two calls. 20 rounds, which show whether
-        rounds depend on each other, may be shorter; else there are five.
-        """
+        """Return how many rounds calls of up to `longest_s` need: 20 or more, else 5."""
         few = 2 * longest_s * FEWEST_DEPENDENT > self.seconds
         fit = max(FEWEST_DEPENDENT, int(self.seconds / max(2 * longest_s, _ROUND_S)))
         return min(self.rounds, _FEW_ROUNDS if few else fit)
@@ -584,11 +580,7 @@ def sweep_apart(
     processes: int = PROCESSES,
     watch: Watch | None = None,
 ) -> list[Point]:
-    """Time like `sweep`, with `seconds` and `rounds` divided among two or more fresh processes.
-
-    Each opens the engines anew, in another order, and warms up. `setups` and `feeds` must be
-    picklable. Also raises OutOfMemory and DeploykitError if a process ends.
-    """
+    """Time like `sweep`, divided among fresh processes; `setups` and `feeds` are pickled."""
     share = replace(
         timing, seconds=timing.seconds / processes, rounds=max(2, timing.rounds // processes)
     )

@@ -108,11 +108,7 @@ class Server:
         raise TimeoutError
 
     def ask(self, what: str, model: str = "") -> tuple[int, Any, str]:
-        """Request the "index" of models, "about", or the "metadata" or "config" of a model.
-
-        Returns the HTTP status, the answer as a JSON value (None if it is none), and the error.
-        Raises BadInput if there is no answer, and where the server wants a token.
-        """
+        """Ask for "index", "about", "metadata" or "config"; return status, JSON value and error."""
         if self.grpc:
             from deploykit.loadtest import grpc
 

@@ -408,11 +408,7 @@ def cpu_calibration(
     only_kept: bool = False,
     on_progress: Progress = no_progress,
 ) -> tuple[CpuCalibration | None, list[str]]:
-    """Return the stored calibration of this machine's CPU, else that of a new probe; and notes.
-
-    A calibration that other work disturbed is repeated, and the better one is stored. None without
-    ONNX Runtime, and with `only_kept` if none is stored. `threads`: by default one per core.
-    """
+    """Return the stored calibration, else a new probe's, and notes; None without ONNX Runtime."""
     machine, threads = this_machine(), threads or default_threads()
     path = cache_folder() / f"cpu-calibration-{threads}.json"
     found, notes = _read_calibration(path, machine, threads), []

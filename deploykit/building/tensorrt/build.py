@@ -84,11 +84,7 @@ def weight_bytes(model: Path) -> int:
 
 
 def activation_bytes(shapes: Iterable[Sequence[int]], batch: int, others: int) -> int:
-    """Return a lower bound: twice the largest tensor, as a layer's input and output exist together.
-
-    `shapes`: of all tensors, -1 where dynamic; such an axis 0 counts as `batch`, any other axis as
-    `others`. Branches keep more tensors alive, and a computed size can be larger.
-    """
+    """Return a lower bound, twice the largest tensor; -1 on axis 0 is `batch`, else `others`."""
     largest = 0
     for shape in shapes:
         sizes = [
@@ -350,11 +346,7 @@ def build(
 
 
 def check(model: Path, options: Options, on_progress: OnProgress | None = None) -> BuildCheck:
-    """Parse and build `model` with the installed builder, and write nothing.
-
-    A refused graph is a result (`problems` lists every refused node), not an error; a damaged file
-    and contradictory options raise as in `build`.
-    """
+    """Parse and build `model` with the installed builder; a refused graph is a result."""
     nv = module(options.flavour)
     started = time.perf_counter()
     here = with_gpu(this_machine(), options.device)
@@ -377,10 +369,7 @@ def check(model: Path, options: Options, on_progress: OnProgress | None = None) 
 
 
 def read_back(plan: bytes, options: Options) -> tuple[tuple[Layer, ...] | None, tuple[str, ...]]:
-    """Return the layers of a plan as TensorRT's engine inspector reports them, or None and why not.
-
-    Loads the plan, which can run code: pass only one that was just built with these options.
-    """
+    """Return the layers of a plan that was just built (loading can run code), or why not."""
     nv = module(options.flavour)
     with collect_log(nv) as lines:
         try:

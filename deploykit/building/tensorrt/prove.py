@@ -219,11 +219,7 @@ def build_engine(
     shapes: Shapes,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> BuildResult:
-    """Write the plan of `model` to `out`; raises as `plans.build` does, and OutOfMemory.
-
-    TensorRT keeps what its builder allocated. Where CPU and GPU share memory, the engine that is
-    run and proven next would lack it: there the build has a process of its own.
-    """
+    """Write the plan; in a process of its own where the GPU shares the CPU's memory."""
     options = options_of(target, shapes, model)
     if not target.unified_memory:
         return build_here(model.path, out, options, on_progress)
