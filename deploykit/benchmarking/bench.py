@@ -168,13 +168,10 @@ def bench(
 
 @dataclass
 class _Run:
-    """The entries and how to time them; then the chosen columns; then the measurements.
-
-    `earlier`: CPU searches of reports. `measured`: fields of the report by name.
-    """
+    """The entries and how to time them; then the chosen columns; then the measurements."""
 
     entries: list[Entry]
-    earlier: list[CpuSearch]
+    earlier: list[CpuSearch]  # of reports
     batches: tuple[int, ...]
     timing: Timing
     device: str
@@ -185,7 +182,7 @@ class _Run:
     setups: list[Setup] = field(default_factory=list)
     searches: dict[tuple[str, int], CpuSearch] = field(default_factory=dict)
     gaps: list[NotMeasured] = field(default_factory=list)
-    measured: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)  # fields of the report by name
 
     def choose_columns(
         self, data: StrPath | None, axis: Mapping[str, int], note: Note, scratch: Path
@@ -331,11 +328,7 @@ class BenchInputs:
 def choose_inputs(
     artefact: Artefact, engine: Engine, samples: Samples | None, axes: Mapping[str, int]
 ) -> BenchInputs:
-    """Return the inputs of the model in `artefact`, open as `engine`.
-
-    `axes`: the requested sizes. Raises BadInput for the batch axis, for an axis that the model
-    does not have, and for an axis of unknown size.
-    """
+    """Return the inputs of the model that `engine` runs. Raises BadInput for wrong `axes`."""
     specs = engine.inputs
     named = dict.fromkeys(str(a) for spec in specs for a in spec.shape if isinstance(a, str))
     free = [axis for axis in named if axis not in batch_axes(specs)]
@@ -401,10 +394,7 @@ class Proofs:
             self.accuracy.append(row)
 
     def prove(self, entry: Entry, gpu: str = "") -> Gate:
-        """Measure parity and accuracy, and return the gate; a wrong rival's results are dropped.
-
-        `gpu`: the GPU to run on instead of the CPU.
-        """
+        """Measure parity and accuracy, on `gpu` or the CPU, and return the gate of the outputs."""
         samples, reference = self._samples, self._reference
         name = f"{entry.artefact.name} in {entry.label}" if entry.rival else entry.artefact.name
         name += f" on {gpu}" if gpu else ""

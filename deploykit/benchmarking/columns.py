@@ -103,10 +103,7 @@ class Entry:
 def open_entry(
     source: ArtefactLike, trust: bool = False, on_note: Note = _ignore, arch: str | None = None
 ) -> Entry:
-    """Return the entry of an .onnx file, a built engine or a module; BadInput for other formats.
-
-    `arch` builds the module of a file that holds only weights.
-    """
+    """Return the entry of a file; `arch` builds the module of weights only. Raises BadInput."""
     artefact = Artefact.open(source)
     entry = Entry(artefact, "fp32", artefact.runtime.name, trust=trust, on_note=on_note)
     if artefact.format == "onnx":
@@ -175,10 +172,7 @@ def _find_baseline(first: Entry) -> Entry:
 
 
 def _label(entries: Sequence[Entry], baseline: Entry) -> list[Entry]:
-    """Give each entry a unique label: its stem, or as much of its path as tells it from others.
-
-    No label equals one of the baseline's.
-    """
+    """Give each entry a unique label: its stem, or as much of its path as tells it from others."""
     names = []
     for entry in entries:
         runtime, path = entry.artefact.runtime, entry.artefact.path.resolve()
@@ -320,11 +314,7 @@ def _open_shared(opened: list[Engine], plain: Setup, slots: int, graphs: Sequenc
 
 
 def find_gpu(baseline: Entry, machine: Machine, device: str) -> tuple[str, str]:
-    """Return the GPU to measure on, or "" and why there is none.
-
-    With "auto" an unusable GPU is left out and the report gives the reason. Raises Unsupported if
-    the device was requested by name.
-    """
+    """Return the GPU to measure on, or "" and why. Raises Unsupported for one asked for by name."""
     from deploykit.engines.onnxruntime.engine import providers
 
     if device == "cpu":
@@ -346,11 +336,7 @@ def find_gpu(baseline: Entry, machine: Machine, device: str) -> tuple[str, str]:
 def find_rivals(
     entries: Sequence[Entry], machine: Machine, folder: Path
 ) -> tuple[list[Entry], list[NotMeasured]]:
-    """Return other candidates for the fastest on this CPU, and those not tried with the reason.
-
-    Candidates are other installed runtimes and bfloat16. `folder` holds the float32 model in
-    bfloat16, and must exist as long as they are used.
-    """
+    """Return other runtimes and bfloat16 (written to `folder`) to try on this CPU, and the gaps."""
     from deploykit.quantization.scales import convert  # slow to load
 
     graphs = [e for e in entries if e.artefact.format == "onnx" and e.precision in _RIVALS]

@@ -77,11 +77,7 @@ def search_cpu(
     *,
     clock: Clock = time.perf_counter_ns,
 ) -> tuple[CpuTrial, ...]:
-    """Measure rows per second of `candidates`, and of the best in processes, as `CpuSearch` orders.
-
-    One of `candidates` has one session. Candidates that do not fit into memory are left out.
-    Raises OutOfMemory when none fits, and what the engines raise.
-    """
+    """Measure rows per second of `candidates`, and of the best in processes, best first."""
     first: dict[CpuSettings, float] = {}
     no_memory = None
     for each in candidates:

@@ -47,10 +47,7 @@ def measure_layers(
     feeds: Callable[[int], Arrays],
     on_progress: Progress = no_progress,
 ) -> tuple[list[LayerTimes], list[NotMeasured]]:
-    """Time the layers of each of `wanted` at its fastest batch; also return the failures.
-
-    Each runs one session in a separate process, however many sessions PyTorch was fastest in.
-    """
+    """Time the layers of `wanted` in one session, at the fastest batch; return the failures too."""
     found, gaps = [], []
     for entry in wanted:
         chosen = _fastest([each for each in setups if each.entry == entry.label], points)

@@ -17,6 +17,7 @@ from deploykit.core.errors import DeploykitError
 from deploykit.core.machine import default_threads, file_text, this_machine
 from deploykit.core.profile import load_profile, recognise
 from deploykit.core.subprocesses import run_apart
+from deploykit.core.tensors import dynamic_sizes
 from deploykit.engines.devices import EnergyMeter
 from deploykit.engines.engine import Arrays
 from deploykit.evaluation.artefacts import Progress, no_progress
@@ -35,10 +36,7 @@ _ROUND = re.compile(r"(.+), batch (\d+): round \d+", re.DOTALL)
 def cpu_ceilings(
     setups: Sequence[Setup], seconds: float, on_progress: Progress
 ) -> tuple[dict[int, CpuCalibration], list[NotMeasured]]:
-    """Return a probe's measurements of the CPU for each number of threads, and gaps with reasons.
-
-    A short run reads only stored results. The probe fails where it cannot write a file.
-    """
+    """Return the probe's measurements by number of threads; a short run reads only stored ones."""
     only_kept = seconds < PROBE_FROM_S
     wanted = {default_threads()}
     wanted |= {each.threads for each in setups if each.sessions == 1 and each.threads}
@@ -54,10 +52,7 @@ def cpu_ceilings(
 
 @dataclass(frozen=True)
 class GpuLimits:
-    """Limits of a GPU before it is timed: `ceilings` from a probe, `target` for predictions.
-
-    `gaps`: the reasons for missing values.
-    """
+    """Limits of a GPU: `ceilings` from a probe, `target` for predictions, `gaps` with reasons."""
 
     ceilings: GpuCeilings | None = None
     target: Target | None = None
@@ -90,10 +85,7 @@ def limits(
     found: Mapping[int, CpuCalibration],
     gpu: GpuLimits,
 ) -> dict[str, Any]:
-    """Return the report's `predicted`, `roofline` of the CPU and `gpu_roofline`.
-
-    `found`: the CPU probe's measurements, by number of threads.
-    """
+    """Return the report's `predicted`, `roofline` and `gpu_roofline`; `found`: by CPU threads."""
     by_hash = {entry.artefact.sha256: entry for entry in entries}
     files = {setup.label: by_hash.get(setup.sha256) for setup in setups}
     graphs: dict[str, Graph] = {}
@@ -150,12 +142,7 @@ def infer_point(graphs: dict[str, Graph], entry: Entry, point: Point) -> Inferre
     sha256 = entry.artefact.sha256
     try:
         graph = graphs.setdefault(sha256, Graph.open(entry.artefact.path))
-        sizes = {
-            axis: size
-            for spec in graph.inputs
-            for axis, size in zip(spec.shape, point.shapes.get(spec.name, ()), strict=False)
-            if isinstance(axis, str)
-        }
+        sizes = dynamic_sizes(graph.inputs, point.shapes)
         return infer(graph, point.batch, sizes) if point.shapes else None
     except DeploykitError:
         return None  # the measurements stand without a prediction
@@ -211,7 +198,6 @@ class EnergyLog:
 
     def energy(self, points: Sequence[Point]) -> tuple[PointEnergy, ...]:
         """Return joules per inference: the power in a point's rounds divided by its throughput."""
-
         found = []
         for point in points:
             device = "cuda:0" if point.device == "cuda" else point.device
@@ -229,7 +215,6 @@ class EnergyLog:
 
     def gaps(self, points: Sequence[Point]) -> tuple[NotMeasured, ...]:
         """Return the devices without a meter, and why."""
-
         used = {"cuda:0" if point.device == "cuda" else point.device for point in points}
         return tuple(
             NotMeasured(f"energy of {name}", why)
@@ -255,10 +240,7 @@ def measure_memory(
     feeds: Callable[[int], Arrays],
     on_progress: Progress = no_progress,
 ) -> tuple[PeakMemory, ...]:
-    """Measure peak memory of each label at its largest batch, where the system reports it.
-
-    `setups` and `feeds` must be picklable, as for `sweep_apart`.
-    """
+    """Measure each label's peak memory at its largest batch, in a process of its own."""
     largest: dict[str, int] = {}
     for point in points:
         largest[point.label] = max(point.batch, largest.get(point.label, 0))

@@ -127,10 +127,7 @@ def _stages(
 
 
 class TimedPipeline(Engine):
-    """Takes files in turn. `calls`: for each call the seconds of each stage.
-
-    Reading the files' bytes and writing the answers as JSON values count as stages.
-    """
+    """Takes files in turn. `calls`: the seconds of each call's stages, with reading and JSON."""
 
     runtime = "pipeline"
     max_batch = None

@@ -9,7 +9,6 @@ import contextlib
 import time
 from array import array
 from collections.abc import Callable
-from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,45 +16,24 @@ import numpy as np
 
 from deploykit.benchmarking.timing import closed_loop, no_garbage_collection
 from deploykit.core.subprocesses import Child
-from deploykit.core.tensors import TensorSpec
 from deploykit.engines.engine import Arrays, Engine
 
 _POLL_S = 0.2  # interval of checks whether to stop
+_ABOUT = ("inputs", "outputs", "device", "runtime")
 
 
 class ProcessEngine(Engine):
-    """The engine that `opener`, a picklable function, opens in a child process.
-
-    The first use waits until it is open, so that several can open at once, and raises what the
-    child raised, or DeploykitError if the child ended.
-    """
+    """The engine that `opener` opens in a child process; the first use waits until it is open."""
 
     def __init__(self, opener: Callable[[], Engine]) -> None:
         self._sent: Arrays | None = None
         self._child = Child("a session", _serve, opener)
 
-    @cached_property
-    def _about(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._child.receive()
-        return found
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:  # type: ignore[override]  # never set
-        specs: tuple[TensorSpec, ...] = self._about["inputs"]
-        return specs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:  # type: ignore[override]  # never set
-        specs: tuple[TensorSpec, ...] = self._about["outputs"]
-        return specs
-
-    @property
-    def device(self) -> str:  # type: ignore[override]  # never set
-        return str(self._about["device"])
-
-    @property
-    def runtime(self) -> str:  # type: ignore[override]  # never set
-        return str(self._about["runtime"])
+    def __getattr__(self, name: str) -> Any:
+        if name not in _ABOUT:
+            raise AttributeError(name)
+        vars(self).update(self._child.receive())
+        return vars(self)[name]
 
     def __call__(self, feeds: Arrays) -> dict[str, np.ndarray]:
         self._ask(feeds, None)
@@ -76,7 +54,7 @@ class ProcessEngine(Engine):
         self._child.close()
 
     def _ask(self, feeds: Arrays, length_ns: int | None) -> None:
-        self._about  # noqa: B018 - waits until the engine is open
+        self.inputs  # noqa: B018 - waits until the engine is open
         self._child.send((None if feeds is self._sent else dict(feeds), length_ns))
         self._sent = feeds
 
@@ -85,8 +63,8 @@ def _serve(pipe: Connection[Any, Any], opener: Callable[[], Engine]) -> None:
     """Run the child. It ends with its parent, whose end of the pipe closes then."""
     feeds: Arrays = {}
     with contextlib.suppress(EOFError), opener() as engine, no_garbage_collection():
-        names = ("inputs", "outputs", "device", "runtime")
-        pipe.send({name: getattr(engine, name) for name in names})
+        about = {name: getattr(engine, name) for name in _ABOUT}
+        pipe.send({**about, "options": dict(engine.options)})
         while True:
             new, length_ns = pipe.recv()
             feeds = feeds if new is None else new

@@ -103,10 +103,7 @@ def run_stream(
     seconds: float,
     clock: Clock = time.perf_counter_ns,
 ) -> ScenarioResult:
-    """Run single-stream or multi-stream: the next query begins when the last has ended.
-
-    It lasts `seconds`, or up to ten times as long for the queries that the percentile needs.
-    """
+    """Run queries one after the other for `seconds`, or longer for what the percentile needs."""
     q, samples = _PERCENTILE[scenario], SAMPLES[scenario]
     needs = fewest_queries(q)
     calls: list[np.ndarray] = []
@@ -268,11 +265,7 @@ def run_scenarios(
     feeds: Callable[[int], Arrays],
     on_progress: Progress = no_progress,
 ) -> list[ScenarioResult]:
-    """Run each scenario on each file and device, in their fastest settings.
-
-    `points` are those of `setups`; `feeds(n)` makes inputs of n samples. An engine that cannot
-    take a query of the scenario's size gets a result without a value.
-    """
+    """Run each scenario on each file and device, in the settings that are fastest in `points`."""
     results = []
     for name in dict.fromkeys(names):
         for setup, batch in _fastest(name, setups, points):
@@ -297,10 +290,7 @@ def run_scenarios(
 def _fastest(
     name: str, setups: Sequence[Setup], points: Sequence[Point]
 ) -> list[tuple[Setup, int]]:
-    """Return, by file and device, the fastest setup that fits and the samples of a query.
-
-    The setup is the fastest at the batch nearest to a query's.
-    """
+    """Return, by file and device, the setup fastest near a query's size, and that size."""
     found: dict[tuple[str, str], tuple[tuple[int, float], Setup, int]] = {}
     for point, setup in itertools.product(points, setups):
         if (

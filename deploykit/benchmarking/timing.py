@@ -173,10 +173,7 @@ def _run_together(
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Disable the garbage collector, then restore its state.
-
-    It does not collect before: with torch loaded that takes a third of a second per block.
-    """
+    """Disable the garbage collector; with torch, collecting first would take 0.3 s."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -207,10 +204,7 @@ class Warmth:
 
 
 def _warm_up(column: Column, feeds: Arrays, batch: int, clock: Clock, limit_s: float) -> Warmth:
-    """Run windows until the last four agree within 10 % and do not rise by 1 % a window.
-
-    It takes at most `limit_s`, or three times that while calls speed up.
-    """
+    """Run windows until four agree within 10 % without a trend, at most 3 times `limit_s`."""
     if limit_s == 0:
         return Warmth("no warm-up")
     rates: list[float] = []
@@ -322,11 +316,7 @@ class Timing:
             raise BadInput(f"`rounds` must be 2 or more for an interval, got {self.rounds}")
 
     def rounds_for(self, longest_s: float) -> int:
-        """Return the number of rounds for calls of up to `longest_s`.
-
-        A round lasts 0.05 s or longer and has time for two calls. 20 rounds, which show whether
-        rounds depend on each other, may be shorter; else there are five.
-        """
+        """Return how many rounds calls of up to `longest_s` need: 20 or more, else 5."""
         few = 2 * longest_s * FEWEST_DEPENDENT > self.seconds
         fit = max(FEWEST_DEPENDENT, int(self.seconds / max(2 * longest_s, _ROUND_S)))
         return min(self.rounds, _FEW_ROUNDS if few else fit)
@@ -539,10 +529,7 @@ def _compute_s(column: Column, feeds: Arrays, length_s: float, clock: Clock) -> 
 
 
 def make_point(parts: Sequence[Measured]) -> Point:
-    """Return the point that one process, or several in time order, measured.
-
-    Intervals are over processes, or over all their blocks if drift makes those wider.
-    """
+    """Return the point of one or several processes, over which the intervals are, or wider."""
     setup, blocks = parts[0].setup, [block for part in parts for block in part.blocks]
     groups = [[block] for block in blocks] if len(parts) == 1 else [part.blocks for part in parts]
     rows = [sum(block.rows for block in group) for group in groups]
@@ -593,11 +580,7 @@ def sweep_apart(
     processes: int = PROCESSES,
     watch: Watch | None = None,
 ) -> list[Point]:
-    """Time like `sweep`, with `seconds` and `rounds` divided among two or more fresh processes.
-
-    Each opens the engines anew, in another order, and warms up. `setups` and `feeds` must be
-    picklable. Also raises OutOfMemory and DeploykitError if a process ends.
-    """
+    """Time like `sweep`, divided among fresh processes; `setups` and `feeds` are pickled."""
     share = replace(
         timing, seconds=timing.seconds / processes, rounds=max(2, timing.rounds // processes)
     )

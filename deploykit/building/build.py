@@ -10,8 +10,8 @@ from pathlib import Path
 from deploykit.building.builder import BuildJob, Shapes, find_builder
 from deploykit.building.runtime import build_for_runtime
 from deploykit.building.tensorrt import prove as build_tensorrt
+from deploykit.building.tensorrt.build import BuildCheck
 from deploykit.building.tensorrt.options import check_options, parse_axis, parse_batch
-from deploykit.building.tensorrt.prove import CheckResult
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, DeploykitError
 from deploykit.core.files import StrPath
@@ -149,7 +149,7 @@ def check_build(
     *,
     shapes: Shapes | None = None,
     on_progress: Progress | None = None,
-) -> CheckResult:
+) -> BuildCheck:
     """Parse and build `model` for a target with whatever NVIDIA builder is here; keep nothing.
 
     Raises MissingExtra where there is none, BadInput for a profile that needs none.

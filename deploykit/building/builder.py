@@ -41,10 +41,7 @@ class Shapes(Shown):
     tf32: bool = True  # float32 products may be rounded to TF32
 
     def refuse(self, target: Profile) -> None:
-        """Raise BadInput for options that were given and are TensorRT's, not `target`'s.
-
-        `batch` and `axes` are not: they are the sizes at which the built file is compared.
-        """
+        """Raise BadInput for options of TensorRT; sizes (`batch`, `axes`) are for all."""
         given = [each.name for each in fields(self) if getattr(self, each.name) != each.default]
         given = [name for name in given if name not in ("batch", "axes")]
         if given:

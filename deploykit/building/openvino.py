@@ -22,11 +22,7 @@ _PRODUCER = RUNTIMES["openvino"].magic[1][2:].decode()
 def build_engine(
     model: Artefact, out: Path, target: Profile, _shapes: Shapes, _on_progress: object
 ) -> BuildResult:
-    """Mark the graph and compile it once.
-
-    Raises Unsupported for an operator that OpenVINO lacks and for a graph that one file cannot
-    hold.
-    """
+    """Mark the graph and compile it once. Raises Unsupported, also for more than a file holds."""
     graph = Graph.open(model.path)
     marked = type(graph.model)()
     marked.CopyFrom(graph.model)

@@ -23,7 +23,7 @@ from deploykit.core.evidence import (
 )
 from deploykit.core.precision import CALIBRATED, FLOATS, max_engine_error
 from deploykit.core.runtime import RUNTIMES
-from deploykit.core.tensors import BATCH, TensorSpec, batch_axes
+from deploykit.core.tensors import BATCH, TensorSpec, batch_axes, dynamic_sizes
 from deploykit.engines.batching import JoinedRun
 from deploykit.engines.data.samples import Samples, check_calibration, read_samples
 from deploykit.engines.engine import Arrays, Engine, load
@@ -70,7 +70,6 @@ _MEASURED = (
     "the INT8 pairs were placed for the CPU; ranges that the graph does not hold are those of "
     "the calibration data"
 )
-_ENDS = ("minimum", "maximum")
 _MOVED = "placed.onnx"  # the graph with its pairs moved
 _PRODUCTS = frozenset(("Conv", "Gemm", "MatMul"))
 # operator in integers -> the place of its weights
@@ -87,10 +86,7 @@ class Placed:
 
 
 def place_pairs(job: BuildJob) -> Placed:
-    """Return the graph of the source, its pairs moved if it or `calib` has the ranges.
-
-    Raises BadInput for `calib` with a graph that has no INT8 pairs, or whose pairs cannot be moved.
-    """
+    """Return the source's graph, its pairs moved where ranges are known. Raises BadInput."""
     from deploykit.quantization.calibrate import Calibration, calibrate
     from deploykit.quantization.moving import move_foreign_pairs, move_pairs
 
@@ -172,7 +168,7 @@ def _stuck(job: BuildJob, graph: Graph, start: str) -> BadInput:
     elif "int16" in graph.precision:
         why = "it has no kernels for 16 bits"
     found = verify.find_sources(source.path, source.manifest) if source.manifest else iter(())
-    again = f"{next(found, None) or 'FLOAT32.onnx'} --profile {target.name}"
+    again = f"{next(found, 'FLOAT32.onnx')} --profile {target.name}"
     return BadInput(
         f"{source}: {start}{why}",
         hint=f"deploykit build {again} --precision int8 --calib FILE.npz",
@@ -290,10 +286,7 @@ _Run = tuple[Mapping[str, int], Mapping[str, tuple[int, ...]]]  # sizes of axes,
 def actual_shapes(
     outputs: Sequence[TensorSpec], runs: Sequence[_Run]
 ) -> dict[str, tuple[int | str, ...]]:
-    """Return the shapes of those outputs that `runs` show to be declared wrongly.
-
-    An axis that has the size of an input's axis in every run gets its name.
-    """
+    """Return the shapes in `runs` of wrongly declared outputs, with the inputs' names of axes."""
     found = {}
     for spec in outputs:
         seen = [(sizes, shapes[spec.name]) for sizes, shapes in runs if spec.name in shapes]
@@ -341,11 +334,7 @@ def _declare(
 
 
 def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]) -> Evidence:
-    """Compare the built file with the graph `placed`, and evaluate it against the source.
-
-    Each is opened once, and two at a time. Another runtime rounds narrow types at other places.
-    `runs` gets the sizes of inputs and outputs.
-    """
+    """Compare the built file with `placed`, and evaluate it. `runs` gets the sizes of each run."""
     graph, source, request, target = placed.graph, job.source, job.request, job.target
     runtime, tmp, name = RUNTIMES[target.runtime], job.tmp, job.place.name
     moved, bound = quantize is None and graph.path != source.path, job.max_error
@@ -370,13 +359,8 @@ def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]
 
         def each(number: int, wanted: Arrays, outputs: Arrays) -> None:
             keep(number, wanted, outputs)
-            sizes = {
-                axis: size
-                for spec in engine.inputs
-                for axis, size in zip(spec.shape, feeds[number][spec.name].shape, strict=True)
-                if isinstance(axis, str)
-            }
-            runs.append((sizes, {output: array.shape for output, array in outputs.items()}))
+            sizes = dynamic_sizes(engine.inputs, _shapes_of(feeds[number]))
+            runs.append((sizes, _shapes_of(outputs)))
 
         parity = compare_engines(
             reference, engine, feeds, max_error=bound, names=names, each=each, random=data is None
@@ -409,13 +393,14 @@ def _prove(job: BuildJob, quantize: Job | None, placed: Placed, runs: list[_Run]
     )
 
 
+def _shapes_of(arrays: Arrays) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in arrays.items()}
+
+
 def _feeds(
     reference: Engine, engine: Engine, samples: Samples | None, graph: Graph, shapes: Shapes
 ) -> tuple[list[Feeds], tuple[str, ...]]:
-    """Return the inputs to compare on, and notes: samples at several batches, else random ones.
-
-    Random ones have the sizes that `shapes` names: the usual ones, then the smallest and largest.
-    """
+    """Return inputs to compare on, and notes: samples at several batches, or sizes of `shapes`."""
     ranges = dict(map(parse_axis, shapes.axes))
     rows = batch_axes(engine.inputs)
     if shapes.batch is not None:
@@ -428,13 +413,11 @@ def _feeds(
         most = next((feeds[0][name].shape[at] for name, at in axes if at is not None), 1)
         few = [samples.rows(slice(count)) for count in (1, 2) if rows and count < most]
         return [*few, *feeds], notes
-    ends = [{axis: getattr(sizes, end) for axis, sizes in ranges.items()} for end in _ENDS]
-    found = {
-        axis: size
-        for spec in engine.inputs
-        for axis, size in zip(spec.shape, feeds[0][spec.name].shape, strict=True)
-        if isinstance(axis, str)
-    }
+    ends = [
+        {axis: getattr(sizes, end) for axis, sizes in ranges.items()}
+        for end in ("minimum", "maximum")
+    ]
+    found = dynamic_sizes(engine.inputs, _shapes_of(feeds[0]))
     more = [{**found, **sizes} for sizes in ends if sizes != usual]
     return [*feeds, *(feeds_at_sizes(engine.inputs, sizes=[sizes])[0] for sizes in more)], notes
 

@@ -13,7 +13,7 @@ from deploykit.core.task import EMBED
 from deploykit.evaluation.formatting import SPACE, Table, number, spread
 
 if TYPE_CHECKING:
-    from deploykit.building.tensorrt.prove import CheckResult
+    from deploykit.building.tensorrt.build import BuildCheck
     from deploykit.core.evidence import Evidence, Interval, Parity, ParityRow, SearchRecord
     from deploykit.core.task import Task
     from deploykit.demonstration import DemoResult
@@ -165,20 +165,19 @@ def calibrated(evidence: Evidence) -> list[str]:
     return ["  calibrated " + found.describe()] if found and chosen else []
 
 
-def built(result: Made | CheckResult) -> list[Part]:
+def built(result: Made | BuildCheck) -> list[Part]:
     """Describe the file that a build left whose gate failed."""
     from deploykit.evaluation.artefacts import Made
 
     return made(result) if isinstance(result, Made) else checked(result)
 
 
-def checked(result: CheckResult) -> list[Part]:
+def checked(found: BuildCheck) -> list[Part]:
     """Show the report of NVIDIA's builder on a file."""
-    found = result.checked
     word = "accepted" if found.accepted else "refused"
     library = "TensorRT for RTX" if found.flavour == "rtx" else "TensorRT"
     lines: list[Part] = [
-        f"{result.path} for {result.profile}: {word} by {library}; no engine was kept"
+        f"{found.path} for {found.profile}: {word} by {library}; no engine was kept"
     ]
     if found.accepted:
         size_text = f"{found.layers} layers, a plan of {size(found.plan_bytes)}"

@@ -74,6 +74,15 @@ def batch_axes(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(spec.shape[0]) for spec in specs if spec.batched))
 
 
+def dynamic_sizes(
+    specs: Sequence[TensorSpec], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, int]:
+    """Return the size of each dynamic axis where the tensors have these shapes."""
+    known = [(spec.shape, shapes[spec.name]) for spec in specs if spec.name in shapes]
+    pairs = [pair for axes, sizes in known for pair in zip(axes, sizes, strict=False)]
+    return {axis: size for axis, size in pairs if isinstance(axis, str)}
+
+
 def batch_places(specs: Sequence[TensorSpec], batch: Sequence[str] | None = None) -> dict[str, int]:
     """Return the place of the batch axis by tensor, of those that have it.
 

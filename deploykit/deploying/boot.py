@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from deploykit.building.builder import Shapes
 from deploykit.core.artefact import Artefact
@@ -62,12 +62,7 @@ class Booted(Record):
     why: str
 
 
-class OnReady(Protocol):
-    """Called once the server answers, with its addresses, its models and the engine."""
-
-    def __call__(
-        self, host: str, port: int, grpc_port: int | None, names: list[str], /, *, booted: Booted
-    ) -> None: ...
+OnReady = Callable[..., None]
 
 
 def boot_until_stopped(
@@ -89,7 +84,7 @@ def boot_until_stopped(
         rollback: serve the previous engine from now on.
         retry: build an engine again that failed or was rolled back.
         log_format: text or json lines on stderr.
-        on_ready: called once it is ready.
+        on_ready: called once it answers: `on_ready(host, port, grpc_port, names, booted=Booted)`.
 
     Returns the number of accepted requests without an answer. Raises BadInput for a damaged bundle
     or cache, Unsupported on a machine that the bundle is not for, and GateFailed for an engine with
@@ -153,11 +148,7 @@ def _read(folder: Path) -> Bundle:
 
 @dataclass
 class Boot:
-    """One start, from the checks to the engine to serve.
-
-    `run` calls a function that builds or proves, by default in a separate process. `booted` is the
-    choice of `prepare`.
-    """
+    """One start. `run` calls what builds or proves; `booted`: the engine that `prepare` chose."""
 
     folder: Path
     profile: Profile
@@ -200,9 +191,9 @@ class Boot:
             gpu = self.run(f"cuda:{number}", machines.read_gpu, number, inherit=())
             machines.check_gpu(self.profile, machine, gpu)
         model = Artefact.open(self.folder / bundle.model)
-        if model.manifest is not None and model.manifest.evidence.wrong:
-            raise GateFailed(f"{model}: did not pass its gate: {model.manifest.evidence.wrong}")
         known = model.manifest
+        if known is not None and known.evidence.wrong:
+            raise GateFailed(f"{model}: did not pass its gate: {known.evidence.wrong}")
         if known is not None and known.task is not None:  # else the first image or text would fail
             TaskSteps(known.task, known.inputs, known.outputs, model.path.parent)
         return machines.engine_key(bundle, self.profile, machine, gpu)
@@ -319,10 +310,7 @@ def build_and_prove(
     out: Path,
     on_progress: Callable[[str, float], None],
 ) -> tuple[str, ...]:
-    """Build `model` into `out`, replay its golden samples and return the notes of the build.
-
-    `batch`: as in `EngineKey`. TensorRT's timing cache, next to the slots, is kept.
-    """
+    """Build `model` into `out`, replay its golden samples and return the notes of the build."""
     from deploykit.building.build import build
 
     source, shapes = Artefact.open(model), Shapes()
@@ -339,7 +327,6 @@ def build_and_prove(
 
 def prove(engine: Path, device: str, on_progress: Callable[[str, float], None]) -> None:
     """Open an engine as the server does, and replay its golden samples. Raises GateFailed."""
-
     on_progress("replaying the golden samples", 0.0)
     artefact = Artefact.open(engine)
     manifest = artefact.manifest

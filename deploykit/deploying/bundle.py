@@ -10,6 +10,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+from deploykit.building.tensorrt.options import AxisRange, parse_axis, parse_batch, ranges
 from deploykit.core.artefact import Artefact, ArtefactLike, wrong_format
 from deploykit.core.errors import BadInput, GateFailed, did_you_mean, quote
 from deploykit.core.evidence import Evidence
@@ -36,12 +37,11 @@ from deploykit.engines.engine import Engine, load
 from deploykit.evaluation import batching, golden
 from deploykit.evaluation.artefacts import Progress, carry_task, no_progress, onnx_manifest, stage
 from deploykit.evaluation.parity import parity_sizes
+from deploykit.graph.graph import Graph
+from deploykit.graph.preflight import find_mismatch, find_misplaced
 
 if TYPE_CHECKING:
     import numpy as np
-
-
-# A model from another tool gets the manifest and golden samples that a bundle needs.
 
 
 def complete_model(
@@ -53,8 +53,6 @@ def complete_model(
     a folder, which replace recorded ones; None for random inputs. Raises BadInput for an INT8 or
     FP8 model with random inputs, which prove too little, and what opening and running it raises.
     """
-    from deploykit.graph.graph import Graph
-
     known = source.manifest
     if samples is None and known is not None and golden.find_samples(source.path, known):
         return source, ()
@@ -152,8 +150,6 @@ def bundle(
     source, target = Artefact.open(model), load_profile(profile)
     _check_asked(to, target, {"wheels": wheels, "release": release})
     _check(source, target, to)
-    from deploykit.building.tensorrt.options import parse_batch
-
     sizes = parse_batch(batch)
     contents = Contents(
         model=source,
@@ -175,13 +171,9 @@ def bundle(
         copy = stack.enter_context(stage(staged.parent / f"{contents.name}.onnx"))
         ready, notes = complete_model(source, samples, copy)
         contents = replace(contents, model=ready)
-        _check_precision(source, contents.manifest.precision, target)
         _check_sizes(contents)
-        if (
-            to == "ray"
-            and target.device == "cuda"
-            and "int8" in names_of(contents.manifest.precision)
-        ):
+        on_gpu = target.device == "cuda"
+        if to == "ray" and on_gpu and "int8" in names_of(contents.manifest.precision):
             slow = "Ray serves the file with ONNX Runtime, which computes INT8 nodes on a GPU in "
             notes = (*notes, slow + "float32: an fp16 model is faster there")
         on_progress("collecting the files", 0.2)
@@ -228,8 +220,6 @@ def _served_name(name: str | None, model: Path) -> str:
 
 def _check_sizes(contents: Contents) -> None:
     """Raise BadInput where the device could not build an engine of these sizes."""
-    from deploykit.building.tensorrt.options import AxisRange, parse_axis, ranges
-
     inputs, given = contents.manifest.inputs, contents.batch
     if contents.profile.runtime == "tensorrt":
         batched = any(spec.batched for spec in inputs)
@@ -248,23 +238,10 @@ def _check(source: Artefact, target: Profile, to: str) -> None:
         )
     if source.format != "onnx":
         raise wrong_format(source, source.format, "an ONNX file")
-    known = source.manifest
-    if known is not None:
-        if known.evidence.wrong:
-            raise GateFailed(f"{source}: did not pass its gate: {known.evidence.wrong}")
-        _check_precision(source, known.precision, target)
-    from deploykit.graph.graph import Graph
-    from deploykit.graph.preflight import find_mismatch, find_misplaced
-
+    if source.manifest is not None and source.manifest.evidence.wrong:
+        raise GateFailed(f"{source}: did not pass its gate: {source.manifest.evidence.wrong}")
     graph = Graph.open(source.path)
-    error = find_mismatch(source, graph, target)
-    if to not in STARTED:  # there is no build on the device
-        error = error or find_misplaced(source, graph, target)
-    if error:
-        raise error
-
-
-def _check_precision(source: Artefact, precision: Mapping[str, int], target: Profile) -> None:
+    precision = source.manifest.precision if source.manifest else graph.precision
     lacking = names_of(precision) - set(target.precisions)
     if lacking:
         raise BadInput(
@@ -273,3 +250,8 @@ def _check_precision(source: Artefact, precision: Mapping[str, int], target: Pro
             hint=f"it has {', '.join(target.precisions)}: deploykit quantize --profile "
             f"{target.name}",
         )
+    error = find_mismatch(source, graph, target)
+    if to not in STARTED:  # there is no build on the device
+        error = error or find_misplaced(source, graph, target)
+    if error:
+        raise error

@@ -43,10 +43,7 @@ def read_gpu(number: int, _on_progress: object = None) -> Here:
 
 
 def check_machine(bundle: Bundle, profile: Profile, machine: Machine) -> list[str]:
-    """Compare processor, board or GPU; return other differences as notes.
-
-    Raises Unsupported.
-    """
+    """Compare processor, board or GPU, else raise Unsupported; other differences are notes."""
     if profile.architecture not in ("any", machine.architecture):
         raise Unsupported(
             f"bundle '{bundle.name}' is for {profile.name}, whose processor is "

@@ -33,11 +33,7 @@ from deploykit.serving.oip.tensors import to_bytes
 
 
 def sbom(contents: Contents, image: Image, packages: Sequence[Locked], wheel_sha256: str) -> str:
-    """Return the software bill of materials as CycloneDX 1.6 JSON.
-
-    It lists what is installed on the target: the lock file's packages for its Python, deploykit,
-    the model and the image below. `wheel_sha256`: of deploykit's own wheel.
-    """
+    """Return the bill of materials, CycloneDX 1.6 JSON. `wheel_sha256`: of deploykit's own."""
     model = _component(
         "machine-learning-model", contents.name, contents.manifest.sha256[:12], "model"
     )
@@ -83,18 +79,11 @@ def _package(name: str, version: str) -> dict[str, Any]:
     return {**_component("library", name, version, purl), "purl": purl}
 
 
-_START_PERIOD = {True: "30m", False: "15m"}  # on a Jetson or not; the same as in the Dockerfiles
-
-
 def write(folder: Path, contents: Contents) -> None:
-    """Write the bundle into an empty folder. Raises BadInput for a model that changed meanwhile.
-
-    Raises Unsupported if wheels are requested and cannot be downloaded.
-    """
+    """Write the bundle into an empty folder. Raises Unsupported if wheels cannot be downloaded."""
     image = choose_image(contents.profile, contents.release, platform.machine())
     image = image.with_extras(contents.extras)
     model = folder / "model" / f"{contents.name}.onnx"
-    model.parent.mkdir()
     contents.copy_model(model)
     request, header_bytes = smoke_request(contents, model)
     (folder / "smoke-test.request").write_bytes(request)
@@ -108,7 +97,7 @@ def write(folder: Path, contents: Contents) -> None:
     }
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
-    fill_templates("docker", folder, _placeholders(contents, image, header_bytes))
+    fill_templates("docker", folder, contents, _placeholders(contents, image, header_bytes))
 
 
 def _placeholders(contents: Contents, image: Image, header_bytes: int) -> dict[str, str]:
@@ -117,19 +106,17 @@ def _placeholders(contents: Contents, image: Image, header_bytes: int) -> dict[s
     on_gpu, memory_bytes = profile.device == "cuda", profile.memory_bytes
     plain_name = re.sub(r"[^a-z0-9]+", "-", contents.name.lower()).strip("-") or "model"
     return {
-        "NAME": contents.name,
         "PROJECT": f"deploykit-{plain_name}",  # as images and compose projects may be named
         "TAG": digest[:12],
         "SHA256": digest,
         "TARGET": profile.summary,
-        "PROFILE": profile.name,
         "POWER_MODE": profile.power_mode or "",
         "RELEASE": image.release,
         "BASE": image.base,
         "PYTHON": image.python,
         "PRECISION": ", ".join(f"{key} {n}" for key, n in contents.manifest.precision.items()),
         "BATCH": ",".join(map(str, contents.batch)),
-        "START_PERIOD": _START_PERIOD[image.on_jetson],
+        "START_PERIOD": "30m" if image.on_jetson else "15m",  # the same as in the Dockerfiles
         "HEADER_BYTES": str(header_bytes),
         "JETSON": "yes" if image.on_jetson else "",
         "GPU": "yes" if on_gpu and not image.on_jetson else "",
@@ -143,10 +130,7 @@ def _placeholders(contents: Contents, image: Image, header_bytes: int) -> dict[s
 
 
 def smoke_request(contents: Contents, model: Path) -> tuple[bytes, int]:
-    """Return the body of an HTTP inference with the first golden sample, and its header's length.
-
-    It is the Open Inference Protocol with binary tensors: JSON, then the bytes of each input.
-    """
+    """Return an inference's body with the first golden sample, binary, and its header's length."""
     inputs, blobs = list[dict[str, Any]](), list[bytes]()
     specs = contents.manifest.inputs
     joined = all(spec.shape[:1] == (BATCH,) for spec in specs)

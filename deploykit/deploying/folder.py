@@ -43,7 +43,6 @@ from deploykit.graph.facts import external_files
 
 # The name is also part of the names of files, a systemd unit and a container image.
 SERVED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,62}")
-_TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,7 @@ class Contents:
         return () if task is None else (task.extra,)
 
     def copy_model(self, out: Path) -> None:
-        """Copy the model to `out`, with its weights, manifest and golden samples named after it.
-
-        Raises BadInput for a file that differs from the manifest.
-        """
+        """Copy the model and its files, named after `out`. Raises BadInput for a changed one."""
         evidence = self.manifest.evidence
         named: dict[str, Any] = {"weights": ".data", "golden": ".golden.npz"}
         known = {evidence.weights.file} if evidence.weights else set()
@@ -89,6 +85,7 @@ class Contents:
                 f"{self.model}: has weights in {min(others)}, which its manifest does not name",
                 hint="without its manifest `bundle` copies all of them",
             )
+        out.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(self.model.path, out)
         moved = {}
         for key, suffix in named.items():
@@ -114,12 +111,21 @@ def sample_rows(contents: Contents, model: Path, *, joined: bool) -> dict[str, n
     return {name: array[:1] for name, array in inputs.items()} if joined else inputs
 
 
-def fill_templates(kind: str, folder: Path, known: Mapping[str, str]) -> None:
+def fill_templates(kind: str, folder: Path, contents: Contents, more: Mapping[str, str]) -> None:
     """Write the files of `templates/KIND` into `folder`, with a value in place of each @KEY@.
 
     `@?KEY ` keeps the rest of its line if the value is not empty. A program's name ends in ".in".
     """
-    for template in sorted((_TEMPLATES / kind).iterdir()):
+    on_gpu = contents.profile.device == "cuda"
+    known = {
+        "NAME": contents.name,
+        "PROFILE": contents.profile.name,
+        "VERSION": __version__,
+        "GPU": "yes" if on_gpu else "",
+        "CPU": "" if on_gpu else "yes",
+        **more,
+    }
+    for template in sorted((Path(__file__).parent / "templates" / kind).iterdir()):
         lines = []
         for line in template.read_text(encoding="utf-8").splitlines():
             condition = re.match(r"@\?([A-Z_]+) ?", line)
@@ -135,9 +141,7 @@ def _fill(text: str, known: Mapping[str, str]) -> str:
 
 BUNDLE_VERSION = 1
 BUNDLE_FILE, SUMS_FILE = "bundle.json", "SHA256SUMS"
-MODEL_FOLDER = "model/"
 DEFAULT_EPOCH_S = 315_532_800  # 1980-01-01, the first day that a zip file can hold
-_LARGEST_JSON_BYTES = 4 << 20
 _COMMENT = "deploykit bundle"
 _WRITER = "deploykit bundle MODEL --profile NAME -o DIR writes one"
 
@@ -233,7 +237,7 @@ def read_bundle(folder: Path) -> Bundle:
             raise BadInput(f"{path}: is a symbolic link")
         if not path.exists():
             raise NotFound(f"{folder}: is no bundle: it has no {BUNDLE_FILE}", hint=_WRITER)
-    if check_readable(path).stat().st_size > _LARGEST_JSON_BYTES:
+    if check_readable(path).stat().st_size > 4 << 20:
         raise BadInput(f"{path}: is larger than any bundle's")
     values = read_json(path)
     version = values.get("bundle") if isinstance(values, dict) else None
@@ -289,7 +293,7 @@ def verify(folder: Path, *, whole: bool = True) -> Bundle:
                 raise BadInput(f"{folder / name}: is not a file of this bundle")
             there.add(name)
         for name in sorted(listed - there):
-            if whole or name not in bundle.files or name.startswith(MODEL_FOLDER):
+            if whole or name not in bundle.files or name.startswith("model/"):
                 raise BadInput(f"{folder / name}: is missing from this bundle")
         sums, expected = folder / SUMS_FILE, _sums(bundle, sha256(folder / BUNDLE_FILE))
         if sums.read_bytes() != expected.encode():
@@ -390,11 +394,7 @@ _AT_FDCWD, _EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 @contextlib.contextmanager
 def staged_folder(out: Path) -> Iterator[Path]:
-    """Yield an empty folder next to `out`; on a clean exit it takes the place of `out`.
-
-    The old `out` is removed. Raises BadInput when `out` cannot be written, Unsupported when the
-    disk is full.
-    """
+    """Yield an empty folder next to `out`; on a clean exit it replaces `out`."""
     with write_errors(out), temporary_folder(out) as work:
         folder = work / "folder"
         folder.mkdir(mode=0o755)
@@ -410,9 +410,9 @@ def staged_folder(out: Path) -> Iterator[Path]:
 def _put(folder: Path, out: Path) -> None:
     """Rename `folder` to `out`; the old `out` ends up at `folder`, or next to it."""
     if os.path.lexists(out):
-        exchange = ctypes.CDLL(None, use_errno=True).renameat2
-        paths = os.fsencode(folder), os.fsencode(out)
-        if exchange(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], ctypes.c_uint(_EXCHANGE)) == 0:
+        exchange = getattr(ctypes.CDLL(None), "renameat2", None)  # Linux with glibc 2.28 or later
+        new, old = os.fsencode(folder), os.fsencode(out)
+        if exchange and exchange(_AT_FDCWD, new, _AT_FDCWD, old, ctypes.c_uint(_EXCHANGE)) == 0:
             return
         out.rename(folder.with_name("old"))  # without exchange a kill leaves no `out`
     folder.rename(out)

@@ -10,33 +10,27 @@ import hashlib
 import re
 from pathlib import Path
 
-from deploykit import __version__
 from deploykit.deploying.folder import Contents, fill_templates
 from deploykit.deploying.wheels import choose_image
 
 _NAME_LENGTH = 50  # KServe adds "-predictor" and more; 63 is a label's limit
 _HASH_LENGTH = 6
 _PERIOD_S = 10  # period of the probes
-_BUILD_S = {"cuda": 1800, "cpu": 120}  # longest first start, with the build
-_MIB = 1 << 20
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def write(folder: Path, contents: Contents) -> None:
     """Write manifests into an empty folder. Raises BadInput for a model that changed meanwhile."""
-    (folder / "model").mkdir()
     contents.copy_model(folder / "model" / f"{contents.name}.onnx")
     image = choose_image(contents.profile, None, "x86_64").with_extras(contents.extras)
-    gpu, build_s = contents.profile.device == "cuda", _BUILD_S[contents.profile.device]
+    gpu = contents.profile.device == "cuda"
+    build_s = 1800 if gpu else 120  # longest first start, with the build
     model = contents.model.path
     weights = contents.manifest.evidence.weights
     files = [model, *([model.with_name(weights.file)] if weights else [])]
-    copies_mib = 4 * sum(path.stat().st_size for path in files) // _MIB
+    copies_mib = 4 * sum(path.stat().st_size for path in files) // (1 << 20)
     known = {
-        "NAME": contents.name,
         "LABEL": dns_label(contents.name),
-        "PROFILE": contents.profile.name,
-        "VERSION": __version__,
         "DOCKERFILE": image.dockerfile,
         "EXTRAS": image.arguments["EXTRAS"],
         "ARCHITECTURE": _ARCHITECTURES.get(contents.profile.architecture, ""),
@@ -46,10 +40,8 @@ def write(folder: Path, contents: Contents) -> None:
         "BUILD_MINUTES": str(build_s // 60),
         "PERIOD_S": str(_PERIOD_S),
         "BUILD_PERIODS": str(build_s // _PERIOD_S),
-        "GPU": "yes" if gpu else "",
-        "CPU": "" if gpu else "yes",
     }
-    fill_templates("kserve", folder, known)
+    fill_templates("kserve", folder, contents, known)
 
 
 def dns_label(name: str) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deploykit import __version__
 from deploykit.deploying.folder import Contents, fill_templates
 
 _CORES = 2  # per replica on a CPU
@@ -15,14 +14,10 @@ _CORES = 2  # per replica on a CPU
 
 def write(folder: Path, contents: Contents) -> None:
     """Write the files into an empty folder. Raises BadInput for a model that changed meanwhile."""
-    (folder / "model").mkdir()
     contents.copy_model(folder / "model" / f"{contents.name}.onnx")
     _, usual, largest = contents.batch
     gpu = contents.profile.device == "cuda"
     known = {
-        "NAME": contents.name,
-        "PROFILE": contents.profile.name,
-        "VERSION": __version__,
         "EXTRAS": ",".join(("serve", "ray", "gpu" if gpu else "cpu", *contents.extras)),
         "DEVICE": "cuda" if gpu else "cpu",
         "THREADS": str(None if gpu else _CORES),
@@ -30,7 +25,5 @@ def write(folder: Path, contents: Contents) -> None:
         "BATCH": str(largest),
         "USUAL": str(usual),
         "REQUESTS": str(2 * largest),
-        "GPU": "yes" if gpu else "",
-        "CPU": "" if gpu else "yes",
     }
-    fill_templates("ray", folder, known)
+    fill_templates("ray", folder, contents, known)

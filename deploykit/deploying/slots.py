@@ -175,10 +175,7 @@ class EngineCache:
 
     @contextlib.contextmanager
     def lock(self, on_wait: Callable[[], None]) -> Iterator[int]:
-        """Lock the cache; yield the descriptor of the lock, for a child to inherit.
-
-        `on_wait` is called once if another process has the lock. A kill releases it.
-        """
+        """Lock the cache, after `on_wait` if another has it; yield a descriptor to inherit."""
         with write_errors(self.folder):
             if not self.folder.is_dir():
                 make_folder(self.folder)

@@ -35,7 +35,6 @@ class Literal(str):
 def write(folder: Path, contents: Contents) -> None:
     """Write a model repository into `folder`. Raises Unsupported if Triton cannot serve it."""
     home = folder / contents.name
-    (home / "1").mkdir(parents=True)
     model, joined = home / "1" / _MODEL, not why_not_joined(contents)
     contents.copy_model(model)
     samples = sample_rows(contents, model, joined=joined)
@@ -46,10 +45,10 @@ def write(folder: Path, contents: Contents) -> None:
     (home / "config.pbtxt").write_text(head + text_format(fields), encoding="utf-8")
     (home / "warmup").mkdir()
     for number, spec in enumerate(contents.manifest.inputs):
-        (home / "warmup" / _warmup_file(number)).write_bytes(
+        (home / "warmup" / f"input-{number}").write_bytes(
             to_bytes(samples[spec.name], PROTOCOL_NAMES[spec.dtype])
         )
-    fill_templates("triton", folder, _placeholders(contents))
+    fill_templates("triton", folder, contents, _placeholders(contents))
 
 
 def why_not_joined(contents: Contents) -> str:
@@ -96,11 +95,7 @@ def _config(contents: Contents, samples: Mapping[str, np.ndarray]) -> dict[str, 
 
 
 def _tensor(spec: TensorSpec, joined: bool, contents: Contents) -> dict[str, Any]:
-    """Return the configuration of an input or output; `dims` exclude a batch axis.
-
-    Triton has no scalars: it reshapes one value per row, and its backend accepts a tensor of one
-    element as one without axes.
-    """
+    """Return the configuration of an input or output; a scalar is a tensor of one element."""
     axes = spec.shape[1:] if joined else spec.shape
     if 0 in axes:
         raise Unsupported(f"{contents.model}: '{spec.name}' is empty, which Triton does not take")
@@ -135,15 +130,11 @@ def _tensorrt(contents: Contents) -> dict[str, Any] | None:
 
 
 def _shapes(contents: Contents) -> dict[str, str]:
-    """Return the batch sizes to optimise for, if only the batch varies; else {}.
-
-    Otherwise, and for names that the option's syntax does not allow, the provider rebuilds for
-    each larger shape that it sees.
-    """
-    inputs = [spec for spec in contents.manifest.inputs if any(map(_dynamic, spec.shape))]
-    if why_not_joined(contents) or any(map(_dynamic, (a for s in inputs for a in s.shape[1:]))):
-        return {}
-    if any(letter in spec.name for spec in inputs for letter in ",:"):
+    """Return the batch sizes to optimise for, if only the batch varies; else {}."""
+    inputs = [s for s in contents.manifest.inputs if any(isinstance(a, str) for a in s.shape)]
+    others = any(isinstance(axis, str) for spec in inputs for axis in spec.shape[1:])
+    unwritable = any(letter in spec.name for spec in inputs for letter in ",:")
+    if why_not_joined(contents) or others or unwritable:
         return {}
     found = {}
     sizes = (1, *contents.batch[1:])  # one row is valid, whatever the smallest batch
@@ -151,10 +142,6 @@ def _shapes(contents: Contents) -> dict[str, str]:
         shapes = (f"{s.name}:{'x'.join(map(str, (rows, *s.shape[1:])))}" for s in inputs)
         found[f"trt_profile_{key}_shapes"] = ",".join(shapes)
     return found
-
-
-def _dynamic(axis: int | str) -> bool:
-    return isinstance(axis, str)
 
 
 def _warmup(
@@ -167,7 +154,7 @@ def _warmup(
         inputs[spec.name] = {
             "data_type": _data_type(spec),
             "dims": list(shape) or [1],
-            "input_data_file": _warmup_file(number),
+            "input_data_file": f"input-{number}",
         }
     return {
         "name": f"batch of {rows}" if joined else "sample",
@@ -176,21 +163,14 @@ def _warmup(
     }
 
 
-def _warmup_file(number: int) -> str:
-    return f"input-{number}"
-
-
 def _placeholders(contents: Contents) -> dict[str, str]:
     why, on_gpu = why_not_joined(contents), contents.profile.device == "cuda"
     tensorrt = on_gpu and _tensorrt(contents) is not None
     return {
-        "NAME": contents.name,
-        "PROFILE": contents.profile.name,
         "GPUS": "--gpus all " if on_gpu else "",
         "WHY_NOT": why,
         "JOINED": "" if why else "yes",
         "LARGEST": str(contents.batch[2]),
-        "CPU": "" if on_gpu else "yes",
         "TENSORRT": "yes" if tensorrt else "",
         "CUDA": "yes" if on_gpu and not tensorrt else "",
     }

@@ -88,11 +88,7 @@ class Image:
 
 
 def choose_image(profile: Profile, release: str | None, machine: str) -> Image:
-    """Return the image for a host of `release`, by default the profile's usual one.
-
-    `machine`: the architecture, if the profile is for any. Raises BadInput for a release that the
-    profile has no image for.
-    """
+    """Return the image for `release`, by default the profile's usual one. Raises BadInput."""
     wanted = release or next(iter(profile.container_base), "")
     base = profile.base_image(wanted) if wanted else None
     if wanted and base is None:
@@ -250,10 +246,7 @@ def lock_text(image: Image) -> str:
 
 
 def write_requirements(folder: Path, image: Image, *, wheels: bool) -> None:
-    """Write `requirements.lock` and `wheels/`: deploykit's own, and with `wheels` all others.
-
-    Raises Unsupported if these cannot be downloaded.
-    """
+    """Write `requirements.lock` and our wheel, with `wheels` all. Raises Unsupported."""
     place = folder / "wheels"
     place.mkdir()
     own, text = own_wheel(place), lock_text(image)

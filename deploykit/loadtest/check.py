@@ -59,10 +59,7 @@ class AnswerCheck:
         self._head_bytes = 0  # size of the last gRPC answer before its tensors
 
     def http_problem(self, body: bytes, json_bytes: int | None, request: int) -> str | None:
-        """Return what is wrong with an answer over HTTP; None if it is right.
-
-        `json_bytes`: size of the JSON part, None if there is no binary part.
-        """
+        """Return what is wrong with an answer over HTTP. `json_bytes`: size of its JSON part."""
         split = len(body) if json_bytes is None else json_bytes
         key = (0, body[:split], len(body)) if self.expected is None else (request, body, 0)
         if key in self._known:

@@ -55,11 +55,7 @@ Report = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class SendPlan:
-    """The plan of one process of the load generator.
-
-    `due_s`: ascending times at which requests are due, None for the closed loop. `load` has the
-    most connections that this process opens.
-    """
+    """The plan of one process. `due_s`: ascending times to send at, None for the closed loop."""
 
     server: Server
     requests: Sequence[bytes]
@@ -81,10 +77,7 @@ class SendPlan:
 
 
 def run_plans(plans: Sequence[SendPlan], on_progress: Report | None = None) -> list[RunRecord]:
-    """Carry out each plan in a separate process; all begin together.
-
-    KeyboardInterrupt ends all of them without a result.
-    """
+    """Carry out each plan in a separate process; all begin together, and Ctrl-C ends all."""
     stop = threading.Event()
     start_s = time.perf_counter() + _TOGETHER_S if len(plans) > 1 else 0.0
 
@@ -122,10 +115,7 @@ def run_plan(plan: SendPlan, start_s: float, on_progress: Report | None) -> RunR
 
 
 def spin_s(requests: int, seconds: float) -> float:
-    """Return how long before its due time to busy-wait, as a sleeping thread wakes late.
-
-    It is a tenth of the time between two requests, at least 50 and at most 200 us.
-    """
+    """Return how long to busy-wait before a request: a tenth of the interval, 50 to 200 us."""
     return min(max(_SHORTEST_SPIN_S, seconds / max(1, requests) / 10), _LONGEST_SPIN_S)
 
 
@@ -197,10 +187,7 @@ class Client:
         return self._clock() - self._zero
 
     def run(self, start_s: float = 0.0) -> RunRecord:
-        """Send until the plan ends, wait for the last answers and close.
-
-        `start_s`: the start in seconds of `time.perf_counter`; if that is past, start now.
-        """
+        """Send from `start_s` of `time.perf_counter`, or now; await the last answers and close."""
         self._zero = max(start_s, self._clock())
         wake_on_time()
         self._epoll = select.epoll()
@@ -426,7 +413,6 @@ class Client:
             self._drop(connection)
 
     def _record(self, start_s: float, end_s: float, status: int, error: str | None) -> None:
-        """Record a finished request."""
         record = self.record
         record.starts_s.append(start_s)
         record.ends_s.append(end_s)

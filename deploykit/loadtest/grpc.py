@@ -74,10 +74,7 @@ _GREETING = b"".join(
 
 
 def header_block(method: str, more: Mapping[str, str], token: str | None = None) -> bytes:
-    """Return the header block of a call to `method` of the service, without compression.
-
-    `more`: the scheme and the authority.
-    """
+    """Return the uncompressed header block of a call; `more`: the scheme and the authority."""
     fields = {
         ":method": "POST",
         ":path": SERVICE + method,
@@ -256,10 +253,7 @@ class Grpc(Wire):
 
 
 def infer_request(model: str, tensors: Sequence[Tensor], *, raw: bool = True) -> bytes:
-    """Return the framed call with a `ModelInferRequest`; its values are `raw` bytes or typed.
-
-    Raises BadInput for a type that has no typed contents.
-    """
+    """Return the framed call, its values `raw` bytes or typed. Raises BadInput where none fit."""
     request = MESSAGES["ModelInferRequest"](model_name=model)
     for name, datatype, array in tensors:
         item = request.inputs.add(name=name, datatype=datatype, shape=array.shape)
@@ -274,10 +268,7 @@ def infer_request(model: str, tensors: Sequence[Tensor], *, raw: bool = True) ->
 
 
 def read_message(message: bytes) -> tuple[Outputs, int]:
-    """Return the outputs of a `ModelInferResponse` and its size before the tensors.
-
-    Raises WrongAnswerError.
-    """
+    """Return a response's outputs and its size before the tensors. Raises WrongAnswerError."""
     try:
         response = MESSAGES["ModelInferResponse"].FromString(message)
     except DecodeError:

@@ -52,10 +52,7 @@ class Wire:
         return self._requests[number]
 
     def feed(self, data: bytes) -> int | None:
-        """Return the HTTP status of the answer that `data` completes; else None.
-
-        Raises NotHttpError.
-        """
+        """Return the status of the answer that `data` completes; else None. Raises NotHttpError."""
         raise NotImplementedError
 
     def end(self) -> int | None:

@@ -167,10 +167,8 @@ def _check_options(
     rate: float | None, concurrency: int | None, duration_s: float, warmup_s: float
 ) -> None:
     if concurrency is not None and rate is not None:
-        raise BadInput(
-            "`rate` and `concurrency` exclude each other",
-            hint="a rate is an open loop, a concurrency a closed one: run them one after the other",
-        )
+        hint = "a rate is an open loop, a concurrency a closed one: run them one after the other"
+        raise BadInput("`rate` and `concurrency` exclude each other", hint=hint)
     if concurrency is not None and not 1 <= concurrency <= _most_connections():
         raise BadInput(
             f"`concurrency` must be 1 to {_most_connections()}, got {concurrency}",

@@ -80,10 +80,7 @@ def summarise(load: Load, records: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _measured(load: Load, start_s: np.ndarray, end_s: np.ndarray, status: np.ndarray) -> np.ndarray:
-    """Return a mask of the requests that count: those open during the measured time.
-
-    In the open loop these are the requests due in that time, and earlier ones never answered.
-    """
+    """Return which requests count: those open, or in the open loop due, in the measured time."""
     if load.rate_per_s is None:
         return (end_s >= load.warmup_s) & (start_s < load.end_s)
     hung = (end_s >= load.warmup_s) & np.isin(status, (NO_ANSWER, UNSENT))
@@ -230,10 +227,7 @@ def parse_conditions(text: str) -> tuple[Condition, ...]:
 
 
 def apply_conditions(result: LoadResult, conditions: Sequence[Condition]) -> LoadResult:
-    """Return the result with its unmet conditions; values count, not the ends of intervals.
-
-    A run that the generator limited or other processes disturbed fails, as it proves nothing.
-    """
+    """Return the result with its unmet conditions: all, if the generator or others disturbed it."""
     doubts = [f"the generator was the limit: {why}" for why in result.limits[:1]]
     doubts += result.marks
     if doubts:

@@ -92,10 +92,7 @@ class Server:
         return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
     def exchange(self, wire: Wire) -> int:
-        """Send the first request on a new connection and return the answer's status.
-
-        Raises OSError (TimeoutError after 10 s) and NotHttpError.
-        """
+        """Send the first request; return the answer's status. Raises OSError and NotHttpError."""
         until_s = time.monotonic() + TIMEOUT_S
         with self.connect() as connection:
             connection.sendall(wire.greeting + wire.request(0))
@@ -111,11 +108,7 @@ class Server:
         raise TimeoutError
 
     def ask(self, what: str, model: str = "") -> tuple[int, Any, str]:
-        """Request the "index" of models, "about", or the "metadata" or "config" of a model.
-
-        Returns the HTTP status, the answer as a JSON value (None if it is none), and the error.
-        Raises BadInput if there is no answer, and where the server wants a token.
-        """
+        """Ask for "index", "about", "metadata" or "config"; return status, JSON value and error."""
         if self.grpc:
             from deploykit.loadtest import grpc
 

@@ -59,10 +59,7 @@ class RemoteModel:
         return f"{self.server.url}: {self.name}"
 
     def probe(self, request: bytes) -> tuple[int, str]:
-        """Send one inference; return the answer's status, 0 without an answer, and its error.
-
-        Raises BadInput when the server takes longer than 10 s.
-        """
+        """Return an inference's status, 0 for no answer, and error. Raises BadInput after 10 s."""
         wire = self.server.wire([request])
         try:
             return self.server.exchange(wire), wire.error or ""
@@ -94,10 +91,7 @@ class RemoteModel:
 def find_model(
     url: str, model: str | None, *, token: str | None = None, ca_file: str | None = None
 ) -> RemoteModel:
-    """Ask the server at `url` for its models and the metadata of one.
-
-    With `model` None the only ready one is used. Raises BadInput or NotFound.
-    """
+    """Return `model`, or the only ready one, of the server at `url`. Raises BadInput, NotFound."""
     server = find_server(url, token=token, ca_file=ca_file)
     status, about, _ = server.ask("about")
     about = about if isinstance(about, dict) else {}
@@ -181,10 +175,7 @@ def _flatten(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, st
 
 
 def _spec(server: Server, model: str, item: object) -> TensorSpec:
-    """Parse a tensor of the metadata.
-
-    The protocol has no names for dynamic axes: -1 on axis 0 is the batch, elsewhere "axis1".
-    """
+    """Parse a tensor of the metadata: -1 on axis 0 is the batch, elsewhere "axis1"."""
     try:
         name, datatype = str(item["name"]), str(item["datatype"])  # type: ignore[index]
         sizes = [int(size) for size in item["shape"]]  # type: ignore[index]
@@ -236,10 +227,7 @@ def make_requests(
     max_error: float = 1e-3,
     axes: Mapping[str, int] | None = None,
 ) -> Requests:
-    """Return whole requests: random tensors unless `data`, `text` or `expect` has others.
-
-    The arguments are those of `load_test`. Raises BadInput for wrong ones.
-    """
+    """Return whole requests as the arguments of `load_test` ask. Raises BadInput for wrong ones."""
     files = any(path and path.suffix not in _ARRAYS for path in (data, expect))
     if (text or files) and "takes" in remote.about:
         if batch > 1 or axes:
@@ -288,11 +276,7 @@ def make_requests(
 
 
 def probe(remote: RemoteModel, requests: Requests) -> Requests:
-    """Send the first request; where the server does not take its form, return the other form.
-
-    Tensors are bytes, or JSON (over gRPC typed contents). Raises BadInput when the server rejects
-    the request (4xx) in both, or does not answer within 10 s.
-    """
+    """Return the requests as bytes or JSON, as the server takes them. Raises BadInput."""
     status, error = remote.probe(requests.messages[0])
     if status in _OTHER_FORM and requests.calls:
         binary = not remote.binary
@@ -335,11 +319,7 @@ def _body_request(remote: RemoteModel, body: Body) -> bytes:
 
 
 def free_axis_sizes(remote: RemoteModel, axes: Mapping[str, int]) -> dict[str, int]:
-    """Return the size of each dynamic axis but the batch, for random inputs.
-
-    `axes` has keys "axis1", "axis2", or any name if there is one such axis. Raises BadInput if an
-    axis has no size, and on a name or a size that fits no axis.
-    """
+    """Return the size of each dynamic axis but the batch. Raises BadInput if `axes` lacks one."""
     free = {axis: spec for spec in remote.inputs for axis in spec.shape if isinstance(axis, str)}
     free.pop(BATCH, None)
     sizes = dict(axes)
@@ -368,11 +348,7 @@ def make_feeds(
     samples: Samples | None = None,
     axes: Mapping[str, int] | None = None,
 ) -> list[Mapping[str, np.ndarray]]:
-    """Return the inputs of up to VARIANTS requests, seeded and random, or rows of `samples`.
-
-    Raises BadInput when `batch` is above 1 and the model has no batch axis, and what
-    `free_axis_sizes` raises.
-    """
+    """Return the inputs of up to VARIANTS requests, seeded and random, or rows of `samples`."""
     if batch > 1 and not any(spec.batched for spec in remote.inputs):
         raise BadInput(f"{remote} has no batch axis: batch {batch} is not 1")
     if samples is not None and axes:

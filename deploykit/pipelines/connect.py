@@ -73,11 +73,7 @@ class StageGraph:
         }
 
     def read(self, data: bytes, *, own_file: bool = False) -> Any:
-        """Decode the bytes of a request as the input.
-
-        bytes: as they are; text: UTF-8; image: uint8 (height, width, 3); json: as annotated.
-        Raises BadInput if the bytes cannot be decoded.
-        """
+        """Decode a request's bytes as the input; an image is uint8 (H, W, 3). Raises BadInput."""
         if self.kind == "image":
             from deploykit.engines.tasks.images import read_pixels  # needs Pillow
 
@@ -100,10 +96,7 @@ class StageGraph:
         return value
 
     def answer_json(self, value: Any) -> Any:
-        """Return the answer as JSON values: arrays become lists, NaN and infinity null.
-
-        Raises StageFailed.
-        """
+        """Return the answer as JSON values; NaN and infinity are null. Raises StageFailed."""
         try:
             return _json(value)
         except RecursionError:

@@ -140,10 +140,7 @@ class LiveStage(Closing):
 
 
 class LivePipeline(Closing):
-    """A checked graph on a host's event loop. `models` maps stages to the host's model names.
-
-    `metadata` has the form of a model's in the Open Inference Protocol.
-    """
+    """A checked graph on a host's event loop. `models`: the host's names, by stage."""
 
     def __init__(self, name: str, graph: StageGraph, models: Mapping[str, str], host: Host) -> None:
         self.name = name
@@ -172,7 +169,6 @@ class LivePipeline(Closing):
         request, on the event loop's thread, and returns whether they fit. `timeout_us`: this
         request's, if less than the host's. Raises Overloaded during a shutdown.
         """
-
         if self.host.draining:
             self.counts.record("rejected")
             raise Overloaded("the server is shutting down", hint="send the request elsewhere")
@@ -190,6 +186,7 @@ class LivePipeline(Closing):
             stage.close()
 
 
+_OUTCOMES = {Expired: "expired", Overloaded: "rejected", BadInput: "bad_request"}  # for metrics
 Work = Callable[[LiveStage], Any]
 Then = Callable[[LiveStage, Any], None]
 
@@ -407,7 +404,8 @@ class LiveRun:
             trace = failed.__cause__ if debug else None
             why = failure_reason(failed)
             log.error("pipeline '%s': %s", self._pipeline.name, why, exc_info=trace)
-        outcome = outcome_of(failed)
+        known = (name for kind, name in _OUTCOMES.items() if isinstance(failed, kind))
+        outcome = next(known, "failed")
         if self._began_us.pop(stage.name, None) is not None:
             stage.counts.record(outcome)
         failed.__traceback__ = failed.__cause__ = failed.__context__ = None  # free the request
@@ -433,12 +431,3 @@ class LiveRun:
 
 def _now_us() -> int:
     return time.monotonic_ns() // 1000
-
-
-def outcome_of(error: DeploykitError) -> str:
-    """Return the outcome that the metrics count an error as."""
-    if isinstance(error, Expired):
-        return "expired"
-    if isinstance(error, Overloaded):
-        return "rejected"
-    return "bad_request" if isinstance(error, BadInput) else "failed"

@@ -57,10 +57,7 @@ class OpenPipeline(Closing, Shown):
     def run(
         self, inputs: Sequence[Any], on_stage: Callable[[str, float], None] | None = None
     ) -> list[Any]:
-        """Answer several requests; a model runs their rows together.
-
-        `on_stage` gets the seconds of each stage.
-        """
+        """Answer requests, rows of a model together. `on_stage` gets the seconds of each stage."""
         values = [{self.graph.input: each} for each in inputs]
         for name, stage in self.graph.stages.items():
             began_s = time.perf_counter()

@@ -62,10 +62,7 @@ _NUMBERS: Mapping[type, tuple[type, ...]] = {
 
 
 def fits(given: Any, wanted: Any) -> bool:
-    """Return whether a value annotated `given` may be passed to a parameter annotated `wanted`.
-
-    Types that Python cannot compare, such as type variables and protocols, fit.
-    """
+    """Return whether a value annotated `given` fits `wanted`; what Python cannot compare fits."""
     if get_origin(given) in (Union, types.UnionType):
         return all(fits(each, wanted) for each in get_args(given))
     if get_origin(wanted) in (Union, types.UnionType):
@@ -139,10 +136,7 @@ class ModelCall(NamedTuple):
 
 
 class ModelCalls(NamedTuple):
-    """The calls of one model for several items.
-
-    `states` has per item whether it lacks a batch axis, or the task's state for its answer.
-    """
+    """A model's calls. `states`: by item, whether it lacks a batch axis, or its task's state."""
 
     calls: list[ModelCall]
     states: list[Any]
@@ -271,11 +265,7 @@ def _join_calls(items: Sequence[Arrays], max_rows: int) -> Iterator[ModelCall]:
 
 @dataclass(frozen=True)
 class Function:
-    """A stage that is a Python function. `takes`: the annotation of each parameter.
-
-    `wired` maps a parameter to its stage if the name differs. `optional`: parameters that have a
-    default.
-    """
+    """A function. `takes`: the annotations; `wired`: its stages; `optional`: have a default."""
 
     name: str
     call: Callable[..., Any]
@@ -333,10 +323,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class WiredStage:
-    """One stage of a checked graph. `gives`: the annotation of its whole result.
-
-    `ports`: those of a model.
-    """
+    """A stage of a checked graph. `gives`: its result's annotation; `ports`: those of a model."""
 
     about: Function | Model
     arguments: Mapping[str, Origin]
@@ -352,11 +339,7 @@ class WiredStage:
         return any(source.each for source in self.arguments.values())
 
     def items(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the arguments of each call; there is one unless a list is taken by element.
-
-        `values`: the stages' results and the request's input. Raises StageFailed for lists of
-        different lengths.
-        """
+        """Return each call's arguments; a list by element makes several. Raises StageFailed."""
         found = {name: source.value(values) for name, source in self.arguments.items()}
         if not self.each:
             return [found]
@@ -370,10 +353,7 @@ class WiredStage:
         ]
 
     def run(self, values: Mapping[str, Any]) -> Any:
-        """Run a function and check its result.
-
-        Raises StageFailed, and passes on a DeploykitError.
-        """
+        """Run a function and check its result. Raises StageFailed, or its own DeploykitError."""
         assert isinstance(self.about, Function)
         found, gives = [], self.about.gives
         for arguments in self.items(values):

@@ -300,10 +300,7 @@ def _plan_target(
     slo_ms: float | None,
     rate_per_s: float | None,
 ) -> TargetPlan:
-    """Predict all precisions at all batches. `target` may be the reason why that is impossible.
-
-    `single`: the graph for a call of one request.
-    """
+    """Predict all precisions at all batches, or say why not. `single`: a call of one request."""
     name = profile.name + (f"@{profile.power_mode}" if profile.power_mode else "")
     nothing = TargetPlan(name, profile.summary, profile.memory_bytes, "", "", False, (), None, None)
     if isinstance(target, str):
@@ -392,10 +389,7 @@ def _notes(found: Inferred, targets: Sequence[TargetPlan]) -> Iterator[str]:
 
 
 def alignment(found: Inferred) -> tuple[Hint, ...]:
-    """Return the dense nodes whose sizes leave parts of a Tensor Core idle, largest first.
-
-    Each node has one hint, with the multiple that it misses: 8, else 16.
-    """
+    """Return the dense nodes whose sizes leave parts of a Tensor Core idle, largest first."""
     whole = sum(cost.flops or 0 for cost in found.compiled) or 1
     nodes = {node.name: node for node in found.known.nodes}
     hints = []

@@ -268,11 +268,7 @@ def predict_call(found: Inferred, target: Target, precision: str) -> Prediction:
 
 
 def in_precision(cost: NodeCost, precision: str, stored: str, target: Target) -> NodeCost:
-    """Return the cost of a node if its float32 graph is converted to `precision`.
-
-    Only convolutions and products with stored weights use 8 bits; other nodes use half precision
-    on a GPU, float32 on a CPU. A graph that is not float32 stays as it is.
-    """
+    """Return a node's cost in `precision`: 8 bits only for stored weights, else fp16 on a GPU."""
     if stored != "fp32" or precision == "fp32" or cost.precision != "float32":
         return cost
     to = BY_NAME[precision]

@@ -57,10 +57,7 @@ class Chain:
 def convolution(
     kind: str, channels: int, size: int, kernel: int, *, precision: str = "fp32"
 ) -> Chain:
-    """Make convolutions that keep `channels`, on images of `size` x `size`; depthwise by `kind`.
-
-    A stem is a single node with three input channels and stride 2.
-    """
+    """Make convolutions that keep `channels`; a stem is one with three inputs and stride 2."""
     stem, depthwise = kind == kinds.STEM, kind == kinds.DEPTHWISE
     inputs = 3 if stem else channels
     count, stride = (1, 2) if stem else (3, 1)
@@ -293,11 +290,7 @@ def measure_cpu(
     budget_s: float = _BUDGET_S,
     on_progress: Progress = no_progress,
 ) -> CpuCalibration:
-    """Run the probe for some seconds. Raises MissingExtra without ONNX Runtime.
-
-    `clock`: monotonic, in nanoseconds; on a machine with other work the CPU time of one thread.
-    `budget_s`: seconds per chain.
-    """
+    """Run the probe, `budget_s` per chain on `clock`. Raises MissingExtra without ONNX Runtime."""
     threads = threads or default_threads()
     every = _chains()
     timed: list[tuple[Chain, float, float]] = []
@@ -415,11 +408,7 @@ def cpu_calibration(
     only_kept: bool = False,
     on_progress: Progress = no_progress,
 ) -> tuple[CpuCalibration | None, list[str]]:
-    """Return the stored calibration of this machine's CPU, else that of a new probe; and notes.
-
-    A calibration that other work disturbed is repeated, and the better one is stored. None without
-    ONNX Runtime, and with `only_kept` if none is stored. `threads`: by default one per core.
-    """
+    """Return the stored calibration, else a new probe's, and notes; None without ONNX Runtime."""
     machine, threads = this_machine(), threads or default_threads()
     path = cache_folder() / f"cpu-calibration-{threads}.json"
     found, notes = _read_calibration(path, machine, threads), []

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -27,6 +28,16 @@ class Refusing(FakeEngine):
 def engine_fixture() -> Iterator[ProcessEngine]:
     with ProcessEngine(partial(FakeEngine, latency_s=0.005)) as engine:
         yield engine
+
+
+class Tuned(FakeEngine):
+    options = MappingProxyType({"spinning": "0"})
+
+
+def test_its_options_are_those_of_the_engine_over_there() -> None:
+    with ProcessEngine(Tuned) as engine:
+        assert engine.device == "cpu"
+        assert dict(engine.options) == {"spinning": "0"}
 
 
 def test_it_is_the_engine_of_another_process(engine: ProcessEngine) -> None:

@@ -41,7 +41,7 @@ def test_shape_options_are_refused_for_a_target_without_tensorrt(model: Path) ->
 def test_a_refused_check_fails_and_names_the_reason(model: Path, use: Use) -> None:
     use(strong_error="Error Code 10: no implementation for node gemm")
     checked = making.check_build(model, "l4")
-    assert not checked.checked.accepted
+    assert not checked.accepted
     with pytest.raises(dk.GateFailed, match=r"m\.onnx: refused: "):
         checked.raise_if_refused()
 
@@ -52,9 +52,9 @@ def test_a_check_with_nvidias_builder_passes_and_writes_no_file(tmp_path: Path) 
     path = save(mnist_like(), tmp_path / "m.onnx")
     before = sorted(tmp_path.iterdir())
     found = making.check_build(path, "l4")
-    assert found.checked.accepted
-    assert found.checked.plan_bytes > 0
-    assert any("not proven" in note for note in found.checked.notes)
+    assert found.accepted
+    assert found.plan_bytes > 0
+    assert any("not proven" in note for note in found.notes)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -68,5 +68,5 @@ def test_nvidias_parser_names_an_operator_that_it_lacks(tmp_path: Path) -> None:
     node = helper.make_node("Det", ["x"], ["y"], name="determinant")
     path = save(graph([node], {"x": ("N", 3, 3)}, {"y": ("N",)}, {}), tmp_path / "det.onnx")
     found = making.check_build(path, "l4")
-    assert not found.checked.accepted
-    assert any("Det" in problem for problem in found.checked.problems)
+    assert not found.accepted
+    assert any("Det" in problem for problem in found.problems)

@@ -5,21 +5,23 @@ Nothing here needs TensorRT.
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from deploykit.building.tensorrt import module
 from deploykit.building.tensorrt.module import (
-    ParserError,
     Reason,
     build_refusal,
     error_of,
     first_sentence,
-    parser_refusal,
+    refusals,
     refuses_strong_typing,
 )
 from deploykit.core.errors import BadInput, Unsupported
+from deploykit.engines.tensorrt.log import LogLines
 
 NO_DRIVER = "[x.cpp::f::1] Error Code 1: Cuda Runtime (In f at x.cpp:2 (cudaError 35: no driver))"
 CANNOT = (
@@ -32,20 +34,36 @@ def test_a_log_line_loses_its_function_code_and_position() -> None:
     assert first_sentence(CANNOT) == "Network must have at least one output"
 
 
+PLUGIN = "NonZero plugin creator version 1 was not found in plugin registry."
+TYPES = "IConvolutionLayer input and kernel must be of same type. input type is BFloat16 but "
+FLOAT = "Assertion failed: (x->getType() == DataType::kFLOAT): Only FLOAT input is supported."
+UNKNOWN = "UNSUPPORTED_NODE"
+
+
 @pytest.mark.parametrize(
-    ("desc", "says"),
+    ("code", "operator", "name", "desc", "says"),
     [
-        ("false", "operator HardSwish 'n0' is not supported by TensorRT"),
-        (
-            "Assertion failed: (x->getType() == DataType::kFLOAT): Only FLOAT input is supported.",
-            "operator HardSwish 'n0' is not supported by TensorRT: Only FLOAT input is supported",
-        ),
+        (UNKNOWN, "Det", "det", "false", "operator Det 'det' is not supported by TensorRT"),
+        (UNKNOWN, "Det", "", "false", "operator Det '#7' is not supported by TensorRT"),
+        (UNKNOWN, "Elu", "n0", FLOAT, "by TensorRT: Only FLOAT input is supported"),
+        (UNKNOWN, "NonZero", "nz", f"Assertion failed: creator: {PLUGIN}", "'nz' needs a plugin"),
+        ("INVALID_NODE", "Conv", "c", TYPES + "kernel is of type Float.", "BFloat16 and Float"),
+        ("INVALID_GRAPH", "", "", "Failed to import initializer: In node -1", "read: /m/w.data"),
     ],
 )
-def test_the_parsers_own_reason_is_shown(desc: str, says: str) -> None:
-    """The operator may be supported, and its type not."""
-    error = ParserError("UNSUPPORTED_NODE", "HardSwish", "n0", desc)
-    assert parser_refusal(error).text == says
+def test_the_parsers_own_reason_is_shown(
+    code: str, operator: str, name: str, desc: str, says: str
+) -> None:
+    """The operator may be supported, and its type not; a missing file is named from the log."""
+    values = {"code": f"E.{code}", "node_operator": operator, "node_name": name, "node": 7}
+    error = SimpleNamespace(**{key: partial(str, each) for key, each in values.items()})
+    error.desc = lambda: desc
+    parser: Any = SimpleNamespace(num_errors=1, get_error=lambda _number: error)
+    lines = LogLines()
+    lines.errors.append("WeightsContext.cpp:203: Failed to open file: /m/w.data")
+    (found,) = refusals(lines, parser)
+    assert says in found.text
+    assert found.damaged == code.startswith("INVALID")
 
 
 def test_lines_about_the_missing_driver_are_not_the_reason() -> None:
@@ -66,32 +84,6 @@ def test_lines_about_the_missing_driver_are_not_the_reason() -> None:
 )
 def test_known_build_failures_get_an_explanation(line: str, words: str) -> None:
     assert words in build_refusal([line]).text
-
-
-def test_a_parser_error_without_a_message_names_the_operator() -> None:
-    error = ParserError("UNSUPPORTED_NODE", "Det", "det", "false")
-    assert parser_refusal(error).text == "operator Det 'det' is not supported by TensorRT"
-
-
-def test_a_missing_data_file_is_named_from_the_log() -> None:
-    error = ParserError("INVALID_GRAPH", "", "", "Failed to import initializer: In node -1")
-    found = parser_refusal(error, ["WeightsContext.cpp:203: Failed to open file: /m/w.data"])
-    assert found.text == "its weights cannot be read: /m/w.data"
-    assert found.damaged
-
-
-def test_an_operator_that_needs_a_plugin_is_explained() -> None:
-    text = "NonZero plugin creator version 1 was not found in plugin registry."
-    error = ParserError("UNSUPPORTED_NODE", "NonZero", "nz", f"Assertion failed: creator: {text}")
-    assert parser_refusal(error).text == (
-        "NonZero 'nz' needs a plugin that this TensorRT does not have"
-    )
-
-
-def test_types_that_disagree_are_named() -> None:
-    text = "IConvolutionLayer input and kernel must be of same type. input type is BFloat16 but "
-    error = ParserError("INVALID_NODE", "Conv", "c", text + "kernel is of type Float.")
-    assert parser_refusal(error).text == "Conv 'c' mixes the types BFloat16 and Float"
 
 
 def test_every_refusal_is_in_the_one_line() -> None:

@@ -202,3 +202,14 @@ def test_a_run_leaves_the_folder_of_another_run_alone(tmp_path: Path) -> None:
         assert (first / "x").exists()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["x"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_is_replaced_where_the_system_cannot_exchange_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: object())  # macOS, an older glibc
+    for name in ("old", "new"):
+        with staged_folder(tmp_path / "out") as folder:
+            (folder / name).touch()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

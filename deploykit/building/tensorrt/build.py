@@ -33,7 +33,6 @@ from deploykit.building.tensorrt.module import (
     version,
 )
 from deploykit.building.tensorrt.options import (
-    AxisRange,
     Options,
     ShapeRange,
     check_dla,
@@ -48,7 +47,7 @@ from deploykit.building.tensorrt.options import (
 from deploykit.building.tensorrt.progress import BuildProgress, OnProgress, interruptible, monitor
 from deploykit.core.artefact import sniff
 from deploykit.core.cuda_order import with_gpu
-from deploykit.core.errors import BadInput, DeploykitError, Unsupported, os_reason
+from deploykit.core.errors import BadInput, DeploykitError, GateFailed, Unsupported, os_reason
 from deploykit.core.evidence import Layer
 from deploykit.core.files import (
     atomic_write,
@@ -85,11 +84,7 @@ def weight_bytes(model: Path) -> int:
 
 
 def activation_bytes(shapes: Iterable[Sequence[int]], batch: int, others: int) -> int:
-    """Return a lower bound: twice the largest tensor, as a layer's input and output exist together.
-
-    `shapes`: of all tensors, -1 where dynamic; such an axis 0 counts as `batch`, any other axis as
-    `others`. Branches keep more tensors alive, and a computed size can be larger.
-    """
+    """Return a lower bound, twice the largest tensor; -1 on axis 0 is `batch`, else `others`."""
     largest = 0
     for shape in shapes:
         sizes = [
@@ -101,11 +96,7 @@ def activation_bytes(shapes: Iterable[Sequence[int]], batch: int, others: int) -
 
 
 def workspace_that_fits(need: BuildMemory, free_bytes: int | None, where: str) -> int:
-    """Return the workspace of `need`, cut to what `free_bytes` (None if not known) leaves.
-
-    The workspace is a limit: with less, TensorRT chooses among fewer kernels. Raises Unsupported
-    where weights and activations leave less than LEAST_WORKSPACE.
-    """
+    """Return the workspace of `need` that `free_bytes` leaves. Raises Unsupported."""
     if free_bytes is None or need.total <= free_bytes:
         return need.workspace
     left = free_bytes - need.held - need.activations
@@ -129,10 +120,7 @@ _BY_TYPE: Mapping[str, Precision] = {each.tensorrt_type: each for each in ALL if
 
 
 def inputs_of(network: trt.INetworkDefinition, model: Path) -> list[TensorSpec]:
-    """Return the network's inputs, dynamic axes by the names that the graph has for them.
-
-    Raises Unsupported for an input whose values set a shape: that needs ranges of values.
-    """
+    """Return the network's inputs with the graph's names of axes. Raises Unsupported."""
     named = {each.name: each.shape for each in Graph.open(model).inputs}
     found: list[TensorSpec] = []
     for number in range(network.num_inputs):
@@ -161,21 +149,6 @@ def precision_flags(dtypes: Iterable[str]) -> tuple[str, ...]:
     present = set(dtypes)
     needed = (each for kind, each in _BY_TYPE.items() if kind in present)
     return tuple(each.builder_flag for each in needed if each.builder_flag)
-
-
-def memory_need(
-    network: trt.INetworkDefinition,
-    model: Path,
-    workspace_bytes: int,
-    batch: AxisRange,
-    axes: Mapping[str, AxisRange],
-    shared: bool = False,
-) -> BuildMemory:
-    """Return a lower bound of the memory, at the largest sizes of the build."""
-    others = max((axis.maximum for axis in axes.values()), default=1)
-    shapes = (_shape(tensor) for tensor in _tensors(network))
-    activations = activation_bytes(shapes, batch.maximum, others)
-    return BuildMemory(weight_bytes(model), workspace_bytes, activations, shared)
 
 
 def pin_linear(nv: Any, network: trt.INetworkDefinition) -> None:
@@ -273,10 +246,7 @@ def use_cache(nv: Any, config: trt.IBuilderConfig, path: Path) -> tuple[bool, st
 
 
 def keep_cache(config: trt.IBuilderConfig, path: Path) -> tuple[str, tuple[str, ...]]:
-    """Write the timings of the build to `path`; returns their SHA-256 and notes.
-
-    A cache that cannot be written becomes a note, not an error.
-    """
+    """Write the build's timings to `path`; return their SHA-256, and a note if that failed."""
     cache = maybe(config.get_timing_cache())
     if cache is None:
         return "", ()
@@ -303,12 +273,14 @@ _NOT_PROVEN: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class BuildCheck(Record):
-    """The builder's verdict on a file. `problems`: each refusal; empty when accepted.
+    """The builder's verdict on a file; nothing was kept. `problems`: each refusal.
 
     `flavour`: "tensorrt" or "rtx", the library that built the plan; without a plan, the requested
     flavour, as only a plan shows it. `layers`: number of layers in the parsed network.
     """
 
+    path: Path
+    profile: str
     accepted: bool
     problems: tuple[str, ...]
     notes: tuple[str, ...]
@@ -316,6 +288,13 @@ class BuildCheck(Record):
     layers: int
     plan_bytes: int
     build_s: float
+
+    def raise_if_refused(self) -> None:
+        """Raise GateFailed naming the first node that was refused."""
+        if not self.accepted:
+            others = len(self.problems) - 1
+            more = f" (and {others} more)" if others else ""
+            raise GateFailed(f"{self.path}: refused: {self.problems[0]}{more}", result=self)
 
 
 @dataclass(frozen=True)
@@ -367,11 +346,7 @@ def build(
 
 
 def check(model: Path, options: Options, on_progress: OnProgress | None = None) -> BuildCheck:
-    """Parse and build `model` with the installed builder, and write nothing.
-
-    A refused graph is a result (`problems` lists every refused node), not an error; a damaged file
-    and contradictory options raise as in `build`.
-    """
+    """Parse and build `model` with the installed builder; a refused graph is a result."""
     nv = module(options.flavour)
     started = time.perf_counter()
     here = with_gpu(this_machine(), options.device)
@@ -381,6 +356,8 @@ def check(model: Path, options: Options, on_progress: OnProgress | None = None) 
         raise error_of(str(model), attempt.refusals)
     flavour = flavour_of(attempt.plan) if attempt.plan is not None else options.flavour
     return BuildCheck(
+        path=model,
+        profile=options.profile.name,
         accepted=attempt.plan is not None,
         problems=tuple(refusal.text for refusal in attempt.refusals),
         notes=(*attempt.notes, _NOT_PROVEN[flavour]) if attempt.plan is not None else attempt.notes,
@@ -392,10 +369,7 @@ def check(model: Path, options: Options, on_progress: OnProgress | None = None) 
 
 
 def read_back(plan: bytes, options: Options) -> tuple[tuple[Layer, ...] | None, tuple[str, ...]]:
-    """Return the layers of a plan as TensorRT's engine inspector reports them, or None and why not.
-
-    Loads the plan, which can run code: pass only one that was just built with these options.
-    """
+    """Return the layers of a plan that was just built (loading can run code), or why not."""
     nv = module(options.flavour)
     with collect_log(nv) as lines:
         try:
@@ -426,7 +400,11 @@ def _build_plan(
     nv: Any, model: Path, options: Options, progress: BuildProgress, here: Machine, checking: bool
 ) -> _Attempt:
     """Build strongly typed; weakly typed only where this TensorRT's log blames strong typing."""
-    _check_model(model)
+    kind = sniff(model)
+    if kind != "onnx":
+        raise BadInput(f"{model}: expected an ONNX file, got a {kind} file")
+    for location in external_files(model):
+        check_data_file(model, location, str(model))
     check_options(options)
     check_graph(options, model)
     progress.report("parsing")
@@ -478,8 +456,11 @@ class _Job:
         sizes = ranges(inputs, options.batch, options.axes)
         asked = space = options.profile.workspace_bytes
         if asked is not None:
+            others = max((axis.maximum for axis in options.axes.values()), default=1)
+            shapes = map(_shape, _tensors(network))
+            activations = activation_bytes(shapes, options.batch.maximum, others)
             shared = options.profile.unified_memory
-            need = memory_need(network, self.model, asked, options.batch, options.axes, shared)
+            need = BuildMemory(weight_bytes(self.model), asked, activations, shared)
             space = workspace_that_fits(need, options.free_bytes, str(self.model))
         config = self.builder.create_builder_config()
         flags, notes = self._configure(config, space)
@@ -547,15 +528,6 @@ class _Job:
         if self.checking:
             return [], [f"{text}: checked for the GPU alone"]
         raise Unsupported(text)
-
-
-def _check_model(model: Path) -> None:
-    """Raise BadInput for another format, or for weights outside the model's folder."""
-    kind = sniff(model)
-    if kind != "onnx":
-        raise BadInput(f"{model}: expected an ONNX file, got a {kind} file")
-    for location in external_files(model):
-        check_data_file(model, location, str(model))
 
 
 def _check_flavour(plan: bytes, out: Path, options: Options) -> None:

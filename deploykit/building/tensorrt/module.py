@@ -32,16 +32,6 @@ _QOPERATORS = re.compile(r"QLinear|QGemm|QAttention|MatMulInteger|ConvInteger")
 
 
 @dataclass(frozen=True)
-class ParserError:
-    """One error of `OnnxParser.get_error`. `code` is the name of its ErrorCode."""
-
-    code: str
-    operator: str
-    node: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Reason:
     """The reason for a refused file or build. `damaged`: invalid, not just unsupported."""
 
@@ -128,29 +118,31 @@ _CAN_FAIL = re.compile(
 _WARNINGS = 5  # number that a note repeats
 
 
-def parser_refusal(error: ParserError, log: Sequence[str] = ()) -> Reason:
+def parser_refusal(
+    code: str, operator: str, name: str, message: str, log: Sequence[str] = ()
+) -> Reason:
     """Explain one parser error; `log`: the log's error lines, which name a missing data file."""
-    node = f"{error.operator or 'a node'} '{error.node}'" if error.node else error.operator
+    node = f"{operator or 'a node'} '{name}'" if name else operator
     for pattern, refusal in _PARSER:
-        if re.search(pattern, error.text):
-            types = _TYPES.search(error.text)
+        if re.search(pattern, message):
+            types = _TYPES.search(message)
             file = re.search(r"Failed to open file: (\S.*)", "\n".join(log))
             text = refusal.text.format(
                 node=node or "a node",
-                types=f"{types[1]} and {types[2]}" if types else first_sentence(error.text),
-                file=file[1] if file else first_sentence(error.text),
+                types=f"{types[1]} and {types[2]}" if types else first_sentence(message),
+                file=file[1] if file else first_sentence(message),
             )
             return Reason(text, refusal.hint, refusal.damaged)
-    if _QOPERATORS.match(error.operator):
+    if _QOPERATORS.match(operator):
         return Reason(
             f"{node} is an integer operator of ONNX Runtime: TensorRT needs Q/DQ pairs", _QUANTIZE
         )
-    if error.code == "UNSUPPORTED_NODE" or error.text.strip() in ("", "false"):
+    if code == "UNSUPPORTED_NODE" or message.strip() in ("", "false"):
         # "Assertion failed: (the condition in C++): the reason", which may be a type of the node
-        why = first_sentence(error.text.rpartition("): ")[2]) if "): " in error.text else ""
+        why = first_sentence(message.rpartition("): ")[2]) if "): " in message else ""
         text = f"operator {node or 'unknown'} is not supported by TensorRT"
         return Reason(f"{text}: {why.rstrip('.')}" if why else text)
-    return Reason(f"{node + ': ' if node else ''}{first_sentence(error.text)}")
+    return Reason(f"{node + ': ' if node else ''}{first_sentence(message)}")
 
 
 def build_refusal(errors: Sequence[str]) -> Reason:
@@ -260,20 +252,12 @@ def maybe(value: _T) -> _T | None:
     return value
 
 
-def parser_errors(parser: trt.OnnxParser) -> tuple[ParserError, ...]:
-    """Return all errors of the last parse; a node without a name is given by its number."""
-    found = []
-    for number in range(parser.num_errors):
-        error = parser.get_error(number)
-        code = re.sub(r".*\.", "", str(error.code()))
-        operator = error.node_operator()
-        node = error.node_name() or (f"#{error.node()}" if operator else "")
-        found.append(ParserError(code, operator, node, error.desc()))
-    return tuple(found)
-
-
 def refusals(lines: LogLines, parser: trt.OnnxParser | None = None) -> tuple[Reason, ...]:
     """Explain why TensorRT refused a parse (with its `parser`) or a build: one reason or more."""
-    found = parser_errors(parser) if parser is not None else ()
-    reasons = [parser_refusal(error, lines.errors) for error in found]
+    reasons = []
+    errors = [parser.get_error(n) for n in range(parser.num_errors)] if parser is not None else []
+    for error in errors:
+        code, operator = str(error.code()).rpartition(".")[2], error.node_operator()
+        name = error.node_name() or (f"#{error.node()}" if operator else "")
+        reasons.append(parser_refusal(code, operator, name, error.desc(), lines.errors))
     return tuple(dict.fromkeys(reasons)) or (build_refusal(lines.errors),)

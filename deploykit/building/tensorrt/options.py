@@ -276,10 +276,7 @@ def weakly_typed(nv: Any, options: Options) -> bool:
 
 
 def note_dla(layers: Sequence[Layer] | None, options: Options, where: str) -> tuple[str, ...]:
-    """Return how many layers run on the DLA. Raises Unsupported where none does.
-
-    TensorRT runs on the GPU what a DLA refuses, and says so in a verbose log only.
-    """
+    """Return how many layers run on the DLA. Raises Unsupported where none does."""
     if options.dla is None:
         return ()
     if layers is None:

@@ -5,19 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deploykit.building.builder import BuildJob, BuildResult, Shapes
 from deploykit.building.tensorrt import build as plans
 from deploykit.building.tensorrt.build import BuildCheck
-from deploykit.building.tensorrt.options import (
-    AxisRange,
-    Options,
-    parse_axis,
-    parse_batch,
-)
+from deploykit.building.tensorrt.options import AxisRange, Options, parse_axis, parse_batch
 from deploykit.building.tensorrt.progress import OnProgress
 from deploykit.core.artefact import Artefact
 from deploykit.core.cuda_order import with_gpu
@@ -43,25 +38,6 @@ _NOT_RECORDED = (
     "the engine brings code along, and the cache folder cannot record that it was built here: "
     "opening it needs --trust"
 )
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """The report of this machine's NVIDIA builder on a file; no engine was kept."""
-
-    path: Path
-    profile: str
-    checked: BuildCheck
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"path": str(self.path), "profile": self.profile, **self.checked.to_dict()}
-
-    def raise_if_refused(self) -> None:
-        """Raise GateFailed naming the first node that was refused."""
-        if not self.checked.accepted:
-            problems = self.checked.problems
-            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-            raise GateFailed(f"{self.path}: refused: {problems[0]}{more}", result=self)
 
 
 def prove_plan(built: BuildResult, graph_file: Artefact, job: BuildJob) -> Made:
@@ -171,10 +147,7 @@ def _prove(manifest: Manifest, graph_file: Artefact, job: BuildJob) -> tuple[Evi
 
 
 def check_here(target: Profile, model: Artefact, gpu: int = 0) -> None:
-    """Raise Unsupported unless this machine is the target and has what it takes to build there.
-
-    `gpu`: CUDA's number of the GPU to build on, the only one that counts.
-    """
+    """Raise Unsupported unless GPU number `gpu` is the target's and TensorRT is installed."""
     machine = with_gpu(this_machine(), gpu)
     here = machine.gpus[0].name if machine.gpus else machine.l4t and (machine.board or "a Jetson")
     hint = (
@@ -204,10 +177,7 @@ def _is_target(machine: Machine, target: Profile) -> bool:
 
 
 def _built_on(built: BuildResult, number: int) -> Mapping[str, str]:
-    """Return what the builder reports, overridden by what the CUDA driver reports of the device.
-
-    `nvidia-smi` counts GPUs that CUDA_VISIBLE_DEVICES hides, and knows no multiprocessors.
-    """
+    """Return the builder's facts, overridden by the CUDA driver's of that device."""
     try:
         from deploykit.engines.cuda.driver import CudaDevice
 
@@ -249,11 +219,7 @@ def build_engine(
     shapes: Shapes,
     on_progress: Callable[[str, float], None] | None = None,
 ) -> BuildResult:
-    """Write the plan of `model` to `out`; raises as `plans.build` does, and OutOfMemory.
-
-    TensorRT keeps what its builder allocated. Where CPU and GPU share memory, the engine that is
-    run and proven next would lack it: there the build has a process of its own.
-    """
+    """Write the plan; in a process of its own where the GPU shares the CPU's memory."""
     options = options_of(target, shapes, model)
     if not target.unified_memory:
         return build_here(model.path, out, options, on_progress)
@@ -265,11 +231,11 @@ def build_engine(
 
 def check_model(
     model: Artefact, target: Profile, shapes: Shapes, on_progress: Progress | None = None
-) -> CheckResult:
+) -> BuildCheck:
     """Parse and build `model` with whatever NVIDIA builder is here, report, and keep nothing."""
     flavour = "tensorrt" if installed("tensorrt") or not installed("tensorrt_rtx") else "rtx"
     options = replace(options_of(target, shapes, model), flavour=flavour)
-    return CheckResult(model.path, target.name, plans.check(model.path, options, on_progress))
+    return plans.check(model.path, options, on_progress)
 
 
 def options_of(target: Profile, shapes: Shapes, model: Artefact) -> Options:
