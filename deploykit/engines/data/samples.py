@@ -457,8 +457,9 @@ def random_feeds(
         elif spec.dtype == "string":
             feeds[spec.name] = random.integers(0, 10, shape).astype(str).astype(object)
         elif "mask" in spec.name.lower() and len(shape) == 2 and "float" not in spec.dtype:
-            tail = random.integers(0, min(_TAIL, max(1, shape[1])), (shape[0], 1))
-            found = np.arange(shape[1]) < shape[1] - tail
+            least = int(spec.dtype == "bool" and shape[1] > 1)
+            most = min(_TAIL, max(least + 1, shape[1]))
+            found = np.arange(shape[1]) < shape[1] - random.integers(least, most, (shape[0], 1))
             found[:1, -1:] = shape[1] < 2  # one row at least has padding
             hides = spec.dtype == "bool" and "pad" in spec.name.lower()
             feeds[spec.name] = (found != hides).astype(spec.dtype)
