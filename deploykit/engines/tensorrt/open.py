@@ -31,7 +31,7 @@ if installed("tensorrt_lean") and not installed("tensorrt"):
     )
 trt = require("tensorrt")
 _MAPS = Path("/proc/self/maps")  # of this process, which has loaded TensorRT
-_CUDART = re.compile(rb"\blibcudart\.so\.(\d{2})\b")
+_CUDART = re.compile(rb"libcudart\.so\.(\d{2})\b")  # a leading \b would take 30 x the time
 _LIBRARIES = ("tensorrt-cu{}", "tensorrt-cu{}-libs", "tensorrt-cu{}-bindings")  # pip packages
 
 
