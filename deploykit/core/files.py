@@ -210,29 +210,35 @@ def new_folder(folder: Path) -> Iterator[Path]:
                 each.rmdir()
 
 
+def read_text(path: Path) -> str:
+    """Return a text file's content. Raises NotFound or BadInput."""
+    try:
+        return check_readable(path).read_text(encoding="utf-8")
+    except OSError as exc:
+        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
+    except UnicodeDecodeError as exc:
+        raise BadInput(f"{path}: is not a text file in UTF-8") from exc
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the values of a TOML file. Raises NotFound or BadInput."""
     if sys.version_info >= (3, 11):
         import tomllib  # late: `--help` does not need it
     else:
         import tomli as tomllib
+    text = read_text(path)
     try:
-        values: dict[str, Any] = tomllib.loads(check_readable(path).read_text(encoding="utf-8"))
+        values: dict[str, Any] = tomllib.loads(text)
         return values
-    except OSError as exc:
-        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
-    except UnicodeDecodeError as exc:
-        raise BadInput(f"{path}: is not a text file in UTF-8") from exc
     except (tomllib.TOMLDecodeError, RecursionError) as exc:
         raise BadInput(f"{path}: is not valid TOML: {exc}") from exc
 
 
 def read_json(path: Path) -> Any:
     """Return the value of a JSON file. Raises NotFound or BadInput."""
+    text = read_text(path)
     try:
-        return json.loads(check_readable(path).read_text(encoding="utf-8"))
-    except OSError as exc:
-        raise BadInput(f"{path}: cannot be read: {os_reason(exc)}") from exc
+        return json.loads(text)
     except (ValueError, RecursionError) as exc:
         raise BadInput(f"{path}: is not valid JSON: {exc}") from exc
 

@@ -24,7 +24,7 @@ from deploykit.core.evidence import Layer
 from deploykit.core.extras import require
 from deploykit.core.machine import default_threads
 from deploykit.core.memory import memory_errors
-from deploykit.core.tensors import TensorSpec, axis_name
+from deploykit.core.tensors import PROTOCOL_NAMES, TensorSpec, axis_name
 from deploykit.engines.engine import Arrays, CallGuard, Engine, FeedCheck
 from deploykit.engines.onnxruntime.file import adds_exactly, external_weights
 from deploykit.graph.facts import Value, read_facts
@@ -67,8 +67,7 @@ def _error(path: Path, text: str) -> DeploykitError:
     return Unsupported(f"{path}: OpenVINO failed: {reason}", hint=OTHER_RUNTIME)
 
 
-_INTEGERS = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
-_TAKES = frozenset(("float16", "float32", "float64", "bool", *_INTEGERS))
+_TAKES = PROTOCOL_NAMES.keys() - {"bfloat16", "string"}
 Axes = tuple["int | str | None", ...]  # None: the file has no size
 
 

@@ -456,7 +456,7 @@ def random_feeds(
             feeds[spec.name] = random.standard_normal(shape).astype(carrier(spec.dtype))
         elif spec.dtype == "string":
             feeds[spec.name] = random.integers(0, 10, shape).astype(str).astype(object)
-        elif "mask" in spec.name.lower() and len(shape) == 2 and "float" not in spec.dtype:
+        elif "mask" in spec.name.lower() and len(shape) == 2:
             least = int(spec.dtype == "bool" and shape[1] > 1)
             most = min(_TAIL, max(least + 1, shape[1]))
             found = np.arange(shape[1]) < shape[1] - random.integers(least, most, (shape[0], 1))

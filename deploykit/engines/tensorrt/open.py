@@ -61,7 +61,7 @@ def open_engine(
 
     driver = CudaDevice(int(device.partition(":")[2] or 0))
     machine = here(driver)
-    plan, manifest = open_plan(path, machine, trust)
+    plan, manifest = open_plan(source, machine, trust)
     load_plugins(trt, recorded_plugins(path, manifest.plugins if manifest else {}))
     engine = TensorRtEngine(trt, driver, path, plan, manifest, slots=slots, graphs=graphs)
     engine.place = place_of(machine.facts())
